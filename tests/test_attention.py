@@ -118,6 +118,12 @@ def test_causal_edges_of_tiles_and_rows_without_keys(place, queries, keys):
     hold(place, replace(PLAIN, seqlen_q=queries, seqlen_k=keys))
 
 
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("window", [(None, -100), (-70, 130), (200, -3), (-64, None)], ids=str)
+def test_bands_off_the_diagonal(place, window):
+    hold(place, replace(PLAIN, causal=False, window=window, seqlen_q=300, seqlen_k=330))
+
+
 @pytest.mark.parametrize(
     ("head_dim", "in_registers"), [pytest.param(96, 64, marks=pytest.mark.slow), (256, 128)]
 )

@@ -49,6 +49,8 @@ CASES = {
     "more queries than keys": {"causal": True, "seqlen_q": 300, "seqlen_k": 100},
     "window": {"window": (40, 20), "seqlen_q": 150, "seqlen_k": 150},
     "left window": {"window": (17, None), "seqlen_q": 65, "seqlen_k": 257, "dtype": "fp16"},
+    "before the diagonal": {"window": (120, -30), "seqlen_q": 150, "seqlen_k": 210},
+    "after the diagonal": {"window": (-30, None), "seqlen_q": 150, "seqlen_k": 90},
     "grouped heads": {"heads_q": 3, "heads_kv": 1, "seqlen_q": 70, "causal": True},
     "a batch of views": {"batch": 2, "views": ("interleaved", "shifted", "heads first")},
     "softcap": {"softcap": 3.0, "seqlen_q": 70, "seqlen_k": 140, "causal": True},
@@ -74,7 +76,9 @@ def test_gradients_are_those_of_the_definition(name):
     assert errors(case, of_lse=True) == []
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "window", "left window", "packed"])
+@pytest.mark.parametrize(
+    "name", ["full", "causal", "window", "left window", "after the diagonal", "packed"]
+)
 def test_deterministic_gradients_are_right(name):
     """CTAs wait for each other; none waits for one that never comes."""
     case = case_of(
@@ -104,6 +108,11 @@ def test_gradients_under_other_orders(order, dims):
     case = case_of("causal", head_dim=dims[0], head_dim_v=dims[1], heads_q=2)
     assert errors(case, order=order, seed=3) == []
 
+
+BANDS = [
+    Band(), Band(None, 0), Band(None, 30), Band(-70, None), Band(-150, 0), Band(-3, 90),
+    Band(None, -100), Band(70, 130), Band(64, None),
+]  # fmt: skip
 
 BANDS = [Band(), Band(None, 0), Band(None, 30), Band(-70, None), Band(-150, 0), Band(-3, 90)]
 

@@ -248,7 +248,6 @@ BAD = {
     "dtype 'fp8' is not one of bf16, fp16": {"dtype": "fp8"},
     "init 'zero' is not one of": {"init": "zero"},
     "view 'row' is not one of": {"views": ("row", "padded", "padded")},
-    r"window=\(-1, 0\): a side is None or at least 0": {"window": (-1, 0)},
     r"lengths_q=\(3,\): takes batch=2 numbers": {"lengths_q": (3,)},
     r"used_k=\(54, 1\): more than the sequences have": {"used_k": (54, 1)},
     "seqlen_k=-1: must be at least 0": {"seqlen_k": -1},

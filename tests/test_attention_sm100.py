@@ -70,6 +70,12 @@ def test_causal_edges_of_tiles_and_rows_without_keys(queries, keys):
 
 
 @SLOW
+@pytest.mark.parametrize("window", [(None, -100), (-70, 130), (200, -3), (-64, None)], ids=str)
+def test_bands_off_the_diagonal(window):
+    hold(PLACE, replace(PLAIN, causal=False, window=window, seqlen_q=300, seqlen_k=330))
+
+
+@SLOW
 @pytest.mark.parametrize("init", ["rising", "falling", "huge", "offset"])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(init, head_dim):

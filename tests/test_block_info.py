@@ -17,9 +17,13 @@ PACKS = (1, 2, 4, 8)
 
 
 def bands(tile: int) -> list[Band]:
-    """All pairs of a left and a right window around the tile's size, and none."""
+    """All pairs of a left and a right window around the tile's size, and none; bands that lie off
+    the diagonal, on either side."""
     windows = (None, 0, 1, tile - 1, tile, tile + 1, 100)
-    sides = itertools.product(windows, windows)
+    off = (-1, -tile, -tile - 3, -100)
+    sides = [*itertools.product(windows, windows), *itertools.product(off, (None, tile + 9))]
+    sides += [(right, left) for left, right in itertools.product(off, (None, tile + 9))]
+    sides = [(a, b) for a, b in sides if a is None or b is None or a + b >= 0]
     return [Band(None if left is None else -left, right) for left, right in sides]
 
 

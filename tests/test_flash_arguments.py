@@ -48,7 +48,9 @@ def reference(q, k, v, window=(None, None), scale=None):
         hidden |= offset < -left
     if right is not None:
         hidden |= offset > right
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+    # a row without keys is 0
+    probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (probabilities @ v).transpose(1, 2)
 
 
 def close(x, y):
@@ -103,6 +105,19 @@ def test_a_window_of_minus_1_is_an_open_side(stand_in, window, ours):
     close(cutex.flash_attn_func(q, k, v, window_size=window), reference(q, k, v, ours))
     graded = [x.clone().requires_grad_() for x in (q, k, v)]
     close(cutex.flash_attn_func(*graded, window_size=window), reference(q, k, v, ours))
+
+
+@pytest.mark.parametrize(
+    ("window", "ours"),
+    [
+        ((None, -1), (None, -1)), ((None, -3), (None, -3)), ((-2, None), (-2, None)),
+        ((-2, 4), (-2, 4)), ((9, -3), (9, -3)), ((-3, 0), (-3, 0)), ((None, -100), (None, -100)),
+        ((-(2**40), None), (-100, None)), ((-2, -1), (None, None)), ((-5, -7), (None, None)),
+    ],
+)  # fmt: skip
+def test_another_negative_side_is_a_bound_off_the_diagonal(stand_in, window, ours):
+    q, k, v = operands()
+    close(cutex.flash_attn_func(q, k, v, window_size=window), reference(q, k, v, ours))
 
 
 # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes

@@ -5,7 +5,8 @@ Everything follows from one band. Query q of seqlen_q may see key k of seqlen_k 
     lo <= k - q - (seqlen_k - seqlen_q) <= hi
 
 so that the last query is aligned with the last key; None leaves a side open. Causal attention is
-Band(None, 0), a sliding window of (left, right) is Band(-left, right).
+Band(None, 0), a sliding window of (left, right) is Band(-left, right). lo is at most hi; both may
+lie on one side of the diagonal.
 
 All methods use plain operators and run on Python ints as on the DSL's Int32: the tests compare them
 with a boolean matrix, the kernels trace them.

@@ -92,10 +92,25 @@ class AttentionCall:
         return float(self.softmax_scale)
 
     @property
+    def sides(self) -> Window:
+        """window_size with None for each open side. A negative number is a bound off the diagonal,
+        as FlashAttention-4 has it: (None, -3) ends three keys before a query's own.
+
+        NOTE: -1 is also FlashAttention-2's open side, which has no None: it is open beside another
+        number. Two negative numbers leave no key between them; all FlashAttentions mean open.
+        """
+        left, right = (None if x is None else int(x) for x in self.window_size)
+        if left is None or right is None:
+            return left, right
+        if left < 0 and right < 0:
+            return None, None
+        return None if left == -1 else left, None if right == -1 else right
+
+    @property
     def window(self) -> Window:
         """The window without bounds that have no effect at these lengths; its right side is 0 if
         causal."""
-        left, right = (None if x in (None, -1) else int(x) for x in self.window_size)
+        left, right = self.sides
         right = 0 if self.causal else right
         longest_q, longest_k = (x.shape[-3] for x in (self.q, self.k))
         # the first query of a sequence sees keys up to seqlen_k - seqlen_q + right, ...
@@ -104,7 +119,13 @@ class AttentionCall:
         # ... the last one from seqlen_k - 1 - left on
         if left is not None and left >= longest_k - 1:
             left = None
-        return left, right
+        if left is not None and right is not None and left + right < 0:
+            left, right = None, -longest_k  # no key is between them
+        # NOTE: in the kernel's 32 bits; what hides all keys hides them at its least, too
+        return (
+            None if left is None else max(left, -longest_q),
+            None if right is None else max(right, -longest_k),
+        )
 
 
 def kernel_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -247,10 +268,6 @@ def _check_numbers(call: AttentionCall) -> None:
             continue
         if isinstance(bound, bool) or not isinstance(bound, INTEGERS):
             raise TypeError(f"window_size={tuple(window)}: a side is a whole number or None")
-        if bound < -1:
-            raise ValueError(
-                f"window_size={tuple(window)}: a side is at least 0, or None or -1 if open"
-            )
     if not isinstance(call.causal, (int, torch.SymBool)) or call.causal not in (0, 1):
         raise TypeError(f"causal must be True or False, got {call.causal!r}")
     for name in ("softcap", "softmax_scale"):

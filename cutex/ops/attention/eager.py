@@ -50,7 +50,8 @@ def flash_attn_func(
     softmax_scale: 1 / sqrt(head dim) by default.
     causal: query i sees keys j <= i + seqlen_k - seqlen_q, so that the last query sees all.
     window_size: (left, right), how many keys on either side of that last one a query sees; None,
-        or -1, is all of them. causal closes the right side.
+        or -1 beside a number, is all of them. Another negative side is a bound off the diagonal:
+        (None, -3) ends three keys before it. causal closes the right side.
     softcap: scores s become softcap * tanh(s / softcap); 0 is none.
     learnable_sink: (heads,), one more score for each row, whose value is zero.
     score_mod: a function of (score, batch, head, query, key), DSL numbers, that returns the score;

@@ -24,6 +24,11 @@ def why_not(call: AttentionCall) -> str | None:
     """The reason why torch's flash backward does not support the call, or None."""
     if call.softcap:
         return f"softcap={call.softcap}, which torch's flash backward does not know"
+    if any(x is not None and x < 0 for x in call.sides):
+        return (
+            f"window_size={tuple(call.window_size)}, a band off the diagonal, which torch's flash "
+            "backward does not know"
+        )
     for name in ("seqused_q", "seqused_k"):
         if getattr(call, name) is not None:
             return f"{name}, which torch's flash backward does not know"
@@ -136,5 +141,5 @@ def readable(x: Tensor) -> Tensor:
 
 def window(call: AttentionCall) -> tuple[int, int]:
     """The window as torch's flash backward takes it: in 32 bits, with -1 for an open side."""
-    left, right = (-1 if x is None else min(x, MAX_LENGTH) for x in call.window_size)
+    left, right = (-1 if x is None else min(x, MAX_LENGTH) for x in call.sides)
     return left, right

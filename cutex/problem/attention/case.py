@@ -62,9 +62,10 @@ class AttentionCase:
     lengths_q, lengths_k: rows of each sequence, in tensors packed one after the other (varlen by
     cu_seqlens; seqlen_q or seqlen_k is then their maximum). used_q, used_k: how many rows of each
     sequence count (seqused). tail: rows after the last packed sequence. window (left, right): keys
-    that a query sees on either side of its own, None for all. scale: 1 / sqrt(head_dim) by default.
-    init: the family of data, out of families.py. Memory that holds no data (around views, rows past
-    `used`, the tail) is NaN. views: the memory layouts of q, k and v, out of VIEWS.
+    that a query sees on either side of its own, None for all; a negative side is a bound off the
+    diagonal. scale: 1 / sqrt(head_dim) by default. init: the family of data, out of families.py.
+    Memory that holds no data (around views, rows past `used`, the tail) is NaN. views: the memory
+    layouts of q, k and v, out of VIEWS.
 
     Raises ValueError, in one sentence, for values that are no valid problem.
     """
@@ -113,9 +114,6 @@ class AttentionCase:
         for view in self.views:
             if view not in VIEWS:
                 raise ValueError(f"view {view!r} is not one of {', '.join(VIEWS)}")
-        for bound in self.window:
-            if bound is not None and bound < 0:
-                raise ValueError(f"window={self.window}: a side is None or at least 0")
         for side in "qk":
             self._check_lengths(side)
 

@@ -39,7 +39,7 @@ def draw(
         heads_q, heads_kv = r.choice(HEADS[:5])
     longest = max(max(x) for x in lengths)
     return AttentionCase(
-        **{**what, "window": tuple(side and _window(r, longest) for side in what["window"])},
+        **{**what, "window": _bounds(r, what["window"], longest)},
         heads_q=heads_q,
         heads_kv=heads_kv,
         scale=r.choice((0.03, 0.5)) if r.random() < 0.15 else None,
@@ -120,10 +120,16 @@ def _sizes(r: random.Random, kind: str, lengths: list[tuple[int, int]]) -> dict[
     }
 
 
-def _window(r: random.Random, longest: int) -> int:
-    """One side of a window, around the edges of tiles or anywhere."""
-    edges = (0, 1, 63, 64, 65, 127, 128, 129)
-    return r.choice(edges) if r.random() < 0.5 else r.randint(0, longest)
+def _bounds(
+    r: random.Random, bounded: tuple[bool | None, bool | None], longest: int
+) -> tuple[int | None, int | None]:
+    """A window, each bounded side around the edges of tiles or anywhere, some off the diagonal."""
+    edges = (0, 1, 63, 64, 65, 127, 128, 129, -2, -64, -65)
+    drawn = [r.choice(edges) if r.random() < 0.5 else r.randint(0, longest) for x in bounded if x]
+    if len(drawn) == 2 and max(drawn) < 0:  # two negative sides are open ones to a caller
+        drawn[1] = -drawn[1]
+    left, right = (drawn.pop(0) if x else None for x in bounded)
+    return left, right
 
 
 def _views(r: random.Random) -> tuple[str, str, str]:
