@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib import import_module
 from unittest import mock
 
 import pytest
@@ -20,8 +19,10 @@ from flash_attn_calls import call
 
 import cutex
 from cutex.arch import local_arch
-from cutex.kernels.attention.forward.choose import fill
-from cutex.kernels.attention.forward.config import HEAD_DIMS, ForwardConfig
+from cutex.kernels.attention.forward.choose import fitted
+from cutex.kernels.attention.forward.sm90 import choose as sm90
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import eager, plan
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.randomized import draw
@@ -131,9 +132,9 @@ def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_re
     case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=70, seqlen_k=130)
     inputs, results = case.inputs(place.device), []
     for columns in (in_registers, 0):
-        asked = mock.Mock(side_effect=lambda *of, c=columns: replace(fill(*of), q_in_registers=c))
+        asked = mock.Mock(side_effect=lambda *of, c=columns: replace(fitted(*of), q_in_registers=c))
         eager.forget()
-        with mock.patch.object(plan, "fill", asked), place.prepared():
+        with mock.patch.object(plan, "fitted", asked), place.prepared():
             results.append(call(case, inputs))
         assert asked.call_count
     eager.forget()
@@ -158,25 +159,18 @@ LONG = [
 def long_from_one_key(monkeypatch):
     """Sequences of any length have the kernels that are chosen for long ones, where two CTAs load
     K and V for each other. A list of the configs chosen so."""
-    module = import_module(fill.__module__)
-    shares, longest = module.shares, 2**20
+    shares, longest, chosen = sm90.shares, 2**20, []
 
-    def of_long(config, shape, arch):
-        return fill(config, replace(shape, longest_k=longest), arch)
-
-    def shares_long(config, shape, num_sms):
-        many = replace(shape, batch=num_sms, longest_k=longest, mean_q=longest)
-        return shares(config, many, num_sms)
-
-    chosen = []
-
-    def on_gpu(*of):
-        chosen.append(module.on_gpu(*of))
+    def of_long(spec, shape, arch):
+        chosen.append(fitted(spec, shape._replace(longest_k=longest), arch))
         return chosen[-1]
 
-    monkeypatch.setattr(plan, "fill", of_long)
-    monkeypatch.setattr(plan, "on_gpu", on_gpu)
-    monkeypatch.setattr(module, "shares", shares_long)
+    def shares_long(config, shape, num_sms):
+        many = shape._replace(batch=num_sms, longest_k=longest, mean_q=longest)
+        return shares(config, many, num_sms)
+
+    monkeypatch.setattr(plan, "fitted", of_long)
+    monkeypatch.setattr(sm90, "shares", shares_long)
     eager.forget()
     yield chosen
     eager.forget()
@@ -224,7 +218,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_others(place, head_dim):
 
 @pytest.mark.parametrize("columns", [32, -64, 192])
 def test_columns_of_q_that_cannot_be_in_registers_are_refused(columns):
-    assert "columns of Q by 64" in ForwardConfig(q_in_registers=columns).why_not()
+    assert "columns of Q by 64" in Sm90ForwardConfig(q_in_registers=columns).why_not()
 
 
 def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(place):

@@ -17,8 +17,8 @@ from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.device.attention.mask import Mask
 from cutex.device.pipeline import Ring
-from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.forward import Forward
 from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import WorkRing
@@ -26,7 +26,7 @@ from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
 # one CTA for all tiles, so that leftovers of one reach the next
-CONFIG = ForwardConfig(
+CONFIG = Sm90ForwardConfig(
     head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, num_ctas=1
 )
 CASE = AttentionCase(

@@ -12,9 +12,10 @@ import pytest
 
 from cutex.arch import arch
 from cutex.device.attention.block_info import Blocks
-from cutex.kernels.attention.forward.choose import Shape, choose, fill, on_gpu
-from cutex.kernels.attention.forward.config import ForwardConfig
+from cutex.kernels.attention.forward.choose import choose, fitted
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.order import AttentionOrder, Wave, wave_of
+from cutex.kernels.attention.spec import AttentionSpec, Shape
 from cutex.problem.attention import AttentionProblem
 
 SM90 = arch("sm_90a")
@@ -78,7 +79,7 @@ def test_ctas_end_together_though_few_heads_are_in_work(num_m_blocks, heads):
     """Causal tiles, each taken by the CTA that is free first: the last CTA ends within 2 % of the
     mean, and the heads in work at one time are those of a few waves."""
     ctas = 132
-    wave = wave_of(ForwardConfig(num_ctas=ctas), num_m_blocks)
+    wave = wave_of(Sm90ForwardConfig(num_ctas=ctas), num_m_blocks)
     assert wave is not None
     order = AttentionOrder(num_m_blocks, heads, 1, True, 1000, 1, 1 << 30, wave)
     free = [0] * ctas
@@ -121,8 +122,8 @@ def test_tiles_that_begin_or_end_together_read_the_same_keys():
 # ---- two CTAs that load for each other
 
 
-def chosen(shape: Shape, **what) -> ForwardConfig:
-    return on_gpu(fill(ForwardConfig(**what), shape, SM90), shape, SM90.num_sms, SM90.l2_bytes)
+def chosen(shape: Shape, **what) -> Sm90ForwardConfig:
+    return fitted(AttentionSpec(**what), shape, SM90)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -137,10 +138,10 @@ def test_two_ctas_share_k_and_v_of_long_sequences(head_dim):
 @pytest.mark.parametrize(
     "shape",
     [
-        replace(LONG, longest_q=1024, longest_k=1024, mean_q=1024, batch=16),
-        replace(LONG, mean_q=500, batch=100),  # packed, most of them short
-        replace(LONG, longest_q=1, mean_q=1, batch=200),
-        replace(LONG, heads_q=1, heads_kv=1),  # no more tiles than CTAs
+        LONG._replace(longest_q=1024, longest_k=1024, mean_q=1024, batch=16),
+        LONG._replace(mean_q=500, batch=100),  # packed, most of them short
+        LONG._replace(longest_q=1, mean_q=1, batch=200),
+        LONG._replace(heads_q=1, heads_kv=1),  # no more tiles than CTAs
     ],
     ids=["short", "packed", "one query", "few tiles"],
 )

@@ -14,11 +14,11 @@ import cutex
 from cutex.arch import arch
 from cutex.compile import compile
 from cutex.compile.resources import resources
-from cutex.kernels.attention.forward.choose import Shape, fill
-from cutex.kernels.attention.forward.config import HEAD_DIMS
+from cutex.kernels.attention.forward.choose import fitted
 from cutex.kernels.attention.forward.sm100 import bounds
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.forward import Forward
+from cutex.kernels.attention.spec import HEAD_DIMS, AttentionSpec, Shape
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
 
@@ -141,7 +141,7 @@ def test_users_functions():
 def test_pairs_of_ctas_at_head_dim_128(causal):
     from test_attention_sm100_mutations import wrong
 
-    config = Sm100Config(causal=causal, window=(True, False), pair=True, dispatch="clc")
+    config = Sm100ForwardConfig(causal=causal, window=(True, False), pair=True, dispatch="clc")
     kernel = compile(Forward(config), "bf16", "sm_100a")
     case = AttentionCase(
         seqlen_q=700, seqlen_k=600, heads_q=2, heads_kv=1, causal=causal, window=(400, None)
@@ -158,7 +158,7 @@ def test_clusters_take_over_tiles_that_have_not_begun(order):
     """The simulator holds a third of the grid, so two of three tiles are taken over."""
     from test_attention_sm100_mutations import wrong
 
-    config = Sm100Config(head_dim=64, head_dim_v=64, causal=True, window=(True, False))
+    config = Sm100ForwardConfig(head_dim=64, head_dim_v=64, causal=True, window=(True, False))
     config = replace(config, dispatch="clc")
     kernel = compile(Forward(config), "bf16", "sm_100a")
     sizes = {"seqlen_q": 600, "seqlen_k": 330, "heads_q": 3, "heads_kv": 1}
@@ -170,8 +170,8 @@ def test_clusters_take_over_tiles_that_have_not_begun(order):
 
 
 def test_a_b300_leaves_all_exponentials_to_mufu():
-    config = Sm100Config(head_dim=64, head_dim_v=64)
-    assert [fill(config, LONG, arch(x)).by_fma for x in ("sm_100a", "sm_103a")] == [4, 0]
+    spec = AttentionSpec(head_dim=64, head_dim_v=64)
+    assert [fitted(spec, LONG, arch(x)).by_fma for x in ("sm_100a", "sm_103a")] == [4, 0]
 
 
 @SLOW
@@ -206,7 +206,7 @@ def test_matmul_says_that_a_b300_has_no_kernel_of_it():
 )
 def test_nothing_is_spilled_and_smem_is_what_the_config_says(head_dims, causal):
     d, dv = head_dims
-    config = fill(Sm100Config(head_dim=d, head_dim_v=dv, causal=causal), LONG, arch("sm_100a"))
+    config = fitted(AttentionSpec(d, dv, causal=causal), LONG, arch("sm_100a"))
     assert config.why_not(None, arch("sm_100a")) is None
     found = resources(compile(Forward(config), "bf16", "sm_100a"))
     assert found.spill_bytes == 0
@@ -230,7 +230,7 @@ def test_nothing_is_spilled_and_smem_is_what_the_config_says(head_dims, causal):
 )
 def test_a_config_that_cannot_be_says_why(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Forward(replace(Sm100Config(), **change))
+        Forward(replace(Sm100ForwardConfig(), **change))
 
 
 @SLOW

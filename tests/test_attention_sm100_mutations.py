@@ -18,14 +18,14 @@ from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.tmem_rows import ScoreRow, store_columns
 from cutex.device.pipeline import Barrier, PairRing
 from cutex.kernels.attention.forward.sm100 import mma, softmax
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.forward import Forward
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
 SLOW = pytest.mark.slow
 # one CTA for all tiles, so that leftovers of one reach the next; references that move often
-CONFIG = Sm100Config(
+CONFIG = Sm100ForwardConfig(
     head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32, slack=2.0,
     num_ctas=1,
 )  # fmt: skip
@@ -37,7 +37,7 @@ PAIR = replace(CONFIG, pair=True, dispatch="clc")
 FALLING = replace(CASE, init="falling")
 
 
-def compiled(config: Sm100Config = CONFIG):
+def compiled(config: Sm100ForwardConfig = CONFIG):
     return compile(Forward(config), "bf16", "sm_100a", cache=False)
 
 

@@ -13,7 +13,7 @@ from attention_stand_in import StandIn
 from flash_attn_calls import PACKED, SMALL, call
 
 import cutex
-from cutex.kernels.attention.forward.config import ForwardConfig
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.ops.attention import eager, plan
 from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.case import VIEWS, AttentionCase
@@ -404,7 +404,7 @@ def test_what_torch_watches_goes_through_the_dispatcher(stand_in):
 # ---- the kernel for long sequences
 
 
-def config_of(lengths: list[int], **given) -> ForwardConfig:
+def config_of(lengths: list[int], **given) -> Sm90ForwardConfig:
     """The config of packed sequences of these lengths at head dim 256."""
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     q = torch.empty(sum(lengths), 1, 256, dtype=torch.bfloat16)

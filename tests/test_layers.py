@@ -163,10 +163,6 @@ def test_no_module_is_loaded_in_a_circle(package, trees):
 # The circles that are left if annotations and imports within functions count, too: each is a set of
 # modules none of which can be read without the others. They may only shrink.
 CIRCLES = (
-    "kernels.attention.forward.choose kernels.attention.forward.config "
-    "kernels.attention.forward.ladder kernels.attention.forward.sm100.choose "
-    "kernels.attention.forward.sm100.config kernels.attention.order "
-    "kernels.attention.signature",
     "kernels.gemm.config kernels.gemm.signature",
     "ops.matmul.eager ops.matmul.tuner",
     "problem.attention problem.attention.case problem.attention.check problem.attention.reference",

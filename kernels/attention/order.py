@@ -20,9 +20,8 @@ from cutex.device.attention.block_info import Band, BlockInfo, any_in, larger, s
 from cutex.device.work_tile import WorkTile
 
 if TYPE_CHECKING:
-    from cutex.kernels.attention.forward.choose import AnyConfig
-    from cutex.kernels.attention.forward.ladder import LadderConfig
     from cutex.kernels.attention.signature import Sizes
+    from cutex.kernels.attention.tiling import Tiling
     from cutex.problem.attention import AttentionProblem
 
 
@@ -47,7 +46,7 @@ class AttentionOrder:
     wave: Wave | None = None  # None: groups as L2 allows
 
     @staticmethod
-    def of(config: AnyConfig, sizes: Sizes) -> AttentionOrder:
+    def of(config: Tiling, sizes: Sizes) -> AttentionOrder:
         """The order in which a production kernel takes the tiles of a problem."""
         c = config
         rows_q = sizes.rows_q // sizes.batch if c.varlen_q else sizes.rows_q  # the mean
@@ -102,7 +101,7 @@ class AttentionOrder:
         return 1 - index // ctas % 2
 
 
-def wave_of(config: AnyConfig | LadderConfig, num_m_blocks: Any) -> Wave | None:
+def wave_of(config: Tiling, num_m_blocks: Any) -> Wave | None:
     """The wave of units that have `num_m_blocks` tiles each; None if the order of this config has
     none."""
     if not config.in_waves:
@@ -112,7 +111,7 @@ def wave_of(config: AnyConfig | LadderConfig, num_m_blocks: Any) -> Wave | None:
     return Wave(larger((ctas + tiles // 2) // tiles, 1), (most + tiles - 1) // tiles)
 
 
-def grid(config: AnyConfig, total: Int32) -> Int32:
+def grid(config: Tiling, total: Int32) -> Int32:
     """The CTAs along x of a production kernel: those of all tiles or, with "static" and "dynamic"
     dispatch, as many as run at one time."""
     if config.dispatch in ("static", "dynamic"):
@@ -120,7 +119,7 @@ def grid(config: AnyConfig, total: Int32) -> Int32:
     return total * config.ctas
 
 
-def key_blocks(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> list[int]:
+def key_blocks(problem: AttentionProblem, config: Tiling) -> list[int]:
     """The number of key blocks of each tile, in the order in which CTAs, or pairs of them, take the
     tiles."""
     info, m_blocks = block_info(problem, config), tiles_of(problem, config)
@@ -130,13 +129,13 @@ def key_blocks(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> l
     return [blocks[m].end - blocks[m].first for m in m_blocks]
 
 
-def block_info(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> BlockInfo:
+def block_info(problem: AttentionProblem, config: Tiling) -> BlockInfo:
     left, right = problem.bounds
     band = Band(None if left is None else -left, 0 if problem.causal else right)
     return BlockInfo(config.tile_m, config.tile_n, band, config.pack)
 
 
-def tiles_of(problem: AttentionProblem, config: AnyConfig | LadderConfig) -> list[int]:
+def tiles_of(problem: AttentionProblem, config: Tiling) -> list[int]:
     """The block of rows of each tile, in the order in which CTAs, or pairs of them, take the tiles.
 
     The sequences of a packed problem have equal lengths, so no lengths are needed.

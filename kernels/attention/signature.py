@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cutlass import Int32, cute
@@ -9,13 +10,13 @@ from cutlass import Int32, cute
 from cutex.compile import Argument, Operand, Scalar
 from cutex.device.attention.block_info import Band
 from cutex.device.attention.seqlen_info import Seqlens
-from cutex.kernels.attention.forward.choose import AnyConfig
+from cutex.kernels.attention.spec import AttentionSpec
 
 
-def arguments(config: AnyConfig, dtype: str) -> tuple[Argument, ...]:
-    """The arguments q, k, v, o, and those that `config` adds, in the order of the fields of
-    Passed."""
-    c = config
+def arguments(spec: AttentionSpec, dtype: str, counter: bool) -> tuple[Argument, ...]:
+    """The arguments q, k, v, o, and those that `spec` adds, in the order of the fields of Passed;
+    with a `counter`, if one hands out the tiles."""
+    c = spec
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
     k = ("tk", "hk", "d") if c.varlen_k else ("b", "sk", "hk", "d")
     shapes = {"q": q, "k": k, "v": (*k[:-1], "dv"), "o": (*q[:-1], "dv")}
@@ -35,7 +36,7 @@ def arguments(config: AnyConfig, dtype: str) -> tuple[Argument, ...]:
     vector(c.used_q, "seqused_q", ("b",), "int32")
     vector(c.used_k, "seqused_k", ("b",), "int32")
     vector(c.sink, "sink", ("h",), "fp32")
-    vector(c.dispatch == "dynamic", "counter", ("words",), "int32")
+    vector(counter, "counter", ("words",), "int32")
     scalar(True, "scale", "fp32")
     scalar(c.softcap, "softcap", "fp32")
     scalar(c.window[0], "lo", "int32")
@@ -45,8 +46,7 @@ def arguments(config: AnyConfig, dtype: str) -> tuple[Argument, ...]:
 
 
 class Passed(NamedTuple):
-    """The arguments of a kernel after q, k, v and o; None for those that its config does not
-    have."""
+    """The arguments of a kernel after q, k, v and o; None for those that it does not have."""
 
     lse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
     cu_seqlens_q: Any = None  # (batch + 1)
@@ -62,8 +62,9 @@ class Passed(NamedTuple):
     max_seqlen_q: Any = None
 
     @staticmethod
-    def of(config: AnyConfig, values: tuple[Any, ...]) -> Passed:
-        names = [a.name for a in arguments(config, "bf16")[4:]]
+    def of(given: Sequence[Argument], values: tuple[Any, ...]) -> Passed:
+        """The `values` of the arguments `given`, without q, k, v and o."""
+        names = [a.name for a in given[4:]]
         return Passed(**dict(zip(names, values, strict=True)))
 
     def band(self, causal: bool) -> Band:
@@ -81,8 +82,8 @@ class Sizes(NamedTuple):
     longest_q: Int32  # no sequence has more queries
 
     @staticmethod
-    def of(config: AnyConfig, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
-        c = config
+    def of(spec: AttentionSpec, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
+        c = spec
         at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
         if c.varlen_q:
             batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1

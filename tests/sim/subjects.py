@@ -17,9 +17,9 @@ from cutex.compile import compile
 from cutex.device.epilogue.epilogue_ops import Activation, Add, Alpha, Amax, Bias, Scale
 from cutex.kernels import gemm
 from cutex.kernels.attention.forward import stage as attention_stage
-from cutex.kernels.attention.forward.config import ForwardConfig
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.forward import Forward as Forward90
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.forward import Forward as Forward100
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm90.general import General as General90
@@ -237,10 +237,10 @@ def _forward(name: str, arch: str, config: Any) -> Subject:
     )
 
 
-_SM90 = ForwardConfig(
+_SM90 = Sm90ForwardConfig(
     head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, num_ctas=1
 )
-_SM100 = Sm100Config(
+_SM100 = Sm100ForwardConfig(
     head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32, num_ctas=1
 )
 _SM100_PAIR = replace(_SM100, pair=True, dispatch="static", num_ctas=2)

@@ -9,6 +9,7 @@ other. Otherwise the tensor is copied first, at each call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from cutex.arch import ALL, arch
 from cutex.compile.user_function import UserFunction
-from cutex.kernels.attention.forward.choose import CONFIGS, AnyConfig, Shape, fill, on_gpu
+from cutex.kernels.attention.forward.choose import FITTED, fitted
+from cutex.kernels.attention.spec import AttentionSpec, Shape
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
 from cutex.ops.plain import empty_of, untraced
@@ -27,6 +29,7 @@ from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
+    from cutex.kernels.attention.forward.config import ForwardConfig
 
 ALIGN = 16  # bytes
 COUNTER = 2  # words of the dynamic scheduler's counter
@@ -249,12 +252,12 @@ def mean_k(call: AttentionCall) -> int:
 
 def config_for(
     call: AttentionCall, with_lse: bool, functions: tuple[UserFunction | None, ...]
-) -> AnyConfig:
+) -> ForwardConfig:
     left, right = call.window
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
     head_dim, head_dim_v = dims
-    what = CONFIGS[arch_of(call.q.device)](
+    spec = AttentionSpec(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         causal=right == 0,
@@ -277,8 +280,8 @@ def config_for(
         mean_q=mean_q(call),
     )
     target = arch_of(call.q.device)
-    gpu = resources(call.q.device, target)
-    return on_gpu(fill(what, shape, arch(target)), shape, *gpu)
+    num_sms, l2_bytes = resources(call.q.device, target)
+    return fitted(spec, shape, replace(arch(target), num_sms=num_sms, l2_bytes=l2_bytes))
 
 
 @cache
@@ -292,7 +295,7 @@ def resources(device: torch.device, name: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def kernel_for(config: AnyConfig, dtype: str, arch: str) -> Compiled:
+def kernel_for(config: ForwardConfig, dtype: str, arch: str) -> Compiled:
     from cutex.compile import compile
 
     Forward = import_module(f"{package('attention', arch)}.forward").Forward
@@ -320,12 +323,12 @@ def arch_of(device: torch.device) -> str:
     """The arch of a device that `check_device` accepts; for others, as in tests of the host side,
     the first arch that has kernels."""
     name = arch_name(device)
-    return name if name in CONFIGS else next(iter(CONFIGS))
+    return name if name in FITTED else next(iter(FITTED))
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether there is a kernel for the device."""
-    return arch_name(device) in CONFIGS
+    return arch_name(device) in FITTED
 
 
 def check_device(device: torch.device) -> None:
@@ -336,10 +339,10 @@ def check_device(device: torch.device) -> None:
             f"q is on {device}: flash_attn_func runs on a Hopper or Blackwell GPU; move its "
             'tensors there, or run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
         )
-    if name not in CONFIGS:
+    if name not in FITTED:
         raise ValueError(
             f"q is on {device}, of arch {name}: flash_attn_func has kernels for "
-            f"{', '.join(CONFIGS)}; use torch.nn.functional.scaled_dot_product_attention there"
+            f"{', '.join(FITTED)}; use torch.nn.functional.scaled_dot_product_attention there"
         )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Self
 
 from cutex.arch import arch
-from cutex.kernels.attention.forward.choose import AnyConfig, choose
+from cutex.kernels.attention.forward.choose import choose
 from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.kernels.attention.forward.ladder import LadderConfig
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
 from cutex.problem import stage as stage_of_any
 from cutex.problem.attention import AttentionProblem
@@ -26,7 +27,7 @@ class Stage(stage_of_any.Stage[AttentionProblem, LadderConfig]):
         return self.with_config(self.default.fitted(problem.head_dim, problem.causal))
 
 
-class Forward(stage_of_any.Stage[AttentionProblem, AnyConfig]):
+class Forward(stage_of_any.Stage[AttentionProblem, ForwardConfig]):
     """The production kernel at the top of a ladder, with the config chosen for each problem."""
 
     op = "attention"
@@ -64,7 +65,7 @@ _STAGES = (
     Stage(6, "sm_90a", "edges", "only the blocks at an edge are masked", _RINGS),
     Stage(7, "sm_90a", "persistent", "a CTA per SM asks for tiles, longest first", _PERSISTENT),
     Stage(8, "sm_90a", "no maximum", "references need not be maxima, sums tell", _PERSISTENT),
-    Forward(9, "sm_90a", "forward", "the kernel behind cutex.flash_attn_func", ForwardConfig()),
+    Forward(9, "sm_90a", "forward", "the kernel behind cutex.flash_attn_func", Sm90ForwardConfig()),
     Stage(0, "sm_100a", "in order", "TMA, tcgen05, softmax, P by smem, each waits", _P_IN_SMEM),
     Stage(1, "sm_100a", "P over S", "P stays in tensor memory, and is read from there", _IN_TMEM),
     Stage(2, "sm_100a", "warp roles", "load, MMA and softmax warps, rings of K and V", _ROLES),
@@ -74,7 +75,9 @@ _STAGES = (
     Stage(6, "sm_100a", "persistent", "longest first; O leaves under the next tile", _ASKING),
     Stage(7, "sm_100a", "no maximum", "a row is one stream, P leaves in parts", _ASKING),
     Stage(8, "sm_100a", "FMA units", "a quarter of the exponentials without MUFU", _ASKING),
-    Forward(9, "sm_100a", "forward", "the kernel behind cutex.flash_attn_func", Sm100Config()),
+    Forward(
+        9, "sm_100a", "forward", "the kernel behind cutex.flash_attn_func", Sm100ForwardConfig()
+    ),
 )
 
 LADDERS = stage_of_any.Ladders("attention", _STAGES, relatives=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from cutex.kernels.attention.forward.config import BARRIERS, ELEMENT, WARPGROUP_ROWS
+from cutex.kernels.attention.forward.config import BARRIERS, ELEMENT
+from cutex.kernels.attention.forward.sm90.config import WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -44,11 +45,16 @@ class LadderConfig:
     softcap: ClassVar[bool] = False
     window: ClassVar[tuple[bool, bool]] = (False, False)
     varlen_q: ClassVar[bool] = False
+    varlen_k: ClassVar[bool] = False
 
     def fitted(self, head_dim: int, causal: bool) -> LadderConfig:
         """This config for another problem; with heads of 256, a block has half as many keys."""
         keys = min(self.tile_n, 128 * 128 // head_dim)
         return replace(self, head_dim=head_dim, causal=causal, tile_n=keys)
+
+    @property
+    def banded(self) -> bool:
+        return self.causal
 
     @property
     def warpgroups(self) -> int:

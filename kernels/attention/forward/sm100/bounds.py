@@ -26,10 +26,10 @@ from typing import Any
 from cutex.arch import arch
 from cutex.command import Parser, answered, in_clone
 from cutex.compile.resources import Code, opcodes, resources, sass
-from cutex.kernels.attention.forward.choose import Shape
-from cutex.kernels.attention.forward.config import ELEMENT, HEAD_DIMS
-from cutex.kernels.attention.forward.sm100.choose import fill
-from cutex.kernels.attention.forward.sm100.config import ROWS, Sm100Config
+from cutex.kernels.attention.forward.config import ELEMENT
+from cutex.kernels.attention.forward.sm100.choose import fitted
+from cutex.kernels.attention.forward.sm100.config import ROWS, Sm100ForwardConfig
+from cutex.kernels.attention.spec import HEAD_DIMS, AttentionSpec, Shape
 from cutex.peers import flash_attention, flash_attention_code
 
 ARCH = "sm_100a"
@@ -97,7 +97,7 @@ def softmax_loop(text: str, tile_n: int) -> tuple[int, int]:
     return min(found)
 
 
-def row(config: Sm100Config) -> Row:
+def row(config: Sm100ForwardConfig) -> Row:
     from cutex.compile import compile
     from cutex.kernels.attention.forward.sm100.forward import Forward
 
@@ -148,10 +148,10 @@ def read_code(compiled: Code, tile_n: int, **known: Any) -> Row:
     )
 
 
-def configs() -> Iterator[Sm100Config]:
+def configs() -> Iterator[Sm100ForwardConfig]:
     for d, dv in HEAD_DIMS:
         for causal in (False, True):
-            yield fill(Sm100Config(head_dim=d, head_dim_v=dv, causal=causal), SHAPE, arch(ARCH))
+            yield fitted(AttentionSpec(d, dv, causal=causal), SHAPE, arch(ARCH))
 
 
 # ---- kept and rendered

@@ -7,11 +7,11 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-from cutex.kernels.attention.forward.sm100.config import ROWS, Sm100Config
+from cutex.kernels.attention.forward.sm100.config import ROWS, Sm100ForwardConfig
+from cutex.kernels.attention.spec import AttentionSpec, Shape
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.kernels.attention.forward.choose import Shape
 
 # by head dims of K and of V; where a block's MMAs take twice as long as its exponentials on MUFU,
 # neither FMA exponentials nor tentative ones are used: the simulator's clock predicts no gain
@@ -27,10 +27,10 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 
 
-def fill(config: Sm100Config, shape: Shape, arch: Arch) -> Sm100Config:
-    """`config`, whose fields of `Computed` are set, with tiles and rings chosen for `shape` and
-    `arch`."""
-    config = replace(config, **_TILES.get((config.head_dim, config.head_dim_v), {}))
+def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm100ForwardConfig:
+    """The tiles and rings that compute `spec` for `shape`."""
+    config = Sm100ForwardConfig.computing(spec)
+    config = replace(config, **_TILES.get((spec.head_dim, spec.head_dim_v), {}))
     if arch.exponentials > 16:  # MUFU has time to spare, beside 8192 FLOP a cycle
         config = replace(config, by_fma=0)
     if config.pair and (config.banded or config.ragged_q):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cutex.kernels.attention.forward.config import BARRIERS, ELEMENT, Computed
+from cutex.kernels.attention.forward.config import BARRIERS, ELEMENT, ForwardConfig
 
 ROWS = 128  # rows of a Q tile in one CTA: the lanes of tensor memory
 TMEM_COLUMNS = 512
@@ -14,7 +14,7 @@ O_PART = 32  # columns of O that are stored at a time
 
 
 @dataclass(frozen=True)
-class Sm100Config(Computed):
+class Sm100ForwardConfig(ForwardConfig):
     """The Blackwell tiling: one CTA computes q_tiles times 128 rows of O, tile_n keys at a time; a
     pair of CTAs shares K and V, of which each holds half."""
 

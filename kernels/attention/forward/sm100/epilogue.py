@@ -16,7 +16,7 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.epilogue.sm100.tma_store import SubTiles, drain_stores, sub_tiles
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.forward.sm100.config import O_PART, Sm100Config
+from cutex.kernels.attention.forward.sm100.config import O_PART, Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.tiles import Shared
 from cutex.kernels.attention.work_ring import END
 
@@ -29,7 +29,7 @@ class Epilogue:
     o: cpasync.TmaInfo
 
     @property
-    def config(self) -> Sm100Config:
+    def config(self) -> Sm100ForwardConfig:
         return self.shared.config
 
     @cute.jit

@@ -34,7 +34,7 @@ from cutex.device.atoms.tmem import Tmem, fence_after_sync
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_cluster
-from cutex.kernels.attention.forward.sm100.config import O_PART, ROWS, Sm100Config
+from cutex.kernels.attention.forward.sm100.config import O_PART, ROWS, Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.epilogue import Epilogue
 from cutex.kernels.attention.forward.sm100.load import Load
 from cutex.kernels.attention.forward.sm100.mma import Mma, follow
@@ -113,7 +113,7 @@ class Forward:
 
     arch = "sm_100a"
 
-    def __init__(self, config: Sm100Config) -> None:
+    def __init__(self, config: Sm100ForwardConfig) -> None:
         if reason := config.why_not():
             raise ValueError(reason)
         self.config = config
@@ -124,7 +124,7 @@ class Forward:
         return "sm100_attention_forward"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype)
+        return arguments(self.config, dtype, counter=self.config.dispatch == "dynamic")
 
     # ---- on the host
 
@@ -133,7 +133,7 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
     ) -> None:
         c = self.config
-        passed, stream = Passed.of(c, rest[:-1]), rest[-1]
+        passed, stream = Passed.of(self.operands("bf16"), rest[:-1]), rest[-1]
         sizes = Sizes.of(c, mQ, mK, passed)
         q = self.load_operand(mQ, Rows(None, c.pack, c.ragged_q), (ROWS, c.head_dim), c.q_tiles)
         of_k = Rows(None, 1, c.ragged_k)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cutex.kernels.attention.forward.config import BARRIERS, ELEMENT
 from cutex.kernels.attention.forward.ladder import LadderConfig
-from cutex.kernels.attention.forward.sm100.config import ROWS, Sm100Config
+from cutex.kernels.attention.forward.sm100.config import ROWS, Sm100ForwardConfig
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -37,17 +37,17 @@ class Sm100LadderConfig(LadderConfig):
         return self.o_column + self.q_tiles * self.head_dim
 
     @property
-    def production(self) -> Sm100Config:
+    def production(self) -> Sm100ForwardConfig:
         """The config of a stage with the production kernel's roles, with all its further features
         off."""
-        return Sm100Config(
+        return Sm100ForwardConfig(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim,
             causal=self.causal,
             tile_n=self.tile_n,
             q_tiles=self.q_tiles,
             num_stages=self.num_stages,
-            num_ctas=self.num_ctas or Sm100Config.num_ctas,
+            num_ctas=self.num_ctas or Sm100ForwardConfig.num_ctas,
             tentative=False,
             p_first=self.tile_n,
             by_fma=0,

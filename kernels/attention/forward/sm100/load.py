@@ -15,7 +15,7 @@ from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.tiles import Shared
 from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.work_ring import NORMAL
@@ -26,7 +26,7 @@ Fills = tuple[PipelineState, PipelineState, PipelineState]  # states in the ring
 
 @dataclass(frozen=True)
 class Load:
-    config: Sm100Config
+    config: Sm100ForwardConfig
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo

@@ -12,7 +12,7 @@ from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.tmem import fence_after_sync
 from cutex.device.atoms.umma import Umma, UmmaProduct, commit
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.tiles import Shared, Span
 from cutex.kernels.attention.work_ring import END
 
@@ -22,7 +22,7 @@ class Products:
     """The two products: S = Q K^T, with Q in shared memory, and O += P V, with P in tensor
     memory."""
 
-    config: Sm100Config
+    config: Sm100ForwardConfig
     qk: UmmaProduct  # of all Q tiles; S at column 0
     pv: UmmaProduct  # O at column 0
 
@@ -85,7 +85,7 @@ class Mma:
         return Mma(shared, Products.of(shared))
 
     @property
-    def config(self) -> Sm100Config:
+    def config(self) -> Sm100ForwardConfig:
         return self.shared.config
 
     @cute.jit

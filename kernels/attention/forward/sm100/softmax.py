@@ -27,7 +27,7 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.tmem_rows import PART, ScoreRow, scale_columns, store_columns
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.tiles import Shared
 from cutex.kernels.attention.work_ring import END
 
@@ -82,7 +82,7 @@ class RowLoop:
     dtype: type[cutlass.Numeric]
 
     @property
-    def config(self) -> Sm100Config:
+    def config(self) -> Sm100ForwardConfig:
         return self.shared.config
 
     def row(self, by_fma: int = 0) -> ScoreRow:
@@ -205,7 +205,7 @@ class SoftmaxRole:
     tile: Int32
 
     @property
-    def config(self) -> Sm100Config:
+    def config(self) -> Sm100ForwardConfig:
         return self.shared.config
 
     @cute.jit

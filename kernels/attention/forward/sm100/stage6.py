@@ -16,7 +16,7 @@ of another: with 1024 tokens a tile has but 2 to 8 blocks of 2048 cycles each.
 from __future__ import annotations
 
 from cutex.arch import arch as arch_named
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.forward import Forward
 from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
 
@@ -35,5 +35,5 @@ class Stage6(Forward):
     def name(self) -> str:
         return f"sm100_attention_stage{self.number}"
 
-    def cut(self, config: Sm100LadderConfig) -> Sm100Config:
+    def cut(self, config: Sm100LadderConfig) -> Sm100ForwardConfig:
         return config.production

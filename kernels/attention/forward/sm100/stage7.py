@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
 from cutex.kernels.attention.forward.sm100.stage6 import Stage6
 
@@ -26,6 +26,6 @@ class Stage7(Stage6):
 
     number = 7
 
-    def cut(self, config: Sm100LadderConfig) -> Sm100Config:
+    def cut(self, config: Sm100LadderConfig) -> Sm100ForwardConfig:
         before = super().cut(config)
         return replace(before, tentative=True, p_first=config.tile_n * 3 // 4)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
 from cutex.kernels.attention.forward.sm100.stage7 import Stage7
 
@@ -26,5 +26,5 @@ class Stage8(Stage7):
 
     number = 8
 
-    def cut(self, config: Sm100LadderConfig) -> Sm100Config:
+    def cut(self, config: Sm100LadderConfig) -> Sm100ForwardConfig:
         return replace(super().cut(config), by_fma=4)

@@ -18,7 +18,7 @@ from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Barrier, PairRing, Ring
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.forward.sm100.config import Sm100Config
+from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.signature import Passed, Sizes
 from cutex.kernels.attention.work_ring import WorkRing
 
@@ -81,7 +81,7 @@ class Barriers:
     o_empty: Barrier
 
     @staticmethod
-    def allocate(smem: SmemAllocator, c: Sm100Config) -> Barriers:
+    def allocate(smem: SmemAllocator, c: Sm100ForwardConfig) -> Barriers:
         ring = PairRing if c.pair else Ring
         stages, tiles, warps = c.num_stages, c.q_tiles, 4
         return Barriers(
@@ -109,7 +109,7 @@ class Barriers:
 class Shared:
     """The smem, barriers, lengths and arguments that all roles of a CTA use."""
 
-    config: Sm100Config
+    config: Sm100ForwardConfig
     sQ: cute.Tensor  # (128, D, TILE)
     sK: cute.Tensor  # (bN / ctas, D, SLOT)
     sV: cute.Tensor  # (bN, DV / ctas, SLOT)

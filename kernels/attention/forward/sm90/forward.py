@@ -38,8 +38,8 @@ from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import OrderedBarrier, Ring, Warps, publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.load import Load
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder, grid
@@ -89,7 +89,7 @@ class Forward:
 
     arch = "sm_90a"
 
-    def __init__(self, config: ForwardConfig) -> None:
+    def __init__(self, config: Sm90ForwardConfig) -> None:
         if reason := config.why_not():
             raise ValueError(reason)
         self.config = config
@@ -99,7 +99,7 @@ class Forward:
         return "sm90_attention_forward"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype)
+        return arguments(self.config, dtype, counter=self.config.dispatch == "dynamic")
 
     @property
     def mma_warps(self) -> Warps:
@@ -148,7 +148,7 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
     ) -> None:
         c = self.config
-        passed, stream = Passed.of(c, rest[:-1]), rest[-1]
+        passed, stream = Passed.of(self.operands("bf16"), rest[:-1]), rest[-1]
         sizes = Sizes.of(c, mQ, mK, passed)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         of_q, of_k = self.rows(None, "q"), self.rows(None, "k")

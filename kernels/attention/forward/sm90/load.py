@@ -16,7 +16,7 @@ from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.forward.config import ForwardConfig
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.vote import Vote
@@ -29,7 +29,7 @@ Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
 
 @dataclass(frozen=True)
 class Load:
-    config: ForwardConfig
+    config: Sm90ForwardConfig
     order: AttentionOrder
     q: Rows  # with the TMA operand each
     k: Rows

@@ -37,8 +37,8 @@ from cutex.device.attention.softmax import LOG2_E, Softmax, rows_of
 from cutex.device.epilogue.vector_store import store_vectors
 from cutex.device.pipeline import Barrier, Ring, publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.forward.config import WARPGROUP_ROWS
 from cutex.kernels.attention.forward.launch import Attention, Loads, Operands, Out, Slots
+from cutex.kernels.attention.forward.sm90.config import WARPGROUP_ROWS
 
 P_BARRIER = 1  # the first of one named barrier for each warpgroup; 0 is the whole CTA's
 

@@ -38,8 +38,8 @@ from cutex.device.atoms.wgmma import WARPGROUP
 from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import PipelineState, Ring, publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.forward.config import WARPGROUP_ROWS
 from cutex.kernels.attention.forward.launch import Operands, Slots, partition
+from cutex.kernels.attention.forward.sm90.config import WARPGROUP_ROWS
 from cutex.kernels.attention.forward.sm90.stage0 import Part, round_to_smem
 from cutex.kernels.attention.forward.sm90.stage1 import RegisterP
 from cutex.kernels.attention.forward.sm90.stage4 import Places

@@ -1,0 +1,74 @@
+"""The choice of an attention config on Hopper: tiles by head dim, packed heads where queries are
+few, pairs of CTAs where sequences are long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.spec import AttentionSpec, Shape
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+
+# by head dims of K and of V: the tiles that fit smem and registers
+_TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"tile_m": 192, "tile_n": 128, "num_stages": 4, "halves": True},
+    (96, 96): {"tile_m": 192, "tile_n": 80, "num_stages": 3, "q_in_registers": 64},
+    (128, 128): {"tile_m": 128, "tile_n": 128, "halves": True},
+    (192, 128): {"tile_m": 128, "tile_n": 112, "q_stages": 1},
+    (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
+    # not optimistic where tiles are short: Q's only slot is released before the tile is known to be
+    # valid, and tensor cores are busy anyway
+    (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "o_parts": 2, "optimistic": False},
+}
+# what is faster from a number of keys on
+_LONG: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
+    (128, 128): {8192: {"q_in_registers": 128}, 16384: {"halves": False}},
+    # `alternate` would give head dim 128 1 %, too; a row's last bits then depend on other tiles
+    (256, 256): {
+        4096: {"q_in_registers": 64, "optimistic": True},
+        8192: {"q_in_registers": 128},
+        16384: {"alternate": True},
+    },
+}
+# the number of keys from which on two CTAs load K and V for each other: causal; full, where at head
+# dim 256 all CTAs read the same keys at one time anyway
+_SHARED: dict[tuple[int, int], tuple[int, int | None]] = {
+    (64, 64): (16384, 16384), (96, 96): (8192, 8192), (128, 128): (8192, 4096),
+    (192, 128): (8192, 8192), (192, 192): (8192, 8192), (256, 256): (8192, None),
+}  # fmt: skip
+MANY_BLOCKS = 16  # of rows, in a sequence: little of the last tile of two CTAs is empty
+MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
+
+
+def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
+    """The tiles and rings that compute `spec` for `shape`."""
+    config = Sm90ForwardConfig.computing(spec)
+    config = replace(config, **_TILES.get((spec.head_dim, spec.head_dim_v), {}))
+    if config.modified:  # a user's functions need registers of their own
+        keys = min(config.tile_n, 96)
+        config = replace(config, tile_m=128, tile_n=keys, q_in_registers=0, halves=False)
+    else:
+        for keys, better in _LONG.get((spec.head_dim, spec.head_dim_v), {}).items():
+            config = replace(config, **better if shape.longest_k >= keys else {})
+    group = shape.heads_q // shape.heads_kv
+    pack = gcd(group, MOST_PACKED) if shape.longest_q < config.tile_m else 1
+    config = replace(config, pack=pack)
+    if shares(config, shape, arch.num_sms):
+        config = replace(config, share=True, tile_m=2 * config.tile_m)
+    return config
+
+
+def shares(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> bool:
+    """Whether a cluster of two CTAs multicasts K and V. It pays on long sequences, which power
+    limits: less L2 traffic raises the clock. Not with a window: the CTAs need different keys."""
+    causal, full = _SHARED.get((config.head_dim, config.head_dim_v), (None, None))
+    keys = causal if config.causal else full
+    if keys is None or shape.longest_k < keys or config.modified or any(config.window):
+        return False
+    m_blocks = shape.mean_q * config.pack // config.tile_m
+    tiles = m_blocks * (shape.heads_q // config.pack) * shape.batch
+    return m_blocks >= MANY_BLOCKS and tiles >= 2 * num_sms

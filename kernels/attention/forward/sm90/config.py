@@ -1,0 +1,139 @@
+"""The config of the Hopper forward: the tiling, and when it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutex.kernels.attention.forward.config import BARRIERS, ELEMENT, ForwardConfig
+
+if TYPE_CHECKING:
+    from cutex.problem.attention import AttentionProblem
+
+WARPGROUP_ROWS = 64  # of one wgmma
+
+
+@dataclass(frozen=True)
+class Sm90ForwardConfig(ForwardConfig):
+    """The Hopper tiling: one CTA, or two that share K and V, computes tile_m rows of O, tile_n keys
+    at a time, from rings of num_stages slots."""
+
+    tile_m: int = 128
+    tile_n: int = 128
+    num_stages: int = 2  # slots of K, and of V
+    q_stages: int = 2
+    own_o: bool = True  # O is stored through smem of its own, not through Q's
+    o_parts: int = 1  # parts of O's columns that are stored through it one after the other
+    q_in_registers: int = 0  # columns of operand A of QK that come from registers, not from smem
+    halves: bool = False  # of a last causal block, rows that end in its first half take only that
+    share: bool = False  # two CTAs have half a tile's rows each, and each loads half of K and V
+    alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
+    slack: float = 8.0  # powers of two before sums and outputs are scaled down
+    optimistic: bool = True  # blocks without a mask are not searched for a larger score
+    dispatch: str = "dynamic"  # how tiles are handed out: "one" (a CTA each), "static", "dynamic"
+    num_ctas: int = 132  # CTAs of a persistent grid
+    l2_bytes: int = 50 * 2**20  # bytes that heads in work at one time should fit into
+
+    in_waves: ClassVar[bool] = True  # heads come in groups with one tile for each CTA (order.py)
+
+    @property
+    def ctas(self) -> int:
+        """The number of CTAs that work on a tile together."""
+        return 2 if self.share else 1
+
+    @property
+    def rows(self) -> int:
+        """The rows of a tile that one CTA computes."""
+        return self.tile_m // self.ctas
+
+    @property
+    def alternates(self) -> bool:
+        return self.alternate and self.causal and not any(self.window)
+
+    @property
+    def takes_halves(self) -> bool:
+        """Whether rows of a warpgroup may end in the first half of their first block."""
+        return self.halves and (self.causal or self.window[1]) and not self.alternates
+
+    def tile_flops(self, problem: AttentionProblem) -> list[float]:
+        """The MMA FLOPs of each tile: a warpgroup leaves out the blocks that its own rows do not
+        see, and may take half of the last."""
+        from cutex.kernels.attention.order import block_info, tiles_of
+
+        m_blocks, lengths = tiles_of(problem, self), (problem.seqlen_q, problem.seqlen_k)
+        own = block_info(problem, self)._replace(tile_m=WARPGROUP_ROWS)
+        column = 2.0 * WARPGROUP_ROWS * self.tile_n
+        qk, pv = column * self.head_dim, column * self.head_dim_v
+
+        def flops(m_block: int) -> float:
+            blocks = own.n_blocks(m_block, *lengths)
+            count = blocks.end - blocks.first
+            half = self.takes_halves and count and own.ends_in_first_half(m_block, *lengths)
+            return count * (qk + pv) - half * qk / 2
+
+        existing = own.num_m_blocks(problem.seqlen_q)
+        of_tile = [0.0] * (max(m_blocks) + 1)
+        for m_block in range(existing):
+            of_tile[m_block * WARPGROUP_ROWS // self.tile_m] += flops(m_block)
+        return [of_tile[m] for m in m_blocks]
+
+    @property
+    def warpgroups(self) -> int:
+        return self.rows // WARPGROUP_ROWS
+
+    @property
+    def q_bytes(self) -> int:
+        return self.rows * self.head_dim * ELEMENT
+
+    @property
+    def k_bytes(self) -> int:
+        return self.tile_n * self.head_dim * ELEMENT
+
+    @property
+    def v_bytes(self) -> int:
+        return self.tile_n * self.head_dim_v * ELEMENT
+
+    @property
+    def o_bytes(self) -> int:
+        return self.rows * self.head_dim_v * ELEMENT
+
+    @property
+    def smem_bytes(self) -> int:
+        o = self.o_bytes // self.o_parts if self.own_o else 0
+        return self.q_bytes * self.q_stages + (self.k_bytes + self.v_bytes) * self.num_stages + o
+
+    @property
+    def accumulators(self) -> int:
+        """The registers of a consumer thread that hold S, P, O, and the columns of Q kept in
+        registers."""
+        return (3 * self.tile_n + 2 * self.head_dim_v + self.q_in_registers) // 4
+
+    def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
+        """The reason why this config cannot run, as one sentence, or None."""
+        if reason := self.why_not_computed():
+            return reason
+        if self.tile_m % (WARPGROUP_ROWS * self.ctas) or not 64 <= self.rows <= 192:
+            return f"tile_m={self.tile_m}: one to three warpgroups of a CTA take 64 rows each"
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
+        if self.halves and self.tile_n % 32:
+            return f"tile_n={self.tile_n}: half of it must be a multiple of 16"
+        if self.pack < 1 or 64 % self.pack:
+            return f"pack={self.pack}: must divide the 64 rows of a warpgroup"
+        if self.dispatch not in ("one", "static", "dynamic"):
+            return f"dispatch={self.dispatch!r}: one, static or dynamic"
+        if self.num_stages < 2 or self.q_stages not in (1, 2):
+            return f"num_stages={self.num_stages}, q_stages={self.q_stages}: at least 2; 1 or 2"
+        if self.head_dim_v % (32 * self.o_parts) or (self.o_parts > 1 and not self.own_o):
+            return f"o_parts={self.o_parts}: parts of O have columns by 32, and smem of its own"
+        if self.q_in_registers not in (*range(0, self.head_dim, 64), self.head_dim):
+            return f"q_in_registers={self.q_in_registers}: columns of Q by 64, or all"
+        limit = {1: 208, 2: 208, 3: 128}[self.warpgroups]
+        if self.accumulators > limit:
+            return (
+                f"tile_m={self.tile_m}, tile_n={self.tile_n}: {self.accumulators} registers of "
+                f"accumulators a thread, {self.warpgroups} warpgroups have {limit}"
+            )
+        if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:
+            return f"tile_n={self.tile_n}: {self.smem_bytes} bytes of smem, too many for a CTA"
+        return None
