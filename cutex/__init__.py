@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
     )
     from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
     from cutex.ops.row.cross_entropy import cross_entropy
@@ -33,6 +34,7 @@ _HOMES = {
     "flash_attn_varlen_func": "cutex.ops.attention",
     "flash_attn_varlen_kvpacked_func": "cutex.ops.attention",
     "flash_attn_varlen_qkvpacked_func": "cutex.ops.attention",
+    "flash_attn_with_kvcache": "cutex.ops.attention",
     "kernels_built": "cutex.ops.matmul",
     "layer_norm": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
@@ -55,6 +57,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "kernels_built",
     "layer_norm",
     "matmul",

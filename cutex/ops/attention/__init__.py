@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from cutex.ops.attention import registered
 from cutex.ops.attention.eager import flash_attn_func, flash_attn_varlen_func
+from cutex.ops.attention.kvcache import flash_attn_with_kvcache
 from cutex.ops.attention.packed_operands import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -19,5 +20,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "registered",
 ]

@@ -1,0 +1,283 @@
+"""`cutex.flash_attn_with_kvcache`: attention of new queries to caches of keys and values.
+
+Each call looks up a plan for its options that takes its tensors, and launches it; no length is read
+on the host, so a CUDA graph may be replayed while lengths and pages change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutex.compile import Workspace
+from cutex.kernels.attention.decode.choose import fitted
+from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
+from cutex.kernels.attention.decode.splits import Splits
+from cutex.ops.attention.call import DTYPES, Window, kernel_dims
+from cutex.ops.attention.kvcache_call import KVCacheCall, check, refuse, stepped
+from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, there, why_copied
+from cutex.ops.device import SEVERAL_GPUS, current, launcher
+from cutex.ops.plain import empty_of, nobody_watches, untraced
+from cutex.ops.plans import PlanCache
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+
+ARCHS = ("sm_90a",)
+PLANS = PlanCache()
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    **others: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q to the keys and values in caches, as FlashAttention's function of this name.
+
+    q (batch, seqlen_q, heads, head dim), or with cu_seqlens_q (batch + 1,) int32 and max_seqlen_q
+    packed, (total_q, heads, head dim).
+    k_cache, v_cache (batch, room, heads_kv, head dim), or with a page_table (pages, page size,
+    heads_kv, head dim): bfloat16 or float16 like q, read in place. Head dims as in flash_attn_func;
+    heads a multiple of heads_kv.
+    k, v (batch, new keys, heads_kv, head dim): written to the caches behind those that
+    cache_seqlens counts, before attention, which sees them too. Rows beyond a cache's room are left
+    out.
+    cache_seqlens: (batch,) int32, or a number, the keys of each sequence; all of k_cache by
+        default. Not read on the host; what lies behind in the caches may be anything.
+    page_table, or block_table: (batch, pages of the longest) int32, which pages a sequence has.
+    cache_batch_idx: (batch,) int32, which entry of the caches is each sequence's.
+    softmax_scale, causal, window_size, softcap, learnable_sink, return_lse (or return_softmax_lse):
+        as in flash_attn_func; the last query is aligned with the last key.
+    num_splits: into how many parts a sequence's keys are cut, which CTAs work on at the same time;
+        0 as the number of SMs and all lengths want it, 1 for results that do not depend on what
+        else is in the batch.
+
+    Returns out, like q with v's head dim, or (out, lse). Rows that see no key are 0, their lse is
+    -inf or the sink's. There are no gradients. Arguments of FlashAttention's function that are not
+    named here are refused where they would change the result. Raises TypeError or ValueError, with
+    one sentence, for arguments that do not fit, and where there is no Hopper GPU. What the int32
+    tensors hold is checked on the CPU only.
+    """
+    if others:
+        refuse("flash_attn_with_kvcache", others)
+    if block_table is not None:
+        if page_table is not None:
+            raise ValueError("page_table and block_table are the same argument: give one of them")
+        page_table = block_table
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
+    with_lse = return_lse or return_softmax_lse
+    key, known = None, None
+    given = (q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx,
+             learnable_sink, k, v)  # fmt: skip
+    tensors = tuple([x for x in given if x is not None])
+    try:
+        key = (
+            softmax_scale, causal, window_size, softcap, num_splits, max_seqlen_q, with_lse,
+            *[x is None for x in given],
+        )  # fmt: skip
+        known = _find(key, tensors)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        key = None  # not a tensor: the checks raise for it
+    if known is not None:
+        return known(*tensors)
+    call = KVCacheCall(
+        q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
+        max_seqlen_q, softmax_scale, causal, window_size, softcap, learnable_sink, num_splits,
+    )  # fmt: skip
+    return attend(call, with_lse, key)
+
+
+def _all(length: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """`length` for each sequence."""
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    return torch.full((batch,), length, dtype=torch.int32, device=q.device)
+
+
+@untraced
+def _find(key: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Callable[..., Any] | None:
+    """The launch of a plan for these options that takes the tensors as they are."""
+    known = PLANS.latest.get(key)
+    if known is not None and known.takes(*tensors) and nobody_watches():
+        return known.launch
+    if not nobody_watches():
+        return None
+    for known in PLANS.known.get((*key, tensors[0].numel()), ()):
+        if known.takes(*tensors):
+            PLANS.latest[key] = known
+            return known.launch
+    return None
+
+
+@untraced
+def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...] | None = None) -> Any:
+    """Run a call that has no plan, and keep one if later calls can have it."""
+    check(call)
+    check_device(call.q.device)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors.values()):
+        raise ValueError(
+            "flash_attn_with_kvcache has no gradient: call it under torch.no_grad(), or use "
+            "flash_attn_func"
+        )
+    if 0 in (*call.q.shape, call.batch, call.longest_q) or 0 in call.k_cache.shape:
+        return _nothing_to_see(call, with_lse)
+    with current(call.q.device):
+        plan = Plan(call, with_lse)
+        result = plan(*call.tensors.values())
+    if key is not None and plan.as_given:
+        PLANS.remember((*key, call.q.numel()), list(call.tensors.values()), plan.run)
+    return result
+
+
+def _nothing_to_see(call: KVCacheCall, with_lse: bool) -> Any:
+    """O and LSE where there is no query, or no cache."""
+    out = call.q.new_zeros(call.out_shape)
+    if not with_lse:
+        return out
+    lse = torch.full(call.lse_shape, -torch.inf, device=call.q.device)
+    if call.learnable_sink is not None:
+        lse.copy_(call.learnable_sink[:, None].expand(lse.shape))
+    return out, lse
+
+
+class Plan:
+    """A call's kernel, and what is allocated for each launch."""
+
+    def __init__(self, call: KVCacheCall, with_lse: bool) -> None:
+        c = self.config = config_for(call, with_lse)
+        self.compiled = kernel_for(c, DTYPES[call.q.dtype], "sm_90a")
+        self.device, self.dtype = call.q.device, call.q.dtype
+        self.shape, self.strides = call.out_shape, contiguous(call.out_shape)
+        self.lse_shape, self.lse_strides = call.lse_shape, contiguous(call.lse_shape)
+        tensors = call.tensors
+        self.prepare: dict[str, Callable[[Tensor], Tensor]] = {}
+        for name, x in tensors.items():
+            if (how := preparation(name, x)) is not None:
+                self.prepare[name] = how
+        self.names = tuple(tensors)
+        # NOTE: of lengths on the CPU the values are checked at each call
+        self.as_given = not self.prepare and not call.q.is_cpu
+        left, right = call.window
+        numbers: list[float | int] = [call.scale]
+        if c.softcap:
+            numbers.append(float(call.softcap))
+        if left is not None:
+            numbers.append(-left)
+        if right:
+            numbers.append(right)
+        if c.varlen_q:
+            numbers.append(call.longest_q)
+        self.numbers = (*numbers, int(call.num_splits))
+        units = call.batch * call.heads[1] * -(-call.longest_q * call.heads[0] // call.heads[1] // ROWS)
+        slots = Splits.slots(c.ctas, units, int(call.num_splits))
+        self.needs = Workspace(slots * ROWS * (c.head_dim_v + 1), units)
+        self.launch: Callable[..., None] | None = None
+        self.empty = empty_of(self.device, SEVERAL_GPUS)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Launch on tensors like the call's."""
+        return self.run(
+            *(
+                self.prepare[name](x) if name in self.prepare else x
+                for name, x in zip(self.names, tensors, strict=True)
+            )
+        )
+
+    @untraced
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Tensor) -> Any:
+        """Launch on tensors that the kernel takes as they are."""
+        out = self.empty(self.shape, self.strides, self.dtype)
+        if not self.config.lse:
+            self.launched(q, k_cache, v_cache, out, *rest, *self.numbers)
+            return out
+        lse = self.empty(self.lse_shape, self.lse_strides, torch.float32)
+        self.launched(q, k_cache, v_cache, out, lse, *rest, *self.numbers)
+        return out, lse
+
+    def launched(self, *arguments: Any) -> None:
+        if self.launch is None:
+            made = launcher(self.compiled, list(arguments), self.needs)
+            self.launch = there(self.device, made)
+        self.launch(*arguments)
+
+
+def preparation(name: str, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """What is done to a tensor before each launch; None if the kernel takes it as it is."""
+    if name in ("k_cache", "v_cache"):
+        return None if stepped(x) is x else stepped
+    if name in ("q", "k", "v"):
+        return packed if why_copied(x, one_list=False) is not None or _is_odd(x) else None
+    if name == "learnable_sink":
+        as_given = x.dtype == torch.float32 and x.is_contiguous()
+        return None if as_given else lambda x: x.to(torch.float32).contiguous()
+    return None if x.stride(-1) == 1 else packed
+
+
+def _is_odd(x: Tensor) -> bool:
+    """Whether a mode of size 1 has a stride that is no multiple of 16 bytes."""
+    return any(s * x.element_size() % 16 for s in x.stride()[:-1])
+
+
+def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
+    left, right = call.window
+    dims = kernel_dims(*call.head_dims)
+    assert dims is not None, "check refuses other head dims"
+    sms, _ = resources(call.q.device, "sm_90a")
+    return fitted(
+        DecodeConfig(
+            head_dim=dims[0],
+            head_dim_v=dims[1],
+            causal=right == 0,
+            window=(left is not None, bool(right)),
+            varlen_q=call.cu_seqlens_q is not None,
+            used_k=call.cache_seqlens is not None,
+            appended=call.k is not None and call.k.shape[1] > 0,
+            page_size=call.page_size,
+            batch_idx=call.cache_batch_idx is not None,
+            softcap=call.softcap != 0,
+            sink=call.learnable_sink is not None,
+            lse=with_lse,
+            num_sms=sms,
+        )
+    )
+
+
+@lru_cache(maxsize=1024)
+def kernel_for(config: DecodeConfig, dtype: str, arch: str) -> Compiled:
+    from cutex.compile import compile
+    from cutex.kernels.attention.decode.sm90.decode import Decode
+
+    return compile(Decode(config), dtype, arch)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError, in one sentence, if there is no kernel for the device."""
+    name = arch_name(device)
+    if name not in ARCHS:
+        where = f"{device}" if name is None else f"{device}, of arch {name}"
+        raise ValueError(
+            f"q is on {where}: flash_attn_with_kvcache has kernels for {', '.join(ARCHS)}; move its "
+            'tensors there, or run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
+        )

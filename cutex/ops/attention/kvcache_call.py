@@ -1,0 +1,367 @@
+"""The arguments of one flash_attn_with_kvcache call, and the checks that they must pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutex.device.row_source import why_not_pages
+from cutex.ops.attention.call import DTYPES, INTEGERS, SINK_DTYPES, Window, kernel_dims
+from cutex.ops.attention.plan import ALIGN
+from cutex.ops.number import number
+from cutex.ops.plain import is_plain
+
+MOST_ROWS = 2**31 - 2**20  # of a cache: TMA counts them in 32 bits
+MOST_SPLITS = 256
+
+
+class Refused(NamedTuple):
+    """The values of an argument that change nothing, and why others are refused."""
+
+    values: tuple[Any, ...]
+    why: str
+
+
+_ROTARY = Refused((None,), "rotary embeddings are not applied here; rotate q and k before the call")
+_SCALE = Refused((None,), "caches are bfloat16 or float16, which need no scale")
+REFUSED = {
+    "qv": Refused((None,), "there is no second product with v"),
+    "rotary_cos": _ROTARY,
+    "rotary_sin": _ROTARY,
+    "rotary_seqlens": _ROTARY,
+    "rotary_interleaved": Refused((True, False), ""),
+    "cache_leftpad": Refused((None,), "keys begin at a cache's first row"),
+    "leftpad_k": Refused((None,), "keys begin at a cache's first row"),
+    "cu_seqlens_k_new": Refused((None,), "every sequence has as many new keys"),
+    "q_descale": _SCALE,
+    "k_descale": _SCALE,
+    "v_descale": _SCALE,
+    "attention_chunk": Refused((0, None), "there are no chunks here"),
+    "alibi_slopes": Refused((None,), "there is no bias here"),
+    "scheduler_metadata": Refused((None,), "keys are split while the kernel runs"),
+    "pack_gqa": Refused((None, True, False), ""),
+    "sm_margin": Refused((0, None), "the kernel takes all SMs"),
+}
+
+
+@dataclass(frozen=True)
+class KVCacheCall:
+    """The arguments of flash_attn_with_kvcache."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    page_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Window = (None, None)
+    softcap: float = 0.0
+    learnable_sink: Tensor | None = None
+    num_splits: int = 0
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are given, in the order of a plan's launch."""
+        names = ("q", "k_cache", "v_cache", "cu_seqlens_q", "cache_seqlens", "page_table",
+                 "cache_batch_idx", "learnable_sink", "k", "v")  # fmt: skip
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    @property
+    def batch(self) -> int:
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.shape[0] - 1
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.q.shape[-2], self.k_cache.shape[-2]
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.q.shape[-1], self.v_cache.shape[-1]
+
+    @property
+    def page_size(self) -> int:
+        return 0 if self.page_table is None else self.k_cache.shape[1]
+
+    @property
+    def room(self) -> int:
+        """The keys that a sequence has room for."""
+        rows = self.k_cache.shape[1]
+        return rows if self.page_table is None else rows * self.page_table.shape[1]
+
+    @property
+    def new_keys(self) -> int:
+        return 0 if self.k is None else self.k.shape[1]
+
+    @property
+    def longest_q(self) -> int:
+        """The largest number of queries that a sequence can have."""
+        rows = self.q.shape[-3]
+        if self.cu_seqlens_q is None or self.max_seqlen_q is None:
+            return rows
+        return min(int(self.max_seqlen_q), rows)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v_cache.shape[-1])
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        *batch, rows, heads, _ = self.q.shape
+        return (*batch, heads, rows)
+
+    @property
+    def scale(self) -> float:
+        scale = self.softmax_scale
+        return float(self.q.shape[-1] ** -0.5 if scale is None else scale)
+
+    @property
+    def window(self) -> Window:
+        """The window without bounds that have no effect; its right side is 0 if causal."""
+        left, right = (None if x in (None, -1) else int(x) for x in self.window_size)
+        right = 0 if self.causal else right
+        if right is not None and right >= self.longest_q - 1:
+            right = None
+        if left is not None and left >= self.room - 1:
+            left = None
+        return left, right
+
+
+def refuse(function: str, others: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError, in one sentence, for an argument of FlashAttention's function
+    that would change the result, or that it does not have."""
+    for name, value in others.items():
+        known = REFUSED.get(name)
+        if known is None:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if isinstance(value, Tensor) or value not in known.values:
+            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name} is {shown}: {known.why}")
+
+
+def check(call: KVCacheCall) -> None:
+    """Raise TypeError or ValueError, in one sentence that names the argument, for a call that is
+    not supported."""
+    for name in ("q", "k_cache", "v_cache", *call.tensors):
+        x = getattr(call, name)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.device != call.q.device:
+            raise ValueError(f"{name} is on {x.device}, but q is on {call.q.device}")
+        if x.layout is not torch.strided or x.is_nested:
+            layout = "a nested tensor" if x.is_nested else x.layout
+            raise ValueError(f"{name} must be a strided tensor, got {layout}")
+    _check_operands(call)
+    _check_caches(call)
+    _check_new(call)
+    _check_vectors(call)
+    _check_numbers(call)
+    if call.q.device.type == "cpu" and all(map(is_plain, call.tensors.values())):
+        _check_values(call)
+
+
+def _check_operands(call: KVCacheCall) -> None:
+    packed = call.cu_seqlens_q is not None
+    for name, rank in (("q", 3 if packed else 4), ("k_cache", 4), ("v_cache", 4)):
+        x = getattr(call, name)
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}, which is not bfloat16 or float16")
+        if x.dtype != call.q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, but q has {call.q.dtype}")
+        if x.dim() != rank:
+            modes = "total, heads, head dim" if rank == 3 else "batch, seqlen, heads, head dim"
+            if name != "q" and call.page_table is not None:
+                modes = "pages, page size, heads, head dim"
+            raise ValueError(f"{name} has {x.dim()} dimensions, it must have {rank}: ({modes})")
+    if kernel_dims(*call.head_dims) is None:
+        d, dv = call.head_dims
+        raise ValueError(
+            f"q and v_cache have head dims {d} and {dv}, each must be a multiple of 8 up to 256"
+        )
+    if call.k_cache.shape[-1] != call.q.shape[-1]:
+        raise ValueError(
+            f"k_cache has head dim {call.k_cache.shape[-1]}, but q has {call.q.shape[-1]}"
+        )
+    if call.v_cache.shape[:-1] != call.k_cache.shape[:-1]:
+        raise ValueError(
+            f"v_cache has shape {tuple(call.v_cache.shape)}, but k_cache has "
+            f"{tuple(call.k_cache.shape)}: all but the last must agree"
+        )
+    heads_q, heads_kv = call.heads
+    if heads_kv == 0 or heads_q == 0 or heads_q % heads_kv:
+        raise ValueError(f"q has {heads_q} heads, which is no multiple of the {heads_kv} of k_cache")
+
+
+def _check_caches(call: KVCacheCall) -> None:
+    """The caches are never copied, so TMA must be able to step through them."""
+    for name in ("k_cache", "v_cache"):
+        x = getattr(call, name)
+        if reason := why_no_steps(x):
+            raise ValueError(f"{name} cannot be read in place: {reason}")
+        steps = stepped(x).stride()
+        if x.shape[0] and (x.shape[0] - 1) * (steps[0] // steps[1]) + x.shape[1] > MOST_ROWS:
+            raise ValueError(f"{name} spans more than {MOST_ROWS} rows")
+    if call.page_table is None and call.cache_batch_idx is None:
+        if call.k_cache.shape[0] != call.batch:
+            raise ValueError(
+                f"k_cache has batch size {call.k_cache.shape[0]}, but q has {call.batch}; "
+                "cache_batch_idx says which of them are meant"
+            )
+    if call.page_table is not None and call.cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx is of caches without pages; page_table has the pages")
+
+
+def why_no_steps(x: Tensor) -> str | None:
+    """The reason why TMA cannot step through a cache, or None."""
+    if x.data_ptr() % ALIGN:
+        return f"it starts at {x.data_ptr():#x}, which is no multiple of {ALIGN} bytes"
+    if x.stride(-1) != 1:
+        return f"its head dim has stride {x.stride(-1)}, not 1"
+    for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if n > 1 and (stride * x.element_size() % ALIGN or stride <= 0):
+            return f"its strides {x.stride()} are no multiples of {ALIGN} bytes"
+    return why_not_pages(stepped(x).stride())
+
+
+def stepped(x: Tensor) -> Tensor:
+    """The same cache, with strides that TMA takes also in the modes of size 1."""
+    outer, row, head, one = x.stride()
+    unit = x.shape[-1]
+    head = head if x.shape[2] > 1 else unit
+    row = row if x.shape[1] > 1 else unit * (x.shape[2] if x.shape[2] > 1 else 1)
+    if x.shape[1] == 1 and x.shape[0] > 1:
+        row = outer  # pages of one row
+    outer = outer if x.shape[0] > 1 else row * x.shape[1]
+    wanted = outer, row, head, one
+    return x if wanted == x.stride() else x.as_strided(x.shape, wanted)
+
+
+def _check_new(call: KVCacheCall) -> None:
+    if (call.k is None) != (call.v is None):
+        raise ValueError("k and v must be given together, or neither")
+    if call.k is None or call.v is None:
+        return
+    if call.cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with k and v: it says where they are appended")
+    if call.cu_seqlens_q is not None:
+        raise ValueError("k and v cannot be appended where q is packed (cu_seqlens_q)")
+    for name, x, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):
+        if x.dtype != cache.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, but {name}_cache has {cache.dtype}")
+        rows = x.shape[1] if x.dim() == 4 else 0
+        expected = (call.batch, rows, *cache.shape[2:])
+        if tuple(x.shape) != expected or rows != call.k.shape[1]:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, it must be (batch, new keys, heads, head dim) "
+                f"with {expected[0]}, {expected[2]} and {expected[3]} of them"
+            )
+
+
+def _check_vectors(call: KVCacheCall) -> None:
+    shapes = {"cache_seqlens": (call.batch,), "cache_batch_idx": (call.batch,)}
+    for name in (*shapes, "cu_seqlens_q", "page_table"):
+        x = getattr(call, name)
+        if x is None:
+            continue
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {x.dtype}, which is not int32")
+        if name in shapes and tuple(x.shape) != shapes[name]:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be {shapes[name]}")
+        if name == "cu_seqlens_q" and (x.dim() != 1 or x.shape[0] < 1):
+            raise ValueError(f"cu_seqlens_q has shape {tuple(x.shape)}, it must be (batch + 1,)")
+        if name == "page_table" and (x.dim() != 2 or x.shape[0] != call.batch):
+            raise ValueError(
+                f"page_table has shape {tuple(x.shape)}, it must be ({call.batch}, pages)"
+            )
+    if call.page_table is not None and call.cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with page_table: pages may be in part unused")
+    sink = call.learnable_sink
+    if sink is not None and (sink.dtype not in SINK_DTYPES or tuple(sink.shape) != call.heads[:1]):
+        raise ValueError(
+            f"learnable_sink is {sink.dtype} {tuple(sink.shape)}: it must be float32, bfloat16 or "
+            f"float16, one number for each of the {call.heads[0]} heads of q"
+        )
+
+
+def _check_numbers(call: KVCacheCall) -> None:
+    window = call.window_size
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
+    for bound in window:
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, INTEGERS)):
+            raise TypeError(f"window_size={tuple(window)}: a side is a whole number or None")
+        if bound is not None and bound < -1:
+            raise ValueError(
+                f"window_size={tuple(window)}: a side is at least 0, or None or -1 if open"
+            )
+    if not isinstance(call.causal, bool):
+        raise TypeError(f"causal must be True or False, got {call.causal!r}")
+    for name in ("softcap", "softmax_scale"):
+        x = getattr(call, name)
+        if x is not None and not abs(number(name, x)) < 3e38:
+            raise ValueError(f"{name}={x}: must be finite")
+    if call.softmax_scale is not None and not call.softmax_scale > 0:
+        raise ValueError(f"softmax_scale={call.softmax_scale}: must be positive")
+    if call.softcap < 0:
+        raise ValueError(f"softcap={call.softcap}: must be positive, or 0 for none")
+    for name, least, most in (("num_splits", 0, MOST_SPLITS), ("max_seqlen_q", 0, 2**31 - 1)):
+        x = getattr(call, name)
+        if x is None and name == "max_seqlen_q":
+            continue
+        if isinstance(x, bool) or not isinstance(x, INTEGERS):
+            raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+        if not least <= x <= most:
+            raise ValueError(f"{name}={x}: must be from {least} to {most}")
+
+
+def _check_values(call: KVCacheCall) -> None:
+    """Check what the int32 tensors hold, on the CPU only: on a GPU that would have to wait for
+    it."""
+    lengths = call.cache_seqlens
+    if lengths is not None and lengths.numel():
+        if int(lengths.min()) < 0 or int(lengths.max()) + call.new_keys > call.room:
+            with_new = f" with {call.new_keys} new keys" if call.new_keys else ""
+            raise ValueError(
+                f"cache_seqlens must be from 0 to the {call.room} keys that there is room for"
+                f"{with_new}, got {lengths.tolist()}"
+            )
+    entries = call.cache_batch_idx
+    if entries is not None and entries.numel():
+        if int(entries.min()) < 0 or int(entries.max()) >= call.k_cache.shape[0]:
+            raise ValueError(
+                f"cache_batch_idx must be from 0 to {call.k_cache.shape[0] - 1}, got "
+                f"{entries.tolist()}"
+            )
+    if call.page_table is not None and lengths is not None:
+        _check_pages(call, lengths)
+    ends = call.cu_seqlens_q
+    if ends is not None:
+        rows, longest = call.q.shape[0], call.longest_q
+        counts = ends.diff()
+        if ends[0] != 0 or (counts < 0).any() or ends[-1] > rows or (counts > longest).any():
+            raise ValueError(
+                f"cu_seqlens_q must rise from 0 to at most the {rows} rows of q, by at most "
+                f"{longest}, got {ends.tolist()}"
+            )
+
+
+def _check_pages(call: KVCacheCall, lengths: Tensor) -> None:
+    table, pages = call.page_table, call.k_cache.shape[0]
+    assert table is not None
+    for b, length in enumerate(lengths.tolist()):
+        used = table[b, : -(-(length + call.new_keys) // call.page_size)]
+        bad = used[(used < 0) | (used >= pages)]
+        if bad.numel():
+            raise ValueError(
+                f"page_table[{b}] has page {int(bad[0])}, k_cache has pages 0 to {pages - 1}"
+            )

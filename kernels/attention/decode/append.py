@@ -1,0 +1,70 @@
+"""Append: new keys and values are written to the caches, behind those that are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.signature import Passed, Sizes
+
+UNIT = 8  # elements of 16 bits: 16 bytes
+THREADS = 128
+
+
+class Append:
+    """A CTA for each new row of each sequence. Rows that a cache has no room for are left out."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def launch(
+        self, mK: cute.Tensor, mV: cute.Tensor, passed: Passed, sizes: Sizes, stream: Any
+    ) -> None:
+        self.kernel(mK, mV, passed, sizes).launch(
+            grid=(sizes.new_keys, sizes.batch, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mK: cute.Tensor, mV: cute.Tensor, passed: Passed, sizes: Sizes) -> None:
+        row, batch, _ = cute.arch.block_idx()
+        at = Int32(passed.seqused_k[batch]) + row
+        exists = (at >= 0) & (at < sizes.rows_k)
+        self.copy(passed.k_new, mK, (batch, row), at, exists, passed)
+        self.copy(passed.v_new, mV, (batch, row), at, exists, passed)
+
+    @cute.jit
+    def copy(
+        self,
+        new: cute.Tensor,
+        cache: cute.Tensor,
+        place: tuple[Int32, Int32],
+        at: Int32,
+        exists: Boolean,
+        passed: Passed,
+    ) -> None:
+        """Copy the row of all heads at `place` of `new` to row `at` of its sequence."""
+        c, (batch, row) = self.config, place
+        thread, _, _ = cute.arch.thread_idx()
+        heads, units = cute.size(cache, mode=[2]), cute.size(cache, mode=[3]) // UNIT
+        if exists:
+            entry = batch
+            if cutlass.const_expr(c.page_size):
+                entry, at = passed.page_table[batch, at // c.page_size], at % c.page_size
+            elif cutlass.const_expr(c.batch_idx):
+                entry = Int32(passed.batch_idx[batch])
+            from_row, to_row = vectors(new, batch, row), vectors(cache, entry, at)
+            for i in cutlass.range(thread, heads * units, THREADS, unroll=1):
+                head, unit = i // units, i % units
+                cute.autovec_copy(from_row[None, unit, head], to_row[None, unit, head])
+
+
+def vectors(mX: cute.Tensor, entry: Int32, row: Int32) -> cute.Tensor:
+    """A row of all heads as (UNIT, units, heads)."""
+    at = mX.stride[0] * Int64(entry) + mX.stride[1] * row
+    units, heads = cute.size(mX, mode=[3]) // UNIT, cute.size(mX, mode=[2])
+    layout = cute.make_layout((UNIT, units, heads), stride=(1, UNIT, mX.stride[2]))
+    return cute.make_tensor((mX.iterator + at).align(16), layout)

@@ -1,0 +1,108 @@
+"""The configs of attention decode: what its kernel computes, and the tiling on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+ELEMENT = 2  # bytes of bf16 and fp16
+ROWS = 64  # of one wgmma
+BARRIERS = 1024  # bytes of smem kept for barriers and the like
+RESERVED = 1024  # bytes of smem that a CTA takes beside its own
+THREADS = 160  # a warpgroup that computes, and a warp that loads
+REGISTERS = 65536  # of an SM
+SCALARS = 48  # registers of a thread for everything but accumulators
+MOST_REGISTERS = 255  # of a thread
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What decode computes, and its Hopper tiling: CTAs take equal shares of all keys, tile_n at a
+    time, for 64 packed rows of queries, from rings of num_stages slots."""
+
+    head_dim: int = 128
+    head_dim_v: int = 128
+    causal: bool = False
+    window: tuple[bool, bool] = (False, False)  # whether lo and hi of the band are passed
+    varlen_q: bool = False  # cu_seqlens_q is passed
+    used_k: bool = False  # seqused_k is passed: the lengths of the caches
+    appended: bool = False  # k_new and v_new are passed, and appended to the caches
+    page_size: int = 0  # keys of a page; 0: the cache has no pages
+    batch_idx: bool = False  # cache_batch_idx is passed
+    softcap: bool = False
+    sink: bool = False
+    lse: bool = True
+
+    tile_n: int = 64
+    num_stages: int = 3  # slots of K, and of V
+    ctas_per_sm: int = 2
+    num_sms: int = 132
+    start: int = 1  # the time of a unit's begin and end, in blocks of keys
+    least: int = 1  # blocks of keys of a CTA, at least
+    slack: float = 8.0  # powers of two before sums and outputs are scaled down
+
+    tile_m: ClassVar[int] = ROWS
+
+    @property
+    def ctas(self) -> int:
+        """The CTAs that run at one time."""
+        return self.num_sms * self.ctas_per_sm
+
+    @property
+    def q_in_smem(self) -> bool:
+        """Whether operand A of QK comes from smem, since registers are few."""
+        return self.head_dim > 192
+
+    @property
+    def q_bytes(self) -> int:
+        return ROWS * self.head_dim * ELEMENT if self.q_in_smem else 0
+
+    @property
+    def k_bytes(self) -> int:
+        return self.tile_n * self.head_dim * ELEMENT
+
+    @property
+    def v_bytes(self) -> int:
+        return self.tile_n * self.head_dim_v * ELEMENT
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.q_bytes + (self.k_bytes + self.v_bytes) * self.num_stages
+
+    @property
+    def accumulators(self) -> int:
+        """The registers of a thread that hold S, P, O and Q."""
+        q = 0 if self.q_in_smem else self.head_dim
+        return (3 * self.tile_n + 2 * self.head_dim_v + q) // 4
+
+    def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
+        """The reason why this config cannot run, as one sentence, or None."""
+        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
+            known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
+            return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
+        if self.causal and self.window[1]:
+            return "causal=True: it is the right side of the window"
+        if self.appended and (not self.used_k or self.varlen_q):
+            return "appended=True: needs the caches' lengths, and queries that are not packed"
+        if self.page_size < 0 or (self.page_size and self.batch_idx):
+            return f"page_size={self.page_size}: at least 1, or 0; pages have no cache_batch_idx"
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
+        if self.num_stages < 2 or self.ctas_per_sm < 1 or self.least < 1 or self.start < 0:
+            return (
+                f"num_stages={self.num_stages}, ctas_per_sm={self.ctas_per_sm}, "
+                f"least={self.least}, start={self.start}: at least 2, 1, 1 and 0"
+            )
+        registers = min(MOST_REGISTERS, REGISTERS // (THREADS * self.ctas_per_sm))
+        if self.accumulators > registers - SCALARS:
+            return (
+                f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "
+                f"{self.ctas_per_sm} CTAs of an SM have {registers - SCALARS}"
+            )
+        if arch is not None:
+            taken = self.smem_bytes + BARRIERS
+            room = (arch.smem_per_cta + RESERVED) // self.ctas_per_sm - RESERVED
+            if taken > room:
+                return f"num_stages={self.num_stages}: {taken} bytes of smem, a CTA has {room}"
+        return None

@@ -1,0 +1,92 @@
+"""The parts of a unit's O and LSE in memory, and how the last CTA to write one merges all.
+
+A part is O (64, DV) in fp32, of which the rows that exist are written, and behind it LSE (64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from cutex.device.atoms.scalar import exp2, log2
+from cutex.device.attention.softmax import LN2, LOG2_E
+from cutex.kernels.attention.decode.config import ROWS
+from cutex.kernels.attention.decode.splits import Piece
+
+WARP = 32
+VECTOR = 4  # fp32 in one access
+IN_FLIGHT = 8  # parts whose loads are issued together
+
+
+@dataclass(frozen=True)
+class Partials:
+    sums: cute.Tensor  # (words) fp32
+    flags: cute.Tensor  # (units) Int32
+    columns: int  # DV
+
+    def part(self, slot: Int32) -> cute.Pointer:
+        """Where the part in `slot` begins."""
+        return self.sums.iterator + Int64(slot) * (ROWS * (self.columns + 1))
+
+    def o_row(self, slot: Int32, row: Int32) -> cute.Tensor:
+        """A row of O, as (VECTOR, columns / VECTOR)."""
+        first = (self.part(slot) + row * self.columns).align(4 * VECTOR)
+        return cute.make_tensor(first, cute.make_layout((VECTOR, self.columns // VECTOR)))
+
+    def lse(self, slot: Int32) -> cute.Tensor:
+        """The LSE of all rows, (64)."""
+        first = self.part(slot) + ROWS * self.columns
+        return cute.make_tensor(first, cute.make_layout(ROWS))
+
+    @cute.jit
+    def arrive(self, unit: Int32, parts: Int32) -> Boolean:
+        """Count a part of `unit` as written; return whether it was the last, whose thread resets
+        the count. One thread calls it, behind a barrier of all that wrote."""
+        flag = self.flags.iterator + unit
+        before = cute.arch.atomic_add(flag, Int32(1), sem="acq_rel", scope="gpu")
+        last = before == parts - 1
+        if last:
+            cute.arch.store(flag, Int32(0), sem="relaxed", scope="gpu")
+        return last
+
+    @cute.jit
+    def merge(self, piece: Piece, row: Int32, o: cute.Tensor) -> Float32:
+        """Sum up row `row` of all parts, each weighted by its share of the sum of exponentials, into
+        `o` (VECTOR, columns of this lane), and return its LSE. A whole warp calls it; lane i has the
+        vectors i, i + 32, ..."""
+        lane = cute.arch.lane_idx()
+        highest = -Float32.inf
+        for part in cutlass.range(lane, piece.parts, WARP, unroll=1):
+            highest = cute.arch.fmax(highest, self.lse(piece.slot_of(part))[row])
+        highest = cute.arch.warp_reduction_max(highest)
+        shift = Float32(0.0) if highest == -Float32.inf else highest
+        total = Float32(0.0)
+        o.fill(0.0)
+        vectors = self.columns // VECTOR
+        for part in cutlass.range(piece.parts, unroll=IN_FLIGHT):
+            slot = piece.slot_of(part)
+            share = exp2((self.lse(slot)[row] - shift) * LOG2_E)
+            total += share
+            gO = self.o_row(slot, row)
+            for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                vector = cutlass.min(lane + i * WARP, vectors - 1)
+                o[None, i].store(o[None, i].load() + gO[None, vector].load() * share)
+        factor = Float32(0.0) if total == 0.0 else 1.0 / total
+        for i in cutlass.range_constexpr(cute.size(o)):
+            o[i] *= factor
+        return -Float32.inf if total == 0.0 else shift + log2(total) * LN2
+
+
+@cute.jit
+def with_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """The LSE of a row with one more key, of score `sink` and no value, and the factor by which its
+    O is multiplied."""
+    highest = cute.arch.fmax(lse, sink)
+    shift = Float32(0.0) if highest == -Float32.inf else highest
+    mine, other = exp2((lse - shift) * LOG2_E), exp2((sink - shift) * LOG2_E)
+    total = mine + other
+    empty = total == 0.0
+    factor = Float32(0.0) if empty else mine / total
+    return -Float32.inf if empty else shift + log2(total) * LN2, factor

@@ -1,0 +1,123 @@
+"""The arguments of the decode kernel, in the order of its launch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cutlass import Int32, cute
+
+from cutex.compile import Argument, Operand, Scalar
+from cutex.device.attention.block_info import Band
+from cutex.device.attention.seqlen_info import SeqlenInfo, Seqlens
+from cutex.kernels.attention.decode.config import DecodeConfig
+
+
+def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
+    """The arguments q, k, v, o, and those that `config` adds, in the order of the fields of
+    Passed."""
+    c = config
+    q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
+    k = ("pages", "page", "hk", "d") if c.page_size else ("bc", "sk", "hk", "d")
+    shapes = {"q": q, "k": k, "v": (*k[:-1], "dv"), "o": (*q[:-1], "dv")}
+    found: list[Argument] = [Operand(name, sizes, dtype) for name, sizes in shapes.items()]
+    vectors = {
+        "lse": (c.lse, ("h", "tq") if c.varlen_q else ("b", "h", "sq"), "fp32"),
+        "cu_seqlens_q": (c.varlen_q, ("b1",), "int32"),
+        "seqused_k": (c.used_k, ("b",), "int32"),
+        "page_table": (c.page_size > 0, ("b", "max_pages"), "int32"),
+        "batch_idx": (c.batch_idx, ("b",), "int32"),
+        "sink": (c.sink, ("h",), "fp32"),
+    }
+    for name, (there, sizes, kind) in vectors.items():
+        if there:
+            found.append(Operand(name, sizes, kind, aligned=False, whole=False))
+    if c.appended:
+        new = "b", "sn", "hk"
+        found += [Operand("k_new", (*new, "d"), dtype), Operand("v_new", (*new, "dv"), dtype)]
+    numbers = {
+        "scale": (True, "fp32"),
+        "softcap": (c.softcap, "fp32"),
+        "lo": (c.window[0], "int32"),
+        "hi": (c.window[1], "int32"),
+        "max_seqlen_q": (c.varlen_q, "int32"),
+        "num_splits": (True, "int32"),
+    }
+    found += [Scalar(name, kind) for name, (there, kind) in numbers.items() if there]
+    found.append(Operand("sums", ("sums",), "fp32", whole=False))
+    found.append(Operand("flags", ("flags",), "int32", aligned=False, whole=False))
+    return tuple(found)
+
+
+class Passed(NamedTuple):
+    """The arguments of a kernel after q, k, v and o; None for those that its config does not
+    have."""
+
+    lse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
+    cu_seqlens_q: Any = None  # (batch + 1)
+    seqused_k: Any = None  # (batch) keys of each sequence before the new ones
+    page_table: Any = None  # (batch, max_pages)
+    batch_idx: Any = None  # (batch) the cache's entry of each sequence
+    sink: Any = None  # (heads)
+    k_new: Any = None  # (batch, new keys, heads_kv, D): appended to the caches first
+    v_new: Any = None
+    scale: Any = None
+    softcap: Any = None
+    lo: Any = None
+    hi: Any = None
+    max_seqlen_q: Any = None  # no sequence has more queries
+    num_splits: Any = None  # parts of a unit; 0: as the number of CTAs wants them
+    sums: Any = None  # fp32: O, then LSE, of each part of a unit (partials.py)
+    flags: Any = None  # one for each unit: parts that are written; 0 before and after a launch
+
+    @staticmethod
+    def of(config: DecodeConfig, values: tuple[Any, ...]) -> Passed:
+        names = [a.name for a in arguments(config, "bf16")[4:]]
+        return Passed(**dict(zip(names, values, strict=True)))
+
+    def band(self, causal: bool) -> Band:
+        return Band(self.lo, 0 if causal else self.hi)
+
+
+class Sizes(NamedTuple):
+    """The extents of a problem."""
+
+    batch: Int32
+    heads_kv: Int32
+    pack: Int32  # query heads of one head of K and V
+    rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
+    rows_k: Int32  # keys that a sequence has room for
+    m_blocks: Int32  # blocks of packed rows of the longest sequence
+    new_keys: Int32  # of each sequence, behind those that seqused_k counts
+
+    @staticmethod
+    def of(config: DecodeConfig, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
+        c = config
+        at_q = 0 if c.varlen_q else 1
+        rows_q, rows_k = cute.size(mQ, mode=[at_q]), cute.size(mK, mode=[1])
+        heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[2])
+        batch = cute.size(mQ, mode=[0])
+        if c.varlen_q:
+            batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
+        if c.page_size:
+            rows_k = c.page_size * cute.size(passed.page_table, mode=[1])
+        longest = passed.max_seqlen_q if c.varlen_q else rows_q
+        pack = heads // heads_kv
+        m_blocks = cute.ceil_div(longest * pack, c.tile_m)
+        new = cute.size(passed.k_new, mode=[1]) if c.appended else 0
+        found = (batch, heads_kv, pack, rows_q, rows_k, m_blocks, new)
+        return Sizes(*(Int32(x) for x in found))
+
+    @property
+    def entries(self) -> Int32:
+        """The pairs of a sequence and a block of packed rows."""
+        return self.batch * self.m_blocks
+
+    def queries(self, passed: Passed, batch: Int32) -> SeqlenInfo:
+        return Seqlens(self.rows_q, passed.cu_seqlens_q).of(batch)
+
+    def keys(self, passed: Passed, batch: Int32) -> Int32:
+        """The number of keys of a sequence."""
+        if passed.seqused_k is None:
+            return self.rows_k
+        length = Int32(passed.seqused_k[batch])
+        return length if passed.k_new is None else length + self.new_keys

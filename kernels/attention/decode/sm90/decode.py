@@ -1,0 +1,138 @@
+"""Attention of few queries and long caches on Hopper: CTAs share the keys evenly.
+
+A CTA has a warp that loads and a warpgroup of 64 packed rows: the queries of all heads that read
+one head of K and V. What bounds it is memory: 13.6 bytes a cycle and SM of an H100. A block of 64
+keys at head dim 128 takes 2400 cycles to come, 512 of tensor cores and some 700 of softmax; two
+CTAs of an SM overlap these.
+
+Each CTA takes an equal share of all keys of all sequences (splits.py), and the last one that has
+written its part of a unit merges the parts (partials.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.compile import Argument
+from cutex.device.atoms.mma import allocate_slots, slots_layout
+from cutex.device.attention.block_info import BlockInfo
+from cutex.device.pipeline import Ring, Warps, publish_barriers
+from cutex.device.row_source import DenseRows, PagedRows, box_operand, page_pitch, swizzle_bytes
+from cutex.kernels.attention.decode.append import Append
+from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
+from cutex.kernels.attention.decode.partials import Partials
+from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
+from cutex.kernels.attention.decode.sm90.compute import Compute
+from cutex.kernels.attention.decode.sm90.load import Load
+from cutex.kernels.attention.decode.sm90.shared import Shared
+
+
+class Decode:
+    """The decode kernel: its barriers and memory.
+
+    barrier          arrives                                waits
+    k.full, v.full   1: LOAD, and the bytes by TMA          COMPUTE
+    k.empty, v.empty 1 a COMPUTE warp, its product done     LOAD
+    (warpgroup)      its threads, a part being written      the same, before it counts as written
+
+    smem       bytes                                        hd 128   hd 64    hd 256
+    sK, sV     tile_n * (D + DV) * 2 * num_stages           98304    98304    196608
+    sQ         64 * D * 2, above head dim 192               -        -        32768
+    words      less than 1024
+    """
+
+    arch = "sm_90a"
+
+    def __init__(self, config: DecodeConfig) -> None:
+        if reason := config.why_not():
+            raise ValueError(reason)
+        self.config = config
+
+    @property
+    def name(self) -> str:
+        return "sm90_attention_decode"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return arguments(self.config, dtype)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        append = {"append": Append.kernel} if self.config.appended else {}
+        return {**append, "decode": Decode.kernel}
+
+    @property
+    def compute_warps(self) -> Warps:
+        return Warps(first=0, count=4)
+
+    @property
+    def load_warps(self) -> Warps:
+        return Warps(first=self.compute_warps.end, count=1)
+
+    @property
+    def num_threads(self) -> int:
+        return self.compute_warps.threads + self.load_warps.threads
+
+    @cute.jit
+    def __call__(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
+    ) -> None:
+        c = self.config
+        passed, stream = Passed.of(c, rest[:-1]), rest[-1]
+        sizes = Sizes.of(c, mQ, mK, passed)
+        source = PagedRows(None, 0, c.page_size, 0) if c.page_size else DenseRows(0, 0)
+        box_rows = source.box_rows(c.tile_n)
+        k = box_operand(mK, (c.tile_n, c.head_dim), box_rows)
+        v = box_operand(mV, (c.tile_n, c.head_dim_v), box_rows)
+        most = sizes.entries * sizes.heads_kv * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
+        pitches = page_pitch(mK), page_pitch(mV)
+        if cutlass.const_expr(c.appended):
+            Append(c).launch(mK, mV, passed, sizes, stream)
+        self.kernel(mQ, k, v, mO, passed, sizes, pitches).launch(
+            grid=(cutlass.min(most, c.ctas), 1, 1),
+            block=(self.num_threads, 1, 1),
+            min_blocks_per_mp=c.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        k: cpasync.TmaInfo,
+        v: cpasync.TmaInfo,
+        mO: cute.Tensor,
+        passed: Passed,
+        sizes: Sizes,
+        pitches: tuple[Int32, Int32],
+    ) -> None:
+        c = self.config
+        dtype = mQ.element_type
+        smem = SmemAllocator()
+        sQ = None
+        if cutlass.const_expr(c.q_in_smem):
+            sQ = allocate_slots(smem, dtype, self.slots(dtype, ROWS, c.head_dim, 1))
+        sK = allocate_slots(smem, dtype, self.slots(dtype, c.tile_n, c.head_dim, c.num_stages))
+        sV = allocate_slots(smem, dtype, self.slots(dtype, c.tile_n, c.head_dim_v, c.num_stages))
+        last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        consumers = self.compute_warps.count
+        k_ring = Ring.allocate(smem, "k", c.num_stages, c.k_bytes, consumers)
+        v_ring = Ring.allocate(smem, "v", c.num_stages, c.v_bytes, consumers)
+        publish_barriers((k_ring, v_ring))
+        info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
+        shared = Shared(c, sQ, sK, sV, last, k_ring, v_ring, info, passed, sizes)
+        if cute.arch.warp_idx() == self.load_warps.first:
+            Load(k, v, *pitches, shared).run()
+        else:
+            partials = Partials(passed.sums, passed.flags, c.head_dim_v)
+            Compute(mQ, mO, partials, shared).run()
+
+    @staticmethod
+    def slots(dtype: type[cutlass.Numeric], rows: int, columns: int, count: int):
+        swizzle = swizzle_bytes(columns * dtype.width // 8)
+        return slots_layout(dtype, rows, columns, count, swizzle)

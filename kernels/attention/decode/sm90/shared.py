@@ -1,0 +1,122 @@
+"""What the roles of a CTA of the decode kernel share: smem, rings, arguments, and its walk over the
+parts of units that are its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+
+from cutex.device.attention.block_info import BlockInfo, Blocks, ordered
+from cutex.device.pipeline import Ring
+from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.splits import Piece, Place, Splits, weight
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Shared:
+    config: DecodeConfig
+    sQ: cute.Tensor | None  # (64, D, 1), where Q comes from smem
+    sK: cute.Tensor  # (bN, D, SLOT)
+    sV: cute.Tensor  # (bN, DV, SLOT)
+    last: cute.Tensor  # (1) Int32: whether this CTA wrote the last part of a unit
+    k: Ring
+    v: Ring
+    info: BlockInfo
+    passed: Passed
+    sizes: Sizes
+
+    # ---- entries
+
+    def entry(self, number: Int32) -> tuple[Int32, Int32]:
+        """The sequence and the block of rows of an entry."""
+        batch = number // self.sizes.m_blocks
+        return batch, number - batch * self.sizes.m_blocks
+
+    @cute.jit
+    def blocks(self, number: Int32) -> Blocks:
+        """The blocks of keys that the rows of an entry see."""
+        batch, m_block = self.entry(number)
+        seq_q, keys = self.sizes.queries(self.passed, batch), self.sizes.keys(self.passed, batch)
+        return self.info.n_blocks(m_block, seq_q.length, keys)
+
+    @cute.jit
+    def length(self, number: Int32) -> Int32:
+        """The blocks of keys of each unit of an entry, at least 1; 0 if it has no rows or is
+        none."""
+        exists = number < self.sizes.entries
+        number = cutlass.min(number, self.sizes.entries - 1)
+        batch, m_block = self.entry(number)
+        seq_q = self.sizes.queries(self.passed, batch)
+        exists = exists & (m_block * self.info.tile_m < seq_q.length * self.info.pack)
+        blocks = self.blocks(number)
+        return cutlass.max(blocks.end - blocks.first, 1) if exists else Int32(0)
+
+    # ---- the walk
+
+    @cute.jit
+    def begin(self) -> tuple[Splits, Place, Int32]:
+        """This CTA's share, its first entry, and the end of the row of all units. A whole warp
+        calls it: each lane looks at every 32nd entry."""
+        c, heads = self.config, self.sizes.heads_kv
+        lane, total = cute.arch.lane_idx(), Int32(0)
+        for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
+            mine = weight(self.length(first + lane), c.start)
+            total += cute.arch.warp_redux_sync(mine, "add")
+        total *= heads
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        quota = Splits.quota_of(total, ctas, c.least)
+        splits = Splits(heads, quota, c.start, self.passed.num_splits, cta)
+        entry, begin, here = Int32(0), Int32(0), Int32(0)
+        searching = splits.begin < total
+        while searching:
+            length = self.length(entry + lane)
+            mine = weight(length, c.start)
+            upto = self.sum_to(mine)
+            before = cute.arch.popc(
+                cute.arch.vote_ballot_sync(begin + upto * heads <= splits.begin)
+            )
+            if before == WARP:
+                entry += WARP
+                begin += cute.arch.shuffle_sync(upto, WARP - 1) * heads
+            else:
+                entry += before
+                begin += cute.arch.shuffle_sync(upto - mine, before) * heads
+                here = cute.arch.shuffle_sync(length, before)
+                searching = False
+        return splits, Place(entry, begin, here), cutlass.min(splits.end, total)
+
+    @cute.jit
+    def sum_to(self, x: Int32) -> Int32:
+        """The sum of x over this lane and those before it."""
+        lane = cute.arch.lane_idx()
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(x, 1 << step)
+            x += other if lane >= 1 << step else 0
+        return x
+
+    @cute.jit
+    def place(self, at: Int32, place: Place) -> Place:
+        """The place of position `at`, which is in `place` or behind it."""
+        entry, begin, blocks = place
+        heads, start = self.sizes.heads_kv, self.config.start
+        while begin + heads * weight(blocks, start) <= at:
+            begin += heads * weight(blocks, start)
+            entry += 1
+            blocks = self.length(entry)
+        return Place(entry, begin, blocks)
+
+    def of_piece(self, piece: Piece) -> Blocks:
+        """The blocks of keys of a part; none of a unit that sees none."""
+        whole = self.blocks(piece.entry)
+        first = whole.first + piece.first
+        end = cutlass.min(whole.first + piece.end, whole.end)
+        first = cutlass.min(first, end)
+        return ordered(first, end, whole.clean_first, whole.clean_end)
+
+

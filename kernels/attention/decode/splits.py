@@ -1,0 +1,125 @@
+"""Splits: which CTA works on which keys, so that all have as many, whatever the lengths.
+
+A unit is a block of packed rows of one sequence and one head of K and V, with the blocks of keys
+that its rows see. All units stand in one row, entry by entry (a sequence and its block of rows),
+head by head, and the row is cut into as many equal shares as there are CTAs; a unit is counted as
+`start` blocks longer than it is, at its front, for what its begin and end take. So lengths need
+be known on the device only, and the cuts of one long sequence and of a ragged batch are alike
+(Osama et al., "Stream-K", PPoPP 2023; FlashMLA's metadata are such shares).
+
+With `num_splits` each unit is cut into that many parts instead, at borders that its own length
+alone decides; a part is done by the CTA in whose share it begins. So a sequence's result does not
+depend on the others in the batch.
+
+Plain operators only: Python ints run it, and the same code traces in the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cutex.device.attention.block_info import larger, smaller
+from cutex.schedulers.order import select
+
+NEVER = 2**30  # blocks of a part without a border
+
+
+class Place(NamedTuple):
+    """An entry, at a position in the row of all units."""
+
+    entry: Any
+    begin: Any  # the position of its first unit
+    blocks: Any  # of keys, of each of its units: at least 1; 0 for an entry without rows
+
+    def weight(self, start: int) -> Any:
+        """The length of a unit."""
+        return weight(self.blocks, start)
+
+
+class Piece(NamedTuple):
+    """A part of a unit, the work of one CTA."""
+
+    entry: Any
+    head: Any
+    first: Any  # block of keys, counted from the unit's first
+    end: Any  # not more than `first`: there is nothing to do
+    part: Any  # number of this part of the unit
+    parts: Any
+    slot: Any  # in memory, of part 1; part i has those `step` further for each
+    step: Any
+    slot_0: Any  # of part 0
+    after: Any  # where the CTA goes on
+
+    def slot_of(self, part: Any) -> Any:
+        return select(part == 0, self.slot_0, self.slot + (part - 1) * self.step)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The shares of CTAs in the row of all units."""
+
+    heads: Any  # of K and V
+    quota: Any  # a share
+    start: int
+    num_splits: Any  # 0: a unit is cut where shares end
+    cta: Any
+
+    @staticmethod
+    def quota_of(total: Any, ctas: Any, least: int) -> Any:
+        """The share of each CTA in `total` blocks."""
+        return larger((total + ctas - 1) // ctas, least)
+
+    @staticmethod
+    def slots(ctas: int, units: int, num_splits: int) -> int:
+        """The places in memory that parts of units may need."""
+        return num_splits * units if num_splits else 2 * ctas
+
+    @property
+    def begin(self) -> Any:
+        return self.cta * self.quota
+
+    @property
+    def end(self) -> Any:
+        return (self.cta + 1) * self.quota
+
+    def piece(self, at: Any, place: Place) -> Piece:
+        """The part that begins at position `at` or behind it, in one of the units of `place`."""
+        length = weight(place.blocks, self.start)
+        head = (at - place.begin) // length
+        unit = place.begin + head * length  # its position
+        cut, fixed = self._cut(at, unit, length), self._fixed(at, unit, place, head)
+        chosen = (select(self.num_splits > 0, y, x) for x, y in zip(cut, fixed, strict=True))
+        return Piece(place.entry, head, *chosen)
+
+    def _cut(self, at: Any, unit: Any, length: Any) -> tuple[Any, ...]:
+        """A part that ends where the share does.
+
+        The CTA of part 0 may have begun with another unit's last part, which has the first of its
+        two slots.
+        """
+        first = larger(at - unit - self.start, 0)
+        end = smaller(length, self.end - unit) - self.start
+        front = (unit + self.start) // self.quota  # the CTA of part 0
+        parts = (unit + length - 1) // self.quota - front + 1
+        slots = 2 * (front + 1), 2, 2 * front + 1
+        return first, end, self.cta - front, parts, *slots, unit + length
+
+    def _fixed(self, at: Any, unit: Any, place: Place, head: Any) -> tuple[Any, ...]:
+        """One of num_splits parts, if it begins in the share."""
+        blocks = place.blocks
+        size = larger((blocks + self.num_splits - 1) // larger(self.num_splits, 1), 1)
+        part = (larger(at - unit - self.start, 0) + size - 1) // size
+        first = part * size
+        mine = unit + self.start + first < self.end
+        end = select(mine, smaller(first + size, blocks), first)
+        after = select(mine, unit + self.start + smaller(first + size, blocks), self.end)
+        after = select(first < blocks, after, unit + blocks + self.start)
+        parts = (blocks + size - 1) // size
+        slot = (place.entry * self.heads + head) * self.num_splits
+        return first, end, part, parts, slot + 1, 1, slot, after
+
+
+def weight(blocks: Any, start: int) -> Any:
+    """The length of a unit of `blocks` blocks; 0 if it does not exist."""
+    return select(blocks > 0, blocks + start, 0)

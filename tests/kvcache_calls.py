@@ -1,0 +1,88 @@
+"""flash_attn_with_kvcache, called with the arguments of an attention case, its keys in a cache."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cutex
+from cutex.problem.attention.case import AttentionCase, Inputs
+
+
+def poisoned(*shape: int, like: Tensor) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
+
+
+def in_pages(x: Tensor, table: Tensor, page_size: int, pages: int, used: tuple[int, ...]) -> Tensor:
+    """The rows of x (batch, rows, heads, head dim) that count, in the pages that `table` (batch,
+    pages of a sequence) has for them; all else is NaN."""
+    found = poisoned(pages, page_size, *x.shape[2:], like=x)
+    for b, count in enumerate(used):
+        for i in range(0, count, page_size):
+            rows = x[b, i : min(i + page_size, count)]
+            found[int(table[b, i // page_size]), : len(rows)] = rows
+    return found
+
+
+def table_of(used: tuple[int, ...], page_size: int, seed: int) -> tuple[Tensor, int]:
+    """A page table, with pages in random order and nonsense behind those in use; and the number of
+    pages."""
+    counts = [-(-n // page_size) for n in used]
+    width, total = max([*counts, 1]) + 1, sum(counts) + 3
+    free = random.Random(seed).sample(range(total), total)
+    table = torch.full((len(used), width), -(2**30), dtype=torch.int32)
+    for b, count in enumerate(counts):
+        for i in range(count):
+            table[b, i] = free.pop()
+    return table, total
+
+
+def arguments(
+    case: AttentionCase, inputs: Inputs, page_size: int = 0, new: int = 0, shuffled: bool = False
+) -> dict[str, Any]:
+    """The arguments of a case without cu_seqlens_k: with `page_size`, k and v are in pages; the
+    last `new` keys of each sequence are to be appended; `shuffled`, the cache's entries are those of
+    cache_batch_idx."""
+    used = case.used_k or (case.seqlen_k,) * case.batch
+    k, v, device = inputs.k.clone(), inputs.v.clone(), inputs.q.device
+    more: dict[str, Any] = {}
+    if new:
+        for name, x in (("k", k), ("v", v)):
+            more[name] = torch.stack([x[b, n - new : n] for b, n in enumerate(used)])
+            for b, n in enumerate(used):
+                x[b, n - new : n] = torch.nan
+    if page_size:
+        table, pages = table_of(used, page_size, case.seed)
+        k, v = (in_pages(x, table, page_size, pages, used) for x in (k, v))
+        more["page_table"] = table.to(device)
+    elif shuffled:
+        order = random.Random(case.seed).sample(range(case.batch + 2), case.batch)
+        caches = []
+        for x in (k, v):
+            cache = poisoned(case.batch + 2, *x.shape[1:], like=x)
+            cache[order] = x
+            caches.append(cache)
+        k, v = caches
+        more["cache_batch_idx"] = torch.tensor(order, dtype=torch.int32, device=device)
+    if case.used_k is not None or page_size or new:
+        lengths = [n - new for n in used]
+        more["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+    if inputs.cu_seqlens_q is not None:
+        more["cu_seqlens_q"], more["max_seqlen_q"] = inputs.cu_seqlens_q, max(case.lengths_q or ())
+    return {
+        "q": inputs.q, "k_cache": k, "v_cache": v, "softmax_scale": case.scale,
+        "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
+        "learnable_sink": inputs.sink, **more,
+    }  # fmt: skip
+
+
+def outcome(case: AttentionCase, device: str = "cpu", num_splits: int = 0, **layout: Any) -> str:
+    """What is wrong with O and LSE of the case by flash_attn_with_kvcache; empty if nothing is."""
+    inputs = case.inputs(device)
+    given = arguments(case, inputs, **layout)
+    out, lse = cutex.flash_attn_with_kvcache(**given, num_splits=num_splits, return_lse=True)
+    found = case.check(inputs, out, lse, poisoned=False)
+    return "" if found.ok else found.message
