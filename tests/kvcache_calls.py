@@ -44,8 +44,8 @@ def arguments(
     case: AttentionCase, inputs: Inputs, page_size: int = 0, new: int = 0, shuffled: bool = False
 ) -> dict[str, Any]:
     """The arguments of a case without cu_seqlens_k: with `page_size`, k and v are in pages; the
-    last `new` keys of each sequence are to be appended; `shuffled`, the cache's entries are those of
-    cache_batch_idx."""
+    last `new` keys of each sequence are to be appended; with `shuffled`, sequences are in other
+    entries of the cache, by cache_batch_idx."""
     used = case.used_k or (case.seqlen_k,) * case.batch
     k, v, device = inputs.k.clone(), inputs.v.clone(), inputs.q.device
     more: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cutex.ops import autocast
+from cutex.ops.attention import paged
 from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.flash_arguments import NEUTRAL, in_flash2_order, named, taken
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
@@ -139,6 +140,8 @@ def flash_attn_varlen_func(
         of q, which costs time where sequences are many. max_seqlen_k: not needed;
         without it the kernel is chosen for the mean.
     seqused_q, seqused_k: (batch,) int32, how many rows of each sequence count.
+    page_table (or block_table): (batch, pages of the longest) int32; k and v are then pages, as in
+        flash_attn_with_kvcache, seqused_k their lengths, and num_splits as there.
 
     Returns out (total_q, heads, head dim of v) and lse (heads, total_q), or as flash_attn_func
     where q is not packed. Rows that belong to no sequence are left unwritten. Other arguments and
@@ -146,6 +149,13 @@ def flash_attn_varlen_func(
     a GPU that would have to wait for it. With seqused, or cu_seqlens of one side only, there are
     gradients where there are with softcap.
     """
+    if others and paged.is_asked_for(others):
+        return paged.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
+            {"score_mod": score_mod, "mask_mod": mask_mod}, others, softmax_scale=softmax_scale,
+            causal=causal, window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
+            return_lse=return_lse,
+        )  # fmt: skip
     if others or causal is None or causal.__class__ is float:
         more = {"seqused_q": seqused_q, "seqused_k": seqused_k, "score_mod": score_mod,
                 "mask_mod": mask_mod, "deterministic": deterministic}  # fmt: skip

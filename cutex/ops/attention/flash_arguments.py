@@ -18,7 +18,7 @@ class Neutral(NamedTuple):
 
 
 _NONE = (None,)
-_PAGES = Neutral(_NONE, "there are no pages of keys here")
+_PAGES = Neutral(_NONE, "flash_attn_with_kvcache and flash_attn_varlen_func take pages")
 _SCALE = Neutral(_NONE, "operands are bfloat16 or float16, which need no scale")
 _SPARSE = Neutral(_NONE, "there is no block sparsity here; mask_mod hides keys")
 _PROBABILITIES = Neutral(

@@ -190,7 +190,8 @@ class Plan:
         if c.varlen_q:
             numbers.append(call.longest_q)
         self.numbers = (*numbers, int(call.num_splits))
-        units = call.batch * call.heads[1] * -(-call.longest_q * call.heads[0] // call.heads[1] // ROWS)
+        heads, heads_kv = call.heads
+        units = call.batch * heads_kv * -(-call.longest_q * heads // heads_kv // ROWS)
         slots = Splits.slots(c.ctas, units, int(call.num_splits))
         self.needs = Workspace(slots * ROWS * (c.head_dim_v + 1), units)
         self.launch: Callable[..., None] | None = None
@@ -278,6 +279,7 @@ def check_device(device: torch.device) -> None:
     if name not in ARCHS:
         where = f"{device}" if name is None else f"{device}, of arch {name}"
         raise ValueError(
-            f"q is on {where}: flash_attn_with_kvcache has kernels for {', '.join(ARCHS)}; move its "
-            'tensors there, or run them in the simulator with `with cutex.ops.simulated("sm_90a"):`'
+            f"q is on {where}: flash_attn_with_kvcache has kernels for {', '.join(ARCHS)}; move "
+            "its tensors there, or run them in the simulator with "
+            '`with cutex.ops.simulated("sm_90a"):`'
         )

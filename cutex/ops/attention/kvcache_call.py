@@ -199,7 +199,9 @@ def _check_operands(call: KVCacheCall) -> None:
         )
     heads_q, heads_kv = call.heads
     if heads_kv == 0 or heads_q == 0 or heads_q % heads_kv:
-        raise ValueError(f"q has {heads_q} heads, which is no multiple of the {heads_kv} of k_cache")
+        raise ValueError(
+            f"q has {heads_q} heads, which is no multiple of the {heads_kv} of k_cache"
+        )
 
 
 def _check_caches(call: KVCacheCall) -> None:
@@ -211,12 +213,12 @@ def _check_caches(call: KVCacheCall) -> None:
         steps = stepped(x).stride()
         if x.shape[0] and (x.shape[0] - 1) * (steps[0] // steps[1]) + x.shape[1] > MOST_ROWS:
             raise ValueError(f"{name} spans more than {MOST_ROWS} rows")
-    if call.page_table is None and call.cache_batch_idx is None:
-        if call.k_cache.shape[0] != call.batch:
-            raise ValueError(
-                f"k_cache has batch size {call.k_cache.shape[0]}, but q has {call.batch}; "
-                "cache_batch_idx says which of them are meant"
-            )
+    whole = call.page_table is None and call.cache_batch_idx is None
+    if whole and call.k_cache.shape[0] != call.batch:
+        raise ValueError(
+            f"k_cache has batch size {call.k_cache.shape[0]}, but q has {call.batch}; "
+            "cache_batch_idx says which of them are meant"
+        )
     if call.page_table is not None and call.cache_batch_idx is not None:
         raise ValueError("cache_batch_idx is of caches without pages; page_table has the pages")
 
@@ -251,8 +253,12 @@ def _check_new(call: KVCacheCall) -> None:
         raise ValueError("k and v must be given together, or neither")
     if call.k is None or call.v is None:
         return
+    if call.q.shape[1:2] == (0,):
+        raise ValueError("q has no rows: k and v are appended only where there are queries")
     if call.cache_seqlens is None:
-        raise ValueError("cache_seqlens must be given with k and v: it says where they are appended")
+        raise ValueError(
+            "cache_seqlens must be given with k and v: it says where they are appended"
+        )
     if call.cu_seqlens_q is not None:
         raise ValueError("k and v cannot be appended where q is packed (cu_seqlens_q)")
     for name, x, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):
@@ -328,16 +334,18 @@ def _check_values(call: KVCacheCall) -> None:
     """Check what the int32 tensors hold, on the CPU only: on a GPU that would have to wait for
     it."""
     lengths = call.cache_seqlens
-    if lengths is not None and lengths.numel():
-        if int(lengths.min()) < 0 or int(lengths.max()) + call.new_keys > call.room:
+    if lengths is not None:
+        outside = (lengths < 0) | (lengths + call.new_keys > call.room)
+        if outside.any():
             with_new = f" with {call.new_keys} new keys" if call.new_keys else ""
             raise ValueError(
                 f"cache_seqlens must be from 0 to the {call.room} keys that there is room for"
                 f"{with_new}, got {lengths.tolist()}"
             )
     entries = call.cache_batch_idx
-    if entries is not None and entries.numel():
-        if int(entries.min()) < 0 or int(entries.max()) >= call.k_cache.shape[0]:
+    if entries is not None:
+        outside = (entries < 0) | (entries >= call.k_cache.shape[0])
+        if outside.any():
             raise ValueError(
                 f"cache_batch_idx must be from 0 to {call.k_cache.shape[0] - 1}, got "
                 f"{entries.tolist()}"

@@ -53,8 +53,8 @@ class Partials:
 
     @cute.jit
     def merge(self, piece: Piece, row: Int32, o: cute.Tensor) -> Float32:
-        """Sum up row `row` of all parts, each weighted by its share of the sum of exponentials, into
-        `o` (VECTOR, columns of this lane), and return its LSE. A whole warp calls it; lane i has the
+        """Sum up row `row` of all parts, each weighted by its share of the exponentials, into `o`
+        (VECTOR, columns of this lane), and return its LSE. A whole warp calls it; lane i has the
         vectors i, i + 32, ..."""
         lane = cute.arch.lane_idx()
         highest = -Float32.inf

@@ -55,7 +55,9 @@ class Rows:
         else:
             at = mX.stride[0] * Int64(self.batch) + mX.stride[1] * query + mX.stride[2] * head
         words = cute.recast_ptr((mX.iterator + at).align(16), dtype=Int32)
-        return cute.make_tensor(words, cute.make_layout(cute.size(mX, mode=[cute.rank(mX) - 1]) // 2))
+        return cute.make_tensor(
+            words, cute.make_layout(cute.size(mX, mode=[cute.rank(mX) - 1]) // 2)
+        )
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,7 @@ class Compute:
         queries, heads = (tuple(f(row) for row in mine) for f in (rows.query, rows.head_of))
         keys = s.sizes.keys(s.passed, rows.batch)
         mask = Mask(s.info.band, s.info.tile_n, rows.seq_q.length, keys, queries, thread % 4)
-        return ScoreOps(
-            mask, s.passed.scale, s.passed.softcap, None, None, rows.batch, heads
-        )
+        return ScoreOps(mask, s.passed.scale, s.passed.softcap, None, None, rows.batch, heads)
 
     # ---- Q
 
@@ -159,6 +159,7 @@ class Compute:
     def load_q_to_smem(self, rows: Rows) -> None:
         """NOTE: the barrier before the stores: wgmma of the part before may still read there."""
         head_dim, sQ = self.shared.config.head_dim, self.shared.sQ
+        assert sQ is not None
         thread, _, _ = cute.arch.thread_idx()
         units = cute.size(self.mQ, mode=[cute.rank(self.mQ) - 1]) // UNIT
         self.sync()
@@ -166,7 +167,9 @@ class Compute:
             index = thread + i * WARPGROUP
             row, unit = index // (head_dim // UNIT), index % (head_dim // UNIT)
             gQ = rows.words(self.mQ, cutlass.min(row, rows.count - 1))
-            gQ = cute.make_tensor((gQ.iterator + cutlass.min(unit, units - 1) * 4).align(16), cute.make_layout(4))
+            gQ = cute.make_tensor(
+                (gQ.iterator + cutlass.min(unit, units - 1) * 4).align(16), cute.make_layout(4)
+            )
             held = cute.make_rmem_tensor(cute.make_layout(4), Int32)
             held.store(gQ.load())
             for j in cutlass.range_constexpr(4):

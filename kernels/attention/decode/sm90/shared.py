@@ -118,5 +118,3 @@ class Shared:
         end = cutlass.min(whole.first + piece.end, whole.end)
         first = cutlass.min(first, end)
         return ordered(first, end, whole.clean_first, whole.clean_end)
-
-

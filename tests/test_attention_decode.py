@@ -1,0 +1,203 @@
+"""Attention to caches by the Hopper kernel, simulated, against float64: contiguous and in pages,
+with poison behind the lengths; the split of keys over CTAs; arguments that do not fit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from kvcache_calls import arguments, outcome
+
+import cutex
+from cutex.kernels.attention.decode.splits import Place, Splits, weight
+from cutex.problem.attention.case import AttentionCase
+
+SMALL = {"batch": 3, "heads_q": 4, "heads_kv": 2, "head_dim": 64, "head_dim_v": 64,
+         "seqlen_q": 1, "seqlen_k": 200, "used_k": (200, 0, 65)}  # fmt: skip
+CASES = {
+    "one token": ({}, {}),
+    "pages of 16": ({"causal": True, "seqlen_q": 2}, {"page_size": 16}),
+    "pages of 1": ({"used_k": (70, 0, 3), "batch": 3, "heads_q": 2, "heads_kv": 1},
+                   {"page_size": 1}),
+    "odd pages, parts": ({"head_dim": 40, "head_dim_v": 64}, {"page_size": 24, "num_splits": 3}),
+    "entries of a larger cache": ({"sink": True, "window": (50, None)}, {"shuffled": True}),
+    "appended to pages": ({"used_k": (200, 5, 66), "causal": True, "seqlen_q": 3, "dtype": "fp16"},
+                          {"page_size": 64, "new": 3}),
+    "appended, softcap": ({"used_k": (200, 1, 65), "softcap": 5.0, "heads_q": 6},
+                          {"new": 1, "shuffled": True}),
+    "packed queries": ({"lengths_q": (1, 0, 4), "heads_q": 2, "causal": True}, {"page_size": 64}),
+    "rows of two blocks": ({"seqlen_q": 33, "causal": True, "batch": 1, "used_k": (130,)}, {}),
+    "all of a cache": ({"used_k": None, "batch": 2}, {"num_splits": 1}),
+    "heads first": ({"views": ("interleaved", "heads first", "padded"), "used_k": None,
+                     "head_dim_v": 128, "head_dim": 192, "batch": 2}, {}),
+    "wide heads": ({"head_dim": 256, "head_dim_v": 256, "batch": 1, "used_k": (150,),
+                    "heads_q": 3, "heads_kv": 1}, {"page_size": 32}),
+}  # fmt: skip
+QUICK = ("pages of 16", "appended, softcap", "packed queries")
+
+
+def named(*names: str) -> list:
+    return [x if x in names else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+
+
+@pytest.mark.parametrize("name", named(*QUICK))
+def test_caches_are_attended_to(name):
+    case, layout = CASES[name]
+    with cutex.ops.simulated("sm_90a"):
+        assert outcome(AttentionCase(**{**SMALL, **case}), **layout) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("order", "seed"), [("random", 1), ("random", 2), ("starved", 0), ("eager", 0)]
+)
+def test_parts_are_merged_once_whoever_comes_last(order, seed):
+    case = AttentionCase(**{**SMALL, "used_k": (200, 190, 65), "sink": True})
+    with cutex.ops.simulated("sm_90a", order=order, seed=seed):
+        assert outcome(case) == ""
+
+
+def test_varlen_takes_pages():
+    case = AttentionCase(**{**SMALL, "lengths_q": (2, 1, 0), "causal": True})
+    inputs = case.inputs()
+    given = arguments(case, inputs, page_size=64)
+    names = ("q", "k_cache", "v_cache", "cu_seqlens_q")
+    q, k, v, ends = (given.pop(name) for name in names)
+    used = given.pop("cache_seqlens")
+    with cutex.ops.simulated("sm_90a"):
+        out, lse = cutex.flash_attn_varlen_func(
+            q, k, v, ends, seqused_k=used, return_lse=True, **given
+        )
+    found = case.check(inputs, out, lse, poisoned=False)
+    assert found.ok, found.message
+
+
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
+    """With num_splits, whose borders do not depend on the other sequences."""
+    case = AttentionCase(**{**SMALL, "heads_q": 2, "heads_kv": 1, "used_k": (200, 30, 65)})
+    given = arguments(case, case.inputs())
+    with cutex.ops.simulated("sm_90a"):
+        whole = cutex.flash_attn_with_kvcache(**given, num_splits=3)
+        for name in ("q", "k_cache", "v_cache", "cache_seqlens"):
+            given[name] = given[name][:1]
+        alone = cutex.flash_attn_with_kvcache(**given, num_splits=3)
+    assert torch.equal(whole[:1], alone)
+
+
+# ---- the split
+
+
+def shares(lengths: list[int], heads: int, ctas: int, start: int, least: int, num_splits: int):
+    """The parts of each unit, by (entry, head): (first, end, part, parts, slot)."""
+    total = sum(weight(n, start) for n in lengths) * heads
+    quota = Splits.quota_of(total, ctas, least)
+    found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    most = 0
+    for cta in range(ctas):
+        splits = Splits(heads, quota, start, num_splits, cta)
+        at, entry, begin, blocks = splits.begin, 0, 0, 0
+        while at < min(splits.end, total):
+            while begin + heads * weight(lengths[entry], start) <= at:
+                begin += heads * weight(lengths[entry], start)
+                entry += 1
+            piece = splits.piece(at, Place(entry, begin, lengths[entry]))
+            assert piece.after > at
+            at = piece.after
+            if piece.end > piece.first:
+                slot = piece.slot_of(piece.part) if piece.parts > 1 else -1
+                part = piece.first, piece.end, piece.part, piece.parts, slot
+                found.setdefault((piece.entry, piece.head), []).append(part)
+                blocks += piece.end - piece.first
+        most = max(most, blocks)
+    return found, most
+
+
+def test_every_block_of_keys_is_in_one_part():
+    r = random.Random(0)
+    for _ in range(400):
+        lengths = [r.choice((0, 1, 2, r.randint(0, 50))) for _ in range(r.randint(1, 6))]
+        heads, ctas, start = r.randint(1, 4), r.randint(1, 40), r.randint(0, 3)
+        num_splits = r.choice((0, 0, 1, 2, 3, 7))
+        found, _ = shares(lengths, heads, ctas, start, r.randint(1, 4), num_splits)
+        slots = [x[4] for parts in found.values() for x in parts if x[4] >= 0]
+        assert len(set(slots)) == len(slots)
+        assert max(slots, default=0) < Splits.slots(ctas, len(lengths) * heads, num_splits)
+        for entry, length in enumerate(lengths):
+            for head in range(heads):
+                parts = sorted(found.pop((entry, head), []))
+                assert [x[2] for x in parts] == list(range(len(parts)))
+                assert {x[3] for x in parts} <= {len(parts)}
+                ends = [0, *(x[1] for x in parts)]
+                assert [x[0] for x in parts] == ends[:-1] and ends[-1] == length
+        assert not found
+
+
+def test_ctas_have_equal_shares_of_ragged_lengths():
+    r = random.Random(1)
+    lengths = [round(2 ** r.uniform(1, 11)) for _ in range(64)]
+    _, most = shares(lengths, 8, 264, 1, 1, 0)
+    assert most <= 1.01 * sum(lengths) * 8 / 264 + 1
+
+
+# ---- arguments
+
+
+def given(**more):
+    q, cache = torch.zeros(2, 1, 4, 64).half(), torch.zeros(2, 32, 2, 64).half()
+    lengths = torch.tensor([3, 32], dtype=torch.int32)
+    return {"q": q, "k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": lengths, **more}
+
+
+TABLE = torch.zeros(2, 1, dtype=torch.int32)
+NEW = torch.zeros(2, 1, 2, 64).half()
+BAD = {
+    "is 1: keys begin at": {"cache_leftpad": 1},
+    "rotate q and k before": {"rotary_cos": torch.zeros(4, 32)},
+    "need no scale": {"k_descale": torch.ones(2, 2)},
+    "unexpected keyword argument 'pages'": {"pages": 1},
+    "page_table and block_table are the same": {"page_table": TABLE, "block_table": TABLE},
+    "cache_seqlens must be from 0 to the 32 keys": {
+        "cache_seqlens": torch.tensor([1, 33], dtype=torch.int32)
+    },
+    "room for with 1 new keys": {"k": NEW, "v": NEW},
+    "k and v must be given together": {"k": NEW},
+    "k has shape (2, 1, 2, 64), it must be": {"k": NEW[:1].expand(2, 1, 2, 64)[:, :, :1], "v": NEW},
+    "page_table[1] has page -1, k_cache has pages 0 to 1": {
+        "page_table": torch.tensor([[0], [-1]], dtype=torch.int32)
+    },
+    "cache_batch_idx must be from 0 to 1": {
+        "cache_batch_idx": torch.tensor([0, 2], dtype=torch.int32)
+    },
+    "page_table has the pages": {"page_table": TABLE, "cache_batch_idx": TABLE[:, 0]},
+    "cache_seqlens must be given with page_table": {"page_table": TABLE, "cache_seqlens": None},
+    "cache_seqlens has dtype torch.int64": {"cache_seqlens": torch.tensor([1, 2])},
+    "k_cache has batch size 1, but q has 2": {
+        "k_cache": torch.zeros(1, 32, 2, 64).half(), "v_cache": torch.zeros(1, 32, 2, 64).half()
+    },
+    "k_cache has dtype torch.float32": {"k_cache": torch.zeros(2, 32, 2, 64)},
+    "k_cache cannot be read in place: its head dim has stride": {
+        "k_cache": torch.zeros(2, 32, 64, 2).half().mT
+    },
+    "num_splits=-1: must be from 0 to": {"num_splits": -1},
+    "causal must be True or False": {"causal": 2},
+    "has no gradient": {"q": torch.zeros(2, 1, 4, 64).half().requires_grad_()},
+    "no multiple of the 2 of k_cache": {"q": torch.zeros(2, 1, 3, 64).half()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_named_in_one_sentence(message):
+    with (
+        cutex.ops.simulated("sm_90a"),
+        pytest.raises((TypeError, ValueError)) as error,
+    ):
+        cutex.flash_attn_with_kvcache(**given(**BAD[message]))
+    said = str(error.value)
+    assert message.replace("k has shape (2, 1, 2, 64)", "k has shape (2, 1, 1, 64)") in said
+    assert "\n" not in said
+
+
+def test_without_a_gpu_it_says_where_it_runs():
+    with pytest.raises(ValueError, match="q is on cpu: flash_attn_with_kvcache has kernels for"):
+        cutex.flash_attn_with_kvcache(**given())
