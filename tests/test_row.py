@@ -14,6 +14,7 @@ import cutex
 from cutex.arch import arch
 from cutex.kernels.row import choose
 from cutex.kernels.row.kernel import ARCHS
+from cutex.ops.row import launches
 from cutex.ops.row.rows import tile_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -198,6 +199,51 @@ def test_a_second_derivative_is_refused(device):
     assert g.isfinite().all()
     with pytest.raises(ValueError, match="cannot be differentiated again"):
         torch.autograd.grad(cutex.softmax(x)[0, 0], x, create_graph=True)
+
+
+def test_a_call_like_another_decides_nothing(device, monkeypatch):
+    """Only a first call looks for its kernel, also where a gradient is wanted."""
+    asked = []
+    kernel_for = launches.kernel_for
+    monkeypatch.setattr(launches, "kernel_for", lambda *a: asked.append(a) or kernel_for(*a))
+    x, w = rows(device, (2, 3, 40), torch.bfloat16), rows(device, (40,), torch.float32)
+    target = torch.tensor([3, -100, 9, 39, 0, 1], device=device)
+    wanted = F.cross_entropy(x.double().view(6, 40), target)
+    with_gradient, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+    F.rms_norm(wide, (40,), w.double(), eps=1e-6).sum().backward()
+    for call in (
+        lambda: cutex.softmax(x),
+        lambda: cutex.rms_norm(x, w),
+        lambda: cutex.layer_norm(x, residual=x.clone()),
+        lambda: near(cutex.cross_entropy(x.view(6, 40), target), wanted, torch.float32, 64),
+        lambda: near(
+            torch.autograd.grad(cutex.rms_norm(with_gradient, w).sum(), with_gradient)[0],
+            wide.grad,
+            torch.bfloat16,
+            8,
+        ),
+    ):
+        call()
+        found = len(asked)
+        for _ in range(2):
+            call()
+        assert len(asked) == found > 0
+
+
+def test_a_plan_is_of_tensors_that_begin_alike(device):
+    whole = rows(device, (5, 100), torch.bfloat16)
+    for start in (0, 1, 0, 8, 3, 1):
+        x = whole[:, start : start + 64]
+        near(cutex.softmax(x), x.double().softmax(-1), torch.bfloat16, 2**-6)
+
+
+@pytest.mark.gpu
+def test_cross_entropy_of_more_rows_than_a_grid_has_in_y():
+    x = torch.randn(70_000, 4200, device="cuda").bfloat16().requires_grad_()
+    target = torch.randint(0, 4200, (70_000,), device="cuda")
+    cutex.cross_entropy(x, target, reduction="sum").backward()
+    wanted = x.detach()[-9:].float().softmax(-1) - F.one_hot(target[-9:], 4200)
+    near(x.grad[-9:], wanted.double(), torch.bfloat16)
 
 
 BAD = [

@@ -104,6 +104,18 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def there(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
+    """`launch` with `device` as the current one, which matters with several GPUs."""
+    if not SEVERAL_GPUS or device.type != "cuda":
+        return launch
+
+    def on_device(*arguments: Any) -> None:
+        with current(device):
+            launch(*arguments)
+
+    return on_device
+
+
 def launcher(
     compiled: Compiled, arguments: list[Any], needs: Workspace | None = None
 ) -> Callable[..., None]:

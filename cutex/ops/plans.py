@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from cutex.ops.device import per_device
-from cutex.ops.plain import guard, untraced
+from cutex.ops.plain import guard, is_watched_unseen, nobody_watches, untraced
+
+ALIGN = 16  # bytes; a plan of `find` is of tensors that begin alike to them
 
 _grad_enabled = torch.is_grad_enabled
 
@@ -28,6 +30,7 @@ class Known(NamedTuple):
     wants_gradient: bool
     is_current: Callable[[], bool]  # whether the user's functions in it still compute the same
     launch: Callable[..., Any]  # of the tensors; has the result of the operator's function
+    places: list[int]  # where its tensors begin, modulo ALIGN bytes
 
     @untraced
     def still(self) -> bool:
@@ -50,6 +53,36 @@ class PlanCache:
     def __bool__(self) -> bool:
         return bool(self.known)
 
+    @untraced
+    def find(self, options: Hashable, *given: Tensor) -> Known | None:
+        """The plan for these options that takes the tensors as they are: that of the latest call
+        with them, as where a model's layers are alike, or another remembered under `key_of`. None,
+        too, for what is no tensor, and where torch has more to do than to run it."""
+        try:
+            known = self.latest.get(options)
+            if (
+                known is not None
+                and known.takes(*given)
+                and [x.data_ptr() % ALIGN for x in given] == known.places
+                and not is_watched_unseen()
+                and (known.always or known.still())
+            ):
+                return known
+            if not nobody_watches():
+                return None
+            for known in self.known.get(self.key_of(options, *given), ()):
+                if known.takes(*given) and (known.always or known.still()):
+                    self.latest[options] = known
+                    return known
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            pass  # the checks of the call name an argument that is not what it should be
+        return None
+
+    @staticmethod
+    def key_of(options: Hashable, *given: Tensor) -> Hashable:
+        """What a plan that `find` should find is remembered under."""
+        return options, given[0].shape, *[x.data_ptr() % ALIGN for x in given]
+
     def remember(
         self,
         key: Hashable,
@@ -69,7 +102,8 @@ class PlanCache:
         def is_current() -> bool:
             return all(f.is_current() for f in functions)
 
-        found = Known(guard(tensors), always, wants_gradient, is_current, launch)
+        places = [x.data_ptr() % ALIGN for x in tensors]
+        found = Known(guard(tensors), always, wants_gradient, is_current, launch, places)
         with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
             self.known[key] = (found, *self.known.get(key, ())[: self.most_alike - 1])
 

@@ -34,9 +34,13 @@ def tile(n: int, bits: int, arch_name: str, unit: int, shifted: bool = False) ->
     return RowTile(rows, threads, ctas, per_thread, width, not shifted)
 
 
-def part(bits: int, unit: int, shifted: bool = False) -> RowTile:
-    """The tile of a part of a row, for kernels that take each part for itself."""
-    return RowTile(1, CTA, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
+def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
+    """The tile of a part of a row of `n` elements, for kernels that take each part for itself: the
+    parts are as many as WIDE vectors a thread make, and alike."""
+    width = min(unit, VECTOR_BYTES * 8 // bits)
+    vectors = -(-(n + (width - 1) * shifted) // width)
+    parts = -(-vectors // (WIDE * CTA))
+    return RowTile(1, CTA, 1, -(-vectors // (CTA * parts)), width, not shifted)
 
 
 def _power(x: int, least: int, most: int) -> int:

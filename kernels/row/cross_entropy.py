@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 
-from cutex.compile import Argument, Scalar
+from cutex.compile import Argument, Operand, Scalar
 from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import Values
+from cutex.device.row.reduction import Values, add
 from cutex.device.row.tile import RowTile
 from cutex.kernels.row.kernel import (
     RowKernel,
@@ -22,6 +23,7 @@ from cutex.kernels.row.kernel import (
 from cutex.kernels.row.softmax import above, exp, merged
 
 LN_2 = 0.6931471805599453
+TOTAL_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -30,55 +32,97 @@ class CrossEntropyConfig:
 
     tile: RowTile
     smoothed: bool = False  # labels are smoothed: the sum of a row's logits counts, too
+    target: str = "int32"  # its dtype
+    reduction: str = "none"  # of the losses of rows: "mean" and "sum" leave one number
+
+    @property
+    def reduced(self) -> bool:
+        return self.reduction != "none"
 
 
-def operands_of(config: CrossEntropyConfig, dtype: str) -> tuple[Argument, ...]:
-    return (
-        matrix("x", dtype, config.tile), row_vector("target", "int32"), row_vector("lse"),
-        row_vector("loss"), Scalar("smoothing"), Scalar("z_loss"), Scalar("ignored", "int32"),
-    )  # fmt: skip
+SCALARS = Scalar("smoothing"), Scalar("z_loss"), Scalar("ignored", "int32")
+
+
+def one(name: str) -> Operand:
+    """An operand of a single number."""
+    return Operand(name, ("one",), "fp32", aligned=False, whole=False)
 
 
 class CrossEntropy(RowKernel):
-    """loss = lse - (1 - s) x[target] - s mean(x) + z lse^2; 0 where the target is ignored."""
+    """loss = lse - (1 - s) x[target] - s mean(x) + z lse^2; 0 where the target is ignored. Their
+    sum or mean, and the count of rows that it is of, by a second kernel, of one CTA."""
 
     title = "cross_entropy"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return operands_of(self.config, dtype)
+        c = self.config
+        totals = (one("loss"), one("count")) if c.reduced else ()
+        return (
+            matrix("x", dtype, c.tile), row_vector("target", c.target), row_vector("lse"),
+            row_vector("losses"), *totals, *SCALARS,
+        )  # fmt: skip
 
     @cute.jit
-    def __call__(self, mX, mTarget, mLse, mLoss, s, z, ignored, stream) -> None:
-        self.kernel(mX, mTarget, mLse, mLoss, s, z, ignored).launch(
+    def __call__(self, mX, mTarget, mLse, mLosses, *rest) -> None:
+        *totals, s, z, ignored, stream = rest
+        self.by_rows(mX, mTarget, mLse, mLosses, s, z, ignored).launch(
             **launch_of(self.config.tile, mX, stream)
         )
+        if cutlass.const_expr(self.config.reduced):
+            self.total(mLosses, mTarget, *totals, ignored).launch(
+                grid=(1, 1, 1), block=(TOTAL_THREADS, 1, 1), stream=stream
+            )
 
     @cute.kernel
-    def kernel(self, mX, mTarget, mLse, mLoss, s, z, ignored) -> None:
+    def by_rows(self, mX, mTarget, mLse, mLosses, s, z, ignored) -> None:
         c, tile = self.config, self.config.tile
         (reduction,) = reductions(tile, 2 + c.smoothed)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
         rX = columns.load(this(mX), -Float32.inf)  # (V, NumV)
+        speaks = this.exists & columns.is_first_of_row()
+        target, label = cutlass.Int64(0), Float32(0)
+        if speaks:  # two latencies that pass under that of the row
+            target = mTarget[this.row].to(cutlass.Int64)
+            if columns.holds(target):
+                label = mX[this.row, Int32(target)].to(Float32)
         x = rX.load().to(Float32)
         own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         e = exp(x - above(own))
         present = columns.where_held(x) if c.smoothed else x
         sums = [part.reduce(cute.ReductionOp.ADD, Float32(0), 0) for part in (e, present)]
         found = reduction((own, *sums[: 1 + c.smoothed]), merged_with_sums)
-        if this.exists & columns.is_first_of_row():
-            target = mTarget[this.row]
+        if speaks:
             lse = above(found[0]) + cute.math.log2(found[1]) * LN_2
             loss = Float32(0)
             if target != ignored:
                 # no class has such a number: nothing is read there
                 loss = Float32(float("nan"))
                 if columns.holds(target):
-                    loss = lse - (1 - s) * mX[this.row, target].to(Float32) + z * lse * lse
+                    loss = lse - (1 - s) * label + z * lse * lse
                     if cutlass.const_expr(c.smoothed):
                         loss -= s * found[2] / columns.n
             mLse[this.row] = lse
-            mLoss[this.row] = loss
+            mLosses[this.row] = loss
+
+    @cute.kernel
+    def total(self, mLosses, mTarget, mLoss, mCount, ignored) -> None:
+        """The sum, or the mean, of mLosses (M), always in the same order."""
+        tile = RowTile(1, TOTAL_THREADS)
+        (reduction,) = reductions(tile, 2)
+        thread = cute.arch.thread_idx()[0]
+        total, count = Float32(0), Float32(0)
+        for row in cutlass.range(thread, cute.size(mLosses), TOTAL_THREADS, unroll=8):
+            total += mLosses[row]
+            if mTarget[row] != ignored:
+                count += 1
+        total, count = reduction((total, count), add)
+        if thread == 0:
+            if cutlass.const_expr(self.config.reduction == "mean"):
+                total = total / count
+            mLoss[0], mCount[0] = total, count
+
+    kernels = {"rows": by_rows, "total": total}  # noqa: RUF012
 
 
 class CrossEntropyBackward(RowKernel):
@@ -88,29 +132,52 @@ class CrossEntropyBackward(RowKernel):
     title = "cross_entropy_backward"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
-        x, target, lse, dloss, *scalars = operands_of(self.config, dtype)
-        return x, replace(x, name="dx"), target, lse, replace(dloss, name="dloss"), *scalars
+        c = self.config
+        # NOTE: one gradient for all rows has no stride
+        dloss = Operand("dloss", ("m",), "fp32", contiguous=None, aligned=False, whole=False)
+        return (
+            matrix("x", dtype, c.tile), matrix("dx", dtype, c.tile),
+            row_vector("target", c.target), row_vector("lse"), dloss,
+            *((one("count"),) if c.reduction == "mean" else ()), *SCALARS,
+        )  # fmt: skip
 
     @cute.jit
-    def __call__(self, mX, mdX, mTarget, mLse, mdLoss, s, z, ignored, stream) -> None:
+    def __call__(self, mX, mdX, mTarget, mLse, mdLoss, *rest) -> None:
+        *given, stream = rest
+        c = self.config
+        names = (*(("count",) if c.reduction == "mean" else ()), "s", "z", "ignored")
         tile = self.config.tile
-        rows, columns = (cute.size(mX, mode=[i]) for i in range(2))
-        self.kernel(mX, mdX, mTarget, mLse, mdLoss, s, z, ignored).launch(
-            grid=(cute.ceil_div(columns + tile.slack, tile.columns + tile.slack), rows, 1),
-            block=(tile.num_threads, 1, 1),
-            stream=stream,
+        # NOTE: of a grid, only x may be above 65535
+        blocks = self.parts(mX) * cute.ceil_div(cute.size(mX, mode=[0]), tile.rows)
+        options = dict(zip(names, given, strict=True))
+        self.kernel(mX, mdX, mTarget, mLse, mdLoss, options).launch(
+            grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
         )
 
-    @cute.kernel
-    def kernel(self, mX, mdX, mTarget, mLse, mdLoss, s, z, ignored) -> None:
+    def parts(self, mX: cute.Tensor) -> Int32:
+        """The parts of a row that a tile holds."""
         tile = self.config.tile
-        part, row, _ = cute.arch.block_idx()
+        columns = cute.size(mX, mode=[1])
+        return cute.ceil_div(columns + tile.slack, tile.columns + tile.slack)
+
+    @cute.kernel
+    def kernel(self, mX, mdX, mTarget, mLse, mdLoss, options: dict[str, Any]) -> None:
+        tile = self.config.tile
+        s, z, ignored = options["s"], options["z"], options["ignored"]
+        parts, block = self.parts(mX), cute.arch.block_idx()[0]
+        part, rows = block % parts, cute.size(mX, mode=[0])
+        this = block // parts * tile.rows + cute.arch.thread_idx()[0] // tile.threads
+        row = cutlass.min(this, rows - 1)
         gX, gdX = mX[row, None], mdX[row, None]  # (N)
         columns = Columns.of(tile, gX).moved(part)
-        x = columns.load(gX).load().to(Float32)  # (V, NumV)
-        lse, target, n = mLse[row], mTarget[row], Float32(columns.n)
-        scale = mdLoss[row] if target != ignored else Float32(0)
-        if (target != ignored) & ~columns.holds(target):
+        rX = columns.load(gX)  # (V, NumV)
+        lse, target, scale = mLse[row], mTarget[row], mdLoss[row]
+        if cutlass.const_expr("count" in options):
+            scale = scale / options["count"][0]
+        x, n = rX.load().to(Float32), Float32(columns.n)
+        if target == ignored:
+            scale = Float32(0)
+        elif ~columns.holds(target):
             scale = Float32(float("nan"))
         p = exp(x - lse)
         rdX = cute.make_rmem_tensor((tile.width, tile.vectors), Float32)
@@ -119,7 +186,8 @@ class CrossEntropyBackward(RowKernel):
             for j in cutlass.range_constexpr(tile.width):
                 if columns.first + i * columns.step + j == target:
                     rdX[j, i] -= (1 - s) * scale
-        columns.store(columns.rounded(rdX.load(), mdX), gdX)
+        if this < rows:
+            columns.store(columns.rounded(rdX.load(), mdX), gdX)
 
 
 def merged_with_sums(x: Values, y: Values) -> Values:

@@ -39,6 +39,11 @@ class NormConfig:
     saves: bool = False  # writes rstd, and the mean of a layer norm, for the gradient
 
     @property
+    def vectors(self) -> tuple[str, ...]:
+        """The operands that all rows share."""
+        return tuple(name for name in ("weight", "bias") if getattr(self, name))
+
+    @property
     def optional(self) -> tuple[str, ...]:
         wanted = {
             "residual": self.residual, "weight": self.weight, "bias": self.bias,
@@ -79,7 +84,10 @@ class Norm(RowKernel):
         sums = reductions(tile, *([1] * (1 + c.centred)))
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
-        x = columns.load(this(mX)).load().to(Float32)  # (V, NumV)
+        rX = columns.load(this(mX))  # (V, NumV)
+        # their latency passes under that of x: behind the reduction it would be a second one
+        vectors = {name: columns.held(optional[name]) for name in c.vectors}  # (V, NumV) each
+        x = rX.load().to(Float32)
         if cutlass.const_expr(c.residual):
             # the norm is that of the sum as it is written, and its gradient, too
             x = x + columns.load(this(optional["residual"])).load().to(Float32)
@@ -95,9 +103,9 @@ class Norm(RowKernel):
         rstd = cute.math.rsqrt(squares / length + eps)
         y = apart * rstd
         if cutlass.const_expr(c.weight):
-            y = y * columns.load_whole(optional["weight"])
+            y = y * vectors["weight"].load().to(Float32)
         if cutlass.const_expr(c.bias):
-            y = y + columns.load_whole(optional["bias"])
+            y = y + vectors["bias"].load().to(Float32)
         if this.exists:
             columns.store(columns.rounded(y, mY), this(mY))
             if cutlass.const_expr(c.residual):

@@ -4,6 +4,7 @@ first by groups of threads and then by columns."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -104,36 +105,82 @@ class NormBackward(RowKernel):
     def by_rows(self, mX, mdY, mdX, mRstd, groups: Int32, optional: dict[str, cute.Tensor]) -> None:
         c, tile = self.config, self.tile
         (reduction,) = reductions(tile, 1 + c.centred, repeated=True)
+        whole = self.allocate_sums()
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, mX[0, None])
         sums = {name: columns.zeros() for name in c.sums}
+        row, last = this.row, this.rows - 1
+        first = cutlass.min(row, last)
+        rX = columns.load(mX[first, None])  # (V, NumV)
+        rdY = columns.load(mdY[first, None])  # (V, NumV)
+        rstd, mean = mRstd[first], Float32(0)
+        if cutlass.const_expr(c.centred):
+            mean = optional["mean"][first]
         if cutlass.const_expr(c.weight):
-            w = columns.load(optional["weight"]).load().to(Float32)  # (V, NumV)
+            rW = columns.load(optional["weight"])  # (V, NumV)
         # all groups of a CTA take the same number of turns, since they meet at its barriers
-        turns = cute.ceil_div(this.rows - (this.row - this.row % tile.rows), groups)
+        turns = cute.ceil_div(this.rows - (row - row % tile.rows), groups)
         for turn in cutlass.range(turns, unroll=1):
-            row = this.row + turn * groups
-            here = cutlass.min(row, this.rows - 1)
-            x = columns.load(mX[here, None]).load().to(Float32)  # (V, NumV)
-            dy = columns.load(mdY[here, None]).load().to(Float32)  # (V, NumV)
-            rstd = mRstd[here]
-            xhat = (x - optional["mean"][here]) * rstd if c.centred else x * rstd
-            g = dy * w if c.weight else dy
+            x, dy = rX.load().to(Float32), rdY.load().to(Float32)  # (V, NumV)
+            xhat = (x - mean) * rstd
+            g = dy * rW.load().to(Float32) if c.weight else dy
+            if cutlass.const_expr(c.summed):
+                rMore = columns.load(optional["dsummed"][cutlass.min(row, last), None])
+            scale, held = rstd, row <= last
+            # the next row is on its way while the threads of this one meet
+            row += groups
+            if row <= last:
+                columns.fetch(mX[row, None], rX)
+                columns.fetch(mdY[row, None], rdY)
+                rstd = mRstd[row]
+                if cutlass.const_expr(c.centred):
+                    mean = optional["mean"][row]
             along = (g * xhat).reduce(cute.ReductionOp.ADD, Float32(0), 0)
             values = (along, g.reduce(cute.ReductionOp.ADD, Float32(0), 0))[: 1 + c.centred]
             means = [total / columns.n for total in reduction(values, add, turn)]
-            dx = (g - sum(means[1:]) - xhat * means[0]) * rstd
+            dx = (g - sum(means[1:]) - xhat * means[0]) * scale
             if cutlass.const_expr(c.summed):
-                dx = dx + columns.load(optional["dsummed"][here, None]).load().to(Float32)
-            if row < this.rows:
-                columns.store(columns.rounded(dx, mdX), mdX[row, None])
+                dx = dx + rMore.load().to(Float32)
+            if held:
+                columns.store(columns.rounded(dx, mdX), mdX[row - groups, None])
                 for name, part in (("dweight", dy * xhat), ("dbias", dy)):
                     if cutlass.const_expr(name in c.sums):
                         sums[name].store(sums[name].load() + part)
-        for name in ("dweight", "dbias"):
-            if cutlass.const_expr(name in c.sums):
-                columns.store(sums[name], optional[f"{name}_parts"][this.row, None])
+        for name in c.sums:
+            self.write_sums(columns, sums[name], whole, optional[f"{name}_parts"])
         reduction.finish()
+
+    def allocate_sums(self) -> cute.Tensor | None:
+        """The smem (COLUMN, row) in which the rows of a CTA add up."""
+        tile = self.tile
+        if tile.rows == 1 or not self.config.sums:
+            return None
+        shape = tile.threads * tile.vectors * tile.width, tile.rows
+        return SmemAllocator().allocate_tensor(Float32, cute.make_layout(shape), 16)
+
+    @cute.jit
+    def write_sums(
+        self, columns: Columns, rSum: cute.Tensor, whole: Any, mParts: cute.Tensor
+    ) -> None:
+        """Write the sums of this CTA, or of this part of a cluster, to its row of mParts (P, N)."""
+        tile = self.tile
+        gPart = mParts[cute.arch.block_idx()[0] // tile.ctas, None]  # (N)
+        if cutlass.const_expr(whole is None):
+            columns.store(rSum, gPart)
+        else:
+            thread = cute.arch.thread_idx()[0]
+            sOwn = whole[None, thread // tile.threads]  # (COLUMN)
+            for i in cutlass.range_constexpr(tile.vectors):
+                at = thread % tile.threads * tile.width + i * columns.step
+                to = cute.domain_offset((at,), sOwn).iterator
+                cute.autovec_copy(rSum[None, i], cute.make_tensor(to, tile.width))
+            cute.arch.sync_threads()
+            for column in cutlass.range(thread, columns.n, tile.num_threads, unroll=1):
+                total = whole[column, 0]
+                for row in cutlass.range_constexpr(1, tile.rows):
+                    total += whole[column, row]
+                gPart[column] = total
+            cute.arch.sync_threads()  # before the next sums are written there
 
     @cute.kernel
     def sums(self, mParts: cute.Tensor, mSum: cute.Tensor) -> None:
@@ -145,7 +192,7 @@ class NormBackward(RowKernel):
         column = cute.arch.block_idx()[0] * WARP + lane
         total = Float32(0)
         if column < cute.size(mSum):
-            for row in cutlass.range(warp, cute.size(mParts, mode=[0]), SUM_WARPS, unroll=4):
+            for row in cutlass.range(warp, cute.size(mParts, mode=[0]), SUM_WARPS, unroll=8):
                 total += mParts[row, column]
         sums[lane, warp] = total
         cute.arch.sync_threads()

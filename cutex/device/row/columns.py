@@ -57,9 +57,16 @@ class Columns:
     @cute.jit
     def load(self, gX: cute.Tensor, fill: cutlass.Constexpr[Any] = 0) -> cute.Tensor:
         """The elements of gX (N) in registers (V, NumV); `fill` where there are none."""
-        tile = self.tile
-        rX = cute.make_rmem_tensor((tile.width, tile.vectors), gX.element_type)
+        rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), gX.element_type)
         rX.fill(fill)
+        self.fetch(gX, rX)
+        return rX
+
+    @cute.jit
+    def fetch(self, gX: cute.Tensor, rX: cute.Tensor) -> None:
+        """Load the elements of gX (N) to rX (V, NumV), which keeps what it has where there are
+        none."""
+        tile = self.tile
         for i in cutlass.range_constexpr(tile.vectors):
             if self.has(i):
                 cute.autovec_copy(self.vector(gX, i), rX[None, i])
@@ -68,7 +75,6 @@ class Columns:
                     column = self.first + i * self.step + j
                     if self.holds(column):
                         rX[j, i] = gX[column]
-        return rX
 
     @cute.jit
     def store(self, rX: cute.Tensor, gX: cute.Tensor) -> None:
@@ -83,12 +89,10 @@ class Columns:
                     if self.holds(column):
                         gX[column] = rX[j, i]
 
-    def load_whole(self, mW: cute.Tensor) -> Any:
+    def held(self, mW: cute.Tensor) -> cute.Tensor:
         """The elements of mW (N), which all rows share and which begins at a multiple of a vector,
-        in these columns, in fp32 (V, NumV)."""
-        if self.tile.aligned:
-            return self.load(mW).load().to(Float32)
-        return self.gathered(mW).load()
+        in these columns, in registers (V, NumV)."""
+        return self.load(mW) if self.tile.aligned else self.gathered(mW)
 
     @cute.jit
     def gathered(self, mW: cute.Tensor) -> cute.Tensor:

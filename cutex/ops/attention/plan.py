@@ -22,7 +22,7 @@ from cutex.compile.user_function import UserFunction
 from cutex.kernels.attention.forward.choose import FITTED, fitted
 from cutex.kernels.attention.spec import AttentionSpec, Shape
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
-from cutex.ops.device import SEVERAL_GPUS, current, launcher, simulated_arch
+from cutex.ops.device import SEVERAL_GPUS, launcher, simulated_arch, there
 from cutex.ops.plain import empty_of, untraced
 from cutex.ops.workspace import flags, flags_of
 from cutex.problem.stage import package
@@ -344,15 +344,3 @@ def check_device(device: torch.device) -> None:
             f"q is on {device}, of arch {name}: flash_attn_func has kernels for "
             f"{', '.join(FITTED)}; use torch.nn.functional.scaled_dot_product_attention there"
         )
-
-
-def there(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
-    """`launch` with `device` as the current one, which matters with several GPUs."""
-    if not SEVERAL_GPUS or device.type != "cuda":
-        return launch
-
-    def on_device(*arguments: Any) -> None:
-        with current(device):
-            launch(*arguments)
-
-    return on_device

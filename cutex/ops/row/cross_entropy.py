@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.ops.number import number
+from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import arch_of, as_rows, check_rows, empty_rows, launch, part_of, tile_of
+from cutex.ops.row.rows import arch_of, check_rows, dtype_of, empty_rows, part_of, tile_of
 
+_is_compiling = torch.compiler.is_dynamo_compiling
 REDUCTIONS = ("mean", "sum", "none")
 INT32 = -(2**31), 2**31 - 1
 
@@ -35,6 +38,11 @@ def cross_entropy(
 
     Returns float32: the loss, or for "none" that of each row (M,).
     """
+    options = (ignore_index, label_smoothing, z_loss, reduction)
+    if not _is_compiling() and ignore_index.__class__ is int:
+        found = _forward.again(options, x, target)
+        if found is not None:
+            return found[0]
     check_rows("x", x)
     if x.dim() != 2:
         raise ValueError(f"x must have rows of logits (M, N), got {x.dim()} dimensions")
@@ -50,86 +58,105 @@ def cross_entropy(
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing} must be from 0 to 1")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
     if not INT32[0] <= ignore_index <= INT32[1]:
         raise ValueError(f"ignore_index={ignore_index} must be a 32-bit integer")
-    loss, _ = torch.ops.cutex.cross_entropy(
-        x, target, ignore_index, float(label_smoothing), float(z_loss)
-    )
-    if reduction == "none":
-        return loss
-    total = loss.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    given = number("label_smoothing", label_smoothing), number("z_loss", z_loss)
+    return CROSS_ENTROPY(x, target, ignore_index, *given, reduction)[0]
 
 
-def _forward(
-    x: Tensor, target: Tensor, ignored: int, smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
+def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
 
+    ignored, smoothing, z_loss, reduction = options
     arch = arch_of(x.device, "cutex.cross_entropy")
-    loss, lse = _fake(x, target, ignored, smoothing, z_loss)
-    if x.numel():
-        rows = as_rows(x)
-        config = CrossEntropyConfig(tile_of([rows], (), arch), smoothing != 0)
-        labels = _labels(target)
-        launch(CrossEntropy, config, rows, arch, labels, lse, loss, smoothing, z_loss, ignored)
-    return loss, lse
-
-
-def _labels(target: Tensor) -> Tensor:
-    """target in int32; a number that it does not hold stays one that no class has."""
-    narrow = target if target.dtype == torch.int32 else target.clamp(*INT32).to(torch.int32)
-    return narrow.contiguous()
+    if not x.shape[0]:
+        return lambda x, target: tuple(y.zero_() for y in _fake(x, target, *options))
+    launch = Launch(x.device)
+    rows = launch.rows(x=x)
+    launch.flat(target=target)
+    launch.makes("lse", x.shape[:1], torch.float32)
+    launch.makes("losses", x.shape[:1], torch.float32)
+    for name in ("loss", "count"):
+        launch.makes(name, (), torch.float32, 1)
+    config = CrossEntropyConfig(
+        tile_of(rows, (), arch), smoothing != 0, dtype_of(target), reduction
+    )
+    totals = ("loss", "count") if config.reduced else ()
+    kernel = CrossEntropy, config, arch
+    return launch.run(
+        kernel,
+        ("x", "target", "lse", "losses", *totals),
+        (float(smoothing), float(z_loss), ignored),
+        ("loss" if totals else "losses", "lse", "count"),
+    )
 
 
 def _fake(
-    x: Tensor, target: Tensor, ignored: int, smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    def of_rows() -> Tensor:
-        return torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    x: Tensor, target: Tensor, ignored: int, smoothing: float, z_loss: float, reduction: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    def made(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    return of_rows(), of_rows()
+    rows = x.shape[0]
+    return made(rows) if reduction == "none" else made(), made(rows), made()
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, target, *ctx.options = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, target, output[1])
+    _, lse, count = output
+    ctx.mark_non_differentiable(lse, count)
+    ctx.save_for_backward(x, target, lse, count)
 
 
-def _backward(ctx: Any, dloss: Tensor, _: Any) -> tuple[Any, ...]:
-    dx = torch.ops.cutex.cross_entropy_gradient(*ctx.saved_tensors, dloss, *ctx.options)
-    return dx, None, None, None, None
+def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+    x, target, lse, count = ctx.saved_tensors
+    dx = GRADIENT(x, target, lse, dloss, count, *ctx.options)
+    return dx, None, None, None, None, None
 
 
-def _gradient(
-    x: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, ignored: int, smoothing: float,
-    z_loss: float,
-) -> Tensor:  # fmt: skip
+def _plan_gradient(
+    options: tuple[Any, ...], x: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, count: Tensor
+) -> Run:
     from cutex.kernels.row.cross_entropy import CrossEntropyBackward, CrossEntropyConfig
 
-    arch, dx = arch_of(x.device, "cutex.cross_entropy"), empty_rows(x)
-    if x.numel():
-        rows = as_rows(x), as_rows(dx)
-        config, labels = CrossEntropyConfig(part_of(rows)), _labels(target)
-        launch(
-            CrossEntropyBackward, config, rows[0], arch, rows[1], labels, lse, dloss.contiguous(),
-            smoothing, z_loss, ignored,
-        )  # fmt: skip
-    return dx
+    ignored, smoothing, z_loss, reduction = options
+    arch = arch_of(x.device, "cutex.cross_entropy")
+    if not x.numel():
+        return lambda x, *_: empty_rows(x)
+    launch = Launch(x.device)
+    rows = launch.rows(x=x)
+    launch.flat(target=target, lse=lse)
+    launch.passes("dloss", dloss, lambda dloss: dloss.expand(lse.shape))
+    launch.flat(count=count)
+    rows.append(launch.makes("dx", x.shape, x.dtype))
+    tile = part_of(rows)
+    if x.shape[1] <= tile.columns:  # several rows to a CTA
+        tile = tile_of(rows, (), arch)
+    config = CrossEntropyConfig(tile, target=dtype_of(target), reduction=reduction)
+    kernel = CrossEntropyBackward, config, arch
+    counted = ("count",) if reduction == "mean" else ()
+    return launch.run(
+        kernel,
+        ("x", "dx", "target", "lse", "dloss", *counted),
+        (float(smoothing), float(z_loss), ignored),
+        ("dx",),
+    )
 
 
-_OPTIONS = "int ignored, float smoothing, float z_loss"
-define(
+_forward, _gradient = Calls(_plan), Calls(_plan_gradient)
+_OPTIONS = "int ignored, float smoothing, float z_loss, str reduction"
+GRADIENT = define(
     "cross_entropy_gradient",
-    f"(Tensor x, Tensor target, Tensor lse, Tensor dloss, {_OPTIONS}) -> Tensor",
-    _gradient,
+    f"(Tensor x, Tensor target, Tensor lse, Tensor dloss, Tensor count, {_OPTIONS}) -> Tensor",
+    lambda x, target, lse, dloss, count, *options: _gradient(options, x, target, lse, dloss, count),
     lambda x, *_: empty_rows(x),
 )
-define(
+CROSS_ENTROPY = define(
     "cross_entropy",
-    f"(Tensor x, Tensor target, {_OPTIONS}) -> (Tensor loss, Tensor lse)",
-    _forward,
+    f"(Tensor x, Tensor target, {_OPTIONS}) -> (Tensor loss, Tensor lse, Tensor count)",
+    lambda x, target, *options: _forward(options, x, target),
     _fake,
     _setup,
     _backward,

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cutex.dtypes import of_torch
-from cutex.ops.row.operators import define
+from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import (
     arch_of,
-    as_rows,
     check_alike,
     check_rows,
     check_vector,
+    dtype_of,
     empty_rows,
-    launch,
     tile_of,
 )
 
-GROUPS = 2  # CTAs of an SM, that share the rows of a gradient
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+if TYPE_CHECKING:
+    from cutex.device.row.tile import RowTile
+
+GROUPS = 3  # CTAs of an SM, that share the rows of a gradient
+GPC = 16  # SMs of a part of a GPU, at least
 
 
 def rms_norm(
@@ -62,6 +67,10 @@ def _norm(
     centred: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, eps: float,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    if not _is_compiling() and eps.__class__ is float:
+        found = _forward.again((eps, centred, False), x, weight, bias, residual)
+        if found is not None:
+            return found
     check_rows("x", x)
     if isinstance(eps, bool) or not isinstance(eps, float | int):
         raise TypeError(f"eps must be a number, got {type(eps).__name__}")
@@ -70,39 +79,61 @@ def _norm(
             check_vector(name, v, x)
     if residual is not None:
         check_alike("residual", residual, "x", x)
-    y, summed, _, _ = torch.ops.cutex.norm(x, weight, bias, residual, float(eps), centred)
+    if needs_nothing(x, weight, bias, residual):
+        return _forward((float(eps), centred, False), x, weight, bias, residual)
+    y, summed, _, _ = NORM(x, weight, bias, residual, float(eps), centred)
     return y if residual is None else (y, summed)
 
 
-def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
-    return {name: x for name, x in tensors.items() if x is not None}
-
-
 def _name(x: Tensor | None) -> str:
-    found = None if x is None else of_torch(x.dtype)
-    return "" if found is None else found.name
+    return "" if x is None else dtype_of(x)
 
 
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    eps: float, centred: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _plan(
+    options: tuple[float, bool, bool], x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None,
+) -> Run:  # fmt: skip
+    """A forward pass; if it `saves`, with the results of the operator, else with those of the
+    functions."""
     from cutex.kernels.row.norm import Norm, NormConfig
 
+    eps, centred, saves = options
     arch = arch_of(x.device, "cutex.layer_norm" if centred else "cutex.rms_norm")
-    y, summed, mean, rstd = _fake(x, weight, bias, residual, eps, centred)
     if not x.numel():
-        return y, summed, mean.zero_(), rstd.fill_(eps**-0.5 if eps > 0 else torch.inf)
-    rows = {"x": as_rows(x), "y": as_rows(y)}
+        return partial(_nothing, options, residual is not None)
+    launch = Launch(x.device)
+    rows = launch.rows(x=x)
+    vectors = launch.flat(weight=weight, bias=bias)
+    rows += launch.rows(residual=residual)
+    rows.append(launch.makes("y", x.shape, x.dtype, 2))
     if residual is not None:
-        rows |= {"residual": as_rows(residual), "summed": as_rows(summed)}
-    vectors = {n: v.contiguous() for n, v in _given(weight=weight, bias=bias).items()}
-    tile = tile_of([*rows.values()], [*vectors.values()], arch)
-    config = NormConfig(tile, centred, residual is not None, _name(weight), _name(bias), saves=True)
-    given = rows | vectors | {"mean": mean.view(-1), "rstd": rstd.view(-1)}
-    optional = (given[name] for name in config.optional)
-    launch(Norm, config, rows["x"], arch, rows["y"], *optional, eps)
-    return y, summed, mean, rstd
+        rows.append(launch.makes("summed", x.shape, x.dtype, 2))
+    elif saves:
+        launch.makes("summed", (0,), x.dtype)
+    if saves:
+        launch.makes("mean", x.shape[:-1] if centred else (0,), torch.float32, 1)
+        launch.makes("rstd", x.shape[:-1], torch.float32, 1)
+    tile = tile_of(rows, vectors, arch)
+    config = NormConfig(
+        tile, centred, residual is not None, _name(weight), _name(bias), saves=saves
+    )
+    kernel = Norm, config, arch
+    if saves:
+        returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
+    else:
+        returns = ("y",) if residual is None else ("y", "summed")
+    return launch.run(kernel, ("x", "y", *config.optional), (eps,), returns)
+
+
+def _nothing(
+    options: tuple[float, bool, bool], has_residual: bool, x: Tensor, *rest: Tensor
+) -> Any:
+    """The results for no elements."""
+    eps, centred, saves = options
+    y, summed, mean, rstd = _fake(x, None, None, x if has_residual else None, eps, centred)
+    if saves:
+        return y, summed, mean.zero_(), rstd.fill_(eps**-0.5 if eps > 0 else torch.inf)
+    return (y, summed) if has_residual else y
 
 
 def _fake(
@@ -128,55 +159,68 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, dy: Tensor, dsummed: Tensor, *_: Any) -> tuple[Any, ...]:
     x, weight, bias, mean, rstd = ctx.saved_tensors
     given = dsummed if ctx.has_residual else None
-    dx, dweight, dbias = torch.ops.cutex.norm_gradient(
-        x, dy, weight, bias, mean, rstd, given, ctx.centred
-    )
+    dx, dweight, dbias = NORM_GRADIENT(x, dy, weight, bias, mean, rstd, given, ctx.centred)
     return (
         dx, dweight if weight is not None else None, dbias if bias is not None else None,
         dx if ctx.has_residual else None, None, None,
     )  # fmt: skip
 
 
-def _gradient(
-    x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
-    dsummed: Tensor | None, centred: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _plan_gradient(
+    options: tuple[bool], x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None,
+    mean: Tensor | None, rstd: Tensor, dsummed: Tensor | None,
+) -> Run:  # fmt: skip
     from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
 
+    (centred,) = options
     check_alike("dy", dy, "x", x)
     arch = arch_of(x.device, "cutex.layer_norm" if centred else "cutex.rms_norm")
-    dx, dweight, dbias = _fake_gradient(x, dy, weight, bias, mean, rstd, dsummed, centred)
     if not x.numel():
-        return dx, dweight.zero_(), dbias.zero_()
-    rows = {"x": as_rows(x), "dy": as_rows(dy), "dx": as_rows(dx)}
-    if dsummed is not None:
-        rows["dsummed"] = as_rows(dsummed)
-    vectors = {"weight": weight.contiguous()} if weight is not None else {}
+        shapes = [v.shape if v is not None else (0,) for v in (weight, bias)]
+        dtypes = [x.dtype if v is None else v.dtype for v in (weight, bias)]
+        return lambda x, *_: (
+            empty_rows(x),
+            *(
+                torch.zeros(s, dtype=d, device=x.device)
+                for s, d in zip(shapes, dtypes, strict=True)
+            ),
+        )
+    launch = Launch(x.device)
+    rows = launch.rows(x=x, dy=dy)
+    vectors = launch.flat(weight=weight)
+    launch.flat(bias=bias, mean=mean, rstd=rstd)
+    rows += [*launch.rows(dsummed=dsummed), launch.makes("dx", x.shape, x.dtype, 2)]
     # NOTE: the columns of a thread are those of all its rows, so rows may not shift
-    tile = tile_of([*rows.values()], [*vectors.values()], arch, shifts=False)
+    tile = tile_of(rows, vectors, arch, shifts=False)
     config = NormBackwardConfig(tile, centred, _name(weight), _name(bias), dsummed is not None)
-    groups = min(
-        -(-rows["x"].shape[0] // tile.rows), _ctas(x.device, arch) // tile.ctas
-    ) * tile.rows  # fmt: skip
-    given = rows | vectors | {"mean": mean.view(-1), "dweight": dweight, "dbias": dbias}
-    for name in config.sums:
-        given[f"{name}_parts"] = x.new_empty(groups, x.shape[-1], dtype=torch.float32)
-    optional = (given[name] for name in config.optional)
-    launch(
-        NormBackward, config, rows["x"], arch, rows["dy"], rows["dx"], rstd.view(-1), *optional,
-        groups,
-    )  # fmt: skip
-    return dx, dweight, dbias
+    clusters = min(-(-rows[0].shape[0] // tile.rows), most_clusters(tile, _sms(x.device, arch)))
+    for name, v in (("dweight", weight), ("dbias", bias)):
+        launch.makes(name, (0,) if v is None else v.shape, x.dtype if v is None else v.dtype)
+        if v is not None:
+            launch.makes(f"{name}_parts", (clusters, x.shape[-1]), torch.float32)
+    kernel = NormBackward, config, arch
+    order = "x", "dy", "dx", "rstd", *config.optional
+    return launch.run(kernel, order, (clusters * tile.rows,), ("dx", "dweight", "dbias"))
 
 
 @lru_cache
-def _ctas(device: torch.device, arch_name: str) -> int:
-    """The CTAs that share the rows of a gradient: as many as fill the GPU."""
+def _sms(device: torch.device, arch_name: str) -> int:
     from cutex.arch import arch
 
     if device.type != "cuda":
-        return GROUPS * arch(arch_name).num_sms
-    return GROUPS * torch.cuda.get_device_properties(device).multi_processor_count
+        return arch(arch_name).num_sms
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def most_clusters(tile: RowTile, sms: int, each: int = GROUPS) -> int:
+    """How many clusters of a tile, `each` CTAs of an SM, run at one time.
+
+    NOTE: a cluster lies in a GPC of 16 or 18 SMs. One more than there is room for would wait until
+    all others have ended.
+    """
+    if tile.ctas <= 2:
+        return each * sms // tile.ctas
+    return each * (sms // GPC) * (GPC // tile.ctas)
 
 
 def _fake_gradient(
@@ -189,18 +233,36 @@ def _fake_gradient(
     return empty_rows(x), like(weight), like(bias)
 
 
-define(
+_forward, _gradient = Calls(_plan), Calls(_plan_gradient)
+
+
+def _run(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    eps: float, centred: bool,
+) -> Any:  # fmt: skip
+    return _forward((eps, centred, True), x, weight, bias, residual)
+
+
+def _run_gradient(
+    x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+    dsummed: Tensor | None, centred: bool,
+) -> Any:  # fmt: skip
+    mean_given = mean if centred else None
+    return _gradient((centred,), x, dy, weight, bias, mean_given, rstd, dsummed)
+
+
+NORM_GRADIENT = define(
     "norm_gradient",
     "(Tensor x, Tensor dy, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
     "Tensor? dsummed, bool centred) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    _gradient,
+    _run_gradient,
     _fake_gradient,
 )
-define(
+NORM = define(
     "norm",
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool centred) "
     "-> (Tensor y, Tensor summed, Tensor mean, Tensor rstd)",
-    _forward,
+    _run,
     _fake,
     _setup,
     _backward,

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cutex.ops import differentiation
-from cutex.ops.plain import bare
+from cutex.ops.plain import bare, is_plain, nobody_watches, untraced
 
 library = torch.library.Library("cutex", "FRAGMENT")
+_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+class Operator(NamedTuple):
+    """An operator for rows, and the ways to it that are shorter than torch's dispatcher."""
+
+    through_torch: Callable[..., Any]
+    run: Callable[..., Any]
+    recorded: Callable[..., Any]  # as an autograd function
+
+    def __call__(self, *args: Any) -> Any:
+        """The results for checked arguments, by the shortest way that gives what torch would."""
+        return self.through_torch(*args) if _is_compiling() else self._eager(*args)
+
+    @untraced
+    def _eager(self, *args: Any) -> Any:
+        given = [x for x in args if isinstance(x, Tensor)]
+        if not _all_plain(given):
+            return self.through_torch(*args)
+        return (self.recorded if _is_recorded(given) else self.run)(*args)
+
+
+def needs_nothing(*tensors: Tensor | None) -> bool:
+    """Whether torch has no more to do for checked tensors than to run what they are for."""
+    if _is_compiling():
+        return False
+    given = [x for x in tensors if x is not None]
+    return _all_plain(given) and not _is_recorded(given)
+
+
+def _all_plain(given: list[Tensor]) -> bool:
+    return nobody_watches() and all(map(is_plain, given))
+
+
+def _is_recorded(given: list[Tensor]) -> bool:
+    return _grad_enabled() and any(x.requires_grad for x in given)
 
 
 def define(
@@ -20,9 +58,9 @@ def define(
     fake: Callable[..., Any],
     setup: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-) -> Any:
-    """Register the operator cutex::`name`, and return it. Without `backward`, what it computes is
-    a gradient, which is not differentiated again."""
+) -> Operator:
+    """Register the operator cutex::`name`. Without `backward`, what it computes is a gradient,
+    which is not differentiated again."""
     library.define(f"{name}{schema}")
 
     @torch.no_grad()
@@ -32,8 +70,19 @@ def define(
     def refuse(ctx: Any, inputs: Any, output: Any) -> None:
         raise ValueError(f"cutex::{name} is a gradient, and cannot be differentiated again")
 
+    keep = setup or refuse
     for key in ("CUDA", "CPU"):
         library.impl(name, launch, key)
     torch.library.register_fake(f"cutex::{name}")(fake)
-    differentiation.register(library, name, setup or refuse, backward or (lambda ctx, *g: None))
-    return getattr(torch.ops.cutex, name)
+    differentiation.register(library, name, keep, backward or (lambda ctx, *g: None))
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = run(*args)
+            keep(ctx, args, output)
+            return output
+
+    if backward is not None:
+        Recorded.backward = staticmethod(backward)
+    return Operator(getattr(torch.ops.cutex, name), run, Recorded.apply)

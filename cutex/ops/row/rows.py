@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor
 from cutex.arch import KNOWN, kernels_of
 from cutex.dtypes import of_torch
 from cutex.kernels.row import choose
-from cutex.ops.device import current, launcher, simulated_arch
+from cutex.ops.device import simulated_arch
 
 if TYPE_CHECKING:
-    from cutex.compile import Compiled
     from cutex.device.row.tile import RowTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -104,6 +102,13 @@ def as_rows(x: Tensor) -> Tensor:
     return rows
 
 
+def dtype_of(x: Tensor) -> str:
+    """Our name of the dtype of a checked tensor."""
+    found = of_torch(x.dtype)
+    assert found is not None
+    return found.name
+
+
 def empty_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous tensor of x's shape."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
@@ -121,7 +126,7 @@ def tile_of(
 
 def part_of(rows: Sequence[Tensor]) -> RowTile:
     """The tile for a part of a row."""
-    return choose.part(8 * rows[0].element_size(), *_loads(rows, (), True))
+    return choose.part(rows[0].shape[-1], 8 * rows[0].element_size(), *_loads(rows, (), True))
 
 
 def _loads(rows: Sequence[Tensor], vectors: Sequence[Tensor], shifts: bool) -> tuple[int, bool]:
@@ -146,24 +151,3 @@ def _unit(x: Tensor, widest: int) -> int:
 def _step(x: Tensor) -> int:
     """The bytes from one row to the next."""
     return x.stride(0) * x.element_size() if x.dim() == 2 and x.shape[0] > 1 else 0
-
-
-# ---- launches
-
-
-@lru_cache(maxsize=4096)
-def kernel_for(kind: Callable[[Any], Any], config: Any, dtype: str, arch: str) -> Compiled:
-    from cutex.compile import compile
-
-    return compile(kind(config), dtype, arch)
-
-
-def launch(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str, *arguments: Any) -> None:
-    """Launch the kernel of a config on `arguments`, of which x, of its input's dtype, is the
-    first."""
-    dtype = of_torch(x.dtype)
-    assert dtype is not None
-    compiled = kernel_for(kind, config, dtype.name, arch)
-    given = [x, *arguments]
-    with current(x.device):
-        launcher(compiled, given)(*given)

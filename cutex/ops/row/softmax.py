@@ -7,16 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import (
-    arch_of,
-    as_rows,
-    check_alike,
-    check_rows,
-    empty_rows,
-    launch,
-    tile_of,
-)
+from cutex.ops.row.rows import arch_of, check_alike, check_rows, empty_rows, tile_of
+
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -29,33 +24,46 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
     """
+    if not _is_compiling() and dim.__class__ is int and dim == -1:
+        found = _forward.again((), x)
+        if found is not None:
+            return found
     check_rows("x", x)
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
     if dim not in (-1, x.dim() - 1):
         return softmax(x.movedim(dim, -1)).movedim(-1, dim)
-    return torch.ops.cutex.softmax(x)
+    return SOFTMAX(x)
 
 
-def _forward(x: Tensor) -> Tensor:
+def _plan(_: Any, x: Tensor) -> Run:
     from cutex.kernels.row.softmax import Softmax
 
-    arch, y = arch_of(x.device, "cutex.softmax"), empty_rows(x)
-    if x.numel():
-        rows = as_rows(x), as_rows(y)
-        launch(Softmax, tile_of(rows, (), arch), rows[0], arch, rows[1])
-    return y
+    arch = arch_of(x.device, "cutex.softmax")
+    if not x.numel():
+        return empty_rows
+    launch = Launch(x.device)
+    rows = [*launch.rows(x=x), launch.makes("y", x.shape, x.dtype, 2)]
+    kernel = Softmax, tile_of(rows, (), arch), arch
+    return launch.run(kernel, ("x", "y"), returns=("y",))
 
 
-def _gradient(y: Tensor, dy: Tensor) -> Tensor:
+def _plan_gradient(_: Any, y: Tensor, dy: Tensor) -> Run:
     from cutex.kernels.row.softmax import SoftmaxBackward
 
     check_alike("dy", dy, "y", y)
-    arch, dx = arch_of(y.device, "cutex.softmax"), empty_rows(y)
-    if y.numel():
-        rows = as_rows(y), as_rows(dy), as_rows(dx)
-        launch(SoftmaxBackward, tile_of(rows, (), arch), *rows[:1], arch, *rows[1:])
-    return dx
+    arch = arch_of(y.device, "cutex.softmax")
+    if not y.numel():
+        return lambda y, dy: empty_rows(y)
+    launch = Launch(y.device)
+    rows = [*launch.rows(y=y, dy=dy), launch.makes("dx", y.shape, y.dtype, 2)]
+    kernel = SoftmaxBackward, tile_of(rows, (), arch), arch
+    return launch.run(kernel, ("y", "dy", "dx"), returns=("dx",))
+
+
+_forward, _gradient = Calls(_plan), Calls(_plan_gradient)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -64,10 +72,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> Tensor:
     (y,) = ctx.saved_tensors
-    return torch.ops.cutex.softmax_gradient(y, dy)
+    return GRADIENT(y, dy)
 
 
-define(
-    "softmax_gradient", "(Tensor y, Tensor dy) -> Tensor", _gradient, lambda y, dy: empty_rows(y)
+GRADIENT = define(
+    "softmax_gradient", "(Tensor y, Tensor dy) -> Tensor", lambda y, dy: _gradient((), y, dy),
+    lambda y, dy: empty_rows(y),
+)  # fmt: skip
+SOFTMAX = define(
+    "softmax", "(Tensor x) -> Tensor", lambda x: _forward((), x), empty_rows, _setup, _backward
 )
-define("softmax", "(Tensor x) -> Tensor", _forward, empty_rows, _setup, _backward)

@@ -1,0 +1,158 @@
+"""Launches of kernels for rows: what a call decides once, and what each call like it repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutex.ops.device import SEVERAL_GPUS, current, launcher, there
+from cutex.ops.plain import empty_of, untraced
+from cutex.ops.plans import PlanCache
+from cutex.ops.row.rows import as_rows, dtype_of
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+
+Run = Callable[..., Any]  # launches on tensors, and returns the results
+
+
+class Fresh(NamedTuple):
+    """A contiguous tensor that each launch allocates, in the shape in which it is passed."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Launch:
+    """A launch while it is decided: its operands by name, how each given one is passed, and what is
+    allocated. `run` makes of it a function that does only that."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.passed: list[Callable[[Tensor], Tensor] | None] = []  # None: as it is given
+        self.fresh: dict[str, Fresh] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # in which fresh ones are returned
+        self.operands: dict[str, Tensor] = {}  # of the first launch, the given ones first
+
+    def rows(self, **given: Tensor | None) -> list[Tensor]:
+        """Pass tensors as rows (M, N), and return these."""
+        return [self.passes(name, x, as_rows) for name, x in given.items() if x is not None]
+
+    def flat(self, **given: Tensor | None) -> list[Tensor]:
+        """Pass tensors as contiguous ones of one dimension, and return these."""
+        return [self.passes(name, x, _flat) for name, x in given.items() if x is not None]
+
+    def makes(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, rank: int | None = None
+    ) -> Tensor:
+        """Allocate a tensor of this shape, passed with `rank` dimensions, by default all: the last
+        ones, and all others as one. Returns that of the first launch."""
+        first = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        last = shape[len(shape) + 1 - (rank or 1) :]
+        passed = first if rank in (None, first.dim()) else first.view(-1, *last)
+        self.fresh[name] = Fresh(tuple(passed.shape), passed.stride(), dtype)
+        self.shapes[name] = tuple(shape)
+        self.operands[name] = passed
+        return passed
+
+    def run(
+        self,
+        kernel: tuple[Callable[[Any], Any], Any, str],
+        order: Sequence[str],
+        constants: Sequence[float | int] = (),
+        returns: Sequence[str] = (),
+    ) -> Run:
+        """The function of the given tensors that launches a `kernel`, its kind, config and arch, on
+        the operands in their `order`, then `constants`, and returns the tensors named, or the only
+        one."""
+        kind, config, arch = kernel
+        compiled = kernel_for(kind, config, dtype_of(self.operands[order[0]]), arch)
+        with current(self.device):
+            arguments = [*(self.operands[name] for name in order), *constants]
+            launch = there(self.device, launcher(compiled, arguments))
+        names = [*self.operands]
+        picked = [names.index(name) for name in order]
+        # of each result its place, and its shape where that is not the one in which it is passed
+        results = [
+            (names.index(x), None if self.shapes[x] == self.fresh[x].shape else self.shapes[x])
+            for x in returns
+        ]
+        only = results[0][0] if len(results) == 1 and results[0][1] is None else None
+        empty, fresh = empty_of(self.device, SEVERAL_GPUS), [*self.fresh.values()]
+        passed = self.passed
+
+        @untraced
+        def on(*given: Tensor) -> Any:
+            operands = [x if f is None else f(x) for x, f in zip(given, passed, strict=True)]
+            operands += [empty(*x) for x in fresh]
+            launch(*[operands[i] for i in picked], *constants)
+            if only is not None:
+                return operands[only]
+            found = [operands[i] if s is None else operands[i].view(s) for i, s in results]
+            return found[0] if len(found) == 1 else tuple(found)
+
+        return on
+
+    def passes(self, name: str, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        """Pass a tensor as what `how` makes of it, which is returned."""
+        made = self.operands[name] = how(x)
+        same = made.shape == x.shape and made.stride() == x.stride()
+        shared = made.data_ptr() == x.data_ptr()
+        shape = made.shape
+        view = (lambda x: x.view(shape)) if shared and _views(x, shape) else how
+        self.passed.append(None if same and shared else view)
+        return made
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1)
+
+
+def _views(x: Tensor, shape: torch.Size) -> bool:
+    try:
+        x.view(shape)
+    except RuntimeError:
+        return False
+    return True
+
+
+class Calls:
+    """The calls of one operator: each finds its plan, by options and tensors, or has it made.
+
+    `plan(options, *tensors)` makes the function that runs a call on those of the tensors, some of
+    which may be None, that are given.
+    """
+
+    def __init__(self, plan: Callable[..., Run]) -> None:
+        self.plan, self.plans = plan, PlanCache()
+
+    @untraced
+    def again(self, options: tuple[Any, ...], *tensors: Tensor | None) -> Any:
+        """The result of a call that is like one before; None if there was none."""
+        given = [x for x in tensors if x is not None]
+        known = self.plans.find((options, *[x is None for x in tensors]), *given)
+        return None if known is None else known.launch(*given)
+
+    @untraced
+    def __call__(self, options: tuple[Any, ...], *tensors: Tensor | None) -> Any:
+        """The result of a call whose tensors were checked."""
+        found = self.again(options, *tensors)
+        if found is not None:
+            return found
+        given = [x for x in tensors if x is not None]
+        run = self.plan(options, *tensors)
+        key = self.plans.key_of((options, *[x is None for x in tensors]), *given)
+        self.plans.remember(key, given, run)
+        return run(*given)
+
+
+@lru_cache(maxsize=4096)
+def kernel_for(kind: Callable[[Any], Any], config: Any, dtype: str, arch: str) -> Compiled:
+    from cutex.compile import compile
+
+    return compile(kind(config), dtype, arch)
