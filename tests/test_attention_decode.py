@@ -4,14 +4,19 @@ with poison behind the lengths; the split of keys over CTAs; arguments that do n
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from kvcache_calls import arguments, outcome
 
 import cutex
+from cutex.compile import compile
+from cutex.kernels.attention.decode import stages
 from cutex.kernels.attention.decode.splits import Place, Splits, weight
 from cutex.problem.attention.case import AttentionCase
+from cutex.problem.attention.decode import DecodeProblem
+from cutex.sim import simulate
 
 SMALL = {"batch": 3, "heads_q": 4, "heads_kv": 2, "head_dim": 64, "head_dim_v": 64,
          "seqlen_q": 1, "seqlen_k": 200, "used_k": (200, 0, 65)}  # fmt: skip
@@ -201,3 +206,44 @@ def test_bad_arguments_are_named_in_one_sentence(message):
 def test_without_a_gpu_it_says_where_it_runs():
     with pytest.raises(ValueError, match="q is on cpu: flash_attn_with_kvcache has kernels for"):
         cutex.flash_attn_with_kvcache(**given())
+
+
+# ---- the ladder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", stages("sm_90a"), ids=lambda s: str(s.number))
+def test_a_stage_takes_ragged_pages(stage):
+    sizes = {
+        "batch": 3,
+        "seqlen_q": 2,
+        "seqlen_k": 300,
+        "heads_q": 4,
+        "heads_kv": 2,
+        "head_dim": 64,
+    }
+    problem = DecodeProblem(**sizes, head_dim_v=64, causal=True, page_size=16, ragged=True)
+    assert len({*problem.lengths}) == 3
+    inputs, outputs = problem.inputs(), problem.outputs()
+    fitted = stage.fitted(problem)
+    kernel = fitted.kernel()
+    compiled = compile(kernel, problem.dtype, "sm_90a")
+    names = [a.name for a in kernel.operands(problem.dtype)]
+    problem.launcher(partial(simulate, compiled), names)(*inputs, *outputs)
+    found = problem.check(*inputs, *outputs)
+    assert found.ok, found.message
+
+
+def test_the_bytes_of_ragged_lengths_are_those_of_their_keys():
+    sizes = {
+        "batch": 3,
+        "seqlen_q": 1,
+        "seqlen_k": 640,
+        "heads_q": 4,
+        "heads_kv": 2,
+        "head_dim": 64,
+    }
+    even, ragged = (DecodeProblem(**sizes, head_dim_v=64, ragged=x) for x in (False, True))
+    assert even.bytes - ragged.bytes == 2 * 2 * 128 * (3 * 640 - sum(ragged.lengths))
+    assert ragged.flops == 2 * sum(ragged.lengths) * 4 * 128
+    assert even.flops == 2 * 3 * 640 * 4 * 128

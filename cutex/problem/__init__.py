@@ -25,6 +25,9 @@ OPS = {
     "attention_backward": Operator(
         "cutex.problem.attention.backward:BackwardProblem", "cutex.kernels.attention.backward"
     ),
+    "attention_decode": Operator(
+        "cutex.problem.attention.decode:DecodeProblem", "cutex.kernels.attention.decode"
+    ),
 }
 DEFAULT_OP = next(iter(OPS))
 

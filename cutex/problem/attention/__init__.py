@@ -64,7 +64,9 @@ class AttentionProblem(Problem):
         "fa4": PeerKernel("FlashAttention-4", flash_attention.forward, 40.0),
     }
     confirm_peers = ("cudnn", "fa4")
-    variants: ClassVar[Mapping[str, str]] = {"--backward": "attention_backward"}
+    variants: ClassVar[Mapping[str, str]] = {
+        "--backward": "attention_backward", "--decode": "attention_decode",
+    }  # fmt: skip
     data_steers = True  # how often a reference of the softmax moves
     wave_tile = (128,)
 
@@ -287,8 +289,8 @@ class AttentionProblem(Problem):
 
     @classmethod
     def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
-        if getattr(args, "backward", None):  # those of the backward
-            return []
+        if any(getattr(args, name.removeprefix("--"), None) for name in cls.variants):
+            return []  # those of another operator
         return cls._sizes_given(args)
 
     @classmethod

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from cutex.problem.attention.decode import DecodeProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
 ROWS = 64  # of one wgmma
@@ -34,6 +37,10 @@ class DecodeConfig:
     sink: bool = False
     lse: bool = True
 
+    packed: bool = True  # the query heads of one head of K and V share the rows of a tile
+    # how keys are cut: "one" (not), "even" (each unit in as many parts as fill the GPU) or "shares"
+    # (equal shares of all keys, or num_splits of each unit)
+    parts: str = "shares"
     tile_n: int = 64
     num_stages: int = 3  # slots of K, and of V
     ctas_per_sm: int = 2
@@ -43,6 +50,20 @@ class DecodeConfig:
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
 
     tile_m: ClassVar[int] = ROWS
+
+    def of(self, problem: DecodeProblem) -> DecodeConfig:
+        """This config for another problem."""
+        left, right = problem.bounds
+        return replace(
+            self,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            causal=problem.causal,
+            window=(left is not None, right is not None and not problem.causal),
+            used_k=True,
+            page_size=problem.page_size,
+            softcap=problem.softcap != 0,
+        )
 
     @property
     def ctas(self) -> int:
@@ -81,6 +102,12 @@ class DecodeConfig:
         if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
             known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
             return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
+        if problem is not None and (self.head_dim, self.head_dim_v) != (
+            problem.head_dim, problem.head_dim_v,
+        ):  # fmt: skip
+            return f"head_dim={self.head_dim}: the problem has {problem.head_dim}"
+        if self.parts not in ("one", "even", "shares"):
+            return f"parts={self.parts!r}: one, even or shares"
         if self.causal and self.window[1]:
             return "causal=True: it is the right side of the window"
         if self.appended and (not self.used_k or self.varlen_q):

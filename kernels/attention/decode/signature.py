@@ -82,8 +82,9 @@ class Sizes(NamedTuple):
     """The extents of a problem."""
 
     batch: Int32
-    heads_kv: Int32
-    pack: Int32  # query heads of one head of K and V
+    heads: Int32  # that own units: those of K and V or, not packed, of Q
+    heads_per_kv: Int32  # owners of units that read one head of K and V
+    pack: Int32  # query heads whose rows share a tile
     rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
     rows_k: Int32  # keys that a sequence has room for
     m_blocks: Int32  # blocks of packed rows of the longest sequence
@@ -101,16 +102,22 @@ class Sizes(NamedTuple):
         if c.page_size:
             rows_k = c.page_size * cute.size(passed.page_table, mode=[1])
         longest = passed.max_seqlen_q if c.varlen_q else rows_q
-        pack = heads // heads_kv
+        pack = heads // heads_kv if c.packed else 1
+        owners = heads // pack
         m_blocks = cute.ceil_div(longest * pack, c.tile_m)
         new = cute.size(passed.k_new, mode=[1]) if c.appended else 0
-        found = (batch, heads_kv, pack, rows_q, rows_k, m_blocks, new)
+        per_kv = owners // heads_kv
+        found = (batch, owners, per_kv, pack, rows_q, rows_k, m_blocks, new)
         return Sizes(*(Int32(x) for x in found))
 
     @property
     def entries(self) -> Int32:
         """The pairs of a sequence and a block of packed rows."""
         return self.batch * self.m_blocks
+
+    @property
+    def units(self) -> Int32:
+        return self.entries * self.heads
 
     def queries(self, passed: Passed, batch: Int32) -> SeqlenInfo:
         return Seqlens(self.rows_q, passed.cu_seqlens_q).of(batch)

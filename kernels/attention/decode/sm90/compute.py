@@ -196,7 +196,7 @@ class Compute:
             self.sync()
             thread, _, _ = cute.arch.thread_idx()
             if thread == 0:
-                unit = piece.entry * self.shared.sizes.heads_kv + piece.head
+                unit = piece.entry * self.shared.sizes.heads + piece.head
                 last[0] = Int32(self.partials.arrive(unit, piece.parts))
             self.sync()
             if last[0] != 0:

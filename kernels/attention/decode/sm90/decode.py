@@ -88,7 +88,10 @@ class Decode:
         box_rows = source.box_rows(c.tile_n)
         k = box_operand(mK, (c.tile_n, c.head_dim), box_rows)
         v = box_operand(mV, (c.tile_n, c.head_dim_v), box_rows)
-        most = sizes.entries * sizes.heads_kv * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
+        if cutlass.const_expr(c.parts != "shares"):
+            even = cutlass.max(c.ctas // sizes.units, 1)
+            passed = passed._replace(num_splits=Int32(1) if c.parts == "one" else even)
+        most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
         pitches = page_pitch(mK), page_pitch(mV)
         if cutlass.const_expr(c.appended):
             Append(c).launch(mK, mV, passed, sizes, stream)

@@ -35,8 +35,9 @@ class Load:
                 blocks = s.of_piece(piece)
                 batch, _ = s.entry(piece.entry)
                 keys = s.sizes.keys(s.passed, batch)
-                loads_k = BoxLoads(self.k, self.source(batch, keys, self.pitch_k), s.sK, piece.head)
-                loads_v = BoxLoads(self.v, self.source(batch, keys, self.pitch_v), s.sV, piece.head)
+                head = piece.head // s.sizes.heads_per_kv if not s.config.packed else piece.head
+                loads_k = BoxLoads(self.k, self.source(batch, keys, self.pitch_k), s.sK, head)
+                loads_v = BoxLoads(self.v, self.source(batch, keys, self.pitch_v), s.sV, head)
                 if blocks.end > blocks.first:
                     loads_k.load(blocks.end - 1, k_fill.slot, s.k.acquire(k_fill))
                     k_fill.advance()

@@ -62,7 +62,7 @@ class Shared:
     def begin(self) -> tuple[Splits, Place, Int32]:
         """This CTA's share, its first entry, and the end of the row of all units. A whole warp
         calls it: each lane looks at every 32nd entry."""
-        c, heads = self.config, self.sizes.heads_kv
+        c, heads = self.config, self.sizes.heads
         lane, total = cute.arch.lane_idx(), Int32(0)
         for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
             mine = weight(self.length(first + lane), c.start)
@@ -104,7 +104,7 @@ class Shared:
     def place(self, at: Int32, place: Place) -> Place:
         """The place of position `at`, which is in `place` or behind it."""
         entry, begin, blocks = place
-        heads, start = self.sizes.heads_kv, self.config.start
+        heads, start = self.sizes.heads, self.config.start
         while begin + heads * weight(blocks, start) <= at:
             begin += heads * weight(blocks, start)
             entry += 1
