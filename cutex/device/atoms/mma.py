@@ -70,17 +70,22 @@ def contiguous_rows_layout(
     fp32 takes 128 bytes and the swizzle that permutes units of 32 bytes (PTX ISA, "Shared Memory
     Layout and Swizzling").
     """
-    fp32 = dtype.width == 32
-    units = (128,) if fp32 else (128, 64, 32)
-    unit = next((u for u in units if rows * dtype.width % (8 * u) == 0), None)
-    if unit is None:
-        raise ValueError(f"{rows} rows of {dtype.width} bits are no multiple of {units[-1]} bytes")
-    width, bits = unit * 8 // dtype.width, {32: 1, 64: 2, 128: 3}[unit]
-    swizzle = TF32_ROWS if fp32 else (bits, 4, 3)
+    width = contiguous_rows(rows, dtype.width)
+    bits = {32: 1, 64: 2, 128: 3}[width * dtype.width // 8]
+    swizzle = TF32_ROWS if dtype.width == 32 else (bits, 4, 3)
     atom = cute.make_composed_layout(
         cute.make_swizzle(*swizzle), 0, cute.make_layout((width, CORE_ROWS), stride=(1, width))
     )
     return cute.tile_to_shape(atom, (rows, k, num_slots), order=(1, 0, 2))
+
+
+def contiguous_rows(rows: int, bits: int) -> int:
+    """The contiguous rows of an atom of `contiguous_rows_layout`, whose elements have `bits`."""
+    units = (128,) if bits == 32 else (128, 64, 32)
+    unit = next((u for u in units if rows * bits % (8 * u) == 0), None)
+    if unit is None:
+        raise ValueError(f"{rows} rows of {bits} bits are no multiple of {units[-1]} bytes")
+    return unit * 8 // bits
 
 
 def contiguous_lanes_layout(columns: int, num_slots: int) -> cute.ComposedLayout:

@@ -16,6 +16,7 @@ from cutlass import Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from cutex.device.atoms.boxes import BoxLoads, box_loads
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, matrix, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.work_tile import WorkTile, place_in_cluster
@@ -121,6 +122,10 @@ class SharedTileLoads(NamedTuple):
         gX, sX = self.gmem[None, k_tile], self.smem[None, slot]
         cute.copy(self.atom, gX, sX, tma_bar_ptr=full, mcast_mask=self.mask)
 
+    @cute.jit
+    def prefetch(self, k_tile: Int32) -> None:
+        cute.prefetch(self.atom, self.gmem[None, k_tile])
+
 
 class TileLoadsInTurn(NamedTuple):
     """The loads of this CTA's turns: of every tile along K whose number, modulo `sharers`, is
@@ -141,6 +146,10 @@ class TileLoadsInTurn(NamedTuple):
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
         if k_tile % self.sharers == self.turn:
             SharedTileLoads(self.atom, self.gmem, self.smem, self.mask).load(k_tile, slot, full)
+
+    @cute.jit
+    def prefetch(self, k_tile: Int32) -> None:
+        cute.prefetch(self.atom, self.gmem[None, k_tile])
 
 
 @cute.jit
@@ -215,14 +224,18 @@ def k_shared_tile_loads(
 
 @dataclass(frozen=True)
 class AbOperands:
-    """The tensor maps of A and B, and the smem slots that they load into; `k_major` says of each
-    operand whether it is contiguous along K."""
+    """The tensor maps of A and B, and the smem slots that they load into.
+
+    `k_major` says of each operand whether it is contiguous along K, and `boxes` the rows and the K
+    of the boxes (boxes.py) that its tensor map loads; None: the whole of a CTA's part.
+    """
 
     a: cpasync.TmaInfo
     b: cpasync.TmaInfo
     sA: cute.Tensor  # (bM, bK, SLOT)
     sB: cute.Tensor  # (bN, bK, SLOT)
     k_major: tuple[bool, bool] = (True, True)
+    boxes: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
 
     @property
     def num_k_tiles(self) -> Int32:
@@ -233,12 +246,32 @@ class AbOperands:
         """The loads that this CTA starts for `tile`, its own tile of C: its part of what `cluster`
         shares."""
         m, n = cluster.place()
-        loads_a = shared_tile_loads if self.k_major[0] else k_shared_tile_loads
-        loads_b = shared_tile_loads if self.k_major[1] else k_shared_tile_loads
         a, b = matrix(self.a, tile), matrix(self.b, tile)
         return AbLoads(
-            loads_a(a, self.sA, tile.m, n, cluster.size_n, cluster.row_mask()),
-            loads_b(b, self.sB, tile.n, m, cluster.size_m, cluster.column_mask()),
+            self.loads_of(0, a, self.sA, tile.m, n, cluster.size_n, cluster.row_mask()),
+            self.loads_of(1, b, self.sB, tile.n, m, cluster.size_m, cluster.column_mask()),
+        )
+
+    @cute.jit
+    def loads_of(
+        self,
+        which: cutlass.Constexpr[int],
+        operand: cpasync.TmaInfo,
+        sX: cute.Tensor,
+        row_tile: Int32,
+        number: Int32,
+        sharers: cutlass.Constexpr[int],
+        mask: Int16,
+    ) -> TileLoads | SharedTileLoads | TileLoadsInTurn | BoxLoads:
+        """The loads of operand 0 (A) or 1 (B) that fall to CTA `number` of the `sharers`."""
+        k_major, box = self.k_major[which], self.boxes[which]
+        if cutlass.const_expr(box is None):
+            loads = shared_tile_loads if k_major else k_shared_tile_loads
+            return loads(operand, sX, row_tile, number, sharers, mask)
+        parts = parts_of(cute.size(sX, mode=[0]), sharers) if k_major else 1
+        of_k = 1 if k_major else sharers
+        return box_loads(
+            operand, sX, box, row_tile, number, (parts, of_k), mask, sharers // (parts * of_k)
         )
 
 

@@ -66,6 +66,11 @@ class TileLoads(NamedTuple):
         calls it."""
         cute.copy(self.atom, self.gmem[None, k_tile], self.smem[None, slot], tma_bar_ptr=full)
 
+    @cute.jit
+    def prefetch(self, k_tile: Int32) -> None:
+        """Have L2 load tile `k_tile`. A whole warp calls it."""
+        cute.prefetch(self.atom, self.gmem[None, k_tile])
+
 
 @cute.jit
 def tile_loads(operand: cpasync.TmaInfo, sX: cute.Tensor, row_tile: Int32) -> TileLoads:

@@ -47,6 +47,7 @@ class Sm90Config(GemmConfig):
     rows: int = 0  # rows of clusters with one tile each
     spread: bool = False  # one tile on each SM, overlapping (schedulers/spread.py)
     stream_k: int = 0  # last rounds whose tiles are split along K (schedulers/stream_k.py)
+    box_rows: int = 0  # rows that a TMA load brings, about (device/atoms/boxes.py); 0: all
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Sm90Config:
@@ -166,6 +167,8 @@ class Sm90Config(GemmConfig):
 
     def _why_not_one_tile(self) -> str | None:
         alone = self.split_k * self.cluster_m * self.cluster_n == 1 and not self.pingpong
+        if self.box_rows and (self.spread or self.box_rows % 8):
+            return f"box_rows={self.box_rows}: a multiple of 8, without spread"
         if self.spread and not alone:
             return f"spread={self.spread}: each CTA has a tile to itself"
         if min(self.columns, self.rows) < 0:

@@ -25,9 +25,11 @@ from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
+from cutex.device.atoms.boxes import SWIZZLE_BYTES, box_operand, box_rows
 from cutex.device.atoms.mma import (
     MAJORS,
     allocate_slots,
+    contiguous_rows,
     contiguous_rows_layout,
     rows_layout,
     slots_layout,
@@ -38,6 +40,7 @@ from cutex.device.atoms.multicast import (
     Cluster,
     SharedRing,
     k_shared_operand,
+    parts_of,
     shared_operand,
 )
 from cutex.device.atoms.tma import load_operand, store_operand
@@ -46,6 +49,7 @@ from cutex.device.epilogue.epilogue_ops import Add, BoundOps
 from cutex.device.epilogue.sm90.fused_store import ElementStore, fused_store
 from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
 from cutex.device.pipeline import Barrier, Warps, publish_barriers
+from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
 from cutex.kernels.gemm.sm90.exchange import Exchange
@@ -239,11 +243,26 @@ class General:
     ) -> cpasync.TmaInfo:
         """The tensor map of mX (rows, K), each tile of which `sharers` CTAs load in equal parts."""
         dtype, k, num_slots = mX.element_type, self.config.k_elements, self.tiles.num_stages
+        if (box := self.box(rows, sharers, k_major)) is not None:
+            slots = (slots_layout(dtype, rows, k, num_slots, 128) if k_major
+                     else contiguous_rows_layout(dtype, rows, k, num_slots))  # fmt: skip
+            return box_operand(mX, slots, *box, k_major, sharers > 1)
         if k_major:
             return shared_operand(mX, slots_layout(dtype, rows, k, num_slots, 128), sharers)
         slots = contiguous_rows_layout(dtype, rows, k, num_slots)
         part = contiguous_rows_layout(dtype, rows, k // sharers, num_slots)
         return k_shared_operand(mX, slots, part, sharers)
+
+    def box(self, rows: int, sharers: int, k_major: bool) -> tuple[int, int] | None:
+        """The rows and the K of a box of an operand whose tiles of `rows` rows `sharers` CTAs load;
+        None where each loads its part at once."""
+        if not self.tiles.box_rows:
+            return None
+        bits = DTYPES[self.config.a.dtype].bits
+        if k_major:
+            part = rows // parts_of(rows, sharers)
+            return box_rows(part, self.tiles.box_rows), SWIZZLE_BYTES * 8 // bits
+        return contiguous_rows(rows, bits), self.config.k_elements // sharers
 
     def preload(self, passed: tuple[Any, ...], slots: cute.ComposedLayout) -> tuple[Any, ...]:
         """The operations' arguments; the one that is preloaded is replaced by its tensor map for
@@ -317,7 +336,10 @@ class General:
         if cutlass.const_expr(c.split_k > 1):
             sums = Barrier.allocate(smem, "sums", arrivals=1)
         a, out = self.from_first_row(a, out)
-        operands = AbOperands(a, b, sA, sB, self.config.k_major)
+        k_major = self.config.k_major
+        boxes = (self.box(c.tile_m, c.cluster_n, k_major[0]),
+                 self.box(c.tile_n, c.cluster_m, k_major[1]))  # fmt: skip
+        operands = AbOperands(a, b, sA, sB, k_major, boxes)
         load, mma_role = self.load_role, self.mma_role(sA, workspace, sums)
         warp = cute.arch.warp_idx()
         if warp == self.load_warps.first:

@@ -67,7 +67,7 @@ class LoadTiles:
                 streamed, rows = loads.b, c.tile_n // c.cluster_m
             ahead = max(1, BYTES_AHEAD // (rows * c.tile_k * ELEMENT))
             for k_tile in cutlass.range(first, first + cutlass.min(count, ahead), unroll=1):
-                cute.prefetch(streamed.atom, streamed.gmem[None, k_tile])
+                streamed.prefetch(k_tile)
 
     @cute.jit
     def begin(self, operands: AbOperands, mC: cute.Tensor) -> tuple[AbLoads, Int32 | int, Int32]:
@@ -201,7 +201,7 @@ class LoadOneTile(LoadTiles):
         if cutlass.const_expr(self.tiles.columns > 1):
             share = share // self.tiles.columns
         if share < loads.num_k_tiles:
-            cute.prefetch(loads.b.atom, loads.b.gmem[None, share])
+            loads.b.prefetch(share)
 
 
 def k_share(tiles: Sm90Config, num_k_tiles: Int32) -> Int32:
