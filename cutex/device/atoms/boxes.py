@@ -42,7 +42,6 @@ class BoxLoads(NamedTuple):
     smem: cute.Tensor  # (TMA, BOX, K_BOX, SLOT)
     first: Int32
     mask: Int16 | None = None
-    turn: tuple[Int32, int] | None = None  # of K tiles whose number modulo [1] is [0]; None: of all
 
     @property
     def num_k_tiles(self) -> Int32:
@@ -50,15 +49,7 @@ class BoxLoads(NamedTuple):
 
     @cute.jit
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
-        """Start the loads of tile `k_tile` into `slot`, if it is this CTA's turn. A whole warp
-        calls it."""
-        if cutlass.const_expr(self.turn is None):
-            self.load_boxes(k_tile, slot, full)
-        elif k_tile % self.turn[1] == self.turn[0]:
-            self.load_boxes(k_tile, slot, full)
-
-    @cute.jit
-    def load_boxes(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        """Start the loads of tile `k_tile` into `slot`. A whole warp calls it."""
         more = {}
         if cutlass.const_expr(self.mask is not None):
             more = {"mcast_mask": self.mask}
@@ -83,6 +74,28 @@ class BoxLoads(NamedTuple):
 
     def k_box(self, k_tile: Int32, k_box: int) -> Int32:
         return k_tile * cute.size(self.smem, mode=[2]) + k_box
+
+
+class BoxLoadsInTurn(NamedTuple):
+    """The loads of whole tiles in boxes, of every tile along K whose number, modulo `sharers`, is
+    `turn`."""
+
+    boxes: BoxLoads
+    turn: Int32
+    sharers: int
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return self.boxes.num_k_tiles
+
+    @cute.jit
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        if k_tile % self.sharers == self.turn:
+            self.boxes.load(k_tile, slot, full)
+
+    @cute.jit
+    def prefetch(self, k_tile: Int32) -> None:
+        self.boxes.prefetch(k_tile)
 
 
 @cute.jit
@@ -116,7 +129,7 @@ def box_loads(
     sharers: cutlass.Constexpr[tuple[int, int]],
     mask: Int16,
     in_turn: cutlass.Constexpr[int] = 1,
-) -> BoxLoads:
+) -> BoxLoads | BoxLoadsInTurn:
     """The loads of each tile in row `row_tile` that fall to CTA `number` of those that share it,
     in boxes of `box` (rows, K).
 
@@ -141,11 +154,5 @@ def box_loads(
     tXsX, tXgX = cpasync.tma_partition(
         operand.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
     )  # (TMA, BOX, K_BOX, SLOT), (TMA, RestBox, RestK)
-    return BoxLoads(
-        operand.atom,
-        tXgX,
-        tXsX,
-        first,
-        mask if max(*sharers, in_turn) > 1 else None,
-        (number, in_turn) if in_turn > 1 else None,
-    )
+    loads = BoxLoads(operand.atom, tXgX, tXsX, first, mask if max(*sharers, in_turn) > 1 else None)
+    return loads if in_turn == 1 else BoxLoadsInTurn(loads, number, in_turn)

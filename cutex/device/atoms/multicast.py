@@ -16,7 +16,7 @@ from cutlass import Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.boxes import BoxLoads, box_loads
+from cutex.device.atoms.boxes import BoxLoads, BoxLoadsInTurn, box_loads
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, matrix, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.work_tile import WorkTile, place_in_cluster
@@ -262,7 +262,7 @@ class AbOperands:
         number: Int32,
         sharers: cutlass.Constexpr[int],
         mask: Int16,
-    ) -> TileLoads | SharedTileLoads | TileLoadsInTurn | BoxLoads:
+    ) -> TileLoads | SharedTileLoads | TileLoadsInTurn | BoxLoads | BoxLoadsInTurn:
         """The loads of operand 0 (A) or 1 (B) that fall to CTA `number` of the `sharers`."""
         k_major, box = self.k_major[which], self.boxes[which]
         if cutlass.const_expr(box is None):
