@@ -71,7 +71,19 @@ class Canvas:
         at = f'x="{x:.1f}" y="{y:.1f}" width="{max(0.0, w):.1f}" height="{h:.1f}"'
         self.marks.append(f'<rect {at} fill="{colour(hue)}"{_attributes(more)}/>')
 
-    def dot(self, x: float, y: float, hue: int | str, tip: str = "", hollow: bool = False) -> None:
+    def dot(
+        self, x: float, y: float, hue: int | str, tip: str = "", *, hollow: bool = False,
+        crowded: bool = False,
+    ) -> None:  # fmt: skip
+        """A dot with a ring of the page's colour; `crowded`, where dots lie over each other, it has
+        none, which would hide the hues below, and lets them through."""
+        if crowded:
+            inside = f"<title>{escape(tip)}</title>" if tip else ""
+            self.marks.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour(hue)}" '
+                f'fill-opacity=".75">{inside}</circle>'
+            )
+            return
         fill = colour("page") if hollow else colour(hue)
         ring = colour(hue) if hollow else colour("page")
         inside = f"<title>{escape(tip)}</title>" if tip else ""

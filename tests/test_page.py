@@ -19,6 +19,7 @@ from cutex.problem.gemm import GemmProblem
 from cutex.report import pictures
 from cutex.report.page import all_ladders, page
 from cutex.report.rows import peer_hue
+from cutex.report.tables import predicted
 from cutex.results import Peer, Result, Timing
 from cutex.svg import HUES
 
@@ -127,13 +128,23 @@ def test_it_tells_ideas_notes_ratios_and_wrong_results():
     assert "1.05x: &lt;raster&gt; saves L2" in text
     assert "WRONG" in text
     assert "Geometric means: " in text
-    assert "Not timed yet: no B200 has run it." in text
+    assert "Predicted, not measured: no B200 has run it." in text
+
+
+def test_ladders_that_no_gpu_has_run_show_what_is_predicted():
+    rows = predicted("attention", "sm_100a")
+    text = page([])
+    assert rows
+    for row in rows:
+        assert f"{row['tflops']} ({row['low']} to {row['high']})" in text
 
 
 def test_an_empty_ledger_makes_a_page_too():
     text = page([])
     Reader(text)
-    assert text.count("Not timed yet") == len(list(all_ladders()))
+    untimed = text.count("Not timed yet"), text.count("Predicted, not measured")
+    ladders = [bool(predicted(op, target.name)) for op, target, _ in all_ladders()]
+    assert untimed == (ladders.count(False), ladders.count(True))
     assert "No sweep yet" in text
 
 

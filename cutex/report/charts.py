@@ -146,7 +146,7 @@ def roofline(title: str, roofs: Sequence[Roof], points: Sequence[Point], width: 
         label = max(y(roof.tflops) + 4, label + 14)
         canvas.text(x.end + 5, label, f"{roof.tflops:.0f} {roof.name}", hue, 11.5)
     for p in points:
-        canvas.dot(x(p.intensity), y(p.tflops), p.hue, p.tip, p.hollow)
+        canvas.dot(x(p.intensity), y(p.tflops), p.hue, p.tip, hollow=p.hollow)
     return canvas.svg()
 
 
@@ -224,6 +224,9 @@ class Ratio:
     hue: int
 
 
+DOT = 9.5  # the width of a dot with its ring
+
+
 def ratios(title: str, points: Sequence[Ratio], names: Sequence[str], width: float) -> str:
     """Draw ratios sorted from the lowest, a dot for each problem, over a line at 1; `names` is the
     legend of the hues."""
@@ -239,8 +242,9 @@ def ratios(title: str, points: Sequence[Ratio], names: Sequence[str], width: flo
     for value in (mark for mark in marks if low <= mark <= high):
         canvas.line(50, y(value), width - 12, y(value), "ink" if value == 1 else "grid")
         canvas.text(44, y(value) + 4, f"{value:g}", size=11.5, text_anchor="end")
+    crowded = len(ordered) > (width - 62) / DOT
     for i, p in enumerate(ordered):
-        canvas.dot(x(i), y(p.value), p.hue, p.tip)
+        canvas.dot(x(i), y(p.value), p.hue, p.tip, crowded=crowded)
     canvas.text(width / 2, height - 18, f"{len(ordered)} problems, sorted", text_anchor="middle")
     at = 56.0
     for hue, name in enumerate(names):

@@ -4,7 +4,7 @@ themes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from cutex.report.rows import (
     peer_hue,
     peer_title,
 )
+from cutex.report.tables import predicted
 from cutex.results import Result, Timing, history, tflops
 from cutex.results.rate import rate, rate_of
 from cutex.svg import colour
@@ -84,10 +85,7 @@ def _ladders(rows: Rows) -> str:
             if (kind.op, kind.arch) == (op, target.name) and kind.dtype in target.dense_tflops
         }
         if not of_arch:
-            items = "".join(
-                f"<li value={s.number}><b>{said(s.title)}</b> {said(s.idea)}</li>" for s in ladder
-            )
-            parts.append(f"<p>Not timed yet: no {target.board} has run it.</p><ol>{items}</ol>")
+            parts.append(_untimed(op, target, ladder))
         for kind, found in of_arch.items():
             parts.append(_ladder(target, ladder, kind, found))
         picture = TIMELINES / f"timeline-{op}-{target.name}.html"
@@ -96,6 +94,42 @@ def _ladders(rows: Rows) -> str:
         else:
             parts.append(f"<p><code>{DRAW}</code> draws where its time goes.</p>")
     return "".join(parts)
+
+
+def _untimed(op: str, target: Arch, ladder: Sequence[AnyStage]) -> str:
+    """The stages of a ladder that no GPU has run, with predicted rates and bands if there are."""
+    found = predicted(op, target.name)
+    if not found:
+        items = "".join(
+            f"<li value={s.number}><b>{said(s.title)}</b> {said(s.idea)}</li>" for s in ladder
+        )
+        return f"<p>Not timed yet: no {target.board} has run it.</p><ol>{items}</ol>"
+    blocks = []
+    for size in dict.fromkeys(row["size"] for row in found):
+        of_size = {row["stage"]: row for row in found if row["size"] == size}
+        bars = [predicted_bar(s, of_size.get(s.number)) for s in ladder]
+        drawn = "".join(_bar(bar, target.dense_tflops["bf16"]) for bar in bars)
+        blocks.append(
+            f'<div data-size="{said(size)}"><p class="size">{said(size)}</p>{drawn}</div>'
+        )
+    options = "".join(
+        f"<option>{said(size)}</option>" for size in dict.fromkeys(row["size"] for row in found)
+    )
+    return (
+        f'<figure class="ladder"><figcaption>Predicted, not measured: no {target.board} has run '
+        "it. TFLOPS by the simulator's clock on Gaussian data, and the band in which they should "
+        f"be. A full bar is the stated peak: {target.dense_tflops['bf16']:.0f} TFLOPS. "
+        f"<label>Size <select>{options}</select></label></figcaption>{''.join(blocks)}</figure>"
+    )
+
+
+def predicted_bar(stage: AnyStage, row: Mapping[str, Any] | None) -> charts.Bar:
+    """The bar of a predicted stage; `row` as `predicted` has it."""
+    label = f"{stage.number} {stage.title}"
+    if row is None:
+        return charts.Bar(label, stage.idea, None, "not predicted")
+    text = f"{row['tflops']} ({row['low']} to {row['high']})"
+    return charts.Bar(label, stage.idea, float(row["tflops"]), text)
 
 
 def _ladder(target: Arch, ladder: Sequence[AnyStage], kind: history.Kind, rows: Rows) -> str:

@@ -9,7 +9,8 @@ from cutex.sim.timing.units import Interval
 from cutex.svg import Canvas, alone, fits
 
 UNITS = ("tensor core", "TMA in", "TMA out")
-WIDTH, LEFT, ROW, TOP = 900.0, 120.0, 20.0, 56.0
+# NOTE: so narrow that its text can be read in a column of 500 px
+WIDTH, LEFT, ROW, TOP, TEXT = 640.0, 112.0, 24.0, 62.0, 12.0
 HUES: dict[str, int | str] = {"work": 2, "unit": 0, "wait": "grid"}
 LEGEND = (
     ("work", "the warp works"),
@@ -39,31 +40,31 @@ def draw(intervals: Sequence[Interval], title: str) -> str:
     end = max((i.end for row in rows for i in tracks[row]), default=1.0)
     scale = (WIDTH - LEFT - 12) / end
     canvas = Canvas(WIDTH, TOP + ROW * len(rows) + 34, title)
-    canvas.text(4, 14, title, "ink", 13, font_weight="600")
+    canvas.text(4, 16, fits(title, WIDTH - 8, 14), "ink", 14, font_weight="600")
     _legend(canvas)
     for n, row in enumerate(rows):
         y = TOP + ROW * n
-        canvas.text(4, y + 13, row, "ink", 11)
+        canvas.text(4, y + 16, row, "ink", TEXT)
         for bar in joined(tracks[row], 1 / scale):
             x, width = LEFT + bar.start * scale, (bar.end - bar.start) * scale
             canvas.rect(x, y + 2, max(width, 0.6), ROW - 4, HUES[bar.kind])
             if bar.told and width > 24:
-                canvas.text(x + 4, y + 14, fits(bar.told, width - 6, 10), "soft", 10)
-    step = next((t for t in TICKS if end / t <= 10), TICKS[-1])
+                canvas.text(x + 4, y + 16, fits(bar.told, width - 6, TEXT), "soft", TEXT)
+    step = next((t for t in TICKS if end / t <= 8), TICKS[-1])
     for cycle in range(0, int(end) + 1, step):
         x = LEFT + cycle * scale
         canvas.line(x, TOP, x, TOP + ROW * len(rows), "soft", stroke_opacity=".25")
-        canvas.text(x, TOP + ROW * len(rows) + 14, str(cycle), size=10, text_anchor="middle")
-    canvas.text(4, TOP + ROW * len(rows) + 14, "cycles", size=10)
+        canvas.text(x, TOP + ROW * len(rows) + 16, str(cycle), size=TEXT, text_anchor="middle")
+    canvas.text(4, TOP + ROW * len(rows) + 16, "cycles", size=TEXT)
     return alone(canvas.svg())
 
 
 def _legend(canvas: Canvas) -> None:
-    x = LEFT
+    x = 4.0
     for kind, words in LEGEND:
-        canvas.rect(x, 26, 14, 12, HUES[kind])
-        canvas.text(x + 20, 36, words, size=11)
-        x += 46 + 6.2 * len(words)
+        canvas.rect(x, 30, 14, 12, HUES[kind])
+        canvas.text(x + 20, 40, words, size=TEXT)
+        x += 40 + 6.6 * len(words)
 
 
 def one_of_each(tracks: dict[str, list[Interval]]) -> list[str]:
