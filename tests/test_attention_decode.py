@@ -25,6 +25,8 @@ CASES = {
     "pages of 16": ({"causal": True, "seqlen_q": 2}, {"page_size": 16}),
     "pages of 1": ({"used_k": (70, 0, 3), "batch": 3, "heads_q": 2, "heads_kv": 1},
                    {"page_size": 1}),
+    "pages of 12, 96 columns": ({"head_dim": 72, "head_dim_v": 40, "batch": 2, "used_k": (30, 65)},
+                                {"page_size": 12}),
     "odd pages, parts": ({"head_dim": 40, "head_dim_v": 64}, {"page_size": 24, "num_splits": 3}),
     "entries of a larger cache": ({"sink": True, "window": (50, None)}, {"shuffled": True}),
     "appended to pages": ({"used_k": (200, 5, 66), "causal": True, "seqlen_q": 3, "dtype": "fp16"},
@@ -210,6 +212,8 @@ def test_without_a_gpu_it_says_where_it_runs():
 
 # ---- the ladder
 
+DIMS = {"head_dim": 64, "head_dim_v": 64}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", stages("sm_90a"), ids=lambda s: str(s.number))
@@ -222,7 +226,7 @@ def test_a_stage_takes_ragged_pages(stage):
         "heads_kv": 2,
         "head_dim": 64,
     }
-    problem = DecodeProblem(**sizes, head_dim_v=64, causal=True, page_size=16, ragged=True)
+    problem = DecodeProblem(**sizes, **DIMS, causal=True, page_size=16, ragged=True)
     assert len({*problem.lengths}) == 3
     inputs, outputs = problem.inputs(), problem.outputs()
     fitted = stage.fitted(problem)
@@ -243,7 +247,7 @@ def test_the_bytes_of_ragged_lengths_are_those_of_their_keys():
         "heads_kv": 2,
         "head_dim": 64,
     }
-    even, ragged = (DecodeProblem(**sizes, head_dim_v=64, ragged=x) for x in (False, True))
+    even, ragged = (DecodeProblem(**sizes, **DIMS, ragged=x) for x in (False, True))
     assert even.bytes - ragged.bytes == 2 * 2 * 128 * (3 * 640 - sum(ragged.lengths))
     assert ragged.flops == 2 * sum(ragged.lengths) * 4 * 128
     assert even.flops == 2 * 3 * 640 * 4 * 128

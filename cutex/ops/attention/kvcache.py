@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cutex.compile import Workspace
+from cutex.device.row_source import ATOM_ROWS
 from cutex.kernels.attention.decode.choose import fitted
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
@@ -245,6 +246,8 @@ def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
     left, right = call.window
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
+    if 96 in dims and call.page_size % ATOM_ROWS:
+        dims = 128, 128  # a row of 96 columns is loaded by 64 bytes, TMA writes to multiples of 128
     sms, _ = resources(call.q.device, "sm_90a")
     return fitted(
         DecodeConfig(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from cutex.kernels.attention.decode.choose import fitted
 from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
 from cutex.problem import stage as stage_of_any
 from cutex.problem.attention.decode import DecodeProblem
 
@@ -43,6 +44,14 @@ _STAGES = (
           DecodeConfig(parts="even")),
     Stage(3, "sm_90a", "equal shares", "CTAs take as many keys each, whatever the lengths",
           DecodeConfig()),
+    Stage(0, "sm_100a", "a CTA a head", "a query head's rows, all keys", Sm100DecodeConfig(
+        packed=False, parts="one")),
+    Stage(1, "sm_100a", "packed heads", "heads that share K and V share a CTA", Sm100DecodeConfig(
+        parts="one")),
+    Stage(2, "sm_100a", "split keys", "each head's keys in as many parts as fill the SMs",
+          Sm100DecodeConfig(parts="even")),
+    Stage(3, "sm_100a", "equal shares", "CTAs take as many keys each, whatever the lengths",
+          Sm100DecodeConfig()),
 )  # fmt: skip
 
 LADDERS = stage_of_any.Ladders("attention to caches", _STAGES)

@@ -6,17 +6,29 @@ from dataclasses import replace
 from typing import Any
 
 from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
 
-# by head dims: what differs from DecodeConfig's defaults
-_TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"tile_n": 128},
-    (96, 96): {"num_stages": 4},
-    (192, 128): {"num_stages": 5, "ctas_per_sm": 1},
-    (192, 192): {"num_stages": 4, "ctas_per_sm": 1},
-    (256, 256): {"ctas_per_sm": 1},
+# by arch and head dims: what differs from the config's defaults
+_TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (64, 64): {"tile_n": 128},
+        (96, 96): {"num_stages": 4},
+        (192, 128): {"num_stages": 5, "ctas_per_sm": 1},
+        (192, 192): {"num_stages": 4, "ctas_per_sm": 1},
+        (256, 256): {"ctas_per_sm": 1},
+    },
+    "sm_100a": {
+        (64, 64): {"num_stages": 6},
+        (96, 96): {"num_stages": 4},
+        (192, 128): {"num_stages": 2},
+        (192, 192): {"tile_n": 64},
+        (256, 256): {"tile_n": 64, "num_stages": 2},
+    },
 }
+CONFIGS: dict[str, type[DecodeConfig]] = {"sm_90a": DecodeConfig, "sm_100a": Sm100DecodeConfig}
 
 
 def fitted(config: DecodeConfig) -> DecodeConfig:
     """`config`, whose fields say what is computed, with its tiles chosen."""
-    return replace(config, **_TILES.get((config.head_dim, config.head_dim_v), {}))
+    arch = next(name for name, kind in CONFIGS.items() if kind is type(config))
+    return replace(config, **_TILES[arch].get((config.head_dim, config.head_dim_v), {}))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from cutex.problem.attention.decode import DecodeProblem
 
+ATOM_ROWS = 8  # of a swizzle: pages of fewer rows are loaded row by row
 ELEMENT = 2  # bytes of bf16 and fp16
 ROWS = 64  # of one wgmma
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
@@ -50,6 +51,10 @@ class DecodeConfig:
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
 
     tile_m: ClassVar[int] = ROWS
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim_v
 
     def of(self, problem: DecodeProblem) -> DecodeConfig:
         """This config for another problem."""
@@ -97,8 +102,9 @@ class DecodeConfig:
         q = 0 if self.q_in_smem else self.head_dim
         return (3 * self.tile_n + 2 * self.head_dim_v + q) // 4
 
-    def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
-        """The reason why this config cannot run, as one sentence, or None."""
+    def why_not_computed(self, problem: Any) -> str | None:
+        """The reason why no kernel computes it or, of `problem`, why this config does not, or
+        None."""
         if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
             known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
             return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
@@ -114,22 +120,33 @@ class DecodeConfig:
             return "appended=True: needs the caches' lengths, and queries that are not packed"
         if self.page_size < 0 or (self.page_size and self.batch_idx):
             return f"page_size={self.page_size}: at least 1, or 0; pages have no cache_batch_idx"
-        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
-            return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
+        if self.page_size % ATOM_ROWS and any(x * ELEMENT % 128 for x in self.head_dims):
+            return f"page_size={self.page_size}: single rows of {self.head_dims} are too short"
         if self.num_stages < 2 or self.ctas_per_sm < 1 or self.least < 1 or self.start < 0:
             return (
                 f"num_stages={self.num_stages}, ctas_per_sm={self.ctas_per_sm}, "
                 f"least={self.least}, start={self.start}: at least 2, 1, 1 and 0"
             )
+        return None
+
+    def why_no_room(self, arch: Any) -> str | None:
+        """The reason why the CTAs of an SM of `arch` do not fit into its smem, or None."""
+        taken = self.smem_bytes + BARRIERS
+        room = (arch.smem_per_cta + RESERVED) // self.ctas_per_sm - RESERVED
+        if taken > room:
+            return f"num_stages={self.num_stages}: {taken} bytes of smem, a CTA has {room}"
+        return None
+
+    def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
+        """The reason why this config cannot run, as one sentence, or None."""
+        if reason := self.why_not_computed(problem):
+            return reason
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
         registers = min(MOST_REGISTERS, REGISTERS // (THREADS * self.ctas_per_sm))
         if self.accumulators > registers - SCALARS:
             return (
                 f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "
                 f"{self.ctas_per_sm} CTAs of an SM have {registers - SCALARS}"
             )
-        if arch is not None:
-            taken = self.smem_bytes + BARRIERS
-            room = (arch.smem_per_cta + RESERVED) // self.ctas_per_sm - RESERVED
-            if taken > room:
-                return f"num_stages={self.num_stages}: {taken} bytes of smem, a CTA has {room}"
-        return None
+        return None if arch is None else self.why_no_room(arch)

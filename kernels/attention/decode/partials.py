@@ -1,6 +1,6 @@
 """The parts of a unit's O and LSE in memory, and how the last CTA to write one merges all.
 
-A part is O (64, DV) in fp32, of which the rows that exist are written, and behind it LSE (64).
+A part is O (bM, DV) in fp32, of which the rows that exist are written, and behind it LSE (bM).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cutex.device.atoms.scalar import exp2, log2
 from cutex.device.attention.softmax import LN2, LOG2_E
-from cutex.kernels.attention.decode.config import ROWS
 from cutex.kernels.attention.decode.splits import Piece
 
 WARP = 32
@@ -24,11 +23,12 @@ IN_FLIGHT = 8  # parts whose loads are issued together
 class Partials:
     sums: cute.Tensor  # (words) fp32
     flags: cute.Tensor  # (units) Int32
+    rows: int  # bM
     columns: int  # DV
 
     def part(self, slot: Int32) -> cute.Pointer:
         """Where the part in `slot` begins."""
-        return self.sums.iterator + Int64(slot) * (ROWS * (self.columns + 1))
+        return self.sums.iterator + Int64(slot) * (self.rows * (self.columns + 1))
 
     def o_row(self, slot: Int32, row: Int32) -> cute.Tensor:
         """A row of O, as (VECTOR, columns / VECTOR)."""
@@ -36,9 +36,9 @@ class Partials:
         return cute.make_tensor(first, cute.make_layout((VECTOR, self.columns // VECTOR)))
 
     def lse(self, slot: Int32) -> cute.Tensor:
-        """The LSE of all rows, (64)."""
-        first = self.part(slot) + ROWS * self.columns
-        return cute.make_tensor(first, cute.make_layout(ROWS))
+        """The LSE of all rows, (bM)."""
+        first = self.part(slot) + self.rows * self.columns
+        return cute.make_tensor(first, cute.make_layout(self.rows))
 
     @cute.jit
     def arrive(self, unit: Int32, parts: Int32) -> Boolean:

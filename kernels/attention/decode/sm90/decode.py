@@ -19,17 +19,18 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
-from cutex.device.atoms.mma import allocate_slots, slots_layout
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Ring, Warps, publish_barriers
-from cutex.device.row_source import DenseRows, PagedRows, box_operand, page_pitch, swizzle_bytes
 from cutex.kernels.attention.decode.append import Append
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
+from cutex.kernels.attention.decode.launch import kv_slots, launch
+from cutex.kernels.attention.decode.load import Load
+from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.partials import Partials
+from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.decode.sm90.compute import Compute
-from cutex.kernels.attention.decode.sm90.load import Load
-from cutex.kernels.attention.decode.sm90.shared import Shared
 
 
 class Decode:
@@ -81,27 +82,7 @@ class Decode:
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
     ) -> None:
-        c = self.config
-        passed, stream = Passed.of(c, rest[:-1]), rest[-1]
-        sizes = Sizes.of(c, mQ, mK, passed)
-        source = PagedRows(None, 0, c.page_size, 0) if c.page_size else DenseRows(0, 0)
-        box_rows = source.box_rows(c.tile_n)
-        k = box_operand(mK, (c.tile_n, c.head_dim), box_rows)
-        v = box_operand(mV, (c.tile_n, c.head_dim_v), box_rows)
-        if cutlass.const_expr(c.parts != "shares"):
-            even = cutlass.max(c.ctas // sizes.units, 1)
-            passed = passed._replace(num_splits=Int32(1) if c.parts == "one" else even)
-        most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
-        pitches = page_pitch(mK), page_pitch(mV)
-        if cutlass.const_expr(c.appended):
-            Append(c).launch(mK, mV, passed, sizes, stream)
-        self.kernel(mQ, k, v, mO, passed, sizes, pitches).launch(
-            grid=(cutlass.min(most, c.ctas), 1, 1),
-            block=(self.num_threads, 1, 1),
-            min_blocks_per_mp=c.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
-            stream=stream,
-        )
+        launch(self, (mQ, mK, mV, mO), Passed.of(self.config, rest[:-1]), rest[-1])
 
     @cute.kernel
     def kernel(
@@ -119,23 +100,18 @@ class Decode:
         smem = SmemAllocator()
         sQ = None
         if cutlass.const_expr(c.q_in_smem):
-            sQ = allocate_slots(smem, dtype, self.slots(dtype, ROWS, c.head_dim, 1))
-        sK = allocate_slots(smem, dtype, self.slots(dtype, c.tile_n, c.head_dim, c.num_stages))
-        sV = allocate_slots(smem, dtype, self.slots(dtype, c.tile_n, c.head_dim_v, c.num_stages))
+            sQ = allocate_slots(smem, dtype, kv_slots(dtype, ROWS, c.head_dim, 1))
+        sK = allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, c.head_dim, c.num_stages))
+        sV = allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, c.head_dim_v, c.num_stages))
         last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
         consumers = self.compute_warps.count
         k_ring = Ring.allocate(smem, "k", c.num_stages, c.k_bytes, consumers)
         v_ring = Ring.allocate(smem, "v", c.num_stages, c.v_bytes, consumers)
         publish_barriers((k_ring, v_ring))
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
-        shared = Shared(c, sQ, sK, sV, last, k_ring, v_ring, info, passed, sizes)
+        shared = Shared(c, sQ, sK, sV, k_ring, v_ring, info, passed, sizes)
         if cute.arch.warp_idx() == self.load_warps.first:
             Load(k, v, *pitches, shared).run()
         else:
-            partials = Partials(passed.sums, passed.flags, c.head_dim_v)
-            Compute(mQ, mO, partials, shared).run()
-
-    @staticmethod
-    def slots(dtype: type[cutlass.Numeric], rows: int, columns: int, count: int):
-        swizzle = swizzle_bytes(columns * dtype.width // 8)
-        return slots_layout(dtype, rows, columns, count, swizzle)
+            partials = Partials(passed.sums, passed.flags, c.tile_m, c.head_dim_v)
+            Compute(mQ, Out(c, mO, partials, passed, last), shared).run()

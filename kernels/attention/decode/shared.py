@@ -11,6 +11,7 @@ from cutlass import Int32, cute
 from cutex.device.attention.block_info import BlockInfo, Blocks, ordered
 from cutex.device.pipeline import Ring
 from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.decode.splits import Piece, Place, Splits, weight
 
@@ -20,10 +21,9 @@ WARP = 32
 @dataclass(frozen=True)
 class Shared:
     config: DecodeConfig
-    sQ: cute.Tensor | None  # (64, D, 1), where Q comes from smem
+    sQ: cute.Tensor | None  # (bM, D, 1), where Q comes from smem
     sK: cute.Tensor  # (bN, D, SLOT)
     sV: cute.Tensor  # (bN, DV, SLOT)
-    last: cute.Tensor  # (1) Int32: whether this CTA wrote the last part of a unit
     k: Ring
     v: Ring
     info: BlockInfo
@@ -110,6 +110,12 @@ class Shared:
             entry += 1
             blocks = self.length(entry)
         return Place(entry, begin, blocks)
+
+    def rows(self, piece: Piece) -> Rows:
+        """The rows of a part's unit."""
+        batch, m_block = self.entry(piece.entry)
+        seq_q = self.sizes.queries(self.passed, batch)
+        return Rows(batch, m_block, piece.head, seq_q, self.sizes.pack, self.info.tile_m)
 
     def of_piece(self, piece: Piece) -> Blocks:
         """The blocks of keys of a part; none of a unit that sees none."""

@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource
-from cutex.kernels.attention.decode.sm90.shared import Shared
+from cutex.kernels.attention.decode.shared import Shared
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""Out: what a unit's results are written to, whole, or in parts that the last CTA merges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.partials import VECTOR, WARP, Partials, with_sink
+from cutex.kernels.attention.decode.rows import Rows
+from cutex.kernels.attention.decode.signature import Passed
+from cutex.kernels.attention.decode.splits import Piece
+
+BARRIER = 1  # a named barrier of the warps that write
+THREADS = 128  # that write
+
+
+@dataclass(frozen=True)
+class Out:
+    config: DecodeConfig
+    mO: cute.Tensor
+    partials: Partials
+    passed: Passed
+    last: cute.Tensor  # (1) Int32 in smem: whether this CTA wrote the last part of a unit
+
+    @staticmethod
+    def sync() -> None:
+        """A barrier of the threads that write."""
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
+
+    @cute.jit
+    def finish_row(self, lse: Float32, rows: Rows, row: Int32) -> tuple[Float32, Float32]:
+        """The LSE of a row with its sink, and the factor that its O still lacks."""
+        factor = Float32(1.0)
+        if cutlass.const_expr(self.config.sink):
+            lse, factor = with_sink(lse, self.passed.sink[rows.head_of(row)])
+        return lse, factor
+
+    @cute.jit
+    def store_lse(self, lse: Float32, rows: Rows, row: Int32) -> None:
+        c, mLSE = self.config, self.passed.lse
+        if cutlass.const_expr(c.lse):
+            query, head = rows.query(row), rows.head_of(row)
+            if cutlass.const_expr(c.varlen_q):
+                mLSE[head, rows.seq_q.offset + query] = lse
+            else:
+                mLSE[rows.batch, head, query] = lse
+
+    @cute.jit
+    def end_part(self, rows: Rows, piece: Piece, unit: Int32) -> None:
+        """Count a part, which this thread has written its share of, and merge all parts of the unit
+        if it is the last."""
+        last = self.last
+        self.sync()
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            last[0] = Int32(self.partials.arrive(unit, piece.parts))
+        self.sync()
+        if last[0] != 0:
+            self.merge(rows, piece)
+
+    @cute.jit
+    def merge(self, rows: Rows, piece: Piece) -> None:
+        """Merge all parts of a unit, a warp each row, and store O and LSE."""
+        dtype, columns = self.mO.element_type, self.config.head_dim_v
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        vectors = cute.size(self.mO, mode=[cute.rank(self.mO) - 1]) // VECTOR
+        count = -(-columns // (VECTOR * WARP))
+        o = cute.make_rmem_tensor(cute.make_layout((VECTOR, count)), Float32)
+        narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), dtype)
+        for row in cutlass.range(warp, rows.count, THREADS // WARP, unroll=1):
+            lse = self.partials.merge(piece, row, o)
+            of_row, factor = self.finish_row(lse, rows, row)
+            gO = rows.words(self.mO, row)
+            for i in cutlass.range_constexpr(count):
+                vector = lane + i * WARP
+                narrow.store((o[None, i].load() * factor).to(dtype))
+                if vector < vectors:
+                    for j in cutlass.range_constexpr(2):
+                        gO[2 * vector + j] = cute.recast_tensor(narrow, Int32)[j]
+            if lane == 0:
+                self.store_lse(of_row, rows, row)

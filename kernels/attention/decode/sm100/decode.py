@@ -1,0 +1,133 @@
+"""Attention of few queries and long caches on Blackwell: CTAs share the keys evenly.
+
+A CTA has 128 packed rows, the queries of all heads that read one head of K and V, and an SM to
+itself. What bounds it is memory: 29 bytes a cycle and SM of a B200. A block of 128 keys at head dim
+128 takes 2240 cycles to come; its products take 1024, under the loads, and its softmax, of which
+128 rows or one take the same time, some 1500.
+
+Shares, parts and their merge are those of Hopper's (splits.py, out.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.compile import Argument
+from cutex.device.atoms.mma import allocate_slots
+from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
+from cutex.device.attention.block_info import BlockInfo
+from cutex.device.pipeline import Ring, Warps, publish_barriers
+from cutex.kernels.attention.decode.append import Append
+from cutex.kernels.attention.decode.launch import kv_slots, launch
+from cutex.kernels.attention.decode.load import Load
+from cutex.kernels.attention.decode.out import Out
+from cutex.kernels.attention.decode.partials import Partials
+from cutex.kernels.attention.decode.shared import Shared
+from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
+from cutex.kernels.attention.decode.sm100.config import ROWS, Sm100DecodeConfig
+from cutex.kernels.attention.decode.sm100.mma import Mma
+from cutex.kernels.attention.decode.sm100.shared import Barriers
+from cutex.kernels.attention.decode.sm100.softmax import Softmax
+
+
+class Decode:
+    """The decode kernel: its roles and memory; barriers in shared.py, rings as on Hopper, their
+    slots released by the commit of the MMA that reads them.
+
+    smem       bytes                                        hd 128   hd 64    hd 256
+    sQ         128 * D * 2                                  32768    16384    65536
+    sK, sV     tile_n * (D + DV) * 2 * num_stages           196608   196608   131072
+    words      less than 1024
+
+    tmem       columns
+    S, P       2 * tile_n                                   256      256      128
+    O          DV                                           128      64       256
+    """
+
+    arch = "sm_100a"
+
+    def __init__(self, config: Sm100DecodeConfig) -> None:
+        if reason := config.why_not():
+            raise ValueError(reason)
+        self.config = config
+
+    @property
+    def name(self) -> str:
+        return "sm100_attention_decode"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return arguments(self.config, dtype)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        append = {"append": Append.kernel} if self.config.appended else {}
+        return {**append, "decode": Decode.kernel}
+
+    @property
+    def softmax_warps(self) -> Warps:
+        return Warps(first=0, count=4)
+
+    @property
+    def mma_warp(self) -> Warps:
+        return Warps(first=self.softmax_warps.end, count=1)
+
+    @property
+    def load_warp(self) -> Warps:
+        return Warps(first=self.mma_warp.end, count=1)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.load_warp.end
+
+    @cute.jit
+    def __call__(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
+    ) -> None:
+        launch(self, (mQ, mK, mV, mO), Passed.of(self.config, rest[:-1]), rest[-1])
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        k: cpasync.TmaInfo,
+        v: cpasync.TmaInfo,
+        mO: cute.Tensor,
+        passed: Passed,
+        sizes: Sizes,
+        pitches: tuple[Int32, Int32],
+    ) -> None:
+        c = self.config
+        dtype = mQ.element_type
+        smem = SmemAllocator()
+        sQ = allocate_slots(smem, dtype, kv_slots(dtype, ROWS, c.head_dim, 1))
+        sK = allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, c.head_dim, c.num_stages))
+        sV = allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, c.head_dim_v, c.num_stages))
+        last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        k_ring = Ring.allocate(smem, "k", c.num_stages, c.k_bytes, consumers=1)
+        v_ring = Ring.allocate(smem, "v", c.num_stages, c.v_bytes, consumers=1)
+        barriers = Barriers.allocate(smem, self.softmax_warps.count)
+        tmem = Tmem.allocate(smem, columns=c.columns)
+        warp = cute.arch.warp_idx()
+        if warp == 0:
+            tmem.acquire()
+        publish_barriers((k_ring, v_ring, *barriers))
+        pointer = tmem.pointer()
+        info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
+        shared = Shared(c, sQ, sK, sV, k_ring, v_ring, info, passed, sizes)
+        if warp == self.load_warp.first:
+            Load(k, v, *pitches, shared).run()
+        elif warp == self.mma_warp.first:
+            Mma(c, shared, barriers, pointer).run()
+        else:
+            partials = Partials(passed.sums, passed.flags, c.tile_m, c.head_dim_v)
+            out = Out(c, mO, partials, passed, last)
+            Softmax(c, mQ, out, shared, barriers, pointer).run()
+        fence_before_sync()
+        cute.arch.sync_threads()
+        if warp == 0:
+            fence_after_sync()
+            tmem.free(pointer)
