@@ -12,7 +12,7 @@ from kvcache_calls import arguments, outcome
 
 import cutex
 from cutex.compile import compile
-from cutex.kernels.attention.decode import stages
+from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.splits import Place, Splits, weight
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.decode import DecodeProblem
@@ -48,10 +48,11 @@ def named(*names: str) -> list:
     return [x if x in names else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", named(*QUICK))
-def test_caches_are_attended_to(name):
+def test_caches_are_attended_to(name, arch):
     case, layout = CASES[name]
-    with cutex.ops.simulated("sm_90a"):
+    with cutex.ops.simulated(arch):
         assert outcome(AttentionCase(**{**SMALL, **case}), **layout) == ""
 
 
@@ -59,9 +60,10 @@ def test_caches_are_attended_to(name):
 @pytest.mark.parametrize(
     ("order", "seed"), [("random", 1), ("random", 2), ("starved", 0), ("eager", 0)]
 )
-def test_parts_are_merged_once_whoever_comes_last(order, seed):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_parts_are_merged_once_whoever_comes_last(order, seed, arch):
     case = AttentionCase(**{**SMALL, "used_k": (200, 190, 65), "sink": True})
-    with cutex.ops.simulated("sm_90a", order=order, seed=seed):
+    with cutex.ops.simulated(arch, order=order, seed=seed):
         assert outcome(case) == ""
 
 
@@ -216,22 +218,15 @@ DIMS = {"head_dim": 64, "head_dim_v": 64}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", stages("sm_90a"), ids=lambda s: str(s.number))
+@pytest.mark.parametrize("stage", LADDERS.rungs, ids=lambda s: f"{s.arch} {s.number}")
 def test_a_stage_takes_ragged_pages(stage):
-    sizes = {
-        "batch": 3,
-        "seqlen_q": 2,
-        "seqlen_k": 300,
-        "heads_q": 4,
-        "heads_kv": 2,
-        "head_dim": 64,
-    }
+    sizes = {"batch": 3, "seqlen_q": 2, "seqlen_k": 300, "heads_q": 4, "heads_kv": 2}
     problem = DecodeProblem(**sizes, **DIMS, causal=True, page_size=16, ragged=True)
     assert len({*problem.lengths}) == 3
     inputs, outputs = problem.inputs(), problem.outputs()
     fitted = stage.fitted(problem)
     kernel = fitted.kernel()
-    compiled = compile(kernel, problem.dtype, "sm_90a")
+    compiled = compile(kernel, problem.dtype, stage.arch)
     names = [a.name for a in kernel.operands(problem.dtype)]
     problem.launcher(partial(simulate, compiled), names)(*inputs, *outputs)
     found = problem.check(*inputs, *outputs)
@@ -239,14 +234,7 @@ def test_a_stage_takes_ragged_pages(stage):
 
 
 def test_the_bytes_of_ragged_lengths_are_those_of_their_keys():
-    sizes = {
-        "batch": 3,
-        "seqlen_q": 1,
-        "seqlen_k": 640,
-        "heads_q": 4,
-        "heads_kv": 2,
-        "head_dim": 64,
-    }
+    sizes = {"batch": 3, "seqlen_q": 1, "seqlen_k": 640, "heads_q": 4, "heads_kv": 2}
     even, ragged = (DecodeProblem(**sizes, **DIMS, ragged=x) for x in (False, True))
     assert even.bytes - ragged.bytes == 2 * 2 * 128 * (3 * 640 - sum(ragged.lengths))
     assert ragged.flops == 2 * sum(ragged.lengths) * 4 * 128

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from cutex.arch import kernels_of
 from cutex.compile import Workspace
 from cutex.device.row_source import ATOM_ROWS
-from cutex.kernels.attention.decode.choose import fitted
-from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
+from cutex.kernels.attention.decode.choose import CONFIGS, fitted
+from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims
 from cutex.ops.attention.kvcache_call import KVCacheCall, check, refuse, stepped
@@ -24,11 +26,11 @@ from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, t
 from cutex.ops.device import SEVERAL_GPUS, current, launcher
 from cutex.ops.plain import empty_of, nobody_watches, untraced
 from cutex.ops.plans import PlanCache
+from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
-ARCHS = ("sm_90a",)
 PLANS = PlanCache()
 
 
@@ -78,7 +80,8 @@ def flash_attn_with_kvcache(
     Returns out, like q with v's head dim, or (out, lse). Rows that see no key are 0, their lse is
     -inf or the sink's. There are no gradients. Arguments of FlashAttention's function that are not
     named here are refused where they would change the result. Raises TypeError or ValueError, with
-    one sentence, for arguments that do not fit, and where there is no Hopper GPU. What the int32
+    one sentence, for arguments that do not fit, and where there is no Hopper or
+    Blackwell GPU. What the int32
     tensors hold is checked on the CPU only.
     """
     if others:
@@ -168,7 +171,7 @@ class Plan:
 
     def __init__(self, call: KVCacheCall, with_lse: bool) -> None:
         c = self.config = config_for(call, with_lse)
-        self.compiled = kernel_for(c, DTYPES[call.q.dtype], "sm_90a")
+        self.compiled = kernel_for(c, DTYPES[call.q.dtype], arch_of(call.q.device))
         self.device, self.dtype = call.q.device, call.q.dtype
         self.shape, self.strides = call.out_shape, contiguous(call.out_shape)
         self.lse_shape, self.lse_strides = call.lse_shape, contiguous(call.lse_shape)
@@ -192,9 +195,9 @@ class Plan:
             numbers.append(call.longest_q)
         self.numbers = (*numbers, int(call.num_splits))
         heads, heads_kv = call.heads
-        units = call.batch * heads_kv * -(-call.longest_q * heads // heads_kv // ROWS)
+        units = call.batch * heads_kv * -(-call.longest_q * heads // heads_kv // c.tile_m)
         slots = Splits.slots(c.ctas, units, int(call.num_splits))
-        self.needs = Workspace(slots * ROWS * (c.head_dim_v + 1), units)
+        self.needs = Workspace(slots * c.tile_m * (c.head_dim_v + 1), units)
         self.launch: Callable[..., None] | None = None
         self.empty = empty_of(self.device, SEVERAL_GPUS)
 
@@ -248,9 +251,10 @@ def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
     assert dims is not None, "check refuses other head dims"
     if 96 in dims and call.page_size % ATOM_ROWS:
         dims = 128, 128  # a row of 96 columns is loaded by 64 bytes, TMA writes to multiples of 128
-    sms, _ = resources(call.q.device, "sm_90a")
+    arch = arch_of(call.q.device)
+    sms, _ = resources(call.q.device, arch)
     return fitted(
-        DecodeConfig(
+        CONFIGS[kernels_of(arch)](
             head_dim=dims[0],
             head_dim_v=dims[1],
             causal=right == 0,
@@ -271,18 +275,25 @@ def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
 @lru_cache(maxsize=1024)
 def kernel_for(config: DecodeConfig, dtype: str, arch: str) -> Compiled:
     from cutex.compile import compile
-    from cutex.kernels.attention.decode.sm90.decode import Decode
+
+    Decode = import_module(f"{package('attention_decode', arch)}.decode").Decode
 
     return compile(Decode(config), dtype, arch)
+
+
+def arch_of(device: torch.device) -> str:
+    """The arch of a device that `check_device` accepts; else the first that has kernels."""
+    name = arch_name(device)
+    return name if name is not None and kernels_of(name) in CONFIGS else next(iter(CONFIGS))
 
 
 def check_device(device: torch.device) -> None:
     """Raise ValueError, in one sentence, if there is no kernel for the device."""
     name = arch_name(device)
-    if name not in ARCHS:
+    if name is None or kernels_of(name) not in CONFIGS:
         where = f"{device}" if name is None else f"{device}, of arch {name}"
         raise ValueError(
-            f"q is on {where}: flash_attn_with_kvcache has kernels for {', '.join(ARCHS)}; move "
+            f"q is on {where}: flash_attn_with_kvcache has kernels for {', '.join(CONFIGS)}; move "
             "its tensors there, or run them in the simulator with "
             '`with cutex.ops.simulated("sm_90a"):`'
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cutex.problem.attention.case import AttentionCase
 
 MOST_PARTS = 528  # places for parts of units: two for each CTA of a grid (splits.py)
-ROWS = 64  # packed rows of a unit
+ROWS = 64, 128  # packed rows of a unit: the fewest and the most
 
 
 def sizes_of(batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int) -> Sizes:
@@ -189,8 +189,8 @@ class DecodeProblem(AttentionProblem):
         def launch(*tensors: torch.Tensor) -> object:
             q, k, v, lengths, *table, out, lse = tensors
             if q.device not in held:
-                units = self.batch * self.heads_q * -(-self.seqlen_q * self.heads_q // ROWS)
-                sums = MOST_PARTS * ROWS * (self.head_dim_v + 1)
+                units = self.batch * self.heads_q * -(-self.seqlen_q * self.heads_q // ROWS[0])
+                sums = MOST_PARTS * ROWS[1] * (self.head_dim_v + 1)
                 held[q.device] = {
                     "sums": torch.full((sums,), torch.nan, device=q.device),
                     "flags": torch.zeros(units, dtype=torch.int32, device=q.device),

@@ -75,6 +75,8 @@ class Softmax:
                             self.barriers.p_full.arrive(buffer.slot)
                         buffer.advance()
                         done += 1
+                    # NOTE: two PVs may be under way, and a wait looks only one phase back
+                    self.barriers.o_full.wait((done - 2) & 1)
                     self.barriers.o_full.wait((done - 1) & 1)
                     fence_after_sync()
                     row.softmax.finish((), factors, lse)
