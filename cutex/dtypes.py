@@ -63,6 +63,7 @@ DTYPES: dict[str, DType] = {
         DType("e5m2", 8, "float8_e5m2", "Float8E5M2", "e5m2"),
         DType("e8m0", 8, "float8_e8m0fnu", "Float8E8M0FNU", "ue8m0"),  # scale factors
         DType("e2m1", 4, "float4_e2m1fn_x2", "Float4E2M1FN", "e2m1", packed=2),
+        DType("uint8", 8, "uint8", "Uint8", "u8"),  # bytes of packed elements
         DType("int32", 32, "int32", "Int32", "s32"),
         DType("int64", 64, "int64", "Int64", "s64"),
     )

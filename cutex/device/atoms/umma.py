@@ -7,8 +7,8 @@
 One thread starts it for a CTA, or for a pair of CTAs, each of which holds half the rows of A, of B
 and of the accumulator. Operand A is in slots of smem or, with K contiguous, in tensor memory; B is
 in slots of smem. Elements of 16 and 8 bits and tf32 may be contiguous along either mode in smem.
-A block-scaled kind is one more case of `Umma.op`; its scale factors, in tensor memory, are two more
-fields of the UmmaProduct, which `issue` sets for each block of K.
+A block-scaled kind is one more case of `Umma.op`; its scale factors, in tensor memory
+(scale_factors.py), are one more field of the UmmaProduct, which `issue` sets for each block of K.
 """
 
 from __future__ import annotations
@@ -22,8 +22,17 @@ from cutlass import Float32, Int32, TFloat32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from cutex.device.atoms.mma import INST_BYTES, as_tf32, k_block_of
+from cutex.device.atoms.scale_factors import BlockFactors
 
 PAIR_MASK = 0b11  # the multicast mask of the two CTAs of a pair, from the leader's rank on
+
+
+@dataclass(frozen=True)
+class BlockScaling:
+    """A factor of type `dtype` for each `vector` elements of K, of each row of A and of B."""
+
+    dtype: type[cutlass.Numeric]
+    vector: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Umma:
     a_major: OperandMajorMode = OperandMajorMode.K  # of A in smem
     b_major: OperandMajorMode = OperandMajorMode.K
     pair: bool = False
+    scaling: BlockScaling | None = None
 
     @property
     def ctas(self) -> int:
@@ -53,7 +63,20 @@ class Umma:
     @property
     def k(self) -> int:
         """The elements of K in one instruction."""
-        return 8 * INST_BYTES // self.a_dtype.width
+        return 8 * INST_BYTES // self.width
+
+    @property
+    def width(self) -> int:
+        """The bits of an element in smem: 4 only where both operands have 4, else 8 or more."""
+        if self.b_dtype is None:
+            return self.a_dtype.width
+        return max(self.a_dtype.width, self.b_dtype.width)
+
+    @property
+    def factors_per_inst(self) -> int:
+        """The scale factors of a row that one instruction takes."""
+        assert self.scaling is not None
+        return self.k // self.scaling.vector
 
     def op(self, source: tcgen05.OperandSource) -> tcgen05.MmaOp:
         """The instruction, with A from `source`."""
@@ -62,11 +85,21 @@ class Umma:
         # NOTE: tensor memory holds A by K
         in_smem = source is tcgen05.OperandSource.SMEM
         how = shape, group, source, self.a_major if in_smem else OperandMajorMode.K, self.b_major
+        if self.scaling is not None:
+            return self._scaled_op(self.scaling, how)
         if self.a_dtype.width == 8:
             return tcgen05.MmaF8F6F4Op(self.a_dtype, self.b_dtype or self.a_dtype, Float32, *how)
         if self.a_dtype.width == 32:
             return tcgen05.MmaTF32Op(*how)
         return tcgen05.MmaF16BF16Op(self.a_dtype, Float32, *how)
+
+    def _scaled_op(self, scaling: BlockScaling, how: tuple[Any, ...]) -> tcgen05.MmaOp:
+        shape, group, source = how[:3]
+        if self.width == 8:
+            return tcgen05.MmaMXF8F6F4Op(self.a_dtype, self.b_dtype or self.a_dtype, *how)
+        if scaling.vector == 32:
+            return tcgen05.MmaMXF4Op(shape, group, source)
+        return tcgen05.MmaMXF4NVF4Op(scaling.dtype, shape, group, source)
 
     def tiled(self, source: tcgen05.OperandSource = tcgen05.OperandSource.SMEM) -> cute.TiledMma:
         """The tiled MMA, with A from `source`."""
@@ -120,6 +153,7 @@ class UmmaProduct(NamedTuple):
     a: Any  # (MMA, MMA_M, MMA_K), SLOT behind if in slots; None: given by `of`
     b: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
     acc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory, here maybe with a mode ACC
+    factors: BlockFactors | None = None  # of a block-scaled kind
 
     def of(self, a: cute.Tensor) -> UmmaProduct:
         """The product of another A."""
@@ -151,7 +185,20 @@ class UmmaProduct(NamedTuple):
         for k_block in range(cute.size(self.a, mode=[2])) if k_blocks is None else k_blocks:
             tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate if k_block == 0 else True)
             a, b = (k_block_of(x, k_block, slot) for x in (self.a, self.b))
+            if self.factors is not None:
+                at = self.mma.scaling.dtype, k_block * self.mma.factors_per_inst
+                tiled_mma.set(tcgen05.Field.SFA, self.factors.a.of_inst(*at))
+                tiled_mma.set(tcgen05.Field.SFB, self.factors.b.of_inst(*at))
             cute.gemm(tiled_mma, self.acc, a, b, self.acc)
+
+    @cute.jit
+    def issue_first(
+        self, slot: Int32 | int, accumulate: cutlass.Boolean | bool, count: Int32
+    ) -> None:
+        """As `issue`, over the first `count` blocks of K alone."""
+        for k_block in cutlass.range_constexpr(cute.size(self.a, mode=[2])):
+            if k_block < count:
+                self.issue(slot, accumulate, (k_block,))
 
     def commit(self, barrier: cute.Pointer) -> None:
         """Arrive once on `barrier`, for a pair in both CTAs, when every MMA started so far is

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.memory import SmemAllocator
 
@@ -47,7 +47,8 @@ class StoreTiles:
             tile = dispatch.tile(ticket)
             for block in cutlass.range_constexpr(self.tiles.num_blocks):
                 row_tile = tile.m * self.tiles.num_blocks + block
-                store = epilogue.tile(tCtAcc[(None, None), 0, 0, take.slot], tile, row_tile)
+                tAcc = tCtAcc[(None, None), 0, 0, self.taken(take)]  # (128, bN)
+                store = epilogue.tile(tAcc, tile, row_tile)
                 acc.wait_full(take)
                 fence_after_sync()
                 if cutlass.const_expr(self.unrolled):
@@ -57,6 +58,10 @@ class StoreTiles:
                 take.advance()
             ticket = dispatch.next(ticket)
         drain_stores()
+
+    def taken(self, take: PipelineState) -> Int32:
+        """The accumulator that is read next."""
+        return take.slot
 
     @cute.jit
     def store_unrolled(self, store: FusedTileStore, acc: AccRing, take: PipelineState) -> None:
@@ -92,7 +97,7 @@ class StoreTiles:
             else:
                 fence_before_sync()
                 acc.release(take)
-            store.store_next(tTR_rAcc, part)
+            store.store_next(tTR_rAcc, part, part)
 
     def finish(
         self, tCtAcc: cute.Tensor, epilogue: FusedEpilogueStore, dispatch: Dispatcher

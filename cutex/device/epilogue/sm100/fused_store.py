@@ -44,14 +44,15 @@ class FusedTileStore:
             self.parts.store(x.values, self.target, turn, column_tile)
 
     @cute.jit
-    def store_next(self, tTR_rAcc: cute.Tensor, part: Int32) -> None:
-        """Store sub-tile `part`, in a loop over all of them that is not unrolled."""
+    def store_next(self, tTR_rAcc: cute.Tensor, turn: Int32, part: Int32) -> None:
+        """Store sub-tile `part`, the `turn`-th one, in a loop over all of them that is not
+        unrolled."""
         column_tile = self.first_column + part
         x = self.fragment(tTR_rAcc, column_tile * self.columns)
         if cutlass.const_expr(isinstance(self.target, cute.Tensor)):
             self.ops.store_elements(x, self.target)
         else:
-            self.parts.store_next(x.values, self.target, part, column_tile)
+            self.parts.store_next(x.values, self.target, turn, column_tile)
 
     def fragment(self, tTR_rAcc: cute.Tensor, column: Int32) -> Fragment:
         """The fragment of columns from `column` on, after the operations."""

@@ -1,0 +1,142 @@
+"""The config of Blackwell's block-scaled kernels: tiles, and the room that scale factors take.
+
+Imports neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, NamedTuple
+
+from cutex.kernels.gemm.config import ceil_div
+from cutex.kernels.gemm.sm100.config import Sm100Config
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.kernels.gemm.signature import GeneralConfig
+
+CHUNK_ROWS, CHUNK_FACTORS, CHUNK_BYTES, CHUNK_COLUMNS = 128, 4, 512, 4
+INST_ROWS = 32  # rows whose factors share a column of tensor memory
+
+
+class Kind(NamedTuple):
+    """A block-scaled kind of tcgen05.mma."""
+
+    bits: int  # of an element in smem
+    vector: int  # elements of K that share a factor
+    factors: str  # their dtype
+    dtypes: tuple[str, ...]  # of A and of B, independently
+
+
+KINDS = {
+    "mxf8f6f4": Kind(8, 32, "e8m0", ("e4m3", "e5m2", "e2m1")),
+    "mxf4": Kind(4, 32, "e8m0", ("e2m1",)),
+    "mxf4nvf4": Kind(4, 16, "e4m3", ("e2m1",)),
+}
+
+
+def kind_of(a: str, b: str, vector: int) -> str:
+    """The kind of MMA for operands of these dtypes with a factor for `vector` elements. ValueError
+    if there is none."""
+    both_fp4 = (a, b) == ("e2m1", "e2m1")
+    for name, kind in KINDS.items():
+        fits = {a, b} <= {*kind.dtypes} and vector == kind.vector
+        if fits and (kind.bits == 4) == both_fp4:
+            return name
+    raise ValueError(f"no MMA takes {a} and {b} with a scale factor for {vector} elements")
+
+
+@dataclass(frozen=True)
+class ScaledTiles(Sm100Config):
+    """An Sm100Config whose operands have scale factors, for one CTA or a pair.
+
+    Tensor memory holds the accumulators and one step's factors. With `num_acc` = 2 and no room for
+    both, the second accumulator begins before the first ends (`overlap` columns).
+    """
+
+    kind: str = "mxf8f6f4"
+
+    @property
+    def num_blocks(self) -> int:
+        """The accumulators of a tile."""
+        return 1
+
+    @property
+    def k_elements(self) -> int:
+        """The elements of K in a step."""
+        return self.tile_k * 16 // KINDS[self.kind].bits
+
+    @property
+    def factor_steps(self) -> int:
+        """Chunks of factors along K in a step."""
+        return self.k_elements // KINDS[self.kind].vector // CHUNK_FACTORS
+
+    @property
+    def b_chunks(self) -> int:
+        """Chunks of 128 rows of B that a tile may touch, wherever it begins."""
+        last = CHUNK_ROWS - gcd(self.tile_n, CHUNK_ROWS)
+        return ceil_div(last + self.tile_n, CHUNK_ROWS)
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the factors of A and B of one CTA in a slot; each CTA has all of B's."""
+        return (1 + self.b_chunks) * self.factor_steps * CHUNK_BYTES
+
+    @property
+    def factor_columns(self) -> int:
+        """Columns of tensor memory of the factors of A and B."""
+        return (1 + self.b_chunks) * self.factor_steps * CHUNK_COLUMNS
+
+    @property
+    def stage_bytes(self) -> int:
+        return super().stage_bytes + self.ctas * self.factor_bytes
+
+    @property
+    def overlap(self) -> int:
+        """Columns that both accumulators of tensor memory share."""
+        from cutex.arch import arch
+
+        room = arch(self.arch).tmem_columns - self.factor_columns
+        return max(0, self.num_acc * self.tile_n - room) if self.num_acc == 2 else 0
+
+    @property
+    def acc_columns(self) -> int:
+        return self.num_acc * self.tile_n - self.overlap
+
+    def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
+        if self.kind not in KINDS:
+            return f"kind={self.kind}: takes {', '.join(KINDS)}"
+        if self.tile_n % INST_ROWS:
+            return f"tile_n={self.tile_n}: factors are addressed by {INST_ROWS} rows of B"
+        if self.tile_m > 256:
+            return f"tile_m={self.tile_m}: with factors 128 a CTA, 256 a pair"
+        if self.num_acc not in (1, 2):
+            return f"num_acc={self.num_acc}: 1 or 2"
+        if self.acc_columns + self.factor_columns > arch.tmem_columns:
+            return (
+                f"tile_n={self.tile_n}, num_acc={self.num_acc}: with {self.factor_columns} columns "
+                f"of factors more than the {arch.tmem_columns} of tensor memory"
+            )
+        if self.overlap and self.overlap > self.tile_n // 2:
+            return f"num_acc={self.num_acc}: accumulators would share {self.overlap} columns"
+        if self.split_k > 1 and self.num_acc > 1:
+            return f"split_k={self.split_k}: takes num_acc=1"
+        # NOTE: the room for two accumulators was just counted, with what they share
+        return replace(self, num_acc=1).plain_why_not(arch, epi_parts)
+
+    def plain_why_not(self, arch: Arch, epi_parts: int) -> str | None:
+        """The reason why the tiles would not fit without factors, or None."""
+        return super().why_not_arch(arch, epi_parts)
+
+    def why_not_signature(self, signature: GeneralConfig) -> str | None:
+        kind = KINDS[self.kind]
+        for name, operand in (("a", signature.a), ("b", signature.b)):
+            if operand.dtype not in kind.dtypes:
+                return f"{name} is {operand.dtype}: kind {self.kind} takes {', '.join(kind.dtypes)}"
+            if not operand.tma:
+                return f"{name} has strides that TMA cannot step"
+        for operand, k_major in zip(signature.mma_operands, signature.k_major, strict=True):
+            if operand.dtype == "e2m1" and not k_major:
+                return "elements of 4 bits must be contiguous along K"
+        return super().why_not_signature(signature)

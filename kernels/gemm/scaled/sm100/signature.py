@@ -1,0 +1,77 @@
+"""The signature of the block-scaled GEMM, out = ops((A * scales) @ (B * scales)), as the host sees
+it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutlass import Float4E2M1FN, cute
+
+from cutex.compile import Argument, Operand
+from cutex.device.epilogue.epilogue_ops import op_arguments
+from cutex.dtypes import DTYPES
+from cutex.kernels.gemm.scaled.sm100.config import KINDS, Kind, ScaledTiles
+from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+
+if TYPE_CHECKING:
+    import cutlass
+
+NO_TILES = ScaledTiles()
+
+
+@dataclass(frozen=True)
+class ScaledConfig(GeneralConfig):
+    """A GeneralConfig whose operands have scale factors; its tiles are ScaledTiles."""
+
+    tiles: ScaledTiles = NO_TILES
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.tiles.kind]
+
+    @property
+    def k_elements(self) -> int:
+        return self.tiles.k_elements
+
+    @property
+    def mma_operands(self) -> tuple[OperandLayout, OperandLayout]:
+        """The operands in the order of the MMA."""
+        return (self.b, self.a) if self.tiles.swap_ab else (self.a, self.b)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """The bytes of a step that TMA counts, over all CTAs of a tile: elements of 4 bits count
+        packed, whatever they take in smem."""
+        c = self.tiles
+        a, b = (DTYPES[x.dtype].bits for x in self.mma_operands)
+        return (c.tile_m * a + c.tile_n * b) * c.k_elements // 8 + c.ctas * c.factor_bytes
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L in front if batched,
+        elements of 4 bits as bytes of two along K; the factors of a and of b, as 32-bit words (L,
+        chunks of rows, chunks along K, 128); those of the operations."""
+        return (
+            packed(self.a).argument("a", "m", k_name(self.a), "la"),
+            packed(self.b).argument("b", k_name(self.b), "n", "lb"),
+            self.out.argument("out", "m", "half" if self.gated else "n", "l"),
+            Operand("scale_a", ("lsa", "chunks_m", "chunks_k", "words"), "int32"),
+            Operand("scale_b", ("lsb", "chunks_n", "chunks_k", "words"), "int32"),
+            *op_arguments(self.ops),
+        )
+
+
+def packed(operand: OperandLayout) -> OperandLayout:
+    """The operand as the kernel is given it."""
+    if operand.dtype != "e2m1":
+        return operand
+    return OperandLayout("uint8", operand.major, operand.batched, operand.tma, operand.whole)
+
+
+def k_name(operand: OperandLayout) -> str:
+    return "half_k" if operand.dtype == "e2m1" else "k"
+
+
+def unpacked(mX: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """mX (rows, K) or (rows, K, L) of `dtype`, given as bytes if that has 4 bits."""
+    return cute.recast_tensor(mX, Float4E2M1FN) if dtype.width == 4 else mX
