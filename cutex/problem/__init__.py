@@ -28,6 +28,7 @@ OPS = {
     "attention_decode": Operator(
         "cutex.problem.attention.decode:DecodeProblem", "cutex.kernels.attention.decode"
     ),
+    "gemm_scaled": Operator("cutex.problem.scaled:BlockScaledProblem", "cutex.kernels.gemm.scaled"),
 }
 DEFAULT_OP = next(iter(OPS))
 

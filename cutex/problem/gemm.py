@@ -55,6 +55,7 @@ class GemmProblem(Problem):
         # tries all its configs first
         "quack-tuned": PeerKernel("quack, tuned", lambda _: quack.gemm(tuned=True), 150.0),
     }
+    variants: ClassVar[Mapping[str, str]] = {"--scaled": "gemm_scaled"}
     wave_tile = (256, 128)
 
     m: int
@@ -239,6 +240,8 @@ class GemmProblem(Problem):
 
     @classmethod
     def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
+        if getattr(args, "scaled", None):  # those of the block-scaled GEMM
+            return []
         return [_parsed(text) for text in args.mnk or ()]
 
 

@@ -186,6 +186,7 @@ class UmmaProduct(NamedTuple):
             tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate if k_block == 0 else True)
             a, b = (k_block_of(x, k_block, slot) for x in (self.a, self.b))
             if self.factors is not None:
+                assert self.mma.scaling is not None
                 at = self.mma.scaling.dtype, k_block * self.mma.factors_per_inst
                 tiled_mma.set(tcgen05.Field.SFA, self.factors.a.of_inst(*at))
                 tiled_mma.set(tcgen05.Field.SFB, self.factors.b.of_inst(*at))

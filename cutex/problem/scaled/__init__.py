@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutex.arch import mma_kind
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.problem.gemm import _mnk, _parsed
-from cutex.problem.protocol import Check, PeerKernel, Problem, Sizes
+from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
 from cutex.problem.scaled.formats import BLOCK_SCALED, FP32_SCALED, RECIPES, Format, Recipe
 from cutex.problem.scaled.peers import PEERS
 from cutex.problem.work import Work
@@ -314,6 +314,35 @@ class BlockScaledProblem(ScaledProblem):
         "confirm": _mnk((8192, 8192, 4096), (4096, 4096, 4096)),
     }
     peers: ClassVar[Mapping[str, PeerKernel]] = PEERS[op]
+
+    def launcher(self, kernel: Launch, arguments: Sequence[str]) -> Launch:
+        import torch
+
+        from cutex.problem.scaled.layouts import words
+
+        def elements(x: torch.Tensor) -> torch.Tensor:
+            return x.view(torch.uint8) if x.dtype == torch.float4_e2m1fn_x2 else x
+
+        def launch(a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> object:
+            scale_a, scale_b, *own, out = rest
+            given = {"a": elements(a), "b": elements(b).mT, "out": out}
+            given |= {"scale_a": words(scale_a), "scale_b": words(scale_b)}
+            given |= dict(zip(("tensor_scale_a", "tensor_scale_b"), own, strict=False))
+            return kernel(*(given[name] for name in arguments))
+
+        return launch
+
+    @classmethod
+    def add_options(cls, group: argparse._ArgumentGroup) -> None:
+        """Add --scaled and, unless the parser has them, the options of sizes."""
+        alone = "--mnk" not in group._option_string_actions
+        what = "the sizes are of the block-scaled GEMM"
+        group.add_argument("--scaled", action="store_true", default=alone or None, help=what)
+        super().add_options(group)
+
+    @classmethod
+    def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
+        return super().sizes_given(args) if args.scaled else []
 
 
 @dataclass(frozen=True)

@@ -66,3 +66,10 @@ def stored(scales: Tensor, format: Format) -> Tensor:
 def plain(scales: Tensor, format: Format, rows: int, k: int) -> Tensor:
     """The reverse of `stored` for an operand (rows, k)."""
     return unswizzle(scales, *format.factors(rows, k)) if format.swizzled else scales
+
+
+def words(scales: Tensor) -> Tensor:
+    """Swizzled scale factors of one matrix, or of a batch (L, ..), as tensor cores' kernels are
+    given them: 32-bit words (L, tiles of rows, tiles of K, 128)."""
+    *batch, down, along, _, _, _ = scales.shape
+    return scales.view(torch.uint8).view(*(batch or [1]), down, along, 512).view(torch.int32)

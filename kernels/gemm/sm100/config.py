@@ -33,6 +33,16 @@ class Sm100Config(GemmConfig):
         return self.tile_m // 256
 
     @property
+    def copy_cycles(self) -> float:
+        """Cycles of a step of K in which the tensor core waits for copies to tensor memory."""
+        return 0.0
+
+    @property
+    def shown_parts(self) -> int:
+        """The sub-tiles of an accumulator that are read before the next tile's MMAs may start."""
+        return 0
+
+    @property
     def smem_bytes(self) -> int:
         """Bytes of one CTA's slots, and with split_k of a tile's fp32 sums."""
         sums = self.partial_bytes // self.ctas if self.split_k > 1 else 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.gemm import GemmProblem
 
+C = TypeVar("C", bound=Sm100Config)
 TILE_NS = range(64, 257, 32)
 SPLITS = (1, 2, 4)
 GROUPS = (8, 4)  # clusters across a band of the raster order
@@ -45,7 +46,7 @@ class Costs:
 B200 = Costs()
 
 
-def _epi_stages(parts: int) -> int:
+def epi_stages(parts: int) -> int:
     """The slots for sub-tiles, up to 4, such that no slot is used twice in a row from tile to
     tile."""
     return next(s for s in (4, 3, 2) if parts % s == 0 or (parts > s and parts % s > 1))
@@ -65,7 +66,7 @@ def configs(arch_name: str) -> tuple[Sm100Config, ...]:
                     tile_m=tile_m,
                     tile_n=tile_n,
                     epi_n=EPI_N,
-                    epi_stages=_epi_stages(tile_n // EPI_N),
+                    epi_stages=epi_stages(tile_n // EPI_N),
                     pair=True,
                     num_acc=blocks * num_acc,
                     split_k=split_k,
@@ -86,7 +87,7 @@ def candidates(
     return configs(arch.name)
 
 
-def deepest(config: Sm100Config, arch: Arch) -> Sm100Config:
+def deepest(config: C, arch: Arch) -> C:
     """`config` with as many ring slots as fit in smem."""
     room = arch.smem_per_cta - BARRIERS - replace(config, num_stages=0).smem_bytes
     slot = config.stage_bytes // config.ctas
@@ -109,15 +110,17 @@ def predict(
     full, rest = divmod(tiles, at_once)
     steps = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
     sub_tiles = c.tile_n // EPI_N
-    blocks = c.tile_m // 256
+    blocks = c.num_blocks
 
     # the epilogue of a tile: hidden if tensor memory holds two tiles' accumulators; else one
     # block's is hidden under the steps that the other block takes alone (Mma.skew)
     drain = sub_tiles * costs.sub_tile
     alone = c.num_stages // 2 * _mma_cycles(c, arch) / blocks if blocks > 1 else 0
-    shown = 0 if c.num_acc >= 2 * blocks else max(0, drain - alone)
+    shown = max(0, drain - alone)
+    if c.num_acc >= 2 * blocks:
+        shown = c.shown_parts * costs.sub_tile
     beside = costs.tile + sub_tiles * costs.sub_tile_shown + shown
-    if c.split_k > 1:  # every wave has new CTAs
+    if c.split_k > 1 or not c.pair:  # every wave has new CTAs
         beside = drain + costs.exchange + costs.fill
 
     def wave(clusters: int) -> float:
@@ -158,10 +161,11 @@ def predictions(
 
 def _mma_cycles(c: Sm100Config, arch: Arch) -> float:
     """The cycles of the MMAs of one step of K: FLOPs or smem reads, 32 bytes of every row per MMA,
-    whichever takes longer."""
-    mma = 2 * 256 * c.tile_n * 16 / (arch.mma_flops * c.ctas)
-    port = 32 * (256 + c.tile_n) / c.ctas / arch.smem_bytes_per_clock
-    return c.tile_m // 256 * c.tile_k / 16 * max(mma, port)
+    whichever takes longer; and the copies that no MMA runs beside."""
+    rows = c.tile_m // c.num_blocks
+    mma = 2 * rows * c.tile_n * 16 / (arch.mma_flops * c.ctas)
+    port = 32 * (rows + c.tile_n) / c.ctas / arch.smem_bytes_per_clock
+    return c.num_blocks * c.tile_k / 16 * max(mma, port) + c.copy_cycles
 
 
 def _step_cycles(c: Sm100Config, arch: Arch, clusters: int) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from cutex.kernels.gemm.config import ceil_div
 from cutex.kernels.gemm.sm100.config import Sm100Config
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.signature import GeneralConfig
 
 CHUNK_ROWS, CHUNK_FACTORS, CHUNK_BYTES, CHUNK_COLUMNS = 128, 4, 512, 4
+PADDED_K = 128  # elements in a box of TMA that unpacks 4-bit ones (PTX ISA, .b4x16_p64)
+CHUNK_COPY_CYCLES = 12.0  # of tcgen05.cp, in which no MMA runs: fit to B200 rows (docs/time.md)
 INST_ROWS = 32  # rows whose factors share a column of tensor memory
 
 
@@ -55,7 +57,13 @@ class ScaledTiles(Sm100Config):
     both, the second accumulator begins before the first ends (`overlap` columns).
     """
 
-    kind: str = "mxf8f6f4"
+    a: str = "e4m3"  # dtypes of the operands
+    b: str = "e4m3"
+    vector: int = 32  # elements that share a factor
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[kind_of(self.a, self.b, self.vector)]
 
     @property
     def num_blocks(self) -> int:
@@ -65,12 +73,12 @@ class ScaledTiles(Sm100Config):
     @property
     def k_elements(self) -> int:
         """The elements of K in a step."""
-        return self.tile_k * 16 // KINDS[self.kind].bits
+        return self.tile_k * 16 // self.kind.bits
 
     @property
     def factor_steps(self) -> int:
         """Chunks of factors along K in a step."""
-        return self.k_elements // KINDS[self.kind].vector // CHUNK_FACTORS
+        return self.k_elements // self.kind.vector // CHUNK_FACTORS
 
     @property
     def b_chunks(self) -> int:
@@ -105,12 +113,16 @@ class ScaledTiles(Sm100Config):
         return self.num_acc * self.tile_n - self.overlap
 
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
-        if self.kind not in KINDS:
-            return f"kind={self.kind}: takes {', '.join(KINDS)}"
+        try:
+            kind_of(self.a, self.b, self.vector)
+        except ValueError as error:
+            return str(error)
         if self.tile_n % INST_ROWS:
             return f"tile_n={self.tile_n}: factors are addressed by {INST_ROWS} rows of B"
         if self.tile_m > 256:
             return f"tile_m={self.tile_m}: with factors 128 a CTA, 256 a pair"
+        if self.epi_n and epi_parts < 2:
+            return f"epi_n={self.epi_n}: a tile has two sub-tiles or more"
         if self.num_acc not in (1, 2):
             return f"num_acc={self.num_acc}: 1 or 2"
         if self.acc_columns + self.factor_columns > arch.tmem_columns:
@@ -125,18 +137,44 @@ class ScaledTiles(Sm100Config):
         # NOTE: the room for two accumulators was just counted, with what they share
         return replace(self, num_acc=1).plain_why_not(arch, epi_parts)
 
+    def of(self, a: str, b: str, vector: int) -> Self:
+        """These tiles for operands of these dtypes."""
+        return replace(self, a=a, b=b, vector=vector)
+
     def plain_why_not(self, arch: Arch, epi_parts: int) -> str | None:
         """The reason why the tiles would not fit without factors, or None."""
         return super().why_not_arch(arch, epi_parts)
 
+    def why_not_problem(self, problem: Any, arch: Arch) -> str | None:
+        if self.mixed and problem.k % PADDED_K:
+            return (
+                f"K={problem.k}: elements of 4 bits beside 8-bit ones take a multiple of {PADDED_K}"
+            )
+        return super().why_not_problem(problem, arch)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether elements of 4 bits take a byte each in smem."""
+        return self.kind.bits == 8 and "e2m1" in (self.a, self.b)
+
     def why_not_signature(self, signature: GeneralConfig) -> str | None:
-        kind = KINDS[self.kind]
-        for name, operand in (("a", signature.a), ("b", signature.b)):
-            if operand.dtype not in kind.dtypes:
-                return f"{name} is {operand.dtype}: kind {self.kind} takes {', '.join(kind.dtypes)}"
+        for name, operand, own in (("a", signature.a, self.a), ("b", signature.b, self.b)):
+            if operand.dtype != own:
+                return f"{name}={own}: the operand is {operand.dtype}"
             if not operand.tma:
                 return f"{name} has strides that TMA cannot step"
-        for operand, k_major in zip(signature.mma_operands, signature.k_major, strict=True):
-            if operand.dtype == "e2m1" and not k_major:
+        k_major = signature.k_major[:: -1 if self.swap_ab else 1]  # of a, of b
+        for dtype, contiguous in zip((self.a, self.b), k_major, strict=True):
+            if dtype == "e2m1" and not contiguous:
                 return "elements of 4 bits must be contiguous along K"
         return super().why_not_signature(signature)
+
+    # ---- for the cost model
+
+    @property
+    def copy_cycles(self) -> float:
+        return (1 + self.b_chunks) * self.factor_steps * CHUNK_COPY_CYCLES
+
+    @property
+    def shown_parts(self) -> int:
+        return ceil_div(self.overlap, self.epi_n) if self.epi_n else 0

@@ -19,7 +19,7 @@ from enum import IntEnum
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -47,6 +47,7 @@ from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig, unpacked
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
 from cutex.kernels.gemm.sm100.epilogue import SplitK, StoreTiles
 from cutex.kernels.gemm.sm100.roles import Load
+from cutex.problem.scaled.formats import BLOCK_SCALED
 from cutex.schedulers.clc import CTAS, ClcDispatch
 from cutex.schedulers.dispatch import Dispatcher
 from cutex.schedulers.one_tile import OneTilePerCluster
@@ -91,7 +92,7 @@ class Scaled:
     """
 
     arch = "sm_100a"
-    dtypes = ("e4m3", "e5m2", "e2m1")
+    dtypes = (*BLOCK_SCALED, "e4m3", "e5m2", "e2m1")  # recipes, or A's elements
     num_threads = Warp.END * 32
 
     def __init__(self, config: ScaledConfig) -> None:
@@ -102,7 +103,7 @@ class Scaled:
 
     @property
     def name(self) -> str:
-        return f"sm100_gemm_{self.tiles.kind}"
+        return "sm100_gemm_scaled"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         return self.config.arguments()
@@ -256,7 +257,7 @@ class Scaled:
         factor = DTYPES[config.kind.factors].dsl
         kinds, majors = self.element_types(), [MAJORS[x] for x in config.k_major]
         scaling = BlockScaling(factor, config.kind.vector)
-        mma = Umma(c.tile_m, c.tile_n, *kinds, *majors, pair=c.pair, scaling=scaling)
+        mma = Umma(c.tile_m, c.tile_n, *kinds, majors[0], majors[1], c.pair, scaling)
         acc = mma.accumulator(pointer)  # (MMA, MMA_M, MMA_N)
         both = cute.make_layout(c.num_acc, stride=c.tile_n - c.overlap)
         acc = cute.make_tensor(acc.iterator, cute.append(acc.layout, both))  # with a mode ACC

@@ -39,20 +39,21 @@ class ScaledMma:
     ) -> None:
         c = self.tiles
         take, fill = ab.consumer(), acc.producer()
+        factors, pair = mma.factors, mma.mma.pair
+        assert factors is not None
         num_k_tiles = k_share(c, cute.ceil_div(k, c.k_elements))
         ticket = dispatch.first()
         while ticket.valid:
             tile = dispatch.tile(ticket)
             full = acc.acquire(fill)
             fence_after_sync()
-            first_row = tile.n * c.tile_n % ROWS
-            into = mma.into(self.filled(fill))
-            into = into._replace(factors=into.factors.of_columns(first_row))
+            of_tile = factors.of_columns(tile.n * c.tile_n % ROWS)
+            into = mma.into(self.filled(fill))._replace(factors=of_tile)
             left = k - tile.split * num_k_tiles * c.k_elements
             whole = cutlass.max(0, cutlass.min(num_k_tiles, left // c.k_elements))
             for k_tile in cutlass.range(whole, unroll=1):
                 ab.wait_full(take)
-                mma.factors.copy(take.slot, mma.mma.pair)
+                factors.copy(take.slot, pair)
                 into.issue(take.slot, accumulate=k_tile > 0)
                 mma.commit(ab.empty[take.slot])
                 take.advance()
@@ -60,7 +61,7 @@ class ScaledMma:
                 # NOTE: a share of K may be wholly beyond its end; its sum is then 0, of one MMA
                 rest = cutlass.max(1, left - k_tile * c.k_elements)
                 ab.wait_full(take)
-                mma.factors.copy(take.slot, mma.mma.pair)
+                factors.copy(take.slot, pair)
                 into.issue_first(take.slot, k_tile > 0, cute.ceil_div(rest, mma.mma.k))
                 mma.commit(ab.empty[take.slot])
                 take.advance()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from cutlass import Float4E2M1FN, cute
 
 from cutex.compile import Argument, Operand
-from cutex.device.epilogue.epilogue_ops import op_arguments
+from cutex.device.epilogue.epilogue_ops import Scale, op_arguments
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.scaled.sm100.config import KINDS, Kind, ScaledTiles
+from cutex.kernels.gemm.scaled.sm100.config import Kind, ScaledTiles
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class ScaledConfig(GeneralConfig):
 
     @property
     def kind(self) -> Kind:
-        return KINDS[self.tiles.kind]
+        return self.tiles.kind
 
     @property
     def k_elements(self) -> int:
@@ -59,6 +59,19 @@ class ScaledConfig(GeneralConfig):
             Operand("scale_b", ("lsb", "chunks_n", "chunks_k", "words"), "int32"),
             *op_arguments(self.ops),
         )
+
+
+def ladder(tiles: ScaledTiles) -> ScaledConfig:
+    """The config of the ladder's product: row-major operands, B passed as (K, N), out in bf16; with
+    the tensor scale factors that NVFP4 has."""
+    of_tensor = tuple(Scale(f"tensor_scale_{x}") for x in "ab")
+    return ScaledConfig(
+        a=OperandLayout(tiles.a, whole=True),
+        b=OperandLayout(tiles.b, "column", whole=True),
+        out=OperandLayout("bf16", whole=True),
+        ops=of_tensor if tiles.vector == 16 else (),
+        tiles=tiles,
+    )
 
 
 def packed(operand: OperandLayout) -> OperandLayout:

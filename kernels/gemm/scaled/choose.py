@@ -1,0 +1,33 @@
+"""The choice of a config for a block-scaled problem: candidates, ranked by the cost model.
+
+Imports neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cutex.kernels.gemm.scaled.sm100 import cost_model
+from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.problem.scaled import BlockScaledProblem
+
+
+def ranked(problem: BlockScaledProblem, arch: Arch) -> list[ScaledTiles]:
+    """The candidate configs of `problem`, fastest predicted first."""
+    a, b = problem.recipe
+    found = cost_model.candidates(arch.name, a.element, b.element, a.block[1])
+    fits = [c for c in found if c.why_not_problem(problem, arch) is None]
+    return sorted(fits, key=lambda c: cost_model.predict(c, problem.mnk, arch))
+
+
+def shortlist(problem: BlockScaledProblem, arch: Arch, count: int) -> list[ScaledTiles]:
+    """The first `count` of the ranking."""
+    return ranked(problem, arch)[:count]
+
+
+def choose(problem: BlockScaledProblem, arch: Arch) -> ScaledTiles:
+    """The config that the cost model ranks first."""
+    return ranked(problem, arch)[0]
