@@ -153,12 +153,14 @@ def test_confirm_asks_for_both_ladders_beside_their_peers_and_for_the_probes(clo
     assert run("--op", "confirm").code == 0
     probes, *rest = sorted((r for _, r, _ in cloud.asked), key=lambda r: not r["probes"])
     assert probes["probes"] and not any(r["probes"] for r in rest)
-    peers = {"gemm": ("cublas",), "attention": ("cudnn", "fa4")}
+    peers = {"gemm": ("cublas",), "attention": ("cudnn", "fa4"), "gemm_scaled": ("torch",)}
     assert {r["op"]: r["options"]["compare"] for r in rest} == peers
     for r in rest:
         assert r["stages"] == [s.number for s in ladders(r["op"]).stages("sm_100a")]
     causal = [r["problem"]["causal"] for r in rest if r["op"] == "attention"]
     assert sorted(causal) == [False, True]
+    scaled = [r["problem"]["dtype"] for r in rest if r["op"] == "gemm_scaled"]
+    assert sorted(scaled) == ["mxfp8", "mxfp8", "nvfp4", "nvfp4"]
 
 
 # ---- preflight
@@ -232,9 +234,9 @@ def test_the_plan_tells_what_it_costs_and_rents_nothing(cloud, run):
 
 def test_the_limits_of_all_calls_stay_within_the_most_that_it_may_cost():
     asked = ("--op", "sweep", "--gpu", "B200,H200")
-    made = rental.plan(args(*asked, "--max-cost", "11"))
-    assert made.usd < 11
-    assert made.most <= 11.01
+    made = rental.plan(args(*asked, "--max-cost", "12"))
+    assert made.usd < 12
+    assert made.most <= 12.01
     for r in made.rentals:
         assert made.limit(r) >= calls.LEAST_LIMIT
     with pytest.raises(ValueError, match=r"about \$\d.\d+, but up to \$\d+.\d+ if containers"):

@@ -23,6 +23,7 @@ from cutex.compile import compile
 from cutex.compile.resources import all_resources, count_instructions, resources, sass
 from cutex.kernels import gemm
 from cutex.problem import OPS, Check, Operator, PeerKernel, Problem, problem_class
+from cutex.problem import stage as stage_of_any
 from cutex.problem.stage import Ladders, Stage
 from cutex.report import ladders, pictures
 from cutex.report.page import page
@@ -235,7 +236,9 @@ def test_a_gpu_is_rented_for_it(gram, capsys):
     assert rental.main(argv, rent=None) == 0
     assert "stage 0,1 on 4096r1024c bf16 beside mm" in capsys.readouterr().out
     sweep = rental.plan(rental.parser().parse_args(["--op", "sweep", "--gpu", "H200"]))
-    assert {r.op for r in sweep.requests} == {op for op in OPS if "sm_90a" in ladders(op).archs}
+    assert {r.op for r in sweep.requests} == {
+        op for op in OPS if "sm_90a" in stage_of_any.ladders(op).archs
+    }
 
 
 # an operator of two launches, on any arch, without MMAs

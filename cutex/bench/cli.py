@@ -77,7 +77,8 @@ def add_problem(what: argparse._ArgumentGroup, kinds: Sequence[type[Problem]]) -
     for kind in kinds:
         kind.add_options(what)
     dtypes, inits = _names(*(k.dtypes for k in kinds)), _names(*(k.inits for k in kinds))
-    what.add_argument("--dtype", default="bf16", metavar="|".join(dtypes), help="default: bf16")
+    first = " or ".join(_names(*(k.dtypes[:1] for k in kinds)))
+    what.add_argument("--dtype", metavar="|".join(dtypes), help=f"default: {first}")
     what.add_argument(
         "--data",
         "--init",
@@ -172,7 +173,8 @@ def main(kind: type[Problem], argv: Sequence[str] | None = None) -> int:
     if args.emit:
         try:
             for stage in job.stages:
-                emit(stage.fitted(job.problems[0]), args.dtype, args.emit)
+                problem = job.problems[0]
+                emit(stage.fitted(problem), problem.dtype, args.emit)
         except ValueError as error:
             return refuse(f"--emit {args.emit}: {error}")
         return 0

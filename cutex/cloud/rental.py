@@ -206,7 +206,7 @@ def _script(args: argparse.Namespace) -> dict[str, Any]:
 
 def _layers(args: argparse.Namespace, rental: Rental) -> Iterator[dict[str, Any]]:
     """The fields of the Requests for the layers of models that have no row yet, in batches."""
-    given = ["--half", args.half, "--dtype", args.dtype, *["--tuned"] * args.tuned]
+    given = ["--half", args.half, "--dtype", args.dtype or "bf16", *["--tuned"] * args.tuned]
     given += [] if args.compare is None else ["--compare", args.compare]
     todo = sweep.asked(sweep.parser().parse_args(given))
     files = Path(args.out).glob("sweep/*.jsonl")

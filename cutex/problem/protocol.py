@@ -170,10 +170,15 @@ class Problem(Computation):
     # ---- names and options
 
     @classmethod
-    def of(cls, sizes: Sizes, dtype: str = "bf16", init: str = "normal", seed: int = 0) -> Self:
-        """A problem of these sizes."""
+    def of(
+        cls, sizes: Sizes, dtype: str | None = None, init: str = "normal", seed: int = 0
+    ) -> Self:
+        """A problem of these sizes; without a `dtype` in theirs, if they name one, or in the
+        operator's first."""
         make: Callable[..., Self] = cls
-        return make(**sizes, dtype=dtype, init=init, seed=seed)
+        own = {name: size for name, size in sizes.items() if name != "dtype"}
+        named = dtype or sizes.get("dtype") or cls.dtypes[0]
+        return make(**own, dtype=named, init=init, seed=seed)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""

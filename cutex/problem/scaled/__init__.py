@@ -311,7 +311,11 @@ class BlockScaledProblem(ScaledProblem):
         "cuda": _mnk((8192, 8192, 4096)),
         "sim": _mnk((512, 512, 1024)),
         "sweep": _mnk(*((size, size, size) for size in (2048, 4096, 8192, 16384))),
-        "confirm": _mnk((8192, 8192, 4096), (4096, 4096, 4096)),
+        "confirm": tuple(
+            {**sizes, "dtype": dtype}
+            for dtype in ("mxfp8", "nvfp4")
+            for sizes in _mnk((8192, 8192, 4096), (4096, 4096, 4096))
+        ),
     }
     peers: ClassVar[Mapping[str, PeerKernel]] = PEERS[op]
 
