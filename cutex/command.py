@@ -102,9 +102,8 @@ def print_nowhere() -> None:
 
 
 def open_closed() -> None:
-    """Open on nothing the standard streams that were closed before this process began (`>&-`): the
-    next file that is opened would take the place of one, and its text be mixed with what is
-    printed."""
+    """Open /dev/null on standard streams that were closed (`>&-`), so that no later file takes a
+    descriptor from 0 to 2 and is mixed with what is printed."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             nothing = os.open(os.devnull, os.O_RDWR)  # its number is the stream's: the lowest free

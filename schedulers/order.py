@@ -44,10 +44,10 @@ class TileCounts(NamedTuple):
     batch: Int32 | int | None = None  # L; None: there is no batch
 
     @staticmethod
-    def of(mC: cute.Tensor, tile: tuple[int, int]) -> TileCounts:
-        """The counts of `tile` (bM, bN) that cover mC."""
-        m, n = cute.ceil_div(mC.shape[:2], tile)
-        return TileCounts(m, n, cute.size(mC, mode=[2]) if cute.rank(mC) == 3 else None)
+    def of(mOut: cute.Tensor, tile: tuple[int, int]) -> TileCounts:
+        """The counts of `tile` (bM, bN) that cover mOut."""
+        m, n = cute.ceil_div(mOut.shape[:2], tile)
+        return TileCounts(m, n, cute.size(mOut, mode=[2]) if cute.rank(mOut) == 3 else None)
 
     @property
     def total(self) -> Int32 | int:

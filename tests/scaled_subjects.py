@@ -13,10 +13,10 @@ from torch import Tensor
 import cutex
 from cutex.compile import Compiled, compile
 from cutex.dtypes import DTYPES
+from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.scaled.sm100.general import Scaled
 from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig
-from cutex.kernels.gemm.signature import OperandLayout
 from cutex.problem.scaled.layouts import words
 
 FLOATS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import torch
 import cutex
 from cutex.arch import ARCHS, arch
 from cutex.kernels.gemm import stage, stages
-from cutex.kernels.gemm.signature import OperandLayout
+from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.sm90.candidates import at_once, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import count

@@ -23,7 +23,8 @@ from cutex.device.epilogue.epilogue_ops import (
     Gate,
     Scale,
 )
-from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm100 import cost_model
 from cutex.kernels.gemm.sm100.general import General
 from cutex.ops.matmul.arrange import arrange

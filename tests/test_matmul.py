@@ -17,7 +17,8 @@ from cutex.compile import compile
 from cutex.device.epilogue.epilogue_ops import Activation, Add, Alpha, Elementwise
 from cutex.dtypes import of_torch
 from cutex.kernels.gemm import stage
-from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
 from cutex.ops.matmul.arrange import result

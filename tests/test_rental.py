@@ -236,13 +236,13 @@ def test_the_limits_of_all_calls_stay_within_the_most_that_it_may_cost():
     asked = ("--op", "sweep", "--gpu", "B200,H200")
     made = rental.plan(args(*asked, "--max-cost", "12"))
     assert made.usd < 12
-    assert made.most <= 12.01
+    assert made.max_usd <= 12.01
     for r in made.rentals:
         assert made.limit(r) >= calls.LEAST_LIMIT
     with pytest.raises(ValueError, match=r"about \$\d.\d+, but up to \$\d+.\d+ if containers"):
         rental.plan(args(*asked, "--max-cost", "3"))
     free = rental.plan(args("--op", "sweep", "--gpu", "B200,H200"))
-    assert free.most > made.most
+    assert free.max_usd > made.max_usd
 
 
 def test_a_call_that_fails_is_paid_for_as_long_as_it_ran(cloud, run, monkeypatch):

@@ -17,7 +17,8 @@ from cutex import ops
 from cutex.arch import arch
 from cutex.compile import compile
 from cutex.kernels.gemm.choose import predictions
-from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90 import cost_model
 from cutex.kernels.gemm.sm90.candidates import MOST_STREAMED
 from cutex.kernels.gemm.sm90.config import Sm90Config

@@ -22,7 +22,7 @@ from cutex.ops.matmul.checks import Call, check
 from cutex.ops.matmul.plan import config_for
 from cutex.ops.matmul.warming import build_ahead, tiles_of
 from cutex.problem.layer import PASSES, LayerProblem
-from cutex.problem.models import DTYPES, MODELS, corpus, draw
+from cutex.problem.models import DTYPES, MODELS, corpus, hash_below
 from cutex.report import sweeps
 from cutex.results import sweep as rows
 from cutex.results.sweep import Summary, SweepRow
@@ -189,7 +189,7 @@ def gpu(monkeypatch):
 
 
 def asked(entries):
-    return sweep.Asked(list(entries), ("cublas",))
+    return sweep.SweepRequest(list(entries), ("cublas",))
 
 
 def ours(built):
@@ -229,7 +229,7 @@ def test_a_sweep_says_how_far_it_is_and_what_is_left(gpu, tmp_path, capsys, monk
 def test_a_problem_that_raises_costs_no_other_and_is_not_tried_again(gpu, tmp_path):
     entries = corpus()[:4]
     file = tmp_path / "rows.jsonl"
-    bad = min(entries, key=lambda e: draw(e.name, 1 << 32))  # the first to be measured
+    bad = min(entries, key=lambda e: hash_below(e.name, 1 << 32))  # the first to be measured
     gpu.raises[bad.name] = MemoryError("out of memory")
     found = sweep.sweep(asked(entries), ours([]), file)
     assert len(found) == 4
@@ -242,7 +242,7 @@ def test_a_problem_that_raises_costs_no_other_and_is_not_tried_again(gpu, tmp_pa
 
 def test_a_sweep_ends_where_the_gpu_does(gpu, tmp_path, capsys):
     entries = corpus()[:4]
-    first = min(entries, key=lambda e: draw(e.name, 1 << 32))
+    first = min(entries, key=lambda e: hash_below(e.name, 1 << 32))
     gpu.raises[first.name], gpu.works = RuntimeError("illegal address"), False
     found = sweep.sweep(asked(entries), ours([]), tmp_path / "rows.jsonl")
     assert [r.name for r in found] == gpu.measured == [first.name]

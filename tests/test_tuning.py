@@ -20,7 +20,7 @@ from cutex.clock_errors import unseen
 from cutex.fit import costs as fit
 from cutex.fit import shipping
 from cutex.kernels.gemm.choose import rows_class, sizes_class
-from cutex.kernels.gemm.signature import OperandLayout
+from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.ops import building, simulated
 from cutex.ops.matmul import choices, tuner
 from cutex.ops.matmul.arrange import Arranged, arrange
@@ -379,10 +379,12 @@ def test_one_graph_serves_every_number_of_rows():
 def test_the_clocks_error_on_drawn_kernels_is_reported_by_kind(capsys):
     assert unseen.main(["--count", "1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out
-    assert list(unseen.draw(1, 5)) == list(unseen.draw(1, 5)) != list(unseen.draw(2, 5))
+    assert list(unseen.sample(1, 5)) == list(unseen.sample(1, 5)) != list(unseen.sample(2, 5))
     _, rows = fit.measured_rows()
     rows = [r for r in rows if r.get("dtype", "bf16") == "bf16"]
     timed = {(r["m"], r["n"], r["k"], us) for r in rows for us in r["us"].values()}
-    assert all((*p.mnk, us) in timed for p, _, us in unseen.draw(3, 500)), "of its problem's dtype"
+    assert all((*p.mnk, us) in timed for p, _, us in unseen.sample(3, 500)), (
+        "of its problem's dtype"
+    )
     assert unseen.main(["--count", "0"]) == 2
     assert "--count 0: from 1 to" in capsys.readouterr().err

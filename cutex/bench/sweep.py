@@ -22,7 +22,7 @@ from cutex.bench.cli import Parser, refuse
 from cutex.bench.run import environment, run_time
 from cutex.command import answered
 from cutex.problem.layer import PEERS, LayerProblem
-from cutex.problem.models import DTYPES, Entry, corpus, draw
+from cutex.problem.models import DTYPES, Entry, corpus, hash_below
 from cutex.results import sweep as rows
 from cutex.results.recorder import try_folder
 from cutex.results.sweep import SweepRow
@@ -46,19 +46,21 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepRequest:
     """The problems of a sweep, and the names of the libraries beside which they are timed."""
 
     entries: list[Entry]
     compare: tuple[str, ...]
 
 
-def left(asked: Asked, there: Iterable[SweepRow], commit: str | None, tuned: bool) -> list[Entry]:
+def left(
+    asked: SweepRequest, there: Iterable[SweepRow], commit: str | None, tuned: bool
+) -> list[Entry]:
     """The entries of `asked` that have no row in `there`, in an order drawn by the problems' names,
     so that a sweep that was cut off is a fair sample."""
     known = rows.timed(there, commit, tuned, asked.compare)
     unknown = [e for e in asked.entries if e.name not in known]
-    return sorted(unknown, key=lambda e: draw(e.name, 1 << 32))
+    return sorted(unknown, key=lambda e: hash_below(e.name, 1 << 32))
 
 
 def measure(
@@ -121,7 +123,7 @@ def row_of(entry: Entry, compare: Sequence[str], tuned: bool, message: str) -> S
 
 
 def sweep(
-    asked: Asked,
+    asked: SweepRequest,
     ours: Ours,
     file: Path,
     tuned: bool = False,
@@ -227,7 +229,7 @@ def parser() -> Parser:
     return p
 
 
-def asked(args: argparse.Namespace) -> Asked:
+def asked(args: argparse.Namespace) -> SweepRequest:
     """Return the sweep that `args` state. Raises ValueError, with one sentence, for bad ones."""
     compare = tuple(name for name in args.compare.split(",") if name)
     for name in compare:
@@ -243,7 +245,7 @@ def asked(args: argparse.Namespace) -> Asked:
     entries = listed(half, args.only) if args.only else half
     if not entries:
         raise ValueError(f"--only {args.only}: it names no problem")
-    return Asked(entries, compare)
+    return SweepRequest(entries, compare)
 
 
 def listed(entries: Sequence[Entry], file: str) -> list[Entry]:

@@ -1,9 +1,9 @@
-"""python -m cutex.clock_errors.unseen: the clock on kernels that nobody chose (see --help).
+"""python -m cutex.clock_errors.unseen: the clock on sampled kernels (see --help).
 
-They are pairs of a problem and a config drawn from those that were measured for the choice of tiles
-(results/configs), M from 1 to 16384. Their times are microseconds of short samples in turns, launch
-included, at a clock that is not known: with kernels that the power limit slows down it is up to
-10 % above the predicted one.
+They are pairs of a problem and a config, sampled from those that were measured for the choice of
+tiles (results/configs), M from 1 to 16384. Their times are microseconds of short runs in turns,
+launch included, at a clock that is not known: with kernels that the power limit slows down it is up
+to 10 % above the predicted one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SLOWEST = 1.3  # times the best config that was measured of the same problem
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledKernel:
     """One pair, and its time measured and predicted."""
 
     problem: GemmProblem
@@ -53,7 +53,7 @@ class Drawn:
         return any(-size % tile > tile / 20 for size, tile in sides if size < 4 * tile)
 
 
-KINDS: dict[str, Callable[[Drawn], bool]] = {
+KINDS: dict[str, Callable[[SampledKernel], bool]] = {
     "all": lambda d: True,
     "K split": lambda d: d.config.split_k > 1,
     "K split, loads shared": lambda d: (
@@ -66,8 +66,8 @@ KINDS: dict[str, Callable[[Drawn], bool]] = {
 }
 
 
-def draw(seed: int, count: int) -> Iterator[tuple[GemmProblem, Sm90Config, float]]:
-    """`count` pairs and their microseconds, drawn by `seed`."""
+def sample(seed: int, count: int) -> Iterator[tuple[GemmProblem, Sm90Config, float]]:
+    """`count` pairs and their microseconds, sampled by `seed`."""
     configs, rows = measured_rows()
     rng = random.Random(seed)
     rows = [r for r in rows if r["pass"] == "forward" and dtype_of(r) == "bf16"]
@@ -79,27 +79,27 @@ def draw(seed: int, count: int) -> Iterator[tuple[GemmProblem, Sm90Config, float
         if us <= SLOWEST * min(r["us"].values()) and configs[int(i)].workspace is None
     ]
     if not 0 < count <= len(every):
-        raise BadOption(f"--count {count}: from 1 to {len(every)} kernels can be drawn")
+        raise BadOption(f"--count {count}: from 1 to {len(every)} kernels can be sampled")
     for m, n, k, config, us in rng.sample(every, count):
         yield GemmProblem(m, n, k), config, us
 
 
-def found(seed: int, count: int) -> list[Drawn]:
-    """The drawn pairs with their predicted times; a pair takes some 3 s."""
+def found(seed: int, count: int) -> list[SampledKernel]:
+    """The sampled pairs with their predicted times; a pair takes some 3 s."""
     top, gpu = stage("gemm", "sm_90a", 9), board()
-    drawn = []
+    sampled = []
     with progress("kernels are timed", count) as step:
-        for problem, config, us in draw(seed, count):
+        for problem, config, us in sample(seed, count):
             one = replace(top, default=config, chooses=False)
             report = time_stage(problem, one, gpu)
-            drawn.append(Drawn(problem, config, us, report.us, report.binds))
+            sampled.append(SampledKernel(problem, config, us, report.us, report.binds))
             step()
-    return drawn
+    return sampled
 
 
-def table(drawn: Iterable[Drawn]) -> str:
+def table(sampled: Iterable[SampledKernel]) -> str:
     """Markdown: the errors of microseconds by kind of kernel."""
-    every = list(drawn)
+    every = list(sampled)
     lines = [
         "| | kernels | mean % | median % | nine of ten % | largest % |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -116,7 +116,7 @@ def table(drawn: Iterable[Drawn]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m cutex.clock_errors.unseen",
-        description="Hold the simulator's clock against GEMM kernels drawn from those whose time "
+        description="Hold the simulator's clock against GEMM kernels sampled from those whose time "
         "was measured on H200s for the choice of tiles.",
     )
     parser.add_argument("--count", type=int, default=100, help="kernels, 3 s each; default: 100")

@@ -95,8 +95,8 @@ class Plan:
         return (seconds - runs * STARTUP_LIMIT) / (runs * len(self.on(rental.gpu)))
 
     @property
-    def most(self) -> float:
-        """The cost in dollars if every call is restarted, and runs into its limit each time."""
+    def max_usd(self) -> float:
+        """Worst-case cost in dollars: every call restarted and run to its time limit."""
         return sum(
             r.usd((1 + RESTARTS) * (STARTUP_LIMIT + len(self.on(r.gpu)) * self.limit(r)))
             for r in self.rentals
@@ -111,5 +111,5 @@ class Plan:
                 f"${rental.usd_per_second * 3600:.2f} an hour (rates of {prices.AS_OF})"
             )
             lines += [f"  {request.seconds:4.0f} s  {request}" for request in self.on(rental.gpu)]
-        lines.append(f"in all about ${self.usd:.2f}, at most ${self.most:.2f}; {NOT_COVERED}")
+        lines.append(f"in all about ${self.usd:.2f}, at most ${self.max_usd:.2f}; {NOT_COVERED}")
         return "\n".join(lines)

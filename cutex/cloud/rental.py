@@ -161,10 +161,10 @@ def plan(args: argparse.Namespace) -> Plan:
             f"--max-cost {args.max_cost:g}: this would cost about ${made.usd:.2f}; "
             "ask for fewer problems, stages or GPUs, or allow more"
         )
-    if args.max_cost is not None and made.most > args.max_cost * 1.001:
+    if args.max_cost is not None and made.max_usd > args.max_cost * 1.001:
         raise ValueError(
             f"--max-cost {args.max_cost:g}: this costs about ${made.usd:.2f}, but up to "
-            f"${made.most:.2f} if containers start late, calls hang or are preempted; "
+            f"${made.max_usd:.2f} if containers start late, calls hang or are preempted; "
             "ask for less, or allow that"
         )
     return made

@@ -48,8 +48,8 @@ USUAL = asdict(Sm90Config())
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A problem, and the configs to time; none: those that the model ranks first."""
+class TimingRequest:
+    """A problem and the configs to time; empty: the model's top candidates."""
 
     name: str
     problem: LayerProblem
@@ -62,7 +62,7 @@ class Asked:
         return row if self.problem.dtype == "bf16" else row | {"dtype": self.problem.dtype}
 
 
-def asked(file: Path) -> list[Asked]:
+def asked(file: Path) -> list[TimingRequest]:
     """The problems that the lines of `file` name. Raises BadOption for a line that is none."""
     reported = {e.name for dtype in DTYPES for e in corpus(dtype) if not e.fits}
     found = {}
@@ -82,7 +82,7 @@ def asked(file: Path) -> list[Asked]:
         try:
             rows = json.loads(match[6] or "[]")
             configs = tuple(Sm90Config.from_row(row) for row in rows)
-            found[name] = Asked(name, _problem(*match.group(1, 2, 3, 4, 5)), configs)
+            found[name] = TimingRequest(name, _problem(*match.group(1, 2, 3, 4, 5)), configs)
         except (ValueError, TypeError) as error:
             raise BadOption(f"{file} line {number}: {error}") from None
     if not found:
@@ -100,7 +100,7 @@ def _problem(m: str, n: str, k: str, direction: str, dtype: str) -> LayerProblem
     return LayerProblem(tokens, out, into, direction, dtype)
 
 
-def configs_of(one: Asked, first: int) -> list[GeneralConfig]:
+def configs_of(one: TimingRequest, first: int) -> list[GeneralConfig]:
     """The kernels to time: those asked for that can run the problem, or today's choice and the
     `first` of the ranking."""
     found, calls = arranged(*one.problem.inputs("meta"), *one.problem.outputs("meta"))
@@ -112,7 +112,10 @@ def configs_of(one: Asked, first: int) -> list[GeneralConfig]:
 
 
 def measured(
-    one: Asked, configs: Sequence[GeneralConfig], device: str = "cuda", timer: Timer = time_on_gpu
+    one: TimingRequest,
+    configs: Sequence[GeneralConfig],
+    device: str = "cuda",
+    timer: Timer = time_on_gpu,
 ) -> dict[str, Any]:
     """The row of a problem: microseconds of each config and of cuBLAS, in turns. Raises
     RuntimeError for a config whose result is wrong, and ValueError for a problem whose operands
@@ -148,7 +151,7 @@ def differing(tiles: GemmConfig) -> dict[str, Any]:
     return {f: v for f, v in asdict(tiles).items() if v != USUAL[f]}
 
 
-def measure(problems: Sequence[Asked], first: int, out: Path, seconds: float | None) -> int:
+def measure(problems: Sequence[TimingRequest], first: int, out: Path, seconds: float | None) -> int:
     """Build the kernels of `problems`, time them, and append a row each to `out`. Return how many
     failed, of which stderr says why."""
     failed = 0

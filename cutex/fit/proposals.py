@@ -1,4 +1,4 @@
-"""The problems and configs whose times would say most to the model that chooses for Hopper.
+"""Proposals of (problem, config) pairs whose timing would most improve Hopper's cost model.
 
 A problem is worth timing if a config that was not timed on it might be faster than today's choice:
 if it is by the model where doubt counts for a config instead of against it

@@ -19,7 +19,7 @@ from cutex.arch import arch
 from cutex.command import Parser, answered
 from cutex.dtypes import DTYPES
 from cutex.fit import costs as fit
-from cutex.kernels.gemm.signature import OperandLayout
+from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates as all_candidates
 from cutex.ops.matmul.choices import CallClass, name_of, shipped_file

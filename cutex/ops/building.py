@@ -183,8 +183,8 @@ def build(
 
 
 def _compile_there(batch: _Batch, seconds: float | None) -> float | None:
-    """Have the processes compile their jobs of `batch`. Return until when, by the monotonic clock;
-    None without a limit, or if they never were ready."""
+    """Compile the workers' share of `batch`. Return the deadline (time.monotonic()); None without a
+    limit, or if no worker became ready."""
     until = None
     while batch.left:
         batch.employ()
@@ -210,13 +210,13 @@ def _compile_there(batch: _Batch, seconds: float | None) -> float | None:
 
 
 def alone() -> AbstractContextManager[object]:
-    """A context for one thread at a time, of which no other has kernels compiled meanwhile."""
+    """The lock under which one thread at a time submits compile jobs."""
     return _alone
 
 
 def start(most: int = MOST) -> list[Builder]:
     """Start processes until there are `most`, or one for each core; they take seconds to be ready.
-    Return them all; none, and start none, while another thread has kernels compiled."""
+    Return all workers; an empty list, starting none, while another thread is compiling."""
     if not _alone.acquire(blocking=False):
         return []
     try:

@@ -104,16 +104,16 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def there(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
-    """`launch` with `device` as the current one, which matters with several GPUs."""
+def on_device(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
+    """`launch` with `device` current, which several GPUs need."""
     if not SEVERAL_GPUS or device.type != "cuda":
         return launch
 
-    def on_device(*arguments: Any) -> None:
+    def launch_there(*arguments: Any) -> None:
         with current(device):
             launch(*arguments)
 
-    return on_device
+    return launch_there
 
 
 def launcher(

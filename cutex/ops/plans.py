@@ -22,7 +22,7 @@ ALIGN = 16  # bytes; a plan of `find` is of tensors that begin alike to them
 _grad_enabled = torch.is_grad_enabled
 
 
-class Known(NamedTuple):
+class CachedPlan(NamedTuple):
     """A plan that takes its tensors as they are given."""
 
     takes: Callable[..., bool]  # whether tensors are like those that it was made for
@@ -47,14 +47,14 @@ class PlanCache:
 
     def __init__(self, most: int = 4096, most_alike: int = 16) -> None:
         self.most, self.most_alike = most, most_alike
-        self.known: dict[Hashable, tuple[Known, ...]] = per_device({})
-        self.latest: dict[Hashable, Known] = per_device({})  # by what an operator chooses
+        self.known: dict[Hashable, tuple[CachedPlan, ...]] = per_device({})
+        self.latest: dict[Hashable, CachedPlan] = per_device({})  # by what an operator chooses
 
     def __bool__(self) -> bool:
         return bool(self.known)
 
     @untraced
-    def find(self, options: Hashable, *given: Tensor) -> Known | None:
+    def find(self, options: Hashable, *given: Tensor) -> CachedPlan | None:
         """The plan for these options that takes the tensors as they are: that of the latest call
         with them, as where a model's layers are alike, or another remembered under `key_of`. None,
         too, for what is no tensor, and where torch has more to do than to run it."""
@@ -103,7 +103,7 @@ class PlanCache:
             return all(f.is_current() for f in functions)
 
         places = [x.data_ptr() % ALIGN for x in tensors]
-        found = Known(guard(tensors), always, wants_gradient, is_current, launch, places)
+        found = CachedPlan(guard(tensors), always, wants_gradient, is_current, launch, places)
         with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
             self.known[key] = (found, *self.known.get(key, ())[: self.most_alike - 1])
 

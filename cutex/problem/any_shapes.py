@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.problem.layer import PASSES, LayerProblem
-from cutex.problem.models import MAX_BYTES, MAX_FLOPS, Entry, draw
+from cutex.problem.models import MAX_BYTES, MAX_FLOPS, Entry, hash_below
 
 DTYPES = ("bf16", "fp16", "e4m3")
 LARGEST = 16384
@@ -49,11 +49,11 @@ def _problem(name: str, dtype: str) -> LayerProblem:
     m, n, k = (max(1, round(LARGEST ** next(fractions))) for _ in range(3))
     bits = ELEMENTS[dtype].bits
     directions = PASSES if bits == 16 else PASSES[:1]
-    direction = directions[draw(f"{name} pass", len(directions))]
-    units = [ALIGNMENTS[draw(f"{name} {side}", len(ALIGNMENTS))] for side in "nk"]
+    direction = directions[hash_below(f"{name} pass", len(directions))]
+    units = [ALIGNMENTS[hash_below(f"{name} {side}", len(ALIGNMENTS))] for side in "nk"]
     by_n, by_k = (max(unit, 128 // bits) for unit in units)
     n = -(-n // by_n) * by_n
-    if direction == "wgrad" and draw(f"{name} tokens", 2):
+    if direction == "wgrad" and hash_below(f"{name} tokens", 2):
         m = -(-m // by_k) * by_k
     else:
         k = -(-k // by_k) * by_k

@@ -145,10 +145,10 @@ class Entry:
     @property
     def fits(self) -> bool:
         """Whether it is of the half that choices may be fitted on."""
-        return draw(self.name, 2) == 0
+        return hash_below(self.name, 2) == 0
 
 
-def draw(text: str, count: int) -> int:
+def hash_below(text: str, count: int) -> int:
     """A number below `count` that depends on `text` alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % count
 
@@ -168,12 +168,12 @@ def corpus(dtype: str = "bf16") -> tuple[Entry, ...]:
         for layer in model.layers:
             seed = f"{model.source} {layer.name}"
             for kind, counts in (("decode", DECODE), ("few", FEW), ("prefill", PREFILL)):
-                for tokens in drawn(counts, 2 if kind == "few" else 1, f"{seed} {kind}"):
+                for tokens in spread_over(counts, 2 if kind == "few" else 1, f"{seed} {kind}"):
                     add(model, layer, tokens, "forward")
             if dtype != "e4m3" and layer.name != "lm_head":
                 for direction in ("dgrad", "wgrad"):
-                    for tokens in drawn(TRAINED, 1, f"{seed} {direction}"):
-                        if draw(f"{seed} {direction} kept", 3):
+                    for tokens in spread_over(TRAINED, 1, f"{seed} {direction}"):
+                        if hash_below(f"{seed} {direction} kept", 3):
                             add(model, layer, tokens, direction)
     return tuple(found.values())
 
@@ -197,7 +197,7 @@ def fitting(dtype: str = "bf16") -> dict[str, Entry]:
     return found
 
 
-def drawn(counts: tuple[int, ...], number: int, seed: str) -> list[int]:
-    """`number` of `counts`, spread evenly from a place that `seed` says."""
-    first, step = draw(seed, len(counts)), max(1, len(counts) // number)
+def spread_over(counts: tuple[int, ...], number: int, seed: str) -> list[int]:
+    """`number` entries of `counts`, evenly spaced, from an offset that `seed` gives."""
+    first, step = hash_below(seed, len(counts)), max(1, len(counts) // number)
     return [counts[(first + i * step) % len(counts)] for i in range(number)]

@@ -268,9 +268,9 @@ class Scheduler:
         return batch.pick(on) if on.any() else None
 
     def _sleep(self, batch: Batch, asleep: np.ndarray, place: int) -> None:
-        apart = self.lanes.apart[batch.idx] & asleep
+        diverged = self.lanes.diverged[batch.idx] & asleep
         self.lanes.settle(batch, np.full(batch.n, place))
-        for row in np.nonzero(apart)[0].tolist():
+        for row in np.nonzero(diverged)[0].tolist():
             warp, mask = int(batch.idx[row]), batch.active()[row]
             self.m.waits[warp][-1].lanes = mask
             self.lanes.sleep(warp, mask)

@@ -130,10 +130,10 @@ class WorkRing:
     # ---- the consumers' side
 
     @cute.jit
-    def release(self, state: PipelineState, trusted: Boolean) -> None:
-        """Release the slot for this warp, and mark it as failed unless all its rows are `trusted`.
+    def release(self, state: PipelineState, valid: Boolean) -> None:
+        """Release the slot for this warp, and mark it as failed unless all its rows are `valid`.
         A whole warp calls it."""
-        failed = Int32(1) - Int32(cute.arch.vote_all_sync(trusted))
+        failed = Int32(1) - Int32(cute.arch.vote_all_sync(valid))
         words = self.failed
         with cute.arch.elect_one():
             words[cute.arch.warp_idx(), state.slot] = failed

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.compile import Workspace
-    from cutex.kernels.gemm.signature import GeneralConfig
+    from cutex.kernels.gemm.layouts import Signature
     from cutex.problem.gemm import GemmProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
@@ -147,7 +147,7 @@ class GemmConfig:
             return f"N={problem.n}: more than {MAX_GRID} tiles of {self.tile_n} columns"
         return None
 
-    def why_not_signature(self, signature: GeneralConfig) -> str | None:
+    def why_not_signature(self, signature: Signature) -> str | None:
         """The reason why these tiles cannot compute `signature`, whatever its sizes, or None."""
         raise NotImplementedError
 

@@ -15,28 +15,12 @@ from cutex.compile import Argument, Operand, Workspace
 from cutex.device.epilogue.epilogue_ops import BoundOps, EpilogueOp, has_gate, op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.schedulers.order import TileCounts
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.gemm import GemmProblem
-
-
-@dataclass(frozen=True)
-class OperandLayout:
-    """The memory layout of an argument: `major` says whether a "row" or a "column" is
-    contiguous."""
-
-    dtype: str = "bf16"
-    major: str = "row"
-    batched: bool = False
-    tma: bool = True  # base and strides are multiples of 16 bytes; if False, any strides
-    whole: bool = False  # the contiguous size is a multiple of 16 bytes, too
-
-    def argument(self, name: str, rows: str, columns: str, batch: str) -> Operand:
-        sizes = (batch, rows, columns) if self.batched else (rows, columns)
-        contiguous = None if not self.tma else -1 if self.major == "row" else -2
-        return Operand(name, sizes, self.dtype, contiguous, aligned=self.tma, whole=self.whole)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.forward import Forward as Forward90
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.forward import Forward as Forward100
-from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.general import General as General90
 from cutex.kernels.gemm.sm100 import cost_model
 from cutex.kernels.gemm.sm100.general import General as General100

@@ -82,7 +82,7 @@ class Blocks(NamedTuple):
         return Path(last - forwards * (last - self.first), 2 * forwards - 1)
 
     def around(self, part: Blocks, forwards: Int | None) -> tuple[Int, Int]:
-        """The numbers of blocks on the path before those of `part`, and behind them."""
+        """How many blocks of the path precede `part`, and how many follow it."""
         above, below = self.end - part.end, part.first - self.first
         if forwards is None:
             return above, below

@@ -34,7 +34,7 @@ class GuardedSoftmax(Softmax):
 
     shift: Any = None  # (rows) the reference in powers of two, or NO_KEY; None if not kept
 
-    trusted_sum: ClassVar[float] = 2.0**26
+    valid_sum: ClassVar[float] = 2.0**26
 
     @classmethod
     def of(cls, scale_log2: Float32, slack: float, optimistic: bool) -> Self:
@@ -104,12 +104,12 @@ class GuardedSoftmax(Softmax):
 
     @cute.jit
     def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
-        trusted = super().finish(sinks, factors, lse)
+        valid = super().finish(sinks, factors, lse)
         for r in cutlass.range_constexpr(self.rows):
             if cutlass.const_expr(self.shift is not None):
-                trusted = trusted & ~self._is_large(r)
+                valid = valid & ~self._is_large(r)
             elif cutlass.const_expr(len(sinks) == 0):  # noqa: SIM102 - known when tracing
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
                     scale = self.scale_log2 * LN2
                     lse[r] = self.reference[r] * scale - log2(factors[r]) * LN2
-        return trusted
+        return valid

@@ -26,7 +26,7 @@ from cutlass import Boolean, Float32, cute
 from cutex.device.atoms.scalar import exp2, log2, reciprocal
 
 LN2 = 0.6931471805599453
-TRUSTED_SUM = 2.0**30  # largest trusted sum of exponentials; times V, far below the fp32 maximum
+VALID_SUM = 2.0**30  # largest valid sum of exponentials; times V, far below the fp32 maximum
 LOG2_E = 1.4426950408889634
 
 
@@ -66,7 +66,7 @@ class Softmax:
     shift: cute.Tensor | None = None  # (rows) the reference in powers of two; 0, not -inf
 
     rows: ClassVar[int] = 2
-    trusted_sum: ClassVar[float] = TRUSTED_SUM
+    valid_sum: ClassVar[float] = VALID_SUM
     over_row: ClassVar[Any] = staticmethod(over_quad)  # the reduction over the threads of a row
 
     @classmethod
@@ -168,10 +168,10 @@ class Softmax:
         `sinks` are, for each row, the score, natural and scaled, of one more key that has no value;
         empty if there is no such key.
         """
-        trusted = Boolean(True)
+        valid = Boolean(True)
         for r in cutlass.range_constexpr(self.rows):
             total = self.over_row(self.sums[r], lambda x, y: x + y)
-            trusted = trusted & (total <= self.trusted_sum)
+            valid = valid & (total <= self.valid_sum)
             highest = self.reference_log2(r)
             scaled = Float32(1.0)
             if cutlass.const_expr(len(sinks) > 0):
@@ -184,4 +184,4 @@ class Softmax:
             empty = total == 0.0
             factors[r] = Float32(0.0) if empty else scaled * reciprocal(total)
             lse[r] = -Float32.inf if empty else (highest + log2(total)) * LN2
-        return trusted
+        return valid

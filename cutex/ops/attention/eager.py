@@ -19,7 +19,7 @@ from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
 from cutex.ops.device import current, per_device
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain, is_watched_unseen, nobody_watches, untraced
-from cutex.ops.plans import Known, PlanCache
+from cutex.ops.plans import CachedPlan, PlanCache
 
 Mod = Callable[..., Any] | None
 OPTIONS = ("softmax_scale", "causal", "window_size", "softcap", "learnable_sink", "return_lse")
@@ -219,7 +219,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @untraced
-def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> Known | None:
+def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> CachedPlan | None:
     """The plan for these options that takes the tensors `given` as they are: that of the latest
     call with them, as where a model's layers are alike, or another."""
     known = _latest.get(options)

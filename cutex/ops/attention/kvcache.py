@@ -22,8 +22,8 @@ from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims
 from cutex.ops.attention.kvcache_call import KVCacheCall, check, refuse, stepped
-from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, there, why_copied
-from cutex.ops.device import SEVERAL_GPUS, current, launcher
+from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, why_copied
+from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, nobody_watches, untraced
 from cutex.ops.plans import PlanCache
 from cutex.problem.stage import package
@@ -224,7 +224,7 @@ class Plan:
     def launched(self, *arguments: Any) -> None:
         if self.launch is None:
             made = launcher(self.compiled, list(arguments), self.needs)
-            self.launch = there(self.device, made)
+            self.launch = on_device(self.device, made)
         self.launch(*arguments)
 
 

@@ -22,7 +22,7 @@ from cutex.compile.user_function import UserFunction
 from cutex.kernels.attention.forward.choose import FITTED, fitted
 from cutex.kernels.attention.spec import AttentionSpec, Shape
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
-from cutex.ops.device import SEVERAL_GPUS, launcher, simulated_arch, there
+from cutex.ops.device import SEVERAL_GPUS, launcher, on_device, simulated_arch
 from cutex.ops.plain import empty_of, untraced
 from cutex.ops.workspace import flags, flags_of
 from cutex.problem.stage import package
@@ -153,7 +153,7 @@ class Plan:
             arguments.append(flags(self.device, COUNTER))
         arguments += self.scalars
         if self.launch is None:
-            self.launch = there(self.device, launcher(self.compiled, arguments))
+            self.launch = on_device(self.device, launcher(self.compiled, arguments))
             # NOTE: of lengths on the CPU the values are checked at each call
             if self.as_given and self.rest_as_given and not (lengths and q.is_cpu):
                 self.short = self._short(self.launch, alone=not lengths and sink is None)

@@ -25,7 +25,7 @@ from cutex.ops.matmul.checks import Call, by_row
 if TYPE_CHECKING:
     from cutex.device.epilogue import epilogue_ops
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
-    from cutex.kernels.gemm.signature import OperandLayout
+    from cutex.kernels.gemm.layouts import OperandLayout
 
 # bytes of the elements that an MMA reads only with K contiguous
 K_ONLY = {"sm_90a": (1, 4), "sm_100a": ()}
@@ -72,7 +72,7 @@ def repacked(x: Tensor, contiguous: int) -> Tensor:
 
 def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout, str]:
     """x (R, C) or (L, R, C) as the kernel takes it, its layout, and a note if it was copied."""
-    from cutex.kernels.gemm.signature import OperandLayout
+    from cutex.kernels.gemm.layouts import OperandLayout
 
     note = ""
     side = next((s for s in ((k_side,) if k_only else (-1, -2)) if aligned(x, s)), None)
@@ -90,7 +90,7 @@ def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
     NOTE: a TMA store writes whole units of 16 bytes: on an H200, where rows ended within one, the
     memory after them was overwritten.
     """
-    from cutex.kernels.gemm.signature import OperandLayout
+    from cutex.kernels.gemm.layouts import OperandLayout
 
     name, batched = name_of(x), x.dim() == 3
     for side, major in ((-1, "row"), (-2, "column")):
@@ -113,7 +113,7 @@ class Arranged:
     notes: dict[str, str]  # by operand: the reason why the call is slower than it could be
     sizes: tuple[int, int, int, int]  # M, N, K, L
     as_given: bool  # every tensor is passed as the call was given it
-    tall: bool  # except a, out and residual, which are viewed as one matrix
+    flattened: bool  # except a, out and residual, which are viewed as one matrix
 
 
 def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
@@ -125,12 +125,12 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
         residual, expanded = residual.expand(out.shape), True
     if a.shape[-1] == 0:  # nothing to add up: the epilogue of zeros
         a, b = a.new_zeros((a.shape[-2], ALIGN)), b.new_zeros((ALIGN, b.shape[-1]))
-    is_tall = False
+    is_flattened = False
     if b.dim() == 2 and a.dim() > 2 and not row_wise(call):
-        tall = [x if x is None else as_one(x) for x in (a, out, residual)]
-        if tall[0] is not None and tall[1] is not None and (tall[2] is None) == (residual is None):
-            a, out, residual = tall
-            is_tall = True
+        one = [x if x is None else as_one(x) for x in (a, out, residual)]
+        if one[0] is not None and one[1] is not None and (one[2] is None) == (residual is None):
+            a, out, residual = one
+            is_flattened = True
     given = [a, b, out, residual]
     if out.dim() > 3:
         batch = out.shape[:-2]
@@ -167,7 +167,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
         and not expanded
     )
     return Arranged(
-        tensors, a_layout, b_layout, out_layout, ops, names, notes, sizes, as_given, is_tall
+        tensors, a_layout, b_layout, out_layout, ops, names, notes, sizes, as_given, is_flattened
     )
 
 

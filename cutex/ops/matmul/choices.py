@@ -34,7 +34,7 @@ from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
-    from cutex.kernels.gemm.signature import OperandLayout
+    from cutex.kernels.gemm.layouts import OperandLayout
 
 
 @dataclass(frozen=True)

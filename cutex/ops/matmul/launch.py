@@ -27,13 +27,13 @@ def launch_of(
     # NOTE: with several GPUs the current one must be that of the tensors
     names, one = tuple(arranged.names), call.a is call.b
     if not SEVERAL_GPUS and call.out is None and names in ((), () if one else ("bias",)):
-        return _of_few(function, call, arranged.tall)
-    if not (SEVERAL_GPUS or call.out is None or names or arranged.tall):
+        return _of_few(function, call, arranged.flattened)
+    if not (SEVERAL_GPUS or call.out is None or names or arranged.flattened):
         return _into_out(function, call)
     return Launch(function, call, arranged)
 
 
-def _of_few(function: Callable[..., None], call: Call, tall: bool) -> Callable[..., Tensor]:
+def _of_few(function: Callable[..., None], call: Call, flattened: bool) -> Callable[..., Tensor]:
     """The launch of calls with a, b and perhaps a bias, whose result is allocated.
 
     NOTE: one function for each form, since each step of Python costs 0.1 us.
@@ -66,7 +66,7 @@ def _of_few(function: Callable[..., None], call: Call, tall: bool) -> Callable[.
         function(a.view(-1, k), b, out.view(-1, n), *bias)
         return out
 
-    if tall:
+    if flattened:
         return of_tall
     if call.a is call.b:
         return of_one
@@ -107,7 +107,7 @@ def _overlap(call: Call) -> Callable[[Tensor, Tensor, Tensor], bool]:
 
 
 class Launch:
-    """The launch of a call with further tensors, or numbers, or of a batch as one tall matrix."""
+    """The launch of a call with further tensors, or numbers, or of a batch that is flattened."""
 
     def __init__(self, function: Callable[..., None], call: Call, arranged: Arranged) -> None:
         self.function = function
@@ -118,7 +118,7 @@ class Launch:
         self.shape, self.dtype, self.device = call.shape, call.dtype, call.a.device
         self.strides = torch.empty(call.shape, device="meta").stride()
         self.empty = empty_of(call.a.device, SEVERAL_GPUS)
-        self.tall = arranged.tall
+        self.flattened = arranged.flattened
         self.numbers = {"alpha": float(call.alpha), "beta": float(call.beta)}
         self.names = arranged.names  # names of the arguments beside a, b and out
         passed = dict(zip(self.names, arranged.tensors[3:], strict=True))
@@ -142,7 +142,7 @@ class Launch:
             if any(share_memory(amax, x) for x in inputs):
                 raise ValueError("amax shares memory with an input")
         out, function = result, self.function
-        if self.tall:
+        if self.flattened:
             a, out = a.view(-1, a.shape[-1]), out.view(-1, out.shape[-1])
         passed = [self._argument(name, tensors, out) for name in self.names]
         if SEVERAL_GPUS and self.device.index != torch.cuda.current_device():
@@ -157,7 +157,7 @@ class Launch:
         place = self.places.get(name)
         if place is not None:
             x = tensors[place]
-            return x.view(-1, x.shape[-1]) if self.tall and name == "residual" else x
+            return x.view(-1, x.shape[-1]) if self.flattened and name == "residual" else x
         if name == "c":
             return out.clone() if self.copies_out else out
         return self.numbers[name]

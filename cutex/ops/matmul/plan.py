@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from cutex.compile import Compiled
     from cutex.compile.user_function import UserFunction
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
-    from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+    from cutex.kernels.gemm.layouts import OperandLayout
+    from cutex.kernels.gemm.signature import GeneralConfig
 
     Layouts = tuple[OperandLayout, OperandLayout, OperandLayout]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutex.ops.device import SEVERAL_GPUS, current, launcher, there
+from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.row.rows import as_rows, dtype_of
@@ -74,7 +74,7 @@ class Launch:
         compiled = kernel_for(kind, config, dtype_of(self.operands[order[0]]), arch)
         with current(self.device):
             arguments = [*(self.operands[name] for name in order), *constants]
-            launch = there(self.device, launcher(compiled, arguments))
+            launch = on_device(self.device, launcher(compiled, arguments))
         names = [*self.operands]
         picked = [names.index(name) for name in order]
         # of each result its place, and its shape where that is not the one in which it is passed

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.peers import flash_attention, flash_attention_3, torch_attention
-from cutex.problem.attention.families import FAMILIES
+from cutex.problem.attention.families import DTYPES, INITS
 from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
 from cutex.problem.work import Work
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from cutex.problem.attention.case import AttentionCase
 
-DTYPES = ("bf16", "fp16")
-INITS = tuple(FAMILIES)
 TOKENS, WIDTH = 16384, 2048  # batch * seqlen and heads * head_dim of a case that is timed
 
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from cutex.dtypes import DTYPES as ELEMENTS
-from cutex.problem.attention import DTYPES, INITS
 from cutex.problem.attention.check import check
-from cutex.problem.attention.families import FAMILIES
+from cutex.problem.attention.families import DTYPES, FAMILIES, INITS
 from cutex.problem.protocol import Check
 
 VIEWS = ("contiguous", "interleaved", "padded", "heads first", "expanded", "shifted", "transposed")

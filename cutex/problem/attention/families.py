@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Case = Any  # an AttentionCase, whose module imports this one
 Change = Callable[[Case, "Tensor", str, "Generator"], None]
 
+DTYPES = ("bf16", "fp16")
+
 WILD = 8.0  # the factor of q in the wild heads of "wild heads"
 HOT_EVERY = 128  # keys, one of which is hot
 ALONG = 12.0  # length of what q and the hot keys have in common
@@ -120,6 +122,7 @@ FAMILIES: dict[str, Change | None] = {
     "wild": _wild_heads,
     "zeros": _zeros,
 }
+INITS = tuple(FAMILIES)
 
 
 def _normal(shape: tuple[int, ...], like: Tensor, generator: Generator) -> Tensor:

@@ -208,7 +208,7 @@ class AsyncAccesses(Observer):
                 if before.queue != op.queue:
                     verb = "overwrites" if write else "reads"
                     did = "write" if last is other.write else "read"
-                    why = self._bearable(before, last, cta, op.warp)
+                    why = self._advisory_reason(before, last, cta, op.warp)
                     if op.source is not None and op.source == before.source:
                         why = why or "both copy the same bytes to the same place"
                     self._race(op.what, verb, op.warp, op.instruction, place, before, did, why)
@@ -281,10 +281,10 @@ class AsyncAccesses(Observer):
         warp: int,
         ins: Instruction,
         usable: np.ndarray,
-        bearable: str = "",
+        advisory_reason: str = "",
     ) -> None:
         """Check an access by a warp to tensor memory; ``usable``: the counts that strictly precede
-        it. ``bearable``: the reason why a missing order is an advisory only, if it is.
+        it. ``advisory_reason``: the reason why a missing order is an advisory only, if it is.
         """
         if not self.tracks:
             return
@@ -296,8 +296,8 @@ class AsyncAccesses(Observer):
                 before, slot, count = last.operation[cta], last.slot[cta], last.count[cta]
                 if count > known[slot]:
                     assert before is not None
-                    why = self._bearable(before, last, cta, warp)
-                    why = why or (bearable and f"{bearable}, comes after that")
+                    why = self._advisory_reason(before, last, cta, warp)
+                    why = why or (advisory_reason and f"{advisory_reason}, comes after that")
                     self._race(what, verb, warp, ins, place, before, did, why)
                     return
                 if count > usable[slot]:
@@ -349,7 +349,7 @@ class AsyncAccesses(Observer):
                     assert before is not None
                     place = Span(int(cta[k]), int(offset[k]), int(offset[k]) + width)
                     what, verb = ("a store", "overwrites") if write else ("a load", "reads")
-                    why = self._bearable(before, last, int(cta[k]), int(warps[k]))
+                    why = self._advisory_reason(before, last, int(cta[k]), int(warps[k]))
                     self._race(what, verb, int(warps[k]), ins, place, before, did, why)
                     if not why:
                         return
@@ -374,15 +374,15 @@ class AsyncAccesses(Observer):
         place: Place,
         other: Operation,
         did: str,
-        bearable: str,
+        advisory_reason: str,
     ) -> None:
-        """Report a race; ``bearable``: the reason why it is an advisory only, if it is."""
+        """Report a race; ``advisory_reason``: the reason why it is an advisory only, if it is."""
         m = self.m
         issued = f"issued by {m.grid.name_warp(other.warp)} at {other.instruction.where()}"
         message = f"{what} of {m.grid.name_warp(warp)} {verb} {place} "
-        if bearable:
+        if advisory_reason:
             did = "wrote" if did == "write" else "read"
-            message += f"which {other.what} {issued} {did}: {bearable}"
+            message += f"which {other.what} {issued} {did}: {advisory_reason}"
         elif other.done:
             done = "wrote" if did == "write" else "read"
             message += (
@@ -394,7 +394,9 @@ class AsyncAccesses(Observer):
             message += f"while it is still being {doing} by {other.what} {issued}"
         if other.signals:
             message += f"; {self._last_wait(warp, other.signals[0])}"
-        m.findings.add("race", message, ins, bool(bearable), remedy=self._remedy(other, place.cta))
+        m.findings.add(
+            "race", message, ins, bool(advisory_reason), remedy=self._remedy(other, place.cta)
+        )
 
     def _remedy(self, other: Operation, cta: int) -> str:
         """The wait that orders an access after an operation."""
@@ -404,7 +406,7 @@ class AsyncAccesses(Observer):
         wait = _COMPLETES.get(other.engine, "a wait for its group by the thread that issued it")
         return f"{wait}, then a barrier with this warp if it is another"
 
-    def _bearable(self, before: Operation, last: Last, cta: int, warp: int) -> str:
+    def _advisory_reason(self, before: Operation, last: Last, cta: int, warp: int) -> str:
         """The reason why an access of ``warp`` after an operation breaks only the letter of the
         ISA; "" if it is a race.
 

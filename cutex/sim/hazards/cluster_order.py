@@ -24,7 +24,9 @@ from cutex.sim.ptx.strength import Strength, is_fence, strength
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-Known = dict[int, np.ndarray]  # a clock: by cluster of the grid, counts of its agents, by slot
+ClusterClock = dict[
+    int, np.ndarray
+]  # a clock: by cluster of the grid, counts of its agents, by slot
 
 
 def _releases(program: Program) -> bool:
@@ -41,15 +43,19 @@ class ClusterOrder(Observer):
     def __init__(self, machine: Machine) -> None:
         self.m = machine
         self.active = _releases(machine.program)
-        self.released: dict[int, Known] = {}  # by address
+        self.released: dict[int, ClusterClock] = {}  # by address
 
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
         self.clocks = clocks
-        self.at_fence: dict[int, Known] = {}  # by warp: the clock that its last fence released
-        self.observed: dict[int, Known] = {}  # by warp: clocks read strongly since its last fence
-        self.acquired: dict[int, list[Known]] = {}  # by warp: its clock after each acquire
-        self.latest: dict[int, Known] = {}  # by warp: the clock that it has acquired last
+        self.at_fence: dict[
+            int, ClusterClock
+        ] = {}  # by warp: the clock that its last fence released
+        self.observed: dict[
+            int, ClusterClock
+        ] = {}  # by warp: clocks read strongly since its last fence
+        self.acquired: dict[int, list[ClusterClock]] = {}  # by warp: its clock after each acquire
+        self.latest: dict[int, ClusterClock] = {}  # by warp: the clock that it has acquired last
 
     def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
         """NOTE: the clocks have to count the fence after this."""
@@ -85,12 +91,12 @@ class ClusterOrder(Observer):
         row = self._foreign(warp).get(cluster)
         return int(row[slot]) if row is not None and slot < len(row) else 0
 
-    def _now(self, warp: int) -> Known:
+    def _now(self, warp: int) -> ClusterClock:
         m = self.m
         own = int(m.grid.cta_cluster[m.grid.warp_cta[warp]])
         return {**self._foreign(warp), own: self.clocks.known[warp].copy()}
 
-    def _foreign(self, warp: int) -> Known:
+    def _foreign(self, warp: int) -> ClusterClock:
         """The clocks of other clusters that ``warp`` has, through acquires of its cluster that
         precede it.
         """
@@ -104,7 +110,7 @@ class ClusterOrder(Observer):
                 out = _joined(out, steps[count - 1])
         return out
 
-    def _acquire(self, warp: int, what: Known) -> None:
+    def _acquire(self, warp: int, what: ClusterClock) -> None:
         steps = self.acquired.setdefault(warp, [])
         before = steps[-1] if steps else {}
         after = _joined(before, what)
@@ -113,7 +119,7 @@ class ClusterOrder(Observer):
             self.clocks.learn(warp, self.clocks.acquire_slot(warp), len(steps))
 
 
-def _joined(a: Known, b: Known) -> Known:
+def _joined(a: ClusterClock, b: ClusterClock) -> ClusterClock:
     """The join of both clocks; ``a`` itself if ``b`` adds nothing."""
     out = a
     for cluster, row in b.items():

@@ -135,10 +135,10 @@ class TmemShadow(Observer):
         what: str,
         ins: Instruction,
         usable: np.ndarray,
-        bearable: str = "",
+        advisory_reason: str = "",
     ) -> None:
         """Report a race; ``usable`` (slots,): the counts that strictly precede the access.
-        ``bearable``: the reason why a missing order is an advisory only, if it is.
+        ``advisory_reason``: the reason why a missing order is an advisory only, if it is.
         """
         at, known = _units(place), self.clocks.follows[warp]
         others = [(self.writer, self.written, self.line, "stored")]
@@ -164,8 +164,8 @@ class TmemShadow(Observer):
             elif not advisory and int(self.clocks.known[peer, slot]) < count[unit, column]:
                 wait = "st" if did == "stored" else "ld"
                 why += f", and that warp has not waited with tcgen05.wait::{wait}"
-            if bearable and not advisory:
-                why, advisory = f"{bearable}, comes after that", True
+            if advisory_reason and not advisory:
+                why, advisory = f"{advisory_reason}, comes after that", True
             if did == "loaded" and not advisory:
                 cell = place.cta, at[1].start + unit, place.low + column
                 self.early.raced(cell, peer, int(lines[at][unit, column]), warp, what, ins)

@@ -96,8 +96,8 @@ class BlockScales:
     def _scaled(
         self, cta: int, values: np.ndarray, column: int, byte: int, below: int
     ) -> np.ndarray:
-        """``values``, scaled. ``below`` rows are below each other; if there are twice as many, in
-        half the lanes.
+        """Multiply ``values`` by their scale factors; ``below``: rows stacked in one column of
+        lanes, of twice as many in half the lanes.
         """
         rows, k = values.shape
         r = np.arange(rows)

@@ -25,7 +25,7 @@ class Divergence:
     """Program positions and states of all resident warps, and of their lanes while they are
     diverged.
 
-    A warp is apart (diverged) while its live lanes are at different places, or some of them sleep.
+    A warp is diverged while its live lanes are at different places, or some of them sleep.
     ``pc`` is the place of a warp's lanes that run next.
     """
 
@@ -38,7 +38,7 @@ class Divergence:
         self.live = live
         self.state = np.where(live.any(1), RUNNING, DONE).astype(np.uint8)
         self.pc = np.zeros(warps, np.int64)
-        self.apart = np.zeros(warps, bool)
+        self.diverged = np.zeros(warps, bool)
         self.lane_pc = np.zeros((warps, 32), np.int64)
         self.asleep = np.zeros((warps, 32), bool)
         self.turn = np.zeros((warps, 32), np.int64)  # how often a lane has yielded
@@ -47,11 +47,11 @@ class Divergence:
 
     def running(self, idx: np.ndarray, place: int) -> np.ndarray | None:
         """The active lanes of warps that are at ``place``; None for all lanes of full warps."""
-        live, apart = self.live[idx], self.apart[idx]
-        if not apart.any() and live.all():
+        live, diverged = self.live[idx], self.diverged[idx]
+        if not diverged.any() and live.all():
             return None
         here = (self.lane_pc[idx] == place) & ~self.asleep[idx] & ~self.held[idx]
-        return live & (here | ~apart[:, None])
+        return live & (here | ~diverged[:, None])
 
     def meeting_places(
         self, idx: np.ndarray, mask: np.ndarray, place: int
@@ -59,7 +59,7 @@ class Divergence:
         """The places at which a batch may have to stop: the next higher one with lanes of its
         warps, and all at which it would have to wait for them.
         """
-        others = self.live[idx] & self.apart[idx][:, None] & ~mask
+        others = self.live[idx] & self.diverged[idx][:, None] & ~mask
         if not others.any():
             return self.end, frozenset()
         above = self.lane_pc[idx][others]
@@ -76,12 +76,12 @@ class Divergence:
         if batch.mask is None:
             self.pc[batch.idx] = place
             return
-        apart = self.apart[batch.idx]
-        self.pc[batch.idx[~apart]] = place[~apart]
-        if apart.any():
-            idx = batch.idx[apart]
+        diverged = self.diverged[batch.idx]
+        self.pc[batch.idx[~diverged]] = place[~diverged]
+        if diverged.any():
+            idx = batch.idx[diverged]
             lanes = self.lane_pc[idx]
-            lanes[batch.mask[apart]] = np.repeat(place[apart], batch.mask[apart].sum(1))
+            lanes[batch.mask[diverged]] = np.repeat(place[diverged], batch.mask[diverged].sum(1))
             self.lane_pc[idx] = lanes
             self.choose(idx)
 
@@ -96,21 +96,21 @@ class Divergence:
             self.settle(batch.pick(~split), place[~split])
         idx = batch.idx[split]
         if len(idx):
-            lanes = np.where(self.apart[idx][:, None], self.lane_pc[idx], self.pc[idx][:, None])
+            lanes = np.where(self.diverged[idx][:, None], self.lane_pc[idx], self.pc[idx][:, None])
             lanes[here[split]] = pc + 1
             lanes[taken[split]] = target
             self.lane_pc[idx] = lanes
-            self.apart[idx] = True
+            self.diverged[idx] = True
             self.choose(idx)
 
     def leave(self, batch: Batch, leaving: np.ndarray, pc: int) -> np.ndarray:
         """Let lanes return at ``pc``; return the warps without live lanes."""
         idx = batch.idx
-        lanes = np.where(self.apart[idx][:, None], self.lane_pc[idx], pc)
+        lanes = np.where(self.diverged[idx][:, None], self.lane_pc[idx], pc)
         lanes[batch.active() & ~leaving] = pc + 1
         self.lane_pc[idx] = lanes
         self.live[idx] &= ~leaving
-        self.apart[idx] = True
+        self.diverged[idx] = True
         gone = idx[~self.live[idx].any(1)]
         self.choose(idx)
         self.state[gone] = DONE
@@ -119,7 +119,7 @@ class Divergence:
     # -- sleeping ----------------------------------------------------------------------------------
 
     def sleep(self, warp: int, lanes: np.ndarray | None) -> None:
-        """Let these lanes sleep until `wake`; None for all lanes of a warp that is not apart."""
+        """Let these lanes sleep until `wake`; None for all lanes of a warp that is not diverged."""
         if lanes is None:
             self.state[warp] = BLOCKED
         else:
@@ -136,8 +136,8 @@ class Divergence:
     def give_way(self, batch: Batch) -> None:
         """Let spinning lanes yield to others; if there are none, until something happens."""
         self.state[batch.idx] = YIELDED
-        apart = self.apart[batch.idx]
-        for warp, mask in zip(batch.idx[apart], batch.active()[apart], strict=True):
+        diverged = self.diverged[batch.idx]
+        for warp, mask in zip(batch.idx[diverged], batch.active()[diverged], strict=True):
             self.turn[warp, mask] += 1
             self._choose_one(int(warp))
             if not self._at(int(warp))[mask].any():
@@ -146,7 +146,7 @@ class Divergence:
     def go_on_alone(self) -> bool:
         """Let lanes run that wait only for lanes of their own warp; return False if there are
         none."""
-        stuck = self.apart & ~self.alone & ((self.state == BLOCKED) | (self.state == YIELDED))
+        stuck = self.diverged & ~self.alone & ((self.state == BLOCKED) | (self.state == YIELDED))
         waiting = stuck & (self.live & ~self.asleep).any(1)
         idx = np.nonzero(waiting)[0]
         self.alone[idx] = True
@@ -170,7 +170,7 @@ class Divergence:
     # -- choosing ----------------------------------------------------------------------------------
 
     def choose(self, idx: np.ndarray) -> None:
-        """Set ``pc``, ``apart`` and ``state`` of warps whose lanes moved, slept or woke."""
+        """Set ``pc``, ``diverged`` and ``state`` of warps whose lanes moved, slept or woke."""
         live = self.live[idx]
         lanes = self.lane_pc[idx]
         far = self.end
@@ -180,14 +180,14 @@ class Divergence:
         self.pc[idx] = low
         together = (low >= high) & ~sleepy
         whole = idx[together]
-        self.apart[whole] = self.alone[whole] = False
+        self.diverged[whole] = self.alone[whole] = False
         self.held[whole] = False
         self.turn[whole] = 0
         self.state[idx] = RUNNING
         rest = idx[~together]
         if not len(rest):
             return
-        self.apart[rest] = True
+        self.diverged[rest] = True
         plain = ~(sleepy | self.alone[idx] | self.turn[idx].any(1))[~together]
         plain &= ((lanes == low[:, None]) | (lanes == high[:, None]) | ~live).all(1)[~together]
         pairs = np.stack([low[~together], high[~together]], 1)

@@ -177,7 +177,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "fma_beside_mma": ("probe busy: FMA beside wgmma, 1.8 to 2.6", "-"),
     "alu_beside_mma": ("probe busy: max and cvt beside wgmma, 1.9 to 2.5", "-"),
     "mufu_beside_mma": ("probe busy: ex2 beside wgmma, 1.26 to 1.33", "-"),
-    "mufu_lost_beside_mma": ("fit, attention; probe busy of one warp: 0.9 to 1.4", "-"),
+    "mufu_lost_beside_mma": ("fit on rows of the ladders; probe busy of one warp: 0.9 to 1.4", "-"),
     "mma_beside_fma": ("probe busy: wgmma beside FMA, 0.75 to 0.8 of four sub-cores", "-"),
     "mma_commit": ("-", "published: batches end 132 to 182 cycles late"),
     "tmem_bytes": ("-", "prior, not known well"),

@@ -10,7 +10,7 @@ from cutex.kernels.gemm.config import GemmConfig
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.kernels.gemm.signature import GeneralConfig
+    from cutex.kernels.gemm.layouts import Signature
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Sm100Config(GemmConfig):
             return f"split_k={self.split_k}: takes tile_m=256 and num_acc=1"
         return None
 
-    def why_not_signature(self, signature: GeneralConfig) -> str | None:
+    def why_not_signature(self, signature: Signature) -> str | None:
         b = signature.a if self.swap_ab else signature.b
         _, k_major = signature.k_major
         row_bytes = self.tile_n // 2 * DTYPES[b.dtype].bits // 8

@@ -12,7 +12,7 @@ from cutex.kernels.gemm.config import ELEMENT, GemmConfig, ceil_div
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.kernels.gemm.signature import GeneralConfig
+    from cutex.kernels.gemm.layouts import Signature
     from cutex.problem.gemm import GemmProblem
 
 # tiles of up to so many columns are bound by memory alone: looking ahead for an MMA gains nothing
@@ -238,7 +238,7 @@ class Sm90Config(GemmConfig):
             return f"spread={self.spread}: {num_ctas} tiles overlap by more than an eighth"
         return None
 
-    def why_not_signature(self, signature: GeneralConfig) -> str | None:
+    def why_not_signature(self, signature: Signature) -> str | None:
         out = signature.out
         if self.odd_rows and (DTYPES[out.dtype].bits != 16 or signature.gated):
             return f"tile_n={self.tile_n}: odd multiples of 8 are stored as 16 bits, ungated"

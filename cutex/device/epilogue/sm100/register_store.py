@@ -12,16 +12,16 @@ from cutex.device.work_tile import WorkTile
 
 
 @cute.jit
-def store_accumulator(mma: UmmaProduct, mC: cute.Tensor, tile: WorkTile, thread: Int32) -> None:
-    """Load the accumulator, round it and store it to its tile of mC (M, N). Threads 0 to 127 call
+def store_accumulator(mma: UmmaProduct, mOut: cute.Tensor, tile: WorkTile, thread: Int32) -> None:
+    """Load the accumulator, round it and store it to its tile of mOut (M, N). Threads 0 to 127 call
     it.
 
     Each thread holds a whole row, so it stores 16 bytes at a time.
     """
     tAcc = mma.acc[(None, None), 0, 0]  # (bM, bN)
     tile_mn = tAcc.shape
-    gC = cute.local_tile(mC, tile_mn, (tile.m, tile.n))  # (bM, bN)
-    cC = cute.make_identity_tensor(mC.shape)
+    gC = cute.local_tile(mOut, tile_mn, (tile.m, tile.n))  # (bM, bN)
+    cC = cute.make_identity_tensor(mOut.shape)
     cC = cute.local_tile(cC, tile_mn, (tile.m, tile.n))  # (bM, bN)
     part = (tmem.LANES, tmem.load_columns(tile_mn[1]))
     tAcc, gC, cC = (
@@ -37,7 +37,7 @@ def store_accumulator(mma: UmmaProduct, mC: cute.Tensor, tile: WorkTile, thread:
         tTR_rAcc = cute.make_rmem_tensor(shape, cutlass.Float32)  # (T2R, T2R_M, T2R_N)
         cute.copy(load, tTR_tAcc[None, None, None, i], tTR_rAcc)
         cute.arch.fence_view_async_tmem_load()
-        tTR_rC = cute.make_rmem_tensor_like(tTR_rAcc, mC.element_type)
-        tTR_rC.store(tTR_rAcc.load().to(mC.element_type))
+        tTR_rC = cute.make_rmem_tensor_like(tTR_rAcc, mOut.element_type)
+        tTR_rC.store(tTR_rAcc.load().to(mOut.element_type))
         out, coord = tTR_gC[None, None, None, i], tTR_cC[None, None, None, i]
-        store_vectors(tTR_rC, out, coord, mC.shape, width=128 // mC.element_type.width)
+        store_vectors(tTR_rC, out, coord, mOut.shape, width=128 // mOut.element_type.width)

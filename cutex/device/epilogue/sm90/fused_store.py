@@ -328,10 +328,10 @@ class ElementStore:
         return cute.make_tensor(acc.iterator, cute.make_layout((size, cute.size(acc) // size)))
 
     def wait(self, groups: int, pending: bool = True) -> None:
-        """No slot has to become free."""
+        """Do nothing: this store uses no smem slots."""
 
     def drain(self) -> None:
-        """No store reads smem."""
+        """Do nothing: this store uses no smem slots."""
 
     @cute.jit
     def store_part(

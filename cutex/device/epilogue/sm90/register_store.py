@@ -12,19 +12,19 @@ from cutex.device.work_tile import WorkTile
 
 @cute.jit
 def store_accumulators(
-    mma: WgmmaProduct, mC: cute.Tensor, tile: WorkTile, tile_mn: cutlass.Constexpr, thread: Int32
+    mma: WgmmaProduct, mOut: cute.Tensor, tile: WorkTile, tile_mn: cutlass.Constexpr, thread: Int32
 ) -> None:
-    """Round this thread's accumulators and store them to its tile, (bM, bN), of mC (M, N).
+    """Round this thread's accumulators and store them to its tile, (bM, bN), of mOut (M, N).
 
     A wgmma accumulator holds 2 neighbours of a row in one thread, 4 bytes; 4 threads fill a row of
     8 columns.
     """
     thr_mma = mma.mma.tiled().get_slice(thread)
-    gC = cute.local_tile(mC, tile_mn, (tile.m, tile.n))  # (bM, bN)
-    cC = cute.make_identity_tensor(mC.shape)
+    gC = cute.local_tile(mOut, tile_mn, (tile.m, tile.n))  # (bM, bN)
+    cC = cute.make_identity_tensor(mOut.shape)
     cC = cute.local_tile(cC, tile_mn, (tile.m, tile.n))  # (bM, bN)
     tCgC = thr_mma.partition_C(gC)  # (MMA, MMA_M, MMA_N)
     tCcC = thr_mma.partition_C(cC)  # (MMA, MMA_M, MMA_N)
-    tCrC = cute.make_rmem_tensor_like(mma.acc, mC.element_type)
-    tCrC.store(mma.acc.load().to(mC.element_type))
-    store_vectors(tCrC, tCgC, tCcC, mC.shape, width=2)
+    tCrC = cute.make_rmem_tensor_like(mma.acc, mOut.element_type)
+    tCrC.store(mma.acc.load().to(mOut.element_type))
+    store_vectors(tCrC, tCgC, tCcC, mOut.shape, width=2)

@@ -123,8 +123,8 @@ class WarpStore(NamedTuple):
     r2s: cute.TiledCopy
     tRS_sC: cute.Tensor  # (R2S, R2S_M, R2S_N, SLOT)
     sC: cute.Tensor  # (64, epiN, SLOT) of this warpgroup
-    mC: cute.Tensor  # (M, N), its rows contiguous and of a multiple of 16 bytes
-    first_row: Int32  # the row of mC from which tiles are counted
+    mOut: cute.Tensor  # (M, N), its rows contiguous and of a multiple of 16 bytes
+    first_row: Int32  # the row of mOut from which tiles are counted
 
     @cute.jit
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
@@ -143,28 +143,30 @@ class WarpStore(NamedTuple):
 
     @cute.jit
     def to_global(self, slot: cutlass.Constexpr[int], row: Int32, column: Int32) -> None:
-        """Copy this warp's rows of `slot` to mC: 2 lanes per column, 16 bytes each."""
-        width = 128 // self.mC.element_type.width
-        vector = cute.make_copy_atom(CopyUniversalOp(), self.mC.element_type, num_bits_per_copy=128)
+        """Copy this warp's rows of `slot` to mOut: 2 lanes per column, 16 bytes each."""
+        width = 128 // self.mOut.element_type.width
+        vector = cute.make_copy_atom(
+            CopyUniversalOp(), self.mOut.element_type, num_bits_per_copy=128
+        )
         warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
         of_warp = WARP_ROWS // width  # vectors in a column
         columns_at_once = 32 // of_warp
         place, lane_column = warp * of_warp + lane % of_warp, lane // of_warp
         vectors = cute.logical_divide(self.sC[None, None, slot], (width, 1))  # ((V, ROW), (1, COL))
         passes = cute.size(self.sC, mode=[1]) // columns_at_once
-        values = cute.make_rmem_tensor((width, passes), self.mC.element_type)  # (V, PASS)
+        values = cute.make_rmem_tensor((width, passes), self.mOut.element_type)  # (V, PASS)
         for i in cutlass.range_constexpr(passes):
             here = lane_column + i * columns_at_once
             cute.copy(vector, vectors[(None, place), (0, here)], values[None, i])
         row, column = row + place * width, column + lane_column
-        here = cute.domain_offset((row, column), self.mC)
+        here = cute.domain_offset((row, column), self.mOut)
         address = here.iterator.toint()
         for i in cutlass.range_constexpr(passes):
-            if cute.elem_less((row, column + i * columns_at_once), self.mC.shape):
+            if cute.elem_less((row, column + i * columns_at_once), self.mOut.shape):
                 elements = cute.crd2idx((0, i * columns_at_once), here.layout)
                 to = cute.make_ptr(
-                    self.mC.element_type,
-                    address + elements * (self.mC.element_type.width // 8),
+                    self.mOut.element_type,
+                    address + elements * (self.mOut.element_type.width // 8),
                     cute.AddressSpace.gmem,
                     assumed_align=16,
                 )
@@ -176,11 +178,11 @@ class WarpStore(NamedTuple):
 
 @cute.jit
 def warp_store(
-    mC: cute.Tensor, sC: cute.Tensor, num_slots: cutlass.Constexpr[int], first_row: Int32
+    mOut: cute.Tensor, sC: cute.Tensor, num_slots: cutlass.Constexpr[int], first_row: Int32
 ) -> WarpStore:
     """The store of this thread's warp; sC is (64, epiN, SLOT), each warpgroup has `num_slots`."""
     r2s, tRS_sC, sC = warpgroup_slots(sC, num_slots, StMatrix8x8x16bOp(True, 4))
-    return WarpStore(r2s, tRS_sC, sC, mC, first_row)
+    return WarpStore(r2s, tRS_sC, sC, mOut, first_row)
 
 
 @cute.jit

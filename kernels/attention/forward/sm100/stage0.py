@@ -220,7 +220,7 @@ class Stage0(Attention):
                 commit(mma_done[0], pair=False)
             mma_done.wait(0)
             fence_after_sync()
-            self.weigh(part, n_block, i == 0, "masked")
+            self.exponentiate(part, n_block, i == 0, "masked")
             part.p.fence()
             fence_before_sync()
             cute.arch.sync_threads()
@@ -233,7 +233,7 @@ class Stage0(Attention):
             cute.arch.sync_threads()
 
     @cute.jit
-    def weigh(
+    def exponentiate(
         self, part: Part, n_block: Int32, is_first: Boolean, kind: cutlass.Constexpr[str]
     ) -> None:
         """Turn the scores of a block into probabilities, and scale O where the reference moves.

@@ -182,7 +182,7 @@ class Stage2(Stage1):
         """Compute P of one block; return the next block's phase."""
         barriers.s_full.wait(phase, t)
         fence_after_sync()
-        self.weigh(part, n_block, is_first, kind)
+        self.exponentiate(part, n_block, is_first, kind)
         part.p.fence()
         fence_before_sync()
         with cute.arch.elect_one():

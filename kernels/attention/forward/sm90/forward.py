@@ -257,7 +257,7 @@ class Forward:
             score_ops = self.score_ops(shared, rows, work, seq_q.length, seqlen_k)
             slack = self.slack(dtype)
             softmax = GuardedSoftmax.of(score_ops.scale_log2(), slack, self.optimistic)
-            trusted = Boolean(True)
+            valid = Boolean(True)
             tSrQ = query.of_slot(q_slot)
             qk_of_half = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
@@ -273,33 +273,33 @@ class Forward:
                     half = own_info.ends_in_first_half(m_block, seq_q.length, seqlen_k)
                 state = loop.run(blocks, half, state, mode == SAFE, forwards)
                 if cutlass.const_expr(self.releases_early):
-                    work_ring.release(q_take, trusted)
+                    work_ring.release(q_take, valid)
                 state = loop.last(state)
                 state = loop.pass_over(after, state, True)
                 sinks = self.sinks(shared.passed, rows, work)
-                trusted = softmax.finish(sinks, factors, lse)
+                valid = softmax.finish(sinks, factors, lse)
                 if cutlass.const_expr(dtype is cutlass.Float16):
                     # an infinite probability makes every column of O infinite or NaN
-                    trusted = trusted & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)
-                trusted = trusted | (mode == SAFE)
+                    valid = valid & (acc_o[0] * 0.0 == 0.0) & (acc_o[2] * 0.0 == 0.0)
+                valid = valid | (mode == SAFE)
                 loop.scale_output()
             else:
                 count = tile.end - tile.first
                 state = loop.pass_over(cutlass.max(count - 1, 0), state, True)
                 state = loop.pass_over(cutlass.min(count, 1), state, False)
                 if cutlass.const_expr(self.releases_early):
-                    work_ring.release(q_take, trusted)
+                    work_ring.release(q_take, valid)
                 acc_o.fill(0.0)
                 self.without_keys(self.sinks(shared.passed, rows, work), lse)
             o_slot = wg if c.own_o else q_slot
             if cutlass.const_expr(c.own_o and not self.releases_early):
-                work_ring.release(q_take, trusted)
+                work_ring.release(q_take, valid)
             self.store(o, shared, acc_o, work, m_block, seq_q, o_slot)
             if cutlass.const_expr(c.lse):
                 self.store_lse(shared.passed.lse, lse, work, seq_q, rows)
             if cutlass.const_expr(not c.own_o):
                 self.wait_stores()
-                work_ring.release(q_take, trusted)
+                work_ring.release(q_take, valid)
             q_take.advance()
             work_ring.q.wait_full(q_take)
             mode = work_ring.mode(q_take.slot)

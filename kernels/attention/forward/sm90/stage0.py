@@ -236,14 +236,14 @@ class Stage0(Attention):
             acc_s = part.qk.mma.accumulator()
             part.qk.into(acc_s).issue(0, accumulate=False)
             warpgroup.wait_group(0)
-            part.scale_o(self.weigh(part, acc_s, n_block, "masked"))
+            part.scale_o(self.exponentiate(part, acc_s, n_block, "masked"))
             part.p.write(acc_s)
             part.pv.issue(0, accumulate=True)
             warpgroup.wait_group(0)
             cute.arch.sync_threads()
 
     @cute.jit
-    def weigh(
+    def exponentiate(
         self, part: Part, acc_s: cute.Tensor, n_block: Int32, kind: cutlass.Constexpr[str]
     ) -> Boolean:
         """Turn the scores of a block into exponentials; return whether O must be scaled.

@@ -99,7 +99,7 @@ class Stage2(Stage1):
             k.release(take)
             if loader and refill >= blocks.first:
                 k_fill = self.load_block(loads.k, k, k_fill, refill)
-            part.scale_o(self.weigh(part, acc_s, n_block, "masked"))
+            part.scale_o(self.exponentiate(part, acc_s, n_block, "masked"))
             part.p.write(acc_s)
             v.wait_full(take)
             part.pv.issue(take.slot, accumulate=True)

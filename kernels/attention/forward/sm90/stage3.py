@@ -121,7 +121,7 @@ class Stage3(Stage2):
             part.qk.into(acc_s).issue(take.slot, accumulate=False)
             warpgroup.wait_group(0)
             k.release(take)
-            part.scale_o(self.weigh(part, acc_s, blocks.end - 1 - i, "masked"))
+            part.scale_o(self.exponentiate(part, acc_s, blocks.end - 1 - i, "masked"))
             part.p.write(acc_s)
             v.wait_full(take)
             part.pv.issue(take.slot, accumulate=True)

@@ -31,7 +31,7 @@ from cutex.kernels.attention.forward.sm90.stage2 import Barriers
 from cutex.kernels.attention.forward.sm90.stage3 import Stage3
 
 
-class Places(NamedTuple):
+class RingStates(NamedTuple):
     """A warpgroup's states in the rings of K and V."""
 
     k: PipelineState
@@ -48,11 +48,11 @@ class Stage4(Stage3):
         barriers.q_loaded.wait(0)
         if blocks.end > blocks.first:
             self.attend(
-                part, barriers, Places(barriers.k.consumer(), barriers.v.consumer()), blocks
+                part, barriers, RingStates(barriers.k.consumer(), barriers.v.consumer()), blocks
             )
 
     @cute.jit
-    def attend(self, part: Part, barriers: Barriers, at: Places, blocks: Blocks) -> Places:
+    def attend(self, part: Part, barriers: Barriers, at: RingStates, blocks: Blocks) -> RingStates:
         """Compute over all blocks of keys, of which there is at least one; return the states
         after."""
         at = self.first_scores(part, barriers, at, blocks.end - 1)
@@ -60,19 +60,23 @@ class Stage4(Stage3):
         return self.last_product(part, barriers, at)
 
     @cute.jit
-    def first_scores(self, part: Part, barriers: Barriers, at: Places, n_block: Int32) -> Places:
+    def first_scores(
+        self, part: Part, barriers: Barriers, at: RingStates, n_block: Int32
+    ) -> RingStates:
         acc_s = part.qk.mma.accumulator()
         barriers.k.wait_full(at.k)
         part.qk.into(acc_s).issue(at.k.slot, accumulate=False)
         warpgroup.wait_group(0)
         barriers.k.release(at.k)
         at.k.advance()
-        self.weigh(part, acc_s, n_block, "masked")
+        self.exponentiate(part, acc_s, n_block, "masked")
         part.p.write(acc_s)
         return at
 
     @cute.jit
-    def further_blocks(self, part: Part, barriers: Barriers, at: Places, blocks: Blocks) -> Places:
+    def further_blocks(
+        self, part: Part, barriers: Barriers, at: RingStates, blocks: Blocks
+    ) -> RingStates:
         count = blocks.end - 1 - blocks.first
         return self.steps(part, barriers, at, blocks.end - 2, count, "masked")
 
@@ -81,11 +85,11 @@ class Stage4(Stage3):
         self,
         part: Part,
         barriers: Barriers,
-        at: Places,
+        at: RingStates,
         n_block: Int32,
         count: Int32,
         kind: cutlass.Constexpr[str],
-    ) -> Places:
+    ) -> RingStates:
         """Run `count` steps, from block `n_block` down."""
         for i in cutlass.range(count, unroll=1):
             at = self.step(part, barriers, at, n_block - i, kind)
@@ -96,10 +100,10 @@ class Stage4(Stage3):
         self,
         part: Part,
         barriers: Barriers,
-        at: Places,
+        at: RingStates,
         n_block: Int32,
         kind: cutlass.Constexpr[str],
-    ) -> Places:
+    ) -> RingStates:
         """Compute scores and exponentials of a block, and P V of the one before."""
         acc_s = part.qk.mma.accumulator()
         barriers.k.wait_full(at.k)
@@ -107,7 +111,7 @@ class Stage4(Stage3):
         warpgroup.wait_group(1)
         barriers.k.release(at.k)
         at.k.advance()
-        scale = self.weigh(part, acc_s, n_block, kind)
+        scale = self.exponentiate(part, acc_s, n_block, kind)
         warpgroup.wait_group(0)
         barriers.v.release(at.v)
         at.v.advance()
@@ -116,14 +120,14 @@ class Stage4(Stage3):
         return at
 
     @cute.jit
-    def issue(self, part: Part, barriers: Barriers, at: Places, acc_s: cute.Tensor) -> None:
+    def issue(self, part: Part, barriers: Barriers, at: RingStates, acc_s: cute.Tensor) -> None:
         """Start Q K^T of this block and P V of the one before, in this order."""
         part.qk.into(acc_s).issue(at.k.slot, accumulate=False)
         barriers.v.wait_full(at.v)
         part.pv.issue(at.v.slot, accumulate=True)
 
     @cute.jit
-    def last_product(self, part: Part, barriers: Barriers, at: Places) -> Places:
+    def last_product(self, part: Part, barriers: Barriers, at: RingStates) -> RingStates:
         barriers.v.wait_full(at.v)
         part.pv.issue(at.v.slot, accumulate=True)
         warpgroup.wait_group(0)

@@ -22,7 +22,7 @@ from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import OrderedBarrier
 from cutex.kernels.attention.forward.sm90.stage0 import Part
 from cutex.kernels.attention.forward.sm90.stage2 import Barriers
-from cutex.kernels.attention.forward.sm90.stage4 import Places, Stage4
+from cutex.kernels.attention.forward.sm90.stage4 import RingStates, Stage4
 
 TURNS = OrderedBarrier(first_barrier=1)  # one for each warpgroup
 
@@ -51,7 +51,7 @@ class Stage5(Stage4):
             TURNS.signal(0)
 
     @cute.jit
-    def issue(self, part: Part, barriers: Barriers, at: Places, acc_s: cute.Tensor) -> None:
+    def issue(self, part: Part, barriers: Barriers, at: RingStates, acc_s: cute.Tensor) -> None:
         mine = self.warpgroup()
         TURNS.wait(mine)
         Stage4.issue(self, part, barriers, at, acc_s)

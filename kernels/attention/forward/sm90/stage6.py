@@ -21,7 +21,7 @@ from cutlass import cute
 from cutex.device.attention.block_info import Blocks
 from cutex.kernels.attention.forward.sm90.stage0 import Part
 from cutex.kernels.attention.forward.sm90.stage2 import Barriers
-from cutex.kernels.attention.forward.sm90.stage4 import Places
+from cutex.kernels.attention.forward.sm90.stage4 import RingStates
 from cutex.kernels.attention.forward.sm90.stage5 import Stage5
 
 
@@ -31,7 +31,9 @@ class Stage6(Stage5):
     number = 6
 
     @cute.jit
-    def further_blocks(self, part: Part, barriers: Barriers, at: Places, blocks: Blocks) -> Places:
+    def further_blocks(
+        self, part: Part, barriers: Barriers, at: RingStates, blocks: Blocks
+    ) -> RingStates:
         n_block = blocks.end - 2
         if cutlass.const_expr(self.config.causal):
             edges = cutlass.max(blocks.end - 1 - blocks.clean_end, 0)

@@ -42,7 +42,7 @@ from cutex.kernels.attention.forward.launch import Operands, Slots, partition
 from cutex.kernels.attention.forward.sm90.config import WARPGROUP_ROWS
 from cutex.kernels.attention.forward.sm90.stage0 import Part, round_to_smem
 from cutex.kernels.attention.forward.sm90.stage1 import RegisterP
-from cutex.kernels.attention.forward.sm90.stage4 import Places
+from cutex.kernels.attention.forward.sm90.stage4 import RingStates
 from cutex.kernels.attention.forward.sm90.stage6 import Stage6
 from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.work_ring import END, NORMAL, WorkRing
@@ -226,7 +226,7 @@ class Stage7(Stage6):
         scale: Float32,
     ) -> None:
         work = barriers.work
-        take, at = work.q.consumer(), Places(barriers.k.consumer(), barriers.v.consumer())
+        take, at = work.q.consumer(), RingStates(barriers.k.consumer(), barriers.v.consumer())
         self.first_turn()
         work.q.wait_full(take)
         mode = work.mode(take.slot)
@@ -247,12 +247,12 @@ class Stage7(Stage6):
         self,
         part: Part,
         barriers: Barriers,
-        at: Places,
+        at: RingStates,
         take: PipelineState,
         out: Out,
         tile: WorkTile,
         blocks: Blocks,
-    ) -> Places:
+    ) -> RingStates:
         """Compute a tile: O in registers, the LSE in memory. Release its slot of Q."""
         if blocks.end > blocks.first:
             at = self.attend(part, barriers, at, blocks)

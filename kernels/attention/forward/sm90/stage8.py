@@ -7,8 +7,8 @@ no mask are not even searched for a maximum: the first ones have set the referen
 range of fp32, and the sums show at the end whether a row overflowed. Such a tile is loaded and
 computed again, with maxima.
 
-Changed since stage 7: `slack`; `weigh` has a third kind of block, "add"; `compute_tile` reports
-whether a tile is valid, and `load_tiles` checks that when the slot of Q comes back.
+Changed since stage 7: `slack`; `exponentiate` has a third kind of block, "add"; `compute_tile`
+reports whether a tile is valid, and `load_tiles` checks that when the slot of Q comes back.
 
 A step of 494 instructions becomes one of 359: without 64 FMNMX, 64 FMUL of O, shuffles and votes.
 Both warpgroups' steps are 718 issue slots a scheduler in a block's 2048 cycles instead of 988, and
@@ -29,7 +29,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.launch import Operands, Slots
 from cutex.kernels.attention.forward.sm90.stage0 import Part
-from cutex.kernels.attention.forward.sm90.stage4 import Places
+from cutex.kernels.attention.forward.sm90.stage4 import RingStates
 from cutex.kernels.attention.forward.sm90.stage7 import Barriers, Fills, Out, Stage7
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
 from cutex.schedulers.counter import Counter
@@ -54,7 +54,7 @@ class Stage8(Stage7):
         return 8.0 if dtype is BFloat16 else 4.0
 
     @cute.jit
-    def weigh(
+    def exponentiate(
         self, part: Part, acc_s: cute.Tensor, n_block: Int32, kind: cutlass.Constexpr[str]
     ) -> Boolean:
         """The same as in stage 7; with kind "add", without a search for scores larger than the
@@ -62,19 +62,19 @@ class Stage8(Stage7):
         if cutlass.const_expr(kind == "add"):
             part.softmax.add(rows_of(acc_s))
             return Boolean(False)
-        return Stage7.weigh(self, part, acc_s, n_block, kind)
+        return Stage7.exponentiate(self, part, acc_s, n_block, kind)
 
     @cute.jit
     def compute_tile(
         self,
         part: Part,
         barriers: Barriers,
-        at: Places,
+        at: RingStates,
         take: PipelineState,
         out: Out,
         tile: WorkTile,
         blocks: Blocks,
-    ) -> Places:
+    ) -> RingStates:
         safe = barriers.work.mode(take.slot) == SAFE
         if blocks.end > blocks.first:
             at = self.first_scores(part, barriers, at, blocks.end - 1)
@@ -88,8 +88,8 @@ class Stage8(Stage7):
 
     @cute.jit
     def further_blocks(
-        self, part: Part, barriers: Barriers, at: Places, blocks: Blocks, safe: Boolean
-    ) -> Places:
+        self, part: Part, barriers: Barriers, at: RingStates, blocks: Blocks, safe: Boolean
+    ) -> RingStates:
         n_block = blocks.end - 2
         least = 0
         if cutlass.const_expr(self.config.causal):

@@ -14,7 +14,7 @@ from cutex.kernels.gemm.sm100.config import Sm100Config
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.kernels.gemm.signature import GeneralConfig
+    from cutex.kernels.gemm.layouts import Signature
 
 CHUNK_ROWS, CHUNK_FACTORS, CHUNK_BYTES, CHUNK_COLUMNS = 128, 4, 512, 4
 PADDED_K = 128  # elements in a box of TMA that unpacks 4-bit ones (PTX ISA, .b4x16_p64)
@@ -157,7 +157,7 @@ class ScaledTiles(Sm100Config):
         """Whether elements of 4 bits take a byte each in smem."""
         return self.kind.bits == 8 and "e2m1" in (self.a, self.b)
 
-    def why_not_signature(self, signature: GeneralConfig) -> str | None:
+    def why_not_signature(self, signature: Signature) -> str | None:
         for name, operand, own in (("a", signature.a, self.a), ("b", signature.b, self.b)):
             if operand.dtype != own:
                 return f"{name}={own}: the operand is {operand.dtype}"

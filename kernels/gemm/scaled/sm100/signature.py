@@ -11,8 +11,9 @@ from cutlass import Float4E2M1FN, cute
 from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import Scale, op_arguments
 from cutex.dtypes import DTYPES
+from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.scaled.sm100.config import Kind, ScaledTiles
-from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.signature import GeneralConfig
 
 if TYPE_CHECKING:
     import cutlass
