@@ -1,0 +1,71 @@
+"""The config of the grouped GEMM, and its signature as the host sees it, on both archs.
+
+out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, K, N) and out (M, N) in torch's
+order of modes, and edges (E), where the rows of each group end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cutex.compile import Argument, Operand
+from cutex.device.epilogue.epilogue_ops import op_arguments
+from cutex.kernels.gemm.config import BARRIERS
+from cutex.kernels.gemm.signature import GeneralConfig
+from cutex.schedulers.ragged import WARP, RowGroups
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+
+MOST_GROUPS = 1024
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """The config of a grouped kernel: the general kernel's, for the product of a group's rows, whose
+    b is batched; and the groups that its tables have room for."""
+
+    product: GeneralConfig
+    most_groups: int = WARP
+    padded: bool = False  # groups of (E, M_max, K), of which edges counts the rows
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: a (M, K), b (E, K, N), out (M, N), edges (E), then those of the
+        operations: vectors along N have one row for each group."""
+        p = self.product
+        return (
+            p.a.argument("a", "m", "k", ""),
+            p.b.argument("b", "k", "n", "e"),
+            p.out.argument("out", "m", "half" if p.gated else "n", ""),
+            Operand("edges", ("e",), "int32", aligned=False, whole=False),
+            *(of_groups(x) for x in op_arguments(p.ops)),
+        )
+
+    def why_not(self, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        p = self.product
+        if reason := p.why_not(None, arch):
+            return reason
+        if p.a.batched or not p.b.batched or p.out.batched:
+            return "a grouped product takes a (M, K), b (E, K, N) and out (M, N)"
+        if p.tiles.swap_ab or p.tiles.split_k > 1 or p.out.major != "row" or not p.out.tma:
+            return (
+                f"swap_ab={p.tiles.swap_ab}, split_k={p.tiles.split_k}: rows of a group are rows "
+                "of a tile, and of out, which TMA stores"
+            )
+        if self.most_groups % WARP or not WARP <= self.most_groups <= MOST_GROUPS:
+            return f"most_groups={self.most_groups}: a multiple of {WARP} up to {MOST_GROUPS}"
+        tables = RowGroups.table_bytes(self.most_groups)
+        if p.tiles.smem_bytes + BARRIERS + tables > arch.smem_per_cta:
+            return f"most_groups={self.most_groups}: no room for {tables} bytes beside the tiles"
+        return None
+
+
+def of_groups(argument: Argument) -> Argument:
+    """An argument of an operation, where each group has its own: (N) becomes (E, N)."""
+    if isinstance(argument, Operand) and argument.sizes == ("n",):
+        return replace(argument, sizes=("e", "n"))
+    return argument
+
+

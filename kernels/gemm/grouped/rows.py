@@ -1,0 +1,69 @@
+"""The rows of one group, as the roles of a kernel see them: of A, of out, and of what operations
+read.
+
+A is loaded through one tensor map over all rows, from the group's first row on: what a tile has of
+later groups is computed and never stored. Out is stored through one map, too: a view in which a
+group's rows end where the map's rows do, so that TMA leaves out those behind them, whatever their
+number is (device/row_source.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.compile import Operand
+from cutex.device.epilogue.epilogue_ops import BoundOps, EpilogueOp, op_arguments
+from cutex.device.row_source import END, endless_view, row_list
+from cutex.schedulers.ragged import RowGroups
+
+
+def store_operand(mOut: cute.Tensor, slots: cute.ComposedLayout) -> cpasync.TmaInfo:
+    """The tensor map that stores slots (bRows, bCols, SLOT) to rows of groups of mOut (M, N)."""
+    part = cute.size(slots, mode=[0]), cute.size(slots, mode=[1])
+    op = cpasync.CopyBulkTensorTileS2GOp()
+    return cpasync.make_tiled_tma_atom(op, endless_view(row_list(mOut)), slots, part)
+
+
+def stored_rows(out: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.TmaInfo:
+    """The rows from `begin` to `end` of a `store_operand`, (rows, N): those behind them are out of
+    bounds."""
+    mX = out.tma_tensor  # (X, N, H, Y, Z)
+    mX = cute.domain_offset((Int32(END) - (end - begin), 0, 0, 0, 0), mX)
+    return cpasync.TmaInfo(out.atom, mX[None, None, 0, end, END], out.smem_layout)
+
+
+def loaded_rows(x: cpasync.TmaInfo, begin: Int32) -> cpasync.TmaInfo:
+    """The rows of x (M, K) from `begin` on."""
+    mX = cute.domain_offset((begin, 0), x.tma_tensor)
+    return cpasync.TmaInfo(x.atom, mX, x.smem_layout)
+
+
+@dataclass(frozen=True)
+class GroupOps:
+    """The operations of an epilogue, and their arguments for all groups."""
+
+    ops: tuple[EpilogueOp, ...]
+    arguments: tuple[Any, ...]
+    columns: Int32 | int  # of the product
+
+    def of(self, groups: RowGroups, group: Int32) -> BoundOps:
+        """The operations bound to the product of one group."""
+        begin = groups.begins[group]
+        pairs = zip(op_arguments(self.ops), self.arguments, strict=True)
+        passed = tuple(self.argument(declared, x, group, begin) for declared, x in pairs)
+        return BoundOps(self.ops, passed, (groups.rows(group), self.columns), transposed=False)
+
+    def argument(self, declared: Any, x: Any, group: Int32, begin: Int32) -> Any:
+        """An argument's part for one group: its row of (E, N), or the rows of (M) or (M, N) from
+        `begin` on."""
+        if not isinstance(declared, Operand):
+            return x
+        if declared.sizes == ("n",):
+            return x[group, None]
+        if declared.sizes[0] == "m":
+            return cute.domain_offset((begin, *(0 for _ in declared.sizes[1:])), x)
+        return x

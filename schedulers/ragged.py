@@ -1,0 +1,186 @@
+"""Tiles of ragged groups of rows, such as the tokens of experts: as many as each group needs.
+
+Rows of a list belong to groups, one after the other; where each ends is known on the device alone.
+A tile has rows of one group. So a group has its own number of tiles, which all have the same width
+and the same work, and CTAs that take equal steps through all of them share the work evenly, however
+uneven the groups are: no two differ by more than one tile.
+
+    edges    ends (torch's `offs`) or counts      read by one warp of each CTA
+    tables   begins, ends, starts                 in its smem, where every role looks a tile up
+
+Ends that no grouping has are taken for the nearest that one has: each is clamped to the rows there
+are, and a group that would end before it begins is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.device.work_tile import WorkTile
+from cutex.schedulers.order import GroupedOrder, TileCounts, select
+from cutex.schedulers.persistent import StaticWalk
+from cutex.schedulers.raster import Raster, RasterOrder, clusters
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Groups of rows, in lists or in tensors of Int32: of each the first row, the row behind the
+    last, and the number of its first cluster of tiles; behind them, that of all."""
+
+    begins: Any  # (most)
+    ends: Any  # (most)
+    starts: Any  # (most + 1)
+    most: int  # entries; those behind the last group's are empty groups
+
+    @staticmethod
+    def table_bytes(most: int) -> int:
+        return 4 * (3 * most + 1)
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, most: int) -> RowGroups:
+        """Tables in smem for `most` groups, a multiple of 32; `RaggedTiles.fill` fills them in."""
+        tables = (
+            smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=16)
+            for size in (most, most, most + 1)
+        )
+        return RowGroups(*tables, most)
+
+    def rows(self, group: Any) -> Any:
+        """The number of rows of a group."""
+        return self.ends[group] - self.begins[group]
+
+
+@dataclass(frozen=True)
+class RaggedOrder:
+    """The tiles of all groups, one group after the other, each in raster order. An index counts
+    clusters of cluster_m x cluster_n CTAs; m counts a group's own tiles.
+
+    Plain operators only: Python ints and lists run it, and the same code traces in the DSL.
+    """
+
+    raster: Raster
+    groups: RowGroups
+    tile_rows: int
+    tiles_n: Int32 | int  # tiles that cover the columns
+    cluster_m: int = 1
+    cluster_n: int = 1
+
+    @property
+    def total(self) -> Any:
+        return self.groups.starts[self.groups.most]
+
+    def tile(self, index: Any) -> WorkTile:
+        return GroupedOrder(self.groups.starts, self.groups.most, self.order_of).tile(index)
+
+    def order_of(self, group: Any) -> RasterOrder:
+        """The order of the tiles of a group."""
+        cluster = self.cluster_m, self.cluster_n
+        return RasterOrder.of(self.raster, self.counts(self.groups.rows(group)), cluster)
+
+    def counts(self, rows: Any) -> TileCounts:
+        """The tiles that cover so many rows."""
+        return TileCounts(clusters(rows, self.tile_rows), self.tiles_n)
+
+    def clusters_of(self, rows: Any) -> Any:
+        """The clusters of tiles that cover so many rows."""
+        return RasterOrder.of(self.raster, self.counts(rows), (self.cluster_m, self.cluster_n)).total
+
+
+@dataclass(frozen=True)
+class RaggedTiles:
+    """A scheduler of persistent clusters (x along M, y along N, z counts them), which take equal
+    steps through the tiles of all groups."""
+
+    raster: Raster
+    tile: tuple[int, int]  # (bM, bN)
+    cluster: tuple[int, int]
+    groups: RowGroups
+
+    def order(self, columns: Int32 | int) -> RaggedOrder:
+        """The order of tiles that cover `columns`."""
+        tiles_n = clusters(columns, self.tile[1])
+        return RaggedOrder(self.raster, self.groups, self.tile[0], tiles_n, *self.cluster)
+
+    def walk(self, counts: TileCounts) -> StaticWalk:
+        """The walk of this CTA's cluster; of `counts`, only those along N are known so far."""
+        order = RaggedOrder(self.raster, self.groups, self.tile[0], counts.n, *self.cluster)
+        _, _, first = cute.arch.block_idx()
+        _, _, step = cute.arch.grid_dim()
+        return StaticWalk(order, first, order.total, step, Int32(0))
+
+    @cute.jit
+    def fill(self, edges: cute.Tensor, rows: Int32, columns: Int32, pitch: Int32 | int = 0) -> None:
+        """Fill in the tables of the groups of `rows` rows. One warp calls it; a barrier of the CTA
+        must follow.
+
+        edges: (groups) Int32, where each group ends; or, with a `pitch`, how many rows each has,
+        which begin `pitch` rows apart.
+        """
+        groups, order = self.groups, self.order(columns)
+        begins, ends, starts = groups.begins, groups.ends, groups.starts
+        lane, count = cute.arch.lane_idx(), cute.size(edges)
+        total = Int32(0)
+        for first in cutlass.range_constexpr(0, groups.most, WARP):
+            group = first + lane
+            begin, end = group_edges(edges, group, count, rows, pitch)
+            number = order.clusters_of(end - begin)
+            upto = inclusive_scan(number, lane)
+            begins[group], ends[group] = begin, end
+            starts[group] = total + upto - number
+            total += cute.arch.shuffle_sync(upto, WARP - 1)
+        if lane == 0:
+            starts[groups.most] = total
+
+
+def group_edges(edges: Any, group: Any, count: Any, rows: Any, pitch: Any = 0) -> tuple[Any, Any]:
+    """Where the rows of `group`, of `count`, begin and end, out of `rows`; both are equal for an
+    empty group, and for one behind the last.
+
+    Plain operators only: Python ints and lists run it, and the same code traces in the DSL.
+    """
+    last = cutlass.min(group, count - 1)
+    edge = edges[last]
+    if isinstance(pitch, int) and pitch == 0:
+        before = edges[cutlass.max(last - 1, 0)]
+        begin = select(last > 0, clamp(before, rows), 0)
+        end = cutlass.max(clamp(edge, rows), begin)
+    else:
+        begin = last * pitch
+        end = begin + clamp(edge, pitch)
+    return begin, select(group < count, end, begin)
+
+
+def clamp(x: Any, most: Any) -> Any:
+    """x, at least 0 and at most `most`."""
+    return cutlass.min(cutlass.max(x, 0), most)
+
+
+@cute.jit
+def inclusive_scan(x: Int32, lane: Int32) -> Int32:
+    """The sum of x over the lanes up to this one."""
+    for distance in (1, 2, 4, 8, 16):
+        other = cute.arch.shuffle_sync_up(x, distance)
+        x = x + select(lane >= distance, other, 0)
+    return x
+
+
+def filled(
+    tiles: RaggedTiles, edges: Sequence[int], rows: int, columns: int, pitch: int = 0
+) -> RaggedOrder:
+    """The order of `tiles` on the host: its tables as `fill` makes them, in lists."""
+    most = tiles.groups.most
+    bounds = [group_edges(edges, group, len(edges), rows, pitch) for group in range(most)]
+    order, starts = tiles.order(columns), [0]
+    for begin, end in bounds:
+        starts.append(starts[-1] + order.clusters_of(end - begin))
+    begins, ends = ([int(x[i]) for x in bounds] for i in range(2))
+    groups = RowGroups(begins, ends, starts, most)
+    return RaggedTiles(tiles.raster, tiles.tile, tiles.cluster, groups).order(columns)
