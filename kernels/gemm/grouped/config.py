@@ -1,7 +1,9 @@
-"""The config of the grouped GEMM, and its signature as the host sees it, on both archs.
+"""The configs of the grouped kernels, and their signatures as the host sees them, on both archs.
 
-out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, K, N) and out (M, N) in torch's
-order of modes, and edges (E), where the rows of each group end.
+GroupedConfig:  out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, K, N), out (M, N).
+SumsConfig:     out[e] = A[:, rows of e] @ B[rows of e], with A (M, K), B (K, N), out (E, M, N).
+
+Modes are in torch's order. Both have edges (E): where the rows of each group end.
 """
 
 from __future__ import annotations
@@ -54,12 +56,47 @@ class GroupedConfig:
                 f"swap_ab={p.tiles.swap_ab}, split_k={p.tiles.split_k}: rows of a group are rows "
                 "of a tile, and of out, which TMA stores"
             )
-        if self.most_groups % WARP or not WARP <= self.most_groups <= MOST_GROUPS:
-            return f"most_groups={self.most_groups}: a multiple of {WARP} up to {MOST_GROUPS}"
-        tables = RowGroups.table_bytes(self.most_groups)
-        if p.tiles.smem_bytes + BARRIERS + tables > arch.smem_per_cta:
-            return f"most_groups={self.most_groups}: no room for {tables} bytes beside the tiles"
-        return None
+        return why_not_tables(p, self.most_groups, arch)
+
+
+@dataclass(frozen=True)
+class SumsConfig:
+    """The config of a kernel that adds up over the rows of each group, out[e] = A[:, rows of e] @
+    B[rows of e]: the general kernel's for a batch, and the groups that its tables have room for."""
+
+    product: GeneralConfig
+    most_groups: int = WARP
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: a (M, K), b (K, N), out (E, M, N), edges (E)."""
+        p = self.product
+        return (
+            p.a.argument("a", "m", "k", ""),
+            p.b.argument("b", "k", "n", ""),
+            p.out.argument("out", "m", "n", "e"),
+            Operand("edges", ("e",), "int32", aligned=False, whole=False),
+        )
+
+    def why_not(self, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        p = self.product
+        if reason := p.why_not(None, arch):
+            return reason
+        if p.a.batched or p.b.batched or not p.out.batched or not p.out.tma or p.ops:
+            return "sums of groups take a (M, K), b (K, N) and out (E, M, N), and no operations"
+        if p.a.major != "column" or p.b.major != "row" or p.tiles.swap_ab or p.tiles.split_k > 1:
+            return f"swap_ab={p.tiles.swap_ab}, split_k={p.tiles.split_k}: K is contiguous nowhere"
+        return why_not_tables(p, self.most_groups, arch)
+
+
+def why_not_tables(product: GeneralConfig, most_groups: int, arch: Arch) -> str | None:
+    """The reason why the tables of so many groups do not fit, or None."""
+    if most_groups % WARP or not WARP <= most_groups <= MOST_GROUPS:
+        return f"most_groups={most_groups}: a multiple of {WARP} up to {MOST_GROUPS}"
+    tables = RowGroups.table_bytes(most_groups)
+    if product.tiles.smem_bytes + BARRIERS + tables > arch.smem_per_cta:
+        return f"most_groups={most_groups}: no room for {tables} bytes beside the tiles"
+    return None
 
 
 def of_groups(argument: Argument) -> Argument:

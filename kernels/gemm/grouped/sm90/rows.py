@@ -5,7 +5,7 @@ whose ends are known on the device alone.
 
 - One warp of a CTA reads the ends and fills in the tables of groups; then all roles walk the same
   tiles, each at its own pace.
-- One tensor map loads A, one B (E, K, N), one stores out (rows.py): none is made for a group.
+- One tensor map loads A, one B (E, K, N), one stores out (views.py): none is made for a group.
 - Rows of no group are neither read nor written.
 """
 
@@ -29,7 +29,7 @@ from cutex.device.epilogue.sm90.fused_store import FusedStore, fused_store
 from cutex.device.pipeline import publish_barriers
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import GroupedConfig
-from cutex.kernels.gemm.grouped.rows import GroupOps, loaded_rows, store_operand, stored_rows
+from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand, stored_rows
 from cutex.kernels.gemm.signature import modes
 from cutex.kernels.gemm.sm90 import mma as roles
 from cutex.kernels.gemm.sm90.config import Sm90Config
@@ -86,7 +86,7 @@ class PingPong(OfGroups, roles.PingPong):
     """Two warpgroups take every second tile each: one stores while the other's wgmma run."""
 
 
-class Grouped:
+class GroupedRows:
     """A CTA computes tiles of groups: a load warp, and up to three warpgroups that run wgmma.
 
     barrier         arrives                                      waits
@@ -122,7 +122,7 @@ class Grouped:
 
     @property
     def name(self) -> str:
-        return "sm90_gemm_grouped"
+        return "sm90_gemm_grouped_rows"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         return self.config.arguments()

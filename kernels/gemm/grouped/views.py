@@ -1,10 +1,12 @@
-"""The rows of one group, as the roles of a kernel see them: of A, of out, and of what operations
-read.
+"""The rows of one group, as the roles of a kernel see them.
 
 A is loaded through one tensor map over all rows, from the group's first row on: what a tile has of
 later groups is computed and never stored. Out is stored through one map, too: a view in which a
 group's rows end where the map's rows do, so that TMA leaves out those behind them, whatever their
 number is (device/row_source.py).
+
+Where the rows are K, A and B are loaded through such views: behind a group's rows come zeros, so
+that neither later groups nor what lies behind all of them is added up.
 """
 
 from __future__ import annotations
@@ -40,6 +42,21 @@ def loaded_rows(x: cpasync.TmaInfo, begin: Int32) -> cpasync.TmaInfo:
     """The rows of x (M, K) from `begin` on."""
     mX = cute.domain_offset((begin, 0), x.tma_tensor)
     return cpasync.TmaInfo(x.atom, mX, x.smem_layout)
+
+
+def summed_operand(mX: cute.Tensor) -> cute.Tensor:
+    """A view of mX (M, K), contiguous in M, of which `summed_rows` takes a group's rows along K."""
+    rows = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[1, 0]))  # (K, M)
+    view = endless_view(row_list(rows))  # (X, M, H, Y, Z)
+    return cute.make_tensor(view.iterator, cute.select(view.layout, mode=[1, 0, 2, 3, 4]))
+
+
+def summed_rows(x: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.TmaInfo:
+    """The rows from `begin` to `end` along K of a map of `summed_operand`, (M, K), and zeros behind
+    them."""
+    mX = x.tma_tensor  # (M, X, H, Y, Z)
+    mX = cute.domain_offset((0, Int32(END) - (end - begin), 0, 0, 0), mX)
+    return cpasync.TmaInfo(x.atom, mX[None, None, 0, end, END], x.smem_layout)
 
 
 @dataclass(frozen=True)

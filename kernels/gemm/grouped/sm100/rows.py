@@ -1,0 +1,205 @@
+"""The grouped GEMM on Blackwell: out[rows of e] = ops(A[rows of e] @ B[e]).
+
+The general kernel's roles (kernels/gemm/sm100) on the tiles of ragged groups
+(schedulers/ragged.py), whose ends are known on the device alone; as on Hopper (sm90/rows.py).
+
+Clusters take equal steps through the tiles, since as many CTAs as there may be tiles, for the
+hardware to hand out, would mostly be started for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.arch import arch as arch_named
+from cutex.compile import Argument
+from cutex.device.atoms.mma import MAJORS, allocate_slots
+from cutex.device.atoms.tma import AbLoads, PairOperands, load_operand
+from cutex.device.atoms.tmem import Tmem, fence_after_sync
+from cutex.device.atoms.umma import Umma, umma
+from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore, FusedTileStore
+from cutex.device.pipeline import AccRing, PairRing, is_leader, publish_barriers, sync_cluster
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.gemm.grouped.config import GroupedConfig
+from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand, stored_rows
+from cutex.kernels.gemm.signature import modes, tile_counts
+from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.kernels.gemm.sm100.epilogue import StoreTiles
+from cutex.kernels.gemm.sm100.general import General, Warp
+from cutex.kernels.gemm.sm100.roles import Load, Mma
+from cutex.schedulers.clc import CTAS
+from cutex.schedulers.ragged import RaggedTiles, RowGroups
+from cutex.schedulers.raster import Raster, clusters
+
+
+@dataclass(frozen=True)
+class GroupedOperands:
+    """A (M, K), and B (N, K, E), as a pair loads them."""
+
+    pair: PairOperands
+    groups: RowGroups
+
+    def prefetch(self) -> None:
+        self.pair.prefetch()
+
+    def loads(self, tile: WorkTile) -> AbLoads:
+        """The loads of this CTA's half of the rows of A and of B, of the tile's group."""
+        a = loaded_rows(self.pair.a, self.groups.begins[tile.group])
+        return self.pair._replace(a=a).loads(tile._replace(batch=tile.group))
+
+
+@dataclass(frozen=True)
+class GroupStore:
+    """The store of accumulators to the rows of groups."""
+
+    out: cpasync.TmaInfo  # of store_operand
+    sC: cute.Tensor  # (128, epiN, SLOT)
+    columns: int
+    groups: RowGroups
+    ops: GroupOps
+
+    def prefetch(self) -> None:
+        cpasync.prefetch_descriptor(self.out.atom)
+
+    def tile(self, tAcc: cute.Tensor, tile: WorkTile, row_tile: Int32) -> FusedTileStore:
+        """The store of tAcc (128, bN) to the 128 rows of block `row_tile` of the tile's group."""
+        groups, group = self.groups, tile.group
+        out = stored_rows(self.out, groups.begins[group], groups.ends[group])
+        ops = self.ops.of(groups, group)
+        store = FusedEpilogueStore(out, self.sC, self.columns, ops)
+        return store.tile(tAcc, tile._replace(batch=group), row_tile)
+
+
+class GroupedRows:
+    """A pair of CTAs computes tiles of groups: in each CTA a load warp, an MMA warp, four that
+    store, and one idle.
+
+    barrier          arrives                                   waits
+    ab.full[slot]    1: LOAD of the leader, and the bytes of   MMA of the leader
+                     both CTAs by TMA
+    ab.empty[slot]   1: the commit of its last MMA, in both    LOAD of its CTA
+    acc.full[slot]   1: the commit of the last MMA of one      the epilogue warps of its CTA
+                     accumulator of a tile, in both CTAs
+    acc.empty[slot]  1 an epilogue warp of both CTAs: 8 at     MMA of the leader, before it
+                     the leader's                              computes into it
+    1   (sub-tile)   the epilogue warps, having written their  the same, before TMA stores the slot
+                     rows of a slot of sC                      and before they write the next
+    (cluster)        all threads, barriers being initialised   all threads
+                     and the tables filled in
+    (cluster)        all threads, their tiles being done       all threads, before tensor memory is
+                                                               freed
+
+    smem of a CTA    bytes                                     tmem   columns
+    sA               tile_m / 2 * tile_k * 2 * num_stages      acc    tile_n * num_acc
+    sB               tile_n / 2 * tile_k * 2 * num_stages
+    sC               128 * epi_n * 2 * epi_stages; half behind a gate
+    groups           12 * most_groups + 4
+    ab, acc          16 * num_stages, 16 * num_acc, and 4 for the address of tmem
+    """
+
+    arch = "sm_100a"
+    num_threads = Warp.END * 32
+
+    def __init__(self, config: GroupedConfig) -> None:
+        if reason := config.why_not(arch_named(self.arch)):
+            raise ValueError(reason)
+        assert isinstance(config.product.tiles, Sm100Config)  # why_not has refused every other
+        self.config, self.tiles = config, config.product.tiles
+        self.general = General(config.product)  # whose maps it has
+
+    @property
+    def name(self) -> str:
+        return "sm100_gemm_grouped_rows"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return self.config.arguments()
+
+    # ---- on the host
+
+    @cute.jit
+    def __call__(
+        self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, edges: cute.Tensor, *rest
+    ) -> None:
+        """Launch with a (M, K), b (E, K, N), out (M, N), edges (E), the operations' arguments, and
+        a stream."""
+        c, general = self.tiles, self.general
+        *passed, stream = rest
+        mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
+        a_k, b_k = self.config.product.k_major
+        a = load_operand(mA, general.load_slots(mA.element_type, c.tile_m, a_k), pair=True)
+        b = load_operand(mB, general.load_slots(mB.element_type, c.tile_n, b_k), pair=True)
+        out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
+        at_once = (c.num_ctas or arch_named(self.arch).num_sms) // CTAS
+        down = cute.size(mA, mode=[0]) // c.tile_m + cute.size(mB, mode=[2])
+        across = clusters(cute.size(mB, mode=[0]), c.tile_n)
+        self.kernel(a, b, out, mOut, edges, tuple(passed)).launch(
+            grid=(CTAS, 1, cutlass.min(max(1, at_once), down * across)),
+            block=(self.num_threads, 1, 1),
+            cluster=(CTAS, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    # ---- on the device
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: cpasync.TmaInfo,
+        b: cpasync.TmaInfo,
+        out: cpasync.TmaInfo,
+        mOut: cute.Tensor,
+        edges: cute.Tensor,
+        passed: tuple[Any, ...],
+    ) -> None:
+        """Run the roles."""
+        c, product = self.tiles, self.config.product
+        kinds = a.atom.value_type, b.atom.value_type
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM / 2, bK, SLOT)
+        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN / 2, bK, SLOT)
+        sC = allocate_slots(smem, mOut.element_type, out.smem_layout)  # (128, epiN, SLOT)
+        groups = RowGroups.allocate(smem, self.config.most_groups)
+        ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
+        acc = AccRing.of(smem, c.num_acc, readers=CTAS * Warp.LOAD)
+        tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
+        raster = Raster(c.raster_group, c.raster_along)
+        # NOTE: a CTA's own rows are half a tile's, or with two accumulators a quarter of them each
+        scheduler = RaggedTiles(raster, (c.tile_m // CTAS, c.tile_n), (CTAS, 1), groups)
+        mProduct = product.product(mOut)
+        rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
+        warp = cute.arch.warp_idx()
+        if warp == Warp.MMA:
+            tmem.acquire()
+        if warp == Warp.LOAD:
+            cute.arch.griddepcontrol_wait()
+            scheduler.fill(edges, rows, columns)
+        publish_barriers((ab, acc), cluster=True, with_data=True)
+        pointer = tmem.pointer()
+        dispatch = scheduler.walk(tile_counts(c, mProduct))
+
+        a_major, b_major = (MAJORS[k_major] for k_major in product.k_major)
+        instruction = Umma(256, c.tile_n, *kinds, a_major, b_major, pair=True)
+        mma = umma(instruction, sA, sB, pointer, c.num_acc)
+        ops = GroupOps(product.ops, passed, columns)
+        store: Any = GroupStore(out, sC, product.epi_columns, groups, ops)
+        operands: Any = GroupedOperands(PairOperands(a, b, sA, sB), groups)
+        if warp == Warp.LOAD:
+            Load(c).run(operands, ab, dispatch)
+        elif warp == Warp.MMA:
+            if is_leader():
+                num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), product.k_elements)
+                Mma(c).run(mma, ab, acc, num_k_tiles, dispatch)
+        elif warp < Warp.LOAD:
+            StoreTiles(c, unrolled=product.ops == ()).run(mma.acc, store, acc, dispatch)
+        sync_cluster()
+        if warp == Warp.MMA:
+            fence_after_sync()
+            tmem.free(pointer)

@@ -1,0 +1,221 @@
+"""Sums over the rows of groups on Hopper: out[e] = A[:, rows of e] @ B[rows of e].
+
+The general kernel's roles (kernels/gemm/sm90) on the tiles of a batch, each of which has its own
+number of steps along K: those of its group's rows, or one step of zeros for an empty group, whose
+result is zero. It is the gradient of a grouped GEMM's matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cutex.arch import arch as arch_named
+from cutex.compile import Argument
+from cutex.device.atoms.mma import MAJORS, allocate_slots
+from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
+from cutex.device.atoms.tma import AbLoads, store_operand
+from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
+from cutex.device.epilogue.epilogue_ops import BoundOps
+from cutex.device.epilogue.sm90.fused_store import fused_store
+from cutex.device.pipeline import OrderedBarrier, publish_barriers
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.gemm.grouped.config import SumsConfig
+from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
+from cutex.kernels.gemm.signature import modes, tile_counts, transposed
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.general import General
+from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.kernels.gemm.sm90.roles import ORDER_BARRIER, Store, Walk, fill_ring, issue, mainloop
+from cutex.schedulers.ragged import RaggedTiles, RowGroups
+from cutex.schedulers.raster import Raster
+
+Steps = Callable[[WorkTile], Int32]  # the steps along K of a tile
+
+
+@dataclass(frozen=True)
+class SummedOperands(AbOperands):
+    """A (M, K) and B (N, K), both contiguous in the other mode, through maps of
+    `summed_operand`."""
+
+    groups: Any = None  # RowGroups
+
+    @cute.jit
+    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> AbLoads:
+        """The loads that this CTA starts for `tile`, along its group's rows."""
+        span = self.groups.begins[tile.batch], self.groups.ends[tile.batch]
+        a, b = summed_rows(self.a, *span), summed_rows(self.b, *span)
+        return AbOperands(a, b, self.sA, self.sB, self.k_major).loads(tile, cluster)
+
+
+@cute.jit
+def cooperative(
+    mma: WgmmaProduct,
+    ab: SharedRing,
+    walk: cutlass.Constexpr[Walk],
+    steps: cutlass.Constexpr[Steps],
+    store: cutlass.Constexpr[Store],
+) -> None:
+    """All warpgroups compute a tile of the walk, each its own rows, and store it."""
+    take = ab.consumer()
+    for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+        tile = walk.tile_at(index)
+        take = mainloop(mma, ab, take, steps(tile))
+        store(tile)
+
+
+@cute.jit
+def ping_pong(
+    mma: WgmmaProduct,
+    ab: SharedRing,
+    walk: cutlass.Constexpr[Walk],
+    steps: cutlass.Constexpr[Steps],
+    store: cutlass.Constexpr[Store],
+) -> None:
+    """Two warpgroups take every second tile of the walk each, in turn, as in the general kernel; a
+    warpgroup passes over the steps of the other's tile."""
+    order = OrderedBarrier(ORDER_BARRIER)
+    mine = cute.arch.warp_idx() // 4
+    take = ab.consumer()
+    if mine == 1:
+        order.signal(0)
+        if walk.start < walk.end:
+            take.skip(steps(walk.tile_at(walk.start)))
+    first = walk.start + mine * walk.step
+    for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
+        tile = walk.tile_at(index)
+        order.wait(mine)
+        done, take = issue(mma, ab, take, steps(tile))
+        following = index + walk.step
+        if following < walk.end:
+            order.signal(1 - mine)
+            take.skip(steps(walk.tile_at(following)))
+        warpgroup.wait_group(0)
+        ab.release(done)
+        store(tile)
+
+
+class GroupedSums:
+    """A CTA computes tiles of out: a load warp, and up to three warpgroups that run wgmma.
+
+    Barriers, smem and registers are those of GroupedRows (rows.py).
+    """
+
+    arch = "sm_90a"
+
+    def __init__(self, config: SumsConfig) -> None:
+        if reason := config.why_not(arch_named(self.arch)):
+            raise ValueError(reason)
+        assert isinstance(config.product.tiles, Sm90Config)  # why_not has refused every other
+        self.config, self.tiles = config, config.product.tiles
+        if self.tiles.one_tile or self.tiles.stream_k:
+            raise ValueError(f"{self.tiles}: {self.name} loops over whole tiles")
+        self.general = General(config.product)  # whose warps, registers, maps and tiles it has
+
+    @property
+    def name(self) -> str:
+        return "sm90_gemm_grouped_sums"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return self.config.arguments()
+
+    # ---- on the host
+
+    @cute.jit
+    def __call__(
+        self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, edges: cute.Tensor, stream
+    ) -> None:
+        """Launch with a (M, K), b (K, N), out (E, M, N), edges (E), and a stream."""
+        c, general = self.tiles, self.general
+        mB, mOut = transposed(mB), modes(mOut, columns_first=False)
+        a = general.load_operand(summed_operand(mA), c.tile_m, c.cluster_n, False)
+        b = general.load_operand(summed_operand(mB), c.tile_n, c.cluster_m, False)
+        out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
+        self.kernel(a, b, out, edges, cute.size(mA, mode=[1])).launch(
+            grid=general.scheduler.grid(tile_counts(c, mOut)),
+            block=(general.num_threads, 1, 1),
+            cluster=(c.cluster_m, c.cluster_n, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    # ---- on the device
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: cpasync.TmaInfo,
+        b: cpasync.TmaInfo,
+        out: cpasync.TmaInfo,
+        edges: cute.Tensor,
+        rows: Int32,
+    ) -> None:
+        """Run the roles. `rows`: of A and B, those of no group included."""
+        c, general = self.tiles, self.general
+        kinds = a.atom.value_type, b.atom.value_type
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM, bK, SLOT)
+        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN, bK, SLOT)
+        sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
+        groups = RowGroups.allocate(smem, self.config.most_groups)
+        readers = 4 if c.pingpong else general.mma_warps.count
+        cluster = general.cluster
+        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, cluster)
+        spans = RaggedTiles(Raster(), (self.config.product.k_elements, 1), (1, 1), groups)
+        steps = partial(steps_of, groups, self.config.product.k_elements)
+        walk = general.scheduler.walk(tile_counts(c, out.tma_tensor))
+        warp = cute.arch.warp_idx()
+        if warp == self.general.load_warps.first:
+            cpasync.prefetch_descriptor(a.atom)
+            cpasync.prefetch_descriptor(b.atom)
+            cute.arch.griddepcontrol_wait()
+            spans.fill(edges, rows, 1)
+        publish_barriers((ab,), cluster=cluster.size > 1, with_data=True)
+
+        if warp >= self.general.load_warps.first:
+            self.general.give_registers()
+            if warp == self.general.load_warps.first:
+                operands = SummedOperands(a, b, sA, sB, (False, False), groups)
+                load(operands, ab, cluster, walk, steps)
+        else:
+            self.general.take_registers()
+            warpgroups = 1 if c.pingpong else c.mma_warpgroups
+            instruction = Wgmma(c.tile_n, *kinds, MAJORS[False], MAJORS[False], warpgroups)
+            mma = wgmma(instruction, sA, sB)
+            m, n, _ = out.tma_tensor.shape
+            ops = BoundOps((), (), (m, n), transposed=False)
+            epilogue = fused_store(out, sC, c.epi_stages, True, ops, None)
+            store = partial(MmaRole(self.config.product, c, general.scheduler).store, mma, epilogue)
+            role = ping_pong if c.pingpong else cooperative
+            role(mma, ab, walk, steps, store)
+            epilogue.drain()
+
+
+@cute.jit
+def load(
+    operands: cutlass.Constexpr[SummedOperands],
+    ab: SharedRing,
+    cluster: cutlass.Constexpr[Cluster],
+    walk: cutlass.Constexpr[Walk],
+    steps: cutlass.Constexpr[Steps],
+) -> None:
+    """The load role: one warp fills the ring with the steps of each tile of the walk."""
+    cute.arch.griddepcontrol_launch_dependents()
+    fill = ab.producer()
+    for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+        tile = walk.tile_at(index)
+        fill = fill_ring(operands.loads(tile, cluster), ab, fill, 0, steps(tile))
+    ab.drain(fill)
+
+
+def steps_of(groups: RowGroups, tile_k: int, tile: WorkTile) -> Int32:
+    """The steps along K of a tile: at least one, of zeros."""
+    return cutlass.max((groups.rows(tile.batch) + (tile_k - 1)) // tile_k, 1)
