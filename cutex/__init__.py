@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
+    from cutex.ops.grouped import grouped_mm
     from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
     from cutex.ops.row.cross_entropy import cross_entropy
     from cutex.ops.row.norm import layer_norm, rms_norm
@@ -35,6 +36,7 @@ _HOMES = {
     "flash_attn_varlen_kvpacked_func": "cutex.ops.attention",
     "flash_attn_varlen_qkvpacked_func": "cutex.ops.attention",
     "flash_attn_with_kvcache": "cutex.ops.attention",
+    "grouped_mm": "cutex.ops.grouped",
     "kernels_built": "cutex.ops.matmul",
     "layer_norm": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
@@ -58,6 +60,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "grouped_mm",
     "kernels_built",
     "layer_norm",
     "matmul",

@@ -117,12 +117,18 @@ class RaggedTiles:
         return StaticWalk(order, first, order.total, step, Int32(0))
 
     @cute.jit
-    def fill(self, edges: cute.Tensor, rows: Int32, columns: Int32, pitch: Int32 | int = 0) -> None:
+    def fill(
+        self,
+        edges: cute.Tensor,
+        rows: Int32,
+        columns: Int32 | int,
+        padded: cutlass.Constexpr[bool] = False,
+    ) -> None:
         """Fill in the tables of the groups of `rows` rows. One warp calls it; a barrier of the CTA
         must follow.
 
-        edges: (groups) Int32, where each group ends; or, with a `pitch`, how many rows each has,
-        which begin `pitch` rows apart.
+        edges: (groups) Int32, where each group ends; or, if they are `padded` to equal parts of all
+        rows, how many rows each has.
         """
         groups, order = self.groups, self.order(columns)
         begins, ends, starts = groups.begins, groups.ends, groups.starts
@@ -130,7 +136,7 @@ class RaggedTiles:
         total = Int32(0)
         for first in cutlass.range_constexpr(0, groups.most, WARP):
             group = first + lane
-            begin, end = group_edges(edges, group, count, rows, pitch)
+            begin, end = group_edges(edges, group, count, rows, padded)
             number = order.clusters_of(end - begin)
             upto = inclusive_scan(number, lane)
             begins[group], ends[group] = begin, end
@@ -140,7 +146,9 @@ class RaggedTiles:
             starts[groups.most] = total
 
 
-def group_edges(edges: Any, group: Any, count: Any, rows: Any, pitch: Any = 0) -> tuple[Any, Any]:
+def group_edges(
+    edges: Any, group: Any, count: Any, rows: Any, padded: bool = False
+) -> tuple[Any, Any]:
     """Where the rows of `group`, of `count`, begin and end, out of `rows`; both are equal for an
     empty group, and for one behind the last.
 
@@ -148,13 +156,14 @@ def group_edges(edges: Any, group: Any, count: Any, rows: Any, pitch: Any = 0) -
     """
     last = cutlass.min(group, count - 1)
     edge = edges[last]
-    if isinstance(pitch, int) and pitch == 0:
+    if padded:
+        pitch = rows // count
+        begin = last * pitch
+        end = begin + clamp(edge, pitch)
+    else:
         before = edges[cutlass.max(last - 1, 0)]
         begin = select(last > 0, clamp(before, rows), 0)
         end = cutlass.max(clamp(edge, rows), begin)
-    else:
-        begin = last * pitch
-        end = begin + clamp(edge, pitch)
     return begin, select(group < count, end, begin)
 
 
@@ -173,11 +182,11 @@ def inclusive_scan(x: Int32, lane: Int32) -> Int32:
 
 
 def filled(
-    tiles: RaggedTiles, edges: Sequence[int], rows: int, columns: int, pitch: int = 0
+    tiles: RaggedTiles, edges: Sequence[int], rows: int, columns: int, padded: bool = False
 ) -> RaggedOrder:
     """The order of `tiles` on the host: its tables as `fill` makes them, in lists."""
     most = tiles.groups.most
-    bounds = [group_edges(edges, group, len(edges), rows, pitch) for group in range(most)]
+    bounds = [group_edges(edges, group, len(edges), rows, padded) for group in range(most)]
     order, starts = tiles.order(columns), [0]
     for begin, end in bounds:
         starts.append(starts[-1] + order.clusters_of(end - begin))

@@ -67,25 +67,27 @@ def simulated_arch() -> str | None:
     return None if simulation is None else simulation.arch
 
 
-def arch_of(device: torch.device) -> str:
+def arch_of(
+    device: torch.device, function: str = "cutex.matmul", name: str = "a", instead: str = "torch.matmul"
+) -> str:
     """The arch of the GPU `device`, or the one simulated for the CPU; ValueError, in one sentence,
-    if there is none."""
+    if there is none: `function` cannot take its argument `name` there, `instead` can."""
     if device.type == "cpu" and (simulated := simulated_arch()) is not None:
         if simulated not in ARCHS:
             known = " and ".join(ARCHS)
-            raise ValueError(f"arch {simulated!r}: cutex.matmul has kernels for {known} only")
+            raise ValueError(f"arch {simulated!r}: {function} has kernels for {known} only")
         return simulated
     if device.type != "cuda":
         raise ValueError(
-            f"a is on {device}: cutex.matmul runs on a Hopper or Blackwell GPU; move its tensors "
+            f"{name} is on {device}: {function} runs on a Hopper or Blackwell GPU; move its tensors "
             "there, or run them in the simulator with `with cutex.ops.simulated():`"
         )
     capability = torch.cuda.get_device_capability(device)
     arch = next((x for x in ARCHS.values() if x.capability == capability), None)
     if arch is None:
         raise ValueError(
-            f"a is on {device}, a GPU of compute capability {capability[0]}.{capability[1]}: "
-            "cutex.matmul has kernels for 9.0 (Hopper) and 10.0 (Blackwell); use torch.matmul there"
+            f"{name} is on {device}, a GPU of compute capability {capability[0]}.{capability[1]}: "
+            f"{function} has kernels for 9.0 (Hopper) and 10.0 (Blackwell); use {instead} there"
         )
     return arch.name
 

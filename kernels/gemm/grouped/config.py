@@ -3,7 +3,9 @@
 GroupedConfig:  out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, K, N), out (M, N).
 SumsConfig:     out[e] = A[:, rows of e] @ B[rows of e], with A (M, K), B (K, N), out (E, M, N).
 
-Modes are in torch's order. Both have edges (E): where the rows of each group end.
+Modes are in torch's order. Both have edges (E): where the rows of each group end. A TMA store writes
+whole units of 16 bytes, so out has as many columns as fill its rows with them; zeros, where B has
+none.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class GroupedConfig:
 
     product: GeneralConfig
     most_groups: int = WARP
-    padded: bool = False  # groups of (E, M_max, K), of which edges counts the rows
+    padded: bool = False  # rows are those of (E, M_max, K), and edges counts each group's
 
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a (M, K), b (E, K, N), out (M, N), edges (E), then those of the
@@ -39,7 +41,7 @@ class GroupedConfig:
         return (
             p.a.argument("a", "m", "k", ""),
             p.b.argument("b", "k", "n", "e"),
-            p.out.argument("out", "m", "half" if p.gated else "n", ""),
+            p.out.argument("out", "m", "columns", ""),
             Operand("edges", ("e",), "int32", aligned=False, whole=False),
             *(of_groups(x) for x in op_arguments(p.ops)),
         )
@@ -66,6 +68,7 @@ class SumsConfig:
 
     product: GeneralConfig
     most_groups: int = WARP
+    padded: bool = False  # rows are those of (E, M_max), and edges counts each group's
 
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a (M, K), b (K, N), out (E, M, N), edges (E)."""
@@ -73,7 +76,7 @@ class SumsConfig:
         return (
             p.a.argument("a", "m", "k", ""),
             p.b.argument("b", "k", "n", ""),
-            p.out.argument("out", "m", "n", "e"),
+            p.out.argument("out", "m", "columns", "e"),
             Operand("edges", ("e",), "int32", aligned=False, whole=False),
         )
 

@@ -175,12 +175,13 @@ class GroupedRows:
         scheduler = RaggedTiles(raster, (c.tile_m // CTAS, c.tile_n), (CTAS, 1), groups)
         mProduct = product.product(mOut)
         rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
+        n = cute.size(b.tma_tensor, mode=[0])
         warp = cute.arch.warp_idx()
         if warp == Warp.MMA:
             tmem.acquire()
         if warp == Warp.LOAD:
             cute.arch.griddepcontrol_wait()
-            scheduler.fill(edges, rows, columns)
+            scheduler.fill(edges, rows, columns, self.config.padded)
         publish_barriers((ab, acc), cluster=True, with_data=True)
         pointer = tmem.pointer()
         dispatch = scheduler.walk(tile_counts(c, mProduct))
@@ -188,7 +189,7 @@ class GroupedRows:
         a_major, b_major = (MAJORS[k_major] for k_major in product.k_major)
         instruction = Umma(256, c.tile_n, *kinds, a_major, b_major, pair=True)
         mma = umma(instruction, sA, sB, pointer, c.num_acc)
-        ops = GroupOps(product.ops, passed, columns)
+        ops = GroupOps(product.ops, passed, n)
         store: Any = GroupStore(out, sC, product.epi_columns, groups, ops)
         operands: Any = GroupedOperands(PairOperands(a, b, sA, sB), groups)
         if warp == Warp.LOAD:

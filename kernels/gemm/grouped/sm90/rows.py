@@ -183,12 +183,13 @@ class GroupedRows:
         operands = GroupedOperands(a, b, sA, sB, product.k_major, groups)
         mProduct = product.product(mOut)
         rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
+        n = cute.size(b.tma_tensor, mode=[0])
         load = LoadTiles(c, cluster, scheduler)
         warp = cute.arch.warp_idx()
         if warp == self.general.load_warps.first:
             load.start(operands, mProduct)
             cute.arch.griddepcontrol_wait()
-            scheduler.fill(edges, rows, columns)
+            scheduler.fill(edges, rows, columns, self.config.padded)
         publish_barriers((ab,), cluster=cluster.size > 1, with_data=True)
 
         if warp >= self.general.load_warps.first:
@@ -200,7 +201,7 @@ class GroupedRows:
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             a_major, b_major = (MAJORS[k_major] for k_major in product.k_major)
             mma = wgmma(Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups), sA, sB)
-            ops = GroupOps(product.ops, passed, columns)
+            ops = GroupOps(product.ops, passed, n)
             store = GroupStore(out, sC, c.epi_stages, groups, ops)
             role = PingPong if c.pingpong else Cooperative
             role(product, c, scheduler).run(mma, ab, store, operands.num_k_tiles, mProduct)

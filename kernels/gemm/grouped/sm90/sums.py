@@ -177,7 +177,7 @@ class GroupedSums:
             cpasync.prefetch_descriptor(a.atom)
             cpasync.prefetch_descriptor(b.atom)
             cute.arch.griddepcontrol_wait()
-            spans.fill(edges, rows, 1)
+            spans.fill(edges, rows, 1, self.config.padded)
         publish_barriers((ab,), cluster=cluster.size > 1, with_data=True)
 
         if warp >= self.general.load_warps.first:

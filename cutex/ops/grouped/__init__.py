@@ -1,0 +1,7 @@
+"""`cutex.grouped_mm`: products of rows in groups with a matrix for each."""
+
+from __future__ import annotations
+
+from cutex.ops.grouped.function import grouped_mm
+
+__all__ = ["grouped_mm"]

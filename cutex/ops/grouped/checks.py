@@ -1,0 +1,79 @@
+"""The checks of `cutex.grouped_mm`, each with one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutex.ops.matmul.checks import ACTIVATIONS
+
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_GROUPS = 1024
+FORMS = (
+    "x (T, K) and w (E, K, N), x (M, T) and w (T, N), x (E, M, T) and w (.., T) or, with counts, "
+    "x (E, M, K) and w (E, K, N)"
+)
+
+
+def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
+    """Raise unless x is a strided tensor of a dtype that the kernels take, like `like`, which is
+    called x."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a strided tensor, got {layout}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be bfloat16 or float16, got {x.dtype}")
+    if like is not None and x.dtype != like.dtype:
+        raise TypeError(f"{name} is {x.dtype}, but x is {like.dtype}: they must be alike")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, not on {like.device} as x")
+
+
+def check_edges(name: str, edges: Any, x: Tensor) -> None:
+    """Raise unless `edges` is a vector of int32 on the device of x."""
+    if not isinstance(edges, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(edges).__name__}")
+    if edges.dtype is not torch.int32:
+        raise TypeError(f"{name} must be int32, got {edges.dtype}")
+    if edges.device != x.device:
+        raise ValueError(f"{name} is on {edges.device}, not on {x.device} as x")
+    if edges.dim() != 1:
+        raise ValueError(f"{name} must be (E,), got {tuple(edges.shape)}")
+    if not 1 <= edges.shape[0] <= MOST_GROUPS:
+        raise ValueError(f"{name} has {edges.shape[0]} groups, there may be 1 to {MOST_GROUPS}")
+
+
+def check_groups(w: Tensor, edges: Tensor, name: str) -> None:
+    """Raise unless w (E, K, N) has a matrix for each group."""
+    if w.shape[0] != edges.shape[0]:
+        raise ValueError(
+            f"w has {w.shape[0]} matrices, but {name} has {edges.shape[0]} groups: one each"
+        )
+
+
+def check_inner(x: int, w: int, shapes: str) -> None:
+    """Raise unless the sizes that are added up over agree."""
+    if x != w:
+        raise ValueError(f"x and w must agree where they are multiplied, {shapes}: got {x} and {w}")
+
+
+def check_fused(bias: Any, activation: Any, w: Tensor) -> None:
+    """Raise unless bias is (E, N) and activation a name."""
+    if bias is not None:
+        check_tensor("bias", bias)
+        if bias.device != w.device:
+            raise ValueError(f"bias is on {bias.device}, not on {w.device} as x")
+        if bias.shape != (w.shape[0], w.shape[2]):
+            want = (w.shape[0], w.shape[2])
+            raise ValueError(f"bias must have shape {want}, (E, N), got {tuple(bias.shape)}")
+    if activation is None:
+        return
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activation must be one of {known}, got {activation!r}")
+    if activation.startswith("gated_") and w.shape[2] % 2:
+        raise ValueError(f"activation {activation!r} takes pairs of columns, w has {w.shape[2]}")

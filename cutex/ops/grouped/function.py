@@ -1,0 +1,92 @@
+"""`cutex.grouped_mm`, and the forms of its arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cutex.ops.grouped.checks import (
+    FORMS,
+    check_edges,
+    check_fused,
+    check_groups,
+    check_inner,
+    check_tensor,
+)
+from cutex.ops.grouped.registered import grouped_rows, grouped_sums
+
+
+def grouped_mm(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    *,
+    counts: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Products of groups, as torch.nn.functional.grouped_mm: group e is x's rows, or columns, from
+    offs[e - 1], or 0, to offs[e].
+
+    x (T, K), w (E, K, N): activation(x[rows of e] @ w[e] + bias[e]), (T, N).
+    x (M, T), w (T, N): x[:, rows of e] @ w[rows of e], (E, M, N), as of a weight's gradient; zeros
+        for an empty group.
+    x (E, M, K), w (K, T): x[e] @ w[:, columns of e], (M, T).
+    x (E, M, K), w (E, K, N), with counts: the first counts[e] rows of x[e] @ w[e], (E, M, N).
+
+    x, w: bfloat16 or float16, both alike, accumulated in fp32. Any strides; a tensor that TMA
+    cannot read (a base or stride that is no multiple of 16 bytes) is copied first, and so is x (M,
+    T) or w (T, N) whose rows of groups are contiguous.
+    offs, counts: (E,), int32, on the device of x, which alone reads them: nothing waits for the
+    host, and a CUDA graph may be replayed with others. offs ascend, the last at most T; groups may
+    be empty and of any length. Others are taken for the nearest that do: clamped to 0 .. T, and a
+    group that would end before it begins is empty.
+    bias (E, N): bfloat16 or float16. activation: as of `cutex.matmul`; gates take even columns, and
+    leave N / 2. Both only where w has three dimensions and x's rows are in groups.
+
+    Rows of no group, from the last of offs on or from counts[e] on, are neither read nor written:
+    those of the result hold whatever its memory did, as torch's; those of a gradient are zeros.
+    Differentiable in x, w and bias, to any order. Raises TypeError or ValueError, with one sentence
+    that names the argument, for arguments that do not fit, and where there is no Hopper or
+    Blackwell GPU.
+    """
+    check_tensor("x", x)
+    check_tensor("w", w, x)
+    if (offs is None) == (counts is None):
+        raise ValueError("grouped_mm takes offs or counts, one of them")
+    name, edges = ("offs", offs) if counts is None else ("counts", counts)
+    check_edges(name, edges, x)
+    assert edges is not None
+    form = (x.dim(), w.dim())
+    if form != (2 if counts is None else 3, 3) and not (bias is activation is None):
+        raise ValueError("bias and activation are taken where w is (E, K, N) and x has rows")
+    if form == (2, 3) and counts is None:
+        check_inner(x.shape[1], w.shape[1], "x (T, K) and w (E, K, N)")
+        check_groups(w, edges, name)
+        return _rows(x, w, edges, bias, activation, padded=False)
+    if form == (3, 3) and counts is not None:
+        check_inner(x.shape[2], w.shape[1], "x (E, M, K) and w (E, K, N)")
+        check_groups(w, edges, name)
+        check_groups(x, edges, name)
+        return _rows(x, w, edges, bias, activation, padded=True)
+    if form == (2, 2) and counts is None:
+        check_inner(x.shape[1], w.shape[0], "x (M, T) and w (T, N)")
+        return grouped_sums(x, w, edges)
+    if form == (3, 2) and counts is None:
+        check_inner(x.shape[2], w.shape[0], "x (E, M, K) and w (K, T)")
+        check_groups(x, edges, name)
+        return _rows(w.mT, x.mT, edges, None, None, padded=False).mT
+    raise ValueError(f"grouped_mm takes {FORMS}, got {tuple(x.shape)} and {tuple(w.shape)}")
+
+
+def _rows(
+    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None, padded: bool
+) -> Tensor:
+    check_fused(bias, activation, w)
+    given = [t for t in (x, w, bias) if t is not None]
+    if activation is not None and torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        from cutex.problem.matmul import ACTIVATIONS
+
+        # NOTE: the activation's input is what its gradient needs
+        return ACTIVATIONS[activation](grouped_rows(x, w, edges, bias, None, padded))
+    return grouped_rows(x, w, edges, bias, activation, padded)

@@ -1,0 +1,152 @@
+"""Grouped products as torch sees them: registered operators with fakes, derivatives and FLOPs.
+
+    grouped_rows    rows of each group times its matrix
+    grouped_sums    sums over the rows of each group
+
+Each is the other's gradient. Gradients of rows that belong to no group are zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cutex.ops.grouped import launch
+from cutex.ops.row.operators import define
+
+EIGHT = 8  # rows of ones whose product with a gradient is that of a bias
+
+
+def _rows(
+    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
+    padded: bool, zeros: bool,
+) -> Tensor:  # fmt: skip
+    out = _fake_rows(x, w, edges, bias, activation, padded, zeros)
+    if out.numel() == 0:
+        launch.arch_for(x)
+        return out
+    flat = out.view(-1, out.shape[-1]) if out.is_contiguous() else out.flatten(0, -2)
+    launch.rows(x.reshape(-1, x.shape[-1]), w, edges, flat, (bias, activation, padded))
+    if zeros:
+        launch.zeros(flat, edges, padded)
+    return out
+
+
+def _fake_rows(
+    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
+    padded: bool, zeros: bool,
+) -> Tensor:  # fmt: skip
+    n = w.shape[2]
+    if activation is not None and activation.startswith("gated_"):
+        n = n // 2
+    return launch.empty((*x.shape[:-1], n), x)
+
+
+def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, edges, bias, activation, padded, _ = inputs
+    if activation is not None:
+        raise ValueError("cutex::grouped_rows has no gradient of an activation: call grouped_mm")
+    ctx.save_for_backward(x, w, edges, bias)
+    ctx.padded = padded
+
+
+def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, edges, bias = ctx.saved_tensors
+    of_x = of_w = of_bias = None
+    product, sums, padded = torch.ops.cutex.grouped_rows, torch.ops.cutex.grouped_sums, ctx.padded
+    needs_x, needs_w, _, needs_bias = ctx.needs_input_grad[:4]
+    if needs_x:
+        of_x = product(grad, w.mT, edges, None, None, padded, True)
+    flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    if needs_w:
+        if w.stride(-2) == 1:  # as memory has it
+            of_w = sums(flat.mT, rows, edges, padded).mT
+        else:
+            of_w = sums(rows.mT, flat, edges, padded)
+    if needs_bias:
+        ones = flat.new_ones((flat.shape[0], EIGHT))
+        of_bias = sums(ones.mT, flat, edges, padded)[:, 0].to(bias.dtype)
+    return of_x, of_w, None, of_bias, None, None, None
+
+
+def _sums(x: Tensor, w: Tensor, edges: Tensor, padded: bool) -> Tensor:
+    out = _fake_sums(x, w, edges, padded)
+    if out.numel() == 0 or x.shape[1] == 0:
+        launch.arch_for(x)
+        return out.zero_()
+    launch.sums(x, w, edges, out, padded)
+    return out
+
+
+def _fake_sums(x: Tensor, w: Tensor, edges: Tensor, padded: bool) -> Tensor:
+    return launch.empty((edges.shape[0], x.shape[0], w.shape[1]), x)
+
+
+def _setup_sums(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *saved, ctx.padded = inputs
+    ctx.save_for_backward(*saved)
+
+
+def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, edges = ctx.saved_tensors
+    product = torch.ops.cutex.grouped_rows
+    of_x = of_w = None
+    if ctx.needs_input_grad[0]:
+        of_x = product(_padded(w, grad, ctx.padded), grad.mT, edges, None, None, ctx.padded, True)
+        of_x = of_x.reshape(-1, of_x.shape[-1]).mT
+    if ctx.needs_input_grad[1]:
+        of_w = product(_padded(x.mT, grad, ctx.padded), grad, edges, None, None, ctx.padded, True)
+        of_w = of_w.reshape(-1, of_w.shape[-1])
+    return of_x, of_w, None, None
+
+
+def _padded(x: Tensor, of_groups: Tensor, padded: bool) -> Tensor:
+    """x (T, N), as (E, M, N) if its rows are padded to equal parts."""
+    return x.reshape(of_groups.shape[0], -1, x.shape[-1]) if padded else x
+
+
+define(
+    "grouped_rows",
+    "(Tensor x, Tensor w, Tensor edges, Tensor? bias, str? activation, bool padded, bool zeros) "
+    "-> Tensor",
+    _rows,
+    _fake_rows,
+    _setup_rows,
+    _rows_backward,
+)
+define(
+    "grouped_sums",
+    "(Tensor x, Tensor w, Tensor edges, bool padded) -> Tensor",
+    _sums,
+    _fake_sums,
+    _setup_sums,
+    _sums_backward,
+)
+
+
+def _rows_flops(x: Any, w: Any, *_: Any, **__: Any) -> int:
+    """The FLOPs if all rows belong to a group: the shapes know no more."""
+    return 2 * torch.Size(x).numel() * w[2]
+
+
+def _sums_flops(x: Any, w: Any, *_: Any, **__: Any) -> int:
+    return 2 * x[0] * w[0] * w[1]
+
+
+register_flop_formula(torch.ops.cutex.grouped_rows)(_rows_flops)
+register_flop_formula(torch.ops.cutex.grouped_sums)(_sums_flops)
+
+
+def grouped_rows(
+    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None, padded: bool
+) -> Tensor:
+    """The rows of each group of x times its matrix."""
+    return torch.ops.cutex.grouped_rows(x, w, edges, bias, activation, padded, False)
+
+
+def grouped_sums(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+    """The columns of each group of x times its rows of w."""
+    return torch.ops.cutex.grouped_sums(x, w, edges, False)
