@@ -57,6 +57,11 @@ class RowGroups:
         """The number of rows of a group."""
         return self.ends[group] - self.begins[group]
 
+    def steps(self, group: Any, size: int) -> Any:
+        """The steps of `size` rows that cover a group; at least one, which an empty group begins
+        and ends behind."""
+        return cutlass.max(clusters(self.rows(group), size), 1)
+
 
 @dataclass(frozen=True)
 class RaggedOrder:

@@ -37,7 +37,7 @@ from cutex.kernels.gemm.sm90.roles import ORDER_BARRIER, Store, Walk, fill_ring,
 from cutex.schedulers.ragged import RaggedTiles, RowGroups
 from cutex.schedulers.raster import Raster
 
-Steps = Callable[[WorkTile], Int32]  # the steps along K of a tile
+Steps = Callable[[Int32], Int32]  # the steps along K of a group
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def cooperative(
     take = ab.consumer()
     for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
         tile = walk.tile_at(index)
-        take = mainloop(mma, ab, take, steps(tile))
+        take = mainloop(mma, ab, take, steps(tile.batch))
         store(tile)
 
 
@@ -87,16 +87,16 @@ def ping_pong(
     if mine == 1:
         order.signal(0)
         if walk.start < walk.end:
-            take.skip(steps(walk.tile_at(walk.start)))
+            take.skip(steps(walk.tile_at(walk.start).batch))
     first = walk.start + mine * walk.step
     for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
         tile = walk.tile_at(index)
         order.wait(mine)
-        done, take = issue(mma, ab, take, steps(tile))
+        done, take = issue(mma, ab, take, steps(tile.batch))
         following = index + walk.step
         if following < walk.end:
             order.signal(1 - mine)
-            take.skip(steps(walk.tile_at(following)))
+            take.skip(steps(walk.tile_at(following).batch))
         warpgroup.wait_group(0)
         ab.release(done)
         store(tile)
@@ -169,8 +169,9 @@ class GroupedSums:
         readers = 4 if c.pingpong else general.mma_warps.count
         cluster = general.cluster
         ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, cluster)
-        spans = RaggedTiles(Raster(), (self.config.product.k_elements, 1), (1, 1), groups)
-        steps = partial(steps_of, groups, self.config.product.k_elements)
+        tile_k = self.config.product.k_elements
+        spans = RaggedTiles(Raster(), (tile_k, 1), (1, 1), groups)
+        steps = partial(groups.steps, size=tile_k)
         walk = general.scheduler.walk(tile_counts(c, out.tma_tensor))
         warp = cute.arch.warp_idx()
         if warp == self.general.load_warps.first:
@@ -212,10 +213,5 @@ def load(
     fill = ab.producer()
     for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
         tile = walk.tile_at(index)
-        fill = fill_ring(operands.loads(tile, cluster), ab, fill, 0, steps(tile))
+        fill = fill_ring(operands.loads(tile, cluster), ab, fill, 0, steps(tile.batch))
     ab.drain(fill)
-
-
-def steps_of(groups: RowGroups, tile_k: int, tile: WorkTile) -> Int32:
-    """The steps along K of a tile: at least one, of zeros."""
-    return cutlass.max((groups.rows(tile.batch) + (tile_k - 1)) // tile_k, 1)

@@ -1,0 +1,201 @@
+"""Sums over the rows of groups on Blackwell: out[e] = A[:, rows of e] @ B[rows of e].
+
+The general kernel's roles (kernels/gemm/sm100) on the tiles of a batch, each of which has its own
+number of steps along K; as on Hopper (sm90/sums.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.arch import arch as arch_named
+from cutex.compile import Argument
+from cutex.device.atoms.mma import MAJORS, allocate_slots
+from cutex.device.atoms.tma import AbLoads, PairOperands, load_operand, store_operand
+from cutex.device.atoms.tmem import Tmem, fence_after_sync
+from cutex.device.atoms.umma import Umma, UmmaProduct, umma
+from cutex.device.epilogue.epilogue_ops import BoundOps
+from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
+from cutex.device.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.gemm.grouped.config import SumsConfig
+from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
+from cutex.kernels.gemm.signature import modes, tile_counts, transposed
+from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.kernels.gemm.sm100.epilogue import StoreTiles
+from cutex.kernels.gemm.sm100.general import General, Warp
+from cutex.kernels.gemm.sm100.roles import Load, Mma
+from cutex.schedulers.clc import CTAS
+from cutex.schedulers.order import TileCounts
+from cutex.schedulers.persistent import StaticPersistent, StaticWalk
+from cutex.schedulers.ragged import RaggedTiles, RowGroups
+from cutex.schedulers.raster import Raster
+
+
+@dataclass(frozen=True)
+class GroupLoads:
+    """The loads of a tile, along its group's rows."""
+
+    ab: AbLoads
+    num_k_tiles: Int32
+
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        self.ab.load(k_tile, slot, full)
+
+
+@dataclass(frozen=True)
+class SummedOperands:
+    """A (M, K) and B (N, K), both contiguous in the other mode, through maps of `summed_operand`,
+    as a pair loads them."""
+
+    pair: PairOperands
+    groups: RowGroups
+    tile_k: int
+
+    def prefetch(self) -> None:
+        self.pair.prefetch()
+
+    def loads(self, tile: WorkTile) -> GroupLoads:
+        """The loads of this CTA's half of the rows of A and of B."""
+        span = self.groups.begins[tile.batch], self.groups.ends[tile.batch]
+        a, b = summed_rows(self.pair.a, *span), summed_rows(self.pair.b, *span)
+        ab = self.pair._replace(a=a, b=b).loads(tile)
+        return GroupLoads(ab, self.groups.steps(tile.batch, self.tile_k))
+
+
+@dataclass(frozen=True)
+class MmaOfGroups(Mma):
+    """The MMA role, where each tile has the steps along K of its group."""
+
+    groups: RowGroups
+    tile_k: int
+
+    @cute.jit
+    def run_groups(
+        self, mma: UmmaProduct, ab: Ring, acc: AccRing, walk: cutlass.Constexpr[StaticWalk]
+    ) -> None:
+        take, fill = ab.consumer(), acc.producer()
+        ticket = walk.first()
+        while ticket.valid:
+            steps = self.groups.steps(walk.tile(ticket).batch, self.tile_k)
+            take, fill = self.tile(mma, ab, acc, take, fill, steps)
+            ticket = walk.next(ticket)
+
+
+class GroupedSums:
+    """A pair of CTAs computes tiles of out: in each CTA a load warp, an MMA warp, four that store,
+    and one idle.
+
+    Barriers, smem and tensor memory are those of GroupedRows (rows.py).
+    """
+
+    arch = "sm_100a"
+    num_threads = Warp.END * 32
+
+    def __init__(self, config: SumsConfig) -> None:
+        if reason := config.why_not(arch_named(self.arch)):
+            raise ValueError(reason)
+        assert isinstance(config.product.tiles, Sm100Config)  # why_not has refused every other
+        self.config, self.tiles = config, config.product.tiles
+        self.general = General(config.product)  # whose maps it has
+
+    @property
+    def name(self) -> str:
+        return "sm100_gemm_grouped_sums"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return self.config.arguments()
+
+    @property
+    def scheduler(self) -> StaticPersistent:
+        c = self.tiles
+        raster = Raster(c.raster_group, c.raster_along)
+        num_ctas = c.num_ctas or arch_named(self.arch).num_sms
+        return StaticPersistent(raster, (CTAS, 1), num_ctas)
+
+    def counts(self, mOut: cute.Tensor) -> TileCounts:
+        """The numbers of tiles of a CTA, half of a pair's each."""
+        m, n, batch = tile_counts(self.tiles, mOut)
+        return TileCounts(m * CTAS, n, batch)
+
+    # ---- on the host
+
+    @cute.jit
+    def __call__(
+        self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, edges: cute.Tensor, stream
+    ) -> None:
+        """Launch with a (M, K), b (K, N), out (E, M, N), edges (E), and a stream."""
+        c, general = self.tiles, self.general
+        mB, mOut = transposed(mB), modes(mOut, columns_first=False)
+        slots = (general.load_slots(mA.element_type, rows, False) for rows in (c.tile_m, c.tile_n))
+        a, b = (
+            load_operand(summed_operand(mX), layout, pair=True)
+            for mX, layout in zip((mA, mB), slots, strict=True)
+        )
+        out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
+        self.kernel(a, b, out, edges, cute.size(mA, mode=[1])).launch(
+            grid=self.scheduler.grid(self.counts(mOut)),
+            block=(self.num_threads, 1, 1),
+            cluster=(CTAS, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    # ---- on the device
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: cpasync.TmaInfo,
+        b: cpasync.TmaInfo,
+        out: cpasync.TmaInfo,
+        edges: cute.Tensor,
+        rows: Int32,
+    ) -> None:
+        """Run the roles. `rows`: of A and B, those of no group included."""
+        c, product = self.tiles, self.config.product
+        kinds = a.atom.value_type, b.atom.value_type
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM / 2, bK, SLOT)
+        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN / 2, bK, SLOT)
+        sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (128, epiN, SLOT)
+        groups = RowGroups.allocate(smem, self.config.most_groups)
+        ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
+        acc = AccRing.of(smem, c.num_acc, readers=CTAS * Warp.LOAD)
+        tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
+        tile_k = product.k_elements
+        spans = RaggedTiles(Raster(), (tile_k, 1), (1, 1), groups)
+        walk = self.scheduler.walk(self.counts(out.tma_tensor))
+        warp = cute.arch.warp_idx()
+        if warp == Warp.MMA:
+            tmem.acquire()
+        if warp == Warp.LOAD:
+            cute.arch.griddepcontrol_wait()
+            spans.fill(edges, rows, 1, self.config.padded)
+        publish_barriers((ab, acc), cluster=True, with_data=True)
+        pointer = tmem.pointer()
+
+        instruction = Umma(256, c.tile_n, *kinds, MAJORS[False], MAJORS[False], pair=True)
+        mma = umma(instruction, sA, sB, pointer, c.num_acc)
+        m, n, _ = out.tma_tensor.shape
+        ops = BoundOps((), (), (m, n), transposed=False)
+        store = FusedEpilogueStore(out, sC, product.epi_columns, ops)
+        operands: Any = SummedOperands(PairOperands(a, b, sA, sB), groups, tile_k)
+        if warp == Warp.LOAD:
+            Load(c).run(operands, ab, walk)
+        elif warp == Warp.MMA:
+            if is_leader():
+                MmaOfGroups(c, groups, tile_k).run_groups(mma, ab, acc, walk)
+        elif warp < Warp.LOAD:
+            StoreTiles(c, unrolled=True).run(mma.acc, store, acc, walk)
+        sync_cluster()
+        if warp == Warp.MMA:
+            fence_after_sync()
+            tmem.free(pointer)
