@@ -7,6 +7,7 @@ on neighbours in that order. All roles of a CTA compute the same sequence and ne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import cutlass
 from cutlass import Int32, cute
@@ -14,7 +15,7 @@ from cutlass import Int32, cute
 from cutex.device.work_tile import WorkTile, place_in_cluster
 from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.one_tile import OwnNumber
-from cutex.schedulers.order import TileCounts
+from cutex.schedulers.order import Order, TileCounts
 from cutex.schedulers.raster import Raster, RasterOrder
 
 
@@ -28,6 +29,16 @@ class EqualSteps(OwnNumber):
         return Ticket(ticket.index + ctas // self.ctas, ticket.phase)
 
 
+class ClusterOrder(Order, Protocol):
+    """An order whose indices count clusters of cluster_m x cluster_n CTAs."""
+
+    @property
+    def cluster_m(self) -> int: ...
+
+    @property
+    def cluster_n(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class StaticWalk:
     """A dispatcher of the indices `start`, `start + step`, ... below `end`.
@@ -36,7 +47,7 @@ class StaticWalk:
     CTAs that share the K of a tile take the same indices, and differ in `split`.
     """
 
-    order: RasterOrder
+    order: ClusterOrder
     start: Int32
     end: Int32
     step: Int32

@@ -41,17 +41,13 @@ class RowGroups:
     most: int  # entries; those behind the last group's are empty groups
 
     @staticmethod
-    def table_bytes(most: int) -> int:
-        return 4 * (3 * most + 1)
-
-    @staticmethod
     def allocate(smem: SmemAllocator, most: int) -> RowGroups:
         """Tables in smem for `most` groups, a multiple of 32; `RaggedTiles.fill` fills them in."""
-        tables = (
+        begins, ends, starts = (
             smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=16)
             for size in (most, most, most + 1)
         )
-        return RowGroups(*tables, most)
+        return RowGroups(begins, ends, starts, most)
 
     def rows(self, group: Any) -> Any:
         """The number of rows of a group."""
@@ -96,7 +92,9 @@ class RaggedOrder:
 
     def clusters_of(self, rows: Any) -> Any:
         """The clusters of tiles that cover so many rows."""
-        return RasterOrder.of(self.raster, self.counts(rows), (self.cluster_m, self.cluster_n)).total
+        return RasterOrder.of(
+            self.raster, self.counts(rows), (self.cluster_m, self.cluster_n)
+        ).total
 
 
 @dataclass(frozen=True)

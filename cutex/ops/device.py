@@ -68,7 +68,10 @@ def simulated_arch() -> str | None:
 
 
 def arch_of(
-    device: torch.device, function: str = "cutex.matmul", name: str = "a", instead: str = "torch.matmul"
+    device: torch.device,
+    function: str = "cutex.matmul",
+    name: str = "a",
+    instead: str = "torch.matmul",
 ) -> str:
     """The arch of the GPU `device`, or the one simulated for the CPU; ValueError, in one sentence,
     if there is none: `function` cannot take its argument `name` there, `instead` can."""
@@ -79,8 +82,8 @@ def arch_of(
         return simulated
     if device.type != "cuda":
         raise ValueError(
-            f"{name} is on {device}: {function} runs on a Hopper or Blackwell GPU; move its tensors "
-            "there, or run them in the simulator with `with cutex.ops.simulated():`"
+            f"{name} is on {device}: {function} runs on a Hopper or Blackwell GPU; move its "
+            "tensors there, or run them in the simulator with `with cutex.ops.simulated():`"
         )
     capability = torch.cuda.get_device_capability(device)
     arch = next((x for x in ARCHS.values() if x.capability == capability), None)

@@ -35,8 +35,8 @@ def grouped_mm(
     x (E, M, K), w (E, K, N), with counts: the first counts[e] rows of x[e] @ w[e], (E, M, N).
 
     x, w: bfloat16 or float16, both alike, accumulated in fp32. Any strides; a tensor that TMA
-    cannot read (a base or stride that is no multiple of 16 bytes) is copied first, and so is x (M,
-    T) or w (T, N) whose rows of groups are contiguous.
+    cannot read (a base or stride that is no multiple of 16 bytes) is copied first, and so is one
+    whose contiguous side is T, along which groups begin anywhere.
     offs, counts: (E,), int32, on the device of x, which alone reads them: nothing waits for the
     host, and a CUDA graph may be replayed with others. offs ascend, the last at most T; groups may
     be empty and of any length. Others are taken for the nearest that do: clamped to 0 .. T, and a

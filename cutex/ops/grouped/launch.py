@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 FOLDERS = {"sm_90a": "sm90", "sm_100a": "sm100"}
 
 
-def rows(
-    x: Tensor, w: Tensor, edges: Tensor, out: Tensor, options: tuple[Any, ...]
-) -> None:
+def rows(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, options: tuple[Any, ...]) -> None:
     """out[rows of e] = activation(x[rows of e] @ w[e] + bias[e]), with x (T, K), w (E, K, N), and
     out (T, N) in memory of `empty`; options: bias, activation, padded."""
     from cutex.kernels.gemm.grouped.config import GroupedConfig
@@ -34,14 +32,15 @@ def rows(
     arch = arch_for(x)
     if x.shape[1] == 0:  # nothing to add up: the epilogue of zeros
         x, w = x.new_zeros((x.shape[0], ALIGN)), w.new_zeros((w.shape[0], ALIGN, w.shape[2]))
-    x, a, _ = operand(x, -1, False)
+    # NOTE: a group may begin at any row, and TMA at none of a side that is contiguous
+    x, a, _ = operand(x, -1, True)
     w, b, _ = operand(w.contiguous() if w.stride(0) == 0 else w, -2, False)
     ops, passed = fused(bias, activation)
-    groups, n = edges.shape[0], w.shape[2]
-    mean = -(-x.shape[0] // groups)
-    tiles = choose.rows_tiles(arch, mean, n, bool(ops))
+    mean = -(-x.shape[0] // edges.shape[0])
+    most = choose.most_groups(edges.shape[0])
+    tiles = choose.rows_tiles(arch, mean, w.shape[2], bool(ops), most)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
-    config = GroupedConfig(product, choose.most_groups(groups), padded)
+    config = GroupedConfig(product, most, padded)
     run("rows", config, arch, [x, w, with_padding(out), edges.contiguous(), *passed])
 
 
@@ -54,10 +53,11 @@ def sums(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, padded: bool) -> None
     arch = arch_for(x)
     # NOTE: a group may begin anywhere along T, which must not be the contiguous side
     (xt, a, _), (w, b, _) = operand(x.mT, -1, True), operand(w, -1, True)
-    m, n = out.shape[1:]
+    mean = -(-x.shape[1] // edges.shape[0])
+    most = choose.most_groups(edges.shape[0])
     layouts = OperandLayout(a.dtype, "column"), b, OperandLayout(name_of(out), batched=True)
-    product = GeneralConfig(choose.sums_tiles(arch, m, n), *layouts)
-    config = SumsConfig(product, choose.most_groups(edges.shape[0]), padded)
+    product = GeneralConfig(choose.sums_tiles(arch, mean, w.shape[1], most), *layouts)
+    config = SumsConfig(product, most, padded)
     run("sums", config, arch, [xt.mT, w, with_padding(out), edges.contiguous()])
 
 

@@ -28,8 +28,8 @@ def _rows(
     if out.numel() == 0:
         launch.arch_for(x)
         return out
-    flat = out.view(-1, out.shape[-1]) if out.is_contiguous() else out.flatten(0, -2)
-    launch.rows(x.reshape(-1, x.shape[-1]), w, edges, flat, (bias, activation, padded))
+    flat = out.flatten(0, -2)
+    launch.rows(x.flatten(0, -2), w, edges, flat, (bias, activation, padded))
     if zeros:
         launch.zeros(flat, edges, padded)
     return out
@@ -60,7 +60,7 @@ def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_w, _, needs_bias = ctx.needs_input_grad[:4]
     if needs_x:
         of_x = product(grad, w.mT, edges, None, None, padded, True)
-    flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    flat, rows = grad.flatten(0, -2), x.flatten(0, -2)
     if needs_w:
         if w.stride(-2) == 1:  # as memory has it
             of_w = sums(flat.mT, rows, edges, padded).mT
@@ -96,10 +96,10 @@ def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_x = of_w = None
     if ctx.needs_input_grad[0]:
         of_x = product(_padded(w, grad, ctx.padded), grad.mT, edges, None, None, ctx.padded, True)
-        of_x = of_x.reshape(-1, of_x.shape[-1]).mT
+        of_x = of_x.flatten(0, -2).mT
     if ctx.needs_input_grad[1]:
         of_w = product(_padded(x.mT, grad, ctx.padded), grad, edges, None, None, ctx.padded, True)
-        of_w = of_w.reshape(-1, of_w.shape[-1])
+        of_w = of_w.flatten(0, -2)
     return of_x, of_w, None, None
 
 

@@ -3,9 +3,9 @@
 GroupedConfig:  out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, K, N), out (M, N).
 SumsConfig:     out[e] = A[:, rows of e] @ B[rows of e], with A (M, K), B (K, N), out (E, M, N).
 
-Modes are in torch's order. Both have edges (E): where the rows of each group end. A TMA store writes
-whole units of 16 bytes, so out has as many columns as fill its rows with them; zeros, where B has
-none.
+Modes are in torch's order. Both have edges (E): where the rows of each group end. A TMA store
+writes whole units of 16 bytes, so out has as many columns as fill its rows with them; zeros, where
+B has none.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import op_arguments
 from cutex.kernels.gemm.config import BARRIERS
+from cutex.kernels.gemm.grouped.choose import WARP, table_bytes
 from cutex.kernels.gemm.signature import GeneralConfig
-from cutex.schedulers.ragged import WARP, RowGroups
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -27,8 +27,8 @@ MOST_GROUPS = 1024
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """The config of a grouped kernel: the general kernel's, for the product of a group's rows, whose
-    b is batched; and the groups that its tables have room for."""
+    """The config of a grouped kernel: the general kernel's, for the product of a group's rows and
+    one of a batch of b, and the groups that its tables have room for."""
 
     product: GeneralConfig
     most_groups: int = WARP
@@ -53,6 +53,8 @@ class GroupedConfig:
             return reason
         if p.a.batched or not p.b.batched or p.out.batched:
             return "a grouped product takes a (M, K), b (E, K, N) and out (M, N)"
+        if p.a.major != "row":
+            return f"a.major={p.a.major}: TMA begins at multiples of 16 bytes, groups anywhere"
         if p.tiles.swap_ab or p.tiles.split_k > 1 or p.out.major != "row" or not p.out.tma:
             return (
                 f"swap_ab={p.tiles.swap_ab}, split_k={p.tiles.split_k}: rows of a group are rows "
@@ -96,7 +98,7 @@ def why_not_tables(product: GeneralConfig, most_groups: int, arch: Arch) -> str 
     """The reason why the tables of so many groups do not fit, or None."""
     if most_groups % WARP or not WARP <= most_groups <= MOST_GROUPS:
         return f"most_groups={most_groups}: a multiple of {WARP} up to {MOST_GROUPS}"
-    tables = RowGroups.table_bytes(most_groups)
+    tables = table_bytes(most_groups)
     if product.tiles.smem_bytes + BARRIERS + tables > arch.smem_per_cta:
         return f"most_groups={most_groups}: no room for {tables} bytes beside the tiles"
     return None
@@ -107,5 +109,3 @@ def of_groups(argument: Argument) -> Argument:
     if isinstance(argument, Operand) and argument.sizes == ("n",):
         return replace(argument, sizes=("e", "n"))
     return argument
-
-

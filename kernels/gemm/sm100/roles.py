@@ -74,43 +74,28 @@ class Mma:
         take, fill = ab.consumer(), acc.producer()
         ticket = dispatch.first()
         while ticket.valid:
-            take, fill = self.tile(mma, ab, acc, take, fill, num_k_tiles)
-            ticket = dispatch.next(ticket)
-
-    @cute.jit
-    def tile(
-        self,
-        mma: UmmaProduct,
-        ab: Ring,
-        acc: AccRing,
-        take: PipelineState,
-        fill: PipelineState,
-        num_k_tiles: Int32,
-    ) -> tuple[PipelineState, PipelineState]:
-        """Start the MMAs of one tile, from slot `take` on into accumulator `fill`; return the
-        states after."""
-        first = fill.slot
-        head = cutlass.min(self.skew, num_k_tiles)
-        tail = cutlass.min(self.skew, num_k_tiles - head)
-        for block in cutlass.range_constexpr(self.tiles.num_blocks):
-            acc.acquire(fill)
-            fence_after_sync()
-            into = mma.of_rows(block).into(first + block)
-            self.steps(into, ab, take, head, block, fresh=True)
-            fill.advance()
-        take.skip(head)
-        for _ in cutlass.range(num_k_tiles - head - tail, unroll=1):
-            ab.wait_full(take)
+            first = fill.slot
+            head = cutlass.min(self.skew, num_k_tiles)
+            tail = cutlass.min(self.skew, num_k_tiles - head)
             for block in cutlass.range_constexpr(self.tiles.num_blocks):
-                mma.of_rows(block).into(first + block).issue(take.slot, accumulate=True)
-            mma.commit(ab.empty[take.slot])
-            take.advance()
-        for block in cutlass.range_constexpr(self.tiles.num_blocks):
-            into = mma.of_rows(block).into(first + block)
-            self.steps(into, ab, take, tail, block, fresh=False)
-            mma.commit(acc.full[first + block])
-        take.skip(tail)
-        return take, fill
+                acc.acquire(fill)
+                fence_after_sync()
+                into = mma.of_rows(block).into(first + block)
+                self.steps(into, ab, take, head, block, fresh=True)
+                fill.advance()
+            take.skip(head)
+            for _ in cutlass.range(num_k_tiles - head - tail, unroll=1):
+                ab.wait_full(take)
+                for block in cutlass.range_constexpr(self.tiles.num_blocks):
+                    mma.of_rows(block).into(first + block).issue(take.slot, accumulate=True)
+                mma.commit(ab.empty[take.slot])
+                take.advance()
+            for block in cutlass.range_constexpr(self.tiles.num_blocks):
+                into = mma.of_rows(block).into(first + block)
+                self.steps(into, ab, take, tail, block, fresh=False)
+                mma.commit(acc.full[first + block])
+            take.skip(tail)
+            ticket = dispatch.next(ticket)
 
     @cute.jit
     def steps(

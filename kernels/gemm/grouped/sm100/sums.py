@@ -22,7 +22,15 @@ from cutex.device.atoms.tmem import Tmem, fence_after_sync
 from cutex.device.atoms.umma import Umma, UmmaProduct, umma
 from cutex.device.epilogue.epilogue_ops import BoundOps
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
-from cutex.device.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
+from cutex.device.pipeline import (
+    AccRing,
+    PairRing,
+    PipelineState,
+    Ring,
+    is_leader,
+    publish_barriers,
+    sync_cluster,
+)
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import SumsConfig
 from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
@@ -86,6 +94,41 @@ class MmaOfGroups(Mma):
             steps = self.groups.steps(walk.tile(ticket).batch, self.tile_k)
             take, fill = self.tile(mma, ab, acc, take, fill, steps)
             ticket = walk.next(ticket)
+
+    @cute.jit
+    def tile(
+        self,
+        mma: UmmaProduct,
+        ab: Ring,
+        acc: AccRing,
+        take: PipelineState,
+        fill: PipelineState,
+        num_k_tiles: Int32,
+    ) -> tuple[PipelineState, PipelineState]:
+        """Start the MMAs of one tile, from slot `take` on into accumulator `fill`; return the
+        states after."""
+        first = fill.slot
+        head = cutlass.min(self.skew, num_k_tiles)
+        tail = cutlass.min(self.skew, num_k_tiles - head)
+        for block in cutlass.range_constexpr(self.tiles.num_blocks):
+            acc.acquire(fill)
+            fence_after_sync()
+            into = mma.of_rows(block).into(first + block)
+            self.steps(into, ab, take, head, block, fresh=True)
+            fill.advance()
+        take.skip(head)
+        for _ in cutlass.range(num_k_tiles - head - tail, unroll=1):
+            ab.wait_full(take)
+            for block in cutlass.range_constexpr(self.tiles.num_blocks):
+                mma.of_rows(block).into(first + block).issue(take.slot, accumulate=True)
+            mma.commit(ab.empty[take.slot])
+            take.advance()
+        for block in cutlass.range_constexpr(self.tiles.num_blocks):
+            into = mma.of_rows(block).into(first + block)
+            self.steps(into, ab, take, tail, block, fresh=False)
+            mma.commit(acc.full[first + block])
+        take.skip(tail)
+        return take, fill
 
 
 class GroupedSums:

@@ -116,7 +116,7 @@ class GroupedRows:
             raise ValueError(reason)
         assert isinstance(config.product.tiles, Sm90Config)  # why_not has refused every other
         self.config, self.tiles = config, config.product.tiles
-        if self.tiles.one_tile or self.tiles.stream_k:
+        if self.tiles.one_tile or self.tiles.stream_k or self.tiles.box_rows:
             raise ValueError(f"{self.tiles}: {self.name} loops over whole tiles")
         self.general = General(config.product)  # whose warps, registers and maps it has
 

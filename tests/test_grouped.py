@@ -1,0 +1,351 @@
+"""Grouped GEMM: right against float64 whatever the groups are, and silent beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cutex
+from cutex import ops
+from cutex.arch import arch as arch_named
+from cutex.compile import compile
+from cutex.kernels.gemm.grouped import choose
+from cutex.kernels.gemm.grouped.config import GroupedConfig, SumsConfig
+from cutex.kernels.gemm.grouped.zeros import Zeros, ZerosConfig
+from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.problem.grouped import GroupedProblem, draw
+
+ARCHS = ["sm_90a", "sm_100a"]
+each_arch = pytest.mark.parametrize("arch", ARCHS)
+bf16 = torch.bfloat16
+ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
+
+
+@pytest.fixture
+def place(device: str, arch: str) -> Iterator[str]:
+    """The device of torch's tensors: the GPU, or the CPU within the simulator."""
+    with ops.simulated(arch) if device == "sim" else nullcontext():
+        yield "cpu" if device == "sim" else "cuda"
+
+
+# ---- numbers
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("seed", range(16))
+@each_arch
+def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
+    orders: dict[str, Any] = {"order": ORDERS[seed % len(ORDERS)], "seed": seed}
+    with ops.simulated(arch, **orders) if device == "sim" else nullcontext():
+        problem = draw(seed)
+        wrong = problem.run("cpu" if device == "sim" else "cuda", cutex.grouped_mm)
+    assert wrong is None, f"{wrong}: {problem}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tenth", range(10))
+@each_arch
+def test_a_hundred_randomized_problems_are_right(arch: str, device: str, tenth: int) -> None:
+    for seed in range(100 + 10 * tenth, 110 + 10 * tenth):
+        order = ORDERS[seed % len(ORDERS)]
+        with ops.simulated(arch, order=order, seed=seed) if device == "sim" else nullcontext():
+            problem = draw(seed, largest=150 if device == "sim" else 1000)
+            wrong = problem.run("cpu" if device == "sim" else "cuda", cutex.grouped_mm)
+        assert wrong is None, f"{wrong}: {problem}"
+
+
+@pytest.mark.parametrize("form", ["rows", "padded", "sums"])
+def test_a_row_left_out_is_off_by_more_than_the_tolerance(form: str) -> None:
+    def without_a_row(x: Tensor, w: Tensor, **edges: Tensor) -> Tensor:
+        problem_w = w.double().clone()
+        problem_w[..., 3, :] = 0
+        return problem.reference(x.double(), problem_w).nan_to_num(0).to(bf16)
+
+    problem = GroupedProblem((70, 0, 9), 64, 128, form, rest=3)
+    assert " is " in (problem.run("cpu", without_a_row) or "")
+
+
+# ---- beside the groups
+
+TILES = {
+    "sm_90a": {
+        "cooperative": Sm90Config(
+            tile_m=128, tile_n=64, num_stages=3, epi_n=64, epi_stages=1, warpgroups=2, num_ctas=3
+        ),
+        "shared": Sm90Config(
+            tile_m=128, tile_n=64, num_stages=3, epi_n=32, epi_stages=2, warpgroups=2, cluster_m=2,
+            num_ctas=4,
+        ),
+        "ping-pong": Sm90Config(
+            tile_m=64, tile_n=64, num_stages=4, epi_n=64, epi_stages=1, warpgroups=2,
+            pingpong=True, cluster_n=2, num_ctas=4,
+        ),
+    },
+    "sm_100a": {
+        "256": Sm100Config(
+            tile_m=256, tile_n=64, num_stages=3, epi_n=32, epi_stages=2, pair=True, num_acc=2,
+            num_ctas=4,
+        ),
+        "512": Sm100Config(
+            tile_m=512, tile_n=64, num_stages=3, epi_n=32, epi_stages=2, pair=True, num_acc=2,
+            num_ctas=4,
+        ),
+    },
+}  # fmt: skip
+CONFIGS = [(arch, name) for arch, tiles in TILES.items() for name in tiles]
+
+
+def kernel(arch: str, name: str, kind: str, config: Any) -> Any:
+    folder = arch.removesuffix("a").replace("_", "")
+    module = import_module(f"cutex.kernels.gemm.grouped.{folder}.{kind}")
+    return compile(getattr(module, f"Grouped{kind.capitalize()}")(config), "bf16", arch)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("order", ["fifo", "random"])
+@pytest.mark.parametrize(("arch", "name"), CONFIGS)
+def test_rows_of_no_group_and_memory_around_are_left_alone(
+    arch: str, name: str, order: str
+) -> None:
+    """Few CTAs, several tiles each; the same kernel again with other groups."""
+    layouts = OperandLayout(), OperandLayout(batched=True), OperandLayout()
+    config = GroupedConfig(GeneralConfig(TILES[arch][name], *layouts))
+    compiled = kernel(arch, name, "rows", config)
+    for rows in ((60, 0, 140, 1, 99), (0, 7, 0, 0, 200)):
+        problem = GroupedProblem(rows, 136, 72, rest=20, seed=len(name))
+        x, w = problem.inputs()
+        memory = torch.full((problem.length + 2, 144), torch.nan, dtype=bf16)
+        out = memory[1:-1, :136]
+        report = cutex.simulate(compiled, x, w, out, problem.edges, order=order, seed=1)
+        assert not report.findings
+        check = problem.check(x, w, out)
+        assert check.ok, check.message
+        memory[1 : 1 + sum(rows), :136] = torch.nan
+        assert memory.isnan().all()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("order", ["fifo", "random"])
+@pytest.mark.parametrize(("arch", "name"), CONFIGS)
+def test_sums_take_the_rows_of_their_group_alone(arch: str, name: str, order: str) -> None:
+    """Rows of no group are NaN; groups of less than a step, of several, and of none."""
+    column, row = OperandLayout(major="column"), OperandLayout()
+    product = GeneralConfig(TILES[arch][name], column, row, OperandLayout(batched=True))
+    compiled = kernel(arch, name, "sums", SumsConfig(product))
+    problem = GroupedProblem((60, 0, 140, 1, 0), 136, 72, "sums", rest=20, seed=len(name))
+    x, w = problem.inputs()
+    (out,) = problem.outputs()
+    report = cutex.simulate(compiled, x, w, out, problem.edges, order=order, seed=1)
+    assert not report.findings
+    check = problem.check(x, w, out)
+    assert check.ok, check.message
+    assert not out[1].any() and not out[4].any()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_zeros_are_written_behind_the_groups_alone(whole: bool, padded: bool) -> None:
+    memory = torch.full((15, 24), 7.0, dtype=bf16)
+    out = memory[:, :16] if whole else memory[:, 1:18]
+    edges = torch.tensor([2, 5, 0] if padded else [3, 3, 9], dtype=torch.int32)
+    compiled = compile(Zeros(ZerosConfig(whole, padded)), "bf16", "sm_90a")
+    assert not cutex.simulate(compiled, out, edges).findings
+    want = torch.full((15, 24), 7.0, dtype=bf16)
+    rest = [2, 3, 4, 10, 11, 12, 13, 14] if padded else list(range(9, 15))
+    want[rest, (0 if whole else 1) : (16 if whole else 18)] = 0
+    assert torch.equal(memory, want)
+
+
+# ---- gradients
+
+
+def gradients(problem: GroupedProblem, place: str) -> None:
+    """Compare the gradients of x, w and bias with float64's."""
+    x, w, *bias = (t.detach().requires_grad_() for t in problem.inputs(place))
+    edges = {"counts" if problem.form == "padded" else "offs": problem.edges.to(place)}
+    options = {"bias": bias[0]} if bias else {}
+    y = cutex.grouped_mm(x, w, **edges, **options, activation=problem.activation)
+    wide = [t.detach().double().requires_grad_() for t in (x, w, *bias)]
+    wanted = problem.reference(*wide)
+    g = torch.Generator().manual_seed(1)
+    dy = torch.randn(y.shape, generator=g).to(problem.dtype).to(place)
+    y.backward(dy)
+    belongs = wanted.isfinite()
+    wanted[belongs].backward(dy.double()[belongs])
+    for found, want in zip((x, w, *bias), wide, strict=True):
+        assert found.grad is not None and found.grad.dtype == problem.dtype
+        other = want.grad.nan_to_num(0)
+        error = (found.grad.double() - other).abs() / (other.abs() + other.abs().mean() + 1e-6)
+        # an activation's input is rounded once more
+        assert float(error.max()) <= (2**-5 if problem.activation else 2**-7)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("form", ["rows", "padded", "sums"])
+@pytest.mark.parametrize("transposed", [False, True])
+@each_arch
+def test_gradients_are_products_of_groups(
+    arch: str, place: str, form: str, transposed: bool
+) -> None:
+    problem = GroupedProblem(
+        (40, 0, 70, 1), 72, 64, form, rest=9, transposed=transposed, bias=form != "sums"
+    )
+    gradients(problem, place)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gated_silu"])
+def test_an_activation_is_differentiated(activation: str) -> None:
+    problem = GroupedProblem((40, 0, 30), 64, 64, bias=True, activation=activation)
+    with ops.simulated("sm_90a"):
+        gradients(problem, "cpu")
+
+
+def test_gradients_of_gradients() -> None:
+    problem = GroupedProblem((20, 0, 9), 16, 8, dtype=torch.float16, rest=2)
+    x, w = (t.nan_to_num(0).requires_grad_() for t in problem.inputs())
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    with ops.simulated("sm_90a"):
+        y = cutex.grouped_mm(x, w, problem.edges)[:29]
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        (dw,) = torch.autograd.grad(dx.float().sum(), w)
+    yd = problem.reference(*wide)[:29]
+    (dxd,) = torch.autograd.grad(yd.square().sum(), wide[0], create_graph=True)
+    (dwd,) = torch.autograd.grad(dxd.sum(), wide[1])
+    assert float((dw.double() - dwd).abs().max()) < 2**-6 * float(dwd.abs().max())
+
+
+# ---- forms, limits, torch
+
+
+def test_matrices_of_groups_times_columns_of_groups() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, generator=g).to(bf16) for s in ((3, 24, 40), (40, 60)))
+    with ops.simulated("sm_90a"):
+        y = cutex.grouped_mm(x, w, torch.tensor([11, 11, 60], dtype=torch.int32))
+    want = torch.cat((x[0].float() @ w[:, :11].float(), x[2].float() @ w[:, 11:].float()), 1)
+    assert y.shape == (24, 60) and torch.allclose(y.float(), want, atol=0.06, rtol=0.01)
+
+
+def test_sizes_of_zero() -> None:
+    offs = torch.tensor([0, 5], dtype=torch.int32)
+    x, w = torch.zeros(5, 8, dtype=bf16), torch.zeros(2, 8, 16, dtype=bf16)
+    bias = torch.ones(2, 16, dtype=bf16)
+    with ops.simulated("sm_90a"):
+        assert cutex.grouped_mm(x[:0], w, 0 * offs).shape == (0, 16)
+        assert cutex.grouped_mm(x, w[..., :0], offs).shape == (5, 0)
+        y = cutex.grouped_mm(x[:, :0], w[:, :0], offs, bias=bias)
+        assert torch.equal(y, torch.ones(5, 16, dtype=bf16))
+        sums = cutex.grouped_mm(x[:0].mT, torch.zeros(0, 16, dtype=bf16), 0 * offs)
+        assert torch.equal(sums, torch.zeros(2, 8, 16, dtype=bf16))
+
+
+X, W, OFFS = (
+    torch.zeros(6, 8, dtype=bf16),
+    torch.zeros(2, 8, 16, dtype=bf16),
+    torch.tensor([2, 6], dtype=torch.int32),
+)
+GATE = "gated_silu"
+BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "no tensor": (TypeError, "x must be a torch.Tensor, got list", {"x": [1]}),
+    "dtype": (TypeError, "x must be bfloat16 or float16, got torch.float32", {"x": X.float()}),
+    "unlike": (TypeError, "w is torch.float16, but x is torch.bfloat16", {"w": W.half()}),
+    "no edges": (ValueError, "takes offs or counts", {"offs": None}),
+    "both edges": (ValueError, "takes offs or counts", {"counts": OFFS}),
+    "int64": (TypeError, "offs must be int32, got torch.int64", {"offs": OFFS.long()}),
+    "a matrix": (ValueError, r"offs must be \(E,\), got \(1, 2\)", {"offs": OFFS[None]}),
+    "no groups": (ValueError, "offs has 0 groups, there may be 1 to 1024", {"offs": OFFS[:0]}),
+    "other groups": (ValueError, "w has 2 matrices, but offs has 1 groups", {"offs": OFFS[:1]}),
+    "inner": (ValueError, "where they are multiplied.*got 7 and 8", {"x": X[:, :7]}),
+    "form": (ValueError, "grouped_mm takes x", {"x": X[0]}),
+    "bias": (ValueError, r"bias must have shape \(2, 16\)", {"bias": W[0]}),
+    "activation": (ValueError, "activation must be one of relu", {"activation": "tanh"}),
+    "odd gate": (ValueError, "takes pairs of columns", {"activation": GATE, "w": W[..., :9]}),
+    "fused sums": (ValueError, "bias and activation", {"x": X.mT, "w": X, "activation": GATE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_sentence(name: str) -> None:
+    error, sentence, given = BAD[name]
+    arguments: dict[str, Any] = {"x": X, "w": W, "offs": OFFS, **given}
+    with ops.simulated("sm_90a"), pytest.raises(error, match=sentence):
+        cutex.grouped_mm(arguments.pop("x"), arguments.pop("w"), **arguments)
+
+
+def test_a_device_without_kernels_gets_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"x is on cpu: cutex\.grouped_mm runs on a Hopper"):
+        cutex.grouped_mm(X, W, OFFS)
+
+
+@pytest.mark.parametrize("activation", [None, "gated_silu"])
+def test_shapes_and_strides_are_known_without_memory(activation: str | None) -> None:
+    x, w = torch.zeros(6, 8, dtype=bf16), torch.zeros(2, 8, 18, dtype=bf16)
+    with ops.simulated("sm_90a"):
+        real = cutex.grouped_mm(x, w, OFFS, activation=activation)
+    with FakeTensorMode() as mode:
+        x, w, offs = (mode.from_tensor(t) for t in (x, w, OFFS))
+        y = cutex.grouped_mm(x, w, offs, activation=activation)
+    assert (y.shape, y.stride(), y.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_torch_compile_takes_it_as_a_whole() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def layer(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        return cutex.grouped_mm(x, w, offs, activation="relu") * 2
+
+    problem = GroupedProblem((20, 0, 9), 16, 8, activation="relu")
+    x, w = problem.inputs()
+    with ops.simulated("sm_90a"):
+        y = layer(x, w.requires_grad_(), problem.edges)
+        y.float().sum().backward()
+    check = problem.check(x, w.detach(), y.detach() / 2)
+    assert check.ok, check.message
+    assert w.grad is not None and not w.grad[1].any() and w.grad[0].any()
+
+
+@each_arch
+@pytest.mark.parametrize("groups", [1, 33, 1024])
+def test_the_tiles_that_are_chosen_fit(arch: str, groups: int) -> None:
+    row, batch = OperandLayout(), OperandLayout(batched=True)
+    most = choose.most_groups(groups)
+    for mean in (1, 64, 97, 1000, 4096):
+        for n in (8, 65, 192, 2880, 7168):
+            for fused in (False, True):
+                product = GeneralConfig(
+                    choose.rows_tiles(arch, mean, n, fused, most), row, batch, row
+                )
+                assert GroupedConfig(product, most).why_not(arch_named(arch)) is None
+            column = replace(row, major="column")
+            product = GeneralConfig(choose.sums_tiles(arch, mean, n, most), column, row, batch)
+            assert SumsConfig(product, most).why_not(arch_named(arch)) is None
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_with_other_groups() -> None:
+    problem = GroupedProblem((100, 0, 300, 5), 264, 136, rest=95)
+    x, w = problem.inputs("cuda")
+    x = x.nan_to_num(1.0)
+    offs = problem.edges.cuda()
+    cutex.grouped_mm(x, w, offs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = cutex.grouped_mm(x, w, offs)
+    for rows in ((100, 0, 300, 5), (0, 500, 0, 0), (1, 2, 3, 494)):
+        other = replace(problem, rows=rows, rest=500 - sum(rows))
+        offs.copy_(other.edges)
+        y.fill_(math.nan)
+        graph.replay()
+        check = other.check(x, w, y)
+        assert check.ok, check.message
+        assert y[sum(rows) :].isnan().all()
