@@ -45,42 +45,51 @@ def rows_tiles(arch: str, mean_rows: int, n: int, fused: bool, most: int = WARP)
     """
     if arch == "sm_100a":
         return _sm100(n, most)
-    epilogue = {"epi_n": 32, "epi_stages": 2} if fused else {"epi_n": 64, "epi_stages": 1}
     if mean_rows <= FEW_ROWS:
-        tile_n = width(n)
         # NOTE: memory limits; fewer, longer steps read it better
-        tiles = Sm90Config(tile_m=64, tile_n=tile_n, tile_k=128, warpgroups=1, **epilogue)
+        tiles = Sm90Config(tile_m=64, tile_n=width(n), tile_k=128, warpgroups=1)
     elif mean_rows >= MANY_ROWS and (tile_n := width(n, IN_TURN)) == 192:
-        tiles = _in_turn(tile_n, cluster_m=2, **epilogue)
+        tiles = _in_turn(tile_n, cluster_m=2)
     else:
-        tiles = _together(n, **epilogue)
-    return replace(tiles, num_stages=_stages(tiles, most))
+        tiles = _together(n)
+    return _filled(tiles, fused, most)
 
 
 def sums_tiles(arch: str, mean_rows: int, n: int, most: int = WARP) -> GemmConfig:
     """The tiles of sums over groups of `mean_rows`, whose results have n columns."""
     if arch == "sm_100a":
         return _sm100(n, most)
-    epilogue = {"epi_n": 64, "epi_stages": 1}
     least, end = SHORT_SUMS
     if least <= mean_rows < end and (tile_n := width(n, IN_TURN)) == 192:
-        tiles = _in_turn(tile_n, cluster_n=1 + (ceil_div(n, tile_n) % 2 == 0), **epilogue)
+        tiles = _in_turn(tile_n, cluster_n=_sharers(n, tile_n))
     else:
-        tiles = _together(n, **epilogue)
-    return replace(tiles, num_stages=_stages(tiles, most))
+        tiles = _together(n)
+    return _filled(tiles, False, most)
 
 
-def _together(n: int, **epilogue: int) -> Sm90Config:
+def _together(n: int) -> Sm90Config:
     """Tiles of 128 rows that two warpgroups compute together; two side by side share their
     rows."""
     tile_n = width(n)
-    sharers = 2 if ceil_div(n, tile_n) % 2 == 0 else 1
-    return Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, cluster_n=sharers, **epilogue)
+    return Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, cluster_n=_sharers(n, tile_n))
 
 
-def _in_turn(tile_n: int, **fields: int) -> Sm90Config:
+def _in_turn(tile_n: int, cluster_m: int = 1, cluster_n: int = 1) -> Sm90Config:
     """Tiles of 128 rows that two warpgroups compute in turn."""
-    return Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, pingpong=True, **fields)
+    tiles = Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, pingpong=True)
+    return replace(tiles, cluster_m=cluster_m, cluster_n=cluster_n)
+
+
+def _sharers(n: int, tile_n: int) -> int:
+    """The CTAs that share rows: two, if all tiles are side by side in twos."""
+    return 2 if ceil_div(n, tile_n) % 2 == 0 else 1
+
+
+def _filled(tiles: Sm90Config, fused: bool, most: int) -> Sm90Config:
+    """`tiles` with a store, narrower where it has operations, and a ring in the rest of smem."""
+    epi_n, epi_stages = (32, 2) if fused else (64, 1)
+    tiles = replace(tiles, epi_n=epi_n, epi_stages=epi_stages)
+    return replace(tiles, num_stages=_stages(tiles, most))
 
 
 def _sm100(n: int, most: int) -> Sm100Config:

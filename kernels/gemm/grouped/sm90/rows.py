@@ -180,7 +180,7 @@ class GroupedRows:
         raster = Raster(c.raster_group, c.raster_along)
         shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
         scheduler: Any = RaggedTiles(raster, *shape, groups)
-        operands = GroupedOperands(a, b, sA, sB, product.k_major, groups)
+        operands = GroupedOperands(a, b, sA, sB, product.k_major, groups=groups)
         mProduct = product.product(mOut)
         rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
         n = cute.size(b.tma_tensor, mode=[0])

@@ -184,7 +184,7 @@ class GroupedSums:
         if warp >= self.general.load_warps.first:
             self.general.give_registers()
             if warp == self.general.load_warps.first:
-                operands = SummedOperands(a, b, sA, sB, (False, False), groups)
+                operands = SummedOperands(a, b, sA, sB, (False, False), groups=groups)
                 load(operands, ab, cluster, walk, steps)
         else:
             self.general.take_registers()
