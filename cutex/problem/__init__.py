@@ -29,6 +29,7 @@ OPS = {
         "cutex.problem.attention.decode:DecodeProblem", "cutex.kernels.attention.decode"
     ),
     "gemm_scaled": Operator("cutex.problem.scaled:BlockScaledProblem", "cutex.kernels.gemm.scaled"),
+    "reduce": Operator("cutex.problem.reduce:ReduceProblem", "cutex.kernels.reduce"),
 }
 DEFAULT_OP = next(iter(OPS))
 

@@ -34,6 +34,7 @@ class CrossEntropyConfig:
     smoothed: bool = False  # labels are smoothed: the sum of a row's logits counts, too
     target: str = "int32"  # its dtype
     reduction: str = "none"  # of the losses of rows: "mean" and "sum" leave one number
+    walks: bool = False  # the tile holds a part of a row, and goes from part to part
 
     @property
     def reduced(self) -> bool:
@@ -41,6 +42,11 @@ class CrossEntropyConfig:
 
 
 SCALARS = Scalar("smoothing"), Scalar("z_loss"), Scalar("ignored", "int32")
+
+
+def parts_of(tile: RowTile, gX: cute.Tensor) -> Int32:
+    """The parts of a row gX (N) that a tile holds one of."""
+    return cute.ceil_div(cute.size(gX) + tile.slack, tile.columns + tile.slack)
 
 
 def one(name: str) -> Operand:
@@ -86,12 +92,11 @@ class CrossEntropy(RowKernel):
             target = mTarget[this.row].to(cutlass.Int64)
             if columns.holds(target):
                 label = mX[this.row, Int32(target)].to(Float32)
-        x = rX.load().to(Float32)
-        own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        e = exp(x - above(own))
-        present = columns.where_held(x) if c.smoothed else x
-        sums = [part.reduce(cute.ReductionOp.ADD, Float32(0), 0) for part in (e, present)]
-        found = reduction((own, *sums[: 1 + c.smoothed]), merged_with_sums)
+        if cutlass.const_expr(c.walks):
+            found = self.walked(this(mX), columns, rX)
+        else:
+            found = self.of_part(columns, rX.load().to(Float32))
+        found = reduction(found, merged_with_sums)
         if speaks:
             lse = above(found[0]) + cute.math.log2(found[1]) * LN_2
             loss = Float32(0)
@@ -104,6 +109,27 @@ class CrossEntropy(RowKernel):
                         loss -= s * found[2] / columns.n
             mLse[this.row] = lse
             mLosses[this.row] = loss
+
+    @cute.jit
+    def of_part(self, columns: Columns, x: Any) -> Values:
+        """What this thread knows of a row by x (V, NumV): the maximum, the sum of exponentials
+        relative to it and, where labels are smoothed, that of logits."""
+        own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        sums = [exp(x - above(own)).reduce(cute.ReductionOp.ADD, Float32(0), 0)]
+        if cutlass.const_expr(self.config.smoothed):
+            sums.append(columns.where_held(x).reduce(cute.ReductionOp.ADD, Float32(0), 0))
+        return (own, *sums)
+
+    @cute.jit
+    def walked(self, gX: cute.Tensor, columns: Columns, rX: cute.Tensor) -> Values:
+        """The same of all parts of a row gX (N), of which rX has the first."""
+        found = (-Float32.inf, *[Float32(0)] * (1 + self.config.smoothed))
+        for part in cutlass.range(parts_of(self.config.tile, gX), unroll=1):
+            here, x = columns.moved(part), rX.load().to(Float32)
+            rX.fill(-Float32.inf)
+            columns.moved(part + 1).fetch(gX, rX)  # on its way while this one is counted
+            found = merged_with_sums(found, self.of_part(here, x))
+        return found
 
     @cute.kernel
     def total(self, mLosses, mTarget, mLoss, mCount, ignored) -> None:
@@ -148,23 +174,17 @@ class CrossEntropyBackward(RowKernel):
         names = (*(("count",) if c.reduction == "mean" else ()), "s", "z", "ignored")
         tile = self.config.tile
         # NOTE: of a grid, only x may be above 65535
-        blocks = self.parts(mX) * cute.ceil_div(cute.size(mX, mode=[0]), tile.rows)
+        blocks = parts_of(tile, mX[0, None]) * cute.ceil_div(cute.size(mX, mode=[0]), tile.rows)
         options = dict(zip(names, given, strict=True))
         self.kernel(mX, mdX, mTarget, mLse, mdLoss, options).launch(
             grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
         )
 
-    def parts(self, mX: cute.Tensor) -> Int32:
-        """The parts of a row that a tile holds."""
-        tile = self.config.tile
-        columns = cute.size(mX, mode=[1])
-        return cute.ceil_div(columns + tile.slack, tile.columns + tile.slack)
-
     @cute.kernel
     def kernel(self, mX, mdX, mTarget, mLse, mdLoss, options: dict[str, Any]) -> None:
         tile = self.config.tile
         s, z, ignored = options["s"], options["z"], options["ignored"]
-        parts, block = self.parts(mX), cute.arch.block_idx()[0]
+        parts, block = parts_of(tile, mX[0, None]), cute.arch.block_idx()[0]
         part, rows = block % parts, cute.size(mX, mode=[0])
         this = block // parts * tile.rows + cute.arch.thread_idx()[0] // tile.threads
         row = cutlass.min(this, rows - 1)

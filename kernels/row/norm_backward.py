@@ -13,6 +13,7 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument, Operand, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import add
+from cutex.device.row.ring import RowRing
 from cutex.device.row.tile import WARP, RowTile
 from cutex.kernels.row.kernel import (
     RowKernel,
@@ -40,6 +41,7 @@ class NormBackwardConfig:
     weight: str = ""  # its dtype; "": none
     bias: str = ""
     summed: bool = False
+    stages: int = 0  # slots of smem for rows that are on their way
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -105,50 +107,45 @@ class NormBackward(RowKernel):
     def by_rows(self, mX, mdY, mdX, mRstd, groups: Int32, optional: dict[str, cute.Tensor]) -> None:
         c, tile = self.config, self.tile
         (reduction,) = reductions(tile, 1 + c.centred, repeated=True)
+        ring = RowRing.allocate(SmemAllocator(), tile, mX.element_type, 2, c.stages)
         whole = self.allocate_sums()
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, mX[0, None])
         sums = {name: columns.zeros() for name in c.sums}
         row, last = this.row, this.rows - 1
-        first = cutlass.min(row, last)
-        rX = columns.load(mX[first, None])  # (V, NumV)
-        rdY = columns.load(mdY[first, None])  # (V, NumV)
-        rstd, mean = mRstd[first], Float32(0)
-        if cutlass.const_expr(c.centred):
-            mean = optional["mean"][first]
         if cutlass.const_expr(c.weight):
             rW = columns.load(optional["weight"])  # (V, NumV)
+        ring.start(columns, (mX, mdY), row, groups)
         # all groups of a CTA take the same number of turns, since they meet at its barriers
         turns = cute.ceil_div(this.rows - (row - row % tile.rows), groups)
         for turn in cutlass.range(turns, unroll=1):
-            x, dy = rX.load().to(Float32), rdY.load().to(Float32)  # (V, NumV)
+            here = cutlass.min(row, last)
+            rstd, mean = mRstd[here], Float32(0)
+            if cutlass.const_expr(c.centred):
+                mean = optional["mean"][here]
+            if cutlass.const_expr(c.summed):
+                rMore = columns.load(optional["dsummed"][here, None])
+            ring.wait()
+            x = ring.load(columns, mX[here, None], 0, turn).load().to(Float32)  # (V, NumV)
+            dy = ring.load(columns, mdY[here, None], 1, turn).load().to(Float32)  # (V, NumV)
+            ahead = ring.stages - 1
+            ring.fetch(columns, (mX, mdY), row + ahead * groups, turn + ahead)
             xhat = (x - mean) * rstd
             g = dy * rW.load().to(Float32) if c.weight else dy
-            if cutlass.const_expr(c.summed):
-                rMore = columns.load(optional["dsummed"][cutlass.min(row, last), None])
-            scale, held = rstd, row <= last
-            # the next row is on its way while the threads of this one meet
-            row += groups
-            if row <= last:
-                columns.fetch(mX[row, None], rX)
-                columns.fetch(mdY[row, None], rdY)
-                rstd = mRstd[row]
-                if cutlass.const_expr(c.centred):
-                    mean = optional["mean"][row]
             along = (g * xhat).reduce(cute.ReductionOp.ADD, Float32(0), 0)
             values = (along, g.reduce(cute.ReductionOp.ADD, Float32(0), 0))[: 1 + c.centred]
-            means = [total / columns.n for total in reduction(values, add, turn)]
-            dx = (g - sum(means[1:]) - xhat * means[0]) * scale
+            means = [total / columns.n for total in reduction(values, add, turn, turns)]
+            dx = (g - sum(means[1:]) - xhat * means[0]) * rstd
             if cutlass.const_expr(c.summed):
                 dx = dx + rMore.load().to(Float32)
-            if held:
-                columns.store(columns.rounded(dx, mdX), mdX[row - groups, None])
+            if row <= last:
+                columns.store(columns.rounded(dx, mdX), mdX[row, None])
                 for name, part in (("dweight", dy * xhat), ("dbias", dy)):
                     if cutlass.const_expr(name in c.sums):
                         sums[name].store(sums[name].load() + part)
+            row += groups
         for name in c.sums:
             self.write_sums(columns, sums[name], whole, optional[f"{name}_parts"])
-        reduction.finish()
 
     def allocate_sums(self) -> cute.Tensor | None:
         """The smem (COLUMN, row) in which the rows of a CTA add up."""

@@ -66,10 +66,15 @@ class RowReduction:
 
     @cute.jit
     def __call__(
-        self, values: Values, combine: cutlass.Constexpr[Combine], turn: Int32 | int = 0
+        self,
+        values: Values,
+        combine: cutlass.Constexpr[Combine],
+        turn: Int32 | int = 0,
+        turns: Int32 | int = 1,
     ) -> Values:
         """`combine` of the values of all threads of the row. All threads of the CTA, and of the
-        cluster, call it; `turn` counts the reductions of this kind from 0."""
+        cluster, call it; `turn` counts the reductions of this kind from 0, `turns` are all that
+        there will be."""
         values = lanes(values, combine, min(self.tile.threads, WARP))
         if cutlass.const_expr(self.words is None):
             return values
@@ -89,16 +94,10 @@ class RowReduction:
         if cutlass.const_expr(self.read is not None):
             cute.arch.sync_warp()
             lane = cute.arch.lane_idx()
-            if lane < self.tile.ctas:  # one lane for each CTA
+            # NOTE: only where the CTA waits for it: a signal to one that has ended is a fault
+            if (lane < self.tile.ctas) & (turn + SLOTS < turns):  # one lane for each CTA
                 cute.arch.mbarrier_arrive(self.read[slot], lane)
         return found
-
-    def finish(self) -> None:
-        """Wait for the CTAs that still signal this one. All threads call it behind repeated
-        reductions, before any returns."""
-        if self.read is not None:
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def keep(self, values: Values, row: Int32, warp: Int32, slot: Int32 | int) -> None:

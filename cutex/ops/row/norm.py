@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from cutex.device.row.tile import RowTile
 
 GROUPS = 3  # CTAs of an SM, that share the rows of a gradient
+SMEM = 200 << 10  # bytes of an SM for rows on their way; an RTX GPU takes what it has
+MOST_STAGES = 4
 GPC = 16  # SMs of a part of a GPU, at least
 
 
@@ -192,7 +194,9 @@ def _plan_gradient(
     rows += [*launch.rows(dsummed=dsummed), launch.makes("dx", x.shape, x.dtype, 2)]
     # NOTE: the columns of a thread are those of all its rows, so rows may not shift
     tile = tile_of(rows, vectors, arch, shifts=False)
-    config = NormBackwardConfig(tile, centred, _name(weight), _name(bias), dsummed is not None)
+    config = NormBackwardConfig(
+        tile, centred, _name(weight), _name(bias), dsummed is not None, stages_of(tile, x)
+    )
     clusters = min(-(-rows[0].shape[0] // tile.rows), most_clusters(tile, _sms(x.device, arch)))
     for name, v in (("dweight", weight), ("dbias", bias)):
         launch.makes(name, (0,) if v is None else v.shape, x.dtype if v is None else v.dtype)
@@ -210,6 +214,12 @@ def _sms(device: torch.device, arch_name: str) -> int:
     if device.type != "cuda":
         return arch(arch_name).num_sms
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def stages_of(tile: RowTile, x: Tensor) -> int:
+    """The slots for rows of x and dy on their way, of the smem of a CTA among GROUPS of an SM."""
+    slot = 2 * tile.num_threads * tile.vectors * tile.width * x.element_size()
+    return min(MOST_STAGES, SMEM // GROUPS // slot)
 
 
 def most_clusters(tile: RowTile, sms: int, each: int = GROUPS) -> int:
