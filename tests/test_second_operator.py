@@ -289,7 +289,7 @@ def test_each_kernel_of_a_call_has_resources_of_its_own(rowsum, capsys):
         resources(compiled)
     assert cli.main(rowsum, ["--arch", "sm_120a", "--stage", "0", "--emit", "resources"]) == 0
     out = capsys.readouterr().out
-    assert "sm120_rowsum_bf16_stage0_partial_0" in out and "combine_1" in out
+    assert "sm120_rowsum_fp32_stage0_partial_0" in out and "combine_1" in out
 
 
 def test_a_device_function_that_a_kernel_does_not_name_is_refused():
@@ -335,7 +335,7 @@ def test_two_launches_are_reported_and_rented_like_the_others(rowsum, capsys, tm
     assert "ladder-rowsum-sm_90a.svg" in pictures(rows) and "row sum on Hopper" in page(rows)
     argv = ["--op", "rowsum", "--gpu", "B200", "--compare", "sum", "--dry-run"]
     assert rental.main(argv, rent=None) == 0  # compiled and simulated first, as before any rental
-    assert "stage 0 on 8192x4096 bf16 beside sum" in capsys.readouterr().out
+    assert "stage 0 on 8192x4096 fp32 beside sum" in capsys.readouterr().out
 
 
 def test_its_limits_are_memory_and_the_fma_pipes(rowsum, capsys):
