@@ -140,6 +140,11 @@ class WgmmaProduct(NamedTuple):
         """The product of another A."""
         return self._replace(a=a)
 
+    def of_rows(self, block: int) -> WgmmaProduct:
+        """The product of each warpgroup's `block`-th 64 rows of an A in slots."""
+        one = (None, (None, block), None, None)  # (MMA, (1, MMA_M), MMA_K, SLOT)
+        return self.of(cute.logical_divide(self.a, (None, 1, None, None))[one])
+
     def into(self, acc: cute.Tensor) -> WgmmaProduct:
         """The product into another accumulator."""
         return self._replace(acc=acc)

@@ -24,7 +24,7 @@ from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.exchange import VECTOR, thread_vectors
 from cutex.kernels.gemm.sm90.load import k_share
 from cutex.kernels.gemm.sm90.mma import MmaRole
-from cutex.kernels.gemm.sm90.roles import mainloop
+from cutex.kernels.gemm.sm90.roles import Walk, mainloop
 from cutex.schedulers.persistent import StaticWalk
 
 PartStore = FusedStore | ElementStore | WarpgroupStore
@@ -57,13 +57,17 @@ class SplitK(MmaRole):
         place = self.place(parts, cute.recast_ptr(self.sA.iterator, dtype=Float32))
         self.expect(parts, walk.split)
         count = k_share(self.tiles, num_k_tiles)
-        mainloop(mma, ab, ab.consumer(), count, self.issue)
+        self.compute(mma, ab, walk, count)
         # NOTE: relaxed: it says that this warp's wgmma have read the ring, and publishes no data
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
         self.send(parts, place, walk.split)
         self.sums.wait(0)
         self.store_parts(mma, epilogue, place, walk)
+
+    def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
+        """Run the MMAs of this CTA's share of K, `count` K tiles."""
+        mainloop(mma, ab, ab.consumer(), count, self.issue)
 
     def place(self, parts: cute.Tensor, first: cute.Pointer) -> cute.Tensor:
         """This thread's place (VECTOR, NumVectors, CTA, TURN) in smem for the sums of each CTA, of

@@ -1,0 +1,86 @@
+"""The config of the fp8 kernels: Hopper's tiles, with a second set of accumulators. Imports neither
+torch nor the DSL."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.problem.scaled.formats import RECIPES, Format
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.kernels.gemm.signature import GeneralConfig
+
+FACTORS_ALIGN = 32  # TMA writes to multiples of 128 bytes: so many fp32 factors
+BLOCK = 128  # rows, or elements of K, that share a factor
+
+
+@dataclass(frozen=True)
+class Fp8Config(Sm90Config):
+    """An Sm90Config whose sums are scaled, and added up in fp32, after each 128 of K."""
+
+    recipe: str = "fp8_block"  # the formats of A and B (cutex/problem/scaled/formats.py)
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        """The formats of the rows and of the columns of the MMA's product."""
+        a, b = RECIPES[self.recipe]
+        return (b, a) if self.swap_ab else (a, b)
+
+    @property
+    def vectors(self) -> tuple[bool, bool]:
+        """Whether each row, and each column, of the MMA's product has factors of its own."""
+        rows, columns = self.formats
+        return rows.block[0] == 1, columns.block[0] == 1
+
+    @property
+    def column_group(self) -> int:
+        """The columns of a tile that surely have one factor where 128 do, wherever the tile is."""
+        return math.gcd(self.tile_n, BLOCK)
+
+    @property
+    def part_accumulators(self) -> int:
+        """The registers per thread of the sums of one block of K, for 64 rows at a time."""
+        return 64 * self.tile_n // 128
+
+    @property
+    def accumulators(self) -> int:
+        return super().accumulators + self.part_accumulators
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the factors that TMA loads into one slot."""
+        return 4 * sum(
+            size
+            for size, vector in zip((self.tile_m, self.tile_n), self.vectors, strict=True)
+            if vector
+        )
+
+    @property
+    def stage_bytes(self) -> int:
+        return super().stage_bytes + self.factor_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        return super().smem_bytes + 2 * 4 * FACTORS_ALIGN * self.num_stages
+
+    def _why_not_shape(self, arch: Arch) -> str | None:
+        if self.recipe not in RECIPES or any(f.block[1] != BLOCK for f in self.formats):
+            return f"recipe={self.recipe}: takes formats with a factor for each {BLOCK} of K"
+        if self.tile_k != BLOCK // 2:
+            return f"tile_k={self.tile_k}: a factor serves {BLOCK} bytes of K, tile_k={BLOCK // 2}"
+        if self.pingpong or self.spread or self.stream_k:
+            return "pingpong, spread, stream_k: sums are scaled by tiles of all warpgroups"
+        return super()._why_not_shape(arch)
+
+    def why_not_signature(self, signature: GeneralConfig) -> str | None:
+        if signature.out.batched:
+            return "a batch: scale factors are those of one matrix"
+        return super().why_not_signature(signature)
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Fp8Config:
+        return super().from_row(row)  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Hopper's GEMM of fp8 with fp32 scale factors of blocks."""

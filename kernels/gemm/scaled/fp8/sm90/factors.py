@@ -1,0 +1,156 @@
+"""The scale factors of a tile, and the addition of one block's sums, scaled by them.
+
+A row of the product, or a column, has a factor of its own for each 128 of K (1x128), which TMA
+loads into the slot of its operand; or 128 of them share one (128x128), which threads load from
+global memory when the slot is full, under the MMAs of their block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.device.atoms.multicast import AbOperands, Cluster
+from cutex.device.atoms.tma import AbLoads, load_operand, tile_loads
+from cutex.device.atoms.wgmma import ROWS
+from cutex.device.work_tile import WorkTile
+from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, Fp8Config
+
+
+def factors_layout(rows: int, num_slots: int) -> cute.ComposedLayout:
+    """The smem layout (bRows, 1, SLOT) of one side's factors."""
+    pitch = -(-rows // FACTORS_ALIGN) * FACTORS_ALIGN
+    layout = cute.make_layout((rows, 1, num_slots), stride=(1, rows, pitch))
+    return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, layout)
+
+
+def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) -> Any:
+    """The factors mS of one side: a tensor map that loads those of a tile's rows, or mS itself
+    (RestRows, RestK), where 128 rows share one."""
+    return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
+
+
+class ScaledLoads(NamedTuple):
+    """The loads of A and B, and of the factors that TMA loads beside them, for one tile."""
+
+    a: Any  # KLoads each
+    b: Any
+    factors: tuple[Any, ...]
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return self.a.num_k_tiles
+
+    @cute.jit
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        """Start all loads of K tile `k_tile` into `slot`. A whole warp calls it."""
+        for loads in (*self.factors, self.a, self.b):
+            loads.load(k_tile, slot, full)
+
+
+@dataclass(frozen=True)
+class ScaledOperands:
+    """The operands A and B with the factors of both sides, and the slots that TMA loads into."""
+
+    ab: AbOperands
+    factors: tuple[Any, Any]  # of A's rows and B's: TmaInfo, or a tensor where 128 share one
+    slots: tuple[Any, Any]  # (bRows, 1, SLOT) of each; None without a tensor map
+
+    @property
+    def a(self) -> Any:
+        return self.ab.a
+
+    @property
+    def b(self) -> Any:
+        return self.ab.b
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return self.ab.num_k_tiles
+
+    @cute.jit
+    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> ScaledLoads:
+        """The loads that this CTA starts for `tile`: its part of A and B, and all its factors."""
+        ab: AbLoads = self.ab.loads(tile, cluster)
+        factors = tuple(
+            tile_loads(info, slots, place)
+            for info, slots, place in zip(self.factors, self.slots, (tile.m, tile.n), strict=True)
+            if slots is not None
+        )
+        return ScaledLoads(ab.a, ab.b, factors)
+
+
+class BlockFactors(NamedTuple):
+    """The factors of 64 rows of a tile and of its columns, for one block of K, in registers."""
+
+    rows: tuple[Any, Any]  # of this thread's two rows, 8 apart
+    columns: tuple[Any, ...]  # of each group of columns: one for all, or this thread's two of 8
+    group: int  # eights of columns that share an entry of `columns`
+
+    def of(self, eight: int) -> list[list[Any]]:
+        """The factors of this thread's 2 rows by 2 columns in the eight columns `eight`."""
+        column = self.columns[eight // self.group]
+        pair = column if isinstance(column, tuple) else (column, column)
+        return [[row * c if row is not None else c for c in pair] for row in self.rows]
+
+    @cute.jit
+    def add(self, total: cute.Tensor, part: cute.Tensor) -> None:
+        """total += part * factors; both are 64 rows of a wgmma's accumulators.
+
+        A thread holds 2 neighbours in each of 2 rows, 8 apart, for every 8 columns (PTX ISA, wgmma,
+        "Register Fragments").
+        """
+        for eight in cutlass.range_constexpr(cute.size(part) // 4):
+            if cutlass.const_expr(eight % self.group == 0):
+                factors = self.of(eight)
+            for i in cutlass.range_constexpr(2):
+                for j in cutlass.range_constexpr(2):
+                    at = 4 * eight + 2 * i + j
+                    total[at] = total[at] + part[at] * factors[i][j]
+
+
+@dataclass(frozen=True)
+class TileFactors:
+    """The factors of one tile: those in slots of smem, and those in global memory."""
+
+    tiles: Fp8Config
+    factors: tuple[Any, Any]
+    slots: tuple[Any, Any]
+    tile: WorkTile
+
+    def read(self, slot: Int32, k_tile: Int32, wave: int) -> BlockFactors:
+        """The factors of block `k_tile`, which is in `slot`, for this warpgroup's `wave`-th 64
+        rows."""
+        c = self.tiles
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        first = (wave * c.mma_warpgroups + warp // 4) * ROWS
+        rows, columns = self.slots
+        if rows is not None:
+            row = first + 16 * (warp % 4) + lane // 4
+            of_rows = tuple(rows[row + 8 * i, 0, slot] for i in range(2))
+        else:
+            one = self.shared(0, self.tile.m * c.tile_m + first, k_tile)
+            of_rows = one, one
+        if columns is not None:
+            of_columns = tuple(
+                tuple(columns[8 * eight + 2 * (lane % 4) + j, 0, slot] for j in range(2))
+                for eight in range(c.tile_n // 8)
+            )
+            return BlockFactors(of_rows, of_columns, 1)
+        begin = self.tile.n * c.tile_n
+        groups = range(0, c.tile_n, c.column_group)
+        shared = tuple(self.shared(1, begin + column, k_tile) for column in groups)
+        return BlockFactors(of_rows, shared, c.column_group // 8)
+
+    def shared(self, side: int, row: Int32, k_tile: Int32) -> Float32:
+        """The factor of the 128 rows that `row` of a side is among.
+
+        NOTE: a tile may extend past the last row, and a share of K past the last block, where the
+        operands are zeros.
+        """
+        mS = self.factors[side]  # (RestRows, RestK)
+        last, last_k = (cute.size(mS, mode=[i]) - 1 for i in range(2))
+        return mS[cutlass.min(row // BLOCK, last), cutlass.min(k_tile, last_k)]

@@ -1,0 +1,221 @@
+"""The fp8 GEMM with fp32 scale factors of blocks on Hopper: out = ops(A @ B), promoted.
+
+DeepSeek's recipe: e4m3, a factor for each 128 of K in each row of A, and for each 128x128 of B, or
+as in A. The roles are the general GEMM's (kernels/gemm/sm90): its load role also loads factors
+(factors.py), its MMA role promotes (promote.py); its schedulers, clusters, split K and epilogues
+are as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import cutlass
+from cutlass import Float32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.compile import Argument, Operand
+from cutex.device.atoms.mma import allocate_slots
+from cutex.device.atoms.multicast import AbOperands, SharedRing
+from cutex.device.atoms.tma import store_operand
+from cutex.device.atoms.wgmma import Wgmma, wgmma
+from cutex.device.epilogue.epilogue_ops import EpilogueOp
+from cutex.device.pipeline import Barrier, publish_barriers
+from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
+from cutex.kernels.gemm.scaled.fp8.sm90.factors import ScaledOperands, factors_operand
+from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, PromoteSplitK
+from cutex.kernels.gemm.signature import (
+    GeneralConfig,
+    OperandLayout,
+    modes,
+    tile_counts,
+    transposed,
+)
+from cutex.kernels.gemm.sm90.general import General
+from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.problem.scaled.formats import FP32_SCALED, RECIPES
+
+
+@dataclass(frozen=True)
+class Fp8Signature:
+    """What the kernel computes, and its tiles: A (M, K) row-major, B (K, N) column-major."""
+
+    tiles: Fp8Config
+    out: OperandLayout = field(default_factory=lambda: OperandLayout(whole=True))
+    ops: tuple[EpilogueOp, ...] = ()
+
+    @property
+    def general(self) -> GeneralConfig:
+        """The config of the general kernel of the same operands."""
+        e4m3 = (OperandLayout("e4m3", major, whole=True) for major in ("row", "column"))
+        return GeneralConfig(self.tiles, *e4m3, self.out, self.ops)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: a, b, the factors of each, out, and those of the operations."""
+        a, b, out, *rest = self.general.arguments()
+        return (a, b, *factor_operands(self.tiles.recipe), out, *rest)
+
+
+def factor_operands(recipe: str) -> tuple[Operand, Operand]:
+    """The arguments scale_a and scale_b, (rows, K) by blocks: 1x128 with contiguous rows, at a
+    pitch of a multiple of 16 bytes; 128x128 of any strides."""
+    of = {
+        1: lambda name, rows: Operand(name, (rows, "kb"), "fp32", contiguous=-2, whole=False),
+        128: lambda name, rows: Operand(
+            name, (f"{rows}b", "kb"), "fp32", contiguous=None, aligned=False, whole=False
+        ),
+    }
+    a, b = RECIPES[recipe]
+    return of[a.block[0]]("scale_a", "m"), of[b.block[0]]("scale_b", "n")
+
+
+class Fp8Gemm:
+    """A CTA computes tiles of out: a load warp, and warpgroups that run wgmma and promote.
+
+    Barriers and roles are the general kernel's (sm90/general.py). Beside its memory:
+
+    smem            bytes
+    sFA, sFB        4 * tile_m * num_stages, 4 * tile_n * num_stages, a slot's from a multiple of
+                    128 on; only of the sides with a factor for each row
+
+    registers of an MMA thread hold two sets of accumulators: of the tile, tile_m * tile_n / 128 /
+    warpgroups, and of one block of K for 64 rows, tile_n / 2.
+    """
+
+    arch = "sm_90a"
+    dtypes = tuple(FP32_SCALED)
+
+    def __init__(self, config: Fp8Signature) -> None:
+        self.config = config
+        self.tiles = config.tiles
+        self.general = General(config.general)
+
+    @property
+    def name(self) -> str:
+        return "sm90_gemm_fp8"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        if dtype != self.tiles.recipe:
+            raise ValueError(f"recipe={self.tiles.recipe}: compiled for {dtype}")
+        return self.config.arguments()
+
+    @cute.jit
+    def __call__(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mScaleA: cute.Tensor,
+        mScaleB: cute.Tensor,
+        mOut: cute.Tensor,
+        *rest,
+    ) -> None:
+        """Launch with a (M, K), b (K, N), their factors, out (M, N), the operations' arguments and
+        a stream."""
+        *passed, stream = rest
+        self.launch(mA, modes(mB, True), (mScaleA, mScaleB), mOut, tuple(passed), stream)
+
+    @cute.jit
+    def launch(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        scales: tuple[cute.Tensor, cute.Tensor],
+        mOut: cute.Tensor,
+        passed: tuple[Any, ...],
+        stream,
+    ) -> None:
+        """Launch with mA (M, K), mB (N, K), mOut (M, N)."""
+        c, g = self.tiles, self.general
+        if cutlass.const_expr(c.swap_ab):
+            mA, mB, mOut, scales = mB, mA, transposed(mOut), scales[::-1]
+        a = g.load_operand(mA, c.tile_m, c.cluster_n, True)
+        b = g.load_operand(mB, c.tile_n, c.cluster_m, True)
+        factors = tuple(
+            factors_operand(mS, rows, c.num_stages, vector)
+            for mS, rows, vector in zip(scales, (c.tile_m, c.tile_n), c.vectors, strict=True)
+        )
+        out = mOut
+        if cutlass.const_expr(self.config.out.tma):
+            slots = g.epilogue_slots(mOut.element_type)
+            out = store_operand(mOut, slots)
+            passed = g.preload(passed, slots)
+        rows = mOut if self.config.out.whole else None
+        self.kernel(a, b, factors, out, rows, passed).launch(
+            grid=g.scheduler.grid(tile_counts(c, g.config.product(mOut))),
+            block=(g.num_threads, 1, 1),
+            cluster=(c.cluster_m, c.cluster_n, c.split_k),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: cpasync.TmaInfo,
+        b: cpasync.TmaInfo,
+        factors: tuple[Any, Any],
+        out: Any,
+        rows: cute.Tensor | None,
+        passed: tuple[Any, ...],
+    ) -> None:
+        """Run the roles; the arguments are the general kernel's, and the factors of both sides."""
+        c, g = self.tiles, self.general
+        kinds = a.atom.value_type, b.atom.value_type
+        smem = SmemAllocator()
+        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM, bK, SLOT)
+        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN, bK, SLOT)
+        mOut, sC = out, None
+        if cutlass.const_expr(self.config.out.tma):
+            mOut = out.tma_tensor
+            sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
+        slots = tuple(
+            allocate_slots(smem, Float32, factor.smem_layout) if vector else None
+            for factor, vector in zip(factors, c.vectors, strict=True)
+        )  # (bRows, 1, SLOT) each
+        mProduct = g.config.product(mOut)
+        readers = g.mma_warps.count
+        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, g.cluster)
+        held = sums = None
+        if cutlass.const_expr(g.preloaded is not None):
+            held = Barrier.allocate(smem, "held", arrivals=1, slots=g.num_slots)
+        if cutlass.const_expr(c.split_k > 1):
+            sums = Barrier.allocate(smem, "sums", arrivals=1)
+        operands = ScaledOperands(AbOperands(a, b, sA, sB), factors, slots)
+        load, mma_role = g.load_role, self.mma_role(sA, sums, factors, slots)
+        warp = cute.arch.warp_idx()
+        if warp == g.load_warps.first:
+            load.start(operands, mProduct)
+        publish_barriers(
+            tuple(x for x in (ab, held, sums) if x is not None), cluster=g.cluster.size > 1
+        )
+        if warp >= self.general.load_warps.first:
+            self.general.give_registers()
+            if warp == self.general.load_warps.first:
+                load.run(operands, ab, mProduct)
+        else:
+            self.general.take_registers()
+            mma = wgmma(Wgmma(c.tile_n, *kinds, warpgroups=c.mma_warpgroups), sA, sB)
+            epilogue = self.epilogue(out, sC, rows, mProduct, passed, held)
+            mma_role.run(mma, ab, epilogue, operands.num_k_tiles, mProduct)
+            epilogue.drain()
+
+    def epilogue(self, out: Any, sC: Any, rows: Any, mProduct: Any, passed: Any, held: Any) -> Any:
+        """The epilogue store of this thread's warpgroup, or of its warp."""
+        bound = self.config.general.bind(mProduct, passed)
+        return self.general.epilogue(out, sC, rows, bound, held)
+
+    def mma_role(
+        self,
+        sA: cute.Tensor,
+        sums: Barrier | None,
+        factors: tuple[Any, Any],
+        slots: tuple[Any, Any],
+    ) -> MmaRole:
+        g = self.general
+        what = g.config, self.tiles, g.scheduler
+        if sums is not None:
+            return PromoteSplitK(*what, g.cluster, sums, sA, factors, slots)
+        return Promote(*what, factors, slots)
