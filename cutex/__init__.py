@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from cutex.ops.grouped import grouped_mm
     from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
+    from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
     from cutex.ops.row.norm import layer_norm, rms_norm
     from cutex.ops.row.softmax import softmax
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "cross_entropy": "cutex.ops.row",
+    "dequantize": "cutex.ops.quantize",
     "flash_attn_func": "cutex.ops.attention",
     "flash_attn_kvpacked_func": "cutex.ops.attention",
     "flash_attn_qkvpacked_func": "cutex.ops.attention",
@@ -40,6 +42,7 @@ _HOMES = {
     "kernels_built": "cutex.ops.matmul",
     "layer_norm": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
+    "quantize": "cutex.ops.quantize",
     "rms_norm": "cutex.ops.row",
     "simulate": "cutex.sim",
     "softmax": "cutex.ops.row",
@@ -53,6 +56,7 @@ _MODULES = ("attention", "ops")  # cutex.attention.activate, cutex.ops.simulated
 __all__ = [
     "__version__",
     "cross_entropy",
+    "dequantize",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -64,6 +68,7 @@ __all__ = [
     "kernels_built",
     "layer_norm",
     "matmul",
+    "quantize",
     "rms_norm",
     "simulate",
     "softmax",

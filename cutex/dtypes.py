@@ -66,6 +66,7 @@ DTYPES: dict[str, DType] = {
         DType("uint8", 8, "uint8", "Uint8", "u8"),  # bytes of packed elements
         DType("int32", 32, "int32", "Int32", "s32"),
         DType("int64", 64, "int64", "Int64", "s64"),
+        DType("uint8", 8, "uint8", "Uint8", "u8"),  # bytes of packed elements
     )
 }
 

@@ -49,8 +49,8 @@ class Fp8Signature:
     @property
     def general(self) -> GeneralConfig:
         """The config of the general kernel of the same operands."""
-        e4m3 = (OperandLayout("e4m3", major, whole=True) for major in ("row", "column"))
-        return GeneralConfig(self.tiles, *e4m3, self.out, self.ops)
+        a, b = (OperandLayout("e4m3", major, whole=True) for major in ("row", "column"))
+        return GeneralConfig(self.tiles, a, b, self.out, self.ops)
 
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a, b, the factors of each, out, and those of the operations."""
@@ -171,7 +171,7 @@ class Fp8Gemm:
         if cutlass.const_expr(self.config.out.tma):
             mOut = out.tma_tensor
             sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
-        slots = tuple(
+        slots: Any = tuple(
             allocate_slots(smem, Float32, factor.smem_layout) if vector else None
             for factor, vector in zip(factors, c.vectors, strict=True)
         )  # (bRows, 1, SLOT) each

@@ -1,0 +1,228 @@
+"""`cutex.quantize` and `cutex.dequantize`: elements of 4 or 8 bits with scale factors of blocks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutex.ops.row.operators import define
+from cutex.ops.row.rows import arch_of, as_rows, check_rows, launch
+from cutex.problem.scaled import layouts
+from cutex.problem.scaled import quantization as reference
+from cutex.problem.scaled.formats import FORMATS, Format, format_named
+
+# those with blocks along K; a factor of a whole row or tensor takes a pass of its own
+QUANTIZED = tuple(name for name, f in FORMATS.items() if f.block[1])
+ALONG = ("rows", "columns", "both")
+VECTOR, COLUMN_VECTOR = 8, 32  # elements of x in a row, and of a result along M, to be aligned
+
+
+class QuantizedTensor(NamedTuple):
+    """A quantized matrix (rows, K), or rows of more dimensions.
+
+    data: float8, or float4_e2m1fn_x2 with two elements to a byte, (.., rows, K or K / 2).
+    scale: factors; swizzled (rows / 128, K / (4 block), 32, 4, 4) as torch's SWIZZLE_32_4_4 and
+        torchao's `to_blocked` order them; plain (rows, K / block), of fp8_1x128 with contiguous
+        rows at a pitch of 16 bytes; of fp8_128x128 (rows / 128, K / 128).
+    tensor_scale: fp32, one number, of nvfp4.
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: str
+    swizzled: bool
+    tensor_scale: Tensor | None = None
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    *,
+    along: str = "rows",
+    rounding: str = "floor",
+    swizzled: bool | None = None,
+    tensor_scale: Tensor | None = None,
+) -> Any:
+    """Quantize x (.., M, K) in blocks along K, or x transposed along M, or both in one pass.
+
+    format: "mxfp8", "mxfp8_e5m2", "mxfp4" (a power of two for each 32), "nvfp4" (e4m3 for each 16,
+        relative to `tensor_scale`), "fp8_1x128", "fp8_128x128" (fp32, magnitude / 448).
+    along: "rows"; "columns" quantizes x transposed, (K, M), of a matrix x; "both" returns the two.
+    rounding: of powers of two. "floor", as the OCP specification and torchao by default; "rceil",
+        the least one with which nothing saturates, as NVIDIA's recipe.
+    swizzled: factors in the layout that tensor cores read, the default of mx and nvfp4; else plain.
+    tensor_scale: float32, one number; by default the largest magnitude / (448 * 6), which takes
+        another pass over x.
+
+    x: bfloat16, float16 or float32, any strides; copied first where K is not contiguous. The bits
+    are those of torchao's to_mx and nvfp4_quantize and of DeepGEMM's casts: elements rounded to
+    nearest even, saturated; a block with a NaN or an infinity has the factor NaN (nvfp4's saturates
+    for an infinity); what a last block lacks counts as zero. Not differentiable. Returns a
+    QuantizedTensor, or two. Raises TypeError or ValueError, with one sentence, for arguments that
+    do not fit, and where there is no NVIDIA GPU from Ampere on.
+    """
+    check_rows("x", x)
+    if x.dim() < 2:
+        raise ValueError(f"x must have at least 2 dimensions, got {x.dim()}")
+    of = _format_of(format)
+    if along not in ALONG:
+        raise ValueError(f"along={along!r} is not one of {', '.join(ALONG)}")
+    if along != "rows" and x.dim() != 2:
+        raise ValueError(f"along={along!r} takes a matrix x, got {x.dim()} dimensions")
+    if rounding not in reference.ROUNDINGS:
+        raise ValueError(f"rounding={rounding!r} is not one of {', '.join(reference.ROUNDINGS)}")
+    swizzled = of.swizzled if swizzled is None else swizzled
+    if swizzled and not of.swizzled:
+        raise ValueError(f"swizzled={swizzled}: factors of {format} are fp32, always plain")
+    rows, columns = along != "columns", along != "rows"
+    for on, size, name in ((rows, x.shape[-1], "K"), (columns, x.shape[-2], "M")):
+        if on and of.element == "e2m1" and size % 2:
+            raise ValueError(f"{name}={size}: two elements of {format} share a byte, it is even")
+    x = x.detach()
+    tensor_scale = _tensor_scale(x, of, tensor_scale)
+    found = torch.ops.cutex.quantize(x, format, rows, columns, swizzled, rounding, tensor_scale)
+    made = [
+        QuantizedTensor(found[i], found[i + 1], format, swizzled, tensor_scale)
+        for i in range(0, len(found), 2)
+    ]
+    return tuple(made) if len(made) > 1 else made[0]
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The values of a quantized matrix in `dtype`, rounded once; the reverse of `quantize`."""
+    if not isinstance(q, QuantizedTensor):
+        raise TypeError(f"q must be what cutex.quantize returns, got {type(q).__name__}")
+    of = _format_of(q.format)
+    data = q.data.view(-1, q.data.shape[-1])
+    rows, k = data.shape[0], data.shape[1] * (2 if of.element == "e2m1" else 1)
+    shape = (*q.data.shape[:-1], k)
+    if not data.numel():
+        return torch.empty(shape, dtype=dtype, device=data.device)
+    scale = layouts.unswizzle(q.scale, *of.factors(rows, k)) if q.swizzled else q.scale
+    plain = reference.Quantized(of, data, scale, q.tensor_scale)
+    return reference.dequantize(plain, torch.float64).to(dtype).view(shape)
+
+
+def _format_of(name: str) -> Format:
+    found = format_named(name)
+    if name not in QUANTIZED:
+        raise ValueError(f"format {name!r} is not one of {', '.join(QUANTIZED)}")
+    return found
+
+
+def _tensor_scale(x: Tensor, of: Format, given: Tensor | None) -> Tensor | None:
+    """The tensor's own factor, of one element, or None for a format without."""
+    if not of.tensor_scale:
+        if given is not None:
+            raise ValueError(f"tensor_scale is given, but {of} has none")
+        return None
+    if given is None:
+        if not x.numel():
+            return torch.ones(1, device=x.device)
+        top = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+        return reference.tensor_scale_of(top.reshape(1, 1)).reshape(1)
+    if not isinstance(given, Tensor) or given.dtype != torch.float32 or given.numel() != 1:
+        what = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        size = f" of {given.numel()} elements" if isinstance(given, Tensor) else ""
+        raise TypeError(f"tensor_scale must be a float32 tensor of 1 element, got {what}{size}")
+    if given.device != x.device:
+        raise ValueError(f"tensor_scale is on {given.device}, not on {x.device} as x")
+    return given.detach().reshape(1)
+
+
+# ---- the operator
+
+
+def _results(
+    shape: tuple[int, ...], of: Format, swizzled: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Elements and factors of rows (.., rows, K), not yet written."""
+    *before, k = shape
+    if of.element == "e2m1":
+        bytes_ = torch.empty((*before, k // 2), dtype=torch.uint8, device=device)
+        data = bytes_.view(torch.float4_e2m1fn_x2)
+    else:
+        data = torch.empty(shape, dtype=of.dtype.torch, device=device)
+    rows = 1
+    for size in before:
+        rows *= size
+    down, along = of.factors(rows, k)
+    kind = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn, "fp32": torch.float32}
+    if swizzled:
+        scale = torch.empty(
+            layouts.swizzled_shape(down, along), dtype=kind[of.scale], device=device
+        )
+    elif of.scale == "fp32" and of.block[0] == 1:
+        pitch = -(-down // layouts.PITCH) * layouts.PITCH
+        scale = torch.empty((along, pitch), device=device)[:, :down].mT
+    else:
+        scale = torch.empty((down, along), dtype=kind[of.scale], device=device)
+    return data, scale
+
+
+def _run(
+    x: Tensor,
+    format: str,
+    rows: bool,
+    columns: bool,
+    swizzled: bool,
+    rounding: str,
+    tensor_scale: Tensor | None,
+) -> list[Tensor]:
+    from cutex.kernels.quantize.config import NATIVE, QuantizeConfig
+    from cutex.kernels.quantize.tile import Quantize
+
+    arch, of = arch_of(x.device, "cutex.quantize"), FORMATS[format]
+    made = _fake(x, format, rows, columns, swizzled, rounding, tensor_scale)
+    if not x.numel():
+        return made
+    flat = as_rows(x)
+    m, k = flat.shape
+    unit = 16 // flat.element_size()
+    config = QuantizeConfig(
+        format,
+        rows,
+        columns,
+        swizzled,
+        rounding,
+        aligned=not (k % VECTOR or flat.data_ptr() % 16 or (m > 1 and flat.stride(0) % unit)),
+        aligned_columns=m % COLUMN_VECTOR == 0,
+        native=arch in NATIVE[of.element],
+    )
+    if config.aligned and m == 1:
+        flat = flat.as_strided((1, k), (-(-k // unit) * unit, 1))
+    passed: list[Any] = [] if tensor_scale is None else [tensor_scale]
+    for data, scale in zip(made[::2], made[1::2], strict=True):
+        passed.append(data.view(torch.uint8).view(-1, data.shape[-1]))
+        kept = scale if of.scale == "fp32" else scale.view(torch.uint8)
+        passed.append(kept.view(-1) if swizzled else kept)
+    launch(Quantize, config, flat, arch, *passed)
+    return made
+
+
+def _fake(
+    x: Tensor,
+    format: str,
+    rows: bool,
+    columns: bool,
+    swizzled: bool,
+    rounding: str,
+    tensor_scale: Tensor | None,
+) -> list[Tensor]:
+    of, shapes = FORMATS[format], []
+    if rows:
+        shapes.append(tuple(x.shape))
+    if columns:
+        shapes.append((x.shape[1], x.shape[0]))
+    return [y for shape in shapes for y in _results(shape, of, swizzled, x.device)]
+
+
+define(
+    "quantize",
+    "(Tensor x, str format, bool rows, bool columns, bool swizzled, str rounding, "
+    "Tensor? tensor_scale) -> Tensor[]",
+    _run,
+    _fake,
+)

@@ -1,0 +1,1 @@
+"""GEMM of fp8 with fp32 scale factors of blocks."""

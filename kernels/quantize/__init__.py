@@ -1,0 +1,1 @@
+"""Quantization: elements and scale factors of blocks, along rows, columns or both, in one pass."""

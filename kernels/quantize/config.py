@@ -1,0 +1,66 @@
+"""The config of the quantization kernel. Imports neither torch nor the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cutex.dtypes import DTYPES
+from cutex.problem.scaled.formats import FORMATS, Format
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+
+TILE = 128  # rows and columns of a CTA's tile: a tile of the swizzled layout, of each side
+WIDTH = 8  # elements that a thread has of a row
+# archs whose conversions to a type are instructions (PTX ISA, cvt); else integer operations
+NATIVE = {
+    "e4m3": ("sm_90a", "sm_100a", "sm_103a", "sm_120a"),
+    "e5m2": ("sm_90a", "sm_100a", "sm_103a", "sm_120a"),
+    "e2m1": ("sm_100a", "sm_103a", "sm_120a"),
+}
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """What a launch computes of x (M, K): rows quantized along K, columns along M, or both."""
+
+    format: str = "mxfp8"  # a name in cutex.problem.scaled.formats.FORMATS
+    rows: bool = True
+    columns: bool = False
+    swizzled: bool = True  # factors in the 128x4 layout; else plain
+    rounding: str = "floor"  # of E8M0 factors
+    aligned: bool = True  # rows begin at, and have, whole vectors of WIDTH elements
+    aligned_columns: bool = True  # so do the columns' results: M is a multiple of 32
+    native: bool = True  # whether the arch has the conversion to the element
+
+    @property
+    def of(self) -> Format:
+        return FORMATS[self.format]
+
+    @property
+    def block(self) -> int:
+        """The elements along a row that share a factor."""
+        return self.of.block[1]
+
+    @property
+    def square(self) -> bool:
+        """Whether a factor is of a whole tile."""
+        return self.of.block == (TILE, TILE)
+
+    @property
+    def packed(self) -> int:
+        """The elements in a byte."""
+        return 8 // DTYPES[self.of.element].bits
+
+    def why_not(self, problem: Any, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        if self.format not in FORMATS or self.block not in (16, 32, 128):
+            return f"format={self.format}: takes blocks of 16, 32 or 128"
+        if not (self.rows or self.columns):
+            return "rows, columns: at least one of them"
+        if self.native and arch.name not in NATIVE[self.of.element]:
+            return f"native: {arch.name} has no conversion to {self.of.element}"
+        if self.swizzled and not self.of.swizzled:
+            return f"swizzled: factors of {self.format} are fp32, which no tensor core reads"
+        return None

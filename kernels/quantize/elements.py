@@ -1,0 +1,202 @@
+"""Conversion of fp32 to small elements, rounded to nearest even and saturated, and scale factors.
+
+Where the arch has no instruction for it, integer operations give the same bits. The reference is
+cutex/problem/scaled/quantization.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from cutex.problem.scaled.formats import LARGEST, Format
+
+NAN_BITS, INF_BITS, MAGNITUDE = 0x7FC00000, 0x7F800000, 0x7FFFFFFF
+E8M0_NAN = 255
+E4M3_LEAST = 2.0**-6
+
+
+class Shape(NamedTuple):
+    """The bits of a small float."""
+
+    mantissa: int
+    bias: int
+    nan: int  # the code of a NaN
+
+
+SHAPES = {"e4m3": Shape(3, 7, 0x7F), "e5m2": Shape(2, 15, 0x7F), "e2m1": Shape(1, 1, 0x7)}
+
+
+# ---- fp32, exactly as IEEE 754 has it
+
+
+@dsl_user_op
+def bits_of(x: Float32, *, loc=None, ip=None) -> Int32:
+    return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def float_of(bits: Int32, *, loc=None, ip=None) -> Float32:
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def divide(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:
+    """x / y rounded to nearest, denormals kept (PTX ISA, div.rn)."""
+    return _f32("div.rn.f32 $0, $1, $2;", (x, y), loc, ip)
+
+
+@dsl_user_op
+def multiply(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:
+    """x * y rounded to nearest, denormals kept, never fused with an addition."""
+    return _f32("mul.rn.f32 $0, $1, $2;", (x, y), loc, ip)
+
+
+@dsl_user_op
+def add(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:
+    """x + y rounded to nearest, never fused with a product."""
+    return _f32("add.rn.f32 $0, $1, $2;", (x, y), loc, ip)
+
+
+def _f32(ptx: str, operands: tuple[Any, ...], loc: Any, ip: Any) -> Float32:
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in operands]
+    constraints = ",".join(["=f", *["f"] * len(values)])
+    return Float32(
+        llvm.inline_asm(T.f32(), values, ptx, constraints, has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+# ---- elements
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The conversion to one type of element; `native`: by the arch's instruction."""
+
+    name: str
+    native: bool
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.name == "e2m1" else 8
+
+    def pack(self, values: list[Float32]) -> Int32:
+        """The codes of so many values as fill a word, or of fewer, the first in the low bits."""
+        pairs = [self.pair(*values[i : i + 2]) for i in range(0, len(values), 2)]
+        word = pairs[0]
+        for i, pair in enumerate(pairs[1:], 1):
+            word = word | (pair << (2 * self.bits * i))
+        return word
+
+    def pair(self, low: Float32, high: Float32) -> Int32:
+        """The codes of two values."""
+        if self.native:
+            return converted(self.name, high, low)
+        return self.code(low) | (self.code(high) << self.bits)
+
+    def code(self, x: Float32) -> Int32:
+        """The code of x, by integer operations."""
+        shape = SHAPES[self.name]
+        bits = bits_of(x)
+        size = bits & MAGNITUDE
+        drop = 23 - shape.mantissa
+        # normal numbers: the exponent's bias changes, and half a unit is added, to the even code
+        odd = (size >> drop) & 1
+        rebias = (127 - shape.bias) << 23
+        normal = (size - rebias + ((1 << (drop - 1)) - 1) + odd) >> drop
+        # subnormal numbers: an addition to a number whose last place is theirs rounds them
+        place = Float32(2.0 ** (24 - shape.bias - shape.mantissa))
+        subnormal = bits_of(add(float_of(size), place)) - bits_of(place)
+        code = cutlass.select_(size < ((128 - shape.bias) << 23), subnormal, normal)
+        code = cutlass.select_(size >= as_bits(LARGEST[self.name]), largest_code(self.name), code)
+        code = code | ((bits >> (32 - self.bits)) & (1 << (self.bits - 1)))
+        return cutlass.select_(size > INF_BITS, Int32(shape.nan), code)
+
+
+def as_bits(value: float) -> int:
+    """The bits of a Python number as fp32."""
+    import struct
+
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+def largest_code(name: str) -> Int32:
+    shape = SHAPES[name]
+    drop = 23 - shape.mantissa
+    return Int32((as_bits(LARGEST[name]) - ((127 - shape.bias) << 23)) >> drop)
+
+
+@dsl_user_op
+def converted(name: str, high: Float32, low: Float32, *, loc=None, ip=None) -> Int32:
+    """The codes of two values by the instruction, low in the low bits (PTX ISA, cvt
+    .satfinite)."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    narrow = "b8" if name == "e2m1" else "b16"
+    widen = "cvt.u32.u8 $0, c;" if name == "e2m1" else "cvt.u32.u16 $0, c;"
+    ptx = f"{{ .reg .{narrow} c; cvt.rn.satfinite.{name}x2.f32 c, $1, $2; {widen} }}"
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, "=r,f,f", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+# ---- scale factors
+
+
+class Factor(NamedTuple):
+    """A block's scale factor: its code, or its bits where it is fp32, and what its elements are
+    multiplied by."""
+
+    code: Int32
+    inverse: Float32
+
+
+def factor_of(
+    format: Format, largest: Int32, rounding: str, native: bool, tensor_scale: Any
+) -> Factor:
+    """The factor of a block whose largest magnitude has the bits `largest`."""
+    if format.scale == "e8m0":
+        return _e8m0(format, largest, rounding)
+    if format.scale == "e4m3":
+        return _e4m3(largest, tensor_scale, native)
+    scale = divide(_at_least(float_of(largest), format.least), Float32(format.largest))
+    return Factor(bits_of(scale), divide(Float32(1.0), scale))
+
+
+def _e8m0(format: Format, largest: Int32, rounding: str) -> Factor:
+    if rounding == "floor":
+        code = (largest >> 23) - ((as_bits(format.largest) >> 23) - 127)
+    else:
+        reciprocal = float_of(Int32(as_bits(1.0 / format.largest)))
+        bits = bits_of(multiply(float_of(largest), reciprocal))
+        fraction = bits & 0x7FFFFF
+        # of subnormal numbers, code 0 is 2^-127
+        above = cutlass.select_((bits >> 23) == 0, Int32(0x400000), Int32(0))
+        code = (bits >> 23) + cutlass.select_(fraction > above, Int32(1), Int32(0))
+    code = cutlass.max(code, 0)
+    code = cutlass.select_(largest >= INF_BITS, Int32(E8M0_NAN), code)
+    power = 254 - code
+    inverse = cutlass.select_(power == 0, Int32(0x400000), power << 23)
+    return Factor(code, float_of(cutlass.select_(code == E8M0_NAN, Int32(NAN_BITS), inverse)))
+
+
+def _e4m3(largest: Int32, tensor_scale: Any, native: bool) -> Factor:
+    relative = divide(divide(float_of(largest), Float32(6.0)), tensor_scale)
+    relative = _at_least(relative, E4M3_LEAST)
+    code = Elements("e4m3", native).pair(relative, Float32(0.0)) & 0xFF
+    return Factor(code, divide(divide(Float32(1.0), tensor_scale), of_e4m3(code)))
+
+
+def of_e4m3(code: Int32) -> Float32:
+    """The value of a code of e4m3 that is at least 2^-6, its least normal number, or a NaN."""
+    bits = (code + ((127 - 7) << 3)) << 20
+    return float_of(cutlass.select_(code == 0x7F, Int32(NAN_BITS), bits))
+
+
+def _at_least(x: Float32, least: float) -> Float32:
+    """The larger one; a NaN stays one."""
+    return cute.arch.fmax(x, Float32(least), nan=True)

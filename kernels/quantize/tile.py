@@ -1,0 +1,328 @@
+"""Quantization of a matrix, bound by memory: each CTA reads 128 x 128 of x once, and writes what is
+asked for of it.
+
+x (M, K) quantized along its rows is an operand (M, K). Quantized along its columns it is one of (K,
+M), x transposed: what a product over M reads, such as a weight's gradient. A tile has 128 rows of
+each, so its scale factors are whole tiles of the swizzled layout, padding included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.compile import Argument, Operand
+from cutex.kernels.quantize.config import TILE, WIDTH, QuantizeConfig
+from cutex.kernels.quantize.elements import (
+    MAGNITUDE,
+    Elements,
+    Factor,
+    bits_of,
+    factor_of,
+    float_of,
+)
+
+THREADS = 256
+LANES = TILE // WIDTH  # threads across a row of the tile
+STEP = THREADS // LANES  # rows that all threads read at a time
+PASSES = TILE // STEP
+SEGMENTS = THREADS // TILE  # threads down a column of the tile
+SEGMENT = TILE // SEGMENTS  # rows of each
+
+
+class Quantize:
+    """q = x / factors, and the factors, of rows, of columns, or of both.
+
+    A thread reads 8 elements of each 16th row, and quantizes them with its neighbours; it leaves
+    them in smem, from where it takes 64 rows of one column.
+
+    smem            bytes
+    sX              128 * 128 * (2 or 4), only for columns
+    sMax            4 * threads / 32, or with columns in blocks of 128 4 * threads
+    """
+
+    archs = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+    dtypes = ("bf16", "fp16", "fp32")
+
+    def __init__(self, config: QuantizeConfig) -> None:
+        self.config = config
+        self.elements = Elements(config.of.element, config.native)
+
+    @property
+    def name(self) -> str:
+        return f"quantize_{self.config.format}"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        c = self.config
+        own = (Operand("tensor_scale", ("one",), "fp32", aligned=False, whole=False),)
+        return (
+            Operand("x", ("m", "k"), dtype, aligned=c.aligned, whole=c.aligned),
+            *(own if c.of.tensor_scale else ()),
+            *(self._results("rows", "m", "kp") if c.rows else ()),
+            *(self._results("columns", "k", "mp") if c.columns else ()),
+        )
+
+    def _results(self, side: str, rows: str, k: str) -> tuple[Operand, Operand]:
+        """The elements of one side, as bytes (rows, K), and its factors: by bytes, swizzled (BYTES)
+        or plain (rows, K), or fp32 (rows, K) of any strides."""
+        data = Operand(f"{side}_data", (rows, k), "uint8", aligned=False, whole=False)
+        sizes: tuple[str, ...] = (f"{side}_rows", f"{side}_k")
+        if self.config.swizzled:
+            sizes = (f"{side}_bytes",)
+        kind = "fp32" if self.config.of.scale == "fp32" else "uint8"
+        contiguous = -1 if self.config.swizzled else None
+        factors = Operand(f"{side}_factors", sizes, kind, contiguous, aligned=False, whole=False)
+        return data, factors
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, *rest) -> None:
+        *passed, stream = rest
+        down, across = (cute.ceil_div(cute.size(mX, mode=[i]), TILE) for i in range(2))
+        self.kernel(mX, tuple(passed)).launch(
+            grid=(down * across, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    # ---- on the device
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, passed: tuple[Any, ...]) -> None:
+        c = self.config
+        tile, _, _ = cute.arch.block_idx()
+        across = cute.ceil_div(cute.size(mX, mode=[1]), TILE)
+        row_tile, column_tile = tile // across, tile % across
+        own, rest = Float32(1.0), passed
+        if cutlass.const_expr(c.of.tensor_scale):
+            own, rest = passed[0][0], passed[1:]
+        smem = SmemAllocator()
+        sMax = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
+        sX: Any = None
+        if cutlass.const_expr(c.columns):
+            slot = cute.make_layout((TILE, TILE), stride=(TILE, 1))
+            sX = smem.allocate_tensor(mX.element_type, slot, 16)
+        rX = self.read(mX, row_tile * TILE, column_tile * TILE)  # (WIDTH, PASS)
+        whole = Int32(0)
+        if cutlass.const_expr(c.square):
+            whole = self.largest_of_tile(rX, sMax)
+        if cutlass.const_expr(c.rows):
+            self.quantize_rows(rX, whole, own, row_tile, column_tile, mX, rest[:2])
+        if cutlass.const_expr(c.columns):
+            at = cute.arch.thread_idx()[0]
+            for i in cutlass.range_constexpr(PASSES):
+                here = sX[at // LANES + i * STEP, None]
+                cute.autovec_copy(
+                    rX[None, i],
+                    cute.local_tile(here, (WIDTH,), (at % LANES,)),
+                )
+            cute.arch.sync_threads()
+            self.quantize_columns(sX, sMax, whole, own, row_tile, column_tile, mX, rest[-2:])
+
+    @cute.jit
+    def read(self, mX: cute.Tensor, first_row: Int32, first_column: Int32) -> cute.Tensor:
+        """This thread's elements (WIDTH, PASS) of the tile; zeros beyond x."""
+        thread = cute.arch.thread_idx()[0]
+        rows, columns = mX.shape
+        rX = cute.make_rmem_tensor((WIDTH, PASSES), mX.element_type)
+        rX.fill(0.0)
+        column = first_column + thread % LANES * WIDTH
+        for i in cutlass.range_constexpr(PASSES):
+            row = first_row + thread // LANES + i * STEP
+            if row < rows:
+                if cutlass.const_expr(self.config.aligned):
+                    if column < columns:
+                        vector = cute.local_tile(mX[row, None], (WIDTH,), (column // WIDTH,))
+                        cute.autovec_copy(vector, rX[None, i])
+                else:
+                    for j in cutlass.range_constexpr(WIDTH):
+                        if column + j < columns:
+                            rX[j, i] = mX[row, column + j]
+        return rX
+
+    @cute.jit
+    def largest_of_tile(self, rX: cute.Tensor, sMax: cute.Tensor) -> Int32:
+        """The bits of the largest magnitude of the whole tile."""
+        thread = cute.arch.thread_idx()[0]
+        largest = magnitude([rX[j, i] for i in range(PASSES) for j in range(WIDTH)])
+        largest = over_lanes(largest, 32)
+        if thread % 32 == 0:
+            sMax[thread // 32] = largest
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(THREADS // 32):
+            largest = cutlass.max(largest, sMax[i])
+        return largest
+
+    def factor(self, largest: Int32, own: Float32) -> Factor:
+        c = self.config
+        return factor_of(c.of, largest, c.rounding, self.native_e4m3, own)
+
+    @property
+    def native_e4m3(self) -> bool:
+        """Whether NVFP4's factors are converted by an instruction: wherever its elements are."""
+        return self.config.native
+
+    @cute.jit
+    def quantize_rows(
+        self,
+        rX: cute.Tensor,
+        whole: Int32,
+        own: Float32,
+        row_tile: Int32,
+        column_tile: Int32,
+        mX: cute.Tensor,
+        results: tuple[Any, Any],
+    ) -> None:
+        """Quantize along K, and store elements and factors."""
+        c = self.config
+        mData, mFactors = results
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % LANES
+        group = min(LANES, max(1, c.block // WIDTH))  # threads that share a block
+        rows, columns = mX.shape
+        column = column_tile * TILE + lane * WIDTH
+        for i in cutlass.range_constexpr(PASSES):
+            row = row_tile * TILE + thread // LANES + i * STEP
+            values = [rX[j, i].to(Float32) for j in range(WIDTH)]
+            largest = whole
+            if cutlass.const_expr(not c.square):
+                largest = over_lanes(magnitude(values), group)
+            factor = self.factor(largest, own)
+            per_word = 32 // self.elements.bits
+            scaled = [v * factor.inverse for v in values]
+            words = [
+                self.elements.pack(scaled[j : j + per_word]) for j in range(0, WIDTH, per_word)
+            ]
+            if row < rows:
+                self.store_words(mData, row, column, words, columns, c.aligned)
+            code = cutlass.select_((row < rows) & (column < columns), factor.code, Int32(0))
+            self.store_factor(mFactors, row, column, code, rows, columns, group)
+
+    @cute.jit
+    def quantize_columns(
+        self,
+        sX: cute.Tensor,
+        sMax: cute.Tensor,
+        whole: Int32,
+        own: Float32,
+        row_tile: Int32,
+        column_tile: Int32,
+        mX: cute.Tensor,
+        results: tuple[Any, Any],
+    ) -> None:
+        """Quantize along M, and store x transposed and its factors. A thread has SEGMENT rows of
+        one column, of which no block is shared but those of 128."""
+        c = self.config
+        mData, mFactors = results
+        thread = cute.arch.thread_idx()[0]
+        here, segment = thread % TILE, thread // TILE
+        rows, columns = mX.shape
+        column, first = column_tile * TILE + here, row_tile * TILE + segment * SEGMENT
+        at_once = min(c.block, SEGMENT)
+        per_word = 32 // self.elements.bits
+        for i in cutlass.range_constexpr(SEGMENT // at_once):
+            begin = i * at_once
+            values = [sX[segment * SEGMENT + begin + j, here].to(Float32) for j in range(at_once)]
+            largest = whole
+            if cutlass.const_expr(not c.square):
+                largest = magnitude(values)
+                if cutlass.const_expr(at_once < c.block):
+                    sMax[thread] = largest
+                    cute.arch.sync_threads()
+                    for other in cutlass.range_constexpr(SEGMENTS):
+                        largest = cutlass.max(largest, sMax[here + other * TILE])
+            factor = self.factor(largest, own)
+            for j in cutlass.range_constexpr(0, at_once, 16):
+                scaled = [v * factor.inverse for v in values[j : j + 16]]
+                words = [
+                    self.elements.pack(scaled[n : n + per_word]) for n in range(0, 16, per_word)
+                ]
+                if column < columns:
+                    self.store_words(
+                        mData, column, first + begin + j, words, rows, c.aligned_columns
+                    )
+            block = first + begin
+            code = cutlass.select_((column < columns) & (block < rows), factor.code, Int32(0))
+            self.store_factor(mFactors, column, block, code, columns, rows, 1)
+
+    @cute.jit
+    def store_words(
+        self,
+        mData: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        words: cutlass.Constexpr[list[Any]],
+        columns: Int32,
+        aligned: cutlass.Constexpr[bool],
+    ) -> None:
+        """Store words of elements of one row from `column` on; those beyond `columns` are left
+        out."""
+        packed = self.config.packed
+        if cutlass.const_expr(aligned):
+            rWords = cute.make_rmem_tensor(len(words), Int32)
+            for i in cutlass.range_constexpr(len(words)):
+                rWords[i] = words[i]
+            if column < columns:
+                address = mData.iterator.toint() + (
+                    cutlass.Int64(row) * mData.stride[0] + column // packed
+                )
+                to = cute.make_ptr(
+                    Int32, address, cute.AddressSpace.gmem, assumed_align=4 * len(words)
+                )
+                cute.autovec_copy(rWords, cute.make_tensor(to, cute.make_layout(len(words))))
+        else:
+            for i in cutlass.range_constexpr(4 * len(words)):
+                if column + i * packed < columns:
+                    byte = words[i // 4] >> (i % 4 * 8)
+                    mData[row, column // packed + i] = Int32(byte).to(cutlass.Uint8)
+
+    @cute.jit
+    def store_factor(
+        self,
+        mFactors: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        code: Int32,
+        rows: Int32,
+        columns: Int32,
+        group: cutlass.Constexpr[int],
+    ) -> None:
+        """Store the factor of the block of `row` that begins at `column`; the first of `group`
+        threads does. Swizzled, those of padding are zeros."""
+        c = self.config
+        block = column // c.block
+        first = cute.arch.thread_idx()[0] % group == 0
+        if cutlass.const_expr(c.swizzled):
+            tiles = cute.ceil_div(columns, 4 * c.block)
+            byte = (row // TILE * tiles + block // 4) * 512 + row % 32 * 16 + row % TILE // 32 * 4
+            if first & (block // 4 < tiles):
+                mFactors[byte + block % 4] = code.to(cutlass.Uint8)
+        else:
+            there = first & (row < rows) & (column < columns)
+            if cutlass.const_expr(c.square):
+                there = there & (row % TILE == 0) & (column % TILE == 0)
+                row = row // TILE
+            if there:
+                if cutlass.const_expr(c.of.scale == "fp32"):
+                    mFactors[row, block] = float_of(code)
+                else:
+                    mFactors[row, block] = code.to(cutlass.Uint8)
+
+
+def magnitude(values: list[Any]) -> Int32:
+    """The bits of the largest magnitude; as integers a NaN is above all."""
+    found = [bits_of(v.to(Float32)) & MAGNITUDE for v in values]
+    while len(found) > 1:
+        pairs = [cutlass.max(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+        found = pairs
+    return found[0]
+
+
+@cute.jit
+def over_lanes(x: Int32, lanes: cutlass.Constexpr[int]) -> Int32:
+    """The largest of so many neighbouring lanes, a power of two."""
+    step = 1
+    while cutlass.const_expr(step < lanes):
+        x = cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=step))
+        step *= 2
+    return x

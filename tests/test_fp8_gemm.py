@@ -1,0 +1,146 @@
+"""The fp8 kernel with factors of blocks: exact on integers under orders, within the bound of tensor
+cores on other data; planted faults of its factors are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cutex.arch import arch
+from cutex.compile import compile
+from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
+from cutex.kernels.gemm.scaled.fp8.sm90 import factors, promote
+from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm, Fp8Signature
+from cutex.problem.scaled import Fp8Problem
+from cutex.sim import simulate
+
+SQUARE = Fp8Config(tile_m=128, tile_n=128, num_stages=3, warpgroups=2, epi_n=64, epi_stages=1)
+CASES = {
+    "two warpgroups": (SQUARE, (136, 264, 640)),
+    "two waves of rows": (replace(SQUARE, tile_m=256), (300, 136, 400)),
+    "shared B": (replace(SQUARE, tile_n=192, cluster_m=2), (264, 400, 528)),
+    "both by rows": (
+        replace(SQUARE, tile_n=160, epi_n=32, cluster_n=2, recipe="fp8_1x128"), (130, 328, 528),
+    ),
+    "swapped, split K": (
+        replace(SQUARE, tile_n=64, swap_ab=True, split_k=2, columns=1), (61, 264, 784),
+    ),
+    "few rows": (
+        replace(SQUARE, tile_m=64, warpgroups=1, tile_n=32, epi_n=32, swap_ab=True, columns=1),
+        (24, 264, 784),
+    ),
+}  # fmt: skip
+
+
+def run(tiles: Fp8Config, problem: Fp8Problem, cache: bool = True, **order: object):
+    """The check of a simulated launch, and what the simulator found."""
+    compiled = compile(Fp8Gemm(Fp8Signature(tiles)), tiles.recipe, "sm_90a", cache=cache)
+    a, b, *scales = problem.inputs()
+    (out,) = problem.outputs()
+    report = simulate(compiled, a, b.mT, *scales, out, **order)
+    return problem.check(a, b, *scales, out), report.findings
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", CASES)
+def test_integers_are_exact_in_any_order(name):
+    tiles, mnk = CASES[name]
+    for order in ("fifo", "random"):
+        problem = Fp8Problem(*mnk, dtype=tiles.recipe, init="int", seed=1)
+        check, findings = run(tiles, problem, order=order, seed=2)
+        assert check.ok and not findings, check.message
+
+
+@pytest.mark.parametrize("init", ["normal", "spread"])
+def test_other_data_is_as_exact_as_tensor_cores_allow(init):
+    tiles, (m, n, _) = CASES["two warpgroups"]
+    problem = Fp8Problem(m, n, 1040, init=init)
+    check, findings = run(tiles, problem)
+    assert check.ok and not findings, check.message
+
+
+class NextBlock(factors.TileFactors):
+    """Reads the factors that 128 rows share of the next block of K."""
+
+    def shared(self, side, row, k_tile):
+        return super().shared(side, row, k_tile + 1)
+
+
+class OtherRow(factors.BlockFactors):
+    """Gives this thread's second row the first one's factor."""
+
+    def of(self, eight):
+        first, _ = super().of(eight)
+        return [first, first]
+
+
+class OneFactor(factors.TileFactors):
+    """Takes the first 128 columns' factor for all columns of the tile."""
+
+    def shared(self, side, row, k_tile):
+        return super().shared(side, self.tile.n * 0 if side else row, k_tile)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "wrong"),
+    [
+        (promote, "TileFactors", NextBlock),
+        (factors, "BlockFactors", OtherRow),
+        (promote, "TileFactors", OneFactor),
+    ],
+)
+def test_a_factor_of_another_place_is_found(place, name, wrong, monkeypatch):
+    monkeypatch.setattr(place, name, wrong)
+    check, _ = run(SQUARE, Fp8Problem(136, 264, 640, init="int"), cache=False)
+    assert not check.ok and check.max_error > 0
+
+
+def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
+    class Late(factors.TileFactors):
+        """Reads factors of the slot before, which is being filled anew."""
+
+        def read(self, slot, k_tile, wave):
+            return super().read((slot + 2) % 3, k_tile, wave)
+
+    monkeypatch.setattr(promote, "TileFactors", Late)
+    try:
+        check, findings = run(SQUARE, Fp8Problem(136, 136, 1024, init="int"), cache=False)
+    except Exception as error:
+        assert "race" in str(error) or "smem" in str(error), error
+    else:
+        assert findings or not check.ok
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"recipe": "mxfp8"}, "recipe=mxfp8: takes formats with a factor for each 128 of K"),
+        ({"tile_k": 128}, "tile_k=128: a factor serves 128 bytes of K"),
+        ({"pingpong": True}, "sums are scaled by tiles of all warpgroups"),
+        ({"tile_m": 256, "tile_n": 256}, "384 accumulators a thread|320 accumulators a thread"),
+        ({"num_stages": 8}, "more than the 232448 that a CTA has"),
+    ],
+)
+def test_a_config_that_does_not_fit_says_why(more, says):
+    with pytest.raises(ValueError, match=says):
+        Fp8Gemm(Fp8Signature(replace(SQUARE, **more)))
+    assert replace(SQUARE).why_not(None, arch("sm_90a")) is None
+
+
+def test_the_promotion_adds_in_fp32():
+    """With 8192 of K and sums beyond 13 bits, integers stay exact only if blocks add up in fp32."""
+    problem = Fp8Problem(64, 64, 4096, init="int")
+    tensors = list(problem.inputs())
+    for x in tensors[:2]:
+        x.fill_(3.0)  # 9 * 4096 takes 16 bits
+    tensors[0][:, ::128] = 1.0
+    for x in tensors[2:]:
+        x.fill_(1.0)
+    (out,) = problem.outputs()
+    tiles = replace(SQUARE, tile_m=64, tile_n=64, warpgroups=1)
+    compiled = compile(Fp8Gemm(Fp8Signature(tiles)), tiles.recipe, "sm_90a")
+    a, b, *scales = tensors
+    simulate(compiled, a, b.mT, *scales, out)
+    check = problem.check(*tensors, out)
+    assert check.ok, check.message

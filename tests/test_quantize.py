@@ -1,0 +1,133 @@
+"""`cutex.quantize`, compiled and simulated, gives the reference's bits on every arch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import cutex
+from cutex.ops.quantize import QUANTIZED
+from cutex.problem.scaled.formats import FORMATS
+from cutex.problem.scaled.layouts import swizzle
+from cutex.problem.scaled.quantization import quantize as reference
+
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def values(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Rows of very different magnitudes, with NaN, infinities, zeros of both signs, denormals, the
+    largest number, and numbers half way between elements."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=g) * torch.exp2(torch.randint(-30, 30, (m, 1), generator=g))
+    rows = torch.randperm(m, generator=g)[:8].tolist()
+    halves = [448.0, 464.0, 465.0, -6.0, 0.25, 0.75, 5.0, 2.5, -1.25, 3.5, 0.0, -0.0, 1.75]
+    x[rows[0]] = torch.tensor(halves).repeat(k // len(halves) + 1)[:k]
+    x[rows[1], k // 3], x[rows[2], k // 2], x[rows[3], 0] = math.nan, math.inf, -math.inf
+    x[rows[4]], x[rows[5]] = 0.0, -0.0
+    x[rows[6]] *= 2.0**-120
+    x[rows[7]] = torch.finfo(dtype).max
+    return x.to(dtype)
+
+
+def alike(found: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether the bits are the same; of a NaN in fp32 any."""
+    if found.shape != want.shape or found.dtype != want.dtype:
+        return False
+    if found.dtype == torch.float32:
+        same = found.contiguous().view(torch.int32) == want.contiguous().view(torch.int32)
+        return bool((same | (found.isnan() & want.isnan())).all())
+    return torch.equal(found.view(torch.uint8), want.view(torch.uint8))
+
+
+def check(found, x: torch.Tensor, rounding: str = "floor") -> None:
+    format = FORMATS[found.format]
+    own = None if found.tensor_scale is None else found.tensor_scale[0]
+    want = reference(x, format, rounding, own)
+    assert alike(found.data, want.data)
+    assert alike(found.scale, swizzle(want.scale) if found.swizzled else want.scale)
+
+
+CASES = [
+    # (format, arch, M, K, dtype, rounding, swizzled)
+    (format, ARCHS[(i + j) % 5], *size, DTYPES[(i + 2 * j) % 3], ("floor", "rceil")[(i + j) % 2],
+     [None, False][j % 2])
+    for i, format in enumerate(QUANTIZED)
+    for j, size in enumerate([(136, 160), (70, 90), (32, 400)])
+]  # fmt: skip
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("format", "arch", "m", "k", "dtype", "rounding", "swizzled"), CASES)
+def test_both_sides_have_the_references_bits(format, arch, m, k, dtype, rounding, swizzled):
+    x = values(m, k, dtype, seed=m)
+    own = torch.tensor([0.37]) if format == "nvfp4" else None
+    with cutex.ops.simulated(arch):
+        rows, columns = cutex.quantize(
+            x, format, along="both", rounding=rounding, swizzled=swizzled, tensor_scale=own
+        )
+    check(rows, x, rounding)
+    check(columns, x.mT, rounding)
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_either_side_alone_views_and_the_reverse(format):
+    memory = torch.randn(3, 40, 80).bfloat16()
+    x = memory[1:, :, 3:67]  # rows that begin anywhere
+    with cutex.ops.simulated("sm_90a"):
+        q = cutex.quantize(x, format)
+        turned = cutex.quantize(x[0].mT, format, along="columns")
+        none = cutex.quantize(x[:, :0], format)
+    assert q.data.shape[:2] == x.shape[:2] and none.data.numel() == 0
+    flat = cutex.ops.quantize.QuantizedTensor(q.data.flatten(0, 1), *q[1:])
+    check(flat, x.flatten(0, 1))
+    check(turned, x[0])
+    got = cutex.dequantize(q, torch.float32)
+    assert got.shape == x.shape and cutex.dequantize(none).shape == x[:, :0].shape
+    step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}[FORMATS[format].element]
+    assert (got - x.float()).abs().max() <= 1.2 * step * x.float().abs().max()
+
+
+def test_a_tensor_of_nans_zeros_or_none_has_a_tensor_scale():
+    with cutex.ops.simulated("sm_100a"):
+        for value, want in ((0.0, 0.0), (math.nan, math.nan)):
+            q = cutex.quantize(torch.full((32, 32), value), "nvfp4")
+            got = cutex.dequantize(q, torch.float32)
+            assert torch.equal(got.nan_to_num(7.0), torch.full((32, 32), want).nan_to_num(7.0))
+
+
+X = torch.zeros(32, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("x", "format", "more", "says"),
+    [
+        (X, "fp6", {}, "format 'fp6' is not one of mxfp8"),
+        (X, "fp8_row", {}, "format 'fp8_row' is not one of mxfp8"),
+        (X, "mxfp8", {"along": "k"}, "along='k' is not one of rows, columns, both"),
+        (X[None], "mxfp8", {"along": "both"}, "along='both' takes a matrix x, got 3"),
+        (X, "mxfp8", {"rounding": "up"}, "rounding='up' is not one of floor, rceil"),
+        (X, "fp8_1x128", {"swizzled": True}, "factors of fp8_1x128 are fp32, always plain"),
+        (X[:, :63], "mxfp4", {}, "K=63: two elements of mxfp4 share a byte"),
+        (X[:31], "nvfp4", {"along": "columns"}, "M=31: two elements of nvfp4 share a byte"),
+        (X[0], "mxfp8", {}, "x must have at least 2 dimensions, got 1"),
+        (X.int(), "mxfp8", {}, "x must be of bfloat16, float16, float32, got torch.int32"),
+        (X, "mxfp8", {"tensor_scale": torch.ones(1)}, "tensor_scale is given, but mxfp8 has none"),
+        (X, "nvfp4", {"tensor_scale": torch.ones(2)}, "float32 tensor of 1 element, got"),
+        (X, "mxfp8", {}, "x is on cpu: cutex.quantize runs on an NVIDIA GPU from Ampere on"),
+    ],
+)
+def test_bad_arguments_are_answered_in_a_sentence(x, format, more, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        cutex.quantize(x, format, **more)
+
+
+def test_it_is_one_node_of_a_graph():
+    fake = torch.ops.cutex.quantize(
+        torch.empty(130, 64, device="meta"), "mxfp8", True, True, True, "floor", None
+    )
+    assert [tuple(y.shape) for y in fake] == [
+        (130, 64), (2, 1, 32, 4, 4), (64, 130), (1, 2, 32, 4, 4)
+    ]  # fmt: skip
