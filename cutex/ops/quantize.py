@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cutex.ops.device import current, launcher
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import arch_of, as_rows, check_rows, launch
+from cutex.ops.row.rows import arch_of, as_rows, check_rows, dtype_of
 from cutex.problem.scaled import layouts
 from cutex.problem.scaled import quantization as reference
 from cutex.problem.scaled.formats import FORMATS, Format, format_named
@@ -172,7 +174,6 @@ def _run(
     tensor_scale: Tensor | None,
 ) -> list[Tensor]:
     from cutex.kernels.quantize.config import NATIVE, QuantizeConfig
-    from cutex.kernels.quantize.tile import Quantize
 
     arch, of = arch_of(x.device, "cutex.quantize"), FORMATS[format]
     made = _fake(x, format, rows, columns, swizzled, rounding, tensor_scale)
@@ -198,8 +199,19 @@ def _run(
         passed.append(data.view(torch.uint8).view(-1, data.shape[-1]))
         kept = scale if of.scale == "fp32" else scale.view(torch.uint8)
         passed.append(kept.view(-1) if swizzled else kept)
-    launch(Quantize, config, flat, arch, *passed)
+    compiled = _kernel(config, dtype_of(flat), arch)
+    tensors = [flat, *passed]
+    with current(x.device):
+        launcher(compiled, tensors)(*tensors)
     return made
+
+
+@lru_cache(maxsize=4096)
+def _kernel(config: Any, dtype: str, arch: str) -> Any:
+    from cutex.compile import compile
+    from cutex.kernels.quantize.tile import Quantize
+
+    return compile(Quantize(config), dtype, arch)
 
 
 def _fake(

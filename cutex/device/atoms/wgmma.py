@@ -159,6 +159,16 @@ class WgmmaProduct(NamedTuple):
                 cute.gemm(tiled_mma, self.acc, *operands, self.acc)
         warpgroup.commit_group()
 
+    def issue_halves(self, slot: Int32 | int) -> None:
+        """Start acc = A @ B[slot]^T as two groups of wgmma, half of K each; A is in slots."""
+        warpgroup.fence()
+        for k_blocks, tiled_mma, tCrA in self.sources():
+            for k_block in k_blocks:
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
+                cute.gemm(tiled_mma, self.acc, *self.k_block(tCrA, k_block, slot), self.acc)
+                if k_block in (len(k_blocks) // 2 - 1, len(k_blocks) - 1):
+                    warpgroup.commit_group()
+
     def k_block(
         self, tCrA: cute.Tensor, k_block: int, slot: Int32 | int
     ) -> tuple[cute.Tensor, cute.Tensor]:

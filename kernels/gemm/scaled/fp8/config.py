@@ -23,6 +23,7 @@ class Fp8Config(Sm90Config):
     """An Sm90Config whose sums are scaled, and added up in fp32, after each 128 of K."""
 
     recipe: str = "fp8_block"  # the formats of A and B (cutex/problem/scaled/formats.py)
+    order: str = "half"  # what of a block is done when the other warpgroup may issue its own
 
     @property
     def formats(self) -> tuple[Format, Format]:

@@ -16,12 +16,12 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
-from cutex.device.pipeline import PipelineState
+from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90.factors import TileFactors
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole
-from cutex.kernels.gemm.sm90.roles import Walk
+from cutex.kernels.gemm.sm90.roles import ORDER_BARRIER, Walk
 from cutex.kernels.gemm.sm90.split_k import SplitK
 
 
@@ -41,6 +41,11 @@ def promoted(
     warpgroup.
     """
     c: Fp8Config = factors.tiles
+    order, mine = OrderedBarrier(ORDER_BARRIER), cute.arch.warp_idx() // 4
+    ordered = c.mma_warpgroups == 2 and c.order != ""
+    if cutlass.const_expr(ordered and c.order != "once"):
+        if mine == 1:
+            order.signal(0)
     total, waves = mma.acc, cute.size(mma.acc, mode=[1])
     total.fill(0.0)
     size = cute.size(total) // waves
@@ -50,14 +55,35 @@ def promoted(
     for k_tile in cutlass.range(first, first + count, unroll=1):
         ab.wait_full(take)
         for wave in cutlass.range_constexpr(waves):
-            mma.of_rows(wave).into(acc).issue(take.slot, accumulate=False)
+            product = mma.of_rows(wave).into(acc)
+            if cutlass.const_expr(ordered and c.order != "once"):
+                order.wait(mine)
+            if cutlass.const_expr(ordered and c.order == "once" and wave == 0):
+                if mine == 1 and k_tile == first:
+                    order.wait(mine)
+            if cutlass.const_expr(c.order == "half" or c.order == "once"):
+                product.issue_halves(take.slot)
+            else:
+                product.issue(take.slot, accumulate=False)
+            if cutlass.const_expr(ordered and c.order == "issue"):
+                order.signal(1 - mine)
             block = factors.read(take.slot, k_tile, wave)
+            if cutlass.const_expr(ordered and c.order == "once" and wave == 0):
+                if mine == 0 and k_tile == first:
+                    warpgroup.wait_group(1)
+                    order.signal(1)
+            if cutlass.const_expr(ordered and c.order == "half"):
+                warpgroup.wait_group(1)
+                order.signal(1 - mine)
             warpgroup.wait_group(0)
             if cutlass.const_expr(wave == waves - 1):
                 cute.arch.sync_warp()  # its lanes have read their factors
                 ab.release(take)
             block.add(of_waves[None, wave], part)
         take.advance()
+    if cutlass.const_expr(ordered and c.order != "once"):
+        if mine == 0:
+            order.wait(0)
     return take
 
 
