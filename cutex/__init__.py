@@ -18,12 +18,14 @@ if TYPE_CHECKING:
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
+    from cutex.ops.fp8_linear import fp8_linear
     from cutex.ops.grouped import grouped_mm
     from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
     from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
     from cutex.ops.row.norm import layer_norm, rms_norm
     from cutex.ops.row.softmax import softmax
+    from cutex.ops.scaled_mm import scaled_mm
     from cutex.sim import simulate
 
 __version__ = "0.1.0"
@@ -39,11 +41,13 @@ _HOMES = {
     "flash_attn_varlen_qkvpacked_func": "cutex.ops.attention",
     "flash_attn_with_kvcache": "cutex.ops.attention",
     "grouped_mm": "cutex.ops.grouped",
+    "fp8_linear": "cutex.ops.fp8_linear",
     "kernels_built": "cutex.ops.matmul",
     "layer_norm": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
     "quantize": "cutex.ops.quantize",
     "rms_norm": "cutex.ops.row",
+    "scaled_mm": "cutex.ops.scaled_mm",
     "simulate": "cutex.sim",
     "softmax": "cutex.ops.row",
     "tune": "cutex.ops.matmul",
@@ -64,12 +68,14 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fp8_linear",
     "grouped_mm",
     "kernels_built",
     "layer_norm",
     "matmul",
     "quantize",
     "rms_norm",
+    "scaled_mm",
     "simulate",
     "softmax",
     "tune",

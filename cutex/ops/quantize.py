@@ -84,7 +84,7 @@ def quantize(
             raise ValueError(f"{name}={size}: two elements of {format} share a byte, it is even")
     x = x.detach()
     tensor_scale = _tensor_scale(x, of, tensor_scale)
-    found = torch.ops.cutex.quantize(x, format, rows, columns, swizzled, rounding, tensor_scale)
+    found = QUANTIZE(x, format, rows, columns, swizzled, rounding, tensor_scale)
     made = [
         QuantizedTensor(found[i], found[i + 1], format, swizzled, tensor_scale)
         for i in range(0, len(found), 2)
@@ -231,7 +231,7 @@ def _fake(
     return [y for shape in shapes for y in _results(shape, of, swizzled, x.device)]
 
 
-define(
+QUANTIZE = define(
     "quantize",
     "(Tensor x, str format, bool rows, bool columns, bool swizzled, str rounding, "
     "Tensor? tensor_scale) -> Tensor[]",

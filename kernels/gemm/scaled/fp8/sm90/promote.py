@@ -43,7 +43,7 @@ def promoted(
     c: Fp8Config = factors.tiles
     order, mine = OrderedBarrier(ORDER_BARRIER), cute.arch.warp_idx() // 4
     ordered = c.mma_warpgroups == 2 and c.order != ""
-    if cutlass.const_expr(ordered and c.order != "once"):
+    if cutlass.const_expr(ordered and c.order != "once"):  # noqa: SIM102
         if mine == 1:
             order.signal(0)
     total, waves = mma.acc, cute.size(mma.acc, mode=[1])
@@ -58,7 +58,7 @@ def promoted(
             product = mma.of_rows(wave).into(acc)
             if cutlass.const_expr(ordered and c.order != "once"):
                 order.wait(mine)
-            if cutlass.const_expr(ordered and c.order == "once" and wave == 0):
+            if cutlass.const_expr(ordered and c.order == "once" and wave == 0):  # noqa: SIM102
                 if mine == 1 and k_tile == first:
                     order.wait(mine)
             if cutlass.const_expr(c.order == "half" or c.order == "once"):
@@ -68,7 +68,7 @@ def promoted(
             if cutlass.const_expr(ordered and c.order == "issue"):
                 order.signal(1 - mine)
             block = factors.read(take.slot, k_tile, wave)
-            if cutlass.const_expr(ordered and c.order == "once" and wave == 0):
+            if cutlass.const_expr(ordered and c.order == "once" and wave == 0):  # noqa: SIM102
                 if mine == 0 and k_tile == first:
                     warpgroup.wait_group(1)
                     order.signal(1)
@@ -81,7 +81,7 @@ def promoted(
                 ab.release(take)
             block.add(of_waves[None, wave], part)
         take.advance()
-    if cutlass.const_expr(ordered and c.order != "once"):
+    if cutlass.const_expr(ordered and c.order != "once"):  # noqa: SIM102
         if mine == 0:
             order.wait(0)
     return take

@@ -1,0 +1,288 @@
+"""`cutex.scaled_mm`: products of quantized operands, under the conventions of torch's scaled_mm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutex.arch import arch as arch_named
+from cutex.ops.device import arch_of, current, launcher
+from cutex.ops.matmul.arrange import arrange
+from cutex.ops.matmul.checks import ACTIVATIONS, OUT_DTYPES, Call, check
+from cutex.ops.matmul.eager import matmul
+from cutex.ops.quantize import QuantizedTensor
+from cutex.ops.row.operators import define
+from cutex.problem.scaled import layouts
+
+BLOCK = 128
+# the names of torch.nn.functional.ScalingType; those that are products of whole rows or tensors
+WHOLE = ("TensorWise", "RowWise")
+FP32_BLOCKS = ("BlockWise1x128", "BlockWise128x128")
+TENSOR_CORE_BLOCKS = ("BlockWise1x32", "BlockWise1x16")
+KINDS = (*WHOLE, *FP32_BLOCKS, *TENSOR_CORE_BLOCKS)
+RECIPES = {
+    ("BlockWise1x128", "BlockWise128x128"): "fp8_block",
+    ("BlockWise1x128", "BlockWise1x128"): "fp8_1x128",
+}
+KIND_OF_FORMAT = {"fp8_1x128": "BlockWise1x128", "fp8_128x128": "BlockWise128x128"}
+FLOAT8 = (torch.float8_e4m3fn,)
+UNIT = 16  # elements of e4m3 in what TMA steps by
+
+
+def scaled_mm(
+    a: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    scale_recipe_a: Any = None,
+    scale_recipe_b: Any = None,
+    bias: Tensor | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """activation((a * scale_a) @ (b * scale_b) + bias) + residual.
+
+    a (M, K) and b (K, N): float8_e4m3fn; or what `cutex.quantize` returned of x (M, K) and of a
+    weight (N, K), which have their scales.
+    scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType, or their names:
+        "TensorWise" one float32; "RowWise" (M, 1) and (1, N), as `cutex.matmul`;
+        "BlockWise1x128" (M, K / 128) of a, (N, K / 128) of b; best with contiguous rows at a pitch
+        of a multiple of 16 bytes, as torch and DeepGEMM have them, else copied at each call;
+        "BlockWise128x128" of b alone, (K / 128, N / 128), or with K / 128 padded to a multiple of
+        4. K is a multiple of 128 with these; N may be any.
+    bias, activation, residual: as of `cutex.matmul`. output_dtype: bfloat16, float16 or float32.
+
+    Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
+    DeepSeek-V3's. a and b whose K is not contiguous are copied first. Not differentiable. Raises
+    TypeError or ValueError, with one sentence that says what was due, for arguments that do not
+    fit, and where there is no such GPU.
+    """
+    if isinstance(a, QuantizedTensor):
+        a, scale_a, scale_recipe_a = _unpacked("a", a, scale_a)
+    if isinstance(b, QuantizedTensor):
+        b, scale_b, scale_recipe_b = _unpacked("b", b, scale_b)
+        b = b.mT
+        scale_b = scale_b.mT if scale_recipe_b == "BlockWise128x128" else scale_b
+    kinds = _kind("scale_recipe_a", scale_recipe_a), _kind("scale_recipe_b", scale_recipe_b)
+    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+        if not isinstance(scale, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {scale.dtype}")
+    assert isinstance(scale_a, Tensor) and isinstance(scale_b, Tensor)
+    if kinds[0] in WHOLE and kinds[1] in WHOLE:
+        _check_whole(a, b, scale_a, scale_b, kinds)
+        return matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
+                      activation=activation, out_dtype=output_dtype)  # fmt: skip
+    if kinds not in RECIPES:
+        raise ValueError(
+            f"scale_recipe_a {kinds[0]} with scale_recipe_b {kinds[1]}: takes TensorWise or RowWise"
+            " of both, or BlockWise1x128 with BlockWise128x128 or BlockWise1x128"
+        )
+    _check(a, b, scale_a, scale_b, kinds, activation, output_dtype)
+    if kinds[1] == "BlockWise128x128":
+        scale_b = scale_b[: a.shape[1] // BLOCK].mT  # (N / 128, K / 128)
+    check(Call(a, b, bias, residual, activation=activation, out_dtype=output_dtype))
+    return product(a, b, scale_a, scale_b, RECIPES[kinds], bias, residual, activation, output_dtype)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    recipe: str,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a (M, K) @ b (K, N), scaled by factors of blocks: (M, K / 128), and (N / 128, K / 128) or (N,
+    K / 128); K is a multiple of 16, and a last block may be shorter."""
+    given = (x.detach() for x in (a, b, scale_a, scale_b))
+    return SCALED_MM(*given, recipe, bias, residual, activation, output_dtype)
+
+
+# ---- checks
+
+
+def _unpacked(name: str, q: QuantizedTensor, scale: Any) -> tuple[Tensor, Tensor, str]:
+    if scale is not None:
+        raise ValueError(f"scale_{name} is given, but {name} is quantized and has its own")
+    if q.format not in KIND_OF_FORMAT:
+        known = ", ".join(KIND_OF_FORMAT)
+        raise ValueError(f"{name} is quantized as {q.format}, which is not one of {known}")
+    return q.data, q.scale, KIND_OF_FORMAT[q.format]
+
+
+def _kind(name: str, recipe: Any) -> str:
+    """The name of a ScalingType."""
+    if isinstance(recipe, list | tuple) and len(recipe) == 1:
+        recipe = recipe[0]
+    found = recipe if isinstance(recipe, str) else getattr(recipe, "name", None)
+    if found not in KINDS:
+        raise ValueError(f"{name}={recipe!r} is not one of {', '.join(KINDS)}")
+    if found in TENSOR_CORE_BLOCKS:
+        raise ValueError(
+            f"{name}={found}: factors that tensor cores read; this function has Hopper's "
+            f"kernels, for {', '.join((*WHOLE, *FP32_BLOCKS))}"
+        )
+    return str(found)
+
+
+def _check_whole(a: Any, b: Any, scale_a: Tensor, scale_b: Tensor, kinds: tuple[str, str]) -> None:
+    sizes = (
+        a.shape[-2] if isinstance(a, Tensor) and a.dim() > 1 else 1,
+        (b.shape[-1] if isinstance(b, Tensor) and b.dim() > 1 else 1),
+    )
+    for name, scale, kind, size in zip(
+        ("scale_a", "scale_b"), (scale_a, scale_b), kinds, sizes, strict=True
+    ):
+        due = 1 if kind == "TensorWise" else size
+        if scale.numel() != due:
+            what = "1 element" if kind == "TensorWise" else f"{size} elements, one a row"
+            raise ValueError(f"{name} of {kind} must have {what}, got shape {tuple(scale.shape)}")
+
+
+def _check(
+    a: Any,
+    b: Any,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    kinds: tuple[str, str],
+    activation: Any,
+    output_dtype: torch.dtype,
+) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype not in FLOAT8:
+            raise TypeError(f"{name} must be float8_e4m3fn with factors of blocks, got {x.dtype}")
+        if x.dim() != 2:
+            raise ValueError(f"{name} must be a matrix, got {x.dim()} dimensions")
+    (m, k), (kb, n) = a.shape, b.shape
+    if k != kb:
+        raise ValueError(f"b has K={kb} (its first size), but a has K={k} (its last)")
+    if k % BLOCK or not k:
+        raise ValueError(f"K={k}: factors of {BLOCK} along K take a multiple of {BLOCK}")
+    blocks = k // BLOCK
+    due_b = {(n, blocks)}
+    what_b = f"(N, K / {BLOCK}) = {(n, blocks)}"
+    if kinds[1] == "BlockWise128x128":
+        across = -(-n // BLOCK)
+        due_b = {(blocks, across), (-(-blocks // 4) * 4, across)}
+        what_b = f"(K / {BLOCK}, N / {BLOCK}) = {(blocks, across)}"
+    for name, scale, due, what, kind in (
+        ("scale_a", scale_a, {(m, blocks)}, f"(M, K / {BLOCK}) = {(m, blocks)}", kinds[0]),
+        ("scale_b", scale_b, due_b, what_b, kinds[1]),
+    ):
+        if tuple(scale.shape) not in due:
+            raise ValueError(f"{name} of {kind} must be {what}, got {tuple(scale.shape)}")
+        if scale.device != a.device:
+            raise ValueError(f"{name} is on {scale.device}, but a is on {a.device}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if output_dtype not in OUT_DTYPES:
+        raise TypeError(f"output_dtype {output_dtype} is not bfloat16, float16 or float32")
+
+
+# ---- the operator
+
+
+def _by_rows(scale: Tensor) -> Tensor:
+    """Factors (rows, K) with contiguous rows that TMA can step through; copied if they are not."""
+    pitch = scale.stride(1) if scale.shape[1] > 1 else layouts.PITCH
+    whole = scale.stride(0) == 1 and pitch % layouts.PITCH == 0 and not scale.data_ptr() % 16
+    if not whole or pitch < scale.shape[0]:
+        return layouts.rows_contiguous(scale)
+    return scale.as_strided(scale.shape, (1, pitch))
+
+
+def _run(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    recipe: str,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    call = Call(a, b, bias, residual, activation=activation, out_dtype=output_dtype)
+    out = torch.empty(call.shape, dtype=output_dtype, device=a.device)
+    arch = arch_of(a.device)
+    if arch != "sm_90a":
+        raise ValueError(
+            f"a is on {arch_named(arch).title}: fp32 factors of blocks run on Hopper; Blackwell's "
+            'tensor cores scale by themselves, with cutex.quantize(x, "mxfp8")'
+        )
+    if not out.numel():
+        return out
+    if a.shape[1] % UNIT:
+        raise ValueError(f"K={a.shape[1]}: must be a multiple of {UNIT}")
+    arranged = arrange(call, out, arch)
+    scale_a = _by_rows(scale_a)
+    scale_b = scale_b if recipe == "fp8_block" else _by_rows(scale_b)
+    (first, second, to, *rest) = arranged.tensors
+    tensors = [first, second, scale_a, scale_b, to, *rest]
+    compiled = _kernel(arranged.sizes[:3], recipe, arranged.out, arranged.ops)
+    with current(a.device):
+        launcher(compiled, tensors)(*tensors)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _kernel(mnk: tuple[int, int, int], recipe: str, out: Any, ops: Any) -> Any:
+    """The compiled kernel for such calls."""
+    from cutex.kernels.gemm.scaled.fp8.choose import configs_for
+    from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Signature
+
+    for tiles in configs_for(mnk, recipe):
+        for signature in (Fp8Signature(t, out, ops) for t in _with_slots(tiles, ops)):
+            if signature.general.why_not(None, arch_named("sm_90a")) is None:
+                return _compiled(signature)
+    raise ValueError(f"M={mnk[0]}, N={mnk[1]}, K={mnk[2]}: no config takes these sizes")
+
+
+def _with_slots(tiles: Any, ops: Any) -> list[Any]:
+    """`tiles`, with operations in smaller parts of out, so that fewer registers are in use."""
+    return [replace(tiles, epi_n=32), tiles] if ops and tiles.epi_n == 64 else [tiles]
+
+
+@lru_cache(maxsize=4096)
+def _compiled(config: Any) -> Any:
+    from cutex.compile import compile
+    from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm
+
+    return compile(Fp8Gemm(config), config.tiles.recipe, "sm_90a")
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    recipe: str,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    call = Call(a, b, bias, residual, activation=activation, out_dtype=output_dtype)
+    return a.new_empty(call.shape, dtype=output_dtype)
+
+
+SCALED_MM = define(
+    "scaled_mm",
+    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str recipe, Tensor? bias, "
+    "Tensor? residual, str? activation, ScalarType output_dtype) -> Tensor",
+    _run,
+    _fake,
+)

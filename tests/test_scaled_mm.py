@@ -1,0 +1,205 @@
+"""`cutex.scaled_mm` and `cutex.fp8_linear`, simulated, beside float64 of what was quantized."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import cutex
+from cutex.arch import arch
+from cutex.kernels.gemm.scaled.fp8.choose import choose, configs_for
+from cutex.problem.scaled import Fp8Problem
+from cutex.problem.scaled.formats import FORMATS
+from cutex.problem.scaled.quantization import Quantized, dequantize
+
+E4M3 = torch.float8_e4m3fn
+
+
+def operands(m: int, n: int, k: int, dtype: str = "fp8_block", init: str = "normal", seed: int = 0):
+    """A problem, with the arguments that it is for scaled_mm."""
+    problem = Fp8Problem(m, n, k, dtype=dtype, init=init, seed=seed)
+    a, b, scale_a, scale_b = problem.inputs()
+    block = dtype == "fp8_block"
+    kinds = {
+        "scale_recipe_a": "BlockWise1x128",
+        "scale_recipe_b": "BlockWise128x128" if block else "BlockWise1x128",
+    }
+    return problem, (a, b.mT, scale_a, scale_b.mT if block else scale_b), kinds
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("seed", range(6))
+def test_randomized_products_are_within_the_bound(seed):
+    r = random.Random(seed)
+    m, n = r.choice((1, 3, 17, 64, 130, 300)), 8 * r.randint(1, 40)
+    dtype, init = r.choice(("fp8_block", "fp8_1x128")), r.choice(("int", "normal", "spread"))
+    problem, args, kinds = operands(m, n, 128 * r.randint(1, 5), dtype, init, seed)
+    with cutex.ops.simulated("sm_90a"):
+        c = cutex.scaled_mm(*args, **kinds)
+    check = problem.check(*problem.inputs(), c)
+    assert check.ok, check.message
+
+
+def test_epilogues_odd_sizes_and_copied_operands():
+    problem, (a, b, scale_a, scale_b), kinds = operands(37, 72, 256, init="int")
+    a_values, b_values = problem.values(problem.inputs())
+    n = 67  # rows of out are no whole units of 16 bytes
+    bias, residual = torch.randn(n).bfloat16(), torch.randn(37, n).bfloat16()
+    want = torch.relu(a_values @ b_values[:n].mT + bias.double()) + residual.double()
+    with cutex.ops.simulated("sm_90a"):
+        c = cutex.scaled_mm(
+            a, b.contiguous()[:, :n], scale_a.contiguous(), scale_b, **kinds, bias=bias,
+            activation="relu", residual=residual, output_dtype=torch.float32,
+        )  # fmt: skip
+    assert c.dtype == torch.float32
+    assert (c.double() - want).abs().max() <= 2.0**-20 * want.abs().max()
+
+
+def test_what_quantize_gives_and_torchs_padded_factors():
+    x, w = torch.randn(40, 384).bfloat16(), torch.randn(136, 384).bfloat16()
+    with cutex.ops.simulated("sm_90a"):
+        qx, qw = cutex.quantize(x, "fp8_1x128"), cutex.quantize(w, "fp8_128x128")
+        c = cutex.scaled_mm(qx, qw)
+        padded = torch.nn.functional.pad(qw.scale, (0, 1), value=torch.nan).mT  # (4, 2)
+        named = {"scale_recipe_a": ["BlockWise1x128"], "scale_recipe_b": "BlockWise128x128"}
+        again = cutex.scaled_mm(qx.data, qw.data.mT, qx.scale, padded, **named)
+    values = [cutex.dequantize(q, torch.float64) for q in (qx, qw)]
+    want = values[0] @ values[1].mT
+    assert (c.double() - want).abs().max() <= 2.0**-8 * want.abs().max()
+    assert torch.equal(c, again)
+
+
+def test_whole_rows_and_tensors_are_matmuls():
+    a, b = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E4M3)
+    scale_a, scale_b = torch.rand(32, 1), torch.rand(1, 48)
+    with cutex.ops.simulated("sm_90a"):
+        rows = cutex.scaled_mm(
+            a, b.mT, scale_a, scale_b, scale_recipe_a="RowWise", scale_recipe_b="RowWise"
+        )
+        one = cutex.scaled_mm(
+            a, b.mT, scale_a[:1], scale_b[:, :1],
+            scale_recipe_a="TensorWise", scale_recipe_b="TensorWise",
+        )  # fmt: skip
+    product = a.double() @ b.double().mT
+    for got, want in (
+        (rows, product * scale_a * scale_b),
+        (one, product * scale_a[0] * scale_b[0, 0]),
+    ):
+        assert (got.double() - want).abs().max() <= 2.0**-7 * want.abs().max()
+
+
+A, B = torch.zeros(32, 256).to(E4M3), torch.zeros(200, 256).to(E4M3).mT
+SA, SB = torch.ones(32, 2), torch.ones(2, 2)
+BLOCK = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
+
+
+@pytest.mark.parametrize(
+    ("args", "more", "says"),
+    [
+        ((A, B, SA.mT, SB), {}, r"scale_a of BlockWise1x128 must be \(M, K / 128\) = \(32, 2\), "
+                                r"got \(2, 32\)"),
+        ((A, B, SA, SB[:1]), {}, r"scale_b of BlockWise128x128 must be \(K / 128, N / 128\) = "
+                                 r"\(2, 2\), got \(1, 2\)"),
+        ((A, B, SA, torch.ones(200, 2)), {}, r"must be \(K / 128, N / 128\) = \(2, 2\), got \(200"),
+        ((A, B, SA.bfloat16(), SB), {}, "scale_a must be float32, got torch.bfloat16"),
+        ((A, B, None, SB), {}, "scale_a must be a torch.Tensor, got NoneType"),
+        ((A[:, :192], B[:192], SA, SB), {}, "K=192: factors of 128 along K take a multiple of 128"),
+        ((A, B[:128], SA, SB), {}, r"b has K=128 \(its first size\), but a has K=256"),
+        ((A.bfloat16(), B, SA, SB), {}, "a must be float8_e4m3fn with factors of blocks, got"),
+        ((A[None], B, SA, SB), {}, "a must be a matrix, got 3 dimensions"),
+        ((A, B, SA, SB), {"scale_recipe_a": None}, "scale_recipe_a=None is not one of"),
+        ((A, B, SA, SB), {"scale_recipe_a": "RowWise"}, "scale_recipe_a RowWise with"),
+        ((A, B, SA, SB), {"scale_recipe_a": "BlockWise1x32"}, "BlockWise1x32: factors that"),
+        ((A, B, SA, SB), {"activation": "tanh"}, "activation 'tanh' is not one of relu"),
+        ((A, B, SA, SB), {"output_dtype": torch.int8}, "output_dtype torch.int8 is not bfloat16"),
+        ((A, B, SA, SB), {"bias": torch.ones(3)}, "bias has shape"),
+        ((A, B, SA, SB), {}, "a is on cpu: cutex.matmul runs on a Hopper or Blackwell GPU"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_answered_in_a_sentence(args, more, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        cutex.scaled_mm(*args, **{**BLOCK, **more})
+
+
+def test_blackwell_is_told_what_to_take_instead():
+    with (
+        cutex.ops.simulated("sm_100a"),
+        pytest.raises(ValueError, match="Blackwell: fp32 factors of blocks run on Hopper"),
+    ):
+        cutex.scaled_mm(A, B, SA, SB, **BLOCK)
+
+
+@pytest.mark.parametrize(("m", "bias"), [(40, True), (16, False)])
+def test_a_linear_layer_and_its_gradients(m, bias):
+    torch.manual_seed(m)
+    x, w, dy = (
+        torch.randn(*s).bfloat16() for s in ((2, m // 2, 144), (272, 144), (2, m // 2, 272))
+    )
+    x, w = x.requires_grad_(), w.requires_grad_()
+    b = torch.randn(272).bfloat16().requires_grad_() if bias else None
+    with cutex.ops.simulated("sm_90a"):
+        y = cutex.fp8_linear(x, w, b)
+        y.backward(dy)
+    flat, dflat = x.detach().double().flatten(0, 1), dy.double().flatten(0, 1)
+    wants = {
+        "y": (
+            y.flatten(0, 1),
+            flat @ w.detach().double().mT + (b.detach().double() if bias else 0),
+        ),
+        "dx": (x.grad.flatten(0, 1), dflat @ w.detach().double()),
+        "dw": (w.grad, dflat.mT @ flat),
+    }
+    for name, (got, want) in wants.items():
+        error = (got.double() - want).norm() / want.norm()
+        assert error < 0.05, (name, float(error))  # two operands of 3 bits of mantissa
+    if b is not None:
+        assert torch.allclose(b.grad.double(), dflat.sum(0), rtol=2.0**-7, atol=0.02)
+
+
+def test_the_gradient_of_a_weight_is_that_of_its_quantized_operands():
+    x, dy = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
+    w = torch.zeros(256, 128).bfloat16().requires_grad_()
+    with cutex.ops.simulated("sm_90a"):
+        cutex.fp8_linear(x, w).backward(dy)
+        turned = [cutex.quantize(y, "fp8_1x128", along="columns") for y in (dy, x)]
+    values = [
+        dequantize(Quantized(FORMATS["fp8_1x128"], q.data, q.scale), torch.float64) for q in turned
+    ]
+    want = values[0] @ values[1].mT
+    assert (w.grad.double() - want).abs().max() <= 2.0**-8 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "b", "says"),
+    [
+        (
+            torch.ones(4, 64),
+            torch.ones(32, 48),
+            None,
+            r"x has shape \(4, 64\) and weight \(32, 48\)",
+        ),
+        (torch.ones(4, 40), torch.ones(32, 40), None, "K=40: must be a multiple of 16"),
+        (torch.ones(4, 64), torch.ones(32, 64).half(), None, "weight is torch.float16, but x is"),
+        (
+            torch.ones(4, 64),
+            torch.ones(32, 64),
+            torch.ones(3),
+            r"bias has shape \(3,\), not \(32,\)",
+        ),
+        (torch.ones(4, 64).int(), torch.ones(32, 64), None, "x must be of bfloat16"),
+    ],
+)
+def test_bad_arguments_of_a_layer_are_answered_in_a_sentence(x, w, b, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        cutex.fp8_linear(x, w, b)
+
+
+def test_every_size_has_a_config_of_its_class():
+    for m in (1, 7, 64, 100, 257, 4096):
+        for n, k in ((8, 128), (576, 7168), (24576, 1536)):
+            found = configs_for((m, n, k), "fp8_block")[0]
+            problem = Fp8Problem(m, n, k)
+            assert found.why_not(problem, arch("sm_90a")) is None
+            assert choose(problem, arch("sm_90a")).why_not(problem, arch("sm_90a")) is None
