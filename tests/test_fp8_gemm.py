@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from cutex.arch import arch
+from cutex.bench import run as bench
 from cutex.compile import compile
+from cutex.kernels.gemm.scaled.fp8 import LADDERS
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90 import factors, promote
 from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm, Fp8Signature
@@ -42,7 +44,7 @@ def run(tiles: Fp8Config, problem: Fp8Problem, cache: bool = True, **order: obje
     return problem.check(a, b, *scales, out), report.findings
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_are_exact_in_any_order(name):
     tiles, mnk = CASES[name]
@@ -58,6 +60,14 @@ def test_other_data_is_as_exact_as_tensor_cores_allow(init):
     problem = Fp8Problem(m, n, 1040, init=init)
     check, findings = run(tiles, problem)
     assert check.ok and not findings, check.message
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("stage", LADDERS.stages("sm_90a"), ids=lambda s: f"stage {s.number}")
+def test_each_stage_of_the_ladder_is_exact(stage):
+    for dtype in Fp8Problem.dtypes[: 1 if stage.number else 2]:
+        result = bench.run(Fp8Problem(200, 264, 640, dtype=dtype, init="int"), stage, "sim")
+        assert result.ok, result.message
 
 
 class NextBlock(factors.TileFactors):

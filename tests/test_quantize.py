@@ -59,7 +59,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("format", "arch", "m", "k", "dtype", "rounding", "swizzled"), CASES)
 def test_both_sides_have_the_references_bits(format, arch, m, k, dtype, rounding, swizzled):
     x = values(m, k, dtype, seed=m)

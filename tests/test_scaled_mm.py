@@ -29,7 +29,7 @@ def operands(m: int, n: int, k: int, dtype: str = "fp8_block", init: str = "norm
     return problem, (a, b.mT, scale_a, scale_b.mT if block else scale_b), kinds
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("seed", range(6))
 def test_randomized_products_are_within_the_bound(seed):
     r = random.Random(seed)

@@ -28,6 +28,7 @@ OPS = {
     "attention_decode": Operator(
         "cutex.problem.attention.decode:DecodeProblem", "cutex.kernels.attention.decode"
     ),
+    "gemm_fp8": Operator("cutex.problem.scaled:Fp8Problem", "cutex.kernels.gemm.scaled.fp8"),
     "gemm_scaled": Operator("cutex.problem.scaled:BlockScaledProblem", "cutex.kernels.gemm.scaled"),
     "reduce": Operator("cutex.problem.reduce:ReduceProblem", "cutex.kernels.reduce"),
 }

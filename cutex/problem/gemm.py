@@ -55,7 +55,7 @@ class GemmProblem(Problem):
         # tries all its configs first
         "quack-tuned": PeerKernel("quack, tuned", lambda _: quack.gemm(tuned=True), 150.0),
     }
-    variants: ClassVar[Mapping[str, str]] = {"--scaled": "gemm_scaled"}
+    variants: ClassVar[Mapping[str, str]] = {"--scaled": "gemm_scaled", "--fp8": "gemm_fp8"}
     wave_tile = (256, 128)
 
     m: int
@@ -240,7 +240,7 @@ class GemmProblem(Problem):
 
     @classmethod
     def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
-        if getattr(args, "scaled", None):  # those of the block-scaled GEMM
+        if getattr(args, "scaled", None) or getattr(args, "fp8", None):  # those of another GEMM
             return []
         return [_parsed(text) for text in args.mnk or ()]
 

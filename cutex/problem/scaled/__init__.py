@@ -47,6 +47,7 @@ class ScaledProblem(Problem):
     size_options = ("--mnk",)
     wave_tile = (256, 128)
     recipes: ClassVar[Mapping[str, Recipe]]
+    option: ClassVar[str]  # of commands that take the sizes of several operators
 
     m: int
     n: int
@@ -287,15 +288,19 @@ class ScaledProblem(Problem):
 
     @classmethod
     def add_options(cls, group: argparse._ArgumentGroup) -> None:
-        if "--mnk" in group._option_string_actions:
-            return  # GEMM's own: the sizes mean the same
-        group.add_argument(
-            "--mnk", action="append", metavar="M,N,K", help="sizes, may be given several times"
-        )
+        """Add the operator's own option and, unless the parser has them, those of sizes."""
+        alone = "--mnk" not in group._option_string_actions
+        what = f"the sizes are of the {cls.title}"
+        group.add_argument(cls.option, action="store_true", default=alone or None, help=what)
+        if alone:
+            group.add_argument(
+                "--mnk", action="append", metavar="M,N,K", help="sizes, may be given several times"
+            )
 
     @classmethod
     def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
-        return [_parsed(text) for text in args.mnk or ()]
+        mine = getattr(args, cls.option.removeprefix("--"))
+        return [_parsed(text) for text in args.mnk or ()] if mine else []
 
 
 @dataclass(frozen=True)
@@ -303,6 +308,7 @@ class BlockScaledProblem(ScaledProblem):
     """A scaled GEMM whose scale factors tensor cores read: MXFP8, MXFP4, NVFP4 and mixtures."""
 
     op = "gemm_scaled"
+    option = "--scaled"
     title = "block-scaled GEMM"
     about = "the block-scaled GEMM ladder, C = A @ B^T of MXFP8, MXFP4 or NVFP4"
     recipes = BLOCK_SCALED
@@ -336,24 +342,13 @@ class BlockScaledProblem(ScaledProblem):
 
         return launch
 
-    @classmethod
-    def add_options(cls, group: argparse._ArgumentGroup) -> None:
-        """Add --scaled and, unless the parser has them, the options of sizes."""
-        alone = "--mnk" not in group._option_string_actions
-        what = "the sizes are of the block-scaled GEMM"
-        group.add_argument("--scaled", action="store_true", default=alone or None, help=what)
-        super().add_options(group)
-
-    @classmethod
-    def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
-        return super().sizes_given(args) if args.scaled else []
-
 
 @dataclass(frozen=True)
 class Fp8Problem(ScaledProblem):
     """A GEMM of e4m3 whose fp32 scale factors the kernel multiplies with, DeepSeek's recipe."""
 
     op = "gemm_fp8"
+    option = "--fp8"
     title = "fp8 GEMM"
     about = "the GEMM ladder of fp8 with fp32 scale factors of blocks, C = A @ B^T"
     recipes: ClassVar[Mapping[str, Recipe]] = {

@@ -49,7 +49,7 @@ class Fp8Signature:
     @property
     def general(self) -> GeneralConfig:
         """The config of the general kernel of the same operands."""
-        a, b = (OperandLayout("e4m3", major, whole=True) for major in ("row", "column"))
+        a, b = (OperandLayout("e4m3", major) for major in ("row", "column"))
         return GeneralConfig(self.tiles, a, b, self.out, self.ops)
 
     def arguments(self) -> tuple[Argument, ...]:
