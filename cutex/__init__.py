@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
     from cutex.ops.row.norm import layer_norm, rms_norm
+    from cutex.ops.row.rope import rope
     from cutex.ops.row.softmax import softmax
     from cutex.ops.scaled_mm import scaled_mm
     from cutex.sim import simulate
@@ -48,6 +49,7 @@ _HOMES = {
     "quantize": "cutex.ops.quantize",
     "rms_norm": "cutex.ops.row",
     "scaled_mm": "cutex.ops.scaled_mm",
+    "rope": "cutex.ops.row",
     "simulate": "cutex.sim",
     "softmax": "cutex.ops.row",
     "tune": "cutex.ops.matmul",
@@ -75,6 +77,7 @@ __all__ = [
     "matmul",
     "quantize",
     "rms_norm",
+    "rope",
     "scaled_mm",
     "simulate",
     "softmax",

@@ -1,0 +1,199 @@
+"""`cutex.rope`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.operators import define, needs_nothing
+from cutex.ops.row.rows import VECTOR, arch_of, check, dtype_of, empty_rows
+
+if TYPE_CHECKING:
+    from cutex.kernels.row.rope import RopeConfig
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+POSITIONS = (torch.int32, torch.int64)
+PACKED = torch.contiguous_format
+MOST = 2**31  # vectors of a launch
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    offset: int = 0,
+    inplace: bool = False,
+) -> Tensor:
+    """Rotary position embedding, as flash_attn's apply_rotary_emb: each pair (a, b) of a head
+    becomes (a cos - b sin, b cos + a sin).
+
+    x (B, T, H, D) or (T, H, D): bfloat16, float16 or float32, any strides but the last; computed in
+        float32. cos, sin (S, R): any of these dtypes, both alike; the first 2 R of D elements turn,
+        the others stay.
+    interleaved: pairs are neighbours (GPT-J); else a is of the first R elements, b of the next
+        (NeoX, Llama).
+    positions: int32 or int64, (T,) or (B, T): the row of cos and sin of each token, which must be
+        in [0, S); by default tokens count from `offset`.
+    inplace: write to x, which then may not want a gradient. Differentiable once in x. Raises
+    TypeError or ValueError, with one sentence that names the argument.
+
+    Returns y, as x. Source: Su et al., RoFormer, 2021.
+    """
+    options = interleaved, offset, 1.0, inplace
+    if not _is_compiling() and type(offset) is int and type(interleaved) is type(inplace) is bool:
+        found = _turned.again(options, x, cos, sin, positions)
+        if found is not None:
+            return found
+    _check(x, cos, sin, positions, offset)
+    if not inplace:
+        return ROPE(x, cos, sin, positions, bool(interleaved), offset, 1.0)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError("inplace=True: x wants a gradient, for which its values are kept")
+    if needs_nothing(x, cos, sin, positions) and x.stride(-1) == 1:
+        return _turned(options, x, cos, sin, positions)
+    return x.copy_(ROPE(x, cos, sin, positions, bool(interleaved), offset, 1.0))
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int) -> None:
+    check("x", x)
+    if x.dim() not in (3, 4):
+        raise ValueError(f"x must be (B, T, H, D) or (T, H, D), got {x.dim()} dimensions")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check(name, table, x)
+        if table.dim() != 2 or 2 * table.shape[1] > x.shape[-1]:
+            raise ValueError(
+                f"{name} must be (S, R) with R at most half of x's {x.shape[-1]} elements, got "
+                f"shape {tuple(table.shape)}"
+            )
+        if table.requires_grad:
+            raise ValueError(f"{name} wants a gradient, which rope does not have")
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"cos is {cos.dtype} {tuple(cos.shape)}, but sin is {sin.dtype} {tuple(sin.shape)}: "
+            "they must be alike"
+        )
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"offset must be an int, got {type(offset).__name__}")
+    tokens = x.shape[-3]
+    if positions is None:
+        if tokens and not 0 <= offset <= cos.shape[0] - tokens:
+            raise ValueError(f"offset={offset}: cos has {cos.shape[0]} rows, x {tokens} tokens")
+        return
+    if not isinstance(positions, Tensor) or positions.dtype not in POSITIONS:
+        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise TypeError(f"positions must be a tensor of int32 or int64, got {got}")
+    shapes = [(tokens,), *([tuple(x.shape[:2])] if x.dim() == 4 else [])]
+    if tuple(positions.shape) not in shapes or positions.device != x.device:
+        raise ValueError(
+            f"positions must have shape {' or '.join(map(str, shapes))} on {x.device}, got "
+            f"{tuple(positions.shape)} on {positions.device}"
+        )
+    if offset:
+        raise ValueError(f"offset={offset}: positions are given, which have it in them")
+
+
+def _heads(x: Tensor) -> Tensor:
+    """x as (B, T, H, D), contiguous in D."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.dim() == 4 else x[None]
+
+
+def _plan(
+    options: tuple[bool, int, float, bool], x: Tensor, cos: Tensor, sin: Tensor,
+    positions: Tensor | None,
+) -> Run:  # fmt: skip
+    from cutex.kernels.row.rope import Rope
+
+    _, offset, sign, in_place = options
+    arch = arch_of(x.device, "cutex.rope")
+    if not x.numel() or not cos.shape[1]:
+        return (lambda x, *_: x) if in_place else (lambda x, *_: x.clone(memory_format=PACKED))
+    launch = Launch(x.device)
+    heads = [launch.passes("x", x, _heads)]
+    tables = [launch.passes(n, t, Tensor.contiguous) for n, t in (("cos", cos), ("sin", sin))]
+    if positions is not None:
+        shape = heads[0].shape[:2]
+        launch.passes("positions", positions, lambda p: p.expand(shape))
+    if not in_place:
+        heads.append(launch.makes("y", x.shape, x.dtype, 4))
+    config = _config(options, heads, tables, positions)
+    if x.numel() // config.width >= MOST:
+        raise ValueError(f"x has {x.numel()} elements: at most {MOST * config.width} turn at once")
+    given = ("cos", "sin", "positions") if config.positions else ("cos", "sin")
+    if not in_place:
+        order: tuple[str, ...] = "x", "y", *given
+        return launch.run((Rope, config, arch), order, (offset, sign), ("y",))
+    run = launch.run((Rope, config, arch), ("x", *given), (offset, sign), ())
+
+    def turn(x: Tensor, *rest: Tensor) -> Tensor:
+        torch._C._increment_version((x,))
+        run(x, *rest)
+        return x
+
+    return turn
+
+
+def _config(
+    options: tuple[bool, int, float, bool], heads: list[Tensor], tables: list[Tensor],
+    positions: Tensor | None,
+) -> RopeConfig:  # fmt: skip
+    """The config of a launch, with the widest vectors that lie in one half, and what their places
+    are multiples of."""
+    from cutex.kernels.row.rope import RopeConfig
+
+    interleaved, _, _, in_place = options
+    size, table_size = heads[0].element_size(), tables[0].element_size()
+    turned = tables[0].shape[1]
+    unit = 2 * turned if interleaved else turned
+    width = min(VECTOR // size, unit & -unit)
+    places = width * size
+    for x in heads:
+        places |= x.data_ptr()
+        for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            places |= stride * size if n > 1 else 0
+    rows = turned * table_size | VECTOR | (width // (1 + interleaved)) * table_size
+    for t in tables:
+        rows |= t.data_ptr()
+    return RopeConfig(
+        interleaved, dtype_of(tables[0]), "" if positions is None else dtype_of(positions),
+        in_place, width, places & -places, rows & -rows,
+    )  # fmt: skip
+
+
+_turned = Calls(_plan)
+
+
+def _run(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, offset: int,
+    sign: float,
+) -> Tensor:  # fmt: skip
+    return _turned((interleaved, offset, sign, False), x, cos, sin, positions)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, positions, *ctx.options = inputs
+    ctx.save_for_backward(cos, sin, positions)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    cos, sin, positions = ctx.saved_tensors
+    interleaved, offset, sign = ctx.options
+    dx = ROPE(dy, cos, sin, positions, interleaved, offset, -sign)
+    return (dx, *[None] * 6)
+
+
+ROPE = define(
+    "rope",
+    "(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, int offset, "
+    "float sign) -> Tensor",
+    _run,
+    lambda x, *_: empty_rows(x),
+    _setup,
+    _backward,
+)

@@ -1,0 +1,156 @@
+"""Rotary position embedding: pairs of a head's elements turned by the angles of their position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.compile import Argument, Operand, Scalar
+from cutex.kernels.row.kernel import ARCHS
+
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """What turns, and how it is loaded."""
+
+    interleaved: bool  # pairs are neighbours; else they are half of what turns apart
+    table: str  # the dtype of cos and sin
+    positions: str = ""  # the dtype of a position for each token; "": they count from `offset`
+    in_place: bool = False
+    width: int = 8  # elements of x that a thread loads at once, a power of two; of pairs at least 2
+    align: int = 16  # bytes of which every such vector's place is a multiple
+    table_align: int = 16  # the same of a vector's elements of cos and sin
+
+    def why_not(self) -> str | None:
+        if self.width < 1 + self.interleaved:
+            return f"width={self.width}: a pair of neighbours is 2 elements"
+        return None
+
+
+class Rope:
+    """y = x turned: (a cos - s b sin, b cos + s a sin) for each pair (a, b), s = 1, or -1 for its
+    gradient; what lies behind the turned elements of a head is copied.
+
+    A thread turns one vector of pairs, or copies one vector, of one head of one token.
+    """
+
+    archs = ARCHS
+    dtypes = ("bf16", "fp16", "fp32")
+    name = "row_rope"
+
+    def __init__(self, config: RopeConfig) -> None:
+        self.config = config
+        if reason := config.why_not():
+            raise ValueError(reason)
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        c = self.config
+
+        def plain(name: str, sizes: tuple[str, ...], kind: str, last: int | None = -1) -> Operand:
+            return Operand(name, sizes, kind, contiguous=last, aligned=False, whole=False)
+
+        heads = "b", "t", "h", "d"
+        made = [plain("x", heads, dtype)]
+        if not c.in_place:
+            made.append(plain("y", heads, dtype))
+        made += [plain(name, ("s", "r"), c.table) for name in ("cos", "sin")]
+        if c.positions:
+            made.append(plain("positions", ("b", "t"), c.positions, None))
+        return (*made, Scalar("offset", "int32"), Scalar("sign"))
+
+    @cute.jit
+    def __call__(self, mX, *rest) -> None:
+        c = self.config
+        *given, offset, sign, stream = rest
+        mY, mCos, mSin, *positions = [mX, *given] if c.in_place else given
+        vectors = self.turned(mCos)
+        if cutlass.const_expr(not c.in_place):
+            stays = cute.size(mX, mode=[3]) - 2 * cute.size(mCos, mode=[1])
+            vectors += cute.ceil_div(stays, c.width)
+        sizes = vectors, *(cute.size(mX, mode=[i]) for i in (2, 1, 0))  # vectors, heads, tokens, ..
+        total = sizes[0] * sizes[1] * sizes[2] * sizes[3]
+        options = {"offset": offset, "sign": sign}
+        if cutlass.const_expr(c.positions):
+            options["positions"] = positions[0]
+        self.kernel(mX, mY, mCos, mSin, options, sizes).launch(
+            grid=(cute.ceil_div(total, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    def turned(self, mCos: cute.Tensor) -> Int32:
+        """The vectors of a head that turn; of halves, those of the first."""
+        return cute.size(mCos, mode=[1]) * (1 + self.config.interleaved) // self.config.width
+
+    @cute.kernel
+    def kernel(self, mX, mY, mCos, mSin, options: dict[str, Any], sizes: tuple[Int32, ...]) -> None:
+        c = self.config
+        at = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+        vectors, heads, tokens, batch = sizes
+        vector, at = at % vectors, at // vectors
+        head, at = at % heads, at // heads
+        token, entry = at % tokens, at // tokens
+        if entry < batch:
+            gX, gY = mX[entry, token, head, None], mY[entry, token, head, None]  # (D)
+            turned = self.turned(mCos)
+            if vector < turned:
+                position = Int32(token) + options["offset"]
+                if cutlass.const_expr(c.positions):
+                    position = Int32(options["positions"][entry, token])
+                table = mCos[position, None], mSin[position, None]  # (R) each
+                self.turn(gX, gY, table, vector, options["sign"])
+            else:
+                # behind both halves
+                self.copy(gX, gY, (vector + turned * (1 - c.interleaved)) * c.width)
+
+    @cute.jit
+    def copy(self, gX: cute.Tensor, gY: cute.Tensor, at: Int32) -> None:
+        """Copy the vector at `at`, of which the last of a head may lie in part behind it."""
+        c = self.config
+        if at + c.width <= cute.size(gX):
+            rX = cute.make_rmem_tensor(c.width, gX.element_type)
+            cute.autovec_copy(self.vector(gX, at, c.width, c.align), rX)
+            cute.autovec_copy(rX, self.vector(gY, at, c.width, c.align))
+        else:
+            for i in cutlass.range_constexpr(c.width):
+                if at + i < cute.size(gX):
+                    gY[at + i] = gX[at + i]
+
+    @cute.jit
+    def turn(self, gX, gY, table, vector: Int32, sign: Float32) -> None:
+        """Turn the pairs of one vector of a head gX (D) by a row (R) of cos and of sin."""
+        c = self.config
+        pairs = cutlass.const_expr(c.width // 2 if c.interleaved else c.width)
+        cos, sin = (self.loaded(t, vector * pairs, pairs, c.table_align) for t in table)  # (PAIR)
+        first = self.vector(gX, vector * c.width, c.width, c.align)
+        if cutlass.const_expr(c.interleaved):
+            rX = cute.make_rmem_tensor((2, pairs), gX.element_type)  # (2, PAIR)
+            cute.autovec_copy(first, cute.make_tensor(rX.iterator, c.width))
+            a, b = rX[0, None].load().to(Float32), rX[1, None].load().to(Float32)
+            rX[0, None].store((a * cos - sign * b * sin).to(gX.element_type))
+            rX[1, None].store((b * cos + sign * a * sin).to(gX.element_type))
+            to = self.vector(gY, vector * c.width, c.width, c.align)
+            cute.autovec_copy(cute.make_tensor(rX.iterator, c.width), to)
+        else:
+            half = cute.size(table[0])
+            places = vector * c.width, half + vector * c.width
+            a, b = (self.loaded(gX, at, c.width, c.align) for at in places)  # (PAIR)
+            turned = a * cos - sign * b * sin, b * cos + sign * a * sin
+            for at, x in zip(places, turned, strict=True):
+                rX = cute.make_rmem_tensor(c.width, gX.element_type)
+                rX.store(x.to(gX.element_type))
+                cute.autovec_copy(rX, self.vector(gY, at, c.width, c.align))
+
+    def loaded(self, gX: cute.Tensor, at: Int32, count: int, align: int) -> Any:
+        """`count` elements of gX from `at` on, in fp32."""
+        rX = cute.make_rmem_tensor(count, gX.element_type)
+        cute.autovec_copy(self.vector(gX, at, count, align), rX)
+        return rX.load().to(Float32)
+
+    def vector(self, gX: cute.Tensor, at: Int32, count: int, align: int) -> cute.Tensor:
+        place = (gX.iterator + at).toint()
+        p = cute.make_ptr(gX.element_type, place, cute.AddressSpace.gmem, assumed_align=align)
+        return cute.make_tensor(p, cute.make_layout(count))
