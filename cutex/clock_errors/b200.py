@@ -34,7 +34,8 @@ LENGTHS = {  # values of K that are recorded
 }  # fmt: skip
 STEADY = 2  # the last tiles of a record, whose pace all later ones keep
 OVERHEAD_US = 7.0  # the rows' time beyond that of a launch in a graph: fit, +-1
-SLOWER, SLOW_US = 0.12, 80.0  # MMAs take 12 % longer in a launch's first us: fit, +-0.04, +-30
+SLOW_US = 80.0  # a launch's first us, in which MMAs take longer: fit, +-30
+SLOWER = {"fp16": 0.12, "fp8": 0.25, "nvfp4": 0.12}  # by how much: fit, +-0.04
 HOST_US = {"fp16": 0.0, "fp8": 0.0, "nvfp4": 23.1}  # the host's time of a launch: fit, +-0.5
 
 
@@ -109,7 +110,8 @@ class B200Model:
             slope = max(slope, tensor / long)
         cycles = max(b + slope * (k - long) + self.gpu.launch, 0.0)
         us = cycles / GHZ / 1e3 + self.overhead
-        return max(us + slow_start(tensor / long * k / GHZ / 1e3, us), HOST_US[row.dtype])
+        slow = SLOWER[row.dtype] * slow_start(tensor / long * k / GHZ / 1e3, us)
+        return max(us + slow, HOST_US[row.dtype])
 
     def _cycles(self, row: B200Row, k: int) -> tuple[float, float]:
         """The cycles of the row's grid, if its K were ``k``; and the busy cycles of the tensor
@@ -163,10 +165,9 @@ def after_tiles(run: Run, tiles: int, tile: float, recorded: int) -> float:
 
 
 def slow_start(tensor: float, us: float) -> float:
-    """Microseconds that these rows' launches take longer because their first MMAs are slower. The
-    tensor cores are busy for ``tensor`` of the launch's ``us``; where others bind they hide the
-    loss."""
-    return SLOWER * min(tensor, SLOW_US) * min(1.0, tensor / us) ** 2
+    """Microseconds of MMAs at a launch's start that are slower in these rows. The tensor cores are
+    busy for ``tensor`` of the launch's ``us``; where others bind they hide the loss."""
+    return min(tensor, SLOW_US) * min(1.0, tensor / us) ** 2
 
 
 def refetched(ratio: float) -> float:

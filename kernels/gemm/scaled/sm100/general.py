@@ -15,6 +15,7 @@ two more operands; an MMA role that copies each step's factors to tensor memory 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -36,6 +37,7 @@ from cutex.device.atoms.scale_factors import BlockFactors, Factors, FactorTile
 from cutex.device.atoms.tma import store_operand
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync
 from cutex.device.atoms.umma import BlockScaling, Umma, UmmaProduct
+from cutex.device.epilogue.epilogue_ops import Scale
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
 from cutex.device.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
 from cutex.dtypes import DTYPES
@@ -225,7 +227,7 @@ class Scaled:
                 k = cute.size(maps[0].tma_tensor, mode=[1])
                 ScaledMma(c).run(mma, ab, acc, k, dispatch)
         elif warp < Warp.LOAD:
-            epilogue.run(mma.acc, store, acc, dispatch)
+            epilogue.run(mma.acc, self.with_held_scales(store), acc, dispatch)
         else:
             dispatch.schedule()
         sync_cluster()
@@ -236,6 +238,18 @@ class Scaled:
         if warp == Warp.MMA:
             fence_after_sync()
             tmem.free(pointer)
+
+    def with_held_scales(self, store: FusedEpilogueStore) -> FusedEpilogueStore:
+        """`store` with the tensors' own scale factors in registers, loaded once for all tiles."""
+        held, at = list(store.ops.arguments), 0
+        for op in self.config.ops:
+            if isinstance(op, Scale) and op.by == "tensor":
+                cute.arch.griddepcontrol_wait()
+                one = cute.make_rmem_tensor((1,), held[at].element_type)
+                one[0] = held[at][0]
+                held[at] = one
+            at += len(op.arguments())
+        return replace(store, ops=replace(store.ops, arguments=tuple(held)))
 
     def allocate_operands(
         self, smem: SmemAllocator, maps: tuple[cpasync.TmaInfo, ...]
