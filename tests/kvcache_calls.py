@@ -13,7 +13,7 @@ from cutex.problem.attention.case import AttentionCase, Inputs
 
 
 def poisoned(*shape: int, like: Tensor) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
+    return torch.full(shape, torch.nan, device=like.device).to(like.dtype)
 
 
 def in_pages(x: Tensor, table: Tensor, page_size: int, pages: int, used: tuple[int, ...]) -> Tensor:
@@ -53,7 +53,7 @@ def arguments(
         for name, x in (("k", k), ("v", v)):
             more[name] = torch.stack([x[b, n - new : n] for b, n in enumerate(used)])
             for b, n in enumerate(used):
-                x[b, n - new : n] = torch.nan
+                x[b, n - new : n] = poisoned(new, *x.shape[2:], like=x)
     if page_size:
         table, pages = table_of(used, page_size, case.seed)
         k, v = (in_pages(x, table, page_size, pages, used) for x in (k, v))
@@ -79,10 +79,35 @@ def arguments(
     }  # fmt: skip
 
 
-def outcome(case: AttentionCase, device: str = "cpu", num_splits: int = 0, **layout: Any) -> str:
+def in_fp8(case: AttentionCase, inputs: Inputs) -> tuple[Inputs, Inputs, dict[str, Tensor]]:
+    """The inputs with k and v in e4m3, what these stand for, and the scales."""
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = case.batch, case.heads_kv
+    scales = {
+        f"{name}_descale": torch.rand(shape, generator=generator).to(inputs.q.device) / 16 + 0.01
+        for name in "kv"
+    }
+    narrow, exact = {}, {}
+    for name in "kv":
+        scale = scales[f"{name}_descale"][:, None, :, None]
+        narrow[name] = (getattr(inputs, name) / scale).to(torch.float8_e4m3fn)
+        exact[name] = narrow[name].float() * scale
+    return inputs._replace(**narrow), inputs._replace(**exact), scales
+
+
+def outcome(
+    case: AttentionCase,
+    device: str = "cpu",
+    num_splits: int = 0,
+    fp8: bool = False,
+    **layout: Any,
+) -> str:
     """What is wrong with O and LSE of the case by flash_attn_with_kvcache; empty if nothing is."""
     inputs = case.inputs(device)
-    given = arguments(case, inputs, **layout)
-    out, lse = cutex.flash_attn_with_kvcache(**given, num_splits=num_splits, return_lse=True)
+    given, scales = inputs, {}
+    if fp8:
+        given, inputs, scales = in_fp8(case, inputs)
+    more = {**arguments(case, given, **layout), **scales, "num_splits": num_splits}
+    out, lse = cutex.flash_attn_with_kvcache(**more, return_lse=True)
     found = case.check(inputs, out, lse, poisoned=False)
     return "" if found.ok else found.message

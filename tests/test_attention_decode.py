@@ -56,6 +56,26 @@ def test_caches_are_attended_to(name, arch):
         assert outcome(AttentionCase(**{**SMALL, **case}), **layout) == ""
 
 
+FP8 = {
+    "e4m3": ({}, {}),
+    "e4m3 in pages": ({"dtype": "fp16", "causal": True, "seqlen_q": 3}, {"page_size": 16}),
+    "e4m3 in single rows": ({"batch": 1, "used_k": (70,)}, {"page_size": 1}),
+    "e4m3 appended": (
+        {"used_k": (200, 5, 66), "softcap": 4.0}, {"new": 2, "page_size": 64, "num_splits": 2}
+    ),
+    "e4m3, wide": ({"head_dim": 256, "head_dim_v": 192, "batch": 1, "used_k": (150,)}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [x if x == "e4m3 in pages" else pytest.param(x, marks=pytest.mark.slow) for x in FP8]
+)
+def test_caches_of_8_bits_are_attended_to(name):
+    case, layout = FP8[name]
+    with cutex.ops.simulated("sm_90a"):
+        assert outcome(AttentionCase(**{**SMALL, **case}), fp8=True, **layout) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "seed"), [("random", 1), ("random", 2), ("starved", 0), ("eager", 0)]
@@ -97,18 +117,27 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
 # ---- the split
 
 
-def shares(lengths: list[int], heads: int, ctas: int, start: int, least: int, num_splits: int):
-    """The parts of each unit, by (entry, head): (first, end, part, parts, slot)."""
-    total = sum(weight(n, start) for n in lengths) * heads
-    quota = Splits.quota_of(total, ctas, least)
+def shares(
+    lengths: list[int],
+    heads: int,
+    ctas: int,
+    start: int,
+    least: int,
+    num_splits: int,
+    team: int = 1,
+):
+    """The parts of each unit, by (entry, head): (first, end, part, parts, slot); and the blocks of
+    the CTA that has the most."""
+    total = sum(weight(n, start) for n in lengths) * heads // team
+    quota = Splits.quota_of(total, ctas // team, least)
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     most = 0
-    for cta in range(ctas):
-        splits = Splits(heads, quota, start, num_splits, cta)
+    for cta in range(ctas // team * team):
+        splits = Splits(heads, quota, start, num_splits, cta, team)
         at, entry, begin, blocks = splits.begin, 0, 0, 0
         while at < min(splits.end, total):
-            while begin + heads * weight(lengths[entry], start) <= at:
-                begin += heads * weight(lengths[entry], start)
+            while begin + splits.units(lengths[entry]) <= at:
+                begin += splits.units(lengths[entry])
                 entry += 1
             piece = splits.piece(at, Place(entry, begin, lengths[entry]))
             assert piece.after > at
@@ -126,9 +155,11 @@ def test_every_block_of_keys_is_in_one_part():
     r = random.Random(0)
     for _ in range(400):
         lengths = [r.choice((0, 1, 2, r.randint(0, 50))) for _ in range(r.randint(1, 6))]
-        heads, ctas, start = r.randint(1, 4), r.randint(1, 40), r.randint(0, 3)
+        heads, start, least = r.randint(1, 12), r.randint(0, 3), r.randint(1, 4)
+        team = Splits.team_of(heads, r.choice((1, 4, 8)))
+        ctas = r.randint(team, 40)
         num_splits = r.choice((0, 0, 1, 2, 3, 7))
-        found, _ = shares(lengths, heads, ctas, start, r.randint(1, 4), num_splits)
+        found, _ = shares(lengths, heads, ctas, start, least, num_splits, team)
         slots = [x[4] for parts in found.values() for x in parts if x[4] >= 0]
         assert len(set(slots)) == len(slots)
         assert max(slots, default=0) < Splits.slots(ctas, len(lengths) * heads, num_splits)
@@ -142,11 +173,20 @@ def test_every_block_of_keys_is_in_one_part():
         assert not found
 
 
+def test_a_team_reads_neighbouring_heads_at_the_same_time():
+    assert [Splits.team_of(n, 8) for n in (1, 2, 5, 8, 12, 13, 40, 64)] == [1, 2, 5, 8, 6, 1, 8, 8]
+    splits = [Splits(16, 10, 1, 0, cta, 8) for cta in range(16)]
+    pieces = [x.piece(x.begin, Place(0, 0, 30)) for x in splits]
+    assert [x.head for x in pieces] == [*range(8), *range(8)]
+    assert [(x.first, x.end) for x in pieces] == [(0, 9)] * 8 + [(9, 19)] * 8
+
+
 def test_ctas_have_equal_shares_of_ragged_lengths():
     r = random.Random(1)
     lengths = [round(2 ** r.uniform(1, 11)) for _ in range(64)]
-    _, most = shares(lengths, 8, 264, 1, 1, 0)
-    assert most <= 1.01 * sum(lengths) * 8 / 264 + 1
+    for team in (1, 8):
+        _, most = shares(lengths, 8, 264, 1, 1, 0, team)
+        assert most <= 1.01 * sum(lengths) * 8 / 264 + 1
 
 
 # ---- arguments
@@ -163,7 +203,15 @@ NEW = torch.zeros(2, 1, 2, 64).half()
 BAD = {
     "is 1: keys begin at": {"cache_leftpad": 1},
     "rotate q and k before": {"rotary_cos": torch.zeros(4, 32)},
-    "need no scale": {"k_descale": torch.ones(2, 2)},
+    "k_descale is given, but k_cache has dtype torch.float16": {"k_descale": torch.ones(2, 2)},
+    "q_descale is given, but k_cache is not": {"q_descale": torch.ones(2, 2)},
+    "v_cache has dtype torch.float16, but k_cache has torch.float8": {
+        "k_cache": torch.zeros(2, 32, 2, 64).to(torch.float8_e4m3fn)
+    },
+    "k_descale is torch.float32 (2,), it must be": {
+        "k_cache": torch.zeros(2, 32, 2, 64).to(torch.float8_e4m3fn),
+        "v_cache": torch.zeros(2, 32, 2, 64).to(torch.float8_e4m3fn), "k_descale": torch.ones(2),
+    },
     "unexpected keyword argument 'pages'": {"pages": 1},
     "page_table and block_table are the same": {"page_table": TABLE, "block_table": TABLE},
     "cache_seqlens must be from 0 to the 32 keys": {

@@ -18,10 +18,11 @@ from cutex.arch import kernels_of
 from cutex.compile import Workspace
 from cutex.device.row_source import ATOM_ROWS
 from cutex.kernels.attention.decode.choose import CONFIGS, fitted
-from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.config import HEAD_DIMS, DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
+from cutex.ops.attention import scaled
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims
-from cutex.ops.attention.kvcache_call import KVCacheCall, check, refuse, stepped
+from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, refuse, stepped
 from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, why_copied
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, nobody_watches, untraced
@@ -53,6 +54,9 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     block_table: Tensor | None = None,
     return_softmax_lse: bool = False,
     **others: Any,
@@ -64,6 +68,9 @@ def flash_attn_with_kvcache(
     k_cache, v_cache (batch, room, heads_kv, head dim), or with a page_table (pages, page size,
     heads_kv, head dim): bfloat16 or float16 like q, read in place. Head dims as in flash_attn_func;
     heads a multiple of heads_kv.
+        Or, on Hopper, float8_e4m3fn, with head dims by 16, and k_descale and v_descale (batch,
+        heads_kv) float32, by which they are multiplied; q may be float8, too, times q_descale, and
+        out is bfloat16 then.
     k, v (batch, new keys, heads_kv, head dim): written to the caches behind those that
     cache_seqlens counts, before attention, which sees them too. Rows beyond a cache's room are left
     out.
@@ -92,10 +99,16 @@ def flash_attn_with_kvcache(
         page_table = block_table
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
+    if isinstance(k_cache, Tensor) and k_cache.dtype == FP8:
+        q, k_descale, v_descale = scaled.prepared(
+            q, k_cache, cu_seqlens_q, q_descale, k_descale, v_descale
+        )
+    elif q_descale is not None:
+        raise ValueError("q_descale is given, but k_cache is not float8_e4m3fn")
     with_lse = return_lse or return_softmax_lse
     key, known = None, None
     given = (q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx,
-             learnable_sink, k, v)  # fmt: skip
+             learnable_sink, k_descale, v_descale, k, v)  # fmt: skip
     tensors = tuple([x for x in given if x is not None])
     try:
         key = (
@@ -110,6 +123,7 @@ def flash_attn_with_kvcache(
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
         max_seqlen_q, softmax_scale, causal, window_size, softcap, learnable_sink, num_splits,
+        k_descale, v_descale,
     )  # fmt: skip
     return attend(call, with_lse, key)
 
@@ -140,6 +154,8 @@ def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...] | None = None
     """Run a call that has no plan, and keep one if later calls can have it."""
     check(call)
     check_device(call.q.device)
+    if call.fp8 and arch_of(call.q.device) != "sm_90a":
+        raise ValueError("k_cache is float8_e4m3fn: there is a kernel for it on Hopper only")
     if torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors.values()):
         raise ValueError(
             "flash_attn_with_kvcache has no gradient: call it under torch.no_grad(), or use "
@@ -249,8 +265,8 @@ def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
     left, right = call.window
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
-    if 96 in dims and call.page_size % ATOM_ROWS:
-        dims = 128, 128  # a row of 96 columns is loaded by 64 bytes, TMA writes to multiples of 128
+    if call.page_size % ATOM_ROWS:
+        dims = dims_of_single_rows(dims, call.k_cache.element_size())
     arch = arch_of(call.q.device)
     sms, _ = resources(call.q.device, arch)
     return fitted(
@@ -264,12 +280,22 @@ def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
             appended=call.k is not None and call.k.shape[1] > 0,
             page_size=call.page_size,
             batch_idx=call.cache_batch_idx is not None,
+            fp8=call.fp8,
             softcap=call.softcap != 0,
             sink=call.learnable_sink is not None,
             lse=with_lse,
             num_sms=sms,
         )
     )
+
+
+def dims_of_single_rows(dims: tuple[int, int], element: int) -> tuple[int, int]:
+    """The head dims of the kernel that computes `dims` where keys are loaded row by row.
+
+    TMA writes to multiples of 128 bytes of smem, so that rows are wholes of these.
+    """
+    able = [x for x in HEAD_DIMS if x[0] >= dims[0] and x[1] >= dims[1]]
+    return min((x for x in able if not any(d * element % 128 for d in x)), key=sum)
 
 
 @lru_cache(maxsize=1024)

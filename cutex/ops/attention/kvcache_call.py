@@ -16,6 +16,7 @@ from cutex.ops.plain import is_plain
 
 MOST_ROWS = 2**31 - 2**20  # of a cache: TMA counts them in 32 bits
 MOST_SPLITS = 256
+FP8 = torch.float8_e4m3fn
 
 
 class Refused(NamedTuple):
@@ -26,7 +27,6 @@ class Refused(NamedTuple):
 
 
 _ROTARY = Refused((None,), "rotary embeddings are not applied here; rotate q and k before the call")
-_SCALE = Refused((None,), "caches are bfloat16 or float16, which need no scale")
 REFUSED = {
     "qv": Refused((None,), "there is no second product with v"),
     "rotary_cos": _ROTARY,
@@ -36,9 +36,6 @@ REFUSED = {
     "cache_leftpad": Refused((None,), "keys begin at a cache's first row"),
     "leftpad_k": Refused((None,), "keys begin at a cache's first row"),
     "cu_seqlens_k_new": Refused((None,), "every sequence has as many new keys"),
-    "q_descale": _SCALE,
-    "k_descale": _SCALE,
-    "v_descale": _SCALE,
     "attention_chunk": Refused((0, None), "there are no chunks here"),
     "alibi_slopes": Refused((None,), "there is no bias here"),
     "scheduler_metadata": Refused((None,), "keys are split while the kernel runs"),
@@ -67,12 +64,21 @@ class KVCacheCall:
     softcap: float = 0.0
     learnable_sink: Tensor | None = None
     num_splits: int = 0
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the caches hold e4m3."""
+        return self.k_cache.dtype == FP8
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are given, in the order of a plan's launch."""
-        names = ("q", "k_cache", "v_cache", "cu_seqlens_q", "cache_seqlens", "page_table",
-                 "cache_batch_idx", "learnable_sink", "k", "v")  # fmt: skip
+        names = (
+            "q", "k_cache", "v_cache", "cu_seqlens_q", "cache_seqlens", "page_table",
+            "cache_batch_idx", "learnable_sink", "k_descale", "v_descale", "k", "v",
+        )  # fmt: skip
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     @property
@@ -165,6 +171,7 @@ def check(call: KVCacheCall) -> None:
     _check_caches(call)
     _check_new(call)
     _check_vectors(call)
+    _check_scales(call)
     _check_numbers(call)
     if call.q.device.type == "cpu" and all(map(is_plain, call.tensors.values())):
         _check_values(call)
@@ -174,9 +181,11 @@ def _check_operands(call: KVCacheCall) -> None:
     packed = call.cu_seqlens_q is not None
     for name, rank in (("q", 3 if packed else 4), ("k_cache", 4), ("v_cache", 4)):
         x = getattr(call, name)
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}, which is not bfloat16 or float16")
-        if x.dtype != call.q.dtype:
+        fp8 = name != "q" and x.dtype == FP8
+        if x.dtype not in DTYPES and not fp8:
+            other = "" if name == "q" else ", nor float8_e4m3fn"
+            raise TypeError(f"{name} has dtype {x.dtype}, which is not bfloat16 or float16{other}")
+        if x.dtype != call.q.dtype and not fp8:
             raise TypeError(f"{name} has dtype {x.dtype}, but q has {call.q.dtype}")
         if x.dim() != rank:
             modes = "total, heads, head dim" if rank == 3 else "batch, seqlen, heads, head dim"
@@ -188,6 +197,12 @@ def _check_operands(call: KVCacheCall) -> None:
         raise ValueError(
             f"q and v_cache have head dims {d} and {dv}, each must be a multiple of 8 up to 256"
         )
+    if call.v_cache.dtype != call.k_cache.dtype:
+        raise TypeError(
+            f"v_cache has dtype {call.v_cache.dtype}, but k_cache has {call.k_cache.dtype}"
+        )
+    if call.fp8 and any(x % 16 for x in call.head_dims):
+        raise ValueError(f"caches of float8 have head dims by 16, got {call.head_dims}")
     if call.k_cache.shape[-1] != call.q.shape[-1]:
         raise ValueError(
             f"k_cache has head dim {call.k_cache.shape[-1]}, but q has {call.q.shape[-1]}"
@@ -297,6 +312,18 @@ def _check_vectors(call: KVCacheCall) -> None:
             f"learnable_sink is {sink.dtype} {tuple(sink.shape)}: it must be float32, bfloat16 or "
             f"float16, one number for each of the {call.heads[0]} heads of q"
         )
+
+
+def _check_scales(call: KVCacheCall) -> None:
+    for name in ("k_descale", "v_descale"):
+        x = getattr(call, name)
+        if x is None:
+            continue
+        if not call.fp8:
+            raise ValueError(f"{name} is given, but k_cache has dtype {call.k_cache.dtype}")
+        shape = call.batch, call.heads[1]
+        if x.dtype != torch.float32 or tuple(x.shape) != shape:
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, it must be float32 {shape}")
 
 
 def _check_numbers(call: KVCacheCall) -> None:

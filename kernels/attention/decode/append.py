@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Int64, cute
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 
-UNIT = 8  # elements of 16 bits: 16 bytes
+BITS = 128  # of a vector
 THREADS = 128
 
 
@@ -49,7 +49,7 @@ class Append:
         """Copy the row of all heads at `place` of `new` to row `at` of its sequence."""
         c, (batch, row) = self.config, place
         thread, _, _ = cute.arch.thread_idx()
-        heads, units = cute.size(cache, mode=[2]), cute.size(cache, mode=[3]) // UNIT
+        heads, units = cute.size(cache, mode=[2]), cute.size(cache, mode=[3]) // unit_of(cache)
         if exists:
             entry = batch
             if cutlass.const_expr(c.page_size):
@@ -64,7 +64,13 @@ class Append:
 
 def vectors(mX: cute.Tensor, entry: Int32, row: Int32) -> cute.Tensor:
     """A row of all heads as (UNIT, units, heads)."""
+    unit = unit_of(mX)
     at = mX.stride[0] * Int64(entry) + mX.stride[1] * row
-    units, heads = cute.size(mX, mode=[3]) // UNIT, cute.size(mX, mode=[2])
-    layout = cute.make_layout((UNIT, units, heads), stride=(1, UNIT, mX.stride[2]))
+    units, heads = cute.size(mX, mode=[3]) // unit, cute.size(mX, mode=[2])
+    layout = cute.make_layout((unit, units, heads), stride=(1, unit, mX.stride[2]))
     return cute.make_tensor((mX.iterator + at).align(16), layout)
+
+
+def unit_of(mX: cute.Tensor) -> int:
+    """The elements of a vector."""
+    return BITS // mX.element_type.width

@@ -34,6 +34,7 @@ class DecodeConfig:
     appended: bool = False  # k_new and v_new are passed, and appended to the caches
     page_size: int = 0  # keys of a page; 0: the cache has no pages
     batch_idx: bool = False  # cache_batch_idx is passed
+    fp8: bool = False  # caches are e4m3, and k_descale and v_descale are passed
     softcap: bool = False
     sink: bool = False
     lse: bool = True
@@ -46,6 +47,7 @@ class DecodeConfig:
     num_stages: int = 3  # slots of K, and of V
     ctas_per_sm: int = 2
     num_sms: int = 132
+    team: int = 8  # CTAs, at most, that read neighbouring heads at the same time
     start: int = 1  # the time of a unit's begin and end, in blocks of keys
     least: int = 1  # blocks of keys of a CTA, at least
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
@@ -85,16 +87,27 @@ class DecodeConfig:
         return ROWS * self.head_dim * ELEMENT if self.q_in_smem else 0
 
     @property
+    def cache_element(self) -> int:
+        """Bytes of an element of the caches."""
+        return 1 if self.fp8 else ELEMENT
+
+    @property
     def k_bytes(self) -> int:
-        return self.tile_n * self.head_dim * ELEMENT
+        return self.tile_n * self.head_dim * self.cache_element
 
     @property
     def v_bytes(self) -> int:
-        return self.tile_n * self.head_dim_v * ELEMENT
+        return self.tile_n * self.head_dim_v * self.cache_element
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of a block of K and V that is widened to 16 bits."""
+        return self.fp8 * self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
 
     @property
     def smem_bytes(self) -> int:
-        return self.q_bytes + (self.k_bytes + self.v_bytes) * self.num_stages
+        rings = (self.k_bytes + self.v_bytes) * self.num_stages
+        return self.q_bytes + rings + self.wide_bytes
 
     @property
     def accumulators(self) -> int:
@@ -120,9 +133,14 @@ class DecodeConfig:
             return "appended=True: needs the caches' lengths, and queries that are not packed"
         if self.page_size < 0 or (self.page_size and self.batch_idx):
             return f"page_size={self.page_size}: at least 1, or 0; pages have no cache_batch_idx"
-        if self.page_size % ATOM_ROWS and any(x * ELEMENT % 128 for x in self.head_dims):
+        if self.page_size % ATOM_ROWS and any(x * self.cache_element % 128 for x in self.head_dims):
             return f"page_size={self.page_size}: single rows of {self.head_dims} are too short"
-        if self.num_stages < 2 or self.ctas_per_sm < 1 or self.least < 1 or self.start < 0:
+        if (
+            self.num_stages < 2
+            or self.ctas_per_sm < 1
+            or min(self.least, self.team) < 1
+            or self.start < 0
+        ):
             return (
                 f"num_stages={self.num_stages}, ctas_per_sm={self.ctas_per_sm}, "
                 f"least={self.least}, start={self.start}: at least 2, 1, 1 and 0"

@@ -33,7 +33,7 @@ def launch(
         Append(c).launch(mK, mV, passed, sizes, stream)
     pitches = page_pitch(mK), page_pitch(mV)
     kernel.kernel(mQ, k, v, mO, passed, sizes, pitches).launch(
-        grid=(cutlass.min(most, c.ctas), 1, 1),
+        grid=(cutlass.min(most, c.ctas // sizes.team * sizes.team), 1, 1),
         block=(kernel.num_threads, 1, 1),
         min_blocks_per_mp=c.ctas_per_sm,
         preferred_smem_carveout=100,  # percent; else the DSL asks a GPU

@@ -28,14 +28,14 @@ class Load:
         k_fill, v_fill = s.k.producer(), s.v.producer()
         at = splits.begin
         while at < end:
-            place = s.place(at, place)
+            place = s.place(splits, at, place)
             piece = splits.piece(at, place)
             at = piece.after
             if piece.end > piece.first:
                 blocks = s.of_piece(piece)
                 batch, _ = s.entry(piece.entry)
                 keys = s.sizes.keys(s.passed, batch)
-                head = piece.head // s.sizes.heads_per_kv if not s.config.packed else piece.head
+                head = s.kv_head(piece.head)
                 loads_k = BoxLoads(self.k, self.source(batch, keys, self.pitch_k), s.sK, head)
                 loads_v = BoxLoads(self.v, self.source(batch, keys, self.pitch_v), s.sV, head)
                 if blocks.end > blocks.first:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 
 from cutex.device.attention.block_info import BlockInfo, Blocks, ordered
 from cutex.device.pipeline import Ring
@@ -62,31 +62,31 @@ class Shared:
     def begin(self) -> tuple[Splits, Place, Int32]:
         """This CTA's share, its first entry, and the end of the row of all units. A whole warp
         calls it: each lane looks at every 32nd entry."""
-        c, heads = self.config, self.sizes.heads
+        c, team = self.config, self.sizes.team
+        owners = self.sizes.heads // team  # of units, in a team's view
         lane, total = cute.arch.lane_idx(), Int32(0)
         for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
             mine = weight(self.length(first + lane), c.start)
             total += cute.arch.warp_redux_sync(mine, "add")
-        total *= heads
+        total *= owners
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        quota = Splits.quota_of(total, ctas, c.least)
-        splits = Splits(heads, quota, c.start, self.passed.num_splits, cta)
+        quota = Splits.quota_of(total, ctas // team, c.least)
+        splits = Splits(self.sizes.heads, quota, c.start, self.passed.num_splits, cta, team)
         entry, begin, here = Int32(0), Int32(0), Int32(0)
         searching = splits.begin < total
         while searching:
             length = self.length(entry + lane)
             mine = weight(length, c.start)
             upto = self.sum_to(mine)
-            before = cute.arch.popc(
-                cute.arch.vote_ballot_sync(begin + upto * heads <= splits.begin)
-            )
+            behind = begin + upto * owners <= splits.begin
+            before = cute.arch.popc(cute.arch.vote_ballot_sync(behind))
             if before == WARP:
                 entry += WARP
-                begin += cute.arch.shuffle_sync(upto, WARP - 1) * heads
+                begin += cute.arch.shuffle_sync(upto, WARP - 1) * owners
             else:
                 entry += before
-                begin += cute.arch.shuffle_sync(upto - mine, before) * heads
+                begin += cute.arch.shuffle_sync(upto - mine, before) * owners
                 here = cute.arch.shuffle_sync(length, before)
                 searching = False
         return splits, Place(entry, begin, here), cutlass.min(splits.end, total)
@@ -101,12 +101,11 @@ class Shared:
         return x
 
     @cute.jit
-    def place(self, at: Int32, place: Place) -> Place:
+    def place(self, splits: Splits, at: Int32, place: Place) -> Place:
         """The place of position `at`, which is in `place` or behind it."""
         entry, begin, blocks = place
-        heads, start = self.sizes.heads, self.config.start
-        while begin + heads * weight(blocks, start) <= at:
-            begin += heads * weight(blocks, start)
+        while begin + splits.units(blocks) <= at:
+            begin += splits.units(blocks)
             entry += 1
             blocks = self.length(entry)
         return Place(entry, begin, blocks)
@@ -116,6 +115,14 @@ class Shared:
         batch, m_block = self.entry(piece.entry)
         seq_q = self.sizes.queries(self.passed, batch)
         return Rows(batch, m_block, piece.head, seq_q, self.sizes.pack, self.info.tile_m)
+
+    def kv_head(self, head: Int32) -> Int32:
+        """The head of K and V that an owner of units reads."""
+        return head if self.config.packed else head // self.sizes.heads_per_kv
+
+    def descale(self, scales: cute.Tensor, rows: Rows) -> Float32:
+        """The scale of a unit's keys or values, of (batch, heads_kv)."""
+        return scales[rows.batch, self.kv_head(rows.head)]
 
     def of_piece(self, piece: Piece) -> Blocks:
         """The blocks of keys of a part; none of a unit that sees none."""

@@ -10,6 +10,7 @@ from cutex.compile import Argument, Operand, Scalar
 from cutex.device.attention.block_info import Band
 from cutex.device.attention.seqlen_info import SeqlenInfo, Seqlens
 from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.splits import Splits
 
 
 def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
@@ -19,7 +20,9 @@ def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
     k = ("pages", "page", "hk", "d") if c.page_size else ("bc", "sk", "hk", "d")
     shapes = {"q": q, "k": k, "v": (*k[:-1], "dv"), "o": (*q[:-1], "dv")}
-    found: list[Argument] = [Operand(name, sizes, dtype) for name, sizes in shapes.items()]
+    cache = "e4m3" if c.fp8 else dtype
+    kinds = {"q": dtype, "k": cache, "v": cache, "o": dtype}
+    found: list[Argument] = [Operand(name, shapes[name], kind) for name, kind in kinds.items()]
     vectors = {
         "lse": (c.lse, ("h", "tq") if c.varlen_q else ("b", "h", "sq"), "fp32"),
         "cu_seqlens_q": (c.varlen_q, ("b1",), "int32"),
@@ -27,13 +30,15 @@ def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
         "page_table": (c.page_size > 0, ("b", "max_pages"), "int32"),
         "batch_idx": (c.batch_idx, ("b",), "int32"),
         "sink": (c.sink, ("h",), "fp32"),
+        "k_descale": (c.fp8, ("b", "hk"), "fp32"),
+        "v_descale": (c.fp8, ("b", "hk"), "fp32"),
     }
     for name, (there, sizes, kind) in vectors.items():
         if there:
             found.append(Operand(name, sizes, kind, aligned=False, whole=False))
     if c.appended:
         new = "b", "sn", "hk"
-        found += [Operand("k_new", (*new, "d"), dtype), Operand("v_new", (*new, "dv"), dtype)]
+        found += [Operand("k_new", (*new, "d"), cache), Operand("v_new", (*new, "dv"), cache)]
     numbers = {
         "scale": (True, "fp32"),
         "softcap": (c.softcap, "fp32"),
@@ -58,6 +63,8 @@ class Passed(NamedTuple):
     page_table: Any = None  # (batch, max_pages)
     batch_idx: Any = None  # (batch) the cache's entry of each sequence
     sink: Any = None  # (heads)
+    k_descale: Any = None  # (batch, heads_kv) what an e4m3 of 1 stands for
+    v_descale: Any = None
     k_new: Any = None  # (batch, new keys, heads_kv, D): appended to the caches first
     v_new: Any = None
     scale: Any = None
@@ -84,6 +91,7 @@ class Sizes(NamedTuple):
     batch: Int32
     heads: Int32  # that own units: those of K and V or, not packed, of Q
     heads_per_kv: Int32  # owners of units that read one head of K and V
+    team: Int32  # CTAs that take neighbouring heads at the same time (splits.py)
     pack: Int32  # query heads whose rows share a tile
     rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
     rows_k: Int32  # keys that a sequence has room for
@@ -107,7 +115,8 @@ class Sizes(NamedTuple):
         m_blocks = cute.ceil_div(longest * pack, c.tile_m)
         new = cute.size(passed.k_new, mode=[1]) if c.appended else 0
         per_kv = owners // heads_kv
-        found = (batch, owners, per_kv, pack, rows_q, rows_k, m_blocks, new)
+        team = Splits.team_of(Int32(owners), c.team)
+        found = (batch, owners, per_kv, team, pack, rows_q, rows_k, m_blocks, new)
         return Sizes(*(Int32(x) for x in found))
 
     @property

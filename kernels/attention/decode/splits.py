@@ -7,6 +7,10 @@ head by head, and the row is cut into as many equal shares as there are CTAs; a 
 be known on the device only, and the cuts of one long sequence and of a ragged batch are alike
 (Osama et al., "Stream-K", PPoPP 2023; FlashMLA's metadata are such shares).
 
+CTAs come in teams, of which each has one of as many neighbouring heads and the same keys: rows of
+K and V hold all heads, one after the other, and memory is read faster if they are read at the same
+time.
+
 With `num_splits` each unit is cut into that many parts instead, at borders that its own length
 alone decides; a part is done by the CTA in whose share it begins. So a sequence's result does not
 depend on the others in the batch.
@@ -59,16 +63,25 @@ class Piece(NamedTuple):
 class Splits:
     """The shares of CTAs in the row of all units."""
 
-    heads: Any  # of K and V
+    heads: Any  # that own units
     quota: Any  # a share
     start: int
     num_splits: Any  # 0: a unit is cut where shares end
     cta: Any
+    team: Any = 1  # CTAs of a team, which divides the heads
 
     @staticmethod
-    def quota_of(total: Any, ctas: Any, least: int) -> Any:
-        """The share of each CTA in `total` blocks."""
-        return larger((total + ctas - 1) // ctas, least)
+    def quota_of(total: Any, teams: Any, least: int) -> Any:
+        """The share of each team in `total` blocks."""
+        return larger((total + teams - 1) // teams, least)
+
+    @staticmethod
+    def team_of(heads: Any, most: int) -> Any:
+        """The CTAs of a team: the most, up to `most`, that divide the heads."""
+        team: Any = 1
+        for size in range(2, most + 1):
+            team = select(heads % size == 0, size, team)
+        return team
 
     @staticmethod
     def slots(ctas: int, units: int, num_splits: int) -> int:
@@ -76,12 +89,21 @@ class Splits:
         return num_splits * units if num_splits else 2 * ctas
 
     @property
+    def number(self) -> Any:
+        """The number of this CTA's team."""
+        return self.cta // self.team
+
+    @property
     def begin(self) -> Any:
-        return self.cta * self.quota
+        return self.number * self.quota
 
     @property
     def end(self) -> Any:
-        return (self.cta + 1) * self.quota
+        return (self.number + 1) * self.quota
+
+    def units(self, blocks: Any) -> Any:
+        """The length of the units of an entry in the row of all, where a team's count once."""
+        return self.heads // self.team * weight(blocks, self.start)
 
     def piece(self, at: Any, place: Place) -> Piece:
         """The part that begins at position `at` or behind it, in one of the units of `place`."""
@@ -89,21 +111,27 @@ class Splits:
         head = (at - place.begin) // length
         unit = place.begin + head * length  # its position
         cut, fixed = self._cut(at, unit, length), self._fixed(at, unit, place, head)
-        chosen = (select(self.num_splits > 0, y, x) for x, y in zip(cut, fixed, strict=True))
-        return Piece(place.entry, head, *chosen)
+        first, end, part, parts, slot, step, slot_0, after = (
+            select(self.num_splits > 0, y, x) for x, y in zip(cut, fixed, strict=True)
+        )
+        member = self.cta - self.number * self.team
+        slot, slot_0 = slot * self.team + member, slot_0 * self.team + member
+        head = head * self.team + member
+        step = step * self.team
+        return Piece(place.entry, head, first, end, part, parts, slot, step, slot_0, after)
 
     def _cut(self, at: Any, unit: Any, length: Any) -> tuple[Any, ...]:
         """A part that ends where the share does.
 
-        The CTA of part 0 may have begun with another unit's last part, which has the first of its
+        The team of part 0 may have begun with another unit's last part, which has the first of its
         two slots.
         """
         first = larger(at - unit - self.start, 0)
         end = smaller(length, self.end - unit) - self.start
-        front = (unit + self.start) // self.quota  # the CTA of part 0
+        front = (unit + self.start) // self.quota  # the team of part 0
         parts = (unit + length - 1) // self.quota - front + 1
         slots = 2 * (front + 1), 2, 2 * front + 1
-        return first, end, self.cta - front, parts, *slots, unit + length
+        return first, end, self.number - front, parts, *slots, unit + length
 
     def _fixed(self, at: Any, unit: Any, place: Place, head: Any) -> tuple[Any, ...]:
         """One of num_splits parts, if it begins in the share."""
@@ -116,7 +144,7 @@ class Splits:
         after = select(mine, unit + self.start + smaller(first + size, blocks), self.end)
         after = select(first < blocks, after, unit + blocks + self.start)
         parts = (blocks + size - 1) // size
-        slot = (place.entry * self.heads + head) * self.num_splits
+        slot = (place.entry * (self.heads // self.team) + head) * self.num_splits
         return first, end, part, parts, slot + 1, 1, slot, after
 
 

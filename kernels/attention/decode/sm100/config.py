@@ -47,6 +47,8 @@ class Sm100DecodeConfig(DecodeConfig):
         """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed(problem):
             return reason
+        if self.fp8:
+            return "fp8=True: caches of e4m3 have a kernel on Hopper only"
         if self.tile_n % PART or not 64 <= self.tile_n <= 128:
             return f"tile_n={self.tile_n}: a multiple of {PART} from 64 to 128"
         if self.columns * self.ctas_per_sm > TMEM_COLUMNS:

@@ -47,7 +47,7 @@ class Mma:
         q_phase = Int32(0)
         at = splits.begin
         while at < end:
-            place = s.place(at, place)
+            place = s.place(splits, at, place)
             piece = splits.piece(at, place)
             at = piece.after
             if piece.end > piece.first:

@@ -56,7 +56,7 @@ class Softmax:
         buffer, done = self.barriers.buffers(), Int32(0)  # `done`: PVs that were started
         at = splits.begin
         while at < end:
-            place = s.place(at, place)
+            place = s.place(splits, at, place)
             piece = splits.piece(at, place)
             at = piece.after
             if piece.end > piece.first:

@@ -18,6 +18,7 @@ from cutex.device.attention.softmax import rows_of
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import UNIT, Rows, load_to_smem, units_of
 from cutex.kernels.attention.decode.shared import Shared
+from cutex.kernels.attention.decode.sm90.widened import WidenedRing, in_any_slot
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
 
@@ -27,18 +28,31 @@ class Compute:
     mQ: cute.Tensor
     out: Out
     shared: Shared
+    wide: tuple[cute.Tensor, cute.Tensor] | None  # K and V widened to 16 bits, (bN, D, 1) each
 
     @cute.jit
     def run(self) -> None:
         """Compute this CTA's parts one after the other."""
         s, c = self.shared, self.shared.config
-        dtype = s.sK.element_type
+        dtype, slots = self.mQ.element_type, c.num_stages
         qk_mma = Wgmma(c.tile_n, dtype)
         registers = None if c.q_in_smem else qk_mma.a_registers(c.head_dim)
         a = qk_mma.a_slots(s.sQ)[None, None, None, 0] if c.q_in_smem else registers
-        qk = WgmmaProduct(qk_mma, a, qk_mma.b_slots(s.sK), None)
-        transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, c.num_stages)
-        sVt = cute.make_tensor(s.sV.iterator, transposed.outer)  # (DV, bN, SLOT)
+        k_ring: Any = s.k
+        v_ring: Any = s.v
+        sK, sV, places = s.sK, s.sV, slots
+        if cutlass.const_expr(self.wide is not None):
+            assert self.wide is not None
+            k_ring, v_ring = (
+                WidenedRing(ring, sX, wide)
+                for ring, sX, wide in zip((s.k, s.v), (s.sK, s.sV), self.wide, strict=True)
+            )
+            sK, sV, places = in_any_slot(self.wide[0], slots), self.wide[1], 1
+        qk = WgmmaProduct(qk_mma, a, qk_mma.b_slots(sK), None)
+        transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, places)
+        sVt = cute.make_tensor(sV.iterator, transposed.outer)  # (DV, bN, SLOT)
+        if cutlass.const_expr(self.wide is not None):
+            sVt = in_any_slot(sVt, slots)
         pv_mma = Wgmma(c.head_dim_v, dtype, b_major=OperandMajorMode.MN)
         pv = WgmmaProduct(
             pv_mma, pv_mma.a_registers(c.tile_n), pv_mma.b_slots(sVt), pv_mma.accumulator()
@@ -49,7 +63,7 @@ class Compute:
         state = s.k.consumer(), s.v.consumer()
         at = splits.begin
         while at < end:
-            place = s.place(at, place)
+            place = s.place(splits, at, place)
             piece = splits.piece(at, place)
             at = piece.after
             if piece.end > piece.first:
@@ -61,12 +75,15 @@ class Compute:
                 softmax = GuardedSoftmax.of(score_ops.scale_log2(), slack, False)
                 if blocks.end > blocks.first:
                     loop = BlockLoop(
-                        qk, None, pv, s.k, s.v, score_ops, softmax, factors, None, Int32(0), 1,
-                        False,
+                        qk, None, pv, k_ring, v_ring, score_ops, softmax, factors, None, Int32(0),
+                        1, False,
                     )  # fmt: skip
                     state = loop.run(blocks, None, state, Boolean(False), None)
                     state = loop.last(state)
                     softmax.finish((), factors, lse)
+                    if cutlass.const_expr(c.fp8):
+                        for r in cutlass.range_constexpr(2):
+                            factors[r] *= s.descale(s.passed.v_descale, rows)
                     loop.scale_output()
                 else:
                     pv.acc.fill(0.0)
@@ -87,7 +104,10 @@ class Compute:
         queries, heads = (tuple(f(row) for row in mine) for f in (rows.query, rows.head_of))
         keys = s.sizes.keys(s.passed, rows.batch)
         mask = Mask(s.info.band, s.info.tile_n, rows.seq_q.length, keys, queries, thread % 4)
-        return ScoreOps(mask, s.passed.scale, s.passed.softcap, None, None, rows.batch, heads)
+        scale = s.passed.scale
+        if cutlass.const_expr(s.config.fp8):
+            scale *= s.descale(s.passed.k_descale, rows)
+        return ScoreOps(mask, scale, s.passed.softcap, None, None, rows.batch, heads)
 
     # ---- Q
 

@@ -44,6 +44,7 @@ class Decode:
     smem       bytes                                        hd 128   hd 64    hd 256
     sK, sV     tile_n * (D + DV) * 2 * num_stages           98304    98304    196608
     sQ         64 * D * 2, above head dim 192               -        -        32768
+    wide       tile_n * (D + DV) * 2, if K and V are e4m3   32768    32768    65536
     words      less than 1024
     """
 
@@ -101,8 +102,16 @@ class Decode:
         sQ = None
         if cutlass.const_expr(c.q_in_smem):
             sQ = allocate_slots(smem, dtype, kv_slots(dtype, ROWS, c.head_dim, 1))
-        sK = allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, c.head_dim, c.num_stages))
-        sV = allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, c.head_dim_v, c.num_stages))
+        of_cache = k.atom.value_type
+        sK, sV = (
+            allocate_slots(smem, of_cache, kv_slots(of_cache, c.tile_n, d, c.num_stages))
+            for d in c.head_dims
+        )
+        wide = None
+        if cutlass.const_expr(c.fp8):
+            wide = tuple(
+                allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, d, 1)) for d in c.head_dims
+            )
         last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
         consumers = self.compute_warps.count
         k_ring = Ring.allocate(smem, "k", c.num_stages, c.k_bytes, consumers)
@@ -114,4 +123,4 @@ class Decode:
             Load(k, v, *pitches, shared).run()
         else:
             partials = Partials(passed.sums, passed.flags, c.tile_m, c.head_dim_v)
-            Compute(mQ, Out(c, mO, partials, passed, last), shared).run()
+            Compute(mQ, Out(c, mO, partials, passed, last), shared, wide).run()
