@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.arch import mma_kind
 from cutex.dtypes import DTYPES as ELEMENTS
+from cutex.peers import scaled_gemm
 from cutex.problem.gemm import _mnk, _parsed
 from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
 from cutex.problem.scaled.formats import BLOCK_SCALED, FP32_SCALED, RECIPES, Format, Recipe
-from cutex.problem.scaled.peers import PEERS
 from cutex.problem.work import Work
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ PROMOTED_K = 128  # Hopper's sums are added up in fp32 after each so many of K
 # bits that tensor cores keep below the largest of the products and the sum that they add up at a
 # time: Hopper's fp8 (cutex/sim/numerics/fp8_sum.py), and Blackwell's scaled kinds, all of fp32
 KEPT = {"gemm_fp8": 13, "gemm_scaled": 22}
+_TORCH = PeerKernel("torch (cuBLASLt)", scaled_gemm.cublaslt)
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,7 @@ class BlockScaledProblem(ScaledProblem):
             for sizes in _mnk((8192, 8192, 4096), (4096, 4096, 4096))
         ),
     }
-    peers: ClassVar[Mapping[str, PeerKernel]] = PEERS[op]
+    peers: ClassVar[Mapping[str, PeerKernel]] = {"torch": _TORCH}
 
     def launcher(self, kernel: Launch, arguments: Sequence[str]) -> Launch:
         import torch
@@ -364,4 +365,7 @@ class Fp8Problem(ScaledProblem):
         ),
         "confirm": _mnk((4096, 7168, 16384), (64, 7168, 2048)),
     }  # fmt: skip
-    peers: ClassVar[Mapping[str, PeerKernel]] = PEERS[op]
+    peers: ClassVar[Mapping[str, PeerKernel]] = {
+        "deepgemm": PeerKernel("DeepGEMM", scaled_gemm.deep_gemm, 20.0),
+        "torch": _TORCH,
+    }

@@ -1,17 +1,16 @@
-"""What others have for scaled GEMM, under the interface of PeerKernel."""
+"""Scaled GEMM by DeepGEMM, and by cuBLASLt through torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from cutex.problem.protocol import Launch, PeerKernel
 
 if TYPE_CHECKING:
     import torch
 
 
-def _deep_gemm(problem: Any) -> tuple[Launch, str]:
+def deep_gemm(problem: Any) -> tuple[Callable[..., Any], str]:
     """DeepGEMM's 1x128 by 128x128, by itself or as vLLM brings it."""
     if problem.dtype != "fp8_block":
         raise ValueError(f"DeepGEMM is compared on fp8_block, not on {problem.dtype}")
@@ -27,7 +26,7 @@ def _deep_gemm(problem: Any) -> tuple[Launch, str]:
     return launch, f"DeepGEMM {getattr(dg, '__version__', 'of vLLM')}"
 
 
-def _torch(problem: Any) -> tuple[Launch, str]:
+def cublaslt(problem: Any) -> tuple[Callable[..., Any], str]:
     """torch.nn.functional.scaled_mm, that is cuBLASLt."""
     import torch
     from torch.nn import functional
@@ -41,23 +40,24 @@ def _torch(problem: Any) -> tuple[Launch, str]:
     }
     if any(f.block not in kind for f in problem.recipe):
         raise ValueError(f"torch is compared on factors of blocks, not on {problem.dtype}")
-    given: list[Any] = [kind[f.block] for f in problem.recipe]
-    swizzle = None
-    if problem.recipe.a.swizzled:
-        swizzle = functional.SwizzleType.SWIZZLE_32_4_4
+    if problem.dtype == "fp8_block" and problem.k % 512:
+        raise ValueError(f"K={problem.k}: torch takes 128x128 factors for a multiple of 512")
+    recipes: list[Any] = [[kind[f.block]] for f in problem.recipe]
+    swizzles: list[Any] = [[functional.SwizzleType.SWIZZLE_32_4_4] for _ in recipes]
+    if not problem.recipe.a.swizzled:
+        swizzles = [[functional.SwizzleType.NO_SWIZZLE] for _ in recipes]
+    for i, format in enumerate(problem.recipe):
+        if format.tensor_scale:
+            recipes[i].append(kinds.TensorWise)
+            swizzles[i].append(functional.SwizzleType.NO_SWIZZLE)
 
     def launch(a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor]:
-        scales = list(rest[:2])
+        *scales, _ = rest
+        if problem.dtype == "fp8_block":
+            scales[1] = scales[1].mT
         out = functional.scaled_mm(
-            a, b.mT, scales[0], given[0], scales[1], given[1], swizzle, swizzle
+            a, b.mT, scales[::2], recipes[0], scales[1::2], recipes[1], *swizzles
         )
         return (out,)
 
     return launch, f"torch {torch.__version__}"
-
-
-PEERS = {
-    "gemm_fp8": {"deepgemm": PeerKernel("DeepGEMM", _deep_gemm, 20.0),
-                 "torch": PeerKernel("torch (cuBLASLt)", _torch)},
-    "gemm_scaled": {"torch": PeerKernel("torch (cuBLASLt)", _torch)},
-}  # fmt: skip
