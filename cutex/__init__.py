@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cutex.ops.fp8_linear import fp8_linear
     from cutex.ops.grouped import grouped_mm
     from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
+    from cutex.ops.mixture import moe
     from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
     from cutex.ops.row.norm import layer_norm, rms_norm
@@ -46,6 +47,7 @@ _HOMES = {
     "kernels_built": "cutex.ops.matmul",
     "layer_norm": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
+    "moe": "cutex.ops.mixture",
     "quantize": "cutex.ops.quantize",
     "rms_norm": "cutex.ops.row",
     "rope": "cutex.ops.row",
@@ -75,6 +77,7 @@ __all__ = [
     "kernels_built",
     "layer_norm",
     "matmul",
+    "moe",
     "quantize",
     "rms_norm",
     "rope",

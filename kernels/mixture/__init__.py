@@ -1,0 +1,1 @@
+"""Kernels of a mixture of experts beside its grouped GEMMs, bound by memory; for any arch."""
