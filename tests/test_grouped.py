@@ -42,7 +42,7 @@ def place(device: str, arch: str) -> Iterator[str]:
 # ---- numbers
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(16))
 @each_arch
 def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
@@ -112,7 +112,7 @@ def kernel(arch: str, name: str, kind: str, config: Any) -> Any:
     return compile(getattr(module, f"Grouped{kind.capitalize()}")(config), "bf16", arch)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["fifo", "random"])
 @pytest.mark.parametrize(("arch", "name"), CONFIGS)
 def test_rows_of_no_group_and_memory_around_are_left_alone(
@@ -135,7 +135,7 @@ def test_rows_of_no_group_and_memory_around_are_left_alone(
         assert memory.isnan().all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["fifo", "random"])
 @pytest.mark.parametrize(("arch", "name"), CONFIGS)
 def test_sums_take_the_rows_of_their_group_alone(arch: str, name: str, order: str) -> None:
@@ -191,7 +191,7 @@ def gradients(problem: GroupedProblem, place: str) -> None:
         assert float(error.max()) <= (2**-5 if problem.activation else 2**-7)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("form", ["rows", "padded", "sums"])
 @pytest.mark.parametrize("transposed", [False, True])
 @each_arch

@@ -1,0 +1,226 @@
+"""A mixture of experts: right against float64, forward and backward, whatever the routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cutex
+from cutex import ops
+from cutex.compile import compile
+from cutex.kernels.mixture.combine import Combine, CombineConfig
+from cutex.kernels.mixture.gate import Gate, GateConfig
+from cutex.ops.mixture.routing import route
+
+ARCHS = ["sm_90a", "sm_100a"]
+bf16 = torch.bfloat16
+TOKENS, D, HIDDEN, EXPERTS = 37, 64, 48, 5
+
+
+@pytest.fixture
+def place(device: str, arch: str) -> Iterator[str]:
+    """The device of torch's tensors: the GPU, or the CPU within the simulator."""
+    with ops.simulated(arch) if device == "sim" else nullcontext():
+        yield "cpu" if device == "sim" else "cuda"
+
+
+def layer(
+    place: str,
+    dtype: torch.dtype = bf16,
+    per_token: int = 2,
+    transposed: bool = True,
+    seed: int = 0,
+) -> list[Tensor]:
+    """x, router_weights, expert_ids, w_up, w_down; some ids are of no expert, one has no tokens."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=g) / shape[-1] ** 0.5).to(dtype).to(place)
+
+    ids = torch.randint(0, EXPERTS, (TOKENS, per_token), generator=g)
+    ids[ids == 2] = 3
+    ids[4, 0], ids[5], ids[6] = -1, EXPERTS, 2**31 - 1
+    weights = torch.rand((TOKENS, per_token), generator=g)
+    up, down = (EXPERTS, D, 2 * HIDDEN), (EXPERTS, HIDDEN, D)
+    if transposed:
+        w = [normal(e, n, k).mT for e, k, n in (up, down)]
+    else:
+        w = [normal(*shape) for shape in (up, down)]
+    x = normal(TOKENS, D) * D**0.5
+    return [x, weights.to(place), ids.to(place), *w]
+
+
+def reference(x: Tensor, weights: Tensor, ids: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    """The layer in the dtype of its arguments, token by token."""
+    out = []
+    for t in range(x.shape[0]):
+        total = 0 * x[t]
+        for j in range(ids.shape[1]):
+            e = int(ids[t, j])
+            if 0 <= e < w_up.shape[0]:
+                g = x[t] @ w_up[e]
+                total = total + weights[t, j] * ((F.silu(g[0::2]) * g[1::2]) @ w_down[e])
+        out.append(total)
+    return torch.stack(out)
+
+
+def wide(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.double() if t.is_floating_point() else t for t in tensors]
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_90a", bf16), ("sm_100a", torch.float16)])
+def test_a_layer_is_the_sum_over_its_experts(arch: str, place: str, dtype: torch.dtype) -> None:
+    given = layer(place, dtype, transposed=dtype is bf16)
+    y = cutex.moe(*given)
+    want = reference(*wide(given))
+    unit = 2.0**-7 if dtype is bf16 else 2.0**-10
+    assert y.dtype == dtype
+    assert float((y.double() - want).abs().max()) <= unit * float(want.abs().max())
+    assert not y[[5, 6]].any()
+    assert torch.equal(y, cutex.moe(*given)), "deterministic"
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradients_of_a_layer(arch: str, place: str, transposed: bool) -> None:
+    given = layer(place, per_token=3, transposed=transposed, seed=1)
+    ours, theirs = (
+        [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        for tensors in (given, wide(given))
+    )
+    y = cutex.moe(*ours)
+    g = torch.Generator().manual_seed(2)
+    dy = torch.randn(y.shape, generator=g).to(y.dtype).to(place)
+    y.backward(dy)
+    reference(*theirs).backward(dy.double())
+    for found, want in zip(ours, theirs, strict=True):
+        if want.grad is None:
+            continue
+        assert found.grad is not None and found.grad.shape == want.grad.shape
+        assert found.grad.dtype == found.dtype
+        worst = float((found.grad.double() - want.grad).abs().max())
+        assert worst <= 2**-6 * float(want.grad.abs().max())
+    assert not ours[3].grad[2].any(), "an expert without tokens"
+    assert not ours[1].grad[5].any() and not ours[0].grad[5].any(), "a token without experts"
+
+
+def test_rows_are_sorted_by_expert_in_the_order_of_tokens() -> None:
+    ids = torch.tensor([[2, 0], [0, 2], [-1, 0], [9, 2]])
+    routing = route(ids, 3)
+    assert routing.offs.tolist() == [3, 3, 6] and routing.offs.dtype == torch.int32
+    assert routing.tokens.tolist() == [0, 1, 2, 0, 1, 3, 2, 3]
+    assert routing.places.tolist() == [[3, 0], [1, 4], [6, 2], [7, 5]]
+    assert routing.order.tolist() == [1, 2, 5, 0, 3, 7, 4, 6]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rows_of_no_group_are_not_read_when_rows_are_combined(weighted: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn((6, 24), generator=g).to(bf16)
+    z[4:] = torch.nan
+    places = torch.tensor([[0, 3], [5, 1], [4, 4]], dtype=torch.int32)
+    offs, weights = torch.tensor([2, 4], dtype=torch.int32), torch.rand((3, 2), generator=g)
+    out = torch.full((3, 24), torch.nan, dtype=bf16)
+    compiled = compile(Combine(CombineConfig(2, weighted)), "bf16", "sm_90a")
+    rest = (weights,) if weighted else ()
+    assert not cutex.simulate(compiled, z, places, offs, out, *rest).findings
+    if not weighted:
+        weights = torch.ones(3, 2)
+    want = torch.stack(
+        (weights[0, 0] * z[0].float() + weights[0, 1] * z[3].float(),
+         weights[1, 1] * z[1].float(), torch.zeros(24))
+    )  # fmt: skip
+    assert torch.allclose(out.float(), want, rtol=2**-8, atol=2**-8)
+
+
+def test_the_gate_leaves_rows_of_no_group_alone_and_takes_any_values() -> None:
+    h = torch.tensor([0.0, -60.0, 60.0, -2.0, 3.0, 100.0, -100.0, 0.5]).repeat(3, 4).to(bf16)
+    h[2] = torch.nan
+    y = torch.full((3, 16), torch.nan, dtype=bf16)
+    offs = torch.tensor([2, 2], dtype=torch.int32)
+    compiled = compile(Gate(GateConfig()), "bf16", "sm_90a")
+    assert not cutex.simulate(compiled, h, y, offs).findings
+    want = F.silu(h[:2, 0::2].double()) * h[:2, 1::2].double()
+    assert torch.allclose(y[:2].double(), want, rtol=2**-7, atol=1e-20)
+    assert y[2].isnan().all()
+
+
+def test_a_layer_without_tokens() -> None:
+    x, weights, ids, *w = layer("cpu")
+    with ops.simulated("sm_90a"):
+        assert cutex.moe(x[:0], weights[:0], ids[:0], *w).shape == (0, D)
+
+
+GIVEN = layer("cpu")
+BAD: dict[str, tuple[type[Exception], str, int, Any]] = {
+    "x": (TypeError, "x must be bfloat16 or float16", 0, GIVEN[0].float()),
+    "vector": (ValueError, "x must have 2 dimensions", 0, GIVEN[0][0]),
+    "weights": (ValueError, "router_weights and expert_ids must be alike", 1, GIVEN[1][:, :1]),
+    "whole weights": (TypeError, "router_weights must be of floats", 1, GIVEN[2]),
+    "ids": (TypeError, "expert_ids must be int32 or int64", 2, GIVEN[1]),
+    "tokens": (ValueError, r"expert_ids must be \(T, J\) with T=37", 2, GIVEN[2][1:]),
+    "w_up": (ValueError, r"w_up must be \(E, D, 2 F\) with D=64", 3, GIVEN[3].mT),
+    "w_down": (ValueError, r"w_down must be \(E, F, D\) = \(5, 48, 64\)", 4, GIVEN[4].mT),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_sentence(name: str) -> None:
+    error, sentence, place, wrong = BAD[name]
+    arguments: list[Any] = [*GIVEN[:place], wrong, *GIVEN[place + 1 :]]
+    with ops.simulated("sm_90a"), pytest.raises(error, match=sentence):
+        cutex.moe(*arguments)
+
+
+def test_sizes_that_are_no_units_of_16_bytes_are_refused() -> None:
+    x, weights, ids, w_up, w_down = GIVEN
+    with ops.simulated("sm_90a"), pytest.raises(ValueError, match="multiples of 8, got 64 and 47"):
+        cutex.moe(x, weights, ids, w_up[..., :94], w_down[:, :47])
+
+
+def test_shapes_are_known_without_memory() -> None:
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(t).requires_grad_(t.is_floating_point()) for t in GIVEN]
+        y = cutex.moe(*given)
+        assert (y.shape, y.dtype) == (GIVEN[0].shape, bf16)
+        y.sum().backward()
+    for t in given:
+        if t.requires_grad:
+            assert t.grad is not None and t.grad.shape == t.shape and t.grad.dtype == t.dtype
+
+
+def test_torch_compile_takes_it_as_a_whole() -> None:
+    compiled = torch.compile(cutex.moe, backend="aot_eager", fullgraph=True)
+    given = [t.detach().requires_grad_(t.is_floating_point()) for t in GIVEN]
+    with ops.simulated("sm_90a"):
+        want = cutex.moe(*given)
+        want.float().sum().backward()
+        wanted = [t.grad for t in given]
+        for t in given:
+            t.grad = None
+        y = compiled(*given)
+        y.float().sum().backward()
+    assert torch.equal(y, want)
+    for t, w in zip(given, wanted, strict=True):
+        assert (t.grad is None) == (w is None) and (w is None or torch.equal(t.grad, w))
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_with_another_routing() -> None:
+    x, weights, ids, *w = layer("cuda")
+    cutex.moe(x, weights, ids, *w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = cutex.moe(x, weights, ids, *w)
+    for other in (ids.clone(), torch.zeros_like(ids), ids.flip(0)):
+        ids.copy_(other)
+        graph.replay()
+        assert torch.equal(y, cutex.moe(x, weights, other, *w))
