@@ -19,7 +19,6 @@ from cutex.kernels.mixture.combine import Combine, CombineConfig
 from cutex.kernels.mixture.gate import Gate, GateConfig
 from cutex.ops.mixture.routing import route
 
-ARCHS = ["sm_90a", "sm_100a"]
 bf16 = torch.bfloat16
 TOKENS, D, HIDDEN, EXPERTS = 37, 64, 48, 5
 
@@ -87,9 +86,9 @@ def test_a_layer_is_the_sum_over_its_experts(arch: str, place: str, dtype: torch
     assert torch.equal(y, cutex.moe(*given)), "deterministic"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_gradients_of_a_layer(arch: str, place: str, transposed: bool) -> None:
     given = layer(place, per_token=3, transposed=transposed, seed=1)
     ours, theirs = (

@@ -44,11 +44,11 @@ class Combine:
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         plain = {"aligned": False, "whole": False}
-        weights = Operand("weights", ("t", "j"), "fp32", **plain)  # type: ignore[arg-type]
+        weights = Operand("weights", ("t", "j"), "fp32", **plain)
         return (
             Operand("z", ("r", "d"), dtype),
-            Operand("places", ("t", "j"), "int32", **plain),  # type: ignore[arg-type]
-            Operand("edges", ("e",), "int32", **plain),  # type: ignore[arg-type]
+            Operand("places", ("t", "j"), "int32", **plain),
+            Operand("edges", ("e",), "int32", **plain),
             Operand("out", ("t", "d"), dtype),
             *((weights,) if self.config.weighted else ()),
         )
