@@ -29,7 +29,7 @@ class EqualSteps(OwnNumber):
         return Ticket(ticket.index + ctas // self.ctas, ticket.phase)
 
 
-class ClusterOrder(Order, Protocol):
+class OrderOfClusters(Order, Protocol):
     """An order whose indices count clusters of cluster_m x cluster_n CTAs."""
 
     @property
@@ -47,7 +47,7 @@ class StaticWalk:
     CTAs that share the K of a tile take the same indices, and differ in `split`.
     """
 
-    order: ClusterOrder
+    order: OrderOfClusters
     start: Int32
     end: Int32
     step: Int32
