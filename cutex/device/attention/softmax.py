@@ -175,13 +175,32 @@ class Softmax:
             highest = self.reference_log2(r)
             scaled = Float32(1.0)
             if cutlass.const_expr(len(sinks) > 0):
-                sink_log2 = sinks[r] * LOG2_E
-                new = cute.arch.fmax(highest, sink_log2) if total > 0.0 else sink_log2
-                scaled = exp2(highest - new) if total > 0.0 else Float32(0.0)
-                # NOTE: -inf less -inf; a row without keys and a sink of -inf has a sum of 0
-                total = total * scaled + exp2(sink_log2 - self._finite(new))
-                highest = new
-            empty = total == 0.0
-            factors[r] = Float32(0.0) if empty else scaled * reciprocal(total)
-            lse[r] = -Float32.inf if empty else (highest + log2(total)) * LN2
+                total, highest, scaled = self.with_sink(total, highest, sinks[r])
+            factors[r] = self.normaliser(total, scaled)
+            lse[r] = self.log_sum(total, highest)
         return valid
+
+    @cute.jit
+    def with_sink(
+        self, total: Float32, highest: Float32, sink: Float32
+    ) -> tuple[Float32, Float32, Float32]:
+        """A row's sum of exponentials, lowered by `highest` powers of two, with one more key of
+        score `sink`: the new sum, what it is lowered by, and the factor of the old one."""
+        sink_log2 = sink * LOG2_E
+        new = cute.arch.fmax(highest, sink_log2) if total > 0.0 else sink_log2
+        scaled = exp2(highest - new) if total > 0.0 else Float32(0.0)
+        # NOTE: -inf less -inf; a row without keys and a sink of -inf has a sum of 0
+        total = total * scaled + exp2(sink_log2 - self._finite(new))
+        return total, new, scaled
+
+    @staticmethod
+    @cute.jit
+    def normaliser(total: Float32, scaled: Float32) -> Float32:
+        """The factor of a row of outputs, whose sum is `total`; 0 without keys."""
+        return Float32(0.0) if total == 0.0 else scaled * reciprocal(total)
+
+    @staticmethod
+    @cute.jit
+    def log_sum(total: Float32, highest: Float32) -> Float32:
+        """The LSE of a row, whose sum is `total` times 2^highest; -inf without keys."""
+        return -Float32.inf if total == 0.0 else (highest + log2(total)) * LN2

@@ -20,7 +20,7 @@ from cutex.kernels.attention.decode.rows import UNIT, Rows, load_to_smem, units_
 from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.sm90.widened import WidenedRing, in_any_slot
 from cutex.kernels.attention.decode.splits import Piece
-from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
+from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop, KeyRings, Products
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,8 @@ class Compute:
                 slack = min(c.slack, 4.0) if dtype is cutlass.Float16 else c.slack
                 softmax = GuardedSoftmax.of(score_ops.scale_log2(), slack, False)
                 if blocks.end > blocks.first:
-                    loop = BlockLoop(
-                        qk, None, pv, k_ring, v_ring, score_ops, softmax, factors, None, Int32(0),
-                        1, False,
-                    )  # fmt: skip
+                    products, rings = Products(qk, pv), KeyRings(k_ring, v_ring)
+                    loop = BlockLoop(products, rings, score_ops, softmax, factors)
                     state = loop.run(blocks, None, state, Boolean(False), None)
                     state = loop.last(state)
                     softmax.finish((), factors, lse)

@@ -15,6 +15,7 @@ have one's products during the other's exponentials.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -30,20 +31,70 @@ from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring
 State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 
 
-@dataclass(frozen=True)
-class BlockLoop:
+class Products(NamedTuple):
+    """The products of a tile of 64 rows."""
+
     qk: WgmmaProduct  # into an accumulator of each step's own
-    half_qk: WgmmaProduct | None  # of the first half of a block's keys
-    pv: WgmmaProduct
+    pv: WgmmaProduct  # of P in registers, into O
+    half_qk: WgmmaProduct | None = None  # of the first half of a block's keys
+
+
+class KeyRings(NamedTuple):
+    """The rings of K and of V."""
+
     k: Ring
     v: Ring
+
+    def consumer(self) -> State:
+        return self.k.consumer(), self.v.consumer()
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The order in which the warpgroups of a CTA issue their products, one step each."""
+
+    barrier: OrderedBarrier
+    warpgroup: Int32  # this one
+    warpgroups: int
+
+    @cute.jit
+    def start(self) -> None:
+        """Give the first warpgroup its turn; the last one calls it."""
+        if self.warpgroup == self.warpgroups - 1:
+            self.barrier.signal(0)
+
+    def wait(self) -> None:
+        self.barrier.wait(self.warpgroup)
+
+    def end(self) -> None:
+        self.barrier.signal((self.warpgroup + 1) % self.warpgroups)
+
+
+@dataclass(frozen=True)
+class BlockLoop:
+    products: Products
+    rings: KeyRings
     score_ops: ScoreOps
     softmax: GuardedSoftmax
     factors: cute.Tensor  # (2)
-    turns: OrderedBarrier | None
-    warpgroup: Int32
-    warpgroups: int
-    optimistic: bool
+    turns: Turns | None = None  # None: the only warpgroup
+    optimistic: bool = False  # blocks without a mask may be added without their maximum
+
+    @property
+    def qk(self) -> WgmmaProduct:
+        return self.products.qk
+
+    @property
+    def pv(self) -> WgmmaProduct:
+        return self.products.pv
+
+    @property
+    def k(self) -> Ring:
+        return self.rings.k
+
+    @property
+    def v(self) -> Ring:
+        return self.rings.v
 
     @property
     def acc_o(self) -> cute.Tensor:
@@ -69,10 +120,11 @@ class BlockLoop:
         the first block (None: no), `forwards` is given only with a band."""
         band = self.score_ops.mask.band
         path, (before, clean, after) = blocks.path(forwards), blocks.runs(forwards)
-        if cutlass.const_expr(self.half_qk is None):
+        half_qk = self.products.half_qk
+        if cutlass.const_expr(half_qk is None):
             state = self.first(path.start, state, self.qk)
         elif half:
-            state = self.first(path.start, state, self.half_qk)
+            state = self.first(path.start, state, half_qk)
         else:
             state = self.first(path.start, state, self.qk)
         path = path.after(1)
@@ -155,11 +207,11 @@ class BlockLoop:
 
     def await_turn(self) -> None:
         if self.turns is not None:
-            self.turns.wait(self.warpgroup)
+            self.turns.wait()
 
     def end_turn(self) -> None:
         if self.turns is not None:
-            self.turns.signal((self.warpgroup + 1) % self.warpgroups)
+            self.turns.end()
 
     @cute.jit
     def pass_over(self, count: Int32, state: State, in_turn: cutlass.Constexpr[bool]) -> State:

@@ -47,6 +47,17 @@ class Sm90ForwardConfig(ForwardConfig):
         return self.tile_m // self.ctas
 
     @property
+    def speculates(self) -> bool:
+        """Whether a tile may have to be computed again. Never with a user's functions, which might
+        leave a row a single key."""
+        return self.optimistic and not self.modified
+
+    @property
+    def releases_early(self) -> bool:
+        """Whether Q's slot is released right after the last QK, without a result of the tile."""
+        return self.own_o and not self.speculates
+
+    @property
     def alternates(self) -> bool:
         return self.alternate and self.causal and not any(self.window)
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cutlass import Int32, cute
 
 from cutex.device.atoms.wgmma import ROWS
-from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Ring
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.signature import Passed, Sizes
 from cutex.kernels.attention.work_ring import WorkRing
+
+
+class OwnRows(NamedTuple):
+    """The 64 rows of a tile that a warpgroup computes."""
+
+    work: WorkTile
+    m_block: Int32  # of 64 packed rows of the sequence's head
+    rows: tuple[Int32, Int32]  # those that this thread holds, of the sequence's head
+    seq_q: SeqlenInfo
+    seqlen_k: Int32
+    blocks: Blocks  # of keys, that they see
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,217 @@
+"""Compute: the role of the warpgroups of the Hopper forward, 64 rows of every tile each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from cutex.device.atoms.mma import contiguous_rows_layout
+from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
+from cutex.device.attention.guarded_softmax import GuardedSoftmax
+from cutex.device.attention.mask import Mask
+from cutex.device.attention.query import Query
+from cutex.device.attention.scores import ScoreOps
+from cutex.device.pipeline import OrderedBarrier, PipelineState
+from cutex.kernels.attention.forward.sm90.block_loop import (
+    BlockLoop,
+    KeyRings,
+    Products,
+    State,
+    Turns,
+)
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
+from cutex.kernels.attention.forward.sm90.store import OutStore
+from cutex.kernels.attention.work_ring import END, SAFE
+
+TURN_BARRIER = 4  # the first of one named barrier for each warpgroup's turn
+
+
+@dataclass(frozen=True)
+class Compute:
+    config: Sm90ForwardConfig
+    shared: Shared
+    out: OutStore
+
+    @cute.jit
+    def run(self) -> None:
+        c, shared, ring = self.config, self.shared, self.shared.work
+        thread, _, _ = cute.arch.thread_idx()
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        query, half_qk, pv = self.query(), self.half_qk(), self.pv()
+        factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        turns = None
+        if cutlass.const_expr(c.warpgroups > 1):
+            turns = Turns(OrderedBarrier(TURN_BARRIER), wg, c.warpgroups)
+            turns.start()
+        rings = KeyRings(shared.k, shared.v)
+        q_take, state = ring.q.consumer(), rings.consumer()
+        ring.q.wait_full(q_take)
+        mode = ring.mode(q_take.slot)
+        while mode != END:
+            work = ring.work(q_take.slot)
+            seq_q, seqlen_k = ring.lengths(q_take.slot)
+            tile = shared.info.n_blocks(work.m, seq_q.length, seqlen_k)
+            m_block = shared.m_block(work, wg)  # of this warpgroup's rows
+            blocks = self.own_info.n_blocks(m_block, seq_q.length, seqlen_k)
+            q_slot = q_take.slot * c.warpgroups + wg
+            own = OwnRows(work, m_block, self.thread_rows(m_block), seq_q, seqlen_k, blocks)
+            score_ops = self.score_ops(own)
+            softmax = GuardedSoftmax.of(score_ops.scale_log2(), self.slack, c.speculates)
+            tSrQ = query.of_slot(q_slot)
+            halves = None if half_qk is None else half_qk.of(tSrQ)
+            loop = BlockLoop(
+                Products(query.qk.of(tSrQ), pv, halves),
+                *(rings, score_ops, softmax, factors, turns, c.speculates),
+            )
+            forwards = ring.forwards(q_take.slot) if c.alternates else None
+            around = tile.around(blocks, forwards)  # what only other warpgroups' rows see
+            valid = Boolean(True)
+            if blocks.end > blocks.first and m_block * ROWS < seq_q.length * c.pack:
+                state = loop.pass_over(around[0], state, True)
+                state = self.attend(loop, own, q_take, state, mode, forwards)
+                state = loop.pass_over(around[1], state, True)
+                valid = softmax.finish(self.sinks(own), factors, lse)
+                if cutlass.const_expr(self.dtype is cutlass.Float16):
+                    # an infinite probability makes every column of O infinite or NaN
+                    valid = valid & (pv.acc[0] * 0.0 == 0.0) & (pv.acc[2] * 0.0 == 0.0)
+                valid = valid | (mode == SAFE)
+                loop.scale_output()
+            else:
+                state = self.pass_tile(loop, tile.end - tile.first, q_take, state)
+                pv.acc.fill(0.0)
+                self.without_keys(self.sinks(own), lse)
+            self.store(pv.acc, lse, own, wg if c.own_o else q_slot, q_take, valid)
+            q_take.advance()
+            ring.q.wait_full(q_take)
+            mode = ring.mode(q_take.slot)
+        self.out.wait()
+
+    # ---- products
+
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        return self.shared.sQ.element_type
+
+    @property
+    def own_info(self):
+        """The BlockInfo of a warpgroup's own rows."""
+        return self.shared.info._replace(tile_m=ROWS)
+
+    def query(self) -> Query:
+        return Query.of(self.shared.sQ, self.shared.sK, self.config.q_in_registers)
+
+    def half_qk(self) -> WgmmaProduct | None:
+        """QK of the first half of a block's keys, where a row may end in it."""
+        c, sK = self.config, self.shared.sK
+        if not c.takes_halves:
+            return None
+        halves = cute.local_tile(sK, (c.tile_n // 2, c.head_dim, c.num_stages), (0, 0, 0))
+        return Query.of(self.shared.sQ, halves, c.q_in_registers).qk
+
+    def pv(self) -> WgmmaProduct:
+        """P V into O, P in registers."""
+        c, sV = self.config, self.shared.sV
+        transposed = contiguous_rows_layout(self.dtype, c.head_dim_v, c.tile_n, c.num_stages)
+        sVt = cute.make_tensor(sV.iterator, transposed.outer)  # (DV, bN, SLOT)
+        mma = Wgmma(c.head_dim_v, self.dtype, b_major=OperandMajorMode.MN)
+        tOrV = mma.b_slots(sVt)  # (MMA, MMA_N, MMA_K, SLOT)
+        acc_o = mma.accumulator()
+        return WgmmaProduct(mma, mma.a_registers(c.tile_n), tOrV, acc_o)
+
+    # ---- a tile
+
+    @cute.jit
+    def attend(
+        self,
+        loop: cutlass.Constexpr[BlockLoop],
+        own: OwnRows,
+        q_take: PipelineState,
+        state: State,
+        mode: Int32,
+        forwards: Int32 | None,
+    ) -> State:
+        """Compute O, unscaled, over the blocks that these rows see."""
+        c, half = self.config, None
+        if cutlass.const_expr(c.takes_halves):
+            seqlens = own.seq_q.length, own.seqlen_k
+            half = self.own_info.ends_in_first_half(own.m_block, *seqlens)
+        state = loop.run(own.blocks, half, state, mode == SAFE, forwards)
+        if cutlass.const_expr(c.releases_early):
+            self.shared.work.release(q_take, Boolean(True))
+        return loop.last(state)
+
+    @cute.jit
+    def pass_tile(
+        self,
+        loop: cutlass.Constexpr[BlockLoop],
+        count: Int32,
+        q_take: PipelineState,
+        state: State,
+    ) -> State:
+        """Release the `count` blocks of a tile of which these rows see none."""
+        state = loop.pass_over(cutlass.max(count - 1, 0), state, True)
+        state = loop.pass_over(cutlass.min(count, 1), state, False)
+        if cutlass.const_expr(self.config.releases_early):
+            self.shared.work.release(q_take, Boolean(True))
+        return state
+
+    @cute.jit
+    def store(
+        self,
+        acc_o: cute.Tensor,
+        lse: cute.Tensor,
+        own: OwnRows,
+        o_slot: Int32,
+        q_take: PipelineState,
+        valid: Boolean,
+    ) -> None:
+        """Store O, through `o_slot`, and LSE, and release Q's slot when nothing reads it."""
+        c, ring = self.config, self.shared.work
+        if cutlass.const_expr(c.own_o and not c.releases_early):
+            ring.release(q_take, valid)
+        self.out.store(acc_o, own, o_slot)
+        if cutlass.const_expr(c.lse):
+            self.out.store_lse(lse, own)
+        if cutlass.const_expr(not c.own_o):
+            self.out.wait()
+            ring.release(q_take, valid)
+
+    # ---- rows
+
+    @property
+    def slack(self) -> float:
+        """The slack in powers of two; smaller for fp16, whose range ends at 2^16, which
+        `Softmax.add` should not reach either."""
+        return min(self.config.slack, 4.0) if self.dtype is cutlass.Float16 else self.config.slack
+
+    def thread_rows(self, m_block: Int32) -> tuple[Int32, Int32]:
+        """The two packed rows of a sequence's head that this thread holds."""
+        thread, _, _ = cute.arch.thread_idx()
+        row = m_block * ROWS + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+        return row, row + 8
+
+    def score_ops(self, own: OwnRows) -> ScoreOps:
+        c, passed = self.config, self.shared.passed
+        thread, _, _ = cute.arch.thread_idx()
+        queries = tuple(row // c.pack for row in own.rows)
+        heads = tuple(own.work.head * c.pack + row % c.pack for row in own.rows)
+        band = self.shared.info.band
+        mask = Mask(band, c.tile_n, own.seq_q.length, own.seqlen_k, queries, thread % 4)
+        functions = c.score_mod, c.mask_mod
+        return ScoreOps(mask, passed.scale, passed.softcap, *functions, own.work.batch, heads)
+
+    def sinks(self, own: OwnRows) -> tuple[Float32, ...]:
+        pack, sink = self.config.pack, self.shared.passed.sink
+        if sink is None:
+            return ()
+        return tuple(sink[own.work.head * pack + row % pack] for row in own.rows)
+
+    @cute.jit
+    def without_keys(self, sinks, lse: cute.Tensor) -> None:
+        for r in cutlass.range_constexpr(2):
+            lse[r] = sinks[r] if len(sinks) > 0 else -Float32.inf
