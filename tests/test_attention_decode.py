@@ -4,6 +4,7 @@ with poison behind the lengths; the split of keys over CTAs; arguments that do n
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ import cutex
 from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.splits import Place, Splits, weight
+from cutex.ops.attention.kvcache import PLANS
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.decode import DecodeProblem
 from cutex.sim import simulate
@@ -112,6 +114,23 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
             given[name] = given[name][:1]
         alone = cutex.flash_attn_with_kvcache(**given, num_splits=3)
     assert torch.equal(whole[:1], alone)
+
+
+def test_a_call_like_one_before_launches_with_its_own_tensors():
+    case = AttentionCase(**{**SMALL, "used_k": None, "batch": 1, "heads_q": 2, "heads_kv": 1})
+    with cutex.ops.simulated("sm_90a"):
+        for seed in range(3):
+            alike = replace(case, seed=seed)
+            inputs = alike.inputs()
+            out = cutex.flash_attn_with_kvcache(*inputs[:3])
+            assert bool(PLANS) and alike.check(inputs, out, None, poisoned=False).ok
+        shifted = torch.empty(inputs.q.numel() + 1, dtype=inputs.q.dtype)[1:].view(inputs.q.shape)
+        assert torch.equal(
+            cutex.flash_attn_with_kvcache(shifted.copy_(inputs.q), *inputs[1:3]), out
+        )
+        with pytest.raises(ValueError, match="k_cache cannot be read in place: it starts at"):
+            k = torch.empty(inputs.k.numel() + 1, dtype=inputs.k.dtype)[1:].view(inputs.k.shape)
+            cutex.flash_attn_with_kvcache(inputs.q, k, inputs.v)
 
 
 # ---- the split

@@ -25,8 +25,9 @@ from cutex.ops.attention.call import DTYPES, Window, kernel_dims
 from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, refuse, stepped
 from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, why_copied
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
-from cutex.ops.plain import empty_of, nobody_watches, untraced
+from cutex.ops.plain import empty_of, is_watched_unseen, untraced
 from cutex.ops.plans import PlanCache
+from cutex.ops.workspace import buffers_of
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -87,9 +88,8 @@ def flash_attn_with_kvcache(
     Returns out, like q with v's head dim, or (out, lse). Rows that see no key are 0, their lse is
     -inf or the sink's. There are no gradients. Arguments of FlashAttention's function that are not
     named here are refused where they would change the result. Raises TypeError or ValueError, with
-    one sentence, for arguments that do not fit, and where there is no Hopper or
-    Blackwell GPU. What the int32
-    tensors hold is checked on the CPU only.
+    one sentence, for arguments that do not fit, and where there is no Hopper or Blackwell GPU. What
+    the int32 tensors hold is checked on the CPU only.
     """
     if others:
         refuse("flash_attn_with_kvcache", others)
@@ -106,20 +106,26 @@ def flash_attn_with_kvcache(
     elif q_descale is not None:
         raise ValueError("q_descale is given, but k_cache is not float8_e4m3fn")
     with_lse = return_lse or return_softmax_lse
-    key, known = None, None
-    given = (q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx,
-             learnable_sink, k_descale, v_descale, k, v)  # fmt: skip
-    tensors = tuple([x for x in given if x is not None])
+    tensors = (q, k_cache, v_cache, *[
+        x for x in (cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, learnable_sink,
+                    k_descale, v_descale, k, v) if x is not None
+    ])  # fmt: skip
+    key: tuple[Any, ...] | None = None
     try:
         key = (
             softmax_scale, causal, window_size, softcap, num_splits, max_seqlen_q, with_lse,
-            *[x is None for x in given],
+            cu_seqlens_q is None, cache_seqlens is None, page_table is None,
+            cache_batch_idx is None, learnable_sink is None, k_descale is None, k is None,
         )  # fmt: skip
-        known = _find(key, tensors)
+        known = PLANS.latest.get(key)
+        # NOTE: a base that is not aligned is refused by the launch itself
+        if known is not None and known.takes(*tensors) and not is_watched_unseen():
+            return known.launch(*tensors)
+        known = PLANS.find(key, *tensors)
+        if known is not None:
+            return known.launch(*tensors)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        key = None  # not a tensor: the checks raise for it
-    if known is not None:
-        return known(*tensors)
+        key = None  # not a tensor, or a base that is not aligned: the checks raise for it
     call = KVCacheCall(
         q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
         max_seqlen_q, softmax_scale, causal, window_size, softcap, learnable_sink, num_splits,
@@ -132,21 +138,6 @@ def _all(length: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """`length` for each sequence."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     return torch.full((batch,), length, dtype=torch.int32, device=q.device)
-
-
-@untraced
-def _find(key: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Callable[..., Any] | None:
-    """The launch of a plan for these options that takes the tensors as they are."""
-    known = PLANS.latest.get(key)
-    if known is not None and known.takes(*tensors) and nobody_watches():
-        return known.launch
-    if not nobody_watches():
-        return None
-    for known in PLANS.known.get((*key, tensors[0].numel()), ()):
-        if known.takes(*tensors):
-            PLANS.latest[key] = known
-            return known.launch
-    return None
 
 
 @untraced
@@ -167,7 +158,9 @@ def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...] | None = None
         plan = Plan(call, with_lse)
         result = plan(*call.tensors.values())
     if key is not None and plan.as_given:
-        PLANS.remember((*key, call.q.numel()), list(call.tensors.values()), plan.run)
+        assert plan.run is not None, "it was launched"
+        given = list(call.tensors.values())
+        PLANS.remember(PLANS.key_of(key, *given), given, plan.run)
     return result
 
 
@@ -198,7 +191,8 @@ class Plan:
                 self.prepare[name] = how
         self.names = tuple(tensors)
         # NOTE: of lengths on the CPU the values are checked at each call
-        self.as_given = not self.prepare and not call.q.is_cpu
+        integers = any(x.dtype == torch.int32 for x in tensors.values())
+        self.as_given = not self.prepare and not (integers and call.q.is_cpu)
         left, right = call.window
         numbers: list[float | int] = [call.scale]
         if c.softcap:
@@ -214,34 +208,44 @@ class Plan:
         units = call.batch * heads_kv * -(-call.longest_q * heads // heads_kv // c.tile_m)
         slots = Splits.slots(c.ctas, units, int(call.num_splits))
         self.needs = Workspace(slots * c.tile_m * (c.head_dim_v + 1), units)
-        self.launch: Callable[..., None] | None = None
-        self.empty = empty_of(self.device, SEVERAL_GPUS)
+        # of tensors that the kernel takes as they are; made at the first launch
+        self.run: Callable[..., Any] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Launch on tensors like the call's."""
-        return self.run(
-            *(
-                self.prepare[name](x) if name in self.prepare else x
-                for name, x in zip(self.names, tensors, strict=True)
-            )
-        )
+        given = [
+            self.prepare[name](x) if name in self.prepare else x
+            for name, x in zip(self.names, tensors, strict=True)
+        ]
+        if self.run is None:
+            self.run = self._run(given)
+        return self.run(*given)
 
-    @untraced
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Tensor) -> Any:
-        """Launch on tensors that the kernel takes as they are."""
-        out = self.empty(self.shape, self.strides, self.dtype)
-        if not self.config.lse:
-            self.launched(q, k_cache, v_cache, out, *rest, *self.numbers)
-            return out
-        lse = self.empty(self.lse_shape, self.lse_strides, torch.float32)
-        self.launched(q, k_cache, v_cache, out, lse, *rest, *self.numbers)
-        return out, lse
+    def _run(self, given: list[Tensor]) -> Callable[..., Any]:
+        """A function that launches on tensors like `given` and returns the result, without
+        repeating the plan's decisions."""
+        buffers = buffers_of(self.needs, self.device)
+        empty = empty_of(self.device, SEVERAL_GPUS)
+        shape, strides, dtype, numbers = self.shape, self.strides, self.dtype, self.numbers
+        lse_shape, lse_strides, of_lse = self.lse_shape, self.lse_strides, torch.float32
+        with_lse = self.config.lse
+        outputs = [empty(shape, strides, dtype)]
+        if with_lse:
+            outputs.append(empty(lse_shape, lse_strides, of_lse))
+        first = [*given[:3], *outputs, *given[3:], *numbers, *buffers()]
+        launch = on_device(self.device, launcher(self.compiled, first))
 
-    def launched(self, *arguments: Any) -> None:
-        if self.launch is None:
-            made = launcher(self.compiled, list(arguments), self.needs)
-            self.launch = on_device(self.device, made)
-        self.launch(*arguments)
+        @untraced
+        def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Tensor) -> Any:
+            out = empty(shape, strides, dtype)
+            if not with_lse:
+                launch(q, k_cache, v_cache, out, *rest, *numbers, *buffers())
+                return out
+            lse = empty(lse_shape, lse_strides, of_lse)
+            launch(q, k_cache, v_cache, out, lse, *rest, *numbers, *buffers())
+            return out, lse
+
+        return run
 
 
 def preparation(name: str, x: Tensor) -> Callable[[Tensor], Tensor] | None:
