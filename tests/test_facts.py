@@ -36,6 +36,14 @@ def test_every_fact_has_an_anchor_of_its_own():
     assert [a for a, count in counts.items() if count > 1] == []
 
 
+def test_a_verdict_is_adopted_or_rejected():
+    for page in PAGES.values():
+        for row in facts(page):
+            _, fact, figure, known, *verdict = re.split(r"(?<!\\)\|", row.rstrip().rstrip("|"))
+            assert all(x.strip() for x in (fact, figure)), row[:80]
+            assert [v.strip() for v in verdict] in ([], [""], ["adopted"], ["rejected"]), row[-80:]
+
+
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "facts.md").read_text()
     assert {*re.findall(r"\(facts/(\w+)\.md\)", index)} == PAGES.keys()
