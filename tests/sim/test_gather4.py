@@ -49,7 +49,7 @@ def scatter(copy: Copy) -> str:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("columns", "swizzle", "offset"), [(16, 0, 16), (64, 128, 2048)])
+@pytest.mark.parametrize(("columns", "swizzle", "offset"), [(16, 0, 128), (64, 128, 2048)])
 def test_four_rows_come_to_lie_one_behind_the_other(rows, columns, swizzle, offset) -> None:
     tensor = Tensor("f16", (96, 9), pad=16)
     copy = FourRows(tensor, (columns, 1), (48, *rows), swizzle=swizzle, offset=offset)

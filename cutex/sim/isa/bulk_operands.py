@@ -50,8 +50,8 @@ def shared_place(
     if offset % align:
         raise BadOperand.at(
             d.ins,
-            f"{d.m.grid.name_warp(warp)} copies to shared 0x{offset:x}, which is "
-            f"not {align}-byte aligned",
+            f"{d.m.grid.name_warp(warp)} copies to or from shared 0x{offset:x}, which is "
+            f"not {align}-byte aligned: the hardware traps",
         )
     return cta, offset
 

@@ -35,6 +35,8 @@ from cutex.sim.machine.operation import Engine, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute
 from cutex.sim.ptx.operands import Vector
 
+BOX_ALIGN = 128  # bytes, of a box in shared memory, swizzled or not; an H100 traps on less
+
 
 class MapOperand:
     """The tensor map operand of an instruction."""
@@ -85,14 +87,8 @@ def tensor_load(d: Decoder) -> Execute:
             tmap = map_of.read(int(b.idx[row]), int(maps[row, lane]))
             places = places_of(tmap, tuple(int(c[row, lane]) for c in cs))
             found = [boxes.loaded(tmap, at) for at in places]
-            size, align = tmap.bytes * len(found), 128 if tmap.swizzle else 16
-            cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), size, 16)
-            if offset % align and tmap.swizzle:
-                m.findings.add(
-                    "bad operand",
-                    f"a swizzled box starts at shared 0x{offset:x}, which is not 128-byte aligned",
-                    ins,
-                )
+            size = tmap.bytes * len(found)
+            cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), size, BOX_ALIGN)
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
             for at in places:
@@ -312,7 +308,7 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             for where in places:
                 _check_stored_rows(d, tmap, where)
                 m.events.box_issued(warp, tmap, where, True, ins)
-            cta, offset = shared_place(d, b, row, lanes[0], source, size, 16)
+            cta, offset = shared_place(d, b, row, lanes[0], source, size, BOX_ALIGN)
             groups = [m.bulk_groups.joined((warp, lane)) for lane in lanes]
             op = Operation(
                 f"the TMA store of {_named(found)}", warp, ins, None,
