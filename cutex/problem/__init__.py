@@ -31,6 +31,7 @@ OPS = {
     "gemm_fp8": Operator("cutex.problem.scaled:Fp8Problem", "cutex.kernels.gemm.scaled.fp8"),
     "gemm_scaled": Operator("cutex.problem.scaled:BlockScaledProblem", "cutex.kernels.gemm.scaled"),
     "reduce": Operator("cutex.problem.reduce:ReduceProblem", "cutex.kernels.reduce"),
+    "softmax": Operator("cutex.problem.softmax:SoftmaxProblem", "cutex.kernels.softmax"),
 }
 DEFAULT_OP = next(iter(OPS))
 

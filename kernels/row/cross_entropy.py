@@ -17,6 +17,7 @@ from cutex.kernels.row.kernel import (
     ThisRow,
     launch_of,
     matrix,
+    parts_of,
     reductions,
     row_vector,
 )
@@ -42,11 +43,6 @@ class CrossEntropyConfig:
 
 
 SCALARS = Scalar("smoothing"), Scalar("z_loss"), Scalar("ignored", "int32")
-
-
-def parts_of(tile: RowTile, gX: cute.Tensor) -> Int32:
-    """The parts of a row gX (N) that a tile holds one of."""
-    return cute.ceil_div(cute.size(gX) + tile.slack, tile.columns + tile.slack)
 
 
 def one(name: str) -> Operand:

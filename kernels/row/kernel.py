@@ -24,7 +24,7 @@ ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 class RowKernel:
     """A kernel for rows: its name, its config with a tile, the archs and dtypes that it takes."""
 
-    archs = ARCHS
+    archs: tuple[str, ...] = ARCHS
     dtypes = ("bf16", "fp16", "fp32")
     title: ClassVar[str]  # in its name
 
@@ -94,6 +94,11 @@ def launch_of(tile: RowTile, mX: cute.Tensor, stream: Any) -> dict[str, Any]:
         "cluster": (tile.ctas, 1, 1) if tile.ctas > 1 else None,
         "stream": stream,
     }
+
+
+def parts_of(tile: RowTile, gX: cute.Tensor) -> Int32:
+    """The parts of a row gX (N) that a tile holds one of."""
+    return cute.ceil_div(cute.size(gX) + tile.slack, tile.columns + tile.slack)
 
 
 def reductions(tile: RowTile, *counts: int, repeated: bool = False) -> list[RowReduction]:

@@ -1,0 +1,76 @@
+"""The configs of the softmax ladder. Loads no DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutex.device.row.tile import RowTile
+from cutex.dtypes import DTYPES
+from cutex.kernels.row import choose
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.problem.softmax import SoftmaxProblem
+
+VECTOR = 16  # bytes
+
+
+@dataclass(frozen=True)
+class PassesConfig:
+    """A CTA that goes over its row more than once."""
+
+    threads: int = 256
+    vectors: int = 0  # loads of `width` elements of a thread at one time; 0: it loads one element
+    width: int = 1
+    aligned: bool = True  # every row begins at a multiple of a vector
+
+    def why_not(self, problem: SoftmaxProblem | None, arch: Arch) -> str | None:
+        return self.tile.why_not()
+
+    @property
+    def tile(self) -> RowTile:
+        return RowTile(1, self.threads, 1, max(1, self.vectors), self.width, self.aligned)
+
+    def fitted(self, problem: SoftmaxProblem, arch: Arch) -> PassesConfig:
+        if not self.vectors:
+            return self
+        width, aligned = loads(problem)
+        return PassesConfig(self.threads, self.vectors, width, aligned)
+
+
+@dataclass(frozen=True)
+class WholeConfig:
+    """A tile that holds its rows in registers: the fields of a RowTile."""
+
+    rows: int = 1
+    threads: int = 128
+    ctas: int = 1
+    vectors: int = 1
+    width: int = 8
+    aligned: bool = True
+    clusters: bool = True  # whether a row may be shared by several CTAs
+
+    def why_not(self, problem: SoftmaxProblem | None, arch: Arch) -> str | None:
+        if reason := self.tile.why_not(arch.capability >= (9, 0)):
+            return reason
+        if problem is not None and problem.columns > self.tile.columns:
+            return f"columns={problem.columns}: the registers of the CTAs hold {self.tile.columns}"
+        return None
+
+    @property
+    def tile(self) -> RowTile:
+        return RowTile(self.rows, self.threads, self.ctas, self.vectors, self.width, self.aligned)
+
+    def fitted(self, problem: SoftmaxProblem, arch: Arch) -> WholeConfig:
+        bits, (width, aligned) = DTYPES[problem.dtype].bits, loads(problem)
+        # sm_80 stands for one CTA a row
+        name = arch.name if self.clusters else "sm_80"
+        t = choose.tile(problem.columns, bits, name, width, not aligned)
+        return WholeConfig(t.rows, t.threads, t.ctas, t.vectors, width, aligned, self.clusters)
+
+
+def loads(problem: SoftmaxProblem) -> tuple[int, bool]:
+    """The elements of a vector, and whether every row begins at a multiple of one."""
+    width = DTYPES[problem.dtype].elements(VECTOR)
+    return width, problem.columns % width == 0

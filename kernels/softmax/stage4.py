@@ -1,0 +1,15 @@
+"""Stage 4: up to eight CTAs share a row, and merge what they know in distributed smem.
+
+A CTA of 1024 threads with many registers each leaves an SM to one row at a time, whose loads,
+reduction and stores follow one another. A row shared by small CTAs on several SMs leaves each SM
+room for several rows in different phases. `kernels/row/choose.py` picks the tile.
+"""
+
+from __future__ import annotations
+
+from cutex.kernels.softmax import WITH_CLUSTERS
+from cutex.kernels.softmax.stage3 import Stage3
+
+
+class Stage4(Stage3):
+    archs = WITH_CLUSTERS
