@@ -111,7 +111,7 @@ BLOCK = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128
         ((A[None], B, SA, SB), {}, "a must be a matrix, got 3 dimensions"),
         ((A, B, SA, SB), {"scale_recipe_a": None}, "scale_recipe_a=None is not one of"),
         ((A, B, SA, SB), {"scale_recipe_a": "RowWise"}, "scale_recipe_a RowWise with"),
-        ((A, B, SA, SB), {"scale_recipe_a": "BlockWise1x32"}, "BlockWise1x32: factors that"),
+        ((A, B, SA, SB), {"scale_recipe_a": "BlockWise1x32"}, "scale_recipe_a BlockWise1x32 with"),
         ((A, B, SA, SB), {"activation": "tanh"}, "activation 'tanh' is not one of relu"),
         ((A, B, SA, SB), {"output_dtype": torch.int8}, "output_dtype torch.int8 is not bfloat16"),
         ((A, B, SA, SB), {"bias": torch.ones(3)}, "bias has shape"),

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from cutex.arch import arch as arch_named
+from cutex.ops.block_scaled import FORMATS, VECTORS, block_scaled
+from cutex.ops.block_scaled import Operand as BlockOperand
 from cutex.ops.device import arch_of, current, launcher
 from cutex.ops.matmul.arrange import arrange
 from cutex.ops.matmul.checks import ACTIVATIONS, OUT_DTYPES, Call, check
@@ -22,8 +24,7 @@ BLOCK = 128
 # the names of torch.nn.functional.ScalingType; those that are products of whole rows or tensors
 WHOLE = ("TensorWise", "RowWise")
 FP32_BLOCKS = ("BlockWise1x128", "BlockWise128x128")
-TENSOR_CORE_BLOCKS = ("BlockWise1x32", "BlockWise1x16")
-KINDS = (*WHOLE, *FP32_BLOCKS, *TENSOR_CORE_BLOCKS)
+KINDS = (*WHOLE, *FP32_BLOCKS, *VECTORS)
 RECIPES = {
     ("BlockWise1x128", "BlockWise128x128"): "fp8_block",
     ("BlockWise1x128", "BlockWise1x128"): "fp8_1x128",
@@ -36,11 +37,13 @@ UNIT = 16  # elements of e4m3 in what TMA steps by
 def scaled_mm(
     a: Tensor | QuantizedTensor,
     b: Tensor | QuantizedTensor,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
     *,
     scale_recipe_a: Any = None,
     scale_recipe_b: Any = None,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
     bias: Tensor | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
     activation: str | None = None,
@@ -56,6 +59,12 @@ def scaled_mm(
         of a multiple of 16 bytes, as torch and DeepGEMM have them, else copied at each call;
         "BlockWise128x128" of b alone, (K / 128, N / 128), or with K / 128 padded to a multiple of
         4. K is a multiple of 128 with these; N may be any.
+        "BlockWise1x32" (E8M0) and "BlockWise1x16" (e4m3) of both, which Blackwell's tensor cores
+        read: swizzled, (M / 128, K / (4 block), 32, 4, 4), rounded up; a and b float8 or
+        float4_e2m1fn_x2 (b transposed, K contiguous), matrices or batches. With 1x16 a tensor's
+        own factor may follow: [blocks, one float32] with [BlockWise1x16, TensorWise].
+    swizzle_a, swizzle_b: members of torch.nn.functional.SwizzleType, or their names, of factors of
+        1x32 and 1x16: SWIZZLE_32_4_4 in any shape, NO_SWIZZLE (M, K / block), swizzled here.
     bias, activation, residual: as of `cutex.matmul`. output_dtype: bfloat16, float16 or float32.
 
     Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
@@ -63,6 +72,13 @@ def scaled_mm(
     TypeError or ValueError, with one sentence that says what was due, for arguments that do not
     fit, and where there is no such GPU.
     """
+    if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
+        recipes = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
+        given = _block_operands((a, b), (scale_a, scale_b), *recipes)
+        return block_scaled(*given, bias, residual, activation, output_dtype)
+    for name, swizzle in (("a", swizzle_a), ("b", swizzle_b)):
+        if _name_of(swizzle) not in (None, "NO_SWIZZLE"):
+            raise ValueError(f"swizzle_{name}={swizzle!r}: these factors are not swizzled")
     if isinstance(a, QuantizedTensor):
         a, scale_a, scale_recipe_a = _unpacked("a", a, scale_a)
     if isinstance(b, QuantizedTensor):
@@ -112,6 +128,53 @@ def product(
 # ---- checks
 
 
+def _name_of(member: Any) -> Any:
+    """The name of a member of one of torch's enumerations, the first of a list; None of None."""
+    if isinstance(member, list | tuple):
+        member = member[0] if member else None
+    return member if isinstance(member, str) else getattr(member, "name", member)
+
+
+def _by_tensor_cores(x: Any, recipe: Any) -> bool:
+    """Whether an operand's factors are of those that tensor cores read."""
+    if isinstance(x, QuantizedTensor):
+        return x.format in FORMATS
+    return _name_of(recipe) in VECTORS
+
+
+def _block_operands(
+    both: tuple[Any, Any],
+    scales: tuple[Any, Any],
+    recipes: tuple[Any, Any],
+    swizzles: tuple[Any, Any],
+) -> tuple[BlockOperand, BlockOperand, int]:
+    """a and b, both with K along the last mode, and the elements that share a factor."""
+    found, kinds = [], []
+    for name, x, scale, recipe, swizzle in zip("ab", both, scales, recipes, swizzles, strict=True):
+        if isinstance(x, QuantizedTensor):
+            if scale is not None or recipe is not None:
+                raise ValueError(f"scale_{name} is given, but {name} is quantized and has its own")
+            swizzle = "SWIZZLE_32_4_4" if x.swizzled else "NO_SWIZZLE"
+            kinds.append(FORMATS.get(x.format, x.format))
+            found.append(BlockOperand(name, x.data, x.scale, x.tensor_scale, swizzle))
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        several = isinstance(scale, list | tuple)
+        blocks, *own = scale if several else [scale]
+        if len(own) > 1 or (several and not isinstance(recipe, list | tuple)):
+            raise ValueError(f"scale_{name}: takes [blocks, one number] with a list of recipes")
+        kinds.append(_name_of(recipe))
+        x = x.mT if name == "b" else x
+        found.append(BlockOperand(name, x, blocks, own[0] if own else None, _name_of(swizzle)))
+    if kinds[0] != kinds[1] or kinds[0] not in VECTORS:
+        raise ValueError(
+            f"scale_recipe_a {kinds[0]} with scale_recipe_b {kinds[1]}: tensor cores take "
+            f"{' or '.join(VECTORS)} of both"
+        )
+    return found[0], found[1], VECTORS[kinds[0]]
+
+
 def _unpacked(name: str, q: QuantizedTensor, scale: Any) -> tuple[Tensor, Tensor, str]:
     if scale is not None:
         raise ValueError(f"scale_{name} is given, but {name} is quantized and has its own")
@@ -128,11 +191,6 @@ def _kind(name: str, recipe: Any) -> str:
     found = recipe if isinstance(recipe, str) else getattr(recipe, "name", None)
     if found not in KINDS:
         raise ValueError(f"{name}={recipe!r} is not one of {', '.join(KINDS)}")
-    if found in TENSOR_CORE_BLOCKS:
-        raise ValueError(
-            f"{name}={found}: factors that tensor cores read; this function has Hopper's "
-            f"kernels, for {', '.join((*WHOLE, *FP32_BLOCKS))}"
-        )
     return str(found)
 
 

@@ -337,7 +337,7 @@ class BlockScaledProblem(ScaledProblem):
         def launch(a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> object:
             scale_a, scale_b, *own, out = rest
             given = {"a": elements(a), "b": elements(b).mT, "out": out}
-            given |= {"scale_a": words(scale_a), "scale_b": words(scale_b)}
+            given |= {"factors_a": words(scale_a), "factors_b": words(scale_b)}
             given |= dict(zip(("tensor_scale_a", "tensor_scale_b"), own, strict=False))
             return kernel(*(given[name] for name in arguments))
 

@@ -18,9 +18,17 @@ if TYPE_CHECKING:
 def ranked(problem: BlockScaledProblem, arch: Arch) -> list[ScaledTiles]:
     """The candidate configs of `problem`, fastest predicted first."""
     a, b = problem.recipe
-    found = cost_model.candidates(arch.name, a.element, b.element, a.block[1])
-    fits = [c for c in found if c.why_not_problem(problem, arch) is None]
-    return sorted(fits, key=lambda c: cost_model.predict(c, problem.mnk, arch))
+    found = ranked_for(problem.mnk, (a.element, b.element, a.block[1]), arch)
+    return [c for c in found if c.why_not_problem(problem, arch) is None]
+
+
+def ranked_for(
+    mnk: tuple[int, int, int], operands: tuple[str, str, int], arch: Arch, batch: int = 1
+) -> list[ScaledTiles]:
+    """The candidate configs of `batch` products (M, N, K) of `operands`: dtypes of A and of B, and
+    the elements that share a factor; fastest predicted first."""
+    found = cost_model.candidates(arch.name, *operands)
+    return sorted(found, key=lambda c: cost_model.predict(c, mnk, arch, batch))
 
 
 def shortlist(problem: BlockScaledProblem, arch: Arch, count: int) -> list[ScaledTiles]:

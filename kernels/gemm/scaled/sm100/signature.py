@@ -56,8 +56,8 @@ class ScaledConfig(GeneralConfig):
             packed(self.a).argument("a", "m", k_name(self.a), "la"),
             packed(self.b).argument("b", k_name(self.b), "n", "lb"),
             self.out.argument("out", "m", "half" if self.gated else "n", "l"),
-            Operand("scale_a", ("lsa", "chunks_m", "chunks_k", "words"), "int32"),
-            Operand("scale_b", ("lsb", "chunks_n", "chunks_k", "words"), "int32"),
+            Operand("factors_a", ("lsa", "chunks_m", "chunks_k", "words"), "int32"),
+            Operand("factors_b", ("lsb", "chunks_n", "chunks_k", "words"), "int32"),
             *op_arguments(self.ops),
         )
 
