@@ -35,7 +35,7 @@ FORMATS = {
 }
 
 
-class Operand(NamedTuple):
+class BlockScaledOperand(NamedTuple):
     """One operand as scaled_mm was given it: elements, factors of blocks, the tensor's own."""
 
     name: str
@@ -46,8 +46,8 @@ class Operand(NamedTuple):
 
 
 def block_scaled(
-    a: Operand,
-    b: Operand,
+    a: BlockScaledOperand,
+    b: BlockScaledOperand,
     vector: int,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -91,7 +91,7 @@ def block_scaled(
 # ---- checks
 
 
-def _element(operand: Operand) -> str:
+def _element(operand: BlockScaledOperand) -> str:
     found = of_torch(operand.x.dtype) if isinstance(operand.x, Tensor) else None
     if found is None or found.name not in ("e4m3", "e5m2", "e2m1"):
         got = getattr(operand.x, "dtype", type(operand.x).__name__)
@@ -102,7 +102,7 @@ def _element(operand: Operand) -> str:
     return found.name
 
 
-def _sizes(operand: Operand) -> tuple[int, ...]:
+def _sizes(operand: BlockScaledOperand) -> tuple[int, ...]:
     """The sizes (.., rows, K) in elements."""
     if operand.x.dim() not in (2, 3):
         raise ValueError(f"{operand.name} must be a matrix or a batch, got {operand.x.dim()} dims")
@@ -110,7 +110,7 @@ def _sizes(operand: Operand) -> tuple[int, ...]:
     return (*rest, k * (2 if operand.x.dtype is torch.float4_e2m1fn_x2 else 1))
 
 
-def _swizzled(operand: Operand, rows: int, columns: int, vector: int) -> Tensor:
+def _swizzled(operand: BlockScaledOperand, rows: int, columns: int, vector: int) -> Tensor:
     """The factors as bytes (.., RestRows, RestK, 32, 4, 4)."""
     name, scale = f"scale_{operand.name}", operand.factors
     if not isinstance(scale, Tensor):
@@ -140,7 +140,7 @@ def _swizzled(operand: Operand, rows: int, columns: int, vector: int) -> Tensor:
     return scale.view(torch.uint8).view(due)
 
 
-def _own(operand: Operand, vector: int) -> Tensor | None:
+def _own(operand: BlockScaledOperand, vector: int) -> Tensor | None:
     """The tensor's own factor, of one element."""
     own, name = operand.own, f"tensor scale of {operand.name}"
     if own is None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cutex.arch import arch as arch_named
-from cutex.ops.block_scaled import FORMATS, VECTORS, block_scaled
-from cutex.ops.block_scaled import Operand as BlockOperand
+from cutex.ops.block_scaled import FORMATS, VECTORS, BlockScaledOperand, block_scaled
 from cutex.ops.device import arch_of, current, launcher
 from cutex.ops.matmul.arrange import arrange
 from cutex.ops.matmul.checks import ACTIVATIONS, OUT_DTYPES, Call, check
@@ -147,7 +146,7 @@ def _block_operands(
     scales: tuple[Any, Any],
     recipes: tuple[Any, Any],
     swizzles: tuple[Any, Any],
-) -> tuple[BlockOperand, BlockOperand, int]:
+) -> tuple[BlockScaledOperand, BlockScaledOperand, int]:
     """a and b, both with K along the last mode, and the elements that share a factor."""
     found, kinds = [], []
     for name, x, scale, recipe, swizzle in zip("ab", both, scales, recipes, swizzles, strict=True):
@@ -156,7 +155,7 @@ def _block_operands(
                 raise ValueError(f"scale_{name} is given, but {name} is quantized and has its own")
             swizzle = "SWIZZLE_32_4_4" if x.swizzled else "NO_SWIZZLE"
             kinds.append(FORMATS.get(x.format, x.format))
-            found.append(BlockOperand(name, x.data, x.scale, x.tensor_scale, swizzle))
+            found.append(BlockScaledOperand(name, x.data, x.scale, x.tensor_scale, swizzle))
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -166,7 +165,9 @@ def _block_operands(
             raise ValueError(f"scale_{name}: takes [blocks, one number] with a list of recipes")
         kinds.append(_name_of(recipe))
         x = x.mT if name == "b" else x
-        found.append(BlockOperand(name, x, blocks, own[0] if own else None, _name_of(swizzle)))
+        found.append(
+            BlockScaledOperand(name, x, blocks, own[0] if own else None, _name_of(swizzle))
+        )
     if kinds[0] != kinds[1] or kinds[0] not in VECTORS:
         raise ValueError(
             f"scale_recipe_a {kinds[0]} with scale_recipe_b {kinds[1]}: tensor cores take "
