@@ -263,7 +263,7 @@ def test_nobody_is_told_to_install_what_is_not_ours():
     for file in [
         *(ROOT / "cutex").rglob("*.py"),
         ROOT / "README.md",
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
     ]:
         for line in file.read_text().splitlines():
             assert not re.search(r"pip install '?cutex", line), f"{file}: {line}"

@@ -44,7 +44,7 @@ def in_docstring(file):
 
 def documented():
     found = {}
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         found.update(dict.fromkeys(in_page(page.read_text(encoding="utf-8")), page.name))
     for file in (ROOT / "modal_app.py", *ROOT.glob("cutex/**/*.py"), *ROOT.glob("kernels/**/*.py")):
         found.update(dict.fromkeys(in_docstring(file), file.name))

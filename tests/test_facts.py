@@ -39,7 +39,7 @@ def test_every_fact_has_an_anchor_of_its_own():
 def test_a_verdict_is_adopted_or_rejected():
     for page in PAGES.values():
         for row in facts(page):
-            _, fact, figure, known, *verdict = re.split(r"(?<!\\)\|", row.rstrip().rstrip("|"))
+            _, fact, figure, _how, *verdict = re.split(r"(?<!\\)\|", row.rstrip().rstrip("|"))
             assert all(x.strip() for x in (fact, figure)), row[:80]
             assert [v.strip() for v in verdict] in ([], [""], ["adopted"], ["rejected"]), row[-80:]
 

@@ -43,7 +43,8 @@ def store_columns(tmem: cute.Pointer, column: Int32, values: cute.Tensor) -> Non
     target = cute.make_tensor(tmem + column, layout)
     atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(count)), Float32)
     store = tcgen05.make_tmem_copy(atom, target).get_slice(thread % LANES)
-    coords = store.partition_S(cute.make_identity_tensor((LANES, count)))
+    cX = cute.make_identity_tensor((LANES, count))
+    coords = store.partition_S(cX)  # (R2T, R2T_M, R2T_N)
     source = cute.make_tensor(values.iterator, cute.make_layout(coords.shape))
     cute.copy(store, source, store.partition_D(target))
 

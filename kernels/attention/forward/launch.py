@@ -99,7 +99,7 @@ def partition(
 
 @cute.jit
 def row_blocks(operand: cpasync.TmaInfo, sX: cute.Tensor, head: Int32, batch: Int32) -> TileLoads:
-    tXsX, tXgX = partition(operand, sX, head, batch)
+    tXsX, tXgX = partition(operand, sX, head, batch)  # (TMA, SLOT), (TMA, RestRows)
     return TileLoads(operand.atom, tXgX, tXsX)
 
 

@@ -123,7 +123,7 @@ def part_loads(
     thread, _, _ = cute.arch.thread_idx()
     warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     part = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
-    slots = cute.logical_divide(sX, (None, None, num_slots))
+    slots = cute.logical_divide(sX, (None, None, num_slots))  # (64, epiN, (SLOT, WG))
     sX = slots[None, None, (None, warpgroup)]  # (64, epiN, SLOT)
     gX = cute.flat_divide(operand.tma_tensor, part)  # (64, epiN, RestM, RestN)
     bGS_sX, bGS_gX = cpasync.tma_partition(

@@ -110,7 +110,8 @@ class Compute:
         c, sK = self.config, self.shared.sK
         if not c.takes_halves:
             return None
-        halves = cute.local_tile(sK, (c.tile_n // 2, c.head_dim, c.num_stages), (0, 0, 0))
+        half = c.tile_n // 2, c.head_dim, c.num_stages
+        halves = cute.local_tile(sK, half, (0, 0, 0))  # (bN / 2, D, SLOT)
         return Query.of(self.shared.sQ, halves, c.q_in_registers).qk
 
     def pv(self) -> WgmmaProduct:

@@ -269,7 +269,9 @@ class Stage7(Stage6):
         mma, sO_mine = part.pv.mma, sO[None, None, mine]  # (64, D)
         round_to_smem(part.acc_o, mma, sO_mine, O_BARRIER + mine)
         if cute.arch.warp_idx() % 4 == 0:
-            bSG_sO, bSG_gO = partition(out.o, sO, tile.head, tile.batch)
+            bSG_sO, bSG_gO = partition(
+                out.o, sO, tile.head, tile.batch
+            )  # (TMA, SLOT), (TMA, RestRows)
             block = tile.m * self.config.warpgroups + mine
             TileStores(out.o.atom, bSG_sO, bSG_gO).store(mine, block)
 

@@ -40,8 +40,9 @@ class OutStore:
         columns = c.head_dim_v // c.o_parts
         to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sO.element_type)
         r2s = cute.make_tiled_copy_C(to_smem, Wgmma(columns, sO.element_type).tiled())
-        tRS_sO = r2s.get_slice(thread % WARPGROUP).partition_D(sO[None, None, slot])
-        tRS_rO = cute.make_rmem_tensor(tRS_sO.shape, sO.element_type)  # (V, RestM, RestN)
+        thr_r2s = r2s.get_slice(thread % WARPGROUP)
+        tRS_sO = thr_r2s.partition_D(sO[None, None, slot])  # (R2S, R2S_M, R2S_N)
+        tRS_rO = cute.make_rmem_tensor(tRS_sO.shape, sO.element_type)  # as tRS_sO
         units = cute.size(acc_o) // 8 // c.o_parts  # of 8 registers, in a part
         narrow = cute.make_tensor(tRS_rO.iterator, cute.make_layout((8, units)))
         wide = cute.make_tensor(acc_o.iterator, cute.make_layout((8, units, c.o_parts)))
