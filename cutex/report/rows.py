@@ -40,7 +40,12 @@ def peer_hue(name: str) -> int:
 
 
 def _peer_titles() -> dict[str, str]:
-    return {name: p.title for op in OPS for name, p in problem_class(op).peers.items()}
+    """By name; a name that several operators use has the title of the first."""
+    found: dict[str, str] = {}
+    for op in OPS:
+        for name, peer in problem_class(op).peers.items():
+            found.setdefault(name, peer.title)
+    return found
 
 
 def kinds(rows: Rows) -> dict[history.Kind, list[Result]]:
