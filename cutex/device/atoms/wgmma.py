@@ -145,6 +145,11 @@ class WgmmaProduct(NamedTuple):
         one = (None, (None, block), None, None)  # (MMA, (1, MMA_M), MMA_K, SLOT)
         return self.of(cute.logical_divide(self.a, (None, 1, None, None))[one])
 
+    def of_columns(self, block: int) -> WgmmaProduct:
+        """The product with the `block`-th instruction's columns of B."""
+        one = (None, (None, block), None, None)  # (MMA, (1, MMA_N), MMA_K, SLOT)
+        return self._replace(b=cute.logical_divide(self.b, (None, 1, None, None))[one])
+
     def into(self, acc: cute.Tensor) -> WgmmaProduct:
         """The product into another accumulator."""
         return self._replace(acc=acc)
@@ -158,16 +163,6 @@ class WgmmaProduct(NamedTuple):
                 operands = self.k_block(tCrA, k_block, slot)
                 cute.gemm(tiled_mma, self.acc, *operands, self.acc)
         warpgroup.commit_group()
-
-    def issue_halves(self, slot: Int32 | int) -> None:
-        """Start acc = A @ B[slot]^T as two groups of wgmma, half of K each; A is in slots."""
-        warpgroup.fence()
-        for k_blocks, tiled_mma, tCrA in self.sources():
-            for k_block in k_blocks:
-                tiled_mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
-                cute.gemm(tiled_mma, self.acc, *self.k_block(tCrA, k_block, slot), self.acc)
-                if k_block in (len(k_blocks) // 2 - 1, len(k_blocks) - 1):
-                    warpgroup.commit_group()
 
     def k_block(
         self, tCrA: cute.Tensor, k_block: int, slot: Int32 | int

@@ -16,12 +16,12 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
-from cutex.device.pipeline import OrderedBarrier, PipelineState
+from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90.factors import TileFactors
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole
-from cutex.kernels.gemm.sm90.roles import ORDER_BARRIER, Walk
+from cutex.kernels.gemm.sm90.roles import Walk
 from cutex.kernels.gemm.sm90.split_k import SplitK
 
 
@@ -37,53 +37,34 @@ def promoted(
     """Add up `count` blocks of K from `first` on, each scaled by its factors, in mma.acc; return
     the state after. All slots are released.
 
-    The sums of a block are of 64 rows at a time, so that one set of registers serves all rows of a
-    warpgroup.
+    The sums of a block are of 64 rows and one chunk of columns at a time, so that one set of
+    registers serves all of a warpgroup's part of the tile.
     """
     c: Fp8Config = factors.tiles
-    order, mine = OrderedBarrier(ORDER_BARRIER), cute.arch.warp_idx() // 4
-    ordered = c.mma_warpgroups == 2 and c.order != ""
-    if cutlass.const_expr(ordered and c.order != "once"):  # noqa: SIM102
-        if mine == 1:
-            order.signal(0)
     total, waves = mma.acc, cute.size(mma.acc, mode=[1])
     total.fill(0.0)
-    size = cute.size(total) // waves
-    of_waves = cute.make_tensor(total.iterator, cute.make_layout((size, waves)))  # (V, MMA_M)
-    acc = mma.mma.accumulator(ROWS * c.mma_warpgroups, c.tile_n)  # (MMA, 1, MMA_N)
+    size = cute.size(total) // (waves * c.chunks)
+    layout = cute.make_layout((size, waves, c.chunks))
+    parts = cute.make_tensor(total.iterator, layout)  # (V, MMA_M, CHUNK)
+    acc = mma.mma.accumulator(ROWS * c.mma_warpgroups, c.tile_n // c.chunks)  # (MMA, 1, 1)
     part = cute.make_tensor(acc.iterator, cute.make_layout(size))  # (V)
     for k_tile in cutlass.range(first, first + count, unroll=1):
         ab.wait_full(take)
-        for wave in cutlass.range_constexpr(waves):
-            product = mma.of_rows(wave).into(acc)
-            if cutlass.const_expr(ordered and c.order != "once"):
-                order.wait(mine)
-            if cutlass.const_expr(ordered and c.order == "once" and wave == 0):  # noqa: SIM102
-                if mine == 1 and k_tile == first:
-                    order.wait(mine)
-            if cutlass.const_expr(c.order == "half" or c.order == "once"):
-                product.issue_halves(take.slot)
-            else:
-                product.issue(take.slot, accumulate=False)
-            if cutlass.const_expr(ordered and c.order == "issue"):
-                order.signal(1 - mine)
-            block = factors.read(take.slot, k_tile, wave)
-            if cutlass.const_expr(ordered and c.order == "once" and wave == 0):  # noqa: SIM102
-                if mine == 0 and k_tile == first:
-                    warpgroup.wait_group(1)
-                    order.signal(1)
-            if cutlass.const_expr(ordered and c.order == "half"):
-                warpgroup.wait_group(1)
-                order.signal(1 - mine)
+        for step in cutlass.range_constexpr(waves * c.chunks):
+            wave, chunk = step // c.chunks, step % c.chunks
+            product = mma.of_rows(wave)
+            if cutlass.const_expr(c.chunks > 1):
+                if cutlass.const_expr(chunk == 0):
+                    rA = factors.read_a(mma.mma, take.slot)
+                product = mma.of(rA).of_columns(chunk)
+            product.into(acc).issue(take.slot, accumulate=False)
+            block = factors.read(take.slot, k_tile, wave, chunk)
             warpgroup.wait_group(0)
-            if cutlass.const_expr(wave == waves - 1):
+            if cutlass.const_expr(step == waves * c.chunks - 1):
                 cute.arch.sync_warp()  # its lanes have read their factors
                 ab.release(take)
-            block.add(of_waves[None, wave], part)
+            block.add(parts[None, wave, chunk], part)
         take.advance()
-    if cutlass.const_expr(ordered and c.order != "once"):  # noqa: SIM102
-        if mine == 0:
-            order.wait(0)
     return take
 
 
@@ -94,6 +75,7 @@ class Promote(MmaRole):
     tiles: Fp8Config
     factors: tuple[Any, Any]  # of both sides, as ScaledOperands has them
     slots: tuple[Any, Any]
+    sA: cute.Tensor  # (bM, bK, SLOT)
 
     @cute.jit
     def run(
@@ -108,7 +90,7 @@ class Promote(MmaRole):
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             tile = walk.tile_at(index)
-            factors = TileFactors(self.tiles, self.factors, self.slots, tile)
+            factors = TileFactors(self.tiles, self.factors, self.slots, tile, self.sA)
             take = promoted(mma, ab, take, factors, 0, num_k_tiles)
             self.store(mma, epilogue, tile)
 
@@ -122,5 +104,6 @@ class PromoteSplitK(SplitK):
     slots: tuple[Any, Any]
 
     def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
-        factors = TileFactors(self.tiles, self.factors, self.slots, walk.tile_at(walk.start))
+        tile = walk.tile_at(walk.start)
+        factors = TileFactors(self.tiles, self.factors, self.slots, tile, self.sA)
         promoted(mma, ab, ab.consumer(), factors, walk.split * count, count)
