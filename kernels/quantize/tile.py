@@ -41,6 +41,7 @@ class Quantize:
 
     smem            bytes
     sX              128 * 128 * (2 or 4), only for columns
+    sQ              128 * 128 / 2, or 128 * 128, only for columns that are aligned
     sMax            4 * threads / 32, or with columns in blocks of 128 4 * threads
     """
 
@@ -99,9 +100,14 @@ class Quantize:
         smem = SmemAllocator()
         sMax = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
         sX: Any = None
+        sQ: Any = None
         if cutlass.const_expr(c.columns):
             slot = cute.make_layout((TILE, TILE), stride=(TILE, 1))
             sX = smem.allocate_tensor(mX.element_type, slot, 16)
+            if cutlass.const_expr(c.aligned_columns):
+                row_words = TILE // self.per_word
+                turned = cute.make_layout((TILE, row_words), stride=(row_words, 1))
+                sQ = smem.allocate_tensor(Int32, turned, 16)
         rX = self.read(mX, row_tile * TILE, column_tile * TILE)  # (WIDTH, PASS)
         whole = Int32(0)
         if cutlass.const_expr(c.square):
@@ -117,7 +123,11 @@ class Quantize:
                     cute.local_tile(here, (WIDTH,), (at % LANES,)),
                 )
             cute.arch.sync_threads()
-            self.quantize_columns(sX, sMax, whole, own, row_tile, column_tile, mX, rest[-2:])
+            smem_tiles = sX, sMax, sQ
+            self.quantize_columns(smem_tiles, whole, own, row_tile, column_tile, mX, rest[-2:])
+            if cutlass.const_expr(c.aligned_columns):
+                cute.arch.sync_threads()
+                self.store_turned(sQ, row_tile, column_tile, mX, rest[-2])
 
     @cute.jit
     def read(self, mX: cute.Tensor, first_row: Int32, first_column: Int32) -> cute.Tensor:
@@ -188,7 +198,7 @@ class Quantize:
             if cutlass.const_expr(not c.square):
                 largest = over_lanes(magnitude(values), group)
             factor = self.factor(largest, own)
-            per_word = 32 // self.elements.bits
+            per_word = self.per_word
             scaled = [v * factor.inverse for v in values]
             words = [
                 self.elements.pack(scaled[j : j + per_word]) for j in range(0, WIDTH, per_word)
@@ -201,8 +211,7 @@ class Quantize:
     @cute.jit
     def quantize_columns(
         self,
-        sX: cute.Tensor,
-        sMax: cute.Tensor,
+        smem_tiles: tuple[cute.Tensor, cute.Tensor, Any],
         whole: Int32,
         own: Float32,
         row_tile: Int32,
@@ -210,16 +219,17 @@ class Quantize:
         mX: cute.Tensor,
         results: tuple[Any, Any],
     ) -> None:
-        """Quantize along M, and store x transposed and its factors. A thread has SEGMENT rows of
-        one column, of which no block is shared but those of 128."""
+        """Quantize along M, store the factors, and x transposed, or leave it in smem. A thread has
+        SEGMENT rows of one column, of which no block is shared but those of 128."""
         c = self.config
+        sX, sMax, sQ = smem_tiles
         mData, mFactors = results
         thread = cute.arch.thread_idx()[0]
         here, segment = thread % TILE, thread // TILE
         rows, columns = mX.shape
         column, first = column_tile * TILE + here, row_tile * TILE + segment * SEGMENT
         at_once = min(c.block, SEGMENT)
-        per_word = 32 // self.elements.bits
+        per_word = self.per_word
         for i in cutlass.range_constexpr(SEGMENT // at_once):
             begin = i * at_once
             values = [sX[segment * SEGMENT + begin + j, here].to(Float32) for j in range(at_once)]
@@ -237,13 +247,48 @@ class Quantize:
                 words = [
                     self.elements.pack(scaled[n : n + per_word]) for n in range(0, 16, per_word)
                 ]
-                if column < columns:
-                    self.store_words(
-                        mData, column, first + begin + j, words, rows, c.aligned_columns
-                    )
+                if cutlass.const_expr(c.aligned_columns):
+                    word = (segment * SEGMENT + begin + j) // per_word
+                    for n in cutlass.range_constexpr(len(words)):
+                        sQ[here, self.swizzled(here, word + n)] = words[n]
+                elif column < columns:
+                    self.store_words(mData, column, first + begin + j, words, rows, False)
             block = first + begin
             code = cutlass.select_((column < columns) & (block < rows), factor.code, Int32(0))
             self.store_factor(mFactors, column, block, code, columns, rows, 1)
+
+    @property
+    def per_word(self) -> int:
+        """The elements in a word of 32 bits."""
+        return 32 // self.elements.bits
+
+    def swizzled(self, row: Int32, word: Any) -> Any:
+        """The place of a word of a row of sQ: units of 16 bytes are permuted by XOR with the row,
+        so that threads, a row each, write to different banks."""
+        units = TILE // self.per_word // 4
+        return (word // 4 ^ row % units) * 4 + word % 4
+
+    @cute.jit
+    def store_turned(
+        self,
+        sQ: cute.Tensor,
+        row_tile: Int32,
+        column_tile: Int32,
+        mX: cute.Tensor,
+        mData: cute.Tensor,
+    ) -> None:
+        """Store the tile of x transposed from smem, neighbouring threads neighbouring units of 16
+        bytes."""
+        rows, columns = mX.shape
+        units = TILE // self.per_word // 4
+        for i in cutlass.range_constexpr(TILE * units // THREADS):
+            at = cute.arch.thread_idx()[0] + i * THREADS
+            row, unit = at // units, at % units
+            words = [sQ[row, self.swizzled(row, unit * 4 + n)] for n in range(4)]
+            column = column_tile * TILE + row
+            if column < columns:
+                first = row_tile * TILE + unit * 4 * self.per_word
+                self.store_words(mData, column, first, words, rows, True)
 
     @cute.jit
     def store_words(
