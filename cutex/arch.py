@@ -49,6 +49,7 @@ class Arch:
     l2_bytes_per_clock: int  # per cycle, of all SMs
     sm_threads: int = 2048  # that an SM holds
     exponentials: int = 16  # exponentials per cycle and SM, by MUFU
+    watts: int = 700  # the board's power limit
     kernels: str = ""  # the arch whose kernels it runs, if it has none of its own
 
     @property
@@ -104,8 +105,35 @@ ARCHS: dict[str, Arch] = {
             mma_flops=8192,
             smem_bytes_per_clock=128,
             l2_bytes_per_clock=12_700,
+            watts=1000,
         ),
     )
+}
+
+# boards by what torch's name of the device contains, which differ from their arch's own
+BOARDS: dict[str, Arch] = {
+    "H100 80GB HBM3": replace(ARCHS["sm_90a"], board="H100", hbm_gbs=3350.0, l2_bytes=50 << 20),
+    "H100 PCIe": replace(
+        ARCHS["sm_90a"],
+        board="H100 PCIe",
+        num_sms=114,
+        hbm_gbs=2000.0,
+        l2_bytes=50 << 20,
+        mma_tflops={"tf32": 378.0, "f16": 756.0, "f8f6f4": 1513.0, "i8": 1513.0},
+        fp32_tflops=51.0,
+        watts=350,
+    ),
+    "H100 NVL": replace(
+        ARCHS["sm_90a"],
+        board="H100 NVL",
+        hbm_gbs=3900.0,
+        l2_bytes=50 << 20,
+        mma_tflops={"tf32": 417.5, "f16": 835.5, "f8f6f4": 1670.5, "i8": 1670.5},
+        fp32_tflops=60.0,
+        watts=400,
+    ),
+    "GH200 480GB": replace(ARCHS["sm_90a"], board="GH200", hbm_gbs=4000.0, watts=900),
+    "GH200 144G HBM3e": replace(ARCHS["sm_90a"], board="GH200", hbm_gbs=4900.0, watts=900),
 }
 
 # archs that run another's attention kernels, compiled for them and configured by their own facts
@@ -189,6 +217,12 @@ def arch(name: str) -> Arch:
         return KNOWN[name]
     except KeyError:
         raise ValueError(f"arch {name!r} is not one of {', '.join(KNOWN)}") from None
+
+
+def board_named(device_name: str) -> str:
+    """The name in BOARDS of the device that torch calls `device_name`; "" if it is none of them,
+    or its arch's own."""
+    return next((name for name in BOARDS if name in device_name), "")
 
 
 def kernels_of(name: str) -> str:

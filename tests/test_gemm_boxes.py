@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutex.arch import arch
-from cutex.device.atoms.boxes import box_rows
-from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.config import Sm90Config, box_rows
 from cutex.ops import simulated
 from cutex.ops.device import launcher
 from cutex.ops.matmul.arrange import arrange

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from cutex.arch import Arch, arch
+from cutex.arch import BOARDS, Arch, arch
 from cutex.command import Parser, answered
 from cutex.problem import DEFAULT_OP, OPS, Problem, problem_class
 from cutex.problem.work import FMA, LEVELS, MUFU, TENSOR
@@ -53,7 +53,7 @@ class Gpu:
         return self.facts.mma_tflops["f16"]
 
 
-H100 = replace(arch("sm_90a"), board="H100", hbm_gbs=3350.0, l2_bytes=50 << 20)
+H100 = BOARDS["H100 80GB HBM3"]
 USUAL = Path("results")  # which need not be there
 
 GPUS = {

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cutex.arch import ARCHS, KNOWN, local_arch
+from cutex.arch import ARCHS, KNOWN, board_named, local_arch
 from cutex.compile import Compiled, Workspace
 from cutex.ops.workspace import buffers_of
 from cutex.simulation import SimulatedDevice, simulating
@@ -102,6 +102,14 @@ def other_sms(arch_name: str) -> int:
         return 0
     found = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return 0 if found == here.num_sms else int(found)
+
+
+def other_board(arch_name: str) -> str:
+    """The name in BOARDS of this process's GPU, if it is of the arch and on another board than its
+    facts are of; else ""."""
+    if simulated_arch() is not None or (here := local_arch()) is None or here.name != arch_name:
+        return ""
+    return board_named(torch.cuda.get_device_name())
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

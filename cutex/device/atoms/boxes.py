@@ -15,20 +15,9 @@ import cutlass
 from cutlass import Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cutex.device.atoms.mma import CORE_ROWS, contiguous_rows_layout, slots_layout
+from cutex.device.atoms.mma import contiguous_rows_layout, slots_layout
 
 SWIZZLE_BYTES = 128  # the contiguous bytes of a box
-
-
-def box_rows(rows: int, most: int) -> int:
-    """The rows of a box for `rows` rows that one CTA loads of a tile: what divides them into whole
-    swizzle atoms, and is `most` or, where that divides badly, the next above."""
-    sizes = [n for n in range(CORE_ROWS, rows + 1, CORE_ROWS) if rows % n == 0]
-    below = [n for n in sizes if n <= most]
-    above = [n for n in sizes if n > most]
-    if below and (2 * below[-1] > most or not above):
-        return below[-1]
-    return above[0] if above else rows
 
 
 class BoxLoads(NamedTuple):

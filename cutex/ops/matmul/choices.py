@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cutex import measured
-from cutex.arch import Arch, arch
+from cutex.arch import BOARDS, Arch, arch
 from cutex.cache import cache_dir, write_file
 from cutex.compile.sources import sources_digest
 from cutex.dtypes import DTYPES
@@ -40,18 +40,20 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class CallClass:
     """Calls that share a choice: M, N, K and batch as rounded by `config_for`, operands, ops, arch,
-    and how many SMs the GPU has, if not as many as the arch says."""
+    the GPU's board, if it is not the arch's own, and how many SMs it has, if not as many as that
+    board says."""
 
     sizes: tuple[int, int, int, int]
     layouts: tuple[OperandLayout, OperandLayout, OperandLayout]
     ops: tuple[EpilogueOp, ...]
     arch: str
     num_sms: int = 0
+    board: str = ""
 
     @property
     def target(self) -> Arch:
-        """The facts of the arch, with the SMs of the GPU."""
-        facts = arch(self.arch)
+        """The facts of the board, with the SMs of the GPU."""
+        facts = BOARDS[self.board] if self.board else arch(self.arch)
         return replace(facts, num_sms=self.num_sms) if self.num_sms else facts
 
     def key(self) -> dict[str, Any] | None:

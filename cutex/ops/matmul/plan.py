@@ -18,7 +18,7 @@ from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.ops import building
-from cutex.ops.device import other_sms
+from cutex.ops.device import other_board, other_sms
 from cutex.ops.matmul import choices
 from cutex.ops.matmul.choices import CallClass
 from cutex.problem.gemm import GemmProblem
@@ -111,7 +111,8 @@ def call_class(
     rounded = sizes_class((m, n, k), _majors(layouts))
     # clamped where larger sizes make no difference
     m, n, k = (min(size, 1 << 20) for size in rounded)
-    return CallClass((m, n, k, batch), layouts, ops, arch_name, other_sms(arch_name))
+    here = other_sms(arch_name), other_board(arch_name)
+    return CallClass((m, n, k, batch), layouts, ops, arch_name, *here)
 
 
 def candidates(calls: CallClass) -> Iterator[GeneralConfig]:

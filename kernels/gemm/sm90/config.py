@@ -260,3 +260,14 @@ def placed_unevenly(idle: Any, num_sms: int, k: Any) -> Any:
     Plain operators only: Python ints run it, and the same code traces in the DSL.
     """
     return (idle <= num_sms // 2) & ((idle - EVEN) * k >= UNEVEN)
+
+
+def box_rows(rows: int, most: int) -> int:
+    """The rows of a box for `rows` rows that one CTA loads of a tile: what divides them into whole
+    swizzle atoms, and is `most` or, where that divides badly, the next above."""
+    sizes = [n for n in range(8, rows + 1, 8) if rows % n == 0]
+    below = [n for n in sizes if n <= most]
+    above = [n for n in sizes if n > most]
+    if below and (2 * below[-1] > most or not above):
+        return below[-1]
+    return above[0] if above else rows

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
+from math import gcd, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.candidates import Majors, at_once, candidates
-from cutex.kernels.gemm.sm90.config import Sm90Config, placed_unevenly
+from cutex.kernels.gemm.sm90.config import Sm90Config, box_rows, placed_unevenly
 from cutex.measured.nearby import CAUTION, errors_nearby
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ WALKED_ONCE = 1.04  # time of one round in a persistent loop, relative to tiles 
 SHORT_STORES = {False: {16: 1.9, 32: 1.4}, True: {16: 1.15}}
 HIDING = 1.5  # exponent of a ping-pong store and the next mainloop: infinite if one hid the other
 NEAR = 1.4  # configs above this multiple of the least modelled time are not corrected
+LINE = 128  # bytes of a line of L2
+OF_BOARD = 1.5  # distance of pairs on boards of which one has twice the other's memory bandwidth
 LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
 
 
@@ -75,6 +78,7 @@ class Costs:
     exchange_gbs: float  # rate at which sums are read
     narrow: float  # time of loads in boxes of few rows, relative to others
     outside: float  # cycles for a row of a TMA box outside of the operand
+    straddled: float  # further cost of a byte in a row of 128 that lies in two lines of L2
 
 
 ROUND = Costs(
@@ -105,6 +109,7 @@ ROUND = Costs(
     exchange_gbs=21.2,
     narrow=1.44,
     outside=8.75,
+    straddled=0.4,
 )
 WALK = Costs(
     clock_ghz=2.11,
@@ -134,6 +139,7 @@ WALK = Costs(
     exchange_gbs=39.4,
     narrow=1.23,
     outside=10.9,
+    straddled=0.4,
 )
 
 
@@ -160,7 +166,8 @@ class Counts(NamedTuple):
     asked: Any  # bytes of a K tile that a CTA requests from L2
     received: Any  # bytes that it gets because another CTA of the cluster requested them
     narrow: Any  # bool: B is loaded in boxes of few rows
-    outside: Any  # rows of a box outside of the operand
+    outside: Any  # rows of boxes outside of the operands
+    straddled: Any  # bytes of `asked` in rows of 128 that lie in two lines of L2 each
     elements: Any  # of a tile of C
     store: Any  # relative time of storing a byte of C
     flops: Any  # of useful CTAs
@@ -168,6 +175,8 @@ class Counts(NamedTuple):
     again_bytes: Any  # bytes of the larger operand that further clusters request
     split: Any  # bool: whether CTAs share the K of a tile
     exchanged: Any  # bytes of sums that a CTA reads from others, one after the other
+    memory: Any  # the board's memory bandwidth and
+    watts: Any  # its power limit, relative to the arch's own board
 
 
 def count(
@@ -216,7 +225,8 @@ def count(
         asked=asked,
         received=c.stage_bytes - asked,
         narrow=not (majors[0] if c.swap_ab else majors[1]) and c.tile_n % 64 > 0,
-        outside=_rows_outside(c, m, n) * c.tile_k / 64,
+        outside=_rows_outside(c, m, n, rounds) * c.tile_k / 64,
+        straddled=_straddled(c, problem, majors),
         elements=c.tile_m * c.tile_n,
         store=SHORT_STORES[c.swap_ab].get(c.epi_n, 1.0),
         flops=2 * useful * c.tile_m * c.tile_n * k_tiles * c.tile_k,
@@ -224,6 +234,8 @@ def count(
         again_bytes=again,
         split=c.split_k > 1 or c.stream_k > 0,
         exchanged=_exchanged(c, rounds),
+        memory=arch.hbm_gbs / arch_named(arch.name).hbm_gbs,
+        watts=arch.watts / arch_named(arch.name).watts,
     )
 
 
@@ -235,15 +247,41 @@ def _exchanged(c: Sm90Config, rounds: float) -> float:
     return c.partial_bytes * (c.split_k - 1) / c.split_k
 
 
-def _rows_outside(c: Sm90Config, m: int, n: int) -> float:
-    """The rows of the smaller operand's last tile that are outside of it, beyond ROWS_OUTSIDE; for
-    persistent CTAs, the mean over all tiles."""
+def _rows_outside(c: Sm90Config, m: int, n: int, rounds: float) -> float:
+    """The rows of the last boxes that are outside of both operands, beyond ROWS_OUTSIDE each; for
+    CTAs with several tiles, the mean over the tiles of one that has a last one."""
     if c.spread:
         return 0
-    tile, cluster, size = (c.tile_n, c.cluster_n, n) if n <= m else (c.tile_m, c.cluster_m, m)
+    sides = (m, c.tile_m, c.cluster_m, c.cluster_n), (n, c.tile_n, c.cluster_n, c.cluster_m)
+    return sum(
+        max(0, _last_outside(c, *side) - ROWS_OUTSIDE)
+        * (1 if c.one_tile else max(1 / max(1, rounds), side[1] / side[0]))
+        for side in sides
+        if side[0] >= side[1] or c.one_tile
+    )
+
+
+def _last_outside(c: Sm90Config, size: int, tile: int, cluster: int, sharers: int) -> int:
+    """The rows of the last tile of a side that TMA finds outside of an operand of `size` rows."""
     tiles = ceil_div(ceil_div(size, tile), cluster) * cluster
-    inside = max(0, size - (tiles - 1) * tile)
-    return max(0, tile - inside - ROWS_OUTSIDE) / (1 if c.one_tile else tiles)
+    outside = tile - max(0, size - (tiles - 1) * tile)
+    if not c.box_rows:
+        return outside
+    part = tile // sharers if tile % (8 * sharers) == 0 else tile
+    return outside % box_rows(part, c.box_rows) if outside < tile else 0
+
+
+def _straddled(c: Sm90Config, problem: GemmProblem, majors: Majors) -> float:
+    """The bytes of a K tile that a CTA requests in rows of 128 that do not begin at a line of L2:
+    none where rows are whole lines apart, else all rows but the few that begin at one."""
+    a = problem.k if majors[0] else problem.m
+    b = problem.k if majors[1] else problem.n
+    rows = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
+    sharers = (c.cluster_m, c.cluster_n) if c.swap_ab else (c.cluster_n, c.cluster_m)
+    return sum(
+        tile / by * c.tile_k * ELEMENT * (1 - gcd(pitch * ELEMENT, LINE) / LINE)
+        for tile, by, pitch in zip(rows, sharers, (a, b), strict=True)
+    )
 
 
 def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) -> np.ndarray:
@@ -260,6 +298,7 @@ def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) ->
     load = (
         (x.asked + cost.received * x.received) / cost.l2_bytes * np.where(x.narrow, cost.narrow, 1)
     )
+    load = load + cost.straddled * x.straddled / cost.l2_bytes
     load = load * (1 - cost.paired * x.alone) + cost.outside * x.outside
     p, port = cost.overlap, cost.port_reads * x.reads + cost.port_writes * x.writes
     units = (cost.mma * x.mma, port, load, cost.latency / (x.slots - 1))
@@ -270,10 +309,10 @@ def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) ->
     hidden = (main**HIDING + leaving**HIDING) ** (1 / HIDING)
     busy = x.rounds * np.where(x.pingpong, hidden, main + leaving) / cost.clock_ghz / 1e3
     energy = x.flops * cost.flop_us + x.asked * x.ctas * x.k_tiles * cost.l2_us
-    energy = energy + x.memory_bytes * cost.memory_us
+    energy = (energy + x.memory_bytes * cost.memory_us) / x.watts
     of_sm = np.where(x.one_each, cost.lone_sm_gbs, cost.sm_gbs)
     of_sms = x.useful * np.where(x.waits, cost.even_sm_gbs, of_sm)
-    gbs = np.minimum(cost.memory_gbs, of_sms)
+    gbs = np.minimum(cost.memory_gbs * x.memory, of_sms)
     memory = (x.memory_bytes + cost.again * x.again_bytes) / gbs / 1e3
     q = cost.balance
     time = (busy**q + energy**q + memory**q) ** (1 / q)
@@ -301,6 +340,7 @@ def place(
         *(5.0 * c.spread - 5.0 * (c.stream_k > 0), 0.5 * c.mma_warpgroups),
         *(6.3 * counts.ctas / counts.sms / counts.rounds, log2(counts.rounds)),
         *(2.1 * counts.narrow, 0.5 * (1.0 - majors[0]), 1.5 * log2(16 / bits)),
+        *(OF_BOARD * log2(counts.memory), 1.0 * (counts.straddled > 0), 1.0 * (c.box_rows > 0)),
     )
 
 

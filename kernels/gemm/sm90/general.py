@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
-from cutex.device.atoms.boxes import SWIZZLE_BYTES, box_operand, box_rows
+from cutex.device.atoms.boxes import SWIZZLE_BYTES, box_operand
 from cutex.device.atoms.mma import (
     MAJORS,
     allocate_slots,
@@ -51,7 +51,7 @@ from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
 from cutex.device.pipeline import Barrier, Warps, publish_barriers
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
-from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
+from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, box_rows
 from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Scheduler
 from cutex.kernels.gemm.sm90.mma import (
