@@ -21,8 +21,9 @@ from cutex.bench import timing
 from cutex.bench.cli import Parser, refuse
 from cutex.bench.run import environment, run_time
 from cutex.command import answered
+from cutex.problem import any_shapes, models
 from cutex.problem.layer import PEERS, LayerProblem
-from cutex.problem.models import DTYPES, Entry, corpus, hash_below
+from cutex.problem.models import Entry, hash_below
 from cutex.results import sweep as rows
 from cutex.results.recorder import try_folder
 from cutex.results.sweep import SweepRow
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from cutex.problem import Launch
 
 HALVES = ("report", "fit", "all")
+CORPORA = {"models": models.DTYPES, "any": any_shapes.DTYPES}
 SAMPLING = timing.Sampling(rounds=15, warm_up_seconds=0.05, sample_us=2000.0, eager_calls=3)
 
 
@@ -190,12 +192,20 @@ def gpu_works() -> bool:
 def parser() -> Parser:
     p = Parser(
         prog="python -m cutex.sweep",
-        description="Time cutex.matmul on linear layers of public models, beside others, on this "
-        "GPU; print the sorted ratios, those of each class of M, N, K and layout, and the ten "
-        "worst. Goes on where it was cut off: what DIR/sweep/ has from this commit stays.",
+        description="Time cutex.matmul on linear layers of public models, or on products of any "
+        "sizes, beside others, on this GPU; print the sorted ratios, those of each class of M, N, "
+        "K and layout, and the ten worst. Goes on where it was cut off: what DIR/sweep/ has from "
+        "this commit stays.",
     )
     p.add_argument("--half", choices=HALVES, default="report", help="default: report")
-    p.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    p.add_argument("--corpus", choices=CORPORA, default="models", help="default: models")
+    p.add_argument(
+        "--seed",
+        metavar="TEXT",
+        help="of the corpus any, of which another seed gives other problems; default: any",
+    )
+    dtypes = tuple(dict.fromkeys(x for of in CORPORA.values() for x in of))
+    p.add_argument("--dtype", choices=dtypes, default="bf16", help="default: bf16")
     p.add_argument(
         "--only", metavar="FILE", help="only the problems that its lines begin with, as of --list"
     )
@@ -241,11 +251,23 @@ def asked(args: argparse.Namespace) -> SweepRequest:
             raise ValueError(f"--{option} {value:g}: a number above 0 is needed")
     if args.below is not None and (args.list or args.summary or args.preflight):
         raise ValueError("--below takes problems to time, and this times none")
-    half = [e for e in corpus(args.dtype) if args.half == "all" or e.fits == (args.half == "fit")]
+    half = [e for e in corpus(args) if args.half == "all" or e.fits == (args.half == "fit")]
     entries = listed(half, args.only) if args.only else half
     if not entries:
         raise ValueError(f"--only {args.only}: it names no problem")
     return SweepRequest(entries, compare)
+
+
+def corpus(args: argparse.Namespace) -> tuple[Entry, ...]:
+    """The problems of the corpus that `args` name, of both halves."""
+    if args.dtype not in CORPORA[args.corpus]:
+        known = ", ".join(CORPORA[args.corpus])
+        raise ValueError(f"--dtype {args.dtype}: the corpus {args.corpus} has {known}")
+    if args.corpus == "any":
+        return any_shapes.shapes(args.dtype, seed=args.seed or "any")
+    if args.seed is not None:
+        raise ValueError(f"--seed {args.seed}: only the corpus any is drawn")
+    return models.corpus(args.dtype)
 
 
 def listed(entries: Sequence[Entry], file: str) -> list[Entry]:

@@ -28,8 +28,8 @@ from cutex.kernels.gemm.sm90 import cost_model
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import ROUND, WALK, Costs, Counts, columns, count, modelled
 from cutex.measured.nearby import estimate, file_of
+from cutex.problem import any_shapes
 from cutex.problem.gemm import GemmProblem
-from cutex.problem.models import DTYPES, corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
@@ -63,10 +63,8 @@ def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, 
     """The file's configs, and its rows except those of problems that are only for reporting."""
     head, *rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     reported = {
-        (*e.problem.mnk, e.problem.direction, dtype)
-        for dtype in DTYPES
-        for e in corpus(dtype)
-        if not e.fits
+        (*e.problem.mnk, e.problem.direction, e.problem.dtype)
+        for e in any_shapes.reported().values()
     }
     rows = [r for r in rows if problem_of(r) not in reported]
     return [Sm90Config.from_row(row) for row in head["configs"]], rows

@@ -39,8 +39,9 @@ from cutex.ops import building
 from cutex.ops.device import launcher
 from cutex.ops.matmul.plan import candidates, config_for, fitted, job, kernel_for
 from cutex.ops.matmul.tuner import Timer, time_on_gpu
+from cutex.problem import any_shapes
+from cutex.problem.any_shapes import DTYPES
 from cutex.problem.layer import PASSES, PEERS, LayerProblem
-from cutex.problem.models import DTYPES, corpus
 
 SAMPLING = timing.Sampling(rounds=7, warm_up_seconds=0.02, sample_us=1500.0, eager_calls=1)
 NAME = re.compile(r"(\d+)x(\d+)x(\d+) (\w+) (\w+)\s*(\[.*\])?$")
@@ -64,7 +65,7 @@ class TimingRequest:
 
 def asked(file: Path) -> list[TimingRequest]:
     """The problems that the lines of `file` name. Raises BadOption for a line that is none."""
-    reported = {e.name for dtype in DTYPES for e in corpus(dtype) if not e.fits}
+    reported = any_shapes.reported()
     found = {}
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 
 from cutex.dtypes import DTYPES as ELEMENTS
+from cutex.problem import models
 from cutex.problem.layer import PASSES, LayerProblem
 from cutex.problem.models import MAX_BYTES, MAX_FLOPS, Entry, hash_below
 
@@ -33,6 +34,13 @@ def shapes(dtype: str = "bf16", count: int = COUNT, seed: str = "any") -> tuple[
             entry = Entry(problem, seed, f"multiples of {alignment(problem.mnk)}")
             found.setdefault(entry.name, entry)
     return tuple(found.values())
+
+
+def reported() -> dict[str, Entry]:
+    """The problems of the reporting halves of this corpus and of the models', by name."""
+    every = [e for dtype in DTYPES for e in shapes(dtype)]
+    every += [e for dtype in models.DTYPES for e in models.corpus(dtype)]
+    return {e.name: e for e in every if not e.fits}
 
 
 def alignment(mnk: tuple[int, int, int]) -> int:

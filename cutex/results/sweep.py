@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cutex.problem.models import DTYPES
+from cutex.dtypes import DTYPES
+from cutex.problem.any_shapes import alignment
 from cutex.results import slug
 from cutex.results.appending import appending
 from cutex.results.schema import fields_of, positive
@@ -143,6 +144,7 @@ CLASSES: Mapping[str, Callable[[SweepRow], str]] = {
     "N": lambda row: _range(row.mnk[1], WIDE),
     "K": lambda row: _range(row.mnk[2], DEEP),
     "layout": lambda row: f"{LAYOUTS[row.direction]} ({row.direction})",
+    "sides": lambda row: f"{alignment(row.mnk)}-fold",
 }
 
 
