@@ -20,19 +20,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cutex.arch import BOARDS, Arch
 from cutex.arch import arch as arch_named
 from cutex.command import Parser, answered
 from cutex.dtypes import DTYPES as ELEMENTS
+from cutex.fit.trees import grown
 from cutex.kernels.gemm.choose import sizes_class
 from cutex.kernels.gemm.sm90 import cost_model
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import ROUND, WALK, Costs, Counts, columns, count, modelled
 from cutex.measured.nearby import estimate, file_of
+from cutex.measured.trees import Trees
 from cutex.problem import any_shapes
 from cutex.problem.gemm import GemmProblem
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = ROOT / "results" / "configs" / "gemm-nvidia-h200.jsonl"
+FOLDER = ROOT / "results" / "configs"
+TIMES = FOLDER / "gemm-nvidia-h200.jsonl"
 MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
 # costs that no measured pair depends on
 FIXED = {"WALK": {"paired", "even_sm_gbs", "waiting_us"}, "ROUND": set()}
@@ -40,6 +44,7 @@ CLOSE = (
     0.25  # logarithm of a time over the best of its problem, at which a weight has fallen to 1/e
 )
 LARGE = 0.08
+FEW_OF_BOARD = 4.0  # weight of a pair on a board with few
 DRAWN = 0.1  # weight of the regularisation towards the current costs
 ROWS = (1, 17, 65, 129, 385, 1025, 1 << 30)
 KEPT = 1.5  # pairs slower than this multiple of their problem's best do not affect the choice
@@ -85,33 +90,59 @@ def sizes_of(row: dict[str, Any]) -> tuple[int, int, int]:
     return row["m"], row["n"], row["k"] * ELEMENTS[dtype_of(row)].bits // 16
 
 
-def read(file: Path = TIMES) -> Pairs:
-    """All pairs of the file whose config is a candidate for the problem."""
-    configs, rows = measured_rows(file)
-    arch = arch_named("sm_90a")
+def files() -> list[Path]:
+    """The files of measured times, one for each board."""
+    return sorted(FOLDER.glob("gemm-*.jsonl"))
+
+
+def board_of(file: Path) -> Arch:
+    """The facts of the board that the times of `file` were measured on."""
+    with file.open(encoding="utf-8") as lines:
+        head = json.loads(next(lines))
+    return BOARDS[head["board"]] if "board" in head else arch_named("sm_90a")
+
+
+def read(times: Sequence[Path] | None = None) -> Pairs:
+    """All pairs of the files whose config is a candidate for the problem."""
     found: list[tuple[Any, ...]] = []
     numbers: dict[Any, int] = {}
-    for row in rows:
-        majors = MAJORS[row["pass"]]
-        # as the choice sees it
-        bits = ELEMENTS[dtype_of(row)].bits
-        problem = GemmProblem(*sizes_class(sizes_of(row), majors))
-        number = numbers.setdefault((row["m"], *problem.mnk, row["pass"], bits), len(numbers))
-        allowed = set(map(geometry, cost_model.candidates(problem, arch, majors)))
-        times = {int(i): us for i, us in row["us"].items() if geometry(configs[int(i)]) in allowed}
-        for i, us in times.items():
-            spent = count(configs[i], problem, arch, 1, majors)
-            ratios = us / min(times.values()), us / min(row["others"].values())
-            where = cost_model.place(configs[i], problem, spent, majors, bits)
-            found.append((spent, where, math.log(us), *map(math.log, ratios), number, i))
+    for file in files() if times is None else times:
+        (configs, rows), on = measured_rows(file), board_of(file)
+        for row in rows:
+            found += _pairs(row, configs, on, numbers)
     counts, places, *rest = zip(*found, strict=True)
     return Pairs(columns(counts), np.array(places), *map(np.array, rest))
+
+
+def _pairs(
+    row: dict[str, Any], configs: Sequence[Sm90Config], on: Arch, numbers: dict[Any, int]
+) -> list[tuple[Any, ...]]:
+    """The fields of the pairs of one measured row, on the board `on`; `numbers` are the problems'
+    so far."""
+    found = []
+    majors, bits = MAJORS[row["pass"]], ELEMENTS[dtype_of(row)].bits
+    problem = GemmProblem(*sizes_class(sizes_of(row), majors))  # as the choice sees it
+    name = row["m"], *problem.mnk, row["pass"], bits, on.board
+    number = numbers.setdefault(name, len(numbers))
+    allowed = {tiling(c) for c in cost_model.candidates(problem, on, majors)}
+    times = {int(i): us for i, us in row["us"].items() if tiling(configs[int(i)]) in allowed}
+    for i, us in times.items():
+        spent = count(configs[i], problem, on, 1, majors)
+        ratios = us / min(times.values()), us / min(row["others"].values())
+        where = cost_model.place(configs[i], problem, spent, majors, bits)
+        found.append((spent, where, math.log(us), *map(math.log, ratios), number, i))
+    return found
 
 
 # a config's fields but for its numbers of slots, which tiles alone decide
 geometry = attrgetter(
     *(f.name for f in fields(Sm90Config) if f.name not in ("num_stages", "epi_stages", "epi_n"))
 )
+
+
+def tiling(config: Sm90Config) -> tuple[Any, ...]:
+    """The geometry of `config`, however its tiles are loaded."""
+    return geometry(replace(config, box_rows=0))
 
 
 @dataclass(frozen=True)
@@ -181,13 +212,24 @@ def fitted(start: Model, pairs: Pairs, passes: int = PASSES) -> Model:
     return start.with_values(dict(zip(names, at, strict=True)))
 
 
-def known(model: Model, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-    """The places and errors that are kept in cutex/measured."""
+def of_features(pairs: Pairs, model: Model) -> np.ndarray:
+    """The features of each pair's error (cost_model.features)."""
+    times = modelled(pairs.counts, model.round, model.walk)
+    return cost_model.features(pairs.places, pairs.counts, times)
+
+
+def trees_of(model: Model, pairs: Pairs) -> Trees:
+    """The trees of the model's errors."""
+    weights = np.exp(-((pairs.over_best / CLOSE) ** 2)) + 0.05
+    weights *= np.where(pairs.counts.memory < 1, FEW_OF_BOARD, 1)
+    return grown(of_features(pairs, model), model.errors(pairs).clip(-0.6, 0.6), weights)
+
+
+def known(model: Model, trees: Trees, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    """The places, and the errors that the trees leave, that are kept in cutex/measured."""
     kept = pairs.over_best < math.log(KEPT)
-    return (
-        pairs.places[kept].astype(np.float16),
-        model.errors(pairs)[kept].clip(-1, 1).astype(np.float16),
-    )
+    left = model.errors(pairs) - trees.predict(of_features(pairs, model))
+    return pairs.places[kept].astype(np.float16), left[kept].clip(-1, 1).astype(np.float16)
 
 
 def held_out(model: Model, pairs: Pairs, passes: int = 4) -> np.ndarray:
@@ -198,11 +240,14 @@ def held_out(model: Model, pairs: Pairs, passes: int = 4) -> np.ndarray:
     for fold in range(FOLDS):
         others, here = part(pairs, folds != fold), folds == fold
         of_fold = fitted(model, others, passes)
-        places, errors = known(of_fold, others)
+        trees = trees_of(of_fold, others)
+        places, errors = known(of_fold, trees, others)
         places, errors = places.astype(np.float32), errors.astype(np.float32)
         for some in np.array_split(np.flatnonzero(here), 8):
             near = estimate(pairs.places[some].astype(np.float32), places, errors)
-            expected[some] = pairs.times[some] - of_fold.errors(part(pairs, some)) + near
+            here_pairs = part(pairs, some)
+            left = trees.predict(of_features(here_pairs, of_fold))
+            expected[some] = pairs.times[some] - of_fold.errors(here_pairs) + left + near
     return expected
 
 
@@ -236,7 +281,9 @@ def judge(pairs: Pairs, expected: np.ndarray) -> str:
 
 def write(model: Model, pairs: Pairs) -> None:
     """Write the costs into cost_model.py, and places and errors into cutex/measured."""
-    places, errors = known(model, pairs)
+    trees = trees_of(model, pairs)
+    trees.save(cost_model.MEASURED)
+    places, errors = known(model, trees, pairs)
     with file_of(cost_model.MEASURED).open("wb") as file:
         np.savez_compressed(file, places=places, errors=errors)
     source = Path(cost_model.__file__)

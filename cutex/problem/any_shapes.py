@@ -20,6 +20,7 @@ DTYPES = ("bf16", "fp16", "e4m3")
 LARGEST = 16384
 ALIGNMENTS = (8, 64, 128)  # elements
 LEAST_BYTES = 64 << 10  # smaller ones are the time of a launch, and cannot be timed cold
+MULTIPLES = "multiples of "  # what a problem has in place of a layer's name
 COUNT = 480  # problems of a dtype, of both halves
 
 
@@ -31,7 +32,7 @@ def shapes(dtype: str = "bf16", count: int = COUNT, seed: str = "any") -> tuple[
         problem = _problem(f"{seed} {dtype} {next(numbers)}", dtype)
         inside = problem.flops <= MAX_FLOPS and LEAST_BYTES <= problem.bytes <= MAX_BYTES
         if inside:
-            entry = Entry(problem, seed, f"multiples of {alignment(problem.mnk)}")
+            entry = Entry(problem, seed, f"{MULTIPLES}{alignment(problem.mnk)}")
             found.setdefault(entry.name, entry)
     return tuple(found.values())
 

@@ -1,10 +1,11 @@
-"""The sweeps over models' layers, in the report and in the README."""
+"""The sweeps over models' layers and products of any sizes, in the report and in the README."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from cutex.problem.any_shapes import MULTIPLES, shapes
 from cutex.problem.models import corpus
 from cutex.report import charts
 from cutex.results import slug, sweep
@@ -12,6 +13,7 @@ from cutex.results.sweep import Summary, SweepRow
 from cutex.svg import alone
 
 WIDTH = 760
+ANY = " any"  # behind the dtype, of problems that are no layers
 
 
 def read_sweeps(results: Path) -> dict[str, list[SweepRow]]:
@@ -26,13 +28,23 @@ def read_sweeps(results: Path) -> dict[str, list[SweepRow]]:
 
 
 def by_dtype(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    return {
-        dtype: [r for r in rows if r.dtype == dtype] for dtype in sorted({r.dtype for r in rows})
-    }
+    """The rows of each dtype, those of any sizes for themselves."""
+    found: dict[str, list[SweepRow]] = {}
+    for row in sorted(rows, key=_kind):
+        found.setdefault(_kind(row), []).append(row)
+    return found
+
+
+def _kind(row: SweepRow) -> str:
+    return f"{row.dtype}{ANY}" if row.layer.startswith(MULTIPLES) else row.dtype
+
+
+def _what(kind: str) -> str:
+    return "products of any sizes" if kind.endswith(ANY) else "layers of public models"
 
 
 def picture_name(device_name: str, dtype: str) -> str:
-    return f"sweep-{slug(device_name)}-{dtype}.svg"
+    return f"sweep-{slug(device_name)}-{slug(dtype)}.svg"
 
 
 def picture(device_name: str, dtype: str, rows: Sequence[SweepRow]) -> str:
@@ -45,7 +57,7 @@ def picture(device_name: str, dtype: str, rows: Sequence[SweepRow]) -> str:
         if r.ratio is not None
     ]
     best = f"the best of {others(rows)}" if " and " in others(rows) else others(rows)
-    title = f"Speed beside {best}, layers of public models, {dtype}, {device_name}"
+    title = f"Speed beside {best}, {_what(dtype)}, {rows[0].dtype}, {device_name}"
     return charts.ratios(title, points, [f"M {name}" for name in names], WIDTH)
 
 
@@ -58,7 +70,7 @@ def markdown(sweeps: dict[str, list[SweepRow]], docs: str = "", main: bool = Fal
     a dtype. docs: the way to the folder of pictures."""
     parts = []
     for device_name, rows in sweeps.items():
-        parts.append(f"### Layers of public models on {device_name}")
+        parts.append(f"### Layers of public models, and products of any sizes, on {device_name}")
         for dtype, members in by_dtype(rows).items():
             parts.append(f"![Sorted ratios, {dtype}]({docs}{picture_name(device_name, dtype)})")
             parts += table(dtype, members, main)
@@ -68,11 +80,12 @@ def markdown(sweeps: dict[str, list[SweepRow]], docs: str = "", main: bool = Fal
 def table(dtype: str, rows: Sequence[SweepRow], main: bool = False) -> tuple[str, str]:
     """A caption, and the summary of all problems and, but for `main`, of each class of them."""
     when = max(r.run for r in rows)[:10]
-    of = sum(not e.fits for e in corpus(dtype))
+    plain = rows[0].dtype
+    of = sum(not e.fits for e in (shapes if dtype.endswith(ANY) else corpus)(plain))
     caption = (
-        f"`cutex.matmul` untuned, times the best of {others(rows)} in the same run: {dtype}, "
-        f"Gaussian data, cold L2, {when}; {len(rows)} of the {of} problems that nothing was fitted "
-        f"on, {sweep.commits(rows)}."
+        f"`cutex.matmul` untuned, {_what(dtype)}, times the best of {others(rows)} in the same "
+        f"run: {plain}, Gaussian data, cold L2, {when}; {len(rows)} of the {of} problems that "
+        f"nothing was fitted on, {sweep.commits(rows)}."
     )
     cells = [("all", Summary.of(rows))]
     by_class = () if main else sweep.by_class(rows)
@@ -103,7 +116,7 @@ def sections(sweeps: dict[str, list[SweepRow]]) -> list[tuple[str, str]]:
 
     return [
         (
-            f"Layers of public models, {dtype}, {name}",
+            f"{_what(dtype).capitalize()}, {members[0].dtype}, {name}",
             picture(name, dtype, members) + f"<pre>{escape(sweep.text(members))}</pre>",
         )
         for name, rows in sweeps.items()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90 import cost_model as sm90
+from cutex.kernels.gemm.sm90.candidates import FINE_ROWS
 from cutex.kernels.gemm.sm100 import cost_model as sm100
 from cutex.problem.protocol import size_class
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from cutex.problem.gemm import GemmProblem
 
 T = TypeVar("T")
-
-FINE_ROWS = 512
 
 COST_MODELS: dict[str, Any] = {"sm_90a": sm90, "sm_100a": sm100}  # modules of one interface
 

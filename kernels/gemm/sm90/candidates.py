@@ -38,6 +38,9 @@ FEW_ROUNDS, IDLE = 8, 0.04
 LEAST_STEPS = 8  # of 64 along K, in a cluster's share
 MOST_STREAMED = 40
 L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
+BOX_ROWS = 32  # of a TMA load, where tiles reach outside of an operand
+LONG = 512  # K, in units of 2 bytes, from which on that pays
+FINE_ROWS = 512  # M above it is rounded coarsely before a config is chosen (choose.py)
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 
 
@@ -289,7 +292,21 @@ def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) 
     """All configs worth predicting for `problem`."""
     mnk, here = problem.mnk, (arch.name, arch.num_sms)
     every = (*of_one_round(mnk, *here), *walked(*here), *streamed(mnk, *here))
-    return [c for c in every if _shares_well(c, problem) and _loads_well(c, majors)]
+    found = (c for c in every if _shares_well(c, problem) and _loads_well(c, majors))
+    return [_in_boxes(c, problem, majors) for c in found]
+
+
+def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> Sm90Config:
+    """`config`, loading boxes of BOX_ROWS where tiles may reach far outside: of N, or of an M of
+    which only the class is known. Rows along which K is not contiguous gain nothing, nor does a
+    short K (docs/facts/gemm.md#boxes-inside)."""
+    c = config
+    if c.spread or majors != (True, True) or problem.k < LONG:
+        return c
+    of_m, of_n = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
+    far_n = -problem.n % of_n > 8 and of_n > BOX_ROWS
+    far_m = problem.m > FINE_ROWS and of_m > BOX_ROWS
+    return replace(c, box_rows=BOX_ROWS) if far_n or far_m else c
 
 
 def _shares_well(config: Sm90Config, problem: GemmProblem) -> bool:

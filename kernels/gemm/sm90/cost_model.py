@@ -3,10 +3,11 @@
 The model counts the resources that a config uses: tensor core cycles, bytes through the port of
 shared memory, bytes of each SM through L2, bytes from memory, energy, and everything that is not
 hidden: the first loads, the last stores, the exchange of sums. Configs whose tiles all run at once
-and configs of persistent CTAs have constants of their own. The model's error at measured pairs
-nearby (cutex/measured) is added. Constants and errors are fitted (cutex/fit) on times of pairs of a
-problem and a config on H200s (results/configs): all of the half of the corpus that is
-for fitting (cutex/problem/models.py), and other such problems.
+and configs of persistent CTAs have constants of their own. The model's error by its features
+(cutex/measured/trees.py), and what this leaves at measured pairs nearby (nearby.py), are added.
+All is fitted (cutex/fit) on times of pairs of a problem and a config (results/configs): on H200s,
+of all of the half of the corpus that is for fitting (cutex/problem/models.py) and other such
+problems; on an H100, of products of any sizes (cutex/problem/any_shapes.py).
 
 Imports neither torch nor the DSL.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd, log2
+from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from cutex.kernels.gemm.config import ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.candidates import Majors, at_once, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config, box_rows, placed_unevenly
 from cutex.measured.nearby import CAUTION, errors_nearby
+from cutex.measured.trees import trees
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -42,7 +44,7 @@ WALKED_ONCE = 1.04  # time of one round in a persistent loop, relative to tiles 
 SHORT_STORES = {False: {16: 1.9, 32: 1.4}, True: {16: 1.15}}
 HIDING = 1.5  # exponent of a ping-pong store and the next mainloop: infinite if one hid the other
 NEAR = 1.4  # configs above this multiple of the least modelled time are not corrected
-LINE = 128  # bytes of a line of L2
+SECTOR = 32  # bytes of a sector of L2
 OF_BOARD = 1.5  # distance of pairs on boards of which one has twice the other's memory bandwidth
 LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
 
@@ -68,6 +70,7 @@ class Costs:
     memory_us: float  # and per byte of memory
     memory_gbs: float
     again: float  # cost of a byte of the larger operand that further clusters request
+    written: float  # further cost of a byte of C
     sm_gbs: float  # an SM's memory bandwidth while both SMs of every TPC are at work
     lone_sm_gbs: float  # and with at most one SM of each TPC at work
     even_sm_gbs: float  # and of clusters that wait for the kernel before to end
@@ -78,68 +81,70 @@ class Costs:
     exchange_gbs: float  # rate at which sums are read
     narrow: float  # time of loads in boxes of few rows, relative to others
     outside: float  # cycles for a row of a TMA box outside of the operand
-    straddled: float  # further cost of a byte in a row of 128 that lies in two lines of L2
+    straddled: float  # further cost of a byte in a row of a box that begins within a sector of L2
 
 
 ROUND = Costs(
-    clock_ghz=3.17,
-    mma=1.71,
-    port_reads=0.0559,
-    port_writes=2.64,
-    l2_bytes=42.3,
-    paired=0.362,
-    received=0.0227,
-    latency=3320.0,
-    overlap=13.7,
-    step=5.36,
-    epilogue_bytes=16.3,
-    tile=5.43,
-    flop_us=1.16e-09,
+    clock_ghz=3.81,
+    mma=2.14,
+    port_reads=0.0567,
+    port_writes=3.25,
+    l2_bytes=34.8,
+    paired=0.479,
+    received=0.0269,
+    latency=3930.0,
+    overlap=11.6,
+    step=4.86,
+    epilogue_bytes=15.3,
+    tile=5.39,
+    flop_us=1.15e-09,
     l2_us=6.28e-12,
-    memory_us=5.22e-10,
+    memory_us=5.16e-10,
     memory_gbs=4360.0,
-    again=0.255,
-    sm_gbs=41.9,
-    lone_sm_gbs=486.0,
-    even_sm_gbs=88.5,
-    waiting_us=0.66,
-    balance=3.6,
-    launch_us=1.7,
-    exchange_us=0.146,
-    exchange_gbs=21.2,
-    narrow=1.44,
-    outside=8.75,
-    straddled=0.4,
+    again=0.245,
+    written=0.345,
+    sm_gbs=42.3,
+    lone_sm_gbs=487.0,
+    even_sm_gbs=96.5,
+    waiting_us=0.69,
+    balance=3.78,
+    launch_us=1.71,
+    exchange_us=0.143,
+    exchange_gbs=20.6,
+    narrow=1.25,
+    outside=3.39,
+    straddled=3.22,
 )
 WALK = Costs(
-    clock_ghz=2.11,
-    mma=1.29,
-    port_reads=1.17,
-    port_writes=0.387,
-    l2_bytes=57.5,
+    clock_ghz=2.77,
+    mma=1.71,
+    port_reads=1.6,
+    port_writes=0.401,
+    l2_bytes=43.0,
     paired=0.9,
-    received=0.428,
-    latency=2860.0,
-    overlap=13.4,
+    received=0.34,
+    latency=3830.0,
+    overlap=12.8,
     step=1.03,
-    epilogue_bytes=20.5,
-    tile=13.8,
-    flop_us=1.22e-09,
-    l2_us=2.04e-11,
+    epilogue_bytes=19.5,
+    tile=14.7,
+    flop_us=1.21e-09,
+    l2_us=2.03e-11,
     memory_us=1.22e-10,
     memory_gbs=4290.0,
-    again=0.241,
+    again=0.174,
+    written=0.0838,
     sm_gbs=67.7,
     lone_sm_gbs=101.0,
     even_sm_gbs=52.0,
     waiting_us=0.9,
-    balance=3.76,
-    launch_us=1.71,
-    exchange_us=1.43,
-    exchange_gbs=39.4,
-    narrow=1.23,
-    outside=10.9,
-    straddled=0.4,
+    balance=3.77,
+    launch_us=1.84,
+    exchange_us=1.4,
+    exchange_gbs=38.3,
+    narrow=1.24,
+    outside=2.23,
+    straddled=2.92,
 )
 
 
@@ -167,12 +172,13 @@ class Counts(NamedTuple):
     received: Any  # bytes that it gets because another CTA of the cluster requested them
     narrow: Any  # bool: B is loaded in boxes of few rows
     outside: Any  # rows of boxes outside of the operands
-    straddled: Any  # bytes of `asked` in rows of 128 that lie in two lines of L2 each
+    straddled: Any  # bytes of `asked` in rows that begin within a sector of L2
     elements: Any  # of a tile of C
     store: Any  # relative time of storing a byte of C
     flops: Any  # of useful CTAs
     memory_bytes: Any
     again_bytes: Any  # bytes of the larger operand that further clusters request
+    written: Any  # bytes of C, those in rows that begin within a sector counted twice
     split: Any  # bool: whether CTAs share the K of a tile
     exchanged: Any  # bytes of sums that a CTA reads from others, one after the other
     memory: Any  # the board's memory bandwidth and
@@ -232,6 +238,11 @@ def count(
         flops=2 * useful * c.tile_m * c.tile_n * k_tiles * c.tile_k,
         memory_bytes=problem.bytes * batch,
         again_bytes=again,
+        written=problem.m
+        * problem.n
+        * ELEMENT
+        * batch
+        * (2 if problem.n * ELEMENT % SECTOR else 1),
         split=c.split_k > 1 or c.stream_k > 0,
         exchanged=_exchanged(c, rounds),
         memory=arch.hbm_gbs / arch_named(arch.name).hbm_gbs,
@@ -272,15 +283,15 @@ def _last_outside(c: Sm90Config, size: int, tile: int, cluster: int, sharers: in
 
 
 def _straddled(c: Sm90Config, problem: GemmProblem, majors: Majors) -> float:
-    """The bytes of a K tile that a CTA requests in rows of 128 that do not begin at a line of L2:
-    none where rows are whole lines apart, else all rows but the few that begin at one."""
-    a = problem.k if majors[0] else problem.m
-    b = problem.k if majors[1] else problem.n
-    rows = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
+    """The bytes of a K tile that a CTA requests in rows that begin within a sector of L2: half of
+    an operand whose rows are an odd number of 16 bytes apart."""
+    pitches = (problem.k if majors[0] else problem.m, problem.k if majors[1] else problem.n)
+    tiles = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
     sharers = (c.cluster_m, c.cluster_n) if c.swap_ab else (c.cluster_n, c.cluster_m)
     return sum(
-        tile / by * c.tile_k * ELEMENT * (1 - gcd(pitch * ELEMENT, LINE) / LINE)
-        for tile, by, pitch in zip(rows, sharers, (a, b), strict=True)
+        tile / by * c.tile_k * ELEMENT / 2
+        for tile, by, pitch in zip(tiles, sharers, pitches, strict=True)
+        if pitch * ELEMENT % SECTOR
     )
 
 
@@ -313,7 +324,8 @@ def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) ->
     of_sm = np.where(x.one_each, cost.lone_sm_gbs, cost.sm_gbs)
     of_sms = x.useful * np.where(x.waits, cost.even_sm_gbs, of_sm)
     gbs = np.minimum(cost.memory_gbs * x.memory, of_sms)
-    memory = (x.memory_bytes + cost.again * x.again_bytes) / gbs / 1e3
+    passed = x.memory_bytes + cost.again * x.again_bytes + cost.written * x.written
+    memory = passed / gbs / 1e3
     q = cost.balance
     time = (busy**q + energy**q + memory**q) ** (1 / q)
     time = time + x.split * (cost.exchange_us + x.exchanged / cost.exchange_gbs / 1e3)
@@ -340,7 +352,34 @@ def place(
         *(5.0 * c.spread - 5.0 * (c.stream_k > 0), 0.5 * c.mma_warpgroups),
         *(6.3 * counts.ctas / counts.sms / counts.rounds, log2(counts.rounds)),
         *(2.1 * counts.narrow, 0.5 * (1.0 - majors[0]), 1.5 * log2(16 / bits)),
-        *(OF_BOARD * log2(counts.memory), 1.0 * (counts.straddled > 0), 1.0 * (c.box_rows > 0)),
+        *(OF_BOARD * log2(counts.memory), 1.0 * (counts.straddled > 0), 0.4 * (c.box_rows > 0)),
+    )
+
+
+def features(places: np.ndarray, x: Counts, times: np.ndarray) -> np.ndarray:
+    """What the model's error is derived from, of pairs at `places` (PAIR, DIMENSION), for which it
+    predicts the microseconds `times`: (PAIR, FEATURE)."""
+    return np.column_stack(
+        [
+            places,
+            np.log(times),
+            x.rounds,
+            x.useful / x.sms,
+            np.log2(x.k_tiles),
+            x.slots,
+            x.asked,
+            x.mma / x.asked,
+            x.outside,
+            x.straddled / x.asked,
+            x.elements * x.store,
+            x.one_round,
+            x.written / x.memory_bytes,
+            np.log2(x.memory_bytes),
+            x.waits,
+            x.ctas / x.sms / np.maximum(1, x.rounds),
+            np.log2(x.exchanged + 1),
+            x.received / x.asked,
+        ]
     )
 
 
@@ -358,10 +397,13 @@ def predictions(
     if not configs:
         return []
     counts = [count(c, problem, arch, batch, majors) for c in configs]
-    times = modelled(columns(counts))
+    pairs = zip(configs, counts, strict=True)
+    places = np.array([place(c, problem, x, majors, bits) for c, x in pairs], np.float32)
+    every = columns(counts)
+    times = modelled(every)
+    times *= np.exp(trees(MEASURED).predict(features(places, every, times)))
     near = np.flatnonzero(times <= NEAR * times.min())
-    places = [place(configs[i], problem, counts[i], majors, bits) for i in near.tolist()]
-    times[near] *= np.exp(errors_nearby(MEASURED, np.array(places, np.float32), caution))
+    times[near] *= np.exp(errors_nearby(MEASURED, places[near], caution))
     return times.tolist()
 
 
