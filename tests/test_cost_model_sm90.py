@@ -14,10 +14,13 @@ import pytest
 from cutex.arch import arch
 from cutex.dtypes import DTYPES
 from cutex.fit import costs as fit
+from cutex.fit.trees import grown
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import MEASURED as MODEL
 from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
 from cutex.measured.nearby import file_of
+from cutex.measured.trees import trees
+from cutex.problem import any_shapes
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.models import corpus
 
@@ -103,12 +106,13 @@ def pairs() -> fit.Pairs:
 
 def test_what_is_known_of_pairs_is_what_was_measured(pairs: fit.Pairs) -> None:
     """cutex/measured keeps what fit --write makes of results/configs and the present costs."""
-    places, errors = fit.known(fit.Model(), pairs)
+    places, errors = fit.known(fit.Model(), trees(MODEL), pairs)
     with np.load(file_of(MODEL)) as file:
         assert np.array_equal(file["places"], places)
         assert np.abs(file["errors"] - errors).max() < 2e-3
 
 
+@pytest.mark.slow
 def test_the_choice_is_good_where_nothing_of_the_problem_was_measured(pairs: fit.Pairs) -> None:
     """Errors of neighbours are those of other problems; the costs were fitted on all of them."""
     verdict = fit.judge(pairs, fit.held_out(fit.Model(), pairs, passes=0))
@@ -117,9 +121,27 @@ def test_the_choice_is_good_where_nothing_of_the_problem_was_measured(pairs: fit
     assert int(found[1]) > 1000 and float(found[2]) >= 1.09 and float(found[3]) <= 5, verdict
 
 
+@pytest.mark.slow
+def test_the_trees_are_those_that_the_fit_grows(pairs: fit.Pairs) -> None:
+    grown, kept = fit.trees_of(fit.Model(), pairs), trees(MODEL)
+    assert np.array_equal(grown.features, kept.features)
+    assert np.allclose(grown.values, kept.values, atol=1e-5)
+
+
+def test_trees_find_steps_of_several_features() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 1, (4000, 4))
+    y = 0.3 * (x[:, 0] > 0.5) * (x[:, 1] > 0.25) - 0.2 * (x[:, 2] > 0.75)
+    found = grown(x, y, np.ones(len(x)))
+    others = rng.uniform(0, 1, (500, 4))
+    steps = 0.3 * (others[:, 0] > 0.5) * (others[:, 1] > 0.25) - 0.2 * (others[:, 2] > 0.75)
+    assert np.sqrt(((found.predict(others) - steps) ** 2).mean()) < 0.04
+    assert np.ptp(found.predict(np.full((1, 4), 9.0)) - found.predict(np.full((1, 4), 1.0))) == 0
+
+
 def test_only_problems_that_are_for_fitting_were_measured() -> None:
-    reported = {e.name for dtype in ("bf16", "e4m3") for e in corpus(dtype) if not e.fits}
-    _, rows = fit.measured_rows()
+    reported = any_shapes.reported().keys()
+    rows = [row for file in fit.files() for row in fit.measured_rows(file)[1]]
     names = {f"{r['m']}x{r['n']}x{r['k']} {r['pass']} {r.get('dtype', 'bf16')}" for r in rows}
     fitted = {e.name for dtype in ("bf16", "e4m3") for e in corpus(dtype) if e.fits}
     assert len(rows) > 2000 and len(names & fitted) > 200 and not names & reported
