@@ -55,14 +55,14 @@ def measured() -> Iterator[tuple[CallClass, dict[Sm90Config, float]]]:
 def better(calls: CallClass, times: dict[Sm90Config, float]) -> Sm90Config | None:
     """The config to take instead of the model's first; None if that is as good."""
     every = all_candidates(problem_of(calls), arch("sm_90a"), majors_of(calls))
-    allowed = {fit.geometry(c) for c in every}
-    times = {c: t for c, t in times.items() if fit.geometry(c) in allowed and fitted(c, calls)}
+    allowed = {fit.tiling(c) for c in every}
+    times = {c: t for c, t in times.items() if fit.tiling(c) in allowed and fitted(c, calls)}
     if not times:
         return None
     best = min(times, key=times.__getitem__)
     first = next(candidates(calls)).tiles
     assert isinstance(first, Sm90Config)
-    of_first = [t for c, t in times.items() if fit.geometry(c) == fit.geometry(first)]
+    of_first = [t for c, t in times.items() if fit.tiling(c) == fit.tiling(first)]
     if of_first:
         return best if min(of_first) > SLOWER * times[best] else None
     return best if len(times) >= MEASURED else None

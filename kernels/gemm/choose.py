@@ -44,13 +44,17 @@ def predictions(
     batch: int = 1,
     majors: tuple[bool, bool] = (True, True),
     bits: int = 16,
+    hopeful: bool = False,
 ) -> dict[GemmConfig, float]:
     """The microseconds that the model of `arch` predicts for each candidate config that can run
     `batch` of `problem`; `majors` says whether K is contiguous in A and in B, `bits` what their
-    elements have. K counts 2 bytes."""
+    elements have. K counts 2 bytes. `hopeful`: where the model is unsure, doubt counts for a config
+    instead of against it."""
     model = COST_MODELS[arch.name]
     fits = [c for c in model.candidates(problem, arch, majors) if c.why_not(problem, arch) is None]
-    return dict(zip(fits, model.predictions(fits, problem, arch, batch, majors, bits), strict=True))
+    doubt = {"caution": -model.CAUTION} if hopeful and hasattr(model, "CAUTION") else {}
+    times = model.predictions(fits, problem, arch, batch, majors, bits, **doubt)
+    return dict(zip(fits, times, strict=True))
 
 
 def ranked(
@@ -59,9 +63,10 @@ def ranked(
     batch: int = 1,
     majors: tuple[bool, bool] = (True, True),
     bits: int = 16,
+    hopeful: bool = False,
 ) -> list[GemmConfig]:
     """The candidate configs of `problem`, fastest predicted first."""
-    times = predictions(problem, arch, batch, majors, bits)
+    times = predictions(problem, arch, batch, majors, bits, hopeful)
     return sorted(times, key=times.__getitem__)
 
 

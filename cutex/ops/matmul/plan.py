@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 building.preload(*(f"{package('gemm', name)}.general" for name in ARCHS))
 
 
-def proposals(calls: CallClass) -> Iterator[GemmConfig]:
+def proposals(calls: CallClass, hopeful: bool = False) -> Iterator[GemmConfig]:
     """The config that the autotuner chose on this GPU, if there is one, then the model's
     ranking."""
     from cutex.bench import autotune
@@ -48,7 +48,7 @@ def proposals(calls: CallClass) -> Iterator[GemmConfig]:
         found = autotune.remembered(stages(calls.arch)[-1], problem)
         if isinstance(found, GemmConfig) and found.why_not(problem, target) is None:
             yield found
-    yield from ranked(problem, target, batch, majors_of(calls), bits_of(calls))
+    yield from ranked(problem, target, batch, majors_of(calls), bits_of(calls), hopeful)
 
 
 def problem_of(calls: CallClass) -> GemmProblem:
@@ -115,11 +115,11 @@ def call_class(
     return CallClass((m, n, k, batch), layouts, ops, arch_name, *here)
 
 
-def candidates(calls: CallClass) -> Iterator[GeneralConfig]:
-    """The configs of the general kernel that can run `calls`, fastest predicted first; ValueError
-    if there is none."""
+def candidates(calls: CallClass, hopeful: bool = False) -> Iterator[GeneralConfig]:
+    """The configs of the general kernel that can run `calls`, fastest predicted first, with
+    `hopeful` those first that may be; ValueError if there is none."""
     none = True
-    for tiles in proposals(calls):
+    for tiles in proposals(calls, hopeful):
         if (config := fitted(tiles, calls)) is not None:
             none = False
             yield config

@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.signature import GeneralConfig
     from cutex.ops.matmul.arrange import Arranged
+    from cutex.ops.matmul.choices import CallClass
 
 SECONDS = 3.0  # the limit of one call's tuning
 CANDIDATES = 16
+HOPES = 5  # of them, at most: configs unlike what was measured
 COPIES = 64  # of a call's operands, at most
 COMPILING = 0.6  # the share of the time after which the wait for compilations ends
 LOOK = timing.Sampling(rounds=3, warm_up_seconds=0.02, sample_us=400.0, eager_calls=1)
@@ -145,7 +147,7 @@ def _timed(arranged: Arranged, arch_name: str, seconds: float, timer: Timer) -> 
         if fitted(known, calls) != untuned:
             forget()  # another process has tuned such calls since this one first made them
         return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
-    proposed = list(dict.fromkeys((untuned, *islice(candidates(calls), CANDIDATES))))[:CANDIDATES]
+    proposed = worth_timing(calls, untuned)
     built = building.build([job(c, arch_name) for c in proposed], COMPILING * seconds)
     until = time.monotonic() + (1 - COMPILING) * seconds
     ready = [c for c, ok in zip(proposed, built, strict=True) if ok]
@@ -164,6 +166,16 @@ def _timed(arranged: Arranged, arch_name: str, seconds: float, timer: Timer) -> 
         choices.prefer(calls, best.tiles)
     forget()
     return best
+
+
+def worth_timing(calls: CallClass, untuned: GeneralConfig) -> list[GeneralConfig]:
+    """The configs that tuning compares: what runs untuned, the first of the model's ranking, and of
+    those that may be faster yet where the model is unsure."""
+    ranking = list(islice(candidates(calls), CANDIDATES))
+    hopes = islice(candidates(calls, hopeful=True), CANDIDATES)
+    first = [untuned, *ranking[: CANDIDATES - HOPES]]
+    more = [c for c in hopes if c not in first][:HOPES]
+    return list(dict.fromkeys((*first, *more, *ranking)))[:CANDIDATES]
 
 
 def compete(
