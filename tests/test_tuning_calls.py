@@ -49,6 +49,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Timed]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr("cutex.bench.autotune.remembered", lambda *_: None)
     monkeypatch.setattr(plan, "other_sms", lambda _: 0)
+    monkeypatch.setattr(plan, "other_board", lambda _: "")
     monkeypatch.setattr(tuner, "kernel_for", eager.kernel_for)
     monkeypatch.setattr(tuner, "launcher", stand_in.launcher)
     monkeypatch.setattr(tuner, "CANDIDATES", 3)
