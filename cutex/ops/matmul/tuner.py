@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 SECONDS = 3.0  # the limit of one call's tuning
 CANDIDATES = 16
-HOPES = 5  # of them, at most: configs unlike what was measured
+HOPES = 1 / 4  # share of them that may be configs unlike what was measured
 COPIES = 64  # of a call's operands, at most
 COMPILING = 0.6  # the share of the time after which the wait for compilations ends
 LOOK = timing.Sampling(rounds=3, warm_up_seconds=0.02, sample_us=400.0, eager_calls=1)
@@ -173,8 +173,9 @@ def worth_timing(calls: CallClass, untuned: GeneralConfig) -> list[GeneralConfig
     those that may be faster yet where the model is unsure."""
     ranking = list(islice(candidates(calls), CANDIDATES))
     hopes = islice(candidates(calls, hopeful=True), CANDIDATES)
-    first = [untuned, *ranking[: CANDIDATES - HOPES]]
-    more = [c for c in hopes if c not in first][:HOPES]
+    unlike = int(CANDIDATES * HOPES)
+    first = [untuned, *ranking[: CANDIDATES - unlike]]
+    more = [c for c in hopes if c not in first][:unlike]
     return list(dict.fromkeys((*first, *more, *ranking)))[:CANDIDATES]
 
 
