@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 import cutex
 from cutex.arch import arch
+from cutex.compile import compile
+from cutex.device.row.tile import RowTile
 from cutex.kernels.row import choose
+from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
 from cutex.kernels.row.kernel import ARCHS
 from cutex.ops.row import launches
 from cutex.ops.row.rows import tile_of
+from cutex.sim import simulate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # half an ulp of the result, with what float32 sums of a row lose
@@ -158,6 +162,21 @@ def test_a_row_far_from_zero_keeps_its_variance(device):
     wanted = F.layer_norm(x.double(), (700,))
     error = (cutex.layer_norm(x).double() - wanted).abs().max()
     assert float(error) < 4 * 2**-24 * 10_000  # the mean's rounding
+
+
+@pytest.mark.parametrize("n, aligned", [(1000, True), (1001, False)])
+@pytest.mark.parametrize("smoothed", [False, True])
+def test_cross_entropy_that_walks_along_a_row(n, aligned, smoothed):
+    tile = RowTile(1, 32, 1, 1, 8, aligned)
+    kernel = CrossEntropy(CrossEntropyConfig(tile, smoothed, walks=True))
+    x, target = rows("cpu", (3, n), torch.bfloat16, 3.0), torch.tensor([0, n - 1, -100]).int()
+    x[0, 700], x[1, :600] = 50, -torch.inf  # maxima that come late
+    x[1] = x[1] if not smoothed else 1
+    lse, losses = torch.full((2, 3), torch.nan)
+    simulate(compile(kernel, "bf16", "sm_90a"), x, target, lse, losses, 0.1 * smoothed, 0.0, -100)
+    options = {"reduction": "none", "label_smoothing": 0.1 * smoothed}
+    near(losses, F.cross_entropy(x.double(), target.long(), **options), torch.float32, 64)
+    near(lse, x.double().logsumexp(1), torch.float32, 64)
 
 
 def test_a_target_that_is_no_class_gives_nan(device):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.kernels.row import choose
 from cutex.ops.number import number
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
@@ -80,9 +81,8 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     launch.makes("losses", x.shape[:1], torch.float32)
     for name in ("loss", "count"):
         launch.makes(name, (), torch.float32, 1)
-    config = CrossEntropyConfig(
-        tile_of(rows, (), arch), smoothing != 0, dtype_of(target), reduction
-    )
+    tile = tile_of(rows, (), arch, wide=choose.MOST)
+    config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction)
     totals = ("loss", "count") if config.reduced else ()
     kernel = CrossEntropy, config, arch
     return launch.run(

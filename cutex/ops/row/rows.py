@@ -115,13 +115,15 @@ def empty_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def tile_of(
-    rows: Sequence[Tensor], vectors: Sequence[Tensor], arch: str, shifts: bool = True
+    rows: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    arch: str,
+    shifts: bool = True,
+    wide: int = choose.WIDE,
 ) -> RowTile:
     """The tile for `rows` (M, N), whole, and `vectors` (N) that all rows share."""
-    x = rows[0]
-    return choose.tile(
-        x.shape[-1], 8 * x.element_size(), kernels_of(arch), *_loads(rows, vectors, shifts)
-    )
+    x, loads = rows[0], _loads(rows, vectors, shifts)
+    return choose.tile(x.shape[-1], 8 * x.element_size(), kernels_of(arch), *loads, wide)
 
 
 def part_of(rows: Sequence[Tensor]) -> RowTile:
