@@ -104,6 +104,33 @@ def test_varlen_takes_pages():
     assert found.ok, found.message
 
 
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_queries_and_new_keys_are_turned(causal):
+    """As by a rotation before the call, in complex numbers."""
+    case = AttentionCase(**{**SMALL, "seqlen_q": 2, "used_k": (90, 40, 65), "causal": causal})
+    given = arguments(case, case.inputs(), new=2)
+    angles = torch.rand(128, 16, generator=torch.Generator().manual_seed(0)) * 6
+
+    def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x[..., :32].float().unflatten(-1, (-1, 2)))
+        turn = torch.polar(torch.ones(()), angles[positions])[:, :, None]
+        return torch.cat(
+            (torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype), x[..., 32:]), -1
+        )
+
+    steps = given["cache_seqlens"][:, None] + torch.arange(2)
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    with cutex.ops.simulated("sm_90a"):
+        caches = [given[name].clone() for name in ("k_cache", "v_cache")]
+        mine = dict(given, k_cache=caches[0], v_cache=caches[1], **tables)
+        out = cutex.flash_attn_with_kvcache(**mine)
+        given["k"] = turned(given["k"], steps)
+        given["q"] = turned(given["q"], steps if causal else steps[:, :1].expand(3, 2))
+        want = cutex.flash_attn_with_kvcache(**given)
+    assert (out.float() - want.float()).abs().max() < 2**-6
+    assert torch.equal(caches[0].nan_to_num(), given["k_cache"].nan_to_num())
+
+
 def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
     """With num_splits, whose borders do not depend on the other sequences."""
     case = AttentionCase(**{**SMALL, "heads_q": 2, "heads_kv": 1, "used_k": (200, 30, 65)})
@@ -221,7 +248,10 @@ TABLE = torch.zeros(2, 1, dtype=torch.int32)
 NEW = torch.zeros(2, 1, 2, 64).half()
 BAD = {
     "is 1: keys begin at": {"cache_leftpad": 1},
-    "rotate q and k before": {"rotary_cos": torch.zeros(4, 32)},
+    "rotary_cos and rotary_sin must be given together": {"rotary_cos": torch.zeros(4, 32)},
+    "rotary_cos and rotary_sin need k and v": {
+        "rotary_cos": torch.zeros(64, 32), "rotary_sin": torch.zeros(64, 32)
+    },
     "k_descale is given, but k_cache has dtype torch.float16": {"k_descale": torch.ones(2, 2)},
     "q_descale is given, but k_cache is not": {"q_descale": torch.ones(2, 2)},
     "v_cache has dtype torch.float16, but k_cache has torch.float8": {

@@ -186,6 +186,8 @@ class BoxLoads:
     source: RowSource
     sX: cute.Tensor  # (bRows, bD, SLOT)
     head: Int32 | int = 0
+    sharers: int = 1  # warps that load equal parts of each tile, of which this is `number`
+    number: Int32 | int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -203,12 +205,13 @@ class BoxLoads:
         """Start the load of the rows of tile `tile`, from column tile `column`, into `slot`; its
         bytes, those of a whole tile, arrive on `full`. A whole warp calls it."""
         rows, box = self.tile[0], self.box
-        boxes, columns = rows // box[0], self.tile[1] // box[1]
+        boxes, columns = rows // box[0] // self.sharers, self.tile[1] // box[1]
+        mine = self.number * boxes
         sX = cute.flat_divide(self.sX, box)  # (boxRows, boxD, BOX, COLUMN, SLOT)
         # NOTE: each lane looks up a box, so that a tile waits for its table or index once for every
         # 32 boxes, not for each
         for first in cutlass.range_constexpr(0, boxes, WARP):
-            row = tile * rows + (first + cute.arch.lane_idx()) * box[0]
+            row = tile * rows + (mine + first + cute.arch.lane_idx()) * box[0]
             found = self.source.box(row, box[0])
             count = min(WARP, boxes - first)
             for i in cutlass.range(count, unroll_full=count <= UNROLLED):
@@ -218,7 +221,7 @@ class BoxLoads:
                         self.info.atom,
                         0,
                         cute.make_layout(1),
-                        cute.group_modes(sX[None, None, first + i, c, slot], 0, 2),
+                        cute.group_modes(sX[None, None, mine + first + i, c, slot], 0, 2),
                         cute.group_modes(gX[None, None, column * columns + c], 0, 2),
                     )  # (TMA), (TMA)
                     cute.copy(self.info.atom, tXgX, tXsX, tma_bar_ptr=full)

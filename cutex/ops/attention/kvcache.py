@@ -24,6 +24,7 @@ from cutex.ops.attention import scaled
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims
 from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, refuse, stepped
 from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, why_copied
+from cutex.ops.attention.rotated import rotated
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, is_watched_unseen, untraced
 from cutex.ops.plans import PlanCache
@@ -58,6 +59,10 @@ def flash_attn_with_kvcache(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    rotary_seqlens: Tensor | None = None,
     block_table: Tensor | None = None,
     return_softmax_lse: bool = False,
     **others: Any,
@@ -81,6 +86,9 @@ def flash_attn_with_kvcache(
     cache_batch_idx: (batch,) int32, which entry of the caches is each sequence's.
     softmax_scale, causal, window_size, softcap, learnable_sink, return_lse (or return_softmax_lse):
         as in flash_attn_func; the last query is aligned with the last key.
+    rotary_cos, rotary_sin (rows, half of the rotary dim): q and k are turned by the row of their
+        position, which of new key i is cache_seqlens (or rotary_seqlens) + i, and of query i the
+        same with causal or a window, else cache_seqlens; rotary_interleaved: pairs are neighbours.
     num_splits: into how many parts a sequence's keys are cut, which CTAs work on at the same time;
         0 as the number of SMs and all lengths want it, 1 for results that do not depend on what
         else is in the batch.
@@ -99,6 +107,14 @@ def flash_attn_with_kvcache(
         page_table = block_table
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
+    if rotary_cos is not None or rotary_sin is not None:
+        if rotary_cos is None or rotary_sin is None:
+            raise ValueError("rotary_cos and rotary_sin must be given together")
+        q, k = rotated(
+            q, k, (rotary_cos, rotary_sin), rotary_interleaved,
+            cache_seqlens if rotary_seqlens is None else rotary_seqlens,
+            causal or any(x not in (None, -1) for x in window_size),
+        )  # fmt: skip
     if isinstance(k_cache, Tensor) and k_cache.dtype == FP8:
         q, k_descale, v_descale = scaled.prepared(
             q, k_cache, cu_seqlens_q, q_descale, k_descale, v_descale

@@ -26,13 +26,8 @@ class Refused(NamedTuple):
     why: str
 
 
-_ROTARY = Refused((None,), "rotary embeddings are not applied here; rotate q and k before the call")
 REFUSED = {
     "qv": Refused((None,), "there is no second product with v"),
-    "rotary_cos": _ROTARY,
-    "rotary_sin": _ROTARY,
-    "rotary_seqlens": _ROTARY,
-    "rotary_interleaved": Refused((True, False), ""),
     "cache_leftpad": Refused((None,), "keys begin at a cache's first row"),
     "leftpad_k": Refused((None,), "keys begin at a cache's first row"),
     "cu_seqlens_k_new": Refused((None,), "every sequence has as many new keys"),

@@ -13,7 +13,7 @@ ELEMENT = 2  # bytes of bf16 and fp16
 ROWS = 64  # of one wgmma
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 RESERVED = 1024  # bytes of smem that a CTA takes beside its own
-THREADS = 160  # a warpgroup that computes, and a warp that loads
+WARPGROUP, WARP = 128, 32  # threads
 REGISTERS = 65536  # of an SM
 SCALARS = 48  # registers of a thread for everything but accumulators
 MOST_REGISTERS = 255  # of a thread
@@ -45,7 +45,7 @@ class DecodeConfig:
     parts: str = "shares"
     tile_n: int = 64
     num_stages: int = 3  # slots of K, and of V
-    ctas_per_sm: int = 2
+    ctas_per_sm: int = 1
     num_sms: int = 132
     team: int = 8  # CTAs, at most, that read neighbouring heads at the same time
     start: int = 1  # the time of a unit's begin and end, in blocks of keys
@@ -76,6 +76,11 @@ class DecodeConfig:
     def ctas(self) -> int:
         """The CTAs that run at one time."""
         return self.num_sms * self.ctas_per_sm
+
+    @property
+    def load_warps(self) -> int:
+        """The warps that load: several for single rows, whose copies are as many as rows."""
+        return 4 if self.page_size % ATOM_ROWS else 1
 
     @property
     def q_in_smem(self) -> bool:
@@ -161,7 +166,8 @@ class DecodeConfig:
             return reason
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
-        registers = min(MOST_REGISTERS, REGISTERS // (THREADS * self.ctas_per_sm))
+        threads = WARPGROUP + WARP * self.load_warps
+        registers = min(MOST_REGISTERS, REGISTERS // (threads * self.ctas_per_sm))
         if self.accumulators > registers - SCALARS:
             return (
                 f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "

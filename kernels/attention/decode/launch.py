@@ -6,10 +6,13 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import slots_layout
+from cutex.device.pipeline import Barrier, Ring
 from cutex.device.row_source import DenseRows, PagedRows, box_operand, page_pitch, swizzle_bytes
 from cutex.kernels.attention.decode.append import Append
+from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 
 
@@ -45,3 +48,13 @@ def kv_slots(dtype: type[cutlass.Numeric], rows: int, columns: int, count: int):
     """The layout (rows, columns, SLOT) of slots of Q, K or V."""
     swizzle = swizzle_bytes(columns * dtype.width // 8)
     return slots_layout(dtype, rows, columns, count, swizzle)
+
+
+def ring(
+    smem: SmemAllocator, name: str, config: DecodeConfig, slot_bytes: int, consumers: int
+) -> Ring:
+    """The ring of K or V, whose slots all warps that load fill together, equal parts each."""
+    warps, slots = config.load_warps, config.num_stages
+    full = Barrier.allocate(smem, f"{name} full", arrivals=warps, slots=slots)
+    empty = Barrier.allocate(smem, f"{name} empty", arrivals=consumers, slots=slots)
+    return Ring(slots, slot_bytes // warps, full, empty)

@@ -1,4 +1,4 @@
-"""Load: the warp of the decode kernel that loads K and V, wherever they are."""
+"""Load: the warps of the decode kernel that load K and V, wherever they are."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Load:
     v: cpasync.TmaInfo
     pitch_k: Int32  # rows from one page, or one sequence, to the next
     pitch_v: Int32
+    number: Int32  # of this warp among those that load
     shared: Shared
 
     @cute.jit
@@ -36,8 +37,10 @@ class Load:
                 batch, _ = s.entry(piece.entry)
                 keys = s.sizes.keys(s.passed, batch)
                 head = s.kv_head(piece.head)
-                loads_k = BoxLoads(self.k, self.source(batch, keys, self.pitch_k), s.sK, head)
-                loads_v = BoxLoads(self.v, self.source(batch, keys, self.pitch_v), s.sV, head)
+                share = s.config.load_warps, self.number
+                of_k, of_v = (self.source(batch, keys, x) for x in (self.pitch_k, self.pitch_v))
+                loads_k = BoxLoads(self.k, of_k, s.sK, head, *share)
+                loads_v = BoxLoads(self.v, of_v, s.sV, head, *share)
                 if blocks.end > blocks.first:
                     loads_k.load(blocks.end - 1, k_fill.slot, s.k.acquire(k_fill))
                     k_fill.advance()

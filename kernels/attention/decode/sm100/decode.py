@@ -20,9 +20,9 @@ from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import BlockInfo
-from cutex.device.pipeline import Ring, Warps, publish_barriers
+from cutex.device.pipeline import Warps, publish_barriers
 from cutex.kernels.attention.decode.append import Append
-from cutex.kernels.attention.decode.launch import kv_slots, launch
+from cutex.kernels.attention.decode.launch import kv_slots, launch, ring
 from cutex.kernels.attention.decode.load import Load
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.partials import Partials
@@ -76,12 +76,12 @@ class Decode:
         return Warps(first=self.softmax_warps.end, count=1)
 
     @property
-    def load_warp(self) -> Warps:
-        return Warps(first=self.mma_warp.end, count=1)
+    def load_warps(self) -> Warps:
+        return Warps(first=self.mma_warp.end, count=self.config.load_warps)
 
     @property
     def num_threads(self) -> int:
-        return 32 * self.load_warp.end
+        return 32 * self.load_warps.end
 
     @cute.jit
     def __call__(
@@ -107,8 +107,8 @@ class Decode:
         sK = allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, c.head_dim, c.num_stages))
         sV = allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, c.head_dim_v, c.num_stages))
         last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
-        k_ring = Ring.allocate(smem, "k", c.num_stages, c.k_bytes, consumers=1)
-        v_ring = Ring.allocate(smem, "v", c.num_stages, c.v_bytes, consumers=1)
+        k_ring = ring(smem, "k", c, c.k_bytes, consumers=1)
+        v_ring = ring(smem, "v", c, c.v_bytes, consumers=1)
         barriers = Barriers.allocate(smem, self.softmax_warps.count)
         tmem = Tmem.allocate(smem, columns=c.columns)
         warp = cute.arch.warp_idx()
@@ -118,8 +118,8 @@ class Decode:
         pointer = tmem.pointer()
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
         shared = Shared(c, sQ, sK, sV, k_ring, v_ring, info, passed, sizes)
-        if warp == self.load_warp.first:
-            Load(k, v, *pitches, shared).run()
+        if warp >= self.load_warps.first:
+            Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         elif warp == self.mma_warp.first:
             Mma(c, shared, barriers, pointer).run()
         else:

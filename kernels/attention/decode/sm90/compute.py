@@ -18,7 +18,12 @@ from cutex.device.attention.softmax import rows_of
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import UNIT, Rows, load_to_smem, units_of
 from cutex.kernels.attention.decode.shared import Shared
-from cutex.kernels.attention.decode.sm90.widened import WidenedRing, in_any_slot
+from cutex.kernels.attention.decode.sm90.widened import (
+    WidenedRing,
+    in_any_slot,
+    product_dtype,
+    to_fp16,
+)
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop, KeyRings, Products
 
@@ -34,7 +39,7 @@ class Compute:
     def run(self) -> None:
         """Compute this CTA's parts one after the other."""
         s, c = self.shared, self.shared.config
-        dtype, slots = self.mQ.element_type, c.num_stages
+        dtype, slots = product_dtype(c, self.mQ.element_type), c.num_stages
         qk_mma = Wgmma(c.tile_n, dtype)
         registers = None if c.q_in_smem else qk_mma.a_registers(c.head_dim)
         a = qk_mma.a_slots(s.sQ)[None, None, None, 0] if c.q_in_smem else registers
@@ -69,8 +74,8 @@ class Compute:
             if piece.end > piece.first:
                 rows = s.rows(piece)
                 blocks = s.of_piece(piece)
-                self.load_q(registers, rows)
-                score_ops = self.score_ops(rows)
+                unit = self.load_q(registers, rows)
+                score_ops = self.score_ops(rows, unit)
                 slack = min(c.slack, 4.0) if dtype is cutlass.Float16 else c.slack
                 softmax = GuardedSoftmax.of(score_ops.scale_log2(), slack, False)
                 if blocks.end > blocks.first:
@@ -95,7 +100,7 @@ class Compute:
         row = thread // 32 * 16 + thread % 32 // 4
         return row, row + 8
 
-    def score_ops(self, rows: Rows) -> ScoreOps:
+    def score_ops(self, rows: Rows, unit: Float32) -> ScoreOps:
         s = self.shared
         thread, _, _ = cute.arch.thread_idx()
         mine = self.thread_rows()
@@ -104,33 +109,44 @@ class Compute:
         mask = Mask(s.info.band, s.info.tile_n, rows.seq_q.length, keys, queries, thread % 4)
         scale = s.passed.scale
         if cutlass.const_expr(s.config.fp8):
-            scale *= s.descale(s.passed.k_descale, rows)
+            scale *= unit * s.descale(s.passed.k_descale, rows)
         return ScoreOps(mask, scale, s.passed.softcap, None, None, rows.batch, heads)
 
     # ---- Q
 
     @cute.jit
-    def load_q(self, registers: Any, rows: Rows) -> None:
+    def load_q(self, registers: Any, rows: Rows) -> Float32:
         """Load Q, zeros where there are no rows or columns: into registers as operand A, or into
-        smem."""
+        smem. Returns what scores have to be multiplied by."""
+        unit = Float32(1.0)
         if cutlass.const_expr(registers is None):
             sQ = self.shared.sQ
             assert sQ is not None
             self.out.sync()  # wgmma of the part before has read it
             load_to_smem(self.mQ, rows, sQ[None, None, 0])
             self.out.sync()
+        elif cutlass.const_expr(registers.element_type is self.mQ.element_type):
+            self.load_words(registers, rows)
         else:
-            thread, _, _ = cute.arch.thread_idx()
-            words = cute.recast_tensor(registers, Int32)  # ((1, 2, 2), 1, MMA_K)
-            units = units_of(self.mQ)
-            mine = self.thread_rows()
-            for r in cutlass.range_constexpr(2):
-                exists = mine[r] < rows.count
-                gQ = rows.words(self.mQ, cutlass.min(mine[r], rows.count - 1))
-                for unit in cutlass.range_constexpr(self.shared.config.head_dim // UNIT):
-                    word = gQ[cutlass.min(unit, units - 1) * 4 + thread % 4]
-                    kept = word if exists & (unit < units) else Int32(0)
-                    words[(0, r, unit % 2), 0, unit // 2] = kept
+            held = cute.make_rmem_tensor(registers.layout, self.mQ.element_type)
+            self.load_words(held, rows)
+            unit = to_fp16(held, registers)
+        return unit
+
+    @cute.jit
+    def load_words(self, registers: cute.Tensor, rows: Rows) -> None:
+        """Load this thread's part of Q, ((2, 2, 2), 1, MMA_K)."""
+        thread, _, _ = cute.arch.thread_idx()
+        words = cute.recast_tensor(registers, Int32)  # ((1, 2, 2), 1, MMA_K)
+        units = units_of(self.mQ)
+        mine = self.thread_rows()
+        for r in cutlass.range_constexpr(2):
+            exists = mine[r] < rows.count
+            gQ = rows.words(self.mQ, cutlass.min(mine[r], rows.count - 1))
+            for unit in cutlass.range_constexpr(self.shared.config.head_dim // UNIT):
+                word = gQ[cutlass.min(unit, units - 1) * 4 + thread % 4]
+                kept = word if exists & (unit < units) else Int32(0)
+                words[(0, r, unit % 2), 0, unit // 2] = kept
 
     # ---- O
 

@@ -21,16 +21,17 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.attention.block_info import BlockInfo
-from cutex.device.pipeline import Ring, Warps, publish_barriers
+from cutex.device.pipeline import Warps, publish_barriers
 from cutex.kernels.attention.decode.append import Append
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
-from cutex.kernels.attention.decode.launch import kv_slots, launch
+from cutex.kernels.attention.decode.launch import kv_slots, launch, ring
 from cutex.kernels.attention.decode.load import Load
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.partials import Partials
 from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.decode.sm90.compute import Compute
+from cutex.kernels.attention.decode.sm90.widened import product_dtype
 
 
 class Decode:
@@ -73,7 +74,7 @@ class Decode:
 
     @property
     def load_warps(self) -> Warps:
-        return Warps(first=self.compute_warps.end, count=1)
+        return Warps(first=self.compute_warps.end, count=self.config.load_warps)
 
     @property
     def num_threads(self) -> int:
@@ -109,18 +110,20 @@ class Decode:
         )
         wide = None
         if cutlass.const_expr(c.fp8):
+            kind = product_dtype(c, dtype)
             wide = tuple(
-                allocate_slots(smem, dtype, kv_slots(dtype, c.tile_n, d, 1)) for d in c.head_dims
+                allocate_slots(smem, kind, kv_slots(kind, c.tile_n, d, 1)) for d in c.head_dims
             )
         last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
         consumers = self.compute_warps.count
-        k_ring = Ring.allocate(smem, "k", c.num_stages, c.k_bytes, consumers)
-        v_ring = Ring.allocate(smem, "v", c.num_stages, c.v_bytes, consumers)
+        k_ring = ring(smem, "k", c, c.k_bytes, consumers)
+        v_ring = ring(smem, "v", c, c.v_bytes, consumers)
         publish_barriers((k_ring, v_ring))
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
         shared = Shared(c, sQ, sK, sV, k_ring, v_ring, info, passed, sizes)
-        if cute.arch.warp_idx() == self.load_warps.first:
-            Load(k, v, *pitches, shared).run()
+        warp = cute.arch.warp_idx()
+        if warp >= self.load_warps.first:
+            Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         else:
             partials = Partials(passed.sums, passed.flags, c.tile_m, c.head_dim_v)
             Compute(mQ, Out(c, mO, partials, passed, last), shared, wide).run()
