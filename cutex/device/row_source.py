@@ -186,8 +186,6 @@ class BoxLoads:
     source: RowSource
     sX: cute.Tensor  # (bRows, bD, SLOT)
     head: Int32 | int = 0
-    sharers: int = 1  # warps that load equal parts of each tile, of which this is `number`
-    number: Int32 | int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -201,12 +199,21 @@ class BoxLoads:
         return self.source.box_rows(rows), swizzle_bytes(columns * width // 8) * 8 // width
 
     @cute.jit
-    def load(self, tile: Int32, slot: Int32, full: cute.Pointer, column: Int32 | int = 0) -> None:
+    def load(
+        self,
+        tile: Int32,
+        slot: Int32,
+        full: cute.Pointer,
+        column: Int32 | int = 0,
+        part: Int32 | int = 0,
+        parts: cutlass.Constexpr[int] = 1,
+    ) -> None:
         """Start the load of the rows of tile `tile`, from column tile `column`, into `slot`; its
-        bytes, those of a whole tile, arrive on `full`. A whole warp calls it."""
+        bytes, those of a whole tile, arrive on `full`. A whole warp calls it; or `parts` warps do,
+        each of which loads one part of the rows."""
         rows, box = self.tile[0], self.box
-        boxes, columns = rows // box[0] // self.sharers, self.tile[1] // box[1]
-        mine = self.number * boxes
+        boxes, columns = rows // box[0] // parts, self.tile[1] // box[1]
+        mine = part * boxes
         sX = cute.flat_divide(self.sX, box)  # (boxRows, boxD, BOX, COLUMN, SLOT)
         # NOTE: each lane looks up a box, so that a tile waits for its table or index once for every
         # 32 boxes, not for each

@@ -37,20 +37,20 @@ class Load:
                 batch, _ = s.entry(piece.entry)
                 keys = s.sizes.keys(s.passed, batch)
                 head = s.kv_head(piece.head)
-                share = s.config.load_warps, self.number
                 of_k, of_v = (self.source(batch, keys, x) for x in (self.pitch_k, self.pitch_v))
-                loads_k = BoxLoads(self.k, of_k, s.sK, head, *share)
-                loads_v = BoxLoads(self.v, of_v, s.sV, head, *share)
+                loads_k = BoxLoads(self.k, of_k, s.sK, head)
+                loads_v = BoxLoads(self.v, of_v, s.sV, head)
+                share = 0, self.number, s.config.load_warps
                 if blocks.end > blocks.first:
-                    loads_k.load(blocks.end - 1, k_fill.slot, s.k.acquire(k_fill))
+                    loads_k.load(blocks.end - 1, k_fill.slot, s.k.acquire(k_fill), *share)
                     k_fill.advance()
                     for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
                         block = blocks.end - 1 - i
-                        loads_k.load(block - 1, k_fill.slot, s.k.acquire(k_fill))
+                        loads_k.load(block - 1, k_fill.slot, s.k.acquire(k_fill), *share)
                         k_fill.advance()
-                        loads_v.load(block, v_fill.slot, s.v.acquire(v_fill))
+                        loads_v.load(block, v_fill.slot, s.v.acquire(v_fill), *share)
                         v_fill.advance()
-                    loads_v.load(blocks.first, v_fill.slot, s.v.acquire(v_fill))
+                    loads_v.load(blocks.first, v_fill.slot, s.v.acquire(v_fill), *share)
                     v_fill.advance()
 
     def source(self, batch: Int32, keys: Int32, pitch: Int32) -> RowSource:
