@@ -11,15 +11,16 @@ import pytest
 import torch
 
 import cutex
-from cutex.arch import ARCHS, arch
+from cutex.arch import ARCHS, BOARDS, Arch, arch
 from cutex.kernels.gemm import stage, stages
 from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.sm90.candidates import at_once, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.cost_model import count
+from cutex.kernels.gemm.sm90.cost_model import columns, count, modelled
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.ops import device
 from cutex.ops.matmul import choices, plan
+from cutex.ops.matmul.choices import CallClass
 from cutex.problem.gemm import GemmProblem
 
 LEDGER = Path(__file__).parent.parent / "results" / "gemm-nvidia-h200.jsonl"
@@ -158,6 +159,42 @@ def test_the_sms_of_another_gpu_are_those_of_its_properties(monkeypatch):
         assert device.other_sms("sm_90a") == 0, "the simulator is an H200"
     found.multi_processor_count = 132
     assert device.other_sms("sm_90a") == 0
+
+
+@pytest.mark.parametrize(
+    ("device_name", "board"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA H20", "H200"),
+    ],
+)
+def test_calls_know_the_board_that_torch_names(monkeypatch, device_name: str, board: str):
+    monkeypatch.setattr(device, "local_arch", lambda: arch("sm_90a"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device_name)
+    found = device.other_board("sm_90a")
+    assert CallClass((1, 1, 1, 1), (), (), "sm_90a", board=found).target.board == board
+    assert device.other_board("sm_100a") == ""
+    with cutex.ops.simulated("sm_90a"):
+        assert device.other_board("sm_90a") == "", "the simulator is an H200"
+
+
+def test_a_board_s_memory_and_power_are_in_what_the_model_predicts():
+    h200, h100 = arch("sm_90a"), BOARDS["H100 80GB HBM3"]
+    weights, square = GemmProblem(16, 8192, 8192), GemmProblem(8192, 8192, 8192)
+
+    def least(problem: GemmProblem, on: Arch) -> float:
+        every = [c for c in candidates(problem, on) if c.why_not(problem, on) is None]
+        return float(modelled(columns([count(c, problem, on) for c in every])).min())
+
+    by_memory = least(weights, h100) / least(weights, h200)
+    assert 1.25 < by_memory < h200.hbm_gbs / h100.hbm_gbs + 0.01
+    assert 0.99 < least(square, h100) / least(square, h200) < 1.03
+    half = replace(h200, watts=350)
+    assert 1.3 < least(square, half) / least(square, h200) < 2.0
 
 
 def test_what_was_timed_on_an_h200_is_not_shipped_to_fewer_sms(monkeypatch):
