@@ -319,11 +319,11 @@ def test_torch_compile_takes_it_as_a_whole() -> None:
 def test_the_tiles_that_are_chosen_fit(arch: str, groups: int) -> None:
     row, batch = OperandLayout(), OperandLayout(batched=True)
     most = choose.most_groups(groups)
-    for mean in (1, 64, 97, 1000, 4096):
+    for mean in (1, 64, 97, 200, 600, 4096):
         for n in (8, 65, 192, 2880, 7168):
             for fused in (False, True):
                 product = GeneralConfig(
-                    choose.rows_tiles(arch, mean, n, fused, most), row, batch, row
+                    choose.rows_tiles(arch, mean, (n, n), fused, most), row, batch, row
                 )
                 assert GroupedConfig(product, most).why_not(arch_named(arch)) is None
             column = replace(row, major="column")

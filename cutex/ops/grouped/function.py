@@ -13,7 +13,11 @@ from cutex.ops.grouped.checks import (
     check_inner,
     check_tensor,
 )
-from cutex.ops.grouped.registered import grouped_rows, grouped_sums
+from cutex.ops.grouped.registered import grouped_rows, grouped_sums, run_rows
+from cutex.ops.plain import is_plain, nobody_watches
+from cutex.ops.plans import PlanCache
+
+PLANS = PlanCache()
 
 
 def grouped_mm(
@@ -50,13 +54,18 @@ def grouped_mm(
     that names the argument, for arguments that do not fit, and where there is no Hopper or
     Blackwell GPU.
     """
+    options = activation, offs is None, bias is None
+    if not torch.compiler.is_dynamo_compiling():
+        edges, rest = (counts if offs is None else offs), (() if bias is None else (bias,))
+        known = PLANS.find(options, x, w, edges, *rest)  # type: ignore[arg-type]
+        if known is not None:
+            return known.launch(x, w, edges, *rest)
     check_tensor("x", x)
     check_tensor("w", w, x)
     if (offs is None) == (counts is None):
         raise ValueError("grouped_mm takes offs or counts, one of them")
     name, edges = ("offs", offs) if counts is None else ("counts", counts)
     check_edges(name, edges, x)
-    assert edges is not None
     form = (x.dim(), w.dim())
     if form != (2 if counts is None else 3, 3) and not (bias is activation is None):
         raise ValueError("bias and activation are taken where w is (E, K, N) and x has rows")
@@ -89,4 +98,22 @@ def _rows(
 
         # NOTE: the activation's input is what its gradient needs
         return ACTIVATIONS[activation](grouped_rows(x, w, edges, bias, None, padded))
+    remember(x, w, edges, bias, activation, padded)
     return grouped_rows(x, w, edges, bias, activation, padded)
+
+
+def remember(
+    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None, padded: bool
+) -> None:
+    """Keep a plan for such calls, if torch has nothing more to do than to run them."""
+    given = [t for t in (x, w, edges, bias) if t is not None]
+    if torch.compiler.is_dynamo_compiling() or not nobody_watches():
+        return
+    if not all(map(is_plain, given)) or any(t.requires_grad for t in given):
+        return
+
+    def launch(x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None = None) -> Tensor:
+        return run_rows(x, w, edges, bias, activation, padded, False)
+
+    options = activation, padded, bias is None
+    PLANS.remember(PLANS.key_of(options, *given), given, launch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,63 +12,89 @@ from torch import Tensor
 
 from cutex.compile import ALIGN
 from cutex.kernels.gemm.grouped import choose
-from cutex.ops.device import arch_of, current, launcher
+from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
 from cutex.ops.matmul.arrange import name_of, operand
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
-    from cutex.kernels.gemm.grouped.config import GroupedConfig, SumsConfig
 
 FOLDERS = {"sm_90a": "sm90", "sm_100a": "sm100"}
+
+
+MOST_KNOWN = 4096
+_known: dict[Hashable, Callable[..., None]] = per_device({})  # launches of calls like one before
 
 
 def rows(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, options: tuple[Any, ...]) -> None:
     """out[rows of e] = activation(x[rows of e] @ w[e] + bias[e]), with x (T, K), w (E, K, N), and
     out (T, N) in memory of `empty`; options: bias, activation, padded."""
+    bias, activation, padded = options
+    passed = [x, w, with_padding(out), edges, *([] if bias is None else [bias])]
+    again("rows", (activation, padded), passed, rows_call)
+
+
+def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """The config, arch and arguments of a call of `rows`."""
     from cutex.kernels.gemm.grouped.config import GroupedConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
-    bias, activation, padded = options
+    (activation, padded), (x, w, out, edges, *bias) = options, passed
     arch = arch_for(x)
     if x.shape[1] == 0:  # nothing to add up: the epilogue of zeros
         x, w = x.new_zeros((x.shape[0], ALIGN)), w.new_zeros((w.shape[0], ALIGN, w.shape[2]))
     # NOTE: a group may begin at any row, and TMA at none of a side that is contiguous
     x, a, _ = operand(x, -1, True)
     w, b, _ = operand(w.contiguous() if w.stride(0) == 0 else w, -2, False)
-    ops, passed = fused(bias, activation)
+    ops, others = fused(bias[0] if bias else None, activation)
     mean = -(-x.shape[0] // edges.shape[0])
     most = choose.most_groups(edges.shape[0])
-    tiles = choose.rows_tiles(arch, mean, w.shape[2], bool(ops), most)
+    _, k, n = w.shape
+    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     config = GroupedConfig(product, most, padded)
-    run("rows", config, arch, [x, w, with_padding(out), edges.contiguous(), *passed])
+    return config, arch, [x, w, out, edges.contiguous(), *others]
 
 
 def sums(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, padded: bool) -> None:
     """out[e] = x[:, rows of e] @ w[rows of e], with x (M, T), w (T, N), and out (E, M, N) in memory
     of `empty`."""
+    again("sums", (padded,), [x, w, with_padding(out), edges], sums_call)
+
+
+def sums_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """The config, arch and arguments of a call of `sums`."""
     from cutex.kernels.gemm.grouped.config import SumsConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
+    (padded,), (x, w, out, edges) = options, passed
     arch = arch_for(x)
+    given = x.mT
     # NOTE: a group may begin anywhere along T, which must not be the contiguous side
-    (xt, a, _), (w, b, _) = operand(x.mT, -1, True), operand(w, -1, True)
+    (xt, a, _), (w, b, _) = operand(given, -1, True), operand(w, -1, True)
     mean = -(-x.shape[1] // edges.shape[0])
     most = choose.most_groups(edges.shape[0])
     layouts = OperandLayout(a.dtype, "column"), b, OperandLayout(name_of(out), batched=True)
     product = GeneralConfig(choose.sums_tiles(arch, mean, w.shape[1], most), *layouts)
     config = SumsConfig(product, most, padded)
-    run("sums", config, arch, [xt.mT, w, with_padding(out), edges.contiguous()])
+    return config, arch, [x if xt is given else xt.mT, w, out, edges.contiguous()]
 
 
 def zeros(out: Tensor, edges: Tensor, padded: bool) -> None:
     """Write zeros to the rows of out (T, N) that belong to no group."""
+    from cutex.kernels.gemm.grouped.zeros import Zeros
+
+    again(Zeros, (padded,), [out, edges], zeros_call)
+
+
+def zeros_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """The config, arch and arguments of a call of `zeros`."""
     from cutex.kernels.gemm.grouped.zeros import ZerosConfig
 
+    (padded,), (out, edges) = options, passed
     whole = out.stride(0) * out.element_size() % ALIGN == 0 and out.shape[1] % 8 == 0
     whole = whole and out.data_ptr() % ALIGN == 0
-    run("zeros", ZerosConfig(whole, padded), arch_for(out), [out, edges.contiguous()])
+    return ZerosConfig(whole, padded), arch_for(out), [out, edges.contiguous()]
 
 
 def fused(
@@ -109,20 +136,51 @@ def arch_for(x: Tensor) -> str:
 
 
 @lru_cache(maxsize=4096)
-def kernel_for(
-    kind: str, config: GroupedConfig | SumsConfig | Any, dtype: str, arch: str
-) -> Compiled:
-    """The kernel of a config."""
+def kernel_for(kind: Any, config: Any, dtype: str, arch: str) -> Compiled:
+    """The kernel of a config; `kind` is its class, or "rows" or "sums" of this arch."""
     from cutex.compile import compile
 
-    home = "zeros" if kind == "zeros" else f"{FOLDERS[arch]}.{kind}"
-    module = import_module(f"cutex.kernels.gemm.grouped.{home}")
-    name = {"rows": "GroupedRows", "sums": "GroupedSums", "zeros": "Zeros"}[kind]
-    return compile(getattr(module, name)(config), dtype, arch)
+    if isinstance(kind, str):
+        module = import_module(f"cutex.kernels.gemm.grouped.{FOLDERS[arch]}.{kind}")
+        kind = getattr(module, f"Grouped{kind.capitalize()}")
+    return compile(kind(config), dtype, arch)
 
 
-def run(kind: str, config: Any, arch: str, tensors: list[Tensor]) -> None:
-    """Launch the kernel of a config on `tensors`."""
+def again(
+    kind: Any,
+    options: tuple[Any, ...],
+    passed: list[Tensor],
+    call: Callable[[tuple[Any, ...], list[Tensor]], tuple[Any, str, list[Tensor]]],
+) -> None:
+    """Launch a call on `passed`, at once if one like it was launched before; `call` gives its
+    config, arch and arguments."""
+    key = kind, options, passed[0].device, *map(memory, passed)
+    known = _known.get(key)
+    if known is not None:
+        known(*passed)
+        return
+    config, arch, tensors = call(options, passed)
     compiled = kernel_for(kind, config, name_of(tensors[0]), arch)
-    with torch.no_grad(), current(tensors[0].device):
-        launcher(compiled, tensors)(*tensors)
+    device = tensors[0].device
+    with torch.no_grad(), current(device):
+        launch = launcher(compiled, tensors)
+        launch(*tensors)
+    if all(x is y for x, y in zip(tensors, passed, strict=True)):
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[key] = on_device(launch, device) if SEVERAL_GPUS else launch
+
+
+def memory(x: Tensor) -> Hashable:
+    """What a launch depends on of a tensor."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGN
+
+
+def on_device(launch: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """`launch` with `device` as the current one."""
+
+    def launch_there(*tensors: Tensor) -> None:
+        with current(device):
+            launch(*tensors)
+
+    return launch_there

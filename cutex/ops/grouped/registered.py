@@ -20,10 +20,11 @@ from cutex.ops.row.operators import define
 EIGHT = 8  # rows of ones whose product with a gradient is that of a bias
 
 
-def _rows(
+def run_rows(
     x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
     padded: bool, zeros: bool,
 ) -> Tensor:  # fmt: skip
+    """Launch the product of rows, and with `zeros` that of the zeros beside them."""
     out = _fake_rows(x, w, edges, bias, activation, padded, zeros)
     if out.numel() == 0:
         launch.arch_for(x)
@@ -112,7 +113,7 @@ define(
     "grouped_rows",
     "(Tensor x, Tensor w, Tensor edges, Tensor? bias, str? activation, bool padded, bool zeros) "
     "-> Tensor",
-    _rows,
+    run_rows,
     _fake_rows,
     _setup_rows,
     _rows_backward,

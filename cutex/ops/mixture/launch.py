@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from cutex.ops.device import current, launcher
-from cutex.ops.grouped.launch import arch_for
-from cutex.ops.matmul.arrange import name_of
-
-if TYPE_CHECKING:
-    from cutex.compile import Compiled
+from cutex.ops.grouped.launch import again, arch_for
 
 
 def combine(z: Tensor, places: Tensor, offs: Tensor, out: Tensor, weights: Tensor | None) -> None:
@@ -41,16 +34,10 @@ def gate_gradient(
     run(Gate, GateConfig(gradient=True), [h, y, offs, s, dy, dh, ds])
 
 
-@lru_cache(maxsize=256)
-def kernel_for(kind: Any, config: Any, dtype: str, arch: str) -> Compiled:
-    """The kernel of a config."""
-    from cutex.compile import compile
+def run(kind: Any, config: Any, passed: list[Tensor]) -> None:
+    """Launch the kernel of a config on `passed`."""
 
-    return compile(kind(config), dtype, arch)
+    def call(_: Any, tensors: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+        return config, arch_for(tensors[0]), tensors
 
-
-def run(kind: Any, config: Any, tensors: list[Tensor]) -> None:
-    """Launch the kernel of a config on `tensors`."""
-    compiled = kernel_for(kind, config, name_of(tensors[0]), arch_for(tensors[0]))
-    with torch.no_grad(), current(tensors[0].device):
-        launcher(compiled, tensors)(*tensors)
+    again(kind, (config,), passed, call)

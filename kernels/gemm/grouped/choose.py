@@ -15,8 +15,10 @@ from cutex.kernels.gemm.sm100.config import Sm100Config
 
 WARP = 32
 MOST_STAGES = 8
-FEW_ROWS = 96  # of a group in the mean, up to which a tile has 64
-MANY_ROWS = 1536  # from which on two tiles of a group's rows, in ping-pong, share matrices
+# rows of a group in the mean, up to which a tile has 64; up to which memory limits; from which on
+# two tiles of rows share matrices; and from which on a tile has 256
+FEW_ROWS, SOME_ROWS, MANY_ROWS, MOST_ROWS = 96, 160, 512, 1024
+SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
 IN_TURN = {192: 1.0, 256: 1.05, 128: 1.2, 64: 1.7}  # where ping-pong of 192 is faster
@@ -38,18 +40,25 @@ def width(columns: int, times: dict[int, float] = WIDTHS) -> int:
     return min(times, key=lambda w: ceil_div(columns, w) * w * times[w])
 
 
-def rows_tiles(arch: str, mean_rows: int, n: int, fused: bool, most: int = WARP) -> GemmConfig:
-    """The tiles of a product of rows in groups of `mean_rows` with matrices of n columns.
+def rows_tiles(
+    arch: str, mean_rows: int, matrix: tuple[int, int], fused: bool, most: int = WARP
+) -> GemmConfig:
+    """The tiles of a product of rows in groups of `mean_rows` with matrices of (K, N) elements.
 
     fused: with operations in the epilogue. most: the groups that there are tables for.
     """
+    k, n = matrix
     if arch == "sm_100a":
         return _sm100(n, most)
+    # NOTE: where memory limits, fewer, longer steps read it better (docs/grouped.md)
     if mean_rows <= FEW_ROWS:
-        # NOTE: memory limits; fewer, longer steps read it better
         tiles = Sm90Config(tile_m=64, tile_n=width(n), tile_k=128, warpgroups=1)
-    elif mean_rows >= MANY_ROWS and (tile_n := width(n, IN_TURN)) == 192:
+    elif mean_rows <= SOME_ROWS and n >= 128:
+        tiles = Sm90Config(tile_m=128, tile_n=128, tile_k=128, warpgroups=2)
+    elif mean_rows >= MANY_ROWS and k <= SHORT_K and (tile_n := width(n, IN_TURN)) == 192:
         tiles = _in_turn(tile_n, cluster_m=2)
+    elif mean_rows >= MOST_ROWS and width(n) >= 128:
+        tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     else:
         tiles = _together(n)
     return _filled(tiles, fused, most)
