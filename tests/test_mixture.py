@@ -212,6 +212,39 @@ def test_torch_compile_takes_it_as_a_whole() -> None:
         assert (t.grad is None) == (w is None) and (w is None or torch.equal(t.grad, w))
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_a_model_runs_on_our_experts(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from cutex.ops.mixture import experts
+
+    assert experts.register()
+    sizes = {"num_local_experts" if name == "Mixtral" else "num_experts": 4}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=32, hidden_size=32, intermediate_size=24, moe_intermediate_size=24,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        num_experts_per_tok=2, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(
+        config, attn_implementation="eager", dtype=bf16
+    )
+    tokens = torch.arange(12)[None]
+    found = {}
+    for kind in ("eager", "cutex"):
+        model.config._experts_implementation = kind
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config._experts_implementation = kind
+        model.zero_grad()
+        with ops.simulated("sm_90a"):
+            logits = model(tokens).logits
+            logits.float().square().sum().backward()
+        up = next(p for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj"))
+        found[kind] = logits.detach().float(), up.grad.float()
+    for ours, theirs in zip(found["cutex"], found["eager"], strict=True):
+        assert float((ours - theirs).abs().max()) <= 2**-5 * float(theirs.abs().max())
+
+
 @pytest.mark.gpu
 def test_a_graph_is_replayed_with_another_routing() -> None:
     x, weights, ids, *w = layer("cuda")

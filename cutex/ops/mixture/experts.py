@@ -1,0 +1,53 @@
+"""The experts of transformers' models on cutex: `experts_implementation="cutex"`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutex.ops.grouped import grouped_mm
+from cutex.ops.grouped.checks import DTYPES, MOST_GROUPS
+from cutex.ops.mixture.routing import route
+
+NAME = "cutex"
+
+
+def register() -> bool:
+    """Register the experts in transformers, if its version takes any; return whether it does."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return False
+    ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+    return True
+
+
+def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts' part of a layer, as transformers' own `grouped_mm`; by that where cutex has no
+    kernel for the dtype.
+
+    An index that is no expert's, as under expert parallelism, counts nothing.
+    """
+    if not self.has_gate or self.gate_up_proj.dtype not in DTYPES:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        other = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        return other(self, hidden_states, top_k_index, top_k_weights)
+    up, down = self.gate_up_proj, self.down_proj
+    experts = up.shape[0]
+    if experts > MOST_GROUPS:
+        raise ValueError(f"a layer has {experts} experts, cutex takes up to {MOST_GROUPS}")
+    if not self.is_transposed:
+        up, down = up.mT, down.mT
+    routing = route(top_k_index, experts)
+    rows = hidden_states.to(up.dtype).index_select(0, routing.tokens)
+    biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
+    y = self._apply_gate(grouped_mm(rows, up, routing.offs, bias=biases[0]))
+    z = grouped_mm(y, down, routing.offs, bias=biases[1])
+    known = routing.places < routing.offs[-1]
+    terms = torch.where(known[..., None], z[routing.places.long()], 0)  # (T, J, D)
+    if self.has_post_expert_norm:
+        terms = self.post_expert_norm(terms)
+    return (terms * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
