@@ -57,7 +57,7 @@ def grouped_mm(
     options = activation, offs is None, bias is None
     if not torch.compiler.is_dynamo_compiling():
         edges, rest = (counts if offs is None else offs), (() if bias is None else (bias,))
-        known = PLANS.find(options, x, w, edges, *rest)  # type: ignore[arg-type]
+        known = PLANS.find(options, x, w, edges, *rest)
         if known is not None:
             return known.launch(x, w, edges, *rest)
     check_tensor("x", x)
