@@ -137,6 +137,25 @@ def test_rows_are_merged_as_those_of_a_further_card(tmp_path: Path, row: dict):
     assert times.read_text() == before and not list(tmp_path.glob("*.tmp"))
 
 
+def test_rows_of_another_board_have_a_file_of_their_own(tmp_path, monkeypatch, row: dict):
+    usual = tmp_path / "gemm-nvidia-h200.jsonl"
+    usual.write_text(json.dumps({"about": "a test", "configs": []}) + "\n")
+    monkeypatch.setattr(fit, "FOLDER", tmp_path)
+    monkeypatch.setattr(measuring, "FOLDER", tmp_path)
+    file = tmp_path / "timed.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert measuring.times_of(file) == usual
+    file.write_text(json.dumps(row | {"board": "H100 PCIe"}) + "\n")
+    with pytest.raises(BadOption, match="times on H100 PCIe do not belong in gemm-nvidia-h200"):
+        measuring.merge(file, usual)
+    times = measuring.times_of(file)
+    assert times.name == "gemm-nvidia-h100-pcie.jsonl" and times == measuring.times_of(file)
+    assert measuring.merge(file, times) == 1
+    assert fit.board_of(times).num_sms == 114 and fit.board_of(usual).board == "H200"
+    _, (merged,) = fit.measured_rows(times)
+    assert "board" not in merged and merged["card"] == 1
+
+
 def test_the_builders_compile_what_is_asked_for(tmp_path, monkeypatch, capsys):
     jobs = []
 

@@ -30,18 +30,19 @@ from cutex.bench import timing
 from cutex.bench.progress import progress
 from cutex.command import Parser, answered, in_clone, writable
 from cutex.errors import BadOption
-from cutex.fit.costs import TIMES, geometry, problem_of
+from cutex.fit.costs import FOLDER, TIMES, files, geometry, problem_of
 from cutex.fit.proposals import ARCH, arranged, proposals
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.ops import building
-from cutex.ops.device import launcher
+from cutex.ops.device import launcher, other_board
 from cutex.ops.matmul.plan import candidates, config_for, fitted, job, kernel_for
 from cutex.ops.matmul.tuner import Timer, time_on_gpu
 from cutex.problem import any_shapes
 from cutex.problem.any_shapes import DTYPES
 from cutex.problem.layer import PASSES, PEERS, LayerProblem
+from cutex.results import slug
 
 SAMPLING = timing.Sampling(rounds=7, warm_up_seconds=0.02, sample_us=1500.0, eager_calls=1)
 NAME = re.compile(r"(\d+)x(\d+)x(\d+) (\w+) (\w+)\s*(\[.*\])?$")
@@ -144,7 +145,13 @@ def measured(
         variants[str(i)] = launch
     us = {name: round(us, 3) for name, us in timer(variants, operands, SAMPLING).items()}
     others = {"cublas": us.pop("cublas")}
-    return one.row | {"others": others, "us": us, "configs": [differing(c.tiles) for c in configs]}
+    board = other_board(ARCH)
+    of_board = {"board": board} if board else {}
+    return (
+        one.row
+        | of_board
+        | {"others": others, "us": us, "configs": [differing(c.tiles) for c in configs]}
+    )
 
 
 def differing(tiles: GemmConfig) -> dict[str, Any]:
@@ -187,6 +194,20 @@ def build(configs: Iterable[Sequence[GeneralConfig]]) -> list[Path]:
     return [kernel_for(c, ARCH).object_path.parent for c in done]
 
 
+def times_of(file: Path) -> Path:
+    """The file in results/configs of the board on which `measure` wrote `file`, a new one if there
+    is none."""
+    board = next((row.get("board", "") for row, _ in timed(file)), "")
+    for times in files():
+        with times.open(encoding="utf-8") as lines:
+            if json.loads(next(lines)).get("board", "") == board:
+                return times
+    times = FOLDER / f"gemm-nvidia-{slug(board)}.jsonl"
+    about = f"microseconds of the general kernel's configs, and of others, on {board}"
+    times.write_text(json.dumps({"about": about, "board": board, "configs": []}) + "\n")
+    return times
+
+
 def merge(file: Path, times: Path = TIMES) -> int:
     """Append the rows of one run in `file` to results/configs, as those of a further card; return
     how many. Raises BadOption, and adds none, for lines that are no such rows or are there
@@ -197,6 +218,8 @@ def merge(file: Path, times: Path = TIMES) -> int:
     card = max((row["card"] for row in rows), default=0) + 1
     added = []
     for row, tiles in timed(file):
+        if (board := row.pop("board", "")) != head.get("board", ""):
+            raise BadOption(f"{file}: times on {board or 'an H200'} do not belong in {times.name}")
         for one in tiles:
             if geometry(one) not in numbers:
                 numbers[geometry(one)] = len(head["configs"])
@@ -267,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.merge:
         in_clone(TIMES)
-        print(f"{merge(Path(args.merge))} rows added to {TIMES}")
+        times = times_of(Path(args.merge))
+        print(f"{merge(Path(args.merge), times)} rows added to {times}")
         return 0
     if args.first < 1 or (args.draw is not None and args.draw < 1):
         raise BadOption("--first and --draw take numbers of at least 1")
