@@ -15,9 +15,11 @@ from cutex.kernels.gemm.sm100.config import Sm100Config
 
 WARP = 32
 MOST_STAGES = 8
-# rows of a group in the mean, up to which a tile has 64; up to which memory limits; from which on
-# two tiles of rows share matrices; and from which on a tile has 256
-FEW_ROWS, SOME_ROWS, MANY_ROWS, MOST_ROWS = 96, 160, 512, 1024
+# rows of a group in the mean: up to which a tile has 64; up to which memory limits; from which on
+# two tiles of rows share matrices, where K is short
+FEW_ROWS, SOME_ROWS, MANY_ROWS = 96, 160, 256
+# rows between which tiles of 128x256 beat those of 256x128 at long K (docs/grouped.md)
+WIDE_TILES = (1025, 4096)
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
@@ -57,7 +59,7 @@ def rows_tiles(
         tiles = Sm90Config(tile_m=128, tile_n=128, tile_k=128, warpgroups=2)
     elif mean_rows >= MANY_ROWS and k <= SHORT_K and (tile_n := width(n, IN_TURN)) == 192:
         tiles = _in_turn(tile_n, cluster_m=2)
-    elif mean_rows >= MOST_ROWS and width(n) >= 128:
+    elif k > SHORT_K and width(n) >= 128 and mean_rows not in range(*WIDE_TILES):
         tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     else:
         tiles = _together(n)
