@@ -37,5 +37,10 @@ def shortlist(problem: BlockScaledProblem, arch: Arch, count: int) -> list[Scale
 
 
 def choose(problem: BlockScaledProblem, arch: Arch) -> ScaledTiles:
-    """The config that the cost model ranks first."""
-    return ranked(problem, arch)[0]
+    """The config that the cost model ranks first; ValueError if none takes the problem."""
+    found = ranked(problem, arch)
+    if not found:
+        a, b = problem.recipe
+        of = cost_model.candidates(arch.name, a.element, b.element, a.block[1])[0]
+        raise ValueError(of.why_not_problem(problem, arch))
+    return found[0]
