@@ -104,6 +104,30 @@ def test_epilogues_batches_and_operands_that_tma_cannot_step():
     assert torch.equal(both, torch.stack([first, first]))
 
 
+@pytest.mark.parametrize(("n", "out"), [(264, "mxfp8"), (67, "mxfp8_e5m2")])
+def test_a_quantized_result_is_that_of_quantize_bit_by_bit(n, out):
+    """With NaN, infinities, zeros and numbers of all sizes; its factors serve the next product."""
+    problem = BlockScaledProblem(140, 264, 96, "mxfp8", "spread")
+    (a, b, scale_a, scale_b), kinds = arguments(problem)
+    residual = torch.randn(140, n) * torch.exp2(torch.randint(-60, 60, (140, 1)).float())
+    residual[3, 5], residual[64, 40], residual[139, n - 1] = torch.nan, torch.inf, -torch.inf
+    a = a.clone()
+    a[70:100] = 0
+    residual[70:100] = 0
+    more = {"residual": residual, **kinds}
+    scale_b = scale_b[: -(-n // 128)]
+    with cutex.ops.simulated("sm_100a", order="random", seed=n):
+        c = cutex.scaled_mm(a, b[:, :n], scale_a, scale_b, output_dtype=torch.float32, **more)
+        q = cutex.scaled_mm(a, b[:, :n], scale_a, scale_b, output_dtype=out, **more)
+        want = cutex.quantize(c, out)
+        assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8))
+        assert torch.equal(q.scale.view(torch.uint8), want.scale.view(torch.uint8))
+        if n % 32 == 8:
+            return
+    with cutex.ops.simulated("sm_100a"), pytest.raises(ValueError, match="is not one of mxfp8"):
+        cutex.scaled_mm(a, b[:, :n], scale_a, scale_b, output_dtype="nvfp4", **more)
+
+
 E8 = torch.float8_e8m0fnu
 FP4 = torch.zeros(32, 64, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 FP8 = torch.zeros(32, 128).to(torch.float8_e4m3fn)

@@ -11,9 +11,11 @@ from cutex.arch import arch
 from cutex.bench.run import Options, run
 from cutex.compile import compile
 from cutex.compile.resources import resources
+from cutex.device.epilogue.epilogue_ops import Activation, Bias, Scale
 from cutex.kernels.gemm.scaled import LADDERS
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles, kind_of
 from cutex.kernels.gemm.scaled.sm100.general import Scaled
+from cutex.kernels.gemm.scaled.sm100.quantized import QuantizeRows
 from cutex.problem.scaled import BlockScaledProblem
 from cutex.problem.scaled.formats import BLOCK_SCALED
 
@@ -70,6 +72,23 @@ def test_nothing_spills_on_either_blackwell(kind: str, tile: str) -> None:
     for name in ("sm_100a", "sm_103a"):
         compiled = compile(Scaled(config), config.a.dtype, name)
         assert resources(compiled).spill_bytes == 0
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("tile", ["two accumulators", "192 columns", "shared columns"])
+def test_a_quantized_epilogue_does_not_spill(tile: str) -> None:
+    ops = (Scale("a"), Bias("column", "bf16", whole=True), Activation("gelu"), QuantizeRows())
+    config = replace(Case("nvfp4", TILES[tile], (1, 1, 1), out="e4m3").config, ops=ops)
+    for name in ("sm_100a", "sm_103a"):
+        assert resources(compile(Scaled(config), "nvfp4", name)).spill_bytes == 0
+
+
+def test_a_quantized_epilogue_takes_whole_blocks_of_a_row() -> None:
+    config = Case("mxfp8", replace(PAIR, tile_n=224, num_stages=2), (1, 1, 1), out="e4m3").config
+    assert "sub-tiles of out have 64 columns" in str(config.why_not(None, B200))
+    swapped = Case("mxfp8", replace(PAIR, swap_ab=True), (1, 1, 1), out="e4m3").config
+    why = replace(swapped, ops=(QuantizeRows(),)).why_not(None, B200)
+    assert "32 columns of a row of out share a factor" in str(why)
 
 
 def test_scale_columns_leave_room_for_two_accumulators_or_they_share() -> None:

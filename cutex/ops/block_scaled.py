@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from cutex.ops.matmul.arrange import aligned, fused, normal, repacked, result
 from cutex.ops.matmul.checks import Call, check
 from cutex.ops.row.operators import define
 from cutex.problem.scaled import layouts
+from cutex.problem.scaled.formats import format_named
 
 VECTORS = {"BlockWise1x32": 32, "BlockWise1x16": 16}  # elements that share a factor
 FACTORS = {32: torch.float8_e8m0fnu, 16: torch.float8_e4m3fn}
 ARCH = "sm_100a"
 PADDED_K, PADDED_ALIGN = 128, 32  # of fp4 beside fp8: elements, bytes
+OUT_FORMATS = ("mxfp8", "mxfp8_e5m2")  # that the epilogue can quantize the result to
 INST_K = 64  # elements of fp4 in an MMA
 FORMATS = {
     "mxfp8": "BlockWise1x32",
@@ -52,9 +54,10 @@ def block_scaled(
     bias: Tensor | None,
     residual: Tensor | None,
     activation: str | None,
-    output_dtype: torch.dtype,
-) -> Tensor:
-    """activation((a * factors) @ (b * factors)^T + bias) + residual, b as (N, K)."""
+    output_dtype: Any,
+) -> list[Tensor]:
+    """activation((a * factors) @ (b * factors)^T + bias) + residual, b as (N, K); with the name of
+    a format as `output_dtype` its elements, and their factors."""
     from cutex.kernels.gemm.scaled.sm100.config import kind_of
 
     names = _element(a), _element(b)
@@ -74,6 +77,11 @@ def block_scaled(
     factors = [_swizzled(x, rows, k // vector, vector) for x, rows in ((a, m), (b, n))]
     own = [_own(x, vector) for x in (a, b)]
     stand_ins = [_stand_in(x.x, (*batch_a, *size)) for x, size in ((a, (m, k)), (b, (k, n)))]
+    quantized = output_dtype if isinstance(output_dtype, str) else None
+    if quantized not in (None, *OUT_FORMATS):
+        raise ValueError(f"output_dtype={quantized!r} is not one of {', '.join(OUT_FORMATS)}")
+    if quantized is not None:
+        output_dtype = torch.bfloat16  # for the checks: bias and residual may have it
     check(
         Call(
             stand_ins[0],
@@ -85,7 +93,8 @@ def block_scaled(
         )
     )
     given = (*(_bytes(x.x.detach()) for x in (a, b)), *factors, *own)
-    return BLOCK_SCALED_MM(*given, vector, bias, residual, activation, output_dtype)
+    found = BLOCK_SCALED_MM(*given, vector, bias, residual, activation, output_dtype, quantized)
+    return list(found)
 
 
 # ---- checks
@@ -179,11 +188,13 @@ def _run(
     residual: Tensor | None,
     activation: str | None,
     output_dtype: torch.dtype,
-) -> Tensor:
+    quantized: str | None,
+) -> list[Tensor]:
     from cutex.kernels.gemm.layouts import OperandLayout
 
     call = _call(a, b, own_a, own_b, bias, residual, activation, output_dtype)
-    out = torch.empty(call.shape, dtype=output_dtype, device=a.device)
+    outputs = _outputs(call, quantized, a.device)
+    out = outputs[0]
     arch = arch_of(a.device, "cutex.scaled_mm")
     if arch != ARCH:
         raise ValueError(
@@ -191,7 +202,7 @@ def _run(
             'cores; Hopper has kernels for cutex.quantize(x, "fp8_1x128")'
         )
     if not out.numel():
-        return out
+        return outputs
     k, names = call.a.shape[-1], tuple(_name(x) for x in (a, b))
     mixed = _is_mixed(names)
     placed = [_placed(x, mixed and name == "e2m1") for x, name in zip((a, b), names, strict=True)]
@@ -204,13 +215,30 @@ def _run(
         residual = residual.expand(out.shape)
     to, out_layout, _ = result(out)
     ops, passed = fused(call, out, residual, arch)
+    if quantized is not None:
+        from cutex.kernels.gemm.scaled.sm100.quantized import QuantizeRows
+
+        ops = cast(Any, (*ops, QuantizeRows(quantized)))
+        passed = [*passed, ("out_factors", layouts.words(outputs[1]))]
     tensors = [placed[0][0], placed[1][0].mT, to, *words, *(x for _, x in passed)]
     mnk = (call.a.shape[-2], call.b.shape[-1], k)
     batch = out.shape[0] if out.dim() == 3 else 1
     compiled = _kernel(mnk, batch, (*names, vector), (*layout, out_layout), ops)
     with current(a.device):
         launcher(compiled, tensors)(*tensors)
-    return out
+    return outputs
+
+
+def _outputs(call: Call, quantized: str | None, device: torch.device) -> list[Tensor]:
+    """The result, or its elements and its swizzled factors, of which those that pad are zero."""
+    if quantized is None:
+        return [torch.empty(call.shape, dtype=call.dtype, device=device)]
+    of = format_named(quantized)
+    *batch, m, n = call.shape
+    shape = (*batch, *layouts.swizzled_shape(*of.factors(m, n)))
+    factors = torch.zeros(shape, dtype=torch.uint8, device=device)
+    data = torch.empty(call.shape, dtype=of.dtype.torch, device=device)
+    return [data, factors.view(torch.float8_e8m0fnu)]
 
 
 def _call(
@@ -315,16 +343,17 @@ def _fake(
     residual: Tensor | None,
     activation: str | None,
     output_dtype: torch.dtype,
-) -> Tensor:
+    quantized: str | None,
+) -> list[Tensor]:
     call = _call(a, b, own_a, own_b, bias, residual, activation, output_dtype)
-    return a.new_empty(call.shape, dtype=output_dtype)
+    return _outputs(call, quantized, a.device)
 
 
 BLOCK_SCALED_MM = define(
     "block_scaled_mm",
     "(Tensor a, Tensor b, Tensor factors_a, Tensor factors_b, Tensor? own_a, Tensor? own_b, "
-    "int vector, Tensor? bias, Tensor? residual, str? activation, ScalarType output_dtype) "
-    "-> Tensor",
+    "int vector, Tensor? bias, Tensor? residual, str? activation, ScalarType output_dtype, "
+    "str? quantized) -> Tensor[]",
     _run,
     _fake,
 )

@@ -44,10 +44,10 @@ def scaled_mm(
     swizzle_a: Any = None,
     swizzle_b: Any = None,
     bias: Tensor | None = None,
-    output_dtype: torch.dtype = torch.bfloat16,
+    output_dtype: Any = torch.bfloat16,
     activation: str | None = None,
     residual: Tensor | None = None,
-) -> Tensor:
+) -> Any:
     """activation((a * scale_a) @ (b * scale_b) + bias) + residual.
 
     a (M, K) and b (K, N): float8_e4m3fn; or what `cutex.quantize` returned of x (M, K) and of a
@@ -64,7 +64,9 @@ def scaled_mm(
         own factor may follow: [blocks, one float32] with [BlockWise1x16, TensorWise].
     swizzle_a, swizzle_b: members of torch.nn.functional.SwizzleType, or their names, of factors of
         1x32 and 1x16: SWIZZLE_32_4_4 in any shape, NO_SWIZZLE (M, K / block), swizzled here.
-    bias, activation, residual: as of `cutex.matmul`. output_dtype: bfloat16, float16 or float32.
+    bias, activation, residual: as of `cutex.matmul`. output_dtype: bfloat16, float16 or float32;
+        with factors of 1x32 or 1x16 also "mxfp8" or "mxfp8_e5m2", a QuantizedTensor, bit by bit
+        `cutex.quantize` of the float32 result, for the next product.
 
     Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
     DeepSeek-V3's. a and b whose K is not contiguous are copied first. Not differentiable. Raises
@@ -74,7 +76,12 @@ def scaled_mm(
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
         recipes = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
         given = _block_operands((a, b), (scale_a, scale_b), *recipes)
-        return block_scaled(*given, bias, residual, activation, output_dtype)
+        found = block_scaled(*given, bias, residual, activation, output_dtype)
+        if isinstance(output_dtype, str):
+            return QuantizedTensor(found[0], found[1], output_dtype, True)
+        return found[0]
+    if isinstance(output_dtype, str):
+        raise ValueError(f"output_dtype={output_dtype!r}: takes factors that tensor cores read")
     for name, swizzle in (("a", swizzle_a), ("b", swizzle_b)):
         if _name_of(swizzle) not in (None, "NO_SWIZZLE"):
             raise ValueError(f"swizzle_{name}={swizzle!r}: these factors are not swizzled")

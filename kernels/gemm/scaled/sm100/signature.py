@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cutlass import Float4E2M1FN, cute
 
@@ -13,10 +13,13 @@ from cutex.device.epilogue.epilogue_ops import Scale, op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.scaled.sm100.config import Kind, ScaledTiles
+from cutex.kernels.gemm.scaled.sm100.quantized import QuantizeRows
 from cutex.kernels.gemm.signature import GeneralConfig
 
 if TYPE_CHECKING:
     import cutlass
+
+    from cutex.arch import Arch
 
 NO_TILES = ScaledTiles()
 
@@ -30,6 +33,17 @@ class ScaledConfig(GeneralConfig):
     @property
     def kind(self) -> Kind:
         return self.tiles.kind
+
+    def why_not(self, problem: Any, arch: Arch) -> str | None:
+        tiles, quantized = self.tiles, [op for op in self.ops if isinstance(op, QuantizeRows)]
+        if tiles.epi_n and tiles.tile_n % self.epi_columns:
+            return f"tile_n={tiles.tile_n}: sub-tiles of out have {self.epi_columns} columns"
+        if quantized and (tiles.swap_ab or self.out_columns % quantized[0].block):
+            return (
+                f"swap_ab={tiles.swap_ab}, epi_n={tiles.epi_n}: {quantized[0].block} columns of a "
+                "row of out share a factor"
+            )
+        return super().why_not(problem, arch)
 
     @property
     def k_elements(self) -> int:
