@@ -14,6 +14,7 @@ from kvcache_calls import arguments, outcome
 import cutex
 from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
+from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Place, Splits, weight
 from cutex.ops.attention.kvcache import PLANS
 from cutex.problem.attention.case import AttentionCase
@@ -336,3 +337,6 @@ def test_the_bytes_of_ragged_lengths_are_those_of_their_keys():
     assert even.bytes - ragged.bytes == 2 * 2 * 128 * (3 * 640 - sum(ragged.lengths))
     assert ragged.flops == 2 * sum(ragged.lengths) * 4 * 128
     assert even.flops == 2 * 3 * 640 * 4 * 128
+    config = DecodeConfig(head_dim=64, head_dim_v=64, tile_n=128)
+    assert config.flops(even) == 2 * (3 * 5) * 64 * 128 * 128 * 2  # tiles are whole: 64 rows for 2
+    assert replace(config, packed=False).flops(even) == 2 * config.flops(even)

@@ -72,6 +72,22 @@ class DecodeConfig:
             softcap=problem.softcap != 0,
         )
 
+    def flops(self, problem: DecodeProblem) -> float:
+        """The MMA FLOPs of a problem, whose rows and keys fill whole tiles."""
+        from cutex.device.attention.block_info import Band, BlockInfo
+
+        left, right = problem.bounds
+        band = Band(None if left is None else -left, 0 if problem.causal else right)
+        pack = problem.heads_q // problem.heads_kv if self.packed else 1
+        info = BlockInfo(self.tile_m, self.tile_n, band, pack)
+        queries, blocks = problem.seqlen_q, 0
+        for keys in problem.lengths:
+            for m_block in range(info.num_m_blocks(queries)):
+                found = info.n_blocks(m_block, queries, keys)
+                blocks += found.end - found.first
+        tile = 2.0 * self.tile_m * self.tile_n * (self.head_dim + self.head_dim_v)
+        return tile * blocks * (problem.heads_q // pack)
+
     @property
     def ctas(self) -> int:
         """The CTAs that run at one time."""
