@@ -11,6 +11,7 @@ from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
 # by arch and head dims: what differs from the config's defaults
 _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     # NOTE: one CTA an SM, and no more bytes under way than it takes: else memory is slower
+    # (docs/facts/decode.md#one-cta-an-sm, #fewer-slots)
     "sm_90a": {
         (64, 64): {"tile_n": 128, "num_stages": 6},
         (96, 96): {"tile_n": 128},

@@ -1,9 +1,8 @@
 """Attention of few queries and long caches on Hopper: CTAs share the keys evenly.
 
 A CTA has a warp that loads and a warpgroup of 64 packed rows: the queries of all heads that read
-one head of K and V. What bounds it is memory: 13.6 bytes a cycle and SM of an H100. A block of 64
-keys at head dim 128 takes 2400 cycles to come, 512 of tensor cores and some 700 of softmax; two
-CTAs of an SM overlap these.
+one head of K and V. What bounds it is memory: 13.6 bytes a cycle and SM of an H100. A block of 128
+keys at head dim 128 takes 4800 cycles to come, 1024 of tensor cores and some 1300 of softmax.
 
 Each CTA takes an equal share of all keys of all sequences (splits.py), and the last one that has
 written its part of a unit merges the parts (partials.py).
@@ -43,9 +42,9 @@ class Decode:
     (warpgroup)      its threads, a part being written      the same, before it counts as written
 
     smem       bytes                                        hd 128   hd 64    hd 256
-    sK, sV     tile_n * (D + DV) * 2 * num_stages           98304    98304    196608
+    sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   196608   196608
     sQ         64 * D * 2, above head dim 192               -        -        32768
-    wide       tile_n * (D + DV) * 2, if K and V are e4m3   32768    32768    65536
+    wide       tile_n * (D + DV) * 2, if K and V are e4m3   65536    32768    65536
     words      less than 1024
     """
 
