@@ -21,7 +21,6 @@ SQUARE = Fp8Config(tile_m=128, tile_n=128, num_stages=3, warpgroups=2, epi_n=64,
 CASES = {
     "two warpgroups": (SQUARE, (136, 264, 640)),
     "two waves of rows": (replace(SQUARE, tile_m=256), (300, 136, 400)),
-    "two chunks of columns": (replace(SQUARE, tile_n=256, chunks=2), (264, 392, 784)),
     "shared B": (replace(SQUARE, tile_n=192, cluster_m=2), (264, 400, 528)),
     "both by rows": (
         replace(SQUARE, tile_n=160, epi_n=32, cluster_n=2, recipe="fp8_1x128"), (130, 328, 528),
@@ -111,8 +110,8 @@ def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
     class Late(factors.TileFactors):
         """Reads factors of the slot before, which is being filled anew."""
 
-        def read(self, slot, k_tile, wave, chunk):
-            return super().read((slot + 2) % 3, k_tile, wave, chunk)
+        def read(self, slot, k_tile, wave):
+            return super().read((slot + 2) % 3, k_tile, wave)
 
     monkeypatch.setattr(promote, "TileFactors", Late)
     try:
@@ -127,8 +126,6 @@ def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
     ("more", "says"),
     [
         ({"recipe": "mxfp8"}, "recipe=mxfp8: takes formats with a factor for each 128 of K"),
-        ({"chunks": 3}, "chunks=3: divides tile_n=128 into multiples of 8"),
-        ({"tile_m": 256, "chunks": 2}, "chunks=2: takes 64 rows of A a warpgroup"),
         ({"tile_k": 128}, "tile_k=128: a factor serves 128 bytes of K"),
         ({"pingpong": True}, "sums are scaled by tiles of all warpgroups"),
         ({"tile_m": 256, "tile_n": 256}, "384 accumulators a thread|320 accumulators a thread"),

@@ -74,6 +74,7 @@ def test_both_sides_have_the_references_bits(format, arch, m, k, dtype, rounding
 
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_either_side_alone_views_and_the_reverse(format):
+    torch.manual_seed(1)
     memory = torch.randn(3, 40, 80).bfloat16()
     x = memory[1:, :, 3:67]  # rows that begin anywhere
     with cutex.ops.simulated("sm_90a"):
@@ -86,8 +87,9 @@ def test_either_side_alone_views_and_the_reverse(format):
     check(turned, x[0])
     got = cutex.dequantize(q, torch.float32)
     assert got.shape == x.shape and cutex.dequantize(none).shape == x[:, :0].shape
-    step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}[FORMATS[format].element]
-    assert (got - x.float()).abs().max() <= 1.2 * step * x.float().abs().max()
+    # with "floor" the largest values of a block are cut from below twice the power of two
+    cut = {"e4m3": 1 / 8, "e5m2": 1 / 8, "e2m1": 1 / 4}[FORMATS[format].element]
+    assert (got - x.float()).abs().max() <= 1.01 * cut * x.float().abs().max()
 
 
 def test_a_tensor_of_nans_zeros_or_none_has_a_tensor_scale():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutex.ops.device import current, launcher
+from cutex.ops.device import current, launcher, per_device
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import arch_of, as_rows, check_rows, dtype_of
 from cutex.problem.scaled import layouts
@@ -199,11 +199,16 @@ def _run(
         passed.append(data.view(torch.uint8).view(-1, data.shape[-1]))
         kept = scale if of.scale == "fp32" else scale.view(torch.uint8)
         passed.append(kept.view(-1) if swizzled else kept)
-    compiled = _kernel(config, dtype_of(flat), arch)
     tensors = [flat, *passed]
+    key = config, arch, x.device, flat.dtype, flat.shape, flat.stride(), flat.data_ptr() % 16
     with current(x.device):
-        launcher(compiled, tensors)(*tensors)
+        if key not in _KNOWN:
+            _KNOWN[key] = launcher(_kernel(config, dtype_of(flat), arch), tensors)
+        _KNOWN[key](*tensors)
     return made
+
+
+_KNOWN: dict[Any, Any] = per_device({})  # launches that have checked their tensors, by layout
 
 
 @lru_cache(maxsize=4096)

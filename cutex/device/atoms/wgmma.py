@@ -145,11 +145,6 @@ class WgmmaProduct(NamedTuple):
         one = (None, (None, block), None, None)  # (MMA, (1, MMA_M), MMA_K, SLOT)
         return self.of(cute.logical_divide(self.a, (None, 1, None, None))[one])
 
-    def of_columns(self, block: int) -> WgmmaProduct:
-        """The product with the `block`-th instruction's columns of B."""
-        one = (None, (None, block), None, None)  # (MMA, (1, MMA_N), MMA_K, SLOT)
-        return self._replace(b=cute.logical_divide(self.b, (None, 1, None, None))[one])
-
     def into(self, acc: cute.Tensor) -> WgmmaProduct:
         """The product into another accumulator."""
         return self._replace(acc=acc)

@@ -41,14 +41,12 @@ class Stage(stage_of_any.Stage[Fp8Problem, Fp8Config]):
 _ALONE = Fp8Config(tile_m=128, tile_n=128, num_stages=5, warpgroups=1, epi_n=64, epi_stages=2)
 _TWO = replace(_ALONE, warpgroups=2, epi_stages=1)
 _TALL = replace(_TWO, tile_m=256, num_stages=4)
-_WIDE = replace(_TWO, tile_n=256, num_stages=4, chunks=2)
 
 _STAGES = (
     Stage(0, "sm_90a", "promotion", "each 128 of K is scaled and added in fp32", _ALONE),
     Stage(1, "sm_90a", "two warpgroups", "one adds while the other's wgmma run", _TWO),
     Stage(2, "sm_90a", "tall tile", "256 rows, of which 64 at a time are in wgmma", _TALL),
-    Stage(3, "sm_90a", "A in registers", "256 columns in two chunks, which read A once", _WIDE),
-    Stage(4, "sm_90a", "chosen", "tile, cluster, split K and operands per problem", _WIDE, True),
+    Stage(3, "sm_90a", "chosen", "tile, split K, operands exchanged per problem", _TALL, True),
 )
 
 LADDERS = stage_of_any.Ladders("fp8 GEMM", _STAGES)

@@ -1,7 +1,8 @@
 """The choice of a config for an fp8 problem: candidates, ranked by a cost model.
 
-The model counts clocks of a CTA per 128 of K, of the tensor core, of smem and of L2, the rounds of
-tiles, and memory; its constants are of an H100 (docs/facts). Imports neither torch nor the DSL.
+The model counts clocks of a CTA per 128 of K, of the tensor core and of loads, the rounds of
+tiles, and memory; its constants are of one H100 (docs/facts/scaled.md). Imports neither torch nor
+the DSL.
 """
 
 from __future__ import annotations
@@ -20,46 +21,46 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
 
 MMA_CLOCK = 2 * 64 * BLOCK / 8192  # clocks of 64 rows by one column by 128 of K
-SMEM_BYTES = 128  # per clock and SM, that wgmma reads
-L2_BYTES = 38  # per clock and SM, that TMA brings
-MHZ = 1600  # clocks in a microsecond; at full power less, with few rows more
-MEMORY = 2.9e6  # bytes in a microsecond
-FIXED_US, ROUND_CLOCKS, SPLIT_CLOCKS = 3.5, 1300, 1400  # of a launch, a round of tiles, an exchange
-ALONE_CLOCKS = 90  # that one warpgroup adds while nothing else runs
-DEEPEST = 12  # slots of a ring, beyond which nothing is gained
+LOAD_BYTES = 36  # per clock and SM, that TMA brings
+MHZ = 1700  # clocks in a microsecond; at full power less, with few rows more
+MEMORY = 2.8e6  # bytes in a microsecond
+POWER = 3.0  # how sharply the larger one of computing and memory counts
+FIXED_US, ROUND_CLOCKS, SPLIT_CLOCKS = 1.7, 1300, 2000  # of a launch, a round of tiles, an exchange
+SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
+SWAPPED, ALONE = 0.06, 0.03  # longer, transposed, and with one warpgroup
+ALONE_CLOCKS = 90  # that one warpgroup waits while nothing else runs
+DEEPEST = 8  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
 
 
 def candidates(problem: Fp8Problem) -> Iterator[Fp8Config]:
     """The configs that are worth a prediction."""
-    base = Fp8Config(tile_m=256, tile_n=128, warpgroups=2, epi_n=64, epi_stages=1,
+    base = Fp8Config(tile_m=128, tile_n=128, warpgroups=2, epi_n=64, epi_stages=1,
                      recipe=problem.dtype)  # fmt: skip
-    for tile_m, tile_n in ((256, 128), (128, 192), (128, 128), (128, 64)):
-        for shared in ({}, {"cluster_m": 2}, {"cluster_n": 2}):
-            yield replace(base, tile_m=tile_m, tile_n=tile_n, **shared)  # type: ignore[arg-type]
-    if problem.m > FEW_ROWS:
-        return
-    few = replace(base, epi_n=32)
-    for tile_n in (16, 32, 64, 96, 128):
-        across = -(-problem.m // tile_n)
-        for split_k in (1, 2, 4):
-            for tile_m in (64, 128):
-                one = replace(
-                    few, tile_m=tile_m, tile_n=tile_n, warpgroups=tile_m // 64, split_k=split_k,
-                    swap_ab=True, epi_n=min(tile_n, 32), columns=across,
-                )  # fmt: skip
-                yield one
-                if across == 1:
-                    yield replace(one, cluster_m=2)
+    for tile_m, tile_n in ((256, 128), (128, 192), (128, 128)):
+        yield replace(base, tile_m=tile_m, tile_n=tile_n)
+    for split_k in (2, 4):
+        yield replace(base, split_k=split_k)
+    if problem.m <= FEW_ROWS:
+        yield from _of_few_rows(problem, replace(base, epi_n=32))
+
+
+def _of_few_rows(problem: Fp8Problem, base: Fp8Config) -> Iterator[Fp8Config]:
+    """Configs whose tiles have few rows of A: as the MMA's columns, or a round of tiles beside each
+    other."""
     for tile_m in (64, 128):
-        down = -(-problem.m // tile_m)
-        for tile_n in (32, 64):
-            for cluster_n in (1, 2, 4):
-                for split_k in (1, 2):
-                    yield replace(
-                        few, tile_m=tile_m, tile_n=tile_n, warpgroups=tile_m // 64, epi_n=32,
-                        rows=down, cluster_n=cluster_n, split_k=split_k,
-                    )  # fmt: skip
+        one = replace(base, tile_m=tile_m, warpgroups=tile_m // 64)
+        for split_k in (1, 2, 4):
+            for tile_n in (16, 32, 64, 96, 128):
+                columns = ceil_div(problem.m, tile_n)
+                swapped = replace(one, tile_n=tile_n, epi_n=min(tile_n, 32), split_k=split_k,
+                                  swap_ab=True)  # fmt: skip
+                yield replace(swapped, columns=columns)
+                yield swapped
+            for tile_n in (64, 128):
+                rows = ceil_div(problem.m, tile_m)
+                yield replace(one, tile_n=tile_n, split_k=split_k, rows=rows)
+                yield replace(one, tile_n=tile_n, split_k=split_k)
 
 
 def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
@@ -80,18 +81,26 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch) -> float:
     down = ceil_div(down, tiles.cluster_m) * tiles.cluster_m
     across = ceil_div(across, tiles.cluster_n) * tiles.cluster_n
     group = tiles.cluster_m * tiles.cluster_n * tiles.split_k
-    at_once = arch.num_sms // group * group
-    rounds = ceil_div(down * across * tiles.split_k, at_once)
+    ctas = down * across * tiles.split_k
+    # NOTE: not every GPC has a multiple of 4 SMs left
+    sms = arch.num_sms if group <= 2 else int(arch.num_sms * SMS_OF_FOURS)
+    rounds = ceil_div(ctas, sms // group * group)
     blocks = ceil_div(ceil_div(problem.k, BLOCK), tiles.split_k)
+    clocks = rounds * (blocks * block_clocks(tiles) + ROUND_CLOCKS)
+    compute = (clocks + SPLIT_CLOCKS * (tiles.split_k > 1)) / MHZ
+    compute *= 1 + SWAPPED * tiles.swap_ab + ALONE * (tiles.mma_warpgroups == 1)
+    memory = problem.bytes / MEMORY
+    return FIXED_US + (compute**POWER + memory**POWER) ** (1 / POWER)
+
+
+def block_clocks(tiles: Fp8Config) -> float:
+    """Clocks of a CTA per 128 of K: of the tensor core, or of what TMA brings."""
     waves = tiles.tile_m // 64
-    wave = max(MMA_CLOCK * tiles.tile_n, (64 + tiles.tile_n) * BLOCK / SMEM_BYTES)
-    mma = waves * (wave + (ALONE_CLOCKS if tiles.mma_warpgroups == 1 else 10))
+    mma = waves * tiles.tile_n * MMA_CLOCK
+    if tiles.mma_warpgroups == 1:
+        mma += waves * (ALONE_CLOCKS + tiles.tile_n / 2)  # nothing else runs while it adds
     loaded = tiles.tile_m / tiles.cluster_n + tiles.tile_n / tiles.cluster_m
-    busy = min(1.0, down * across * tiles.split_k / arch.num_sms)
-    block = max(mma, loaded * BLOCK / L2_BYTES * max(busy, 0.6))
-    clocks = rounds * (blocks * block + ROUND_CLOCKS)
-    clocks += SPLIT_CLOCKS * (tiles.split_k > 1)
-    return FIXED_US + max(clocks / MHZ, problem.bytes / MEMORY)
+    return max(mma, loaded * BLOCK / LOAD_BYTES)
 
 
 def ranked(problem: Fp8Problem, arch: Arch) -> list[Fp8Config]:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.layouts import Signature
 
 FACTORS_ALIGN = 32  # TMA writes to multiples of 128 bytes: so many fp32 factors
-A_REGISTERS = 16  # per thread, of 64 rows of A by 128 of K
 BLOCK = 128  # rows, or elements of K, that share a factor
 
 
@@ -24,7 +23,6 @@ class Fp8Config(Sm90Config):
     """An Sm90Config whose sums are scaled, and added up in fp32, after each 128 of K."""
 
     recipe: str = "fp8_block"  # the formats of A and B (cutex/problem/scaled/formats.py)
-    chunks: int = 1  # parts of a tile's columns, one after the other; A is then in registers
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -41,13 +39,12 @@ class Fp8Config(Sm90Config):
     @property
     def column_group(self) -> int:
         """The columns of a tile that surely have one factor where 128 do, wherever the tile is."""
-        return math.gcd(self.tile_n, self.tile_n // self.chunks, BLOCK)
+        return math.gcd(self.tile_n, BLOCK)
 
     @property
     def part_accumulators(self) -> int:
-        """The registers per thread of the sums of one block of K, for 64 rows and one chunk of
-        columns at a time, and of A where it is in registers."""
-        return 64 * self.tile_n // self.chunks // 128 + (self.chunks > 1) * A_REGISTERS
+        """The registers per thread of the sums of one block of K, for 64 rows at a time."""
+        return 64 * self.tile_n // 128
 
     @property
     def accumulators(self) -> int:
@@ -75,10 +72,6 @@ class Fp8Config(Sm90Config):
             return f"recipe={self.recipe}: takes formats with a factor for each {BLOCK} of K"
         if self.tile_k != BLOCK // 2:
             return f"tile_k={self.tile_k}: a factor serves {BLOCK} bytes of K, tile_k={BLOCK // 2}"
-        if self.tile_n % (8 * self.chunks) or self.tile_n > 256:
-            return f"chunks={self.chunks}: divides tile_n={self.tile_n} into multiples of 8"
-        if self.chunks > 1 and self.warpgroup_rows != 64:
-            return f"chunks={self.chunks}: takes 64 rows of A a warpgroup, to be in registers"
         if self.pingpong or self.spread or self.stream_k:
             return "pingpong, spread, stream_k: sums are scaled by tiles of all warpgroups"
         return super()._why_not_shape(arch)

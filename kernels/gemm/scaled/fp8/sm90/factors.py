@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, cute
 
 from cutex.device.atoms.multicast import AbOperands, Cluster
 from cutex.device.atoms.tma import AbLoads, load_operand, tile_loads
-from cutex.device.atoms.wgmma import ROWS, Wgmma
+from cutex.device.atoms.wgmma import ROWS
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, Fp8Config
 
@@ -120,11 +120,10 @@ class TileFactors:
     factors: tuple[Any, Any]
     slots: tuple[Any, Any]
     tile: WorkTile
-    sA: cute.Tensor  # (bM, bK, SLOT)
 
-    def read(self, slot: Int32, k_tile: Int32, wave: int, chunk: int) -> BlockFactors:
+    def read(self, slot: Int32, k_tile: Int32, wave: int) -> BlockFactors:
         """The factors of block `k_tile`, which is in `slot`, for this warpgroup's `wave`-th 64
-        rows and the `chunk`-th part of the columns."""
+        rows."""
         c = self.tiles
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         first = (wave * c.mma_warpgroups + warp // 4) * ROWS
@@ -135,39 +134,16 @@ class TileFactors:
         else:
             one = self.shared(0, self.tile.m * c.tile_m + first, k_tile)
             of_rows = one, one
-        width = c.tile_n // c.chunks
         if columns is not None:
             of_columns = tuple(
                 tuple(columns[8 * eight + 2 * (lane % 4) + j, 0, slot] for j in range(2))
-                for eight in range(chunk * width // 8, (chunk + 1) * width // 8)
+                for eight in range(c.tile_n // 8)
             )
             return BlockFactors(of_rows, of_columns, 1)
-        begin = self.tile.n * c.tile_n + chunk * width
-        groups = range(0, width, c.column_group)
+        begin = self.tile.n * c.tile_n
+        groups = range(0, c.tile_n, c.column_group)
         shared = tuple(self.shared(1, begin + column, k_tile) for column in groups)
         return BlockFactors(of_rows, shared, c.column_group // 8)
-
-    def read_a(self, mma: Wgmma, slot: Int32) -> cute.Tensor:
-        """This warpgroup's 64 rows of A in `slot`, in registers.
-
-        A thread has 4 neighbours along K in each of 2 rows, 8 apart, and again 16 further on (PTX
-        ISA, wgmma, "Register Fragments"). Row r's 16-byte units are permuted by XOR with r mod 8.
-        """
-        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-        rA = mma.a_registers(BLOCK)  # ((4, 2, 2), 1, MMA_K)
-        words = cute.recast_tensor(rA, Int32)
-        row = self.tiles.tile_m * slot + warp * 16 + lane // 4  # 4 warps are a warpgroup of 64 rows
-        place = (row * 8 + lane // 4) * 16 + lane % 4 * 4
-        first = self.sA.iterator.toint()
-        for k_block in range(BLOCK // 32):
-            for half in range(2):
-                here = first + (place ^ ((2 * k_block + half) * 16))
-                for i in range(2):
-                    to = cute.make_ptr(
-                        Int32, here + 8 * BLOCK * i, cute.AddressSpace.smem, assumed_align=4
-                    )
-                    words[i + 2 * half + 4 * k_block] = cute.make_tensor(to, cute.make_layout(1))[0]
-        return rA
 
     def shared(self, side: int, row: Int32, k_tile: Int32) -> Float32:
         """The factor of the 128 rows that `row` of a side is among.

@@ -81,7 +81,7 @@ class Fp8Gemm:
                     128 on; only of the sides with a factor for each row
 
     registers of an MMA thread hold two sets of accumulators: of the tile, tile_m * tile_n / 128 /
-    warpgroups, and of one block of K for 64 rows and a chunk of columns, tile_n / chunks / 2.
+    warpgroups, and of one block of K for 64 rows, tile_n / 2.
     """
 
     arch = "sm_90a"
@@ -197,7 +197,7 @@ class Fp8Gemm:
                 load.run(operands, ab, mProduct)
         else:
             self.general.take_registers()
-            mma = wgmma(Wgmma(c.tile_n // c.chunks, *kinds, warpgroups=c.mma_warpgroups), sA, sB)
+            mma = wgmma(Wgmma(c.tile_n, *kinds, warpgroups=c.mma_warpgroups), sA, sB)
             epilogue = self.epilogue(out, sC, rows, mProduct, passed, held)
             mma_role.run(mma, ab, epilogue, operands.num_k_tiles, mProduct)
             epilogue.drain()
@@ -218,4 +218,4 @@ class Fp8Gemm:
         what = g.config, self.tiles, g.scheduler
         if sums is not None:
             return PromoteSplitK(*what, g.cluster, sums, sA, factors, slots)
-        return Promote(*what, factors, slots, sA)
+        return Promote(*what, factors, slots)

@@ -37,33 +37,26 @@ def promoted(
     """Add up `count` blocks of K from `first` on, each scaled by its factors, in mma.acc; return
     the state after. All slots are released.
 
-    The sums of a block are of 64 rows and one chunk of columns at a time, so that one set of
-    registers serves all of a warpgroup's part of the tile.
+    The sums of a block are of 64 rows at a time, so that one set of registers serves all rows of a
+    warpgroup.
     """
     c: Fp8Config = factors.tiles
     total, waves = mma.acc, cute.size(mma.acc, mode=[1])
     total.fill(0.0)
-    size = cute.size(total) // (waves * c.chunks)
-    layout = cute.make_layout((size, waves, c.chunks))
-    parts = cute.make_tensor(total.iterator, layout)  # (V, MMA_M, CHUNK)
-    acc = mma.mma.accumulator(ROWS * c.mma_warpgroups, c.tile_n // c.chunks)  # (MMA, 1, 1)
+    size = cute.size(total) // waves
+    of_waves = cute.make_tensor(total.iterator, cute.make_layout((size, waves)))  # (V, MMA_M)
+    acc = mma.mma.accumulator(ROWS * c.mma_warpgroups, c.tile_n)  # (MMA, 1, MMA_N)
     part = cute.make_tensor(acc.iterator, cute.make_layout(size))  # (V)
     for k_tile in cutlass.range(first, first + count, unroll=1):
         ab.wait_full(take)
-        for step in cutlass.range_constexpr(waves * c.chunks):
-            wave, chunk = step // c.chunks, step % c.chunks
-            product = mma.of_rows(wave)
-            if cutlass.const_expr(c.chunks > 1):
-                if cutlass.const_expr(chunk == 0):
-                    rA = factors.read_a(mma.mma, take.slot)
-                product = mma.of(rA).of_columns(chunk)
-            product.into(acc).issue(take.slot, accumulate=False)
-            block = factors.read(take.slot, k_tile, wave, chunk)
+        for wave in cutlass.range_constexpr(waves):
+            mma.of_rows(wave).into(acc).issue(take.slot, accumulate=False)
+            block = factors.read(take.slot, k_tile, wave)
             warpgroup.wait_group(0)
-            if cutlass.const_expr(step == waves * c.chunks - 1):
+            if cutlass.const_expr(wave == waves - 1):
                 cute.arch.sync_warp()  # its lanes have read their factors
                 ab.release(take)
-            block.add(parts[None, wave, chunk], part)
+            block.add(of_waves[None, wave], part)
         take.advance()
     return take
 
@@ -75,7 +68,6 @@ class Promote(MmaRole):
     tiles: Fp8Config
     factors: tuple[Any, Any]  # of both sides, as ScaledOperands has them
     slots: tuple[Any, Any]
-    sA: cute.Tensor  # (bM, bK, SLOT)
 
     @cute.jit
     def run(
@@ -90,7 +82,7 @@ class Promote(MmaRole):
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             tile = walk.tile_at(index)
-            factors = TileFactors(self.tiles, self.factors, self.slots, tile, self.sA)
+            factors = TileFactors(self.tiles, self.factors, self.slots, tile)
             take = promoted(mma, ab, take, factors, 0, num_k_tiles)
             self.store(mma, epilogue, tile)
 
@@ -104,6 +96,5 @@ class PromoteSplitK(SplitK):
     slots: tuple[Any, Any]
 
     def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
-        tile = walk.tile_at(walk.start)
-        factors = TileFactors(self.tiles, self.factors, self.slots, tile, self.sA)
+        factors = TileFactors(self.tiles, self.factors, self.slots, walk.tile_at(walk.start))
         promoted(mma, ab, ab.consumer(), factors, walk.split * count, count)
