@@ -65,6 +65,14 @@ def test_every_stage_is_right_on_every_recipe(dtype: str, number: int) -> None:
     assert result.ok, result.message
 
 
+def test_a_blackwell_ultra_runs_the_same_stages() -> None:
+    problem = BlockScaledProblem(256, 264, 320, "nvfp4", "spread")
+    stage = LADDERS.stage("sm_103a", 4)
+    assert stage.arch == "sm_103a"
+    result = run(problem, stage, "sim", Options())
+    assert result.ok, result.message
+
+
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize(("kind", "tile"), [(k, t) for t in TILES for k in ("mxfp8", "nvfp4")])
 def test_nothing_spills_on_either_blackwell(kind: str, tile: str) -> None:

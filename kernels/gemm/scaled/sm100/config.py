@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from cutex.arch import arch as arch_named
+from cutex.arch import kernels_of
 from cutex.kernels.gemm.config import ceil_div
 from cutex.kernels.gemm.sm100.config import Sm100Config
 
@@ -103,14 +105,16 @@ class ScaledTiles(Sm100Config):
     @property
     def overlap(self) -> int:
         """Columns that both accumulators of tensor memory share."""
-        from cutex.arch import arch
-
-        room = arch(self.arch).tmem_columns - self.factor_columns
+        room = arch_named(self.arch).tmem_columns - self.factor_columns
         return max(0, self.num_acc * self.tile_n - room) if self.num_acc == 2 else 0
 
     @property
     def acc_columns(self) -> int:
         return self.num_acc * self.tile_n - self.overlap
+
+    def why_not(self, problem: Any, arch: Arch, epi_parts: int | None = None) -> str | None:
+        """As of every config; an arch that runs another's kernels is taken for that one."""
+        return super().why_not(problem, arch_named(kernels_of(arch.name)), epi_parts)
 
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
         try:
