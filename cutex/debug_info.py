@@ -115,11 +115,16 @@ def recording() -> Iterator[Recorder]:
     # NOTE: it passes for a function of the DSL, so its operations get the caller's location
     alloca.__code__ = alloca.__code__.replace(co_filename=original.__code__.co_filename)
     SmemAllocator._smem_alloca = alloca
+    # NOTE: the same for the stand-ins through which a script's calls pass: an operation of which no
+    # author's function is part gets the place of the script, not of a stand-in
+    prefixes = op._FRAMEWORK_MODULE_PREFIXES
+    op._FRAMEWORK_MODULE_PREFIXES = (*prefixes, "cutex.sim")
     try:
         with op.loc_transform(recorder.locate):
             yield recorder
     finally:
         SmemAllocator._smem_alloca = original
+        op._FRAMEWORK_MODULE_PREFIXES = prefixes
 
 
 class Recorder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,17 @@ def test_what_was_found_before_an_error_is_told_with_it():
     assert ": deadlock: no warp can run" in text.partition("\n")[0]
     assert text.count("found before that:") == 1
     assert text.count(": race: ") == 1
+
+
+def test_the_place_of_an_operation_is_never_in_a_stand_in():
+    """A script's calls pass through the simulator's stand-ins; where the DSL alone stands between
+    one and the operation, the DSL would name the stand-in."""
+    from cutlass._mlir_helpers import op
+
+    within = {"__name__": "cutex.sim.host.dsl_stand_in", "op": op, "sys": sys}
+    exec("def find(): return op._find_user_frame(sys._getframe())", within)
+    assert within["find"]().f_code.co_name == "find"
+    with debug_info.recording():
+        found = within["find"]()
+    assert found.f_code is sys._getframe().f_code
+    assert within["find"]().f_code.co_name == "find"
