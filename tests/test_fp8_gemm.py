@@ -77,7 +77,7 @@ class NextBlock(factors.TileFactors):
         return super().shared(side, row, k_tile + 1)
 
 
-class OtherRow(factors.BlockFactors):
+class OtherRow(factors.ThreadFactors):
     """Gives this thread's second row the first one's factor."""
 
     def of(self, eight):
@@ -96,7 +96,7 @@ class OneFactor(factors.TileFactors):
     ("place", "name", "wrong"),
     [
         (promote, "TileFactors", NextBlock),
-        (factors, "BlockFactors", OtherRow),
+        (factors, "ThreadFactors", OtherRow),
         (promote, "TileFactors", OneFactor),
     ],
 )

@@ -21,7 +21,7 @@ E8M0_NAN = 255
 E4M3_LEAST = 2.0**-6
 
 
-class Shape(NamedTuple):
+class SmallFloat(NamedTuple):
     """The bits of a small float."""
 
     mantissa: int
@@ -29,7 +29,11 @@ class Shape(NamedTuple):
     nan: int  # the code of a NaN
 
 
-SHAPES = {"e4m3": Shape(3, 7, 0x7F), "e5m2": Shape(2, 15, 0x7F), "e2m1": Shape(1, 1, 0x7)}
+SHAPES = {
+    "e4m3": SmallFloat(3, 7, 0x7F),
+    "e5m2": SmallFloat(2, 15, 0x7F),
+    "e2m1": SmallFloat(1, 1, 0x7),
+}
 
 
 # ---- fp32, exactly as IEEE 754 has it

@@ -33,7 +33,7 @@ def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) ->
     return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
 
 
-class ScaledLoads(NamedTuple):
+class FactoredLoads(NamedTuple):
     """The loads of A and B, and of the factors that TMA loads beside them, for one tile."""
 
     a: Any  # KLoads each
@@ -52,7 +52,7 @@ class ScaledLoads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScaledOperands:
+class FactoredOperands:
     """The operands A and B with the factors of both sides, and the slots that TMA loads into."""
 
     ab: AbOperands
@@ -72,7 +72,7 @@ class ScaledOperands:
         return self.ab.num_k_tiles
 
     @cute.jit
-    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> ScaledLoads:
+    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> FactoredLoads:
         """The loads that this CTA starts for `tile`: its part of A and B, and all its factors."""
         ab: AbLoads = self.ab.loads(tile, cluster)
         factors = tuple(
@@ -80,10 +80,10 @@ class ScaledOperands:
             for info, slots, place in zip(self.factors, self.slots, (tile.m, tile.n), strict=True)
             if slots is not None
         )
-        return ScaledLoads(ab.a, ab.b, factors)
+        return FactoredLoads(ab.a, ab.b, factors)
 
 
-class BlockFactors(NamedTuple):
+class ThreadFactors(NamedTuple):
     """The factors of 64 rows of a tile and of its columns, for one block of K, in registers."""
 
     rows: tuple[Any, Any]  # of this thread's two rows, 8 apart
@@ -121,7 +121,7 @@ class TileFactors:
     slots: tuple[Any, Any]
     tile: WorkTile
 
-    def read(self, slot: Int32, k_tile: Int32, wave: int) -> BlockFactors:
+    def read(self, slot: Int32, k_tile: Int32, wave: int) -> ThreadFactors:
         """The factors of block `k_tile`, which is in `slot`, for this warpgroup's `wave`-th 64
         rows."""
         c = self.tiles
@@ -139,11 +139,11 @@ class TileFactors:
                 tuple(columns[8 * eight + 2 * (lane % 4) + j, 0, slot] for j in range(2))
                 for eight in range(c.tile_n // 8)
             )
-            return BlockFactors(of_rows, of_columns, 1)
+            return ThreadFactors(of_rows, of_columns, 1)
         begin = self.tile.n * c.tile_n
         groups = range(0, c.tile_n, c.column_group)
         shared = tuple(self.shared(1, begin + column, k_tile) for column in groups)
-        return BlockFactors(of_rows, shared, c.column_group // 8)
+        return ThreadFactors(of_rows, shared, c.column_group // 8)
 
     def shared(self, side: int, row: Int32, k_tile: Int32) -> Float32:
         """The factor of the 128 rows that `row` of a side is among.

@@ -24,7 +24,7 @@ from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.scaled.fp8.sm90.factors import ScaledOperands, factors_operand
+from cutex.kernels.gemm.scaled.fp8.sm90.factors import FactoredOperands, factors_operand
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, PromoteSplitK
 from cutex.kernels.gemm.signature import (
     GeneralConfig,
@@ -183,7 +183,7 @@ class Fp8Gemm:
             held = Barrier.allocate(smem, "held", arrivals=1, slots=g.num_slots)
         if cutlass.const_expr(c.split_k > 1):
             sums = Barrier.allocate(smem, "sums", arrivals=1)
-        operands = ScaledOperands(AbOperands(a, b, sA, sB), factors, slots)
+        operands = FactoredOperands(AbOperands(a, b, sA, sB), factors, slots)
         load, mma_role = g.load_role, self.mma_role(sA, sums, factors, slots)
         warp = cute.arch.warp_idx()
         if warp == g.load_warps.first:

@@ -66,7 +66,7 @@ class Promote(MmaRole):
     """All warpgroups compute a tile, each its own rows, promoting, and store it."""
 
     tiles: Fp8Config
-    factors: tuple[Any, Any]  # of both sides, as ScaledOperands has them
+    factors: tuple[Any, Any]  # of both sides, as FactoredOperands has them
     slots: tuple[Any, Any]
 
     @cute.jit
