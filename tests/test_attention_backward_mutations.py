@@ -14,10 +14,11 @@ from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import KeyMask
 from cutex.device.pipeline import Barrier
 from cutex.kernels.attention.backward.choose import fitted
-from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.config import HEAD_DIMS, BackwardConfig
 from cutex.kernels.attention.backward.convert import Convert
 from cutex.kernels.attention.backward.sm90.backward import Backward
-from cutex.kernels.attention.backward.sm90.keys import KeyGradients
+from cutex.kernels.attention.backward.sm90.queries import QueryGradients
+from cutex.kernels.attention.backward.sm90.scores import Scores
 from cutex.kernels.attention.backward.sm90.shared import Handover
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
@@ -27,19 +28,21 @@ CASE = AttentionCase(
     seqlen_q=200, seqlen_k=270, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64, causal=True,
     window=(150, None),
 )  # fmt: skip
+WIDE = fitted(BackwardConfig(head_dim=192, head_dim_v=128, causal=True, window=(True, False)))
+WIDE_CASE = replace(CASE, head_dim=192, head_dim_v=128)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
-def wrong(config: BackwardConfig = CONFIG, orders=ORDERS) -> str | None:
+def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = CASE) -> str | None:
     """The error of the kernels as they are now, under the first order that shows one."""
     kernel = compile(Backward(config), "bf16", "sm_90a", cache=False)
-    inputs, (do, _) = CASE.inputs(), upstream(CASE, 1, False)
+    inputs, (do, _) = case.inputs(), upstream(case, 1, False)
     exact = wide(inputs)
-    out, lse = definition(CASE, exact)
+    out, lse = definition(case, exact)
     out.backward(do.double())
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": do, "o": out.detach().bfloat16()}
-    given |= {"lse": lse.detach().float(), "scale": CASE.softmax_scale, "lo": -150}
-    tiles = -(-CASE.seqlen_q // config.tile_m)
+    given |= {"lse": lse.detach().float(), "scale": case.softmax_scale, "lo": -150}
+    tiles = -(-case.seqlen_q // config.tile_m)
     for order in orders:
         found = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
         found["stats"] = torch.full((tiles, 2 * config.tile_m), torch.nan)
@@ -60,6 +63,15 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS) -> str | None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_unchanged_kernels_are_right(deterministic):
     assert wrong(replace(CONFIG, deterministic=deterministic)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", HEAD_DIMS[1:], ids=str)
+def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic):
+    d, dv = dims
+    config = replace(CONFIG, head_dim=d, head_dim_v=dv, deterministic=deterministic)
+    assert wrong(fitted(config), case=replace(CASE, head_dim=d, head_dim_v=dv)) is None
 
 
 @pytest.mark.parametrize(("side", "by"), [("end", 1), ("end", -1), ("begin", 1), ("begin", -1)])
@@ -90,7 +102,7 @@ def test_ds_that_wgmma_may_not_see_yet_is_found(monkeypatch):
 
 def test_a_slot_of_ds_that_is_still_read_is_found(monkeypatch):
     monkeypatch.setattr(Handover, "wait_empty", lambda self, state: None)
-    message = wrong(replace(CONFIG, num_stages=2))  # slots that are used again
+    message = wrong()
     assert message is not None and "hazard" in message, message
 
 
@@ -107,8 +119,42 @@ def test_keys_that_are_overwritten_before_the_last_dq_are_found(monkeypatch):
     assert message is not None and "race" in message, message
 
 
+def test_values_that_are_overwritten_before_the_last_dp_are_found(monkeypatch):
+    """Of wide head dims dV is stored through the smem of V, which another warpgroup reads."""
+    wait = Barrier.wait
+
+    def careless(self, phase, slot=0):
+        if self.event != "v read":
+            wait(self, phase, slot)
+
+    monkeypatch.setattr(Barrier, "wait", careless)
+    message = wrong(WIDE, case=WIDE_CASE)
+    assert message is not None and "race" in message, message
+
+
+def test_a_slot_of_dq_that_is_still_read_is_found(monkeypatch):
+    """Columns of dQ written to smem before the adds from that slot have read it."""
+    monkeypatch.setattr(cute.arch, "cp_async_bulk_wait_group", lambda *of, **how: None)
+    message = wrong(replace(CONFIG, dq_slots=1), orders=({"order": "starved"}, *ORDERS))
+    assert message is not None and ("race" in message or "hazard" in message), message
+
+
+def test_dq_that_adds_may_not_see_yet_is_found(monkeypatch):
+    """Added from smem without the fence behind the stores to it."""
+    add = QueryGradients.add_from_smem
+
+    def unfenced(self, *of):
+        with monkeypatch.context() as within:
+            within.setattr(cute.arch, "fence_view_async_shared", lambda: None)
+            add(self, *of)
+
+    monkeypatch.setattr(QueryGradients, "add_from_smem", unfenced)
+    message = wrong()
+    assert message is not None and "proxy" in message, message
+
+
 def test_a_delta_that_is_forgotten_is_found(monkeypatch):
-    of_columns = KeyGradients.of_columns
+    of_columns = Scores.of_columns
 
     def none(self, which, state):
         found = of_columns(self, which, state)
@@ -116,7 +162,7 @@ def test_a_delta_that_is_forgotten_is_found(monkeypatch):
             found.fill(0.0)
         return found
 
-    monkeypatch.setattr(KeyGradients, "of_columns", none)
+    monkeypatch.setattr(Scores, "of_columns", none)
     message = wrong(orders=({},))
     assert message is not None and message.startswith("dq off by")
 

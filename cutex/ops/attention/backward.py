@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cutex.ops.attention import definition, own_backward, torch_backward
 from cutex.ops.attention.call import AttentionCall
-from cutex.ops.attention.plan import longest_k, longest_q
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
@@ -28,11 +27,11 @@ def gradients(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """The gradients of q, k and v, given those of out and, if it has one, of lse."""
-    if 0 in (*out.shape, call.batch, longest_q(call), longest_k(call)):
-        dq, dk, dv = map(torch.zeros_like, (call.q, call.k, call.v))
-        return dq, dk, dv
     if own_backward.why_not(call) is None:
         return own_backward.gradients(call, grad_out, out, lse, grad_lse)
+    if own_backward.is_empty(call, out):
+        dq, dk, dv = map(torch.zeros_like, (call.q, call.k, call.v))
+        return dq, dk, dv
     if definition.takes(call.q.device):
         return definition.gradients(call, grad_out, out, lse, grad_lse)
     return torch_backward.gradients(call, grad_out, out, lse, grad_lse)

@@ -67,8 +67,7 @@ def flash_attn_func(
 
     Returns out (batch, seqlen_q, heads, head dim of v), contiguous. A row that sees no key is 0 and
     has an lse of -inf, or of its sink. out and lse are differentiable in q, k, v and
-    learnable_sink, once, except with score_mod or mask_mod; with softcap on Hopper only, at head
-    dims 64, 96 and 128 (docs/attention-backward.md). Raises
+    learnable_sink, once, except with score_mod or mask_mod; with softcap on Hopper only. Raises
     TypeError or ValueError, with one sentence that names the argument, for arguments that do not
     fit, and where there is no Hopper or Blackwell GPU.
     """

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from cutex.kernels.attention.backward.choose import fitted
-from cutex.kernels.attention.backward.config import HEAD_DIMS, BackwardConfig
-from cutex.ops.attention.call import DTYPES, AttentionCall
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.plan import (
     ALIGN,
     arch_name,
@@ -38,8 +38,6 @@ def why_not(call: AttentionCall) -> str | None:
     arch = arch_name(call.q.device)
     if arch not in ARCHS:
         return f"the backward's kernels are for {', '.join(ARCHS)}, q is on {arch}"
-    if call.head_dims not in HEAD_DIMS:
-        return f"head dims {call.head_dims}: there are backward kernels for {HEAD_DIMS}"
     if call.score_mod is not None or call.mask_mod is not None:
         return "score_mod or mask_mod, whose derivative is not known"
     return None
@@ -49,15 +47,19 @@ def gradients(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, contiguous; those of rows of no sequence are 0."""
-    tensors = (call.q, call.k, call.v, grad_out, out, grad_lse, *call.lengths.values())
+    tensors = (call.q, call.k, call.v, grad_out, out, grad_lse, call.cu_seqlens_q,
+               call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
     key = (
-        *((x.shape, x.stride(), x.data_ptr() % ALIGN) for x in tensors if x is not None),
-        grad_lse is None, *call.lengths, call.q.dtype, call.q.device, call.max_seqlen_q,
-        call.max_seqlen_k, call.softmax_scale, call.causal, tuple(call.window_size), call.softcap,
-        call.deterministic, torch.are_deterministic_algorithms_enabled(),
+        *[None if x is None else (x.shape, x.stride(), x.data_ptr() % ALIGN) for x in tensors],
+        call.q.dtype, call.q.device, call.max_seqlen_q, call.max_seqlen_k, call.softmax_scale,
+        call.causal, tuple(call.window_size), call.softcap, call.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
+        if is_empty(call, out):
+            dq, dk, dv = map(torch.zeros_like, (call.q, call.k, call.v))
+            return dq, dk, dv
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = Plan(call, grad_out, out, grad_lse is not None)
@@ -112,7 +114,8 @@ class Plan:
         kind["dtype"] = torch.int32
         in_turn = [torch.empty((self.tiles, 4), **kind)] if c.deterministic else []
         of_lse = [] if grad_lse is None else [grad_lse.float()]
-        lengths = [x.contiguous() for x in call.lengths.values()]
+        given = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
+        lengths = [x.contiguous() for x in given if x is not None]
         arguments = (
             q, k, v, o, do, lse, dq, dk, dv, stats, sums, *in_turn, *of_lse, *lengths, *self.numbers
         )  # fmt: skip
@@ -123,9 +126,14 @@ class Plan:
         return dq, dk, dv
 
 
+def is_empty(call: AttentionCall, out: Tensor) -> bool:
+    """Whether the call has no row, or no row has a key."""
+    return 0 in (*out.shape, call.batch, longest_q(call), longest_k(call))
+
+
 def config_for(call: AttentionCall, dlse: bool) -> BackwardConfig:
     left, right = call.window
-    head_dim, head_dim_v = call.head_dims
+    head_dim, head_dim_v = kernel_dims(*call.head_dims)  # type: ignore[misc] # checked
     return fitted(
         BackwardConfig(
             head_dim=head_dim,

@@ -14,9 +14,9 @@ ELEMENT = 2  # bytes of bf16 and fp16
 WARPGROUP_ROWS = 64  # of one wgmma
 WARPGROUP_THREADS = 128
 REGISTERS = 65536  # of an SM
-SCALARS = 24  # registers of a thread for everything else
+SCALARS = 16  # the least registers of a thread for everything else
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128))
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,15 @@ class BackwardConfig:
     deterministic: bool = False  # CTAs add to a tile of dQ in one order
 
     tile_n: int = 128
-    num_stages: int = 3  # slots of Q, with the rows' LSE and delta, of dO and of dS
+    num_stages: int = 3  # slots of Q, with the rows' LSE and delta, and of dO
+    ds_slots: int = 2  # slots of dS
     dq_columns: int = 32  # columns of dQ that are computed at one time
+    dq_slots: int = 0  # slots of such columns that wait to be added; 0: added from registers
     num_ctas: int = 132  # SMs
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
-    registers: tuple[int, int] = (224, 56)  # a thread of those that own keys; of dQ
+    dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
+    # a thread of those that own keys (of wide head dims those that sum dK, then dV); of dQ
+    registers: tuple[int, ...] = (224, 56)
 
     tile_m: ClassVar[int] = TILE
 
@@ -77,19 +81,31 @@ class BackwardConfig:
         return self.deterministic and (self.causal or self.window[1])
 
     @property
-    def longest_first(self) -> bool:
-        """Whether key blocks that see the most queries, the first ones, are taken first."""
-        return not self.deterministic and (self.causal or self.window[1]) and not self.window[0]
+    def interleaved(self) -> bool:
+        """Whether key blocks of some heads are taken in turn, rather than head by head: so that
+        the ones that see the most queries come first; or, deterministic, so that CTAs that add to
+        the same tile of dQ do not begin at one time, each to wait for the one before."""
+        return self.deterministic or ((self.causal or self.window[1]) and not self.window[0])
 
     @property
     def reversed(self) -> bool:
-        """Whether key blocks are counted from the last: the order's longest rows are its last."""
-        return self.longest_first or self.last_first
+        """Whether key blocks are counted from the last: the order's longest rows are its last, and
+        the first keys are to go first."""
+        return self.interleaved and not self.last_first
+
+    @property
+    def wide(self) -> bool:
+        """Whether dK and dV of the same 64 keys are summed by two warpgroups, for their size."""
+        return self.head_dim > 128
+
+    @property
+    def key_tiles(self) -> int:
+        return self.tile_n // WARPGROUP_ROWS
 
     @property
     def warpgroups(self) -> int:
         """The warpgroups that own keys; one more computes dQ."""
-        return self.tile_n // WARPGROUP_ROWS
+        return 2 if self.wide else self.key_tiles
 
     @property
     def stats_bytes(self) -> int:
@@ -109,15 +125,24 @@ class BackwardConfig:
         return self.tile_m * self.tile_n * ELEMENT
 
     @property
-    def smem_bytes(self) -> int:
-        kv = self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
-        block = self.q_bytes + self.stats_bytes + self.do_bytes + self.ds_bytes
-        return kv + self.num_stages * block
+    def dq_bytes(self) -> int:
+        return self.tile_m * self.dq_columns * 4
 
     @property
-    def accumulators(self) -> int:
-        """The registers of a thread that hold dK, dV, S and dP."""
-        return (self.head_dim + self.head_dim_v + 2 * self.tile_m) // 2
+    def smem_bytes(self) -> int:
+        kv = self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
+        block = self.q_bytes + self.stats_bytes + self.do_bytes
+        of_dq = self.ds_slots * self.ds_bytes + self.dq_slots * self.dq_bytes
+        return kv + self.num_stages * block + of_dq
+
+    @property
+    def accumulators(self) -> tuple[int, ...]:
+        """The registers of a thread that hold dK, dV, S and dP; of wide head dims, dK, S, dP and
+        dV, S."""
+        d, dv, m = self.head_dim, self.head_dim_v, self.tile_m
+        if self.wide:
+            return (d + 2 * m) // 2, (dv + m) // 2
+        return ((d + dv + 2 * m) // 2,)
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """The reason why this config cannot run, as one sentence, or None."""
@@ -130,24 +155,29 @@ class BackwardConfig:
             problem.head_dim, problem.head_dim_v,
         ):  # fmt: skip
             return f"head_dim={self.head_dim}: the problem has {problem.head_dim}"
-        if self.tile_n % WARPGROUP_ROWS or self.warpgroups not in (2, 3):
+        if self.wide and self.tile_n != WARPGROUP_ROWS:
+            return f"tile_n={self.tile_n}: with head dim {self.head_dim} a CTA owns 64 keys"
+        if self.tile_n % WARPGROUP_ROWS or self.key_tiles not in ((1,) if self.wide else (2, 3)):
             return f"tile_n={self.tile_n}: two or three warpgroups own 64 keys each"
-        of_keys, of_dq = self.registers
+        if len(self.registers) != 2 + self.wide:
+            return f"registers={self.registers}: one number for each role"
+        *of_keys, of_dq = self.registers
         threads = WARPGROUP_THREADS * (self.warpgroups + 1)
         at_launch = REGISTERS // threads // 8 * 8 * threads
-        if WARPGROUP_THREADS * (self.warpgroups * of_keys + of_dq) > at_launch:
+        taken = sum(of_keys) * (1 if self.wide else self.warpgroups) + of_dq
+        if WARPGROUP_THREADS * taken > at_launch:
             return f"registers={self.registers}: more than the {at_launch} of {threads} threads"
         if self.num_stages < 2:
             return f"num_stages={self.num_stages}: at least 2"
         if self.head_dim % self.dq_columns or self.dq_columns % 32:
             return f"dq_columns={self.dq_columns}: a multiple of 32 that divides the head dim"
-        if self.softcap and self.overlap:
+        if self.softcap and self.overlap and not self.wide:
             return "softcap: its derivative takes the registers that overlap=True needs"
-        if self.accumulators > of_keys - SCALARS:
-            return (
-                f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "
-                f"those that own keys have {of_keys}"
-            )
+        for needed, there in zip(self.accumulators, of_keys, strict=True):
+            if needed > there - SCALARS:
+                return (
+                    f"tile_n={self.tile_n}: {needed} registers of accumulators a thread, of {there}"
+                )
         if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:
             return f"tile_n={self.tile_n}: {self.smem_bytes} bytes of smem, too many for a CTA"
         return None

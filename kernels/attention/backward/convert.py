@@ -1,9 +1,9 @@
 """Convert: dQ in 16 bits from its fp32 sums, times the scale.
 
 A tile of the sums is stored as the accumulators of the warpgroup that added them lie in its
-registers: 64 rows by dq_columns at a time, each 8 columns wide unit of which has 4 numbers of each
-of 128 threads. A thread here reads the 64 bytes of four neighbouring threads, which are 8 columns
-of two rows.
+registers: 16 rows of a warp after the other, of which each unit of 8 columns has 4 numbers of each
+of 32 threads. A thread here reads the 64 bytes of four neighbouring threads, which are 8 columns of
+two rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors
 
 THREADS = 128
 WIDE = 8  # columns of a unit
-UNIT = 4 * 128  # numbers of a unit: 64 rows of 8 columns
 
 
 class Convert:
@@ -62,7 +61,8 @@ class Convert:
         vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
         flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, 4)))
         for t in cutlass.range_constexpr(4):
-            cute.autovec_copy(vectors[None, unit * (UNIT // 4) + four * 4 + t], flat[None, t])
+            at = (four // 8 * (self.config.head_dim // WIDE) + unit) * 32 + four % 8 * 4 + t
+            cute.autovec_copy(vectors[None, at], flat[None, t])
         return numbers
 
     @cute.jit
@@ -76,11 +76,11 @@ class Convert:
         unit: Int32,
         scale: Float32,
     ) -> None:
-        """Write 8 columns of a row, if the sequence has it."""
+        """Write 8 columns of a row, if the sequence has it, and dQ has them."""
         at = seqlen.offset + row if self.config.varlen_q else row
         rounded = cute.make_rmem_tensor(WIDE, gdQ.element_type)
         for c in cutlass.range_constexpr(WIDE):
             rounded[c] = (numbers[c % 2, r, c // 2] * scale).to(gdQ.element_type)
-        if row < seqlen.length:
+        if (row < seqlen.length) & (unit * WIDE < cute.size(gdQ, mode=[1])):
             to = cute.logical_divide(gdQ[at, None], cute.make_layout(WIDE))
             cute.autovec_copy(rounded, to[None, unit])

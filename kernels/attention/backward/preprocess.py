@@ -83,10 +83,9 @@ class Preprocess:
         at = seqlen.offset + row if self.config.varlen_q else row
         gO, gdO = (cute.logical_divide(x[at, None], cute.make_layout(VECTOR)) for x in (mO, mdO))
         total = Float32(0.0)
-        vectors = self.config.head_dim_v // VECTOR
-        for i in cutlass.range_constexpr((vectors + LANES - 1) // LANES):
+        for i in cutlass.range_constexpr(-(-self.config.head_dim_v // (VECTOR * LANES))):
             v = i * LANES + thread % LANES
-            if v < vectors:
+            if v < cute.size(gO, mode=[1]):
                 rO, rdO = (cute.make_rmem_tensor(VECTOR, mO.element_type) for _ in range(2))
                 cute.autovec_copy(gO[None, v], rO)
                 cute.autovec_copy(gdO[None, v], rdO)

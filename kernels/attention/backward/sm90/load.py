@@ -36,10 +36,10 @@ class Load:
         with cute.arch.elect_one():
             s.k_loaded.arrive_expecting(c.tile_n * c.head_dim * 2)
             s.v_loaded.arrive_expecting(c.tile_n * c.head_dim_v * 2)
-        for wg in cutlass.range_constexpr(c.warpgroups):
-            loads_k.load(s.tile.n_block * c.warpgroups + wg, wg, s.k_loaded[0])
-        for wg in cutlass.range_constexpr(c.warpgroups):
-            loads_v.load(s.tile.n_block * c.warpgroups + wg, wg, s.v_loaded[0])
+        for wg in cutlass.range_constexpr(c.key_tiles):
+            loads_k.load(s.tile.n_block * c.key_tiles + wg, wg, s.k_loaded[0])
+        for wg in cutlass.range_constexpr(c.key_tiles):
+            loads_v.load(s.tile.n_block * c.key_tiles + wg, wg, s.v_loaded[0])
 
     @cute.jit
     def queries(self, number: Int32, state: PipelineState) -> None:

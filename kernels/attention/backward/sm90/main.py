@@ -1,12 +1,13 @@
 """Main: the kernel of the Hopper backward that does the work. A CTA owns 128 keys, whose dK and dV
-stay in registers.
+stay in registers; 64 of wide head dims.
 
 Its three warpgroups wait for each other only through rings, so that the tensor cores have one's
 products during the others' exponentials:
 
-- two own 64 keys each (keys.py): scores transposed, P and dS from registers as operands A;
-- the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory straight
-  from its registers, and starts all loads.
+- two sum the gradients of keys, scores transposed, P and dS from registers as operands A: of 64
+  keys each (keys.py) or, of wide head dims, dK and dV of the same 64 (wide.py);
+- the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
+  starts all loads.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import Handover, Shared, Tile
+from cutex.kernels.attention.backward.sm90.wide import WideKeys, WideValues
 from cutex.kernels.attention.order import AttentionOrder, Wave
 
 
@@ -69,7 +71,7 @@ def tile_order(config: BackwardConfig, sizes: Sizes) -> AttentionOrder:
         num_m_blocks=sizes.num_n_blocks,
         heads=sizes.heads_kv,
         batch=sizes.batch,
-        longest_first=config.longest_first,
+        longest_first=config.interleaved,
         rows_k=1,
         heads_per_kv=1,
         l2_rows=END,  # groups are as large as a wave
@@ -87,19 +89,22 @@ class Main:
                      done
     ds full          1 a warp of these, its dS being written   the warpgroup of dQ
     ds empty         1 a warp of that one, dQ being computed   those that own keys
-    k read           1 a warp of that one, after its last dQ   those that own keys, which store dK
-                                                               through K's slots
+    k read           1 a warp of that one, after its last dQ,  those that store dK through K's slots
+                     and of the one that sums dV alone
+    v read           1 a warp that sums dK alone               those that sum dV alone and store it
+                                                               through V's slots
 
-    smem       bytes                                 hd 128   hd 64
-    sK, sV     tile_n * (D + DV) * 2                 65536    32768
-    sQ         tile_m * D * 2 * num_stages           32768    32768
-    sdO        tile_m * DV * 2 * num_stages         32768    32768
-    sdS        tile_m * tile_n * 2 * num_stages     32768    65536
-    stats      tile_m * 8 * num_stages               1024     2048
+    smem       bytes                                 hd 128   hd 64    hd 256
+    sK, sV     tile_n * (D + DV) * 2                 65536    32768    65536
+    sQ         tile_m * D * 2 * num_stages           49152    32768    65536
+    sdO        tile_m * DV * 2 * num_stages          49152    32768    65536
+    sdS        tile_m * tile_n * 2 * ds_slots        49152    32768    16384
+    sdQ        tile_m * dq_columns * 4 * dq_slots    0        32768    16384
+    stats      tile_m * 8 * num_stages               1536     2048     1024
 
-    registers  threads    each    of which accumulators
-    keys       256        224     192: dK, dV, S^T, dP^T
-    queries    128        64      32: a part of dQ
+    registers  threads    each, hd 128   of which accumulators      hd 256
+    keys       256        224            192: dK, dV, S^T, dP^T     232 (dK), 208 (dV)
+    queries    128        56             16: a part of dQ           64
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -131,11 +136,11 @@ class Main:
         k_tile, v_tile = (WARPGROUP_ROWS, c.head_dim), (WARPGROUP_ROWS, c.head_dim_v)
         operands = Operands(
             tma_operand(load, mQ, of_q, (c.tile_m, c.head_dim), c.num_stages),
-            tma_operand(load, mK, of_k, k_tile, c.warpgroups),
-            tma_operand(load, mV, of_k, v_tile, c.warpgroups),
+            tma_operand(load, mK, of_k, k_tile, c.key_tiles),
+            tma_operand(load, mV, of_k, v_tile, c.key_tiles),
             tma_operand(load, mdO, of_q, (c.tile_m, c.head_dim_v), c.num_stages),
-            tma_operand(store, tensors.dk, of_k, k_tile, c.warpgroups),
-            tma_operand(store, tensors.dv, of_k, v_tile, c.warpgroups),
+            tma_operand(store, tensors.dk, of_k, k_tile, c.key_tiles),
+            tma_operand(store, tensors.dv, of_k, v_tile, c.key_tiles),
         )
         at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
         rows_q, rows_k = Int32(cute.size(mQ, mode=[at_q])), Int32(cute.size(mK, mode=[at_k]))
@@ -172,20 +177,29 @@ class Main:
         if tile.n_block * c.tile_n < tile.seq_k.length:
             shared = self.shared(operands, passed, sizes, tiles, tile)
             warp = cute.arch.warp_idx()
-            of_keys, of_dq = c.registers
             if warp >= self.query_warps.first:
-                cute.arch.setmaxregister_decrease(of_dq)
+                cute.arch.setmaxregister_decrease(c.registers[-1])
                 q, k, v, do = (
                     self.rows(x, side)
                     for x, side in zip(operands[:4], ("q", "k", "k", "q"), strict=True)
                 )
                 load = Load(c, q, k, v, do, stats, shared)
                 QueryGradients(c, shared, load, dq_sums).run()
-            else:
-                cute.arch.setmaxregister_increase(of_keys)
+            elif cutlass.const_expr(not c.wide):
+                cute.arch.setmaxregister_increase(c.registers[0])
                 gradients = KeyGradients.of(c, shared)
                 gradients.run()
                 gradients.store(operands.dk, operands.dv)
+            elif warp < self.key_warps.count // 2:
+                cute.arch.setmaxregister_increase(c.registers[0])
+                keys = WideKeys.of(c, shared)
+                keys.run()
+                keys.store(operands.dk)
+            else:
+                cute.arch.setmaxregister_increase(c.registers[1])
+                values = WideValues.of(c, shared)
+                values.run()
+                values.store(operands.dv)
 
     @cute.jit
     def own_tile(self, passed: Passed, sizes: Sizes) -> Tile:
@@ -211,8 +225,13 @@ class Main:
         sV = allocate_slots(smem, dtype, operands.v.smem_layout)
         sQ = allocate_slots(smem, dtype, operands.q.smem_layout)
         sdO = allocate_slots(smem, dtype, operands.do.smem_layout)
-        ds = slots_layout(dtype, WARPGROUP_ROWS, c.tile_m, c.warpgroups * c.num_stages, 128)
+        ds = slots_layout(dtype, WARPGROUP_ROWS, c.tile_m, c.key_tiles * c.ds_slots, 128)
         sdS = allocate_slots(smem, dtype, ds)
+        readers = self.query_warps.count
+        sdQ = None
+        if cutlass.const_expr(c.dq_slots > 0):
+            of_dq = cute.make_layout((c.dq_bytes // 4 // readers, readers, c.dq_slots))
+            sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=128)
         stats = smem.allocate_tensor(
             Float32, cute.make_layout((2 * c.tile_m, c.num_stages)), byte_alignment=128
         )
@@ -220,12 +239,14 @@ class Main:
         v_loaded = Barrier.allocate(smem, "v loaded", arrivals=1)
         q = Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, self.key_warps.count)
         do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, self.key_warps.count)
-        fillers, readers = self.key_warps.count, self.query_warps.count
-        handover = Handover.allocate(smem, "ds", c.num_stages, fillers, readers)
-        k_read = Barrier.allocate(smem, "k read", arrivals=readers)
-        publish_barriers((k_loaded, v_loaded, q, do, handover, k_read))
+        key_warps = 4 * c.key_tiles  # those that compute dS
+        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, readers)
+        others = self.key_warps.count - key_warps
+        k_read = Barrier.allocate(smem, "k read", arrivals=readers + others)
+        v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)
+        publish_barriers((k_loaded, v_loaded, q, do, handover, k_read, v_read))
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal))
         return Shared(
-            sK, sV, sQ, sdO, sdS, stats, k_loaded, v_loaded, q, do, handover, k_read, info, passed,
-            tiles, tile, sizes.heads_per_kv,
+            sK, sV, sQ, sdO, sdS, sdQ, stats, k_loaded, v_loaded, q, do, handover, k_read, v_read,
+            info, passed, tiles, tile, sizes.heads_per_kv,
         )  # fmt: skip

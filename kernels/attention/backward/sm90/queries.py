@@ -1,12 +1,13 @@
 """QueryGradients: the role of the warpgroup that computes dQ = dS K, block by block, and adds it to
 the sums in global memory.
 
-It adds straight from its registers, four numbers of a thread at a time: a tile of the sums is
-stored in the order of the accumulators, so that a warp adds to 512 bytes in a row, and nothing
-passes through smem, which is what the other products wait for.
+A tile of the sums is stored in the order of the accumulators, warp by warp, so that a warp adds
+contiguous bytes, and nothing is transposed. Columns are added either from a slot of smem, by a bulk
+copy (`dq_slots` > 0), or straight from the registers, which needs fewer of them.
 
 Deterministic, CTAs add to a tile one after another: each warp waits for its turn at its part of the
-tile, and passes it on when its adds are done.
+tile, and passes it on when its adds are done. It does both under a product: passes on the turn of
+the block before, whose adds have landed by then, and waits for this block's.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutex.device.atoms.mma import contiguous_rows_layout
-from cutex.device.atoms.reduction import add_vector
-from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
-from cutex.device.pipeline import PipelineState
+from cutex.device.atoms.reduction import add_bulk, add_vector
+from cutex.device.atoms.wgmma import ROWS, Wgmma, WgmmaProduct
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.shared import Shared
@@ -43,61 +43,103 @@ class QueryGradients:
         blocks = s.m_blocks()
         count = blocks.end - blocks.first
         total = count * s.heads_per_kv
+        fill = s.q.producer()
         if loads:
             self.load.keys()
-            fill = s.q.producer()
             for i in cutlass.range(cutlass.min(total, c.num_stages), unroll=1):
                 self.load.queries(i, fill)
                 fill.advance()
-        state, before = s.q.consumer(), s.q.consumer()
         s.k_loaded.wait(0)
         tile = s.tiles.tile(c, s.first_head(), s.tile.batch, s.tile.seq_q)
         m_block = blocks.first
+        earlier, earlier_turn = tile, Int32(-1)  # of the block before
         for i in cutlass.range(total, unroll=1):
-            s.ds.full.wait(state.phase, state.slot)
+            ds = s.ds.state(i)
+            s.ds.full.wait(ds.phase, ds.slot)
             # NOTE: before the adds, which take long. Who handed this dS over has released the slots
             # of the block before.
             following = i - 1 + c.num_stages
             if loads & (i > 0) & (following < total):
-                self.load.queries(following, before)
-            before = PipelineState(c.num_stages, state.slot, state.phase)
-            self.block(tile + m_block, m_block, state)
-            state.advance()
+                self.load.queries(following, fill)
+                fill.advance()
+            turn = self.turn(m_block) if c.deterministic else Int32(0)
+            self.block(i, tile + m_block, turn, (earlier, earlier_turn))
+            earlier, earlier_turn = tile + m_block, turn
             m_block += 1
             if m_block == blocks.end:
                 m_block = blocks.first
                 tile += s.tiles.per_head
         with cute.arch.elect_one():
             s.k_read.arrive()
+        if cutlass.const_expr(c.deterministic):
+            self.pass_turn(earlier, earlier_turn)
+        else:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def block(self, tile: Int32, m_block: Int32, state: PipelineState) -> None:
-        """Compute dQ of a block from the slot of dS, a part of its columns at a time, and release
-        the slot."""
+    def block(self, number: Int32, tile: Int32, turn: Int32, earlier: tuple[Int32, Int32]) -> None:
+        """Compute dQ of a block from its slot of dS, a part of the columns at a time, release the
+        slot, and start adding."""
         c, s = self.config, self.shared
-        sums = self.dq_sums[tile, None]  # (bM * D)
-        thread, _, _ = cute.arch.thread_idx()
-        vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
-        parts, units = c.head_dim // c.dq_columns, c.dq_columns // WIDE
+        ds = s.ds.state(number)
+        parts = c.head_dim // c.dq_columns
         # NOTE: not unrolled, so that one part's accumulators do not outlive the next one's start
         for part in cutlass.range(parts, unroll=1):
             dq = self.product(part)
             acc = dq.mma.accumulator()
-            for wg in cutlass.range_constexpr(c.warpgroups):
-                tQrdS = dq.a[None, None, None, state.slot * c.warpgroups + wg]
-                dq.of(tQrdS).into(acc).issue(wg, wg > 0)
-            warpgroup.wait_group(0)
-            if part == parts - 1:
-                s.ds.release(state)
+            for keys in cutlass.range_constexpr(c.key_tiles):
+                tQrdS = dq.a[None, None, None, ds.slot * c.key_tiles + keys]
+                dq.of(tQrdS).into(acc).issue(keys, keys > 0)
             if cutlass.const_expr(c.deterministic):  # noqa: SIM102 - known when tracing
                 if part == 0:
-                    self.await_turn(tile, m_block)
-            for j in cutlass.range_constexpr(units):
-                at = (part * units + j) * WARPGROUP + thread % WARPGROUP
-                add_vector(vectors[None, at].iterator, tuple(acc[4 * j + i] for i in range(4)))
+                    self.pass_turn(*earlier)
+                    self.await_turn(tile, turn)
+            warpgroup.wait_group(0)
+            if part == parts - 1:
+                s.ds.release(ds)
+            if cutlass.const_expr(c.dq_slots > 0):
+                self.add_from_smem(acc, tile, part, self.dq_slot(number, part))
+            else:
+                self.add_from_registers(acc, tile, part)
 
-        if cutlass.const_expr(c.deterministic):
-            self.pass_turn(tile, m_block)
+    def dq_slot(self, number: Int32, part: Int32) -> Int32:
+        """The slot of smem through which a part of dQ of block `number` is added."""
+        parts = self.config.head_dim // self.config.dq_columns
+        if parts % self.config.dq_slots == 0:
+            return part % self.config.dq_slots
+        return (number * parts + part) % self.config.dq_slots
+
+    @cute.jit
+    def add_from_smem(self, acc: cute.Tensor, tile: Int32, part: Int32, slot: Int32) -> None:
+        """Start adding this warp's part of columns of dQ, through a slot of smem."""
+        c = self.config
+        warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
+        units = c.dq_columns // WIDE
+        mine = self.shared.sdQ[None, warp, slot]  # (units * 128)
+        vectors = cute.logical_divide(mine, cute.make_layout(4))  # (4, NumV)
+        numbers = cute.make_tensor(acc.iterator, cute.make_layout((4, units)))
+        cute.arch.cp_async_bulk_wait_group(c.dq_slots - 1, read=True)
+        cute.arch.sync_warp()
+        for j in cutlass.range_constexpr(units):
+            cute.autovec_copy(numbers[None, j], vectors[None, j * 32 + lane])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        size = cute.size(mine)
+        to = self.dq_sums[tile, None].iterator + (warp * (c.head_dim // c.dq_columns) + part) * size
+        if lane == 0:
+            add_bulk(to, mine.iterator, 4 * size)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def add_from_registers(self, acc: cute.Tensor, tile: Int32, part: Int32) -> None:
+        """Add this thread's numbers of columns of dQ, four at a time."""
+        c = self.config
+        warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
+        vectors = cute.logical_divide(self.dq_sums[tile, None], cute.make_layout(4))  # (4, NumV)
+        units = c.dq_columns // WIDE
+        for j in cutlass.range_constexpr(units):
+            at = (warp * (c.head_dim // WIDE) + part * units + j) * 32 + lane
+            add_vector(vectors[None, at].iterator, tuple(acc[4 * j + i] for i in range(4)))
 
     def turn(self, m_block: Int32) -> Int32:
         """How many key blocks add to a block of queries before this CTA's."""
@@ -111,29 +153,35 @@ class QueryGradients:
         return self.shared.passed.turns[tile, None].iterator + cute.arch.warp_idx() % 4
 
     @cute.jit
-    def await_turn(self, tile: Int32, m_block: Int32) -> None:
-        turn, flag = self.turn(m_block), self.flag(tile)
+    def await_turn(self, tile: Int32, turn: Int32) -> None:
+        """Wait until `turn` key blocks have added to this warp's part of the tile."""
+        flag = self.flag(tile)
         if cute.arch.lane_idx() == 0:
             now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
             while now != turn:
                 now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+            cute.arch.fence_proxy("async.global")
         cute.arch.sync_warp()
 
     @cute.jit
-    def pass_turn(self, tile: Int32, m_block: Int32) -> None:
+    def pass_turn(self, tile: Int32, turn: Int32) -> None:
+        """Let the next key block add to this warp's part of the tile, once this one's adds have
+        landed; nothing if `turn` is negative."""
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.store(self.flag(tile), self.turn(m_block) + 1, sem="release", scope="gpu")
+        if (cute.arch.lane_idx() == 0) & (turn >= 0):
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.fence_proxy("async.global")
+            cute.arch.store(self.flag(tile), turn + 1, sem="release", scope="gpu")
 
     def product(self, part: Int32) -> WgmmaProduct:
         """The product of a part of dQ's columns; its A is dS of all slots."""
         c, s = self.config, self.shared
         dtype, major = s.sK.element_type, OperandMajorMode.MN
         mma = Wgmma(c.dq_columns, dtype, a_major=major, b_major=major)
-        slots = c.warpgroups * c.num_stages
+        slots = c.key_tiles * c.ds_slots
         transposed = contiguous_rows_layout(dtype, c.tile_m, ROWS, slots)
         sdS = cute.make_tensor(s.sdS.iterator, transposed.outer)  # (bM, 64, WG * SLOT)
-        transposed = contiguous_rows_layout(dtype, c.head_dim, ROWS, c.warpgroups)
+        transposed = contiguous_rows_layout(dtype, c.head_dim, ROWS, c.key_tiles)
         sKt = cute.make_tensor(s.sK.iterator, transposed.outer)  # (D, 64, WG)
-        sKt = cute.local_tile(sKt, (c.dq_columns, ROWS, c.warpgroups), (part, 0, 0))
+        sKt = cute.local_tile(sKt, (c.dq_columns, ROWS, c.key_tiles), (part, 0, 0))
         return WgmmaProduct(mma, mma.a_slots(sdS), mma.b_slots(sKt), None)

@@ -35,8 +35,14 @@ class Handover:
         self.full.init()
         self.empty.init()
 
+    def state(self, number: Int32 | int) -> PipelineState:
+        """The state at block `number`, of warps that fill the slots as of those that empty them."""
+        number = Int32(number)
+        slots = self.num_slots
+        return PipelineState(slots, number % slots, number // slots % 2)
+
     def wait_empty(self, state: PipelineState) -> None:
-        """Wait until the slot is empty; `state` is a consumer's."""
+        """Wait until the slot is empty."""
         # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
         self.empty.wait(state.phase ^ 1, state.slot)
 
@@ -72,13 +78,15 @@ class Shared:
     sQ: cute.Tensor  # (bM, D, SLOT)
     sdO: cute.Tensor  # (bM, DV, SLOT)
     sdS: cute.Tensor  # (64, bM, WG * SLOT): a warpgroup's keys by queries
+    sdQ: cute.Tensor  # (4 * 32 * units, WARP, SLOT) a warp's part of columns of dQ
     stats: cute.Tensor  # (2 * bM, SLOT) LSE, then delta
     k_loaded: Barrier
     v_loaded: Barrier
     q: Ring
     do: Ring
     ds: Handover
-    k_read: Barrier  # by the warpgroup that computes dQ
+    k_read: Barrier  # by all but the warpgroups that store dK through its slots
+    v_read: Barrier  # by the warpgroup that sums dK of wide head dims
     info: BlockInfo
     passed: Passed
     tiles: RowTiles

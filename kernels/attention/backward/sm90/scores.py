@@ -1,0 +1,286 @@
+"""Scores: what every warpgroup that sums gradients of keys does with a block of queries.
+
+Scores are transposed, their rows are keys:
+
+    S^T = K Q^T, dP^T = V dO^T, P^T = 2^(S^T - LSE), dS^T = P^T * (dP^T - delta)
+
+so that P^T and dS^T are operands A in the registers that they were computed in. LSE and delta
+belong to columns: a thread reads those of its columns from smem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+
+from cutex.device.atoms.mma import contiguous_rows_layout
+from cutex.device.atoms.scalar import exp2, pinned, tanh
+from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct, round_to
+from cutex.device.attention.block_info import Blocks
+from cutex.device.attention.mask import KeyMask
+from cutex.device.attention.rows import Rows
+from cutex.device.attention.softmax import LOG2_E, rows_of
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.sm90.shared import Shared
+
+STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a warpgroup; operands A and accumulators that change are given later."""
+
+    s: WgmmaProduct
+    dp: WgmmaProduct
+    dv: WgmmaProduct  # without an accumulator in a warpgroup that does not sum it
+    dk: WgmmaProduct
+
+    @staticmethod
+    def of(config: BackwardConfig, shared: Shared, keys: Int32, sums: tuple[str, ...]) -> Products:
+        """The products of the CTA's 64 keys number `keys`; those in `sums` have accumulators."""
+        c, dtype, major = config, shared.sQ.element_type, OperandMajorMode.MN
+        scores, of_dk = Wgmma(c.tile_m, dtype), Wgmma(c.head_dim, dtype, b_major=major)
+        of_dv = Wgmma(c.head_dim_v, dtype, b_major=major)
+        transposed = contiguous_rows_layout(dtype, c.head_dim, c.tile_m, c.num_stages)
+        sQt = cute.make_tensor(shared.sQ.iterator, transposed.outer)  # (D, bM, SLOT)
+        transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_m, c.num_stages)
+        sdOt = cute.make_tensor(shared.sdO.iterator, transposed.outer)  # (DV, bM, SLOT)
+        tSrK = scores.a_slots(shared.sK)[None, None, None, keys]  # (MMA, MMA_M, MMA_K)
+        tPrV = scores.a_slots(shared.sV)[None, None, None, keys]  # (MMA, MMA_M, MMA_K)
+        dv, dk = (mma.accumulator() if name in sums else None
+                  for name, mma in (("dv", of_dv), ("dk", of_dk)))  # fmt: skip
+        return Products(
+            WgmmaProduct(scores, tSrK, scores.b_slots(shared.sQ), None),
+            WgmmaProduct(scores, tPrV, scores.b_slots(shared.sdO), None),
+            WgmmaProduct(of_dv, None, of_dv.b_slots(sdOt), dv),
+            WgmmaProduct(of_dk, None, of_dk.b_slots(sQt), dk),
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A warpgroup that sums gradients of 64 keys, number `keys` of the CTA's."""
+
+    config: BackwardConfig
+    shared: Shared
+    products: Products
+    keys: Int32 | int
+
+    # ---- over the queries
+
+    @cute.jit
+    def run(self) -> None:
+        """Sum over the blocks of queries of all heads that share the keys."""
+        s = self.shared
+        for product in (self.products.dk, self.products.dv):
+            if cutlass.const_expr(product.acc is not None):
+                product.acc.fill(0.0)
+        blocks, own = s.m_blocks(), self.own_blocks()
+        total = (blocks.end - blocks.first) * s.heads_per_kv
+        s.k_loaded.wait(0)
+        s.v_loaded.wait(0)
+        if total > 0:
+            self.sum(blocks, own, total)
+
+    def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
+        """Sum over `total` blocks of queries, of which `own` see these 64 keys; a role defines
+        it."""
+        raise NotImplementedError
+
+    def own_blocks(self) -> Blocks:
+        """The blocks of queries that see one of this warpgroup's keys."""
+        s = self.shared
+        lengths = s.tile.seq_q.length, s.tile.seq_k.length
+        return s.info._replace(tile_n=ROWS).m_blocks(self.tile_of_keys(), *lengths)
+
+    def tile_of_keys(self) -> Int32:
+        """The number of the 64 keys in their sequence."""
+        return self.shared.tile.n_block * self.config.key_tiles + self.keys
+
+    @staticmethod
+    @cute.jit
+    def following(m_block: Int32, blocks: Blocks) -> Int32:
+        """The block after `m_block`, of the next head if it is a head's last."""
+        return blocks.first if m_block + 1 == blocks.end else m_block + 1
+
+    def release(self, state: PipelineState) -> None:
+        self.shared.q.release(state)
+        self.shared.do.release(state)
+
+    # ---- a block
+
+    @cute.jit
+    def start_s(self, state: PipelineState) -> cute.Tensor:
+        """Start S^T of the block in Q's slot."""
+        acc_s = self.products.s.mma.accumulator()
+        self.shared.q.wait_full(state)
+        self.products.s.into(acc_s).issue(state.slot, False)
+        return acc_s
+
+    @cute.jit
+    def start_dp(self, state: PipelineState) -> cute.Tensor:
+        """Start dP^T of the block in dO's slot."""
+        acc_dp = self.products.dp.mma.accumulator()
+        self.shared.do.wait_full(state)
+        self.products.dp.into(acc_dp).issue(state.slot, False)
+        return acc_dp
+
+    @cute.jit
+    def hand_over(self, rdS: cute.Tensor, ds: PipelineState) -> None:
+        """Write dS^T to its slot in smem, for dQ."""
+        s = self.shared
+        s.ds.wait_empty(ds)
+        sdS = s.sdS[None, None, ds.slot * self.config.key_tiles + self.keys]
+        write_fragment(rdS, self.products.s.mma, sdS)
+        s.ds.hand_over(ds)
+
+    @cute.jit
+    def probabilities(
+        self, acc_s: cute.Tensor, m_block: Int32, own: Blocks, state: PipelineState
+    ) -> None:
+        """Turn S^T into P^T."""
+        passed = self.shared.passed
+        scores = rows_of(acc_s)
+        scale_log2 = passed.scale * LOG2_E
+        if (m_block < own.clean_first) | (m_block >= own.clean_end):
+            self.mask().apply(scores, m_block)
+        lse = self.of_columns(0, state)  # (columns)
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            for r in cutlass.range_constexpr(2):
+                scores[r, c] = exp2(scores[r, c] * scale_log2 - lse[c])
+
+    @cute.jit
+    def capped_probabilities(
+        self,
+        acc_s: cute.Tensor,
+        rP: Any,
+        m_block: Int32,
+        own: Blocks,
+        state: PipelineState,
+    ) -> None:
+        """Round P^T into rP, if there is one; S^T turns into P^T times the derivative of the soft
+        cap, by which dS^T is multiplied."""
+        passed = self.shared.passed
+        scores = rows_of(acc_s)
+        factor, scale_log2 = passed.scale / passed.softcap, passed.softcap * LOG2_E
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            scores[i] = tanh(scores[i] * factor)
+        if (m_block < own.clean_first) | (m_block >= own.clean_end):
+            self.mask().apply(scores, m_block)
+        lse = self.columns(0, state)  # (2, bM / 8)
+        units = cute.make_layout((8, cute.size(acc_s) // 8))
+        capped = cute.make_tensor(acc_s.iterator, units)  # (8, K)
+        # NOTE: 16 columns at a time, so that few of P^T wait to be rounded
+        for k in cutlass.range_constexpr(cute.size(units, mode=[1])):
+            probabilities = cute.make_rmem_tensor(8, Float32)
+            for i in cutlass.range_constexpr(8):
+                x = capped[i, k]
+                probabilities[i] = exp2(x * scale_log2 - lse[i % 2, 2 * k + i // 4])
+                # NOTE: 0 also for the -inf of a score that does not count
+                capped[i, k] = probabilities[i] * cute.arch.fmax(1.0 - x * x, Float32(0.0))
+            if cutlass.const_expr(rP is not None):
+                round_operand(cute.make_tensor(rP.iterator, units)[None, k], probabilities)
+
+    @cute.jit
+    def gradients(
+        self, acc_s: cute.Tensor, acc_dp: cute.Tensor, rdS: cute.Tensor, state: PipelineState
+    ) -> None:
+        """Round dS^T = P^T * (dP^T - delta)."""
+        scores, dp = rows_of(acc_s), rows_of(acc_dp)
+        delta = self.of_columns(1, state)  # (columns)
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            for r in cutlass.range_constexpr(2):
+                scores[r, c] *= dp[r, c] - delta[c]
+        round_operand(rdS, acc_s)
+
+    @cute.jit
+    def columns(self, which: cutlass.Constexpr[int], state: PipelineState) -> cute.Tensor:
+        """LSE (0) or delta (1) of the columns of this thread's scores, (2, bM / 8), in smem."""
+        thread, _, _ = cute.arch.thread_idx()
+        tile_m = self.config.tile_m
+        stats = self.shared.stats[None, state.slot].iterator + which * tile_m + 2 * (thread % 4)
+        return cute.make_tensor(stats.align(8), cute.make_layout((2, tile_m // 8), stride=(1, 8)))
+
+    @cute.jit
+    def of_columns(self, which: cutlass.Constexpr[int], state: PipelineState) -> cute.Tensor:
+        """LSE (0) or delta (1) of the columns of this thread's scores, in registers."""
+        mine = self.columns(which, state)
+        found = cute.make_rmem_tensor(cute.make_layout(mine.shape), Float32)
+        for j in cutlass.range_constexpr(cute.size(mine, mode=[1])):
+            cute.autovec_copy(mine[None, j], found[None, j])
+        return found
+
+    def mask(self) -> KeyMask:
+        s = self.shared
+        thread, _, _ = cute.arch.thread_idx()
+        first = self.tile_of_keys() * ROWS
+        key = first + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+        lengths = s.tile.seq_q.length, s.tile.seq_k.length
+        return KeyMask(s.info.band, self.config.tile_m, *lengths, (key, key + 8), thread % 4)
+
+    # ---- out
+
+    @cute.jit
+    def store_tile(self, to: cpasync.TmaInfo, of: WgmmaProduct, sX: cute.Tensor) -> None:
+        """Round a product's accumulator, write it to the slot of these keys of sX, and start its
+        store, which leaves out rows past the end."""
+        s, acc = self.shared, of.acc
+        rounded = cute.make_rmem_tensor(cute.make_layout(cute.size(acc)), sX.element_type)
+        units = cute.make_layout((8, cute.size(acc) // 8))
+        narrow, wide = (cute.make_tensor(x.iterator, units) for x in (rounded, acc))
+        for unit in cutlass.range_constexpr(cute.size(acc) // 8):
+            narrow[None, unit].store(wide[None, unit].load().to(sX.element_type))
+        write_fragment(rounded, of.mma, sX[None, None, self.keys])
+        cute.arch.fence_view_async_shared()
+        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
+        if cute.arch.warp_idx() % 4 == 0:
+            tile = (ROWS, cute.size(sX, mode=[1]))
+            rows = Rows(to, 1, self.config.ragged_k)
+            gX = rows.tiles(s.tile.head_kv, s.tile.batch, s.tile.seq_k, tile)
+            from_smem, to_gmem = cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            bSG_sX, bSG_gX = cpasync.tma_partition(
+                to.atom, 0, cute.make_layout(1), from_smem, to_gmem
+            )  # (TMA, WG), (TMA, Rest)
+            cute.copy(to.atom, bSG_sX[None, self.keys], bSG_gX[None, self.tile_of_keys()])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_dk(self, to: cpasync.TmaInfo) -> None:
+        """Store dK, times the scale, through K's slots, once nobody reads them."""
+        acc = self.products.dk.acc
+        acc.store(acc.load() * self.shared.passed.scale)
+        self.shared.k_read.wait(0)
+        self.store_tile(to, self.products.dk, self.shared.sK)
+
+    @cute.jit
+    def stored(self) -> None:
+        """Wait until the stores have read smem."""
+        if cute.arch.warp_idx() % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def round_operand(tCrA: cute.Tensor, acc: cute.Tensor) -> None:
+    """Round an accumulator into an operand A, before what follows."""
+    round_to(tCrA, acc)
+    words = cute.recast_tensor(tCrA, Int32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = pinned(words[i])
+
+
+@cute.jit
+def write_fragment(rX: cute.Tensor, mma: Wgmma, sX: cute.Tensor) -> None:
+    """Write a warpgroup's accumulator, rounded, to sX (64, columns)."""
+    thread, _, _ = cute.arch.thread_idx()
+    to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sX.element_type)
+    r2s = cute.make_tiled_copy_C(to_smem, mma.tiled())
+    tRS_sX = r2s.get_slice(thread % WARPGROUP).partition_D(sX)
+    layout = cute.make_rmem_tensor(tRS_sX.shape, sX.element_type).layout
+    cute.copy(r2s, cute.make_tensor(rX.iterator, layout), tRS_sX)
