@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from cutex.kernels.row import choose
 from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
 from cutex.kernels.row.kernel import ARCHS
 from cutex.ops.row import launches
+from cutex.ops.row.norm import groups_of, most_clusters
 from cutex.ops.row.rows import tile_of
 from cutex.sim import simulate
 
+cross_entropy_module = import_module("cutex.ops.row.cross_entropy")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # half an ulp of the result, with what float32 sums of a row lose
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
@@ -343,6 +346,24 @@ def test_rows_are_loaded_by_the_widest_vectors(start, stride, n, wanted):
     tile = tile_of([x], [], "sm_90a")
     assert (tile.width, tile.aligned) == wanted
     assert tile_of([x], [], "sm_90a", shifts=False).aligned
+
+
+def test_as_many_groups_share_a_gradient_as_an_sm_holds():
+    """Those that were the fastest on an H100, by threads, CTAs and vectors."""
+    fastest = {(128, 1, 4): 2, (128, 2, 3): 3, (128, 2, 2): 4, (256, 1, 2): 2, (256, 1, 3): 1,
+               (512, 1, 1): 2, (128, 4, 4): 3, (128, 8, 4): 3, (256, 8, 8): 3}  # fmt: skip
+    for (threads, ctas, vectors), groups in fastest.items():
+        tile = RowTile(1, threads, ctas, vectors)
+        assert groups_of(tile) == groups
+        assert most_clusters(tile, 132) * tile.ctas <= groups * 132
+
+
+def test_a_long_row_is_walked_along_where_there_are_many(device, monkeypatch):
+    monkeypatch.setattr(cross_entropy_module, "WALKERS", 0)
+    x = rows(device, (2, 8300), torch.bfloat16, 3.0)
+    target = torch.tensor([8299, 4], device=device)
+    wanted = F.cross_entropy(x.double(), target)
+    near(cutex.cross_entropy(x, target), wanted, torch.float32, 64)
 
 
 ORDERS = [("random", 1), ("random", 2), ("starved", 0), ("peer-late", 0)]

@@ -47,6 +47,11 @@ def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
     return RowTile(1, CTA, 1, -(-vectors // (CTA * parts)), width, not shifted)
 
 
+def walk(bits: int, unit: int, shifted: bool = False) -> RowTile:
+    """The tile of one CTA that goes along a long row, part by part."""
+    return RowTile(1, 2 * CTA, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
+
+
 def _power(x: int, least: int, most: int) -> int:
     """The smallest power of two that is at least x, within bounds."""
     return min(most, max(least, 1 << (x - 1).bit_length()))

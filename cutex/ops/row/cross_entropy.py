@@ -11,10 +11,20 @@ from cutex.kernels.row import choose
 from cutex.ops.number import number
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import arch_of, check_rows, dtype_of, empty_rows, part_of, tile_of
+from cutex.ops.row.rows import (
+    arch_of,
+    check_rows,
+    dtype_of,
+    empty_rows,
+    part_of,
+    sms_of,
+    tile_of,
+    walk_of,
+)
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 REDUCTIONS = ("mean", "sum", "none")
+WALKERS = 4  # rows for each SM, from which on a CTA walks along a long one
 INT32 = -(2**31), 2**31 - 1
 
 
@@ -82,7 +92,11 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     for name in ("loss", "count"):
         launch.makes(name, (), torch.float32, 1)
     tile = tile_of(rows, (), arch, wide=choose.MOST)
-    config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction)
+    # CTAs that meet wait for each other; one that walks alone does not, where each SM has several
+    walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
+    if walks:
+        tile = walk_of(rows)
+    config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction, walks)
     totals = ("loss", "count") if config.reduced else ()
     kernel = CrossEntropy, config, arch
     return launch.run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from cutex.ops.row.rows import (
     check_vector,
     dtype_of,
     empty_rows,
+    sms_of,
     tile_of,
 )
 
@@ -25,7 +26,9 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 if TYPE_CHECKING:
     from cutex.device.row.tile import RowTile
 
-GROUPS = 3  # CTAs of an SM, that share the rows of a gradient
+GROUPS = 3  # CTAs of an SM that have room for rows on their way
+MOST_GROUPS = 8
+IN_REGISTERS = 8192  # elements of a gradient's rows in the registers of an SM; facts/rows.md
 SMEM = 200 << 10  # bytes of an SM for rows on their way; an RTX GPU takes what it has
 MOST_STAGES = 4
 GPC = 16  # SMs of a part of a GPU, at least
@@ -197,7 +200,7 @@ def _plan_gradient(
     config = NormBackwardConfig(
         tile, centred, _name(weight), _name(bias), dsummed is not None, stages_of(tile, x)
     )
-    clusters = min(-(-rows[0].shape[0] // tile.rows), most_clusters(tile, _sms(x.device, arch)))
+    clusters = min(-(-rows[0].shape[0] // tile.rows), most_clusters(tile, sms_of(x.device, arch)))
     for name, v in (("dweight", weight), ("dbias", bias)):
         launch.makes(name, (0,) if v is None else v.shape, x.dtype if v is None else v.dtype)
         if v is not None:
@@ -207,27 +210,26 @@ def _plan_gradient(
     return launch.run(kernel, order, (clusters * tile.rows,), ("dx", "dweight", "dbias"))
 
 
-@lru_cache
-def _sms(device: torch.device, arch_name: str) -> int:
-    from cutex.arch import arch
-
-    if device.type != "cuda":
-        return arch(arch_name).num_sms
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def stages_of(tile: RowTile, x: Tensor) -> int:
     """The slots for rows of x and dy on their way, of the smem of a CTA among GROUPS of an SM."""
     slot = 2 * tile.num_threads * tile.vectors * tile.width * x.element_size()
     return min(MOST_STAGES, SMEM // GROUPS // slot)
 
 
-def most_clusters(tile: RowTile, sms: int, each: int = GROUPS) -> int:
-    """How many clusters of a tile, `each` CTAs of an SM, run at one time.
+def groups_of(tile: RowTile) -> int:
+    """The CTAs of an SM that share the rows of a gradient: as many as its registers hold, which are
+    some 8192 elements; three of a cluster of 4 or 8, which waits for its slowest."""
+    fitting = max(1, round(IN_REGISTERS / (tile.num_threads * tile.vectors * tile.width)))
+    return max(fitting, GROUPS) if tile.ctas >= 4 else min(fitting, MOST_GROUPS)
+
+
+def most_clusters(tile: RowTile, sms: int) -> int:
+    """How many clusters of a tile run at one time.
 
     NOTE: a cluster lies in a GPC of 16 or 18 SMs. One more than there is room for would wait until
     all others have ended.
     """
+    each = groups_of(tile)
     if tile.ctas <= 2:
         return each * sms // tile.ctas
     return each * (sms // GPC) * (GPC // tile.ctas)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cutex.arch import KNOWN, kernels_of
+from cutex.arch import KNOWN, arch, kernels_of
 from cutex.dtypes import of_torch
 from cutex.kernels.row import choose
 from cutex.ops.device import simulated_arch
@@ -87,6 +88,14 @@ def arch_of(device: torch.device, function: str) -> str:
     )
 
 
+@lru_cache
+def sms_of(device: torch.device, arch_name: str) -> int:
+    """The SMs of a GPU, or of the one simulated."""
+    if device.type != "cuda":
+        return arch(arch_name).num_sms
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 # ---- rows
 
 
@@ -129,6 +138,11 @@ def tile_of(
 def part_of(rows: Sequence[Tensor]) -> RowTile:
     """The tile for a part of a row."""
     return choose.part(rows[0].shape[-1], 8 * rows[0].element_size(), *_loads(rows, (), True))
+
+
+def walk_of(rows: Sequence[Tensor]) -> RowTile:
+    """The tile of a CTA that walks along a long row."""
+    return choose.walk(8 * rows[0].element_size(), *_loads(rows, (), True))
 
 
 def _loads(rows: Sequence[Tensor], vectors: Sequence[Tensor], shifts: bool) -> tuple[int, bool]:
