@@ -1,6 +1,7 @@
 """docs/api.md: the public functions and classes, from their signatures and docstrings.
 
-`python tests/api_page.py`, from the clone's root, writes it; tests/test_api_page.py compares.
+`python tests/api_page.py`, from the clone's root, writes it; tests/package/test_api_page.py
+compares.
 """
 
 from __future__ import annotations

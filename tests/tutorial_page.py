@@ -2,7 +2,7 @@
 
 A ```console block has commands behind "$ " with their output, a ```bash block commands alone.
 `python tests/tutorial_page.py`, from the clone's root, runs them in a shell, and writes the output
-into the page and the pictures beside it; tests/test_tutorial.py compares.
+into the page and the pictures beside it; tests/package/test_tutorial.py compares.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from cutex.results.recorder import try_folder
 Rent = Callable[[str, list[dict[str, Any]], int], AsyncIterator[Reply]]
 
 DEFAULT_GPU = "B200"
-DEFAULT_TESTS = f"tests/test_{DEFAULT_OP}.py -q"
+DEFAULT_TESTS = f"tests/{DEFAULT_OP}/test_{DEFAULT_OP}.py -q"
 
 # The seconds that a call takes: generous estimates; the final price is by measured seconds.
 CHECK = 6.0  # per problem: inputs, reference, check

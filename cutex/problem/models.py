@@ -1,8 +1,8 @@
 """The corpus: linear layers of public models times token counts, with the source of each shape.
 
 Sizes are those of the models' own configuration: config.json of the repository that a `Model`
-names. The files below say the same sizes, and ask for no account; tests/test_models.py adds each
-model's layers up to its published parameter count.
+names. The files below say the same sizes, and ask for no account; tests/problem/test_models.py adds
+each model's layers up to its published parameter count.
 
 | models | repository: file |
 |---|---|

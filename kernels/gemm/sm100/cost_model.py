@@ -3,7 +3,7 @@
 The model counts cycles; its constants are fitted on half of 37 problems measured on a B200 by
 others (CUTLASS's persistent kernel, fp16, 1300 MHz, pairs of 256 rows, four tile widths). On the
 other half, the width that the model ranks first loses 0.7 % to the best one in the mean, and 3.7 %
-at worst (tests/test_cost_model_sm100.py). Imports neither torch nor the DSL.
+at worst (tests/gemm/test_cost_model_sm100.py). Imports neither torch nor the DSL.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from cutex.command import commands
 from cutex.problem.attention import AttentionProblem
 from cutex.problem.gemm import GemmProblem
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OURS = re.compile(r"(?:python -m cutex|python modal_app\.py|modal run modal_app\.py)(?!\.X)[^`\[]*")
 KINDS = {"cutex.gemm": GemmProblem, "cutex.attention": AttentionProblem}
 

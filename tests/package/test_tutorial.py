@@ -18,7 +18,7 @@ from tutorial_page import PAGE, PICTURES, PREDICTIONS, commands, in_process, pla
 from cutex.arch import local_arch
 from cutex.sim.host import dsl_stand_in
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / PAGE).read_text()
 BLOCKS = commands(TEXT)
 SHOWN = [block for block in BLOCKS if block[-1].output is not None]

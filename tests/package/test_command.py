@@ -19,7 +19,7 @@ import pytest
 from cutex.command import INTERRUPTED, answered
 from cutex.errors import NoCache
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(

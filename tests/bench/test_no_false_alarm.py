@@ -1,7 +1,7 @@
 """No finding above an advisory in correct kernels: 200 randomized problems, in turns on both archs,
 of matmul and of attention, in every order of events.
 
-    pytest -m slow tests/test_no_false_alarm.py
+    pytest -m slow tests/bench/test_no_false_alarm.py
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def imports(tree: ast.Module, known: set[str], *, at_run_time: bool) -> Iterator
 
 @pytest.fixture(scope="module")
 def package(request) -> dict[str, Path]:
-    return sources(Path(__file__).resolve().parent.parent)
+    return sources(Path(__file__).resolve().parents[2])
 
 
 @pytest.fixture(scope="module")

@@ -53,13 +53,13 @@ def load(path: Path):
 
 @pytest.fixture(scope="module")
 def modal_app():
-    return load(Path(__file__).resolve().parent.parent / "modal_app.py")
+    return load(Path(__file__).resolve().parents[2] / "modal_app.py")
 
 
 @pytest.fixture
 def cloud(root, modal_app, monkeypatch, tmp_path):
     """Modal for `modal run`: its GPUs are the simulator, its disk is `tmp_path`."""
-    offline = load(root / "tests" / "modal_offline.py")
+    offline = load(root / "tests" / "cloud" / "modal_offline.py")
     monkeypatch.setattr(cutex.bench.run, "choose_device", lambda name, target: "sim")
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path / "container"))
     monkeypatch.setenv("CUTEX_COMMIT", "")
@@ -182,7 +182,8 @@ def test_layers_of_models_come_back_as_rows_of_a_sweep(cloud, modal_run, root, t
 
 
 def test_tests_bring_back_the_report_and_the_exit_code(cloud, modal_run, tmp_path):
-    alone = "tests/test_arch.py -q -p no:cacheprovider --noconftest"  # which would import torch
+    # --noconftest, which would import torch
+    alone = "tests/problem/test_arch.py -q -p no:cacheprovider --noconftest"
     ran = modal_run("--op", "tests", "--tests", alone)
     assert ran.code == 0, ran.out + ran.err
     (report,) = (tmp_path / "results").glob("junit-*.xml")

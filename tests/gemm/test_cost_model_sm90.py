@@ -25,7 +25,7 @@ from cutex.problem.gemm import GemmProblem
 from cutex.problem.models import corpus
 
 H200 = arch("sm_90a")
-MEASURED = Path(__file__).parent.parent / "results" / "configs" / "gemm-nvidia-h200.jsonl"
+MEASURED = Path(__file__).parents[2] / "results" / "configs" / "gemm-nvidia-h200.jsonl"
 MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
 
 Times = dict[Sm90Config, float]

@@ -23,7 +23,7 @@ from cutex.ops.matmul import choices, plan
 from cutex.ops.matmul.choices import CallClass
 from cutex.problem.gemm import GemmProblem
 
-LEDGER = Path(__file__).parent.parent / "results" / "gemm-nvidia-h200.jsonl"
+LEDGER = Path(__file__).parents[2] / "results" / "gemm-nvidia-h200.jsonl"
 
 
 def test_every_config_of_the_ledger_can_be_read_and_run() -> None:

@@ -22,7 +22,7 @@ from cutex.sim import simulate
 LADDER = [s for s in stages("sm_90a") if not isinstance(s, Forward)]
 BLACKWELL = [s for s in stages("sm_100a") if not isinstance(s, Forward)]
 PERSISTENT = [s.number for s in LADDER if s.config().dispatch == "dynamic"]
-FOLDER = Path(__file__).parents[1] / "kernels" / "attention" / "forward"
+FOLDER = Path(__file__).parents[2] / "kernels" / "attention" / "forward"
 SLOW = pytest.mark.slow
 each_of_hopper = pytest.mark.parametrize("stage", LADDER, ids=[str(s.number) for s in LADDER])
 

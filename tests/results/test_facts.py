@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = {page.stem: page for page in sorted((ROOT / "docs" / "facts").glob("*.md"))}
 CITED = r"facts/(\w+)\.md(?:#([\w-]+))?"
 

@@ -1,7 +1,7 @@
 """Forty randomized problems for each of the upper stages of sm_100a, each in five random orders.
 
-pytest -m slow tests/test_sweep_sm100.py            all: 24 minutes on one core
-pytest -m slow tests/test_sweep_sm100.py -k stage6  a part: also -k "stage6 and bf16 and seed0"
+pytest -m slow tests/bench/test_sweep_sm100.py            all: 24 minutes
+pytest -m slow tests/bench/test_sweep_sm100.py -k stage6  a part: or "stage6 and bf16 and seed0"
 """
 
 from __future__ import annotations
