@@ -294,7 +294,7 @@ def test_a_name_may_be_written_small():
         (["--mnk", "8,8,8"], "cache state cold needs operands"),
         (["--compare", "mkl"], "--compare 'mkl' is not one of"),
         (["--op", "layers", "--compare", "cudnn"], "'cudnn' is not one of cublas, quack"),
-        (["--op", "layers", "--dtype", "fp16"], "argument --dtype: invalid choice: 'fp16'"),
+        (["--op", "layers", "--dtype", "fp16"], "--dtype fp16: the corpus models has bf16, e4m3"),
     ],
 )
 def test_bad_input_is_answered_with_one_sentence(cloud, run, argv, says):
