@@ -29,7 +29,7 @@ from cutex.clock_errors.rows import (
 )
 from cutex.command import Parser, answered, in_clone, refuse
 from cutex.problem import OPS, problem_class
-from cutex.problem.stage import stages
+from cutex.problem.stage import ladders, stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES
 from cutex.sim.timing.report import time_launch
@@ -38,6 +38,9 @@ from cutex.sim.timing.timed import Whole
 PAGE = Path("docs/time.md")
 MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"
 PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
+# NOTE: a row has no dtype, in which the cases of a scaled GEMM differ; of attention to caches the
+# first stage comes out faster than memory allows
+FORESEEN = ("gemm", "attention")
 
 
 def constants() -> str:
@@ -68,21 +71,19 @@ def written(page: str, name: str, text: str) -> str:
 
 
 def predicted(op: str, arch: str) -> list[dict[str, Any]]:
-    """For a ladder without measurements on its arch, one row for each stage: a time, a rate, and
-    bands."""
+    """For a ladder without measurements on its arch, one row for each stage of the code as it is: a
+    time, a rate, and bands."""
     kind = problem_class(op)
     board_, file = board(arch), traces_file(op, arch)
     problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
-    have = stored.load(file) if file.exists() else {}
-    rows = []
+    traces, rows = {}, []
     for problem in problems:
         for one in stages(op, arch):
             key = f"{one.op}/{arch}/{one.number}/{problem.size}"
             one = settle(one, problem, timed=False)
-            if key not in have:
-                have[key] = record(problem, one)[0]
+            traces[key] = record(problem, one)[0]
             whole = Whole(*problem.work(one.config()))
-            report = time_launch(have[key], board_, whole, data=problem.init)
+            report = time_launch(traces[key], board_, whole, data=problem.init)
             report.flops = problem.flops
             low, high = report.us_band
             rows.append(
@@ -95,7 +96,7 @@ def predicted(op: str, arch: str) -> list[dict[str, Any]]:
                     "high": round(problem.flops / low / 1e6), "binds": report.binds,
                 }
             )  # fmt: skip
-    stored.save(have, file)
+    stored.save(traces, file)
     return rows
 
 
@@ -132,6 +133,8 @@ def _draw() -> int:
     """Draw a tile of each stage, for report.html."""
     in_clone(FOLDER / "timeline")
     for op, arch in product(OPS, ARCHS):
+        if arch not in ladders(op).archs:
+            continue
         if html := timelines(op, arch, stages(op, arch)):
             file = FOLDER / f"timeline-{op}-{arch}.html"
             file.write_text(html, encoding="utf-8")
@@ -157,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
         in_clone(PREDICTED)
-        found_ = [row for op in OPS for row in predicted(op, "sm_100a")]
+        found_ = [row for op in FORESEEN for row in predicted(op, "sm_100a")]
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_), encoding="utf-8")
         print(f"wrote {PREDICTED}")
         return 0
