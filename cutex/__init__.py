@@ -5,7 +5,9 @@ Public names are imported on first use, so that `import cutex` loads neither tor
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,3 +105,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES, *_MODULES})
+
+
+class _Package(ModuleType):
+    """The package, of which importing the module of a command, cutex/softmax.py, does not make the
+    module an attribute where a function has that name: `cutex.softmax` stays the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
 from cutex.errors import BadOption, Missing
 
@@ -64,17 +62,6 @@ def instead(given: Sequence[str]) -> str:
     near = get_close_matches(name, known, 1)
     meant = f"; did you mean python -m cutex.{near[0]}?" if near else ""
     return f"{given[0]!r} is no command: python -m cutex lists them{meant}"
-
-
-def stands_for(module: str, home: str, name: str) -> None:
-    """Let the module of a command be called as the function `name` of `home`, whose place in the
-    package the module takes where it is imported."""
-
-    class Door(ModuleType):
-        def __call__(self, *args: Any, **options: Any) -> Any:
-            return getattr(import_module(home), name)(*args, **options)
-
-    sys.modules[module].__class__ = Door
 
 
 def refuse(sentence: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cutex.bench import cli
-from cutex.command import stands_for
 from cutex.problem.softmax import SoftmaxProblem
 
 
@@ -17,6 +16,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.main(SoftmaxProblem, argv)
 
 
-stands_for(__name__, "cutex.ops.row", "softmax")
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -204,7 +204,9 @@ def times_of(file: Path) -> Path:
                 return times
     times = FOLDER / f"gemm-nvidia-{slug(board)}.jsonl"
     about = f"microseconds of the general kernel's configs, and of others, on {board}"
-    times.write_text(json.dumps({"about": about, "board": board, "configs": []}) + "\n")
+    times.write_text(
+        json.dumps({"about": about, "board": board, "configs": []}) + "\n", encoding="utf-8"
+    )
     return times
 
 

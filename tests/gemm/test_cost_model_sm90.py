@@ -104,6 +104,7 @@ def pairs() -> fit.Pairs:
     return fit.read()
 
 
+@pytest.mark.slow  # reads the measured pairs
 def test_what_is_known_of_pairs_is_what_was_measured(pairs: fit.Pairs) -> None:
     """cutex/measured keeps what fit --write makes of results/configs and the present costs."""
     places, errors = fit.known(fit.Model(), trees(MODEL), pairs)

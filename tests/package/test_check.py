@@ -144,7 +144,11 @@ def test_what_is_killed_leaves_no_run_behind(number):
         "    print(runs.pid, flush=True)\n"
         "    runs.wait()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    # NOTE: what runs under nohup ignores SIGHUP, and so do its children
+    process = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )  # fmt: skip
     with process:
         runs = int(process.stdout.readline())
         process.send_signal(number)
