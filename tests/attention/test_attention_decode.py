@@ -288,6 +288,8 @@ BAD = {
     },
     "num_splits=-1: must be from 0 to": {"num_splits": -1},
     "causal must be True or False": {"causal": 2},
+    "window_size=(None, -1): a band off the diagonal": {"window_size": (None, -1)},
+    "window_size=(-5, 3): a band off the diagonal": {"window_size": (-5, 3)},
     "has no gradient": {"q": torch.zeros(2, 1, 4, 64).half().requires_grad_()},
     "no multiple of the 2 of k_cache": {"q": torch.zeros(2, 1, 3, 64).half()},
 }  # fmt: skip

@@ -25,6 +25,21 @@ MAX_LENGTH = 2**30 - 1  # rows of a sequence
 Window = tuple[int | None, int | None]
 
 
+def sides_of(window_size: Window) -> Window:
+    """A window_size with None for each open side. A negative number is a bound off the diagonal, as
+    FlashAttention-4 has it: (None, -3) ends three keys before a query's own.
+
+    NOTE: -1 is also FlashAttention-2's open side, which has no None: it is open beside another
+    number. Two negative numbers leave no key between them; all FlashAttentions mean open.
+    """
+    left, right = (None if x is None else int(x) for x in window_size)
+    if left is None or right is None:
+        return left, right
+    if left < 0 and right < 0:
+        return None, None
+    return None if left == -1 else left, None if right == -1 else right
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """The arguments of flash_attn_func, or of flash_attn_varlen_func, which has more."""
@@ -93,18 +108,8 @@ class AttentionCall:
 
     @property
     def sides(self) -> Window:
-        """window_size with None for each open side. A negative number is a bound off the diagonal,
-        as FlashAttention-4 has it: (None, -3) ends three keys before a query's own.
-
-        NOTE: -1 is also FlashAttention-2's open side, which has no None: it is open beside another
-        number. Two negative numbers leave no key between them; all FlashAttentions mean open.
-        """
-        left, right = (None if x is None else int(x) for x in self.window_size)
-        if left is None or right is None:
-            return left, right
-        if left < 0 and right < 0:
-            return None, None
-        return None if left == -1 else left, None if right == -1 else right
+        """window_size with None for each open side."""
+        return sides_of(self.window_size)
 
     @property
     def window(self) -> Window:

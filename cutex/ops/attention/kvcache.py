@@ -21,7 +21,7 @@ from cutex.kernels.attention.decode.choose import CONFIGS, fitted
 from cutex.kernels.attention.decode.config import HEAD_DIMS, DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
 from cutex.ops.attention import scaled
-from cutex.ops.attention.call import DTYPES, Window, kernel_dims
+from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, refuse, stepped
 from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, why_copied
 from cutex.ops.attention.rotated import rotated
@@ -113,7 +113,7 @@ def flash_attn_with_kvcache(
         q, k = rotated(
             q, k, (rotary_cos, rotary_sin), rotary_interleaved,
             cache_seqlens if rotary_seqlens is None else rotary_seqlens,
-            causal or any(x not in (None, -1) for x in window_size),
+            causal or any(x is not None for x in sides_of(window_size)),
         )  # fmt: skip
     if isinstance(k_cache, Tensor) and k_cache.dtype == FP8:
         q, k_descale, v_descale = scaled.prepared(

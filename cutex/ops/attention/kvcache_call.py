@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutex.device.row_source import why_not_pages
-from cutex.ops.attention.call import DTYPES, INTEGERS, SINK_DTYPES, Window, kernel_dims
+from cutex.ops.attention.call import DTYPES, INTEGERS, SINK_DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.plan import ALIGN
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain
@@ -129,7 +129,7 @@ class KVCacheCall:
     @property
     def window(self) -> Window:
         """The window without bounds that have no effect; its right side is 0 if causal."""
-        left, right = (None if x in (None, -1) else int(x) for x in self.window_size)
+        left, right = sides_of(self.window_size)
         right = 0 if self.causal else right
         if right is not None and right >= self.longest_q - 1:
             right = None
@@ -328,10 +328,11 @@ def _check_numbers(call: KVCacheCall) -> None:
     for bound in window:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, INTEGERS)):
             raise TypeError(f"window_size={tuple(window)}: a side is a whole number or None")
-        if bound is not None and bound < -1:
-            raise ValueError(
-                f"window_size={tuple(window)}: a side is at least 0, or None or -1 if open"
-            )
+    if any(x is not None and x < 0 for x in sides_of(window)):
+        raise ValueError(
+            f"window_size={tuple(window)}: a band off the diagonal, for which flash_attn_func has "
+            "a kernel, but caches have none"
+        )
     if not isinstance(call.causal, bool):
         raise TypeError(f"causal must be True or False, got {call.causal!r}")
     for name in ("softcap", "softmax_scale"):
