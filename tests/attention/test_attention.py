@@ -176,7 +176,7 @@ def long_from_one_key(monkeypatch):
     eager.forget()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("shape", range(len(LONG)))
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_kernels_for_long_sequences(place, long_from_one_key, dims, shape):

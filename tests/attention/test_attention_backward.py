@@ -80,7 +80,7 @@ def case_of(name: str, **more) -> AttentionCase:
     return AttentionCase(**{"batch": batch, **fields})
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name):
     dims = HEAD_DIMS[list(CASES).index(name) % len(HEAD_DIMS)]
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_definition(name):
     assert errors(case, of_lse=True) == []
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "name", ["full", "causal", "window", "left window", "after the diagonal", "packed"]
 )

@@ -65,6 +65,15 @@ def test_halves_round_once(execute, name, form):
     check(execute, f"{name}.rn.{form.name}", form, reference, NAMES[name])
 
 
+def test_a_fused_sum_at_a_midpoint_is_rounded_by_a_tail_that_float64_cannot_hold(execute):
+    """(1 + 2^-12)^2 lies between two float32 numbers; so do 1.5 of the least subnormal one."""
+    a = np.array([1 + 2.0**-12] * 3 + [2.0**-100] * 3 + [2.0**-75] * 2, np.float32)
+    b = np.array([1 + 2.0**-12] * 3 + [1.5 * 2.0**-49] * 3 + [2.0**-75] * 2, np.float32)
+    c = np.array([2.0**-80, -(2.0**-80), 0, 0, 2.0**-149, -(2.0**-149), 0, 2.0**-149], np.float32)
+    got = apply(execute, "fma.rn.f32 {d}, {a}, {b}, {c};", np.uint32, a, b, c)
+    expect(F32, got, lambda *v: arithmetic("fma", F32, "rn", *v), *_bits(a, b, c))
+
+
 def test_a_sum_whose_tail_float64_cannot_hold_is_rounded_by_it(execute):
     a = np.array([1.0, 1.0, -1.0, 1.0, 2.0**100], np.float32)
     b = np.array([2.0**-80, -(2.0**-80), 2.0**-80, 0.0, -(2.0**-149)], np.float32)

@@ -34,6 +34,14 @@ class _Unwaited(NamedTuple):
     by: Instruction
 
 
+class _Step(NamedTuple):
+    """The registers used by a wgmma that another instruction reads and writes."""
+
+    read: set[int]
+    written: set[int]
+    marks: tuple[tuple[int, int], ...]  # each register and how it is accessed: SEEN or CHANGED
+
+
 @dataclass
 class _Warp:
     """The registers of a warp's wgmmas in flight."""
@@ -92,13 +100,16 @@ class WgmmaRegisters(Observer):
         """
         if pc not in self.steps:
             return
-        (read, written), ins = self.steps[pc], self.m.program.code[pc]
-        at = b.idx[:, None], list(read | written)
-        self.touched[at] = np.maximum(self.touched[at], SEEN)
-        if written and ins.name != "mov":
-            self.touched[b.idx[:, None], list(written)] = CHANGED
-        for warp in b.idx[self.held[at].any(1)].tolist():
-            self._check_waited(warp, read, written, ins)
+        read, written, marks = self.steps[pc]
+        held = False
+        for register, mark in marks:  # NOTE: few; one at a time is faster than indexing by arrays
+            self.touched[b.sel, register] = np.maximum(self.touched[b.sel, register], mark)
+            held = held or bool(self.held[b.sel, register].any())
+        if not held:
+            return
+        registers = [register for register, _ in marks]
+        for warp in b.idx[self.held[b.idx[:, None], registers].any(1)].tolist():
+            self._check_waited(warp, read, written, self.m.program.code[pc])
 
     def _check_waited(self, warp: int, read: set[int], written: set[int], ins: Instruction) -> None:
         mine, name = self.warps[warp], self.m.grid.name_warp(warp)
@@ -143,10 +154,10 @@ class WgmmaRegisters(Observer):
 
 
 @once
-def _steps(program: Program) -> dict[int, tuple[set[int], set[int]]]:
+def _steps(program: Program) -> dict[int, _Step]:
     """The instructions, other than wgmma's own, that read or write registers used by a wgmma."""
     used = _used(program.code)
-    out: dict[int, tuple[set[int], set[int]]] = {}
+    out: dict[int, _Step] = {}
     if not used:
         return out
     for pc, ins in enumerate(program.code):
@@ -157,7 +168,9 @@ def _steps(program: Program) -> dict[int, tuple[set[int], set[int]]]:
             stores = ins.name in ("st", "stmatrix", "red", "bar") or not ins.operands
             written = set() if stores else touched[0]
             read = set().union(*(touched if stores else touched[1:]))
-            out[pc] = (read, written)
+            changed = set() if ins.name == "mov" else written
+            marks = {r: CHANGED if r in changed else SEEN for r in read | written}
+            out[pc] = _Step(read, written, tuple(marks.items()))
     return out
 
 

@@ -15,6 +15,7 @@ from cutex.sim.numerics.rounding import (
     MODES,
     SMALLEST_NORMAL,
     add_exactly,
+    fma_f32,
     in_fractions,
     narrow,
     widen,
@@ -133,6 +134,8 @@ def arithmetic(d: Decoder, name: str) -> Execute:
             f = lambda *operands: in_fractions(name, mode, *operands)
     elif d.type in ("f32", "f32x2") and mode == "rn" and name != "fma" and "ftz" not in d.mods:
         f = _NATIVE[name]
+    elif d.type in ("f32", "f32x2") and mode == "rn" and name == "fma":
+        f = fma_f32
     else:
         f = _wide(name, mode)
     return lambda b: write(b, f(*(read(b) for read in reads)))

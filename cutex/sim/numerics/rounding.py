@@ -15,6 +15,8 @@ MODES = ("rn", "rz", "rm", "rp")  # to nearest even, to zero, down, up
 SMALLEST_NORMAL = {"f16": 2.0**-14, "bf16": 2.0**-126, "f32": 2.0**-126, "f64": 2.0**-1022}
 
 _SIXTEEN = np.uint32(16)
+_BELOW_F32 = np.uint64((1 << 29) - 1)  # the bits of a float64 that a normal float32 lacks
+_HALF_ULP_F32 = np.uint64(1 << 28)
 
 
 def bf16_to_f32(x: Any) -> Any:
@@ -93,6 +95,22 @@ def add_exactly(x: Any, y: Any, mode: str = "rn") -> Any:
     if mode == "rm":
         near = np.where((near == 0) & (np.signbit(x) | np.signbit(y)), -0.0, near)
     return _set_last_bit(np.ascontiguousarray(near), lost, np.isfinite(near))
+
+
+def fma_f32(x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of float32 arrays, rounded once, to nearest even.
+
+    The product is exact in float64, and the sum rounded there; rounding it again is wrong only at
+    midpoints of float32 numbers, all of which float64 has: these, and subnormal results, whose
+    midpoints lie elsewhere, are computed again with a sum rounded to odd.
+    """
+    product = np.asarray(x, np.float64) * y
+    near = np.asarray(product + z)
+    midpoints = (near.view(np.uint64) & _BELOW_F32) == _HALF_ULP_F32
+    small = np.abs(near) < SMALLEST_NORMAL["f32"]
+    if midpoints.any() or near[small].any():
+        near = np.asarray(add_exactly(product, z))
+    return near.astype(np.float32)
 
 
 _FRACTIONS: dict[str, Any] = {
