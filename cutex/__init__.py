@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cutex.ops.mixture import moe
     from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
+    from cutex.ops.row.linear_cross_entropy import linear_cross_entropy
     from cutex.ops.row.norm import layer_norm, rms_norm
     from cutex.ops.row.rope import rope
     from cutex.ops.row.softmax import softmax
@@ -48,6 +49,7 @@ _HOMES = {
     "fp8_linear": "cutex.ops.fp8_linear",
     "kernels_built": "cutex.ops.matmul",
     "layer_norm": "cutex.ops.row",
+    "linear_cross_entropy": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
     "moe": "cutex.ops.mixture",
     "quantize": "cutex.ops.quantize",
@@ -78,6 +80,7 @@ __all__ = [
     "grouped_mm",
     "kernels_built",
     "layer_norm",
+    "linear_cross_entropy",
     "matmul",
     "moe",
     "quantize",

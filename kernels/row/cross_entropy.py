@@ -185,7 +185,8 @@ class CrossEntropyBackward(RowKernel):
         this = block // parts * tile.rows + cute.arch.thread_idx()[0] // tile.threads
         row = cutlass.min(this, rows - 1)
         gX, gdX = mX[row, None], mdX[row, None]  # (N)
-        columns = Columns.of(tile, gX).moved(part)
+        # NOTE: behind the last row nothing is read: that row may be overwritten already
+        columns = Columns.of(tile, gX).moved(part).where(this < rows)
         rX = columns.load(gX)  # (V, NumV)
         lse, target, scale = mLse[row], mTarget[row], mdLoss[row]
         if cutlass.const_expr("count" in options):
@@ -202,6 +203,8 @@ class CrossEntropyBackward(RowKernel):
             for j in cutlass.range_constexpr(tile.width):
                 if columns.first + i * columns.step + j == target:
                     rdX[j, i] -= (1 - s) * scale
+        if target == ignored:
+            rdX.fill(0.0)  # also where a logit is inf or NaN
         if this < rows:
             columns.store(columns.rounded(rdX.load(), mdX), gdX)
 

@@ -39,6 +39,10 @@ class Columns:
         """The same thread's columns, so many tiles further on, of a row longer than a tile."""
         return replace(self, first=self.first + chunk * (self.step * self.tile.vectors))
 
+    def where(self, exists: Boolean) -> Columns:
+        """These columns if the row exists, else none."""
+        return replace(self, n=Int32(cutlass.select_(exists, Int32(self.n), Int32(0))))
+
     @property
     def step(self) -> int:
         """The columns from one vector of a thread to its next."""

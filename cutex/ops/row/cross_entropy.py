@@ -57,6 +57,14 @@ def cross_entropy(
     check_rows("x", x)
     if x.dim() != 2:
         raise ValueError(f"x must have rows of logits (M, N), got {x.dim()} dimensions")
+    check_target(target, x)
+    check_options(ignore_index, label_smoothing, reduction)
+    given = number("label_smoothing", label_smoothing), number("z_loss", z_loss)
+    return CROSS_ENTROPY(x, target, ignore_index, *given, reduction)[0]
+
+
+def check_target(target: Any, x: Tensor) -> None:
+    """Raise unless there is a class number for each row of x."""
     if not isinstance(target, Tensor) or target.dtype not in (torch.int32, torch.int64):
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"target must be a tensor of int32 or int64, got {got}")
@@ -65,6 +73,10 @@ def cross_entropy(
             f"target must have shape {tuple(x.shape[:1])} on {x.device}, got "
             f"{tuple(target.shape)} on {target.device}"
         )
+
+
+def check_options(ignore_index: Any, label_smoothing: float, reduction: str) -> None:
+    """Raise unless the options are those of a cross-entropy."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
     if not 0 <= label_smoothing <= 1:
@@ -73,8 +85,6 @@ def cross_entropy(
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
     if not INT32[0] <= ignore_index <= INT32[1]:
         raise ValueError(f"ignore_index={ignore_index} must be a 32-bit integer")
-    given = number("label_smoothing", label_smoothing), number("z_loss", z_loss)
-    return CROSS_ENTROPY(x, target, ignore_index, *given, reduction)[0]
 
 
 def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
@@ -135,16 +145,17 @@ def _plan_gradient(
 ) -> Run:
     from cutex.kernels.row.cross_entropy import CrossEntropyBackward, CrossEntropyConfig
 
-    ignored, smoothing, z_loss, reduction = options
+    ignored, smoothing, z_loss, reduction, in_place = options
     arch = arch_of(x.device, "cutex.cross_entropy")
     if not x.numel():
-        return lambda x, *_: empty_rows(x)
+        return lambda x, *_: x if in_place else empty_rows(x)
     launch = Launch(x.device)
     rows = launch.rows(x=x)
     launch.flat(target=target, lse=lse)
     launch.passes("dloss", dloss, lambda dloss: dloss.expand(lse.shape))
     launch.flat(count=count)
-    rows.append(launch.makes("dx", x.shape, x.dtype))
+    if not in_place:
+        rows.append(launch.makes("dx", x.shape, x.dtype))
     tile = part_of(rows)
     if x.shape[1] <= tile.columns:  # several rows to a CTA
         tile = tile_of(rows, (), arch)
@@ -153,24 +164,37 @@ def _plan_gradient(
     counted = ("count",) if reduction == "mean" else ()
     return launch.run(
         kernel,
-        ("x", "dx", "target", "lse", "dloss", *counted),
+        ("x", "x" if in_place else "dx", "target", "lse", "dloss", *counted),
         (float(smoothing), float(z_loss), ignored),
-        ("dx",),
+        () if in_place else ("dx",),
     )
 
 
 _forward, _gradient = Calls(_plan), Calls(_plan_gradient)
+
+
+def run(x: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, the logarithm of each row's sum of exponentials, and the count, of checked ones."""
+    found: tuple[Tensor, Tensor, Tensor] = _forward(options, x, target)
+    return found
+
+
+def gradient_in_place(options: tuple[Any, ...], x: Tensor, *given: Tensor) -> None:
+    """Write the gradient of a loss to its logits x; given: target, lse, dloss and count."""
+    _gradient((*options, True), x, *given)
+
+
 _OPTIONS = "int ignored, float smoothing, float z_loss, str reduction"
 GRADIENT = define(
     "cross_entropy_gradient",
     f"(Tensor x, Tensor target, Tensor lse, Tensor dloss, Tensor count, {_OPTIONS}) -> Tensor",
-    lambda x, target, lse, dloss, count, *options: _gradient(options, x, target, lse, dloss, count),
+    lambda *args: _gradient((*args[5:], False), *args[:5]),
     lambda x, *_: empty_rows(x),
 )
 CROSS_ENTROPY = define(
     "cross_entropy",
     f"(Tensor x, Tensor target, {_OPTIONS}) -> (Tensor loss, Tensor lse, Tensor count)",
-    lambda x, target, *options: _forward(options, x, target),
+    run,
     _fake,
     _setup,
     _backward,

@@ -1,0 +1,284 @@
+"""`cutex.linear_cross_entropy`: the last linear layer and its cross-entropy, in chunks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutex.ops.device import arch_of
+from cutex.ops.matmul.eager import matmul
+from cutex.ops.number import number
+from cutex.ops.plain import is_plain
+from cutex.ops.row.cross_entropy import check_options, check_target, gradient_in_place
+from cutex.ops.row.cross_entropy import run as run_plain
+from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.operators import define
+from cutex.ops.row.rows import arch_of as rows_arch_of
+from cutex.ops.row.rows import check, dtype_of, tile_of
+
+LOGITS = 512 << 20  # bytes of a chunk's logits
+ROWS = 128  # of which a chunk is a multiple: those of a tile of the product
+LEAST_ROWS = 1024  # of which a product keeps a GPU busy
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Loss(NamedTuple):
+    """What a loss is of: the options of `cutex.cross_entropy`."""
+
+    ignored: int
+    smoothing: float
+    z_loss: float
+    reduction: str
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """cutex.cross_entropy(x @ w.T, target), without the logits ever being whole in memory.
+
+    x (M, K), w (N, K), as torch.nn.Linear's weight: bfloat16, float16 or float32 (read as tf32),
+    both alike, any strides. target (M,), ignore_index, label_smoothing, z_loss and reduction: as of
+    `cutex.cross_entropy`; logits are rounded to x's dtype, as those of a linear layer.
+    chunk_rows: rows whose logits exist at one time; by default as many as take 512 MiB, at least
+        1024. Beside its gradients, a call takes the logits of a chunk and, where w wants a gradient
+        of several chunks, N * K sums in float32.
+
+    Differentiable once in x and w. Of "mean" and "sum" the gradients are computed with the loss,
+    where they are wanted, each chunk's in the place of its logits; of "none" in the backward pass,
+    from logits computed again. Raises TypeError or ValueError, with one sentence that names the
+    argument, for arguments that do not fit, and where there is no Hopper or Blackwell GPU.
+
+    Returns float32: the loss, or for "none" that of each row (M,). Source: Hsu et al., Liger
+    Kernel, 2024.
+    """
+    for name, v in (("x", x), ("w", w)):
+        check(name, v, x)
+        if v.dim() != 2:
+            raise ValueError(f"{name} must be a matrix, got {v.dim()} dimensions")
+    if w.dtype != x.dtype:
+        raise TypeError(f"w is {w.dtype}, but x is {x.dtype}: they must be alike")
+    if w.shape[1] != x.shape[1]:
+        raise ValueError(f"w has K={w.shape[1]}, but x has K={x.shape[1]}")
+    if not w.shape[0]:
+        raise ValueError("w has no rows: there must be at least one class")
+    check_target(target, x)
+    check_options(ignore_index, label_smoothing, reduction)
+    if not (chunk_rows is None or type(chunk_rows) is int):
+        raise TypeError(f"chunk_rows must be an int or None, got {type(chunk_rows).__name__}")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows={chunk_rows} must be at least 1")
+    options = (
+        ignore_index, number("label_smoothing", label_smoothing), number("z_loss", z_loss),
+        reduction, chunk_rows or 0,
+    )  # fmt: skip
+    wanted = [torch.is_grad_enabled() and v.requires_grad for v in (x, w)]
+    now = reduction != "none"
+    return LINEAR(x, w, target, *options, wanted[0] and now, wanted[1] and now)[0]
+
+
+def chunks(x: Tensor, w: Tensor, most: int) -> Iterator[slice]:
+    """The rows of each chunk: at most `most`; 0: by the bytes of their logits."""
+    rows = x.shape[0]
+    if not most:
+        most = max(LEAST_ROWS, LOGITS // max(1, w.shape[0] * x.element_size()) // ROWS * ROWS)
+        count = -(-rows // most)  # of one size, but for the last
+        most = -(-rows // (ROWS * max(1, count))) * ROWS
+    for start in range(0, rows, max(1, most)):
+        yield slice(start, min(start + most, rows))
+
+
+# ---- in the forward pass
+
+
+def _run(x: Tensor, w: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    *given, chunk, wants_x, wants_w = options
+    of = Loss(*given)
+    arch_of(x.device, "cutex.linear_cross_entropy", "x", "torch")
+    loss, lse, dx, dw = _fake(x, w, target, *options)
+    if not x.shape[0]:
+        nothing = torch.nan if of.reduction == "mean" else 0.0
+        return loss.fill_(nothing), lse, dx, dw.zero_()
+    if not (wants_x or wants_w):
+        return _losses(of, chunk, x, w, target)
+    losses = torch.empty(x.shape[0], device=x.device)
+    count = (target != of.ignored).sum(dtype=torch.float32)[None]
+    parts = [*chunks(x, w, chunk)]
+    sums = Sums(dw, len(parts)) if wants_w else None
+    logits = x.new_empty(parts[0].stop, w.shape[0])
+    for i, part in enumerate(parts):
+        z = matmul(x[part], w.mT, out=logits[: part.stop - part.start])
+        _in_place(of, z, target[part], losses[part], count)
+        if wants_x:
+            matmul(z, w, out=dx[part])
+        if sums is not None:
+            sums.add(z, x[part], i)
+    total = losses.sum()
+    return total / count[0] if of.reduction == "mean" else total, lse, dx, dw
+
+
+class Sums:
+    """The gradient of w: sums of chunks in float32, rounded with the last one."""
+
+    def __init__(self, dw: Tensor, chunks: int) -> None:
+        self.dw, self.last = dw, chunks - 1
+        self.sums = dw
+        if self.last and dw.dtype != torch.float32:
+            self.sums = torch.empty(dw.shape, device=dw.device)
+
+    def add(self, z: Tensor, x: Tensor, chunk: int) -> None:
+        """Add the product of a chunk's gradient of logits, z (m, N), and its x (m, K)."""
+        if chunk == self.last and chunk:
+            residual = self.sums
+            matmul(z.mT, x, residual=residual, out=self.dw)
+        else:
+            matmul(z.mT, x, out=self.sums, beta=float(chunk > 0))
+
+
+def _losses(of: Loss, chunk: int, x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """The loss alone; of "none" with the logarithms of sums of exponentials, for its gradient."""
+    parts = [*chunks(x, w, chunk)]
+    logits = x.new_empty(parts[0].stop, w.shape[0])
+    found = []
+    for part in parts:
+        z = matmul(x[part], w.mT, out=logits[: part.stop - part.start])
+        found.append(run_plain(z, target[part], *of[:3], "none")[:2])
+    losses, lse = (torch.cat(each) for each in zip(*found, strict=True))
+    nothing = x.new_empty(0), w.new_empty(0)
+    if of.reduction == "none":
+        return losses, lse, *nothing
+    total = losses.sum()
+    if of.reduction == "mean":
+        total = total / (target != of.ignored).sum()
+    return total, lse.new_empty(0), *nothing
+
+
+def _in_place(of: Loss, z: Tensor, target: Tensor, losses: Tensor, count: Tensor) -> None:
+    given = (z, target, losses) + ((count,) if of.reduction == "mean" else ())
+    _gradients_in_place(of, *given)
+
+
+def _plan_in_place(of: Loss, z: Tensor, target: Tensor, *given: Tensor) -> Run:
+    from cutex.kernels.row.cross_entropy import CrossEntropyConfig
+    from cutex.kernels.row.cross_entropy_in_place import CrossEntropyInPlace
+
+    arch = rows_arch_of(z.device, "cutex.linear_cross_entropy")
+    launch = Launch(z.device)
+    rows = launch.rows(x=z)
+    names = ("losses", "count")[: len(given)]
+    launch.flat(target=target, **dict(zip(names, given, strict=True)))
+    config = CrossEntropyConfig(
+        tile_of(rows, (), arch), of.smoothing != 0, dtype_of(target), of.reduction
+    )
+    kernel = CrossEntropyInPlace, config, arch
+    scalars = of.smoothing, of.z_loss, of.ignored
+    return launch.run(kernel, ("x", "target", *names), scalars)
+
+
+_gradients_in_place = Calls(_plan_in_place)
+
+
+def _fake(
+    x: Tensor, w: Tensor, target: Tensor, ignored: int, smoothing: float, z_loss: float,
+    reduction: str, chunk: int, wants_x: bool, wants_w: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    def made(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    def like(v: Tensor, wanted: bool) -> Tensor:
+        return torch.empty(v.shape if wanted else (0,), dtype=v.dtype, device=v.device)
+
+    each = reduction == "none"
+    rows = x.shape[0]
+    of_rows = made(rows) if each else made(0)
+    return made(rows) if each else made(), of_rows, like(x, wants_x), like(w, wants_w)
+
+
+# ---- in the backward pass
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, w, target, *ctx.options = inputs
+    _, lse, dx, dw = output
+    ctx.mark_non_differentiable(lse, dx, dw)
+    ctx.save_for_backward(x, w, target, lse, dx, dw)
+
+
+def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+    x, w, target, lse, dx, dw = ctx.saved_tensors
+    *of, chunk, wants_x, wants_w = ctx.options
+    if of[3] == "none":
+        wants = ctx.needs_input_grad[:2]
+        dx, dw = AGAIN(x, w, target, lse, dloss, *of, chunk, *wants)
+        return (dx if wants[0] else None, dw if wants[1] else None, *[None] * 8)
+    if all(map(is_plain, (dx, dw, dloss))) and not _keeps_graph():
+        # nothing else will read them
+        scaled = [_times(g, dloss) for g in (dx, dw)]
+    else:
+        scaled = SCALED(x, w, dx, dw, dloss)
+    return (scaled[0] if wants_x else None, scaled[1] if wants_w else None, *[None] * 8)
+
+
+def _times(g: Tensor, dloss: Tensor) -> Tensor:
+    return g.mul_(dloss) if g.numel() else g
+
+
+def _again(
+    x: Tensor, w: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """The gradients of losses of rows, from logits computed again."""
+    *given, chunk, wants_x, wants_w = options
+    of = Loss(*given)
+    _, _, dx, dw = _fake(x, w, target, *options)
+    if not x.shape[0]:
+        return dx, dw.zero_()
+    parts = [*chunks(x, w, chunk)]
+    sums = Sums(dw, len(parts)) if wants_w else None
+    logits = x.new_empty(parts[0].stop, w.shape[0])
+    count = lse.new_empty(())
+    for i, part in enumerate(parts):
+        z = matmul(x[part], w.mT, out=logits[: part.stop - part.start])
+        gradient_in_place(of, z, target[part], lse[part], dloss[part], count)
+        if wants_x:
+            matmul(z, w, out=dx[part])
+        if sums is not None:
+            sums.add(z, x[part], i)
+    return dx, dw
+
+
+_OPTIONS = (
+    "int ignored, float smoothing, float z_loss, str reduction, int chunk, bool wants_x, "
+    "bool wants_w"
+)
+SCALED = define(
+    "linear_cross_entropy_scaled",
+    "(Tensor x, Tensor w, Tensor dx, Tensor dw, Tensor dloss) -> (Tensor, Tensor)",
+    lambda x, w, dx, dw, dloss: (dx * dloss, dw * dloss),
+    lambda x, w, dx, dw, dloss: (torch.empty_like(dx), torch.empty_like(dw)),
+)
+AGAIN = define(
+    "linear_cross_entropy_gradient",
+    f"(Tensor x, Tensor w, Tensor target, Tensor lse, Tensor dloss, {_OPTIONS}) "
+    "-> (Tensor, Tensor)",
+    _again,
+    lambda x, w, target, lse, dloss, *options: _fake(x, w, target, *options)[2:],
+)
+LINEAR = define(
+    "linear_cross_entropy",
+    f"(Tensor x, Tensor w, Tensor target, {_OPTIONS}) "
+    "-> (Tensor loss, Tensor lse, Tensor dx, Tensor dw)",
+    _run,
+    _fake,
+    _setup,
+    _backward,
+)
