@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         flash_attn_with_kvcache,
     )
     from cutex.ops.fp8_linear import fp8_linear
-    from cutex.ops.grouped import grouped_mm
+    from cutex.ops.grouped import grouped_mm, scaled_grouped_mm
     from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
     from cutex.ops.mixture import moe
     from cutex.ops.quantize import dequantize, quantize
@@ -55,6 +55,7 @@ _HOMES = {
     "quantize": "cutex.ops.quantize",
     "rms_norm": "cutex.ops.row",
     "rope": "cutex.ops.row",
+    "scaled_grouped_mm": "cutex.ops.grouped",
     "scaled_mm": "cutex.ops.scaled_mm",
     "simulate": "cutex.sim",
     "softmax": "cutex.ops.row",
@@ -86,6 +87,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rope",
+    "scaled_grouped_mm",
     "scaled_mm",
     "simulate",
     "softmax",

@@ -47,11 +47,11 @@ def check_edges(name: str, edges: Any, x: Tensor) -> None:
         raise ValueError(f"{name} has {edges.shape[0]} groups, there may be 1 to {MOST_GROUPS}")
 
 
-def check_groups(w: Tensor, edges: Tensor, name: str) -> None:
-    """Raise unless w (E, K, N) has a matrix for each group."""
+def check_groups(w: Tensor, edges: Tensor, name: str, of: str = "w") -> None:
+    """Raise unless w (E, K, N), which the caller calls `of`, has a matrix for each group."""
     if w.shape[0] != edges.shape[0]:
         raise ValueError(
-            f"w has {w.shape[0]} matrices, but {name} has {edges.shape[0]} groups: one each"
+            f"{of} has {w.shape[0]} matrices, but {name} has {edges.shape[0]} groups: one each"
         )
 
 

@@ -130,9 +130,10 @@ def with_padding(x: Tensor) -> Tensor:
     return x.as_strided((*x.shape[:-1], -(-x.shape[-1] // unit) * unit), x.stride())
 
 
-def arch_for(x: Tensor) -> str:
+def arch_for(x: Tensor, function: str = "cutex.grouped_mm") -> str:
     """The arch of a kernel for x; ValueError, in one sentence, if there is none."""
-    return arch_of(x.device, "cutex.grouped_mm", "x", "torch.nn.functional.grouped_mm")
+    name, argument = function.rpartition(".")[2], "x" if function == "cutex.grouped_mm" else "a"
+    return arch_of(x.device, function, argument, f"torch.nn.functional.{name}")
 
 
 @lru_cache(maxsize=4096)

@@ -7,12 +7,15 @@ Imports neither torch nor the DSL.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig, ceil_div
+from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 
+Tiles = TypeVar("Tiles", bound=Sm90Config)
 WARP = 32
 MOST_STAGES = 8
 # rows of a group in the mean: up to which a tile has 64; up to which memory limits; from which on
@@ -66,6 +69,17 @@ def rows_tiles(
     return _filled(tiles, fused, most)
 
 
+def blocks_tiles(mean_rows: int, n: int, fused: bool, most: int = WARP) -> RowBlocksConfig:
+    """Hopper's tiles of a product of fp8 rows and matrices with factors of blocks."""
+    if mean_rows <= FEW_ROWS:
+        tiles = RowBlocksConfig(tile_m=64, tile_n=128, warpgroups=1)
+    elif mean_rows < MANY_ROWS or n < 128:
+        tiles = RowBlocksConfig(tile_m=128, tile_n=128, warpgroups=2)
+    else:
+        tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2)
+    return _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
+
+
 def sums_tiles(arch: str, mean_rows: int, n: int, most: int = WARP) -> GemmConfig:
     """The tiles of sums over groups of `mean_rows`, whose results have n columns."""
     if arch == "sm_100a":
@@ -96,7 +110,7 @@ def _sharers(n: int, tile_n: int) -> int:
     return 2 if ceil_div(n, tile_n) % 2 == 0 else 1
 
 
-def _filled(tiles: Sm90Config, fused: bool, most: int) -> Sm90Config:
+def _filled(tiles: Tiles, fused: bool, most: int) -> Tiles:
     """`tiles` with a store, narrower where it has operations, and a ring in the rest of smem."""
     epi_n, epi_stages = (32, 2) if fused else (64, 1)
     tiles = replace(tiles, epi_n=epi_n, epi_stages=epi_stages)
@@ -111,7 +125,8 @@ def _sm100(n: int, most: int) -> Sm100Config:
 def _stages(tiles: GemmConfig, most: int) -> int:
     """The slots of a ring that fills the smem of a CTA, beside the tables of `most` groups."""
     room = arch_named(tiles.arch).smem_per_cta - BARRIERS - tiles.epi_bytes - table_bytes(most)
-    return min(MOST_STAGES, room * tiles.ctas // tiles.stage_bytes)
+    slot = replace(tiles, num_stages=1).smem_bytes - tiles.epi_bytes
+    return min(MOST_STAGES, room // slot)
 
 
 def table_bytes(most: int) -> int:

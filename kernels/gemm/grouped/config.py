@@ -1,6 +1,7 @@
 """The configs of the grouped kernels, and their signatures as the host sees them, on both archs.
 
 GroupedConfig:  out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, K, N), out (M, N).
+BlocksConfig:   the same with factors of A's rows and of blocks of B.
 SumsConfig:     out[e] = A[:, rows of e] @ B[rows of e], with A (M, K), B (K, N), out (E, M, N).
 
 Modes are in torch's order. Both have edges (E): where the rows of each group end. A TMA store
@@ -17,6 +18,7 @@ from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import op_arguments
 from cutex.kernels.gemm.config import BARRIERS
 from cutex.kernels.gemm.grouped.choose import WARP, table_bytes
+from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.signature import GeneralConfig
 
 if TYPE_CHECKING:
@@ -61,6 +63,29 @@ class GroupedConfig:
                 "of a tile, and of out, which TMA stores"
             )
         return why_not_tables(p, self.most_groups, arch)
+
+
+@dataclass(frozen=True)
+class BlocksConfig(GroupedConfig):
+    """A GroupedConfig of fp8 operands with fp32 factors of blocks, and RowBlocksConfig tiles."""
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: a, b, the factors scale_a (M, K / 128) with contiguous rows and
+        scale_b (E, N / 128, K / 128) of any strides, out, edges, and those of the operations."""
+        a, b, *rest = super().arguments()
+        scale_a = Operand("scale_a", ("m", "kb"), "fp32", contiguous=-2, whole=False)
+        sizes = "e", "nb", "kb"
+        scale_b = Operand("scale_b", sizes, "fp32", contiguous=None, aligned=False, whole=False)
+        return (a, b, scale_a, scale_b, *rest)
+
+    def why_not(self, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        tiles = self.product.tiles
+        if not isinstance(tiles, RowBlocksConfig) or tiles.recipe != "fp8_block":
+            return f"tiles={tiles}: factors are of 1x128 of rows and 128x128 of matrices"
+        if self.product.b.major != "column":
+            return f"b.major={self.product.b.major}: wgmma reads fp8 along K"
+        return super().why_not(arch)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class GroupedRows:
     """
 
     arch = "sm_100a"
+    dtypes = "bf16", "fp16", "e4m3"
     num_threads = Warp.END * 32
 
     def __init__(self, config: GroupedConfig) -> None:

@@ -15,20 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
-from cutex.device.atoms.mma import MAJORS, allocate_slots
-from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
+from cutex.device.atoms.mma import MAJORS
+from cutex.device.atoms.multicast import AbOperands, Cluster
 from cutex.device.atoms.tma import AbLoads
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
 from cutex.device.epilogue.sm90.fused_store import FusedStore, fused_store
 from cutex.device.pipeline import publish_barriers
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import GroupedConfig
+from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand, stored_rows
 from cutex.kernels.gemm.signature import modes
 from cutex.kernels.gemm.sm90 import mma as roles
@@ -110,6 +111,7 @@ class GroupedRows:
     """
 
     arch = "sm_90a"
+    dtypes = "bf16", "fp16", "e4m3"
 
     def __init__(self, config: GroupedConfig) -> None:
         if reason := config.why_not(arch_named(self.arch)):
@@ -142,11 +144,8 @@ class GroupedRows:
         a = general.load_operand(mA, c.tile_m, c.cluster_n, k_major[0])
         b = general.load_operand(mB, c.tile_n, c.cluster_m, k_major[1])
         out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        at_once = (c.num_ctas or arch_named(self.arch).num_sms) // (c.cluster_m * c.cluster_n)
-        down = cute.size(mA, mode=[0]) // (c.tile_m * c.cluster_m) + cute.size(mB, mode=[2])
-        across = clusters(cute.size(mB, mode=[0]), c.tile_n * c.cluster_n)
         self.kernel(a, b, out, mOut, edges, tuple(passed)).launch(
-            grid=(c.cluster_m, c.cluster_n, cutlass.min(max(1, at_once), down * across)),
+            grid=grid(c, mA, mB),
             block=(general.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, 1),
             min_blocks_per_mp=1,
@@ -168,15 +167,9 @@ class GroupedRows:
     ) -> None:
         """Run the roles."""
         c, product, general = self.tiles, self.config.product, self.general
-        kinds = a.atom.value_type, b.atom.value_type
-        smem = SmemAllocator()
-        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM, bK, SLOT)
-        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN, bK, SLOT)
-        sC = allocate_slots(smem, mOut.element_type, out.smem_layout)  # (64, epiN, SLOT)
-        groups = RowGroups.allocate(smem, self.config.most_groups)
-        readers = 4 if c.pingpong else general.mma_warps.count
-        cluster = general.cluster
-        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, cluster)
+        kinds, cluster = (a.atom.value_type, b.atom.value_type), general.cluster
+        most = self.config.most_groups
+        sA, sB, sC, groups, ab = GroupMemory.allocate(SmemAllocator(), general, (a, b, out), most)
         raster = Raster(c.raster_group, c.raster_along)
         shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
         scheduler: Any = RaggedTiles(raster, *shape, groups)
@@ -206,6 +199,15 @@ class GroupedRows:
             role = PingPong if c.pingpong else Cooperative
             role(product, c, scheduler).run(mma, ab, store, operands.num_k_tiles, mProduct)
             drain_stores()
+
+
+def grid(tiles: Sm90Config, mA: cute.Tensor, mB: cute.Tensor) -> tuple[int, int, Int32]:
+    """The clusters of tiles of A (M, K) and B (N, K, E): at most as many as run at one time."""
+    across, down = tiles.cluster_m, tiles.cluster_n
+    at_once = (tiles.num_ctas or arch_named(tiles.arch).num_sms) // (across * down)
+    rows = cute.size(mA, mode=[0]) // (tiles.tile_m * across) + cute.size(mB, mode=[2])
+    columns = clusters(cute.size(mB, mode=[0]), tiles.tile_n * down)
+    return across, down, cutlass.min(max(1, at_once), rows * columns)
 
 
 @cute.jit

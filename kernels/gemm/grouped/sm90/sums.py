@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
-from cutex.device.atoms.mma import MAJORS, allocate_slots
+from cutex.device.atoms.mma import MAJORS
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
 from cutex.device.atoms.tma import AbLoads, store_operand
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
@@ -28,13 +28,14 @@ from cutex.device.epilogue.sm90.fused_store import fused_store
 from cutex.device.pipeline import OrderedBarrier, publish_barriers
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import SumsConfig
+from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.mma import MmaRole
 from cutex.kernels.gemm.sm90.roles import ORDER_BARRIER, Store, Walk, fill_ring, issue, mainloop
-from cutex.schedulers.ragged import RaggedTiles, RowGroups
+from cutex.schedulers.ragged import RaggedTiles
 from cutex.schedulers.raster import Raster
 
 Steps = Callable[[Int32], Int32]  # the steps along K of a group
@@ -160,15 +161,9 @@ class GroupedSums:
     ) -> None:
         """Run the roles. `rows`: of A and B, those of no group included."""
         c, general = self.tiles, self.general
-        kinds = a.atom.value_type, b.atom.value_type
-        smem = SmemAllocator()
-        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM, bK, SLOT)
-        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN, bK, SLOT)
-        sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
-        groups = RowGroups.allocate(smem, self.config.most_groups)
-        readers = 4 if c.pingpong else general.mma_warps.count
-        cluster = general.cluster
-        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, cluster)
+        kinds, cluster = (a.atom.value_type, b.atom.value_type), general.cluster
+        most = self.config.most_groups
+        sA, sB, sC, groups, ab = GroupMemory.allocate(SmemAllocator(), general, (a, b, out), most)
         tile_k = self.config.product.k_elements
         spans = RaggedTiles(Raster(), (tile_k, 1), (1, 1), groups)
         steps = partial(groups.steps, size=tile_k)

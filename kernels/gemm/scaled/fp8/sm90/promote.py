@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
 from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90.factors import TileFactors
 from cutex.kernels.gemm.signature import tile_counts
@@ -82,9 +83,12 @@ class Promote(MmaRole):
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             tile = walk.tile_at(index)
-            factors = TileFactors(self.tiles, self.factors, self.slots, tile)
-            take = promoted(mma, ab, take, factors, 0, num_k_tiles)
+            take = promoted(mma, ab, take, self.factors_of(tile), 0, num_k_tiles)
             self.store(mma, epilogue, tile)
+
+    def factors_of(self, tile: WorkTile) -> TileFactors:
+        """The factors of a tile."""
+        return TileFactors(self.tiles, self.factors, self.slots, tile)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,207 @@
+"""`cutex.scaled_grouped_mm`: products of fp8 rows in groups with a matrix for each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutex.ops.grouped import launch
+from cutex.ops.grouped.scaled_checks import BLOCK, check_epilogue, check_factors, check_operands
+from cutex.ops.quantize import QuantizedTensor
+from cutex.ops.row.operators import define
+from cutex.ops.scaled_mm import KIND_OF_FORMAT, _by_rows, _kind
+
+WHOLE = ("TensorWise", "RowWise")
+BLOCKS = ("BlockWise1x128", "BlockWise128x128")
+
+
+def scaled_grouped_mm(
+    a: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    offs: Tensor | None = None,
+    *,
+    counts: Tensor | None = None,
+    scale_recipe_a: Any = None,
+    scale_recipe_b: Any = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Products of groups of fp8 rows, activation((a * scale_a)[rows of e] @ (b * scale_b)[e] +
+    bias[e]), where group e has the rows from offs[e - 1], or 0, to offs[e]: (T, N).
+
+    a (T, K), b (E, K, N): float8_e4m3fn, with K contiguous (b is a view of (E, N, K)); others are
+        copied first. Or what `cutex.quantize` returned of x (T, K) and of weights (E, N, K), N a
+        multiple of 128, which have their scales.
+    offs, counts: as of `cutex.grouped_mm`; with counts a is (E, M, K), the result (E, M, N).
+    scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType, or their names:
+        "TensorWise" one float32, or of b one for each group; "RowWise" (T,) of a, (E, N) of b; a
+        and b may differ.
+        "BlockWise1x128" (T, K / 128) of a, best with contiguous rows at a pitch of a multiple of 16
+        bytes, as torch and DeepGEMM have them, else copied at each call, with "BlockWise128x128"
+        (E, K / 128, N / 128) of b, rounded up, of any strides. K is a multiple of 128 with these.
+        With counts, a's have E and M instead of T.
+    bias (E, N), activation: as of `cutex.grouped_mm`. output_dtype: bfloat16, float16, float32.
+
+    Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
+    DeepSeek-V3's. Rows of no group are neither read nor written. Nothing waits for the host. Not
+    differentiable. Raises TypeError or ValueError, with one sentence, for arguments that do not
+    fit, and where there is no such GPU.
+    """
+    if (offs is None) == (counts is None):
+        raise ValueError("scaled_grouped_mm takes offs or counts, one of them")
+    name, edges = ("offs", offs) if counts is None else ("counts", counts)
+    a, scale_a, kind_a = _side("a", a, scale_a, scale_recipe_a)
+    b, scale_b, kind_b = _side("b", b, scale_b, scale_recipe_b)
+    check_operands(a, b, edges, name)
+    check_epilogue(bias, activation, b, output_dtype)
+    blocks = (kind_a, kind_b) == BLOCKS
+    if not blocks and not (kind_a in WHOLE and kind_b in WHOLE):
+        raise ValueError(
+            f"scale_recipe_a {kind_a} with scale_recipe_b {kind_b}: takes TensorWise or RowWise of "
+            "each, or BlockWise1x128 with BlockWise128x128"
+        )
+    (groups, k, n), rows = b.shape, tuple(a.shape[:-1])
+    if blocks:
+        if k % BLOCK or not k:
+            raise ValueError(f"K={k}: factors of {BLOCK} along K take a multiple of {BLOCK}")
+        check_factors("scale_a", scale_a, ((*rows, k // BLOCK),), a)
+        check_factors("scale_b", scale_b, ((groups, k // BLOCK, -(-n // BLOCK)),), a)
+        scale_b = scale_b.mT
+    else:
+        one: tuple[tuple[int, ...], ...] = ((), (1,))
+        check_factors("scale_a", scale_a, one if kind_a == "TensorWise" else (rows,), a)
+        due = (*one, (groups,)) if kind_b == "TensorWise" else ((groups, n),)
+        check_factors("scale_b", scale_b, due, a)
+        scale_a = scale_a.expand(rows)
+        scale_b = (scale_b[:, None] if scale_b.shape == (groups,) else scale_b).expand(groups, n)
+    recipe, padded = "fp8_block" if blocks else "fp8_row", counts is not None
+    assert edges is not None  # as checked
+    given = (x.detach() for x in (a, b, scale_a, scale_b, edges))
+    return SCALED_GROUPED(*given, recipe, bias, activation, output_dtype, padded)
+
+
+def _side(name: str, x: Any, scale: Any, recipe: Any) -> tuple[Any, Any, str]:
+    """The elements, factors and kind of an operand, with K along a's last mode and b's second."""
+    if not isinstance(x, QuantizedTensor):
+        return x, scale, _kind(f"scale_recipe_{name}", recipe)
+    if scale is not None or recipe is not None:
+        raise ValueError(f"scale_{name} is given, but {name} is quantized and has its own")
+    if x.format not in KIND_OF_FORMAT:
+        known = ", ".join(KIND_OF_FORMAT)
+        raise ValueError(f"{name} is quantized as {x.format}, which is not one of {known}")
+    kind, data, factors = KIND_OF_FORMAT[x.format], x.data, x.scale
+    if name == "a":
+        return data, factors.view(*data.shape[:-1], -1) if data.dim() > 2 else factors, kind
+    if data.dim() != 3 or (kind == "BlockWise128x128" and data.shape[1] % BLOCK):
+        shape = tuple(data.shape)
+        raise ValueError(
+            f"b is quantized with shape {shape}: takes (E, N, K) with N a multiple of {BLOCK}; "
+            "quantize each matrix by itself otherwise"
+        )
+    return data.mT, factors.unflatten(0, (data.shape[0], -1)).mT, kind
+
+
+class _Options(NamedTuple):
+    """What a launch's kernel depends on beside its tensors."""
+
+    recipe: str
+    activation: str | None
+    padded: bool
+
+
+def _run(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, edges: Tensor, recipe: str,
+    bias: Tensor | None, activation: str | None, output_dtype: torch.dtype, padded: bool,
+) -> Tensor:  # fmt: skip
+    out = _fake(a, b, scale_a, scale_b, edges, recipe, bias, activation, output_dtype, padded)
+    if out.numel() == 0:
+        launch.arch_for(a, NAME)
+        return out
+    flat = launch.with_padding(out.flatten(0, -2))
+    rows, factors = a.flatten(0, -2), scale_a.flatten(0, a.dim() - 2)
+    options, biases = _Options(recipe, activation, padded), [] if bias is None else [bias]
+    # as the kernels have them: a call that is known is launched at once
+    if recipe == "fp8_block":
+        given = [rows, b, factors, scale_b, flat, edges, *biases]
+        launch.again("blocks", options, given, _blocks_call)
+    else:
+        given = [rows, b, flat, edges, factors, scale_b, *biases]
+        launch.again("rows", options, given, _rows_call)
+    return out
+
+
+def _fake(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, edges: Tensor, recipe: str,
+    bias: Tensor | None, activation: str | None, output_dtype: torch.dtype, padded: bool,
+) -> Tensor:  # fmt: skip
+    n = b.shape[2] // 2 if (activation or "").startswith("gated_") else b.shape[2]
+    return launch.empty((*a.shape[:-1], n), a.new_empty(0, dtype=output_dtype))
+
+
+NAME = "cutex.scaled_grouped_mm"
+
+
+def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """The config, arch and arguments of a call with factors of blocks."""
+    from cutex.kernels.gemm.grouped import choose
+    from cutex.kernels.gemm.grouped.config import BlocksConfig
+    from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+
+    a, b, scale_a, scale_b, out, edges, *bias = passed
+    arch = launch.arch_for(a, NAME)
+    if arch != "sm_90a":
+        raise ValueError(
+            "a is on a Blackwell GPU: fp32 factors of blocks run on Hopper; Blackwell's tensor "
+            'cores scale by themselves, with cutex.quantize(x, "mxfp8")'
+        )
+    a, of_a, b, of_b = _operands(a, b)
+    ops, others = launch.fused(bias[0] if bias else None, options.activation)
+    most = choose.most_groups(edges.shape[0])
+    tiles = choose.blocks_tiles(-(-a.shape[0] // edges.shape[0]), b.shape[2], bool(ops), most)
+    product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
+    config = BlocksConfig(product, most, options.padded)
+    factors = _by_rows(scale_a), scale_b
+    return config, arch, [a, b, *factors, out, edges.contiguous(), *others]
+
+
+def _rows_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """The config, arch and arguments of a call with factors of rows and columns."""
+    from cutex.device.epilogue.epilogue_ops import Scale
+    from cutex.kernels.gemm.grouped import choose
+    from cutex.kernels.gemm.grouped.config import GroupedConfig
+    from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+
+    a, b, out, edges, scale_a, scale_b, *bias = passed
+    arch = launch.arch_for(a, NAME)
+    if a.shape[1] == 0:  # nothing to add up: the epilogue of zeros
+        a = a.new_zeros((a.shape[0], launch.ALIGN))
+        b = b.new_zeros((b.shape[0], b.shape[2], launch.ALIGN)).mT
+    a, of_a, b, of_b = _operands(a, b)
+    ops, others = launch.fused(bias[0] if bias else None, options.activation)
+    ops = (Scale("scale_a", "row"), Scale("scale_b", "column"), *ops)
+    most, mean = choose.most_groups(edges.shape[0]), -(-a.shape[0] // edges.shape[0])
+    tiles = choose.rows_tiles(arch, mean, (b.shape[1], b.shape[2]), True, most)
+    product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
+    config = GroupedConfig(product, most, options.padded)
+    return config, arch, [a, b, out, edges.contiguous(), scale_a, scale_b, *others]
+
+
+def _operands(a: Tensor, b: Tensor) -> tuple[Tensor, Any, Tensor, Any]:
+    """a and b with K contiguous, each with its layout."""
+    a, of_a, _ = launch.operand(a, -1, True)
+    b, of_b, _ = launch.operand(b.contiguous() if b.stride(0) == 0 else b, -2, True)
+    return a, of_a, b, of_b
+
+
+SCALED_GROUPED = define(
+    "scaled_grouped_mm",
+    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor edges, str recipe, Tensor? bias, "
+    "str? activation, ScalarType output_dtype, bool padded) -> Tensor",
+    _run,
+    _fake,
+)

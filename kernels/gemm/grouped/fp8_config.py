@@ -1,0 +1,40 @@
+"""The config of the grouped fp8 kernel's tiles. Imports neither torch nor the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutex.kernels.gemm.scaled.fp8.config import FACTORS_ALIGN, Fp8Config
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+
+PITCH = 4  # fp32 factors in 16 bytes, at a multiple of which TMA begins
+
+
+@dataclass(frozen=True)
+class RowBlocksConfig(Fp8Config):
+    """An Fp8Config of rows of groups, each of which begins at any row: the factors of a tile's rows
+    are loaded in parts, each with a few rows more."""
+
+    @property
+    def part_rows(self) -> int:
+        """The rows of a tile whose factors one box brings."""
+        return min(self.tile_m, 128)  # a box has at most 256
+
+    @property
+    def factor_bytes(self) -> int:
+        return 4 * (self.part_rows + PITCH) * (self.tile_m // self.part_rows)
+
+    @property
+    def smem_bytes(self) -> int:
+        padded = -(-(self.part_rows + PITCH) // FACTORS_ALIGN) * FACTORS_ALIGN
+        more = 4 * padded * (self.tile_m // self.part_rows) - self.factor_bytes
+        slots = self.num_stages * (self.stage_bytes // self.ctas + more)
+        return slots + self.epi_bytes
+
+    def _why_not_shape(self, arch: Arch) -> str | None:
+        if self.tile_m % self.part_rows:
+            return f"tile_m={self.tile_m}: 64, or a multiple of {self.part_rows}"
+        return super()._why_not_shape(arch)

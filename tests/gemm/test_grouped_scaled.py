@@ -1,0 +1,221 @@
+"""Grouped products of fp8: right against float64 whatever the groups and the factors are."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cutex
+from cutex import ops
+from cutex.arch import arch as arch_named
+from cutex.compile import compile
+from cutex.kernels.gemm.grouped import choose
+from cutex.kernels.gemm.grouped.config import BlocksConfig
+from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
+from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks
+from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.problem.grouped_scaled import KINDS, ScaledGroupedProblem, draw
+from cutex.problem.scaled.layouts import rows_contiguous
+
+e4m3 = torch.float8_e4m3fn
+ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
+LAYOUTS = (
+    OperandLayout("e4m3"),
+    OperandLayout("e4m3", "column", batched=True),
+    OperandLayout("bf16"),
+)
+
+
+def wrong(problem: ScaledGroupedProblem, arch: str, device: str, **orders: Any) -> str | None:
+    """What is wrong with the result of a problem, on the GPU or in the simulator."""
+    with ops.simulated(arch, **orders) if device == "sim" else nullcontext():
+        return problem.run("cpu" if device == "sim" else "cuda", cutex.scaled_grouped_mm)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("arch", ["sm_90a"])
+def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
+    problem = draw(seed)
+    found = wrong(problem, arch, device, order=ORDERS[seed % len(ORDERS)], seed=seed)
+    assert found is None, f"{found}: {problem}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tenth", range(10))
+@pytest.mark.parametrize("arch", ["sm_90a"])
+def test_a_hundred_randomized_problems_are_right(arch: str, device: str, tenth: int) -> None:
+    for seed in range(100 + 10 * tenth, 110 + 10 * tenth):
+        problem = draw(seed, largest=150 if device == "sim" else 1000)
+        found = wrong(problem, arch, device, order=ORDERS[seed % len(ORDERS)], seed=seed)
+        assert found is None, f"{found}: {problem}"
+
+
+@pytest.mark.parametrize("recipe", ["fp8_row", "fp8_tensor"])
+@pytest.mark.parametrize("arch", ["sm_100a"])
+def test_whole_rows_on_blackwell(arch: str, device: str, recipe: str) -> None:
+    problem = ScaledGroupedProblem((60, 0, 131), 72, 80, recipe, rest=9, bias=True)
+    found = wrong(problem, arch, device)
+    assert found is None, found
+
+
+def without_a_block(factors: str) -> str | None:
+    """What the check says if the second block's factors are those of the first."""
+
+    def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **rest: Any) -> Tensor:
+        given = {"scale_a": scale_a, "scale_b": scale_b}
+        side = 1 if factors == "scale_a" else 2
+        other = given[factors].clone()
+        other.select(side - (side == 2), 1).copy_(given[factors].select(side - (side == 2), 0))
+        given[factors] = other
+        return cutex.scaled_grouped_mm(a, b, **given, **rest)
+
+    with ops.simulated("sm_90a"):
+        return ScaledGroupedProblem((70, 0, 9), 64, 256, rest=3).run("cpu", product)
+
+
+@pytest.mark.parametrize("factors", ["scale_a", "scale_b"])
+def test_another_blocks_factor_is_off_by_more_than_the_tolerance(factors: str) -> None:
+    assert " is " in (without_a_block(factors) or "")
+
+
+TILES = {
+    "one": RowBlocksConfig(
+        tile_m=64, tile_n=64, num_stages=3, epi_n=64, epi_stages=1, warpgroups=1, num_ctas=3
+    ),
+    "tall": RowBlocksConfig(
+        tile_m=256, tile_n=64, num_stages=2, epi_n=32, epi_stages=2, warpgroups=2, num_ctas=2
+    ),
+    "shared": RowBlocksConfig(
+        tile_m=128, tile_n=64, num_stages=2, epi_n=32, epi_stages=2, warpgroups=2, cluster_n=2,
+        num_ctas=4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("one", "fifo"), ("tall", "random"), ("shared", "random")]
+)
+def test_rows_of_no_group_and_memory_around_are_left_alone(name: str, order: str) -> None:
+    """Few CTAs, several tiles each; the same kernel again with other groups."""
+    config = BlocksConfig(GeneralConfig(TILES[name], *LAYOUTS))
+    compiled = compile(GroupedBlocks(config), "e4m3", "sm_90a")
+    for rows in ((30, 0, 277, 1), (0, 7, 0, 150)):
+        problem = ScaledGroupedProblem(rows, 136, 256, rest=21, seed=len(name))
+        given = problem.inputs()
+        memory = torch.full((problem.length + 2, 144), torch.nan, dtype=torch.bfloat16)
+        out = memory[1:-1, :136]
+        passed = given["a"], given["b"], given["scale_a"], given["scale_b"].mT, out
+        report = cutex.simulate(compiled, *passed, problem.edges, order=order, seed=1)
+        assert not report.findings
+        found = problem.error(out)
+        assert found is None, found
+        memory[1 : 1 + sum(rows), :136] = torch.nan
+        assert memory.isnan().all()
+
+
+def test_what_quantize_returns_is_taken() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, generator=g).bfloat16() for s in ((70, 256), (2, 128, 256)))
+    offs = torch.tensor([33, 70], dtype=torch.int32)
+    with ops.simulated("sm_90a"):
+        qx, qw = cutex.quantize(x, "fp8_1x128"), cutex.quantize(w, "fp8_128x128")
+        y = cutex.scaled_grouped_mm(qx, qw, offs=offs)
+        values = cutex.dequantize(qx, torch.float32)
+        matrices = cutex.dequantize(qw._replace(data=qw.data.flatten(0, 1)), torch.float32)
+    for e, (begin, end) in enumerate(((0, 33), (33, 70))):
+        want = values[begin:end] @ matrices[128 * e : 128 * (e + 1)].mT
+        assert torch.allclose(y[begin:end].float(), want, atol=0.2, rtol=0.01)
+
+
+# ---- limits, torch
+
+A, B = torch.zeros(6, 128).to(e4m3), torch.zeros(2, 16, 128).to(e4m3).mT
+OFFS = torch.tensor([2, 6], dtype=torch.int32)
+OF_A, OF_B = torch.ones(6, 1), torch.ones(2, 1, 1)
+BLOCK = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
+ROW = {"scale_recipe_a": "RowWise", "scale_recipe_b": "RowWise"}
+BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "no tensor": (TypeError, "a must be a torch.Tensor, got list", {"a": [1]}),
+    "dtype": (TypeError, "b must be float8_e4m3fn, got torch.bfloat16", {"b": B.bfloat16()}),
+    "no edges": (ValueError, "takes offs or counts", {"offs": None}),
+    "int64": (TypeError, "offs must be int32, got torch.int64", {"offs": OFFS.long()}),
+    "groups": (ValueError, "b has 2 matrices, but offs has 1 groups", {"offs": OFFS[:1]}),
+    "form": (ValueError, r"with offs, a must be \(T, K\)", {"a": A[None]}),
+    "inner": (ValueError, r"b has K=128 .*, but a has K=112", {"a": A[:, :112]}),
+    "blocks": (ValueError, "K=112: factors of 128", {"a": A[:, :112], "b": B[:, :112]}),
+    "scale": (TypeError, "scale_a must be a torch.Tensor, got NoneType", {"scale_a": None}),
+    "scale dtype": (TypeError, "scale_b must be float32", {"scale_b": OF_B.half()}),
+    "scale shape": (ValueError, r"scale_a must be \(6, 1\), got \(5, 1\)", {"scale_a": OF_A[1:]}),
+    "rows": (ValueError, r"scale_a must be \(6,\), got \(6, 1\)", ROW),
+    "recipes": (ValueError, "BlockWise1x128 with scale_recipe_b RowWise: takes", {
+        "scale_recipe_b": "RowWise"}),
+    "recipe": (ValueError, "scale_recipe_a='none' is not one of", {"scale_recipe_a": "none"}),
+    "bias": (ValueError, r"bias must have shape \(2, 16\)", {"bias": torch.zeros(2)}),
+    "activation": (ValueError, "activation must be one of relu", {"activation": "tanh"}),
+    "output": (TypeError, "output_dtype torch.int8 is not", {"output_dtype": torch.int8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_sentence(name: str) -> None:
+    error, sentence, given = BAD[name]
+    arguments: dict[str, Any] = {
+        "a": A, "b": B, "scale_a": OF_A, "scale_b": OF_B, "offs": OFFS, **BLOCK, **given
+    }  # fmt: skip
+    with ops.simulated("sm_90a"), pytest.raises(error, match=sentence):
+        cutex.scaled_grouped_mm(**arguments)
+
+
+def test_blocks_on_blackwell_get_one_sentence() -> None:
+    with ops.simulated("sm_100a"), pytest.raises(ValueError, match="blocks run on Hopper"):
+        cutex.scaled_grouped_mm(A, B, OF_A, OF_B, OFFS, **BLOCK)
+
+
+def test_shapes_are_known_without_memory() -> None:
+    with FakeTensorMode() as mode:
+        a, b, of_a, of_b, offs = (mode.from_tensor(t) for t in (A, B, OF_A, OF_B, OFFS))
+        y = cutex.scaled_grouped_mm(a, b, of_a, of_b, offs, activation="gated_silu", **BLOCK)
+    assert y.shape == (6, 8) and y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("groups", [1, 33, 1024])
+def test_the_tiles_that_are_chosen_fit(groups: int) -> None:
+    most = choose.most_groups(groups)
+    for mean in (1, 64, 97, 200, 600, 4096):
+        for n in (8, 65, 192, 2880, 7168):
+            for fused in (False, True):
+                tiles = choose.blocks_tiles(mean, n, fused, most)
+                config = BlocksConfig(GeneralConfig(tiles, *LAYOUTS), most)
+                assert config.why_not(arch_named("sm_90a")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", KINDS)
+def test_a_graph_is_replayed_with_other_groups(recipe: str) -> None:
+    problem = ScaledGroupedProblem((100, 0, 300, 5), 264, 256, recipe, rest=95)
+    kinds = dict(zip(("scale_recipe_a", "scale_recipe_b"), KINDS[recipe], strict=True))
+    given = {name: x.cuda() for name, x in problem.inputs().items()}
+    offs = problem.edges.cuda()
+    cutex.scaled_grouped_mm(**given, offs=offs, **kinds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = cutex.scaled_grouped_mm(**given, offs=offs, **kinds)
+    for rows in ((100, 0, 300, 5), (0, 500, 0, 0), (1, 2, 3, 494)):
+        other = replace(problem, rows=rows, rest=500 - sum(rows), seed=sum(rows[:2]))
+        for name, x in other.inputs().items():
+            if name == "scale_a" and recipe == "fp8_block":
+                x = rows_contiguous(x)
+            given[name].copy_(x)
+        offs.copy_(other.edges)
+        y.fill_(torch.nan)
+        graph.replay()
+        found = other.error(y.cpu())
+        assert found is None, found
+        assert y[sum(rows) :].isnan().all()
