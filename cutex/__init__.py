@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from cutex.ops.fp8_linear import fp8_linear
     from cutex.ops.grouped import grouped_mm, scaled_grouped_mm
-    from cutex.ops.matmul import kernels_built, matmul, tune, tuning, warm_up
+    from cutex.ops.matmul import kernels_built, matmul, tuning, warm_up
     from cutex.ops.mixture import moe
     from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cutex.ops.row.rope import rope
     from cutex.ops.row.softmax import softmax
     from cutex.ops.scaled_mm import scaled_mm
+    from cutex.ops.tune import tune
     from cutex.sim import simulate
 
 __version__ = "0.1.0"
@@ -59,7 +60,7 @@ _HOMES = {
     "scaled_mm": "cutex.ops.scaled_mm",
     "simulate": "cutex.sim",
     "softmax": "cutex.ops.row",
-    "tune": "cutex.ops.matmul",
+    "tune": "cutex.ops.tune",
     "tuning": "cutex.ops.matmul",
     "warm_up": "cutex.ops.matmul",
 }

@@ -151,8 +151,9 @@ class _Reader:
             yield from self.parts(wrapped)
             return
         yield "function"
-        self._watch(functools.partial(getattr, function, "__code__"), function.__code__)
-        yield from self.parts(function.__code__)
+        code = _written(function)
+        self._watch(functools.partial(_written, function), code)
+        yield from self.parts(code)
         for name in ("__defaults__", "__kwdefaults__"):
             self._watch(functools.partial(getattr, function, name), getattr(function, name))
             yield from self.parts(getattr(function, name))
@@ -167,7 +168,7 @@ class _Reader:
             yield from self.parts(wrapped)
         if own := {name: x for name, x in vars(function).items() if not name.startswith("_")}:
             yield from self.parts(own)  # its attributes, which any code that reaches it may read
-        yield from self._names(function.__code__, function.__globals__)
+        yield from self._names(code, function.__globals__)
 
     def _code(self, code: types.CodeType) -> Iterator[str]:
         yield f"code {code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}"
@@ -203,6 +204,13 @@ class _Reader:
 
     def _watch(self, look: Callable[[], Any], value: Any) -> None:
         self.owner._watched.append((look, value))
+
+
+def _written(function: types.FunctionType) -> types.CodeType:
+    """The code of a function as it was written: the DSL replaces that of what it has traced, and
+    keeps the code that was there."""
+    code: types.CodeType = getattr(function, "_original_code", None) or function.__code__
+    return code
 
 
 def _paths(code: types.CodeType) -> Iterator[tuple[str, ...]]:

@@ -12,9 +12,11 @@ import types
 
 import cutlass
 import pytest
+import torch
 from cutlass import Float32, cute
 
 from cutex.compile.user_function import UserFunction, arguments_taken
+from cutex.sim import simulate
 
 FACTOR = 2.0
 TABLE = [1.0, 2.0]
@@ -160,6 +162,32 @@ def test_a_helper_whose_code_is_replaced_changes_the_key(monkeypatch):
     before = UserFunction(with_helper)
     monkeypatch.setattr(helper, "__code__", (lambda x: x * 9.0).__code__)
     assert not before.is_current() and key(with_helper) != before.key
+
+
+def test_tracing_does_not_change_the_key():
+    """The DSL replaces the code of what it traces, a @cute.jit function's and its helpers'."""
+
+    @cute.jit
+    def positive(x):
+        if x < 0.0:
+            x = helper(x) * 0.0
+        return x
+
+    @cute.kernel
+    def kernel(m):
+        m[0] = positive(m[0])
+
+    @cute.jit
+    def launch(m):
+        kernel(m).launch(grid=(1, 1, 1), block=(1, 1, 1))
+
+    functions = (positive, launch)
+    made = [UserFunction(f) for f in functions]
+    values = torch.tensor([-3.0])
+    simulate(launch, values, arch="sm_90a")
+    assert values.item() == 0
+    assert all(f.cacheable and f.is_current() for f in made)
+    assert [UserFunction(f) for f in functions] == made
 
 
 def test_globals_defaults_and_constants_count(monkeypatch):

@@ -137,9 +137,15 @@ class HostTensor:
         """The HostTensor of a torch tensor, of a numpy array, or of what lends its memory by
         DLPack; None if ``tensor`` is none of these.
         """
+        described = HostTensor.described(tensor, name)
+        if described is not None and hasattr(tensor, "stride") and tensor.device.type != "cpu":
+            raise TypeError(f"{name} lies on {tensor.device}: the simulator takes CPU tensors")
+        return described
+
+    @staticmethod
+    def described(tensor: Any, name: str) -> HostTensor | None:
+        """`of`, for tensors on any device."""
         if hasattr(tensor, "data_ptr") and hasattr(tensor, "stride"):  # torch
-            if tensor.device.type != "cpu":
-                raise TypeError(f"{name} lies on {tensor.device}: the simulator takes CPU tensors")
             return HostTensor(
                 tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()),
                 str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tensor, name,

@@ -59,7 +59,7 @@ def load(
         loaded[0].cubin = cubin
     else:
         if not hasattr(compiled, "export_to_c"):
-            compiled = _compile(compiled, tensors, arch)
+            compiled = compile_for(compiled, tensors, arch)
         ptx = getattr(compiled, "_cutex_ptx", None) or getattr(compiled, "__ptx__", None)
         if not ptx:
             raise TypeError(
@@ -95,8 +95,10 @@ def _programs(ptx: str, cubin: bytes | None) -> dict[str, Program]:
     return parse(ptx, cubin) if "\n" in ptx else {}
 
 
-def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
-    """Compile a jitted function for ``arch`` with the layouts of ``tensors``; needs no GPU."""
+def compile_for(function: Any, tensors: Sequence[Any], arch: str) -> Any:
+    """Compile a jitted function for ``arch`` with the layouts of ``tensors``, which may lie
+    anywhere; needs no GPU.
+    """
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -108,7 +110,7 @@ def _compile(function: Any, tensors: Sequence[Any], arch: str) -> Any:
         )
     arguments = []
     for i, t in enumerate(tensors):
-        host = HostTensor.of(t, f"argument {i}")
+        host = HostTensor.described(t, f"argument {i}")
         if host is not None:
             align = next(a for a in (32, 16, 8, 4, 2, 1) if host.address % a == 0)
             shape, strides = _layout(host)
