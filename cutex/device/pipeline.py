@@ -161,11 +161,14 @@ class Ring:
         """Wait until the slot is full."""
         self.full.wait(state.phase, state.slot)
 
+    def sees_full(self, state: PipelineState) -> Boolean:
+        """Whether this lane sees the slot full, without waiting."""
+        return cute.arch.mbarrier_test_wait(self.full[state.slot], state.phase)
+
     def is_full(self, state: PipelineState) -> Boolean:
         """Whether all lanes of this warp see the slot full, so that none has to wait. A whole warp
         calls it."""
-        seen = cute.arch.mbarrier_test_wait(self.full[state.slot], state.phase)
-        return cute.arch.vote_all_sync(seen)
+        return cute.arch.vote_all_sync(self.sees_full(state))
 
     def release(self, state: PipelineState) -> None:
         """Arrive once for this warp: its reads of the slot are complete."""

@@ -73,8 +73,8 @@ def test_each_stage_of_the_ladder_is_exact(stage):
 class NextBlock(factors.TileFactors):
     """Reads the factors that 128 rows share of the next block of K."""
 
-    def shared(self, side, row, k_tile):
-        return super().shared(side, row, k_tile + 1)
+    def load_shared(self, k_tile):
+        return super().load_shared(k_tile + 1)
 
 
 class OtherRow(factors.ThreadFactors):
@@ -88,8 +88,8 @@ class OtherRow(factors.ThreadFactors):
 class OneFactor(factors.TileFactors):
     """Takes the first 128 columns' factor for all columns of the tile."""
 
-    def shared(self, side, row, k_tile):
-        return super().shared(side, self.tile.n * 0 if side else row, k_tile)
+    def shared(self):
+        return [(side, self.tile.n * 0 if side else row) for side, row in super().shared()]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
     class Late(factors.TileFactors):
         """Reads factors of the slot before, which is being filled anew."""
 
-        def read(self, slot, k_tile, wave):
-            return super().read((slot + 2) % 3, k_tile, wave)
+        def rows(self, slot, wave):
+            return super().rows((slot + 2) % 3, wave)
 
     monkeypatch.setattr(promote, "TileFactors", Late)
     try:

@@ -19,6 +19,8 @@ from cutex.device.atoms.wgmma import ROWS
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, Fp8Config
 
+LANES = 32  # blocks of K whose shared factors a warp holds
+
 
 def factors_layout(rows: int, num_slots: int) -> cute.ComposedLayout:
     """The smem layout (bRows, 1, SLOT) of one side's factors."""
@@ -114,43 +116,77 @@ class ThreadFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class TileFactors:
-    """The factors of one tile: those in slots of smem, and those in global memory."""
+    """The factors of one tile: those in slots of smem, and those in global memory.
+
+    Of the latter, a lane holds those of one of LANES blocks of K; they are loaded LANES blocks
+    ahead, so that no MMA waits for an address or for memory.
+    """
 
     tiles: Fp8Config
     factors: tuple[Any, Any]
     slots: tuple[Any, Any]
     tile: WorkTile
 
-    def read(self, slot: Int32, k_tile: Int32, wave: int) -> ThreadFactors:
-        """The factors of block `k_tile`, which is in `slot`, for this warpgroup's `wave`-th 64
-        rows."""
-        c = self.tiles
-        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-        first = (wave * c.mma_warpgroups + warp // 4) * ROWS
-        rows, columns = self.slots
-        if rows is not None:
-            row = first + 16 * (warp % 4) + lane // 4
-            of_rows = tuple(rows[row + 8 * i, 0, slot] for i in range(2))
-        else:
-            one = self.shared(0, self.tile.m * c.tile_m + first, k_tile)
-            of_rows = one, one
-        if columns is not None:
-            of_columns = tuple(
-                tuple(columns[8 * eight + 2 * (lane % 4) + j, 0, slot] for j in range(2))
-                for eight in range(c.tile_n // 8)
-            )
-            return ThreadFactors(of_rows, of_columns, 1)
-        begin = self.tile.n * c.tile_n
-        groups = range(0, c.tile_n, c.column_group)
-        shared = tuple(self.shared(1, begin + column, k_tile) for column in groups)
-        return ThreadFactors(of_rows, shared, c.column_group // 8)
+    @property
+    def waves(self) -> int:
+        """The number of times 64 rows of each warpgroup."""
+        return self.tiles.warpgroup_rows // ROWS
 
-    def shared(self, side: int, row: Int32, k_tile: Int32) -> Float32:
-        """The factor of the 128 rows that `row` of a side is among.
+    def first_row(self, wave: int) -> Int32:
+        """The first row of this warpgroup's `wave`-th 64 rows in the tile."""
+        return (wave * self.tiles.mma_warpgroups + cute.arch.warp_idx() // 4) * ROWS
+
+    def shared(self) -> list[tuple[int, Int32]]:
+        """The side and a row of each factor that 128 rows share: of each wave, or of each group of
+        columns."""
+        c, found = self.tiles, []
+        if self.slots[0] is None:
+            of_tile = self.tile.m * c.tile_m
+            found += [(0, of_tile + self.first_row(wave)) for wave in range(self.waves)]
+        if self.slots[1] is None:
+            of_tile = self.tile.n * c.tile_n
+            found += [(1, of_tile + column) for column in range(0, c.tile_n, c.column_group)]
+        return found
+
+    def load_shared(self, k_tile: Int32) -> list[Float32]:
+        """Of each factor of `shared` that of block `k_tile` + lane.
 
         NOTE: a tile may extend past the last row, and a share of K past the last block, where the
         operands are zeros.
         """
-        mS = self.factors[side]  # (RestRows, RestK)
-        last, last_k = (cute.size(mS, mode=[i]) - 1 for i in range(2))
-        return mS[cutlass.min(row // BLOCK, last), cutlass.min(k_tile, last_k)]
+        found = []
+        for side, row in self.shared():
+            mS = self.factors[side]  # (RestRows, RestK)
+            last, last_k = (cute.size(mS, mode=[i]) - 1 for i in range(2))
+            block = cutlass.min(k_tile + cute.arch.lane_idx(), last_k)
+            found.append(mS[cutlass.min(row // BLOCK, last), block])
+        return found
+
+    def rows(self, slot: Int32, wave: int) -> tuple[Any, Any]:
+        """The factors of this thread's two rows in `slot`; None where 128 rows share one."""
+        if self.slots[0] is None:
+            return None, None
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        row = self.first_row(wave) + 16 * (warp % 4) + lane // 4
+        return self.slots[0][row, 0, slot], self.slots[0][row + 8, 0, slot]
+
+    def of_block(
+        self, slot: Int32, held: cute.Tensor | None, lane: Int32, wave: int, rows: tuple[Any, Any]
+    ) -> ThreadFactors:
+        """The factors of the block in `slot`, whose shared ones are in `held` of `lane`."""
+        c, first = self.tiles, 0
+        if rows[0] is None:
+            assert held is not None  # since factors of rows are shared
+            one = cute.arch.shuffle_sync(held[wave], lane)
+            rows, first = (one, one), self.waves
+        if self.slots[1] is not None:
+            column = 2 * (cute.arch.lane_idx() % 4)
+            of_columns = tuple(
+                tuple(self.slots[1][8 * eight + column + j, 0, slot] for j in range(2))
+                for eight in range(c.tile_n // 8)
+            )
+            return ThreadFactors(rows, of_columns, 1)
+        assert held is not None  # since factors of columns are shared
+        groups = range(c.tile_n // c.column_group)
+        of_groups = tuple(cute.arch.shuffle_sync(held[first + group], lane) for group in groups)
+        return ThreadFactors(rows, of_groups, c.column_group // 8)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.multicast import SharedRing
@@ -19,11 +19,53 @@ from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.scaled.fp8.sm90.factors import TileFactors
+from cutex.kernels.gemm.scaled.fp8.sm90.factors import LANES, TileFactors
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole
 from cutex.kernels.gemm.sm90.roles import Walk
 from cutex.kernels.gemm.sm90.split_k import SplitK
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """The sums of one tile, promoted: total += part * factors, for each block of K."""
+
+    mma: WgmmaProduct
+    ab: SharedRing
+    factors: TileFactors
+    part: cute.Tensor  # (MMA, 1, MMA_N) the sums of one block, of 64 rows
+    held: cute.Tensor | None  # the shared factors of LANES blocks, one in each lane
+
+    @cute.jit
+    def add_blocks(
+        self, take: PipelineState, seen: cutlass.Boolean, first: Int32, end: Int32
+    ) -> tuple[PipelineState, cutlass.Boolean]:
+        """Add up the blocks of K from `first` on, at most LANES of them, and release their slots.
+
+        The sums of a block are of 64 rows at a time, so that one set of registers serves all rows
+        of a warpgroup. `seen`: whether the next slot is known to be full. The barrier is looked at
+        before sums are added, so that the next MMA need not wait for the answer.
+        """
+        mma, factors, waves = self.mma, self.factors, self.factors.waves
+        size = cute.size(self.part)
+        total = cute.make_tensor(mma.acc.iterator, cute.make_layout((size, waves)))  # (V, MMA_M)
+        part = cute.make_tensor(self.part.iterator, cute.make_layout(size))  # (V)
+        for k_tile in cutlass.range(first, end, unroll=1):
+            full = cute.arch.vote_all_sync(seen)
+            if not full:
+                self.ab.wait_full(take)
+            for wave in cutlass.range_constexpr(waves):
+                rows = factors.rows(take.slot, wave)
+                mma.of_rows(wave).into(self.part).issue(take.slot, accumulate=False)
+                block = factors.of_block(take.slot, self.held, k_tile - first, wave, rows)
+                warpgroup.wait_group(0)
+                if cutlass.const_expr(wave == waves - 1):
+                    cute.arch.sync_warp()  # its lanes have read their factors
+                    self.ab.release(take)
+                    take.advance()
+                    seen = self.ab.sees_full(take)
+                block.add(total[None, wave], part)
+        return take, seen
 
 
 @cute.jit
@@ -36,29 +78,24 @@ def promoted(
     count: Int32,
 ) -> PipelineState:
     """Add up `count` blocks of K from `first` on, each scaled by its factors, in mma.acc; return
-    the state after. All slots are released.
-
-    The sums of a block are of 64 rows at a time, so that one set of registers serves all rows of a
-    warpgroup.
-    """
+    the state after. All slots are released."""
     c: Fp8Config = factors.tiles
-    total, waves = mma.acc, cute.size(mma.acc, mode=[1])
-    total.fill(0.0)
-    size = cute.size(total) // waves
-    of_waves = cute.make_tensor(total.iterator, cute.make_layout((size, waves)))  # (V, MMA_M)
-    acc = mma.mma.accumulator(ROWS * c.mma_warpgroups, c.tile_n)  # (MMA, 1, MMA_N)
-    part = cute.make_tensor(acc.iterator, cute.make_layout(size))  # (V)
-    for k_tile in cutlass.range(first, first + count, unroll=1):
-        ab.wait_full(take)
-        for wave in cutlass.range_constexpr(waves):
-            mma.of_rows(wave).into(acc).issue(take.slot, accumulate=False)
-            block = factors.read(take.slot, k_tile, wave)
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(wave == waves - 1):
-                cute.arch.sync_warp()  # its lanes have read their factors
-                ab.release(take)
-            block.add(of_waves[None, wave], part)
-        take.advance()
+    mma.acc.fill(0.0)
+    part = mma.mma.accumulator(ROWS * c.mma_warpgroups, c.tile_n)  # (MMA, 1, MMA_N)
+    end, seen = first + count, cutlass.Boolean(False)
+    num_shared = len(factors.shared())
+    if cutlass.const_expr(num_shared == 0):
+        take, seen = Promotion(mma, ab, factors, part, None).add_blocks(take, seen, first, end)
+        return take
+    held, ahead = (cute.make_rmem_tensor(num_shared, Float32) for _ in range(2))
+    for i, value in enumerate(factors.load_shared(first)):
+        ahead[i] = value
+    promotion = Promotion(mma, ab, factors, part, held)
+    for begin in cutlass.range(first, end, LANES, unroll=1):
+        held.store(ahead.load())
+        for i, value in enumerate(factors.load_shared(begin + LANES)):
+            ahead[i] = value
+        take, seen = promotion.add_blocks(take, seen, begin, cutlass.min(begin + LANES, end))
     return take
 
 
@@ -80,6 +117,7 @@ class Promote(MmaRole):
         mC: cute.Tensor,
     ) -> None:
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
+        cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             tile = walk.tile_at(index)
@@ -100,5 +138,6 @@ class PromoteSplitK(SplitK):
     slots: tuple[Any, Any]
 
     def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
+        cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
         factors = TileFactors(self.tiles, self.factors, self.slots, walk.tile_at(walk.start))
         promoted(mma, ab, ab.consumer(), factors, walk.split * count, count)
