@@ -18,7 +18,7 @@ from cutex.problem.scaled.formats import FORMATS, Format, format_named
 # those with blocks along K; a factor of a whole row or tensor takes a pass of its own
 QUANTIZED = tuple(name for name, f in FORMATS.items() if f.block[1])
 ALONG = ("rows", "columns", "both")
-VECTOR, COLUMN_VECTOR = 8, 32  # elements of x in a row, and of a result along M, to be aligned
+COLUMN_VECTOR = 32  # elements of a result along M, to be aligned
 
 
 class QuantizedTensor(NamedTuple):
@@ -182,13 +182,14 @@ def _run(
     flat = as_rows(x)
     m, k = flat.shape
     unit = 16 // flat.element_size()
+    odd_pitch = m > 1 and flat.stride(0) % unit
     config = QuantizeConfig(
         format,
         rows,
         columns,
         swizzled,
         rounding,
-        aligned=not (k % VECTOR or flat.data_ptr() % 16 or (m > 1 and flat.stride(0) % unit)),
+        aligned=not (k % QuantizeConfig(format).width or flat.data_ptr() % 16 or odd_pitch),
         aligned_columns=m % COLUMN_VECTOR == 0,
         native=arch in NATIVE[of.element],
     )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
 
 TILE = 128  # rows and columns of a CTA's tile: a tile of the swizzled layout, of each side
-WIDTH = 8  # elements that a thread has of a row
+WIDTH = 8  # elements of a row that a thread reads at once
 # archs whose conversions to a type are instructions (PTX ISA, cvt); else integer operations
 NATIVE = {
     "e4m3": ("sm_90a", "sm_100a", "sm_103a", "sm_120a"),
@@ -47,6 +47,12 @@ class QuantizeConfig:
     def square(self) -> bool:
         """Whether a factor is of a whole tile."""
         return self.of.block == (TILE, TILE)
+
+    @property
+    def width(self) -> int:
+        """The elements of a row that a thread has: of 4 bits two vectors, which it stores at once,
+        and of which NVFP4's factors are, each computed by one thread."""
+        return WIDTH * self.packed
 
     @property
     def packed(self) -> int:

@@ -75,6 +75,17 @@ def _f32(ptx: str, operands: tuple[Any, ...], loc: Any, ip: Any) -> Float32:
     )
 
 
+@dsl_user_op
+def larger_halves(x: Int32, y: Int32, kind: str, *, loc=None, ip=None) -> Int32:
+    """The larger of each two halves of 16 bits, of `kind` f16 or bf16; a NaN is above all (PTX ISA,
+    max)."""
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (x, y)]
+    ptx = f"max.NaN.{kind}x2 $0, $1, $2;"
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, "=r,r,r", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
 # ---- elements
 
 
@@ -91,6 +102,11 @@ class Elements:
 
     def pack(self, values: list[Float32]) -> Int32:
         """The codes of so many values as fill a word, or of fewer, the first in the low bits."""
+        if self.name == "e2m1" and not self.native:
+            word = Int32(0)
+            for i, value in enumerate(values):
+                word = add_e2m1(value, word, i)
+            return word
         pairs = [self.pair(*values[i : i + 2]) for i in range(0, len(values), 2)]
         word = pairs[0]
         for i, pair in enumerate(pairs[1:], 1):
@@ -104,7 +120,7 @@ class Elements:
         return self.code(low) | (self.code(high) << self.bits)
 
     def code(self, x: Float32) -> Int32:
-        """The code of x, by integer operations."""
+        """The code of x, of 8 bits, by integer operations."""
         shape = SHAPES[self.name]
         bits = bits_of(x)
         size = bits & MAGNITUDE
@@ -120,6 +136,38 @@ class Elements:
         code = cutlass.select_(size >= as_bits(LARGEST[self.name]), largest_code(self.name), code)
         code = code | ((bits >> (32 - self.bits)) & (1 << (self.bits - 1)))
         return cutlass.select_(size > INF_BITS, Int32(shape.nan), code)
+
+
+@dsl_user_op
+def add_e2m1(x: Float32, word: Int32, place: int, *, loc=None, ip=None) -> Int32:
+    """`word`, with the e2m1 code of x added in its nibble `place`.
+
+    With 2^e the power of two below |x|, or 1 if |x| is less, codes are 2 e plus the number of steps
+    of 2^(e-1) in |x|. The sum 2^e (2^22 + 3) + |x| is rounded to such steps: its low bits are that
+    number plus 6, those from bit 22 on 2 (e + 149), together a multiple of 16 plus the code. A NaN
+    becomes 6, the largest, and as a product it has no sign.
+    """
+    ptx = """{
+        .reg .f32 size, sum; .reg .b32 bits, top;
+        abs.f32 size, $1;
+        min.f32 size, size, 0f40C00000;
+        max.f32 sum, size, 0f3F800000;
+        mov.b32 bits, sum;
+        and.b32 bits, bits, 0x7F800000;
+        mov.b32 sum, bits;
+        fma.rn.f32 sum, sum, 0f4A800006, size;
+        mov.b32 bits, sum;
+        shr.u32 top, bits, 22;
+        add.u32 bits, bits, top;
+        mov.b32 top, $1;
+        shr.u32 top, top, 28;
+        lop3.b32 bits, bits, top, 7, 0xE4;
+        mad.lo.u32 $0, bits, SHIFT, $2;
+    }""".replace("SHIFT", str(1 << 4 * place))
+    values = [Float32(x).ir_value(loc=loc, ip=ip), Int32(word).ir_value(loc=loc, ip=ip)]
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, "=r,f,r", has_side_effects=False, loc=loc, ip=ip)
+    )
 
 
 def as_bits(value: float) -> int:

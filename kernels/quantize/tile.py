@@ -8,6 +8,8 @@ each, so its scale factors are whole tiles of the swizzled layout, padding inclu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -23,12 +25,10 @@ from cutex.kernels.quantize.elements import (
     bits_of,
     factor_of,
     float_of,
+    larger_halves,
 )
 
 THREADS = 256
-LANES = TILE // WIDTH  # threads across a row of the tile
-STEP = THREADS // LANES  # rows that all threads read at a time
-PASSES = TILE // STEP
 SEGMENTS = THREADS // TILE  # threads down a column of the tile
 SEGMENT = TILE // SEGMENTS  # rows of each
 
@@ -36,8 +36,8 @@ SEGMENT = TILE // SEGMENTS  # rows of each
 class Quantize:
     """q = x / factors, and the factors, of rows, of columns, or of both.
 
-    A thread reads 8 elements of each 16th row, and quantizes them with its neighbours; it leaves
-    them in smem, from where it takes 64 rows of one column.
+    A thread reads 8 elements of each 16th row, or 16 of each 32nd, and quantizes them with its
+    neighbours; it leaves them in smem, from where it takes 64 rows of one column.
 
     smem            bytes
     sX              128 * 128 * (2 or 4), only for columns
@@ -51,6 +51,9 @@ class Quantize:
     def __init__(self, config: QuantizeConfig) -> None:
         self.config = config
         self.elements = Elements(config.of.element, config.native)
+        self.lanes = TILE // config.width  # threads across a row of the tile
+        self.step = THREADS // self.lanes  # rows that all threads read at a time
+        self.passes = TILE // self.step
 
     @property
     def name(self) -> str:
@@ -108,7 +111,7 @@ class Quantize:
                 row_words = TILE // self.per_word
                 turned = cute.make_layout((TILE, row_words), stride=(row_words, 1))
                 sQ = smem.allocate_tensor(Int32, turned, 16)
-        rX = self.read(mX, row_tile * TILE, column_tile * TILE)  # (WIDTH, PASS)
+        rX = self.read(mX, row_tile * TILE, column_tile * TILE)  # (bWidth, PASS)
         whole = Int32(0)
         if cutlass.const_expr(c.square):
             whole = self.largest_of_tile(rX, sMax)
@@ -116,12 +119,10 @@ class Quantize:
             self.quantize_rows(rX, whole, own, row_tile, column_tile, mX, rest[:2])
         if cutlass.const_expr(c.columns):
             at = cute.arch.thread_idx()[0]
-            for i in cutlass.range_constexpr(PASSES):
-                here = sX[at // LANES + i * STEP, None]
-                cute.autovec_copy(
-                    rX[None, i],
-                    cute.local_tile(here, (WIDTH,), (at % LANES,)),
-                )
+            for i in cutlass.range_constexpr(self.passes):
+                here = sX[at // self.lanes + i * self.step, None]
+                there = cute.local_tile(here, (c.width,), (at % self.lanes,))
+                cute.autovec_copy(rX[None, i], there)
             cute.arch.sync_threads()
             smem_tiles = sX, sMax, sQ
             self.quantize_columns(smem_tiles, whole, own, row_tile, column_tile, mX, rest[-2:])
@@ -131,30 +132,33 @@ class Quantize:
 
     @cute.jit
     def read(self, mX: cute.Tensor, first_row: Int32, first_column: Int32) -> cute.Tensor:
-        """This thread's elements (WIDTH, PASS) of the tile; zeros beyond x."""
+        """This thread's elements (bWidth, PASS) of the tile; zeros beyond x."""
         thread = cute.arch.thread_idx()[0]
         rows, columns = mX.shape
-        rX = cute.make_rmem_tensor((WIDTH, PASSES), mX.element_type)
+        width = self.config.width
+        rX = cute.make_rmem_tensor((width, self.passes), mX.element_type)
         rX.fill(0.0)
-        column = first_column + thread % LANES * WIDTH
-        for i in cutlass.range_constexpr(PASSES):
-            row = first_row + thread // LANES + i * STEP
-            if row < rows:
-                if cutlass.const_expr(self.config.aligned):
-                    if column < columns:
+        first_column += thread % self.lanes * width
+        for i in cutlass.range_constexpr(self.passes):
+            row = first_row + thread // self.lanes + i * self.step
+            for j in cutlass.range_constexpr(0, width, WIDTH):
+                column = first_column + j
+                if (row < rows) & (column < columns):
+                    if cutlass.const_expr(self.config.aligned):
                         vector = cute.local_tile(mX[row, None], (WIDTH,), (column // WIDTH,))
-                        cute.autovec_copy(vector, rX[None, i])
-                else:
-                    for j in cutlass.range_constexpr(WIDTH):
-                        if column + j < columns:
-                            rX[j, i] = mX[row, column + j]
+                        to = cute.local_tile(rX[None, i], (WIDTH,), (j // WIDTH,))
+                        cute.autovec_copy(vector, to)
+                    else:
+                        for n in cutlass.range_constexpr(WIDTH):
+                            if column + n < columns:
+                                rX[j + n, i] = mX[row, column + n]
         return rX
 
     @cute.jit
     def largest_of_tile(self, rX: cute.Tensor, sMax: cute.Tensor) -> Int32:
         """The bits of the largest magnitude of the whole tile."""
         thread = cute.arch.thread_idx()[0]
-        largest = magnitude([rX[j, i] for i in range(PASSES) for j in range(WIDTH)])
+        largest = vector_magnitude(cute.make_tensor(rX.iterator, cute.make_layout(cute.size(rX))))
         largest = over_lanes(largest, 32)
         if thread % 32 == 0:
             sMax[thread // 32] = largest
@@ -187,21 +191,21 @@ class Quantize:
         c = self.config
         mData, mFactors = results
         thread = cute.arch.thread_idx()[0]
-        lane = thread % LANES
-        group = min(LANES, max(1, c.block // WIDTH))  # threads that share a block
+        lane = thread % self.lanes
+        group = min(self.lanes, max(1, c.block // c.width))  # threads that share a block
         rows, columns = mX.shape
-        column = column_tile * TILE + lane * WIDTH
-        for i in cutlass.range_constexpr(PASSES):
-            row = row_tile * TILE + thread // LANES + i * STEP
-            values = [rX[j, i].to(Float32) for j in range(WIDTH)]
+        column = column_tile * TILE + lane * c.width
+        for i in cutlass.range_constexpr(self.passes):
+            row = row_tile * TILE + thread // self.lanes + i * self.step
+            values = [rX[j, i].to(Float32) for j in range(c.width)]
             largest = whole
             if cutlass.const_expr(not c.square):
-                largest = over_lanes(magnitude(values), group)
+                largest = over_lanes(vector_magnitude(rX[None, i]), group)
             factor = self.factor(largest, own)
             per_word = self.per_word
             scaled = [v * factor.inverse for v in values]
             words = [
-                self.elements.pack(scaled[j : j + per_word]) for j in range(0, WIDTH, per_word)
+                self.elements.pack(scaled[j : j + per_word]) for j in range(0, c.width, per_word)
             ]
             if row < rows:
                 self.store_words(mData, row, column, words, columns, c.aligned)
@@ -355,11 +359,28 @@ class Quantize:
 
 
 def magnitude(values: list[Any]) -> Int32:
-    """The bits of the largest magnitude; as integers a NaN is above all."""
-    found = [bits_of(v.to(Float32)) & MAGNITUDE for v in values]
+    """The bits, as fp32, of the largest magnitude; as integers a NaN is above all."""
+    return largest_of([bits_of(v.to(Float32)) & MAGNITUDE for v in values], cutlass.max)
+
+
+def vector_magnitude(rX: cute.Tensor) -> Int32:
+    """The same of a vector in registers; those of 16 bits are compared in pairs."""
+    if rX.element_type.width == 32:
+        return magnitude([rX[i] for i in range(cute.size(rX))])
+    kind = "bf16" if rX.element_type is cutlass.BFloat16 else "f16"
+    words = cute.recast_tensor(rX, Int32)
+    signless = [words[i] & 0x7FFF7FFF for i in range(cute.size(words))]
+    # NOTE: of two words: a tensor of one has stride 0, and so its halves
+    pair = cute.make_rmem_tensor(2, Int32)
+    pair[0] = pair[1] = largest_of(signless, partial(larger_halves, kind=kind))
+    halves = cute.recast_tensor(pair, rX.element_type)
+    return magnitude([halves[0], halves[1]])
+
+
+def largest_of(found: list[Any], larger: Callable[[Any, Any], Any]) -> Any:
+    """The largest of so many as are a power of two."""
     while len(found) > 1:
-        pairs = [cutlass.max(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
-        found = pairs
+        found = [larger(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
     return found[0]
 
 
