@@ -11,8 +11,9 @@ from flash_attn_calls import call
 
 import cutex
 from cutex.device.attention.block_info import Band, BlockInfo
-from cutex.kernels.attention.backward.config import HEAD_DIMS, BackwardConfig
-from cutex.kernels.attention.backward.sm90.main import Sizes, tile_order
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.spec import HEAD_DIMS
+from cutex.kernels.attention.backward.tiles import Sizes, tile_order
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
 
@@ -25,6 +26,7 @@ def errors(
     order: str = "fifo",
     seed: int = 0,
     device: str = "cpu",
+    arch: str = "sm_90a",
     **options,
 ) -> list[str]:
     """What is wrong with the gradients of the case, on a GPU or simulated."""
@@ -35,7 +37,7 @@ def errors(
     ]
     mine = inputs._replace(q=leaves[0], k=leaves[1], v=leaves[2], sink=leaves[3])
     grads = [None if x is None else x.to(device) for x in upstream(case, seed + 1, of_lse)]
-    where = cutex.ops.simulated("sm_90a", order=order, seed=seed)
+    where = cutex.ops.simulated(arch, order=order, seed=seed)
     with where if device == "cpu" else nullcontext():
         out, lse = call(case, mine, **options)
         torch.autograd.backward([out, lse][: 1 + of_lse], [x for x in grads if x is not None])

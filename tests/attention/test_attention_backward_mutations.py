@@ -14,12 +14,13 @@ from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import KeyMask
 from cutex.device.pipeline import Barrier
 from cutex.kernels.attention.backward.choose import fitted
-from cutex.kernels.attention.backward.config import HEAD_DIMS, BackwardConfig
+from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.convert import Convert
 from cutex.kernels.attention.backward.sm90.backward import Backward
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
 from cutex.kernels.attention.backward.sm90.shared import Handover
+from cutex.kernels.attention.backward.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cutex.kernels.attention.backward.choose import fitted
-from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.choose import CONFIGS, Config, fitted
+from cutex.ops.attention import torch_backward
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.plan import (
     ALIGN,
     arch_name,
+    arch_of,
     longest_k,
     longest_q,
     packed,
@@ -26,20 +28,23 @@ from cutex.ops.attention.plan import (
     why_copied,
 )
 from cutex.ops.device import current, launcher, per_device
+from cutex.problem.stage import package
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
-ARCHS = ("sm_90a",)
+UNTIMED = ("sm_100a", "sm_103a")  # whose kernels have run in the simulator only
 
 
 def why_not(call: AttentionCall) -> str | None:
     """The reason why our kernels do not compute the gradients of the call, or None."""
     arch = arch_name(call.q.device)
-    if arch not in ARCHS:
-        return f"the backward's kernels are for {', '.join(ARCHS)}, q is on {arch}"
+    if arch not in CONFIGS:
+        return f"the backward's kernels are for {', '.join(CONFIGS)}, q is on {arch}"
     if call.score_mod is not None or call.mask_mod is not None:
         return "score_mod or mask_mod, whose derivative is not known"
+    if arch in UNTIMED and call.q.device.type == "cuda" and torch_backward.why_not(call) is None:
+        return f"on {arch} torch's flash backward is taken where it can, until ours was timed"
     return None
 
 
@@ -75,7 +80,7 @@ class Plan:
 
     def __init__(self, call: AttentionCall, grad_out: Tensor, out: Tensor, dlse: bool) -> None:
         c = self.config = config_for(call, dlse)
-        self.compiled = kernel_for(c, DTYPES[call.q.dtype])
+        self.compiled = kernel_for(c, DTYPES[call.q.dtype], arch_of(call.q.device))
         self.device = call.q.device
         one_list = {"q": c.used_q and not c.varlen_q, "k": c.used_k and not c.varlen_k}
         given = {"q": call.q, "k": call.k, "v": call.v, "do": grad_out, "o": out}
@@ -112,7 +117,7 @@ class Plan:
         stats = torch.empty((self.tiles, 2 * c.tile_m), **kind)
         sums = torch.empty((self.tiles, c.tile_m * c.head_dim), **kind)
         kind["dtype"] = torch.int32
-        in_turn = [torch.empty((self.tiles, 4), **kind)] if c.deterministic else []
+        in_turn = [torch.empty((self.tiles, c.turns), **kind)] if c.deterministic else []
         of_lse = [] if grad_lse is None else [grad_lse.float()]
         given = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
         lengths = [x.contiguous() for x in given if x is not None]
@@ -131,11 +136,11 @@ def is_empty(call: AttentionCall, out: Tensor) -> bool:
     return 0 in (*out.shape, call.batch, longest_q(call), longest_k(call))
 
 
-def config_for(call: AttentionCall, dlse: bool) -> BackwardConfig:
+def config_for(call: AttentionCall, dlse: bool) -> Config:
     left, right = call.window
     head_dim, head_dim_v = kernel_dims(*call.head_dims)  # type: ignore[misc] # checked
     return fitted(
-        BackwardConfig(
+        CONFIGS[arch_of(call.q.device)](
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             causal=right == 0,
@@ -161,7 +166,7 @@ def prepared(x: Tensor, one_list: bool) -> Tensor:
     return packed(x) if why_copied(x, one_list) is not None else stepped(x, one_list)
 
 
-def num_tiles(call: AttentionCall, config: BackwardConfig) -> int:
+def num_tiles(call: AttentionCall, config: Config) -> int:
     """The tiles of queries of all heads (signature.RowTiles)."""
     tile, rows = config.tile_m, call.q.shape[-3]
     if config.varlen_q:
@@ -169,7 +174,7 @@ def num_tiles(call: AttentionCall, config: BackwardConfig) -> int:
     return -(-rows // tile) * call.batch * call.heads[0]
 
 
-def scalars(call: AttentionCall, config: BackwardConfig) -> list[float | int]:
+def scalars(call: AttentionCall, config: Config) -> list[float | int]:
     left, right = call.window
     found: list[float | int] = [call.scale]
     if config.softcap:
@@ -186,8 +191,8 @@ def scalars(call: AttentionCall, config: BackwardConfig) -> list[float | int]:
 
 
 @lru_cache(maxsize=1024)
-def kernel_for(config: BackwardConfig, dtype: str) -> Compiled:
+def kernel_for(config: Config, dtype: str, arch: str) -> Compiled:
     from cutex.compile import compile
-    from cutex.kernels.attention.backward.sm90.backward import Backward
 
-    return compile(Backward(config), dtype, "sm_90a")
+    place = f"{package('attention_backward', arch)}.backward"
+    return compile(import_module(place).Backward(config), dtype, arch)

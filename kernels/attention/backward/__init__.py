@@ -5,11 +5,13 @@ Importing this loads neither torch nor the DSL.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.problem import stage as stage_of_any
 from cutex.problem.attention.backward import BackwardProblem
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from cutex.problem.stage import Config
 
 
-class Stage(stage_of_any.Stage[BackwardProblem, BackwardConfig]):
+class Stage(stage_of_any.Stage[BackwardProblem, Any]):
     """A stage: the same kernel with another schedule of its products."""
 
     op = "attention_backward"
@@ -41,6 +43,21 @@ class Chosen(Stage):
         return self.with_config(fitted(self.default.of(problem)))
 
 
+@dataclass(frozen=True)
+class Sm100Stage(Stage):
+    """A stage on Blackwell: the chosen config, but for the fields in `held`, which are those of the
+    stage's own."""
+
+    held: tuple[str, ...] = ()
+
+    def fitted(self, problem: BackwardProblem) -> Self:
+        chosen = fitted(self.default.of(problem))
+        return self.with_config(
+            replace(chosen, **{name: getattr(self.default, name) for name in self.held})
+        )
+
+
+_ONE = Sm100BackwardConfig(num_stages=1, ds_slots=1, dq_slots=1, ahead=False)
 _STAGES = (
     Stage(0, "sm_90a", "in order", "S, dP, P, dS, dV, dK, each waited for", BackwardConfig(
         num_stages=2, overlap=False)),
@@ -49,7 +66,13 @@ _STAGES = (
     Stage(2, "sm_90a", "three slots", "loads run two blocks ahead", BackwardConfig()),
     Chosen(3, "sm_90a", "backward", "the kernel behind flash_attn_func's gradient",
            BackwardConfig()),
+    Sm100Stage(0, "sm_100a", "in order", "one block after the other through one slot each", _ONE,
+               held=("num_stages", "do_stages", "ds_slots", "dq_slots", "ahead")),
+    Sm100Stage(1, "sm_100a", "rings", "loads a block ahead, adds of dQ under the next",
+               replace(_ONE, ahead=False), held=("ahead",)),
+    Sm100Stage(2, "sm_100a", "backward", "S of the next block under this one's dK and dQ",
+               Sm100BackwardConfig()),
 )  # fmt: skip
 
-LADDERS = stage_of_any.Ladders("attention backward", _STAGES)
+LADDERS = stage_of_any.Ladders("attention backward", _STAGES, relatives=True)
 stages, stage = LADDERS.stages, LADDERS.stage

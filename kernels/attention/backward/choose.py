@@ -1,27 +1,27 @@
-"""The choice of a backward config: tiles by head dim and features."""
+"""The choice of a backward config, by arch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.sm90 import choose as sm90
+from cutex.kernels.attention.backward.sm100 import choose as sm100
+from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 
-_BY_64 = {"dq_columns": 64, "dq_slots": 1}
-_WIDE = {"tile_n": 64, **_BY_64}
-# by head dims: what differs from BackwardConfig's defaults
-_TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"num_stages": 4, "dp_start": 0, "registers": (200, 104), **_BY_64, "dq_slots": 2},
-    (96, 96): {"dq_columns": 96, "dq_slots": 2, "registers": (208, 88)},
-    (128, 128): {"ds_slots": 3, "dp_start": 1},
-    (192, 128): {**_WIDE, "dp_start": 0, "dq_slots": 2, "registers": (208, 168, 128)},
-    (192, 192): {**_WIDE, "dp_start": 0, "registers": (208, 184, 112)},
-    (256, 256): {**_WIDE, "num_stages": 2, "registers": (232, 208, 64)},
+Config = BackwardConfig | Sm100BackwardConfig
+CONFIGS: dict[str, type[BackwardConfig] | type[Sm100BackwardConfig]] = {
+    "sm_90a": BackwardConfig,
+    "sm_100a": Sm100BackwardConfig,
+    "sm_103a": Sm100BackwardConfig,
+}
+_FITTED: dict[type, Callable[[Any], Any]] = {
+    BackwardConfig: sm90.fitted,
+    Sm100BackwardConfig: sm100.fitted,
 }
 
 
-def fitted(config: BackwardConfig) -> BackwardConfig:
+def fitted(config: Any) -> Any:
     """`config`, whose fields say what is computed, with its tiles chosen."""
-    tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
-    # NOTE: with a soft cap its derivative takes the registers that the overlap needs
-    return replace(config, **tiles, overlap=config.wide or not config.softcap)
+    return _FITTED[type(config)](config)

@@ -1,14 +1,12 @@
-"""The configs of the attention backward: what its kernels compute, and the tiling on Hopper."""
+"""The config of the Hopper backward: the tiling, and when it does not fit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.problem.attention.backward import TILE
-
-if TYPE_CHECKING:
-    from cutex.problem.attention.backward import BackwardProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
 WARPGROUP_ROWS = 64  # of one wgmma
@@ -16,28 +14,12 @@ WARPGROUP_THREADS = 128
 REGISTERS = 65536  # of an SM
 SCALARS = 16  # the least registers of a thread for everything else
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
-    """What the backward computes, and its Hopper tiling: a CTA owns tile_n keys of one head, whose
-    dK and dV it keeps in registers, and takes the queries tile_m at a time.
-
-    dQ is summed in fp32 in global memory, in tiles of tile_m rows.
-    """
-
-    head_dim: int = 128
-    head_dim_v: int = 128
-    causal: bool = False
-    window: tuple[bool, bool] = (False, False)  # whether lo and hi of the band are passed
-    varlen_q: bool = False  # cu_seqlens_q is passed
-    varlen_k: bool = False
-    used_q: bool = False  # seqused_q is passed
-    used_k: bool = False
-    softcap: bool = False
-    dlse: bool = False  # the gradient of LSE is passed, too
-    deterministic: bool = False  # CTAs add to a tile of dQ in one order
+class BackwardConfig(BackwardSpec):
+    """The Hopper tiling: a CTA owns tile_n keys of one head, whose dK and dV it keeps in registers,
+    and takes the queries tile_m at a time."""
 
     tile_n: int = 128
     num_stages: int = 3  # slots of Q, with the rows' LSE and delta, and of dO
@@ -51,47 +33,6 @@ class BackwardConfig:
     registers: tuple[int, ...] = (224, 56)
 
     tile_m: ClassVar[int] = TILE
-
-    def of(self, problem: BackwardProblem) -> BackwardConfig:
-        """This config for another problem."""
-        left, right = problem.bounds
-        return replace(
-            self,
-            head_dim=problem.head_dim,
-            head_dim_v=problem.head_dim_v,
-            causal=problem.causal,
-            window=(left is not None, right is not None and not problem.causal),
-            varlen_q=problem.varlen,
-            varlen_k=problem.varlen,
-            softcap=problem.softcap != 0,
-        )
-
-    @property
-    def ragged_q(self) -> bool:
-        return self.varlen_q or self.used_q
-
-    @property
-    def ragged_k(self) -> bool:
-        return self.varlen_k or self.used_k
-
-    @property
-    def last_first(self) -> bool:
-        """Whether, of key blocks that add to one tile of dQ in turn, the last is the first: where
-        the band leaves out early queries, a block is there before those of earlier keys are."""
-        return self.deterministic and (self.causal or self.window[1])
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether key blocks of some heads are taken in turn, rather than head by head: so that
-        the ones that see the most queries come first; or, deterministic, so that CTAs that add to
-        the same tile of dQ do not begin at one time, each to wait for the one before."""
-        return self.deterministic or ((self.causal or self.window[1]) and not self.window[0])
-
-    @property
-    def reversed(self) -> bool:
-        """Whether key blocks are counted from the last: the order's longest rows are its last, and
-        the first keys are to go first."""
-        return self.interleaved and not self.last_first
 
     @property
     def wide(self) -> bool:
@@ -146,15 +87,8 @@ class BackwardConfig:
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """The reason why this config cannot run, as one sentence, or None."""
-        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
-            known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
-            return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
-        if self.causal and self.window[1]:
-            return "causal=True: it is the right side of the window"
-        if problem is not None and (self.head_dim, self.head_dim_v) != (
-            problem.head_dim, problem.head_dim_v,
-        ):  # fmt: skip
-            return f"head_dim={self.head_dim}: the problem has {problem.head_dim}"
+        if reason := self.why_not_computed(problem):
+            return reason
         if self.wide and self.tile_n != WARPGROUP_ROWS:
             return f"tile_n={self.tile_n}: with head dim {self.head_dim} a CTA owns 64 keys"
         if self.tile_n % WARPGROUP_ROWS or self.key_tiles not in ((1,) if self.wide else (2, 3)):

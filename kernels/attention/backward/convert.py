@@ -12,9 +12,9 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.device.attention.seqlen_info import SeqlenInfo
-from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.preprocess import row_block, row_sizes, rows_of
 from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, queries
+from cutex.kernels.attention.backward.spec import BackwardSpec
 
 THREADS = 128
 WIDE = 8  # columns of a unit
@@ -23,7 +23,7 @@ WIDE = 8  # columns of a unit
 class Convert:
     """The kernel: a CTA for each tile of a head's queries."""
 
-    def __init__(self, config: BackwardConfig) -> None:
+    def __init__(self, config: BackwardSpec) -> None:
         self.config = config
 
     @cute.jit
@@ -41,17 +41,30 @@ class Convert:
         m_block, head, batch = row_block(num_m_blocks, tiles.heads)
         seqlen = queries(passed, cute.size(mdQ, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
-            size = c.tile_m * c.head_dim
             sums = mSums[tiles.tile(c, head, batch, seqlen) + m_block, None]  # (bM * D)
             gdQ = rows_of(mdQ, c.varlen_q, head, batch)  # (seqlen, D)
-            units = c.head_dim // WIDE
-            for i in cutlass.range_constexpr(size // (4 * 4 * THREADS)):
-                item = i * THREADS + thread
-                unit, four = item % units, item // units  # 8 columns; four threads, of two rows
-                numbers = self.read(sums, unit, four)
-                row = m_block * c.tile_m + four // 8 * 16 + four % 8
-                self.write(numbers, 0, gdQ, seqlen, row, unit, passed.scale)
-                self.write(numbers, 1, gdQ, seqlen, row + 8, unit, passed.scale)
+            self.tile(thread, sums, gdQ, seqlen, m_block, passed.scale)
+
+    @cute.jit
+    def tile(
+        self,
+        thread: Int32,
+        sums: cute.Tensor,
+        gdQ: cute.Tensor,
+        seqlen: SeqlenInfo,
+        m_block: Int32,
+        scale: Float32,
+    ) -> None:
+        """Convert a tile of the sums."""
+        c = self.config
+        units = c.head_dim // WIDE
+        for i in cutlass.range_constexpr(c.tile_m * c.head_dim // (4 * 4 * THREADS)):
+            item = i * THREADS + thread
+            unit, four = item % units, item // units  # 8 columns; four threads, of two rows
+            numbers = self.read(sums, unit, four)
+            row = m_block * c.tile_m + four // 8 * 16 + four % 8
+            self.write(numbers, 0, gdQ, seqlen, row, unit, scale)
+            self.write(numbers, 1, gdQ, seqlen, row + 8, unit, scale)
 
     @cute.jit
     def read(self, sums: cute.Tensor, unit: Int32, four: Int32) -> cute.Tensor:

@@ -12,8 +12,8 @@ from cutlass import Float32, Int32, cute
 
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
-from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, queries
+from cutex.kernels.attention.backward.spec import BackwardSpec
 
 THREADS = 128
 LANES = 8  # threads that read one row together
@@ -23,7 +23,7 @@ VECTOR = 8  # elements of 16 bits in one load
 class Preprocess:
     """The kernel: a CTA for each tile of a head's queries."""
 
-    def __init__(self, config: BackwardConfig) -> None:
+    def __init__(self, config: BackwardSpec) -> None:
         self.config = config
 
     @cute.jit
@@ -46,7 +46,7 @@ class Preprocess:
             tile = tiles.tile(c, head, batch, seqlen) + m_block
             self.clear(tensors.dq_sums[tile, None])
             if cutlass.const_expr(c.deterministic):  # noqa: SIM102 - known when tracing
-                if thread < 4:
+                if thread < c.turns:
                     passed.turns[tile, thread] = Int32(0)
             stats = tensors.stats[tile, None]  # (2 * bM)
             mO, mdO = (rows_of(x, c.varlen_q, head, batch) for x in (tensors.o, tensors.do))
@@ -106,7 +106,7 @@ class Preprocess:
         return (Float32.inf if empty else lse * LOG2_E), dlse
 
 
-def row_sizes(config: BackwardConfig, mX: cute.Tensor, passed: Passed):
+def row_sizes(config: BackwardSpec, mX: cute.Tensor, passed: Passed):
     """The number of sequences, the most rows that one has, and the tiles of mX, which is laid out
     like q."""
     c = config

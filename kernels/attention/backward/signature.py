@@ -9,10 +9,10 @@ from cutlass import Int32
 from cutex.compile import Argument, Operand, Scalar
 from cutex.device.attention.block_info import Band, ceil_div
 from cutex.device.attention.seqlen_info import SeqlenInfo, Seqlens
-from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.spec import BackwardSpec
 
 
-def tensor(config: BackwardConfig, name: str, dtype: str) -> Operand:
+def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
     """The tensor argument `name`."""
     c = config
     q = ("tq", "h") if c.varlen_q else ("b", "sq", "h")
@@ -38,7 +38,7 @@ def tensor(config: BackwardConfig, name: str, dtype: str) -> Operand:
     return Operand(name, (*rows, width), dtype)
 
 
-def arguments(config: BackwardConfig, dtype: str) -> tuple[Argument, ...]:
+def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
     """The fields of Tensors, and those of Passed that `config` has."""
     c = config
     found: list[Argument] = [tensor(c, name, dtype) for name in Tensors._fields]
@@ -96,7 +96,7 @@ class Passed(NamedTuple):
     max_seqlen_k: Any = None
 
     @staticmethod
-    def of(config: BackwardConfig, values: tuple[Any, ...]) -> Passed:
+    def of(config: BackwardSpec, values: tuple[Any, ...]) -> Passed:
         rest = [a.name for a in arguments(config, "bf16")[len(Tensors._fields) :]]
         return Passed(**dict(zip(rest, values, strict=True)))
 
@@ -116,13 +116,13 @@ class RowTiles(NamedTuple):
     per_head: Int32  # tiles of one head: of one batch entry or, packed, of all sequences
 
     @staticmethod
-    def of(config: BackwardConfig, heads: Int32, rows: Int32, batch: Int32) -> RowTiles:
+    def of(config: BackwardSpec, heads: Int32, rows: Int32, batch: Int32) -> RowTiles:
         """The tiles of `rows` queries a batch entry, or of all of a packed batch."""
         tile_m = config.tile_m
         per_head = rows // tile_m + batch if config.varlen_q else ceil_div(rows, tile_m)
         return RowTiles(heads, per_head)
 
-    def tile(self, config: BackwardConfig, head: Int32, batch: Int32, seqlen: SeqlenInfo) -> Int32:
+    def tile(self, config: BackwardSpec, head: Int32, batch: Int32, seqlen: SeqlenInfo) -> Int32:
         """The first tile of one head of one sequence."""
         if config.varlen_q:
             return head * self.per_head + seqlen.offset // config.tile_m + batch

@@ -14,7 +14,8 @@ from cutlass import Int32, cute
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.sm90.shared import Shared, bulk_load
+from cutex.kernels.attention.backward.sm90.shared import Shared
+from cutex.kernels.attention.backward.tiles import bulk_load
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -23,21 +23,14 @@ from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
-from cutex.device.row_source import END
 from cutex.kernels.attention.backward.config import WARPGROUP_ROWS, BackwardConfig
-from cutex.kernels.attention.backward.signature import (
-    Passed,
-    RowTiles,
-    Tensors,
-    keys,
-    queries,
-)
+from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
-from cutex.kernels.attention.backward.sm90.shared import Handover, Shared, Tile
+from cutex.kernels.attention.backward.sm90.shared import Handover, Shared
 from cutex.kernels.attention.backward.sm90.wide import WideKeys, WideValues
-from cutex.kernels.attention.order import AttentionOrder, Wave
+from cutex.kernels.attention.backward.tiles import Sizes, Tile, sizes_of, tile_of
 
 
 class Operands(NamedTuple):
@@ -49,34 +42,6 @@ class Operands(NamedTuple):
     do: cpasync.TmaInfo
     dk: cpasync.TmaInfo
     dv: cpasync.TmaInfo
-
-
-class Sizes(NamedTuple):
-    """The extents of a problem."""
-
-    heads_kv: Int32
-    heads_per_kv: Int32
-    rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
-    rows_k: Int32
-    num_n_blocks: Int32  # of the longest sequence
-    batch: Int32
-
-
-def tile_order(config: BackwardConfig, sizes: Sizes) -> AttentionOrder:
-    """The order in which key blocks are taken, which are its `m`. Causal, the first keys see the
-    most queries: they go first, of as many heads at a time as fill the SMs twice."""
-    two_waves = 2 * config.num_ctas
-    units = (two_waves + sizes.num_n_blocks - 1) // sizes.num_n_blocks
-    return AttentionOrder(
-        num_m_blocks=sizes.num_n_blocks,
-        heads=sizes.heads_kv,
-        batch=sizes.batch,
-        longest_first=config.interleaved,
-        rows_k=1,
-        heads_per_kv=1,
-        l2_rows=END,  # groups are as large as a wave
-        wave=Wave(units, 2 * units),
-    )
 
 
 class Main:
@@ -142,21 +107,9 @@ class Main:
             tma_operand(store, tensors.dk, of_k, k_tile, c.key_tiles),
             tma_operand(store, tensors.dv, of_k, v_tile, c.key_tiles),
         )
-        at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
-        rows_q, rows_k = Int32(cute.size(mQ, mode=[at_q])), Int32(cute.size(mK, mode=[at_k]))
-        heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
-        batch = cute.size(mQ, mode=[0])
-        if cutlass.const_expr(c.varlen_q):
-            batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
-        longest_k = passed.max_seqlen_k if c.varlen_k else rows_k
-        num_n_blocks = cute.ceil_div(longest_k, c.tile_n)
-        tiles = RowTiles.of(c, Int32(heads), rows_q, Int32(batch))
-        sizes = Sizes(
-            Int32(heads_kv), Int32(heads // heads_kv), rows_q, rows_k, Int32(num_n_blocks),
-            Int32(batch),
-        )  # fmt: skip
+        sizes, tiles = sizes_of(c, tensors, passed)
         self.kernel(operands, tensors.stats, tensors.dq_sums, passed, sizes, tiles).launch(
-            grid=(num_n_blocks * heads_kv * batch, 1, 1),
+            grid=(sizes.num_n_blocks * sizes.heads_kv * sizes.batch, 1, 1),
             block=(self.num_threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -173,7 +126,8 @@ class Main:
         tiles: RowTiles,
     ) -> None:
         c = self.config
-        tile = self.own_tile(passed, sizes)
+        index, _, _ = cute.arch.block_idx()
+        tile = tile_of(c, index, passed, sizes)
         if tile.n_block * c.tile_n < tile.seq_k.length:
             shared = self.shared(operands, passed, sizes, tiles, tile)
             warp = cute.arch.warp_idx()
@@ -200,18 +154,6 @@ class Main:
                 values = WideValues.of(c, shared)
                 values.run()
                 values.store(operands.dv)
-
-    @cute.jit
-    def own_tile(self, passed: Passed, sizes: Sizes) -> Tile:
-        """The keys of this CTA."""
-        index, _, _ = cute.arch.block_idx()
-        work = tile_order(self.config, sizes).tile(index)
-        n_block = work.m
-        if cutlass.const_expr(self.config.reversed):
-            n_block = sizes.num_n_blocks - 1 - work.m
-        batch = work.batch
-        seq_q, seq_k = queries(passed, sizes.rows_q).of(batch), keys(passed, sizes.rows_k).of(batch)
-        return Tile(n_block, work.head, batch, seq_q, seq_k)
 
     @cute.jit
     def shared(

@@ -24,6 +24,7 @@ from cutex.device.atoms.wgmma import ROWS, Wgmma, WgmmaProduct
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.shared import Shared
+from cutex.kernels.attention.backward.turns import await_turn, pass_turn, turn_of
 
 WIDE = 8  # columns of an accumulator of which a thread has 4 numbers
 
@@ -62,7 +63,7 @@ class QueryGradients:
             if loads & (i > 0) & (following < total):
                 self.load.queries(following, fill)
                 fill.advance()
-            turn = self.turn(m_block) if c.deterministic else Int32(0)
+            turn = turn_of(c, s.info, s.tile, m_block) if c.deterministic else Int32(0)
             self.block(i, tile + m_block, turn, (earlier, earlier_turn))
             earlier, earlier_turn = tile + m_block, turn
             m_block += 1
@@ -72,7 +73,7 @@ class QueryGradients:
         with cute.arch.elect_one():
             s.k_read.arrive()
         if cutlass.const_expr(c.deterministic):
-            self.pass_turn(earlier, earlier_turn)
+            pass_turn(s.passed.turns, earlier, cute.arch.warp_idx() % 4, earlier_turn)
         else:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -92,8 +93,9 @@ class QueryGradients:
                 dq.of(tQrdS).into(acc).issue(keys, keys > 0)
             if cutlass.const_expr(c.deterministic):  # noqa: SIM102 - known when tracing
                 if part == 0:
-                    self.pass_turn(*earlier)
-                    self.await_turn(tile, turn)
+                    warp = cute.arch.warp_idx() % 4
+                    pass_turn(s.passed.turns, earlier[0], warp, earlier[1])
+                    await_turn(s.passed.turns, tile, warp, turn)
             warpgroup.wait_group(0)
             if part == parts - 1:
                 s.ds.release(ds)
@@ -140,38 +142,6 @@ class QueryGradients:
         for j in cutlass.range_constexpr(units):
             at = (warp * (c.head_dim // WIDE) + part * units + j) * 32 + lane
             add_vector(vectors[None, at].iterator, tuple(acc[4 * j + i] for i in range(4)))
-
-    def turn(self, m_block: Int32) -> Int32:
-        """How many key blocks add to a block of queries before this CTA's."""
-        s = self.shared
-        blocks = s.info.n_blocks(m_block, s.tile.seq_q.length, s.tile.seq_k.length)
-        if self.config.last_first:
-            return blocks.end - 1 - s.tile.n_block
-        return s.tile.n_block - blocks.first
-
-    def flag(self, tile: Int32) -> cute.Pointer:
-        return self.shared.passed.turns[tile, None].iterator + cute.arch.warp_idx() % 4
-
-    @cute.jit
-    def await_turn(self, tile: Int32, turn: Int32) -> None:
-        """Wait until `turn` key blocks have added to this warp's part of the tile."""
-        flag = self.flag(tile)
-        if cute.arch.lane_idx() == 0:
-            now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-            while now != turn:
-                now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-            cute.arch.fence_proxy("async.global")
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def pass_turn(self, tile: Int32, turn: Int32) -> None:
-        """Let the next key block add to this warp's part of the tile, once this one's adds have
-        landed; nothing if `turn` is negative."""
-        cute.arch.sync_warp()
-        if (cute.arch.lane_idx() == 0) & (turn >= 0):
-            cute.arch.cp_async_bulk_wait_group(0)
-            cute.arch.fence_proxy("async.global")
-            cute.arch.store(self.flag(tile), turn + 1, sem="release", scope="gpu")
 
     def product(self, part: Int32) -> WgmmaProduct:
         """The product of a part of dQ's columns; its A is dS of all slots."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.block_info import BlockInfo, Blocks
-from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.kernels.attention.backward.signature import Passed, RowTiles
+from cutex.kernels.attention.backward.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,6 @@ class Handover:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A CTA's keys, and the lengths of their sequence."""
-
-    n_block: Int32
-    head_kv: Int32
-    batch: Int32
-    seq_q: SeqlenInfo
-    seq_k: SeqlenInfo
-
-
-@dataclass(frozen=True)
 class Shared:
     """What all roles of a CTA use."""
 
@@ -99,14 +87,3 @@ class Shared:
 
     def first_head(self) -> Int32:
         return self.tile.head_kv * self.heads_per_kv
-
-
-@cute.jit
-def bulk_load(from_gmem: cute.Tensor, to_smem: cute.Tensor, full: cute.Pointer) -> None:
-    """Start the copy of a vector whose bytes arrive on `full`. A whole warp calls it."""
-    op = cpasync.CopyBulkG2SOp()
-    bits = cute.size(to_smem) * to_smem.element_type.width
-    atom = cute.make_copy_atom(op, from_gmem.element_type, num_bits_per_copy=bits)
-    source = cute.make_tensor(from_gmem.iterator, to_smem.layout)  # its size is known
-    with cute.arch.elect_one():
-        cute.copy(atom, source, to_smem, mbar_ptr=full)

@@ -1,0 +1,1 @@
+"""The FlashAttention backward on Blackwell."""

@@ -1,0 +1,228 @@
+"""Compute: the role of two warpgroups that turn S^T into P^T, and dP^T into dS^T.
+
+A thread has a key and half of a block's queries:
+
+    P^T = 2^(S^T - LSE), dS^T = P^T * (dP^T - delta)
+
+LSE and delta belong to columns, and are read from smem. P^T and dS^T go over the scores that they
+are computed from, as operands of dV and dK; dS also to smem, for dQ. At the end one warpgroup
+stores dV, the other dK.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.atoms.packed import fma2, mul2, sub2
+from cutex.device.atoms.scalar import exp2, tanh
+from cutex.device.atoms.tmem import LANES, fence_after_sync, fence_before_sync
+from cutex.device.attention.mask import KeyMask
+from cutex.device.attention.rows import Rows
+from cutex.device.attention.softmax import LOG2_E
+from cutex.device.attention.tmem_rows import columns_of, flat, rounded, store_columns
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.backward.sm100.config import PART, ROWS
+from cutex.kernels.attention.backward.sm100.shared import Shared, following
+
+STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
+
+
+@dataclass(frozen=True)
+class Compute:
+    shared: Shared
+    half: Int32  # of a block's queries, and the number of the warpgroup
+
+    @property
+    def parts(self) -> int:
+        """The parts of a thread's row."""
+        return self.shared.config.half // PART
+
+    @cute.jit
+    def run(self) -> None:
+        """Compute P^T and dS^T of all blocks."""
+        s = self.shared
+        blocks = s.m_blocks()
+        state, m_block = s.barriers.q.consumer(), blocks.first
+        for i in cutlass.range(s.total(blocks), unroll=1):
+            s.barriers.q.wait_full(state)
+            masked = (m_block < blocks.clean_first) | (m_block >= blocks.clean_end)
+            rows = self.probabilities(i, state, m_block, masked)
+            self.gradients(i, state, rows)
+            state.advance()
+            m_block = following(m_block, blocks)
+
+    # ---- a block
+
+    @cute.jit
+    def probabilities(
+        self, i: Int32, state: PipelineState, m_block: Int32, masked: Boolean
+    ) -> list[cute.Tensor]:
+        """Store P^T of block i, and return what dP^T - delta is multiplied by, in parts."""
+        s = self.shared
+        c, b = s.config, s.barriers
+        column = self.half * c.half
+        b.s_full.wait(i & 1)
+        fence_after_sync()
+        parts = columns_of(s.tmem, column, c.half)
+        loaded = [parts.start_load(part) for part in range(self.parts)]
+        parts.wait_loads()
+        rows = [flat(x) for x in loaded]
+        if cutlass.const_expr(c.softcap):
+            factor = s.passed.scale / s.passed.softcap
+            for row in rows:
+                for k in cutlass.range_constexpr(PART):
+                    row[k] = tanh(row[k] * factor)
+        if masked:
+            for part in cutlass.range_constexpr(self.parts):
+                scores = cute.make_tensor(rows[part].iterator, cute.make_layout((1, PART)))
+                self.mask().apply(scores, self.part_of(m_block, part))
+        for part in cutlass.range_constexpr(self.parts):
+            lse = self.of_columns(0, state, part)  # (PART)
+            probabilities = self.exponentials(rows[part], lse)
+            words = cute.recast_tensor(rounded(probabilities, s.sQ.element_type), Float32)
+            store_columns(s.tmem, column + part * cute.size(words), words)
+        cute.arch.fence_view_async_tmem_store()
+        fence_before_sync()
+        with cute.arch.elect_one():
+            b.p_full.arrive()
+        return rows
+
+    @cute.jit
+    def exponentials(self, row: cute.Tensor, lse: cute.Tensor) -> cute.Tensor:
+        """P^T of a part of a row; `row` turns into P^T, times the derivative of a soft cap."""
+        passed = self.shared.passed
+        if cutlass.const_expr(not self.shared.config.softcap):
+            down = -passed.scale * LOG2_E
+            for k in cutlass.range_constexpr(0, PART, 2):
+                x = fma2((row[k], row[k + 1]), (down, down), (lse[k], lse[k + 1]))
+                row[k], row[k + 1] = exp2(-x[0]), exp2(-x[1])
+            return row
+        found = cute.make_rmem_tensor(cute.make_layout(PART), Float32)
+        scale_log2 = passed.softcap * LOG2_E
+        for k in cutlass.range_constexpr(PART):
+            x = row[k]
+            found[k] = exp2(x * scale_log2 - lse[k])
+            # NOTE: 0 also for the -inf of a score that does not count
+            row[k] = found[k] * cute.arch.fmax(1.0 - x * x, Float32(0.0))
+        return found
+
+    @cute.jit
+    def gradients(self, i: Int32, state: PipelineState, rows: list[cute.Tensor]) -> None:
+        """Store dS^T of block i, in tensor memory and in smem."""
+        s = self.shared
+        c, b = s.config, s.barriers
+        column, slot = c.dp_column + self.half * c.half, i % c.ds_slots
+        b.dp_full.wait(i & 1)
+        fence_after_sync()
+        parts = columns_of(s.tmem, column, c.half)
+        loaded = parts.start_load(0)
+        for part in cutlass.range_constexpr(self.parts):
+            dp, row = flat(loaded), rows[part]
+            parts.wait_loads()
+            if cutlass.const_expr(part + 1 < self.parts):
+                loaded = parts.start_load(part + 1)
+            delta = self.of_columns(1, state, part)  # (PART)
+            for k in cutlass.range_constexpr(0, PART, 2):
+                x = sub2((dp[k], dp[k + 1]), (delta[k], delta[k + 1]))
+                row[k], row[k + 1] = mul2((row[k], row[k + 1]), x)
+            ds = rounded(row, s.sQ.element_type)
+            if cutlass.const_expr(part == 0):
+                b.ds_empty.wait(i // c.ds_slots % 2 ^ 1, slot)
+            words = cute.recast_tensor(ds, Float32)
+            store_columns(s.tmem, column + part * cute.size(words), words)
+            mine = s.sdS[None, self.key(), slot]  # (bM)
+            to = cute.local_tile(mine, (PART,), (self.half * self.parts + part,))
+            cute.autovec_copy(ds, to)
+        cute.arch.fence_view_async_tmem_store()
+        cute.arch.fence_view_async_shared()
+        fence_before_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            b.ds_full.arrive()
+
+    @cute.jit
+    def of_columns(
+        self, which: cutlass.Constexpr[int], state: PipelineState, part: cutlass.Constexpr[int]
+    ) -> cute.Tensor:
+        """LSE (0) or delta (1) of a part of this thread's columns, in registers."""
+        c = self.shared.config
+        stats = self.shared.stats[None, state.slot].iterator
+        first = which * c.tile_m + self.half * c.half + part * PART
+        mine = cute.make_tensor((stats + first).align(16), cute.make_layout(PART))
+        found = cute.make_rmem_tensor(cute.make_layout(PART), Float32)
+        cute.autovec_copy(mine, found)
+        return found
+
+    def key(self) -> Int32:
+        """The row of the CTA's keys that this thread has."""
+        thread, _, _ = cute.arch.thread_idx()
+        return thread % LANES
+
+    def part_of(self, m_block: Int32, part: int) -> Int32:
+        """The number of PART queries: part `part` of this half of block `m_block`."""
+        return m_block * (2 * self.parts) + self.half * self.parts + part
+
+    def mask(self) -> KeyMask:
+        s = self.shared
+        lengths = s.tile.seq_q.length, s.tile.seq_k.length
+        return KeyMask(s.info.band, PART, *lengths, (s.tile.n_block * ROWS + self.key(),))
+
+    # ---- out
+
+    @cute.jit
+    def store(self, dk: cpasync.TmaInfo, dv: cpasync.TmaInfo) -> None:
+        """Store dV, the first warpgroup, or dK, the second."""
+        s = self.shared
+        c = s.config
+        any_block = s.total(s.m_blocks()) > 0
+        if any_block:
+            s.barriers.sums_done.wait(0)
+        fence_after_sync()
+        if self.half == 0:
+            self.store_tile(dv, s.sV, c.dv_column, any_block, Float32(1.0))
+        else:
+            self.store_tile(dk, s.sK, c.dk_column, any_block, s.passed.scale)
+
+    @cute.jit
+    def store_tile(
+        self,
+        to: cpasync.TmaInfo,
+        sX: cute.Tensor,
+        column: cutlass.Constexpr[int],
+        any_block: Boolean,
+        factor: Float32,
+    ) -> None:
+        """Round a sum times `factor`, 0 without `any_block`, write it over the smem of its operand,
+        which nobody reads any more, and store it, without rows past the end."""
+        s = self.shared
+        width = cute.size(to.smem_layout, mode=[1])
+        sD = cute.make_tensor(sX.iterator, to.smem_layout.outer)  # (128, width, 1)
+        parts = columns_of(s.tmem, column, width)
+        for part in cutlass.range_constexpr(parts.num_parts):
+            values = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
+            values.fill(0.0)
+            if any_block:
+                parts.start_load_into(values, part)
+                parts.wait_loads()
+            row = flat(values)
+            for k in cutlass.range_constexpr(PART):
+                row[k] *= factor
+            mine = cute.local_tile(sD[self.key(), None, 0], (PART,), (part,))
+            cute.autovec_copy(rounded(row, sX.element_type), mine)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=STORE_BARRIER + self.half, number_of_threads=LANES)
+        if cute.arch.warp_idx() % 4 == 0:
+            rows = Rows(to, 1, s.config.ragged_k)
+            of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
+            gX = rows.tiles(*of, (ROWS, width), s.split)
+            bSG_sX, bSG_gX = cpasync.tma_partition(
+                to.atom, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2),
+                cute.group_modes(gX, 0, 2),
+            )  # (TMA, 1), (TMA, Rest)  # fmt: skip
+            cute.copy(to.atom, bSG_sX[None, 0], bSG_gX[None, s.tile.n_block])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,0 +1,151 @@
+"""The config of the Blackwell backward: the tiling, and when it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cutex.kernels.attention.backward.config import BARRIERS, ELEMENT
+from cutex.kernels.attention.backward.spec import BackwardSpec
+
+ROWS = 128  # keys of a CTA: the lanes of tensor memory
+TMEM_COLUMNS = 512
+HALVES = 2  # warpgroups that share the queries of a block
+PART = 32  # columns of tensor memory that are moved at a time
+
+
+@dataclass(frozen=True)
+class Sm100BackwardConfig(BackwardSpec):
+    """The Blackwell tiling: a CTA owns 128 keys of one head, whose dK and dV it keeps in tensor
+    memory, and takes the queries tile_m at a time.
+
+    Where dK and dV are too wide, `splits` CTAs own the same keys, and each has a part of the
+    columns of dK, dV and dQ; all of them compute S and dP.
+    """
+
+    tile_m: int = 128
+    num_stages: int = 2  # slots of Q, with the rows' LSE and delta
+    do_stages: int = 1  # slots of dO
+    ds_slots: int = 1  # slots of dS in smem
+    dq_width: int = 128  # columns of dQ that are computed at one time
+    dq_slots: int = 2  # slots of PART columns of dQ, of each warp, that wait to be added
+    splits: int = 1
+    ahead: bool = True  # S of the next block is started before dK and dQ of this one
+    num_ctas: int = 148  # SMs
+
+    tile_n: ClassVar[int] = ROWS
+
+    @property
+    def turns(self) -> int:
+        return 4 * self.splits
+
+    # ---- columns of tensor memory: S and P, dP and dS, dV, dK, dQ
+
+    @property
+    def dp_column(self) -> int:
+        return self.tile_m
+
+    @property
+    def dv_column(self) -> int:
+        return 2 * self.tile_m
+
+    @property
+    def dk_column(self) -> int:
+        return self.dv_column + self.dv_width
+
+    @property
+    def sums_end(self) -> int:
+        return self.dk_column + self.dk_width
+
+    @property
+    def dq_over_dp(self) -> bool:
+        """Whether dQ is over dP and dS, for want of columns of its own."""
+        return self.sums_end + self.dq_width > TMEM_COLUMNS
+
+    @property
+    def dq_column(self) -> int:
+        return self.dp_column if self.dq_over_dp else self.sums_end
+
+    @property
+    def columns(self) -> int:
+        return self.sums_end + (0 if self.dq_over_dp else self.dq_width)
+
+    # ---- of one CTA
+
+    @property
+    def half(self) -> int:
+        """The queries of a block that a warpgroup takes."""
+        return self.tile_m // HALVES
+
+    @property
+    def dv_width(self) -> int:
+        """The columns of dV."""
+        return self.head_dim_v // self.splits
+
+    @property
+    def dk_width(self) -> int:
+        """The columns of dK, and of dQ."""
+        return self.head_dim // self.splits
+
+    @property
+    def dq_parts(self) -> int:
+        return self.dk_width // self.dq_width
+
+    @property
+    def dq_rows(self) -> int:
+        """The rows of dQ that a warp adds."""
+        return self.tile_m // 4
+
+    @property
+    def stats_bytes(self) -> int:
+        """Bytes of LSE and delta of a block of queries."""
+        return 2 * 4 * self.tile_m
+
+    @property
+    def q_bytes(self) -> int:
+        return self.tile_m * self.head_dim * ELEMENT
+
+    @property
+    def do_bytes(self) -> int:
+        return self.tile_m * self.head_dim_v * ELEMENT
+
+    @property
+    def ds_bytes(self) -> int:
+        return self.tile_m * ROWS * ELEMENT
+
+    @property
+    def dq_bytes(self) -> int:
+        """Bytes of one slot of dQ, of all four warps."""
+        return self.tile_m * PART * 4
+
+    @property
+    def smem_bytes(self) -> int:
+        kv = ROWS * (self.head_dim + self.head_dim_v) * ELEMENT
+        queries = self.num_stages * (self.q_bytes + self.stats_bytes)
+        of_dq = self.ds_slots * self.ds_bytes + self.dq_slots * self.dq_bytes
+        return kv + queries + self.do_stages * self.do_bytes + of_dq
+
+    def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
+        """The reason why this config cannot run, as one sentence, or None."""
+        if reason := self.why_not_computed(problem):
+            return reason
+        if self.tile_m not in (64, 128):
+            return f"tile_m={self.tile_m}: 64 or 128 queries"
+        if self.splits not in (1, 2) or self.dv_width % PART or self.dk_width % PART:
+            return f"splits={self.splits}: 1 or 2, parts of the columns that are multiples of 32"
+        if self.dk_width % self.dq_width or self.dq_width % PART:
+            return f"dq_width={self.dq_width}: a multiple of 32 that divides {self.dk_width}"
+        if self.dq_over_dp and self.dq_width > self.tile_m:
+            return f"dq_width={self.dq_width}: dP, over which it is, has {self.tile_m} columns"
+        if self.columns > TMEM_COLUMNS:
+            return (
+                f"tile_m={self.tile_m}: {self.columns} columns of tensor memory, there are "
+                f"{TMEM_COLUMNS}"
+            )
+        if min(self.num_stages, self.do_stages, self.ds_slots, self.dq_slots) < 1:
+            return "num_stages, do_stages, ds_slots, dq_slots: at least 1 each"
+        if self.ahead and self.num_stages < 2:
+            return f"num_stages={self.num_stages}: ahead=True holds Q of two blocks"
+        if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:
+            return f"tile_m={self.tile_m}: {self.smem_bytes} bytes of smem, too many for a CTA"
+        return None

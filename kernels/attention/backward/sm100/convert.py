@@ -1,0 +1,47 @@
+"""Convert on Blackwell: the sums of dQ lie by rows of tensor memory (queries.py)."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.kernels.attention.backward import convert
+from cutex.kernels.attention.backward.convert import THREADS, WIDE
+from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
+
+COLUMNS = 2 * WIDE  # that a thread takes of a row: 32 bytes of dQ
+
+
+class Convert(convert.Convert):
+    config: Sm100BackwardConfig
+
+    @cute.jit
+    def tile(
+        self,
+        thread: Int32,
+        sums: cute.Tensor,
+        gdQ: cute.Tensor,
+        seqlen: SeqlenInfo,
+        m_block: Int32,
+        scale: Float32,
+    ) -> None:
+        c = self.config
+        vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
+        for i in cutlass.range_constexpr(c.tile_m * c.head_dim // (COLUMNS * THREADS)):
+            item = i * THREADS + thread
+            row, group = item % c.tile_m, item // c.tile_m
+            numbers = cute.make_rmem_tensor(cute.make_layout((2, 1, COLUMNS // 2)), Float32)
+            flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, COLUMNS // 4)))
+            first = row // c.dq_rows * (c.head_dim // 4) + group * (COLUMNS // 4)
+            for j in cutlass.range_constexpr(COLUMNS // 4):
+                at = (first + j) * c.dq_rows + row % c.dq_rows
+                cute.autovec_copy(vectors[None, at], flat[None, j])
+            for unit in cutlass.range_constexpr(COLUMNS // WIDE):
+                eight = cute.make_tensor(
+                    numbers.iterator + unit * WIDE, cute.make_layout((2, 1, WIDE // 2))
+                )
+                self.write(
+                    eight, 0, gdQ, seqlen, m_block * c.tile_m + row,
+                    group * (COLUMNS // WIDE) + unit, scale,
+                )  # fmt: skip

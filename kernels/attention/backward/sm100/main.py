@@ -1,0 +1,202 @@
+"""Main: the kernel of the Blackwell backward that does the work. A CTA owns 128 keys, whose dK and
+dV stay in tensor memory.
+
+    load.py     brings everything by TMA
+    mma.py      starts the five products
+    compute.py  S^T to P^T, dP^T to dS^T, by two warpgroups, and stores dK and dV
+    queries.py  adds dQ to fp32 sums in global memory, by four warps
+    shared.py   barriers, and the state that the roles share
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout
+from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
+from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.rows import Rows, tma_operand
+from cutex.device.pipeline import Warps, publish_barriers
+from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors
+from cutex.kernels.attention.backward.sm100.compute import Compute
+from cutex.kernels.attention.backward.sm100.config import HALVES, ROWS, Sm100BackwardConfig
+from cutex.kernels.attention.backward.sm100.load import Load
+from cutex.kernels.attention.backward.sm100.mma import Mma
+from cutex.kernels.attention.backward.sm100.queries import Add
+from cutex.kernels.attention.backward.sm100.shared import Barriers, Shared
+from cutex.kernels.attention.backward.tiles import Sizes, Tile, sizes_of, tile_of
+
+
+class Registers(NamedTuple):
+    """Registers per thread, by role; all threads of a CTA together have 65536."""
+
+    add: int = 152
+    compute: int = 136
+    other: int = 88
+
+
+class Operands(NamedTuple):
+    """The TMA operands: those loaded, and dK and dV, which are stored."""
+
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    do: cpasync.TmaInfo
+    dk: cpasync.TmaInfo
+    dv: cpasync.TmaInfo
+
+
+class Main:
+    """The kernel: its memory and registers. The map of its barriers is in shared.py.
+
+    smem     bytes                               hd 64    hd 128   192/128  hd 256
+    sK, sV   128 * (D + DV) * 2                  32768    65536    81920    131072
+    sQ       tile_m * D * 2 * num_stages         32768    65536    49152    32768
+    sdO      tile_m * DV * 2 * do_stages         32768    32768    32768    32768
+    sdS      tile_m * 128 * 2 * ds_slots         65536    32768    32768    16384
+    sdQ      tile_m * 32 * 4 * dq_slots          32768    32768    16384    16384
+    stats    tile_m * 8 * num_stages             2048     2048     1024     512
+    barriers less than 1024
+
+    tmem     columns                             hd 64    hd 128   192/128  hd 256
+    S, P     tile_m, P in the first half of      0        0        0        0
+             each half
+    dP, dS   tile_m, likewise                    128      128      64       64
+    dV       DV / splits                         256      256      128      128
+    dK       D / splits                          320      384      256      256
+    dQ       dq_width, over dP if none are left  384      128      448      384
+    end                                          448      512      512      512
+
+    registers        threads   of each
+    ADD              128       152
+    COMPUTE          256       136
+    MMA, LOAD        128       88
+    """
+
+    def __init__(self, config: Sm100BackwardConfig) -> None:
+        self.config = config
+
+    @property
+    def add_warps(self) -> Warps:
+        return Warps(first=0, count=4)
+
+    @property
+    def compute_warps(self) -> Warps:
+        return Warps(first=self.add_warps.end, count=4 * HALVES)
+
+    @property
+    def mma_warp(self) -> int:
+        return self.compute_warps.end
+
+    @property
+    def load_warp(self) -> int:
+        """The load warp; it, the MMA warp and two idle warps make up a warpgroup."""
+        return self.mma_warp + 1
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * (self.mma_warp + 4)
+
+    def rows(self, info: Any, side: str) -> Rows:
+        """The rows of Q and dO (side "q") or of K and V ("k"), as TMA sees them."""
+        c = self.config
+        return Rows(info, 1, c.ragged_q if side == "q" else c.ragged_k)
+
+    @cute.jit
+    def launch(self, tensors: Tensors, passed: Passed, stream) -> None:
+        c = self.config
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
+        operands = Operands(
+            tma_operand(load, tensors.q, of_q, (c.tile_m, c.head_dim), c.num_stages),
+            tma_operand(load, tensors.k, of_k, (ROWS, c.head_dim), 1),
+            tma_operand(load, tensors.v, of_k, (ROWS, c.head_dim_v), 1),
+            tma_operand(load, tensors.do, of_q, (c.tile_m, c.head_dim_v), c.do_stages),
+            tma_operand(store, tensors.dk, of_k, (ROWS, c.dk_width), 1),
+            tma_operand(store, tensors.dv, of_k, (ROWS, c.dv_width), 1),
+        )
+        sizes, tiles = sizes_of(c, tensors, passed)
+        self.kernel(operands, tensors.stats, tensors.dq_sums, passed, sizes, tiles).launch(
+            grid=(sizes.num_n_blocks * sizes.heads_kv * sizes.batch * c.splits, 1, 1),
+            block=(self.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        stats: cute.Tensor,
+        dq_sums: cute.Tensor,
+        passed: Passed,
+        sizes: Sizes,
+        tiles: RowTiles,
+    ) -> None:
+        c = self.config
+        index, _, _ = cute.arch.block_idx()
+        tile = tile_of(c, index // c.splits, passed, sizes)
+        if tile.n_block * ROWS < tile.seq_k.length:
+            warp = cute.arch.warp_idx()
+            shared, tmem = self.shared(operands, passed, sizes, tiles, tile)
+            registers = Registers()
+            if warp >= self.mma_warp:
+                cute.arch.setmaxregister_decrease(registers.other)
+                if warp == self.mma_warp:
+                    Mma.of(shared).run()
+                elif warp == self.load_warp:
+                    q, k, v, do = (
+                        self.rows(x, side)
+                        for x, side in zip(operands[:4], ("q", "k", "k", "q"), strict=True)
+                    )
+                    Load(shared, q, k, v, do, stats).run()
+            elif warp < self.add_warps.end:
+                cute.arch.setmaxregister_increase(registers.add)
+                Add(shared, dq_sums).run()
+            else:
+                cute.arch.setmaxregister_increase(registers.compute)
+                compute = Compute(shared, (warp - self.compute_warps.first) // 4)
+                compute.run()
+                compute.store(operands.dk, operands.dv)
+            fence_before_sync()
+            cute.arch.sync_threads()
+            if warp == self.mma_warp:
+                fence_after_sync()
+                tmem.free(shared.tmem)
+
+    @cute.jit
+    def shared(
+        self, operands: Operands, passed: Passed, sizes: Sizes, tiles: RowTiles, tile: Tile
+    ) -> tuple[Shared, Tmem]:
+        """Allocate smem and tensor memory, and publish the barriers."""
+        c = self.config
+        dtype = operands.q.atom.value_type
+        smem = SmemAllocator()
+        sK, sV, sQ, sdO = (
+            allocate_slots(smem, dtype, x.smem_layout)
+            for x in (operands.k, operands.v, operands.q, operands.do)
+        )
+        ds = contiguous_rows_layout(dtype, c.tile_m, ROWS, c.ds_slots)
+        sdS = allocate_slots(smem, dtype, ds)
+        of_dq = cute.make_layout((c.dq_bytes // 16, 4, c.dq_slots))
+        sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=128)
+        of_stats = cute.make_layout((2 * c.tile_m, c.num_stages))
+        stats = smem.allocate_tensor(Float32, of_stats, byte_alignment=128)
+        barriers = Barriers.allocate(smem, c)
+        tmem = Tmem.allocate(smem, columns=c.columns)
+        if cute.arch.warp_idx() == self.mma_warp:
+            tmem.acquire()
+        publish_barriers(barriers.all)
+        info = BlockInfo(c.tile_m, ROWS, passed.band(c.causal))
+        split = 0
+        if cutlass.const_expr(c.splits > 1):
+            split = cute.arch.block_idx()[0] % c.splits
+        return Shared(
+            c, sK, sV, sQ, sdO, sdS, sdQ, stats, barriers, tmem.pointer(), info, passed, tiles,
+            tile, split, sizes.heads_per_kv,
+        ), tmem  # fmt: skip

@@ -1,0 +1,200 @@
+"""Mma: the role of the warp that starts the five products.
+
+    S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K
+
+P^T and dS^T are operands A in tensor memory, each half of the queries over the scores that it was
+computed from; dS is operand A in smem, with the queries contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from cutex.device.atoms.mma import contiguous_rows_layout
+from cutex.device.atoms.tmem import fence_after_sync
+from cutex.device.atoms.umma import Umma, UmmaProduct, commit
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.backward.sm100.config import HALVES, ROWS, Sm100BackwardConfig
+from cutex.kernels.attention.backward.sm100.shared import Shared
+
+
+@dataclass(frozen=True)
+class Products:
+    """The five products."""
+
+    s: UmmaProduct
+    dp: UmmaProduct
+    dv: UmmaProduct
+    dk: UmmaProduct
+    dq: UmmaProduct  # A of all slots of dS; B of all columns, in parts of dq_width
+
+    @staticmethod
+    @cute.jit
+    def of(shared: Shared) -> Products:
+        c, dtype, tmem = shared.config, shared.sQ.element_type, shared.tmem
+        major = OperandMajorMode.MN
+        scores = Umma(ROWS, c.tile_m, dtype)
+        of_dv = Umma(ROWS, c.dv_width, dtype, b_major=major)
+        of_dk = Umma(ROWS, c.dk_width, dtype, b_major=major)
+        of_dq = Umma(c.tile_m, c.dq_width, dtype, a_major=major, b_major=major)
+        sdOt = transposed(shared.sdO, c.do_stages)  # (DV, bM, SLOT)
+        sdOt = cute.local_tile(sdOt, (c.dv_width, c.tile_m, c.do_stages), (shared.split, 0, 0))
+        sQt = transposed(shared.sQ, c.num_stages)  # (D, bM, SLOT)
+        sQt = cute.local_tile(sQt, (c.dk_width, c.tile_m, c.num_stages), (shared.split, 0, 0))
+        sKt = transposed(shared.sK, 1)  # (D, 128, 1)
+        # every part of the columns is a slot
+        parts = cute.flat_divide(sKt, (c.dq_width, ROWS, 1))  # (width, 128, 1, Parts, 1, 1)
+        sKt = parts[None, None, 0, None, 0, 0]  # (width, 128, PART)
+        tSrK = scores.a_slots(shared.sK)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
+        tPrV = scores.a_slots(shared.sV)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
+        tVrP = halves(of_dv, tmem, 0, c)  # (MMA, MMA_M, MMA_K)
+        tKrdS = halves(of_dk, tmem, c.dp_column, c)  # (MMA, MMA_M, MMA_K)
+        return Products(
+            UmmaProduct(scores, tSrK, scores.b_slots(shared.sQ), scores.accumulator(tmem)),
+            UmmaProduct(
+                scores, tPrV, scores.b_slots(shared.sdO), scores.accumulator(tmem + c.dp_column)
+            ),
+            UmmaProduct(of_dv, tVrP, of_dv.b_slots(sdOt), of_dv.accumulator(tmem + c.dv_column)),
+            UmmaProduct(of_dk, tKrdS, of_dk.b_slots(sQt), of_dk.accumulator(tmem + c.dk_column)),
+            UmmaProduct(
+                of_dq, of_dq.a_slots(shared.sdS), of_dq.b_slots(sKt),
+                of_dq.accumulator(tmem + c.dq_column),
+            ),
+        )  # fmt: skip
+
+
+def transposed(sX: cute.Tensor, num_slots: int) -> cute.Tensor:
+    """sX (rows, columns, SLOT), columns contiguous, as (columns, rows, SLOT)."""
+    rows, columns = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
+    layout = contiguous_rows_layout(sX.element_type, columns, rows, num_slots)
+    return cute.make_tensor(sX.iterator, layout.outer)
+
+
+def halves(mma: Umma, tmem: cute.Pointer, column: int, config: Sm100BackwardConfig) -> cute.Tensor:
+    """Operand A in tensor memory of which each half of K is over its half of the scores from
+    `column` on."""
+    one = mma.a_tmem(tmem, column, config.half)  # (MMA, MMA_M, MMA_K / 2)
+    shape, stride = one.shape, one.stride
+    step = config.half * 32 // mma.a_dtype.width  # a half has that many fp32 columns
+    layout = cute.make_layout(
+        (*shape[:2], (shape[2], HALVES)), stride=(*stride[:2], (stride[2], step))
+    )
+    return cute.make_tensor(one.iterator, layout)
+
+
+@dataclass(frozen=True)
+class Mma:
+    """The MMA role."""
+
+    shared: Shared
+    products: Products
+
+    @staticmethod
+    @cute.jit
+    def of(shared: Shared) -> Mma:
+        return Mma(shared, Products.of(shared))
+
+    @cute.jit
+    def run(self) -> None:
+        s = self.shared
+        total = s.total(s.m_blocks())
+        if total > 0:
+            s.barriers.k_loaded.wait(0)
+            if cutlass.const_expr(s.config.ahead):
+                self.ahead(total)
+            else:
+                self.in_order(total)
+            commit(s.barriers.sums_done[0], pair=False)
+
+    @cute.jit
+    def in_order(self, total: Int32) -> None:
+        """Start the products of one block after those of the other."""
+        b = self.shared.barriers
+        q, do = b.q.consumer(), b.do.consumer()
+        for i in cutlass.range(total, unroll=1):
+            self.start_s(q)
+            self.start_dp(i, do)
+            self.start_dv(i, do)
+            self.start_dk(i, q)
+            self.start_dq(i)
+            q.advance()
+            do.advance()
+
+    @cute.jit
+    def ahead(self, total: Int32) -> None:
+        """Start S of the next block behind dV of this one, so that its exponentials run under dK
+        and dQ."""
+        b = self.shared.barriers
+        q, following, do = b.q.consumer(), b.q.consumer(), b.do.consumer()
+        self.start_s(following)
+        self.start_dp(Int32(0), do)
+        for i in cutlass.range(total, unroll=1):
+            self.start_dv(i, do)
+            following.advance()
+            do.advance()
+            if i + 1 < total:
+                self.start_s(following)
+            self.start_dk(i, q)
+            self.start_dq(i)
+            if i + 1 < total:
+                self.start_dp(i + 1, do)
+            q.advance()
+
+    # ---- the products of block i
+
+    @cute.jit
+    def start_s(self, q: PipelineState) -> None:
+        b = self.shared.barriers
+        b.q.wait_full(q)
+        self.products.s.issue(q.slot, Boolean(False))
+        commit(b.s_full[0], pair=False)
+
+    @cute.jit
+    def start_dp(self, i: Int32, do: PipelineState) -> None:
+        c, b = self.shared.config, self.shared.barriers
+        if i == 0:
+            b.v_loaded.wait(0)
+        b.do.wait_full(do)
+        if cutlass.const_expr(c.dq_over_dp):
+            self.wait_dq_empty(i * c.dq_parts)
+        self.products.dp.issue(do.slot, Boolean(False))
+        commit(b.dp_full[0], pair=False)
+
+    @cute.jit
+    def start_dv(self, i: Int32, do: PipelineState) -> None:
+        b = self.shared.barriers
+        b.p_full.wait(i & 1)
+        fence_after_sync()
+        self.products.dv.issue(do.slot, i > 0)
+        commit(b.do.empty[do.slot], pair=False)
+
+    @cute.jit
+    def start_dk(self, i: Int32, q: PipelineState) -> None:
+        b = self.shared.barriers
+        b.ds_full.wait(i & 1)
+        fence_after_sync()
+        self.products.dk.issue(q.slot, i > 0)
+        commit(b.q.empty[q.slot], pair=False)
+
+    @cute.jit
+    def start_dq(self, i: Int32) -> None:
+        """Start dQ of the block whose dS `start_dk` has waited for."""
+        s = self.shared
+        c, b = s.config, s.barriers
+        slot = i % c.ds_slots
+        dq = self.products.dq.of(self.products.dq.a[None, None, None, slot])
+        for part in cutlass.range_constexpr(c.dq_parts):
+            self.wait_dq_empty(i * c.dq_parts + part)
+            dq.issue(s.split * c.dq_parts + part, Boolean(False))
+            commit(b.dq_full[0], pair=False)
+        commit(b.ds_empty[slot], pair=False)
+
+    @cute.jit
+    def wait_dq_empty(self, number: Int32) -> None:
+        """Wait until the part of dQ before part `number` has been read."""
+        self.shared.barriers.dq_empty.wait((number & 1) ^ 1)
+        fence_after_sync()

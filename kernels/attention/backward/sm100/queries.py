@@ -1,0 +1,99 @@
+"""Add: the role of the four warps that add dQ to the sums in global memory, block by block.
+
+A tile of the sums is stored as (WARP, D / 4, rows of a warp, 4): a thread, which has a row, writes
+16 bytes beside its neighbours', and a warp adds contiguous bytes by bulk copies.
+
+Deterministic, CTAs add to a tile one after another (turns.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+
+from cutex.device.atoms.reduction import add_bulk
+from cutex.device.atoms.tmem import fence_after_sync, fence_before_sync
+from cutex.device.attention.tmem_rows import columns_of, flat
+from cutex.kernels.attention.backward.sm100.config import PART
+from cutex.kernels.attention.backward.sm100.shared import Shared
+from cutex.kernels.attention.backward.turns import await_turn, pass_turn, turn_of
+
+
+@dataclass(frozen=True)
+class Add:
+    shared: Shared
+    dq_sums: cute.Tensor  # (tiles, bM * D)
+
+    @cute.jit
+    def run(self) -> None:
+        s = self.shared
+        c = s.config
+        blocks = s.m_blocks()
+        tile, m_block = s.tiles.tile(c, s.first_head(), s.tile.batch, s.tile.seq_q), blocks.first
+        earlier, earlier_turn = tile, Int32(-1)  # of the block before
+        for i in cutlass.range(s.total(blocks), unroll=1):
+            if cutlass.const_expr(c.deterministic):
+                turn = turn_of(c, s.info, s.tile, m_block)
+                pass_turn(s.passed.turns, earlier, self.turn_part(), earlier_turn)
+                earlier, earlier_turn = tile + m_block, turn
+                await_turn(s.passed.turns, tile + m_block, self.turn_part(), turn)
+            for part in cutlass.range_constexpr(c.dq_parts):
+                self.add(i, tile + m_block, part)
+            m_block += 1
+            if m_block == blocks.end:
+                m_block = blocks.first
+                tile += s.tiles.per_head
+        if cutlass.const_expr(c.deterministic):
+            pass_turn(s.passed.turns, earlier, self.turn_part(), earlier_turn)
+        else:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def add(self, i: Int32, tile: Int32, part: cutlass.Constexpr[int]) -> None:
+        """Add part `part` of dQ of block i to tile `tile`, once it is computed."""
+        s = self.shared
+        c, b = s.config, s.barriers
+        b.dq_full.wait((i * c.dq_parts + part) & 1)
+        fence_after_sync()
+        columns = columns_of(s.tmem, c.dq_column, c.dq_width)
+        chunks = columns.num_parts
+        loaded = columns.start_load(0)
+        for chunk in cutlass.range_constexpr(chunks):
+            values = flat(loaded)
+            columns.wait_loads()
+            if cutlass.const_expr(chunk + 1 < chunks):
+                loaded = columns.start_load(chunk + 1)
+            else:
+                fence_before_sync()
+                with cute.arch.elect_one():
+                    b.dq_empty.arrive()
+            number = (i * c.dq_parts + part) * chunks + chunk
+            first = s.split * c.dk_width + part * c.dq_width + chunk * PART
+            self.add_chunk(values, tile, first, number % c.dq_slots)
+
+    @cute.jit
+    def add_chunk(self, values: cute.Tensor, tile: Int32, column: Int32, slot: Int32) -> None:
+        """Start adding this thread's `values`, columns from `column` on, through a slot."""
+        c = self.shared.config
+        warp, lane, rows = cute.arch.warp_idx() % 4, cute.arch.lane_idx(), c.dq_rows
+        mine = self.shared.sdQ[None, warp, slot]  # (PART * rows)
+        vectors = cute.logical_divide(mine, cute.make_layout(4))  # (4, NumV)
+        fours = cute.logical_divide(values, cute.make_layout(4))  # (4, NumV)
+        cute.arch.cp_async_bulk_wait_group(c.dq_slots - 1, read=True)
+        cute.arch.sync_warp()
+        # NOTE: of 64 queries each warp has 16, in the first lanes of its quarter
+        if cutlass.const_expr(rows == 32) or lane < rows:
+            for j in cutlass.range_constexpr(PART // 4):
+                cute.autovec_copy(fours[None, j], vectors[None, j * rows + lane])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        to = self.dq_sums[tile, None].iterator + (warp * c.head_dim + column) * rows
+        if lane == 0:
+            add_bulk(to.align(16), mine.iterator, 4 * PART * rows)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def turn_part(self) -> Int32:
+        """The part of a tile that this warp adds to."""
+        return self.shared.split * 4 + cute.arch.warp_idx() % 4

@@ -1,0 +1,119 @@
+"""The smem, tensor memory, barriers and arguments that the roles of a CTA of the Blackwell backward
+share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.device.attention.block_info import BlockInfo, Blocks
+from cutex.device.pipeline import Barrier, Ring
+from cutex.kernels.attention.backward.signature import Passed, RowTiles
+from cutex.kernels.attention.backward.sm100.config import HALVES, Sm100BackwardConfig
+from cutex.kernels.attention.backward.tiles import Tile
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """The barriers between the roles.
+
+    barrier       arrives                                     waits
+    k, v loaded   1: LOAD, and the bytes by TMA               MMA, before it begins
+    q.full        1: LOAD, and the bytes by TMA               MMA; COMPUTE, for LSE and delta
+    q.empty       1: the commit of dK                         LOAD
+    do.full       1: LOAD, and the bytes by TMA               MMA
+    do.empty      1: the commit of dV                         LOAD
+    s_full        1: the commit of S^T                        COMPUTE
+    p_full        1 a COMPUTE warp: P^T is in tensor memory   MMA, before dV
+    dp_full       1: the commit of dP^T                       COMPUTE
+    ds_full       1 a COMPUTE warp: dS^T is in tensor memory  MMA, before dK and dQ
+                  and in its slot of smem
+    ds_empty      1: the commit of dQ                         COMPUTE, before it writes the slot
+    dq_full       1: the commit of a part of dQ               ADD
+    dq_empty      1 an ADD warp: the part is in registers     MMA, before the next, and before what
+                                                              is over it
+    sums_done     1: the commit of all                        COMPUTE, before it stores dK and dV
+
+    S^T of the next block waits for nobody, although it is over P^T: MMAs of one CTA are executed in
+    the order in which they are started, and dV, which reads P^T, comes first. So it is with dP^T
+    and dK, and with dQ and dK, where dQ is over dS^T.
+    """
+
+    k_loaded: Barrier
+    v_loaded: Barrier
+    q: Ring
+    do: Ring
+    s_full: Barrier
+    p_full: Barrier
+    dp_full: Barrier
+    ds_full: Barrier
+    ds_empty: Barrier
+    dq_full: Barrier
+    dq_empty: Barrier
+    sums_done: Barrier
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, c: Sm100BackwardConfig) -> Barriers:
+        computing, adding = 4 * HALVES, 4
+        return Barriers(
+            Barrier.allocate(smem, "k loaded", arrivals=1),
+            Barrier.allocate(smem, "v loaded", arrivals=1),
+            Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, consumers=1),
+            Ring.allocate(smem, "do", c.do_stages, c.do_bytes, consumers=1),
+            Barrier.allocate(smem, "s full", arrivals=1),
+            Barrier.allocate(smem, "p full", arrivals=computing),
+            Barrier.allocate(smem, "dp full", arrivals=1),
+            Barrier.allocate(smem, "ds full", arrivals=computing),
+            Barrier.allocate(smem, "ds empty", arrivals=1, slots=c.ds_slots),
+            Barrier.allocate(smem, "dq full", arrivals=1),
+            Barrier.allocate(smem, "dq empty", arrivals=adding),
+            Barrier.allocate(smem, "sums done", arrivals=1),
+        )
+
+    @property
+    def all(self) -> tuple[Barrier | Ring, ...]:
+        return (
+            self.k_loaded, self.v_loaded, self.q, self.do, self.s_full, self.p_full, self.dp_full,
+            self.ds_full, self.ds_empty, self.dq_full, self.dq_empty, self.sums_done,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all roles of a CTA use."""
+
+    config: Sm100BackwardConfig
+    sK: cute.Tensor  # (128, D, 1)
+    sV: cute.Tensor  # (128, DV, 1)
+    sQ: cute.Tensor  # (bM, D, SLOT)
+    sdO: cute.Tensor  # (bM, DV, SLOT)
+    sdS: cute.Tensor  # (bM, 128, SLOT), queries contiguous
+    sdQ: cute.Tensor  # (PART * rows, WARP, SLOT) a warp's rows of columns of dQ
+    stats: cute.Tensor  # (2 * bM, SLOT) LSE, then delta
+    barriers: Barriers
+    tmem: cute.Pointer
+    info: BlockInfo
+    passed: Passed
+    tiles: RowTiles
+    tile: Tile
+    split: Int32 | int  # which part of the columns of dK, dV and dQ is this CTA's
+    heads_per_kv: Int32
+
+    def m_blocks(self) -> Blocks:
+        """The blocks of queries that see one of the CTA's keys."""
+        return self.info.m_blocks(self.tile.n_block, self.tile.seq_q.length, self.tile.seq_k.length)
+
+    def total(self, blocks: Blocks) -> Int32:
+        """The blocks of queries of all heads that share the keys."""
+        return (blocks.end - blocks.first) * self.heads_per_kv
+
+    def first_head(self) -> Int32:
+        return self.tile.head_kv * self.heads_per_kv
+
+
+@cute.jit
+def following(m_block: Int32, blocks: Blocks) -> Int32:
+    """The block after `m_block`, of the next head if it is a head's last."""
+    return blocks.first if m_block + 1 == blocks.end else m_block + 1

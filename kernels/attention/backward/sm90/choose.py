@@ -1,0 +1,27 @@
+"""The choice of a backward config on Hopper: tiles by head dim and features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cutex.kernels.attention.backward.config import BackwardConfig
+
+_BY_64 = {"dq_columns": 64, "dq_slots": 1}
+_WIDE = {"tile_n": 64, **_BY_64}
+# by head dims: what differs from BackwardConfig's defaults
+_TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"num_stages": 4, "dp_start": 0, "registers": (200, 104), **_BY_64, "dq_slots": 2},
+    (96, 96): {"dq_columns": 96, "dq_slots": 2, "registers": (208, 88)},
+    (128, 128): {"ds_slots": 3, "dp_start": 1},
+    (192, 128): {**_WIDE, "dp_start": 0, "dq_slots": 2, "registers": (208, 168, 128)},
+    (192, 192): {**_WIDE, "dp_start": 0, "registers": (208, 184, 112)},
+    (256, 256): {**_WIDE, "num_stages": 2, "registers": (232, 208, 64)},
+}
+
+
+def fitted(config: BackwardConfig) -> BackwardConfig:
+    """`config`, whose fields say what is computed, with its tiles chosen."""
+    tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
+    # NOTE: with a soft cap its derivative takes the registers that the overlap needs
+    return replace(config, **tiles, overlap=config.wide or not config.softcap)

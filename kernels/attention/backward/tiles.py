@@ -1,0 +1,103 @@
+"""The tiles of the backward's main kernel: which keys a CTA owns, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.row_source import END
+from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, keys, queries
+from cutex.kernels.attention.backward.spec import BackwardSpec
+from cutex.kernels.attention.order import AttentionOrder, Wave
+
+
+class Sizes(NamedTuple):
+    """The extents of a problem."""
+
+    heads_kv: Int32
+    heads_per_kv: Int32
+    rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
+    rows_k: Int32
+    num_n_blocks: Int32  # of the longest sequence
+    batch: Int32
+
+
+def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
+    """The order in which key blocks are taken, which are its `m`. Causal, the first keys see the
+    most queries: they go first, of as many heads at a time as fill the SMs twice."""
+    two_waves = 2 * config.num_ctas
+    units = (two_waves + sizes.num_n_blocks - 1) // sizes.num_n_blocks
+    return AttentionOrder(
+        num_m_blocks=sizes.num_n_blocks,
+        heads=sizes.heads_kv,
+        batch=sizes.batch,
+        longest_first=config.interleaved,
+        rows_k=1,
+        heads_per_kv=1,
+        l2_rows=END,  # groups are as large as a wave
+        wave=Wave(units, 2 * units),
+    )
+
+
+@cute.jit
+def sizes_of(
+    config: cutlass.Constexpr[BackwardSpec], tensors: Tensors, passed: Passed
+) -> tuple[Sizes, RowTiles]:
+    """The extents of a problem, and where the tiles of its queries are."""
+    c = config
+    mQ, mK = tensors.q, tensors.k
+    at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
+    rows_q, rows_k = Int32(cute.size(mQ, mode=[at_q])), Int32(cute.size(mK, mode=[at_k]))
+    heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
+    batch = cute.size(mQ, mode=[0])
+    if cutlass.const_expr(c.varlen_q):
+        batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
+    longest_k = passed.max_seqlen_k if c.varlen_k else rows_k
+    num_n_blocks = cute.ceil_div(longest_k, c.tile_n)
+    tiles = RowTiles.of(c, Int32(heads), rows_q, Int32(batch))
+    sizes = Sizes(
+        Int32(heads_kv), Int32(heads // heads_kv), rows_q, rows_k, Int32(num_n_blocks),
+        Int32(batch),
+    )  # fmt: skip
+    return sizes, tiles
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A CTA's keys, and the lengths of their sequence."""
+
+    n_block: Int32
+    head_kv: Int32
+    batch: Int32
+    seq_q: SeqlenInfo
+    seq_k: SeqlenInfo
+
+
+@cute.jit
+def tile_of(
+    config: cutlass.Constexpr[BackwardSpec], index: Int32, passed: Passed, sizes: Sizes
+) -> Tile:
+    """The keys of number `index` in the order."""
+    work = tile_order(config, sizes).tile(index)
+    n_block = work.m
+    if cutlass.const_expr(config.reversed):
+        n_block = sizes.num_n_blocks - 1 - work.m
+    batch = work.batch
+    seq_q, seq_k = queries(passed, sizes.rows_q).of(batch), keys(passed, sizes.rows_k).of(batch)
+    return Tile(n_block, work.head, batch, seq_q, seq_k)
+
+
+@cute.jit
+def bulk_load(from_gmem: cute.Tensor, to_smem: cute.Tensor, full: cute.Pointer) -> None:
+    """Start the copy of a vector whose bytes arrive on `full`. A whole warp calls it."""
+    op = cpasync.CopyBulkG2SOp()
+    bits = cute.size(to_smem) * to_smem.element_type.width
+    atom = cute.make_copy_atom(op, from_gmem.element_type, num_bits_per_copy=bits)
+    source = cute.make_tensor(from_gmem.iterator, to_smem.layout)  # its size is known
+    with cute.arch.elect_one():
+        cute.copy(atom, source, to_smem, mbar_ptr=full)

@@ -1,0 +1,158 @@
+"""Gradients by the Blackwell backward's kernels, simulated, against autograd in float64."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from test_attention_backward import CASES, case_of, errors
+
+import cutex
+from cutex.arch import arch
+from cutex.kernels.attention.backward import stages
+from cutex.kernels.attention.backward.choose import fitted
+from cutex.kernels.attention.backward.sm100.config import TMEM_COLUMNS, Sm100BackwardConfig
+from cutex.kernels.attention.backward.spec import HEAD_DIMS
+from cutex.ops.attention import own_backward
+from cutex.ops.attention.call import AttentionCall
+from cutex.problem.attention.backward import BackwardProblem
+from cutex.problem.attention.case import AttentionCase
+from cutex.problem.attention.randomized import draw
+
+ARCH = "sm_100a"
+
+
+@pytest.mark.sweep(14)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_definition(name):
+    dims = HEAD_DIMS[(list(CASES).index(name) + 2) % len(HEAD_DIMS)]
+    case = case_of(name, head_dim=dims[0], head_dim_v=dims[1])
+    assert errors(case, of_lse=True, arch=ARCH) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "grouped heads", "softcap", "packed"])
+def test_gradients_of_each_head_dim(name, dims):
+    case = case_of(name, head_dim=dims[0], head_dim_v=dims[1], dtype="fp16")
+    assert errors(case, arch=ARCH) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["full", "causal", "left window", "after the diagonal", "packed"])
+def test_deterministic_gradients_are_right(name, dims):
+    """CTAs wait for each other; none waits for one that never comes."""
+    longer = {} if name == "packed" else {"seqlen_k": 300}
+    case = case_of(name, head_dim=dims[0], head_dim_v=dims[1], **longer)
+    assert errors(case, order="random", seed=4, arch=ARCH, deterministic=True) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
+def test_deterministic_adds_come_in_one_order(dims):
+    """Under any order of CTAs the bits are the same."""
+    sizes = {"seqlen_q": 150, "seqlen_k": 400, "head_dim": dims[0], "head_dim_v": dims[1]}
+    case = AttentionCase(heads_q=1, heads_kv=1, **sizes)
+    found = []
+    for seed in range(3):
+        q, k, v = (x.detach().requires_grad_() for x in case.inputs()[:3])
+        with cutex.ops.simulated(ARCH, order="random", seed=seed):
+            out = cutex.flash_attn_func(q, k, v, deterministic=True)
+            out.backward(torch.ones_like(out))
+        found.append(q.grad)
+    assert all(torch.equal(found[0], x) for x in found[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("order", ["random", "starved", "eager"])
+def test_gradients_under_other_orders(order, dims):
+    case = case_of("causal", head_dim=dims[0], head_dim_v=dims[1], heads_q=2)
+    assert errors(case, order=order, seed=3, arch=ARCH) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(40, 40), (64, 128), (136, 72), (200, 200)], ids=str)
+def test_gradients_of_head_dims_between_those_of_kernels(dims):
+    """Columns that the tensors do not have are read as 0, and not written."""
+    case = case_of("packed", head_dim=dims[0], head_dim_v=dims[1], softcap=2.0)
+    assert errors(case, of_lse=True, arch=ARCH) == []
+
+
+@pytest.mark.slow
+def test_gradients_on_a_b300():
+    assert errors(case_of("causal"), arch="sm_103a") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", range(50))
+def test_randomized_cases(kernel):
+    for number in range(4):
+        case = draw(4 * kernel + number, largest=7.5, most_work=2**22, kernel=kernel)
+        order = ("fifo", "random", "starved", "eager")[number]
+        options = {"deterministic": kernel % 3 == 0}
+        found = errors(case, number % 2 == 1, order, seed=number, arch=ARCH, **options)
+        assert found == [], case
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_configs_fit_a_cta(dims):
+    d, dv = dims
+    for name, softcap, deterministic in product((ARCH, "sm_103a"), (False, True), (False, True)):
+        config = Sm100BackwardConfig(
+            head_dim=d, head_dim_v=dv, softcap=softcap, deterministic=deterministic
+        )
+        assert fitted(config).why_not(arch=arch(name)) is None
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_stages_fit_a_cta(dims):
+    problem = BackwardProblem(1, 256, 256, 2, 2, head_dim=dims[0], head_dim_v=dims[1])
+    for stage in stages(ARCH):
+        assert stage.fitted(problem).config().why_not(problem, arch(ARCH)) is None
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_what_shares_columns_of_tensor_memory_is_meant_to(dims):
+    c = fitted(Sm100BackwardConfig(head_dim=dims[0], head_dim_v=dims[1]))
+    places = [
+        (0, c.tile_m), (c.dp_column, c.tile_m), (c.dv_column, c.dv_width),
+        (c.dk_column, c.dk_width), (c.dq_column, c.dq_width),
+    ]  # fmt: skip
+    taken = [set(range(first, first + count)) for first, count in places]
+    together = set().union(*taken)
+    assert max(together) < TMEM_COLUMNS
+    overlap = sum(map(len, taken)) - len(together)
+    assert overlap == (c.dq_width if c.dq_over_dp else 0)
+    assert not c.dq_over_dp or taken[4] <= taken[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Sm100BackwardConfig(tile_m=96), "tile_m=96: 64 or 128 queries"),
+        (Sm100BackwardConfig(num_stages=1), "num_stages=1: ahead=True holds Q of two blocks"),
+        (Sm100BackwardConfig(dq_width=48), "dq_width=48: a multiple of 32 that divides 128"),
+        (Sm100BackwardConfig(head_dim=256, head_dim_v=256), "tile_m=128: 768 columns of tensor"),
+        (Sm100BackwardConfig(head_dim=80), "head dim 80/128: there are kernels for 64"),
+    ],
+)
+def test_a_config_that_does_not_fit_says_why(config, message):
+    assert message in (config.why_not(arch=arch(ARCH)) or "")
+
+
+class OnBlackwell:
+    """A stand-in of q on a GPU: its device alone is looked at."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_on_a_gpu_torch_is_taken_where_it_can(monkeypatch):
+    """Until the kernels were timed on one."""
+    monkeypatch.setattr(own_backward, "arch_name", lambda device: ARCH)
+    for reason, ours in ((None, False), ("softcap, which torch does not know", True)):
+        monkeypatch.setattr(own_backward.torch_backward, "why_not", lambda call, it=reason: it)
+        call = AttentionCall(q=OnBlackwell(), k=None, v=None)
+        assert (own_backward.why_not(call) is None) == ours
