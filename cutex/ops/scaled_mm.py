@@ -57,7 +57,8 @@ def scaled_mm(
         "BlockWise1x128" (M, K / 128) of a, (N, K / 128) of b; best with contiguous rows at a pitch
         of a multiple of 16 bytes, as torch and DeepGEMM have them, else copied at each call;
         "BlockWise128x128" of b alone, (K / 128, N / 128), or with K / 128 padded to a multiple of
-        4. K is a multiple of 128 with these; N may be any.
+        4. K is a multiple of 128 with these; N may be any. a and b may be batches of as many, (L,
+        M, K) and (L, K, N), and their factors with them.
         "BlockWise1x32" (E8M0) and "BlockWise1x16" (e4m3) of both, which Blackwell's tensor cores
         read: swizzled, (M / 128, K / (4 block), 32, 4, 4), rounded up; a and b float8 or
         float4_e2m1fn_x2 (b transposed, K contiguous), matrices or batches. With 1x16 a tensor's
@@ -109,7 +110,7 @@ def scaled_mm(
         )
     _check(a, b, scale_a, scale_b, kinds, activation, output_dtype)
     if kinds[1] == "BlockWise128x128":
-        scale_b = scale_b[: a.shape[1] // BLOCK].mT  # (N / 128, K / 128)
+        scale_b = scale_b[..., : a.shape[-1] // BLOCK, :].mT  # (N / 128, K / 128)
     check(Call(a, b, bias, residual, activation=activation, out_dtype=output_dtype))
     return product(a, b, scale_a, scale_b, RECIPES[kinds], bias, residual, activation, output_dtype)
 
@@ -126,7 +127,8 @@ def product(
     output_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """a (M, K) @ b (K, N), scaled by factors of blocks: (M, K / 128), and (N / 128, K / 128) or (N,
-    K / 128); K is a multiple of 16, and a last block may be shorter."""
+    K / 128), each of a batch with L in front; K is a multiple of 16, and a last block may be
+    shorter."""
     given = (x.detach() for x in (a, b, scale_a, scale_b))
     return SCALED_MM(*given, recipe, bias, residual, activation, output_dtype)
 
@@ -230,25 +232,30 @@ def _check(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.dtype not in FLOAT8:
             raise TypeError(f"{name} must be float8_e4m3fn with factors of blocks, got {x.dtype}")
-        if x.dim() != 2:
-            raise ValueError(f"{name} must be a matrix, got {x.dim()} dimensions")
-    (m, k), (kb, n) = a.shape, b.shape
+        if x.dim() not in (2, 3):
+            raise ValueError(f"{name} must be a matrix or a batch, got {x.dim()} dimensions")
+    (*batch, m, k), (*batch_b, kb, n) = a.shape, b.shape
+    if batch != batch_b:
+        raise ValueError(
+            f"a and b must be matrices or batches of as many, got {tuple(a.shape)} and "
+            f"{tuple(b.shape)}"
+        )
     if k != kb:
         raise ValueError(f"b has K={kb} (its first size), but a has K={k} (its last)")
     if k % BLOCK or not k:
         raise ValueError(f"K={k}: factors of {BLOCK} along K take a multiple of {BLOCK}")
-    blocks = k // BLOCK
-    due_b = {(n, blocks)}
-    what_b = f"(N, K / {BLOCK}) = {(n, blocks)}"
+    blocks, across = k // BLOCK, -(-n // BLOCK)
+    due_b, what_b = [(n, blocks)], f"N, K / {BLOCK}"
     if kinds[1] == "BlockWise128x128":
-        across = -(-n // BLOCK)
-        due_b = {(blocks, across), (-(-blocks // 4) * 4, across)}
-        what_b = f"(K / {BLOCK}, N / {BLOCK}) = {(blocks, across)}"
+        due_b = [(blocks, across), (-(-blocks // 4) * 4, across)]
+        what_b = f"K / {BLOCK}, N / {BLOCK}"
     for name, scale, due, what, kind in (
-        ("scale_a", scale_a, {(m, blocks)}, f"(M, K / {BLOCK}) = {(m, blocks)}", kinds[0]),
+        ("scale_a", scale_a, [(m, blocks)], f"M, K / {BLOCK}", kinds[0]),
         ("scale_b", scale_b, due_b, what_b, kinds[1]),
     ):
-        if tuple(scale.shape) not in due:
+        whole = [(*batch, *shape) for shape in due]
+        if tuple(scale.shape) not in whole:
+            what = f"({'L, ' if batch else ''}{what}) = {whole[0]}"
             raise ValueError(f"{name} of {kind} must be {what}, got {tuple(scale.shape)}")
         if scale.device != a.device:
             raise ValueError(f"{name} is on {scale.device}, but a is on {a.device}")
@@ -262,12 +269,18 @@ def _check(
 
 
 def _by_rows(scale: Tensor) -> Tensor:
-    """Factors (rows, K) with contiguous rows that TMA can step through; copied if they are not."""
-    pitch = scale.stride(1) if scale.shape[1] > 1 else layouts.PITCH
-    whole = scale.stride(0) == 1 and pitch % layouts.PITCH == 0 and not scale.data_ptr() % 16
-    if not whole or pitch < scale.shape[0]:
+    """Factors (.., rows, K) with contiguous rows that TMA can step through; copied if they are
+    not."""
+    if scale.dim() == 3 and scale.stride(0) == 0:
+        scale = scale[:1]  # one matrix for all of a batch
+    *batch, rows, columns = scale.shape
+    unit = layouts.PITCH
+    pitch = scale.stride(-1) if columns > 1 else -(-rows // unit) * unit
+    steps = [pitch * columns if size == 1 else scale.stride(0) for size in batch]
+    whole = scale.stride(-2) == 1 and not (scale.data_ptr() % 16 or pitch % unit)
+    if not whole or pitch < rows or any(step % unit for step in steps):
         return layouts.rows_contiguous(scale)
-    strides = 1, pitch
+    strides = *steps, 1, pitch
     return scale if scale.stride() == strides else scale.as_strided(scale.shape, strides)
 
 
@@ -285,7 +298,8 @@ def _run(
     given = [a, b, scale_a, scale_b, *(x for x in (bias, residual) if x is not None)]
     key = (recipe, activation, output_dtype, bias is None, *map(_layout, given))
     if (known := _KNOWN.get(key)) is not None:
-        out = torch.empty((a.shape[0], b.shape[1]), dtype=output_dtype, device=a.device)
+        shape = (*a.shape[:-1], b.shape[-1])
+        out = torch.empty(shape, dtype=output_dtype, device=a.device)
         with current(a.device):
             known(*given[:4], out, *given[4:])
         return out
@@ -299,14 +313,14 @@ def _run(
         )
     if not out.numel():
         return out
-    if a.shape[1] % UNIT:
-        raise ValueError(f"K={a.shape[1]}: must be a multiple of {UNIT}")
+    if a.shape[-1] % UNIT:
+        raise ValueError(f"K={a.shape[-1]}: must be a multiple of {UNIT}")
     arranged = arrange(call, out, arch)
     scale_a = _by_rows(scale_a)
     scale_b = scale_b if recipe == "fp8_block" else _by_rows(scale_b)
     (first, second, to, *rest) = arranged.tensors
     tensors = [first, second, scale_a, scale_b, to, *rest]
-    compiled = _kernel(arranged.sizes[:3], recipe, arranged.out, arranged.ops)
+    compiled = _kernel(arranged.sizes, recipe, arranged.out, arranged.ops)
     with current(a.device):
         function = launcher(compiled, tensors)
         function(*tensors)
@@ -326,12 +340,13 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _kernel(mnk: tuple[int, int, int], recipe: str, out: Any, ops: Any) -> Any:
+def _kernel(mnkl: tuple[int, int, int, int], recipe: str, out: Any, ops: Any) -> Any:
     """The compiled kernel for such calls."""
     from cutex.kernels.gemm.scaled.fp8.choose import configs_for
     from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Signature
 
-    for tiles in configs_for(mnk, recipe):
+    *mnk, batch = mnkl
+    for tiles in configs_for((mnk[0], mnk[1], mnk[2]), recipe, batch):
         for signature in (Fp8Signature(t, out, ops) for t in _with_slots(tiles, ops)):
             if signature.general.why_not(None, arch_named("sm_90a")) is None:
                 return _compiled(signature)

@@ -57,6 +57,33 @@ def test_epilogues_odd_sizes_and_copied_operands():
     assert (c.double() - want).abs().max() <= 2.0**-20 * want.abs().max()
 
 
+@pytest.mark.parametrize(("dtype", "m", "n"), [("fp8_block", 131, 200), ("fp8_1x128", 20, 136)])
+def test_batches_have_factors_of_their_own(dtype, m, n):
+    """Entry by entry as matrices are, also where one b, or one matrix of factors, serves all."""
+    entries = [operands(m, n, 384, dtype, "int", seed) for seed in range(3)]
+    kinds = entries[0][2]
+    a, b, scale_a, scale_b = (torch.stack(x) for x in zip(*(e[1] for e in entries), strict=True))
+    bias, residual = torch.randn(n).bfloat16(), torch.randn(3, m, n).bfloat16()
+    with cutex.ops.simulated("sm_90a"):
+        plain = cutex.scaled_mm(a, b, scale_a, scale_b, **kinds)
+        fused = cutex.scaled_mm(
+            a, b, scale_a, scale_b, **kinds, bias=bias, residual=residual,
+            output_dtype=torch.float32,
+        )  # fmt: skip
+        one_b = cutex.scaled_mm(
+            a, b[1].expand_as(b), scale_a, scale_b[1].expand_as(scale_b), **kinds
+        )
+    for i, (problem, _, _) in enumerate(entries):
+        check = problem.check(*problem.inputs(), plain[i])
+        assert check.ok, check.message
+        values_a, values_b = problem.values(problem.inputs())
+        want = values_a @ values_b.mT + bias.double() + residual[i].double()
+        assert (fused[i].double() - want).abs().max() <= 2.0**-20 * want.abs().max()
+        values_b = entries[1][0].values(entries[1][0].inputs())[1]
+        want = values_a @ values_b.mT
+        assert (one_b[i].double() - want).abs().max() <= 2.0**-8 * want.abs().max()
+
+
 def test_what_quantize_gives_and_torchs_padded_factors():
     x, w = torch.randn(40, 384).bfloat16(), torch.randn(136, 384).bfloat16()
     with cutex.ops.simulated("sm_90a"):
@@ -108,7 +135,10 @@ BLOCK = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128
         ((A[:, :192], B[:192], SA, SB), {}, "K=192: factors of 128 along K take a multiple of 128"),
         ((A, B[:128], SA, SB), {}, r"b has K=128 \(its first size\), but a has K=256"),
         ((A.bfloat16(), B, SA, SB), {}, "a must be float8_e4m3fn with factors of blocks, got"),
-        ((A[None], B, SA, SB), {}, "a must be a matrix, got 3 dimensions"),
+        ((A[None], B, SA, SB), {}, r"matrices or batches of as many, got \(1, 32, 256\) and \(256"),
+        ((A[None, None], B, SA, SB), {}, "a must be a matrix or a batch, got 4 dimensions"),
+        ((A[None], B[None], SA, SB), {}, r"scale_a of BlockWise1x128 must be \(L, M, K / 128\) = "
+                                         r"\(1, 32, 2\), got \(32, 2\)"),
         ((A, B, SA, SB), {"scale_recipe_a": None}, "scale_recipe_a=None is not one of"),
         ((A, B, SA, SB), {"scale_recipe_a": "RowWise"}, "scale_recipe_a RowWise with"),
         ((A, B, SA, SB), {"scale_recipe_a": "BlockWise1x32"}, "scale_recipe_a BlockWise1x32 with"),

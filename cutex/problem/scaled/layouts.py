@@ -47,13 +47,13 @@ def unswizzle(scales: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def rows_contiguous(scales: Tensor) -> Tensor:
-    """The fp32 scale factors (rows, columns) with contiguous rows, of strides (1, pitch), the pitch
-    a multiple of 16 bytes; what lies between columns is NaN."""
-    rows, columns = scales.shape
-    pitch = -(-rows // PITCH) * PITCH
-    memory = torch.full((columns, pitch), torch.nan, dtype=scales.dtype, device=scales.device)
-    memory[:, :rows] = scales.mT
-    return memory[:, :rows].mT
+    """The fp32 scale factors (.., rows, columns) with contiguous rows, of strides (.., 1, pitch),
+    the pitch a multiple of 16 bytes; what lies between columns is NaN."""
+    *batch, rows, columns = scales.shape
+    shape = *batch, columns, -(-rows // PITCH) * PITCH
+    memory = torch.full(shape, torch.nan, dtype=scales.dtype, device=scales.device)
+    memory[..., :rows] = scales.mT
+    return memory[..., :rows].mT
 
 
 def stored(scales: Tensor, format: Format) -> Tensor:

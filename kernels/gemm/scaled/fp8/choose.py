@@ -72,8 +72,8 @@ def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
     return None
 
 
-def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch) -> float:
-    """Microseconds."""
+def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -> float:
+    """Microseconds, for `batch` such problems in one launch."""
     rows, columns = problem.m, problem.n
     if tiles.swap_ab:
         rows, columns = columns, rows
@@ -81,7 +81,7 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch) -> float:
     down = ceil_div(down, tiles.cluster_m) * tiles.cluster_m
     across = ceil_div(across, tiles.cluster_n) * tiles.cluster_n
     group = tiles.cluster_m * tiles.cluster_n * tiles.split_k
-    ctas = down * across * tiles.split_k
+    ctas = batch * down * across * tiles.split_k
     # NOTE: not every GPC has a multiple of 4 SMs left
     sms = arch.num_sms if group <= 2 else int(arch.num_sms * SMS_OF_FOURS)
     rounds = ceil_div(ctas, sms // group * group)
@@ -89,7 +89,7 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch) -> float:
     clocks = rounds * (blocks * block_clocks(tiles) + ROUND_CLOCKS)
     compute = (clocks + SPLIT_CLOCKS * (tiles.split_k > 1)) / MHZ
     compute *= 1 + SWAPPED * tiles.swap_ab + ALONE * (tiles.mma_warpgroups == 1)
-    memory = problem.bytes / MEMORY
+    memory = batch * problem.bytes / MEMORY
     return FIXED_US + (compute**POWER + memory**POWER) ** (1 / POWER)
 
 
@@ -103,11 +103,11 @@ def block_clocks(tiles: Fp8Config) -> float:
     return max(mma, loaded * BLOCK / LOAD_BYTES)
 
 
-def ranked(problem: Fp8Problem, arch: Arch) -> list[Fp8Config]:
-    """The candidate configs of `problem`, fastest predicted first."""
+def ranked(problem: Fp8Problem, arch: Arch, batch: int = 1) -> list[Fp8Config]:
+    """The candidate configs of `batch` such problems, fastest predicted first."""
     found = (deepest(tiles, arch) for tiles in candidates(problem))
     fits = [c for c in found if c is not None and c.why_not(problem, arch) is None]  # type: ignore[arg-type]
-    return sorted(dict.fromkeys(fits), key=lambda c: predict(c, problem, arch))
+    return sorted(dict.fromkeys(fits), key=lambda c: predict(c, problem, arch, batch))
 
 
 def shortlist(problem: Fp8Problem, arch: Arch, count: int) -> list[Fp8Config]:
@@ -120,10 +120,10 @@ def choose(problem: Fp8Problem, arch: Arch) -> Fp8Config:
     return ranked(problem, arch)[0]
 
 
-def configs_for(mnk: tuple[int, int, int], recipe: str) -> list[Fp8Config]:
+def configs_for(mnk: tuple[int, int, int], recipe: str, batch: int = 1) -> list[Fp8Config]:
     """The ranking for calls of these sizes, which are rounded up to classes, so that few kernels
     serve all M."""
     m, n, k = mnk
     n, k = -(-n // 8) * 8, -(-k // 16) * 16
     problem = Fp8Problem(rows_class(m), n, k, dtype=recipe)
-    return ranked(problem, arch_named("sm_90a"))
+    return ranked(problem, arch_named("sm_90a"), batch)

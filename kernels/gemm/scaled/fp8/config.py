@@ -12,7 +12,6 @@ from cutex.problem.scaled.formats import RECIPES, Format
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.kernels.gemm.layouts import Signature
 
 FACTORS_ALIGN = 32  # TMA writes to multiples of 128 bytes: so many fp32 factors
 BLOCK = 128  # rows, or elements of K, that share a factor
@@ -75,11 +74,6 @@ class Fp8Config(Sm90Config):
         if self.pingpong or self.spread or self.stream_k:
             return "pingpong, spread, stream_k: sums are scaled by tiles of all warpgroups"
         return super()._why_not_shape(arch)
-
-    def why_not_signature(self, signature: Signature) -> str | None:
-        if signature.out.batched:
-            return "a batch: scale factors are those of one matrix"
-        return super().why_not_signature(signature)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Fp8Config:

@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.device.atoms.multicast import AbOperands, Cluster
-from cutex.device.atoms.tma import AbLoads, load_operand, tile_loads
+from cutex.device.atoms.tma import AbLoads, load_operand, matrix, tile_loads
 from cutex.device.atoms.wgmma import ROWS
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, Fp8Config
@@ -31,7 +31,7 @@ def factors_layout(rows: int, num_slots: int) -> cute.ComposedLayout:
 
 def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) -> Any:
     """The factors mS of one side: a tensor map that loads those of a tile's rows, or mS itself
-    (RestRows, RestK), where 128 rows share one."""
+    (RestRows, RestK), in a batch with L behind, where 128 rows share one."""
     return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
 
 
@@ -78,7 +78,7 @@ class FactoredOperands:
         """The loads that this CTA starts for `tile`: its part of A and B, and all its factors."""
         ab: AbLoads = self.ab.loads(tile, cluster)
         factors = tuple(
-            tile_loads(info, slots, place)
+            tile_loads(matrix(info, tile), slots, place)
             for info, slots, place in zip(self.factors, self.slots, (tile.m, tile.n), strict=True)
             if slots is not None
         )
@@ -156,7 +156,9 @@ class TileFactors:
         """
         found = []
         for side, row in self.shared():
-            mS = self.factors[side]  # (RestRows, RestK)
+            mS = self.factors[side]  # (RestRows, RestK), or with L behind
+            if cute.rank(mS) == 3:
+                mS = mS[None, None, cutlass.min(self.tile.batch, cute.size(mS, mode=[2]) - 1)]
             last, last_k = (cute.size(mS, mode=[i]) - 1 for i in range(2))
             block = cutlass.min(k_tile + cute.arch.lane_idx(), last_k)
             found.append(mS[cutlass.min(row // BLOCK, last), block])

@@ -40,7 +40,8 @@ from cutex.problem.scaled.formats import FP32_SCALED, RECIPES
 
 @dataclass(frozen=True)
 class Fp8Signature:
-    """What the kernel computes, and its tiles: A (M, K) row-major, B (K, N) column-major."""
+    """What the kernel computes, and its tiles: A (M, K) row-major, B (K, N) column-major, or
+    batches of both where out is one."""
 
     tiles: Fp8Config
     out: OperandLayout = field(default_factory=lambda: OperandLayout(whole=True))
@@ -49,26 +50,29 @@ class Fp8Signature:
     @property
     def general(self) -> GeneralConfig:
         """The config of the general kernel of the same operands."""
-        a, b = (OperandLayout("e4m3", major) for major in ("row", "column"))
+        batched = self.out.batched
+        a, b = (OperandLayout("e4m3", major, batched) for major in ("row", "column"))
         return GeneralConfig(self.tiles, a, b, self.out, self.ops)
 
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a, b, the factors of each, out, and those of the operations."""
         a, b, out, *rest = self.general.arguments()
-        return (a, b, *factor_operands(self.tiles.recipe), out, *rest)
+        factors = factor_operands(self.tiles.recipe, self.out.batched)
+        return (a, b, *factors, out, *rest)
 
 
-def factor_operands(recipe: str) -> tuple[Operand, Operand]:
-    """The arguments scale_a and scale_b, (rows, K) by blocks: 1x128 with contiguous rows, at a
-    pitch of a multiple of 16 bytes; 128x128 of any strides."""
-    of = {
-        1: lambda name, rows: Operand(name, (rows, "kb"), "fp32", contiguous=-2, whole=False),
-        128: lambda name, rows: Operand(
-            name, (f"{rows}b", "kb"), "fp32", contiguous=None, aligned=False, whole=False
-        ),
-    }
-    a, b = RECIPES[recipe]
-    return of[a.block[0]]("scale_a", "m"), of[b.block[0]]("scale_b", "n")
+def factor_operands(recipe: str, batched: bool = False) -> tuple[Operand, ...]:
+    """The arguments scale_a and scale_b, (rows, K) by blocks, in a batch with L in front: 1x128
+    with contiguous rows, at a pitch of a multiple of 16 bytes; 128x128 of any strides."""
+    found = []
+    for format, side, rows in zip(RECIPES[recipe], "ab", "mn", strict=True):
+        vector, batch = format.block[0] == 1, (f"lf{side}",) if batched else ()
+        sizes = *batch, rows if vector else f"{rows}b", "kb"
+        contiguous = -2 if vector else None
+        found.append(
+            Operand(f"scale_{side}", sizes, "fp32", contiguous, aligned=vector, whole=False)
+        )
+    return tuple(found)
 
 
 class Fp8Gemm:
@@ -111,9 +115,10 @@ class Fp8Gemm:
         mOut: cute.Tensor,
         *rest,
     ) -> None:
-        """Launch with a (M, K), b (K, N), their factors, out (M, N), the operations' arguments and
-        a stream."""
+        """Launch with a (M, K), b (K, N), their factors, out (M, N), each with L in front where
+        batched, the operations' arguments and a stream."""
         *passed, stream = rest
+        mA, mScaleA, mScaleB, mOut = (modes(x, False) for x in (mA, mScaleA, mScaleB, mOut))
         self.launch(mA, modes(mB, True), (mScaleA, mScaleB), mOut, tuple(passed), stream)
 
     @cute.jit
@@ -126,7 +131,7 @@ class Fp8Gemm:
         passed: tuple[Any, ...],
         stream,
     ) -> None:
-        """Launch with mA (M, K), mB (N, K), mOut (M, N)."""
+        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
         c, g = self.tiles, self.general
         if cutlass.const_expr(c.swap_ab):
             mA, mB, mOut, scales = mB, mA, transposed(mOut), scales[::-1]
