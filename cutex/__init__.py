@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
     from cutex.ops.row.linear_cross_entropy import linear_cross_entropy
-    from cutex.ops.row.norm import layer_norm, rms_norm
+    from cutex.ops.row.norms import layer_norm, rms_norm
     from cutex.ops.row.rope import rope
     from cutex.ops.row.softmax import softmax
     from cutex.ops.scaled_mm import scaled_mm

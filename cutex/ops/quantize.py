@@ -96,7 +96,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tenso
     """The values of a quantized matrix in `dtype`, rounded once; the reverse of `quantize`."""
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"q must be what cutex.quantize returns, got {type(q).__name__}")
-    of = _format_of(q.format)
+    of = format_named(q.format)
     data = q.data.view(-1, q.data.shape[-1])
     rows, k = data.shape[0], data.shape[1] * (2 if of.element == "e2m1" else 1)
     shape = (*q.data.shape[:-1], k)

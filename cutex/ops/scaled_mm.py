@@ -28,7 +28,11 @@ RECIPES = {
     ("BlockWise1x128", "BlockWise128x128"): "fp8_block",
     ("BlockWise1x128", "BlockWise1x128"): "fp8_1x128",
 }
-KIND_OF_FORMAT = {"fp8_1x128": "BlockWise1x128", "fp8_128x128": "BlockWise128x128"}
+KIND_OF_FORMAT = {
+    "fp8_1x128": "BlockWise1x128",
+    "fp8_128x128": "BlockWise128x128",
+    "fp8_row": "RowWise",
+}
 FLOAT8 = (torch.float8_e4m3fn,)
 UNIT = 16  # elements of e4m3 in what TMA steps by
 
@@ -91,7 +95,7 @@ def scaled_mm(
     if isinstance(b, QuantizedTensor):
         b, scale_b, scale_recipe_b = _unpacked("b", b, scale_b)
         b = b.mT
-        scale_b = scale_b.mT if scale_recipe_b == "BlockWise128x128" else scale_b
+        scale_b = scale_b if scale_recipe_b == "BlockWise1x128" else scale_b.mT
     kinds = _kind("scale_recipe_a", scale_recipe_a), _kind("scale_recipe_b", scale_recipe_b)
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         if not isinstance(scale, Tensor):

@@ -12,22 +12,28 @@ MOST = 8  # vectors of a thread of the longest rows that are taken whole
 
 
 def tile(
-    n: int, bits: int, arch_name: str, unit: int, shifted: bool = False, wide: int = WIDE
+    n: int,
+    bits: int,
+    arch_name: str,
+    unit: int,
+    shifted: bool = False,
+    wide: int = WIDE,
+    least: int = 8,
 ) -> RowTile:
     """The tile of rows of `n` elements of so many bits.
 
     unit: the elements of the widest vector that every row can be loaded by. shifted: rows begin
     anywhere, all operands alike. wide: the vectors of a thread, from which on CTAs share a row: of
-    rows that are only read, more than WIDE. Raises ValueError, in one sentence, for a row that no
-    tile holds.
+    rows that are only read, more than WIDE. least: threads that share a row, at least. Raises
+    ValueError, in one sentence, for a row that no tile holds.
     """
     width = min(unit, VECTOR_BYTES * 8 // bits)
     vectors = -(-(n + (width - 1) * shifted) // width)
     most_ctas = CLUSTER if arch(arch_name).capability >= (9, 0) else 1
     # 4 vectors a thread; then more threads, then more CTAs (docs/facts/rows.md#tile, an H100)
-    threads = _power(-(-vectors // WIDE), 8, CTA)
+    threads = _power(-(-vectors // WIDE), least, CTA)
     ctas = _power(-(-vectors // (wide * threads)), 1, most_ctas)
-    threads = max(threads, _power(-(-vectors // (MOST * ctas)), 8, 1024))
+    threads = max(threads, _power(-(-vectors // (MOST * ctas)), least, 1024))
     per_thread = -(-vectors // (threads * ctas))
     if per_thread > 2 * MOST:
         raise ValueError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, cute
 
 from cutex.compile import Argument, Scalar
 from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import add
+from cutex.device.row.reduction import RowReduction, add
 from cutex.device.row.tile import RowTile
 from cutex.kernels.row.kernel import (
     RowKernel,
@@ -52,6 +53,18 @@ class NormConfig:
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
+class Normed(NamedTuple):
+    """A row's norm in a thread: the row, its columns, y (V, NumV), x + residual as it is written,
+    the mean and 1 / sqrt(mean square + eps)."""
+
+    this: ThisRow
+    columns: Columns
+    y: Any
+    rSum: Any
+    mean: Any
+    rstd: Any
+
+
 class Norm(RowKernel):
     """y = (x + residual - mean) * rstd * weight + bias; rstd = 1 / sqrt(mean square + eps)."""
 
@@ -80,38 +93,54 @@ class Norm(RowKernel):
     def kernel(
         self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32
     ) -> None:
+        c = self.config
+        sums = reductions(c.tile, *([1] * (1 + c.centred)))
+        found = self.normed(sums, mX, optional, eps)
+        this, columns = found.this, found.columns
+        if this.exists:
+            columns.store(columns.rounded(found.y, mY), this(mY))
+            self.store_rest(found, optional)
+
+    def normed(
+        self, sums: list[RowReduction], mX: cute.Tensor, optional: dict[str, cute.Tensor], eps: Any
+    ) -> Normed:
+        """The norm of this thread's row; `sums`: of squares, and of a layer norm's elements."""
         c, tile = self.config, self.config.tile
-        sums = reductions(tile, *([1] * (1 + c.centred)))
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
         rX = columns.load(this(mX))  # (V, NumV)
         # their latency passes under that of x: behind the reduction it would be a second one
         vectors = {name: columns.held(optional[name]) for name in c.vectors}  # (V, NumV) each
         x = rX.load().to(Float32)
-        if cutlass.const_expr(c.residual):
+        rSum = None
+        if c.residual:
             # the norm is that of the sum as it is written, and its gradient, too
             x = x + columns.load(this(optional["residual"])).load().to(Float32)
             rSum = columns.rounded(x, mX)  # (V, NumV)
             x = rSum.load().to(Float32)
         length = Float32(columns.n)
         mean = Float32(0)
-        if cutlass.const_expr(c.centred):
+        if c.centred:
             (total,) = sums[1]((x.reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
             mean = total / length
         apart = columns.where_held(x - mean) if c.centred else x
         (squares,) = sums[0](((apart * apart).reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
         rstd = cute.math.rsqrt(squares / length + eps)
         y = apart * rstd
-        if cutlass.const_expr(c.weight):
+        if c.weight:
             y = y * vectors["weight"].load().to(Float32)
-        if cutlass.const_expr(c.bias):
+        if c.bias:
             y = y + vectors["bias"].load().to(Float32)
-        if this.exists:
-            columns.store(columns.rounded(y, mY), this(mY))
-            if cutlass.const_expr(c.residual):
-                summed = optional["summed"]
-                columns.store(rSum, this(summed))
-            if columns.is_first_of_row():
-                for name, value in (("mean", mean), ("rstd", rstd)):
-                    if cutlass.const_expr(name in c.optional):
-                        optional[name][this.row] = value
+        return Normed(this, columns, y, rSum, mean, rstd)
+
+    @cute.jit
+    def store_rest(self, found: Normed, optional: dict[str, cute.Tensor]) -> None:
+        """Store what belongs to a row that exists, beside its norm."""
+        c, this, columns = self.config, found.this, found.columns
+        if cutlass.const_expr(c.residual):
+            summed = optional["summed"]
+            columns.store(found.rSum, this(summed))
+        if columns.is_first_of_row():
+            for name, value in (("mean", found.mean), ("rstd", found.rstd)):
+                if cutlass.const_expr(name in c.optional):
+                    optional[name][this.row] = value

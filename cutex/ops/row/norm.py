@@ -1,4 +1,4 @@
-"""`cutex.rms_norm` and `cutex.layer_norm`."""
+"""Norms of rows, and their gradients."""
 
 from __future__ import annotations
 
@@ -34,48 +34,26 @@ MOST_STAGES = 4
 GPC = 16  # SMs of a part of a GPU, at least
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, residual: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """x / sqrt(mean of x^2 + eps) * weight over the last dimension; with a residual, of x +
-    residual, and that sum is returned, too.
-
-    x (.., N): bfloat16, float16 or float32, of any strides; computed in float32, each row read
-    once. weight (N,): any of these dtypes. residual: as x. Differentiable once in all of them.
-    Raises TypeError or ValueError, with one sentence that names the argument, for arguments that do
-    not fit, and where there is no NVIDIA GPU from Ampere on.
-
-    Returns y, as x, or (y, x + residual). Source: Zhang and Sennrich, Root mean square layer
-    normalization, 2019.
-    """
-    return _norm(False, x, weight, None, residual, eps)
-
-
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, as
-    torch.nn.functional.layer_norm; with a residual, of x + residual, and that sum is returned, too.
-
-    x, weight, residual and errors as of `cutex.rms_norm`; bias (N,) as weight. The variance is
-    that of differences from the mean, so that rows far from 0 lose nothing.
-    """
-    return _norm(True, x, weight, bias, residual, eps)
-
-
-def _norm(
+def norm(
     centred: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, eps: float,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The norm, with a residual also the sum; checks what it is given."""
     if not _is_compiling() and eps.__class__ is float:
         found = _forward.again((eps, centred, False), x, weight, bias, residual)
         if found is not None:
             return found
+    check_norm(x, weight, bias, residual, eps)
+    if needs_nothing(x, weight, bias, residual):
+        return _forward((float(eps), centred, False), x, weight, bias, residual)
+    y, summed, _, _ = NORM(x, weight, bias, residual, float(eps), centred)
+    return y if residual is None else (y, summed)
+
+
+def check_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
+) -> None:
+    """Raise TypeError or ValueError, in one sentence, for what a norm does not take."""
     check_rows("x", x)
     if isinstance(eps, bool) or not isinstance(eps, float | int):
         raise TypeError(f"eps must be a number, got {type(eps).__name__}")
@@ -84,13 +62,10 @@ def _norm(
             check_vector(name, v, x)
     if residual is not None:
         check_alike("residual", residual, "x", x)
-    if needs_nothing(x, weight, bias, residual):
-        return _forward((float(eps), centred, False), x, weight, bias, residual)
-    y, summed, _, _ = NORM(x, weight, bias, residual, float(eps), centred)
-    return y if residual is None else (y, summed)
 
 
-def _name(x: Tensor | None) -> str:
+def name_of(x: Tensor | None) -> str:
+    """The name of an optional tensor's dtype; "" if there is none."""
     return "" if x is None else dtype_of(x)
 
 
@@ -120,7 +95,7 @@ def _plan(
         launch.makes("rstd", x.shape[:-1], torch.float32, 1)
     tile = tile_of(rows, vectors, arch)
     config = NormConfig(
-        tile, centred, residual is not None, _name(weight), _name(bias), saves=saves
+        tile, centred, residual is not None, name_of(weight), name_of(bias), saves=saves
     )
     kernel = Norm, config, arch
     if saves:
@@ -198,7 +173,7 @@ def _plan_gradient(
     # NOTE: the columns of a thread are those of all its rows, so rows may not shift
     tile = tile_of(rows, vectors, arch, shifts=False)
     config = NormBackwardConfig(
-        tile, centred, _name(weight), _name(bias), dsummed is not None, stages_of(tile, x)
+        tile, centred, name_of(weight), name_of(bias), dsummed is not None, stages_of(tile, x)
     )
     clusters = min(-(-rows[0].shape[0] // tile.rows), most_clusters(tile, sms_of(x.device, arch)))
     for name, v in (("dweight", weight), ("dbias", bias)):

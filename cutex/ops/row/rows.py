@@ -131,21 +131,21 @@ def tile_of(
     wide: int = choose.WIDE,
 ) -> RowTile:
     """The tile for `rows` (M, N), whole, and `vectors` (N) that all rows share."""
-    x, loads = rows[0], _loads(rows, vectors, shifts)
+    x, loads = rows[0], loads_of(rows, vectors, shifts)
     return choose.tile(x.shape[-1], 8 * x.element_size(), kernels_of(arch), *loads, wide)
 
 
 def part_of(rows: Sequence[Tensor]) -> RowTile:
     """The tile for a part of a row."""
-    return choose.part(rows[0].shape[-1], 8 * rows[0].element_size(), *_loads(rows, (), True))
+    return choose.part(rows[0].shape[-1], 8 * rows[0].element_size(), *loads_of(rows, (), True))
 
 
 def walk_of(rows: Sequence[Tensor]) -> RowTile:
     """The tile of a CTA that walks along a long row."""
-    return choose.walk(8 * rows[0].element_size(), *_loads(rows, (), True))
+    return choose.walk(8 * rows[0].element_size(), *loads_of(rows, (), True))
 
 
-def _loads(rows: Sequence[Tensor], vectors: Sequence[Tensor], shifts: bool) -> tuple[int, bool]:
+def loads_of(rows: Sequence[Tensor], vectors: Sequence[Tensor], shifts: bool) -> tuple[int, bool]:
     """The elements of a vector by which all are loaded, and whether rows begin anywhere.
 
     With `shifts`, rows that begin anywhere, but all alike, are loaded by the widest vectors, and

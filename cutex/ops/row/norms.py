@@ -1,0 +1,62 @@
+"""`cutex.rms_norm` and `cutex.layer_norm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from cutex.ops.row.norm import norm
+from cutex.ops.row.norm_quantized import norm_quantized
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    quantize: str | None = None,
+    tensor_scale: Tensor | None = None,
+) -> Any:
+    """x / sqrt(mean of x^2 + eps) * weight over the last dimension; with a residual, of x +
+    residual, and that sum is returned, too.
+
+    x (.., N): bfloat16, float16 or float32, of any strides; computed in float32, each row read
+    once. weight (N,): any of these dtypes. residual: as x. Differentiable once in all of them.
+    Raises TypeError or ValueError, with one sentence that names the argument, for arguments that do
+    not fit, and where there is no NVIDIA GPU from Ampere on.
+    quantize: "fp8" (e4m3, a float32 factor for each row, of FORMATS "fp8_row"), "fp8_1x128",
+        "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4": y is quantized in the same pass, bit by bit
+        `cutex.quantize` of y, for `cutex.scaled_mm`. No tensor may want a gradient then. Rows that
+        are no whole vectors of 16 bytes take a pass more.
+    tensor_scale: float32 of one element, of nvfp4, as of `cutex.quantize`; without it the largest
+        y is looked for first, which takes two passes more.
+
+    Returns y, as x, or a QuantizedTensor; with a residual (y, x + residual). Source: Zhang and
+    Sennrich, Root mean square layer normalization, 2019.
+    """
+    if quantize is not None or tensor_scale is not None:
+        return norm_quantized(False, (x, weight, None, residual), eps, quantize, tensor_scale)
+    return norm(False, x, weight, None, residual, eps)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    quantize: str | None = None,
+    tensor_scale: Tensor | None = None,
+) -> Any:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, as
+    torch.nn.functional.layer_norm; with a residual, of x + residual, and that sum is returned, too.
+
+    x, weight, residual, quantize, tensor_scale and errors as of `cutex.rms_norm`; bias (N,) as
+    weight. The variance is that of differences from the mean, so that rows far from 0 lose nothing.
+    """
+    if quantize is not None or tensor_scale is not None:
+        return norm_quantized(True, (x, weight, bias, residual), eps, quantize, tensor_scale)
+    return norm(True, x, weight, bias, residual, eps)
