@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cutex.ops.row.softmax import softmax
     from cutex.ops.scaled_mm import scaled_mm
     from cutex.ops.tune import tune
+    from cutex.ops.w4.pack import pack_w4
     from cutex.sim import simulate
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ _HOMES = {
     "linear_cross_entropy": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
     "moe": "cutex.ops.mixture",
+    "pack_w4": "cutex.ops.w4.pack",
     "quantize": "cutex.ops.quantize",
     "rms_norm": "cutex.ops.row",
     "rope": "cutex.ops.row",
@@ -85,6 +87,7 @@ __all__ = [
     "linear_cross_entropy",
     "matmul",
     "moe",
+    "pack_w4",
     "quantize",
     "rms_norm",
     "rope",

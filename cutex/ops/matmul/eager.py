@@ -26,13 +26,14 @@ from cutex.ops.matmul.plan import config_for, kernel_for, user_functions
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain, nobody_watches, untraced
 from cutex.ops.plans import PlanCache
+from cutex.ops.w4.packed import W4Weight
 
 Activation = str | Callable[..., Any] | None
 
 
 def matmul(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | W4Weight,
     *,
     bias: Tensor | None = None,
     activation: Activation = None,
@@ -47,6 +48,9 @@ def matmul(
 ) -> Tensor:
     """activation(alpha * scale_a * scale_b * (a @ b) + beta * out + bias) + residual.
 
+    b may be what `cutex.pack_w4` made of a weight (N, K) of 4 bits: the product is a @ b^T, of a
+        bfloat16 or float16 a, with bias, a named activation, residual and out_dtype alone.
+        Differentiable in a, bias and residual.
     a (.., M, K) and b (.., K, N): bfloat16, float16 or float32, both alike, or float8_e4m3fn /
     float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
     a first call warns where torch would not. Batch sizes broadcast. Any strides; a tensor that TMA
@@ -68,6 +72,9 @@ def matmul(
     torch.matmul, unless out is given. Raises TypeError or ValueError, with one sentence that names
     the argument, for arguments that do not fit, and where there is no Hopper or Blackwell GPU.
     """
+    if isinstance(b, W4Weight):
+        others = out, scale_a, scale_b, amax, alpha, beta
+        return _with_packed(a, b, bias, activation, residual, out_dtype, others)
     if _is_compiling():
         return _through_operator(
             Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype,
@@ -89,6 +96,28 @@ def matmul(
 def written(*tensors: Tensor | None) -> None:
     """Count a write to the tensors, so that autograd detects changes of saved tensors."""
     _increment_version([x for x in tensors if x is not None])
+
+
+def _with_packed(
+    a: Tensor,
+    b: W4Weight,
+    bias: Tensor | None,
+    activation: Activation,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+    others: tuple[Any, ...],
+) -> Tensor:
+    """The product with a packed weight of 4 bits."""
+    from cutex.ops.w4.product import w4_matmul
+
+    names = "out", "scale_a", "scale_b", "amax", "alpha", "beta"
+    for name, x, due in zip(names, others, (None,) * 4 + (1.0, 0.0), strict=True):
+        if x is not due and not (isinstance(x, int | float) and x == due):
+            raise ValueError(f"{name} is given: with a packed weight matmul takes bias, activation,"
+                             " residual and out_dtype")  # fmt: skip
+    if isinstance(a, Tensor) and autocast.is_on(a.device):
+        (a,) = autocast.cast(a)
+    return w4_matmul(a, b, bias, activation, residual, out_dtype)
 
 
 @untraced

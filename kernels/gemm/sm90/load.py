@@ -181,9 +181,7 @@ class LoadOneTile(LoadTiles):
         fill = fill_ring(loads, ab, ab.producer(), first, first + ring)
         if cutlass.const_expr(c.cluster_columns <= FEW_COLUMNS and not c.rows):
             self.ask_for_b(loads)
-        streamed = 1 if c.rows else 0  # the side of C that the streamed operand has
-        step_bytes = cute.size(mC, mode=[streamed]) * (c.split_k * c.tile_k * ELEMENT)
-        step = self.pace.step_ns(step_bytes, count)
+        step = self.pace.step_ns(self.step_bytes(mC), count)
         due = start + self.pace.lead_ns(step, c.num_stages)
         for k_tile in cutlass.range(first + ring, first + count, unroll=1):
             full = ab.acquire(fill)
@@ -193,6 +191,12 @@ class LoadOneTile(LoadTiles):
             loads.load(k_tile, fill.slot, full)
             fill.advance()
         return fill
+
+    def step_bytes(self, mC: cute.Tensor) -> Int32:
+        """The bytes of the streamed operand that all CTAs together read in a step."""
+        c = self.tiles
+        streamed = 1 if c.rows else 0  # the side of C that the streamed operand has
+        return cute.size(mC, mode=[streamed]) * (c.split_k * c.tile_k * ELEMENT)
 
     @cute.jit
     def ask_for_b(self, loads: AbLoads) -> None:

@@ -1,0 +1,90 @@
+"""Codes of 4 bits in registers, widened to pairs of bf16 or fp16.
+
+A word holds eight codes: nibble i is the low half of pair i, nibble i + 4 the high half. An integer
+is or-ed into the mantissa of a float whose unit is 1, from which its zero, as such a float, is
+subtracted: exact. The bits of an e2m1 are put where the float has them, exponent 0 where it has
+that of its least normal number: exact, subnormal numbers too, times a power of two.
+
+NOTE: inline PTX without side effects, so that the compiler may schedule it freely.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float16, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+PAIR = 0x0001_0001  # a half in both
+OR_OF_AND = 0xEA  # lop3: (a & b) | c
+LOW, HIGH = 0x1010, 0x3232  # selectors of prmt: one half of a word, twice
+PAIRS = 4  # in a word
+
+
+def pairs_of_int4(word: Int32, kind: Any) -> list[Int32]:
+    """The four pairs of a word's integers, each or-ed into `base(kind)`."""
+    base = 0x6400 if kind is Float16 else 0x4300
+    return [
+        _lop3(_shifted(word, -4 * i), 0x000F * PAIR, base * PAIR, OR_OF_AND) for i in range(PAIRS)
+    ]
+
+
+def pairs_of_e2m1(word: Int32, kind: Any) -> list[Int32]:
+    """The four pairs of a word's e2m1, times 2^-14 in fp16, 2^-126 in bf16."""
+    down = 3 if kind is Float16 else 6  # from the bits 12 to 14
+    found = []
+    for i in range(PAIRS):
+        up = 12 - 4 * i
+        sign = _shifted(word, up) & Int32(0x8000 * PAIR - (1 << 32))
+        found.append(_lop3(_shifted(word, up - down), (0x7000 >> down) * PAIR, sign, OR_OF_AND))
+    return found
+
+
+def _shifted(word: Int32, by: int) -> Int32:
+    """`word` shifted to the left by `by` bits, or to the right; halves run into each other."""
+    if by == 0:
+        return word
+    return word << by if by > 0 else _shift_right(word, -by)
+
+
+def splat(word: Int32) -> tuple[Int32, Int32]:
+    """The low and the high half of a word, each as a pair of itself."""
+    return _permuted(word, LOW), _permuted(word, HIGH)
+
+
+def minus(a: Int32, b: Int32, kind: Any) -> Int32:
+    """a - b of pairs, rounded to nearest."""
+    return _words(f"sub.rn.{_suffix(kind)} $0, $1, $2;", a, b)
+
+
+def times(a: Int32, b: Int32, kind: Any) -> Int32:
+    """a * b of pairs, rounded to nearest."""
+    return _words(f"mul.rn.{_suffix(kind)} $0, $1, $2;", a, b)
+
+
+def _suffix(kind: Any) -> str:
+    return "f16x2" if kind is cutlass.Float16 else "bf16x2"
+
+
+def _lop3(a: Int32, b: int, c: Int32 | int, table: int) -> Int32:
+    return _words(f"lop3.b32 $0, $1, $2, $3, {table};", a, Int32(b), Int32(c))
+
+
+def _shift_right(a: Int32, by: int) -> Int32:
+    return _words(f"shr.b32 $0, $1, {by};", a)
+
+
+def _permuted(a: Int32, selector: int) -> Int32:
+    return _words(f"prmt.b32 $0, $1, $1, {selector};", a)
+
+
+@dsl_user_op
+def _words(ptx: str, *operands: Int32, loc=None, ip=None) -> Int32:
+    """The result of an instruction of 32-bit registers."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in operands]
+    constraints = ",".join(["=r", *["r"] * len(values)])
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, constraints, has_side_effects=False, loc=loc, ip=ip)
+    )

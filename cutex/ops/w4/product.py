@@ -1,0 +1,205 @@
+"""Products of 16-bit activations with a packed weight: cutex::w4_mm, with its gradient of x."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutex.arch import arch as arch_named
+from cutex.ops.device import arch_of, current, launcher, per_device
+from cutex.ops.matmul.arrange import fused, operand, result
+from cutex.ops.matmul.checks import Call, by_row, check
+from cutex.ops.row.operators import define
+from cutex.ops.w4.packed import W4Weight, dequantized
+from cutex.problem.matmul import ACTIVATIONS
+from cutex.problem.w4.layout import W4Format
+
+ARCHS = ("sm_90a",)
+
+
+def w4_matmul(
+    x: Any,
+    w: W4Weight,
+    bias: Tensor | None,
+    activation: Any,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """activation(x @ w^T + bias) + residual, x (.., M, K), w a packed weight (N, K)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype != w.dtype:
+        raise TypeError(f"a is {x.dtype}, but b is packed for {w.dtype}")
+    if x.dim() < 1 or x.shape[-1] != w.k:
+        what = f"b is a packed weight (N, K) = {(w.n, w.k)}"
+        raise ValueError(f"{what}, and takes a (.., {w.k}), got {tuple(x.shape)}")
+    if x.device != w.packed.device:
+        raise ValueError(f"b is on {w.packed.device}, but a is on {x.device}")
+    if activation is not None and not isinstance(activation, str):
+        raise ValueError("activation is a function: with a packed weight it must be a name")
+    call = _call(x, w.n, bias, residual, activation, out_dtype)
+    check(call)
+    if bias is not None and by_row(bias, call) and x.dim() != 2:
+        what = f"with rows of {x.dim()} dimensions it must be ({w.n},)"
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: {what}")
+    of = w.format
+    given = [x.reshape(-1, w.k), w.packed, w.factor, w.n, of.kind, of.group, of.zeros, bias]
+    flat = None
+    if residual is not None:
+        flat = residual.expand(call.shape).reshape(-1, call.shape[-1])
+    kept = [t for t in (x, bias, residual) if t is not None]
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in kept)
+    if call.gate or (activation is not None and recorded):
+        # NOTE: gates take neighbouring columns, which are rows of the MMA; and what an activation
+        # is of is what its gradient needs
+        wide = W4_MM(*given, None, None, call.dtype if recorded else torch.float32)
+        y = ACTIVATIONS[activation](wide)
+        y = y if flat is None else y + flat
+        return y.to(call.dtype).view(call.shape)
+    return W4_MM(*given, flat, activation, call.dtype).view(call.shape)
+
+
+def _call(
+    x: Tensor, n: int, bias: Any, residual: Any, activation: Any, out_dtype: Any, factor: Any = None
+) -> Call:
+    """The call in terms of `cutex.matmul`, for its checks, its shape and its epilogue."""
+    like = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape[-1], n)
+    x = x if x.dim() > 1 else x[None]
+    return Call(x, like, bias, residual, scale_b=factor, activation=activation, out_dtype=out_dtype)
+
+
+# ---- the operator
+
+
+def _run(
+    x: Tensor,
+    packed: Tensor,
+    factor: Tensor | None,
+    n: int,
+    kind: str,
+    group: int,
+    zeros: bool,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    given = [x, packed, *(t for t in (factor, bias, residual) if t is not None)]
+    options = (n, kind, group, zeros, activation, out_dtype, factor is None, bias is None)
+    key = (*options, *map(_layout, given))
+    out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
+    if (known := _KNOWN.get(key)) is not None:
+        with current(x.device):
+            known(*given[:2], out, *given[2:])
+        return out
+    arch = arch_of(x.device)
+    if arch not in ARCHS:
+        raise ValueError(
+            f"a is on {arch_named(arch).title}: packed weights of 4 bits run on Hopper"
+        )
+    if not out.numel():
+        return out
+    call = _call(x, n, bias, residual, activation, out_dtype, factor)
+    first, layout, _ = operand(x, -1, True)
+    to, out_layout, _ = result(out)
+    ops, passed = fused(call, out, residual, arch)
+    tensors = [first, packed, to, *(t for _, t in passed)]
+    sizes = (x.shape[0], n, x.shape[1])
+    compiled = _kernel(sizes, W4Format(kind, group, zeros), layout.dtype, out_layout, ops)
+    with current(x.device):
+        function = launcher(compiled, tensors)
+        function(*tensors)
+    passed_on = [first, packed, *tensors[3:]]
+    if len(passed_on) == len(given) and all(s is t for s, t in zip(passed_on, given, strict=True)):
+        _KNOWN[key] = function
+    return out
+
+
+# the launches of calls whose tensors are passed as they are given, by layouts and options
+_KNOWN: dict[Any, Any] = per_device({})
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    """What a launch depends on beside a tensor's values."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device
+
+
+@lru_cache(maxsize=4096)
+def _kernel(mnk: tuple[int, int, int], of: W4Format, dtype: str, out: Any, ops: Any) -> Any:
+    """The compiled kernel for such calls."""
+    from cutex.kernels.gemm.w4.choose import configs_for
+    from cutex.kernels.gemm.w4.sm90.kernel import W4Signature
+
+    for tiles in configs_for(mnk, of):
+        for epi_n in (tiles.epi_n, 16):
+            signature = W4Signature(replace(tiles, epi_n=epi_n), dtype, out, ops)
+            if signature.general.why_not(None, arch_named("sm_90a")) is None:
+                return _compiled(signature)
+    raise ValueError(f"M={mnk[0]}, N={mnk[1]}, K={mnk[2]}: no config takes these sizes")
+
+
+@lru_cache(maxsize=4096)
+def _compiled(config: Any) -> Any:
+    from cutex.compile import compile
+    from cutex.kernels.gemm.w4.sm90.kernel import W4Gemm
+
+    return compile(W4Gemm(config), config.dtype, "sm_90a")
+
+
+def _fake(
+    x: Tensor,
+    packed: Tensor,
+    factor: Tensor | None,
+    n: int,
+    kind: str,
+    group: int,
+    zeros: bool,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty((x.shape[0], n), dtype=out_dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, packed, factor, n, kind, group, zeros, bias, residual, activation, _ = inputs
+    if activation is not None:
+        raise ValueError("cutex::w4_mm has no gradient of an activation: call cutex.matmul")
+    ctx.save_for_backward(packed, factor)
+    ctx.weight = n, x.shape[1], W4Format(kind, group, zeros), x.dtype
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+    ctx.residual = None if residual is None else residual.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    packed, factor = ctx.saved_tensors
+    of_x = of_bias = of_residual = None
+    dtype = ctx.weight[-1]
+    if ctx.needs_input_grad[0]:
+        n, k, of, _ = ctx.weight
+        w = dequantized(packed, factor, n, k, of, dtype, dtype)
+        empty = (None,) * 5
+        of_x = torch.ops.cutex.matmul(grad.to(dtype), w, *empty, None, 1.0)
+    if ctx.bias is not None and ctx.needs_input_grad[7]:
+        shape, kind = ctx.bias
+        rows = shape[0] == grad.shape[0] and len(shape) == 2 and shape[1] == 1
+        of_bias = grad.sum(1 if rows else 0, dtype=torch.float32).to(kind).view(shape)
+    if ctx.residual is not None and ctx.needs_input_grad[8]:
+        of_residual = grad.to(ctx.residual)
+    return (of_x, *(None,) * 6, of_bias, of_residual, None, None)
+
+
+W4_MM = define(
+    "w4_mm",
+    "(Tensor x, Tensor packed, Tensor? factor, int n, str kind, int group, bool zeros, "
+    "Tensor? bias, Tensor? residual, str? activation, ScalarType out_dtype) -> Tensor",
+    _run,
+    _fake,
+    _setup,
+    _backward,
+)

@@ -1,0 +1,76 @@
+"""The format of a weight of 4 bits, and its layout in memory.
+
+A weight (N, K) is cut into strips of 64 rows, and these into blocks of 128 of K, padded. A strip's
+blocks are contiguous, and a block is one TMA copy:
+
+    codes    4096 bytes: for each half of K, for each of the 128 threads of a warpgroup, 16 bytes,
+             its registers of operand A of four wgmmas of 64x16 (PTX ISA, "Register Fragments for
+             wgmma.mma_async"), a word for each wgmma: nibble i is the low half of register i,
+             nibble i + 4 the high half
+    scales   16 bits for each row and group of K: for each of 32 pairs of rows that a thread holds,
+             8 apart, a word for each group, the first row's in the low half
+    zeros    the same, if there are any
+
+Importing this loads neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STRIP, BLOCK_K = 64, 128  # rows and elements of K of a block
+HALF_K, HALVES = 64, 2  # of K that a thread's 16 bytes of codes hold
+CODE_WORDS = STRIP * BLOCK_K // 8  # of 32 bits
+PAIRS = STRIP // 2
+THREADS = 128
+KINDS = ("int4", "fp4")
+GROUPS = (0, 16, 32, 64, 128)  # elements of K that share a scale; 0: none in the block
+
+
+@dataclass(frozen=True)
+class W4Format:
+    """What a block of a packed weight holds.
+
+    int4: codes 0 to 15, of which `zero` counts as 0, or each group's own with `zeros`. fp4: e2m1.
+    """
+
+    kind: str = "int4"
+    group: int = 128
+    zeros: bool = False
+
+    @property
+    def groups(self) -> int:
+        """The groups in a block."""
+        return BLOCK_K // self.group if self.group else 0
+
+    @property
+    def factor_words(self) -> int:
+        """The words of a block's scales."""
+        return PAIRS * self.groups
+
+    @property
+    def words(self) -> int:
+        """The words of 32 bits of a block."""
+        return CODE_WORDS + self.factor_words * (2 if self.zeros else 1)
+
+    def why_not(self) -> str | None:
+        """The reason why there is no such format, or None."""
+        if self.kind not in KINDS:
+            return f"kind={self.kind!r} is not one of {', '.join(KINDS)}"
+        if self.group not in GROUPS:
+            return f"group={self.group} is not one of {', '.join(map(str, GROUPS))}"
+        if self.zeros and (self.kind != "int4" or not self.group):
+            return "zeros: int4 with groups has them"
+        return None
+
+    def bytes(self, n: int, k: int) -> int:
+        """The bytes of a packed weight (n, k)."""
+        return -(-n // STRIP) * -(-k // BLOCK_K) * self.words * 4
+
+
+# a code's value is its bits, put where a float of 16 bits has them, times this: e2m1 has the
+# exponent 0 where the float has that of its least normal number
+E2M1_UNIT = {"bf16": 126, "fp16": 14}  # 2 to its power
+# an integer is or-ed into the mantissa of a float whose unit is 1
+INTEGER_BASE = {"bf16": 128, "fp16": 1024}
+DEFAULT_ZERO = 8

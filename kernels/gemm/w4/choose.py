@@ -1,0 +1,114 @@
+"""The choice of a config for a product with a packed weight: candidates, ranked by a cost model.
+
+The model counts clocks of a CTA per block of 128 of K: of the tensor cores, of the instructions
+that widen codes, and of loads; the rounds of tiles; and memory. Imports neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from cutex.arch import arch as arch_named
+from cutex.kernels.gemm.choose import rows_class
+from cutex.kernels.gemm.config import ceil_div
+from cutex.kernels.gemm.w4.config import W4Config
+from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+
+MMA_CLOCKS = 4.0  # of 64 rows by one column by 128 of K
+LEAST_MMA_CLOCKS = 160  # of 64 rows by few columns by 128 of K
+WIDEN_CLOCKS = {"int4": 150, "fp4": 210}  # of a sub-core's instructions for a strip's block
+LOAD_BYTES = 36  # per clock and SM, that TMA brings
+MHZ = 1700  # clocks in a microsecond
+MEMORY = 2.9e6  # bytes in a microsecond
+POWER = 3.0  # how sharply the larger one of computing and memory counts
+FIXED_US, ROUND_CLOCKS, SPLIT_CLOCKS = 2.0, 1300, 1500
+DEEPEST = 16  # slots of a ring, beyond which nothing is gained
+FEW_ROWS = 256
+SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
+
+
+def candidates(m: int, n: int, of: W4Format) -> Iterator[W4Config]:
+    """The configs that are worth a prediction."""
+    base = W4Config(swap_ab=True, tile_k=BLOCK_K, epi_stages=1, format=of)
+    for tile_m, warpgroups in ((64, 1), (128, 2), (256, 2), (192, 3)):
+        for tile_n in (16, 32, 48, 64, 96, 128, 192, 256):
+            epi_n = next(e for e in (64, 32, 16) if tile_n % e == 0)
+            tile = replace(base, tile_m=tile_m, warpgroups=warpgroups, tile_n=tile_n, epi_n=epi_n)
+            if tile_n >= 128 and m > FEW_ROWS:
+                yield tile
+                yield replace(tile, cluster_m=2)
+            if m <= FEW_ROWS:
+                for split_k in (1, 2, 4, 8):
+                    yield replace(tile, split_k=split_k, columns=ceil_div(m, tile_n))
+                    yield replace(tile, split_k=split_k)
+
+
+def deepest(tiles: W4Config, arch: Arch) -> W4Config | None:
+    """`tiles` with as many slots as smem has room for; None if they do not fit."""
+    for num_stages in range(DEEPEST, 1, -1):
+        found = replace(tiles, num_stages=num_stages)
+        if found.why_not(None, arch) is None:
+            return found
+    return None
+
+
+def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
+    """Microseconds."""
+    m, n, k = mnk
+    strips, blocks = ceil_div(n, STRIP), ceil_div(k, BLOCK_K)
+    down = ceil_div(ceil_div(strips, tiles.strips), tiles.cluster_m) * tiles.cluster_m
+    across = ceil_div(m, tiles.tile_n)
+    group = tiles.cluster_m * tiles.split_k
+    sms = arch.num_sms if group <= 2 else int(arch.num_sms * SMS_OF_FOURS)
+    rounds = ceil_div(down * across * tiles.split_k, sms // group * group)
+    each = ceil_div(blocks, tiles.split_k)
+    clocks = rounds * (each * block_clocks(tiles) + ROUND_CLOCKS)
+    clocks += SPLIT_CLOCKS * (tiles.split_k > 1)
+    weight = 4 * tiles.format.words * strips * blocks
+    memory = (weight + 2 * m * (n + k)) / MEMORY
+    return FIXED_US + ((clocks / MHZ) ** POWER + memory**POWER) ** (1 / POWER)
+
+
+def block_clocks(tiles: W4Config) -> float:
+    """Clocks of a CTA per block of K."""
+    mma = max(tiles.strips * tiles.tile_n * MMA_CLOCKS, LEAST_MMA_CLOCKS * tiles.strips)
+    widen = tiles.strips * WIDEN_CLOCKS[tiles.format.kind]
+    if tiles.warpgroups == 1:
+        mma += widen / 2  # nothing else runs while it waits
+    loaded = tiles.weight_bytes + tiles.x_bytes / tiles.cluster_m
+    return max(mma, widen, loaded / LOAD_BYTES)
+
+
+def ranked(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> list[W4Config]:
+    """The candidate configs for sizes (M, N, K), fastest predicted first."""
+    m, n, _ = mnk
+    found = (deepest(tiles, arch) for tiles in candidates(m, n, of))
+    fits = [c for c in found if c is not None and fit(c, mnk, arch)]
+    return sorted(dict.fromkeys(fits), key=lambda c: predict(c, mnk, arch))
+
+
+def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
+    """Whether the tiles of a config with one each are no more than its CTAs, and none of a split is
+    without a block."""
+    _, n, k = mnk
+    if tiles.split_k > 1 and ceil_div(k, BLOCK_K) < 2 * tiles.split_k:
+        return False
+    if not tiles.columns:
+        return True
+    down = ceil_div(n, tiles.tile_m)
+    sms = arch.num_sms // (tiles.split_k) * tiles.split_k
+    return down * tiles.columns * tiles.split_k <= sms
+
+
+@lru_cache(maxsize=4096)
+def configs_for(mnk: tuple[int, int, int], of: W4Format) -> list[W4Config]:
+    """The ranking for calls of these sizes, of which M is rounded up to its class, so that few
+    kernels serve all M."""
+    m, n, k = mnk
+    return ranked((rows_class(m), n, k), of, arch_named("sm_90a"))

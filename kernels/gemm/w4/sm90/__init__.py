@@ -1,0 +1,1 @@
+"""Hopper's GEMM with a packed weight of 4 bits."""

@@ -1,0 +1,190 @@
+"""The GEMM with a packed weight of 4 bits on Hopper: out = ops(x @ W^T).
+
+The product is computed transposed: rows of the weight are wgmma's rows, since operand A may come
+from registers, where codes are widened; rows of x are its columns, as many as there are. The roles
+are the general GEMM's (kernels/gemm/sm90): its load role also loads blocks of weight (weights.py),
+its MMA role widens them (mma.py); its schedulers, clusters, split K and epilogues are as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.compile import Argument, Operand
+from cutex.device.atoms.mma import allocate_slots
+from cutex.device.atoms.multicast import AbOperands, SharedRing
+from cutex.device.atoms.tma import store_operand
+from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
+from cutex.device.epilogue.epilogue_ops import EpilogueOp
+from cutex.device.pipeline import Barrier, publish_barriers
+from cutex.kernels.gemm.signature import (
+    GeneralConfig,
+    OperandLayout,
+    tile_counts,
+    transposed,
+)
+from cutex.kernels.gemm.sm90.general import General
+from cutex.kernels.gemm.sm90.load import LoadTiles
+from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.kernels.gemm.w4.config import W4Config
+from cutex.kernels.gemm.w4.sm90.load import W4LoadOneTile, W4LoadTiles
+from cutex.kernels.gemm.w4.sm90.mma import Widen, WidenSplitK
+from cutex.kernels.gemm.w4.sm90.weights import Fragments, W4Operands, allocate_weights
+
+
+@dataclass(frozen=True)
+class W4Signature:
+    """What the kernel computes, and its tiles: x (M, K) row-major, a packed weight (N, K)."""
+
+    tiles: W4Config
+    dtype: str = "bf16"
+    out: OperandLayout = field(default_factory=lambda: OperandLayout(whole=True))
+    ops: tuple[EpilogueOp, ...] = ()
+
+    @property
+    def general(self) -> GeneralConfig:
+        """The config of the general kernel of the same operands."""
+        x, w = (OperandLayout(self.dtype, major) for major in ("row", "column"))
+        return GeneralConfig(self.tiles, x, w, self.out, self.ops)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: x, the packed weight, out, and those of the operations."""
+        x, _, out, *rest = self.general.arguments()
+        packed = Operand("weight", ("strips", "blocks", "words"), "int32")
+        return (x, packed, out, *rest)
+
+
+class W4Gemm:
+    """A CTA computes tiles of out transposed: a load warp, and warpgroups that widen codes and run
+    wgmma.
+
+    Barriers and roles are the general kernel's (sm90/general.py); in place of its sA:
+
+    smem            bytes
+    sW              weight_bytes * num_stages: blocks of the tile's strips
+
+    registers of an MMA thread beside its accumulators: 32 of operand A, of two halves of a block.
+    """
+
+    arch = "sm_90a"
+    dtypes = ("bf16", "fp16")
+
+    def __init__(self, config: W4Signature) -> None:
+        self.config = config
+        self.tiles = config.tiles
+        self.general = General(config.general)
+
+    @property
+    def name(self) -> str:
+        return "sm90_gemm_w4"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        if dtype != self.config.dtype:
+            raise ValueError(f"x={self.config.dtype}: compiled for {dtype}")
+        return self.config.arguments()
+
+    @property
+    def load_role(self) -> LoadTiles:
+        g, c = self.general, self.tiles
+        if c.one_tile:
+            return W4LoadOneTile(c, g.cluster, g.scheduler, g.pace)
+        return W4LoadTiles(c, g.cluster, g.scheduler)
+
+    def mma_role(
+        self, weights: Fragments, sX: cute.Tensor, sums: Barrier | None, mW: cute.Tensor
+    ) -> MmaRole:
+        g = self.general
+        what = g.config, self.tiles, g.scheduler
+        if sums is not None:
+            # NOTE: sums are sent to where x was, which only wgmmas read: the cluster barrier before
+            # does not order what threads have read of the weight
+            blocks = cute.size(mW, mode=[1])
+            return WidenSplitK(*what, g.cluster, sums, sX, weights, blocks)
+        return Widen(*what, weights)
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mW: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
+        """Launch with x (M, K), the packed weight (STRIP, RestK, WORDS), out (M, N), the
+        operations' arguments and a stream."""
+        *passed, stream = rest
+        c, g = self.tiles, self.general
+        mOut = transposed(mOut)
+        x = g.load_operand(mX, c.tile_n, c.cluster_m, True)
+        out, given = mOut, tuple(passed)
+        if cutlass.const_expr(self.config.out.tma):
+            slots = g.epilogue_slots(mOut.element_type)
+            out = store_operand(mOut, slots)
+            given = g.preload(given, slots)
+        rows = mOut if self.config.out.whole else None
+        self.kernel(mW, x, out, rows, given).launch(
+            grid=g.scheduler.grid(tile_counts(c, g.config.product(mOut))),
+            block=(g.num_threads, 1, 1),
+            cluster=(c.cluster_m, c.cluster_n, c.split_k),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mW: cute.Tensor,
+        x: cpasync.TmaInfo,
+        out: Any,
+        rows: cute.Tensor | None,
+        passed: tuple[Any, ...],
+    ) -> None:
+        """Run the roles; `out`, `rows` and `passed` are the general kernel's."""
+        c, g = self.tiles, self.general
+        kind = x.atom.value_type
+        smem = SmemAllocator()
+        sW = allocate_weights(smem, c)  # (WORDS, STRIP, SLOT)
+        sX = allocate_slots(smem, kind, x.smem_layout)  # (bN, bK, SLOT)
+        mOut, sC = out, None
+        if cutlass.const_expr(self.config.out.tma):
+            mOut = out.tma_tensor
+            sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
+        mProduct = g.config.product(mOut)
+        readers = g.mma_warps.count
+        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, g.cluster)
+        held = sums = None
+        if cutlass.const_expr(g.preloaded is not None):
+            held = Barrier.allocate(smem, "held", arrivals=1, slots=g.num_slots)
+        if cutlass.const_expr(c.split_k > 1):
+            sums = Barrier.allocate(smem, "sums", arrivals=1)
+        operands = W4Operands(mW, sW, AbOperands(None, x, None, sX))
+        weights = Fragments(sW, c.format, kind)
+        load, mma_role = self.load_role, self.mma_role(weights, sX, sums, mW)
+        warp = cute.arch.warp_idx()
+        if warp == g.load_warps.first:
+            load.start(operands, mProduct)
+        publish_barriers(
+            tuple(x for x in (ab, held, sums) if x is not None), cluster=g.cluster.size > 1
+        )
+        if warp >= self.general.load_warps.first:
+            self.general.give_registers()
+            if warp == self.general.load_warps.first:
+                load.run(operands, ab, mProduct)
+        else:
+            self.general.take_registers()
+            mma = self.product(kind, sX)
+            epilogue = self.epilogue(out, sC, rows, mProduct, passed, held)
+            mma_role.run(mma, ab, epilogue, operands.num_k_tiles, mProduct)
+            epilogue.drain()
+
+    def product(self, kind: Any, sX: cute.Tensor) -> WgmmaProduct:
+        """This warpgroup's part of W @ x^T; operand A is given later."""
+        c = self.tiles
+        mma = Wgmma(c.tile_n, kind, warpgroups=c.mma_warpgroups)
+        return WgmmaProduct(mma, None, mma.b_slots(sX), mma.accumulator(c.tile_m, c.tile_n))
+
+    def epilogue(self, out: Any, sC: Any, rows: Any, mProduct: Any, passed: Any, held: Any) -> Any:
+        """The epilogue store of this thread's warpgroup, or of its warp."""
+        bound = self.config.general.bind(mProduct, passed)
+        return self.general.epilogue(out, sC, rows, bound, held)

@@ -1,0 +1,65 @@
+"""The load roles of the kernel of 4-bit weights: the general kernel's, with blocks of weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.kernels.gemm.sm90.load import BYTES_AHEAD, LoadOneTile, LoadTiles
+from cutex.kernels.gemm.w4.config import W4Config
+from cutex.kernels.gemm.w4.sm90.weights import W4Operands
+from cutex.problem.w4.layout import STRIP
+
+
+def block_share(tiles: W4Config, split: Int32 | int, blocks: Int32) -> tuple[Int32 | int, Int32]:
+    """The first block of share `split` of K, and the number of its blocks.
+
+    NOTE: none of a share lies behind the last block, which weights, unlike x, are not zeros behind.
+    """
+    if tiles.split_k == 1:
+        return split * 0, blocks
+    each = (blocks + (tiles.split_k - 1)) // tiles.split_k
+    first = cutlass.min(split * each, blocks)
+    return first, cutlass.min(each, blocks - first)
+
+
+@dataclass(frozen=True)
+class W4LoadTiles(LoadTiles):
+    """The load role of a CTA that loops over tiles."""
+
+    tiles: W4Config
+
+    def share(self, split: Int32 | int, num_k_tiles: Int32) -> tuple[Int32 | int, Int32]:
+        return block_share(self.tiles, split, num_k_tiles)
+
+    @cute.jit
+    def start(self, operands: W4Operands, mC: cute.Tensor) -> None:
+        """Prefetch the first blocks of weight into L2, before the kernel before this one ends.
+
+        NOTE: should that one still write them, it writes to L2, where the loads find them.
+        """
+        c = self.tiles
+        cpasync.prefetch_descriptor(operands.b.atom)
+        if cutlass.const_expr(not c.one_tile):
+            cute.arch.griddepcontrol_launch_dependents()
+        loads, first, count = self.begin(operands, mC)
+        ahead = max(1, BYTES_AHEAD // c.weight_bytes)
+        for k_tile in cutlass.range(first, first + cutlass.min(count, ahead), unroll=1):
+            loads.a.prefetch(k_tile)
+
+
+@dataclass(frozen=True)
+class W4LoadOneTile(LoadOneTile):
+    """The load role of a CTA with one tile, at a pace."""
+
+    tiles: W4Config
+
+    share = W4LoadTiles.share
+    start = W4LoadTiles.start
+
+    def step_bytes(self, mC: cute.Tensor) -> Int32:
+        strips = (cute.size(mC, mode=[0]) + (STRIP - 1)) // STRIP
+        return strips * (self.tiles.split_k * self.tiles.format.words * 4)

@@ -1,0 +1,244 @@
+"""Packed weights of 4 bits: `cutex.pack_w4`, and `cutex.matmul` with one, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutex
+from cutex import ops
+from cutex.arch import arch as arch_named
+from cutex.kernels.gemm.w4.choose import configs_for, ranked
+from cutex.ops.w4.packed import W4Weight
+from cutex.problem.w4 import W4Problem, draw, packing
+from cutex.problem.w4.layout import W4Format
+
+bf16, fp16 = torch.bfloat16, torch.float16
+ORDERS = ("fifo", "eager", "starved", "random")
+FORMATS = [
+    W4Format(),
+    W4Format("int4", 0),
+    W4Format("int4", 32, True),
+    W4Format("fp4", 16),
+    W4Format("fp4", 32),
+]
+
+
+# ---- products
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("seed", range(18))
+def test_randomized_products_are_right(seed: int) -> None:
+    problem = draw(seed)
+    with ops.simulated("sm_90a", order=ORDERS[seed % 4], seed=seed):
+        wrong = problem.run("cpu", cutex.pack_w4, cutex.matmul)
+    assert not wrong, f"{wrong}: {problem}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tenth", range(4))
+def test_forty_more_randomized_products_are_right(tenth: int) -> None:
+    for seed in range(100 + 10 * tenth, 110 + 10 * tenth):
+        with ops.simulated("sm_90a", order=ORDERS[seed % 4], seed=seed):
+            problem = draw(seed)
+            wrong = problem.run("cpu", cutex.pack_w4, cutex.matmul)
+        assert not wrong, f"{wrong}: {problem}"
+
+
+def altered(change: Callable[[W4Weight], W4Weight]) -> str:
+    """What the check says of a product with a weight that is not the one packed."""
+    problem = W4Problem(5, 72, 256, "uint4", 64)
+
+    def product(x: Tensor, w: W4Weight, **given: Any) -> Tensor:
+        return (x.double() @ change(w).dequantize(torch.float64).mT).to(x.dtype)
+
+    return problem.run("cpu", cutex.pack_w4, product)
+
+
+def test_a_wrong_scale_zero_or_code_is_off_by_more_than_the_tolerance() -> None:
+    def rewritten(w: W4Weight, which: int, by: int) -> W4Weight:
+        parts = list(packing.unpack(w.packed, w.n, w.k, w.format, w.dtype))
+        changed = parts[which].clone()
+        at = (3, 2)
+        changed[at] = changed[at] * 1.25 if which == 1 else (changed[at] + by) % 16
+        parts[which] = changed
+        return w._replace(packed=packing.pack(*parts, w.format))
+
+    assert altered(lambda w: w) == ""
+    for which in range(3):
+        assert "out[" in altered(lambda w, which=which: rewritten(w, which, 8)), which
+
+
+def test_infinite_and_nan_scales_stay_in_their_rows() -> None:
+    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
+    codes[:, 0] = 15
+    scales = torch.ones(64, 2, dtype=bf16)
+    scales[3, 1], scales[7, 0] = torch.nan, torch.inf
+    x = torch.randn(4, 128, dtype=bf16)
+    with ops.simulated("sm_90a"):
+        out = cutex.matmul(x, cutex.pack_w4((codes, scales), group_size=64))
+    finite = out.isfinite().all(0)
+    assert not finite[3] and not finite[7]
+    assert finite.sum() == 62
+
+
+def test_every_tile_of_a_split_is_its_own_in_each_run() -> None:
+    problem = W4Problem(3, 64, 1024)
+    x, w = problem.inputs()
+    packed = cutex.pack_w4(w, dtype=bf16)
+    with ops.simulated("sm_90a", order="random", seed=1):
+        first = cutex.matmul(x, packed)
+    with ops.simulated("sm_90a", order="random", seed=2):
+        assert torch.equal(first, cutex.matmul(x, packed))
+
+
+def test_no_rows_strided_rows_and_rows_of_more_dimensions() -> None:
+    w = cutex.pack_w4(torch.randn(72, 256), dtype=bf16)
+    x = torch.randn(2, 3, 512).to(bf16)
+    want = x[..., ::2].double() @ w.dequantize(torch.float64).mT
+    with ops.simulated("sm_90a"):
+        out = cutex.matmul(x[..., ::2], w, out_dtype=torch.float32)
+        assert cutex.matmul(x[:, :0, ::2], w).shape == (2, 0, 72)
+    assert out.shape == (2, 3, 72)
+    assert (out.double() - want).abs().max() <= 2.0**-7 * want.abs().max()
+
+
+def test_gradients_are_those_of_the_dequantized_weight() -> None:
+    w = cutex.pack_w4(torch.randn(72, 128), kind="mxfp4", dtype=bf16)
+    values = w.dequantize(torch.float32)
+    given = [torch.randn(*s).to(bf16).requires_grad_() for s in ((5, 128), (72,), (5, 72))]
+    plain = [t.detach().float().requires_grad_() for t in given]
+    with ops.simulated("sm_90a"):
+        out = cutex.matmul(given[0], w, bias=given[1], activation="silu", residual=given[2])
+        dy = torch.randn(5, 72).to(bf16)
+        out.backward(dy)
+    y = torch.nn.functional.silu(plain[0] @ values.mT + plain[1]) + plain[2]
+    y.backward(dy.float())
+    for mine, due in zip(
+        (out, *(t.grad for t in given)), (y, *(t.grad for t in plain)), strict=True
+    ):
+        assert (mine.float() - due).abs().max() <= 2.0**-5 * due.abs().max()
+
+
+def test_torch_compile_sees_one_operator() -> None:
+    w = cutex.pack_w4(torch.randn(72, 128), dtype=bf16)
+    x = torch.randn(5, 128).to(bf16)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def twice(x: Tensor) -> Tensor:
+        return cutex.matmul(x, w, activation="relu") * 2
+
+    with ops.simulated("sm_90a"):
+        assert torch.equal(twice(x), cutex.matmul(x, w, activation="relu") * 2)
+
+
+# ---- packing
+
+
+@pytest.mark.parametrize("of", FORMATS, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (72, 192), (1, 32)])
+def test_packing_has_a_reverse(of: W4Format, n: int, k: int) -> None:
+    groups = -(-k // of.group) if of.group else 0
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    scales = torch.randn(n, groups).to(bf16) if groups else None
+    zeros = torch.randint(0, 16, (n, groups)) if of.zeros else None
+    packed = packing.pack(codes, scales, zeros, of)
+    assert packed.numel() * 4 == of.bytes(n, k)
+    found = packing.unpack(packed, n, k, of, bf16)
+    assert torch.equal(found[0], codes)
+    assert scales is None or torch.equal(found[1], scales)
+    assert zeros is None or torch.equal(found[2].int(), zeros.int())
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_fp4_is_packed_without_a_rounding(kind: str, dtype: torch.dtype) -> None:
+    w = torch.randn(72, 128) * torch.exp2(torch.randint(-6, 7, (72, 128)).float())
+    with ops.simulated("sm_100a"):
+        q = cutex.quantize(w, kind)
+    packed = cutex.pack_w4(q, dtype=dtype)
+    want = cutex.dequantize(q, torch.float64)
+    assert torch.equal(packed.dequantize(torch.float64), want)
+    assert torch.equal(cutex.pack_w4(w, kind=kind, dtype=dtype).packed, packed.packed)
+
+
+def test_codes_in_pairs_and_scales_beyond_fp16() -> None:
+    codes = torch.randint(0, 16, (8, 64), dtype=torch.uint8)
+    scales = torch.rand(8, 2) * 1e-9
+    zeros = torch.randint(0, 16, (8, 2))
+    whole = cutex.pack_w4((codes, scales, zeros), group_size=32, dtype=fp16)
+    pairs = codes[:, ::2] | codes[:, 1::2] << 4
+    assert torch.equal(cutex.pack_w4((pairs, scales, zeros), group_size=32, dtype=fp16).packed,
+                       whole.packed)  # fmt: skip
+    each = scales.repeat_interleave(32, 1)
+    want = (codes.double() - zeros.repeat_interleave(32, 1)) * each.double()
+    assert (whole.dequantize(torch.float64) - want).abs().max() <= 2.0**-9 * want.abs().max()
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int4", 64), ("uint4", 128), ("int4", None)])
+def test_quantization_is_off_by_half_a_step(kind: str, group: int | None) -> None:
+    w = torch.randn(64, 256) + 0.5
+    error = (cutex.pack_w4(w, kind=kind, group_size=group).dequantize(torch.float32) - w).abs()
+    groups, size = w.view(64, -1, group or 256), error.view(64, -1, group or 256).amax(-1)
+    if kind == "uint4":
+        step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
+    else:
+        step = groups.abs().amax(-1) / 7.5
+    assert (size <= 1.02 * step / 2 + 2.0**-6 * groups.abs().amax(-1)).all()
+
+
+# ---- configs, and bad input
+
+
+def test_every_candidate_fits_and_large_products_take_large_tiles() -> None:
+    arch = arch_named("sm_90a")
+    for of in FORMATS:
+        for mnk in ((1, 4096, 4096), (64, 28672, 8192), (4096, 4096, 4096), (3, 8, 32)):
+            found = ranked(mnk, of, arch)
+            assert found and all(c.why_not(None, arch) is None for c in found)
+    best = configs_for((4096, 4096, 4096), W4Format())[0]
+    assert best.tile_m * best.tile_n == 256 * 128
+
+
+X, W = torch.zeros(4, 128, dtype=bf16), cutex.pack_w4(torch.ones(8, 128))
+CODES, ONES = torch.zeros(8, 128, dtype=torch.uint8), torch.ones(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: cutex.matmul(X[:, :64], W), r"takes a \(.., 128\), got \(4, 64\)"),
+        (lambda: cutex.matmul(X.half(), W), "a is torch.float16, but b is packed for"),
+        (lambda: cutex.matmul(X, W, alpha=2.0), "alpha is given: with a packed weight"),
+        (lambda: cutex.matmul(X, W, out=X), "out is given: with a packed weight"),
+        (lambda: cutex.matmul(X, W, activation="tanh"), "activation 'tanh' is not one of"),
+        (lambda: cutex.matmul(X, W, activation=abs), "activation is a function: with a packed"),
+        (lambda: cutex.matmul(X, W, bias=torch.ones(3)), "bias has shape"),
+        (lambda: cutex.matmul(X, W), "runs on a Hopper or Blackwell GPU"),
+        (lambda: cutex.matmul([1], W), "a must be a torch.Tensor, got list"),
+        (lambda: cutex.pack_w4(X.double()), "w must be of bfloat16, float16 or float32, got"),
+        (lambda: cutex.pack_w4(X, kind="int3"), "kind='int3' is not one of int4, uint4"),
+        (lambda: cutex.pack_w4(X[0]), r"w must be a matrix \(N, K\), got shape \(128,\)"),
+        (lambda: cutex.pack_w4(X, group_size=48), "group_size=48: takes 32, 64, a multiple of 128"),
+        (lambda: cutex.pack_w4(X[:, :96], group_size=64), "K=96 is no multiple of group_size=64"),
+        (lambda: cutex.pack_w4(X, dtype=torch.float32), "dtype must be bfloat16 or float16, got"),
+        (lambda: cutex.pack_w4((CODES,)), "w has 1 parts: takes"),
+        (lambda: cutex.pack_w4((CODES, ONES[:7])), r"scales must be \(N, K / group_size\) ="),
+        (lambda: cutex.pack_w4((CODES + 16, ONES)), "codes must be from 0 to 15"),
+        (lambda: cutex.pack_w4((CODES.float(), ONES)), "codes must be of an integer dtype"),
+        (lambda: cutex.pack_w4((CODES, ONES, ONES / 2)), "zeros must be whole numbers"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_answered_in_a_sentence(call: Callable[[], object], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        call()
+
+
+def test_blackwell_is_named_where_there_is_no_kernel() -> None:
+    with ops.simulated("sm_100a"), pytest.raises(ValueError, match="run on Hopper"):
+        cutex.matmul(X, W)
