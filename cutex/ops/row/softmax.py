@@ -7,24 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.ops.number import number
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import arch_of, check_alike, check_rows, empty_rows, tile_of
+from cutex.ops.row.rows import arch_of, check, check_alike, check_rows, empty_rows, tile_of
+from cutex.ops.row.softmax_masked import MASKED, kept
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """exp(x - max) / sum of exp(x - max), over `dim`, as torch.softmax.
+def softmax(
+    x: Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """exp(x - max) / sum of exp(x - max), over `dim`, as torch.softmax; of x * scale + mask, where
+    they are given.
 
     x: bfloat16, float16 or float32, of any shape and strides; computed in float32, each row read
-    once. A dim that is not contiguous is copied first. Differentiable once. Raises TypeError or
-    ValueError, with one sentence, for arguments that do not fit, for rows that no tile holds (of
-    some million elements), and where there is no NVIDIA GPU from Ampere on.
+        once. A dim that is not contiguous is copied first.
+    mask: broadcasts to x. Boolean: elements that count; or bfloat16, float16 or float32: added.
+    causal: of the last two dimensions (S, N), row s has columns up to N - S + s, as the causal mask
+        of attention; what is masked is not read. Takes the last dim.
+
+    With a mask or causal, a row of which nothing is left is 0, as in attention; else it is NaN, as
+    torch's. Differentiable once, in x and in a mask that is added. Raises TypeError or ValueError,
+    with one sentence, for arguments that do not fit, for rows that no tile holds (of some million
+    elements), and where there is no NVIDIA GPU from Ampere on.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
     """
-    if not _is_compiling() and dim.__class__ is int and dim == -1:
+    plain = mask is None and scale.__class__ is float and scale == 1.0 and causal is False
+    if plain and not _is_compiling() and dim.__class__ is int and dim == -1:
         found = _forward.again((), x)
         if found is not None:
             return found
@@ -33,9 +50,39 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         raise TypeError(f"dim must be an int, got {type(dim).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
-    if dim not in (-1, x.dim() - 1):
-        return softmax(x.movedim(dim, -1)).movedim(-1, dim)
-    return SOFTMAX(x)
+    last = dim in (-1, x.dim() - 1)
+    if plain:
+        return SOFTMAX(x) if last else SOFTMAX(x.movedim(dim, -1)).movedim(-1, dim)
+    _check_mask(x, mask, causal, last)
+    scale = number("scale", scale)
+    if mask is not None:
+        mask = kept(mask)
+    if last:
+        return MASKED(x, mask, scale, causal)
+    if mask is not None:
+        mask = mask.expand(x.shape).movedim(dim, -1)
+    return MASKED(x.movedim(dim, -1), mask, scale, causal).movedim(-1, dim)
+
+
+def _check_mask(x: Tensor, mask: Any, causal: Any, last: bool) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if causal and (x.dim() < 2 or not last):
+        raise ValueError("causal=True takes x of at least 2 dimensions, and its last dim")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        check("mask", mask, x)
+    if mask.device != x.device:
+        raise ValueError(f"mask is on {mask.device}, not on {x.device} as x")
+    try:
+        fits = torch.broadcast_shapes(mask.shape, x.shape) == x.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, which does not broadcast to {tuple(x.shape)}"
+        )
 
 
 def _plan(_: Any, x: Tensor) -> Run:
