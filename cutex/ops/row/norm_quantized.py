@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cutex.ops.quantize as quantization  # a module that imports this package
 from cutex.arch import kernels_of
 from cutex.kernels.row import choose
-from cutex.ops.quantize import QUANTIZED, QuantizedTensor, quantize
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.norm import check_norm, name_of, norm
 from cutex.ops.row.operators import define
@@ -18,7 +18,7 @@ from cutex.problem.scaled import layouts
 from cutex.problem.scaled.formats import FORMATS, SWIZZLE_FACTORS, Format
 
 ROW = "fp8_row"  # of one factor a row, which "fp8" stands for
-NAMES = ("fp8", ROW, *(name for name in QUANTIZED if FORMATS[name].block[0] == 1))
+NAMES = ("fp8", ROW, *(name for name, f in FORMATS.items() if f.block[0] == 1 and f.block[1]))
 Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
 FACTORS = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn, "fp32": torch.float32}
 
@@ -35,7 +35,7 @@ def norm_quantized(
         q, summed = _in_two(centred, given, eps, name, None)
     else:
         data, scale, summed = QUANTIZED_NORM(*given, tensor_scale, float(eps), centred, name)
-        q = QuantizedTensor(data, scale, name, of.swizzled, tensor_scale)
+        q = quantization.QuantizedTensor(data, scale, name, of.swizzled, tensor_scale)
     return q if given[-1] is None else (q, summed)
 
 
@@ -68,24 +68,24 @@ def _checked(given: Given, format: Any, tensor_scale: Any) -> str:
 
 def _in_two(
     centred: bool, given: Given, eps: float, name: str, tensor_scale: Tensor | None
-) -> tuple[QuantizedTensor, Tensor]:
+) -> tuple[quantization.QuantizedTensor, Tensor]:
     """The same by a norm, and a quantization of it; and the sum, or nothing."""
     found = norm(centred, *given, eps)
     y, *summed = found if isinstance(found, tuple) else (found,)
-    q = _by_rows(y) if name == ROW else quantize(y, name, tensor_scale=tensor_scale)
+    q = _by_rows(y) if name == ROW else quantization.quantize(y, name, tensor_scale=tensor_scale)
     return q, *(summed or [y.new_empty(0)])
 
 
-def _by_rows(y: Tensor) -> QuantizedTensor:
+def _by_rows(y: Tensor) -> quantization.QuantizedTensor:
     """y (.., K) with a factor for each row, by torch's own operations."""
     from cutex.problem.scaled import quantization as reference
 
     if not y.numel():
         data = torch.empty(y.shape, dtype=torch.float8_e4m3fn, device=y.device)
         scale = torch.full((y.shape[:-1].numel(), 1), 1e-12 / 448, device=y.device)
-        return QuantizedTensor(data, scale, ROW, False)
+        return quantization.QuantizedTensor(data, scale, ROW, False)
     found = reference.quantize(y.reshape(-1, y.shape[-1]), FORMATS[ROW])
-    return QuantizedTensor(found.data.view(y.shape), found.scale, ROW, False)
+    return quantization.QuantizedTensor(found.data.view(y.shape), found.scale, ROW, False)
 
 
 # ---- the operator

@@ -1,0 +1,30 @@
+"""Every public function can be the first thing that a process asks cutex for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+EACH = """
+import os, sys, torch
+from cutlass import cute
+import cutex
+wrong = []
+for home, name in sorted({h: n for n, h in cutex._HOMES.items()}.items()):
+    if (child := os.fork()) == 0:
+        try:
+            getattr(cutex, name)
+        except BaseException as error:
+            print(f"cutex.{name}: {error}", flush=True)
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        wrong.append(name)
+sys.exit(len(wrong))
+"""
+
+
+def test_any_name_may_be_the_first_to_be_imported() -> None:
+    # NOTE: a module loads its package first, which may load what loads the module
+    done = subprocess.run([sys.executable, "-c", EACH], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
