@@ -88,6 +88,12 @@ def upstream(case: AttentionCase, seed: int, of_lse: bool) -> tuple[Tensor, Tens
     return out, lse if of_lse else None
 
 
+def cancels(want: Tensor, terms: Tensor) -> bool:
+    """Whether a gradient is far smaller than the terms that it is the sum of, as that of scores is
+    0 where each query sees one key."""
+    return bool(64 * want.square().mean() < terms.square().mean())
+
+
 def far_off(got: Tensor, want: Tensor, unit: float, terms: Tensor | None = None) -> str | None:
     """A sentence if `got` is further from `want` than rounding P, dS and the result to steps of
     `unit` explains, in the norm of all, or in one element; `terms` are those of the function of

@@ -149,7 +149,11 @@ def test_odd_multiples_of_8_columns_go_through_the_epilogue(tma: bool, order: st
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [bf16, torch.float8_e4m3fn])
-def test_tiles_of_few_rows_are_spread_over_all_sms(dtype: torch.dtype) -> None:
+def test_tiles_of_few_rows_are_spread_over_all_sms(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H200, whatever board is here: on others the model may prefer another tile."""
+    monkeypatch.setattr("cutex.ops.matmul.plan.other_board", lambda _: "")
     k = 3072 // dtype.itemsize
     drawn = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (rows, k), generator=drawn).to(dtype) for rows in (13, 8192))

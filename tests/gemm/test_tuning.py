@@ -155,7 +155,8 @@ def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
         assert choices.shipped(batched) is None
 
 
-def test_what_cutex_comes_with_is_what_was_measured_best():
+def test_what_cutex_comes_with_is_what_was_measured_best(monkeypatch):
+    monkeypatch.setattr("cutex.ops.matmul.plan.other_board", lambda _: "")  # it is of an H200
     table = choices._shipped("sm_90a")
     every = list(shipping.measured())
     assert len(every) > 5 * len(table) / 2
@@ -182,9 +183,14 @@ def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu
 
 def test_what_nobody_waits_for_does_not_hold_up_what_comes_next(gpu):
     some = [job(c, "sm_90a") for c in islice(candidates(classed(call(64, 128, 64))), 40)]
-    assert building.build(some, seconds=0.0) == [False] * 40, "the time is over"
+    done = sum(building.build(some, seconds=0.0))
+    assert done <= building.MOST, (
+        "what was begun may have ended, the rest is left: the time is over"
+    )
     assert building.build(some[-1:]) == [True]
-    assert len(list(gpu.glob("kernels/*/meta.json"))) <= building.MOST + 1, "the others were left"
+    assert len(list(gpu.glob("kernels/*/meta.json"))) <= done + building.MOST + 1, (
+        "the others were left"
+    )
 
 
 def test_a_process_that_was_killed_is_replaced(gpu):

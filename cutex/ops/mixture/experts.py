@@ -48,6 +48,6 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     z = grouped_mm(y, down, routing.offs, bias=biases[1])
     known = routing.places < routing.offs[-1]
     terms = torch.where(known[..., None], z[routing.places.long()], 0)  # (T, J, D)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # not every version of transformers has it
         terms = self.post_expert_norm(terms)
     return (terms * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
