@@ -4,8 +4,9 @@ The forward pass of training keeps h alone, not y; the gradient computes y again
 
     y = silu(gate) * up,  dS = sum over columns of dy * y,  dh = S * dy * (derivative),  S * y
 
-where S is a router's weight of each row, and dy the gradient of y before S. Rows of no group are
-neither read nor written.
+where S is a router's weight of each row, and dy the gradient of y before S. S and dS are in the
+order of the router's entries, of which `order` says for each row which it is. Rows of no group are
+neither read nor written; their dS is zero.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ class Gate:
         if not self.config.gradient:
             return h, y, edges
         s, ds = (Operand(x, ("r",), "fp32", aligned=False, whole=False) for x in ("s", "ds"))
+        order = Operand("order", ("r",), "int32", aligned=False, whole=False)
         dy, dh = Operand("dy", ("r", "f"), dtype), Operand("dh", ("r", "f2"), dtype)
-        return h, y, edges, s, dy, dh, ds
+        return h, y, edges, s, dy, dh, ds, order
 
     @cute.jit
     def __call__(self, mH: cute.Tensor, mY: cute.Tensor, edges: cute.Tensor, *rest) -> None:
         """Launch with h (R, 2 F), y (R, F), edges (E), for the gradient s (R), dy (R, F), dh (R,
-        2 F), ds (R), and a stream."""
+        2 F), ds (R), order (R), and a stream."""
         *others, stream = rest
         ctas = cutlass.min(cute.size(mH, mode=[0]), CTAS)
         self.kernel(mH, mY, edges, tuple(others)).launch(
@@ -91,7 +93,14 @@ class Gate:
                 else:
                     self.forward(gH[None, v], gY[None, v])
             if cutlass.const_expr(self.config.gradient):
-                self.store_sum(total, sSums, others[3], row)
+                _, _, _, ds, order = others
+                self.store_sum(total, sSums, ds, order[row])
+        if cutlass.const_expr(self.config.gradient):
+            _, _, _, ds, order = others
+            step = step * THREADS
+            rest = end + first * THREADS + thread
+            for row in cutlass.range(rest, cute.size(order), step, unroll=1):
+                ds[order[row]] = Float32(0.0)
 
     @cute.jit
     def forward(self, gH: cute.Tensor, gY: cute.Tensor) -> None:
@@ -113,9 +122,9 @@ class Gate:
         others: tuple[cute.Tensor, ...],
     ) -> Float32:
         """dh and S * y from h and dy, 8 columns; return their part of dS."""
-        s, mDy, mDh, _ = others
+        s, mDy, mDh, _, order = others
         h, dy = loaded(gH), loaded(vectors(mDy, row)[None, v])  # (2 V), (V)
-        scale, total = s[row], Float32(0.0)
+        scale, total = s[order[row]], Float32(0.0)
         y = cute.make_rmem_tensor(VECTOR, Float32)  # (V)
         dh = cute.make_rmem_tensor(2 * VECTOR, Float32)  # (2 V)
         for i in cutlass.range_constexpr(VECTOR):
@@ -133,8 +142,8 @@ class Gate:
         return total
 
     @cute.jit
-    def store_sum(self, total: Float32, sSums: cute.Tensor, ds: cute.Tensor, row: Int32) -> None:
-        """Store the sum of all threads' `total`, always added in the same order."""
+    def store_sum(self, total: Float32, sSums: cute.Tensor, ds: cute.Tensor, entry: Int32) -> None:
+        """Store the sum of all threads' `total`, always added in the same order, as of `entry`."""
         total = cute.arch.warp_reduction(total, lambda x, y: x + y)
         warp = cute.arch.warp_idx()
         if cute.arch.lane_idx() == 0:
@@ -144,7 +153,7 @@ class Gate:
             whole = sSums[0]
             for i in cutlass.range_constexpr(1, WARPS):
                 whole += sSums[i]
-            ds[row] = whole
+            ds[entry] = whole
         cute.arch.sync_threads()
 
 

@@ -113,11 +113,45 @@ def test_gradients_of_a_layer(arch: str, place: str, transposed: bool) -> None:
 
 def test_rows_are_sorted_by_expert_in_the_order_of_tokens() -> None:
     ids = torch.tensor([[2, 0], [0, 2], [-1, 0], [9, 2]])
-    routing = route(ids, 3)
+    with ops.simulated("sm_90a"):
+        routing = route(ids, 3)
     assert routing.offs.tolist() == [3, 3, 6] and routing.offs.dtype == torch.int32
     assert routing.tokens.tolist() == [0, 1, 2, 0, 1, 3, 2, 3]
     assert routing.places.tolist() == [[3, 0], [1, 4], [6, 2], [7, 5]]
     assert routing.order.tolist() == [1, 2, 5, 0, 3, 7, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "per_token", "experts", "kind"),
+    [
+        (1, 1, 1, "any"),
+        (70, 3, 31, "any"),
+        (70, 3, 32, "hot"),
+        (600, 8, 130, "any"),
+        (40, 2, 1024, "none"),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_90a"])
+def test_a_sort_by_counting_is_torch_s_stable_one(
+    device: str, arch: str, tokens: int, per_token: int, experts: int, kind: str
+) -> None:
+    """Ids of any size, one expert that has nearly all, or none; int32 and int64, with strides."""
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-2, experts + 2, (tokens, per_token), generator=g)
+    if kind == "hot":
+        ids[torch.rand(ids.shape, generator=g) < 0.95] = experts - 1
+    if kind == "none":
+        ids[:] = experts
+    ids[0, 0] = 2**32  # an expert's number, were it cut to 32 bits
+    given = ids if tokens % 4 else ids.clamp(max=experts).int().mT.contiguous().mT
+    with ops.simulated(arch, order="random", seed=1) if device == "sim" else nullcontext():
+        found = route(given if device == "sim" else given.cuda(), experts)
+    flat = given.reshape(-1).long()
+    known, order = torch.where((flat < 0) | (flat >= experts), experts, flat).sort(stable=True)
+    assert torch.equal(found.order.cpu().long(), order)
+    assert torch.equal(found.tokens.cpu().long(), order // per_token)
+    assert torch.equal(found.places.cpu().view(-1)[order].long(), torch.arange(len(order)))
+    assert found.offs.tolist() == [int((known <= e).sum()) for e in range(experts)]
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -13,7 +13,7 @@ from torch import Tensor
 from cutex.compile import ALIGN
 from cutex.kernels.gemm.grouped import choose
 from cutex.ops.device import SEVERAL_GPUS, arch_of, current, launcher, per_device
-from cutex.ops.matmul.arrange import name_of, operand
+from cutex.ops.matmul.arrange import aligned, name_of, normal, operand
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
@@ -54,6 +54,40 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     config = GroupedConfig(product, most, padded)
     return config, arch, [x, w, out, edges.contiguous(), *others]
+
+
+def gathered(
+    x: Tensor, index: Tensor, w: Tensor, edges: Tensor, out: Tensor, options: tuple[Any, ...]
+) -> None:
+    """The same with the rows x[index] instead of x, index (R,), and out (R, N): gathered by the
+    kernel where it can, else before it."""
+    bias, activation, padded = options
+    if not gathers(x):
+        rows(x.index_select(0, index), w, edges, out, options)
+        return
+    passed = [x, w, with_padding(out), edges, index, *([] if bias is None else [bias])]
+    again("gathered", (activation, padded), passed, gathered_call)
+
+
+def gathers(x: Tensor) -> bool:
+    """Whether there is a kernel that gathers rows of x (T, K)."""
+    return arch_for(x) == "sm_90a" and bool(x.shape[0]) and x.shape[1] % 64 == 0 and aligned(x, -1)
+
+
+def gathered_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """The config, arch and arguments of a call of `gathered`."""
+    from cutex.kernels.gemm.grouped.config import GatheredConfig
+    from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+
+    (activation, padded), (x, w, out, edges, index, *bias) = options, passed
+    w, b, _ = operand(w.contiguous() if w.stride(0) == 0 else w, -2, False)
+    ops, others = fused(bias[0] if bias else None, activation)
+    most, mean = choose.most_groups(edges.shape[0]), -(-index.shape[0] // edges.shape[0])
+    tiles = choose.gathered_tiles(mean, (w.shape[1], w.shape[2]), bool(ops), most)
+    layouts = OperandLayout(name_of(x)), b, OperandLayout(name_of(out))
+    config = GatheredConfig(GeneralConfig(tiles, *layouts, ops), most, padded)
+    given = [normal(x, -1), w, out, edges.contiguous(), index.contiguous()]
+    return config, arch_for(x), [*given, *others]
 
 
 def sums(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, padded: bool) -> None:

@@ -27,7 +27,7 @@ def moe(
 
     Deterministic: a token's terms are added in the order of j, in float32. Nothing waits for the
     host. Differentiable once in x, router_weights, w_up and w_down. The backward pass keeps x, g
-    in 16 bits, and the routing, as SonicMoE does: T * D + 2 * T * J * F elements and 20 * T * J
+    in 16 bits, and the routing, as SonicMoE does: T * D + 2 * T * J * F elements and 12 * T * J
     bytes. Where no gradient is wanted, g is not rounded.
 
     Returns (T, D). Raises TypeError or ValueError, with one sentence that names the argument, for

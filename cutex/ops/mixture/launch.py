@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutex.ops.grouped.launch import again, arch_for
@@ -26,12 +27,26 @@ def gate(h: Tensor, y: Tensor, offs: Tensor) -> None:
 
 
 def gate_gradient(
-    h: Tensor, y: Tensor, offs: Tensor, s: Tensor, dy: Tensor, dh: Tensor, ds: Tensor
-) -> None:
-    """y, scaled by s, dh and ds, from h and dy, in the rows of groups."""
+    h: Tensor, y: Tensor, offs: Tensor, s: Tensor, dy: Tensor, dh: Tensor, ds: Tensor,
+    order: Tensor,
+) -> None:  # fmt: skip
+    """y, scaled by s, dh and ds, from h and dy, in the rows of groups; s and ds by entries."""
     from cutex.kernels.mixture.gate import Gate, GateConfig
 
-    run(Gate, GateConfig(gradient=True), [h, y, offs, s, dy, dh, ds])
+    run(Gate, GateConfig(gradient=True), [h, y, offs, s, dy, dh, ds, order])
+
+
+def sort(
+    ids: Tensor, offs: Tensor, tokens: Tensor, order: Tensor, places: Tensor, per_token: int
+) -> None:
+    """Sort entries (R) of expert ids, `per_token` of each token, by expert."""
+    from cutex.kernels.mixture.route import CTAS, WARP, Route, RouteConfig
+
+    buckets = WARP
+    while buckets <= offs.shape[0]:
+        buckets *= 2
+    totals = ids.new_empty((CTAS, buckets), dtype=torch.int32)
+    run(Route, RouteConfig(per_token, buckets), [ids, offs, tokens, order, places, totals])
 
 
 def run(kind: Any, config: Any, passed: list[Tensor]) -> None:

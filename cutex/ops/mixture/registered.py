@@ -24,14 +24,13 @@ def _forward(
         products.arch_for(x)
         return out, h, tokens, places, order, offs.zero_()
     tokens, places, order, offs = route(ids, experts)
-    rows = x.index_select(0, tokens)
-    y = x.new_empty((rows.shape[0], f2 // 2))
+    y = x.new_empty((tokens.shape[0], f2 // 2))
     if keep:
-        products.rows(rows, w_up, offs, h, (None, None, False))
+        products.gathered(x, tokens, w_up, offs, h, (None, None, False))
         gate(h, y, offs)
     else:
-        products.rows(rows, w_up, offs, y, (None, SILU, False))
-    z = x.new_empty((rows.shape[0], x.shape[1]))
+        products.gathered(x, tokens, w_up, offs, y, (None, SILU, False))
+    z = x.new_empty((tokens.shape[0], x.shape[1]))
     products.rows(y, w_down, offs, z, (None, None, False))
     combine(z, places, offs, out, weights.float())
     return out, h, tokens, places, order, offs
@@ -42,7 +41,7 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     count = ids.shape[0] * ids.shape[1]
     h = x.new_empty((count if keep else 0, w_up.shape[2]))
-    tokens, order = (x.new_empty(count, dtype=torch.int64) for _ in range(2))
+    tokens, order = (x.new_empty(count, dtype=torch.int32) for _ in range(2))
     places = x.new_empty(ids.shape, dtype=torch.int32)
     offs = x.new_empty(w_up.shape[0], dtype=torch.int32)
     return x.new_empty(x.shape), h, tokens, places, order, offs
@@ -77,10 +76,12 @@ def _gradient(
     plain = (None, None, False)
     dz, dy = grad.index_select(0, tokens), h.new_empty((h.shape[0], h.shape[1] // 2))
     products.rows(dz, w_down.mT, offs, dy, plain)
-    scales = weights.float().reshape(-1).index_select(0, order)
-    y, dh, ds = torch.empty_like(dy), torch.empty_like(h), torch.zeros_like(scales)
-    gate_gradient(h, y, offs, scales, dy, dh, ds)
-    of_weights.view(-1).copy_(torch.empty_like(ds).scatter_(0, order, ds))
+    scales = weights.float().reshape(-1)
+    ds = of_weights.view(-1) if of_weights.dtype == torch.float32 else torch.empty_like(scales)
+    y, dh = torch.empty_like(dy), torch.empty_like(h)
+    gate_gradient(h, y, offs, scales, dy, dh, ds, order)
+    if ds.dtype != of_weights.dtype:
+        of_weights.view(-1).copy_(ds)
     _sums(y, dz, offs, of_down)
     rows = x.index_select(0, tokens)
     _sums(rows, dh, offs, of_up)

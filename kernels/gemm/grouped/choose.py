@@ -69,6 +69,23 @@ def rows_tiles(
     return _filled(tiles, fused, most)
 
 
+def gathered_tiles(
+    mean_rows: int, matrix: tuple[int, int], fused: bool, most: int = WARP
+) -> Sm90Config:
+    """Hopper's tiles of a product whose rows are given by an index: each CTA gathers its own, up to
+    128, so that two share matrices alone."""
+    k, n = matrix
+    if mean_rows <= FEW_ROWS:
+        tiles = Sm90Config(tile_m=64, tile_n=width(n), warpgroups=1)
+    elif mean_rows < MANY_ROWS:
+        tiles = Sm90Config(tile_m=128, tile_n=width(n), warpgroups=2)
+    elif k <= SHORT_K and (tile_n := width(n, IN_TURN)) == 192:
+        tiles = _in_turn(tile_n, cluster_m=2)
+    else:
+        tiles = Sm90Config(tile_m=128, tile_n=width(n), warpgroups=2, cluster_m=2)
+    return _filled(tiles, fused, most)
+
+
 def blocks_tiles(mean_rows: int, n: int, fused: bool, most: int = WARP) -> RowBlocksConfig:
     """Hopper's tiles of a product of fp8 rows and matrices with factors of blocks."""
     if mean_rows <= FEW_ROWS:

@@ -1,6 +1,7 @@
 """The configs of the grouped kernels, and their signatures as the host sees them, on both archs.
 
 GroupedConfig:  out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, K, N), out (M, N).
+GatheredConfig: the same with rows of A by an index.
 BlocksConfig:   the same with factors of A's rows and of blocks of B.
 SumsConfig:     out[e] = A[:, rows of e] @ B[rows of e], with A (M, K), B (K, N), out (E, M, N).
 
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING
 
 from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import op_arguments
+from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import BARRIERS
 from cutex.kernels.gemm.grouped.choose import WARP, table_bytes
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.signature import GeneralConfig
+from cutex.kernels.gemm.sm90.config import Sm90Config
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -63,6 +66,31 @@ class GroupedConfig:
                 "of a tile, and of out, which TMA stores"
             )
         return why_not_tables(p, self.most_groups, arch)
+
+
+@dataclass(frozen=True)
+class GatheredConfig(GroupedConfig):
+    """A GroupedConfig whose rows of A are given by an index."""
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: a (T, K), b, out (R, N), edges, index (R), and those of the
+        operations. K is a multiple of 64."""
+        _, b, out, edges, *rest = super().arguments()
+        index = Operand("index", ("m",), "int32", aligned=False, whole=False)
+        return (self.product.a.argument("a", "t", "k", ""), b, out, edges, index, *rest)
+
+    def why_not(self, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        p, tiles = self.product, self.product.tiles
+        if reason := super().why_not(arch):
+            return reason
+        if not isinstance(tiles, Sm90Config) or tiles.cluster_n > 1 or tiles.one_tile:
+            return f"tiles={tiles}: each CTA gathers its own rows, on Hopper"
+        if tiles.tile_k != 64 or tiles.tile_m > 128 or tiles.box_rows or tiles.stream_k:
+            return f"tiles={tiles}: rows of 128 bytes are gathered, up to 128 of them"
+        if DTYPES[p.a.dtype].bits != 16 or tiles.num_stages < 3:
+            return f"a.dtype={p.a.dtype}, num_stages={tiles.num_stages}: 16 bits, 3 slots or more"
+        return None
 
 
 @dataclass(frozen=True)
