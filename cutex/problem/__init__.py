@@ -30,6 +30,9 @@ OPS = {
     ),
     "gemm_fp8": Operator("cutex.problem.scaled:Fp8Problem", "cutex.kernels.gemm.scaled.fp8"),
     "gemm_scaled": Operator("cutex.problem.scaled:BlockScaledProblem", "cutex.kernels.gemm.scaled"),
+    "gemm_grouped": Operator(
+        "cutex.problem.grouped_gemm:GroupedGemmProblem", "cutex.kernels.gemm.grouped"
+    ),
     "reduce": Operator("cutex.problem.reduce:ReduceProblem", "cutex.kernels.reduce"),
     "softmax": Operator("cutex.problem.softmax:SoftmaxProblem", "cutex.kernels.softmax"),
 }

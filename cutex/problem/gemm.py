@@ -55,7 +55,9 @@ class GemmProblem(Problem):
         # tries all its configs first
         "quack-tuned": PeerKernel("quack, tuned", lambda _: quack.gemm(tuned=True), 150.0),
     }
-    variants: ClassVar[Mapping[str, str]] = {"--scaled": "gemm_scaled", "--fp8": "gemm_fp8"}
+    variants: ClassVar[Mapping[str, str]] = {
+        "--scaled": "gemm_scaled", "--fp8": "gemm_fp8", "--grouped": "gemm_grouped",
+    }  # fmt: skip
     wave_tile = (256, 128)
 
     m: int

@@ -7,13 +7,18 @@ Imports neither torch nor the DSL.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig, ceil_div
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.problem.grouped_gemm import MOST_GROUPS
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.problem.grouped_gemm import GroupedGemmProblem
 
 Tiles = TypeVar("Tiles", bound=Sm90Config)
 WARP = 32
@@ -29,6 +34,17 @@ WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
 IN_TURN = {192: 1.0, 256: 1.05, 128: 1.2, 64: 1.7}  # where ping-pong of 192 is faster
 # rows of a group in the mean between which a tile's store takes as long as its sums
 SHORT_SUMS = (100, 1500)
+
+
+def choose(problem: GroupedGemmProblem, arch: Arch) -> GemmConfig:
+    """The tiles of a problem of the ladder."""
+    mean = ceil_div(problem.m, problem.groups)
+    return rows_tiles(arch.name, mean, (problem.k, problem.n), False, MOST_GROUPS)
+
+
+def shortlist(problem: GroupedGemmProblem, arch: Arch, count: int) -> list[GemmConfig]:
+    """`choose` alone: there is no ranking."""
+    return [choose(problem, arch)]
 
 
 def most_groups(groups: int) -> int:

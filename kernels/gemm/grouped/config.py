@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import op_arguments
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.config import BARRIERS
+from cutex.kernels.gemm.config import BARRIERS, GemmConfig
 from cutex.kernels.gemm.grouped.choose import WARP, table_bytes
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
+from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 
@@ -145,6 +146,12 @@ class SumsConfig:
         if p.a.major != "column" or p.b.major != "row" or p.tiles.swap_ab or p.tiles.split_k > 1:
             return f"swap_ab={p.tiles.swap_ab}, split_k={p.tiles.split_k}: K is contiguous nowhere"
         return why_not_tables(p, self.most_groups, arch)
+
+
+def ladder(tiles: GemmConfig, most_groups: int) -> GroupedConfig:
+    """The config of the ladder's product: rows of bf16, matrices (E, N, K) passed as (E, K, N)."""
+    row, column = OperandLayout(), OperandLayout(major="column", batched=True)
+    return GroupedConfig(GeneralConfig(tiles, row, column, row), most_groups)
 
 
 def why_not_tables(product: GeneralConfig, most_groups: int, arch: Arch) -> str | None:
