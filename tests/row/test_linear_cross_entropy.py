@@ -172,6 +172,24 @@ def test_nothing_in_nothing_out(device):
     assert losses.shape == (0,)
 
 
+def test_gradients_are_given_without_a_copy(device):
+    x, w, target = problem(device, 6, 40, 16, torch.bfloat16)
+    made = []
+    w.register_hook(lambda g: made.append(g.data_ptr()))
+    cutex.linear_cross_entropy(x, w, target).backward()
+    assert made == [w.grad.data_ptr()]
+
+
+def test_sums_in_the_dtype_of_w_are_rounded_once_a_chunk(device):
+    x, w, target = problem(device, 12, 40, 16, torch.bfloat16)
+    options = {"reduction": "sum", "chunk_rows": 4}
+    cutex.linear_cross_entropy(x, w, target, accum_dtype=w.dtype, **options).backward()
+    narrow, w.grad = w.grad, None
+    cutex.linear_cross_entropy(x, w, target, **options).backward()
+    error = (narrow.float() - w.grad.float()).abs()
+    assert 0 < error.max() <= 3 * 2**-8 * w.grad.abs().max()
+
+
 @given(m=st.integers(1, 70_000), n=st.integers(1, 300_000), size=st.sampled_from([2, 4]))
 @settings(max_examples=200, deadline=None)
 def test_chunks_are_the_rows_and_their_logits_fit(m, n, size):
@@ -183,6 +201,8 @@ def test_chunks_are_the_rows_and_their_logits_fit(m, n, size):
     ]  # fmt: skip
     rows = max(p.stop - p.start for p in parts)
     assert rows <= LEAST_ROWS or rows * n * size <= LOGITS
+    if [*chunks(x, w, 0, sums=True)] != parts:  # all at once takes no more memory
+        assert m * size <= rows * size + 4 * w.shape[1]
     assert len({p.stop - p.start for p in parts[:-1]}) <= 1
 
 
@@ -217,6 +237,7 @@ BAD = [
     ({"target": torch.zeros(3).long()}, ValueError, r"target must have shape \(2,\)"),
     ({"reduction": "x"}, ValueError, "is not one of mean, sum, none"),
     ({"label_smoothing": 2}, ValueError, "label_smoothing=2 must be from 0 to 1"),
+    ({"accum_dtype": torch.float16}, ValueError, "accum_dtype=torch.float16 is not float32 or"),
     ({"chunk_rows": 0}, ValueError, "chunk_rows=0 must be at least 1"),
     ({"chunk_rows": 1.5}, TypeError, "chunk_rows must be an int or None, got float"),
 ]

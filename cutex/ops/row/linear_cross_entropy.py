@@ -17,7 +17,7 @@ from cutex.ops.row.cross_entropy import run as run_plain
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import arch_of as rows_arch_of
-from cutex.ops.row.rows import check, dtype_of, tile_of
+from cutex.ops.row.rows import check, dtype_of, part_of, tile_of
 
 LOGITS = 512 << 20  # bytes of a chunk's logits
 ROWS = 128  # of which a chunk is a multiple: those of a tile of the product
@@ -44,6 +44,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     chunk_rows: int | None = None,
+    accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """cutex.cross_entropy(x @ w.T, target), without the logits ever being whole in memory.
 
@@ -51,8 +52,9 @@ def linear_cross_entropy(
     both alike, any strides. target (M,), ignore_index, label_smoothing, z_loss and reduction: as of
     `cutex.cross_entropy`; logits are rounded to x's dtype, as those of a linear layer.
     chunk_rows: rows whose logits exist at one time; by default as many as take 512 MiB, at least
-        1024. Beside its gradients, a call takes the logits of a chunk and, where w wants a gradient
-        of several chunks, N * K sums in float32.
+        1024, or all, where all logits take no more memory than sums of chunks would.
+    accum_dtype: of the sums of chunks that are the gradient of w: float32, the default, which takes
+        N * K of them beside the gradient; or w's dtype, in which they are rounded once a chunk.
 
     Differentiable once in x and w. Of "mean" and "sum" the gradients are computed with the loss,
     where they are wanted, each chunk's in the place of its logits; of "none" in the backward pass,
@@ -78,20 +80,25 @@ def linear_cross_entropy(
         raise TypeError(f"chunk_rows must be an int or None, got {type(chunk_rows).__name__}")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows={chunk_rows} must be at least 1")
+    if accum_dtype not in (None, torch.float32, w.dtype):
+        raise ValueError(f"accum_dtype={accum_dtype} is not float32 or {w.dtype}, that of w")
     options = (
         ignore_index, number("label_smoothing", label_smoothing), number("z_loss", z_loss),
-        reduction, chunk_rows or 0,
+        reduction, chunk_rows or 0, accum_dtype in (None, torch.float32),
     )  # fmt: skip
     wanted = [torch.is_grad_enabled() and v.requires_grad for v in (x, w)]
     now = reduction != "none"
     return LINEAR(x, w, target, *options, wanted[0] and now, wanted[1] and now)[0]
 
 
-def chunks(x: Tensor, w: Tensor, most: int) -> Iterator[slice]:
-    """The rows of each chunk: at most `most`; 0: by the bytes of their logits."""
+def chunks(x: Tensor, w: Tensor, most: int, sums: bool = False) -> Iterator[slice]:
+    """The rows of each chunk: at most `most`; 0: by the bytes of their logits, and of the float32
+    `sums` that several chunks need."""
     rows = x.shape[0]
     if not most:
         most = max(LEAST_ROWS, LOGITS // max(1, w.shape[0] * x.element_size()) // ROWS * ROWS)
+        if sums and rows * x.element_size() <= most * x.element_size() + 4 * w.shape[1]:
+            most = max(1, rows)
         count = -(-rows // most)  # of one size, but for the last
         most = -(-rows // (ROWS * max(1, count))) * ROWS
     for start in range(0, rows, max(1, most)):
@@ -102,7 +109,7 @@ def chunks(x: Tensor, w: Tensor, most: int) -> Iterator[slice]:
 
 
 def _run(x: Tensor, w: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    *given, chunk, wants_x, wants_w = options
+    *given, chunk, wide, wants_x, wants_w = options
     of = Loss(*given)
     arch_of(x.device, "cutex.linear_cross_entropy", "x", "torch")
     loss, lse, dx, dw = _fake(x, w, target, *options)
@@ -113,8 +120,8 @@ def _run(x: Tensor, w: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, .
         return _losses(of, chunk, x, w, target)
     losses = torch.empty(x.shape[0], device=x.device)
     count = (target != of.ignored).sum(dtype=torch.float32)[None]
-    parts = [*chunks(x, w, chunk)]
-    sums = Sums(dw, len(parts)) if wants_w else None
+    parts = [*chunks(x, w, chunk, wide and wants_w)]
+    sums = Sums(dw, len(parts), wide) if wants_w else None
     logits = x.new_empty(parts[0].stop, w.shape[0])
     for i, part in enumerate(parts):
         z = matmul(x[part], w.mT, out=logits[: part.stop - part.start])
@@ -128,19 +135,18 @@ def _run(x: Tensor, w: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, .
 
 
 class Sums:
-    """The gradient of w: sums of chunks in float32, rounded with the last one."""
+    """The gradient of w: sums of chunks, if `wide` in float32 and rounded with the last one."""
 
-    def __init__(self, dw: Tensor, chunks: int) -> None:
+    def __init__(self, dw: Tensor, chunks: int, wide: bool) -> None:
         self.dw, self.last = dw, chunks - 1
         self.sums = dw
-        if self.last and dw.dtype != torch.float32:
+        if self.last and wide and dw.dtype != torch.float32:
             self.sums = torch.empty(dw.shape, device=dw.device)
 
     def add(self, z: Tensor, x: Tensor, chunk: int) -> None:
         """Add the product of a chunk's gradient of logits, z (m, N), and its x (m, K)."""
-        if chunk == self.last and chunk:
-            residual = self.sums
-            matmul(z.mT, x, residual=residual, out=self.dw)
+        if chunk == self.last and self.sums is not self.dw:
+            matmul(z.mT, x, residual=self.sums, out=self.dw)
         else:
             matmul(z.mT, x, out=self.sums, beta=float(chunk > 0))
 
@@ -190,7 +196,7 @@ _gradients_in_place = Calls(_plan_in_place)
 
 def _fake(
     x: Tensor, w: Tensor, target: Tensor, ignored: int, smoothing: float, z_loss: float,
-    reduction: str, chunk: int, wants_x: bool, wants_w: bool,
+    reduction: str, chunk: int, wide: bool, wants_x: bool, wants_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def made(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -216,34 +222,56 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
     x, w, target, lse, dx, dw = ctx.saved_tensors
-    *of, chunk, wants_x, wants_w = ctx.options
+    *of, chunk, wide, wants_x, wants_w = ctx.options
     if of[3] == "none":
         wants = ctx.needs_input_grad[:2]
-        dx, dw = AGAIN(x, w, target, lse, dloss, *of, chunk, *wants)
-        return (dx if wants[0] else None, dw if wants[1] else None, *[None] * 8)
+        dx, dw = AGAIN(x, w, target, lse, dloss, *of, chunk, wide, *wants)
+        return (dx if wants[0] else None, dw if wants[1] else None, *[None] * 9)
     if all(map(is_plain, (dx, dw, dloss))) and not _keeps_graph():
         # nothing else will read them
-        scaled = [_times(g, dloss) for g in (dx, dw)]
+        scaled = [
+            _times(g, dloss) for g in (dx, dw)
+        ]  # NOTE: grads may take what no other refers to
     else:
         scaled = SCALED(x, w, dx, dw, dloss)
-    return (scaled[0] if wants_x else None, scaled[1] if wants_w else None, *[None] * 8)
+    return (scaled[0] if wants_x else None, scaled[1] if wants_w else None, *[None] * 9)
 
 
 def _times(g: Tensor, dloss: Tensor) -> Tensor:
-    return g.mul_(dloss) if g.numel() else g
+    """g multiplied in place by a number that is on the device, mostly 1."""
+    g = g.detach()
+    if g.numel():
+        _scaled((), g, dloss.reshape(1))
+    return g
+
+
+def _plan_scale(_: Any, g: Tensor, factor: Tensor) -> Run:
+    from cutex.kernels.row.scale import Scale
+
+    launch = Launch(g.device)
+    rows = launch.rows(x=g)
+    launch.flat(factor=factor)
+    tile = part_of(rows)
+    if g.shape[1] <= tile.columns:  # several rows to a CTA
+        tile = tile_of(rows, (), rows_arch_of(g.device, "cutex.linear_cross_entropy"))
+    kernel = Scale, tile, rows_arch_of(g.device, "cutex.linear_cross_entropy")
+    return launch.run(kernel, ("x", "factor"))
+
+
+_scaled = Calls(_plan_scale)
 
 
 def _again(
     x: Tensor, w: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """The gradients of losses of rows, from logits computed again."""
-    *given, chunk, wants_x, wants_w = options
+    *given, chunk, wide, wants_x, wants_w = options
     of = Loss(*given)
     _, _, dx, dw = _fake(x, w, target, *options)
     if not x.shape[0]:
         return dx, dw.zero_()
-    parts = [*chunks(x, w, chunk)]
-    sums = Sums(dw, len(parts)) if wants_w else None
+    parts = [*chunks(x, w, chunk, wide and wants_w)]
+    sums = Sums(dw, len(parts), wide) if wants_w else None
     logits = x.new_empty(parts[0].stop, w.shape[0])
     count = lse.new_empty(())
     for i, part in enumerate(parts):
@@ -257,8 +285,8 @@ def _again(
 
 
 _OPTIONS = (
-    "int ignored, float smoothing, float z_loss, str reduction, int chunk, bool wants_x, "
-    "bool wants_w"
+    "int ignored, float smoothing, float z_loss, str reduction, int chunk, bool wide, "
+    "bool wants_x, bool wants_w"
 )
 SCALED = define(
     "linear_cross_entropy_scaled",
