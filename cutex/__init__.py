@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
+        flash_mla_with_kvcache,
+        get_mla_metadata,
     )
     from cutex.ops.fp8_linear import fp8_linear
     from cutex.ops.grouped import grouped_mm, scaled_grouped_mm
@@ -47,6 +49,8 @@ _HOMES = {
     "flash_attn_varlen_kvpacked_func": "cutex.ops.attention",
     "flash_attn_varlen_qkvpacked_func": "cutex.ops.attention",
     "flash_attn_with_kvcache": "cutex.ops.attention",
+    "flash_mla_with_kvcache": "cutex.ops.attention",
+    "get_mla_metadata": "cutex.ops.attention",
     "grouped_mm": "cutex.ops.grouped",
     "fp8_linear": "cutex.ops.fp8_linear",
     "kernels_built": "cutex.ops.matmul",
@@ -80,7 +84,9 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flash_mla_with_kvcache",
     "fp8_linear",
+    "get_mla_metadata",
     "grouped_mm",
     "kernels_built",
     "layer_norm",

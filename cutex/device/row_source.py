@@ -162,16 +162,19 @@ def swizzle_bytes(row_bytes: int) -> int:
     return next(s for s in (128, 64, 32) if row_bytes % s == 0)
 
 
-def box_operand(mX: cute.Tensor, tile: tuple[int, int], box_rows: int) -> cpasync.TmaInfo:
+def box_operand(
+    mX: cute.Tensor, tile: tuple[int, int], box_rows: int, shared: bool = False
+) -> cpasync.TmaInfo:
     """The tensor map that loads boxes of tiles (bRows, bD) of mX, whose slots in smem are K-major
-    (slots_layout), as wide as its swizzle."""
+    (slots_layout), as wide as its swizzle; for all CTAs of a mask, if `shared`."""
     dtype = mX.element_type
     swizzle = swizzle_bytes(tile[1] * dtype.width // 8)
     box = box_rows, swizzle * 8 // dtype.width
     bits = {32: 1, 64: 2, 128: 3}[swizzle]
     layout = cute.make_layout((*box, 1), stride=(box[1], 1, 0))
     layout = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, layout)
-    op = cpasync.CopyBulkTensorTileG2SOp()
+    multicast, alone = cpasync.CopyBulkTensorTileG2SMulticastOp, cpasync.CopyBulkTensorTileG2SOp
+    op = multicast() if shared else alone()
     return cpasync.make_tiled_tma_atom(op, endless_view(row_list(mX)), layout, box)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.partials import VECTOR, WARP, Partials, with_sink
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed
@@ -19,11 +19,11 @@ THREADS = 128  # that write
 
 @dataclass(frozen=True)
 class Out:
-    config: DecodeConfig
+    config: Any  # says `head_dim_v`, `sink`, `lse` and `varlen_q`
     mO: cute.Tensor
     partials: Partials
     passed: Passed
-    last: cute.Tensor  # (1) Int32 in smem: whether this CTA wrote the last part of a unit
+    last: Any  # (1) Int32 in smem: whether this CTA wrote a unit's last part; None: nobody asks
 
     @staticmethod
     def sync() -> None:
@@ -64,21 +64,26 @@ class Out:
     @cute.jit
     def merge(self, rows: Rows, piece: Piece) -> None:
         """Merge all parts of a unit, a warp each row, and store O and LSE."""
+        for row in cutlass.range(cute.arch.warp_idx(), rows.count, THREADS // WARP, unroll=1):
+            self.merge_row(rows, piece, row)
+
+    @cute.jit
+    def merge_row(self, rows: Rows, piece: Piece, row: Int32) -> None:
+        """Merge a row of all parts of a unit, and store O and LSE. A whole warp calls it."""
         dtype, columns = self.mO.element_type, self.config.head_dim_v
-        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        lane = cute.arch.lane_idx()
         vectors = cute.size(self.mO, mode=[cute.rank(self.mO) - 1]) // VECTOR
         count = -(-columns // (VECTOR * WARP))
         o = cute.make_rmem_tensor(cute.make_layout((VECTOR, count)), Float32)
         narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), dtype)
-        for row in cutlass.range(warp, rows.count, THREADS // WARP, unroll=1):
-            lse = self.partials.merge(piece, row, o)
-            of_row, factor = self.finish_row(lse, rows, row)
-            gO = rows.words(self.mO, row)
-            for i in cutlass.range_constexpr(count):
-                vector = lane + i * WARP
-                narrow.store((o[None, i].load() * factor).to(dtype))
-                if vector < vectors:
-                    for j in cutlass.range_constexpr(2):
-                        gO[2 * vector + j] = cute.recast_tensor(narrow, Int32)[j]
-            if lane == 0:
-                self.store_lse(of_row, rows, row)
+        lse = self.partials.merge(piece, row, o)
+        of_row, factor = self.finish_row(lse, rows, row)
+        gO = rows.words(self.mO, row)
+        for i in cutlass.range_constexpr(count):
+            vector = lane + i * WARP
+            narrow.store((o[None, i].load() * factor).to(dtype))
+            if vector < vectors:
+                for j in cutlass.range_constexpr(2):
+                    gO[2 * vector + j] = cute.recast_tensor(narrow, Int32)[j]
+        if lane == 0:
+            self.store_lse(of_row, rows, row)

@@ -1,9 +1,10 @@
-"""What the roles of a CTA of the decode kernel share: smem, rings, arguments, and its walk over the
-parts of units that are its own."""
+"""What the roles of a CTA of the decode kernel share: its walk over the parts of units that are its
+own, and smem and rings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -19,13 +20,10 @@ WARP = 32
 
 
 @dataclass(frozen=True)
-class Shared:
-    config: DecodeConfig
-    sQ: cute.Tensor | None  # (bM, D, 1), where Q comes from smem
-    sK: cute.Tensor  # (bN, D, SLOT)
-    sV: cute.Tensor  # (bN, DV, SLOT)
-    k: Ring
-    v: Ring
+class Walk:
+    """A CTA's way over its parts of units, which each of its warps goes by itself."""
+
+    config: Any  # says `start`, `least` and `packed`
     info: BlockInfo
     passed: Passed
     sizes: Sizes
@@ -64,14 +62,10 @@ class Shared:
         calls it: each lane looks at every 32nd entry."""
         c, team = self.config, self.sizes.team
         owners = self.sizes.heads // team  # of units, in a team's view
-        lane, total = cute.arch.lane_idx(), Int32(0)
-        for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
-            mine = weight(self.length(first + lane), c.start)
-            total += cute.arch.warp_redux_sync(mine, "add")
-        total *= owners
+        lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        quota = Splits.quota_of(total, ctas // team, c.least)
+        total, quota = self.shares(owners, ctas // team)
         splits = Splits(self.sizes.heads, quota, c.start, self.passed.num_splits, cta, team)
         entry, begin, here = Int32(0), Int32(0), Int32(0)
         searching = splits.begin < total
@@ -90,6 +84,16 @@ class Shared:
                 here = cute.arch.shuffle_sync(length, before)
                 searching = False
         return splits, Place(entry, begin, here), cutlass.min(splits.end, total)
+
+    @cute.jit
+    def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32]:
+        """The length of the row of all units, and of each team's share."""
+        c, total = self.config, Int32(0)
+        for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
+            mine = weight(self.length(first + cute.arch.lane_idx()), c.start)
+            total += cute.arch.warp_redux_sync(mine, "add")
+        total *= owners
+        return total, Splits.quota_of(total, teams, c.least)
 
     @cute.jit
     def sum_to(self, x: Int32) -> Int32:
@@ -131,3 +135,15 @@ class Shared:
         end = cutlass.min(whole.first + piece.end, whole.end)
         first = cutlass.min(first, end)
         return ordered(first, end, whole.clean_first, whole.clean_end)
+
+
+@dataclass(frozen=True)
+class Shared(Walk):
+    """A CTA's walk, and its smem."""
+
+    config: DecodeConfig
+    sQ: cute.Tensor | None  # (bM, D, 1), where Q comes from smem
+    sK: cute.Tensor  # (bN, D, SLOT)
+    sV: cute.Tensor  # (bN, DV, SLOT)
+    k: Ring
+    v: Ring

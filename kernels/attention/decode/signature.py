@@ -99,7 +99,7 @@ class Sizes(NamedTuple):
     new_keys: Int32  # of each sequence, behind those that seqused_k counts
 
     @staticmethod
-    def of(config: DecodeConfig, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
+    def of(config: Any, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
         c = config
         at_q = 0 if c.varlen_q else 1
         rows_q, rows_k = cute.size(mQ, mode=[at_q]), cute.size(mK, mode=[1])

@@ -117,7 +117,7 @@ class Decode:
         publish_barriers((k_ring, v_ring, *barriers))
         pointer = tmem.pointer()
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
-        shared = Shared(c, sQ, sK, sV, k_ring, v_ring, info, passed, sizes)
+        shared = Shared(c, info, passed, sizes, sQ, sK, sV, k_ring, v_ring)
         if warp >= self.load_warps.first:
             Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         elif warp == self.mma_warp.first:

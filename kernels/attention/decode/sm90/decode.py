@@ -119,7 +119,7 @@ class Decode:
         v_ring = ring(smem, "v", c, c.v_bytes, consumers)
         publish_barriers((k_ring, v_ring))
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
-        shared = Shared(c, sQ, sK, sV, k_ring, v_ring, info, passed, sizes)
+        shared = Shared(c, info, passed, sizes, sQ, sK, sV, k_ring, v_ring)
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
             Load(k, v, *pitches, warp - self.load_warps.first, shared).run()

@@ -1,0 +1,53 @@
+"""The arguments of the MLA decode kernel, in the order of its launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, cute
+
+from cutex.compile import Argument, Operand, Scalar
+from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.mla.config import ROWS, MlaConfig
+
+
+def arguments(config: MlaConfig, dtype: str) -> tuple[Argument, ...]:
+    """The arguments q, kv, o, and those that follow, by the names of the fields of Passed. The
+    heads of all tokens of q follow one another."""
+    c = config
+    kv = ("pages", "page", "hk", "d") if c.page_size else ("b", "sk", "hk", "d")
+    found: list[Argument] = [
+        Operand("q", ("b", "sq", "h", "d"), dtype),
+        Operand("kv", kv, dtype),
+        Operand("o", ("b", "sq", "h", "dv"), dtype),
+    ]
+    vectors = {
+        "lse": (c.lse, ("b", "h", "sq"), "fp32"),
+        "seqused_k": (True, ("b",), "int32"),
+        "page_table": (c.page_size > 0, ("b", "max_pages"), "int32"),
+    }
+    for name, (there, sizes, kind) in vectors.items():
+        if there:
+            found.append(Operand(name, sizes, kind, aligned=False, whole=False))
+    found += [Scalar("scale"), Scalar("num_splits", "int32")]
+    found.append(Operand("sums", ("sums",), "fp32", whole=False))
+    return tuple(found)
+
+
+def passed_of(config: MlaConfig, values: tuple[Any, ...]) -> Passed:
+    """The arguments behind q, kv and o."""
+    names = [a.name for a in arguments(config, "bf16")[3:]]
+    return Passed(**dict(zip(names, values, strict=True)))
+
+
+def sizes_of(config: MlaConfig, mQ: cute.Tensor, mKV: cute.Tensor, passed: Passed) -> Sizes:
+    """The extents of a problem. Blocks of rows are owners of units as heads are: all see the same
+    blocks of keys, some only masked, so that CTAs with neighbouring ones take the same keys."""
+    sizes = Sizes.of(config, mQ, mKV, passed)
+    owners = sizes.heads * sizes.m_blocks
+    return sizes._replace(heads=owners, m_blocks=Int32(1), team=Int32(config.team))
+
+
+def blocks_of_rows(sizes: Sizes) -> Int32:
+    """The blocks of rows of a sequence and a head of keys."""
+    return cute.ceil_div(sizes.rows_q * sizes.pack, ROWS)

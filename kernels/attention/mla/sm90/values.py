@@ -1,0 +1,149 @@
+"""Values: a warpgroup of the MLA kernel that sums up half of the columns of O.
+
+O of 64 rows and 512 columns in fp32 is half of the registers of an SM. A warpgroup has 256 columns,
+128 registers a thread; P comes through smem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
+from cutex.device.attention.softmax import rows_of
+from cutex.kernels.attention.decode.out import Out
+from cutex.kernels.attention.decode.rows import UNIT, Rows
+from cutex.kernels.attention.decode.splits import Piece
+from cutex.kernels.attention.mla.combine import Parts
+from cutex.kernels.attention.mla.config import HEAD_DIM, HEAD_DIM_V
+from cutex.kernels.attention.mla.sm90.scores import State, rows_of_thread
+from cutex.kernels.attention.mla.sm90.shared import GROUPS, WIDTH, Shared
+
+COLUMNS = HEAD_DIM_V // 2  # of a warpgroup
+PARTS = len(GROUPS)  # of these columns, one after the other
+
+
+@dataclass(frozen=True)
+class Values:
+    out: Out
+    parts: Parts
+    shared: Shared
+    half: Int32  # 0: the first columns, 1: the last
+
+    @cute.jit
+    def run(self) -> None:
+        """Compute these columns of O of this CTA's parts, one after the other."""
+        s = self.shared
+        pv = self.product()
+        factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        splits, place, end = s.begin()
+        state = s.kv.consumer(), s.p.consumer()
+        at = splits.begin
+        while at < end:
+            place = s.place(splits, at, place)
+            piece = splits.piece(at, place)
+            at = piece.after
+            if piece.end > piece.first:
+                rows, blocks = s.rows(piece), s.of_piece(piece)
+                pv.acc.fill(0.0)
+                factors.fill(1.0)
+                if blocks.end > blocks.first:
+                    state = self.sum(pv, blocks.end - blocks.first, state, factors)
+                self.store(pv.acc, factors, rows, piece)
+
+    def product(self) -> WgmmaProduct:
+        """O += P V for these columns."""
+        s, c, dtype = self.shared, self.shared.config, self.shared.sKV.element_type
+        # NOTE: of a wgmma of 256 columns ptxas says that it needs 154 registers before setmaxnreg
+        mma = Wgmma(COLUMNS // PARTS, dtype, b_major=OperandMajorMode.MN)
+        # NOTE: rows of keys in atoms of 8 x 64, those of the same columns behind each other, are
+        # V^T with contiguous rows (contiguous_rows_layout), of which these are some
+        column = c.tile_n * WIDTH
+        layout = cute.make_layout(
+            ((WIDTH, COLUMNS // WIDTH), (8, c.tile_n // 8), (1, c.num_stages)),
+            stride=((1, column), (WIDTH, 8 * WIDTH), (0, c.tile_n * HEAD_DIM)),
+        )
+        first = s.sKV.iterator + self.half * (COLUMNS // WIDTH * column)
+        sVt = cute.make_tensor(first, layout)  # (DV / 2, bN, SLOT)
+        a = mma.a_slots(s.sP)[None, None, None, 0]
+        return WgmmaProduct(mma, a, mma.b_slots(sVt), mma.accumulator(columns=COLUMNS))
+
+    @cute.jit
+    def sum(self, pv: WgmmaProduct, count: Int32, state: State, factors: cute.Tensor) -> State:
+        """Add `count` blocks; set the factors that O has to be multiplied by in the end."""
+        kv, p = state
+        for _ in cutlass.range(count - 1, unroll=1):
+            self.add(pv, (kv, p))
+            self.shared.p.release(p)
+            kv.advance()
+            p.advance()
+        self.add(pv, (kv, p))
+        mine = rows_of_thread()
+        for r in cutlass.range_constexpr(2):
+            factors[r] = self.shared.words.normalisers[mine[r]]
+        self.shared.p.release(p)
+        kv.advance()
+        p.advance()
+        return kv, p
+
+    @cute.jit
+    def add(self, pv: WgmmaProduct, state: State) -> None:
+        """Add a block, once its P is there."""
+        kv, p = state
+        words = self.shared.words
+        self.shared.p.wait_full(p)
+        if words.rescale[cute.arch.warp_idx() % 4] != 0:
+            mine, o = rows_of_thread(), rows_of(pv.acc)
+            for r in cutlass.range_constexpr(2):
+                o[r, None].store(o[r, None].load() * words.factors[mine[r]])
+        for part in cutlass.range_constexpr(PARTS):
+            b = cute.logical_divide(pv.b, (None, 1, None, None))[None, (None, part), None, None]
+            acc = cute.logical_divide(pv.acc, (None, None, 1))[None, None, (None, part)]
+            WgmmaProduct(pv.mma, pv.a, b, acc).issue(kv.slot, accumulate=True)
+        for part in cutlass.range_constexpr(PARTS):
+            warpgroup.wait_group(PARTS - 1 - part)
+            self.shared.kv.release(kv, part)
+
+    # ---- O
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, factors: cute.Tensor, rows: Rows, piece: Piece) -> None:
+        """Store these columns of a unit that is whole, or of a part."""
+        o = rows_of(acc)
+        for r in cutlass.range_constexpr(2):
+            o[r, None].store(o[r, None].load() * factors[r])
+        if piece.parts == 1:
+            self.store_whole(o, rows)
+        else:
+            self.store_part(o, rows, piece)
+
+    @cute.jit
+    def store_whole(self, o: cute.Tensor, rows: Rows) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        mine, first = rows_of_thread(), self.half * (COLUMNS // UNIT)
+        pair = cute.make_rmem_tensor(cute.make_layout(2), self.out.mO.element_type)
+        for r in cutlass.range_constexpr(2):
+            if mine[r] < rows.count:
+                gO = rows.words(self.out.mO, mine[r])
+                for unit in cutlass.range_constexpr(COLUMNS // UNIT):
+                    for i in cutlass.range_constexpr(2):
+                        pair[i] = pair.element_type(o[r, 2 * unit + i])
+                    gO[(first + unit) * 4 + thread % 4] = cute.recast_tensor(pair, Int32)[0]
+
+    @cute.jit
+    def store_part(self, o: cute.Tensor, rows: Rows, piece: Piece) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        slot, first = piece.slot_of(piece.part), self.half * (COLUMNS // UNIT)
+        mine = rows_of_thread()
+        pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        for r in cutlass.range_constexpr(2):
+            if mine[r] < rows.count:
+                of_row = self.parts.partials.o_row(slot, mine[r])
+                pairs = cute.make_tensor(of_row.iterator, cute.make_layout((2, HEAD_DIM_V // 2)))
+                for unit in cutlass.range_constexpr(COLUMNS // UNIT):
+                    for i in cutlass.range_constexpr(2):
+                        pair[i] = o[r, 2 * unit + i]
+                    pairs[None, (first + unit) * 4 + thread % 4].store(pair.load())
