@@ -23,7 +23,7 @@ LAYERS = (
         *("arch", "cache", "command", "cubin", "debug_info", "dtypes"),
         *("measured", "simulation", "tracing"),
     ),
-    ("compile",),
+    ("compile", "scaffold"),
     ("peers",),
     ("problem",),
     ("results",),
