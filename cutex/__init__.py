@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cutex.ops.row.cross_entropy import cross_entropy
     from cutex.ops.row.linear_cross_entropy import linear_cross_entropy
     from cutex.ops.row.norms import layer_norm, rms_norm
+    from cutex.ops.row.reduce import reduce
     from cutex.ops.row.rope import rope
     from cutex.ops.row.softmax import softmax
     from cutex.ops.scaled_mm import scaled_mm
@@ -60,6 +61,7 @@ _HOMES = {
     "moe": "cutex.ops.mixture",
     "pack_w4": "cutex.ops.w4.pack",
     "quantize": "cutex.ops.quantize",
+    "reduce": "cutex.ops.row",
     "rms_norm": "cutex.ops.row",
     "rope": "cutex.ops.row",
     "scaled_grouped_mm": "cutex.ops.grouped",
@@ -95,6 +97,7 @@ __all__ = [
     "moe",
     "pack_w4",
     "quantize",
+    "reduce",
     "rms_norm",
     "rope",
     "scaled_grouped_mm",

@@ -6,7 +6,16 @@ from __future__ import annotations
 from cutex.ops.row.cross_entropy import cross_entropy
 from cutex.ops.row.linear_cross_entropy import linear_cross_entropy
 from cutex.ops.row.norms import layer_norm, rms_norm
+from cutex.ops.row.reduce import reduce
 from cutex.ops.row.rope import rope
 from cutex.ops.row.softmax import softmax
 
-__all__ = ["cross_entropy", "layer_norm", "linear_cross_entropy", "rms_norm", "rope", "softmax"]
+__all__ = [
+    "cross_entropy",
+    "layer_norm",
+    "linear_cross_entropy",
+    "reduce",
+    "rms_norm",
+    "rope",
+    "softmax",
+]

@@ -66,10 +66,11 @@ class Launch:
         order: Sequence[str],
         constants: Sequence[float | int] = (),
         returns: Sequence[str] = (),
+        zeroed: Sequence[str] = (),
     ) -> Run:
         """The function of the given tensors that launches a `kernel`, its kind, config and arch, on
         the operands in their `order`, then `constants`, and returns the tensors named, or the only
-        one."""
+        one. Those allocated that are named `zeroed` are 0 before."""
         kind, config, arch = kernel
         compiled = kernel_for(kind, config, dtype_of(self.operands[order[0]]), arch)
         with current(self.device):
@@ -85,11 +86,14 @@ class Launch:
         only = results[0][0] if len(results) == 1 and results[0][1] is None else None
         empty, fresh = empty_of(self.device, SEVERAL_GPUS), [*self.fresh.values()]
         passed = self.passed
+        cleared = [names.index(name) for name in zeroed]
 
         @untraced
         def on(*given: Tensor) -> Any:
             operands = [x if f is None else f(x) for x, f in zip(given, passed, strict=True)]
             operands += [empty(*x) for x in fresh]
+            for i in cleared:
+                operands[i].zero_()
             launch(*[operands[i] for i in picked], *constants)
             if only is not None:
                 return operands[only]

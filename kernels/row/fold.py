@@ -1,0 +1,76 @@
+"""What a reduction makes of elements: their sum, their largest, or where the largest one is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.device.row.reduction import Values
+from cutex.kernels.quantize.elements import bits_of, float_of
+
+LEAST, MOST = -(2**31), 2**31 - 1
+KINDS = ("sum", "max", "argmax")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """An associative and commutative combination of values in fp32.
+
+    Of "argmax" they are two words: the element as an integer that orders as it does, a NaN above
+    all, and its index; of equal ones the first counts.
+    """
+
+    kind: str
+    sign: int = 1  # -1: of the elements' negatives, for the smallest one
+
+    # NOTE: the two methods that let the DSL carry a Fold, all of which is known when tracing
+    def __extract_mlir_values__(self) -> list:
+        return []
+
+    def __new_from_mlir_values__(self, values: list) -> Fold:
+        return self
+
+    @property
+    def count(self) -> int:
+        """The words of a value."""
+        return 2 if self.kind == "argmax" else 1
+
+    @property
+    def fill(self) -> Any:
+        """What an element that is not there counts as."""
+        return 0 if self.kind == "sum" else -self.sign * Float32.inf
+
+    def start(self) -> Values:
+        """The value of no elements."""
+        if self.kind == "argmax":
+            return float_of(Int32(LEAST)), float_of(Int32(MOST))
+        return (Float32(0) if self.kind == "sum" else -Float32.inf,)
+
+    def of(self, x: Float32, index: Int32) -> Values:
+        """The value of one element."""
+        x = x if self.sign == 1 else -x
+        if self.kind != "argmax":
+            return (x,)
+        bits = bits_of(cutlass.select_(x == Float32(0), Float32(0), x))  # of both zeros the first
+        key = cutlass.select_(bits < 0, bits ^ MOST, bits)
+        return float_of(cutlass.select_(x != x, Int32(MOST), key)), float_of(index)
+
+    def combine(self, x: Values, y: Values) -> Values:
+        if self.kind == "sum":
+            return (x[0] + y[0],)
+        if self.kind == "max":
+            return (cute.arch.fmax(x[0], y[0], nan=True),)
+        (a, i), (b, j) = ((bits_of(v[0]), bits_of(v[1])) for v in (x, y))
+        first = (a > b) | ((a == b) & (i < j))
+        return tuple(float_of(cutlass.select_(first, p, q)) for p, q in ((a, b), (i, j)))
+
+    def result(self, values: Values, scale: Float32) -> Any:
+        """What is stored: a sum times `scale`, the element, or its index."""
+        if self.kind == "sum":
+            return values[0] * scale
+        if self.kind == "max":
+            return values[0] if self.sign == 1 else -values[0]
+        return cutlass.Int64(bits_of(values[1]))

@@ -1,0 +1,166 @@
+"""Reductions of contiguous rows, whole or in parts that several CTAs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.compile import Argument, Operand, Scalar
+from cutex.device.row.columns import Columns
+from cutex.device.row.reduction import Values, lanes
+from cutex.device.row.tile import WARP, RowTile
+from cutex.kernels.row.fold import Fold
+from cutex.kernels.row.kernel import RowKernel, matrix, parts_of, reductions
+
+FINISHERS = 8  # warps of a CTA, each of which combines the parts of one result
+PARTS = "parts"  # what CTAs leave: a value each, combined in order by a second kernel
+ATOMICS = "atomics"  # or added to the result, in any order
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """What rows are reduced to, how CTAs share them, and the tile."""
+
+    tile: RowTile
+    fold: Fold
+    out: str  # the dtype of results
+    shared: str = ""  # "": a CTA has whole rows; PARTS or ATOMICS: several CTAs share one
+
+
+class Reduce(RowKernel):
+    """y = fold of each row of x; `splits` CTAs share a row."""
+
+    title = "reduce"
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        c = self.config
+        return (matrix("x", dtype, c.tile), *results(c), *SCALARS)
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, *rest) -> None:
+        *to, splits, scale, stream = rest
+        tile = self.config.tile
+        blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows) * splits
+        self.by_rows(mX, tuple(to), splits, scale).launch(
+            grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
+        )
+        if cutlass.const_expr(self.config.shared == PARTS):
+            launch_finish(self, to, scale, stream)
+
+    @cute.kernel
+    def by_rows(self, mX: cute.Tensor, to: tuple, splits: Int32, scale: Float32) -> None:
+        c, tile = self.config, self.config.tile
+        (reduction,) = reductions(tile, c.fold.count)
+        block, rows = cute.arch.block_idx()[0], cute.size(mX, mode=[0])
+        this = block // splits * tile.rows + cute.arch.thread_idx()[0] // tile.threads
+        gX = mX[cutlass.min(this, rows - 1), None]  # (N)
+        columns, parts = Columns.of(tile, gX), parts_of(tile, gX)
+        each = cute.ceil_div(parts, splits)
+        first = block % splits * each
+        last = cutlass.min(first + each, parts)
+        found = reduction(self.walked(gX, columns, first, last), c.fold.combine)
+        if (this < rows) & columns.is_first_of_row():
+            store_value(c, to, found, (this, block % splits), scale)
+
+    @cute.jit
+    def walked(self, gX: cute.Tensor, columns: Columns, first: Int32, last: Int32) -> Values:
+        """The value of this thread's elements of the parts of a row gX (N) from first to last."""
+        fold = self.config.fold
+        found = fold.start()
+        rX = columns.moved(first).load(gX, fold.fill)  # (V, NumV)
+        for part in cutlass.range(first, last, unroll=1):
+            rHere = cute.make_rmem_tensor(rX.shape, rX.element_type)
+            rHere.store(rX.load())
+            rX.fill(fold.fill)
+            columns.moved(part + 1).fetch(gX, rX)  # on its way while this one is counted
+            found = fold.combine(found, self.of_part(columns.moved(part), rHere))
+        return found
+
+    @cute.jit
+    def of_part(self, columns: Columns, rX: cute.Tensor) -> Values:
+        """The value of a thread's elements (V, NumV) of one part."""
+        fold, tile = self.config.fold, self.config.tile
+        values = []
+        for i in cutlass.range_constexpr(tile.vectors):
+            for j in cutlass.range_constexpr(tile.width):
+                column = columns.first + i * columns.step + j
+                value = fold.of(rX[j, i].to(Float32), column)
+                if cutlass.const_expr(fold.kind == "argmax"):
+                    there = columns.holds(column)
+                    value = tuple(
+                        cutlass.select_(there, a, b)
+                        for a, b in zip(value, fold.start(), strict=True)
+                    )
+                values.append(value)
+        return tree(fold, values)
+
+    @cute.kernel
+    def finish(self, mOut: cute.Tensor, mParts: cute.Tensor, scale: Float32) -> None:
+        finish_parts(self.config, mOut, mParts, scale)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        rows = {"rows": type(self).by_rows}
+        return {**rows, "finish": type(self).finish} if self.config.shared == PARTS else rows
+
+
+SCALARS = Scalar("splits", "int32"), Scalar("scale")
+
+
+def results(c: Any) -> tuple[Operand, ...]:
+    """The operands that a reduction leaves: results, and the parts of which they are made."""
+    out = Operand("out", ("outs",), c.out, aligned=False, whole=False)
+    parts = Operand("parts", ("words", "outs", "splits"), "fp32", aligned=False, whole=False)
+    return (out, parts) if c.shared == PARTS else (out,)
+
+
+def tree(fold: Fold, values: list[Values]) -> Values:
+    """The combination of several values, in pairs."""
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=False)
+        left = values[-1:] if len(values) % 2 else []
+        values = [fold.combine(x, y) for x, y in pairs] + left
+    return values[0]
+
+
+@cute.jit
+def store_value(
+    c: Any, to: tuple, found: Values, place: tuple[Int32, Int32], scale: Float32
+) -> None:
+    """Store the value of one result, or of this CTA's part of it, in `place` (result, split)."""
+    out, split = place
+    if cutlass.const_expr(c.shared == PARTS):
+        for word in cutlass.range_constexpr(c.fold.count):
+            to[1][word, out, split] = found[word]
+    elif cutlass.const_expr(c.shared == ATOMICS):
+        at = cute.domain_offset((out,), to[0]).iterator
+        cute.arch.atomic_add(at, c.fold.result(found, scale), sem="relaxed", scope="gpu")
+    else:
+        to[0][out] = c.fold.result(found, scale).to(to[0].element_type)
+
+
+def launch_finish(kernel: Any, to: list[cute.Tensor], scale: Float32, stream: Any) -> None:
+    """Launch the kernel that combines parts."""
+    kernel.finish(to[0], to[1], scale).launch(
+        grid=(cute.ceil_div(cute.size(to[0]), FINISHERS), 1, 1),
+        block=(FINISHERS * WARP, 1, 1),
+        stream=stream,
+    )
+
+
+@cute.jit
+def finish_parts(c: Any, mOut: cute.Tensor, mParts: cute.Tensor, scale: Float32) -> None:
+    """Combine the parts of each result, always in the same order; a warp has one."""
+    lane = cute.arch.lane_idx()
+    out = cute.arch.block_idx()[0] * FINISHERS + cute.arch.warp_idx()
+    if out < cute.size(mOut):
+        found = c.fold.start()
+        for split in cutlass.range(lane, cute.size(mParts, mode=[2]), WARP, unroll=1):
+            value = tuple(mParts[word, out, split] for word in range(c.fold.count))
+            found = c.fold.combine(found, value)
+        found = lanes(found, c.fold.combine, WARP)
+        if lane == 0:
+            mOut[out] = c.fold.result(found, scale).to(mOut.element_type)
