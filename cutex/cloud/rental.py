@@ -307,6 +307,7 @@ def main(
         except BrokenPipeError:
             print_nowhere()
 
+    say(str(made))  # before minutes of work, so that a plan that was not meant is seen at once
     kernels: dict[str, bytes] = {}
     if not args.no_preflight and args.op != "tests":
         say("preflight: compiles, and simulates a reduced size, before anything is rented")
@@ -319,12 +320,12 @@ def main(
             return 1
         size = sum(map(len, kernels.values())) / 1024
         say(f"preflight: right in the simulator; {size:.0f} KB of compiled kernels travel along")
-    say(str(made))
     if args.dry_run:
         return 0
     requests = [
         replace(request, kernels=kernels.get(request.arch, b"")) for request in made.requests
     ]
+    say("renting: Modal is asked for the GPUs, which takes it a minute where it does not answer")
     with running():
         try:
             return asyncio.run(collect(replace(made, requests=requests), args, rent, say))
