@@ -28,6 +28,7 @@ from cutex.schedulers.persistent import StaticWalk
 from cutex.schedulers.raster import Raster, RasterOrder, clusters
 
 WARP = 32
+CHUNK_ROWS = 128  # rows of a group whose scale factors are together (atoms/scale_factors.py)
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,19 @@ class RowGroups:
     ends: Any  # (most)
     starts: Any  # (most + 1)
     most: int  # entries; those behind the last group's are empty groups
+    chunks: Any = None  # (most): chunks of CHUNK_ROWS rows of one group, before each group's first
 
     @staticmethod
-    def allocate(smem: SmemAllocator, most: int) -> RowGroups:
+    def allocate(smem: SmemAllocator, most: int, with_chunks: bool = False) -> RowGroups:
         """Tables in smem for `most` groups, a multiple of 32; `RaggedTiles.fill` fills them in."""
         begins, ends, starts = (
             smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=16)
             for size in (most, most, most + 1)
         )
-        return RowGroups(begins, ends, starts, most)
+        chunks = None
+        if with_chunks:
+            chunks = smem.allocate_tensor(Int32, cute.make_layout(most), byte_alignment=16)
+        return RowGroups(begins, ends, starts, most, chunks)
 
     def rows(self, group: Any) -> Any:
         """The number of rows of a group."""
@@ -136,7 +141,7 @@ class RaggedTiles:
         groups, order = self.groups, self.order(columns)
         begins, ends, starts = groups.begins, groups.ends, groups.starts
         lane, count = cute.arch.lane_idx(), cute.size(edges)
-        total = Int32(0)
+        total, chunks = Int32(0), Int32(0)
         for first in cutlass.range_constexpr(0, groups.most, WARP):
             group = first + lane
             begin, end = group_edges(edges, group, count, rows, padded)
@@ -145,6 +150,11 @@ class RaggedTiles:
             begins[group], ends[group] = begin, end
             starts[group] = total + upto - number
             total += cute.arch.shuffle_sync(upto, WARP - 1)
+            if cutlass.const_expr(groups.chunks is not None):
+                number = clusters(end - begin, CHUNK_ROWS)
+                upto = inclusive_scan(number, lane)
+                groups.chunks[group] = chunks + upto - number
+                chunks += cute.arch.shuffle_sync(upto, WARP - 1)
         if lane == 0:
             starts[groups.most] = total
 

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,13 @@ KINDS = {
     "fp8_tensor": ("TensorWise", "TensorWise"),
     "fp8_row": ("RowWise", "RowWise"),
     "fp8_block": ("BlockWise1x128", "BlockWise128x128"),
+    "mxfp8": ("BlockWise1x32", "BlockWise1x32"),
+    "mxfp8_mxfp4": ("BlockWise1x32", "BlockWise1x32"),
+    "mxfp4": ("BlockWise1x32", "BlockWise1x32"),
+    "nvfp4": ("BlockWise1x16", "BlockWise1x16"),
 }
+FP32 = tuple(KINDS)[:3]  # whose factors are multiplied with in fp32
+OWN = 2.0**-9  # of nvfp4, the own factor of all rows
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
 
@@ -36,6 +43,7 @@ class ScaledGroupedProblem:
     k: int
     recipe: str = "fp8_block"
     padded: bool = False  # rows are those of (E, M, K), with counts
+    swizzled: bool = False  # factors that tensor cores read, each group's in chunks of its own
     rest: int = 0  # rows behind those of all groups, or behind the longest group's
     bias: bool = False
     activation: str | None = None
@@ -74,46 +82,88 @@ class ScaledGroupedProblem:
             sizes = [torch.randint(-4, 5, (n,), generator=g).float().exp2() for n in x.shape]
             return (x * sizes[0][:, None] * sizes[1]).bfloat16()
 
-        rows = [quantize(drawn(n), of_rows) for n in self.rows]
+        own = torch.tensor(OWN) if of_rows.tensor_scale else None
+        rows = [quantize(drawn(n), of_rows, tensor_scale=own) for n in self.rows]
         return rows, [quantize(drawn(self.n), of_matrices) for _ in self.rows]
 
-    def inputs(self) -> dict[str, Tensor]:
+    def inputs(self) -> dict[str, Any]:
         """The arguments of `cutex.scaled_grouped_mm`."""
         rows, matrices = self.operands()
         total = self.length * (len(self.rows) if self.padded else 1)
-        a = torch.full((total, self.k), math.nan).to(torch.float8_e4m3fn)
-        scale = torch.full((total, max(1, -(-self.k // 128))), math.nan)
-        tensorwise = self.recipe == "fp8_tensor"
-        for (begin, end), q in zip(self.spans(), rows, strict=True):
-            a[begin:end] = q.data
-            if not tensorwise:
-                scale[begin:end, : q.scale.shape[1]] = q.scale
-        b = torch.stack([q.data for q in matrices]).mT
-        of_b = torch.stack([q.scale for q in matrices])
-        if self.recipe == "fp8_block":
-            of_a, of_b = layouts.rows_contiguous(scale), of_b.mT
+        a = self._of_groups([q.data for q in rows], total)
+        b = torch.stack([q.data.view(torch.uint8) for q in matrices]).view(matrices[0].data.dtype)
+        given: dict[str, Any] = {"b": b.mT}
+        if self.recipe in FP32:
+            given["scale_a"], given["scale_b"] = self._fp32_factors(rows, matrices, total)
         else:
-            of_a, of_b = scale[:, 0], of_b[:, :, 0]
-            if tensorwise:  # one of all rows
-                of_a, of_b = torch.tensor([0.5]), of_b[:, 0]
+            given["scale_a"], given["scale_b"] = self._block_factors(rows, matrices, total)
         if self.padded:
             a = a.unflatten(0, (len(self.rows), self.length))
-            of_a = of_a if tensorwise else of_a.unflatten(0, (len(self.rows), self.length))
-        given = {"a": a, "b": b, "scale_a": of_a, "scale_b": of_b}
+        given["a"] = a
         if self.bias:
             g = torch.Generator().manual_seed(self.seed + 1)
             given["bias"] = torch.randn((len(self.rows), self.n), generator=g).bfloat16()
         return given
 
+    def _of_groups(self, parts: list[Tensor], total: int) -> Tensor:
+        """The rows of all groups at their places, the others of bytes that are NaN in fp8, E8M0
+        and fp32."""
+        like = parts[0].view(torch.uint8)
+        found = torch.full((total, like.shape[1]), 0xFF, dtype=torch.uint8)
+        for (begin, end), part in zip(self.spans(), parts, strict=True):
+            found[begin:end] = part.view(torch.uint8)
+        return found.view(parts[0].dtype)
+
+    def _fp32_factors(self, rows: list[Quantized], matrices: list[Quantized], total: int) -> Any:
+        of_b = torch.stack([q.scale for q in matrices])
+        if self.recipe == "fp8_tensor":  # one of all rows
+            return torch.tensor([0.5]), of_b[:, 0, 0]
+        of_a = torch.full((total, rows[0].scale.shape[1]), math.nan)
+        for (begin, end), q in zip(self.spans(), rows, strict=True):
+            of_a[begin:end] = q.scale
+        if self.recipe == "fp8_block":
+            of_a, of_b = layouts.rows_contiguous(of_a), of_b.mT
+        else:
+            of_a, of_b = of_a[:, 0], of_b[:, :, 0]
+        if self.padded:
+            of_a = of_a.unflatten(0, (len(self.rows), self.length))
+        return of_a, of_b
+
+    def _block_factors(self, rows: list[Quantized], matrices: list[Quantized], total: int) -> Any:
+        scales = [q.scale for q in rows]
+        own = [q.tensor_scale for q in matrices]
+        if self.swizzled:
+            chunks = [layouts.swizzle(x).view(torch.uint8) for x in scales]
+            of_a = torch.cat(chunks).view(scales[0].dtype)
+            stacked = [layouts.swizzle(q.scale).view(torch.uint8) for q in matrices]
+        else:
+            of_a = self._of_groups(scales, total)
+            if self.padded:
+                of_a = of_a.unflatten(0, (len(self.rows), self.length))
+            stacked = [q.scale.view(torch.uint8) for q in matrices]
+        of_b = torch.stack(stacked).view(scales[0].dtype)
+        if own[0] is None:
+            return of_a, of_b
+        return [of_a, torch.tensor([OWN])], [of_b, torch.stack([x for x in own if x is not None])]
+
     def run(self, device: str, function: Callable[..., Tensor]) -> str | None:
         """Call `function`, which is `cutex.scaled_grouped_mm` or a substitute; return a sentence on
         the first error of the result, or None."""
-        given = {name: x.to(device) for name, x in self.inputs().items()}
+        given = {name: _moved(x, device) for name, x in self.inputs().items()}
         given["counts" if self.padded else "offs"] = self.edges.to(device)
-        kinds = KINDS[self.recipe]
-        recipes = {"scale_recipe_a": kinds[0], "scale_recipe_b": kinds[1]}
-        options = {"activation": self.activation, "output_dtype": self.dtype}
-        return self.error(function(**given, **recipes, **options).cpu())
+        given |= {"activation": self.activation, "output_dtype": self.dtype}
+        return self.error(function(**given, **self.recipes).cpu())
+
+    @property
+    def recipes(self) -> dict[str, Any]:
+        """The arguments that say what the factors are."""
+        found: dict[str, Any] = {}
+        for side, kind in zip("ab", KINDS[self.recipe], strict=True):
+            own = RECIPES[self.recipe].a.tensor_scale
+            found[f"scale_recipe_{side}"] = [kind, "TensorWise"] if own else kind
+            if self.recipe not in FP32:
+                found[f"swizzle_{side}"] = "SWIZZLE_32_4_4" if self.swizzled else "NO_SWIZZLE"
+        return found
 
     def error(self, out: Tensor) -> str | None:
         """A sentence on the first element of `out` that is off by more than what rounding it and
@@ -128,7 +178,8 @@ class ScaledGroupedProblem:
             want = a @ b.mT + (0 if biases is None else biases[e].double())
             steps = -(-(min(self.k, PROMOTED_K) if self.recipe == "fp8_block" else self.k) // 32)
             deviation = (a.square() @ b.square().mT).sqrt()
-            lost = 2.0 ** -KEPT["gemm_fp8"] * 6 * deviation * (34 / 3 * steps) ** 0.5 + 1e-30
+            kept = KEPT["gemm_fp8" if self.recipe in FP32 else "gemm_scaled"]
+            lost = 2.0**-kept * 6 * deviation * (34 / 3 * steps) ** 0.5 + 1e-30
             y = ACTIVATIONS[self.activation](want)
             if self.gated:  # the gate's slope is at most 1.1
                 gate = torch.nn.functional.silu(want[:, 0::2]).abs()
@@ -148,14 +199,21 @@ class ScaledGroupedProblem:
         return None
 
 
-def draw(seed: int, largest: int = 150, most_groups: int = 5) -> ScaledGroupedProblem:
-    """A case drawn from `seed`: groups of up to `largest` rows, every kind of factors."""
+def _moved(x: Any, device: str) -> Any:
+    return [_moved(y, device) for y in x] if isinstance(x, list) else x.to(device)
+
+
+def draw(
+    seed: int, largest: int = 150, most_groups: int = 5, recipes: tuple[str, ...] = FP32
+) -> ScaledGroupedProblem:
+    """A case drawn from `seed`: groups of up to `largest` rows, factors of one of `recipes`."""
     r = random.Random(seed)
     sizes = [n for n in EDGES if n <= largest]
     rows = [r.choice((*sizes, r.randint(0, largest))) for _ in range(r.randint(1, most_groups))]
-    recipe = r.choice(("fp8_block", "fp8_block", *KINDS))
+    recipe = r.choice((*recipes[2:3], *recipes))
     activation = r.choice((None, None, "relu", "gated_silu"))
-    k = r.choice((128, 256, 384)) if recipe == "fp8_block" else r.choice((16, 72, 200, 256))
+    whole = recipe == "fp8_block" or recipe not in FP32
+    k = r.choice((128, 256, 384)) if whole else r.choice((16, 72, 200, 256))
     n = r.choice((8, 64, 72, 136, 2 * r.randint(1, 130)))
     return ScaledGroupedProblem(
         tuple(rows),
@@ -163,6 +221,7 @@ def draw(seed: int, largest: int = 150, most_groups: int = 5) -> ScaledGroupedPr
         k,
         recipe,
         padded=r.random() < 0.3,
+        swizzled=r.random() < 0.5,
         rest=r.choice((0, 0, 5, 70)),
         bias=r.random() < 0.3,
         activation=activation,

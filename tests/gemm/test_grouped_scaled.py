@@ -20,7 +20,8 @@ from cutex.kernels.gemm.grouped.config import BlocksConfig
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
-from cutex.problem.grouped_scaled import KINDS, ScaledGroupedProblem, draw
+from cutex.ops.grouped.block_scaled import _in_chunks
+from cutex.problem.grouped_scaled import FP32, KINDS, ScaledGroupedProblem, draw
 from cutex.problem.scaled.layouts import rows_contiguous
 
 e4m3 = torch.float8_e4m3fn
@@ -38,21 +39,24 @@ def wrong(problem: ScaledGroupedProblem, arch: str, device: str, **orders: Any) 
         return problem.run("cpu" if device == "sim" else "cuda", cutex.scaled_grouped_mm)
 
 
+RECIPES = {"sm_90a": FP32, "sm_100a": ("mxfp8_mxfp4", "mxfp4", "mxfp8", "nvfp4")}  # of each arch
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("arch", ["sm_90a"])
+@pytest.mark.parametrize("arch", RECIPES)
 def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
-    problem = draw(seed)
+    problem = draw(seed, recipes=RECIPES[arch])
     found = wrong(problem, arch, device, order=ORDERS[seed % len(ORDERS)], seed=seed)
     assert found is None, f"{found}: {problem}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tenth", range(10))
-@pytest.mark.parametrize("arch", ["sm_90a"])
+@pytest.mark.parametrize("arch", RECIPES)
 def test_a_hundred_randomized_problems_are_right(arch: str, device: str, tenth: int) -> None:
     for seed in range(100 + 10 * tenth, 110 + 10 * tenth):
-        problem = draw(seed, largest=150 if device == "sim" else 1000)
+        problem = draw(seed, 150 if device == "sim" else 1000, recipes=RECIPES[arch])
         found = wrong(problem, arch, device, order=ORDERS[seed % len(ORDERS)], seed=seed)
         assert found is None, f"{found}: {problem}"
 
@@ -63,6 +67,25 @@ def test_whole_rows_on_blackwell(arch: str, device: str, recipe: str) -> None:
     problem = ScaledGroupedProblem((60, 0, 131), 72, 80, recipe, rest=9, bias=True)
     found = wrong(problem, arch, device)
     assert found is None, found
+
+
+def test_each_groups_factors_begin_with_a_chunk_of_their_own() -> None:
+    g = torch.Generator().manual_seed(0)
+    scale = torch.randint(0, 255, (300, 5), generator=g).to(torch.uint8)
+    for edges, spans in (
+        ([0, 129, 129, 300], [(0, 0), (0, 129), (129, 129), (129, 300)]),
+        ([-5, 200, 100, 900], [(0, 0), (0, 200), (200, 200), (100, 300)]),
+    ):
+        found = _in_chunks(scale, torch.tensor(edges, dtype=torch.int32), (300,), False)
+        at = 0
+        for begin, end in spans:
+            assert torch.equal(found[at : at + end - begin], scale[begin:end])
+            rest = -(end - begin) % 128
+            assert not found[at + end - begin : at + end - begin + rest].any()
+            at += end - begin + rest
+    counts = torch.tensor([150, 0, 7], dtype=torch.int32)
+    found = _in_chunks(scale, counts, (3, 100), True)
+    assert torch.equal(found[:100], scale[:100]) and torch.equal(found[128:135], scale[200:207])
 
 
 def without_a_block(factors: str) -> str | None:
@@ -178,6 +201,19 @@ def test_blocks_on_blackwell_get_one_sentence() -> None:
         cutex.scaled_grouped_mm(A, B, OF_A, OF_B, OFFS, **BLOCK)
 
 
+def test_factors_of_32_get_one_sentence_where_they_do_not_fit() -> None:
+    x, w = torch.zeros(6, 128).bfloat16(), torch.zeros(2, 16, 128).bfloat16()
+    with ops.simulated("sm_100a"):
+        qx, qw = cutex.quantize(x, "mxfp8"), cutex.quantize(w, "mxfp8", swizzled=False)
+        with pytest.raises(ValueError, match="swizzled over all rows, not each group's"):
+            cutex.scaled_grouped_mm(qx, qw, offs=OFFS)
+        qx = cutex.quantize(x, "mxfp8", swizzled=False)
+        with pytest.raises(ValueError, match=r"scale_a must be \(5, 4\) with NO_SWIZZLE"):
+            cutex.scaled_grouped_mm(qx._replace(data=qx.data[:5]), qw, offs=OFFS)
+    with ops.simulated("sm_90a"), pytest.raises(ValueError, match="take Blackwell's tensor cores"):
+        cutex.scaled_grouped_mm(qx, qw._replace(scale=qw.scale.unflatten(0, (2, 16))), offs=OFFS)
+
+
 def test_shapes_are_known_without_memory() -> None:
     with FakeTensorMode() as mode:
         a, b, of_a, of_b, offs = (mode.from_tensor(t) for t in (A, B, OF_A, OF_B, OFFS))
@@ -197,7 +233,7 @@ def test_the_tiles_that_are_chosen_fit(groups: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("recipe", FP32)
 def test_a_graph_is_replayed_with_other_groups(recipe: str) -> None:
     problem = ScaledGroupedProblem((100, 0, 300, 5), 264, 256, recipe, rest=95)
     kinds = dict(zip(("scale_recipe_a", "scale_recipe_b"), KINDS[recipe], strict=True))

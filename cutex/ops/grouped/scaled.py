@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from cutex.ops.grouped import launch
+from cutex.ops.grouped.block_scaled import block_scaled_grouped
 from cutex.ops.grouped.scaled_checks import BLOCK, check_epilogue, check_factors, check_operands
 from cutex.ops.quantize import QuantizedTensor
 from cutex.ops.row.operators import define
-from cutex.ops.scaled_mm import KIND_OF_FORMAT, _by_rows, _kind
+from cutex.ops.scaled_mm import (
+    KIND_OF_FORMAT,
+    _block_operands,
+    _by_rows,
+    _by_tensor_cores,
+    _kind,
+    _name_of,
+)
 
 WHOLE = ("TensorWise", "RowWise")
 BLOCKS = ("BlockWise1x128", "BlockWise128x128")
@@ -20,13 +28,15 @@ BLOCKS = ("BlockWise1x128", "BlockWise128x128")
 def scaled_grouped_mm(
     a: Tensor | QuantizedTensor,
     b: Tensor | QuantizedTensor,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
     offs: Tensor | None = None,
     *,
     counts: Tensor | None = None,
     scale_recipe_a: Any = None,
     scale_recipe_b: Any = None,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
@@ -44,7 +54,15 @@ def scaled_grouped_mm(
         "BlockWise1x128" (T, K / 128) of a, best with contiguous rows at a pitch of a multiple of 16
         bytes, as torch and DeepGEMM have them, else copied at each call, with "BlockWise128x128"
         (E, K / 128, N / 128) of b, rounded up, of any strides. K is a multiple of 128 with these.
+        "BlockWise1x32" (E8M0) and "BlockWise1x16" (e4m3) of both, which Blackwell's tensor cores
+        read: (T, K / block) of a, (E, N, K / block) of b; or swizzled, a's in chunks of 128 rows of
+        which each group begins a new one, as torch's. a and b float8 or float4_e2m1fn_x2 (K
+        contiguous). With 1x16 a tensor's own factor may follow, of b one for each group: [blocks,
+        float32] with [BlockWise1x16, TensorWise].
         With counts, a's have E and M instead of T.
+    swizzle_a, swizzle_b: members of torch.nn.functional.SwizzleType, or their names, of factors of
+        1x32 and 1x16: SWIZZLE_32_4_4, or NO_SWIZZLE, arranged here. What `cutex.quantize` returned
+        of x is not swizzled: quantize(x, "mxfp8", swizzled=False).
     bias (E, N), activation: as of `cutex.grouped_mm`. output_dtype: bfloat16, float16, float32.
 
     Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
@@ -55,6 +73,20 @@ def scaled_grouped_mm(
     if (offs is None) == (counts is None):
         raise ValueError("scaled_grouped_mm takes offs or counts, one of them")
     name, edges = ("offs", offs) if counts is None else ("counts", counts)
+    if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
+        recipes = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
+        *both, vector = _block_operands((a, b), (scale_a, scale_b), *recipes)
+        if isinstance(a, QuantizedTensor) and a.swizzled:
+            raise ValueError(
+                "a's factors are swizzled over all rows, not each group's: quantize it with "
+                "swizzled=False"
+            )
+        return block_scaled_grouped(
+            (both[0], both[1]), vector, edges, name, bias, activation, output_dtype
+        )
+    for side, swizzle in (("a", swizzle_a), ("b", swizzle_b)):
+        if _name_of(swizzle) not in (None, "NO_SWIZZLE"):
+            raise ValueError(f"swizzle_{side}={swizzle!r}: these factors are not swizzled")
     a, scale_a, kind_a = _side("a", a, scale_a, scale_recipe_a)
     b, scale_b, kind_b = _side("b", b, scale_b, scale_recipe_b)
     check_operands(a, b, edges, name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig, ceil_div
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
+from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem.grouped_gemm import MOST_GROUPS
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Tiles = TypeVar("Tiles", bound=Sm90Config)
 WARP = 32
 MOST_STAGES = 8
+WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
 # rows of a group in the mean: up to which a tile has 64; up to which memory limits; from which on
 # two tiles of rows share matrices, where K is short
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 96, 160, 256
@@ -113,6 +115,17 @@ def blocks_tiles(mean_rows: int, n: int, fused: bool, most: int = WARP) -> RowBl
     return _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
 
 
+def scaled_tiles(
+    columns: int, operands: tuple[str, str, int], fused: bool, most: int = WARP
+) -> ScaledTiles:
+    """Blackwell's tiles of a product whose factors tensor cores read; operands: dtypes of A and of
+    B, and the elements that share a factor."""
+    epi_n, epi_stages = (32, 2) if fused else (32, 4)
+    tiles = ScaledTiles(tile_m=256, tile_n=max(64, width(columns)), epi_n=epi_n, pair=True)
+    tiles = replace(tiles, epi_stages=epi_stages, num_acc=2).of(*operands)
+    return replace(tiles, num_stages=_stages(tiles, most, WITH_CHUNKS))
+
+
 def sums_tiles(arch: str, mean_rows: int, n: int, most: int = WARP) -> GemmConfig:
     """The tiles of sums over groups of `mean_rows`, whose results have n columns."""
     if arch == "sm_100a":
@@ -155,13 +168,15 @@ def _sm100(n: int, most: int) -> Sm100Config:
     return replace(tiles, num_stages=_stages(tiles, most))
 
 
-def _stages(tiles: GemmConfig, most: int) -> int:
+def _stages(tiles: GemmConfig, most: int, tables: int = 3) -> int:
     """The slots of a ring that fills the smem of a CTA, beside the tables of `most` groups."""
-    room = arch_named(tiles.arch).smem_per_cta - BARRIERS - tiles.epi_bytes - table_bytes(most)
+    room = (
+        arch_named(tiles.arch).smem_per_cta - BARRIERS - tiles.epi_bytes - table_bytes(most, tables)
+    )
     slot = replace(tiles, num_stages=1).smem_bytes - tiles.epi_bytes
     return min(MOST_STAGES, room // slot)
 
 
-def table_bytes(most: int) -> int:
+def table_bytes(most: int, tables: int = 3) -> int:
     """The smem that the tables of `most` groups take (schedulers/ragged.py)."""
-    return 4 * (3 * most + 1)
+    return 4 * (tables * most + 1)

@@ -19,9 +19,11 @@ from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig
-from cutex.kernels.gemm.grouped.choose import WARP, table_bytes
+from cutex.kernels.gemm.grouped.choose import WARP, WITH_CHUNKS, table_bytes
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
+from cutex.kernels.gemm.scaled.sm100.signature import k_name, packed
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 
@@ -118,6 +120,35 @@ class BlocksConfig(GroupedConfig):
 
 
 @dataclass(frozen=True)
+class ScaledRowsConfig(GroupedConfig):
+    """A GroupedConfig of operands whose factors Blackwell's tensor cores read; its product is a
+    ScaledConfig."""
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: a, b and out, elements of 4 bits as bytes of two along K; the
+        factors of a, each group's from a chunk of its own on, and of b, as 32-bit words (L, chunks
+        of rows, chunks along K, 128); edges, and those of the operations."""
+        p = self.product
+        return (
+            packed(p.a).argument("a", "m", k_name(p.a), ""),
+            packed(p.b).argument("b", k_name(p.b), "n", "e"),
+            p.out.argument("out", "m", "columns", ""),
+            Operand("factors_a", ("one", "chunks_m", "chunks_k", "words"), "int32"),
+            Operand("factors_b", ("e", "chunks_n", "chunks_k", "words"), "int32"),
+            Operand("edges", ("e",), "int32", aligned=False, whole=False),
+            *(of_groups(x) for x in op_arguments(p.ops)),
+        )
+
+    def why_not(self, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        tiles = self.product.tiles
+        if not isinstance(tiles, ScaledTiles) or not tiles.pair:
+            return f"tiles={tiles}: a pair computes products whose factors tensor cores read"
+        tables = why_not_tables(self.product, self.most_groups, arch, WITH_CHUNKS)
+        return tables or super().why_not(arch)
+
+
+@dataclass(frozen=True)
 class SumsConfig:
     """The config of a kernel that adds up over the rows of each group, out[e] = A[:, rows of e] @
     B[rows of e]: the general kernel's for a batch, and the groups that its tables have room for."""
@@ -154,11 +185,13 @@ def ladder(tiles: GemmConfig, most_groups: int) -> GroupedConfig:
     return GroupedConfig(GeneralConfig(tiles, row, column, row), most_groups)
 
 
-def why_not_tables(product: GeneralConfig, most_groups: int, arch: Arch) -> str | None:
-    """The reason why the tables of so many groups do not fit, or None."""
+def why_not_tables(
+    product: GeneralConfig, most_groups: int, arch: Arch, number: int = 3
+) -> str | None:
+    """The reason why so many groups' tables, `number` of them, do not fit, or None."""
     if most_groups % WARP or not WARP <= most_groups <= MOST_GROUPS:
         return f"most_groups={most_groups}: a multiple of {WARP} up to {MOST_GROUPS}"
-    tables = table_bytes(most_groups)
+    tables = table_bytes(most_groups, number)
     if product.tiles.smem_bytes + BARRIERS + tables > arch.smem_per_cta:
         return f"most_groups={most_groups}: no room for {tables} bytes beside the tiles"
     return None
