@@ -15,10 +15,10 @@ from pathlib import Path
 
 from cutex.arch import Arch, arch, local_arch
 from cutex.bench import timing
+from cutex.bench.lines import Lines
 from cutex.bench.progress import progress
 from cutex.bench.run import (
     DEVICES,
-    NOTE,
     Options,
     admit,
     choose_device,
@@ -30,8 +30,6 @@ from cutex.command import Parser, answered, refuse, writable
 from cutex.orders import MOST_JOBS, add_order
 from cutex.problem import Problem, problem_class
 from cutex.problem.stage import AnyStage, ladders
-from cutex.results import Result, Timing, gbs
-from cutex.results.rate import rate
 from cutex.results.recorder import Recorder, try_folder
 
 DEFAULT_ARCH = "sm_100a"  # the arch to simulate where there is no GPU, if it has a ladder
@@ -65,6 +63,9 @@ def parser(kind: type[Problem]) -> Parser:
         "--seeds", type=int, metavar="N", help="run N orders of that kind; default kind: random"
     )
     add_jobs(sim)
+    sim.add_argument(
+        "--count", action="store_true", help="count transactions with memory, and bank conflicts"
+    )
     add_clock(sim)
     add_timing(p.add_argument_group("on a GPU"), [kind])
     out = p.add_argument_group("output")
@@ -279,7 +280,7 @@ def _clock(args: argparse.Namespace, stage: AnyStage, device: str) -> Clock | No
     return Clock(text, writable("--trace", args.trace) if args.trace is not None else None)
 
 
-RUNNING = ("order", "seeds", "jobs", "compare", "cache_state", "check_only", "expect")
+RUNNING = ("order", "seeds", "jobs", "count", "compare", "cache_state", "check_only", "expect")
 
 
 def _refuse_beside(what: str, args: argparse.Namespace, names: Iterable[str]) -> None:
@@ -292,10 +293,13 @@ def _refuse_beside(what: str, args: argparse.Namespace, names: Iterable[str]) ->
 def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Options:
     if not 0 <= args.seed < LARGEST_SEED:
         raise ValueError(f"--seed {args.seed}: takes a number from 0 to {LARGEST_SEED - 1}")
-    groups = {"sim": ("order", "seeds", "jobs"), "cuda": ("compare", "cache_state", "check_only")}
+    groups = {
+        "sim": ("order", "seeds", "jobs", "count"),
+        "cuda": ("compare", "cache_state", "check_only"),
+    }
     for group, names in groups.items():
         for name in names if group != device else ():
-            if getattr(args, name) not in (None, False):
+            if getattr(args, name, None) not in (None, False):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is for device {group}, and this runs on {device}")
     if args.seeds is not None and (not 1 <= args.seeds <= 10_000 or args.order == "fifo"):
@@ -312,6 +316,7 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
         order=args.order or ("random" if args.seeds else "fifo"),
         seeds=args.seeds or 1,
         jobs=args.jobs or 1,
+        count=getattr(args, "count", False),
         compare=compare,
         cache_state=args.cache_state or "cold",
         check_only=args.check_only,
@@ -356,7 +361,8 @@ def run(job: Job, out: Path, as_json: bool) -> int:
 
     A result is printed before it is recorded; one that cannot be written does not end the run.
     """
-    console, recorder = Lines(job.device, job.options.compare, as_json), Recorder(out)
+    console = Lines(job.device, job.options.compare, as_json, job.options.count)
+    recorder = Recorder(out)
     code = 0
     # NOTE: on a GPU the stages of one problem take turns, so they finish together.
     turns = [job.stages] if job.device == "cuda" else [[s] for s in job.stages]
@@ -404,99 +410,3 @@ def predict(job: Job, clock: Clock, as_json: bool) -> int:
             if clock.trace:
                 max(reports, key=lambda report: report.us).write_trace(clock.trace)
     return 0
-
-
-COMMON = (("stage", -8), ("arch", -8), ("device", -12), ("problem", -34),
-          ("ok", -5), ("max error", 9), ("tolerance", 9))  # fmt: skip
-TIMED = (
-    ("time us", 10),
-    ("p20-p80", 19),
-    ("cache", 5),
-    ("launch us", 9),
-    ("GB/s", 7),
-    ("TFLOPS", 7),
-    ("% peak", 6),
-)
-SIMULATED = (("orders", 6), ("time s", 8), ("TFLOPS", -15))
-
-
-class Lines:
-    """The output of a run: a header with units, then one line per result, coloured on a terminal;
-    or JSON lines."""
-
-    def __init__(self, device: str, peers: tuple[str, ...], as_json: bool) -> None:
-        timed = (*TIMED, *((f"x {name}", max(8, len(name) + 2)) for name in peers))
-        self.columns = (*COMMON, *(SIMULATED if device == "sim" else timed))
-        self.compare = peers
-        self.as_json = as_json
-        self.headed = False
-
-    def result(self, result: Result) -> None:
-        if self.as_json:
-            print(result.to_json(), flush=True)
-            return
-        bounds = ["" if x is None else f"{x:.3g}" for x in (result.max_error, result.tolerance)]
-        cells = [*self._what(str(result.stage), result), "ok" if result.ok else "WRONG", *bounds]
-        if result.device == "sim":
-            orders = str(len(result.sim_orders))
-            cells += [orders, f"{result.sim_seconds:.2f}", "none: simulated"]
-        elif result.timing is not None:
-            cells += self._timed(result, result.timing)
-            cells += [_ratio(result.ratio(name)) for name in self.compare]
-        self._line(cells, style=None if result.ok else "red")
-        if not result.ok:
-            print(result.message, file=sys.stderr)
-        elif note := result.message.partition(NOTE)[2]:
-            self.note(f"stage {result.stage}: {note}")
-
-    def peers(self, result: Result) -> None:
-        for peer in () if self.as_json else result.peers:
-            self._line(
-                [*self._what(peer.name, result), "", "", "", *self._timed(result, peer.timing)]
-            )
-
-    def note(self, text: str) -> None:
-        self._print(text, style="dim")
-
-    def _what(self, stage: str, result: Result) -> list[str]:
-        problem = result.problem
-        kind = f"{result.size} {problem['dtype']} {problem['init']}"
-        return [stage, result.arch, result.device_name, kind]
-
-    def _timed(self, result: Result, took: Timing) -> list[str]:
-        problem = result.case
-        found = rate(problem, result.arch, took.median_us)
-        return [
-            f"{took.median_us:.1f}",
-            f"{took.p20_us:.1f}-{took.p80_us:.1f}",
-            took.cache_state,
-            f"{took.launch_us:.1f}",
-            f"{gbs(problem.bytes, took.median_us):.0f}",
-            "-" if found.by_memory else f"{found.value:.1f}",
-            f"{found.percent:.1f}",
-        ]
-
-    def _line(self, cells: list[str], style: str | None = None) -> None:
-        if not self.headed:
-            self._print(self._align([title for title, _ in self.columns]), style="bold")
-            self.headed = True
-        self._print(self._align(cells), style)
-
-    def _align(self, cells: list[str]) -> str:
-        padded = (
-            cell.ljust(-width) if width < 0 else cell.rjust(width)
-            for cell, (_, width) in zip(cells, self.columns, strict=False)
-        )
-        return "  ".join(padded).rstrip()
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        if not sys.stdout.isatty():
-            print(text, flush=True)
-            return
-        from rich.console import Console
-
-        Console(soft_wrap=True).print(text, style=style, markup=False, highlight=False)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

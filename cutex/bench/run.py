@@ -36,6 +36,7 @@ class Options:
     order: str = "fifo"  # simulator: one of cutex.orders.ORDERS
     seeds: int = 1  # simulator: the number of orders of that kind, if it has seeds
     jobs: int = 1  # simulator: processes for grids of independent clusters
+    count: bool = False  # simulator: count transactions with memory, and bank conflicts
     compare: tuple[str, ...] = ()  # names of the problem's peers
     cache_state: str = "cold"
     check_only: bool = False  # leave out the timing
@@ -169,10 +170,13 @@ def _simulate(problem: Problem, stage: AnyStage, options: Options) -> Result:
     if options.order != "fifo":
         orders = [(options.order, problem.seed + i) for i in range(options.seeds)]
     seconds, instructions, done, once = 0.0, 0, [], list[str]()
+    counts: dict[str, int] = {}
     for order, seed in orders:
         name = order if order == "fifo" else f"{order}:{seed}"
         tensors = *inputs, *problem.outputs()
         run = partial(simulate, compiled, order=order, seed=seed, jobs=options.jobs)
+        if options.count:
+            run = partial(run, resources=True)
         launch = problem.launcher(run, compiled.argument_names)
         try:
             report = cast("SimReport", launch(*tensors))
@@ -184,6 +188,8 @@ def _simulate(problem: Problem, stage: AnyStage, options: Options) -> Result:
         seconds += report.seconds
         instructions += report.instructions
         once = report.unwrapped
+        if options.count:
+            counts = _counts(report)
         check = problem.check(*tensors, tile=problem.tile(config))
         if check.ok and report.findings:
             check = replace(check, ok=False, message="\n".join(str(f) for f in report.findings))
@@ -202,7 +208,16 @@ def _simulate(problem: Problem, stage: AnyStage, options: Options) -> Result:
         sim_seconds=seconds / len(done),
         sim_instructions=instructions // len(done),
         sim_orders=done,
+        sim_counts=counts if options.count else None,
     )
+
+
+def _counts(report: SimReport) -> dict[str, int]:
+    """The transactions of all kernels of a call, by name."""
+    found: dict[str, int] = {}
+    for kernel in report.kernels.values():
+        found = {name: n + found.get(name, 0) for name, n in kernel.counts.items()}
+    return found
 
 
 # ---- GPU

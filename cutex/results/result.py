@@ -68,6 +68,7 @@ class Result:
     sim_seconds: float | None = None
     sim_instructions: int | None = None
     sim_orders: list[str] = field(default_factory=list)
+    sim_counts: dict[str, int] | None = None  # transactions with memory, of lanes (--count)
     # why it was run, and what it cost
     id: str = ""  # of the run: the same run, delivered twice, is recorded once
     expect: str = ""  # the note: what was expected and why, written down before the run

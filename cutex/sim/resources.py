@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cutex.sim.host.capture import Launch
     from cutex.sim.machine.banks import BankConflicts, Wavefronts
     from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.sectors import GlobalSectors
 
 # registers of an SM, parts of an SM, and the unit in which a warp gets registers
 _REGISTERS, _PARTS, _UNIT = 65536, 4, 256
@@ -52,6 +53,16 @@ class KernelResources:
     ctas_per_sm: int
     limit: str  # the resource that limits ctas_per_sm
     conflicts: tuple[Conflict, ...]
+    wavefronts: int = 0  # of shared memory, by accesses of lanes
+    least_wavefronts: int = 0  # without a conflict
+    requests: int = 0  # of warps to global memory
+    sectors: int = 0  # of 32 bytes that they ask for
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The transactions with memory, by name."""
+        names = ("requests", "sectors", "wavefronts", "least_wavefronts")
+        return {name: getattr(self, name) for name in names}
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "conflicts": [vars(c) for c in self.conflicts], "text": str(self)}
@@ -68,11 +79,20 @@ class KernelResources:
         name = self.kernel if len(self.kernel) <= _NAME else f"{self.kernel[: _NAME - 3]}..."
         lines = [f"{name}: {', '.join(p for p in parts if p)}"]
         lines += [f"  {c}" for c in self.conflicts] or ["  no bank conflicts"]
+        if self.requests:
+            each = f"{self.sectors / self.requests:.3g} each"
+            lines.append(
+                f"  global memory: {self.requests} requests, {self.sectors} sectors, {each}"
+            )
         return "\n".join(lines)
 
 
 def resources(
-    machine: Machine, launch: Launch, cubin: bytes | None, banks: BankConflicts
+    machine: Machine,
+    launch: Launch,
+    cubin: bytes | None,
+    banks: BankConflicts,
+    memory: GlobalSectors,
 ) -> KernelResources:
     """The resources of the kernel that ``machine`` has run; ``cubin`` is its code, for the
     registers.
@@ -98,6 +118,7 @@ def resources(
     return KernelResources(
         machine.program.title, launch.num_threads, code.registers if code else None,
         code.stack_bytes if code else None, smem, columns, ctas, limit, tuple(_conflicts(banks)),
+        banks.taken, banks.needed, memory.requests, memory.sectors,
     )  # fmt: skip
 
 

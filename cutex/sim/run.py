@@ -27,6 +27,7 @@ from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import MODULE_WINDOW, GlobalMemory, Region
 from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency, gpu_of, residency
+from cutex.sim.machine.sectors import GlobalSectors
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Instruction, Program
 from cutex.sim.reports import BYTES, folded, headed, told
@@ -105,6 +106,7 @@ def simulate(
     jobs: int = 1,
     checks: bool = True,
     clusters: int | None = None,
+    resources: bool = False,
 ) -> SimReport:
     """Run a kernel on the CPU: its real host code and PTX, every warp, barrier, TMA copy and MMA.
 
@@ -129,6 +131,8 @@ def simulate(
         report lists these launches (``sampled``), and the elements ``written``: only these may be
         compared. A kernel whose clusters may wait for each other through global memory runs whole;
         a call that launches another kernel behind a sampled one is refused.
+    resources: say what each kernel takes of an SM, its bank conflicts, and its transactions with
+        memory, in ``kernels`` of the report.
     checks: look for races, which takes a fifth to two fifths of a run; without, it finds wrong
         numbers, deadlocks, bad addresses and misused barriers only.
 
@@ -164,7 +168,7 @@ def simulate(
     limit = max_instructions
     run = Simulation(
         programs, reached, order=order, seed=seed, limit=limit, jobs=jobs, checks=checks,
-        clusters=clusters,
+        clusters=clusters, cubin=(host.cubin or b"") if resources else None,
     )  # fmt: skip
     if time:
         from cutex.sim.timing.call import time_call
@@ -304,9 +308,9 @@ class Simulation:
         checks = Checks(machine, what, self.stream)
         if self.checks:
             machine.watchers.append(checks.observers)
-        self.banks = BankConflicts()
+        self.banks, self.sectors = BankConflicts(), GlobalSectors()
         if self.cubin is not None:
-            machine.watchers.append(lambda: [self.banks])
+            machine.watchers.append(lambda: [self.banks, self.sectors])
         _add_module_variables(machine)
         return Scheduler(machine, self.limit), checks
 
@@ -338,7 +342,9 @@ class Simulation:
         report, machine = self.report, scheduler.m
         self._count(machine.program, what, scheduler.executed)
         if self.cubin is not None:
-            report.kernels[what.kernel] = resources(machine, what, self.cubin, self.banks)
+            report.kernels[what.kernel] = resources(
+                machine, what, self.cubin, self.banks, self.sectors
+            )
         for finding in machine.findings:
             self._found.setdefault((finding.rule, finding.where, finding.advisory), finding)
         report.findings = [f for f in self._found.values() if not f.advisory]

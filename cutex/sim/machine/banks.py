@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cutex.sim.machine.events import Observer, SharedBytes
-from cutex.sim.machine.operation import WORD
+from cutex.sim.machine.operation import WORD, Operation
 from cutex.sim.ptx.parse import Instruction
 
 BANKS = 32
@@ -30,13 +30,29 @@ class Wavefronts:
 
 
 class BankConflicts(Observer):
-    """The wavefronts of every access of lanes to shared memory."""
+    """The wavefronts of every access of lanes to shared memory, by cp.async too."""
 
     def __init__(self) -> None:
         self.by_line: dict[int, Wavefronts] = {}
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
         """Count an access of lanes."""
+        self._count(at, ins)
+
+    def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
+        """Count what cp.async writes."""
+        self._count(at, ins)
+
+    @property
+    def needed(self) -> int:
+        """The wavefronts of all accesses without a conflict."""
+        return sum(w.needed for w in self.by_line.values())
+
+    @property
+    def taken(self) -> int:
+        return sum(w.taken for w in self.by_line.values())
+
+    def _count(self, at: SharedBytes, ins: Instruction) -> None:
         warps, lanes, _, offset, width = at
         if not len(offset):
             return
