@@ -13,6 +13,21 @@ def gemm() -> tuple[Callable[..., Any], str]:
     return lambda a, b, c: torch.mm(a, b.T, out=c), f"torch {torch.__version__}"
 
 
+def gemm_fp32() -> tuple[Callable[..., Any], str]:
+    """c = a @ b.T in full fp32, whatever precision torch is set to."""
+    import torch
+
+    def launch(a: Any, b: Any, c: Any) -> None:
+        setting, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+        setting.fp32_precision = "ieee"
+        try:
+            torch.mm(a, b.T, out=c)
+        finally:
+            setting.fp32_precision = before
+
+    return launch, f"torch {torch.__version__}"
+
+
 def layer(dtype: str) -> Callable[..., Any]:
     """out = a @ b; of fp8 with scales of one."""
     import torch

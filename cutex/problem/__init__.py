@@ -33,6 +33,7 @@ OPS = {
     "gemm_grouped": Operator(
         "cutex.problem.grouped_gemm:GroupedGemmProblem", "cutex.kernels.gemm.grouped"
     ),
+    "gemm_fp32": Operator("cutex.problem.gemm_fp32:Fp32GemmProblem", "cutex.kernels.gemm.simt"),
     "reduce": Operator("cutex.problem.reduce:ReduceProblem", "cutex.kernels.reduce"),
     "softmax": Operator("cutex.problem.softmax:SoftmaxProblem", "cutex.kernels.softmax"),
 }

@@ -35,7 +35,7 @@ class GemmProblem(Problem):
     op = "gemm"
     title = "GEMM"
     about = "the GEMM ladder, C = A @ B^T"
-    dtypes = DTYPES
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
     inits = INITS
     size_options = ("--mnk",)
     cases: ClassVar[Mapping[str, Sequence[Sizes]]] = {
@@ -57,6 +57,7 @@ class GemmProblem(Problem):
     }
     variants: ClassVar[Mapping[str, str]] = {
         "--scaled": "gemm_scaled", "--fp8": "gemm_fp8", "--grouped": "gemm_grouped",
+        "--fp32": "gemm_fp32",
     }  # fmt: skip
     wave_tile = (256, 128)
 
@@ -242,8 +243,8 @@ class GemmProblem(Problem):
 
     @classmethod
     def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
-        if getattr(args, "scaled", None) or getattr(args, "fp8", None):  # those of another GEMM
-            return []
+        if any(getattr(args, option.removeprefix("--"), None) for option in cls.variants):
+            return []  # those of another GEMM
         return [_parsed(text) for text in args.mnk or ()]
 
 

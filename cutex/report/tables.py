@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cutex.results.rate import rate, rate_of
 PREDICTED = Path("results/timing")
 
 Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
+Table = tuple[str, list[str], list[list[str]]]  # a caption, the columns' heads, rows
 
 
 def ladders(results: Iterable[Result], docs: str = "", main: bool = False) -> str:
@@ -27,21 +28,25 @@ def ladders(results: Iterable[Result], docs: str = "", main: bool = False) -> st
     only the problems that --op confirm of modal_app.py times.
     """
     timed: dict[tuple[str, str], dict[Kind, list[Result]]] = {}
+    counted: dict[tuple[str, str], dict[int, Result]] = {}
     for r in results:
+        if r.ok and r.sim_counts:
+            counted.setdefault((r.op, r.arch), {})[r.stage] = r
         if r.ok and r.timing is not None:
             kind = r.device_name, r.problem["dtype"], r.problem["init"], r.timing.cache_state
             timed.setdefault((r.op, r.arch), {}).setdefault(kind, []).append(r)
     parts = []
     for op, target, ladder in all_ladders():
         tables = timed.get((op, target.name), {})
+        counts = counted.get((op, target.name), {})
         parts.append(f"### {heading(op, target)} ({target.name})")
         if tables:
             parts.append(f"![The ladder as bars]({docs}{picture_name(op, target)})")
         for kind, found in tables.items():
             if shown := [r for r in found if not main or _is_main(r)]:
-                parts += _timed_table(target, ladder, kind, shown)
+                parts += _with_counts(_timed_table(target, ladder, kind, shown), ladder, counts)
         if not tables:
-            parts += _untimed_table(target, ladder, docs)
+            parts += _with_counts(_untimed_table(target, ladder, docs), ladder, counts)
     return "\n\n".join(parts)
 
 
@@ -52,7 +57,7 @@ def _is_main(r: Result) -> bool:
 
 def _timed_table(
     target: Arch, ladder: Sequence[AnyStage], kind: Kind, results: list[Result]
-) -> tuple[str, str]:
+) -> Table:
     device_name, dtype, init, cache_state = kind
     newest: dict[tuple[int, Sizes], Result] = {}
     for r in sorted(results, key=lambda r: r.run):
@@ -92,12 +97,20 @@ def _timed_table(
     caption = (
         f"TFLOPS{other}{beside}, median, on one {device_name}: {dtype}, {DATA.get(init, init)}, "
         f"{CACHE.get(cache_state, cache_state)}, "
-        f"{when}. Stated dense peak: {target.dense_tflops[dtype]:.0f}."
+        f"{when}. Stated dense peak: {_peak(target, results[0]):.0f}."
     )
-    return caption, _table(["stage", "what it adds", *sizes.values()], rows)
+    return caption, ["stage", "what it adds", *sizes.values()], rows
 
 
-def _untimed_table(target: Arch, ladder: Sequence[AnyStage], docs: str) -> tuple[str, str]:
+def _peak(target: Arch, result: Result) -> float:
+    """The stated TFLOPS of the units that compute."""
+    dtype = result.problem["dtype"]
+    if result.case.needs.mma or result.case.needs.fp32 == 0:
+        return target.dense_tflops[dtype]
+    return target.fp32_tflops
+
+
+def _untimed_table(target: Arch, ladder: Sequence[AnyStage], docs: str) -> Table:
     caption = f"Not timed yet: no {target.board} has run it. The tests check it in the simulator."
     head, rows = ["stage", "what it adds"], [[str(s.number), s.idea] for s in ladder]
     found = predicted(ladder[0].op, target.name)
@@ -111,6 +124,27 @@ def _untimed_table(target: Arch, ladder: Sequence[AnyStage], docs: str) -> tuple
         head += [f"{size}, predicted" for size in sizes]
         for row, s in zip(rows, ladder, strict=True):
             row += [_band(by.get((s.number, size))) for size in sizes]
+    return caption, head, rows
+
+
+def _with_counts(
+    table: Table, ladder: Sequence[AnyStage], counts: Mapping[int, Result]
+) -> tuple[str, str]:
+    """The caption and the table as Markdown, with columns of transactions if they were counted."""
+    caption, head, rows = table
+    if counts:
+        sizes = dict.fromkeys(r.size for r in counts.values())
+        caption += (
+            f" Sectors of global memory (32 bytes) and wavefronts of shared memory (128), as asked "
+            f"for by lanes: of {', '.join(sizes)}, counted in the simulator (`--count`)."
+        )
+        head = [*head[:2], "sectors", "wavefronts", "without conflicts", *head[2:]]
+        names = ("sectors", "wavefronts", "least_wavefronts")
+        for row, s in zip(rows, ladder, strict=False):  # those of peers follow
+            found = counts[s.number].sim_counts if s.number in counts else None
+            row[2:2] = [f"{found[name]:,}" if found else "–" for name in names]
+        for row in rows[len(ladder) :]:
+            row[2:2] = [""] * len(names)
     return caption, _table(head, rows)
 
 
