@@ -183,6 +183,42 @@ PORTABLE: dict[str, Arch] = {
             l2_bytes_per_clock=5120,
         ),
         Arch(
+            name="sm_86",
+            title="Ampere GA10x",
+            board="RTX 3090",
+            capability=(8, 6),
+            num_sms=82,
+            smem_per_cta=101376,
+            tmem_columns=0,
+            l2_bytes=6 << 20,
+            hbm_gbs=936.0,
+            mma_tflops={"tf32": 35.6, "f16": 71.2, "i8": 284.7},
+            fp32_tflops=35.6,
+            mma_flops=512,
+            smem_bytes_per_clock=128,
+            l2_bytes_per_clock=2_624,
+            sm_threads=1536,
+            watts=350,
+        ),
+        Arch(
+            name="sm_89",
+            title="Ada Lovelace",
+            board="RTX 4090",
+            capability=(8, 9),
+            num_sms=128,
+            smem_per_cta=101376,
+            tmem_columns=0,
+            l2_bytes=72 << 20,
+            hbm_gbs=1008.0,
+            mma_tflops={"tf32": 82.6, "f16": 165.2, "f8f6f4": 330.4, "i8": 660.6},
+            fp32_tflops=82.6,
+            mma_flops=512,
+            smem_bytes_per_clock=128,
+            l2_bytes_per_clock=4_096,
+            sm_threads=1536,
+            watts=450,
+        ),
+        Arch(
             name="sm_120a",
             title="Blackwell RTX",
             board="RTX 5090",
@@ -209,6 +245,7 @@ PORTABLE: dict[str, Arch] = {
     )
 }
 KNOWN: dict[str, Arch] = ALL | PORTABLE
+MMA_SYNC = "sm_80"  # whose tensor core instructions all of PORTABLE have
 
 
 def arch(name: str) -> Arch:
@@ -228,6 +265,11 @@ def board_named(device_name: str) -> str:
 def kernels_of(name: str) -> str:
     """The arch whose kernels run on `name`."""
     return RELATIVES[name].kernels if name in RELATIVES else name
+
+
+def instructions_of(name: str) -> str:
+    """The arch of whose tensor core instructions the kernels for `name` consist."""
+    return MMA_SYNC if name in PORTABLE else kernels_of(name)
 
 
 def local_arch(among: Iterable[str] = ARCHS) -> Arch | None:

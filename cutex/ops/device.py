@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
-from cutex.arch import ARCHS, KNOWN, board_named, local_arch
+from cutex.arch import ARCHS, KNOWN, Arch, board_named, local_arch
 from cutex.compile import Compiled, Workspace
 from cutex.ops.workspace import buffers_of
 from cutex.simulation import SimulatedDevice, simulating
@@ -72,27 +72,34 @@ def arch_of(
     function: str = "cutex.matmul",
     name: str = "a",
     instead: str = "torch.matmul",
+    archs: Mapping[str, Arch] = ARCHS,
 ) -> str:
     """The arch of the GPU `device`, or the one simulated for the CPU; ValueError, in one sentence,
-    if there is none: `function` cannot take its argument `name` there, `instead` can."""
+    if it is none of `archs`: `function` cannot take its argument `name` there, `instead` can."""
     if device.type == "cpu" and (simulated := simulated_arch()) is not None:
-        if simulated not in ARCHS:
-            known = " and ".join(ARCHS)
+        if simulated not in archs:
+            *most, last = archs
+            known = f"{', '.join(most)} and {last}"
             raise ValueError(f"arch {simulated!r}: {function} has kernels for {known} only")
         return simulated
     if device.type != "cuda":
         raise ValueError(
-            f"{name} is on {device}: {function} runs on a Hopper or Blackwell GPU; move its "
+            f"{name} is on {device}: {function} runs on {_kinds(archs)} GPU; move its "
             "tensors there, or run them in the simulator with `with cutex.ops.simulated():`"
         )
     capability = torch.cuda.get_device_capability(device)
-    arch = next((x for x in ARCHS.values() if x.capability == capability), None)
+    arch = next((x for x in archs.values() if x.capability == capability), None)
     if arch is None:
+        *most, last = (f"{x.capability[0]}.{x.capability[1]} ({x.title})" for x in archs.values())
         raise ValueError(
             f"{name} is on {device}, a GPU of compute capability {capability[0]}.{capability[1]}: "
-            f"{function} has kernels for 9.0 (Hopper) and 10.0 (Blackwell); use {instead} there"
+            f"{function} has kernels for {', '.join(most)} and {last}; use {instead} there"
         )
     return arch.name
+
+
+def _kinds(archs: Mapping[str, Arch]) -> str:
+    return "a Hopper or Blackwell" if archs is ARCHS else "an Ampere or newer"
 
 
 def other_sms(arch_name: str) -> int:

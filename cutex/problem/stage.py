@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
 
-from cutex.arch import RELATIVES, Arch, arch, kernels_of
+from cutex.arch import RELATIVES, Arch, arch, instructions_of, kernels_of
 from cutex.problem import operator
 from cutex.problem.protocol import Problem
 
@@ -205,7 +205,7 @@ def _in_order(archs: Iterable[str]) -> list[str]:
 
 def package(op: str, arch: str) -> str:
     """The package of an operator's kernels on `arch`, such as cutex.kernels.gemm.sm90."""
-    return f"{operator(op).kernels}.{kernels_of(arch).rstrip('a').replace('_', '')}"
+    return f"{operator(op).kernels}.{instructions_of(arch).rstrip('a').replace('_', '')}"
 
 
 def ladders(op: str) -> Ladders[AnyStage]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from cutex.arch import PORTABLE
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm80.config import Sm80Config
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem import stage as stage_of_any
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.stage import on_each
 
 
 class Stage(stage_of_any.Stage[GemmProblem, GemmConfig]):
@@ -22,6 +25,8 @@ class Stage(stage_of_any.Stage[GemmProblem, GemmConfig]):
         return type(self.default).from_row(row)
 
 
+_IN_ORDER = Sm80Config(num_stages=1)
+_THREE = Sm80Config(num_stages=3)
 _HOPPER_NARROW = Sm90Config(tile_n=128)
 _HOPPER_WIDE = Sm90Config(tile_n=256)
 _HOPPER_RING = Sm90Config(tile_n=256, num_stages=4)  # 4 slots of 48 KB fill the smem of an SM
@@ -40,6 +45,15 @@ _LOOP = replace(_PAIR, num_acc=2)
 _BIG = replace(_LOOP, tile_m=512, num_stages=4)  # two accumulators that share B
 
 _STAGES = (
+    *on_each(
+        PORTABLE,
+        Stage(
+            0, "", "in order", "cp.async, one unswizzled buffer, mma.sync, each waits", _IN_ORDER
+        ),
+        Stage(1, "", "swizzle", "ldmatrix reads 8 rows from 8 places of the banks", _IN_ORDER),
+        Stage(2, "", "three slots", "copies run ahead, by groups of cp.async", _THREE),
+        Stage(3, "", "chosen", "tile and ring per problem", _THREE, True),
+    ),
     Stage(0, "sm_90a", "in order", "TMA, one unswizzled buffer, wgmma, each waits", _HOPPER_NARROW),
     Stage(1, "sm_90a", "swizzle", "128-byte swizzle and a 128x256 tile", _HOPPER_WIDE),
     Stage(2, "sm_90a", "ring", "loads run ahead through a ring of smem slots", _HOPPER_RING),

@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cutex.arch import instructions_of
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm80 import cost_model as sm80
 from cutex.kernels.gemm.sm90 import cost_model as sm90
 from cutex.kernels.gemm.sm90.candidates import FINE_ROWS
 from cutex.kernels.gemm.sm100 import cost_model as sm100
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COST_MODELS: dict[str, Any] = {"sm_90a": sm90, "sm_100a": sm100}  # modules of one interface
+# modules of one interface, by the arch of whose tensor core instructions the kernels consist
+COST_MODELS: dict[str, Any] = {"sm_80": sm80, "sm_90a": sm90, "sm_100a": sm100}
 
 
 def rows_class(m: int) -> int:
@@ -50,7 +53,7 @@ def predictions(
     `batch` of `problem`; `majors` says whether K is contiguous in A and in B, `bits` what their
     elements have. K counts 2 bytes. `hopeful`: where the model is unsure, doubt counts for a config
     instead of against it."""
-    model = COST_MODELS[arch.name]
+    model = COST_MODELS[instructions_of(arch.name)]
     fits = [c for c in model.candidates(problem, arch, majors) if c.why_not(problem, arch) is None]
     doubt = {"caution": -model.CAUTION} if hopeful and hasattr(model, "CAUTION") else {}
     times = model.predictions(fits, problem, arch, batch, majors, bits, **doubt)

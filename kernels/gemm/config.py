@@ -73,6 +73,11 @@ class GemmConfig:
         return self.tile_n % 16 == 8
 
     @property
+    def takes_gates(self) -> bool:
+        """Whether a thread has neighbouring columns of out, as the operation Gate needs."""
+        return not self.swap_ab and self.epi_n >= 32
+
+    @property
     def partial_bytes(self) -> int:
         """Bytes of one tile's fp32 sums."""
         return 4 * self.tile_m * self.tile_n

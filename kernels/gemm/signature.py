@@ -83,7 +83,7 @@ class GeneralConfig:
         parts = tiles.tile_n // self.epi_columns if tiles.epi_n else 0
         if reason := tiles.why_not(problem, arch, parts):
             return reason
-        if self.gated and (tiles.swap_ab or tiles.epi_n < 32):
+        if self.gated and not tiles.takes_gates:
             return f"swap_ab={tiles.swap_ab}, epi_n={tiles.epi_n}: gates take adjacent columns"
         return tiles.why_not_signature(self)
 

@@ -28,8 +28,8 @@ def refused(capsys, argv: list[str]) -> str:
         (["--stage", "2,,5"], "--stage '2,,5' is neither a number nor all nor list; several are"),
         (["--stage", "2,99"], "stage 99 is not in the ladder of sm_100a"),
         (
-            ["--arch", "sm_80"],
-            "arch 'sm_80' has no GEMM ladder, there are ladders for sm_90a, sm_100a",
+            ["--arch", "sm_103a"],
+            "arch 'sm_103a' has no GEMM ladder, there are ladders for sm_80, sm_86, sm_89, sm_90a",
         ),
         (["--arch", "sm_70", "--stage", "list"], "arch 'sm_70' is not one of"),
         (["--mnk", "128,128,100"], "K=100: must be a multiple of 8"),

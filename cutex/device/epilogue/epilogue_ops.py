@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
+from cutlass.base_dsl import BaseDSL
 
 from cutex.compile import Argument, Operand, Scalar
 from cutex.compile.user_function import UserFunction, arguments_taken
@@ -241,11 +242,11 @@ class Amax:
                 value = _larger(value, -value)
                 largest = _larger(largest, value if inside else Float32(0.0))
         largest = cute.arch.warp_reduction(largest, _larger)
-        with cute.arch.elect_one():
-            # NOTE: numbers of one sign order like their bits, and NaN is above infinity
-            cute.arch.atomic_max(
-                cute.recast_ptr(amax.iterator, dtype=Int32), largest.bitcast(Int32)
-            )
+        if cutlass.const_expr(_has_elect()):
+            with cute.arch.elect_one():
+                _raise_to(amax, largest)
+        elif cute.arch.lane_idx() == 0:
+            _raise_to(amax, largest)
 
 
 EpilogueOp = Alpha | Scale | Bias | Add | Activation | Gate | Elementwise | Amax
@@ -331,6 +332,16 @@ def _neighbours(vector: cute.Tensor, place: Int32, count: int) -> list[Float32]:
     start = start.align(count * vector.element_type.width // 8)
     loaded = cute.make_tensor(start, cute.make_layout(count)).load().to(Float32)
     return [loaded[e] for e in range(count)]
+
+
+def _raise_to(amax: cute.Tensor, x: Float32) -> None:
+    """NOTE: numbers of one sign order like their bits, and NaN is above infinity."""
+    cute.arch.atomic_max(cute.recast_ptr(amax.iterator, dtype=Int32), x.bitcast(Int32))
+
+
+def _has_elect() -> bool:
+    """Whether the arch that is compiled for has elect.sync (PTX ISA 9.7.13.15: sm_90 and later)."""
+    return BaseDSL._get_dsl().get_arch_enum().major >= 9
 
 
 def _larger(x: Float32, y: Float32) -> Float32:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cutex import dtypes
-from cutex.arch import arch
+from cutex.arch import PORTABLE, arch
 from cutex.compile import ALIGN
 from cutex.compile.user_function import arguments_taken
 from cutex.ops.matmul.checks import Call, by_row
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.layouts import OperandLayout
 
 # bytes of the elements that an MMA reads only with K contiguous
-K_ONLY = {"sm_90a": (1, 4), "sm_100a": ()}
+K_ONLY = {"sm_90a": (1, 4)}
 
 
 def name_of(x: Tensor) -> str:
@@ -141,7 +141,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
         out = out.view(-1, *out.shape[-2:])
     a, b = (x[:1] if x.dim() == 3 and x.stride(0) == 0 else x for x in (a, b))
 
-    k_only = a.dtype.itemsize in K_ONLY[arch_name]
+    k_only = a.dtype.itemsize in K_ONLY.get(arch_name, ())
     a, a_layout, notes["a"] = operand(a, -1, k_only)
     b, b_layout, notes["b"] = operand(b, -2, k_only)
     before = out
@@ -196,6 +196,7 @@ def fused(
 
     ops: list[EpilogueOp] = []
     passed: list[tuple[str, Any]] = []
+    loads_by_tma = arch_name == "sm_90a"
 
     def add(op: EpilogueOp, *values: tuple[str, Any]) -> None:
         ops.append(op)
@@ -217,7 +218,7 @@ def fused(
         # NOTE: on Hopper, whole rows are loaded by TMA. With loads by threads from the matrix that
         # TMA then stores to, a call takes 1.9 to 5.8 times as long; from a copy, 1.05 times (H200;
         # docs/facts/matmul.md#threads-load-tensor-tma)
-        in_place = op.whole and not arch(arch_name).tmem_columns
+        in_place = op.whole and loads_by_tma
         add(op, ("c", out if in_place else out.clone()), ("beta", float(call.beta)))
     if call.bias is not None:
         by = "row" if by_row(call.bias, call) else "column"
@@ -232,6 +233,9 @@ def fused(
     elif call.activation is not None:
         add(epilogue_ops.Elementwise.of(call.activation))
     if residual is not None:
+        if arch_name in PORTABLE and residual.data_ptr() == out.data_ptr():
+            # NOTE: threads without an element of their own load another's, which may be written
+            residual = residual.clone()
         add(matrix("residual", residual), ("residual", residual))
     if call.amax is not None:
         add(epilogue_ops.Amax(), ("amax", flat(call.amax)))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutex import dtypes
+from cutex.arch import PORTABLE
 from cutex.compile.user_function import arguments_taken
 from cutex.ops.number import number
 from cutex.ops.overlap import overlaps_itself, share_memory
@@ -116,6 +117,15 @@ def check_memory(call: Call) -> None:
             )
     _check_apart("out", call)
     _check_apart("amax", call)
+
+
+def check_arch(call: Call, arch: str) -> None:
+    """Check that the kernels for `arch` take the dtype of the inputs."""
+    if arch in PORTABLE and call.a.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"a has dtype {call.a.dtype}: on {arch} cutex.matmul takes bfloat16 and float16; use "
+            "torch.matmul there"
+        )
 
 
 def _check_apart(written: str, call: Call) -> None:

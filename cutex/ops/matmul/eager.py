@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.arch import ARCHS, PORTABLE
 from cutex.ops import autocast
 from cutex.ops.device import arch_of, current, launcher
 from cutex.ops.matmul import tuner
 from cutex.ops.matmul.arrange import Arranged, arrange
-from cutex.ops.matmul.checks import Call, check, check_memory
+from cutex.ops.matmul.checks import Call, check, check_arch, check_memory
 from cutex.ops.matmul.launch import launch_of
 from cutex.ops.matmul.plan import config_for, kernel_for, user_functions
 from cutex.ops.number import number
@@ -28,6 +29,7 @@ from cutex.ops.plain import is_plain, nobody_watches, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.w4.packed import W4Weight
 
+ON = ARCHS | PORTABLE  # archs that have kernels for it
 Activation = str | Callable[..., Any] | None
 
 
@@ -233,7 +235,8 @@ def _run(call: Call, remember: bool) -> Tensor:
     out = call.out
     if out is None:
         out = call.a.new_empty(call.shape, dtype=call.dtype)
-    arch = arch_of(call.a.device)
+    arch = arch_of(call.a.device, archs=ON)
+    check_arch(call, arch)
     if out.numel() == 0:
         return out
     if out.dim() > 3 and not _viewable(out):

@@ -139,7 +139,7 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
     if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
         # NOTE: a thread then has a column of out, and an address for each row of it
         tiles = replace(tiles, epi_n=16)
-    for slots in range(tiles.epi_stages, 0, -1):
+    for slots in range(tiles.epi_stages, 0, -1) if tiles.epi_stages else (0,):
         config = GeneralConfig(replace(tiles, epi_stages=slots), *calls.layouts, ops)
         if config.why_not(None, arch(calls.arch)) is None:
             return config
