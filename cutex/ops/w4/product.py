@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutex.arch import ARCHS
 from cutex.arch import arch as arch_named
 from cutex.ops.device import arch_of, current, launcher, per_device
 from cutex.ops.matmul.arrange import fused, operand, result
@@ -18,7 +20,7 @@ from cutex.ops.w4.packed import W4Weight, dequantized
 from cutex.problem.matmul import ACTIVATIONS
 from cutex.problem.w4.layout import W4Format
 
-ARCHS = ("sm_90a",)
+PACKAGE = {arch: f"cutex.kernels.gemm.w4.{arch.rstrip('a').replace('_', '')}" for arch in ARCHS}
 
 
 def w4_matmul(
@@ -97,10 +99,6 @@ def _run(
             known(*given[:2], out, *given[2:])
         return out
     arch = arch_of(x.device)
-    if arch not in ARCHS:
-        raise ValueError(
-            f"a is on {arch_named(arch).title}: packed weights of 4 bits run on Hopper"
-        )
     if not out.numel():
         return out
     call = _call(x, n, bias, residual, activation, out_dtype, factor)
@@ -109,9 +107,9 @@ def _run(
     ops, passed = fused(call, out, residual, arch)
     tensors = [first, packed, to, *(t for _, t in passed)]
     sizes = (x.shape[0], n, x.shape[1])
-    compiled = _kernel(sizes, W4Format(kind, group, zeros), layout.dtype, out_layout, ops)
+    config = _config(sizes, W4Format(kind, group, zeros), layout.dtype, out_layout, ops, arch)
     with current(x.device):
-        function = launcher(compiled, tensors)
+        function = launcher(_compiled(config, arch), tensors, config.tiles.workspace)
         function(*tensors)
     passed_on = [first, packed, *tensors[3:]]
     if len(passed_on) == len(given) and all(s is t for s, t in zip(passed_on, given, strict=True)):
@@ -129,25 +127,25 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _kernel(mnk: tuple[int, int, int], of: W4Format, dtype: str, out: Any, ops: Any) -> Any:
-    """The compiled kernel for such calls."""
-    from cutex.kernels.gemm.w4.choose import configs_for
-    from cutex.kernels.gemm.w4.sm90.kernel import W4Signature
-
-    for tiles in configs_for(mnk, of):
+def _config(
+    mnk: tuple[int, int, int], of: W4Format, dtype: str, out: Any, ops: Any, arch: str
+) -> Any:
+    """The kernel's signature for such calls."""
+    kernels, choose = (import_module(f"{PACKAGE[arch]}.{name}") for name in ("kernel", "choose"))
+    for tiles in choose.configs_for(mnk, of):
         for epi_n in (tiles.epi_n, 16):
-            signature = W4Signature(replace(tiles, epi_n=epi_n), dtype, out, ops)
-            if signature.general.why_not(None, arch_named("sm_90a")) is None:
-                return _compiled(signature)
+            signature = kernels.W4Signature(replace(tiles, epi_n=epi_n), dtype, out, ops)
+            if signature.general.why_not(None, arch_named(arch)) is None:
+                return signature
     raise ValueError(f"M={mnk[0]}, N={mnk[1]}, K={mnk[2]}: no config takes these sizes")
 
 
 @lru_cache(maxsize=4096)
-def _compiled(config: Any) -> Any:
+def _compiled(config: Any, arch: str) -> Any:
     from cutex.compile import compile
-    from cutex.kernels.gemm.w4.sm90.kernel import W4Gemm
 
-    return compile(W4Gemm(config), config.dtype, "sm_90a")
+    kernel = import_module(f"{PACKAGE[arch]}.kernel")
+    return compile(kernel.W4Gemm(config), config.dtype, arch)
 
 
 def _fake(

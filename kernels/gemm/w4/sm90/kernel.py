@@ -2,7 +2,7 @@
 
 The product is computed transposed: rows of the weight are wgmma's rows, since operand A may come
 from registers, where codes are widened; rows of x are its columns, as many as there are. The roles
-are the general GEMM's (kernels/gemm/sm90): its load role also loads blocks of weight (weights.py),
+are the general GEMM's (kernels/gemm/sm90): its load role also loads blocks of weight (load.py),
 its MMA role widens them (mma.py); its schedulers, clusters, split K and epilogues are as they are.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
-from cutlass import cute
+from cutlass import Float32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand
-from cutex.device.atoms.mma import allocate_slots
+from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots
 from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.atoms.tma import store_operand
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
@@ -29,13 +29,16 @@ from cutex.kernels.gemm.signature import (
     tile_counts,
     transposed,
 )
+from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.load import LoadTiles
 from cutex.kernels.gemm.sm90.mma import MmaRole
-from cutex.kernels.gemm.w4.config import W4Config
-from cutex.kernels.gemm.w4.sm90.load import W4LoadOneTile, W4LoadTiles
-from cutex.kernels.gemm.w4.sm90.mma import Widen, WidenSplitK
-from cutex.kernels.gemm.w4.sm90.weights import Fragments, W4Operands, allocate_weights
+from cutex.kernels.gemm.w4.fragments import Fragments, allocate_weights
+from cutex.kernels.gemm.w4.sm90.config import W4Config
+from cutex.kernels.gemm.w4.sm90.load import W4LoadOneTile, W4LoadSegments, W4LoadTiles
+from cutex.kernels.gemm.w4.sm90.mma import Blocks, Widen, WidenSplitK, WidenStreamK
+from cutex.kernels.gemm.w4.sm90.operands import W4Operands
+from cutex.schedulers.stream_k import StreamedTiles
 
 
 @dataclass(frozen=True)
@@ -94,19 +97,42 @@ class W4Gemm:
         g, c = self.general, self.tiles
         if c.one_tile:
             return W4LoadOneTile(c, g.cluster, g.scheduler, g.pace)
+        if isinstance(g.scheduler, StreamedTiles):
+            return W4LoadSegments(c, g.cluster, g.scheduler)
         return W4LoadTiles(c, g.cluster, g.scheduler)
 
     def mma_role(
-        self, weights: Fragments, sX: cute.Tensor, sums: Barrier | None, mW: cute.Tensor
+        self,
+        blocks: Blocks,
+        workspace: tuple[cute.Tensor, cute.Tensor] | None,
+        sums: tuple[Barrier, cute.Tensor] | None,
+        mW: cute.Tensor,
     ) -> MmaRole:
-        g = self.general
-        what = g.config, self.tiles, g.scheduler
+        g, c = self.general, self.tiles
+        what = g.config, c, g.scheduler
         if sums is not None:
-            # NOTE: sums are sent to where x was, which only wgmmas read: the cluster barrier before
-            # does not order what threads have read of the weight
-            blocks = cute.size(mW, mode=[1])
-            return WidenSplitK(*what, g.cluster, sums, sX, weights, blocks)
-        return Widen(*what, weights)
+            return WidenSplitK(*what, g.cluster, *sums, blocks, cute.size(mW, mode=[1]))
+        if isinstance(g.scheduler, StreamedTiles):
+            assert workspace is not None  # as the config has it
+            what = g.config, c, g.scheduler
+            return WidenStreamK(*what, Exchange(c, blocks.sX, *workspace), blocks)
+        return Widen(*what, blocks)
+
+    def sums(self, smem: SmemAllocator, sX: cute.Tensor) -> tuple[Barrier, cute.Tensor] | None:
+        """With a split of K, the barrier of the sums of other CTAs, and where these send them.
+
+        NOTE: to where x was if only wgmmas read it: the barrier of the cluster before does not
+        order what threads have read, of x as of the weight.
+        """
+        if self.tiles.split_k == 1:
+            return None
+        barrier = Barrier.allocate(smem, "sums", arrivals=1)
+        if not (size := self.tiles.own_sums_bytes):
+            return barrier, sX
+        return barrier, smem.allocate_tensor(Float32, cute.make_layout(size // 4), SMEM_ALIGN)
+
+    def barrier_of(self, sums: tuple[Barrier, cute.Tensor] | None) -> Barrier | None:
+        return None if sums is None else sums[0]
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mW: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
@@ -114,6 +140,10 @@ class W4Gemm:
         operations' arguments and a stream."""
         *passed, stream = rest
         c, g = self.tiles, self.general
+        workspace = None
+        if cutlass.const_expr(c.workspace is not None):
+            *passed, total, flags = passed
+            workspace = total, flags
         mOut = transposed(mOut)
         x = g.load_operand(mX, c.tile_n, c.cluster_m, True)
         out, given = mOut, tuple(passed)
@@ -122,7 +152,7 @@ class W4Gemm:
             out = store_operand(mOut, slots)
             given = g.preload(given, slots)
         rows = mOut if self.config.out.whole else None
-        self.kernel(mW, x, out, rows, given).launch(
+        self.kernel(mW, x, out, rows, given, workspace).launch(
             grid=g.scheduler.grid(tile_counts(c, g.config.product(mOut))),
             block=(g.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, c.split_k),
@@ -139,12 +169,13 @@ class W4Gemm:
         out: Any,
         rows: cute.Tensor | None,
         passed: tuple[Any, ...],
+        workspace: tuple[cute.Tensor, cute.Tensor] | None,
     ) -> None:
-        """Run the roles; `out`, `rows` and `passed` are the general kernel's."""
+        """Run the roles; `out`, `rows`, `passed` and `workspace` are the general kernel's."""
         c, g = self.tiles, self.general
         kind = x.atom.value_type
         smem = SmemAllocator()
-        sW = allocate_weights(smem, c)  # (WORDS, STRIP, SLOT)
+        sW = allocate_weights(smem, c.format, c.strips, c.num_stages)  # (WORDS, STRIP, SLOT)
         sX = allocate_slots(smem, kind, x.smem_layout)  # (bN, bK, SLOT)
         mOut, sC = out, None
         if cutlass.const_expr(self.config.out.tma):
@@ -153,20 +184,18 @@ class W4Gemm:
         mProduct = g.config.product(mOut)
         readers = g.mma_warps.count
         ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, g.cluster)
-        held = sums = None
+        held = None
         if cutlass.const_expr(g.preloaded is not None):
             held = Barrier.allocate(smem, "held", arrivals=1, slots=g.num_slots)
-        if cutlass.const_expr(c.split_k > 1):
-            sums = Barrier.allocate(smem, "sums", arrivals=1)
+        sums = self.sums(smem, sX)
         operands = W4Operands(mW, sW, AbOperands(None, x, None, sX))
-        weights = Fragments(sW, c.format, kind)
-        load, mma_role = self.load_role, self.mma_role(weights, sX, sums, mW)
+        blocks = Blocks(c, Fragments(sW, c.format, kind), sX)
+        load, mma_role = self.load_role, self.mma_role(blocks, workspace, sums, mW)
         warp = cute.arch.warp_idx()
         if warp == g.load_warps.first:
             load.start(operands, mProduct)
-        publish_barriers(
-            tuple(x for x in (ab, held, sums) if x is not None), cluster=g.cluster.size > 1
-        )
+        barriers = tuple(x for x in (ab, held, self.barrier_of(sums)) if x is not None)
+        publish_barriers(barriers, cluster=g.cluster.size > 1)
         if warp >= self.general.load_warps.first:
             self.general.give_registers()
             if warp == self.general.load_warps.first:

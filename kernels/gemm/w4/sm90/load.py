@@ -8,9 +8,9 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cutex.kernels.gemm.sm90.load import BYTES_AHEAD, LoadOneTile, LoadTiles
-from cutex.kernels.gemm.w4.config import W4Config
-from cutex.kernels.gemm.w4.sm90.weights import W4Operands
+from cutex.kernels.gemm.sm90.load import BYTES_AHEAD, LoadOneTile, LoadSegments, LoadTiles
+from cutex.kernels.gemm.w4.sm90.config import W4Config
+from cutex.kernels.gemm.w4.sm90.operands import W4Operands
 from cutex.problem.w4.layout import STRIP
 
 
@@ -49,6 +49,15 @@ class W4LoadTiles(LoadTiles):
         ahead = max(1, BYTES_AHEAD // c.weight_bytes)
         for k_tile in cutlass.range(first, first + cutlass.min(count, ahead), unroll=1):
             loads.a.prefetch(k_tile)
+
+
+@dataclass(frozen=True)
+class W4LoadSegments(LoadSegments):
+    """The load role of a CTA that loops over segments of tiles."""
+
+    tiles: W4Config
+
+    start = W4LoadTiles.start
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.signature import tile_counts
-from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole
+from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole, StreamK
 from cutex.kernels.gemm.sm90.roles import Walk
 from cutex.kernels.gemm.sm90.split_k import SplitK
-from cutex.kernels.gemm.w4.config import W4Config
+from cutex.kernels.gemm.w4.fragments import WORDS, Fragments
+from cutex.kernels.gemm.w4.sm90.config import W4Config
+from cutex.kernels.gemm.w4.sm90.few import widened_few
 from cutex.kernels.gemm.w4.sm90.load import block_share
-from cutex.kernels.gemm.w4.sm90.weights import WORDS, Fragments
 from cutex.problem.w4.layout import HALF_K, HALVES
 from cutex.schedulers.order import select
 
@@ -109,11 +110,27 @@ def issue_half(
 
 
 @dataclass(frozen=True)
-class Widen(MmaRole):
-    """All warpgroups compute a tile, each its own rows, and store it."""
+class Blocks:
+    """The mainloop: blocks of a weight, widened, by x."""
 
     tiles: W4Config
     weights: Fragments
+    sX: cute.Tensor  # (bN, bK, SLOT)
+
+    def run(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
+    ) -> PipelineState:
+        """mma.acc = W @ x^T over `count` blocks from slot `take` on; return the state after."""
+        if self.tiles.few:
+            return widened_few(mma, self.sX, ab, take, self.tiles, self.weights, count)
+        return widened(mma, ab, take, self.tiles, self.weights, count)
+
+
+@dataclass(frozen=True)
+class Widen(MmaRole):
+    """All warpgroups compute a tile, each its own rows, and store it."""
+
+    blocks: Blocks
 
     @cute.jit
     def run(
@@ -127,7 +144,7 @@ class Widen(MmaRole):
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
-            take = widened(mma, ab, take, self.tiles, self.weights, num_k_tiles)
+            take = self.blocks.run(mma, ab, take, num_k_tiles)
             self.store(mma, epilogue, walk.tile_at(index))
 
 
@@ -135,10 +152,38 @@ class Widen(MmaRole):
 class WidenSplitK(SplitK):
     """A CTA computes a share of one tile's K, and exchanges sums in fp32 (sm90/split_k.py)."""
 
-    tiles: W4Config
-    weights: Fragments
-    blocks: Any  # of all of K
+    blocks: Blocks
+    num_blocks: Any  # of all of K
 
     def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
-        _, mine = block_share(self.tiles, walk.split, self.blocks)
-        widened(mma, ab, ab.consumer(), self.tiles, self.weights, mine)
+        _, mine = block_share(self.blocks.tiles, walk.split, self.num_blocks)
+        self.blocks.run(mma, ab, ab.consumer(), mine)
+
+
+@dataclass(frozen=True)
+class WidenStreamK(StreamK):
+    """All warpgroups compute one segment of a tile's K at a time, and CTAs exchange their sums in
+    global memory (sm90/mma.py, StreamK)."""
+
+    blocks: Blocks
+
+    @cute.jit
+    def run(
+        self,
+        mma: WgmmaProduct,
+        ab: SharedRing,
+        epilogue: EpilogueStore,
+        num_k_tiles: Int32,
+        mC: cute.Tensor,
+    ) -> None:
+        walk = self.scheduler.streamed_walk(tile_counts(self.tiles, mC), num_k_tiles)
+        take = ab.consumer()
+        for turn in cutlass.range(walk.turns, unroll=1):
+            segment = walk.segment(turn)
+            take = self.blocks.run(mma, ab, take, segment.count)
+            if segment.first > 0:
+                self.exchange.leave(mma.acc, walk)
+            else:
+                if segment.count < num_k_tiles:
+                    self.exchange.add_others(mma.acc, walk)
+                self.store(mma, epilogue, walk.tile(segment))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.config import ceil_div
-from cutex.kernels.gemm.w4.config import W4Config
+from cutex.kernels.gemm.w4.sm90.config import FEW, W4Config
 from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
 
 if TYPE_CHECKING:
@@ -44,9 +44,18 @@ def candidates(m: int, n: int, of: W4Format) -> Iterator[W4Config]:
                 yield tile
                 yield replace(tile, cluster_m=2)
             if m <= FEW_ROWS:
-                for split_k in (1, 2, 4, 8):
-                    yield replace(tile, split_k=split_k, columns=ceil_div(m, tile_n))
-                    yield replace(tile, split_k=split_k)
+                yield from _of_few_rows(replace(tile, few=tile_n <= FEW), ceil_div(m, tile_n))
+                if tile_n == FEW:
+                    yield from _of_few_rows(tile, ceil_div(m, tile_n))
+
+
+def _of_few_rows(tile: W4Config, columns: int) -> Iterator[W4Config]:
+    """Splits of K of a tile: by CTAs of a cluster, each with one tile or with several, or in equal
+    shares of all K."""
+    for split_k in (1, 2, 4, 8):
+        yield replace(tile, split_k=split_k, columns=columns)
+        yield replace(tile, split_k=split_k)
+    yield replace(tile, stream_k=1)
 
 
 def deepest(tiles: W4Config, arch: Arch) -> W4Config | None:

@@ -6,27 +6,33 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.warp import MmaF16BF16Op
 from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms import nibbles
 from cutex.device.atoms.mma import SMEM_ALIGN
-from cutex.device.atoms.multicast import AbOperands, Cluster
 from cutex.device.atoms.wgmma import WARPGROUP
-from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.w4.config import W4Config
 from cutex.problem.w4.layout import CODE_WORDS, DEFAULT_ZERO, HALVES, PAIRS, W4Format
 
 WORDS = CODE_WORDS // HALVES // WARPGROUP  # of a thread in half a block: one for each wgmma
 K_OF_MMA = 16
 
+ROWS, COLUMNS, K = 16, 8, 16  # of an mma.sync
 
-def allocate_weights(smem: SmemAllocator, tiles: W4Config) -> cute.Tensor:
-    """The slots (WORDS, STRIP, SLOT) of a tile's blocks."""
-    shape = tiles.format.words, tiles.strips, tiles.num_stages
+
+def warpgroup_mma(kind: type[cutlass.Numeric]) -> cute.TiledMma:
+    """mma.sync of a warpgroup: each warp 16 rows, by 16 columns."""
+    op = MmaF16BF16Op(kind, Float32, (ROWS, COLUMNS, K))
+    return cute.make_tiled_mma(op, (4, 1, 1), permutation_mnk=(64, 2 * COLUMNS, K))
+
+
+def allocate_weights(smem: SmemAllocator, of: W4Format, strips: int, num_slots: int) -> cute.Tensor:
+    """The slots (WORDS, STRIP, SLOT) of blocks of so many strips."""
+    shape = of.words, strips, num_slots
     return smem.allocate_tensor(Int32, cute.make_layout(shape), SMEM_ALIGN)
 
 
@@ -73,49 +79,6 @@ def prefetch_bulk(address: cute.Pointer, num_bytes: int, *, loc=None, ip=None) -
     values = [address.toint().ir_value(loc=loc, ip=ip), Int32(num_bytes).ir_value(loc=loc, ip=ip)]
     ptx = "cp.async.bulk.prefetch.L2.global [$0], $1;"
     llvm.inline_asm(None, values, ptx, "l,r", has_side_effects=True, loc=loc, ip=ip)
-
-
-class W4Loads(NamedTuple):
-    """The loads of the weight and of x, for one tile."""
-
-    a: WeightLoads
-    b: Any  # KLoads
-
-    @property
-    def num_k_tiles(self) -> Int32:
-        return self.a.num_k_tiles
-
-    @cute.jit
-    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
-        """Start all loads of K tile `k_tile` into `slot`. A whole warp calls it."""
-        self.a.load(k_tile, slot, full)
-        self.b.load(k_tile, slot, full)
-
-
-@dataclass(frozen=True)
-class W4Operands:
-    """The weight with its slots, and x as the general kernel's second operand."""
-
-    mW: cute.Tensor  # (STRIP, RestK, WORDS)
-    sW: cute.Tensor  # (WORDS, STRIP, SLOT)
-    x: AbOperands  # of which only b is there
-
-    @property
-    def b(self) -> Any:
-        return self.x.b
-
-    @property
-    def num_k_tiles(self) -> Int32:
-        return cute.size(self.mW, mode=[1])
-
-    @cute.jit
-    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> W4Loads:
-        """The loads that this CTA starts for `tile`: its strips, and its part of x."""
-        m, _ = cluster.place()
-        x, sharers = self.x, cluster.size_m
-        b = x.loads_of(1, x.b, x.sB, tile.n, m, sharers, cluster.column_mask())
-        first = tile.m * cute.size(self.sW, mode=[1])
-        return W4Loads(WeightLoads(self.mW, self.sW, first), b)
 
 
 class Factors(NamedTuple):

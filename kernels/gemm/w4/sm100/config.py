@@ -1,4 +1,4 @@
-"""The config of the kernel of 4-bit weights. Imports neither torch nor the DSL."""
+"""The config of Blackwell's kernel of 4-bit weights. Imports neither torch nor the DSL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cutex.kernels.gemm.config import ELEMENT
-from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
 
 if TYPE_CHECKING:
@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class W4Config(Sm90Config):
-    """An Sm90Config whose first operand, the rows of the product, is a packed weight."""
+class W4Sm100Config(Sm100Config):
+    """An Sm100Config of one CTA whose first operand, the rows of the product, is a packed
+    weight."""
 
     format: W4Format = field(default_factory=W4Format)
+    num_weights: int = 4  # slots of the ring of packed blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return 1
 
     @property
     def strips(self) -> int:
@@ -27,34 +33,28 @@ class W4Config(Sm90Config):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight in one slot."""
+        """Bytes of the packed weight in one slot."""
         return self.strips * self.format.words * 4
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of x in one slot."""
+        """Bytes of x in one slot: those that TMA brings."""
         return self.tile_n * self.tile_k * ELEMENT
 
     @property
-    def stage_bytes(self) -> int:
-        return self.weight_bytes + self.x_bytes
+    def smem_bytes(self) -> int:
+        return super().smem_bytes + self.num_weights * self.weight_bytes
 
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
         if reason := self.format.why_not():
             return reason
         if self.tile_k != BLOCK_K:
             return f"tile_k={self.tile_k}: a block of a packed weight has {BLOCK_K}"
-        if not self.swap_ab or not self.warpgroups:
-            return "swap_ab, warpgroups: the weight is the MMA's first operand, in registers"
-        if self.pingpong or self.spread or self.stream_k or self.cluster_n > 1:
-            return "pingpong, spread, stream_k, cluster_n: not with a packed weight"
+        if self.pair or not self.swap_ab or self.num_acc != 1:
+            return "pair, swap_ab, num_acc: one CTA, whose rows are the weight's, has one tile"
+        if epi_parts == 1:
+            return f"epi_n={self.epi_n}: one sub-tile is written while another is stored"
         return super().why_not_arch(arch, epi_parts)
-
-    def _why_not_split(self, epi_parts: int) -> str | None:
-        slots, sums = self.num_stages * self.x_bytes, self.sums_bytes(epi_parts)
-        if self.split_k > 1 and sums > slots:
-            return f"split_k={self.split_k}: the {slots} bytes of x must hold {sums} of sums"
-        return super()._why_not_split(epi_parts)
 
     def why_not_signature(self, signature: Signature) -> str | None:
         if signature.out.batched:

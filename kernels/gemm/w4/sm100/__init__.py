@@ -1,0 +1,1 @@
+"""Blackwell's GEMM with a packed weight of 4 bits."""

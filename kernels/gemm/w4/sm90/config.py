@@ -1,0 +1,81 @@
+"""The config of the kernel of 4-bit weights. Imports neither torch nor the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cutex.kernels.gemm.config import ELEMENT
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.kernels.gemm.layouts import Signature
+
+FEW = 32  # columns that mma.sync may compute
+
+
+@dataclass(frozen=True)
+class W4Config(Sm90Config):
+    """An Sm90Config whose first operand, the rows of the product, is a packed weight."""
+
+    format: W4Format = field(default_factory=W4Format)
+    few: bool = False  # columns so few that mma.sync computes them (sm90/few.py)
+
+    @property
+    def strips(self) -> int:
+        """The strips of weight in a tile."""
+        return self.tile_m // STRIP
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight in one slot."""
+        return self.strips * self.format.words * 4
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of x in one slot."""
+        return self.tile_n * self.tile_k * ELEMENT
+
+    @property
+    def a_bytes(self) -> int:
+        """Bytes of the ring where sums of other CTAs may lie: those of x."""
+        return self.num_stages * self.x_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.weight_bytes + self.x_bytes
+
+    @property
+    def own_sums_bytes(self) -> int:
+        """Bytes that the sums of a split have to themselves, where threads, not wgmmas, read x."""
+        return self.sums_bytes(self.epi_parts) if self.few and self.split_k > 1 else 0
+
+    @property
+    def smem_bytes(self) -> int:
+        return super().smem_bytes + self.own_sums_bytes
+
+    def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
+        if reason := self.format.why_not():
+            return reason
+        if self.tile_k != BLOCK_K:
+            return f"tile_k={self.tile_k}: a block of a packed weight has {BLOCK_K}"
+        if not self.swap_ab or not self.warpgroups:
+            return "swap_ab, warpgroups: the weight is the MMA's first operand, in registers"
+        if self.few and self.tile_n > FEW:
+            return f"few={self.few}: with up to {FEW} columns"
+        if self.pingpong or self.spread or self.cluster_n > 1:
+            return "pingpong, spread, cluster_n: not with a packed weight"
+        return super().why_not_arch(arch, epi_parts)
+
+    def _why_not_split(self, epi_parts: int) -> str | None:
+        slots, sums = self.num_stages * self.x_bytes, self.sums_bytes(epi_parts)
+        if self.split_k > 1 and not self.few and sums > slots:
+            return f"split_k={self.split_k}: the {slots} bytes of x must hold {sums} of sums"
+        return super()._why_not_split(epi_parts)
+
+    def why_not_signature(self, signature: Signature) -> str | None:
+        if signature.out.batched:
+            return "a batch: a packed weight is one matrix"
+        return super().why_not_signature(signature)
