@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
     from cutex.ops.row.linear_cross_entropy import linear_cross_entropy
+    from cutex.ops.row.map import map
     from cutex.ops.row.norms import layer_norm, rms_norm
     from cutex.ops.row.reduce import reduce
     from cutex.ops.row.rope import rope
@@ -57,6 +58,7 @@ _HOMES = {
     "kernels_built": "cutex.ops.matmul",
     "layer_norm": "cutex.ops.row",
     "linear_cross_entropy": "cutex.ops.row",
+    "map": "cutex.ops.row",
     "matmul": "cutex.ops.matmul",
     "moe": "cutex.ops.mixture",
     "pack_w4": "cutex.ops.w4.pack",
@@ -93,6 +95,7 @@ __all__ = [
     "kernels_built",
     "layer_norm",
     "linear_cross_entropy",
+    "map",
     "matmul",
     "moe",
     "pack_w4",

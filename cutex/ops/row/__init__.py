@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from cutex.ops.row.cross_entropy import cross_entropy
 from cutex.ops.row.linear_cross_entropy import linear_cross_entropy
+from cutex.ops.row.map import map
 from cutex.ops.row.norms import layer_norm, rms_norm
 from cutex.ops.row.reduce import reduce
 from cutex.ops.row.rope import rope
@@ -14,6 +15,7 @@ __all__ = [
     "cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
+    "map",
     "reduce",
     "rms_norm",
     "rope",

@@ -159,4 +159,5 @@ class Calls:
 def kernel_for(kind: Callable[[Any], Any], config: Any, dtype: str, arch: str) -> Compiled:
     from cutex.compile import compile
 
-    return compile(kind(config), dtype, arch)
+    # NOTE: a function of the user's may be such that only this process can tell it from others
+    return compile(kind(config), dtype, arch, cache=getattr(config, "cacheable", True))
