@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutex.arch import arch as arch_named
+from cutex.ops import torchao_tensors
 from cutex.ops.block_scaled import FORMATS, VECTORS, BlockScaledOperand, block_scaled
 from cutex.ops.device import arch_of, current, launcher, per_device
 from cutex.ops.matmul.arrange import arrange
@@ -55,7 +56,8 @@ def scaled_mm(
     """activation((a * scale_a) @ (b * scale_b) + bias) + residual.
 
     a (M, K) and b (K, N): float8_e4m3fn; or what `cutex.quantize` returned of x (M, K) and of a
-    weight (N, K), which have their scales.
+    weight (N, K), which have their scales; or torchao's MXTensor and NVFP4Tensor, (M, K) and (K,
+    N), as they are.
     scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType, or their names:
         "TensorWise" one float32; "RowWise" (M, 1) and (1, N), as `cutex.matmul`;
         "BlockWise1x128" (M, K / 128) of a, (N, K / 128) of b; best with contiguous rows at a pitch
@@ -78,6 +80,7 @@ def scaled_mm(
     TypeError or ValueError, with one sentence that says what was due, for arguments that do not
     fit, and where there is no such GPU.
     """
+    a, b = torchao_tensors.both(a, b)
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
         recipes = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
         given = _block_operands((a, b), (scale_a, scale_b), *recipes)

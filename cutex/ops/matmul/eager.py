@@ -27,6 +27,7 @@ from cutex.ops.matmul.plan import config_for, kernel_for, user_functions
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain, nobody_watches, untraced
 from cutex.ops.plans import PlanCache
+from cutex.ops.torchao_tensors import is_torchao
 from cutex.ops.w4.packed import W4Weight
 
 ON = ARCHS | PORTABLE  # archs that have kernels for it
@@ -53,6 +54,7 @@ def matmul(
     b may be what `cutex.pack_w4` made of a weight (N, K) of 4 bits: the product is a @ b^T, of a
         bfloat16 or float16 a, with bias, a named activation, residual and out_dtype alone.
         Differentiable in a, bias and residual.
+    a and b may be torchao's MXTensor or NVFP4Tensor, (M, K) and (K, N): `cutex.scaled_mm`.
     a (.., M, K) and b (.., K, N): bfloat16, float16 or float32, both alike, or float8_e4m3fn /
     float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
     a first call warns where torch would not. Batch sizes broadcast. Any strides; a tensor that TMA
@@ -78,6 +80,9 @@ def matmul(
         others = out, scale_a, scale_b, amax, alpha, beta
         return _with_packed(a, b, bias, activation, residual, out_dtype, others)
     if _is_compiling():
+        if is_torchao(a) or is_torchao(b):
+            others = out, scale_a, scale_b, amax, alpha, beta
+            return _of_torchao(a, b, bias, activation, residual, out_dtype, others)
         return _through_operator(
             Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype,
                  alpha, beta)
@@ -90,6 +95,9 @@ def matmul(
             if out is not None or amax is not None:
                 _increment_version((result,) if amax is None else (result, amax))
             return result
+    if is_torchao(a) or is_torchao(b):
+        others = out, scale_a, scale_b, amax, alpha, beta
+        return _of_torchao(a, b, bias, activation, residual, out_dtype, others)
     return _unplanned(
         Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta)
     )
@@ -112,14 +120,45 @@ def _with_packed(
     """The product with a packed weight of 4 bits."""
     from cutex.ops.w4.product import w4_matmul
 
-    names = "out", "scale_a", "scale_b", "amax", "alpha", "beta"
-    for name, x, due in zip(names, others, (None,) * 4 + (1.0, 0.0), strict=True):
-        if x is not due and not (isinstance(x, int | float) and x == due):
-            raise ValueError(f"{name} is given: with a packed weight matmul takes bias, activation,"
-                             " residual and out_dtype")  # fmt: skip
+    _check_others(others, "a packed weight")
     if isinstance(a, Tensor) and autocast.is_on(a.device):
         (a,) = autocast.cast(a)
     return w4_matmul(a, b, bias, activation, residual, out_dtype)
+
+
+def _of_torchao(
+    a: Any,
+    b: Any,
+    bias: Tensor | None,
+    activation: Any,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+    others: tuple[Any, ...],
+) -> Tensor:
+    """The product of torchao's quantized tensors."""
+    from cutex.ops.scaled_mm import scaled_mm
+
+    _check_others(others, "torchao's quantized tensors")
+    for name, x in (("a", a), ("b", b)):
+        if not is_torchao(x):
+            got = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(
+                f"{name} is {got}, and the other one of torchao's quantized tensors: takes both, "
+                "or a weight packed by cutex.pack_w4"
+            )
+    dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    return scaled_mm(a, b, bias=bias, activation=activation, residual=residual, output_dtype=dtype)
+
+
+def _check_others(others: tuple[Any, ...], beside: str) -> None:
+    """Raise ValueError for an argument that only a product of plain matrices takes."""
+    names = "out", "scale_a", "scale_b", "amax", "alpha", "beta"
+    for name, x, due in zip(names, others, (None,) * 4 + (1.0, 0.0), strict=True):
+        if x is not due and not (isinstance(x, int | float) and x == due):
+            raise ValueError(
+                f"{name} is given: with {beside} matmul takes bias, activation, residual and "
+                "out_dtype"
+            )
 
 
 @untraced

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutex.ops.quantize import QuantizedTensor
+from cutex.ops.torchao_tensors import is_torchao, quantized
 from cutex.ops.w4.packed import W4Weight
 from cutex.problem.scaled import layouts
 from cutex.problem.scaled import quantization as reference
@@ -35,7 +36,8 @@ def pack_w4(
     w: a float weight, which is quantized here; or (codes, scales) or (codes, scales, zeros), the
         weight (codes - zeros) * scales: codes (N, K) of 0 to 15, or uint8 (N, K / 2), two to a
         byte, the first in the low bits; scales and zeros (N, K / group_size); zeros of whole
-        numbers from 0 to 15, by default 8; or what `cutex.quantize` returned as "mxfp4" or "nvfp4".
+        numbers from 0 to 15, by default 8; or what `cutex.quantize` returned as "mxfp4" or "nvfp4";
+        or torchao's MXTensor of fp4 or NVFP4Tensor, (N, K).
     group_size: elements of K that share a scale: 32, 64, a multiple of 128, or None for one scale a
         row. K is a multiple of it. Those of fp4 are 32 and 16.
     kind: of a float weight: "int4", zeros of 8; "uint4", with zeros; "mxfp4", "nvfp4".
@@ -50,6 +52,8 @@ def pack_w4(
         dtype = w.dtype if isinstance(w, Tensor) and w.dtype in DTYPES else torch.bfloat16
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be bfloat16 or float16, got {dtype}")
+    if is_torchao(w):
+        w = quantized("a", w)
     if isinstance(w, QuantizedTensor):
         return _of_fp4(w, dtype)
     if isinstance(w, tuple | list):
@@ -213,8 +217,8 @@ def _of_fp4(q: QuantizedTensor, dtype: torch.dtype) -> W4Weight:
         factor = torch.where(scales.isfinite(), scales, 0.0).amax(1).clamp(min=2.0**-127)
         scales, factor = scales / factor[:, None], factor.float()
     else:
-        assert q.tensor_scale is not None
-        scales, factor = scales / NVFP4_TOP, q.tensor_scale.detach() * NVFP4_TOP
+        own = torch.ones(1, device=codes.device) if q.tensor_scale is None else q.tensor_scale
+        scales, factor = scales / NVFP4_TOP, own.detach() * NVFP4_TOP
     unit = E2M1_UNIT[packing.NAMES[dtype]]
     scales = (scales * 2.0**unit).to(dtype)
     return _packed(codes, scales, None, factor, W4Format("fp4", of.block[1]), dtype, q.format)
