@@ -74,28 +74,43 @@ class Mma:
         take, fill = ab.consumer(), acc.producer()
         ticket = dispatch.first()
         while ticket.valid:
-            first = fill.slot
-            head = cutlass.min(self.skew, num_k_tiles)
-            tail = cutlass.min(self.skew, num_k_tiles - head)
-            for block in cutlass.range_constexpr(self.tiles.num_blocks):
-                acc.acquire(fill)
-                fence_after_sync()
-                into = mma.of_rows(block).into(first + block)
-                self.steps(into, ab, take, head, block, fresh=True)
-                fill.advance()
-            take.skip(head)
-            for _ in cutlass.range(num_k_tiles - head - tail, unroll=1):
-                ab.wait_full(take)
-                for block in cutlass.range_constexpr(self.tiles.num_blocks):
-                    mma.of_rows(block).into(first + block).issue(take.slot, accumulate=True)
-                mma.commit(ab.empty[take.slot])
-                take.advance()
-            for block in cutlass.range_constexpr(self.tiles.num_blocks):
-                into = mma.of_rows(block).into(first + block)
-                self.steps(into, ab, take, tail, block, fresh=False)
-                mma.commit(acc.full[first + block])
-            take.skip(tail)
+            take, fill = self.tile(mma, ab, acc, (take, fill), num_k_tiles)
             ticket = dispatch.next(ticket)
+
+    @cute.jit
+    def tile(
+        self,
+        mma: UmmaProduct,
+        ab: Ring,
+        acc: AccRing,
+        states: tuple[PipelineState, PipelineState],
+        num_k_tiles: Int32,
+    ) -> tuple[PipelineState, PipelineState]:
+        """Start the MMAs of one tile; `states`: of the slot that is taken next, and of the
+        accumulator that is filled next. Return the states after."""
+        take, fill = states
+        first = fill.slot
+        head = cutlass.min(self.skew, num_k_tiles)
+        tail = cutlass.min(self.skew, num_k_tiles - head)
+        for block in cutlass.range_constexpr(self.tiles.num_blocks):
+            acc.acquire(fill)
+            fence_after_sync()
+            into = mma.of_rows(block).into(first + block)
+            self.steps(into, ab, take, head, block, fresh=True)
+            fill.advance()
+        take.skip(head)
+        for _ in cutlass.range(num_k_tiles - head - tail, unroll=1):
+            ab.wait_full(take)
+            for block in cutlass.range_constexpr(self.tiles.num_blocks):
+                mma.of_rows(block).into(first + block).issue(take.slot, accumulate=True)
+            mma.commit(ab.empty[take.slot])
+            take.advance()
+        for block in cutlass.range_constexpr(self.tiles.num_blocks):
+            into = mma.of_rows(block).into(first + block)
+            self.steps(into, ab, take, tail, block, fresh=False)
+            mma.commit(acc.full[first + block])
+        take.skip(tail)
+        return take, fill
 
     @cute.jit
     def steps(

@@ -15,18 +15,18 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
-from cutex.device.atoms.mma import MAJORS, allocate_slots
+from cutex.device.atoms.mma import MAJORS
 from cutex.device.atoms.tma import AbLoads, PairOperands, load_operand
-from cutex.device.atoms.tmem import Tmem, fence_after_sync
+from cutex.device.atoms.tmem import fence_after_sync
 from cutex.device.atoms.umma import Umma, umma
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore, FusedTileStore
-from cutex.device.pipeline import AccRing, PairRing, is_leader, publish_barriers, sync_cluster
+from cutex.device.pipeline import is_leader, publish_barriers, sync_cluster
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import GroupedConfig
+from cutex.kernels.gemm.grouped.sm100.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand, stored_rows
 from cutex.kernels.gemm.signature import modes, tile_counts
 from cutex.kernels.gemm.sm100.config import Sm100Config
@@ -163,14 +163,8 @@ class GroupedRows:
         """Run the roles."""
         c, product = self.tiles, self.config.product
         kinds = a.atom.value_type, b.atom.value_type
-        smem = SmemAllocator()
-        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM / 2, bK, SLOT)
-        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN / 2, bK, SLOT)
-        sC = allocate_slots(smem, mOut.element_type, out.smem_layout)  # (128, epiN, SLOT)
-        groups = RowGroups.allocate(smem, self.config.most_groups)
-        ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
-        acc = AccRing.of(smem, c.num_acc, readers=CTAS * Warp.LOAD)
-        tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
+        memory = GroupMemory.allocate(c, (a, b, out), self.config.most_groups)
+        sA, sB, sC, groups, ab, acc, tmem = memory
         raster = Raster(c.raster_group, c.raster_along)
         # NOTE: a CTA's own rows are half a tile's, or with two accumulators a quarter of them each
         scheduler = RaggedTiles(raster, (c.tile_m // CTAS, c.tile_n), (CTAS, 1), groups)

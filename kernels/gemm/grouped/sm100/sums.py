@@ -12,20 +12,17 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
-from cutex.device.atoms.mma import MAJORS, allocate_slots
+from cutex.device.atoms.mma import MAJORS
 from cutex.device.atoms.tma import AbLoads, PairOperands, load_operand, store_operand
-from cutex.device.atoms.tmem import Tmem, fence_after_sync
+from cutex.device.atoms.tmem import fence_after_sync
 from cutex.device.atoms.umma import Umma, UmmaProduct, umma
 from cutex.device.epilogue.epilogue_ops import BoundOps
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
 from cutex.device.pipeline import (
     AccRing,
-    PairRing,
-    PipelineState,
     Ring,
     is_leader,
     publish_barriers,
@@ -33,6 +30,7 @@ from cutex.device.pipeline import (
 )
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import SumsConfig
+from cutex.kernels.gemm.grouped.sm100.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
 from cutex.kernels.gemm.sm100.config import Sm100Config
@@ -92,43 +90,8 @@ class MmaOfGroups(Mma):
         ticket = walk.first()
         while ticket.valid:
             steps = self.groups.steps(walk.tile(ticket).batch, self.tile_k)
-            take, fill = self.tile(mma, ab, acc, take, fill, steps)
+            take, fill = self.tile(mma, ab, acc, (take, fill), steps)
             ticket = walk.next(ticket)
-
-    @cute.jit
-    def tile(
-        self,
-        mma: UmmaProduct,
-        ab: Ring,
-        acc: AccRing,
-        take: PipelineState,
-        fill: PipelineState,
-        num_k_tiles: Int32,
-    ) -> tuple[PipelineState, PipelineState]:
-        """Start the MMAs of one tile, from slot `take` on into accumulator `fill`; return the
-        states after."""
-        first = fill.slot
-        head = cutlass.min(self.skew, num_k_tiles)
-        tail = cutlass.min(self.skew, num_k_tiles - head)
-        for block in cutlass.range_constexpr(self.tiles.num_blocks):
-            acc.acquire(fill)
-            fence_after_sync()
-            into = mma.of_rows(block).into(first + block)
-            self.steps(into, ab, take, head, block, fresh=True)
-            fill.advance()
-        take.skip(head)
-        for _ in cutlass.range(num_k_tiles - head - tail, unroll=1):
-            ab.wait_full(take)
-            for block in cutlass.range_constexpr(self.tiles.num_blocks):
-                mma.of_rows(block).into(first + block).issue(take.slot, accumulate=True)
-            mma.commit(ab.empty[take.slot])
-            take.advance()
-        for block in cutlass.range_constexpr(self.tiles.num_blocks):
-            into = mma.of_rows(block).into(first + block)
-            self.steps(into, ab, take, tail, block, fresh=False)
-            mma.commit(acc.full[first + block])
-        take.skip(tail)
-        return take, fill
 
 
 class GroupedSums:
@@ -205,14 +168,8 @@ class GroupedSums:
         """Run the roles. `rows`: of A and B, those of no group included."""
         c, product = self.tiles, self.config.product
         kinds = a.atom.value_type, b.atom.value_type
-        smem = SmemAllocator()
-        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM / 2, bK, SLOT)
-        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN / 2, bK, SLOT)
-        sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (128, epiN, SLOT)
-        groups = RowGroups.allocate(smem, self.config.most_groups)
-        ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
-        acc = AccRing.of(smem, c.num_acc, readers=CTAS * Warp.LOAD)
-        tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
+        memory = GroupMemory.allocate(c, (a, b, out), self.config.most_groups)
+        sA, sB, sC, groups, ab, acc, tmem = memory
         tile_k = product.k_elements
         spans = RaggedTiles(Raster(), (tile_k, 1), (1, 1), groups)
         walk = self.scheduler.walk(self.counts(out.tma_tensor))
