@@ -13,14 +13,14 @@ from html import escape
 LIGHT = {
     "ink": "#0b0b0b", "soft": "#52514e", "grid": "#e1e0d9", "page": "#fcfcfb",
     "c0": "#2a78d6", "c1": "#c9541f", "c2": "#12805a", "c3": "#8a6100", "c4": "#7a4fc0",
-    "c5": "#a82a6c",
+    "c5": "#a82a6c", "c6": "#0f7384", "c7": "#5f6410",
 }  # fmt: skip
 DARK = {
     "ink": "#f4f4f2", "soft": "#c3c2b7", "grid": "#383835", "page": "#1a1a19",
     "c0": "#5a9bea", "c1": "#f08a58", "c2": "#3fbf8f", "c3": "#d9a62e", "c4": "#ab8ae6",
-    "c5": "#ea82b8",
+    "c5": "#ea82b8", "c6": "#56c4d4", "c7": "#bcc250",
 }  # fmt: skip
-HUES = 6
+HUES = 8
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 CHARACTER = 0.56  # a character's mean width, relative to the font size
 

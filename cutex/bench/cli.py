@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -308,10 +308,7 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
         )
     if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
         raise ValueError(f"--jobs {args.jobs}: takes a number from 1 to {MOST_JOBS}")
-    compare = tuple(dict.fromkeys(args.compare.split(","))) if args.compare else ()
-    for name in compare:
-        if name not in kind.peers:
-            raise ValueError(f"--compare {name!r} is not one of {', '.join(kind.peers)}")
+    compare = tuple(dict.fromkeys(_peers(kind, args.compare))) if args.compare else ()
     return Options(
         order=args.order or ("random" if args.seeds else "fifo"),
         seeds=args.seeds or 1,
@@ -322,6 +319,18 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
         check_only=args.check_only,
         expect=args.expect,
     )
+
+
+def _peers(kind: type[Problem], text: str) -> Iterator[str]:
+    """The peers that --compare names: each by its name, or all whose names begin with it and a
+    dash."""
+    for name in text.split(","):
+        if name in kind.peers:
+            yield name
+        elif several := [peer for peer in kind.peers if peer.startswith(f"{name}-")]:
+            yield from several
+        else:
+            raise ValueError(f"--compare {name!r} is not one of {', '.join(kind.peers)}")
 
 
 def list_stages(kind: type[Problem], only: str | None) -> None:

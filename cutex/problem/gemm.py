@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.dtypes import DType
-from cutex.peers import cublas, quack
+from cutex.peers import cublas, in_triton, quack
 from cutex.problem.protocol import Check, PeerKernel, Problem, Sizes
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ class GemmProblem(Problem):
         ),
         # tries all its configs first
         "quack-tuned": PeerKernel("quack, tuned", lambda _: quack.gemm(tuned=True), 150.0),
+        "triton-tiles": PeerKernel("Triton, fixed tiles", in_triton.peer("gemm", "tiles"), 5.0),
+        "triton-tuned": PeerKernel("Triton, tuned", in_triton.peer("gemm", "tuned"), 30.0),
+        "triton-order": PeerKernel("Triton, L2 order", in_triton.peer("gemm", "order"), 30.0),
+        "triton-tma": PeerKernel("Triton, TMA, persistent", in_triton.peer("gemm", "tma"), 20.0),
     }
     variants: ClassVar[Mapping[str, str]] = {
         "--scaled": "gemm_scaled", "--fp8": "gemm_fp8", "--grouped": "gemm_grouped",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.dtypes import DTYPES
+from cutex.peers import in_triton
 from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
 from cutex.problem.work import Work
 
@@ -40,6 +41,7 @@ class SoftmaxProblem(Problem):
     peers: ClassVar[Mapping[str, PeerKernel]] = {
         "torch": PeerKernel("torch.softmax", lambda _: _torch()),
         "quack": PeerKernel("quack", lambda _: _quack(), 10.0),
+        "triton": PeerKernel("Triton", in_triton.peer("rows", "softmax"), 5.0),
     }
     wave_tile = (1,)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutex.peers import flash_attention, flash_attention_3, torch_attention
+from cutex.peers import flash_attention, flash_attention_3, in_triton, torch_attention
 from cutex.problem.attention.families import DTYPES, INITS
 from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
 from cutex.problem.work import Work
@@ -61,6 +61,7 @@ class AttentionProblem(Problem):
         "cudnn": PeerKernel("cuDNN (torch)", torch_attention.cudnn),
         "fa3": PeerKernel("FlashAttention-3", flash_attention_3.forward),
         "fa4": PeerKernel("FlashAttention-4", flash_attention.forward, 40.0),
+        "triton": PeerKernel("Triton", in_triton.peer("attention", "forward"), 30.0),
     }
     confirm_peers = ("cudnn", "fa4")
     variants: ClassVar[Mapping[str, str]] = {
