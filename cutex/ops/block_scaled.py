@@ -97,6 +97,26 @@ def block_scaled(
     return list(found)
 
 
+def of_quantized(
+    a: Any,
+    b: Any,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    output_dtype: Any,
+) -> list[Tensor]:
+    """The same of two QuantizedTensors, (M, K) and (N, K)."""
+    found = []
+    for name, q in (("a", a), ("b", b)):
+        swizzle = "SWIZZLE_32_4_4" if q.swizzled else "NO_SWIZZLE"
+        found.append(BlockScaledOperand(name, q.data, q.scale, q.tensor_scale, swizzle))
+    kinds = FORMATS[a.format], FORMATS[b.format]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"a is of {a.format} and b of {b.format}: tensor cores take blocks alike")
+    vector = VECTORS[kinds[0]]
+    return block_scaled(found[0], found[1], vector, bias, residual, activation, output_dtype)
+
+
 # ---- checks
 
 

@@ -6,6 +6,7 @@ those of older ones; torchao is not imported.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ def quantized(name: str, x: Any) -> Any:
     if turned:
         data = data.mT
     if data.stride(1) != 1 and data.shape[1] > 1:
-        due = "b (K, N), the weight's .t()" if turned else "a (M, K)"
-        raise ValueError(f"{name} has blocks along its other side: takes {due}, of contiguous K")
+        takes = "b (K, N), the weight's .t()" if turned else "a (M, K)"
+        raise ValueError(f"{name} has blocks along its other side: takes {takes}, of contiguous K")
     kind = scale.dtype
     if kind is torch.uint8:  # older versions keep E8M0 as bytes
         kind = torch.float8_e8m0fnu
@@ -73,12 +74,9 @@ def quantized(name: str, x: Any) -> Any:
     swizzled = bool(_attribute(x, "is_swizzled_scales", False))
     if scale.dim() == 2 and not scale.is_contiguous():
         scale = scale.mT  # those of a transposed tensor are transposed, too
-    due = layouts.swizzled_shape(rows, columns) if swizzled else (rows, columns)
-    count = 1
-    for size in due:
-        count *= size
-    if scale.numel() != count:
-        raise ValueError(f"{name} has {scale.numel()} scales: {tuple(due)} were due")
+    due = tuple(layouts.swizzled_shape(rows, columns)) if swizzled else (rows, columns)
+    if scale.numel() != math.prod(due):
+        raise ValueError(f"{name} has {scale.numel()} scales: {due} were due")
     own = _attribute(x, "per_tensor_scale")
     own = None if own is None else own.reshape(1).float()
     factors = scale.contiguous().view(kind).reshape(due)

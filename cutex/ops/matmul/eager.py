@@ -27,7 +27,7 @@ from cutex.ops.matmul.plan import config_for, kernel_for, user_functions
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain, nobody_watches, untraced
 from cutex.ops.plans import PlanCache
-from cutex.ops.torchao_tensors import is_torchao
+from cutex.ops.torchao_tensors import is_torchao, quantized
 from cutex.ops.w4.packed import W4Weight
 
 ON = ARCHS | PORTABLE  # archs that have kernels for it
@@ -136,7 +136,7 @@ def _of_torchao(
     others: tuple[Any, ...],
 ) -> Tensor:
     """The product of torchao's quantized tensors."""
-    from cutex.ops.scaled_mm import scaled_mm
+    from cutex.ops.block_scaled import of_quantized
 
     _check_others(others, "torchao's quantized tensors")
     for name, x in (("a", a), ("b", b)):
@@ -147,7 +147,7 @@ def _of_torchao(
                 "or a weight packed by cutex.pack_w4"
             )
     dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    return scaled_mm(a, b, bias=bias, activation=activation, residual=residual, output_dtype=dtype)
+    return of_quantized(quantized("a", a), quantized("b", b), bias, residual, activation, dtype)[0]
 
 
 def _check_others(others: tuple[Any, ...], beside: str) -> None:
