@@ -19,7 +19,7 @@ from cutex import ops
 from cutex.arch import arch as arch_named
 from cutex.compile import compile
 from cutex.kernels.gemm.grouped import choose
-from cutex.kernels.gemm.grouped.config import GroupedConfig, SumsConfig
+from cutex.kernels.gemm.grouped.config import GatheredConfig, GroupedConfig, SumsConfig
 from cutex.kernels.gemm.grouped.zeros import Zeros, ZerosConfig
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm90.config import Sm90Config
@@ -167,6 +167,66 @@ def test_zeros_are_written_behind_the_groups_alone(whole: bool, padded: bool) ->
     assert torch.equal(memory, want)
 
 
+# ---- rows by an index
+
+
+GATHER_TILES = {
+    "cooperative": replace(TILES["sm_90a"]["cooperative"], num_stages=4),
+    "one": replace(TILES["sm_90a"]["cooperative"], tile_m=64, warpgroups=1, num_stages=3),
+    "ping-pong": replace(TILES["sm_90a"]["ping-pong"], cluster_n=1, cluster_m=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("cooperative", "random"), ("one", "fifo"), ("ping-pong", "random")]
+)
+def test_a_kernel_that_gathers_leaves_what_is_beside_alone(name: str, order: str) -> None:
+    layouts = OperandLayout(), OperandLayout(batched=True), OperandLayout()
+    compiled = kernel(
+        "sm_90a", "", "gathered", GatheredConfig(GeneralConfig(GATHER_TILES[name], *layouts))
+    )
+    problem = GroupedProblem((60, 0, 140, 1, 9), 136, 128, rest=9)
+    x, w = problem.inputs()
+    g = torch.Generator().manual_seed(1)
+    index = torch.randperm(problem.length, generator=g).int()
+    memory = torch.full((problem.length + 2, 136), torch.nan, dtype=bf16)
+    shuffled = torch.empty_like(x)
+    shuffled[index.long()] = x
+    out = memory[1:-1]
+    given = shuffled, w, out, problem.edges, index
+    assert not cutex.simulate(compiled, *given, order=order, seed=1).findings
+    check = problem.check(x, w, out)
+    assert check.ok, check.message
+    memory[1 : 1 + sum(problem.rows)] = torch.nan
+    assert memory.isnan().all()
+
+
+@pytest.mark.parametrize(("k", "activation"), [(128, "gated_silu"), (72, None)])
+@each_arch
+def test_rows_are_gathered_and_scaled(
+    arch: str, place: str, k: int, activation: str | None
+) -> None:
+    """K of 72 is gathered before the kernel; the scales of rows of no group are NaN."""
+    problem = GroupedProblem((40, 0, 70, 1), 72, k, rest=3, bias=True)
+    x, w, bias = (t.nan_to_num(0).to(place) for t in problem.inputs())
+    g = torch.Generator().manual_seed(1)
+    index = torch.randint(0, 50, (problem.length,), generator=g).int().to(place)
+    scale = torch.randn(problem.length, generator=g).to(place)
+    scale[sum(problem.rows) :] = math.nan
+    edges = problem.edges.to(place)
+    fused = {"index": index, "bias": bias, "activation": activation, "row_scale": scale}
+    y = cutex.grouped_mm(x, w, edges, **fused)
+    want = replace(problem, activation=activation).reference(x[index.long()], w, bias)
+    want = (want * scale[:, None].double())[: sum(problem.rows)]
+    error = (y[: sum(problem.rows)].double() - want).abs() / (want.abs() + 1)
+    assert y.shape[0] == problem.length and float(error.max()) < 2.0**-6
+    x.requires_grad_()
+    again = cutex.grouped_mm(x, w, edges, **fused)[: sum(problem.rows)]
+    assert float(((again.detach().double() - want).abs() / (want.abs() + 1)).max()) < 2.0**-5
+    again.float().sum().backward()
+    assert x.grad is not None and not x.grad[50:].any() and x.grad[:50].any()
+
+
 # ---- gradients
 
 
@@ -271,6 +331,11 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "bias": (ValueError, r"bias must have shape \(2, 16\)", {"bias": W[0]}),
     "activation": (ValueError, "activation must be one of relu", {"activation": "tanh"}),
     "odd gate": (ValueError, "takes pairs of columns", {"activation": GATE, "w": W[..., :9]}),
+    "index": (TypeError, "index must be int32, got torch.int64", {"index": OFFS.long()}),
+    "scale": (ValueError, r"row_scale must be \(6,\), one for each row, got \(2,\)", {
+        "row_scale": torch.ones(2)}),
+    "scale of padded": (ValueError, "index and row_scale take x", {
+        "x": X[None].expand(2, 6, 8), "offs": None, "counts": OFFS, "row_scale": torch.ones(6)}),
     "fused sums": (ValueError, "bias and activation", {"x": X.mT, "w": X, "activation": GATE}),
 }  # fmt: skip
 

@@ -206,7 +206,7 @@ def _call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
     a, k_contiguous = _placed(a, mixed and names[0] == "e2m1")
     a = a if k_contiguous else repacked(a, -1)
     b, b_by_k = _placed(b, mixed and names[1] == "e2m1")
-    ops, others = launch.fused(bias, activation)
+    ops, others = launch.fused(bias, activation=activation)
     ops = (*(Scale("own", "column") for _ in own), *ops)
     most = choose.most_groups(edges.shape[0])
     tiles = choose.scaled_tiles(b.shape[1], (*names, vector), bool(ops), most)

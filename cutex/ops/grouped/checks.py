@@ -61,6 +61,29 @@ def check_inner(x: int, w: int, shapes: str) -> None:
         raise ValueError(f"x and w must agree where they are multiplied, {shapes}: got {x} and {w}")
 
 
+def check_rows(x: Tensor, index: Any, row_scale: Any) -> None:
+    """Raise unless index is (R,) int32 and row_scale (R,) float32, on the device of x (T, K)."""
+    count = x.shape[0]
+    for name, given, dtype in (
+        ("index", index, torch.int32),
+        ("row_scale", row_scale, torch.float32),
+    ):
+        if given is None:
+            continue
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        if given.dtype is not dtype:
+            raise TypeError(f"{name} must be {str(dtype)[6:]}, got {given.dtype}")
+        if given.device != x.device:
+            raise ValueError(f"{name} is on {given.device}, not on {x.device} as x")
+        if given.dim() != 1 or (name == "row_scale" and given.shape[0] != count):
+            due = "(R,)" if name == "index" else f"({count},), one for each row"
+            raise ValueError(f"{name} must be {due}, got {tuple(given.shape)}")
+        count = given.shape[0]
+    if index is not None and index.shape[0] and not x.shape[0]:
+        raise ValueError(f"index has {index.shape[0]} rows, but x has none")
+
+
 def check_fused(bias: Any, activation: Any, w: Tensor) -> None:
     """Raise unless bias is (E, N) and activation a name."""
     if bias is not None:

@@ -11,9 +11,10 @@ from cutex.ops.grouped.checks import (
     check_fused,
     check_groups,
     check_inner,
+    check_rows,
     check_tensor,
 )
-from cutex.ops.grouped.registered import grouped_rows, grouped_sums, run_rows
+from cutex.ops.grouped.registered import GATHERED, grouped_rows, grouped_sums, run_rows
 from cutex.ops.plain import is_plain, nobody_watches
 from cutex.ops.plans import PlanCache
 
@@ -26,8 +27,10 @@ def grouped_mm(
     offs: Tensor | None = None,
     *,
     counts: Tensor | None = None,
+    index: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     """Products of groups, as torch.nn.functional.grouped_mm: group e is x's rows, or columns, from
     offs[e - 1], or 0, to offs[e].
@@ -47,6 +50,10 @@ def grouped_mm(
     group that would end before it begins is empty.
     bias (E, N): bfloat16 or float16. activation: as of `cutex.matmul`; gates take even columns, and
     leave N / 2. Both only where w has three dimensions and x's rows are in groups.
+    index (R,), row_scale (R,): with x (T, K), w (E, K, N) and offs. Row r is x[index[r]], int32,
+        from 0 to T - 1, gathered by the kernel's loads on a Hopper where K is a multiple of 64, and
+        before it elsewhere; offs are ends among the R rows of the result. Row r of the result is
+        multiplied by row_scale[r], float32, before it is rounded, such as by a router's weight.
 
     Rows of no group, from the last of offs on or from counts[e] on, are neither read nor written:
     those of the result hold whatever its memory did, as torch's; those of a gradient are zeros.
@@ -55,7 +62,8 @@ def grouped_mm(
     Blackwell GPU.
     """
     options = activation, offs is None, bias is None
-    if not torch.compiler.is_dynamo_compiling():
+    plain = index is None and row_scale is None
+    if plain and not torch.compiler.is_dynamo_compiling():
         edges, rest = (counts if offs is None else offs), (() if bias is None else (bias,))
         known = PLANS.find(options, x, w, edges, *rest)
         if known is not None:
@@ -72,7 +80,13 @@ def grouped_mm(
     if form == (2, 3) and counts is None:
         check_inner(x.shape[1], w.shape[1], "x (T, K) and w (E, K, N)")
         check_groups(w, edges, name)
+        if not plain:
+            check_fused(bias, activation, w)
+            check_rows(x, index, row_scale)
+            return _gathered(x, w, edges, index, bias, activation, row_scale)
         return _rows(x, w, edges, bias, activation, padded=False)
+    if not plain:
+        raise ValueError("index and row_scale take x (T, K), w (E, K, N) and offs")
     if form == (3, 3) and counts is not None:
         check_inner(x.shape[2], w.shape[1], "x (E, M, K) and w (E, K, N)")
         check_groups(w, edges, name)
@@ -100,6 +114,18 @@ def _rows(
         return ACTIVATIONS[activation](grouped_rows(x, w, edges, bias, None, padded))
     remember(x, w, edges, bias, activation, padded)
     return grouped_rows(x, w, edges, bias, activation, padded)
+
+
+def _gathered(
+    x: Tensor, w: Tensor, edges: Tensor, index: Tensor | None, bias: Tensor | None,
+    activation: str | None, row_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    given = [t for t in (x, w, bias, row_scale) if t is not None]
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+        return GATHERED(x, w, edges, index, bias, activation, row_scale)
+    rows = x if index is None else x.index_select(0, index)
+    y = _rows(rows, w, edges, bias, activation, padded=False)
+    return y if row_scale is None else (y * row_scale[:, None]).to(y.dtype)
 
 
 def remember(

@@ -26,12 +26,20 @@ MOST_KNOWN = 4096
 _known: dict[Hashable, Callable[..., None]] = per_device({})  # launches of calls like one before
 
 
-def rows(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, options: tuple[Any, ...]) -> None:
-    """out[rows of e] = activation(x[rows of e] @ w[e] + bias[e]), with x (T, K), w (E, K, N), and
-    out (T, N) in memory of `empty`; options: bias, activation, padded."""
+def rows(
+    x: Tensor,
+    w: Tensor,
+    edges: Tensor,
+    out: Tensor,
+    options: tuple[Any, ...],
+    row_scale: Tensor | None = None,
+) -> None:
+    """out[rows of e] = activation(x[rows of e] @ w[e] + bias[e]) * row_scale, with x (T, K), w (E,
+    K, N), and out (T, N) in memory of `empty`; options: bias, activation, padded."""
     bias, activation, padded = options
-    passed = [x, w, with_padding(out), edges, *([] if bias is None else [bias])]
-    again("rows", (activation, padded), passed, rows_call)
+    fused_with = [t for t in (bias, row_scale) if t is not None]
+    kind = activation, padded, bias is None, row_scale is None
+    again("rows", kind, [x, w, with_padding(out), edges, *fused_with], rows_call)
 
 
 def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
@@ -39,14 +47,14 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     from cutex.kernels.gemm.grouped.config import GroupedConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
-    (activation, padded), (x, w, out, edges, *bias) = options, passed
+    (activation, padded, *without), (x, w, out, edges, *given) = options, passed
     arch = arch_for(x)
     if x.shape[1] == 0:  # nothing to add up: the epilogue of zeros
         x, w = x.new_zeros((x.shape[0], ALIGN)), w.new_zeros((w.shape[0], ALIGN, w.shape[2]))
     # NOTE: a group may begin at any row, and TMA at none of a side that is contiguous
     x, a, _ = operand(x, -1, True)
     w, b, _ = operand(w.contiguous() if w.stride(0) == 0 else w, -2, False)
-    ops, others = fused(bias[0] if bias else None, activation)
+    ops, others = fused(*taken(given, without), activation=activation)
     mean = -(-x.shape[0] // edges.shape[0])
     most = choose.most_groups(edges.shape[0])
     _, k, n = w.shape
@@ -57,16 +65,23 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
 
 
 def gathered(
-    x: Tensor, index: Tensor, w: Tensor, edges: Tensor, out: Tensor, options: tuple[Any, ...]
+    x: Tensor,
+    index: Tensor,
+    w: Tensor,
+    edges: Tensor,
+    out: Tensor,
+    options: tuple[Any, ...],
+    row_scale: Tensor | None = None,
 ) -> None:
     """The same with the rows x[index] instead of x, index (R,), and out (R, N): gathered by the
     kernel where it can, else before it."""
     bias, activation, padded = options
     if not gathers(x):
-        rows(x.index_select(0, index), w, edges, out, options)
+        rows(x.index_select(0, index), w, edges, out, options, row_scale)
         return
-    passed = [x, w, with_padding(out), edges, index, *([] if bias is None else [bias])]
-    again("gathered", (activation, padded), passed, gathered_call)
+    fused_with = [t for t in (bias, row_scale) if t is not None]
+    kind = activation, padded, bias is None, row_scale is None
+    again("gathered", kind, [x, w, with_padding(out), edges, index, *fused_with], gathered_call)
 
 
 def gathers(x: Tensor) -> bool:
@@ -79,15 +94,15 @@ def gathered_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, 
     from cutex.kernels.gemm.grouped.config import GatheredConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
-    (activation, padded), (x, w, out, edges, index, *bias) = options, passed
+    (activation, padded, *without), (x, w, out, edges, index, *given) = options, passed
     w, b, _ = operand(w.contiguous() if w.stride(0) == 0 else w, -2, False)
-    ops, others = fused(bias[0] if bias else None, activation)
+    ops, others = fused(*taken(given, without), activation=activation)
     most, mean = choose.most_groups(edges.shape[0]), -(-index.shape[0] // edges.shape[0])
     tiles = choose.gathered_tiles(mean, (w.shape[1], w.shape[2]), bool(ops), most)
     layouts = OperandLayout(name_of(x)), b, OperandLayout(name_of(out))
     config = GatheredConfig(GeneralConfig(tiles, *layouts, ops), most, padded)
-    given = [normal(x, -1), w, out, edges.contiguous(), index.contiguous()]
-    return config, arch_for(x), [*given, *others]
+    given = [normal(x, -1), w, out, edges.contiguous(), index.contiguous(), *others]
+    return config, arch_for(x), given
 
 
 def sums(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, padded: bool) -> None:
@@ -131,11 +146,17 @@ def zeros_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str
     return ZerosConfig(whole, padded), arch_for(out), [out, edges.contiguous()]
 
 
+def taken(given: list[Tensor], without: list[bool]) -> list[Tensor | None]:
+    """`given`, with None for each that a call is `without`."""
+    rest = iter(given)
+    return [None if absent else next(rest) for absent in without]
+
+
 def fused(
-    bias: Tensor | None, activation: str | None
+    bias: Tensor | None, row_scale: Tensor | None = None, *, activation: str | None
 ) -> tuple[tuple[EpilogueOp, ...], list[Tensor]]:
     """The operations of the epilogue, and their arguments."""
-    from cutex.device.epilogue.epilogue_ops import Activation, Bias, Gate
+    from cutex.device.epilogue.epilogue_ops import Activation, Bias, Gate, Scale
 
     ops: list[EpilogueOp] = []
     passed = []
@@ -148,6 +169,9 @@ def fused(
         ops.append(Gate(activation.removeprefix("gated_")))
     elif activation is not None:
         ops.append(Activation(activation))
+    if row_scale is not None:
+        ops.append(Scale("row_scale", "row"))
+        passed.append(row_scale)
     return tuple(ops), passed
 
 

@@ -128,6 +128,37 @@ define(
 )
 
 
+def _run_gathered(
+    x: Tensor, w: Tensor, edges: Tensor, index: Tensor | None, bias: Tensor | None,
+    activation: str | None, row_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    out = _fake_gathered(x, w, edges, index, bias, activation, row_scale)
+    if out.numel() == 0:
+        launch.arch_for(x)
+    elif index is None:
+        launch.rows(x, w, edges, out, (bias, activation, False), row_scale)
+    else:
+        launch.gathered(x, index, w, edges, out, (bias, activation, False), row_scale)
+    return out
+
+
+def _fake_gathered(
+    x: Tensor, w: Tensor, edges: Tensor, index: Tensor | None, bias: Tensor | None,
+    activation: str | None, row_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    like = x if index is None else x.new_empty((index.shape[0], 0))
+    return _fake_rows(like, w, edges, bias, activation, False, False)
+
+
+GATHERED = define(
+    "grouped_gathered",
+    "(Tensor x, Tensor w, Tensor edges, Tensor? index, Tensor? bias, str? activation, "
+    "Tensor? row_scale) -> Tensor",
+    _run_gathered,
+    _fake_gathered,
+)
+
+
 def _rows_flops(x: Any, w: Any, *_: Any, **__: Any) -> int:
     """The FLOPs if all rows belong to a group: the shapes know no more."""
     return 2 * torch.Size(x).numel() * w[2]

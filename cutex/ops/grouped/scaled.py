@@ -192,7 +192,7 @@ def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Ten
             'cores scale by themselves, with cutex.quantize(x, "mxfp8")'
         )
     a, of_a, b, of_b = _operands(a, b)
-    ops, others = launch.fused(bias[0] if bias else None, options.activation)
+    ops, others = launch.fused(bias[0] if bias else None, activation=options.activation)
     most = choose.most_groups(edges.shape[0])
     tiles = choose.blocks_tiles(-(-a.shape[0] // edges.shape[0]), b.shape[2], bool(ops), most)
     product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
@@ -214,7 +214,7 @@ def _rows_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tenso
         a = a.new_zeros((a.shape[0], launch.ALIGN))
         b = b.new_zeros((b.shape[0], b.shape[2], launch.ALIGN)).mT
     a, of_a, b, of_b = _operands(a, b)
-    ops, others = launch.fused(bias[0] if bias else None, options.activation)
+    ops, others = launch.fused(bias[0] if bias else None, activation=options.activation)
     ops = (Scale("scale_a", "row"), Scale("scale_b", "column"), *ops)
     most, mean = choose.most_groups(edges.shape[0]), -(-a.shape[0] // edges.shape[0])
     tiles = choose.rows_tiles(arch, mean, (b.shape[1], b.shape[2]), True, most)
