@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cutex
+from cutex import ops
 from cutex.arch import arch
 from cutex.compile import compile
 from cutex.device.row.tile import RowTile
@@ -20,7 +21,7 @@ from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
 from cutex.kernels.row.kernel import ARCHS
 from cutex.ops.row import launches
 from cutex.ops.row.norm import groups_of, most_clusters
-from cutex.ops.row.rows import tile_of
+from cutex.ops.row.rows import arch_of, tile_of
 from cutex.sim import simulate
 
 cross_entropy_module = import_module("cutex.ops.row.cross_entropy")
@@ -379,3 +380,15 @@ def test_in_every_order_of_events(order, seed):
         y = cutex.layer_norm(cutex.softmax(x), w)
         y.square().sum().backward()
         assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9)])
+def test_every_gpu_of_compute_capability_8_runs_the_kernels_of_8_0(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert arch_of(torch.device("cuda"), "cutex.softmax") == "sm_80"
+
+
+def test_an_arch_without_kernels_of_its_own_is_simulated_by_those_of_8_0():
+    x = torch.randn(3, 40)
+    with ops.simulated("sm_89"):
+        assert torch.allclose(cutex.softmax(x), x.softmax(-1), atol=1e-6)

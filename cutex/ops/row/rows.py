@@ -67,17 +67,17 @@ def arch_of(device: torch.device, function: str) -> str:
     there is none."""
     from cutex.kernels.row.kernel import ARCHS
 
+    own = [x for x in KNOWN.values() if {x.name, kernels_of(x.name)} & {*ARCHS}]
     if device.type == "cpu" and (simulated := simulated_arch()) is not None:
-        if not {simulated, kernels_of(simulated)} & {*ARCHS}:
-            raise ValueError(f"arch {simulated!r}: {function} has kernels for {', '.join(ARCHS)}")
-        return simulated
-    if device.type != "cuda":
+        major, minor = arch(simulated).capability
+    elif device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+    else:
         raise ValueError(
             f"x is on {device}: {function} runs on an NVIDIA GPU from Ampere on; move its tensors "
             "there, or run them in the simulator with `with cutex.ops.simulated():`"
         )
-    major, minor = torch.cuda.get_device_capability(device)
-    exact = [x.name for x in KNOWN.values() if x.capability == (major, minor)]
+    exact = [x.name for x in own if x.capability == (major, minor)]
     if exact:
         return exact[0]
     if major == 8:
