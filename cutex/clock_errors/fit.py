@@ -136,7 +136,7 @@ def _least_absolute(slopes: np.ndarray, at: np.ndarray) -> np.ndarray:
     return step
 
 
-def told(values: Mapping[str, float], held: Sequence[float]) -> str:
+def summary(values: Mapping[str, float], held: Sequence[float]) -> str:
     """The constants, and the errors of the rows that were held out."""
     lines = [f"{name:16} {value:.4g}" for name, value in values.items()]
     return "\n".join(
@@ -147,11 +147,11 @@ def told(values: Mapping[str, float], held: Sequence[float]) -> str:
 def report_power(found: Sequence[Error], gpu: Gpu) -> str:
     values = fit_power(found, gpu)
     board = replace(gpu, power=changed(gpu.power, values))
-    return told(values, [clock_error(e, board) for e in found if e.row.held_out])
+    return summary(values, [clock_error(e, board) for e in found if e.row.held_out])
 
 
 def report_b200(rows: Sequence[B200Row], traced: Mapping[str, Traced]) -> str:
     values = fit_b200(rows, traced)
     model = b200_model(traced, values)
     held: list[B200Error] = list(b200_errors([r for r in rows if r.held_out], model))
-    return told(values, [e.relative for e in held])
+    return summary(values, [e.relative for e in held])

@@ -56,7 +56,7 @@ def kind(bar: Bar) -> Kind:
     role."""
     if bar.kind != "wait":
         return WORK if bar.kind == "work" else UNIT
-    return BARRIER if bar.told.startswith("barrier") else WAITS.get(bar.told, WARPS)
+    return BARRIER if bar.label.startswith("barrier") else WAITS.get(bar.label, WARPS)
 
 
 def timelines(op: str, arch: str, ladder: Sequence[AnyStage]) -> str:
@@ -126,8 +126,8 @@ def svg(intervals: Sequence[Interval], around: float, title: str) -> str:
             found = kind(bar)
             opacity = {"fill_opacity": PALE} if found.pale else {}
             canvas.rect(x, y + 1, max(width, 0.5), ROW - 3, found.hue, **opacity)
-            if bar.told and width > 40:
-                canvas.text(x + 4, y + 13, fits(bar.told, width - 6, 10), "ink", 10)
+            if bar.label and width > 40:
+                canvas.text(x + 4, y + 13, fits(bar.label, width - 6, 10), "ink", 10)
     fixed = f' width="{WIDTH:g}" height="{canvas.height:g}"'
     return canvas.svg().replace(fixed, ' width="100%"', 1)  # as wide as the page
 

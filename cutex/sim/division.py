@@ -77,9 +77,9 @@ def run_parts(
     Returns None, with ``memory`` restored, unless all parts are independent of each other.
     """
     with _shared(memory) as keep, _processes(parts, run) as ends:
-        told: dict[Connection, Part] = {}
-        while len(told) < len(ends):
-            for end in wait([e for e in ends if e not in told]):
+        answers: dict[Connection, Part] = {}
+        while len(answers) < len(ends):
+            for end in wait([e for e in ends if e not in answers]):
                 assert isinstance(end, Connection)
                 try:
                     part = end.recv()
@@ -87,8 +87,8 @@ def run_parts(
                     part = None
                 if part is None:
                     return None
-                told[end] = part
-        found = [told[end] for end in ends]
+                answers[end] = part
+        found = [answers[end] for end in ends]
         for i, part in enumerate(found):
             if any(part.touched.clashes(other.touched) for other in found[:i]):
                 return None

@@ -32,7 +32,7 @@ class EachOrder:
 
     def __init__(self, folder: Path, at_once: int, runs: Sequence[Sequence[str]]) -> None:
         self.folder, self.at_once, self.runs = folder, at_once, runs
-        self.ended = os.dup(sys.stdout.fileno())  # where ends are told
+        self.ended = os.dup(sys.stdout.fileno())  # where ends are printed
         self.running: dict[int, int] = {}  # process: number of its run
         self.number = 0
         self.forked = False
@@ -90,10 +90,10 @@ class EachOrder:
 
 def _print_to(file: Path, begin: bytes = b"") -> None:
     """Redirect all further output of this process to ``file``, which begins with ``begin``."""
-    told = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.write(told, begin)
-    os.dup2(told, sys.stdout.fileno())
-    os.dup2(told, sys.stderr.fileno())
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.write(log, begin)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
 
 

@@ -107,11 +107,11 @@ class Hazards(SimError):
     rule = "hazard"
 
     def __init__(self, findings: list[Finding]) -> None:
-        from cutex.sim.reports import told
+        from cutex.sim.reports import as_text
 
         self.findings = findings
         head = f"{len(findings)} hazard{'s' if len(findings) > 1 else ''} found"
-        super().__init__(f"{head}\n{told(findings)}")
+        super().__init__(f"{head}\n{as_text(findings)}")
 
 
 class CooperativeTooLarge(SimError):

@@ -132,7 +132,7 @@ def _cause(finding: Finding) -> object:
     return (finding.rule, finding.advisory, side.stack) if side and side.stack else None
 
 
-def told(findings: Sequence[Finding]) -> str:
+def as_text(findings: Sequence[Finding]) -> str:
     """The reports of all findings as text."""
     return "\n".join(map(str, folded(findings)))
 

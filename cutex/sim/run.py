@@ -30,7 +30,7 @@ from cutex.sim.machine.residency import Residency, gpu_of, residency
 from cutex.sim.machine.sectors import GlobalSectors
 from cutex.sim.policy import policy
 from cutex.sim.ptx.parse import Instruction, Program
-from cutex.sim.reports import BYTES, folded, headed, told
+from cutex.sim.reports import BYTES, as_text, folded, headed
 from cutex.sim.resources import KernelResources, resources
 from cutex.sim.sampling import Sampled
 from cutex.sim.scheduler import Scheduler
@@ -88,7 +88,8 @@ class SimReport:
             f"finding{'s' * (found != 1)}, {len(self.advisories) or 'no'} "
             f"advisor{'y' if len(self.advisories) == 1 else 'ies'}"
         )
-        parts = [told(self.findings), told(self.advisories), *self.kernels.values(), *self.times]
+        texts = as_text(self.findings), as_text(self.advisories)
+        parts = [*texts, *self.kernels.values(), *self.times]
         return "\n".join([*(str(part) for part in parts if part), *map(str, self.sampled), done])
 
 
@@ -373,7 +374,7 @@ def _told(error: SimError, findings: Findings) -> SimError:
     """The error that ended a run, as a report, together with the findings before it."""
     before = [f for f in findings if not f.advisory]
     causes = [r for r in folded(before) if r.root.rule == BYTES]
-    text = findings.names.told(str(error))
+    text = findings.names.with_names(str(error))
     sides = sides_of(text, findings.program)
     text = headed(text, sides)
     if causes:  # the cause first, with what became of it in its first line

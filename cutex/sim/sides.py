@@ -107,7 +107,7 @@ class SmemNames:
         size = max((b.offset + b.size for b in program.buffers), default=0)
         return cls(program.buffers if size == dynamic else [], start)
 
-    def told(self, text: str) -> str:
+    def with_names(self, text: str) -> str:
         """``text`` with the shared addresses in it named."""
         return _SHARED.sub(self._named, text) if self.buffers else text
 

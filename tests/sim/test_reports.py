@@ -57,7 +57,8 @@ def test_the_parts_of_shared_memory_have_the_names_of_the_kernel(key):
     assert [b.name for b in program.buffers[:2]] == ["sA", "sB"]
     b, full = program.buffers[1], next(b for b in program.buffers if b.name == "ab.full")
     assert names.at(1024 + full.offset + 16) == "ab.full[2]"
-    assert names.told(f"reads shared memory 0x{1024 + b.offset:x}..0x{1024 + b.offset + 64:x}") == (
+    addresses = f"0x{1024 + b.offset:x}..0x{1024 + b.offset + 64:x}"
+    assert names.with_names(f"reads shared memory {addresses}") == (
         f"reads shared memory sB[0..31] (0x{1024 + b.offset:x}..0x{1024 + b.offset + 64:x})"
     )
     assert SmemNames.of(program, 1024, smem + 16).buffers == [], "not certain"

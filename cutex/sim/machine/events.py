@@ -280,8 +280,8 @@ class Events(Observer):
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         for name in EVENTS:
-            told = [getattr(o, name) for o in observers if _defines(o, name)]
-            setattr(self, name, _to_all(told))
+            handlers = [getattr(o, name) for o in observers if _defines(o, name)]
+            setattr(self, name, _to_all(handlers))
         # the places of the program of which somebody wants `using_registers`
         self.places = set[int]().union(*(o.watched_places() for o in observers))
         self.step = any(_defines(o, "executing") or _defines(o, "executed") for o in observers)
@@ -291,13 +291,13 @@ def _defines(observer: Observer, name: str) -> bool:
     return getattr(type(observer), name) is not getattr(Observer, name)
 
 
-def _to_all(told: list[Callable[..., None]]) -> Callable[..., None]:
-    if not told:
+def _to_all(handlers: list[Callable[..., None]]) -> Callable[..., None]:
+    if not handlers:
         return _to_nobody
-    if len(told) == 1:
-        return told[0]
-    if len(told) == 2:  # NOTE: as most events; a loop takes twice as long
-        one, two = told
+    if len(handlers) == 1:
+        return handlers[0]
+    if len(handlers) == 2:  # NOTE: as most events; a loop takes twice as long
+        one, two = handlers
 
         def tell_both(*what: Any) -> None:
             one(*what)
@@ -306,7 +306,7 @@ def _to_all(told: list[Callable[..., None]]) -> Callable[..., None]:
         return tell_both
 
     def tell(*what: Any) -> None:
-        for each in told:
+        for each in handlers:
             each(*what)
 
     return tell

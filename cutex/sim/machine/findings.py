@@ -31,10 +31,10 @@ class Findings:
         """
         key = rule, instruction.line if cause is None else -cause, advisory
         if key not in self._found:
-            message, where = self.names.told(message), instruction.where()
+            message, where = self.names.with_names(message), instruction.where()
             sides = sides_of(f"{where} {message}", self.program)
             self._found[key] = Finding(
-                rule, message, where, advisory, sides, self.names.told(remedy)
+                rule, message, where, advisory, sides, self.names.with_names(remedy)
             )
 
     def __iter__(self) -> Iterator[Finding]:

@@ -22,12 +22,12 @@ TICKS = (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
 
 @dataclass
 class Bar:
-    """Neighbouring intervals of one kind on a track, drawn as one; ``told`` is the label."""
+    """Neighbouring intervals of one kind on a track, drawn as one; ``label`` its text."""
 
     start: float
     end: float
     kind: str
-    told: str
+    label: str
 
 
 def draw(intervals: Sequence[Interval], title: str) -> str:
@@ -48,8 +48,8 @@ def draw(intervals: Sequence[Interval], title: str) -> str:
         for bar in joined(tracks[row], 1 / scale):
             x, width = LEFT + bar.start * scale, (bar.end - bar.start) * scale
             canvas.rect(x, y + 2, max(width, 0.6), ROW - 4, HUES[bar.kind])
-            if bar.told and width > 24:
-                canvas.text(x + 4, y + 16, fits(bar.told, width - 6, TEXT), "soft", TEXT)
+            if bar.label and width > 24:
+                canvas.text(x + 4, y + 16, fits(bar.label, width - 6, TEXT), "soft", TEXT)
     step = next((t for t in TICKS if end / t <= 8), TICKS[-1])
     for cycle in range(0, int(end) + 1, step):
         x = LEFT + cycle * scale
@@ -83,10 +83,10 @@ def joined(intervals: Sequence[Interval], gap: float) -> list[Bar]:
     """
     found: list[Bar] = []
     for i in sorted(intervals, key=lambda i: i.start):
-        told = i.name if i.kind == "wait" else ""
+        label = i.name if i.kind == "wait" else ""
         last = found[-1] if found else None
-        if last and (last.kind, last.told) == (i.kind, told) and i.start - last.end <= gap:
+        if last and (last.kind, last.label) == (i.kind, label) and i.start - last.end <= gap:
             last.end = max(last.end, i.end)
         else:
-            found.append(Bar(i.start, i.end, i.kind, told))
+            found.append(Bar(i.start, i.end, i.kind, label))
     return found
