@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cutex.ops.row.norms import layer_norm, rms_norm
     from cutex.ops.row.reduce import reduce
     from cutex.ops.row.rope import rope
+    from cutex.ops.row.scan import scan
     from cutex.ops.row.softmax import softmax
     from cutex.ops.scaled_mm import scaled_mm
     from cutex.ops.tune import tune
@@ -68,6 +69,7 @@ _HOMES = {
     "rope": "cutex.ops.row",
     "scaled_grouped_mm": "cutex.ops.grouped",
     "scaled_mm": "cutex.ops.scaled_mm",
+    "scan": "cutex.ops.row",
     "simulate": "cutex.sim",
     "softmax": "cutex.ops.row",
     "tune": "cutex.ops.tune",
@@ -105,6 +107,7 @@ __all__ = [
     "rope",
     "scaled_grouped_mm",
     "scaled_mm",
+    "scan",
     "simulate",
     "softmax",
     "tune",

@@ -8,6 +8,7 @@ from cutex.device.row.tile import VECTOR_BYTES, RowTile
 WIDE = 4  # vectors of a thread, from which on more threads share a row
 CTA = 128  # threads of a CTA, before a cluster shares a row
 CLUSTER = 8  # the largest that every GPU with clusters takes
+SCANNERS = 512  # threads of a CTA that scans a part of a row
 MOST = 8  # vectors of a thread of the longest rows that are taken whole
 
 
@@ -56,6 +57,16 @@ def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
 def walk(bits: int, unit: int, shifted: bool = False) -> RowTile:
     """The tile of one CTA that goes along a long row, part by part."""
     return RowTile(1, 2 * CTA, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
+
+
+def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
+    """The tile of rows that are scanned: of whole ones by one CTA, or of a large part, so that
+    there are few parts to look back at."""
+    width = min(unit, VECTOR_BYTES * 8 // bits)
+    vectors = -(-(n + (width - 1) * shifted) // width)
+    threads = _power(-(-vectors // WIDE), 32, SCANNERS)
+    per_thread = min(MOST, -(-vectors // threads))
+    return RowTile(max(1, CTA // threads), threads, 1, per_thread, width, not shifted)
 
 
 def _power(x: int, least: int, most: int) -> int:

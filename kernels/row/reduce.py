@@ -158,7 +158,7 @@ def finish_parts(c: Any, mOut: cute.Tensor, mParts: cute.Tensor, scale: Float32)
     out = cute.arch.block_idx()[0] * FINISHERS + cute.arch.warp_idx()
     if out < cute.size(mOut):
         found = c.fold.start()
-        for split in cutlass.range(lane, cute.size(mParts, mode=[2]), WARP, unroll=1):
+        for split in cutlass.range(lane, cute.size(mParts, mode=[2]), WARP, unroll=16):
             value = tuple(mParts[word, out, split] for word in range(c.fold.count))
             found = c.fold.combine(found, value)
         found = lanes(found, c.fold.combine, WARP)

@@ -9,6 +9,7 @@ from cutex.ops.row.map import map
 from cutex.ops.row.norms import layer_norm, rms_norm
 from cutex.ops.row.reduce import reduce
 from cutex.ops.row.rope import rope
+from cutex.ops.row.scan import scan
 from cutex.ops.row.softmax import softmax
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "reduce",
     "rms_norm",
     "rope",
+    "scan",
     "softmax",
 ]

@@ -1,0 +1,105 @@
+"""`cutex.scan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutex.kernels.row import choose
+from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.operators import define
+from cutex.ops.row.rows import DTYPES, arch_of, check_rows, dtype_of, empty_rows, loads_of
+
+OPS = {"sum": ("sum", 1), "max": ("max", 1), "min": ("max", -1)}
+WARP = 32
+
+
+def scan(
+    x: Tensor,
+    op: str = "sum",
+    dim: int = -1,
+    *,
+    reverse: bool = False,
+    exclusive: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The running sum, max or min of x along `dim`, as torch.cumsum: of each element and those
+    before it.
+
+    x: bfloat16, float16 or float32, of any shape and strides; added up in float32, read and written
+        once, however long; a dim that is not contiguous is copied first.
+    reverse: of each element and those behind it. exclusive: without the element itself, so that the
+        first one is 0, or -inf of max and inf of min. out_dtype: by default x's.
+
+    The order of sums is fixed, so that the bits are the same each time. A sum is differentiable
+    once. Raises TypeError or ValueError, with one sentence that names the argument, for arguments
+    that do not fit, and where there is no NVIDIA GPU from Ampere on.
+    """
+    check_rows("x", x)
+    if op not in OPS:
+        raise ValueError(f"op={op!r} is not one of {', '.join(OPS)}")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
+    for name, flag in (("reverse", reverse), ("exclusive", exclusive)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    if out_dtype not in (None, *DTYPES):
+        raise TypeError(f"out_dtype={out_dtype!r} is not bfloat16, float16 or float32")
+    if op != "sum" and torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"x wants a gradient, which a running {op} has not")
+    options = op, reverse, exclusive, out_dtype or x.dtype
+    if dim in (-1, x.dim() - 1):
+        return SCAN(x, *options)
+    return SCAN(x.movedim(dim, -1), *options).movedim(-1, dim)
+
+
+def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
+    from cutex.kernels.row.fold import Fold
+    from cutex.kernels.row.scan import Scan, ScanConfig
+
+    op, reverse, exclusive, out = options
+    arch = arch_of(x.device, "cutex.scan")
+    if not x.numel():
+        return lambda x: empty_rows(x, out)
+    launch = Launch(x.device)
+    rows = launch.rows(x=x)
+    rows.append(launch.makes("y", x.shape, out, 2))
+    unit, shifted = loads_of(rows, (), True)
+    n, bits = rows[0].shape[1], 8 * max(y.element_size() for y in rows)
+    tile = choose.scan(n, bits, unit, shifted)
+    parts = -(-(n + tile.slack) // (tile.columns + tile.slack))
+    names = ["x", "y"]
+    if parts > 1:
+        words = 1 + rows[0].shape[0] * (parts + -(-parts // WARP))
+        launch.makes("words", (words,), torch.int64)
+        names.append("words")
+    config = ScanConfig(tile, Fold(*OPS[op]), dtype_of(rows[1]), parts > 1, reverse, exclusive)
+    zeroed = ("words",) if parts > 1 else ()
+    return launch.run((Scan, config, arch), names, (parts,), ("y",), zeroed)
+
+
+_scanned = Calls(_plan)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *ctx.options = inputs
+    ctx.dtype = x.dtype
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    op, reverse, exclusive, _ = ctx.options
+    return SCAN(dy, op, not reverse, exclusive, ctx.dtype), None, None, None, None
+
+
+SCAN = define(
+    "scan",
+    "(Tensor x, str op, bool reverse, bool exclusive, ScalarType dtype) -> Tensor",
+    lambda x, *options: _scanned(options, x),
+    lambda x, op, reverse, exclusive, dtype: empty_rows(x, dtype),
+    _setup,
+    _backward,
+)
