@@ -27,7 +27,12 @@ VECTORS = {"BlockWise1x32": 32, "BlockWise1x16": 16}  # elements that share a fa
 FACTORS = {32: torch.float8_e8m0fnu, 16: torch.float8_e4m3fn}
 ARCH = "sm_100a"
 PADDED_K, PADDED_ALIGN = 128, 32  # of fp4 beside fp8: elements, bytes
-OUT_FORMATS = ("mxfp8", "mxfp8_e5m2")  # that the epilogue can quantize the result to
+OUT_FORMATS = (
+    "mxfp8",
+    "mxfp8_e5m2",
+    "mxfp4",
+    "nvfp4",
+)  # that the epilogue can quantize the result to
 INST_K = 64  # elements of fp4 in an MMA
 FORMATS = {
     "mxfp8": "BlockWise1x32",
@@ -55,9 +60,11 @@ def block_scaled(
     residual: Tensor | None,
     activation: str | None,
     output_dtype: Any,
+    output_scale: Tensor | None = None,
 ) -> list[Tensor]:
     """activation((a * factors) @ (b * factors)^T + bias) + residual, b as (N, K); with the name of
-    a format as `output_dtype` its elements, and their factors."""
+    a format as `output_dtype` its elements, and their factors, of NVFP4 relative to
+    `output_scale`."""
     from cutex.kernels.gemm.scaled.sm100.config import kind_of
 
     names = _element(a), _element(b)
@@ -80,6 +87,7 @@ def block_scaled(
     quantized = output_dtype if isinstance(output_dtype, str) else None
     if quantized not in (None, *OUT_FORMATS):
         raise ValueError(f"output_dtype={quantized!r} is not one of {', '.join(OUT_FORMATS)}")
+    output_scale = _output_scale(quantized, output_scale, n, activation, a.x.device)
     if quantized is not None:
         output_dtype = torch.bfloat16  # for the checks: bias and residual may have it
     check(
@@ -93,8 +101,14 @@ def block_scaled(
         )
     )
     given = (*(_bytes(x.x.detach()) for x in (a, b)), *factors, *own)
-    found = BLOCK_SCALED_MM(*given, vector, bias, residual, activation, output_dtype, quantized)
-    return list(found)
+    found = list(
+        BLOCK_SCALED_MM(
+            *given, vector, bias, residual, activation, output_dtype, quantized, output_scale
+        )
+    )
+    if quantized is not None and format_named(quantized).element == "e2m1":
+        found[0] = found[0].view(torch.float4_e2m1fn_x2)
+    return found
 
 
 def of_quantized(
@@ -118,6 +132,28 @@ def of_quantized(
 
 
 # ---- checks
+
+
+def _output_scale(
+    quantized: str | None, given: Any, n: int, activation: str | None, device: torch.device
+) -> Tensor | None:
+    """The factor of a result in NVFP4, of one element; ValueError or TypeError for another."""
+    of = None if quantized is None else format_named(quantized)
+    if of is not None and of.element == "e2m1":
+        if activation is not None and activation.startswith("gated"):
+            raise ValueError(f"output_dtype={quantized!r} takes no gated activation")
+        if n % 2:
+            raise ValueError(f"N={n}: two elements of {quantized} share a byte, it is even")
+    if of is None or not of.tensor_scale:
+        if given is not None:
+            raise ValueError('output_scale is given: takes output_dtype="nvfp4"')
+        return None
+    if not isinstance(given, Tensor) or given.dtype != torch.float32 or given.numel() != 1:
+        got = f"{given.dtype} of {given.numel()}" if isinstance(given, Tensor) else given
+        raise TypeError(f"output_scale must be one float32 number for nvfp4, got {got}")
+    if given.device != device:
+        raise ValueError(f"output_scale is on {given.device}, not on {device}")
+    return given.detach().reshape(1)
 
 
 def _element(operand: BlockScaledOperand) -> str:
@@ -209,6 +245,7 @@ def _run(
     activation: str | None,
     output_dtype: torch.dtype,
     quantized: str | None,
+    output_scale: Tensor | None,
 ) -> list[Tensor]:
     from cutex.kernels.gemm.layouts import OperandLayout
 
@@ -231,15 +268,16 @@ def _run(
         for i, (name, (x, k_contiguous)) in enumerate(zip(names, placed, strict=True))
     ]
     words = [layouts.words(_without_padding(f, k, vector, names)) for f in (factors_a, factors_b)]
-    if residual is not None and residual.shape != out.shape:
-        residual = residual.expand(out.shape)
+    if residual is not None and residual.shape != call.shape:
+        residual = residual.expand(call.shape)
     to, out_layout, _ = result(out)
     ops, passed = fused(call, out, residual, arch)
     if quantized is not None:
         from cutex.kernels.gemm.scaled.sm100.quantized import QuantizeRows
 
         ops = cast(Any, (*ops, QuantizeRows(quantized)))
-        passed = [*passed, ("out_factors", layouts.words(outputs[1]))]
+        own = [] if output_scale is None else [("out_scale", output_scale)]
+        passed = [*passed, ("out_factors", layouts.words(outputs[1])), *own]
     tensors = [placed[0][0], placed[1][0].mT, to, *words, *(x for _, x in passed)]
     mnk = (call.a.shape[-2], call.b.shape[-1], k)
     batch = out.shape[0] if out.dim() == 3 else 1
@@ -257,8 +295,11 @@ def _outputs(call: Call, quantized: str | None, device: torch.device) -> list[Te
     *batch, m, n = call.shape
     shape = (*batch, *layouts.swizzled_shape(*of.factors(m, n)))
     factors = torch.zeros(shape, dtype=torch.uint8, device=device)
-    data = torch.empty(call.shape, dtype=of.dtype.torch, device=device)
-    return [data, factors.view(torch.float8_e8m0fnu)]
+    if of.element == "e2m1":
+        data = torch.empty((*batch, m, n // 2), dtype=torch.uint8, device=device)
+    else:
+        data = torch.empty(call.shape, dtype=of.dtype.torch, device=device)
+    return [data, factors.view(FACTORS[of.block[1]])]
 
 
 def _call(
@@ -364,6 +405,7 @@ def _fake(
     activation: str | None,
     output_dtype: torch.dtype,
     quantized: str | None,
+    output_scale: Tensor | None,
 ) -> list[Tensor]:
     call = _call(a, b, own_a, own_b, bias, residual, activation, output_dtype)
     return _outputs(call, quantized, a.device)
@@ -373,7 +415,7 @@ BLOCK_SCALED_MM = define(
     "block_scaled_mm",
     "(Tensor a, Tensor b, Tensor factors_a, Tensor factors_b, Tensor? own_a, Tensor? own_b, "
     "int vector, Tensor? bias, Tensor? residual, str? activation, ScalarType output_dtype, "
-    "str? quantized) -> Tensor[]",
+    "str? quantized, Tensor? output_scale) -> Tensor[]",
     _run,
     _fake,
 )

@@ -52,6 +52,7 @@ def scaled_mm(
     output_dtype: Any = torch.bfloat16,
     activation: str | None = None,
     residual: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> Any:
     """activation((a * scale_a) @ (b * scale_b) + bias) + residual.
 
@@ -72,8 +73,10 @@ def scaled_mm(
     swizzle_a, swizzle_b: members of torch.nn.functional.SwizzleType, or their names, of factors of
         1x32 and 1x16: SWIZZLE_32_4_4 in any shape, NO_SWIZZLE (M, K / block), swizzled here.
     bias, activation, residual: as of `cutex.matmul`. output_dtype: bfloat16, float16 or float32;
-        with factors of 1x32 or 1x16 also "mxfp8" or "mxfp8_e5m2", a QuantizedTensor, bit by bit
-        `cutex.quantize` of the float32 result, for the next product.
+        with factors of 1x32 or 1x16 also "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4", a
+        QuantizedTensor, bit by bit `cutex.quantize` of the float32 result, for the next product;
+        of fp4 N is even and activation not gated. output_scale: of "nvfp4", the result's own
+        factor, one float32, which cannot be known before the product.
 
     Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
     DeepSeek-V3's. a and b whose K is not contiguous are copied first. Not differentiable. Raises
@@ -84,9 +87,10 @@ def scaled_mm(
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
         recipes = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
         given = _block_operands((a, b), (scale_a, scale_b), *recipes)
-        found = block_scaled(*given, bias, residual, activation, output_dtype)
+        found = block_scaled(*given, bias, residual, activation, output_dtype, output_scale)
         if isinstance(output_dtype, str):
-            return QuantizedTensor(found[0], found[1], output_dtype, True)
+            own = None if output_scale is None else output_scale.detach().reshape(1)
+            return QuantizedTensor(found[0], found[1], output_dtype, True, own)
         return found[0]
     if isinstance(output_dtype, str):
         raise ValueError(f"output_dtype={output_dtype!r}: takes factors that tensor cores read")

@@ -104,7 +104,16 @@ def test_epilogues_batches_and_operands_that_tma_cannot_step():
     assert torch.equal(both, torch.stack([first, first]))
 
 
-@pytest.mark.parametrize(("n", "out"), [(264, "mxfp8"), (67, "mxfp8_e5m2")])
+@pytest.mark.parametrize(
+    ("n", "out"),
+    [
+        (264, "mxfp8"),
+        (67, "mxfp8_e5m2"),
+        (256, "nvfp4"),
+        pytest.param(264, "mxfp4", marks=pytest.mark.slow),
+        pytest.param(66, "nvfp4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_quantized_result_is_that_of_quantize_bit_by_bit(n, out):
     """With NaN, infinities, zeros and numbers of all sizes; its factors serve the next product."""
     problem = BlockScaledProblem(140, 264, 96, "mxfp8", "spread")
@@ -116,16 +125,34 @@ def test_a_quantized_result_is_that_of_quantize_bit_by_bit(n, out):
     residual[70:100] = 0
     more = {"residual": residual, **kinds}
     scale_b = scale_b[: -(-n // 128)]
+    own = {"output_scale": torch.full((1,), 0.37)} if out == "nvfp4" else {}
+    of_tensor = {"tensor_scale": own["output_scale"]} if own else {}
     with cutex.ops.simulated("sm_100a", order="random", seed=n):
         c = cutex.scaled_mm(a, b[:, :n], scale_a, scale_b, output_dtype=torch.float32, **more)
-        q = cutex.scaled_mm(a, b[:, :n], scale_a, scale_b, output_dtype=out, **more)
-        want = cutex.quantize(c, out)
+        q = cutex.scaled_mm(a, b[:, :n], scale_a, scale_b, output_dtype=out, **more, **own)
+        want = cutex.quantize(c, out, **of_tensor)
         assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8))
         assert torch.equal(q.scale.view(torch.uint8), want.scale.view(torch.uint8))
-        if n % 32 == 8:
-            return
-    with cutex.ops.simulated("sm_100a"), pytest.raises(ValueError, match="is not one of mxfp8"):
-        cutex.scaled_mm(a, b[:, :n], scale_a, scale_b, output_dtype="nvfp4", **more)
+        assert q.tensor_scale is None or torch.equal(q.tensor_scale, own["output_scale"])
+        if n == 256:
+            w = cutex.quantize(torch.randn(40, n), out)
+            next_one = cutex.scaled_mm(q, w)
+            assert torch.equal(next_one.nan_to_num(), cutex.scaled_mm(want, w).nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("out", "more", "says"),
+    [
+        ("mxfp6", {}, "output_dtype='mxfp6' is not one of mxfp8"),
+        ("nvfp4", {}, "output_scale must be one float32 number for nvfp4, got None"),
+        ("mxfp4", {"output_scale": torch.ones(1)}, 'output_scale is given: takes output_dtype="nv'),
+        ("mxfp4", {"activation": "gated_silu"}, "output_dtype='mxfp4' takes no gated activation"),
+    ],
+)
+def test_a_quantized_result_that_is_not_taken(out, more, says):
+    (a, b, scale_a, scale_b), kinds = arguments(BlockScaledProblem(32, 64, 96, "mxfp8"))
+    with cutex.ops.simulated("sm_100a"), pytest.raises((TypeError, ValueError), match=says):
+        cutex.scaled_mm(a, b, scale_a, scale_b, output_dtype=out, **more, **kinds)
 
 
 E8 = torch.float8_e8m0fnu

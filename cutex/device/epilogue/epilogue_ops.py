@@ -260,7 +260,7 @@ def op_arguments(ops: tuple[EpilogueOp, ...]) -> tuple[Argument, ...]:
 
 def has_gate(ops: tuple[EpilogueOp, ...]) -> bool:
     """Whether the operations leave half as many columns as the product has."""
-    return any(isinstance(op, Gate) for op in ops)
+    return any(isinstance(op, Gate) or getattr(op, "halves", False) for op in ops)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from cutlass import Int32, Uint8, cute
 
 from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import Fragment
-from cutex.kernels.quantize.elements import bits_of, factor_of, multiply
+from cutex.kernels.quantize.elements import Elements, bits_of, factor_of, multiply
 from cutex.problem.scaled.formats import FORMATS
 
 MAGNITUDE = 0x7FFFFFFF  # of a float's bits
@@ -18,9 +18,10 @@ CHUNK = (32, 4)  # rows of a chunk as (row mod 32, row div 32), and 4 factors
 
 @dataclass(frozen=True)
 class QuantizeRows:
-    """x / factor, with a power of two for each 32 columns, which is written to the swizzled factors
-    (L, RestRows, RestColumns, 128 words) of the result; it is rounded when it is stored. The last
-    operation, on rows whose columns are one thread's.
+    """x / factor, with a factor for each block of columns, which is written to the swizzled factors
+    (L, RestRows, RestColumns, 128 words) of the result; it is rounded when it is stored, or of fp4
+    here, two columns to a byte. The last operation, on rows whose columns are one thread's. NVFP4
+    is relative to the result's own factor, which is given.
 
     Bit by bit `cutex.quantize` of x: what a last block lacks counts as zero. Factors beyond the
     result are left as they are.
@@ -31,24 +32,44 @@ class QuantizeRows:
 
     def arguments(self) -> tuple[Argument, ...]:
         sizes = ("l_factors", "chunks_rows", "chunks_columns", "words")
-        return (Operand("out_factors", sizes, "int32"),)
+        factors = Operand("out_factors", sizes, "int32")
+        own = Operand("out_scale", ("one",), "fp32", aligned=False, whole=False)
+        return (factors, own) if FORMATS[self.format].tensor_scale else (factors,)
+
+    @property
+    def halves(self) -> bool:
+        """Whether two columns share a byte of the result."""
+        return FORMATS[self.format].element == "e2m1"
 
     @property
     def block(self) -> int:
         return FORMATS[self.format].block[1]
 
-    def apply(self, x: Fragment, mFactors: cute.Tensor) -> None:
+    def apply(self, x: Fragment, mFactors: cute.Tensor, *own: cute.Tensor) -> Fragment | None:
         of = FORMATS[self.format]
+        of_tensor = own[0][0] if own else None
         for first in range(0, len(x.columns), self.block):
             largest = Int32(0)
             for c in range(first, first + self.block):
                 size = bits_of(x.values[0, c]) & MAGNITUDE
                 inside = x.columns[c] < x.bounds[1]
                 largest = cutlass.max(largest, cutlass.select_(inside, size, Int32(0)))
-            factor = factor_of(of, largest, self.rounding, True, None)
+            factor = factor_of(of, largest, self.rounding, True, of_tensor)
             for c in range(first, first + self.block):
                 x.values[0, c] = multiply(x.values[0, c], factor.inverse)
             self.store(x, mFactors, x.columns[first], factor.code)
+        return self.in_bytes(x) if self.halves else None
+
+    def in_bytes(self, x: Fragment) -> Fragment:
+        """x rounded to fp4, two neighbouring columns to a byte, the first in the low bits."""
+        rows, columns = x.shape
+        values = cute.make_rmem_tensor((rows, columns // 2), Uint8)  # (R, C / 2)
+        elements = Elements("e2m1", native=True)
+        for c in range(columns // 2):
+            values[0, c] = elements.pair(x.values[0, 2 * c], x.values[0, 2 * c + 1]).to(Uint8)
+        halves = tuple(c // 2 for c in x.columns[::2])
+        bounds = x.bounds[0], x.bounds[1] // 2
+        return x._replace(values=values, columns=halves, bounds=bounds, run=x.run // 2)
 
     @cute.jit
     def store(self, x: Fragment, mFactors: cute.Tensor, column: Int32, code: Int32) -> None:

@@ -38,7 +38,8 @@ class ScaledConfig(GeneralConfig):
         tiles, quantized = self.tiles, [op for op in self.ops if isinstance(op, QuantizeRows)]
         if tiles.epi_n and tiles.tile_n % self.epi_columns:
             return f"tile_n={tiles.tile_n}: sub-tiles of out have {self.epi_columns} columns"
-        if quantized and (tiles.swap_ab or self.out_columns % quantized[0].block):
+        columns = self.out_columns * (2 if any(op.halves for op in quantized) else 1)
+        if quantized and (tiles.swap_ab or columns % quantized[0].block):
             return (
                 f"swap_ab={tiles.swap_ab}, epi_n={tiles.epi_n}: {quantized[0].block} columns of a "
                 "row of out share a factor"
