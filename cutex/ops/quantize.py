@@ -192,6 +192,7 @@ def _run(
         aligned=not (k % QuantizeConfig(format).width or flat.data_ptr() % 16 or odd_pitch),
         aligned_columns=m % COLUMN_VECTOR == 0,
         native=arch in NATIVE[of.element],
+        native_e4m3=arch in NATIVE["e4m3"],
     )
     if config.aligned and m == 1:
         flat = flat.as_strided((1, k), (-(-k // unit) * unit, 1))

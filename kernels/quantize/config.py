@@ -33,6 +33,7 @@ class QuantizeConfig:
     aligned: bool = True  # rows begin at, and have, whole vectors of WIDTH elements
     aligned_columns: bool = True  # so do the columns' results: M is a multiple of 32
     native: bool = True  # whether the arch has the conversion to the element
+    native_e4m3: bool = True  # and that to e4m3, of NVFP4's factors
 
     @property
     def of(self) -> Format:
@@ -67,6 +68,8 @@ class QuantizeConfig:
             return "rows, columns: at least one of them"
         if self.native and arch.name not in NATIVE[self.of.element]:
             return f"native: {arch.name} has no conversion to {self.of.element}"
+        if self.native_e4m3 and arch.name not in NATIVE["e4m3"]:
+            return f"native_e4m3: {arch.name} has no conversion to e4m3"
         if self.swizzled and not self.of.swizzled:
             return f"swizzled: factors of {self.format} are fp32, which no tensor core reads"
         return None

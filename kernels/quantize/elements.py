@@ -79,11 +79,7 @@ def _f32(ptx: str, operands: tuple[Any, ...], loc: Any, ip: Any) -> Float32:
 def larger_halves(x: Int32, y: Int32, kind: str, *, loc=None, ip=None) -> Int32:
     """The larger of each two halves of 16 bits, of `kind` f16 or bf16; a NaN is above all (PTX ISA,
     max)."""
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (x, y)]
-    ptx = f"max.NaN.{kind}x2 $0, $1, $2;"
-    return Int32(
-        llvm.inline_asm(T.i32(), values, ptx, "=r,r,r", has_side_effects=False, loc=loc, ip=ip)
-    )
+    return _b32(f"max.NaN.{kind}x2 $0, $1, $2;", (x, y), loc, ip)
 
 
 # ---- elements
@@ -168,6 +164,93 @@ def add_e2m1(x: Float32, word: Int32, place: int, *, loc=None, ip=None) -> Int32
     return Int32(
         llvm.inline_asm(T.i32(), values, ptx, "=r,f,r", has_side_effects=False, loc=loc, ip=ip)
     )
+
+
+def halves_of(low: Float32, high: Float32) -> Int32:
+    """Two numbers, exact as bf16, in one word."""
+    return ((bits_of(low) >> 16) & 0xFFFF) | (bits_of(high) & ~0xFFFF)
+
+
+@dsl_user_op
+def scaled_halves(x: Int32, inverse: Int32, *, loc=None, ip=None) -> Int32:
+    """The products of two bf16 with two powers of two."""
+    ptx = """{
+        .reg .b32 zero;
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 $0, $1, $2, zero;
+    }"""
+    return _b32(ptx, (x, inverse), loc, ip)
+
+
+@dsl_user_op
+def halves_to_odd(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
+    """Two numbers as bf16, cut off, the last bit set where anything was lost: what is half way
+    between two elements stays so, and nothing else becomes so."""
+    ptx = """{
+        .reg .b32 cut, lost, one;
+        mov.b32 one, 0x00010001;
+        prmt.b32 cut, $1, $2, 0x7632;
+        prmt.b32 lost, $1, $2, 0x5410;
+        min.u16x2 lost, lost, one;
+        or.b32 $0, cut, lost;
+    }"""
+    return _b32(ptx, (bits_of(low), bits_of(high)), loc, ip)
+
+
+@dsl_user_op
+def e2m1_pair(x: Int32, *, loc=None, ip=None) -> Int32:
+    """The e2m1 codes of two bf16: of the low half in bits 0 to 3, of the high half in bits 16 to
+    19; other bits are of no meaning. The sum of `add_e2m1`, 2^e (64 + 3) + |x|, of both at once.
+    """
+    ptx = """{
+        .reg .b32 one, six, more, size, sum, top;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 six, 0x40C040C0;
+        mov.b32 more, 0x42864286;
+        and.b32 size, $1, 0x7FFF7FFF;
+        min.bf16x2 size, size, six;
+        max.bf16x2 sum, size, one;
+        and.b32 sum, sum, 0x7F807F80;
+        fma.rn.bf16x2 sum, sum, more, size;
+        shr.u32 top, sum, 6;
+        and.b32 sum, sum, 0x000F000F;
+        add.u32 sum, sum, top;
+        shr.u32 top, $1, 12;
+        lop3.b32 $0, sum, top, 0x00070007, 0xE4;
+    }"""
+    return _b32(ptx, (x,), loc, ip)
+
+
+def _b32(ptx: str, operands: tuple[Any, ...], loc: Any, ip: Any) -> Int32:
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in operands]
+    constraints = ",".join(["=r", *["r"] * len(values)])
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, constraints, has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+def take(first: Int32, second: Int32, places: int) -> Int32:
+    """The bytes of two words that the hexadecimal digits of `places` name, the lowest last (PTX
+    ISA, prmt)."""
+    return Int32(cute.arch.prmt(first, second, places))
+
+
+def row_codes(pairs: list[Int32]) -> Int32:
+    """The word of eight codes of a row, of four results of `e2m1_pair`."""
+    first, second = take(pairs[0], pairs[1], 0x6420), take(pairs[2], pairs[3], 0x6420)
+    return nibbles(take(first, second, 0x6420), take(first, second, 0x7531))
+
+
+def column_codes(rows: list[Int32]) -> tuple[Int32, Int32]:
+    """The words of eight codes of two columns, of eight results of `e2m1_pair`, a row each."""
+    two = [nibbles(low, high) for low, high in zip(rows[::2], rows[1::2], strict=True)]
+    upper, lower = take(two[0], two[1], 0x6240), take(two[2], two[3], 0x6240)
+    return take(upper, lower, 0x5410), take(upper, lower, 0x7632)
+
+
+def nibbles(low: Int32, high: Int32) -> Int32:
+    """The low nibble of each byte of two words, in one byte."""
+    return (low & 0x0F0F0F0F) | ((high << 4) & ~0x0F0F0F0F)
 
 
 def as_bits(value: float) -> int:

@@ -23,13 +23,20 @@ from cutex.kernels.quantize.elements import (
     Elements,
     Factor,
     bits_of,
+    column_codes,
+    e2m1_pair,
     factor_of,
     float_of,
+    halves_of,
+    halves_to_odd,
     larger_halves,
+    row_codes,
+    scaled_halves,
 )
 
 THREADS = 256
-SEGMENTS = THREADS // TILE  # threads down a column of the tile
+PAIRS = TILE // 2  # of neighbouring columns, of which a thread has one
+SEGMENTS = THREADS // PAIRS  # threads down a column of the tile
 SEGMENT = TILE // SEGMENTS  # rows of each
 
 
@@ -37,12 +44,12 @@ class Quantize:
     """q = x / factors, and the factors, of rows, of columns, or of both.
 
     A thread reads 8 elements of each 16th row, or 16 of each 32nd, and quantizes them with its
-    neighbours; it leaves them in smem, from where it takes 64 rows of one column.
+    neighbours; it leaves them in smem, from where it takes 32 rows of two columns.
 
     smem            bytes
     sX              128 * 128 * (2 or 4), only for columns
     sQ              128 * 128 / 2, or 128 * 128, only for columns that are aligned
-    sMax            4 * threads / 32, or with columns in blocks of 128 4 * threads
+    sMax            4 * threads / 32, or with columns in blocks of 128 8 * threads
     """
 
     archs = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
@@ -101,7 +108,7 @@ class Quantize:
         if cutlass.const_expr(c.of.tensor_scale):
             own, rest = passed[0][0], passed[1:]
         smem = SmemAllocator()
-        sMax = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
+        sMax = smem.allocate_tensor(Int32, cute.make_layout((SEGMENTS, 2, PAIRS)), 16)
         sX: Any = None
         sQ: Any = None
         if cutlass.const_expr(c.columns):
@@ -141,17 +148,20 @@ class Quantize:
         first_column += thread % self.lanes * width
         for i in cutlass.range_constexpr(self.passes):
             row = first_row + thread // self.lanes + i * self.step
-            for j in cutlass.range_constexpr(0, width, WIDTH):
-                column = first_column + j
-                if (row < rows) & (column < columns):
-                    if cutlass.const_expr(self.config.aligned):
-                        vector = cute.local_tile(mX[row, None], (WIDTH,), (column // WIDTH,))
-                        to = cute.local_tile(rX[None, i], (WIDTH,), (j // WIDTH,))
-                        cute.autovec_copy(vector, to)
-                    else:
-                        for n in cutlass.range_constexpr(WIDTH):
-                            if column + n < columns:
-                                rX[j + n, i] = mX[row, column + n]
+            # NOTE: under a branch of its own; under one predicate of rows and columns, ptxas starts
+            # some loads only when others have been waited for
+            if row < rows:
+                for j in cutlass.range_constexpr(0, width, WIDTH):
+                    column = first_column + j
+                    if column < columns:
+                        if cutlass.const_expr(self.config.aligned):
+                            vector = cute.local_tile(mX[row, None], (WIDTH,), (column // WIDTH,))
+                            to = cute.local_tile(rX[None, i], (WIDTH,), (j // WIDTH,))
+                            cute.autovec_copy(vector, to)
+                        else:
+                            for n in cutlass.range_constexpr(WIDTH):
+                                if column + n < columns:
+                                    rX[j + n, i] = mX[row, column + n]
         return rX
 
     @cute.jit
@@ -169,12 +179,7 @@ class Quantize:
 
     def factor(self, largest: Int32, own: Float32) -> Factor:
         c = self.config
-        return factor_of(c.of, largest, c.rounding, self.native_e4m3, own)
-
-    @property
-    def native_e4m3(self) -> bool:
-        """Whether NVFP4's factors are converted by an instruction: wherever its elements are."""
-        return self.config.native
+        return factor_of(c.of, largest, c.rounding, c.native_e4m3, own)
 
     @cute.jit
     def quantize_rows(
@@ -202,11 +207,11 @@ class Quantize:
             if cutlass.const_expr(not c.square):
                 largest = over_lanes(vector_magnitude(rX[None, i]), group)
             factor = self.factor(largest, own)
-            per_word = self.per_word
-            scaled = [v * factor.inverse for v in values]
-            words = [
-                self.elements.pack(scaled[j : j + per_word]) for j in range(0, c.width, per_word)
-            ]
+            if cutlass.const_expr(self.in_pairs):
+                pairs = self.pairs(rX[None, i], [factor, factor])
+                words = [row_codes(pairs[j : j + 4]) for j in range(0, len(pairs), 4)]
+            else:
+                words = self.words(values, factor)
             if row < rows:
                 self.store_words(mData, row, column, words, columns, c.aligned)
             code = cutlass.select_((row < rows) & (column < columns), factor.code, Int32(0))
@@ -224,42 +229,101 @@ class Quantize:
         results: tuple[Any, Any],
     ) -> None:
         """Quantize along M, store the factors, and x transposed, or leave it in smem. A thread has
-        SEGMENT rows of one column, of which no block is shared but those of 128."""
+        SEGMENT rows of two columns, of which no block is shared but those of 128."""
         c = self.config
         sX, sMax, sQ = smem_tiles
         mData, mFactors = results
         thread = cute.arch.thread_idx()[0]
-        here, segment = thread % TILE, thread // TILE
+        here, segment = thread % PAIRS, thread // PAIRS
         rows, columns = mX.shape
-        column, first = column_tile * TILE + here, row_tile * TILE + segment * SEGMENT
+        column, first = column_tile * TILE + 2 * here, row_tile * TILE + segment * SEGMENT
         at_once = min(c.block, SEGMENT)
-        per_word = self.per_word
         for i in cutlass.range_constexpr(SEGMENT // at_once):
             begin = i * at_once
-            values = [sX[segment * SEGMENT + begin + j, here].to(Float32) for j in range(at_once)]
-            largest = whole
+            rPairs = cute.make_rmem_tensor((2, at_once), sX.element_type)  # (COLUMN, ROW)
+            for j in cutlass.range_constexpr(at_once):
+                row = sX[segment * SEGMENT + begin + j, None]
+                cute.autovec_copy(cute.local_tile(row, (2,), (here,)), rPairs[None, j])
+            largest = [whole, whole]
             if cutlass.const_expr(not c.square):
-                largest = magnitude(values)
+                largest = pair_magnitudes(rPairs)
                 if cutlass.const_expr(at_once < c.block):
-                    sMax[thread] = largest
+                    for n in cutlass.range_constexpr(2):
+                        sMax[segment, n, here] = largest[n]
                     cute.arch.sync_threads()
-                    for other in cutlass.range_constexpr(SEGMENTS):
-                        largest = cutlass.max(largest, sMax[here + other * TILE])
-            factor = self.factor(largest, own)
-            for j in cutlass.range_constexpr(0, at_once, 16):
-                scaled = [v * factor.inverse for v in values[j : j + 16]]
-                words = [
-                    self.elements.pack(scaled[n : n + per_word]) for n in range(0, 16, per_word)
-                ]
-                if cutlass.const_expr(c.aligned_columns):
-                    word = (segment * SEGMENT + begin + j) // per_word
-                    for n in cutlass.range_constexpr(len(words)):
-                        sQ[here, self.swizzled(here, word + n)] = words[n]
-                elif column < columns:
-                    self.store_words(mData, column, first + begin + j, words, rows, False)
+                    for n in cutlass.range_constexpr(2):
+                        for other in cutlass.range_constexpr(SEGMENTS):
+                            largest[n] = cutlass.max(largest[n], sMax[other, n, here])
+            factors = [self.factor(largest[n], own) for n in range(2)]
+            both = self.column_words(rPairs, factors)
             block = first + begin
-            code = cutlass.select_((column < columns) & (block < rows), factor.code, Int32(0))
-            self.store_factor(mFactors, column, block, code, columns, rows, 1)
+            for n in cutlass.range_constexpr(2):
+                if cutlass.const_expr(c.aligned_columns):
+                    self.leave(sQ, 2 * here + n, (segment * SEGMENT + begin), both[n])
+                elif column + n < columns:
+                    self.store_words(mData, column + n, block, both[n], rows, False)
+                there = (column + n < columns) & (block < rows)
+                code = cutlass.select_(there, factors[n].code, Int32(0))
+                self.store_factor(mFactors, column + n, block, code, columns, rows, 1)
+
+    def column_words(self, rPairs: cute.Tensor, factors: list[Factor]) -> list[list[Int32]]:
+        """The words of the elements of two columns, (COLUMN, ROW)."""
+        count = cute.size(rPairs, mode=[1])
+        if not self.in_pairs:
+            return [
+                self.words([rPairs[n, j].to(Float32) for j in range(count)], factors[n])
+                for n in range(2)
+            ]
+        flat = cute.make_tensor(rPairs.iterator, cute.make_layout(2 * count))
+        codes = self.pairs(flat, factors)
+        eights = [column_codes(codes[j : j + 8]) for j in range(0, count, 8)]
+        return [[pair[n] for pair in eights] for n in range(2)]
+
+    @cute.jit
+    def leave(
+        self,
+        sQ: cute.Tensor,
+        column: Int32,
+        row: Int32,
+        words: cutlass.Constexpr[list[Any]],
+    ) -> None:
+        """Write the words of a column's elements from `row` on to sQ, up to 16 bytes at a time."""
+        at_once = min(4, len(words))
+        rWords = cute.make_rmem_tensor(len(words), Int32)
+        for i in cutlass.range_constexpr(len(words)):
+            rWords[i] = words[i]
+        for i in cutlass.range_constexpr(0, len(words), at_once):
+            to = self.swizzled(column, row // self.per_word + i)
+            there = cute.local_tile(sQ[column, None], (at_once,), (to // at_once,))
+            cute.autovec_copy(cute.local_tile(rWords, (at_once,), (i // at_once,)), there)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether codes are computed in pairs: of e2m1, where no instruction converts to it but one
+        compares pairs of integers, as on Hopper."""
+        c = self.config
+        return c.of.element == "e2m1" and not c.native and c.native_e4m3
+
+    def pairs(self, values: cute.Tensor, factors: list[Factor]) -> list[Int32]:
+        """The codes of neighbours, scaled by two factors. Products of bf16 with powers of two need
+        no conversion to fp32."""
+        count = cute.size(values) // 2
+        low, high = (factor.inverse for factor in factors)
+        both = [(values[2 * i].to(Float32), values[2 * i + 1].to(Float32)) for i in range(count)]
+        if values.element_type is cutlass.BFloat16:
+            halves = cute.recast_tensor(values, Int32)
+            if self.config.of.scale == "e8m0":
+                inverses = halves_of(low, high)
+                return [e2m1_pair(scaled_halves(halves[i], inverses)) for i in range(count)]
+            # NOTE: one instruction each; as a conversion, the high half takes two
+            words = [halves[i] for i in range(count)]
+            both = [(float_of(word << 16), float_of(word & ~0xFFFF)) for word in words]
+        return [e2m1_pair(halves_to_odd(x * low, y * high)) for x, y in both]
+
+    def words(self, values: list[Any], factor: Factor) -> list[Int32]:
+        """The words of the elements of `values`."""
+        scaled, step = [v * factor.inverse for v in values], self.per_word
+        return [self.elements.pack(scaled[i : i + step]) for i in range(0, len(scaled), step)]
 
     @property
     def per_word(self) -> int:
@@ -267,10 +331,10 @@ class Quantize:
         return 32 // self.elements.bits
 
     def swizzled(self, row: Int32, word: Any) -> Any:
-        """The place of a word of a row of sQ: units of 16 bytes are permuted by XOR with the row,
-        so that threads, a row each, write to different banks."""
+        """The place of a word of a row of sQ: units of 16 bytes are permuted by XOR with the number
+        of the pair of rows, so that threads, a pair each, write to different banks."""
         units = TILE // self.per_word // 4
-        return (word // 4 ^ row % units) * 4 + word % 4
+        return (word // 4 ^ row // 2 % units) * 4 + word % 4
 
     @cute.jit
     def store_turned(
@@ -367,14 +431,29 @@ def vector_magnitude(rX: cute.Tensor) -> Int32:
     """The same of a vector in registers; those of 16 bits are compared in pairs."""
     if rX.element_type.width == 32:
         return magnitude([rX[i] for i in range(cute.size(rX))])
-    kind = "bf16" if rX.element_type is cutlass.BFloat16 else "f16"
     words = cute.recast_tensor(rX, Int32)
-    signless = [words[i] & 0x7FFF7FFF for i in range(cute.size(words))]
+    halves = larger_of_halves([words[i] for i in range(cute.size(words))], rX.element_type)
+    return magnitude([halves[0], halves[1]])
+
+
+def pair_magnitudes(rPairs: cute.Tensor) -> list[Int32]:
+    """The bits, as fp32, of the largest magnitudes of two columns, (COLUMN, ROW)."""
+    count = cute.size(rPairs, mode=[1])
+    if rPairs.element_type.width == 32:
+        return [magnitude([rPairs[n, j] for j in range(count)]) for n in range(2)]
+    words = cute.recast_tensor(rPairs, Int32)
+    halves = larger_of_halves([words[j] for j in range(count)], rPairs.element_type)
+    return [magnitude([halves[n]]) for n in range(2)]
+
+
+def larger_of_halves(words: list[Int32], dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """The largest magnitudes of the low and of the high halves of words, twice each."""
+    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     # NOTE: of two words: a tensor of one has stride 0, and so its halves
     pair = cute.make_rmem_tensor(2, Int32)
+    signless = [word & 0x7FFF7FFF for word in words]
     pair[0] = pair[1] = largest_of(signless, partial(larger_halves, kind=kind))
-    halves = cute.recast_tensor(pair, rX.element_type)
-    return magnitude([halves[0], halves[1]])
+    return cute.recast_tensor(pair, dtype)
 
 
 def largest_of(found: list[Any], larger: Callable[[Any, Any], Any]) -> Any:
