@@ -190,8 +190,10 @@ class ScaledGroupedProblem:
             elif self.activation:
                 lost = 1.2 * lost
             limit = UNIT[self.dtype] * (y.abs() + lost) + lost + 2.0**-20 * (y.abs() + 1e-3)
+            # what the result's type cannot hold may be an infinity
+            limit[y.abs() + limit > torch.finfo(self.dtype).max] = math.inf
             found = flat[begin:end].double()
-            bad = ~((found - y).abs() <= limit)
+            bad = ~((found - y).abs() <= limit)  # a NaN too
             if bad.any():
                 where = tuple(int(i) for i in bad.nonzero()[0])
                 is_, due = float(found[where]), float(y[where])

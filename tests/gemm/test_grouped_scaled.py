@@ -69,6 +69,16 @@ def test_whole_rows_on_blackwell(arch: str, device: str, recipe: str) -> None:
     assert found is None, found
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_gate_whose_result_is_fp32(arch: str, device: str) -> None:
+    recipe = "fp8_block" if arch == "sm_90a" else "mxfp8"
+    problem = ScaledGroupedProblem(
+        (9, 0, 30), 66, 128, recipe, rest=2, activation="gated_silu", dtype=torch.float32
+    )
+    found = wrong(problem, arch, device)
+    assert found is None, found
+
+
 def test_each_groups_factors_begin_with_a_chunk_of_their_own() -> None:
     g = torch.Generator().manual_seed(0)
     scale = torch.randint(0, 255, (300, 5), generator=g).to(torch.uint8)

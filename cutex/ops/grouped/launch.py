@@ -58,7 +58,7 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     mean = -(-x.shape[0] // edges.shape[0])
     most = choose.most_groups(edges.shape[0])
     _, k, n = w.shape
-    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most)
+    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most, edges.shape[0])
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     config = GroupedConfig(product, most, padded)
     return config, arch, [x, w, out, edges.contiguous(), *others]
@@ -76,7 +76,7 @@ def gathered(
     """The same with the rows x[index] instead of x, index (R,), and out (R, N): gathered by the
     kernel where it can, else before it."""
     bias, activation, padded = options
-    if not gathers(x):
+    if not gathers(x) or not choose.gathering_pays(index.shape[0] // edges.shape[0], w.shape[2]):
         rows(x.index_select(0, index), w, edges, out, options, row_scale)
         return
     fused_with = [t for t in (bias, row_scale) if t is not None]

@@ -53,10 +53,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     if not keep:
         raise ValueError("cutex::moe has no gradient without what it keeps: call cutex.moe")
     ctx.mark_non_differentiable(h, tokens, places, order, offs)
+    ctx.set_materialize_grads(False)  # of h, zeros as large as it is
     ctx.save_for_backward(x, weights, w_up, w_down, h, tokens, places, order, offs)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
     x, weights, w_up, w_down, *kept = ctx.saved_tensors
     of_x, of_weights, of_up, of_down = torch.ops.cutex.moe_gradient(
         grad, x, weights, w_up, w_down, *kept

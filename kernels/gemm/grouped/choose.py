@@ -28,8 +28,12 @@ WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
 # rows of a group in the mean: up to which a tile has 64; up to which memory limits; from which on
 # two tiles of rows share matrices, where K is short
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 96, 160, 256
-# rows between which tiles of 128x256 beat those of 256x128 at long K (docs/grouped.md)
-WIDE_TILES = (1025, 4096)
+SOME_COLUMNS = 2048  # up to which tiles of 128x128 take these
+# rows from which on two warpgroups take turns: with short K whatever N, and with long K, too
+LONG_GROUPS, LONGEST_GROUPS = 1024, 4096
+FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
+SMS = 132
+GATHERED_COLUMNS = 1536  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
@@ -41,7 +45,8 @@ SHORT_SUMS = (100, 1500)
 def choose(problem: GroupedGemmProblem, arch: Arch) -> GemmConfig:
     """The tiles of a problem of the ladder."""
     mean = ceil_div(problem.m, problem.groups)
-    return rows_tiles(arch.name, mean, (problem.k, problem.n), False, MOST_GROUPS)
+    sizes = problem.k, problem.n
+    return rows_tiles(arch.name, mean, sizes, False, MOST_GROUPS, problem.groups)
 
 
 def shortlist(problem: GroupedGemmProblem, arch: Arch, count: int) -> list[GemmConfig]:
@@ -64,9 +69,15 @@ def width(columns: int, times: dict[int, float] = WIDTHS) -> int:
 
 
 def rows_tiles(
-    arch: str, mean_rows: int, matrix: tuple[int, int], fused: bool, most: int = WARP
+    arch: str,
+    mean_rows: int,
+    matrix: tuple[int, int],
+    fused: bool,
+    most: int = WARP,
+    groups: int = WARP,
 ) -> GemmConfig:
-    """The tiles of a product of rows in groups of `mean_rows` with matrices of (K, N) elements.
+    """The tiles of a product of rows in `groups` groups of `mean_rows` with matrices of (K, N)
+    elements.
 
     fused: with operations in the epilogue. most: the groups that there are tables for.
     """
@@ -76,15 +87,27 @@ def rows_tiles(
     # NOTE: where memory limits, fewer, longer steps read it better (docs/grouped.md)
     if mean_rows <= FEW_ROWS:
         tiles = Sm90Config(tile_m=64, tile_n=width(n), tile_k=128, warpgroups=1)
-    elif mean_rows <= SOME_ROWS and n >= 128:
+    elif mean_rows <= SOME_ROWS and 128 <= n <= SOME_COLUMNS:
         tiles = Sm90Config(tile_m=128, tile_n=128, tile_k=128, warpgroups=2)
-    elif mean_rows >= MANY_ROWS and k <= SHORT_K and (tile_n := width(n, IN_TURN)) == 192:
-        tiles = _in_turn(tile_n, cluster_m=2)
-    elif k > SHORT_K and width(n) >= 128 and mean_rows not in range(*WIDE_TILES):
-        tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
-    else:
+    elif mean_rows < MANY_ROWS or width(n) < 128:
         tiles = _together(n)
+    elif k <= SHORT_K:
+        in_turn = width(n, IN_TURN) == 192 and (mean_rows >= LONG_GROUPS or n <= SHORT_K)
+        tiles = _in_turn(192, cluster_m=2) if in_turn else _together(n)
+    elif mean_rows >= LONGEST_GROUPS and n >= 208 and not fused:
+        tiles = _in_turn(208, cluster_m=2)
+    elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * SMS:
+        tiles = _together(n)
+    else:
+        tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     return _filled(tiles, fused, most)
+
+
+def gathering_pays(mean_rows: int, n: int) -> bool:
+    """Whether a kernel that gathers its rows is faster than a copy of them before: rows are
+    gathered once for each tile of columns, by instructions beside the MMAs'
+    (docs/facts/gemm.md#grouped-gather)."""
+    return n <= GATHERED_COLUMNS or mean_rows <= FEW_ROWS
 
 
 def gathered_tiles(
@@ -159,6 +182,7 @@ def _sharers(n: int, tile_n: int) -> int:
 def _filled(tiles: Tiles, fused: bool, most: int) -> Tiles:
     """`tiles` with a store, narrower where it has operations, and a ring in the rest of smem."""
     epi_n, epi_stages = (32, 2) if fused else (64, 1)
+    epi_n = next(n for n in (epi_n, 32, 16) if tiles.tile_n % n == 0)
     tiles = replace(tiles, epi_n=epi_n, epi_stages=epi_stages)
     return replace(tiles, num_stages=_stages(tiles, most))
 

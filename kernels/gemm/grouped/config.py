@@ -61,6 +61,8 @@ class GroupedConfig:
             return reason
         if p.a.batched or not p.b.batched or p.out.batched:
             return "a grouped product takes a (M, K), b (E, K, N) and out (M, N)"
+        if p.gated and p.out.dtype == "fp32" and not arch.tmem_columns:
+            return "out.dtype=fp32: a gate leaves single columns of it, which TMA does not store"
         if p.a.major != "row":
             return f"a.major={p.a.major}: TMA begins at multiples of 16 bytes, groups anywhere"
         if p.tiles.swap_ab or p.tiles.split_k > 1 or p.out.major != "row" or not p.out.tma:
