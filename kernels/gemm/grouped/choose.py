@@ -106,7 +106,7 @@ def rows_tiles(
 def gathering_pays(mean_rows: int, n: int) -> bool:
     """Whether a kernel that gathers its rows is faster than a copy of them before: rows are
     gathered once for each tile of columns, by instructions beside the MMAs'
-    (docs/facts/gemm.md#grouped-gather)."""
+    (docs/facts/grouped.md#grouped-gather)."""
     return n <= GATHERED_COLUMNS or mean_rows <= FEW_ROWS
 
 
