@@ -1,32 +1,39 @@
-"""`cutex.fp8_linear`: a linear layer whose three products are of fp8, DeepSeek-V3's recipe."""
+"""`cutex.fp8_linear`: a linear layer whose three products are of fp8.
+
+DeepSeek-V3's recipe on Hopper, MXFP8 on Blackwell.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cutex.ops.block_scaled import of_quantized
+from cutex.ops.device import arch_of
 from cutex.ops.quantize import QuantizedTensor, quantize
 from cutex.ops.scaled_mm import UNIT, product
+from cutex.problem.scaled.formats import format_named
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ACTIVATIONS, WEIGHTS = "fp8_1x128", "fp8_128x128"
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, and its gradients, in fp8 with fp32 factors of blocks, on Hopper.
+    """x @ weight.T + bias, and its gradients, in fp8 with factors of blocks.
 
-    x (.., K) and its gradient are quantized in blocks of 1x128 along what is added up, weight (N,
-    K) in blocks of 128x128: for dx from weight transposed, which has the same blocks; for dweight
-    along the rows, M, of copies of x and dy transposed, which one pass over x and one over dy make
-    beside the others. Products are those of `cutex.scaled_mm`; dweight and dbias have the dtypes of
-    weight and bias. x, weight: bfloat16, float16 or float32, alike; K and N are multiples of 16.
+    On Hopper x (.., K) and its gradient are quantized in blocks of 1x128 along what is added up,
+    weight (N, K) in blocks of 128x128: for dx from weight transposed, which has the same blocks;
+    for dweight along the rows, M, of copies of x and dy transposed, which one pass over x and one
+    over dy make beside the others. On Blackwell all are MXFP8, blocks of 1x32 along what is added
+    up, both ways in one pass, with the least power of two with which nothing saturates.
+    Products are those of `cutex.scaled_mm`; dweight and dbias have the dtypes of weight and bias.
+    x, weight: bfloat16, float16 or float32, alike; K and N are multiples of 16, on Blackwell of 32.
     Differentiable once. Raises TypeError or ValueError, with one sentence, for arguments that do
-    not fit, and where there is no Hopper GPU.
+    not fit, and where there is no Hopper or Blackwell GPU.
 
-    Source: DeepSeek-V3, arXiv 2412.19437, 3.3.
+    Source: DeepSeek-V3, arXiv 2412.19437, 3.3; Mishra et al., arXiv 2506.08027.
     """
     for name, y in (("x", x), ("weight", weight), ("bias", bias)):
         if name == "bias" and y is None:
@@ -47,8 +54,32 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             raise ValueError(f"{name}={size}: must be a multiple of {UNIT}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, not ({weight.shape[0]},)")
+    for name, size in (("N", weight.shape[0]), ("K", weight.shape[1])):
+        if size % (unit := _recipe(x).unit):
+            raise ValueError(f"{name}={size}: must be a multiple of {unit} on this GPU")
     y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class Recipe(NamedTuple):
+    """How an arch computes the layer: formats, and products by recipes of scaled_mm."""
+
+    activations: str
+    weights: str
+    rounding: str  # of powers of two
+    unit: int  # that what is added up is a multiple of
+    product: str  # activations by a weight; "" where tensor cores scale
+    gradient: str  # activations by activations
+
+
+RECIPES = {
+    "sm_90a": Recipe("fp8_1x128", "fp8_128x128", "floor", UNIT, "fp8_block", "fp8_1x128"),
+    "sm_100a": Recipe("mxfp8", "mxfp8", "rceil", 32, "", ""),
+}
+
+
+def _recipe(x: Tensor) -> Recipe:
+    return RECIPES[arch_of(x.device, "cutex.fp8_linear", "x", "torch.nn.functional.linear")]
 
 
 class _Linear(torch.autograd.Function):
@@ -57,49 +88,57 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
-        rows, turned = _both(x, ACTIVATIONS, turned=of_weight)
-        blocks, blocks_turned = _both(weight, WEIGHTS, turned=of_x)
+        how = ctx.how = _recipe(x)
+        rows, turned = _both(x, how.activations, how, turned=of_weight)
+        blocks, blocks_turned = _both(weight, how.weights, how, turned=of_x)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.weight_dtype = weight.dtype
         kept = [y for q in (turned, blocks_turned) if q is not None for y in (q.data, q.scale)]
         ctx.save_for_backward(*kept)
-        return _product(rows, blocks, "fp8_block", x.dtype, bias)
+        return _product(rows, blocks, how.product, x.dtype, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        kept = list(ctx.saved_tensors)
+        kept, how = list(ctx.saved_tensors), ctx.how
         dx = dweight = dbias = None
-        rows, turned = _both(dy, ACTIVATIONS, turned=of_weight, rows=of_x)
+        rows, turned = _both(dy, how.activations, how, turned=of_weight, rows=of_x)
         if of_weight:
-            x = QuantizedTensor(kept.pop(0), kept.pop(0), ACTIVATIONS, False)
-            dweight = _product(turned, x, "fp8_1x128", ctx.weight_dtype)
+            x = _kept(kept, how.activations)
+            dweight = _product(turned, x, how.gradient, ctx.weight_dtype)
         if of_x:
-            weight = QuantizedTensor(kept.pop(0), kept.pop(0), WEIGHTS, False)
-            dx = _product(rows, weight, "fp8_block", dy.dtype)
+            weight = _kept(kept, how.weights)
+            dx = _product(rows, weight, how.product, dy.dtype)
         if of_bias:
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias
 
 
+def _kept(kept: list[Tensor], format: str) -> QuantizedTensor:
+    """The next quantized matrix of those that were kept."""
+    return QuantizedTensor(kept.pop(0), kept.pop(0), format, format_named(format).swizzled)
+
+
 def _both(
-    x: Tensor, format: str, turned: bool, rows: bool = True
+    x: Tensor, format: str, how: Recipe, turned: bool, rows: bool = True
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """x quantized along its rows, and x transposed along its, as far as asked for.
 
-    NOTE: rows of x transposed are a multiple of 16 bytes, with zeros behind what x has.
+    NOTE: rows of x transposed are a multiple of a unit, with zeros behind what x has. Swizzled
+    factors of rows that are zeros lie in a tile of 128 rows that is there anyway.
     """
     if not turned:
-        return (quantize(x, format) if rows else None), None
-    more = -x.shape[0] % UNIT
+        return (quantize(x, format, rounding=how.rounding) if rows else None), None
+    more = -x.shape[0] % how.unit
     whole = pad(x, (0, 0, 0, more)) if more else x
     if not rows:
-        return None, quantize(whole, format, along="columns")
-    of_rows, of_columns = quantize(whole, format, along="both")
+        return None, quantize(whole, format, along="columns", rounding=how.rounding)
+    of_rows, of_columns = quantize(whole, format, along="both", rounding=how.rounding)
     if more:
         m = x.shape[0]
-        scale = of_rows.scale[:m] if format == ACTIVATIONS else of_rows.scale
+        by_rows = format_named(format).block[0] == 1 and not of_rows.swizzled
+        scale = of_rows.scale[:m] if by_rows else of_rows.scale
         of_rows = of_rows._replace(data=of_rows.data[:m], scale=scale)
     return of_rows, of_columns
 
@@ -115,4 +154,6 @@ def _product(
     assert a is not None and b is not None
     if not a.data.shape[1]:  # nothing to add up
         return torch.zeros((a.data.shape[0], b.data.shape[0]), dtype=dtype, device=a.data.device)
+    if not recipe:
+        return of_quantized(a, b, bias, None, None, dtype)[0]
     return product(a.data, b.data.mT, a.scale, b.scale, recipe, bias, output_dtype=dtype)

@@ -12,7 +12,7 @@ from cutex.arch import arch
 from cutex.kernels.gemm.scaled.fp8.choose import choose, configs_for
 from cutex.problem.scaled import Fp8Problem
 from cutex.problem.scaled.formats import FORMATS
-from cutex.problem.scaled.quantization import Quantized, dequantize
+from cutex.problem.scaled.quantization import Quantized, dequantize, quantize
 
 E4M3 = torch.float8_e4m3fn
 
@@ -162,14 +162,13 @@ def test_blackwell_is_told_what_to_take_instead():
 
 
 @pytest.mark.parametrize(("m", "bias"), [(40, True), (16, False)])
-def test_a_linear_layer_and_its_gradients(m, bias):
+@pytest.mark.parametrize(("arch_name", "k", "n"), [("sm_90a", 144, 272), ("sm_100a", 160, 288)])
+def test_a_linear_layer_and_its_gradients(m, bias, arch_name, k, n):
     torch.manual_seed(m)
-    x, w, dy = (
-        torch.randn(*s).bfloat16() for s in ((2, m // 2, 144), (272, 144), (2, m // 2, 272))
-    )
+    x, w, dy = (torch.randn(*s).bfloat16() for s in ((2, m // 2, k), (n, k), (2, m // 2, n)))
     x, w = x.requires_grad_(), w.requires_grad_()
-    b = torch.randn(272).bfloat16().requires_grad_() if bias else None
-    with cutex.ops.simulated("sm_90a"):
+    b = torch.randn(n).bfloat16().requires_grad_() if bias else None
+    with cutex.ops.simulated(arch_name):
         y = cutex.fp8_linear(x, w, b)
         y.backward(dy)
     flat, dflat = x.detach().double().flatten(0, 1), dy.double().flatten(0, 1)
@@ -186,6 +185,29 @@ def test_a_linear_layer_and_its_gradients(m, bias):
         assert error < 0.05, (name, float(error))  # two operands of 3 bits of mantissa
     if b is not None:
         assert torch.allclose(b.grad.double(), dflat.sum(0), rtol=2.0**-7, atol=0.02)
+
+
+def test_mxfp8_gradients_are_those_of_operands_quantized_both_ways():
+    """All three products on Blackwell, M no multiple of a block, beside float64."""
+    x, dy = torch.randn(40, 128).bfloat16(), torch.randn(40, 64).bfloat16()
+    x, w = x.requires_grad_(), torch.randn(64, 128).bfloat16().requires_grad_()
+    with cutex.ops.simulated("sm_100a"):
+        y = cutex.fp8_linear(x, w)
+        y.backward(dy)
+
+    def values(t, turned):
+        t = t.detach().mT if turned else t.detach()
+        whole = torch.nn.functional.pad(t, (0, -t.shape[1] % 32))
+        return dequantize(quantize(whole, FORMATS["mxfp8"], "rceil"), torch.float64)
+
+    for got, want in (
+        (y, values(x, False) @ values(w, False).mT),
+        (x.grad, values(dy, False) @ values(w, True).mT),
+        (w.grad, values(dy, True) @ values(x, True).mT),
+    ):
+        assert (got.double() - want).abs().max() <= 2.0**-8 * want.abs().max()
+    with cutex.ops.simulated("sm_100a"), pytest.raises(ValueError, match="K=48: must be a mult"):
+        cutex.fp8_linear(torch.ones(4, 48), torch.ones(32, 48))
 
 
 def test_the_gradient_of_a_weight_is_that_of_its_quantized_operands():
