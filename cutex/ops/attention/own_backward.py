@@ -114,7 +114,7 @@ class Plan:
         dq = self.empty_q(q, memory_format=torch.contiguous_format)
         dk, dv = (self.empty_k(x, memory_format=torch.contiguous_format) for x in (k, v))
         kind: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        stats = torch.empty((self.tiles, 2 * c.tile_m), **kind)
+        stats = torch.empty((self.tiles, c.row_stats * c.tile_m), **kind)
         sums = torch.empty((self.tiles, c.tile_m * c.head_dim), **kind)
         kind["dtype"] = torch.int32
         in_turn = [torch.empty((self.tiles, c.turns), **kind)] if c.deterministic else []
@@ -152,7 +152,8 @@ def config_for(call: AttentionCall, dlse: bool) -> Config:
             softcap=call.softcap != 0,
             dlse=dlse,
             deterministic=call.deterministic or torch.are_deterministic_algorithms_enabled(),
-        )
+        ),
+        DTYPES[call.q.dtype],
     )
 
 

@@ -134,7 +134,8 @@ class BackwardProblem(AttentionProblem):
         return launch
 
     def passed_on(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """What the kernels pass on: LSE and delta of rows, and the sums of dQ, by tiles."""
+        """What the kernels pass on: LSE and delta of rows, for which Blackwell's take 16 bytes, and
+        the sums of dQ, by tiles."""
         import torch
 
         rows, block = self.seqlen_q, 2 * TILE
@@ -143,7 +144,7 @@ class BackwardProblem(AttentionProblem):
             tiles = self.batch * rows // block + self.batch
         tiles *= 2 * self.heads_q
         return {
-            "stats": torch.full((tiles, 2 * TILE), torch.nan, device=device),
+            "stats": torch.full((tiles, 4 * TILE), torch.nan, device=device),
             "dq_sums": torch.full((tiles, TILE * self.head_dim), torch.nan, device=device),
         }
 

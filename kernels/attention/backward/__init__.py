@@ -51,13 +51,14 @@ class Sm100Stage(Stage):
     held: tuple[str, ...] = ()
 
     def fitted(self, problem: BackwardProblem) -> Self:
-        chosen = fitted(self.default.of(problem))
+        chosen = fitted(self.default.of(problem), problem.dtype)
         return self.with_config(
             replace(chosen, **{name: getattr(self.default, name) for name in self.held})
         )
 
 
-_ONE = Sm100BackwardConfig(num_stages=1, ds_slots=1, dq_slots=1, ahead=False)
+_ONE = Sm100BackwardConfig(num_stages=1, dq_slots=1, folded=False, ahead=False)
+_HELD = ("folded", "dq_slots", "ahead")
 _STAGES = (
     Stage(0, "sm_90a", "in order", "S, dP, P, dS, dV, dK, each waited for", BackwardConfig(
         num_stages=2, overlap=False)),
@@ -67,10 +68,13 @@ _STAGES = (
     Chosen(3, "sm_90a", "backward", "the kernel behind flash_attn_func's gradient",
            BackwardConfig()),
     Sm100Stage(0, "sm_100a", "in order", "one block after the other through one slot each", _ONE,
-               held=("num_stages", "do_stages", "ds_slots", "dq_slots", "ahead")),
-    Sm100Stage(1, "sm_100a", "rings", "loads a block ahead, adds of dQ under the next",
-               replace(_ONE, ahead=False), held=("ahead",)),
-    Sm100Stage(2, "sm_100a", "backward", "S of the next block under this one's dK and dQ",
+               held=("num_stages", "do_stages", *_HELD)),
+    Sm100Stage(1, "sm_100a", "rings", "loads run a block ahead", _ONE, held=_HELD),
+    Sm100Stage(2, "sm_100a", "ahead", "S of the next block under this one's dK and dQ",
+               replace(_ONE, num_stages=2, ahead=True), held=_HELD[:2]),
+    Sm100Stage(3, "sm_100a", "adds from registers", "dQ does not pass through smem",
+               Sm100BackwardConfig(folded=False), held=_HELD[:1]),
+    Sm100Stage(4, "sm_100a", "backward", "tensor cores subtract LSE and delta",
                Sm100BackwardConfig()),
 )  # fmt: skip
 

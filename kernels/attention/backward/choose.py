@@ -16,12 +16,12 @@ CONFIGS: dict[str, type[BackwardConfig] | type[Sm100BackwardConfig]] = {
     "sm_100a": Sm100BackwardConfig,
     "sm_103a": Sm100BackwardConfig,
 }
-_FITTED: dict[type, Callable[[Any], Any]] = {
-    BackwardConfig: sm90.fitted,
+_FITTED: dict[type, Callable[[Any, str], Any]] = {
+    BackwardConfig: lambda config, dtype: sm90.fitted(config),
     Sm100BackwardConfig: sm100.fitted,
 }
 
 
-def fitted(config: Any) -> Any:
-    """`config`, whose fields say what is computed, with its tiles chosen."""
-    return _FITTED[type(config)](config)
+def fitted(config: Any, dtype: str = "bf16") -> Any:
+    """`config`, whose fields say what is computed, with its tiles chosen for `dtype`."""
+    return _FITTED[type(config)](config, dtype)

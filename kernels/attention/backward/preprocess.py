@@ -63,8 +63,15 @@ class Preprocess:
                     lse, dlse = self.of_row(tensors.lse, passed, head, batch, seqlen, row)
                     delta -= dlse
                 if thread % LANES == 0:
-                    stats[place] = lse
-                    stats[c.tile_m + place] = delta
+                    self.keep(stats, place, lse, delta, passed)
+
+    @cute.jit
+    def keep(
+        self, stats: cute.Tensor, place: Int32, lse: Float32, delta: Float32, passed: Passed
+    ) -> None:
+        """Write what the main kernel needs to know of a row."""
+        stats[place] = lse
+        stats[self.config.tile_m + place] = delta
 
     @cute.jit
     def clear(self, sums: cute.Tensor) -> None:

@@ -90,6 +90,11 @@ class BackwardSpec:
         raise NotImplementedError
 
     @property
+    def row_stats(self) -> int:
+        """The numbers of 32 bits that preprocess keeps of each row: LSE and delta."""
+        return 2
+
+    @property
     def turns(self) -> int:
         """The parts of a tile of dQ that are added to in an order of their own."""
         return 4

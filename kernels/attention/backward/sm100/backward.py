@@ -7,11 +7,11 @@ from typing import Any
 from cutlass import cute
 
 from cutex.compile import Argument
-from cutex.kernels.attention.backward.preprocess import Preprocess
 from cutex.kernels.attention.backward.signature import Passed, Tensors, arguments
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.convert import Convert
 from cutex.kernels.attention.backward.sm100.main import Main
+from cutex.kernels.attention.backward.sm100.preprocess import Preprocess
 
 
 class Backward:
@@ -39,7 +39,7 @@ class Backward:
         tensors, stream = Tensors(mQ, *rest[: count - 1]), rest[-1]
         # NOTE: rows are padded to 128 in either case, and where a caller counts tiles of 64
         # queries, the two of a block follow each other
-        stats = by_tiles(tensors.stats, 2 * c.tile_m)
+        stats = by_tiles(tensors.stats, c.row_stats * c.tile_m)
         tensors = tensors._replace(
             stats=stats, dq_sums=by_tiles(tensors.dq_sums, c.tile_m * c.head_dim)
         )

@@ -9,14 +9,16 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 
 # by head dims: what differs from Sm100BackwardConfig's defaults
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"do_stages": 2, "ds_slots": 2, "dq_width": 64},
+    (64, 64): {"do_stages": 2, "dq_width": 64},
     (96, 96): {"do_stages": 2, "dq_width": 96},
-    (192, 128): {"tile_m": 64, "do_stages": 2, "ds_slots": 2, "dq_width": 64},
+    (192, 128): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
     (192, 192): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
     (256, 256): {"tile_m": 64, "num_stages": 1, "splits": 2, "ahead": False},
 }
 
 
-def fitted(config: Sm100BackwardConfig) -> Sm100BackwardConfig:
+def fitted(config: Sm100BackwardConfig, dtype: str = "bf16") -> Sm100BackwardConfig:
     """`config`, whose fields say what is computed, with its tiles chosen."""
-    return replace(config, **_TILES.get((config.head_dim, config.head_dim_v), {}))
+    tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
+    # NOTE: LSE and delta need bf16's range
+    return replace(config, **tiles, folded=dtype == "bf16" and not config.softcap)

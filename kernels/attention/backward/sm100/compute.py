@@ -1,17 +1,18 @@
-"""Compute: the role of two warpgroups that turn S^T into P^T, and dP^T into dS^T.
+"""Compute: the role of the warpgroups that turn S^T into P^T, and dP^T into dS^T.
 
-A thread has a key and half of a block's queries:
+A thread has a key and a share of a block's queries:
 
     P^T = 2^(S^T - LSE), dS^T = P^T * (dP^T - delta)
 
-LSE and delta belong to columns, and are read from smem. P^T and dS^T go over the scores that they
-are computed from, as operands of dV and dK; dS also to smem, for dQ. At the end one warpgroup
-stores dV, the other dK.
+LSE and delta belong to columns: the products have subtracted both, or they are read from smem. P^T
+and dS^T go over the scores that they are computed from, as operands of dV and dK; dS also to smem,
+for dQ. At the end one warpgroup stores dV, another dK.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -34,12 +35,12 @@ STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 @dataclass(frozen=True)
 class Compute:
     shared: Shared
-    half: Int32  # of a block's queries, and the number of the warpgroup
+    group: Int32  # the number of the warpgroup, and of its share of a block's queries
 
     @property
     def parts(self) -> int:
         """The parts of a thread's row."""
-        return self.shared.config.half // PART
+        return self.shared.config.share // PART
 
     @cute.jit
     def run(self) -> None:
@@ -48,7 +49,8 @@ class Compute:
         blocks = s.m_blocks()
         state, m_block = s.barriers.q.consumer(), blocks.first
         for i in cutlass.range(s.total(blocks), unroll=1):
-            s.barriers.q.wait_full(state)
+            if cutlass.const_expr(not s.config.folded):
+                s.barriers.q.wait_full(state)
             masked = (m_block < blocks.clean_first) | (m_block >= blocks.clean_end)
             rows = self.probabilities(i, state, m_block, masked)
             self.gradients(i, state, rows)
@@ -64,10 +66,10 @@ class Compute:
         """Store P^T of block i, and return what dP^T - delta is multiplied by, in parts."""
         s = self.shared
         c, b = s.config, s.barriers
-        column = self.half * c.half
+        column = self.group * c.share
         b.s_full.wait(i & 1)
         fence_after_sync()
-        parts = columns_of(s.tmem, column, c.half)
+        parts = columns_of(s.tmem, column, c.share)
         loaded = [parts.start_load(part) for part in range(self.parts)]
         parts.wait_loads()
         rows = [flat(x) for x in loaded]
@@ -81,7 +83,9 @@ class Compute:
                 scores = cute.make_tensor(rows[part].iterator, cute.make_layout((1, PART)))
                 self.mask().apply(scores, self.part_of(m_block, part))
         for part in cutlass.range_constexpr(self.parts):
-            lse = self.of_columns(0, state, part)  # (PART)
+            lse = None
+            if cutlass.const_expr(not c.folded):
+                lse = self.of_columns(0, state, part)  # (PART)
             probabilities = self.exponentials(rows[part], lse)
             words = cute.recast_tensor(rounded(probabilities, s.sQ.element_type), Float32)
             store_columns(s.tmem, column + part * cute.size(words), words)
@@ -92,9 +96,15 @@ class Compute:
         return rows
 
     @cute.jit
-    def exponentials(self, row: cute.Tensor, lse: cute.Tensor) -> cute.Tensor:
+    def exponentials(self, row: cute.Tensor, lse: Any) -> cute.Tensor:
         """P^T of a part of a row; `row` turns into P^T, times the derivative of a soft cap."""
         passed = self.shared.passed
+        if cutlass.const_expr(self.shared.config.folded):
+            scale = passed.scale * LOG2_E
+            for k in cutlass.range_constexpr(0, PART, 2):
+                x = mul2((row[k], row[k + 1]), (scale, scale))
+                row[k], row[k + 1] = exp2(x[0]), exp2(x[1])
+            return row
         if cutlass.const_expr(not self.shared.config.softcap):
             down = -passed.scale * LOG2_E
             for k in cutlass.range_constexpr(0, PART, 2):
@@ -115,27 +125,27 @@ class Compute:
         """Store dS^T of block i, in tensor memory and in smem."""
         s = self.shared
         c, b = s.config, s.barriers
-        column, slot = c.dp_column + self.half * c.half, i % c.ds_slots
+        column = c.dp_column + self.group * c.share
         b.dp_full.wait(i & 1)
         fence_after_sync()
-        parts = columns_of(s.tmem, column, c.half)
+        parts = columns_of(s.tmem, column, c.share)
         loaded = parts.start_load(0)
         for part in cutlass.range_constexpr(self.parts):
             dp, row = flat(loaded), rows[part]
             parts.wait_loads()
             if cutlass.const_expr(part + 1 < self.parts):
                 loaded = parts.start_load(part + 1)
-            delta = self.of_columns(1, state, part)  # (PART)
+            if cutlass.const_expr(not c.folded):
+                delta = self.of_columns(1, state, part)  # (PART)
+                for k in cutlass.range_constexpr(0, PART, 2):
+                    dp[k], dp[k + 1] = sub2((dp[k], dp[k + 1]), (delta[k], delta[k + 1]))
             for k in cutlass.range_constexpr(0, PART, 2):
-                x = sub2((dp[k], dp[k + 1]), (delta[k], delta[k + 1]))
-                row[k], row[k + 1] = mul2((row[k], row[k + 1]), x)
+                row[k], row[k + 1] = mul2((row[k], row[k + 1]), (dp[k], dp[k + 1]))
             ds = rounded(row, s.sQ.element_type)
-            if cutlass.const_expr(part == 0):
-                b.ds_empty.wait(i // c.ds_slots % 2 ^ 1, slot)
             words = cute.recast_tensor(ds, Float32)
             store_columns(s.tmem, column + part * cute.size(words), words)
-            mine = s.sdS[None, self.key(), slot]  # (bM)
-            to = cute.local_tile(mine, (PART,), (self.half * self.parts + part,))
+            mine = s.sdS[None, self.key(), 0]  # (bM)
+            to = cute.local_tile(mine, (PART,), (self.group * self.parts + part,))
             cute.autovec_copy(ds, to)
         cute.arch.fence_view_async_tmem_store()
         cute.arch.fence_view_async_shared()
@@ -151,7 +161,7 @@ class Compute:
         """LSE (0) or delta (1) of a part of this thread's columns, in registers."""
         c = self.shared.config
         stats = self.shared.stats[None, state.slot].iterator
-        first = which * c.tile_m + self.half * c.half + part * PART
+        first = which * c.tile_m + self.group * c.share + part * PART
         mine = cute.make_tensor((stats + first).align(16), cute.make_layout(PART))
         found = cute.make_rmem_tensor(cute.make_layout(PART), Float32)
         cute.autovec_copy(mine, found)
@@ -163,8 +173,8 @@ class Compute:
         return thread % LANES
 
     def part_of(self, m_block: Int32, part: int) -> Int32:
-        """The number of PART queries: part `part` of this half of block `m_block`."""
-        return m_block * (2 * self.parts) + self.half * self.parts + part
+        """The number of PART queries: part `part` of this share of block `m_block`."""
+        return m_block * (self.shared.config.groups * self.parts) + self.group * self.parts + part
 
     def mask(self) -> KeyMask:
         s = self.shared
@@ -182,9 +192,9 @@ class Compute:
         if any_block:
             s.barriers.sums_done.wait(0)
         fence_after_sync()
-        if self.half == 0:
+        if self.group == 0:
             self.store_tile(dv, s.sV, c.dv_column, any_block, Float32(1.0))
-        else:
+        elif self.group == 1:
             self.store_tile(dk, s.sK, c.dk_column, any_block, s.passed.scale)
 
     @cute.jit
@@ -214,7 +224,7 @@ class Compute:
             mine = cute.local_tile(sD[self.key(), None, 0], (PART,), (part,))
             cute.autovec_copy(rounded(row, sX.element_type), mine)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=STORE_BARRIER + self.half, number_of_threads=LANES)
+        cute.arch.barrier(barrier_id=STORE_BARRIER + self.group, number_of_threads=LANES)
         if cute.arch.warp_idx() % 4 == 0:
             rows = Rows(to, 1, s.config.ragged_k)
             of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)

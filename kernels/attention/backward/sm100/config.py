@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cutex.kernels.attention.backward.config import BARRIERS, ELEMENT
+from cutex.kernels.attention.backward.config import (
+    BARRIERS,
+    ELEMENT,
+    REGISTERS,
+    WARPGROUP_THREADS,
+)
 from cutex.kernels.attention.backward.spec import BackwardSpec
 
 ROWS = 128  # keys of a CTA: the lanes of tensor memory
 TMEM_COLUMNS = 512
-HALVES = 2  # warpgroups that share the queries of a block
 PART = 32  # columns of tensor memory that are moved at a time
+FOLDED = 8  # elements of a row that hold its LSE and delta, 16 bytes of K
+TERMS = 3  # 16-bit terms of each
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,15 @@ class Sm100BackwardConfig(BackwardSpec):
     tile_m: int = 128
     num_stages: int = 2  # slots of Q, with the rows' LSE and delta
     do_stages: int = 1  # slots of dO
-    ds_slots: int = 1  # slots of dS in smem
     dq_width: int = 128  # columns of dQ that are computed at one time
-    dq_slots: int = 2  # slots of PART columns of dQ, of each warp, that wait to be added
+    # slots of PART columns of dQ, of each warp, that wait to be added; 0: added from registers
+    dq_slots: int = 0
     splits: int = 1
+    folded: bool = True  # LSE and delta are subtracted by one more step of K of S and dP; bf16
     ahead: bool = True  # S of the next block is started before dK and dQ of this one
+    groups: int = 2  # warpgroups that compute P and dS, each of a share of the queries
+    # a thread of those that add dQ; of those that compute; of the others
+    registers: tuple[int, int, int] = (152, 136, 88)
     num_ctas: int = 148  # SMs
 
     tile_n: ClassVar[int] = ROWS
@@ -73,9 +83,14 @@ class Sm100BackwardConfig(BackwardSpec):
     # ---- of one CTA
 
     @property
-    def half(self) -> int:
+    def share(self) -> int:
         """The queries of a block that a warpgroup takes."""
-        return self.tile_m // HALVES
+        return self.tile_m // self.groups
+
+    @property
+    def threads(self) -> int:
+        """The threads of a CTA: four warps that add dQ, those that compute, and four others."""
+        return WARPGROUP_THREADS * (self.groups + 2)
 
     @property
     def dv_width(self) -> int:
@@ -92,14 +107,33 @@ class Sm100BackwardConfig(BackwardSpec):
         return self.dk_width // self.dq_width
 
     @property
+    def dq_at_once(self) -> int:
+        """The columns of dQ that a thread has in registers at one time."""
+        room = self.registers[0] - 24
+        return max(x for x in range(PART, self.dq_width + 1, PART)
+                   if self.dq_width % x == 0 and (x <= room or x == PART))  # fmt: skip
+
+    @property
     def dq_rows(self) -> int:
         """The rows of dQ that a warp adds."""
         return self.tile_m // 4
 
     @property
+    def row_stats(self) -> int:
+        return FOLDED // 2 if self.folded else 2
+
+    @property
     def stats_bytes(self) -> int:
         """Bytes of LSE and delta of a block of queries."""
-        return 2 * 4 * self.tile_m
+        return 4 * self.row_stats * self.tile_m
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a step of K beside: zeros behind each slot of LSE and delta, and what keys have
+        there for S and for dP."""
+        if not self.folded:
+            return 0
+        return self.num_stages * self.stats_bytes + 2 * ROWS * 2 * FOLDED * ELEMENT
 
     @property
     def q_bytes(self) -> int:
@@ -122,17 +156,28 @@ class Sm100BackwardConfig(BackwardSpec):
     def smem_bytes(self) -> int:
         kv = ROWS * (self.head_dim + self.head_dim_v) * ELEMENT
         queries = self.num_stages * (self.q_bytes + self.stats_bytes)
-        of_dq = self.ds_slots * self.ds_bytes + self.dq_slots * self.dq_bytes
-        return kv + queries + self.do_stages * self.do_bytes + of_dq
+        of_dq = self.ds_bytes + self.dq_slots * self.dq_bytes
+        return kv + queries + self.do_stages * self.do_bytes + of_dq + self.step_bytes
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed(problem):
             return reason
+        if self.folded and self.softcap:
+            return "softcap: it comes before LSE is subtracted, so folded=True cannot be"
         if self.tile_m not in (64, 128):
             return f"tile_m={self.tile_m}: 64 or 128 queries"
         if self.splits not in (1, 2) or self.dv_width % PART or self.dk_width % PART:
             return f"splits={self.splits}: 1 or 2, parts of the columns that are multiples of 32"
+        if self.groups < 2 or self.share % PART:
+            return f"groups={self.groups}: at least 2, which take 32 queries each or a multiple"
+        add, compute, other = self.registers
+        taken = WARPGROUP_THREADS * (add + self.groups * compute + other)
+        at_launch = REGISTERS // self.threads // 8 * 8 * self.threads
+        if taken > at_launch:
+            return (
+                f"registers={self.registers}: more than the {at_launch} of {self.threads} threads"
+            )
         if self.dk_width % self.dq_width or self.dq_width % PART:
             return f"dq_width={self.dq_width}: a multiple of 32 that divides {self.dk_width}"
         if self.dq_over_dp and self.dq_width > self.tile_m:
@@ -142,8 +187,8 @@ class Sm100BackwardConfig(BackwardSpec):
                 f"tile_m={self.tile_m}: {self.columns} columns of tensor memory, there are "
                 f"{TMEM_COLUMNS}"
             )
-        if min(self.num_stages, self.do_stages, self.ds_slots, self.dq_slots) < 1:
-            return "num_stages, do_stages, ds_slots, dq_slots: at least 1 each"
+        if min(self.num_stages, self.do_stages) < 1:
+            return f"num_stages={self.num_stages}, do_stages={self.do_stages}: at least 1 each"
         if self.ahead and self.num_stages < 2:
             return f"num_stages={self.num_stages}: ahead=True holds Q of two blocks"
         if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:

@@ -3,7 +3,7 @@ dV stay in tensor memory.
 
     load.py     brings everything by TMA
     mma.py      starts the five products
-    compute.py  S^T to P^T, dP^T to dS^T, by two warpgroups, and stores dK and dV
+    compute.py  S^T to P^T, dP^T to dS^T, by all other warps, and stores dK and dV
     queries.py  adds dQ to fp32 sums in global memory, by four warps
     shared.py   barriers, and the state that the roles share
 """
@@ -13,31 +13,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import BFloat16, Float32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout
+from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout, slots_layout
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm100.compute import Compute
-from cutex.kernels.attention.backward.sm100.config import HALVES, ROWS, Sm100BackwardConfig
+from cutex.kernels.attention.backward.sm100.config import FOLDED, ROWS, TERMS, Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.load import Load
 from cutex.kernels.attention.backward.sm100.mma import Mma
 from cutex.kernels.attention.backward.sm100.queries import Add
 from cutex.kernels.attention.backward.sm100.shared import Barriers, Shared
 from cutex.kernels.attention.backward.tiles import Sizes, Tile, sizes_of, tile_of
-
-
-class Registers(NamedTuple):
-    """Registers per thread, by role; all threads of a CTA together have 65536."""
-
-    add: int = 152
-    compute: int = 136
-    other: int = 88
 
 
 class Operands(NamedTuple):
@@ -58,14 +50,17 @@ class Main:
     sK, sV   128 * (D + DV) * 2                  32768    65536    81920    131072
     sQ       tile_m * D * 2 * num_stages         32768    65536    49152    32768
     sdO      tile_m * DV * 2 * do_stages         32768    32768    32768    32768
-    sdS      tile_m * 128 * 2 * ds_slots         65536    32768    32768    16384
-    sdQ      tile_m * 32 * 4 * dq_slots          32768    32768    16384    16384
-    stats    tile_m * 8 * num_stages             2048     2048     1024     512
+    sdS      tile_m * 128 * 2                    32768    32768    16384    16384
+    sRows    tile_m * 32 * num_stages            8192     8192     4096     2048
+    sMinus   128 * 32 * 2                        8192     8192     8192     8192
     barriers less than 1024
+
+    Not folded, LSE and delta take tile_m * 8 * num_stages instead of the last two; sdQ, where dQ is
+    added from smem, tile_m * 128 * dq_slots.
 
     tmem     columns                             hd 64    hd 128   192/128  hd 256
     S, P     tile_m, P in the first half of      0        0        0        0
-             each half
+             each warpgroup's share
     dP, dS   tile_m, likewise                    128      128      64       64
     dV       DV / splits                         256      256      128      128
     dK       D / splits                          320      384      256      256
@@ -87,7 +82,7 @@ class Main:
 
     @property
     def compute_warps(self) -> Warps:
-        return Warps(first=self.add_warps.end, count=4 * HALVES)
+        return Warps(first=self.add_warps.end, count=4 * self.config.groups)
 
     @property
     def mma_warp(self) -> int:
@@ -97,10 +92,6 @@ class Main:
     def load_warp(self) -> int:
         """The load warp; it, the MMA warp and two idle warps make up a warpgroup."""
         return self.mma_warp + 1
-
-    @property
-    def num_threads(self) -> int:
-        return 32 * (self.mma_warp + 4)
 
     def rows(self, info: Any, side: str) -> Rows:
         """The rows of Q and dO (side "q") or of K and V ("k"), as TMA sees them."""
@@ -123,7 +114,7 @@ class Main:
         sizes, tiles = sizes_of(c, tensors, passed)
         self.kernel(operands, tensors.stats, tensors.dq_sums, passed, sizes, tiles).launch(
             grid=(sizes.num_n_blocks * sizes.heads_kv * sizes.batch * c.splits, 1, 1),
-            block=(self.num_threads, 1, 1),
+            block=(c.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -144,9 +135,9 @@ class Main:
         if tile.n_block * ROWS < tile.seq_k.length:
             warp = cute.arch.warp_idx()
             shared, tmem = self.shared(operands, passed, sizes, tiles, tile)
-            registers = Registers()
+            add, compute, other = c.registers
             if warp >= self.mma_warp:
-                cute.arch.setmaxregister_decrease(registers.other)
+                cute.arch.setmaxregister_decrease(other)
                 if warp == self.mma_warp:
                     Mma.of(shared).run()
                 elif warp == self.load_warp:
@@ -156,13 +147,13 @@ class Main:
                     )
                     Load(shared, q, k, v, do, stats).run()
             elif warp < self.add_warps.end:
-                cute.arch.setmaxregister_increase(registers.add)
+                cute.arch.setmaxregister_increase(add)
                 Add(shared, dq_sums).run()
             else:
-                cute.arch.setmaxregister_increase(registers.compute)
-                compute = Compute(shared, (warp - self.compute_warps.first) // 4)
-                compute.run()
-                compute.store(operands.dk, operands.dv)
+                cute.arch.setmaxregister_increase(compute)
+                role = Compute(shared, (warp - self.compute_warps.first) // 4)
+                role.run()
+                role.store(operands.dk, operands.dv)
             fence_before_sync()
             cute.arch.sync_threads()
             if warp == self.mma_warp:
@@ -181,12 +172,13 @@ class Main:
             allocate_slots(smem, dtype, x.smem_layout)
             for x in (operands.k, operands.v, operands.q, operands.do)
         )
-        ds = contiguous_rows_layout(dtype, c.tile_m, ROWS, c.ds_slots)
+        ds = contiguous_rows_layout(dtype, c.tile_m, ROWS, 1)
         sdS = allocate_slots(smem, dtype, ds)
-        of_dq = cute.make_layout((c.dq_bytes // 16, 4, c.dq_slots))
-        sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=128)
-        of_stats = cute.make_layout((2 * c.tile_m, c.num_stages))
-        stats = smem.allocate_tensor(Float32, of_stats, byte_alignment=128)
+        sdQ = None
+        if cutlass.const_expr(c.dq_slots > 0):
+            of_dq = cute.make_layout((c.dq_bytes // 16, 4, c.dq_slots))
+            sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=128)
+        stats, sRows, sMinus = self.row_slots(smem, dtype)
         barriers = Barriers.allocate(smem, c)
         tmem = Tmem.allocate(smem, columns=c.columns)
         if cute.arch.warp_idx() == self.mma_warp:
@@ -197,6 +189,40 @@ class Main:
         if cutlass.const_expr(c.splits > 1):
             split = cute.arch.block_idx()[0] % c.splits
         return Shared(
-            c, sK, sV, sQ, sdO, sdS, sdQ, stats, barriers, tmem.pointer(), info, passed, tiles,
-            tile, split, sizes.heads_per_kv,
+            c, sK, sV, sQ, sdO, sdS, sdQ, stats, sRows, sMinus, barriers, tmem.pointer(), info,
+            passed, tiles, tile, split, sizes.heads_per_kv,
         ), tmem  # fmt: skip
+
+    @cute.jit
+    def row_slots(self, smem: SmemAllocator, dtype: cutlass.Constexpr) -> tuple[Any, Any, Any]:
+        """The slots of LSE and delta, also as a step of K, and what keys have there, written."""
+        c = self.config
+        count = c.row_stats * c.tile_m
+        if cutlass.const_expr(not c.folded):
+            layout = cute.make_layout((count, c.num_stages))
+            return smem.allocate_tensor(Float32, layout, byte_alignment=128), None, None
+        assert dtype is BFloat16, "folded=True needs bf16's range, for LSE and delta"
+        # NOTE: without a swizzle a step of K is two columns of 8 elements, the second of zeros
+        of_rows = slots_layout(dtype, c.tile_m, 2 * FOLDED, c.num_stages, 16)
+        sRows = allocate_slots(smem, dtype, of_rows)
+        sMinus = allocate_slots(smem, dtype, slots_layout(dtype, ROWS, 2 * FOLDED, 2, 16))
+        numbers = cute.recast_ptr(sRows.iterator, dtype=Float32)
+        layout = cute.make_layout((count, c.num_stages), stride=(1, 2 * count))
+        row, _, _ = cute.arch.thread_idx()
+        eight = cute.make_rmem_tensor(cute.make_layout(FOLDED), dtype)
+        if row < ROWS:
+            for which in cutlass.range_constexpr(2):
+                for column in cutlass.range_constexpr(2):
+                    eight.fill(0.0)
+                    if cutlass.const_expr(column == 0):
+                        for i in cutlass.range_constexpr(TERMS):
+                            eight[which * TERMS + i] = dtype(-1.0)
+                    mine = sMinus[row, None, which]
+                    cute.autovec_copy(eight, cute.local_tile(mine, (FOLDED,), (column,)))
+        eight.fill(0.0)
+        if row < c.tile_m:
+            for slot in cutlass.range_constexpr(c.num_stages):
+                mine = sRows[row, None, slot]
+                cute.autovec_copy(eight, cute.local_tile(mine, (FOLDED,), (1,)))
+        cute.arch.fence_view_async_shared()
+        return cute.make_tensor(numbers, layout), sRows, sMinus

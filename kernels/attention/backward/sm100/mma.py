@@ -2,13 +2,14 @@
 
     S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K
 
-P^T and dS^T are operands A in tensor memory, each half of the queries over the scores that it was
-computed from; dS is operand A in smem, with the queries contiguous.
+P^T and dS^T are operands A in tensor memory, each warpgroup's share of the queries over the scores
+that it is computed from; dS is operand A in smem, with the queries contiguous.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -18,7 +19,7 @@ from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.tmem import fence_after_sync
 from cutex.device.atoms.umma import Umma, UmmaProduct, commit
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.backward.sm100.config import HALVES, ROWS, Sm100BackwardConfig
+from cutex.kernels.attention.backward.sm100.config import ROWS, Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.shared import Shared
 
 
@@ -28,9 +29,10 @@ class Products:
 
     s: UmmaProduct
     dp: UmmaProduct
+    less: Any  # UmmaProduct of one step of K, whose A of slot 0 is S's, of slot 1 dP's
     dv: UmmaProduct
     dk: UmmaProduct
-    dq: UmmaProduct  # A of all slots of dS; B of all columns, in parts of dq_width
+    dq: UmmaProduct  # B of all columns, in parts of dq_width
 
     @staticmethod
     @cute.jit
@@ -51,17 +53,23 @@ class Products:
         sKt = parts[None, None, 0, None, 0, 0]  # (width, 128, PART)
         tSrK = scores.a_slots(shared.sK)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
         tPrV = scores.a_slots(shared.sV)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
-        tVrP = halves(of_dv, tmem, 0, c)  # (MMA, MMA_M, MMA_K)
-        tKrdS = halves(of_dk, tmem, c.dp_column, c)  # (MMA, MMA_M, MMA_K)
+        tVrP = shares(of_dv, tmem, 0, c)  # (MMA, MMA_M, MMA_K)
+        tKrdS = shares(of_dk, tmem, c.dp_column, c)  # (MMA, MMA_M, MMA_K)
+        tQrdS = of_dq.a_slots(shared.sdS)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
+        less = None
+        if cutlass.const_expr(c.folded):
+            rows, minus = scores.b_slots(shared.sRows), scores.a_slots(shared.sMinus)
+            less = UmmaProduct(scores, minus, rows, scores.accumulator(tmem))
         return Products(
             UmmaProduct(scores, tSrK, scores.b_slots(shared.sQ), scores.accumulator(tmem)),
             UmmaProduct(
                 scores, tPrV, scores.b_slots(shared.sdO), scores.accumulator(tmem + c.dp_column)
             ),
+            less,
             UmmaProduct(of_dv, tVrP, of_dv.b_slots(sdOt), of_dv.accumulator(tmem + c.dv_column)),
             UmmaProduct(of_dk, tKrdS, of_dk.b_slots(sQt), of_dk.accumulator(tmem + c.dk_column)),
             UmmaProduct(
-                of_dq, of_dq.a_slots(shared.sdS), of_dq.b_slots(sKt),
+                of_dq, tQrdS, of_dq.b_slots(sKt),
                 of_dq.accumulator(tmem + c.dq_column),
             ),
         )  # fmt: skip
@@ -74,14 +82,14 @@ def transposed(sX: cute.Tensor, num_slots: int) -> cute.Tensor:
     return cute.make_tensor(sX.iterator, layout.outer)
 
 
-def halves(mma: Umma, tmem: cute.Pointer, column: int, config: Sm100BackwardConfig) -> cute.Tensor:
-    """Operand A in tensor memory of which each half of K is over its half of the scores from
-    `column` on."""
-    one = mma.a_tmem(tmem, column, config.half)  # (MMA, MMA_M, MMA_K / 2)
+def shares(mma: Umma, tmem: cute.Pointer, column: int, config: Sm100BackwardConfig) -> cute.Tensor:
+    """Operand A in tensor memory of which each warpgroup's share of K is over its share of the
+    scores from `column` on."""
+    one = mma.a_tmem(tmem, column, config.share)  # (MMA, MMA_M, MMA_K / groups)
     shape, stride = one.shape, one.stride
-    step = config.half * 32 // mma.a_dtype.width  # a half has that many fp32 columns
+    step = config.share * 32 // mma.a_dtype.width  # a share has that many fp32 columns
     layout = cute.make_layout(
-        (*shape[:2], (shape[2], HALVES)), stride=(*stride[:2], (stride[2], step))
+        (*shape[:2], (shape[2], config.groups)), stride=(*stride[:2], (stride[2], step))
     )
     return cute.make_tensor(one.iterator, layout)
 
@@ -105,7 +113,7 @@ class Mma:
         if total > 0:
             s.barriers.k_loaded.wait(0)
             if cutlass.const_expr(s.config.ahead):
-                self.ahead(total)
+                self.scores_ahead(total)
             else:
                 self.in_order(total)
             commit(s.barriers.sums_done[0], pair=False)
@@ -117,7 +125,7 @@ class Mma:
         q, do = b.q.consumer(), b.do.consumer()
         for i in cutlass.range(total, unroll=1):
             self.start_s(q)
-            self.start_dp(i, do)
+            self.start_dp(i, q, do)
             self.start_dv(i, do)
             self.start_dk(i, q)
             self.start_dq(i)
@@ -125,13 +133,13 @@ class Mma:
             do.advance()
 
     @cute.jit
-    def ahead(self, total: Int32) -> None:
+    def scores_ahead(self, total: Int32) -> None:
         """Start S of the next block behind dV of this one, so that its exponentials run under dK
         and dQ."""
         b = self.shared.barriers
         q, following, do = b.q.consumer(), b.q.consumer(), b.do.consumer()
         self.start_s(following)
-        self.start_dp(Int32(0), do)
+        self.start_dp(Int32(0), following, do)
         for i in cutlass.range(total, unroll=1):
             self.start_dv(i, do)
             following.advance()
@@ -141,7 +149,7 @@ class Mma:
             self.start_dk(i, q)
             self.start_dq(i)
             if i + 1 < total:
-                self.start_dp(i + 1, do)
+                self.start_dp(i + 1, following, do)
             q.advance()
 
     # ---- the products of block i
@@ -151,10 +159,11 @@ class Mma:
         b = self.shared.barriers
         b.q.wait_full(q)
         self.products.s.issue(q.slot, Boolean(False))
+        self.subtract(0, q)
         commit(b.s_full[0], pair=False)
 
     @cute.jit
-    def start_dp(self, i: Int32, do: PipelineState) -> None:
+    def start_dp(self, i: Int32, q: PipelineState, do: PipelineState) -> None:
         c, b = self.shared.config, self.shared.barriers
         if i == 0:
             b.v_loaded.wait(0)
@@ -162,7 +171,17 @@ class Mma:
         if cutlass.const_expr(c.dq_over_dp):
             self.wait_dq_empty(i * c.dq_parts)
         self.products.dp.issue(do.slot, Boolean(False))
+        self.subtract(1, q)
         commit(b.dp_full[0], pair=False)
+
+    @cute.jit
+    def subtract(self, which: cutlass.Constexpr[int], q: PipelineState) -> None:
+        """Start the subtraction of LSE from S (0) or of delta from dP (1)."""
+        c = self.shared.config
+        if cutlass.const_expr(c.folded):
+            less = self.products.less
+            less = less.of(less.a[None, None, None, which]).at(which * c.dp_column)
+            less.issue(q.slot, Boolean(True))
 
     @cute.jit
     def start_dv(self, i: Int32, do: PipelineState) -> None:
@@ -185,13 +204,11 @@ class Mma:
         """Start dQ of the block whose dS `start_dk` has waited for."""
         s = self.shared
         c, b = s.config, s.barriers
-        slot = i % c.ds_slots
-        dq = self.products.dq.of(self.products.dq.a[None, None, None, slot])
+        dq = self.products.dq
         for part in cutlass.range_constexpr(c.dq_parts):
             self.wait_dq_empty(i * c.dq_parts + part)
             dq.issue(s.split * c.dq_parts + part, Boolean(False))
             commit(b.dq_full[0], pair=False)
-        commit(b.ds_empty[slot], pair=False)
 
     @cute.jit
     def wait_dq_empty(self, number: Int32) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, cute
 
-from cutex.device.atoms.reduction import add_bulk
+from cutex.device.atoms.reduction import add_bulk, add_vector
 from cutex.device.atoms.tmem import fence_after_sync, fence_before_sync
 from cutex.device.attention.tmem_rows import columns_of, flat
 from cutex.kernels.attention.backward.sm100.config import PART
@@ -58,23 +58,25 @@ class Add:
         b.dq_full.wait((i * c.dq_parts + part) & 1)
         fence_after_sync()
         columns = columns_of(s.tmem, c.dq_column, c.dq_width)
-        chunks = columns.num_parts
-        loaded = columns.start_load(0)
-        for chunk in cutlass.range_constexpr(chunks):
-            values = flat(loaded)
+        # NOTE: several at once, for dQ's columns, or what is over them, are waited for
+        at_once = c.dq_at_once // PART
+        for first in cutlass.range_constexpr(0, columns.num_parts, at_once):
+            loaded = [columns.start_load(first + j) for j in range(at_once)]
             columns.wait_loads()
-            if cutlass.const_expr(chunk + 1 < chunks):
-                loaded = columns.start_load(chunk + 1)
-            else:
+            if cutlass.const_expr(first + at_once == columns.num_parts):
                 fence_before_sync()
                 with cute.arch.elect_one():
                     b.dq_empty.arrive()
-            number = (i * c.dq_parts + part) * chunks + chunk
-            first = s.split * c.dk_width + part * c.dq_width + chunk * PART
-            self.add_chunk(values, tile, first, number % c.dq_slots)
+            for j in cutlass.range_constexpr(at_once):
+                number = (i * c.dq_parts + part) * columns.num_parts + first + j
+                column = s.split * c.dk_width + part * c.dq_width + (first + j) * PART
+                if cutlass.const_expr(c.dq_slots > 0):
+                    self.add_from_smem(flat(loaded[j]), tile, column, number % c.dq_slots)
+                else:
+                    self.add_from_registers(flat(loaded[j]), tile, column)
 
     @cute.jit
-    def add_chunk(self, values: cute.Tensor, tile: Int32, column: Int32, slot: Int32) -> None:
+    def add_from_smem(self, values: cute.Tensor, tile: Int32, column: Int32, slot: Int32) -> None:
         """Start adding this thread's `values`, columns from `column` on, through a slot."""
         c = self.shared.config
         warp, lane, rows = cute.arch.warp_idx() % 4, cute.arch.lane_idx(), c.dq_rows
@@ -93,6 +95,18 @@ class Add:
         if lane == 0:
             add_bulk(to.align(16), mine.iterator, 4 * PART * rows)
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def add_from_registers(self, values: cute.Tensor, tile: Int32, column: Int32) -> None:
+        """Add this thread's `values`, columns from `column` on, four at a time."""
+        c = self.shared.config
+        warp, lane, rows = cute.arch.warp_idx() % 4, cute.arch.lane_idx(), c.dq_rows
+        vectors = cute.logical_divide(self.dq_sums[tile, None], cute.make_layout(4))  # (4, NumV)
+        first = (warp * c.head_dim + column) // 4 * rows + lane
+        if cutlass.const_expr(rows == 32) or lane < rows:
+            for j in cutlass.range_constexpr(PART // 4):
+                to = vectors[None, first + j * rows].iterator
+                add_vector(to, tuple(values[4 * j + k] for k in range(4)))
 
     def turn_part(self) -> Int32:
         """The part of a tile that this warp adds to."""

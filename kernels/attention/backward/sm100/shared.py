@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
@@ -11,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.pipeline import Barrier, Ring
 from cutex.kernels.attention.backward.signature import Passed, RowTiles
-from cutex.kernels.attention.backward.sm100.config import HALVES, Sm100BackwardConfig
+from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.tiles import Tile
 
 
@@ -21,16 +22,16 @@ class Barriers:
 
     barrier       arrives                                     waits
     k, v loaded   1: LOAD, and the bytes by TMA               MMA, before it begins
-    q.full        1: LOAD, and the bytes by TMA               MMA; COMPUTE, for LSE and delta
+    q.full        1: LOAD, and the bytes by TMA               MMA; COMPUTE, where it reads LSE
     q.empty       1: the commit of dK                         LOAD
     do.full       1: LOAD, and the bytes by TMA               MMA
     do.empty      1: the commit of dV                         LOAD
     s_full        1: the commit of S^T                        COMPUTE
     p_full        1 a COMPUTE warp: P^T is in tensor memory   MMA, before dV
-    dp_full       1: the commit of dP^T                       COMPUTE
+    dp_full       1: the commit of dP^T, and so of dQ of the  COMPUTE, also before it writes dS
+                  block before                                over that of the block before
     ds_full       1 a COMPUTE warp: dS^T is in tensor memory  MMA, before dK and dQ
-                  and in its slot of smem
-    ds_empty      1: the commit of dQ                         COMPUTE, before it writes the slot
+                  and in smem
     dq_full       1: the commit of a part of dQ               ADD
     dq_empty      1 an ADD warp: the part is in registers     MMA, before the next, and before what
                                                               is over it
@@ -49,14 +50,13 @@ class Barriers:
     p_full: Barrier
     dp_full: Barrier
     ds_full: Barrier
-    ds_empty: Barrier
     dq_full: Barrier
     dq_empty: Barrier
     sums_done: Barrier
 
     @staticmethod
     def allocate(smem: SmemAllocator, c: Sm100BackwardConfig) -> Barriers:
-        computing, adding = 4 * HALVES, 4
+        computing, adding = 4 * c.groups, 4
         return Barriers(
             Barrier.allocate(smem, "k loaded", arrivals=1),
             Barrier.allocate(smem, "v loaded", arrivals=1),
@@ -66,7 +66,6 @@ class Barriers:
             Barrier.allocate(smem, "p full", arrivals=computing),
             Barrier.allocate(smem, "dp full", arrivals=1),
             Barrier.allocate(smem, "ds full", arrivals=computing),
-            Barrier.allocate(smem, "ds empty", arrivals=1, slots=c.ds_slots),
             Barrier.allocate(smem, "dq full", arrivals=1),
             Barrier.allocate(smem, "dq empty", arrivals=adding),
             Barrier.allocate(smem, "sums done", arrivals=1),
@@ -76,7 +75,7 @@ class Barriers:
     def all(self) -> tuple[Barrier | Ring, ...]:
         return (
             self.k_loaded, self.v_loaded, self.q, self.do, self.s_full, self.p_full, self.dp_full,
-            self.ds_full, self.ds_empty, self.dq_full, self.dq_empty, self.sums_done,
+            self.ds_full, self.dq_full, self.dq_empty, self.sums_done,
         )  # fmt: skip
 
 
@@ -89,9 +88,11 @@ class Shared:
     sV: cute.Tensor  # (128, DV, 1)
     sQ: cute.Tensor  # (bM, D, SLOT)
     sdO: cute.Tensor  # (bM, DV, SLOT)
-    sdS: cute.Tensor  # (bM, 128, SLOT), queries contiguous
+    sdS: cute.Tensor  # (bM, 128, 1), queries contiguous
     sdQ: cute.Tensor  # (PART * rows, WARP, SLOT) a warp's rows of columns of dQ
-    stats: cute.Tensor  # (2 * bM, SLOT) LSE, then delta
+    stats: cute.Tensor  # (numbers of bM rows, SLOT) LSE and delta
+    sRows: Any  # (bM, 16, SLOT) the same as a step of K, None if not folded
+    sMinus: Any  # (128, 16, 2) what keys have there, for S and for dP
     barriers: Barriers
     tmem: cute.Pointer
     info: BlockInfo
