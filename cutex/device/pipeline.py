@@ -11,6 +11,8 @@ from typing import Self
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 
 MAX_COUNT = 2**20 - 1  # most pending arrivals, and most expected bytes (PTX ISA, mbarrier object)
@@ -290,3 +292,16 @@ class OrderedBarrier:
     def signal(self, warpgroup: Int32) -> None:
         """Let `warpgroup` enter. All threads of the other warpgroup call it."""
         cute.arch.barrier_arrive(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)
+
+
+@dsl_user_op
+def threads_where(
+    condition: Boolean, barrier_id: Int32, number_of_threads: int, *, loc=None, ip=None
+) -> Int32:
+    """How many of the `number_of_threads` threads that meet at a named barrier say `condition`
+    (PTX ISA, barrier.red)."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (condition, barrier_id, number_of_threads)]
+    ptx = "{ .reg .pred p; setp.ne.s32 p, $1, 0; barrier.cta.red.popc.aligned.u32 $0, $2, $3, p; }"
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, "=r,r,r,r", has_side_effects=True, loc=loc, ip=ip)
+    )

@@ -11,9 +11,13 @@ from flash_attn_calls import call
 from torch import Tensor
 
 import cutex
+from cutex.compile import Compiled, compile
+from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.forward.sm90.forward import Forward
 from cutex.problem.attention import INITS
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.reference import attend
+from cutex.sim import simulate
 
 CASE = AttentionCase(seqlen_q=70, seqlen_k=520, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64)
 BIG = torch.finfo(torch.float32).min
@@ -38,6 +42,60 @@ def test_every_family_of_data(init, causal, dtype):
     inputs = case.inputs()
     found = case.check(inputs, *computed(case, inputs))
     assert found.ok, found.message
+
+
+@pytest.mark.parametrize("init", ["x16", "qk-norm", "sink", "hot", "falling"])
+def test_wild_scores_are_computed_once(init):
+    """As many products as of tame scores: neither causal rows nor those that see all keys are
+    loaded and computed again."""
+    for causal in (False, True):
+        config = Sm90ForwardConfig(head_dim=64, head_dim_v=64, causal=causal, num_ctas=1, tile_n=64)
+        kernel = compile(Forward(config), "bf16", "sm_90a")
+        assert products(kernel, causal, init) == products(kernel, causal, "normal")
+
+
+def products(kernel: Compiled, causal: bool, init: str) -> int:
+    """How many instructions of tensor cores `kernel` executes."""
+    case = replace(CASE, seqlen_q=128, seqlen_k=576, causal=causal, init=init)
+    inputs = case.inputs()
+    out, lse = case.outputs()
+    counter = torch.zeros(2, dtype=torch.int32)
+    report = simulate(kernel, *inputs[:3], out, lse, counter, case.softmax_scale)
+    found = case.check(inputs, out, lse)
+    assert found.ok, found.message
+    return sum(n for op, n in report.counts.items() if op.startswith("wgmma.mma"))
+
+
+@pytest.mark.parametrize("init", ["x4", "x8", "x16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_peaked_rows_are_as_exact_as_with_a_maximum(init, dtype):
+    """O of P that is 1 for a row's largest score, rounded: what others compute."""
+    case = replace(CASE, init=init, dtype=dtype, seqlen_q=128, seqlen_k=768)
+    inputs = case.inputs()
+    q, k, v = (x[0, :, 0].double() for x in inputs[:3])
+    scores = q @ k.T * case.softmax_scale
+    p = (scores - scores.amax(1, keepdim=True)).exp()
+    want = p @ v / p.sum(1, keepdim=True)
+    rounded = (p.to(inputs.q.dtype).double() @ v / p.sum(1, keepdim=True)).to(inputs.q.dtype)
+    out, _ = computed(case, inputs)
+    assert (out[0, :, 0] - want).norm() < 1.1 * (rounded - want).norm()
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+@pytest.mark.parametrize("score", [40.0, 80.0, 120.0])
+def test_a_sink_and_a_large_value_of_v(factor, score):
+    """The product of an exponential that exceeds all before by far, and of a value that is large
+    itself, in scores that are tame and in others that are not."""
+    inputs = CASE.inputs()
+    inputs.q.mul_(factor)
+    inputs.q[..., 0] = 8.0
+    inputs.k[..., 0] = 0.0
+    inputs.k[:, 3, :, 0] = score
+    inputs.v[:, 3, :, 5] = 1e30
+    out, lse = computed(CASE, inputs)
+    want, want_lse = wanted(CASE, inputs)
+    assert torch.allclose(out[0].double(), want, rtol=0.02, atol=0.02)
+    assert (lse[0].double() - want_lse).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("column", [0, 5, 31, 63])

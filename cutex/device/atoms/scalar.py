@@ -42,6 +42,32 @@ def _unary(ptx: str, x: Float32, loc, ip) -> Float32:
 
 
 @dsl_user_op
+def largest_of(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """The largest of three floats of which none is negative, compared as integers: one instruction
+    on Hopper, whose maximum of floats takes two (PTX ISA, max)."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    ptx = (
+        "{ .reg .b32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3;"
+        " max.s32 a, a, b; max.s32 a, a, c; mov.b32 $0, a; }"
+    )
+    return Float32(
+        llvm.inline_asm(T.f32(), values, ptx, "=f,f,f,f", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
+def power_below(x: Float32, *, loc=None, ip=None) -> Float32:
+    """The largest k with 2^k <= x, for a normal positive x; 128 for infinity (IEEE 754)."""
+    value = Float32(x).ir_value(loc=loc, ip=ip)
+    ptx = (
+        "{ .reg .b32 a; mov.b32 a, $1; shr.u32 a, a, 23; sub.s32 a, a, 127; cvt.rn.f32.s32 $0, a; }"
+    )
+    return Float32(
+        llvm.inline_asm(T.f32(), [value], ptx, "=f,f", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
 def low_bits(count: Int32, *, loc=None, ip=None) -> Int32:
     """A word whose `count` lowest bits are 1; all bits from 32 on (PTX ISA: shl clamps)."""
     value = Int32(count).ir_value(loc=loc, ip=ip)

@@ -20,6 +20,7 @@ from cutlass import Float32, Int32, TFloat32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutex.device.atoms.mma import INST_BYTES, as_tf32, k_block_of
+from cutex.device.atoms.scalar import pinned
 
 WARPGROUP = 128  # threads that execute one wgmma together
 ROWS = 64  # rows of A in one wgmma
@@ -210,3 +211,11 @@ def round_to(tCrA: cute.Tensor, acc: cute.Tensor) -> None:
     narrow = cute.make_tensor(tCrA.iterator, layout)
     for k_block in cutlass.range_constexpr(cute.size(acc) // 8):
         narrow[None, k_block].store(wide[None, k_block].load().to(tCrA.element_type))
+
+
+@cute.jit
+def pin(tCrA: cute.Tensor) -> None:
+    """Have an operand A in registers computed where this is written."""
+    words = cute.recast_tensor(tCrA, Int32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = pinned(words[i])

@@ -58,6 +58,15 @@ class Mask(NamedTuple):
         columns of block `n_block` from `column` on."""
         hide(self, scores, n_block * self.tile_n + column)
 
+    @cute.jit
+    def seen(self, r: cutlass.Constexpr[int], n_block: Int32, columns: int) -> Int32:
+        """How many of this thread's first `columns` columns of block `n_block` row r sees."""
+        end, begin = self._bounds(r, n_block * self.tile_n)
+        seen = cutlass.min(count_below(end, self.quad), columns)
+        if cutlass.const_expr(self.has_begin):
+            seen -= cutlass.min(count_below(begin, self.quad), seen)
+        return seen
+
     def _bounds(self, r: int, first_key: Int32) -> tuple[Int32, Int32]:
         """The keys that row r sees, as an (end, begin) pair relative to `first_key`."""
         shift = self.seqlen_k - self.seqlen_q + self.queries[r]

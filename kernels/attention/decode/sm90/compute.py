@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from cutex.device.atoms.mma import contiguous_rows_layout
@@ -81,7 +81,7 @@ class Compute:
                 if blocks.end > blocks.first:
                     products, rings = Products(qk, pv), KeyRings(k_ring, v_ring)
                     loop = BlockLoop(products, rings, score_ops, softmax, factors)
-                    state = loop.run(blocks, None, state, Boolean(False), None)
+                    state = loop.run(blocks, None, state, Int32(0), None)
                     state = loop.last(state)
                     softmax.finish((), factors, lse)
                     if cutlass.const_expr(c.fp8):

@@ -15,18 +15,20 @@ have one's products during the other's exponentials.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Float16, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from cutex.device.atoms.wgmma import WgmmaProduct, round_to
+from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct, pin, round_to
 from cutex.device.attention.block_info import Blocks, Path
-from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import rows_of
-from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring
+from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring, threads_where
+
+LOOK_BARRIER = 8  # the first of one named barrier for each warpgroup
+PEAKED_THREADS = 28  # of a warpgroup's, more of which say that scores are peaked
 
 State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 
@@ -75,7 +77,7 @@ class BlockLoop:
     products: Products
     rings: KeyRings
     score_ops: ScoreOps
-    softmax: GuardedSoftmax
+    softmax: Any  # a GuardedSoftmax; if optimistic a WatchedSoftmax
     factors: cute.Tensor  # (2)
     turns: Turns | None = None  # None: the only warpgroup
     optimistic: bool = False  # blocks without a mask may be added without their maximum
@@ -112,12 +114,13 @@ class BlockLoop:
         blocks: Blocks,
         half: Int32 | None,
         state: State,
-        safe: Boolean,
+        searched: Int32,
         forwards: Int32 | None,
     ) -> State:
         """Compute O over all blocks, of which there is at least one, without the last PV and
         unscaled; return the states after. `half` says whether these rows see only the first half of
-        the first block (None: no), `forwards` is given only with a band."""
+        the first block (None: no), `searched` in how many blocks at least a larger score is looked
+        for, of those without a mask; `forwards` is given only with a band."""
         band = self.score_ops.mask.band
         path, (before, clean, after) = blocks.path(forwards), blocks.runs(forwards)
         half_qk = self.products.half_qk
@@ -128,16 +131,17 @@ class BlockLoop:
         else:
             state = self.first(path.start, state, self.qk)
         path = path.after(1)
-        if cutlass.const_expr(band.hi is not None):
+        if cutlass.const_expr(self.optimistic):
+            searched = cutlass.min(clean, searched)
+            before = before + searched if band.hi is not None else searched
+            clean -= searched
+        if cutlass.const_expr(band.hi is not None or self.optimistic):
             state = self.steps(path, before, state, "masked")
             path = path.after(before)
         if cutlass.const_expr(self.optimistic):
-            # NOTE: with a band, a row may see no key before the first block that it sees whole
-            count = clean if safe else cutlass.min(clean, 1 if band.hi is not None else 0)
-            state = self.steps(path, count, state, "clean")
-            path = path.after(count)
-            clean -= count
-        state = self.steps(path, clean, state, "add" if self.optimistic else "clean")
+            state = self.unsearched(path, clean, state)
+        else:
+            state = self.steps(path, clean, state, "clean")
         if cutlass.const_expr(band.lo is not None or forwards is not None):
             state = self.steps(path.after(clean), after, state, "masked")
         return state
@@ -155,12 +159,29 @@ class BlockLoop:
         k.advance()
         scores = rows_of(acc_s)
         self.score_ops.apply(scores, n_block, True)
-        self.softmax.first(scores)
+        if cutlass.const_expr(self.optimistic):
+            self.softmax.first(scores, self.seen(n_block, cute.size(scores, mode=[1])))
+        else:
+            self.softmax.first(scores)
         if cutlass.const_expr(qk is not self.qk):
             self.tOrP.fill(0.0)  # of the other half
         round_to(self.tOrP, acc_s)
         self.acc_o.fill(0.0)
         return k, v
+
+    @cute.jit
+    def unsearched(self, path: Path, count: Int32, state: State) -> State:
+        """Run `count` steps without a mask and without a search: by "watch" if the last block has
+        shown that the scores of these rows are peaked, by "add" else."""
+        barrier = LOOK_BARRIER if self.turns is None else LOOK_BARRIER + self.turns.warpgroup
+        peaked = threads_where(self.softmax.peaked[0], barrier, WARPGROUP)
+        peaked = cute.arch.make_warp_uniform(peaked)
+        if (peaked > PEAKED_THREADS) | (count == 0):
+            state = self.steps(path, count, state, "watch")
+        else:
+            state = self.steps(path, count, state, "add")
+            self.softmax.forget_top()
+        return state
 
     @cute.jit
     def steps(self, path: Path, count: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
@@ -174,8 +195,8 @@ class BlockLoop:
     def step(self, n_block: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
         """Run QK and softmax of a block, and PV of the one before.
 
-        kind: "masked"; "clean", without a mask; or "add", without a mask and without looking for a
-        larger score.
+        kind: "masked"; "clean", without a mask; "add", without a mask and without looking for a
+        larger score; or "watch", "add" that raises references where they turn out low.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -186,24 +207,42 @@ class BlockLoop:
         self.v.wait_full(v)
         self.pv.issue(v.slot, accumulate=True)
         self.end_turn()
+        softmax, rescale = self.softmax, Boolean(False)
+        if cutlass.const_expr(kind == "watch" and not self.at_once):
+            rescale = softmax.lower(self.factors)  # while the tensor cores compute S
         warpgroup.wait_group(1)
         self.k.release(k)
         k.advance()
         scores = rows_of(acc_s)
         self.score_ops.apply(scores, n_block, kind == "masked")
-        rescale = Boolean(False)
         if cutlass.const_expr(kind == "add"):
-            self.softmax.add(scores)
+            softmax.add(scores)
+        elif cutlass.const_expr(kind == "watch"):
+            softmax.watch(scores)
+            if cutlass.const_expr(self.at_once):
+                rescale = softmax.lower(self.factors, scores)
+        elif cutlass.const_expr(self.optimistic):
+            seen = self.seen(n_block, cute.size(scores, mode=[1]))
+            rescale = softmax.next(scores, self.factors, seen)
         else:
-            rescale = self.softmax.next(scores, self.factors)
+            rescale = softmax.next(scores, self.factors)
         warpgroup.wait_group(0)
         self.v.release(v)
         v.advance()
         round_to(self.tOrP, acc_s)
-        if cutlass.const_expr(kind != "add"):  # noqa: SIM102 - known when tracing, the next is not
+        if cutlass.const_expr(kind != "add"):
+            if cutlass.const_expr(self.optimistic):
+                # NOTE: behind the branch, P is rounded behind all exponentials, not among them
+                pin(self.tOrP)
             if rescale:
                 self.scale_output()
+                if cutlass.const_expr(kind == "watch" and not self.at_once):
+                    self.note_overflow()
         return k, v
+
+    def seen(self, n_block: Int32, columns: int) -> tuple[Int32, ...]:
+        """How many of this thread's `columns` of a block each of its rows sees."""
+        return tuple(self.score_ops.mask.seen(r, n_block, columns) for r in range(2))
 
     def await_turn(self) -> None:
         if self.turns is not None:
@@ -242,10 +281,41 @@ class BlockLoop:
         v.advance()
         return k, v
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a block's own probabilities are lowered: fp16 does not hold larger ones."""
+        return self.tOrP.element_type is Float16
+
     @cute.jit
     def scale_output(self) -> None:
         """Multiply each row of O by its factor."""
-        rows = rows_of(self.acc_o)
+        self.scale(rows_of(self.acc_o))
+
+    @cute.jit
+    def scale(self, rows: cute.Tensor) -> None:
+        """Multiply `rows` (rows, columns) by their factors."""
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
                 rows[r, c] *= self.factors[r]
+
+    @cute.jit
+    def note_overflow(self) -> None:
+        """Make the sums of rows NaN whose O is not finite: a factor of 0 may hide it later."""
+        for r, probe in enumerate(self.probes()):
+            self.softmax.sums[r] += probe
+
+    @cute.jit
+    def is_finite(self) -> Boolean:
+        """Whether this thread's part of O is finite."""
+        a, b = self.probes()
+        return a + b == 0.0
+
+    @cute.jit
+    def probes(self) -> tuple[Float32, Float32]:
+        """0 for each row of O if it is finite, else NaN."""
+        rows = rows_of(self.acc_o)
+        found = [Float32(0.0), Float32(0.0)]
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                found[r] += rows[r, c] * 0.0
+        return found[0], found[1]

@@ -10,10 +10,10 @@ from cutlass.cute.nvgpu import OperandMajorMode
 
 from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
-from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.query import Query
 from cutex.device.attention.scores import ScoreOps
+from cutex.device.attention.watched_softmax import LEAST_SEEN, WatchedSoftmax
 from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.kernels.attention.forward.sm90.block_loop import (
     BlockLoop,
@@ -27,6 +27,7 @@ from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
 from cutex.kernels.attention.forward.sm90.store import OutStore
 from cutex.kernels.attention.work_ring import END, SAFE
 
+MAX_BLOCKS = 2**30
 TURN_BARRIER = 4  # the first of one named barrier for each warpgroup's turn
 
 
@@ -61,7 +62,8 @@ class Compute:
             q_slot = q_take.slot * c.warpgroups + wg
             own = OwnRows(work, m_block, self.thread_rows(m_block), seq_q, seqlen_k, blocks)
             score_ops = self.score_ops(own)
-            softmax = GuardedSoftmax.of(score_ops.scale_log2(), self.slack, c.speculates)
+            kind = WatchedSoftmax.rounding_to(self.dtype)
+            softmax = kind.of(score_ops.scale_log2(), self.slack, c.speculates)
             tSrQ = query.of_slot(q_slot)
             halves = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
@@ -75,11 +77,12 @@ class Compute:
                 state = loop.pass_over(around[0], state, True)
                 state = self.attend(loop, own, q_take, state, mode, forwards)
                 state = loop.pass_over(around[1], state, True)
-                valid = softmax.finish(self.sinks(own), factors, lse)
-                if cutlass.const_expr(self.dtype is cutlass.Float16):
-                    # an infinite probability makes every column of O infinite or NaN
-                    valid = valid & (pv.acc[0] * 0.0 == 0.0) & (pv.acc[2] * 0.0 == 0.0)
-                valid = valid | (mode == SAFE)
+                in_range = softmax.finish(self.sinks(own), factors, lse)
+                if cutlass.const_expr(c.speculates):
+                    valid = in_range
+                    if softmax.leaves_no_room(factors):
+                        valid = valid & loop.is_finite()
+                    valid = valid | (mode == SAFE)
                 loop.scale_output()
             else:
                 state = self.pass_tile(loop, tile.end - tile.first, q_take, state)
@@ -141,10 +144,26 @@ class Compute:
         if cutlass.const_expr(c.takes_halves):
             seqlens = own.seq_q.length, own.seqlen_k
             half = self.own_info.ends_in_first_half(own.m_block, *seqlens)
-        state = loop.run(own.blocks, half, state, mode == SAFE, forwards)
+        searched = Int32(MAX_BLOCKS) if mode == SAFE else self.searched(own)
+        state = loop.run(own.blocks, half, state, searched, forwards)
         if cutlass.const_expr(c.releases_early):
             self.shared.work.release(q_take, Boolean(True))
         return loop.last(state)
+
+    @cute.jit
+    def searched(self, own: OwnRows) -> Int32:
+        """In how many blocks without a mask a larger score has to be looked for: in one if a row
+        may see no key before it, or if the block at the end has too few to tell what scores are
+        like."""
+        c, band = self.config, self.shared.info.band
+        searched = Int32(1)
+        if cutlass.const_expr(band.hi is None and band.lo is None):
+            rest = own.seqlen_k % c.tile_n
+            searched = Int32(1) if (rest > 0) & (rest < 4 * LEAST_SEEN) else Int32(0)
+        elif cutlass.const_expr(band.lo is None and not c.alternates):
+            end = own.m_block * ROWS // c.pack + own.seqlen_k - own.seq_q.length + band.hi + 1
+            searched = Int32(1) if end % c.tile_n == 0 else Int32(0)  # of the first row's keys
+        return searched
 
     @cute.jit
     def pass_tile(

@@ -8,8 +8,9 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
 - Of long sequences two CTAs take neighbouring rows, and each loads half of every block of K and V
   for both (load.py): L2 reads half as much, and what power that saves goes into the clock.
 - Only blocks that the band cuts are masked, and in those that it does not cut no larger score is
-  looked for; a tile whose sums overflow that way is computed again (guarded_softmax.py,
-  work_ring.py).
+  looked for. What the first blocks' scores are like decides how the others come: peaked ones in a
+  loop that keeps the largest exponentials and raises references where they turn out low. A tile
+  that overflows all the same is computed again (watched_softmax.py, work_ring.py).
 - Tiles go to CTAs as they ask for them, the longest first, of as few heads at a time as fill the
   SMs; long causal ones take their keys so that CTAs read the same at one time (order.py). Q of the
   next tile is loaded before it begins, O of the one before is stored by TMA while it runs

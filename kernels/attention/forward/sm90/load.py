@@ -8,6 +8,7 @@ both, once the consumers of both have released the slot.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -25,6 +26,15 @@ from cutex.schedulers.dispatch import Source, Ticket
 
 Fills = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
+
+
+class Job(NamedTuple):
+    """A tile and how it is to be computed."""
+
+    work: WorkTile
+    mode: Int32
+    lengths: Lengths
+    forwards: Int32 | None  # 1: its keys from the first to the last; None: never
 
 
 @dataclass(frozen=True)
@@ -57,10 +67,14 @@ class Load:
             ring.q.empty.wait(back.phase, back.slot)
             failed = ring.take_back(back.slot)
             failed, turn, votes = self.agree(failed, turn, votes)
-            work, mode = ring.work(back.slot), Int32(SAFE)
+            work, mode, forwards = ring.work(back.slot), Int32(SAFE), Int32(0)
+            if cutlass.const_expr(c.alternates):
+                forwards = ring.forwards(back.slot)  # as when it failed
             if not failed:
                 work = order.tile(cutlass.min(turn.index, order.total - 1))
                 mode = Int32(NORMAL)
+                if cutlass.const_expr(c.alternates):
+                    forwards = order.is_forwards(turn.index, c.num_ctas // c.ctas)
             if not failed and turn.index >= order.total:
                 looked_at += 1
             else:
@@ -68,7 +82,8 @@ class Load:
                 lengths = self.shared.lengths(work.batch)
                 asked = Int32(0)
                 if lengths[0].length * c.pack > work.m * c.tile_m:
-                    fills, asked = self.tile(work, mode, turn, lengths, q_fill, fills)
+                    job = Job(work, mode, lengths, forwards if c.alternates else None)
+                    fills, asked = self.tile(job, turn, q_fill, fills)
                     q_fill.advance()
                 else:
                     asked = self.ask(mode, turn)
@@ -98,13 +113,7 @@ class Load:
 
     @cute.jit
     def tile(
-        self,
-        work: WorkTile,
-        mode: Int32,
-        turn: Ticket,
-        lengths: Lengths,
-        q_fill: PipelineState,
-        fills: Fills,
+        self, job: Job, turn: Ticket, q_fill: PipelineState, fills: Fills
     ) -> tuple[Fills, Int32]:
         """Load Q, and K and V block by block in the order in which the products need them. Return
         the states after, and the result of `ask`.
@@ -114,10 +123,8 @@ class Load:
         """
         shared, c = self.shared, self.config
         k_fill, v_fill = fills
-        seq_q, seq_k = lengths
+        work, mode, (seq_q, seq_k), forwards = job
         blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
-        wave = c.num_ctas // c.ctas
-        forwards = self.order.is_forwards(turn.index, wave) if c.alternates else None
         path = blocks.path(forwards)
         head_kv = work.head // self.order.heads_per_kv
         loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))

@@ -1,0 +1,217 @@
+"""The softmax of Hopper's forward, as fast and as exact for peaked scores as for tame ones.
+
+Where scores are tame, blocks come by `add`, which takes a row's reference as it is. That they are
+is seen in the first blocks (`look`). Where they are peaked, blocks come by `watch`: `add` that
+also keeps the largest exponential of each row, `top`. From `high` on, `lower` raises the reference
+by a whole power of two, which changes no bit of a mantissa; in bf16 while the tensor cores compute
+the next scores, since exponentials up to 2^127 and what they give are finite, in fp16 before a
+block's probabilities are rounded.
+
+What rounding takes from a row's largest probability is taken from the sum that O is divided by,
+too: in a peaked row it is most of the error. With the maximum as reference, as others have it, that
+probability is 1, and exact.
+
+What `finish` says depends on the sums alone, never on V: up to `room` they leave room for values of
+V up to 1e30. Above, up to `most`, the caller looks whether O is finite (`leaves_no_room`). After
+`lower`, what values of V below 1e-19 contribute may be 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
+
+from cutex.device.atoms.scalar import exp2, largest_of, log2, power_below, reciprocal
+from cutex.device.attention.guarded_softmax import GuardedSoftmax
+from cutex.device.attention.softmax import LN2, row_max
+
+LEAST_SEEN = 8  # columns of a thread, in which what scores are like can be seen
+MOST_OF_LOST = 1.6  # times what rounding takes from the largest probability, taken from a sum
+
+
+@dataclass(frozen=True)
+class WatchedSoftmax(GuardedSoftmax):
+    """A GuardedSoftmax that keeps the largest exponentials, of probabilities in bf16."""
+
+    top: Any = None  # (rows) the largest exponential of a row, or of a thread's part of it
+    peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
+
+    rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
+    # the exponential from which on a reference is raised: in bf16 a row's largest in the beginning,
+    # so that each is lowered once and one block may then exceed all before by more than 2^127
+    high: ClassVar[float] = 1.0
+    lowered: ClassVar[float] = -64.0  # the power of two that the largest exponential then has
+    room: ClassVar[float] = 2.0**26
+    most: ClassVar[float] = 2.0**100
+
+    @staticmethod
+    def rounding_to(dtype: type[cutlass.Numeric]) -> type[WatchedSoftmax]:
+        """The class for probabilities in `dtype`."""
+        return WatchedSoftmaxFp16 if dtype is Float16 else WatchedSoftmax
+
+    @classmethod
+    def of(cls, scale_log2: Float32, slack: float, optimistic: bool) -> Self:
+        kept = GuardedSoftmax.of(scale_log2, slack, optimistic)
+        top = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
+        peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
+        return cls(kept.reference, kept.sums, scale_log2, slack, kept.shift, top, peaked)
+
+    # ---- blocks
+
+    @cute.jit
+    def first(self, scores: cute.Tensor, seen: tuple[Int32, ...] = ()) -> None:
+        largest = [row_max(scores, r) for r in range(self.rows)]
+        for r in cutlass.range_constexpr(self.rows):
+            self.set_reference(r, self.over_row(largest[r], cute.arch.fmax))
+        self._lower(scores)
+        for r in cutlass.range_constexpr(self.rows):
+            self.sums[r] = self._exponentials(scores, r)
+            self.top[r] = Float32(1.0)
+        self.look(largest, [self.sums[r] for r in range(self.rows)], seen)
+
+    @cute.jit
+    def next(
+        self, scores: cute.Tensor, factors: cute.Tensor, seen: tuple[Int32, ...] = ()
+    ) -> Boolean:
+        largest = [row_max(scores, r) for r in range(self.rows)]
+        highest = [self.over_row(largest[r], cute.arch.fmax) for r in range(self.rows)]
+        rescale = self.raise_references(highest, factors)
+        self._lower(scores)
+        added = [Float32(0.0)] * self.rows
+        for r in cutlass.range_constexpr(self.rows):
+            added[r] = self._exponentials(scores, r)
+            self.sums[r] += added[r]
+            self.top[r] = cute.arch.fmax(self.top[r], self._exponential(highest[r], r))
+        self.look(largest, added, seen)
+        return rescale
+
+    @cute.jit
+    def watch(self, scores: cute.Tensor) -> None:
+        """`add`, and keep the largest exponentials of this thread's parts of rows."""
+        self.add(scores)
+        for r in cutlass.range_constexpr(self.rows):
+            a, b = self.top[r], Float32(0.0)
+            for c in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 4):
+                a = largest_of(a, scores[r, c], scores[r, c + 1])
+                b = largest_of(b, scores[r, c + 2], scores[r, c + 3])
+            self.top[r] = largest_of(a, b, b)
+
+    @cute.jit
+    def forget_top(self) -> None:
+        """Keep no largest exponential, so that no register holds it."""
+        self.top.fill(0.0)
+
+    @cute.jit
+    def _exponential(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
+        """The exponential of a score of row r."""
+        return exp2((score - self._finite(self.reference[r])) * self.scale_log2)
+
+    @cute.jit
+    def look(self, largest: list[Float32], added: list[Float32], seen: tuple[Int32, ...]) -> None:
+        """Tell from a block, of which this thread's parts of rows see so many columns and have the
+        `largest` scores and the sums of exponentials given, whether they are `peaked`: a sum is
+        that of fewer largest scores than of Gaussian scores of a standard deviation of 1.4 mostly.
+        Rows that see little are not."""
+        if cutlass.const_expr(self.peaked is not None):
+            peaked = Boolean(True)
+            for r in cutlass.range_constexpr(self.rows):
+                number = 2.2 + 0.0875 * Float32(seen[r])
+                peaked = peaked & (added[r] < number * self._exponential(largest[r], r))
+                peaked = peaked & (seen[r] >= LEAST_SEEN)
+            self.peaked[0] = peaked
+
+    # ---- references
+
+    @cute.jit
+    def raise_references(self, highest: list[Float32], factors: cute.Tensor) -> Boolean:
+        """Raise the references of rows whose `highest` scores of a block exceed them by more than
+        the slack; others stay, and with them what `top` was rounded to."""
+        rescale = Boolean(False)
+        raised = [Boolean(False)] * self.rows
+        for r in cutlass.range_constexpr(self.rows):
+            raised[r] = (highest[r] - self.reference[r]) * self.scale_log2 > self.slack
+            rescale = rescale | raised[r]
+        rescale = cute.arch.vote_any_sync(rescale)
+        if rescale:
+            for r in cutlass.range_constexpr(self.rows):
+                reference = highest[r] if raised[r] else self.reference[r]
+                # NOTE: -inf less -inf; a row without keys keeps its sum of 0
+                shift = self.reference[r] - self._finite(reference)
+                factors[r] = exp2(shift * self.scale_log2)
+                self.sums[r] *= factors[r]
+                self.top[r] *= factors[r]
+                self.set_reference(r, reference)
+        return rescale
+
+    @cute.jit
+    def lower(self, factors: cute.Tensor, block: Any = None) -> Boolean:
+        """Where some row of this warp has a largest exponential from `high` on, raise such
+        references by whole powers of two, and scale the sums, and a `block` of exponentials (rows,
+        columns), by `factors` (rows). Returns whether it did: outputs must be scaled, too."""
+        lowers, shift = Boolean(False), self.shift
+        for r in cutlass.range_constexpr(self.rows):
+            lowers = lowers | (self.top[r] >= self.high)
+        lowers = cute.arch.vote_any_sync(lowers)
+        if lowers:
+            for r in cutlass.range_constexpr(self.rows):
+                top = self.over_row(self.top[r], cute.arch.fmax)
+                # NOTE: a factor below 2^-126 would be 0; the next block then lowers the rest
+                power = cute.arch.fmin(power_below(top) - self.lowered, 126.0)
+                power = power if top >= self.high else Float32(0.0)
+                factors[r] = exp2(-power)
+                self.sums[r] *= factors[r]
+                self.top[r] *= factors[r]
+                shift[r] += power
+                self.reference[r] = shift[r] / self.scale_log2
+                if cutlass.const_expr(block is not None):
+                    for c in cutlass.range_constexpr(cute.size(block, mode=[1])):
+                        block[r, c] *= factors[r]
+        return lowers
+
+    # ---- the end
+
+    @cute.jit
+    def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
+        valid = Boolean(True)
+        for r in cutlass.range_constexpr(self.rows):
+            total = self.over_row(self.sums[r], lambda x, y: x + y)
+            valid = valid & (total <= self.most)
+            top = self.over_row(self.top[r], cute.arch.fmax)
+            # NOTE: so much of it brings O nearest to what it is without that rounding
+            share = cute.arch.fmin(total * reciprocal(top), MOST_OF_LOST)
+            lost = share * (top - Float32(self.rounded(top))) if top > 0.0 else Float32(0.0)
+            highest = self.reference_log2(r)
+            scaled = Float32(1.0)
+            if cutlass.const_expr(len(sinks) > 0):
+                total, highest, scaled = self.with_sink(total, highest, sinks[r])
+            factors[r] = self.normaliser(total - lost * scaled, scaled)
+            lse[r] = self.log_sum(total, highest)
+            if cutlass.const_expr(self.shift is not None):
+                valid = valid & ~self._is_large(r)
+            elif cutlass.const_expr(len(sinks) == 0):  # noqa: SIM102 - known when tracing
+                if self._is_large(r):  # the shift may exceed fp32's range where the score does not
+                    lse[r] = self.reference[r] * (self.scale_log2 * LN2) + log2(total) * LN2
+        return valid
+
+    @cute.jit
+    def leaves_no_room(self, factors: cute.Tensor) -> Boolean:
+        """Whether the sum of a row of this warp, of which `finish` made `factors`, is so large that
+        its products with V may have overflowed."""
+        high = Boolean(False)
+        for r in cutlass.range_constexpr(self.rows):
+            high = high | (factors[r] < 1.0 / self.room) & (factors[r] != 0.0)
+        return cute.arch.vote_any_sync(high)
+
+
+@dataclass(frozen=True)
+class WatchedSoftmaxFp16(WatchedSoftmax):
+    """The same of probabilities in fp16, which ends at 2^16 and loses bits below 2^-14."""
+
+    rounded: ClassVar[type[cutlass.Numeric]] = Float16
+    high: ClassVar[float] = 2.0**15
+    lowered: ClassVar[float] = -4.0
+    room: ClassVar[float] = 2.0**15
+    most: ClassVar[float] = 2.0**26
