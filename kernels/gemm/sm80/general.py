@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -102,7 +103,7 @@ class General:
         ):
             layout = SmemLayout(rows, c.tile_k, c.num_stages, k_major, self.swizzled)
             operands.append(SmemOperand.allocate(smem, mX.element_type, layout))
-            copies.append(TileCopies(operands[-1], mX, row, c.num_threads, thread))
+            copies.append(TileCopies.of(operands[-1], mX, row, c.num_threads, thread))
         product = WarpProduct.of(c, operands[0], operands[1], thread)
         self.mainloop(product, copies, cute.ceil_div(cute.size(mA, mode=[1]), c.tile_k), thread)
         bound = self.config.bind(mProduct, passed)
@@ -118,8 +119,9 @@ class General:
         for k_tile in cutlass.range(k_tiles, unroll=1):
             cute.arch.cp_async_wait_group(slots - 2)
             cute.arch.sync_threads()
-            fill(copies, k_tile + slots - 1, free)
-            product.multiply_tile(slot, thread)
+            # while the first MMAs are under way, the other slots' copies are issued
+            next_tile = partial(fill, copies, k_tile + slots - 1, free)
+            product.multiply_tile(slot, thread, next_tile)
             free = slot
             slot = slot + 1 if slot < slots - 1 else Int32(0)
 

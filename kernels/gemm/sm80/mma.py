@@ -6,9 +6,9 @@ row, and two of the row 8 below (PTX ISA, "Matrix Fragments for mma.m16n8k16").
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warp
 
@@ -72,12 +72,15 @@ class WarpProduct(NamedTuple):
         a, b = (fragment[None, None, k_block] for fragment in self.fragments)
         cute.gemm(self.mma, self.acc, a, b, self.acc)
 
-    @cute.jit
-    def multiply_tile(self, slot: Int32 | int, thread: Int32) -> None:
+    def multiply_tile(
+        self, slot: Int32 | int, thread: Int32, meanwhile: Callable[[], None]
+    ) -> None:
         """Add the product of the tiles in `slot`; each block is loaded before the one ahead of it
-        is multiplied."""
+        is multiplied, and `meanwhile` called behind the first."""
         self.load(0, slot, thread)
-        for k_block in cutlass.range_constexpr(self.k_blocks):
-            if cutlass.const_expr(k_block + 1 < self.k_blocks):
+        for k_block in range(self.k_blocks):
+            if k_block + 1 < self.k_blocks:
                 self.load(k_block + 1, slot, thread)
             self.multiply(k_block)
+            if k_block == 0:
+                meanwhile()

@@ -65,36 +65,65 @@ class SmemOperand(NamedTuple):
 
 
 class TileCopies(NamedTuple):
-    """The copies by which a CTA's threads fill slots with the tiles of a row of tiles of mX."""
+    """The copies by which a CTA's threads fill slots with the tiles of a row of tiles of mX.
+
+    A thread copies one chunk of several lines. K-major: rows behind the last are copied from it,
+    and their products are not stored.
+    """
 
     operand: SmemOperand
     mX: cute.Tensor  # (Rows, K)
-    row: Int32  # the first
-    num_threads: int
-    thread: Int32
+    step: int  # lines from one copy of a thread to its next
+    line: Int32  # the first, in the tile
+    along: Int32  # the chunk's first element, in the line
+    sources: list[cute.Pointer]  # of each line, in the first tile
+    rows_left: Int32  # of mX, from the chunk's first: of lines of rows
+
+    @staticmethod
+    def of(operand: SmemOperand, mX: cute.Tensor, row: Int32, num_threads: int, thread: Int32):
+        layout = operand.layout
+        lines, of_line = layout.rows, layout.tile_k
+        if not layout.k_major:
+            lines, of_line = of_line, lines
+        chunks = of_line // CHUNK
+        step, line, along = num_threads // chunks, thread // chunks, thread % chunks * CHUNK
+        last = cute.size(mX, mode=[0]) - 1
+        sources = []
+        for i in range(0, lines, step):
+            where = cutlass.min(row + line + i, last), along
+            if not layout.k_major:
+                where = row + along, line + i
+            sources.append(mX.iterator + cute.crd2idx(where, mX.layout))
+        rows_left = last + 1 - row - along
+        return TileCopies(operand, mX, step, line, along, sources, rows_left)
 
     @cute.jit
     def fill(self, k_tile: Int32 | int, slot: Int32 | int) -> None:
         """Have tile `k_tile` copied into `slot`; zeros outside of mX."""
         layout, sX = self.operand.layout, self.operand.written
-        contiguous = layout.tile_k if layout.k_major else layout.rows
-        lines = layout.rows if layout.k_major else layout.tile_k
-        chunks = contiguous // CHUNK
-        step = self.num_threads // chunks  # lines at a time
-        along, first = self.thread % chunks * CHUNK, self.thread // chunks
-        for i in cutlass.range_constexpr(lines // step):
-            line = first + i * step
-            at, k = (line, along) if layout.k_major else (along, line)
-            row, from_k = self.row + at, k_tile * layout.tile_k + k
-            left = self.left(row, from_k)
-            source = self.mX.iterator + cute.crd2idx((row, from_k), self.mX.layout)
-            to = sX.iterator + cute.crd2idx((at, k, slot), sX.layout)
-            copy_async(to, source, 16, left)
+        from_k, size_k = k_tile * layout.tile_k, cute.size(self.mX, mode=[1])
+        ahead = cute.crd2idx((0, from_k), self.mX.layout)
+        left = _bytes(size_k - from_k - self.along if layout.k_major else self.rows_left)
+        for i in cutlass.range_constexpr(len(self.sources)):
+            k = from_k + self.line + i * self.step
+            read = left
+            if cutlass.const_expr(not layout.k_major):
+                read = left if k < size_k else Int32(0)
+            copy_async(self.place(sX, i, slot), self.sources[i] + ahead, 16, read)
 
-    @cute.jit
-    def left(self, row: Int32, k: Int32) -> Int32:
-        """The bytes of the chunk from (row, k) that mX has, up to 16."""
-        rows, size_k = (cute.size(self.mX, mode=[i]) for i in range(2))
-        inside = row < rows and k < size_k
-        left = size_k - k if self.operand.layout.k_major else rows - row
-        return cutlass.min(left, CHUNK) * 2 if inside else Int32(0)
+    def place(self, sX: cute.Tensor, i: int, slot: Int32 | int) -> cute.Pointer:
+        """Where copy `i` goes.
+
+        NOTE: 8 lines on the swizzle is the same, so that the place is a constant away.
+        """
+        layout = self.operand.layout
+        whole = self.step % 8 == 0
+        line = self.line if whole else self.line + i * self.step
+        at, k = (line, self.along) if layout.k_major else (self.along, line)
+        first = sX.iterator + cute.crd2idx((at, k, slot), sX.layout)
+        return first + i * self.step * layout.line if whole else first
+
+
+def _bytes(elements: Int32) -> Int32:
+    """The bytes of a chunk of which so many elements are there."""
+    return cutlass.max(0, cutlass.min(elements, CHUNK)) * 2
