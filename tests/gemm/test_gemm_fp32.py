@@ -30,7 +30,7 @@ def run(stage, problem, **options):
     return report
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("mnk", SIZES, ids=str)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))
 def test_a_stage_is_exact_on_integers_of_any_sizes(stage, mnk):
@@ -42,8 +42,9 @@ def test_the_top_is_as_near_as_fp32_sums_are(init):
     run(TOP, Fp32GemmProblem(40, 52, 120, init=init, seed=5))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("arch", [x for x in ARCHS if x != "sm_90a"])
-@pytest.mark.parametrize("number", [6, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 9))])
 def test_it_runs_on_any_arch(number, arch):
     run(LADDERS.stage(arch, number), Fp32GemmProblem(20, 24, 40, init="int"))
 
@@ -52,7 +53,8 @@ def test_it_runs_on_any_arch(number, arch):
     "number, order, seed",
     [
         (7, "random", 1),
-        (8, "random", 2),
+        (9, "random", 2),
+        pytest.param(8, "random", 3, marks=pytest.mark.slow),
         pytest.param(8, "starved", 0, marks=pytest.mark.slow),
         pytest.param(7, "eager", 0, marks=pytest.mark.slow),
     ],
@@ -90,7 +92,8 @@ def test_words_of_one_bank_take_32_wavefronts_until_rows_are_padded_or_swizzled(
         assert found["wavefronts"] == found["least_wavefronts"] == tiles["least_wavefronts"]
 
 
-@pytest.mark.parametrize("number", [5, 6, 7, 8])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("number", [5, 6, 7, 8, 9])
 def test_register_tiles_are_read_and_written_without_conflicts(number):
     for mnk in ((128, 128, 16), (128, 127, 15)):
         found = counts(STAGES[number], *mnk)
@@ -99,7 +102,7 @@ def test_register_tiles_are_read_and_written_without_conflicts(number):
 
 @pytest.mark.parametrize(
     "stage",
-    [pytest.param(s, marks=pytest.mark.slow) if s.number < 8 else s for s in STAGES],
+    [pytest.param(s, marks=pytest.mark.slow) if s.number < 9 else s for s in STAGES],
     ids=lambda s: str(s.number),
 )
 def test_the_counts_of_the_ladders_table_are_those_of_today(stage, root):

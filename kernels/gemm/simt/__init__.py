@@ -30,6 +30,7 @@ _TILE = SimtConfig(32, 32, 32)
 _SQUARES = SimtConfig(128, 128, 8, thread_m=8, thread_n=8)
 _RING = SimtConfig(128, 128, 16, thread_m=8, thread_n=8, num_stages=2)
 _WARPS = SimtConfig(128, 128, 16, thread_m=16, thread_n=8, num_stages=3)
+_AHEAD = SimtConfig(128, 128, 8, thread_m=16, thread_n=8, num_stages=2)
 
 LADDERS: Ladders[Stage] = Ladders(
     "fp32 GEMM",
@@ -44,6 +45,7 @@ LADDERS: Ladders[Stage] = Ladders(
         Stage(6, "", "vectors", "loads of 16 bytes from memory and from smem", _SQUARES),
         Stage(7, "", "double buffering", "cp.async fills one buffer, the other is used", _RING),
         Stage(8, "", "warp tiles", "a thread 16x8 of C: 512 FMAs for 24 loads", _WARPS),
+        Stage(9, "", "fragments ahead", "words of the next k come under this one's FMAs", _AHEAD),
     ),
 )  # fmt: skip
 stages, stage = LADDERS.stages, LADDERS.stage
