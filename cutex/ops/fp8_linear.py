@@ -61,7 +61,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-class Recipe(NamedTuple):
+class LinearRecipe(NamedTuple):
     """How an arch computes the layer: formats, and products by recipes of scaled_mm."""
 
     activations: str
@@ -73,12 +73,12 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "sm_90a": Recipe("fp8_1x128", "fp8_128x128", "floor", UNIT, "fp8_block", "fp8_1x128"),
-    "sm_100a": Recipe("mxfp8", "mxfp8", "rceil", 32, "", ""),
+    "sm_90a": LinearRecipe("fp8_1x128", "fp8_128x128", "floor", UNIT, "fp8_block", "fp8_1x128"),
+    "sm_100a": LinearRecipe("mxfp8", "mxfp8", "rceil", 32, "", ""),
 }
 
 
-def _recipe(x: Tensor) -> Recipe:
+def _recipe(x: Tensor) -> LinearRecipe:
     return RECIPES[arch_of(x.device, "cutex.fp8_linear", "x", "torch.nn.functional.linear")]
 
 
@@ -121,7 +121,7 @@ def _kept(kept: list[Tensor], format: str) -> QuantizedTensor:
 
 
 def _both(
-    x: Tensor, format: str, how: Recipe, turned: bool, rows: bool = True
+    x: Tensor, format: str, how: LinearRecipe, turned: bool, rows: bool = True
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """x quantized along its rows, and x transposed along its, as far as asked for.
 
