@@ -7,6 +7,7 @@ from cutex.device.row.tile import VECTOR_BYTES, RowTile
 
 WIDE = 4  # vectors of a thread, from which on more threads share a row
 CTA = 128  # threads of a CTA, before a cluster shares a row
+LONG_CTA = 512  # the same where a row begins in the middle of a line
 CLUSTER = 8  # the largest that every GPU with clusters takes
 SCANNERS = 512  # threads of a CTA that scans a part of a row
 MOST = 8  # vectors of a thread of the longest rows that are taken whole
@@ -20,13 +21,15 @@ def tile(
     shifted: bool = False,
     wide: int = WIDE,
     least: int = 8,
+    lines: bool = True,
 ) -> RowTile:
     """The tile of rows of `n` elements of so many bits.
 
     unit: the elements of the widest vector that every row can be loaded by. shifted: rows begin
     anywhere, all operands alike. wide: the vectors of a thread, from which on CTAs share a row: of
-    rows that are only read, more than WIDE. least: threads that share a row, at least. Raises
-    ValueError, in one sentence, for a row that no tile holds.
+    rows that are only read, more than WIDE. least: threads that share a row, at least. lines:
+    whether all rows begin with a whole line of memory. Raises ValueError, in one sentence, for a
+    row that no tile holds.
     """
     width = min(unit, VECTOR_BYTES * 8 // bits)
     vectors = -(-(n + (width - 1) * shifted) // width)
@@ -35,6 +38,11 @@ def tile(
     threads = _power(-(-vectors // WIDE), least, CTA)
     ctas = _power(-(-vectors // (wide * threads)), 1, most_ctas)
     threads = max(threads, _power(-(-vectors // (MOST * ctas)), least, 1024))
+    if not lines and -(-vectors // (threads * ctas)) > WIDE:
+        # neighbouring CTAs would share a line where one ends (docs/facts/rows.md#rows-norm-lines)
+        threads = max(threads, LONG_CTA)
+        ctas = _power(-(-vectors // (WIDE * threads)), 1, most_ctas)
+        threads = max(threads, _power(-(-vectors // (MOST * ctas)), least, 1024))
     per_thread = -(-vectors // (threads * ctas))
     if per_thread > 2 * MOST:
         raise ValueError(

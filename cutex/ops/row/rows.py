@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VECTOR = 16  # bytes
+LINE = 128  # bytes of memory that are one line of a cache
 
 
 # ---- checks
@@ -132,7 +133,10 @@ def tile_of(
 ) -> RowTile:
     """The tile for `rows` (M, N), whole, and `vectors` (N) that all rows share."""
     x, loads = rows[0], loads_of(rows, vectors, shifts)
-    return choose.tile(x.shape[-1], 8 * x.element_size(), kernels_of(arch), *loads, wide)
+    # NOTE: of kernels that load a vector for all rows, too (docs/facts/rows.md#rows-norm-lines)
+    lines = not (vectors and shifts) or all((y.data_ptr() | _step(y)) % LINE == 0 for y in rows)
+    bits = 8 * x.element_size()
+    return choose.tile(x.shape[-1], bits, kernels_of(arch), *loads, wide, lines=lines)
 
 
 def part_of(rows: Sequence[Tensor]) -> RowTile:
