@@ -25,6 +25,7 @@ from cutex.kernels.row.softmax import above, exp, merged
 
 LN_2 = 0.6931471805599453
 TOTAL_THREADS = 1024
+TOTAL_PARTS = 128  # CTAs that share many losses
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class CrossEntropyConfig:
     target: str = "int32"  # its dtype
     reduction: str = "none"  # of the losses of rows: "mean" and "sum" leave one number
     walks: bool = False  # the tile holds a part of a row, and goes from part to part
+    many: bool = False  # losses are so many that CTAs share them
 
     @property
     def reduced(self) -> bool:
@@ -58,7 +60,10 @@ class CrossEntropy(RowKernel):
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         c = self.config
-        totals = (one("loss"), one("count")) if c.reduced else ()
+        totals = [one("loss"), one("count")] if c.reduced else []
+        if c.reduced and c.many:
+            sizes = "two", "parts"
+            totals.append(Operand("parts", sizes, "fp32", aligned=False, whole=False))
         return (
             matrix("x", dtype, c.tile), row_vector("target", c.target), row_vector("lse"),
             row_vector("losses"), *totals, *SCALARS,
@@ -70,7 +75,15 @@ class CrossEntropy(RowKernel):
         self.by_rows(mX, mTarget, mLse, mLosses, s, z, ignored).launch(
             **launch_of(self.config.tile, mX, stream)
         )
-        if cutlass.const_expr(self.config.reduced):
+        if cutlass.const_expr(self.config.reduced and self.config.many):
+            mLoss, mCount, mParts = totals
+            self.parts(mLosses, mTarget, mParts, ignored).launch(
+                grid=(TOTAL_PARTS, 1, 1), block=(TOTAL_THREADS, 1, 1), stream=stream
+            )
+            self.total_of_parts(mParts, mLoss, mCount).launch(
+                grid=(1, 1, 1), block=(TOTAL_PARTS, 1, 1), stream=stream
+            )
+        elif cutlass.const_expr(self.config.reduced):
             self.total(mLosses, mTarget, *totals, ignored).launch(
                 grid=(1, 1, 1), block=(TOTAL_THREADS, 1, 1), stream=stream
             )
@@ -130,21 +143,50 @@ class CrossEntropy(RowKernel):
     @cute.kernel
     def total(self, mLosses, mTarget, mLoss, mCount, ignored) -> None:
         """The sum, or the mean, of mLosses (M), always in the same order."""
-        tile = RowTile(1, TOTAL_THREADS)
-        (reduction,) = reductions(tile, 2)
+        total, count = self.added(mLosses, mTarget, ignored, 0, 1)
+        if cute.arch.thread_idx()[0] == 0:
+            self.store_total(total, count, mLoss, mCount)
+
+    @cute.kernel
+    def parts(self, mLosses, mTarget, mParts, ignored) -> None:
+        """The sum and the count of each CTA's share of many losses, to mParts (2, P)."""
+        part = cute.arch.block_idx()[0]
+        total, count = self.added(mLosses, mTarget, ignored, part, TOTAL_PARTS)
+        if cute.arch.thread_idx()[0] == 0:
+            mParts[0, part], mParts[1, part] = total, count
+
+    @cute.kernel
+    def total_of_parts(self, mParts, mLoss, mCount) -> None:
+        """The sum, or the mean, of those of all CTAs."""
+        (reduction,) = reductions(RowTile(1, TOTAL_PARTS), 2)
         thread = cute.arch.thread_idx()[0]
+        total, count = reduction((mParts[0, thread], mParts[1, thread]), add)
+        if thread == 0:
+            self.store_total(total, count, mLoss, mCount)
+
+    @cute.jit
+    def added(self, mLosses, mTarget, ignored, part: Int32 | int, parts: int) -> Values:
+        """The sum of every `parts`-th thousand of mLosses (M), and how many count."""
+        (reduction,) = reductions(RowTile(1, TOTAL_THREADS), 2)
+        first = cute.arch.thread_idx()[0] + part * TOTAL_THREADS
         total, count = Float32(0), Float32(0)
-        for row in cutlass.range(thread, cute.size(mLosses), TOTAL_THREADS, unroll=8):
+        for row in cutlass.range(first, cute.size(mLosses), parts * TOTAL_THREADS, unroll=8):
             total += mLosses[row]
             if mTarget[row] != ignored:
                 count += 1
-        total, count = reduction((total, count), add)
-        if thread == 0:
-            if cutlass.const_expr(self.config.reduction == "mean"):
-                total = total / count
-            mLoss[0], mCount[0] = total, count
+        return reduction((total, count), add)
 
-    kernels = {"rows": by_rows, "total": total}  # noqa: RUF012
+    @cute.jit
+    def store_total(self, total: Float32, count: Float32, mLoss, mCount) -> None:
+        if cutlass.const_expr(self.config.reduction == "mean"):
+            total = total / count
+        mLoss[0], mCount[0] = total, count
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        kind, c = type(self), self.config
+        more = {"parts": kind.parts, "total": kind.total_of_parts} if c.many else {}
+        return {"rows": kind.by_rows, "total": kind.total, **more}
 
 
 class CrossEntropyBackward(RowKernel):

@@ -183,6 +183,16 @@ def test_cross_entropy_that_walks_along_a_row(n, aligned, smoothed):
     near(lse, x.double().logsumexp(1), torch.float32, 64)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_many_losses_are_added_up_by_many_ctas(device, monkeypatch, reduction):
+    monkeypatch.setattr(cross_entropy_module, "MANY", 4)
+    x = rows(device, (5003, 7), torch.float32)
+    target = torch.arange(5003, device=device) % 7
+    target[::3] = -100
+    found = cutex.cross_entropy(x, target, reduction=reduction)
+    near(found, F.cross_entropy(x.double(), target, reduction=reduction), torch.float32, 64)
+
+
 def test_a_target_that_is_no_class_gives_nan(device):
     x = rows(device, (3, 50), torch.float32).requires_grad_()
     target = torch.tensor([50, 3, 2**40], device=device)

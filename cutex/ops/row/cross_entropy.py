@@ -24,6 +24,7 @@ from cutex.ops.row.rows import (
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 REDUCTIONS = ("mean", "sum", "none")
+MANY = 8192  # losses, which several CTAs add up
 WALKERS = 4  # rows for each SM, from which on a CTA walks along a long one
 INT32 = -(2**31), 2**31 - 1
 
@@ -88,7 +89,7 @@ def check_options(ignore_index: Any, label_smoothing: float, reduction: str) -> 
 
 
 def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
-    from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
+    from cutex.kernels.row.cross_entropy import TOTAL_PARTS, CrossEntropy, CrossEntropyConfig
 
     ignored, smoothing, z_loss, reduction = options
     arch = arch_of(x.device, "cutex.cross_entropy")
@@ -106,8 +107,12 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
     if walks:
         tile = walk_of(rows)
-    config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction, walks)
-    totals = ("loss", "count") if config.reduced else ()
+    many = x.shape[0] > MANY
+    config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction, walks, many)
+    totals: tuple[str, ...] = ("loss", "count") if config.reduced else ()
+    if totals and many:
+        launch.makes("parts", (2, TOTAL_PARTS), torch.float32)
+        totals = (*totals, "parts")
     kernel = CrossEntropy, config, arch
     return launch.run(
         kernel,
