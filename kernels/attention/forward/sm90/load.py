@@ -28,7 +28,7 @@ Fills = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
 
 
-class Job(NamedTuple):
+class TileJob(NamedTuple):
     """A tile and how it is to be computed."""
 
     work: WorkTile
@@ -82,7 +82,7 @@ class Load:
                 lengths = self.shared.lengths(work.batch)
                 asked = Int32(0)
                 if lengths[0].length * c.pack > work.m * c.tile_m:
-                    job = Job(work, mode, lengths, forwards if c.alternates else None)
+                    job = TileJob(work, mode, lengths, forwards if c.alternates else None)
                     fills, asked = self.tile(job, turn, q_fill, fills)
                     q_fill.advance()
                 else:
@@ -113,7 +113,7 @@ class Load:
 
     @cute.jit
     def tile(
-        self, job: Job, turn: Ticket, q_fill: PipelineState, fills: Fills
+        self, job: TileJob, turn: Ticket, q_fill: PipelineState, fills: Fills
     ) -> tuple[Fills, Int32]:
         """Load Q, and K and V block by block in the order in which the products need them. Return
         the states after, and the result of `ask`.
