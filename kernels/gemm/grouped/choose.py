@@ -135,7 +135,12 @@ def blocks_tiles(mean_rows: int, n: int, fused: bool, most: int = WARP) -> RowBl
         tiles = RowBlocksConfig(tile_m=128, tile_n=128, warpgroups=2)
     else:
         tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2)
-    return _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
+    tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
+    if fused or tiles.tile_m < 256:
+        return tiles
+    # NOTE: a warpgroup's store of 64 rows then waits for no slot (docs/facts/grouped.md)
+    tiles = replace(tiles, epi_stages=4)
+    return replace(tiles, num_stages=_stages(tiles, most))
 
 
 def scaled_tiles(
