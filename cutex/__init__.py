@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cutex.ops.mixture import moe
     from cutex.ops.quantize import dequantize, quantize
     from cutex.ops.row.cross_entropy import cross_entropy
+    from cutex.ops.row.histogram import histogram
     from cutex.ops.row.linear_cross_entropy import linear_cross_entropy
     from cutex.ops.row.map import map
     from cutex.ops.row.norms import layer_norm, rms_norm
@@ -56,6 +57,7 @@ _HOMES = {
     "get_mla_metadata": "cutex.ops.attention",
     "grouped_mm": "cutex.ops.grouped",
     "fp8_linear": "cutex.ops.fp8_linear",
+    "histogram": "cutex.ops.row",
     "kernels_built": "cutex.ops.matmul",
     "layer_norm": "cutex.ops.row",
     "linear_cross_entropy": "cutex.ops.row",
@@ -94,6 +96,7 @@ __all__ = [
     "fp8_linear",
     "get_mla_metadata",
     "grouped_mm",
+    "histogram",
     "kernels_built",
     "layer_norm",
     "linear_cross_entropy",

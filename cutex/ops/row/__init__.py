@@ -4,6 +4,7 @@ the operators."""
 from __future__ import annotations
 
 from cutex.ops.row.cross_entropy import cross_entropy
+from cutex.ops.row.histogram import histogram
 from cutex.ops.row.linear_cross_entropy import linear_cross_entropy
 from cutex.ops.row.map import map
 from cutex.ops.row.norms import layer_norm, rms_norm
@@ -14,6 +15,7 @@ from cutex.ops.row.softmax import softmax
 
 __all__ = [
     "cross_entropy",
+    "histogram",
     "layer_norm",
     "linear_cross_entropy",
     "map",

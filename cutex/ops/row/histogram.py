@@ -1,0 +1,77 @@
+"""`cutex.histogram`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutex.kernels.row import choose
+from cutex.ops.number import number
+from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.operators import define
+from cutex.ops.row.rows import arch_of, check, loads_of, sms_of
+
+CTAS = 4  # of an SM
+ELEMENTS = 1 << 31
+MOST = 1 << 24  # bins, whose numbers float32 holds
+
+
+def histogram(x: Tensor, bins: int, *, low: float, high: float) -> Tensor:
+    """The numbers of elements of x in each of `bins` bins of equal width from low to high.
+
+    x: bfloat16, float16 or float32, of any shape and strides, fewer than 2^31 elements. An element
+        is of bin floor((x - low) * (bins / (high - low))), in float32, high itself of the last;
+        those outside, and NaNs, are of none. Counts are the same each time.
+
+    Not differentiable. Raises TypeError or ValueError, with one sentence that names the argument,
+    for arguments that do not fit, and where there is no NVIDIA GPU from Ampere on.
+
+    Returns int64 (bins,).
+    """
+    check("x", x)
+    if isinstance(bins, bool) or not isinstance(bins, int):
+        raise TypeError(f"bins must be an int, got {type(bins).__name__}")
+    if not 1 <= bins <= MOST:
+        raise ValueError(f"bins={bins} must be from 1 to {MOST}")
+    given = number("low", low), number("high", high)
+    if not all(map(math.isfinite, given)) or not given[0] < given[1]:
+        raise ValueError(f"low={low}, high={high}: must be finite, the first the smaller")
+    if x.numel() >= ELEMENTS:
+        raise ValueError(f"x has {x.numel()} elements: takes fewer than {ELEMENTS}")
+    return HISTOGRAM(x.detach(), bins, *given)
+
+
+def _plan(options: tuple[int, float, float], x: Tensor) -> Run:
+    from cutex.kernels.row.histogram import Histogram, HistogramConfig
+
+    bins, low, high = options
+    arch = arch_of(x.device, "cutex.histogram")
+    if not x.numel():
+        return lambda x: torch.zeros(bins, dtype=torch.int64, device=x.device)
+    launch = Launch(x.device)
+    row = launch.passes("x", x, lambda x: x.reshape(1, -1))
+    launch.makes("counts", (bins,), torch.int64)
+    tile = choose.walk(8 * x.element_size(), *loads_of([row], (), True))
+    parts = -(-(row.shape[1] + tile.slack) // (tile.columns + tile.slack))
+    ctas = min(parts, CTAS * sms_of(x.device, arch))
+    numbers = low, high, bins / (high - low), ctas
+    kernel = Histogram, HistogramConfig(tile, bins), arch
+    return launch.run(kernel, ("x", "counts"), numbers, ("counts",), ("counts",))
+
+
+_counted = Calls(_plan)
+
+
+def _fake(x: Tensor, bins: int, *_: Any) -> Tensor:
+    return torch.empty(bins, dtype=torch.int64, device=x.device)
+
+
+HISTOGRAM = define(
+    "histogram",
+    "(Tensor x, int bins, float low, float high) -> Tensor",
+    lambda x, *options: _counted(options, x),
+    _fake,
+)
