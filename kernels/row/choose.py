@@ -7,6 +7,7 @@ from cutex.device.row.tile import VECTOR_BYTES, RowTile
 
 WIDE = 4  # vectors of a thread, from which on more threads share a row
 CTA = 128  # threads of a CTA, before a cluster shares a row
+ROOMY = 5  # vectors of a thread, from which on rows that begin within a line take more threads
 LONG_CTA = 512  # the same where a row begins in the middle of a line
 CLUSTER = 8  # the largest that every GPU with clusters takes
 SCANNERS = 512  # threads of a CTA that scans a part of a row
@@ -38,8 +39,8 @@ def tile(
     threads = _power(-(-vectors // WIDE), least, CTA)
     ctas = _power(-(-vectors // (wide * threads)), 1, most_ctas)
     threads = max(threads, _power(-(-vectors // (MOST * ctas)), least, 1024))
-    if not lines and -(-vectors // (threads * ctas)) > WIDE:
-        # neighbouring CTAs would share a line where one ends (docs/facts/rows.md#rows-norm-lines)
+    if not lines and -(-vectors // (threads * ctas)) > ROOMY:
+        # docs/facts/rows.md#rows-norm-lines
         threads = max(threads, LONG_CTA)
         ctas = _power(-(-vectors // (WIDE * threads)), 1, most_ctas)
         threads = max(threads, _power(-(-vectors // (MOST * ctas)), least, 1024))
