@@ -37,6 +37,8 @@ def candidates(problem: Fp8Problem) -> Iterator[Fp8Config]:
     """The configs that are worth a prediction."""
     base = Fp8Config(tile_m=128, tile_n=128, warpgroups=2, epi_n=64, epi_stages=1,
                      recipe=problem.dtype)  # fmt: skip
+    # NOTE: pairs that share A, and all of C in smem: by the facts (#fp8-promotion-chain)
+    yield replace(base, tile_m=256, epi_stages=4, cluster_n=2)
     for tile_m, tile_n in ((256, 128), (128, 192), (128, 128)):
         yield replace(base, tile_m=tile_m, tile_n=tile_n)
     for split_k in (2, 4):
