@@ -25,7 +25,6 @@ class SimtConfig:
     thread_m: int = 1
     thread_n: int = 1
     num_stages: int = 1  # slots of A and B in smem
-    tail: bool = False  # whether K is no multiple of tile_k
     whole_k: bool = True  # K is a multiple of VECTOR
     whole_n: bool = True  # N is
 
@@ -34,8 +33,7 @@ class SimtConfig:
         return self.tile_m * self.tile_n // (self.thread_m * self.thread_n)
 
     def fitted(self, problem: Fp32GemmProblem) -> SimtConfig:
-        whole = {"whole_k": problem.k % VECTOR == 0, "whole_n": problem.n % VECTOR == 0}
-        return replace(self, tail=problem.k % self.tile_k > 0, **whole)
+        return replace(self, whole_k=problem.k % VECTOR == 0, whole_n=problem.n % VECTOR == 0)
 
     def why_not(self, problem: Fp32GemmProblem | None, arch: Arch) -> str | None:
         if problem is None:

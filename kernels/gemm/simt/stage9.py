@@ -93,7 +93,7 @@ class Stage9(Stage6):
                     at = (x.sources[j] + from_k).align(4 * self.width)
                     gX = cute.make_tensor(at, cute.make_layout(self.width))  # (V)
                     cute.autovec_copy(gX, x.values[None, j])
-            elif cutlass.const_expr(self.config.tail):
+            else:
                 x.values.fill(0)
 
     def put(self, held: list[Held], sAB, slot: Int32) -> None:
