@@ -20,14 +20,22 @@ from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
 if TYPE_CHECKING:
     from cutex.arch import Arch
 
-MMA_CLOCKS = 4.0  # of 64 rows by one column by 128 of K
-LEAST_MMA_CLOCKS = 160  # of 64 rows by few columns by 128 of K
-WIDEN_CLOCKS = {"int4": 150, "fp4": 210}  # of a sub-core's instructions for a strip's block
+MMA_CLOCKS = 4.1  # of 64 rows by one column by 128 of K, where the tensor core limits
+STRIP_CLOCKS, COLUMN_CLOCKS = 270, 2.2  # of 64 rows by 128 of K, and of each column, where not
+FP4_CLOCKS = 40  # more of a strip's block, to widen fp4
+FEW_CLOCKS = 170  # of 64 rows by 128 of K with mma.sync
+ALONE_CLOCKS, FEW_ALONE_CLOCKS = 215, 120  # that one warpgroup waits while nothing else runs
+FEW_WAVES_CLOCKS = 15  # of a strip's block, where a warpgroup has two strips
+SHALLOW = 1.15  # times as long with a ring of two slots
+CROWDED, CROWDED_TIMES = 192, 1.3  # accumulators a thread, beyond which registers are short
 LOAD_BYTES = 36  # per clock and SM, that TMA brings
 MHZ = 1700  # clocks in a microsecond
 MEMORY = 2.9e6  # bytes in a microsecond
 POWER = 3.0  # how sharply the larger one of computing and memory counts
-FIXED_US, ROUND_CLOCKS, SPLIT_CLOCKS = 2.0, 1300, 1500
+FIXED_US, ROUND_CLOCKS, SPLIT_CLOCKS = 2.25, 1950, 2650
+SPLIT_ROUND_CLOCKS = 5400  # of an exchange that the next tile's loads wait for
+STREAM_CLOCKS, STREAM_COLUMN_CLOCKS = 9000, 0.37  # of sums through memory, and an element of them
+FOURS_CLOCKS = 2000  # of splits by four and more that have one tile each
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
 SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
@@ -40,13 +48,13 @@ def candidates(m: int, n: int, of: W4Format) -> Iterator[W4Config]:
         for tile_n in (16, 32, 48, 64, 96, 128, 192, 256):
             epi_n = next(e for e in (64, 32, 16) if tile_n % e == 0)
             tile = replace(base, tile_m=tile_m, warpgroups=warpgroups, tile_n=tile_n, epi_n=epi_n)
-            if tile_n >= 128 and m > FEW_ROWS:
+            if tile_n >= 128 and m > FEW_ROWS and warpgroups > 1:
                 yield tile
                 yield replace(tile, cluster_m=2)
             if m <= FEW_ROWS:
-                yield from _of_few_rows(replace(tile, few=tile_n <= FEW), ceil_div(m, tile_n))
-                if tile_n == FEW:
-                    yield from _of_few_rows(tile, ceil_div(m, tile_n))
+                if tile_n <= FEW:
+                    yield from _of_few_rows(replace(tile, few=True), ceil_div(m, tile_n))
+                yield from _of_few_rows(tile, ceil_div(m, tile_n))
 
 
 def _of_few_rows(tile: W4Config, columns: int) -> Iterator[W4Config]:
@@ -75,23 +83,37 @@ def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
     across = ceil_div(m, tiles.tile_n)
     group = tiles.cluster_m * tiles.split_k
     sms = arch.num_sms if group <= 2 else int(arch.num_sms * SMS_OF_FOURS)
-    rounds = ceil_div(down * across * tiles.split_k, sms // group * group)
+    ctas = sms // group * group
+    rounds = ceil_div(down * across * tiles.split_k, ctas)
     each = ceil_div(blocks, tiles.split_k)
     clocks = rounds * (each * block_clocks(tiles) + ROUND_CLOCKS)
-    clocks += SPLIT_CLOCKS * (tiles.split_k > 1)
+    if tiles.stream_k:
+        shares = down * across * blocks / ctas
+        clocks = shares * block_clocks(tiles) + rounds * ROUND_CLOCKS + STREAM_CLOCKS
+        clocks += STREAM_COLUMN_CLOCKS * tiles.tile_m * tiles.tile_n
+    if tiles.split_k > 1:
+        clocks += SPLIT_CLOCKS if rounds == 1 else rounds * SPLIT_ROUND_CLOCKS
+    clocks += FOURS_CLOCKS * (tiles.columns > 0 and tiles.split_k > 2)
     weight = 4 * tiles.format.words * strips * blocks
     memory = (weight + 2 * m * (n + k)) / MEMORY
+    if tiles.num_stages < 3:
+        clocks *= SHALLOW
+    if tiles.accumulators >= CROWDED:
+        clocks *= CROWDED_TIMES
     return FIXED_US + ((clocks / MHZ) ** POWER + memory**POWER) ** (1 / POWER)
 
 
 def block_clocks(tiles: W4Config) -> float:
     """Clocks of a CTA per block of K."""
-    mma = max(tiles.strips * tiles.tile_n * MMA_CLOCKS, LEAST_MMA_CLOCKS * tiles.strips)
-    widen = tiles.strips * WIDEN_CLOCKS[tiles.format.kind]
-    if tiles.warpgroups == 1:
-        mma += widen / 2  # nothing else runs while it waits
+    strip = STRIP_CLOCKS + COLUMN_CLOCKS * tiles.tile_n
+    if tiles.few:
+        strip = FEW_CLOCKS + MMA_CLOCKS * tiles.tile_n
+        strip += FEW_WAVES_CLOCKS * (tiles.strips > tiles.warpgroups)
+    alone = FEW_ALONE_CLOCKS if tiles.few else ALONE_CLOCKS
+    strip += FP4_CLOCKS * (tiles.format.kind == "fp4") + alone * (tiles.warpgroups == 1)
+    mma = tiles.strips * max(strip, MMA_CLOCKS * tiles.tile_n)
     loaded = tiles.weight_bytes + tiles.x_bytes / tiles.cluster_m
-    return max(mma, widen, loaded / LOAD_BYTES)
+    return max(mma, loaded / LOAD_BYTES)
 
 
 def ranked(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> list[W4Config]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.kernels.gemm.layouts import Signature
 
-FEW = 32  # columns that mma.sync may compute
+FEW = 16  # columns that mma.sync may compute
 
 
 @dataclass(frozen=True)
