@@ -68,22 +68,30 @@ class Out:
             self.merge_row(rows, piece, row)
 
     @cute.jit
-    def merge_row(self, rows: Rows, piece: Piece, row: Int32) -> None:
-        """Merge a row of all parts of a unit, and store O and LSE. A whole warp calls it."""
+    def merge_row(
+        self,
+        rows: Rows,
+        piece: Piece,
+        row: Int32,
+        first: Int32 | int = 0,
+        warps: cutlass.Constexpr[int] = 1,
+    ) -> None:
+        """Merge a row of all parts of a unit, and store O and LSE. A whole warp calls it; or
+        `warps` do, each with as many columns, from vector `first` on."""
         dtype, columns = self.mO.element_type, self.config.head_dim_v
         lane = cute.arch.lane_idx()
         vectors = cute.size(self.mO, mode=[cute.rank(self.mO) - 1]) // VECTOR
-        count = -(-columns // (VECTOR * WARP))
+        count = -(-columns // (VECTOR * WARP * warps))
         o = cute.make_rmem_tensor(cute.make_layout((VECTOR, count)), Float32)
         narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), dtype)
-        lse = self.partials.merge(piece, row, o)
+        lse = self.partials.merge(piece, row, o, first)
         of_row, factor = self.finish_row(lse, rows, row)
         gO = rows.words(self.mO, row)
         for i in cutlass.range_constexpr(count):
-            vector = lane + i * WARP
+            vector = first + lane + i * WARP
             narrow.store((o[None, i].load() * factor).to(dtype))
             if vector < vectors:
                 for j in cutlass.range_constexpr(2):
                     gO[2 * vector + j] = cute.recast_tensor(narrow, Int32)[j]
-        if lane == 0:
+        if first + lane == 0:
             self.store_lse(of_row, rows, row)

@@ -52,10 +52,10 @@ class Partials:
         return last
 
     @cute.jit
-    def merge(self, piece: Piece, row: Int32, o: cute.Tensor) -> Float32:
+    def merge(self, piece: Piece, row: Int32, o: cute.Tensor, first: Int32 | int = 0) -> Float32:
         """Sum up row `row` of all parts, each weighted by its share of the exponentials, into `o`
         (VECTOR, columns of this lane), and return its LSE. A whole warp calls it; lane i has the
-        vectors i, i + 32, ..."""
+        vectors first + i, first + i + 32, ..."""
         lane = cute.arch.lane_idx()
         highest = -Float32.inf
         for part in cutlass.range(lane, piece.parts, WARP, unroll=1):
@@ -71,7 +71,7 @@ class Partials:
             total += share
             gO = self.o_row(slot, row)
             for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
-                vector = cutlass.min(lane + i * WARP, vectors - 1)
+                vector = cutlass.min(first + lane + i * WARP, vectors - 1)
                 o[None, i].store(o[None, i].load() + gO[None, vector].load() * share)
         factor = Float32(0.0) if total == 0.0 else 1.0 / total
         for i in cutlass.range_constexpr(cute.size(o)):

@@ -12,4 +12,5 @@ CONFIGS: dict[str, type[MlaConfig]] = {"sm_90a": MlaConfig}
 def fitted(config: MlaConfig, rows: int) -> MlaConfig:
     """`config`, whose fields say what is computed, with its tiles chosen for `rows` packed rows of
     each sequence."""
-    return replace(config, share=-(-rows // config.tile_m) % 2 == 0)
+    share = -(-rows // config.tile_m) % 2 == 0
+    return replace(config, share=share)

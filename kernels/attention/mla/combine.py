@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.kernels.attention.decode.out import Out
@@ -24,6 +25,7 @@ from cutex.kernels.attention.mla.signature import blocks_of_rows
 
 WORDS = 4  # of a unit: its parts, and the places of part 0, of part 1 and from it to the next
 WARPS = 4  # of a CTA
+FEW = 1024  # rows
 
 
 @dataclass(frozen=True)
@@ -82,29 +84,36 @@ class MlaOut(Out):
 
 
 class Combine:
-    """A CTA for each WARPS rows of each unit."""
+    """A warp for each row of each unit; or a CTA, where there are too few to fill the GPU."""
 
     def __init__(self, config: MlaConfig) -> None:
         self.config = config
 
     @cute.jit
     def launch(self, mO: cute.Tensor, passed: Passed, sizes: Sizes, stream: Any) -> None:
-        self.kernel(mO, passed, sizes).launch(
-            grid=(sizes.units, ROWS // WARPS, 1),
+        rows = cutlass.min(sizes.rows_q * sizes.pack, ROWS)
+        across = Int32(WARPS) if sizes.units * rows <= FEW else Int32(1)  # warps of a row
+        self.kernel(mO, passed, sizes, across).launch(
+            grid=(sizes.units, cute.ceil_div(rows * across, WARPS), 1),
             block=(WARP * WARPS, 1, 1),
             use_pdl=True,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, mO: cute.Tensor, passed: Passed, sizes: Sizes) -> None:
+    def kernel(self, mO: cute.Tensor, passed: Passed, sizes: Sizes, across: Int32) -> None:
         unit, group, _ = cute.arch.block_idx()
-        row = group * WARPS + cute.arch.warp_idx()
+        warp = cute.arch.warp_idx()
+        row = group if across == WARPS else group * WARPS + warp
         batch = unit // sizes.heads
         rows = rows_of(passed, sizes, batch, unit - batch * sizes.heads)
         parts = Parts(passed, sizes.units, self.config.head_dim_v)
+        out = MlaOut(self.config, mO, parts.partials, passed, None)
         cute.arch.griddepcontrol_wait()
         if row < rows.count:
             piece = parts.pieces(unit)
             if piece.parts > 1:
-                MlaOut(self.config, mO, parts.partials, passed, None).merge_row(rows, piece, row)
+                if across == WARPS:
+                    out.merge_row(rows, piece, row, warp * WARP, WARPS)
+                else:
+                    out.merge_row(rows, piece, row)

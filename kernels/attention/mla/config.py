@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 ATOM_ROWS = 8  # of a swizzle: pages of fewer rows are loaded row by row
-BARRIERS = 2048  # bytes of smem kept for barriers, factors and the like
+BARRIERS = 4096  # bytes of smem kept for barriers, factors and the like
 ELEMENT = 2  # bytes of bf16 and fp16
 HEAD_DIM, HEAD_DIM_V = 576, 512  # a latent key with its rotary part; values are its first columns
+CHUNK = 64  # columns of a row of a swizzle
 ROWS = 64  # of one wgmma
 
 
@@ -25,9 +26,10 @@ class MlaConfig:
     tile_n: int = 64
     num_stages: int = 2  # slots of keys
     num_sms: int = 132
+    waves: int = 3  # parts in which a block of keys comes
     start: int = 2  # the time of a unit's begin and end, in blocks of keys
     least: int = 1  # blocks of keys of a CTA, at least
-    uneven: int = 0  # percent by which the longest unit may exceed a share and not be cut
+    uneven: int = 5  # percent by which the longest unit may exceed a share and not be cut
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
 
     head_dim: ClassVar[int] = HEAD_DIM
@@ -64,19 +66,17 @@ class MlaConfig:
         return self.tile_n * HEAD_DIM * ELEMENT
 
     @property
-    def p_bytes(self) -> int:
-        return ROWS * self.tile_n * ELEMENT
-
-    @property
     def smem_bytes(self) -> int:
-        return self.q_bytes + self.kv_bytes * self.num_stages + self.p_bytes
+        return self.q_bytes + self.kv_bytes * self.num_stages
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """The reason why this config cannot run, as one sentence, or None."""
         if self.page_size < 0:
             return f"page_size={self.page_size}: at least 1, or 0 for a cache without pages"
-        if self.tile_n % 64 or not 64 <= self.tile_n <= 128:
-            return f"tile_n={self.tile_n}: 64 or 128, whole rows of a swizzle of P"
+        if self.tile_n not in (32, 64, 128):
+            return f"tile_n={self.tile_n}: 32, 64 or 128, whole rows of a swizzle of P"
+        if self.waves not in (1, 3, 9):
+            return f"waves={self.waves}: 1, 3 or 9"
         if self.num_stages < 1 or self.least < 1 or self.start < 0:
             return (
                 f"num_stages={self.num_stages}, least={self.least}, start={self.start}: "

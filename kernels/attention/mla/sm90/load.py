@@ -120,7 +120,7 @@ class Load:
             self.kv.atom, 0, one, cute.group_modes(sX[None, None, chunk], 0, 2),
             cute.group_modes(gX[None, None, chunk], 0, 2),
         )  # (TMA), (TMA)  # fmt: skip
-        bar = full + chunk
+        bar = full + self.shared.kv.wave_of(chunk)
         if cutlass.const_expr(not self.shared.config.share):
             cute.copy(self.kv.atom, tXgX, tXsX, tma_bar_ptr=bar)
         elif cute.arch.block_idx_in_cluster() == (number + group) % 2:

@@ -63,15 +63,14 @@ class Mla:
     q.empty    1 a SCORES warp, the last QK done          LOAD, before the next part
     kv.full    1 a LOAD warp, and the bytes by TMA        SCORES and VALUES
     kv.empty   1 a VALUES warp, PV being done             LOAD
-    p.full     1 a SCORES warp, P being written, and QK   VALUES
-               of the next block done
-    p.empty    1 a VALUES warp, PV being done             SCORES, before they write P
+    p_full     1 a SCORES warp, P being written           VALUES
+    (scores)   its threads, QK being done                 the same, before P is written
 
     smem       bytes
     sQ         64 * 576 * 2                               73728
     sKV        tile_n * 576 * 2 * num_stages              147456
-    sP         64 * tile_n * 2                            8192
-    words      less than 2048
+    sP         the last chunk of each slot
+    words      less than 4096
 
     registers  threads          of each
     SCORES     128              168
@@ -135,7 +134,7 @@ class Mla:
         warps = self.scores_warps.count, self.values_warps.count
         walk = info, passed, sizes
         shared = Shared.allocate(SmemAllocator(), q.atom.value_type, c, warps, walk)
-        publish_barriers((shared.q, shared.kv, shared.p), cluster=c.share)
+        publish_barriers((shared.q, shared.kv, shared.p_full), cluster=c.share)
         parts = Parts(passed, sizes.units, c.head_dim_v)
         out = MlaOut(c, mO, parts.partials, passed, None)
         warp = cute.arch.warp_idx()

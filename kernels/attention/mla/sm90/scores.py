@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, round_to
-from cutex.device.attention.block_info import Blocks, Path
+from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.scores import ScoreOps
@@ -24,9 +24,7 @@ from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.combine import Parts
-from cutex.kernels.attention.mla.sm90.shared import CHUNKS, GROUPS, WIDTH, Shared
-
-State = tuple[PipelineState, PipelineState]  # in the ring of keys, and in P's
+from cutex.kernels.attention.mla.sm90.shared import CHUNKS, ORDER, WIDTH, Shared
 
 
 @cute.jit
@@ -49,7 +47,7 @@ class Scores:
         s = self.shared
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         splits, place, end = s.begin()
-        state, q = (s.kv.consumer(), s.p.producer()), s.q.consumer()
+        kv, q = s.kv.consumer(), s.q.consumer()
         at = splits.begin
         while at < end:
             place = s.place(splits, at, place)
@@ -60,12 +58,14 @@ class Scores:
                 lse.fill(-Float32.inf)
                 if blocks.end > blocks.first:
                     s.q.wait_full(q)
-                    state = self.of_blocks(rows, blocks, state, lse)
+                    kv = self.of_blocks(rows, blocks, kv, lse)
                     q.advance()
                 self.store_lse(lse, rows, piece)
 
     @cute.jit
-    def of_blocks(self, rows: Rows, blocks: Blocks, state: State, lse: cute.Tensor) -> State:
+    def of_blocks(
+        self, rows: Rows, blocks: Blocks, kv: PipelineState, lse: cute.Tensor
+    ) -> PipelineState:
         """Compute P of the blocks of a part, from the last to the first, and LSE."""
         s, c = self.shared, self.shared.config
         dtype = s.sQ.element_type
@@ -77,28 +77,24 @@ class Scores:
         ops = self.score_ops(rows)
         slack = min(c.slack, 4.0) if dtype is cutlass.Float16 else c.slack
         softmax = GuardedSoftmax.of(ops.scale_log2(), slack, False)
-        block = Block(s, qk, rounded, factors, ops, softmax)
-        path, (before, clean, _) = blocks.path(None), blocks.runs(None)
-        kv, p = state
-        kv = block.first(path.start, kv)
-        rescale = Boolean(False)
-        path = path.after(1)
-        if cutlass.const_expr(c.causal):
-            kv, p, rescale = block.steps(path, before, (kv, p), rescale, True)
-            path = path.after(before)
-        kv, p, rescale = block.steps(path, clean, (kv, p), rescale, False)
+        softmax.reference.fill(-Float32.inf)
+        softmax.sums.fill(0.0)
+        block = Block(self.out, s, qk, rounded, factors, ops, softmax, blocks.clean_end)
+        count, n_block = blocks.end - blocks.first - 1, blocks.end - 1
+        for i in cutlass.range(count, unroll=1):
+            kv = block.one(n_block - i, kv)
+        rescale = block.compute(blocks.first, kv)
         with cute.arch.elect_one():
             s.q.empty.arrive()
-        s.p.empty.wait(p.phase)
-        block.write(rescale)
+        block.write(rescale, kv.slot)
         softmax.finish((), factors, lse)
         mine, thread, normalisers = rows_of_thread(), cute.arch.thread_idx()[0], s.words.normalisers
         if thread % 4 == 0:
             for r in cutlass.range_constexpr(2):
-                normalisers[mine[r]] = factors[r]
-        block.hand_over()
-        p.advance()
-        return kv, p
+                normalisers[mine[r], kv.slot] = factors[r]
+        block.hand_over(kv.slot)
+        kv.advance()
+        return kv
 
     def score_ops(self, rows: Rows) -> ScoreOps:
         s = self.shared
@@ -130,103 +126,75 @@ class Scores:
 class Block:
     """The steps of a part."""
 
+    out: Out
     shared: Shared
     qk: WgmmaProduct
     rounded: cute.Tensor  # P as operand A has it, ((2, 2, 2), 1, MMA_K)
     factors: cute.Tensor  # (2)
     ops: ScoreOps
     softmax: GuardedSoftmax
+    clean_end: Int32  # blocks from this one on need a mask
 
     @cute.jit
-    def first(self, n_block: Int32, kv: PipelineState) -> PipelineState:
-        """Compute P of the first block, which may contain the end of the keys."""
+    def compute(self, n_block: Int32, kv: PipelineState) -> Boolean:
+        """Compute P of a block, and whether O so far has to be multiplied by factors."""
         acc = self.qk.mma.accumulator()
         self.issue(acc, kv)
         warpgroup.wait_group(0)
+        return self.exponentials(acc, n_block)
+
+    @cute.jit
+    def one(self, n_block: Int32, kv: PipelineState) -> PipelineState:
+        """Compute P of a block, and hand it over."""
+        rescale = self.compute(n_block, kv)
+        self.write(rescale, kv.slot)
+        self.hand_over(kv.slot)
         kv.advance()
-        scores = rows_of(acc)
-        self.ops.apply(scores, n_block, True)
-        self.softmax.first(scores)
-        round_to(self.rounded, acc)
         return kv
 
     @cute.jit
-    def steps(
-        self,
-        path: Path,
-        count: Int32,
-        state: State,
-        rescale: Boolean,
-        masked: cutlass.Constexpr[bool],
-    ) -> tuple[PipelineState, PipelineState, Boolean]:
-        """Run `count` steps along `path`."""
-        kv, p = state
-        for i in cutlass.range(count, unroll=1):
-            kv, p, rescale = self.step(path.block(i), (kv, p), rescale, masked)
-        return kv, p, rescale
-
-    @cute.jit
-    def step(
-        self, n_block: Int32, state: State, rescale: Boolean, masked: cutlass.Constexpr[bool]
-    ) -> tuple[PipelineState, PipelineState, Boolean]:
-        """Hand over P of the block before, and compute that of block `n_block`."""
-        kv, p = state
-        # NOTE: an accumulator that outlives its step would keep its registers in the next
-        acc = self.qk.mma.accumulator()
-        # NOTE: PV of the block before shall have the tensor cores during the exponentials, unless
-        # they have nothing else to do
-        late = self.shared.kv.is_full(kv, GROUPS[0][0])
-        if not late:
-            self.shared.p.empty.wait(p.phase)
-            self.write(rescale)
-            self.hand_over()
-        self.issue(acc, kv)
-        if late:
-            self.shared.p.empty.wait(p.phase)
-            self.write(rescale)
-        warpgroup.wait_group(0)
-        if late:
-            self.hand_over()
-        kv.advance()
-        p.advance()
+    def exponentials(self, acc: cute.Tensor, n_block: Int32) -> Boolean:
+        """Turn the scores of a block into P, in `rounded`; return whether O so far has to be
+        multiplied by factors."""
         scores = rows_of(acc)
-        self.ops.apply(scores, n_block, masked)
+        if n_block >= self.clean_end:
+            self.ops.apply(scores, n_block, True)
         rescale = self.softmax.next(scores, self.factors)
         round_to(self.rounded, acc)
-        return kv, p, rescale
+        return rescale
 
     @cute.jit
     def issue(self, acc: cute.Tensor, kv: PipelineState) -> None:
-        """Start QK of the block in a slot, chunk by chunk as they come."""
+        """Start QK of the block in a slot, wave by wave as they come."""
         warpgroup.fence()
         tiled_mma = self.qk.mma.tiled()
-        steps = WIDTH // self.qk.mma.k
-        order = sum(GROUPS, ())
+        steps, waves = WIDTH // self.qk.mma.k, self.shared.kv.waves
         for i in cutlass.range_constexpr(CHUNKS * steps):
-            if cutlass.const_expr(i % steps == 0):
-                self.shared.kv.wait_full(kv, order[i // steps])
+            if cutlass.const_expr(i * waves % (CHUNKS * steps) == 0):
+                self.shared.kv.wait_full(kv, i * waves // (CHUNKS * steps))
             tiled_mma.set(warpgroup.Field.ACCUMULATE, i > 0)
-            operands = self.qk.k_block(self.qk.a, order[i // steps] * steps + i % steps, kv.slot)
+            operands = self.qk.k_block(self.qk.a, ORDER[i // steps] * steps + i % steps, kv.slot)
             cute.gemm(tiled_mma, acc, *operands, acc)
         warpgroup.commit_group()
 
     @cute.jit
-    def write(self, rescale: Boolean) -> None:
-        """Write P, and what O so far has to be multiplied by."""
-        write_fragment(self.rounded, self.qk.mma, self.shared.sP[None, None, 0])
+    def write(self, rescale: Boolean, slot: Int32) -> None:
+        """Write P of a slot, and what O so far has to be multiplied by."""
+        self.out.sync()  # all warps have read the chunk whose place P takes
+        write_fragment(self.rounded, self.qk.mma, self.shared.sP[None, None, slot])
         words, thread = self.shared.words, cute.arch.thread_idx()[0]
         of_warps, of_rows = words.rescale, words.factors
         if cute.arch.lane_idx() == 0:
-            of_warps[cute.arch.warp_idx() % 4] = Int32(rescale)
+            of_warps[cute.arch.warp_idx() % 4, slot] = Int32(rescale)
         if rescale & (thread % 4 == 0):
             mine = rows_of_thread()
             for r in cutlass.range_constexpr(2):
-                of_rows[mine[r]] = self.factors[r]
+                of_rows[mine[r], slot] = self.factors[r]
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def hand_over(self) -> None:
-        """Arrive for this warp: P and its words are written."""
+    def hand_over(self, slot: Int32) -> None:
+        """Arrive for this warp: P of a slot and its words are written."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.shared.p.full.arrive()
+            self.shared.p_full.arrive(slot)

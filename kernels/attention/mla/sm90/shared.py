@@ -17,28 +17,30 @@ from cutex.kernels.attention.decode.shared import WARP, Walk
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.decode.splits import Piece, Splits, weight
 from cutex.kernels.attention.mla.combine import rows_of
-from cutex.kernels.attention.mla.config import ELEMENT, HEAD_DIM, ROWS, MlaConfig
+from cutex.kernels.attention.mla.config import CHUNK, ELEMENT, HEAD_DIM, HEAD_DIM_V, ROWS, MlaConfig
 from cutex.kernels.attention.mla.signature import blocks_of_rows
 
 SWIZZLE = 128  # bytes
-WIDTH = SWIZZLE // ELEMENT  # columns of a chunk
+WIDTH = CHUNK  # columns
 CHUNKS = HEAD_DIM // WIDTH  # of a block of keys
 # chunks that are free at the same time: when the warpgroups of the values have the first half of
-# their columns, and when they have the other; the last chunk is no value
-GROUPS = (8, 0, 1, 4, 5), (2, 3, 6, 7)
+# their columns, and when they have the other. The last chunk is no value: P takes its place
+GROUPS = (0, 1, 4, 5), (2, 3, 6, 7, 8)
+ORDER = sum(GROUPS, ())  # in which they are loaded, and needed by QK
 
 
 @dataclass(frozen=True)
 class ChunkRing:
     """The ring of blocks of keys, each in chunks of 64 columns, so that QK may begin with the first
-    that has come, and the next load when the first are free.
+    wave of them that has come, and the next load when the first are free.
 
-    full[slot, chunk]:   1 arrival of each LOAD warp, and the bytes by TMA
+    full[slot, wave]:    1 arrival of each LOAD warp, and the bytes by TMA
     empty[slot, group]:  1 arrival of each VALUES warp, of both CTAs that share their loads
     """
 
     num_slots: int
-    chunk_bytes: int  # of each warp that loads
+    waves: int  # of chunks, in ORDER
+    wave_bytes: int  # of each warp that loads
     full: Barrier
     empty: Barrier
     sharers: int
@@ -47,11 +49,12 @@ class ChunkRing:
     def allocate(smem: SmemAllocator, config: MlaConfig, readers: int) -> ChunkRing:
         c = config
         slots = c.num_stages
-        full = Barrier.allocate(smem, "kv full", arrivals=c.load_warps, slots=slots * CHUNKS)
+        full = Barrier.allocate(smem, "kv full", arrivals=c.load_warps, slots=slots * c.waves)
         empty = Barrier.allocate(
             smem, "kv empty", arrivals=readers * c.team, slots=slots * len(GROUPS)
         )
-        return ChunkRing(slots, c.kv_bytes // CHUNKS // c.load_warps, full, empty, c.team)
+        wave_bytes = c.kv_bytes // c.waves // c.load_warps
+        return ChunkRing(slots, c.waves, wave_bytes, full, empty, c.team)
 
     def init(self) -> None:
         self.full.init()
@@ -65,23 +68,28 @@ class ChunkRing:
         """The initial state of a role that empties the slots."""
         return PipelineState(self.num_slots, Int32(0), Int32(0))
 
+    def wave_of(self, chunk: int) -> int:
+        return ORDER.index(chunk) * self.waves // CHUNKS
+
     def acquire(self, state: PipelineState, group: int) -> None:
-        """Wait until a group's chunks are empty, then arm their barriers. A whole warp calls it."""
+        """Wait until a group's chunks are empty, then arm the barriers of the waves that begin with
+        it. A whole warp calls it."""
         self.empty.wait(state.phase, state.slot * len(GROUPS) + group)
+        before = {self.wave_of(c) for c in sum(GROUPS[:group], ())}
         with cute.arch.elect_one():
-            for chunk in GROUPS[group]:
-                self.full.arrive_expecting(self.chunk_bytes, state.slot * CHUNKS + chunk)
+            for wave in sorted({self.wave_of(c) for c in GROUPS[group]} - before):
+                self.full.arrive_expecting(self.wave_bytes, state.slot * self.waves + wave)
 
-    def filled(self, state: PipelineState, chunk: int) -> cute.Pointer:
-        """The barrier on which the bytes of a chunk arrive."""
-        return self.full[state.slot * CHUNKS + chunk]
+    def filled(self, state: PipelineState, wave: int) -> cute.Pointer:
+        """The barrier on which the bytes of a wave arrive."""
+        return self.full[state.slot * self.waves + wave]
 
-    def wait_full(self, state: PipelineState, chunk: int) -> None:
-        self.full.wait(state.phase, state.slot * CHUNKS + chunk)
+    def wait_full(self, state: PipelineState, wave: int) -> None:
+        self.full.wait(state.phase, state.slot * self.waves + wave)
 
-    def is_full(self, state: PipelineState, chunk: int) -> Boolean:
-        """Whether all lanes of this warp see the chunk full. A whole warp calls it."""
-        seen = cute.arch.mbarrier_test_wait(self.filled(state, chunk), state.phase)
+    def is_full(self, state: PipelineState, wave: int) -> Boolean:
+        """Whether all lanes of this warp see the wave full. A whole warp calls it."""
+        seen = cute.arch.mbarrier_test_wait(self.filled(state, wave), state.phase)
         return cute.arch.vote_all_sync(seen)
 
     @cute.jit
@@ -110,16 +118,17 @@ class ChunkRing:
 class Words:
     """What the warpgroup of the scores tells those of the values beside P, each row or warp."""
 
-    factors: cute.Tensor  # (bM) fp32: what O so far is multiplied by before P is added
-    rescale: cute.Tensor  # (warps) Int32: whether a warp's rows have such factors
-    normalisers: cute.Tensor  # (bM) fp32: what O is multiplied by in the end
+    factors: cute.Tensor  # (bM, SLOT) fp32: what O so far is multiplied by before P is added
+    rescale: cute.Tensor  # (warps, SLOT) Int32: whether a warp's rows have such factors
+    normalisers: cute.Tensor  # (bM, SLOT) fp32: what O is multiplied by in the end
 
     @staticmethod
-    def allocate(smem: SmemAllocator) -> Words:
+    def allocate(smem: SmemAllocator, slots: int) -> Words:
+        rows, warps = (cute.make_layout((n, slots)) for n in (ROWS, 4))
         return Words(
-            smem.allocate_tensor(Float32, cute.make_layout(ROWS), byte_alignment=16),
-            smem.allocate_tensor(Int32, cute.make_layout(4), byte_alignment=16),
-            smem.allocate_tensor(Float32, cute.make_layout(ROWS), byte_alignment=16),
+            smem.allocate_tensor(Float32, rows, byte_alignment=16),
+            smem.allocate_tensor(Int32, warps, byte_alignment=16),
+            smem.allocate_tensor(Float32, rows, byte_alignment=16),
         )
 
 
@@ -156,11 +165,23 @@ class Shared(MlaWalk):
     config: MlaConfig
     sQ: cute.Tensor  # (bM, D, 1)
     sKV: cute.Tensor  # (bN, D, SLOT)
-    sP: cute.Tensor  # (bM, bN, 1)
     words: Words
     q: Ring  # of one slot
     kv: ChunkRing
-    p: Ring  # of one slot, with its words
+    p_full: Barrier  # for each slot of keys: its P, with its words
+
+    @property
+    def sP(self) -> cute.Tensor:
+        """P of each slot, (bM, bN, SLOT), where its last chunk was: as many bytes."""
+        c, dtype = self.config, self.sKV.element_type
+        layout = slots_layout(dtype, ROWS, c.tile_n, 1, min(SWIZZLE, c.tile_n * ELEMENT))
+        first = self.sKV.iterator + c.tile_n * HEAD_DIM_V
+        one = cute.make_tensor(cute.recast_ptr(first, layout.inner, dtype), layout.outer)
+        shape, stride = one.layout.shape, one.layout.stride
+        slots = cute.make_layout(
+            (*shape[:2], c.num_stages), stride=(*stride[:2], c.tile_n * HEAD_DIM)
+        )
+        return cute.make_tensor(one.iterator, slots)
 
     @classmethod
     def allocate(
@@ -173,16 +194,11 @@ class Shared(MlaWalk):
     ) -> Self:
         """Allocate smem; `warps` are those of the scores and those of the values."""
         c, (of_scores, of_values) = config, warps
-        slots = (ROWS, c.head_dim, 1), (c.tile_n, c.head_dim, c.num_stages), (ROWS, c.tile_n, 1)
-        sQ, sKV, sP = (
-            allocate_slots(smem, dtype, slots_layout(dtype, *shape, SWIZZLE)) for shape in slots
-        )
-        words = Words.allocate(smem)
+        sQ = allocate_slots(smem, dtype, slots_layout(dtype, ROWS, HEAD_DIM, 1, SWIZZLE))
+        kv = slots_layout(dtype, c.tile_n, c.head_dim, c.num_stages, SWIZZLE)
+        sKV = allocate_slots(smem, dtype, kv)
+        words = Words.allocate(smem, c.num_stages)
         q = Ring.allocate(smem, "q", 1, c.q_bytes, of_scores)
         kv = ChunkRing.allocate(smem, c, of_values)
-        p = Ring(
-            1, 0,
-            Barrier.allocate(smem, "p full", arrivals=of_scores),
-            Barrier.allocate(smem, "p empty", arrivals=of_values),
-        )  # fmt: skip
-        return cls(c, *walk, sQ, sKV, sP, words, q, kv, p)
+        p_full = Barrier.allocate(smem, "p full", arrivals=of_scores, slots=c.num_stages)
+        return cls(c, *walk, sQ, sKV, words, q, kv, p_full)

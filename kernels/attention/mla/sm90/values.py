@@ -14,12 +14,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
 from cutex.device.attention.softmax import rows_of
+from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import UNIT, Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.combine import Parts
 from cutex.kernels.attention.mla.config import HEAD_DIM, HEAD_DIM_V
-from cutex.kernels.attention.mla.sm90.scores import State, rows_of_thread
+from cutex.kernels.attention.mla.sm90.scores import rows_of_thread
 from cutex.kernels.attention.mla.sm90.shared import GROUPS, WIDTH, Shared
 
 COLUMNS = HEAD_DIM_V // 2  # of a warpgroup
@@ -40,7 +41,7 @@ class Values:
         pv = self.product()
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         splits, place, end = s.begin()
-        state = s.kv.consumer(), s.p.consumer()
+        kv = s.kv.consumer()
         at = splits.begin
         while at < end:
             place = s.place(splits, at, place)
@@ -51,7 +52,7 @@ class Values:
                 pv.acc.fill(0.0)
                 factors.fill(1.0)
                 if blocks.end > blocks.first:
-                    state = self.sum(pv, blocks.end - blocks.first, state, factors)
+                    kv = self.sum(pv, blocks.end - blocks.first, kv, factors)
                 self.store(pv.acc, factors, rows, piece)
 
     def product(self) -> WgmmaProduct:
@@ -68,37 +69,35 @@ class Values:
         )
         first = s.sKV.iterator + self.half * (COLUMNS // WIDTH * column)
         sVt = cute.make_tensor(first, layout)  # (DV / 2, bN, SLOT)
-        a = mma.a_slots(s.sP)[None, None, None, 0]
+        a = mma.a_slots(s.sP)
         return WgmmaProduct(mma, a, mma.b_slots(sVt), mma.accumulator(columns=COLUMNS))
 
     @cute.jit
-    def sum(self, pv: WgmmaProduct, count: Int32, state: State, factors: cute.Tensor) -> State:
+    def sum(
+        self, pv: WgmmaProduct, count: Int32, kv: PipelineState, factors: cute.Tensor
+    ) -> PipelineState:
         """Add `count` blocks; set the factors that O has to be multiplied by in the end."""
-        kv, p = state
         for _ in cutlass.range(count - 1, unroll=1):
-            self.add(pv, (kv, p))
-            self.shared.p.release(p)
+            self.add(pv, kv, None)
             kv.advance()
-            p.advance()
-        self.add(pv, (kv, p))
-        mine = rows_of_thread()
-        for r in cutlass.range_constexpr(2):
-            factors[r] = self.shared.words.normalisers[mine[r]]
-        self.shared.p.release(p)
+        self.add(pv, kv, factors)
         kv.advance()
-        p.advance()
-        return kv, p
+        return kv
 
     @cute.jit
-    def add(self, pv: WgmmaProduct, state: State) -> None:
-        """Add a block, once its P is there."""
-        kv, p = state
-        words = self.shared.words
-        self.shared.p.wait_full(p)
-        if words.rescale[cute.arch.warp_idx() % 4] != 0:
-            mine, o = rows_of_thread(), rows_of(pv.acc)
+    def add(
+        self, pv: WgmmaProduct, kv: PipelineState, factors: cutlass.Constexpr[cute.Tensor | None]
+    ) -> None:
+        """Add a block, once its P is there; with `factors`, the last."""
+        words, mine = self.shared.words, rows_of_thread()
+        self.shared.p_full.wait(kv.phase, kv.slot)
+        if cutlass.const_expr(factors is not None):
             for r in cutlass.range_constexpr(2):
-                o[r, None].store(o[r, None].load() * words.factors[mine[r]])
+                factors[r] = words.normalisers[mine[r], kv.slot]
+        if words.rescale[cute.arch.warp_idx() % 4, kv.slot] != 0:
+            o = rows_of(pv.acc)
+            for r in cutlass.range_constexpr(2):
+                o[r, None].store(o[r, None].load() * words.factors[mine[r], kv.slot])
         for part in cutlass.range_constexpr(PARTS):
             b = cute.logical_divide(pv.b, (None, 1, None, None))[None, (None, part), None, None]
             acc = cute.logical_divide(pv.acc, (None, None, 1))[None, None, (None, part)]
