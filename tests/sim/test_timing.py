@@ -258,6 +258,16 @@ def test_the_work_of_a_tile_is_what_its_warpgroups_issue(head_dim, queries, keys
     assert traced.record.flops == problem.work(one.config())[0]
 
 
+def test_a_reduction_at_a_named_barrier_is_waited_for():
+    """Attention's warpgroups count threads so; the barrier is not the first operand."""
+    problem = problem_class("attention").of(
+        {"batch": 1, "seqlen_q": 128, "seqlen_k": 256, "heads_q": 1, "heads_kv": 1,
+         "head_dim": 64, "head_dim_v": 64, "causal": False}
+    )  # fmt: skip
+    known, whole = record(problem, settle(stage("attention", "sm_90a", 9), problem, timed=False))
+    assert predict(known, gpu("h200"), whole).cycles > 2000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number, causal", [(2, True), (2, False), (8, True)])
 def test_a_grid_of_unknown_tiles_takes_as_long_as_one_of_known_ones(number, causal):

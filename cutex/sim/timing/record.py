@@ -366,8 +366,10 @@ class Recorder(Observer):
 
     def _bar(self, ins: Instruction) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)
-        number = d.src(0, "u32")
-        count = d.src(1, "u32") if len(ins.operands) > 1 else None
+        reduces = "red" in ins.parts  # its result comes first, and its predicate last
+        number = d.src(int(reduces), "u32")
+        counted = len(ins.operands) > 1 + 2 * reduces
+        count = d.src(1 + reduces, "u32") if counted else None
         waits = "arrive" not in ins.parts
 
         def add(b: Batch, verdict: Any) -> None:
