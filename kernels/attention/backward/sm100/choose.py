@@ -20,5 +20,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
 def fitted(config: Sm100BackwardConfig, dtype: str = "bf16") -> Sm100BackwardConfig:
     """`config`, whose fields say what is computed, with its tiles chosen."""
     tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
+    if config.softcap:  # its derivative is held beside P
+        tiles = {**tiles, "registers": (136, 144, 88)}
     # NOTE: LSE and delta need bf16's range
     return replace(config, **tiles, folded=dtype == "bf16" and not config.softcap)
