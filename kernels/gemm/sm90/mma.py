@@ -68,12 +68,9 @@ class MmaRole:
         c = self.tiles
         return issue_as_filled if c.one_tile and not c.few_columns else issue
 
-    def store(
-        self, mma: WgmmaProduct, epilogue: EpilogueStore, tile: WorkTile, first: int = 0
-    ) -> None:
-        """Store this warpgroup's accumulators to its rows of `tile`, from its `first`-th 64 on."""
+    def store(self, mma: WgmmaProduct, epilogue: EpilogueStore, tile: WorkTile) -> None:
+        """Store this warpgroup's accumulators to its rows of `tile`."""
         row, step, column = self.origin(tile)
-        row = row + first * step if first else row
         if isinstance(epilogue, FusedStore | ElementStore):
             epilogue = replace(epilogue, batch=tile.batch)
         epilogue.store(mma.acc, row, step, column)

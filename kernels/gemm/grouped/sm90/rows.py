@@ -75,8 +75,8 @@ class GroupStore:
 class OfGroups(roles.MmaRole):
     """What an MMA role does otherwise: it stores to the rows of a tile's group."""
 
-    def store(self, mma: WgmmaProduct, epilogue: Any, tile: WorkTile, first: int = 0) -> None:
-        super().store(mma, epilogue.of(tile.group), tile, first)
+    def store(self, mma: WgmmaProduct, epilogue: Any, tile: WorkTile) -> None:
+        super().store(mma, epilogue.of(tile.group), tile)
 
 
 class Cooperative(OfGroups, roles.Cooperative):

@@ -148,28 +148,21 @@ class TileFactors:
             found += [(1, of_tile + column) for column in range(0, c.tile_n, c.column_group)]
         return found
 
-    def first_shared(self, k_tile: Int32 | int) -> cute.Tensor | None:
-        """Registers with what `load_shared` loads; None if no rows share factors."""
-        count = len(self.shared())
-        if count == 0:
-            return None
-        held = cute.make_rmem_tensor(count, Float32)
-        self.load_shared(k_tile, held)
-        return held
-
-    def load_shared(self, k_tile: Int32 | int, held: cute.Tensor) -> None:
-        """Load into `held` of each factor of `shared` that of block `k_tile` + lane.
+    def load_shared(self, k_tile: Int32) -> list[Float32]:
+        """Of each factor of `shared` that of block `k_tile` + lane.
 
         NOTE: a tile may extend past the last row, and a share of K past the last block, where the
         operands are zeros.
         """
-        for i, (side, row) in enumerate(self.shared()):
+        found = []
+        for side, row in self.shared():
             mS = self.factors[side]  # (RestRows, RestK), or with L behind
             if cute.rank(mS) == 3:
                 mS = mS[None, None, cutlass.min(self.tile.batch, cute.size(mS, mode=[2]) - 1)]
             last, last_k = (cute.size(mS, mode=[i]) - 1 for i in range(2))
             block = cutlass.min(k_tile + cute.arch.lane_idx(), last_k)
-            held[i] = mS[cutlass.min(row // BLOCK, last), block]
+            found.append(mS[cutlass.min(row // BLOCK, last), block])
+        return found
 
     def rows(self, slot: Int32, wave: int) -> tuple[Any, Any]:
         """The factors of this thread's two rows in `slot`; None where 128 rows share one."""
