@@ -83,7 +83,7 @@ KERNELS = (0, 3, 13, 26, 34)
 CASES = 2
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_randomized_cases(place, kernel):
     for number in range(CASES):
@@ -176,7 +176,7 @@ def long_from_one_key(monkeypatch):
     eager.forget()
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("shape", range(len(LONG)))
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_kernels_for_long_sequences(place, long_from_one_key, dims, shape):

@@ -85,7 +85,7 @@ def case_of(name: str, **more) -> AttentionCase:
     return AttentionCase(**{"batch": batch, **fields})
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name):
     dims = HEAD_DIMS[list(CASES).index(name) % len(HEAD_DIMS)]
@@ -93,7 +93,7 @@ def test_gradients_are_those_of_the_definition(name):
     assert errors(case, of_lse=True) == []
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "name", ["full", "causal", "window", "left window", "after the diagonal", "packed"]
 )
@@ -119,7 +119,7 @@ def test_deterministic_adds_come_in_one_order():
     assert all(torch.equal(found[0], x) for x in found[1:])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("order", "dims"), list(zip(("random", "starved", "eager"), HEAD_DIMS[::2], strict=True))
 )

@@ -61,7 +61,7 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
     return None
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_unchanged_kernels_are_right(deterministic):
     assert wrong(replace(CONFIG, deterministic=deterministic)) is None
@@ -76,7 +76,7 @@ def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic
     assert wrong(fitted(config), case=replace(CASE, head_dim=d, head_dim_v=dv)) is None
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("side", "by"), [("end", 1), ("end", -1), ("begin", 1), ("begin", -1)])
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
     bounds = KeyMask._bounds

@@ -86,21 +86,21 @@ def check(stage: Stage, problem: AttentionProblem, **how) -> None:
 # ---- right in every order of events
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @each_stage
 def test_o_and_lse_are_float64s(stage: Stage, causal: bool) -> None:
     check(stage, sized(128, causal))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @some_stages
 def test_heads_of_64(stage: Stage, causal: bool) -> None:
     check(stage, sized(64, causal))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @some_stages
 def test_nothing_depends_on_the_order_of_events(stage: Stage, causal: bool) -> None:
@@ -109,20 +109,20 @@ def test_nothing_depends_on_the_order_of_events(stage: Stage, causal: bool) -> N
     check(stage, problem, order="random", seed=stage.number)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("number", [0, 5, 8])  # of Blackwell's, these hold the code of all
 def test_blackwells_stages_in_a_random_order(number: int) -> None:
     problem = sized(64, True, seqlen_q=140, seqlen_k=150, heads_q=1)
     check(stage("sm_100a", number), problem, order="random", seed=number)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @some_stages
 def test_fp16_is_as_right_as_bf16(stage: Stage) -> None:
     check(stage, replace(sized(64, True), dtype="fp16"))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "number",
     [
@@ -144,7 +144,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @some_stages
 def test_ends_of_queries_and_keys(stage: Stage, lengths: tuple[int, int]) -> None:
@@ -187,7 +187,7 @@ def test_rows_without_keys_have_o_0_and_lse_minus_infinity(stage: Stage) -> None
 # ---- persistent CTAs
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("number", PERSISTENT)
 def test_few_ctas_walk_many_tiles(number: int, causal: bool) -> None:
@@ -215,7 +215,7 @@ class Once(Stage8):
     load_tiles = Stage7.load_tiles
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("causal", "dtype"),
     [
@@ -241,7 +241,7 @@ def test_a_tile_taken_too_boldly_is_done_again(causal: bool, dtype: str) -> None
 # ---- the compiled code
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("head_dim", [128, *(pytest.param(x, marks=SLOW) for x in (64, 256))])
 @each_stage
 def test_nothing_is_spilled_and_smem_is_what_the_config_says(stage: Stage, head_dim: int) -> None:
@@ -263,7 +263,7 @@ def products(stage: Stage) -> int:
     return 2 * steps if stage.number < 4 else 2 * steps + 2
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=SLOW), 128])
 @each_of_hopper
 def test_no_wgmma_waits_for_the_one_before(stage: Stage, head_dim: int) -> None:

@@ -66,7 +66,7 @@ def wrong(kernel, case=CASE, orders=ORDERS, inputs=None) -> str | None:
     return None
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("init", ["normal", "falling"])
 def test_the_unchanged_kernel_is_right(kernel, init):
     assert wrong(kernel, replace(CASE, init=init)) is None
@@ -107,7 +107,7 @@ def test_a_passed_block_that_is_not_waited_for_is_found(monkeypatch):
     assert message is not None and "the TMA load of" in message
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("side", "by"), [("upper", 1), ("upper", -1), ("lower", 1), ("lower", -1)])
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
     bounds = Mask._bounds

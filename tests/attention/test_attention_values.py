@@ -33,7 +33,7 @@ def wanted(case: AttentionCase, inputs: Inputs, exact: bool = True) -> tuple[Ten
     return attend(case, inputs.q[0], inputs.k[0], inputs.v[0], None, exact=exact)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -44,6 +44,7 @@ def test_every_family_of_data(init, causal, dtype):
     assert found.ok, found.message
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("init", ["x16", "qk-norm", "sink", "hot", "falling"])
 def test_wild_scores_are_computed_once(init):
     """As many products as of tame scores: neither causal rows nor those that see all keys are

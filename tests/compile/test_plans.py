@@ -86,7 +86,7 @@ def launches(monkeypatch):
     found = []
     monkeypatch.setattr(eager, "kernel_for", lambda *_: None)
     monkeypatch.setattr(eager, "launcher", lambda *_: lambda *given: found.append(given))
-    monkeypatch.setattr(eager, "arch_of", lambda _: "sm_90a")
+    monkeypatch.setattr(eager, "arch_of", lambda _, archs: "sm_90a")
     eager.PLANS.forget()
     yield found
     eager.PLANS.forget()

@@ -37,7 +37,7 @@ class StandIn:
             eager, "kernel_for", lambda config, arch: SimpleNamespace(config=config)
         )
         monkeypatch.setattr(eager, "launcher", self.launcher)
-        monkeypatch.setattr(eager, "arch_of", lambda device: "sm_90a")
+        monkeypatch.setattr(eager, "arch_of", lambda device, archs: "sm_90a")
         eager.PLANS.forget()
 
     def launcher(self, compiled: Any, *_: Any) -> Any:

@@ -104,6 +104,7 @@ def test_epilogues_batches_and_operands_that_tma_cannot_step():
     assert torch.equal(both, torch.stack([first, first]))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("n", "out"),
     [

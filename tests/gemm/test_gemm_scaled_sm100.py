@@ -29,7 +29,7 @@ def order_of(*names: str) -> dict[str, object]:
     return {"order": ORDERS[number % len(ORDERS)], "seed": number}
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("tile", "kind"), PAIRS)
 def test_every_kind_is_exact_in_every_tile(tile: str, kind: str) -> None:
     """M and N are no multiple of a tile; K ends within a step, and factors beyond it are NaN."""

@@ -132,6 +132,7 @@ TILES = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "order"), [("one", "fifo"), ("tall", "random"), ("shared", "random")]
 )

@@ -48,7 +48,7 @@ def close(c: Tensor, want: Tensor, by: float = 0.02) -> bool:
 # ---- numbers
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(14))
 @each_arch
 def test_drawn_problems_are_within_twice_torchs_error(arch: str, place: str, seed: int) -> None:
@@ -79,7 +79,7 @@ def test_a_step_of_k_left_out_is_off_by_more_than_the_tolerance(
     assert "is off by" in (problem.run("cpu", without_the_last_step) or "")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 def test_the_order_of_events_does_not_matter(order: str) -> None:
     """Few CTAs, many tiles, a batch, ping-pong, a cluster, and B shared by parts of K."""
@@ -112,7 +112,7 @@ SLOTS_IN_ORDERS = [  # each order with one of them; the rest with -m slow
 ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("slots", "order"), SLOTS_IN_ORDERS)
 def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: str, order: str) -> None:
     tiles = replace(stage("sm_90a", 8).config(), num_stages=3, num_ctas=4, **SLOTS[slots])
@@ -147,7 +147,7 @@ def test_odd_multiples_of_8_columns_go_through_the_epilogue(tma: bool, order: st
     assert torch.equal(stored, F.relu(a.float() @ b.float()).half())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [bf16, torch.float8_e4m3fn])
 def test_tiles_of_few_rows_are_spread_over_all_sms(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +175,7 @@ def test_k_of_zero_leaves_what_the_epilogue_adds(arch: str, place: str) -> None:
     assert close(cutex.matmul(a, b, bias=bias, out=out, beta=0.5).float(), want)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("n", [40, 37], ids=["by TMA", "from a copy"])
 @each_arch
 def test_beta_reads_what_out_holds_at_each_call(arch: str, place: str, n: int) -> None:
@@ -235,7 +235,7 @@ def test_two_functions_of_one_name_are_two_kernels() -> None:
 FACTOR = 2.0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("remembered", [False, True], ids=["first call", "with a plan"])
 @each_arch
 def test_a_function_is_known_by_what_it_computes(
@@ -255,7 +255,7 @@ def test_a_function_is_known_by_what_it_computes(
     assert close(c, product * 5.0, by=1e-4)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["gated_silu", "gated_gelu"])
 @each_arch
 def test_gates_leave_half_the_columns(arch: str, place: str, name: str) -> None:
@@ -313,7 +313,7 @@ def test_gradients_are_those_of_torch(arch: str, place: str) -> None:
         assert close(got.grad.float(), want.grad, by=0.05)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["gated_silu", "gated_gelu"])
 @each_arch
 def test_gates_have_the_gradients_of_torch(arch: str, place: str, name: str) -> None:

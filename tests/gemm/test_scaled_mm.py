@@ -161,6 +161,7 @@ def test_blackwell_is_told_what_to_take_instead():
         cutex.scaled_mm(A, B, SA, SB, **BLOCK)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("m", "bias"), [(40, True), (16, False)])
 @pytest.mark.parametrize(("arch_name", "k", "n"), [("sm_90a", 144, 272), ("sm_100a", 160, 288)])
 def test_a_linear_layer_and_its_gradients(m, bias, arch_name, k, n):

@@ -109,7 +109,7 @@ def test_a_tuned_call_has_the_result_of_an_untuned_one(timed: Timed, name: str) 
 
 def test_small_operands_are_tuned_where_l2_is_large(timed: Timed, monkeypatch) -> None:
     """A B200's L2 holds thousands of copies of them."""
-    monkeypatch.setattr(eager, "arch_of", lambda _: "sm_100a")
+    monkeypatch.setattr(eager, "arch_of", lambda _, archs: "sm_100a")
     cutex.tune(A, B)
     assert timed.counts == [3]
 

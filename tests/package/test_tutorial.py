@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections import defaultdict
@@ -12,7 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from test_readme import PARSERS
+from test_readme import parse
 from tutorial_page import PAGE, PICTURES, PREDICTIONS, commands, in_process, plain, steps, written
 
 from cutex.arch import local_arch
@@ -156,9 +155,7 @@ def test_each_other_command_is_one_that_its_parser_takes():
     others = [c.line for block in BLOCKS for c in block if c.line.startswith("python -m")]
     assert len(others) > 10
     for line in others:
-        line = line.partition(" 2>&1")[0]
-        (start,) = (start for start in PARSERS if line.startswith(start))
-        PARSERS[start]().parse_args(shlex.split(line.removeprefix(start)))
+        parse(line.partition(" 2>&1")[0])
 
 
 def test_the_gains_are_those_of_the_readme():

@@ -57,7 +57,7 @@ def near(found, wanted, dtype, terms):
     assert bool((error <= bound).all()), float((error / bound).max())
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("smoothing, z_loss", OPTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

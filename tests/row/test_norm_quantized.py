@@ -50,7 +50,7 @@ def same(found, wanted):
         assert torch.equal(found.scale.view(torch.uint8), wanted.scale.view(torch.uint8))
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", NAMES)
 @pytest.mark.parametrize("n", [64, 264, 100, 1032, 4104])

@@ -53,7 +53,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, terms: f
     assert bool((error <= bound.cpu()).all()), float((error / bound.cpu()).max())
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_softmax_and_its_gradient(device, n, dtype):
@@ -68,7 +68,7 @@ def test_softmax_and_its_gradient(device, n, dtype):
     near(x.grad, own * (dy.double() - (own * dy.double()).sum(-1, keepdim=True)), dtype)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("centred", [False, True])
@@ -95,7 +95,7 @@ def test_norms_and_their_gradients(device, n, dtype, centred):
         near(t.grad, w.grad, torch.float32, 64)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [2, 99, 1000])
 @pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 1e-2)])

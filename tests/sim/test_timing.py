@@ -241,6 +241,7 @@ def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
     assert alike.work(config) == (3 * block, 3 * block)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "head_dim, queries, keys",
     [(64, 192, 384), (64, 192, 448), (64, 70, 300), (128, 128, 256), (128, 128, 320),
