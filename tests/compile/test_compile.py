@@ -42,7 +42,7 @@ def disassemble(compiled: Compiled) -> str:
 # the compiled code
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_stage
 def test_no_stage_spills_or_overflows_its_sm(stage: Stage, dtype: str) -> None:
