@@ -125,6 +125,7 @@ def test_bands_off_the_diagonal(place, window):
     hold(place, replace(PLAIN, causal=False, window=window, seqlen_q=300, seqlen_k=330))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("head_dim", "in_registers"), [pytest.param(96, 64, marks=pytest.mark.slow), (256, 128)]
 )

@@ -131,6 +131,7 @@ def test_gradients_under_other_orders(order, dims):
 BETWEEN = [(64, 128), *(pytest.param(x, marks=pytest.mark.slow) for x in ((40, 40), (136, 72)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", BETWEEN, ids=str)
 def test_gradients_of_head_dims_between_those_of_kernels(dims):
     """Columns that the tensors do not have are read as 0, and not written."""

@@ -122,6 +122,7 @@ def test_keys_that_are_overwritten_before_the_last_dq_are_found(monkeypatch):
     assert message is not None and "race" in message, message
 
 
+@pytest.mark.slow
 def test_values_that_are_overwritten_before_the_last_dp_are_found(monkeypatch):
     """Of wide head dims dV is stored through the smem of V, which another warpgroup reads."""
     wait = Barrier.wait
@@ -135,6 +136,7 @@ def test_values_that_are_overwritten_before_the_last_dp_are_found(monkeypatch):
     assert message is not None and "race" in message, message
 
 
+@pytest.mark.slow
 def test_a_slot_of_dq_that_is_still_read_is_found(monkeypatch):
     """Columns of dQ written to smem before the adds from that slot have read it."""
     monkeypatch.setattr(cute.arch, "cp_async_bulk_wait_group", lambda *of, **how: None)
@@ -142,6 +144,7 @@ def test_a_slot_of_dq_that_is_still_read_is_found(monkeypatch):
     assert message is not None and ("race" in message or "hazard" in message), message
 
 
+@pytest.mark.slow
 def test_dq_that_adds_may_not_see_yet_is_found(monkeypatch):
     """Added from smem without the fence behind the stores to it."""
     add = QueryGradients.add_from_smem
@@ -177,6 +180,7 @@ def test_a_scale_that_is_forgotten_is_found(monkeypatch):
     assert message is not None and message.startswith("dq off by")
 
 
+@pytest.mark.slow
 def test_a_turn_that_is_taken_early_is_found(monkeypatch):
     """CTAs of a deterministic kernel that do not wait pass on the wrong turn, or none."""
     monkeypatch.setattr(BlockInfo, "n_blocks", shifted(BlockInfo.n_blocks))

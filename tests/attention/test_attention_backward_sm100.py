@@ -23,7 +23,7 @@ from cutex.problem.attention.randomized import draw
 ARCH = "sm_100a"
 
 
-@pytest.mark.sweep(28)
+@pytest.mark.sweep(56)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name):
     dims = HEAD_DIMS[(list(CASES).index(name) + 2) % len(HEAD_DIMS)]

@@ -111,9 +111,8 @@ def test_a_slot_that_is_not_waited_for_is_found(monkeypatch, name, method):
     assert wrong() is not None
 
 
-@pytest.mark.parametrize(
-    "fence", ["fence_view_async_shared", pytest.param("fence_view_async_tmem_store", marks=SLOW)]
-)
+@SLOW
+@pytest.mark.parametrize("fence", ["fence_view_async_shared", "fence_view_async_tmem_store"])
 def test_ds_that_the_mma_may_not_see_yet_is_found(monkeypatch, fence):
     """Handed over without the fence, or the wait, behind the stores to smem or tensor memory."""
     gradients = compute.Compute.gradients

@@ -51,6 +51,7 @@ def named(*names: str) -> list:
     return [x if x in names else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", named(*QUICK))
 def test_caches_are_attended_to(name, arch):

@@ -121,6 +121,7 @@ def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
     assert message is not None and "further off than" in message
 
 
+@pytest.mark.slow
 def test_keys_that_are_taken_the_wrong_way_are_found(monkeypatch):
     """MMA goes the other way than LOAD."""
     config = replace(CONFIG, window=(False, False), alternate=True)
@@ -164,6 +165,7 @@ def of_shared(length: int = 700, fails: bool = False) -> str | None:
     return wrong(kernel, case, (*ORDERS, {"order": "peer-late"}), inputs)
 
 
+@pytest.mark.slow
 def test_a_slot_that_only_this_cta_has_read_is_not_empty(monkeypatch):
     assert of_shared() is None
 

@@ -157,7 +157,7 @@ def python(forking, tmp_path) -> Callable[..., str]:
 SLOW = [name for name in KERNELS if name.endswith(("stage 0", "stage 9"))]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "body",
     [
@@ -213,6 +213,7 @@ def test_an_edit_to_what_a_users_stage_imports_compiles_it_anew(python, root, us
         keys.append(key)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["profile", "code", "wave", "mailbox"])  # torch loads none
 def test_a_users_module_named_like_one_of_python_is_the_users(python, root, tmp_path, name):
     """Python itself has such modules; where the file is decides."""

@@ -76,7 +76,7 @@ EXACT_CASES = [
 ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("stage", "mnk"), EXACT_CASES)
 def test_integers_come_out_exact(stage: Stage, device: str, mnk: tuple[int, int, int]) -> None:
     found = check(stage, device, GemmProblem(*mnk, init="int"))

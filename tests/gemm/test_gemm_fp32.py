@@ -30,7 +30,7 @@ def run(stage, problem, **options):
     return report
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("mnk", SIZES, ids=str)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))
 def test_a_stage_is_exact_on_integers_of_any_sizes(stage, mnk):

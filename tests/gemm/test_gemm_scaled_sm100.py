@@ -56,7 +56,7 @@ def test_layouts(case: Case) -> None:
     assert case.run(order="random", seed=5) is None
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", BLOCK_SCALED)
 @pytest.mark.parametrize("number", range(5))
 def test_every_stage_is_right_on_every_recipe(dtype: str, number: int) -> None:

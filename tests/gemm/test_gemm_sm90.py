@@ -82,7 +82,7 @@ def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, see
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("changes", COOPERATIVE.values(), ids=COOPERATIVE.keys())
 def test_cooperative_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) -> None:
     check(7, (600, 520, 200), {**PERSISTENT, "cluster_n": 1, **changes}, "random", 1)
@@ -247,7 +247,7 @@ SPLIT = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "order", ["random", "starved", *(pytest.param(x, marks=SLOW) for x in ("eager", "peer-late"))]
 )

@@ -86,7 +86,7 @@ def test_a_layer_is_the_sum_over_its_experts(arch: str, place: str, dtype: torch
     assert torch.equal(y, cutex.moe(*given)), "deterministic"
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_gradients_of_a_layer(arch: str, place: str, transposed: bool) -> None:

@@ -391,6 +391,7 @@ def test_a_long_row_is_walked_along_where_there_are_many(device, monkeypatch):
 ORDERS = [("random", 1), ("random", 2), ("starved", 0), ("peer-late", 0)]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order, seed", ORDERS)
 def test_in_every_order_of_events(order, seed):
     if torch.cuda.is_available():

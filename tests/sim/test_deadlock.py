@@ -126,7 +126,7 @@ RESIDENT = {  # by threads, shared memory, CTAs of an SM
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("shape", "per_sm"), RESIDENT.values(), ids=RESIDENT)
 def test_ctas_may_wait_for_each_other_as_far_as_the_gpu_holds_them(shape, per_sm):
     simulate_ptx(WAIT_FOR_THE_LAST, {"flag": np.zeros(1, np.uint32)}, shape)
