@@ -93,6 +93,8 @@ def tune_kernel(
 ) -> TunedKernel:
     """`cutex.tune` of a function: see there."""
     subject = _Subject(kernel, arguments, over)
+    if gpu and subject.on_gpu:
+        raise ValueError(f"gpu={gpu!r} is for tensors on the CPU: these are timed on theirs")
     timer: _OnGpu | _ByClock = _OnGpu(subject) if subject.on_gpu else _ByClock(subject, gpu)
     key = subject.key(timer.gpu, check)
     known = _remembered(key)

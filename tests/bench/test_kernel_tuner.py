@@ -103,6 +103,18 @@ def test_an_error_of_the_check_is_the_users(tensors):
         cutex.tune(add_up, *tensors, over={"rounds": [1]}, check=lambda a, c: {}["missing"])
 
 
+@pytest.mark.gpu
+def test_a_gpu_of_the_clock_is_refused_for_tensors_on_one(tensors):
+    with pytest.raises(ValueError, match=r"^gpu='b200' is for tensors on the CPU"):
+        cutex.tune(add_up, *tensors, over={"rounds": [1]}, gpu="b200")
+
+
+def test_an_unknown_gpu_gets_a_sentence(tensors):
+    if tensors[0].is_cpu:
+        with pytest.raises(ValueError, match="there are constants for"):
+            cutex.tune(add_up, *tensors, over={"rounds": [1]}, gpu="b2000")
+
+
 def test_other_misuse_gets_a_sentence(tensors):
     with pytest.raises(TypeError, match="takes over, the values to choose among"):
         cutex.tune(add_up, *tensors)
