@@ -36,6 +36,8 @@ def arguments(spec: AttentionSpec, dtype: str, counter: bool) -> tuple[Argument,
     vector(c.used_q, "seqused_q", ("b",), "int32")
     vector(c.used_k, "seqused_k", ("b",), "int32")
     vector(c.sink, "sink", ("h",), "fp32")
+    if c.alibi:
+        found.append(Operand("slopes", ("b", "h"), "fp32", None, aligned=False, whole=False))
     vector(counter, "counter", ("words",), "int32")
     scalar(True, "scale", "fp32")
     scalar(c.softcap, "softcap", "fp32")
@@ -54,6 +56,7 @@ class Passed(NamedTuple):
     seqused_q: Any = None  # (batch)
     seqused_k: Any = None
     sink: Any = None  # (heads)
+    slopes: Any = None  # (batch, heads) of ALiBi
     counter: Any = None  # (2): tiles handed out; 0 before and after a launch
     scale: Any = None
     softcap: Any = None

@@ -26,6 +26,7 @@ class AttentionSpec:
     used_k: bool = False
     softcap: bool = False
     sink: bool = False
+    alibi: bool = False  # slopes are passed
     lse: bool = True
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -37,8 +38,8 @@ class AttentionSpec:
 
     @property
     def modified(self) -> bool:
-        """Whether a user's function decides about each score."""
-        return self.score_mod is not None or self.mask_mod is not None
+        """Whether a function of places, the user's or ALiBi's, decides about each score."""
+        return self.score_mod is not None or self.mask_mod is not None or self.alibi
 
     @property
     def ragged_q(self) -> bool:

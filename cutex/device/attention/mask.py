@@ -45,7 +45,15 @@ class Mask(NamedTuple):
         """The index of the key in this thread's column c."""
         if self.quad is None:
             return n_block * self.tile_n + c
-        return n_block * self.tile_n + 2 * self.quad + (8 * (c // 2) + c % 2)
+        return n_block * self.tile_n + 2 * self.quad + self.step(c)
+
+    def step(self, c: int) -> int:
+        """How many keys this thread's column c is behind its first."""
+        return c if self.quad is None else 8 * (c // 2) + c % 2
+
+    def diagonal(self, r: int) -> Int32:
+        """The key that is aligned with the query of row r."""
+        return self.seqlen_k - self.seqlen_q + self.queries[r]
 
     @property
     def has_begin(self) -> bool:
@@ -69,7 +77,7 @@ class Mask(NamedTuple):
 
     def _bounds(self, r: int, first_key: Int32) -> tuple[Int32, Int32]:
         """The keys that row r sees, as an (end, begin) pair relative to `first_key`."""
-        shift = self.seqlen_k - self.seqlen_q + self.queries[r]
+        shift = self.diagonal(r)
         end, begin = self.seqlen_k, Int32(0)
         if self.band.hi is not None:
             end = cutlass.min(end, shift + self.band.hi + 1)

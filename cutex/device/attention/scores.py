@@ -1,13 +1,13 @@
 """ScoreOps: the operations on the scores of a block between Q K^T and the softmax.
 
-In this order: soft cap, a user's score function, the band and the end of the keys, a user's mask
-function. Without the first two, scores stay as the tensor core leaves them, and the softmax scales
-them.
+In this order: soft cap, ALiBi's bias, a user's score function, the band and the end of the keys, a
+user's mask function. Without the soft cap and the user's function, scores stay as the tensor core
+scales them, and the softmax makes them natural.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -30,12 +30,20 @@ class ScoreOps:
     mask_mod: Any  # (batch, head, query, key) -> whether it counts
     batch: Int32
     heads: tuple[Int32, ...]
+    slopes: tuple[Float32, ...] = ()  # ALiBi's of each row, in the unit of its scores
 
     @property
     def elementwise(self) -> bool:
         """Whether scores change even in blocks without a mask."""
         functions = self.softcap, self.score_mod, self.mask_mod
-        return any(f is not None for f in functions)
+        return any(f is not None for f in functions) or len(self.slopes) > 0
+
+    def with_slopes(self, slopes: cute.Tensor | None) -> ScoreOps:
+        """A copy with the ALiBi slopes of its rows, out of `slopes` (batch, heads)."""
+        if slopes is None:
+            return self
+        unit = self.scale if self.softcap is None else self.softcap
+        return replace(self, slopes=tuple(slopes[self.batch, h] / unit for h in self.heads))
 
     def unit(self) -> Float32:
         """The factor that turns a score as `apply` leaves it into a natural one."""
@@ -61,6 +69,8 @@ class ScoreOps:
             factor = self.scale / self.softcap
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = tanh(scores[i] * factor)
+        if cutlass.const_expr(len(self.slopes) > 0):
+            self._subtract_distances(scores, n_block, column)
         if cutlass.const_expr(self.score_mod is not None):
             unit = self.scale if self.softcap is None else self.softcap
             for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -74,6 +84,17 @@ class ScoreOps:
                 for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                     counts = cutlass.Boolean(self.mask_mod(*self._place(r, column + c, n_block)))
                     scores[r, c] = scores[r, c] if counts else -Float32.inf
+
+    @cute.jit
+    def _subtract_distances(self, scores: cute.Tensor, n_block: Int32, column: Int32 | int) -> None:
+        """Subtract from each score its row's slope times the distance of its key from the one that
+        is aligned with its query (Press et al., Train Short, Test Long)."""
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            # NOTE: one conversion a row; a float counts to 2^24
+            first = Float32(self.mask.key(0, n_block) + column - self.mask.diagonal(r))
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                distance = first + self.mask.step(c)
+                scores[r, c] -= self.slopes[r] * cutlass.max(distance, -distance)
 
     def _place(self, r: int, c: int, n_block: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """The batch entry, head, query and key of the score in row r, column c."""

@@ -1,5 +1,5 @@
 """Gradients of attention from its O and LSE: by our kernels where there are some for the GPU and
-the head dims, else by torch's own flash backward.
+the head dims, else by torch's own flash backward; with ALiBi by definition.
 
 A sink is part of LSE, so the probabilities are right without it, and its own gradient is a sum over
 rows.
@@ -18,7 +18,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 def why_no_gradient(call: AttentionCall) -> str | None:
     """The reason why nothing computes the gradients of the call, or None."""
-    if own_backward.why_not(call) is None or definition.takes(call.q.device):
+    if own_backward.why_not(call) is None or definition.takes(call):
         return None
     return torch_backward.why_not(call)
 
@@ -32,7 +32,7 @@ def gradients(
     if own_backward.is_empty(call, out):
         dq, dk, dv = map(torch.zeros_like, (call.q, call.k, call.v))
         return dq, dk, dv
-    if definition.takes(call.q.device):
+    if definition.takes(call):
         return definition.gradients(call, grad_out, out, lse, grad_lse)
     return torch_backward.gradients(call, grad_out, out, lse, grad_lse)
 

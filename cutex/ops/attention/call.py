@@ -61,6 +61,7 @@ class AttentionCall:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     deterministic: bool = False  # gradients have the same bits in every run
+    alibi_slopes: Tensor | None = None  # (batch, heads)
 
     @property
     def lengths(self) -> dict[str, Tensor]:
@@ -71,8 +72,8 @@ class AttentionCall:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are given."""
-        sink = () if self.learnable_sink is None else (self.learnable_sink,)
-        return (self.q, self.k, self.v, *self.lengths.values(), *sink)
+        vectors = (x for x in (self.learnable_sink, self.alibi_slopes) if x is not None)
+        return (self.q, self.k, self.v, *self.lengths.values(), *vectors)
 
     @property
     def batch(self) -> int:
@@ -145,9 +146,9 @@ def kernel_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 def check(call: AttentionCall) -> None:
     """Raise TypeError or ValueError, in one sentence that names the argument, for an unsupported
     call."""
-    for name in ("q", "k", "v", *call.lengths, "learnable_sink"):
+    for name in ("q", "k", "v", *call.lengths, "learnable_sink", "alibi_slopes"):
         x = getattr(call, name)
-        if x is None and name == "learnable_sink":
+        if x is None and name in ("learnable_sink", "alibi_slopes"):
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -170,6 +171,7 @@ def check(call: AttentionCall) -> None:
                 f"learnable_sink has shape {tuple(sink.shape)}, it must be one number for each of "
                 f"the {call.heads[0]} heads of q"
             )
+    _check_slopes(call)
     for name, takes in (("score_mod", SCORE_MOD), ("mask_mod", SCORE_MOD[1:])):
         function = getattr(call, name)
         if function is None:
@@ -178,6 +180,22 @@ def check(call: AttentionCall) -> None:
             raise TypeError(f"{name} must be a function or None, got {type(function).__name__}")
         if arguments_taken(function, (len(takes),)) is None:
             raise TypeError(f"{name} {function!r}: must be a Python function of {', '.join(takes)}")
+
+
+def _check_slopes(call: AttentionCall) -> None:
+    slopes = call.alibi_slopes
+    if slopes is None:
+        return
+    if slopes.dtype != torch.float32:
+        raise TypeError(f"alibi_slopes has dtype {slopes.dtype}, which is not float32")
+    expected = call.batch, call.heads[0]
+    if tuple(slopes.shape) != expected:
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}, it must be (heads,) or (batch, heads), "
+            f"here {expected[1:]} or {expected}"
+        )
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes requires a gradient, which nothing computes: detach it")
 
 
 def _check_operands(call: AttentionCall) -> None:

@@ -39,6 +39,7 @@ def flash_attn_func(
     score_mod: Mod = None,
     mask_mod: Mod = None,
     deterministic: bool = False,
+    alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(mask(softmax_scale * q @ k.T)) @ v, as FlashAttention's function of this name.
@@ -58,8 +59,10 @@ def flash_attn_func(
     score_mod: a function of (score, batch, head, query, key), DSL numbers, that returns the score;
         mask_mod: one of (batch, head, query, key) that returns whether the key is seen. @cute.jit
         if they branch. What they read besides is compiled in.
+    alibi_slopes: (heads,) or (batch, heads) float32: from a score is subtracted its slope times the
+        distance of the key from the one that causal aligns with the query. Has no gradient itself.
     others: arguments that only FlashAttention's functions have, with the value that changes nothing
-        (dropout_p, alibi_slopes, num_splits, ..); also flash-attn 2's order.
+        (dropout_p, num_splits, ..); also flash-attn 2's order.
     return_lse: return (out, lse), lse (batch, heads, seqlen_q) float32, the natural logarithm of
         the sum of the exponentials of a row's scores, the sink's included.
     deterministic: the gradients have the same bits in every run, as under
@@ -72,17 +75,21 @@ def flash_attn_func(
     fit, and where there is no Hopper or Blackwell GPU.
     """
     if others or causal is None or causal.__class__ is float:
-        functions = {"score_mod": score_mod, "mask_mod": mask_mod, "deterministic": deterministic}
+        functions = {"score_mod": score_mod, "mask_mod": mask_mod, "deterministic": deterministic,
+                     "alibi_slopes": alibi_slopes}  # fmt: skip
         asked = (softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
         return _translated(flash_attn_func, (q, k, v), asked, functions, others)
+    if alibi_slopes is not None:
+        alibi_slopes = _of_batch(alibi_slopes, q, None)
     key: tuple[Any, ...] | None = None
     if not _is_compiling():
         try:
+            has_vectors = learnable_sink is not None or alibi_slopes is not None
             options = (
                 softmax_scale, causal, window_size, softcap, return_lse, score_mod, mask_mod,
-                learnable_sink is None,
+                has_vectors and (learnable_sink is None, alibi_slopes is None),
             )  # fmt: skip
-            known = _latest.get(options) if learnable_sink is None else None
+            known = None if has_vectors else _latest.get(options)
             # NOTE: most calls end here, and each step of Python costs 0.1 us
             if (
                 known is not None
@@ -92,7 +99,9 @@ def flash_attn_func(
             ):
                 return known.launch(q, k, v)
             if nobody_watches():
-                given = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
+                given = (q, k, v)
+                if has_vectors:
+                    given += tuple(x for x in (learnable_sink, alibi_slopes) if x is not None)
                 known = _find(options, given)
                 if known is not None:
                     return known.launch(*given)
@@ -102,7 +111,8 @@ def flash_attn_func(
     return _unknown(
         AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal,
                       window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
-                      score_mod=score_mod, mask_mod=mask_mod, deterministic=deterministic),
+                      score_mod=score_mod, mask_mod=mask_mod, deterministic=deterministic,
+                      alibi_slopes=alibi_slopes),
         return_lse,
         key,
     )  # fmt: skip
@@ -128,6 +138,7 @@ def flash_attn_varlen_func(
     score_mod: Mod = None,
     mask_mod: Mod = None,
     deterministic: bool = False,
+    alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn_func for sequences of different lengths, as FlashAttention's of this name.
@@ -151,20 +162,25 @@ def flash_attn_varlen_func(
     if others and paged.is_asked_for(others):
         return paged.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
-            {"score_mod": score_mod, "mask_mod": mask_mod}, others, softmax_scale=softmax_scale,
-            causal=causal, window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
-            return_lse=return_lse,
+            {"score_mod": score_mod, "mask_mod": mask_mod, "alibi_slopes": alibi_slopes}, others,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            learnable_sink=learnable_sink, return_lse=return_lse,
         )  # fmt: skip
     if others or causal is None or causal.__class__ is float:
         more = {"seqused_q": seqused_q, "seqused_k": seqused_k, "score_mod": score_mod,
-                "mask_mod": mask_mod, "deterministic": deterministic}  # fmt: skip
+                "mask_mod": mask_mod, "deterministic": deterministic,
+                "alibi_slopes": alibi_slopes}  # fmt: skip
         operands = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         asked = (softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
         return _translated(flash_attn_varlen_func, operands, asked, more, others)
+    if alibi_slopes is not None:
+        alibi_slopes = _of_batch(alibi_slopes, q, cu_seqlens_q)
     key: tuple[Any, ...] | None = None
     if not _is_compiling() and nobody_watches():
         try:
-            rest = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink)
+            rest = (
+                cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, alibi_slopes
+            )  # fmt: skip
             options = (
                 softmax_scale, causal, window_size, softcap, return_lse, score_mod, mask_mod,
                 max_seqlen_q, *[x is None for x in rest],
@@ -180,7 +196,7 @@ def flash_attn_varlen_func(
         AttentionCall(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             softmax_scale, causal, window_size, softcap, learnable_sink, score_mod, mask_mod,
-            deterministic,
+            deterministic, alibi_slopes,
         ),
         return_lse,
         key,
@@ -205,6 +221,14 @@ def _translated(
     elif options["causal"] is None or isinstance(options["causal"], float):
         raise TypeError(f"causal must be True or False, got {options['causal']!r}")
     return function(*operands, **{**options, **rest, **taken(function.__name__, others)})
+
+
+def _of_batch(slopes: Any, q: Any, cu_seqlens_q: Any) -> Any:
+    """ALiBi slopes (batch, heads), where (heads,) are given; what is no tensor, `check` refuses."""
+    rows = q if cu_seqlens_q is None else cu_seqlens_q
+    if not (isinstance(slopes, Tensor) and isinstance(rows, Tensor) and slopes.dim() == 1):
+        return slopes
+    return slopes.expand(len(rows) - (cu_seqlens_q is not None), -1)
 
 
 # ---- plans
@@ -276,8 +300,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """O and LSE of plain tensors, O in `out` if given; with a `key`, later calls like it find a
     plan."""
-    tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.cu_seqlens_q,
-               call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
+    tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.alibi_slopes,
+               call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
     whole: tuple[Any, ...] | None = (
         *map(_described, tensors), *(x.data_ptr() % ALIGN == 0 for x in (call.q, call.k, call.v)),
         call.q.device, call.max_seqlen_q, call.softmax_scale,
@@ -292,9 +316,7 @@ def attend(
         if call.lengths and call.q.is_cpu:
             check(call)
         with contextlib.suppress(TypeError, ValueError):  # not of the plan's alignment
-            return plan(
-                call.q, call.k, call.v, list(call.lengths.values()), call.learnable_sink, out
-            )
+            return plan(call, out)
     check(call)
     return run(call, with_lse, whole, out, key)
 
@@ -311,10 +333,9 @@ def run(
     check_device(call.q.device)
     if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
         return _nothing_to_see(call, with_lse, out)
-    lengths = list(call.lengths.values())
     with current(call.q.device):
         plan = Plan(call, with_lse)
-        result = plan(call.q, call.k, call.v, lengths, call.learnable_sink, out)
+        result = plan(call, out)
     if whole is not None:
         if len(_plans) >= 4096:
             forget()
@@ -376,6 +397,6 @@ def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[T
         call.max_seqlen_k, call.seqused_q, call.seqused_k,
         scale if scale is None else number("softmax_scale", scale), call.causal,
         *call.window_size, number("softcap", call.softcap), call.learnable_sink,
-        call.deterministic,
+        call.deterministic, call.alibi_slopes,
     )  # fmt: skip
     return (out, lse) if return_lse else out

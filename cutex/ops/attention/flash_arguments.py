@@ -26,7 +26,6 @@ _PROBABILITIES = Neutral(
 )
 NEUTRAL = {
     "dropout_p": Neutral((0, None), "there is no dropout here"),
-    "alibi_slopes": Neutral(_NONE, "give the bias as score_mod"),
     "return_attn_probs": _PROBABILITIES,
     "return_softmax": _PROBABILITIES,
     "block_table": _PAGES,

@@ -43,6 +43,8 @@ def why_not(call: AttentionCall) -> str | None:
         return f"the backward's kernels are for {', '.join(CONFIGS)}, q is on {arch}"
     if call.score_mod is not None or call.mask_mod is not None:
         return "score_mod or mask_mod, whose derivative is not known"
+    if call.alibi_slopes is not None:
+        return "alibi_slopes, which the backward's kernels do not know"
     if arch in UNTIMED and call.q.device.type == "cuda" and torch_backward.why_not(call) is None:
         return f"on {arch} torch's flash backward is taken where it can, until ours was timed"
     return None

@@ -105,6 +105,7 @@ class Plan:
         self.rest_as_given = all(x.is_contiguous() for x in call.lengths.values()) and (
             sink is None or (sink.dtype == torch.float32 and sink.is_contiguous())
         )
+        self.is_dense = not call.lengths and sink is None and call.alibi_slopes is None
         self.dtype = call.q.dtype
         # set at the first launch if all tensors are passed as they are given: a function of q, k,
         # v, the lengths and the sink that does the same in a third of the time
@@ -127,16 +128,11 @@ class Plan:
         return out, q.new_empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: list[Tensor],
-        sink: Tensor | None,
-        given: Tensor | None = None,
+        self, call: AttentionCall, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Launch on the operands; ValueError or TypeError if they are not like the plan's.
-        `lengths` are the int32 tensors that are given, `given` is where to write O."""
+        """Launch on the tensors of `call`; ValueError or TypeError if they are not like the plan's.
+        `given` is where to write O."""
+        q, k, v, lengths = call.q, call.k, call.v, call.lengths.values()
         out, lse = self.outputs(q, given)
         if not self.as_given:
             q, k, v = (
@@ -147,8 +143,10 @@ class Plan:
         if lse is not None:
             arguments.append(lse)
         arguments += [x if x.is_contiguous() else x.contiguous() for x in lengths]
-        if sink is not None:
-            arguments.append(sink.to(torch.float32).contiguous())
+        if call.learnable_sink is not None:
+            arguments.append(call.learnable_sink.to(torch.float32).contiguous())
+        if call.alibi_slopes is not None:
+            arguments.append(call.alibi_slopes)
         if self.dynamic:
             arguments.append(flags(self.device, COUNTER))
         arguments += self.scalars
@@ -156,7 +154,7 @@ class Plan:
             self.launch = on_device(self.device, launcher(self.compiled, arguments))
             # NOTE: of lengths on the CPU the values are checked at each call
             if self.as_given and self.rest_as_given and not (lengths and q.is_cpu):
-                self.short = self._short(self.launch, alone=not lengths and sink is None)
+                self.short = self._short(self.launch, alone=self.is_dense)
         self.launch(*arguments)
         if given is None:
             return out, lse
@@ -268,6 +266,7 @@ def config_for(
         used_k=call.seqused_k is not None,
         softcap=call.softcap != 0,
         sink=call.learnable_sink is not None,
+        alibi=call.alibi_slopes is not None,
         lse=with_lse,
         score_mod=functions[0],
         mask_mod=functions[1],

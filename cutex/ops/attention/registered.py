@@ -25,11 +25,12 @@ _library.define(
     "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, "
     "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float softcap=0.0, "
-    "Tensor? learnable_sink=None, bool deterministic=False) -> (Tensor out, Tensor lse)"
+    "Tensor? learnable_sink=None, bool deterministic=False, Tensor? alibi_slopes=None) "
+    "-> (Tensor out, Tensor lse)"
 )
 
 
-SINK = 14  # the place of learnable_sink among the operator's arguments
+SINK, SLOPES = 14, 16  # the places of these tensors among the operator's arguments
 
 
 def _call(*args: Any) -> AttentionCall:
@@ -38,12 +39,14 @@ def _call(*args: Any) -> AttentionCall:
         args[: len(TENSORS)],
         args[len(TENSORS) :],
     )
-    defaults = (None, False, None, None, 0.0, None, False)
-    scale, causal, left, right, softcap, sink, deterministic = options + defaults[len(options) :]
+    defaults = (None, False, None, None, 0.0, None, False, None)
+    scale, causal, left, right, softcap, sink, deterministic, slopes = (
+        options + defaults[len(options) :]
+    )
     return AttentionCall(
         **dict(zip(TENSORS, tensors, strict=False)), softmax_scale=scale, causal=causal,
         window_size=(left, right), softcap=softcap, learnable_sink=sink,
-        deterministic=deterministic,
+        deterministic=deterministic, alibi_slopes=slopes,
     )  # fmt: skip
 
 
@@ -70,7 +73,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
         raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
     ctx.set_materialize_grads(False)
     lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
-    ctx.save_for_backward(call.q, call.k, call.v, *lengths, call.learnable_sink, *output)
+    vectors = call.learnable_sink, call.alibi_slopes
+    ctx.save_for_backward(call.q, call.k, call.v, *lengths, *vectors, *output)
     ctx.longest = call.max_seqlen_q, call.max_seqlen_k
     ctx.options = call.softmax_scale, call.causal, call.window_size, call.softcap
     ctx.deterministic = call.deterministic
@@ -78,14 +82,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, cu_q, cu_k, used_q, used_k, sink, out, lse = ctx.saved_tensors
+    q, k, v, cu_q, cu_k, used_q, used_k, sink, slopes, out, lse = ctx.saved_tensors
     scale, causal, window, softcap = ctx.options
     if grad_out is None:  # only LSE has one
         grad_out = torch.zeros_like(out)
     longest_q, longest_k = ctx.longest
     call = AttentionCall(
         q, k, v, cu_q, cu_k, longest_q, longest_k, used_q, used_k, scale, causal, window, softcap,
-        sink, deterministic=ctx.deterministic,
+        sink, deterministic=ctx.deterministic, alibi_slopes=slopes,
     )  # fmt: skip
     given = (*call.tensors, grad_out, out, lse, *(() if grad_lse is None else (grad_lse,)))
     if nobody_watches() and not torch.is_grad_enabled() and all(map(is_plain, given)):
@@ -95,7 +99,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     dsink = None
     if sink is not None and ctx.needs_input_grad[SINK]:
         dsink = sink_gradient(call, grad_out, out, lse, grad_lse)
-    grads = (dq, dk, dv, *(None,) * (SINK - 3), dsink, None)
+    grads = (dq, dk, dv, *(None,) * (SINK - 3), dsink, None, None)
     return grads[: ctx.count]
 
 
@@ -103,7 +107,7 @@ def _mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
     """Run the calls of a vmap as one of a larger batch; for packed sequences and sinks, one by
     one."""
     n = info.batch_size
-    if any(x is not None for x in (*args[3:9], *in_dims[9:])):
+    if any(x is not None for x in (*args[3:9], *in_dims[9:], *args[SLOPES:])):
         results = [
             torch.ops.cutex.flash_attn(
                 *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))

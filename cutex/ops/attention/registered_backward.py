@@ -21,7 +21,8 @@ _library.define(
     "Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
     "SymInt? max_seqlen_k, Tensor? seqused_q, Tensor? seqused_k, float? softmax_scale, "
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, "
-    "Tensor? learnable_sink, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)"
+    "Tensor? learnable_sink, bool deterministic, Tensor? alibi_slopes=None) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
 RESULTS = 4  # arguments before those of the call
 TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
@@ -36,7 +37,7 @@ def call(
     dq, dk, dv = torch.ops.cutex.flash_attn_backward(
         grad_out, grad_lse, out, lse, of.q, of.k, of.v, of.cu_seqlens_q, of.cu_seqlens_k,
         of.max_seqlen_q, of.max_seqlen_k, of.seqused_q, of.seqused_k, scale, of.causal,
-        *of.window_size, of.softcap, of.learnable_sink, of.deterministic,
+        *of.window_size, of.softcap, of.learnable_sink, of.deterministic, of.alibi_slopes,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -44,11 +45,12 @@ def call(
 @torch.no_grad()
 def _operator(*args: Any) -> Gradients:
     grad_out, grad_lse, out, lse, *rest = map(bare, args)
-    *tensors, scale, causal, left, right, softcap, sink, deterministic = rest
+    tensors, options = rest[: len(TENSORS)], rest[len(TENSORS) :]
+    scale, causal, left, right, softcap, sink, deterministic, slopes, *_ = (*options, None)
     of = AttentionCall(
         **dict(zip(TENSORS, tensors, strict=True)), softmax_scale=scale, causal=causal,
         window_size=(left, right), softcap=softcap, learnable_sink=sink,
-        deterministic=deterministic,
+        deterministic=deterministic, alibi_slopes=slopes,
     )  # fmt: skip
     # NOTE: a graph holds what the fake says: contiguous tensors that share no memory
     dq, dk, dv = (x.contiguous() for x in gradients(of, grad_out, out, lse, grad_lse))

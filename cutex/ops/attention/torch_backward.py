@@ -24,6 +24,8 @@ def why_not(call: AttentionCall) -> str | None:
     """The reason why torch's flash backward does not support the call, or None."""
     if call.softcap:
         return f"softcap={call.softcap}, which torch's flash backward does not know"
+    if call.alibi_slopes is not None:
+        return "alibi_slopes, which torch's flash backward does not take"
     if any(x is not None and x < 0 for x in call.sides):
         return (
             f"window_size={tuple(call.window_size)}, a band off the diagonal, which torch's flash "

@@ -274,7 +274,8 @@ class SoftmaxRole:
         mask = Mask(self.shared.info.band, c.tile_n, seqlen_q, seqlen_k, (row // c.pack,))
         functions = c.score_mod, c.mask_mod
         heads = (work.head * c.pack + row % c.pack,)
-        return ScoreOps(mask, passed.scale, passed.softcap, *functions, work.batch, heads)
+        ops = ScoreOps(mask, passed.scale, passed.softcap, *functions, work.batch, heads)
+        return ops.with_slopes(passed.slopes)
 
     def sinks(self, work: WorkTile, row: Int32) -> tuple[Float32, ...]:
         c, sink = self.config, self.shared.passed.sink

@@ -223,7 +223,8 @@ class Compute:
         band = self.shared.info.band
         mask = Mask(band, c.tile_n, own.seq_q.length, own.seqlen_k, queries, thread % 4)
         functions = c.score_mod, c.mask_mod
-        return ScoreOps(mask, passed.scale, passed.softcap, *functions, own.work.batch, heads)
+        ops = ScoreOps(mask, passed.scale, passed.softcap, *functions, own.work.batch, heads)
+        return ops.with_slopes(passed.slopes)
 
     def sinks(self, own: OwnRows) -> tuple[Float32, ...]:
         pack, sink = self.config.pack, self.shared.passed.sink
