@@ -129,6 +129,15 @@ SECOND = [
     ((0.0, None), {}),
     ((0, 0.2), {"scale": 0.2}),
 ]
+# the same with names for some, as its users write it
+MIXED = [
+    ((0.0,), {"causal": True}, {"window": (None, 0)}),
+    ((0.0,), {"softmax_scale": 0.2, "causal": True}, {"window": (None, 0), "scale": 0.2}),
+    ((0.0, 0.2), {"causal": True, "window_size": (5, -1)}, {"window": (5, 0), "scale": 0.2}),
+    ((0.0,), {"window_size": (5, 0), "alibi_slopes": None}, {"window": (5, 0)}),
+    ((0.2,), {"causal": True}, {"window": (None, 0), "scale": 0.2}),  # FlashAttention-3's order
+    ((0.2, True), {"window_size": (5, -1)}, {"window": (5, 0), "scale": 0.2}),
+]
 
 
 @pytest.mark.parametrize(("given", "want"), SECOND)
@@ -141,12 +150,45 @@ def test_the_order_of_flash_attn_2_is_recognised(stand_in, given, want):
     close(out[None], reference(q[:1], k[:1], v[:1], **want))
 
 
+@pytest.mark.parametrize(("given", "by_name", "want"), MIXED)
+def test_either_order_with_names_for_the_rest(stand_in, given, by_name, want):
+    q, k, v = operands()
+    close(cutex.flash_attn_func(q, k, v, *given, **by_name), reference(q, k, v, **want))
+    flat = [x[:1].flatten(0, 1) for x in (q, k, v)]
+    ends = torch.tensor([0, 40], dtype=torch.int32)
+    out = cutex.flash_attn_varlen_func(*flat, ends, ends, 40, 40, *given, **by_name)
+    close(out[None], reference(q[:1], k[:1], v[:1], **want))
+
+
+def test_an_argument_given_twice_is_told(stand_in):
+    q, k, v = operands()
+    with pytest.raises(TypeError, match=r"multiple values for argument 'causal'"):
+        cutex.flash_attn_func(q, k, v, 0.0, None, True, causal=True)
+    with pytest.raises(TypeError, match=r"9 arguments behind the operands: at most 8"):
+        cutex.flash_attn_func(q, k, v, 0.0, *[None] * 8)
+
+
+def test_a_block_table_among_arguments_of_flash_attn_2():
+    """0.0 in dropout_p's place, as its users and its tests have it."""
+    q = normal(2, 4, 64)
+    k = normal(3, 16, 2, 64)
+    ends = torch.tensor([0, 1, 2], dtype=torch.int32)
+    ends_k = torch.tensor([0, 20, 27], dtype=torch.int32)
+    table = torch.tensor([[2, 0], [1, 0]], dtype=torch.int32)
+    with cutex.ops.simulated("sm_90a"):
+        out = cutex.flash_attn_varlen_func(
+            q, k, k, ends, ends_k, 1, 20, 0.0, causal=True, block_table=table, deterministic=True,
+        )  # fmt: skip
+    for b, keys in enumerate((torch.cat((k[2], k[0]))[:20], k[1][:7])):
+        close(out[b][None, None], reference(q[b][None, None], keys[None], keys[None]))
+
+
 def test_what_is_no_neutral_value_in_that_order_is_told_by_its_name(stand_in):
     q, k, v = operands()
     with pytest.raises(ValueError, match=r"^dropout_p is 0\.1: there is no dropout here"):
         cutex.flash_attn_func(q, k, v, 0.1, None, True)
-    with pytest.raises(ValueError, match=r"^alibi_slopes is a tensor: give the bias as score_mod"):
-        cutex.flash_attn_func(q, k, v, 0.0, None, True, (-1, -1), 0.0, torch.ones(4))
+    with pytest.raises(ValueError, match=r"^dropout_p is 0\.1: there is no dropout here"):
+        cutex.flash_attn_func(q, k, v, 0.1, softmax_scale=0.2, causal=True)
     with pytest.raises(TypeError, match=r"^causal must be True or False, got None"):
         cutex.flash_attn_func(q, k, v, causal=None)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cutex.ops import autocast
 from cutex.ops.attention import paged
 from cutex.ops.attention.call import AttentionCall, Window, check
-from cutex.ops.attention.flash_arguments import NEUTRAL, in_flash2_order, named, taken
+from cutex.ops.attention.flash_arguments import NEUTRAL, is_default, named, taken
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
 from cutex.ops.device import current, per_device
 from cutex.ops.number import number
@@ -22,20 +22,19 @@ from cutex.ops.plain import is_plain, is_watched_unseen, nobody_watches, untrace
 from cutex.ops.plans import CachedPlan, PlanCache
 
 Mod = Callable[..., Any] | None
-OPTIONS = ("softmax_scale", "causal", "window_size", "softcap", "learnable_sink", "return_lse")
 
 
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *by_place: Any,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (None, None),
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     return_lse: bool = False,
-    *,
     score_mod: Mod = None,
     mask_mod: Mod = None,
     deterministic: bool = False,
@@ -49,6 +48,8 @@ def flash_attn_func(
     multiple of heads_kv; head dims multiples of 8 up to 256, computed as the next of 64, 96, 128,
     192, 256, or 192 with 128 of v. Any strides; a tensor that TMA cannot read (a head dim that is
     not contiguous; a base or another stride that is no multiple of 16 bytes) is copied first.
+    by_place: what follows here, from softmax_scale to return_lse; or as in flash-attn 2, dropout_p,
+        softmax_scale, causal, .., which a first number of 0 tells, and what is named or no bool.
     softmax_scale: 1 / sqrt(head dim) by default.
     causal: query i sees keys j <= i + seqlen_k - seqlen_q, so that the last query sees all.
     window_size: (left, right), how many keys on either side of that last one a query sees; None,
@@ -62,7 +63,7 @@ def flash_attn_func(
     alibi_slopes: (heads,) or (batch, heads) float32: from a score is subtracted its slope times the
         distance of the key from the one that causal aligns with the query. Has no gradient itself.
     others: arguments that only FlashAttention's functions have, with the value that changes nothing
-        (dropout_p, num_splits, ..); also flash-attn 2's order.
+        (dropout_p, num_splits, ..).
     return_lse: return (out, lse), lse (batch, heads, seqlen_q) float32, the natural logarithm of
         the sum of the exponentials of a row's scores, the sink's included.
     deterministic: the gradients have the same bits in every run, as under
@@ -74,11 +75,14 @@ def flash_attn_func(
     TypeError or ValueError, with one sentence that names the argument, for arguments that do not
     fit, and where there is no Hopper or Blackwell GPU.
     """
-    if others or causal is None or causal.__class__ is float:
-        functions = {"score_mod": score_mod, "mask_mod": mask_mod, "deterministic": deterministic,
-                     "alibi_slopes": alibi_slopes}  # fmt: skip
-        asked = (softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
-        return _translated(flash_attn_func, (q, k, v), asked, functions, others)
+    if by_place or others:
+        by_name = {
+            "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
+            "softcap": softcap, "learnable_sink": learnable_sink, "return_lse": return_lse,
+            "score_mod": score_mod, "mask_mod": mask_mod, "deterministic": deterministic,
+            "alibi_slopes": alibi_slopes,
+        }  # fmt: skip
+        return _translated(flash_attn_func, (q, k, v), by_place, by_name, others)
     if alibi_slopes is not None:
         alibi_slopes = _of_batch(alibi_slopes, q, None)
     key: tuple[Any, ...] | None = None
@@ -126,13 +130,13 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    *by_place: Any,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (None, None),
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     return_lse: bool = False,
-    *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     score_mod: Mod = None,
@@ -159,20 +163,22 @@ def flash_attn_varlen_func(
     a GPU that would have to wait for it. With seqused, or cu_seqlens of one side only, there are
     gradients where there are with softcap.
     """
-    if others and paged.is_asked_for(others):
+    if not by_place and paged.is_asked_for(others) and others.keys() <= set(paged.TAKEN):
         return paged.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
             {"score_mod": score_mod, "mask_mod": mask_mod, "alibi_slopes": alibi_slopes}, others,
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
             learnable_sink=learnable_sink, return_lse=return_lse,
         )  # fmt: skip
-    if others or causal is None or causal.__class__ is float:
-        more = {"seqused_q": seqused_q, "seqused_k": seqused_k, "score_mod": score_mod,
-                "mask_mod": mask_mod, "deterministic": deterministic,
-                "alibi_slopes": alibi_slopes}  # fmt: skip
+    if by_place or others:
+        by_name = {
+            "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
+            "softcap": softcap, "learnable_sink": learnable_sink, "return_lse": return_lse,
+            "seqused_q": seqused_q, "seqused_k": seqused_k, "score_mod": score_mod,
+            "mask_mod": mask_mod, "deterministic": deterministic, "alibi_slopes": alibi_slopes,
+        }  # fmt: skip
         operands = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        asked = (softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
-        return _translated(flash_attn_varlen_func, operands, asked, more, others)
+        return _translated(flash_attn_varlen_func, operands, by_place, by_name, others)
     if alibi_slopes is not None:
         alibi_slopes = _of_batch(alibi_slopes, q, cu_seqlens_q)
     key: tuple[Any, ...] | None = None
@@ -206,21 +212,17 @@ def flash_attn_varlen_func(
 def _translated(
     function: Callable[..., Any],
     operands: tuple[Any, ...],
-    given: tuple[Any, ...],
-    rest: dict[str, Any],
+    by_place: tuple[Any, ...],
+    by_name: dict[str, Any],
     others: dict[str, Any],
 ) -> Any:
-    """`function` with `given`, the arguments behind the operands, in our order or flash-attn 2's,
-    and with `others`, which only FlashAttention's functions have."""
-    options = dict(zip(OPTIONS, given, strict=True))
-    if in_flash2_order(*given[:3]):
-        defaults = (None, False, (None, None), 0.0, None, False)
-        asked = [None if x is d else x for x, d in zip(given, defaults, strict=True)]
-        options = {name: x for name, x in named(*asked).items() if x is not None}
-        others = {**{name: options.pop(name) for name in NEUTRAL if name in options}, **others}
-    elif options["causal"] is None or isinstance(options["causal"], float):
-        raise TypeError(f"causal must be True or False, got {options['causal']!r}")
-    return function(*operands, **{**options, **rest, **taken(function.__name__, others)})
+    """`function` with the arguments behind the operands: `by_place`, in our order or flash-attn
+    2's; `by_name`; and `others`, which only FlashAttention's functions have."""
+    given = {name: x for name, x in by_name.items() if not is_default(x)}
+    options = named(function.__name__, by_place, given)
+    others = {**{name: options.pop(name) for name in NEUTRAL if name in options}, **others}
+    pages = paged.taken_out(others) if function is flash_attn_varlen_func else {}
+    return function(*operands, **{**options, **taken(function.__name__, others), **pages})
 
 
 def _of_batch(slopes: Any, q: Any, cu_seqlens_q: Any) -> Any:

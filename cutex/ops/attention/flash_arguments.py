@@ -49,8 +49,9 @@ NEUTRAL = {
     "mask_block_idx": _SPARSE,
 }
 OTHER_NAMES = {"return_softmax_lse": "return_lse", "s_aux": "learnable_sink"}
-ORDER = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
-         "deterministic", "return_attn_probs")  # of flash-attn 2, behind the operands  # fmt: skip
+OURS = ("softmax_scale", "causal", "window_size", "softcap", "learnable_sink", "return_lse")
+FLASH2 = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
+          "deterministic", "return_attn_probs")  # fmt: skip
 
 
 def taken(function: str, others: dict[str, Any]) -> dict[str, Any]:
@@ -68,15 +69,36 @@ def taken(function: str, others: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def in_flash2_order(softmax_scale: Any, causal: Any, window_size: Any) -> bool:
-    """Whether the arguments behind the operands came in the order of flash-attn 2: dropout_p,
-    softmax_scale, causal."""
-    is_scale = causal is None or isinstance(causal, float)
-    return is_scale and (isinstance(window_size, bool) or isinstance(softmax_scale, int | float))
+def in_flash2_order(given: tuple[Any, ...], by_name: dict[str, Any]) -> bool:
+    """Whether `given`, the arguments behind the operands, are in the order of flash-attn 2, which
+    begins with dropout_p and softmax_scale, and not in ours, softmax_scale and causal."""
+    first, second, third = (*given, *(_ABSENT,) * 3)[:3]
+    a_dropout = isinstance(first, int | float) and not isinstance(first, bool) and first == 0
+    no_causal = second is None or isinstance(second, float)
+    taken = "softmax_scale" in by_name or ("causal" in by_name and len(given) > 1)
+    return a_dropout or no_causal or taken or isinstance(third, bool)
 
 
-def named(*values: Any) -> dict[str, Any]:
-    """Arguments in the order of flash-attn 2 by their names, which may be fewer."""
-    if len(values) > len(ORDER):
-        raise TypeError(f"{len(values)} arguments behind the operands: at most {len(ORDER)}")
-    return dict(zip(ORDER, values, strict=False))
+_ABSENT = object()
+
+
+def named(
+    function: str, given: tuple[Any, ...], by_name: dict[str, Any], flash2: bool = False
+) -> dict[str, Any]:
+    """Arguments behind the operands by their names: `given` by place, in our order or flash-attn
+    2's (always in that with `flash2`), and `by_name`. Raises TypeError for too many, or for one
+    that is given twice."""
+    order = FLASH2 if flash2 or in_flash2_order(given, by_name) else OURS
+    if len(given) > len(order):
+        raise TypeError(f"{len(given)} arguments behind the operands: at most {len(order)}")
+    found = dict(zip(order, given, strict=False))
+    for name in found.keys() & by_name.keys():
+        raise TypeError(f"{function}() got multiple values for argument {name!r}")
+    # NOTE: None is flash-attn 2's default, too; a causal of None is told by the checks
+    found = {name: x for name, x in found.items() if x is not None or name == "causal"}
+    return {**found, **by_name}
+
+
+def is_default(x: Any) -> bool:
+    """Whether an option of our functions was not given."""
+    return x is None or x is False or x == (None, None) or (isinstance(x, float) and x == 0.0)

@@ -20,13 +20,13 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **more: Any) -> Any:
     Further arguments in flash-attn 2's order (dropout_p, softmax_scale, causal, window_size,
     softcap, ..), or by the names of flash_attn_func.
     """
-    return _dense(*_parts("qkv", qkv, 5, 3), **named(*options), **more)
+    return _dense(*_parts("qkv", qkv, 5, 3), **_named(options, more))
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **more: Any) -> Any:
     """flash_attn_func for kv (batch, seqlen, 2, heads, head dim); other arguments as those of
     flash_attn_qkvpacked_func."""
-    return _dense(q, *_parts("kv", kv, 5, 2), **named(*options), **more)
+    return _dense(q, *_parts("kv", kv, 5, 2), **_named(options, more))
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -35,7 +35,7 @@ def flash_attn_varlen_qkvpacked_func(
     """flash_attn_varlen_func for qkv (total, 3, heads, head dim); other arguments as those of
     flash_attn_qkvpacked_func."""
     ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return _ragged(*_parts("qkv", qkv, 4, 3), *ends, **named(*options), **more)
+    return _ragged(*_parts("qkv", qkv, 4, 3), *ends, **_named(options, more))
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -51,7 +51,12 @@ def flash_attn_varlen_kvpacked_func(
     """flash_attn_varlen_func for kv (total, 2, heads, head dim); other arguments as those of
     flash_attn_qkvpacked_func."""
     ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _ragged(q, *_parts("kv", kv, 4, 2), *ends, **named(*options), **more)
+    return _ragged(q, *_parts("kv", kv, 4, 2), *ends, **_named(options, more))
+
+
+def _named(options: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
+    """The arguments behind the operands by their names."""
+    return named("flash_attn_func", options, more, flash2=True)
 
 
 def _parts(name: str, x: Any, rank: int, count: int) -> tuple[Tensor, ...]:

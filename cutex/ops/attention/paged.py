@@ -9,11 +9,19 @@ from torch import Tensor
 from cutex.ops.attention.kvcache import flash_attn_with_kvcache
 
 TABLES = ("page_table", "block_table")
+TAKEN = (*TABLES, "num_splits", "pack_gqa", "q_descale", "k_descale", "v_descale")
 
 
 def is_asked_for(others: dict[str, Any]) -> bool:
     """Whether `others`, the arguments that flash_attn_varlen_func does not name, have pages."""
     return any(others.get(name) is not None for name in TABLES)
+
+
+def taken_out(others: dict[str, Any]) -> dict[str, Any]:
+    """Those of `others` that pages have a use for, taken out of them; none without pages."""
+    if not is_asked_for(others):
+        return {}
+    return {name: others.pop(name) for name in TAKEN if name in others}
 
 
 def flash_attn_varlen_func(
