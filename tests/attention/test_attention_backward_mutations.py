@@ -29,8 +29,8 @@ CASE = AttentionCase(
     seqlen_q=200, seqlen_k=270, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64, causal=True,
     window=(150, None),
 )  # fmt: skip
-WIDE = fitted(BackwardConfig(head_dim=192, head_dim_v=128, causal=True, window=(True, False)))
-WIDE_CASE = replace(CASE, head_dim=192, head_dim_v=128)
+WIDE = fitted(BackwardConfig(head_dim=192, head_dim_v=192, causal=True, window=(True, False)))
+WIDE_CASE = replace(CASE, head_dim=192, head_dim_v=192)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
@@ -162,8 +162,8 @@ def test_dq_that_adds_may_not_see_yet_is_found(monkeypatch):
 def test_a_delta_that_is_forgotten_is_found(monkeypatch):
     of_columns = Scores.of_columns
 
-    def none(self, which, state):
-        found = of_columns(self, which, state)
+    def none(self, which, *of):
+        found = of_columns(self, which, *of)
         if which == 1:
             found.fill(0.0)
         return found

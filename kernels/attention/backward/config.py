@@ -22,6 +22,7 @@ class BackwardConfig(BackwardSpec):
     and takes the queries tile_m at a time."""
 
     tile_n: int = 128
+    score_m: int = TILE  # queries of a block whose scores a warpgroup has at one time
     num_stages: int = 3  # slots of Q, with the rows' LSE and delta, and of dO
     ds_slots: int = 2  # slots of dS
     dq_columns: int = 32  # columns of dQ that are computed at one time
@@ -37,7 +38,12 @@ class BackwardConfig(BackwardSpec):
     @property
     def wide(self) -> bool:
         """Whether dK and dV of the same 64 keys are summed by two warpgroups, for their size."""
-        return self.head_dim > 128
+        return self.tile_n == WARPGROUP_ROWS
+
+    @property
+    def parts(self) -> int:
+        """The parts of a block of queries whose scores are computed one after the other."""
+        return self.tile_m // self.score_m
 
     @property
     def key_tiles(self) -> int:
@@ -80,7 +86,7 @@ class BackwardConfig(BackwardSpec):
     def accumulators(self) -> tuple[int, ...]:
         """The registers of a thread that hold dK, dV, S and dP; of wide head dims, dK, S, dP and
         dV, S."""
-        d, dv, m = self.head_dim, self.head_dim_v, self.tile_m
+        d, dv, m = self.head_dim, self.head_dim_v, self.score_m
         if self.wide:
             return (d + 2 * m) // 2, (dv + m) // 2
         return ((d + dv + 2 * m) // 2,)
@@ -89,10 +95,10 @@ class BackwardConfig(BackwardSpec):
         """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed(problem):
             return reason
-        if self.wide and self.tile_n != WARPGROUP_ROWS:
-            return f"tile_n={self.tile_n}: with head dim {self.head_dim} a CTA owns 64 keys"
-        if self.tile_n % WARPGROUP_ROWS or self.key_tiles not in ((1,) if self.wide else (2, 3)):
-            return f"tile_n={self.tile_n}: two or three warpgroups own 64 keys each"
+        if self.tile_n not in (64, 128):
+            return f"tile_n={self.tile_n}: two warpgroups own 64 keys each, or the same"
+        if self.score_m not in ((TILE,) if self.wide else (TILE, TILE // 2)):
+            return f"score_m={self.score_m}: all of a block or, of 128 keys, half of it"
         if len(self.registers) != 2 + self.wide:
             return f"registers={self.registers}: one number for each role"
         *of_keys, of_dq = self.registers

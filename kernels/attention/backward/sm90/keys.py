@@ -43,27 +43,28 @@ class KeyGradients(Scores):
         """Run one product after the other."""
         state, m_block = self.shared.q.consumer(), blocks.first
         for i in cutlass.range(total, unroll=1):
-            acc_s, (rP, rdS) = self.start_s(state), self.operands()
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(self.config.softcap):
-                self.capped_probabilities(acc_s, rP, m_block, own, state)
-            else:
-                self.probabilities(acc_s, m_block, own, state)
-                round_operand(rP, acc_s)
-            acc_dp = self.start_dp(state)
-            warpgroup.wait_group(0)
-            self.gradients(acc_s, acc_dp, rdS, state)
-            self.hand_over(rdS, self.shared.ds.state(i))
-            self.start_sums(rP, rdS, state)
-            warpgroup.wait_group(0)
+            for part in cutlass.range_constexpr(self.config.parts):
+                acc_s, (rP, rdS) = self.start_s(state, part), self.operands()
+                warpgroup.wait_group(0)
+                if cutlass.const_expr(self.config.softcap):
+                    self.capped_probabilities(acc_s, rP, m_block, own, state, part)
+                else:
+                    self.probabilities(acc_s, m_block, own, state, part)
+                    round_operand(rP, acc_s)
+                acc_dp = self.start_dp(state, part)
+                warpgroup.wait_group(0)
+                self.gradients(acc_s, acc_dp, rdS, state, part)
+                self.hand_over(rdS, self.shared.ds.state(i), part)
+                self.start_sums(rP, rdS, state, part)
+                warpgroup.wait_group(0)
             self.release(state)
             state.advance()
             m_block = self.following(m_block, blocks)
 
     @cute.jit
     def overlapped(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
-        """Run dV and dK of a block behind S^T of the next, under its exponentials."""
-        c = self.config
+        """Run dV and dK of a part of a block behind S^T of the next, under its exponentials."""
+        last = self.config.parts - 1
         state, m_block = self.shared.q.consumer(), blocks.first
         rP, rdS = self.operands()
         acc_s, acc_dp = self.start_s(state), self.start_dp(state)
@@ -73,44 +74,71 @@ class KeyGradients(Scores):
         round_operand(rP, acc_s)
         self.gradients(acc_s, acc_dp, rdS, state)
         self.hand_over(rdS, self.shared.ds.state(0))
+        for part in cutlass.range_constexpr(1, self.config.parts):
+            self.step(rP, rdS, m_block, own, Int32(0), (state, part), (state, part - 1))
         for i in cutlass.range(1, total, unroll=1):
             m_block = self.following(m_block, blocks)
             before = PipelineState(state.num_slots, state.slot, state.phase)
             state.advance()
-            acc_s = self.start_s(state)
-            if cutlass.const_expr(c.dp_start == 0):
-                acc_dp = self.start_dp(state)
-            self.start_sums(rP, rdS, before)
-            warpgroup.wait_group(3 if c.dp_start == 0 else 2)
-            self.probabilities(acc_s, m_block, own, state)
-            if cutlass.const_expr(c.dp_start > 0):
-                warpgroup.wait_group(2 - c.dp_start)
-                acc_dp = self.start_dp(state)
-            if cutlass.const_expr(c.dp_start == 2):
-                self.release(before)
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(c.dp_start < 2):
-                self.release(before)
-            round_operand(rP, acc_s)
-            self.gradients(acc_s, acc_dp, rdS, state)
-            self.hand_over(rdS, self.shared.ds.state(i))
-        self.start_sums(rP, rdS, state)
+            self.step(rP, rdS, m_block, own, i, (state, 0), (before, last))
+            for part in cutlass.range_constexpr(1, self.config.parts):
+                self.step(rP, rdS, m_block, own, i, (state, part), (state, part - 1))
+        self.start_sums(rP, rdS, state, last)
         warpgroup.wait_group(0)
+
+    @cute.jit
+    def step(
+        self,
+        rP: cute.Tensor,
+        rdS: cute.Tensor,
+        m_block: Int32,
+        own: Blocks,
+        number: Int32,
+        now: tuple[PipelineState, cutlass.Constexpr[int]],
+        before: tuple[PipelineState, cutlass.Constexpr[int]],
+    ) -> None:
+        """Compute P^T and dS^T of a part of block `number`, and dV and dK of the part before, which
+        rP and rdS are of."""
+        c = self.config
+        state, part = now
+        acc_s = self.start_s(state, part)
+        if cutlass.const_expr(c.dp_start == 0):
+            acc_dp = self.start_dp(state, part)
+        self.start_sums(rP, rdS, *before)
+        warpgroup.wait_group(3 if c.dp_start == 0 else 2)
+        self.probabilities(acc_s, m_block, own, state, part)
+        if cutlass.const_expr(c.dp_start > 0):
+            warpgroup.wait_group(2 - c.dp_start)
+            acc_dp = self.start_dp(state, part)
+        if cutlass.const_expr(c.dp_start == 2 and part == 0):
+            self.release(before[0])
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(c.dp_start < 2 and part == 0):
+            self.release(before[0])
+        round_operand(rP, acc_s)
+        self.gradients(acc_s, acc_dp, rdS, state, part)
+        self.hand_over(rdS, self.shared.ds.state(number), part)
 
     def operands(self) -> tuple[cute.Tensor, cute.Tensor]:
         """Registers for P^T and dS^T as operands A."""
-        tile_m, products = self.config.tile_m, self.products
-        return products.dv.mma.a_registers(tile_m), products.dk.mma.a_registers(tile_m)
+        score_m, products = self.config.score_m, self.products[0]
+        return products.dv.mma.a_registers(score_m), products.dk.mma.a_registers(score_m)
 
     @cute.jit
-    def start_sums(self, rP: cute.Tensor, rdS: cute.Tensor, state: PipelineState) -> None:
-        """Start dV += P^T dO and dK += dS^T Q."""
-        self.products.dv.of(rP).issue(state.slot, True)
-        self.products.dk.of(rdS).issue(state.slot, True)
+    def start_sums(
+        self,
+        rP: cute.Tensor,
+        rdS: cute.Tensor,
+        state: PipelineState,
+        part: cutlass.Constexpr[int],
+    ) -> None:
+        """Start dV += P^T dO and dK += dS^T Q of a part of a block."""
+        self.products[part].dv.of(rP).issue(state.slot, True)
+        self.products[part].dk.of(rdS).issue(state.slot, True)
 
     @cute.jit
     def store(self, dk: cpasync.TmaInfo, dv: cpasync.TmaInfo) -> None:
         """Store dV through V's slot, and dK through K's."""
-        self.store_tile(dv, self.products.dv, self.shared.sV)
+        self.store_tile(dv, self.products[0].dv, self.shared.sV)
         self.store_dk(dk)
         self.stored()

@@ -34,7 +34,8 @@ STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a warpgroup; operands A and accumulators that change are given later."""
+    """The products of a warpgroup with a part of a block of queries; operands A and accumulators
+    that change are given later."""
 
     s: WgmmaProduct
     dp: WgmmaProduct
@@ -42,10 +43,13 @@ class Products:
     dk: WgmmaProduct
 
     @staticmethod
-    def of(config: BackwardConfig, shared: Shared, keys: Int32, sums: tuple[str, ...]) -> Products:
-        """The products of the CTA's 64 keys number `keys`; those in `sums` have accumulators."""
+    def of(
+        config: BackwardConfig, shared: Shared, keys: Int32 | int, sums: tuple[str, ...]
+    ) -> tuple[Products, ...]:
+        """The products of the CTA's 64 keys number `keys` with each part of a block; those in
+        `sums` have accumulators, the same for all parts."""
         c, dtype, major = config, shared.sQ.element_type, OperandMajorMode.MN
-        scores, of_dk = Wgmma(c.tile_m, dtype), Wgmma(c.head_dim, dtype, b_major=major)
+        scores, of_dk = Wgmma(c.score_m, dtype), Wgmma(c.head_dim, dtype, b_major=major)
         of_dv = Wgmma(c.head_dim_v, dtype, b_major=major)
         transposed = contiguous_rows_layout(dtype, c.head_dim, c.tile_m, c.num_stages)
         sQt = cute.make_tensor(shared.sQ.iterator, transposed.outer)  # (D, bM, SLOT)
@@ -55,12 +59,20 @@ class Products:
         tPrV = scores.a_slots(shared.sV)[None, None, None, keys]  # (MMA, MMA_M, MMA_K)
         dv, dk = (mma.accumulator() if name in sums else None
                   for name, mma in (("dv", of_dv), ("dk", of_dk)))  # fmt: skip
-        return Products(
-            WgmmaProduct(scores, tSrK, scores.b_slots(shared.sQ), None),
-            WgmmaProduct(scores, tPrV, scores.b_slots(shared.sdO), None),
-            WgmmaProduct(of_dv, None, of_dv.b_slots(sdOt), dv),
-            WgmmaProduct(of_dk, None, of_dk.b_slots(sQt), dk),
-        )
+        found = []
+        for part in range(c.parts):
+            rows = (c.score_m, None, None), (part, 0, 0)
+            columns = (None, c.score_m, None), (0, part, 0)
+            s, dp = (scores.b_slots(part_of(x, *rows)) for x in (shared.sQ, shared.sdO))
+            found.append(
+                Products(
+                    WgmmaProduct(scores, tSrK, s, None),
+                    WgmmaProduct(scores, tPrV, dp, None),
+                    WgmmaProduct(of_dv, None, of_dv.b_slots(part_of(sdOt, *columns)), dv),
+                    WgmmaProduct(of_dk, None, of_dk.b_slots(part_of(sQt, *columns)), dk),
+                )
+            )
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class Scores:
 
     config: BackwardConfig
     shared: Shared
-    products: Products
+    products: tuple[Products, ...]  # with each part of a block of queries
     keys: Int32 | int
 
     # ---- over the queries
@@ -78,7 +90,7 @@ class Scores:
     def run(self) -> None:
         """Sum over the blocks of queries of all heads that share the keys."""
         s = self.shared
-        for product in (self.products.dk, self.products.dv):
+        for product in (self.products[0].dk, self.products[0].dv):
             if cutlass.const_expr(product.acc is not None):
                 product.acc.fill(0.0)
         blocks, own = s.m_blocks(), self.own_blocks()
@@ -116,41 +128,55 @@ class Scores:
     # ---- a block
 
     @cute.jit
-    def start_s(self, state: PipelineState) -> cute.Tensor:
-        """Start S^T of the block in Q's slot."""
-        acc_s = self.products.s.mma.accumulator()
-        self.shared.q.wait_full(state)
-        self.products.s.into(acc_s).issue(state.slot, False)
+    def start_s(self, state: PipelineState, part: cutlass.Constexpr[int] = 0) -> cute.Tensor:
+        """Start S^T of a part of the block in Q's slot."""
+        product = self.products[part].s
+        acc_s = product.mma.accumulator()
+        if cutlass.const_expr(part == 0):
+            self.shared.q.wait_full(state)
+        product.into(acc_s).issue(state.slot, False)
         return acc_s
 
     @cute.jit
-    def start_dp(self, state: PipelineState) -> cute.Tensor:
-        """Start dP^T of the block in dO's slot."""
-        acc_dp = self.products.dp.mma.accumulator()
-        self.shared.do.wait_full(state)
-        self.products.dp.into(acc_dp).issue(state.slot, False)
+    def start_dp(self, state: PipelineState, part: cutlass.Constexpr[int] = 0) -> cute.Tensor:
+        """Start dP^T of a part of the block in dO's slot."""
+        product = self.products[part].dp
+        acc_dp = product.mma.accumulator()
+        if cutlass.const_expr(part == 0):
+            self.shared.do.wait_full(state)
+        product.into(acc_dp).issue(state.slot, False)
         return acc_dp
 
     @cute.jit
-    def hand_over(self, rdS: cute.Tensor, ds: PipelineState) -> None:
-        """Write dS^T to its slot in smem, for dQ."""
-        s = self.shared
-        s.ds.wait_empty(ds)
-        sdS = s.sdS[None, None, ds.slot * self.config.key_tiles + self.keys]
-        write_fragment(rdS, self.products.s.mma, sdS)
-        s.ds.hand_over(ds)
+    def hand_over(
+        self, rdS: cute.Tensor, ds: PipelineState, part: cutlass.Constexpr[int] = 0
+    ) -> None:
+        """Write a part of dS^T to its slot in smem, for dQ; hand the slot over with the last."""
+        s, c = self.shared, self.config
+        if cutlass.const_expr(part == 0):
+            s.ds.wait_empty(ds)
+        sdS = s.sdS[None, None, ds.slot * c.key_tiles + self.keys]
+        sdS = cute.local_tile(sdS, (ROWS, c.score_m), (0, part))
+        write_fragment(rdS, self.products[part].s.mma, sdS)
+        if cutlass.const_expr(part == c.parts - 1):
+            s.ds.hand_over(ds)
 
     @cute.jit
     def probabilities(
-        self, acc_s: cute.Tensor, m_block: Int32, own: Blocks, state: PipelineState
+        self,
+        acc_s: cute.Tensor,
+        m_block: Int32,
+        own: Blocks,
+        state: PipelineState,
+        part: cutlass.Constexpr[int] = 0,
     ) -> None:
         """Turn S^T into P^T."""
         passed = self.shared.passed
         scores = rows_of(acc_s)
         scale_log2 = passed.scale * LOG2_E
         if (m_block < own.clean_first) | (m_block >= own.clean_end):
-            self.mask().apply(scores, m_block)
-        lse = self.of_columns(0, state)  # (columns)
+            self.mask().apply(scores, m_block * self.config.parts + part)
+        lse = self.of_columns(0, state, part)  # (columns)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
                 scores[r, c] = exp2(scores[r, c] * scale_log2 - lse[c])
@@ -163,6 +189,7 @@ class Scores:
         m_block: Int32,
         own: Blocks,
         state: PipelineState,
+        part: cutlass.Constexpr[int] = 0,
     ) -> None:
         """Round P^T into rP, if there is one; S^T turns into P^T times the derivative of the soft
         cap, by which dS^T is multiplied."""
@@ -172,8 +199,8 @@ class Scores:
         for i in cutlass.range_constexpr(cute.size(scores)):
             scores[i] = tanh(scores[i] * factor)
         if (m_block < own.clean_first) | (m_block >= own.clean_end):
-            self.mask().apply(scores, m_block)
-        lse = self.columns(0, state)  # (2, bM / 8)
+            self.mask().apply(scores, m_block * self.config.parts + part)
+        lse = self.columns(0, state, part)  # (2, columns / 2)
         units = cute.make_layout((8, cute.size(acc_s) // 8))
         capped = cute.make_tensor(acc_s.iterator, units)  # (8, K)
         # NOTE: 16 columns at a time, so that few of P^T wait to be rounded
@@ -189,28 +216,47 @@ class Scores:
 
     @cute.jit
     def gradients(
-        self, acc_s: cute.Tensor, acc_dp: cute.Tensor, rdS: cute.Tensor, state: PipelineState
+        self,
+        acc_s: cute.Tensor,
+        acc_dp: cute.Tensor,
+        rdS: cute.Tensor,
+        state: PipelineState,
+        part: cutlass.Constexpr[int] = 0,
     ) -> None:
         """Round dS^T = P^T * (dP^T - delta)."""
         scores, dp = rows_of(acc_s), rows_of(acc_dp)
-        delta = self.of_columns(1, state)  # (columns)
+        delta = self.of_columns(1, state, part)  # (columns)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
                 scores[r, c] *= dp[r, c] - delta[c]
         round_operand(rdS, acc_s)
 
     @cute.jit
-    def columns(self, which: cutlass.Constexpr[int], state: PipelineState) -> cute.Tensor:
-        """LSE (0) or delta (1) of the columns of this thread's scores, (2, bM / 8), in smem."""
+    def columns(
+        self,
+        which: cutlass.Constexpr[int],
+        state: PipelineState,
+        part: cutlass.Constexpr[int],
+    ) -> cute.Tensor:
+        """LSE (0) or delta (1) of the columns of this thread's scores, (2, columns / 2), in
+        smem."""
+        c = self.config
         thread, _, _ = cute.arch.thread_idx()
-        tile_m = self.config.tile_m
-        stats = self.shared.stats[None, state.slot].iterator + which * tile_m + 2 * (thread % 4)
-        return cute.make_tensor(stats.align(8), cute.make_layout((2, tile_m // 8), stride=(1, 8)))
+        first = which * c.tile_m + part * c.score_m + 2 * (thread % 4)
+        stats = self.shared.stats[None, state.slot].iterator + first
+        return cute.make_tensor(
+            stats.align(8), cute.make_layout((2, c.score_m // 8), stride=(1, 8))
+        )
 
     @cute.jit
-    def of_columns(self, which: cutlass.Constexpr[int], state: PipelineState) -> cute.Tensor:
+    def of_columns(
+        self,
+        which: cutlass.Constexpr[int],
+        state: PipelineState,
+        part: cutlass.Constexpr[int],
+    ) -> cute.Tensor:
         """LSE (0) or delta (1) of the columns of this thread's scores, in registers."""
-        mine = self.columns(which, state)
+        mine = self.columns(which, state, part)
         found = cute.make_rmem_tensor(cute.make_layout(mine.shape), Float32)
         for j in cutlass.range_constexpr(cute.size(mine, mode=[1])):
             cute.autovec_copy(mine[None, j], found[None, j])
@@ -222,7 +268,7 @@ class Scores:
         first = self.tile_of_keys() * ROWS
         key = first + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
         lengths = s.tile.seq_q.length, s.tile.seq_k.length
-        return KeyMask(s.info.band, self.config.tile_m, *lengths, (key, key + 8), thread % 4)
+        return KeyMask(s.info.band, self.config.score_m, *lengths, (key, key + 8), thread % 4)
 
     # ---- out
 
@@ -254,16 +300,22 @@ class Scores:
     @cute.jit
     def store_dk(self, to: cpasync.TmaInfo) -> None:
         """Store dK, times the scale, through K's slots, once nobody reads them."""
-        acc = self.products.dk.acc
+        acc = self.products[0].dk.acc
         acc.store(acc.load() * self.shared.passed.scale)
         self.shared.k_read.wait(0)
-        self.store_tile(to, self.products.dk, self.shared.sK)
+        self.store_tile(to, self.products[0].dk, self.shared.sK)
 
     @cute.jit
     def stored(self) -> None:
         """Wait until the stores have read smem."""
         if cute.arch.warp_idx() % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def part_of(sX: cute.Tensor, shape: tuple[int | None, ...], place: tuple[int, ...]) -> cute.Tensor:
+    """The tile of sX at `place`; None in `shape` is all of a mode."""
+    tile = tuple(cute.size(sX, mode=[i]) if n is None else n for i, n in enumerate(shape))
+    return cute.local_tile(sX, tile, place)
 
 
 @cute.jit

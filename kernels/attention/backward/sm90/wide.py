@@ -33,7 +33,7 @@ class WideKeys(Scores):
     def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
         """Sum dK, behind S^T and dP^T of the next block."""
         state, m_block = self.shared.q.consumer(), blocks.first
-        dk, early = self.products.dk, self.config.dp_start == 0
+        dk, early = self.products[0].dk, self.config.dp_start == 0
         rdS = dk.mma.a_registers(self.config.tile_m)
         acc_s, acc_dp = self.start_s(state), self.start_dp(state)
         warpgroup.wait_group(1)
@@ -87,7 +87,7 @@ class WideValues(Scores):
     def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
         """Sum dV, behind S^T of the next block."""
         state, m_block = self.shared.q.consumer(), blocks.first
-        dv = self.products.dv
+        dv = self.products[0].dv
         rP = dv.mma.a_registers(self.config.tile_m)
         acc_s = self.start_s(state)
         warpgroup.wait_group(0)
@@ -130,5 +130,5 @@ class WideValues(Scores):
         with cute.arch.elect_one():
             self.shared.k_read.arrive()
         self.shared.v_read.wait(0)
-        self.store_tile(dv, self.products.dv, self.shared.sV)
+        self.store_tile(dv, self.products[0].dv, self.shared.sV)
         self.stored()
