@@ -58,6 +58,11 @@ def lengths_of(parameters: dict[str, Any]) -> list[int]:
 # ---- what stands behind their names
 
 
+def paged(more: dict[str, Any]) -> bool:
+    """Whether keys are in pages, of which neither theirs nor ours have gradients."""
+    return any(more.get(name) is not None for name in ("block_table", "page_table"))
+
+
 def standing_in(function: Callable[..., Any], takes: tuple[str, ...] = ()) -> Callable[..., Any]:
     """`function` as their tests call it: what it refuses is a skip with its sentence."""
 
@@ -71,7 +76,8 @@ def standing_in(function: Callable[..., Any], takes: tuple[str, ...] = ()) -> Ca
         if probabilities:
             more["return_lse"] = True
         try:
-            found = function(*given, **more)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not paged(more)):
+                found = function(*given, **more)
         except (ValueError, TypeError) as error:
             pytest.skip(f"refused: {error}")
         return (*found, None) if probabilities else found
