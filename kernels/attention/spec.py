@@ -6,15 +6,18 @@ Imports neither torch nor the DSL.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+if TYPE_CHECKING:
+    from cutex.problem.attention import AttentionProblem
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """The function that a kernel is compiled to compute."""
+class ScoreSpec:
+    """The scores that a kernel of attention is compiled for: forward, backward or decode."""
 
     head_dim: int = 128
     head_dim_v: int = 128
@@ -25,21 +28,29 @@ class AttentionSpec:
     used_q: bool = False  # seqused_q is passed
     used_k: bool = False
     softcap: bool = False
-    sink: bool = False
-    alibi: bool = False  # slopes are passed
-    lse: bool = True
-    score_mod: Callable[..., Any] | None = None
-    mask_mod: Callable[..., Any] | None = None
+
+    def of(self, problem: AttentionProblem) -> Self:
+        """This config for the scores of a problem."""
+        left, right = problem.bounds
+        return replace(
+            self,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            causal=problem.causal,
+            window=(left is not None, right is not None and not problem.causal),
+            varlen_q=problem.varlen,
+            varlen_k=problem.varlen,
+            softcap=problem.softcap != 0,
+        )
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim_v
 
     @property
     def banded(self) -> bool:
         """Whether blocks of rows differ in the number of key blocks that they touch."""
         return self.causal or any(self.window)
-
-    @property
-    def modified(self) -> bool:
-        """Whether a function of places, the user's or ALiBi's, decides about each score."""
-        return self.score_mod is not None or self.mask_mod is not None or self.alibi
 
     @property
     def ragged_q(self) -> bool:
@@ -49,14 +60,33 @@ class AttentionSpec:
     def ragged_k(self) -> bool:
         return self.varlen_k or self.used_k
 
-    def why_not_computed(self) -> str | None:
-        """The reason why no kernel computes it, as one sentence, or None."""
-        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
+    def why_not_computed(self, problem: AttentionProblem | None = None) -> str | None:
+        """The reason why no kernel computes it or, of `problem`, why this config does not, as one
+        sentence, or None."""
+        if self.head_dims not in HEAD_DIMS:
             known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
             return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
         if self.causal and self.window[1]:
             return "causal=True: it is the right side of the window"
+        if problem is not None and self.head_dims != (problem.head_dim, problem.head_dim_v):
+            return f"head_dim={self.head_dim}: the problem has {problem.head_dim}"
         return None
+
+
+@dataclass(frozen=True)
+class AttentionSpec(ScoreSpec):
+    """The function that a forward kernel is compiled to compute."""
+
+    sink: bool = False
+    alibi: bool = False  # slopes are passed
+    lse: bool = True
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+
+    @property
+    def modified(self) -> bool:
+        """Whether a function of places, the user's or ALiBi's, decides about each score."""
+        return self.score_mod is not None or self.mask_mod is not None or self.alibi
 
     @classmethod
     def computing(cls, spec: AttentionSpec) -> Self:

@@ -12,8 +12,8 @@ from flash_attn_calls import call
 import cutex
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.spec import HEAD_DIMS
 from cutex.kernels.attention.backward.tiles import Sizes, tile_order
+from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
 

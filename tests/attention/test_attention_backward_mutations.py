@@ -20,7 +20,7 @@ from cutex.kernels.attention.backward.sm90.backward import Backward
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
 from cutex.kernels.attention.backward.sm90.shared import Handover
-from cutex.kernels.attention.backward.spec import HEAD_DIMS
+from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 

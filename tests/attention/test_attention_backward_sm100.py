@@ -13,7 +13,7 @@ from cutex.arch import arch
 from cutex.kernels.attention.backward import stages
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.sm100.config import TMEM_COLUMNS, Sm100BackwardConfig
-from cutex.kernels.attention.backward.spec import HEAD_DIMS
+from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import own_backward
 from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.backward import BackwardProblem

@@ -19,7 +19,7 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.convert import Convert
 from cutex.kernels.attention.backward.sm100.mma import Mma
 from cutex.kernels.attention.backward.sm100.preprocess import Preprocess
-from cutex.kernels.attention.backward.spec import HEAD_DIMS
+from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 

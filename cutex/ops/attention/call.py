@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from cutex.compile.user_function import arguments_taken
+from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.plain import is_plain
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 LARGEST_HEAD_DIM = 256
 SCORE_MOD = ("score", "batch", "head", "query", "key")  # its parameters; mask_mod lacks score
 NUMBERS: Any = (Real, torch.SymFloat)  # such as a float of Python or of numpy

@@ -18,8 +18,9 @@ from cutex.arch import kernels_of
 from cutex.compile import Workspace
 from cutex.device.row_source import ATOM_ROWS
 from cutex.kernels.attention.decode.choose import CONFIGS, fitted
-from cutex.kernels.attention.decode.config import HEAD_DIMS, DecodeConfig
+from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
+from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import scaled
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, refuse, stepped

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cutex.kernels.attention.spec import ScoreSpec
+from cutex.problem.attention.decode import DecodeProblem
 
 if TYPE_CHECKING:
-    from cutex.problem.attention.decode import DecodeProblem
+    from cutex.problem.attention import AttentionProblem
 
 ATOM_ROWS = 8  # of a swizzle: pages of fewer rows are loaded row by row
 ELEMENT = 2  # bytes of bf16 and fp16
@@ -17,25 +20,17 @@ WARPGROUP, WARP = 128, 32  # threads
 REGISTERS = 65536  # of an SM
 SCALARS = 48  # registers of a thread for everything but accumulators
 MOST_REGISTERS = 255  # of a thread
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(ScoreSpec):
     """What decode computes, and its Hopper tiling: CTAs take equal shares of all keys, tile_n at a
     time, for 64 packed rows of queries, from rings of num_stages slots."""
 
-    head_dim: int = 128
-    head_dim_v: int = 128
-    causal: bool = False
-    window: tuple[bool, bool] = (False, False)  # whether lo and hi of the band are passed
-    varlen_q: bool = False  # cu_seqlens_q is passed
-    used_k: bool = False  # seqused_k is passed: the lengths of the caches
     appended: bool = False  # k_new and v_new are passed, and appended to the caches
     page_size: int = 0  # keys of a page; 0: the cache has no pages
     batch_idx: bool = False  # cache_batch_idx is passed
     fp8: bool = False  # caches are e4m3, and k_descale and v_descale are passed
-    softcap: bool = False
     sink: bool = False
     lse: bool = True
 
@@ -54,23 +49,10 @@ class DecodeConfig:
 
     tile_m: ClassVar[int] = ROWS
 
-    @property
-    def head_dims(self) -> tuple[int, int]:
-        return self.head_dim, self.head_dim_v
-
-    def of(self, problem: DecodeProblem) -> DecodeConfig:
-        """This config for another problem."""
-        left, right = problem.bounds
-        return replace(
-            self,
-            head_dim=problem.head_dim,
-            head_dim_v=problem.head_dim_v,
-            causal=problem.causal,
-            window=(left is not None, right is not None and not problem.causal),
-            used_k=True,
-            page_size=problem.page_size,
-            softcap=problem.softcap != 0,
-        )
+    def of(self, problem: AttentionProblem) -> Self:
+        """This config for the scores and the cache of a problem, with lengths."""
+        assert isinstance(problem, DecodeProblem)
+        return replace(super().of(problem), used_k=True, page_size=problem.page_size)
 
     def flops(self, problem: DecodeProblem) -> float:
         """The MMA FLOPs of a problem, whose rows and keys fill whole tiles."""
@@ -136,20 +118,15 @@ class DecodeConfig:
         q = 0 if self.q_in_smem else self.head_dim
         return (3 * self.tile_n + 2 * self.head_dim_v + q) // 4
 
-    def why_not_computed(self, problem: Any) -> str | None:
+    def why_not_computed(self, problem: AttentionProblem | None = None) -> str | None:
         """The reason why no kernel computes it or, of `problem`, why this config does not, or
         None."""
-        if (self.head_dim, self.head_dim_v) not in HEAD_DIMS:
-            known = ", ".join(f"{k}" if k == v else f"{k}/{v}" for k, v in HEAD_DIMS)
-            return f"head dim {self.head_dim}/{self.head_dim_v}: there are kernels for {known}"
-        if problem is not None and (self.head_dim, self.head_dim_v) != (
-            problem.head_dim, problem.head_dim_v,
-        ):  # fmt: skip
-            return f"head_dim={self.head_dim}: the problem has {problem.head_dim}"
+        if reason := super().why_not_computed(problem):
+            return reason
+        if self.varlen_k or self.used_q:
+            return "varlen_k or used_q: keys are in caches, and all queries are used"
         if self.parts not in ("one", "even", "shares"):
             return f"parts={self.parts!r}: one, even or shares"
-        if self.causal and self.window[1]:
-            return "causal=True: it is the right side of the window"
         if self.appended and (not self.used_k or self.varlen_q):
             return "appended=True: needs the caches' lengths, and queries that are not packed"
         if self.page_size < 0 or (self.page_size and self.batch_idx):
