@@ -39,14 +39,14 @@ class Arch:
     capability: tuple[int, int]
     num_sms: int
     smem_per_cta: int  # bytes of shared memory that one CTA may opt in to
-    tmem_columns: int  # 128-lane columns of tensor memory per SM; 0: no tensor memory
     l2_bytes: int
     hbm_gbs: float  # GB/s
     mma_tflops: dict[str, float]  # dense, by kind of MMA, 32-bit accumulation
     fp32_tflops: float  # of the FMA pipes
     mma_flops: int  # dense tensor core FLOPs per cycle and SM, 16-bit inputs
-    smem_bytes_per_clock: int  # per cycle and SM
     l2_bytes_per_clock: int  # per cycle, of all SMs
+    tmem_columns: int = 0  # 128-lane columns of tensor memory per SM; 0: no tensor memory
+    smem_bytes_per_clock: int = 128  # per cycle and SM
     sm_threads: int = 2048  # that an SM holds
     exponentials: int = 16  # exponentials per cycle and SM, by MUFU
     watts: int = 700  # the board's power limit
@@ -74,13 +74,11 @@ ARCHS: dict[str, Arch] = {
             capability=(9, 0),
             num_sms=132,
             smem_per_cta=232448,
-            tmem_columns=0,
             l2_bytes=60 << 20,
             hbm_gbs=4800.0,
             mma_tflops={"tf32": 494.5, "f16": 989.0, "f8f6f4": 1979.0, "i8": 1979.0},
             fp32_tflops=67.0,
             mma_flops=4096,
-            smem_bytes_per_clock=128,
             l2_bytes_per_clock=4620,
         ),
         Arch(
@@ -103,7 +101,6 @@ ARCHS: dict[str, Arch] = {
             },
             fp32_tflops=75.0,
             mma_flops=8192,
-            smem_bytes_per_clock=128,
             l2_bytes_per_clock=12_700,
             watts=1000,
         ),
@@ -162,6 +159,24 @@ RELATIVES: dict[str, Arch] = {
 
 ALL: dict[str, Arch] = ARCHS | RELATIVES  # those that have kernels of their own, or another's
 
+# the SM that all boards without HBM have: of 512 MMA FLOPs a cycle, 99 KiB of smem a CTA
+GA10X = Arch(
+    name="sm_86",
+    title="Ampere GA10x",
+    board="RTX 3090",
+    capability=(8, 6),
+    num_sms=82,
+    smem_per_cta=101376,
+    l2_bytes=6 << 20,
+    hbm_gbs=936.0,
+    mma_tflops={"tf32": 35.6, "f16": 71.2, "i8": 284.7},
+    fp32_tflops=35.6,
+    mma_flops=512,
+    l2_bytes_per_clock=2_624,
+    sm_threads=1536,
+    watts=350,
+)
+
 # archs on which only kernels written for any arch run
 PORTABLE: dict[str, Arch] = {
     a.name: a
@@ -173,59 +188,35 @@ PORTABLE: dict[str, Arch] = {
             capability=(8, 0),
             num_sms=108,
             smem_per_cta=166912,
-            tmem_columns=0,
             l2_bytes=40 << 20,
             hbm_gbs=2039.0,
             mma_tflops={"tf32": 156.0, "f16": 312.0, "i8": 624.0},
             fp32_tflops=19.5,
             mma_flops=2048,
-            smem_bytes_per_clock=128,
             l2_bytes_per_clock=5120,
         ),
-        Arch(
-            name="sm_86",
-            title="Ampere GA10x",
-            board="RTX 3090",
-            capability=(8, 6),
-            num_sms=82,
-            smem_per_cta=101376,
-            tmem_columns=0,
-            l2_bytes=6 << 20,
-            hbm_gbs=936.0,
-            mma_tflops={"tf32": 35.6, "f16": 71.2, "i8": 284.7},
-            fp32_tflops=35.6,
-            mma_flops=512,
-            smem_bytes_per_clock=128,
-            l2_bytes_per_clock=2_624,
-            sm_threads=1536,
-            watts=350,
-        ),
-        Arch(
+        GA10X,
+        replace(
+            GA10X,
             name="sm_89",
             title="Ada Lovelace",
             board="RTX 4090",
             capability=(8, 9),
             num_sms=128,
-            smem_per_cta=101376,
-            tmem_columns=0,
             l2_bytes=72 << 20,
             hbm_gbs=1008.0,
             mma_tflops={"tf32": 82.6, "f16": 165.2, "f8f6f4": 330.4, "i8": 660.6},
             fp32_tflops=82.6,
-            mma_flops=512,
-            smem_bytes_per_clock=128,
             l2_bytes_per_clock=4_096,
-            sm_threads=1536,
             watts=450,
         ),
-        Arch(
+        replace(
+            GA10X,
             name="sm_120a",
             title="Blackwell RTX",
             board="RTX 5090",
             capability=(12, 0),
             num_sms=170,
-            smem_per_cta=101376,
-            tmem_columns=0,
             l2_bytes=96 << 20,
             hbm_gbs=1792.0,
             mma_tflops={
@@ -237,10 +228,8 @@ PORTABLE: dict[str, Arch] = {
                 "mxf4nvf4": 1676.0,
             },
             fp32_tflops=104.8,
-            mma_flops=512,
-            smem_bytes_per_clock=128,
             l2_bytes_per_clock=5_440,
-            sm_threads=1536,
+            watts=575,
         ),
     )
 }
