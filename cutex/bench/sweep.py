@@ -58,7 +58,7 @@ class SweepRequest:
 def left(
     asked: SweepRequest, there: Iterable[SweepRow], commit: str | None, tuned: bool
 ) -> list[Entry]:
-    """The entries of `asked` that have no row in `there`, in an order drawn by the problems' names,
+    """The entries of `asked` that have no row in `there`, ordered by a hash of the problems' names,
     so that a sweep that was cut off is a fair sample."""
     known = rows.timed(there, commit, tuned, asked.compare)
     unknown = [e for e in asked.entries if e.name not in known]
@@ -266,7 +266,7 @@ def corpus(args: argparse.Namespace) -> tuple[Entry, ...]:
     if args.corpus == "any":
         return any_shapes.shapes(args.dtype, seed=args.seed or "any")
     if args.seed is not None:
-        raise ValueError(f"--seed {args.seed}: only the corpus any is drawn")
+        raise ValueError(f"--seed {args.seed}: only the corpus any is sampled")
     return models.corpus(args.dtype)
 
 

@@ -52,8 +52,8 @@ class Choice:
             lambda e: e.timed.cycles / e.row.mhz, lambda e: e.row.cycles / e.row.mhz
         )  # fmt: skip
 
-    def _lost(self, told: Callable[[Error], float], ran: Callable[[Error], float]) -> float:
-        return ran(min(self.errors, key=told)) / min(map(ran, self.errors)) - 1
+    def _lost(self, by: Callable[[Error], float], ran: Callable[[Error], float]) -> float:
+        return ran(min(self.errors, key=by)) / min(map(ran, self.errors)) - 1
 
 
 def choices(all_errors: Sequence[Error]) -> list[Choice]:

@@ -125,6 +125,6 @@ def _each(library: str, found: Sequence[ForeignError]) -> list[str]:
     lines = [f"| {library} | {' | '.join(kernels)} |", "| --- |" + " ---: |" * len(kernels)]
     for problem in dict.fromkeys(e.row.problem for e in found):
         of = {e.row.kernel: e for e in found if e.row.problem == problem}
-        told = (f"{100 * of[k].cycles:+.1f} %" if k in of else "" for k in kernels)
-        lines.append(f"| {problem} | {' | '.join(told)} |")
+        cells = (f"{100 * of[k].cycles:+.1f} %" if k in of else "" for k in kernels)
+        lines.append(f"| {problem} | {' | '.join(cells)} |")
     return lines

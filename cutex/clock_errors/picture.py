@@ -34,7 +34,7 @@ PALE = ".45"  # opacity of a wait, in the colour of the unit that ends it
 class Kind:
     """A kind of bar: its words in the legend, and its colour."""
 
-    told: str
+    label: str
     hue: int | str
     pale: bool = True
 
@@ -137,6 +137,6 @@ def _legend() -> str:
     return " ".join(
         f'<span style="white-space:nowrap;margin-right:1em"><svg width="14" height="12">'
         f'<rect width="14" height="12" fill="{colour(k.hue)}"'
-        f'{f""" fill-opacity="{PALE}" """ if k.pale else ""}/></svg> {escape(k.told)}</span>'
+        f'{f""" fill-opacity="{PALE}" """ if k.pale else ""}/></svg> {escape(k.label)}</span>'
         for k in KINDS
     )

@@ -91,8 +91,8 @@ class Ledger:
             self.say(sweeps.text_by_device(found))
         for rental in self.made.rentals:
             spent = self.seconds[rental.gpu]
-            told = f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}"
-            self.say(told + self._cut_off(rental))
+            summary = f"{rental.gpu}: {spent:.0f} s measured, about ${rental.usd(spent):.2f}"
+            self.say(summary + self._cut_off(rental))
         missing = len(self.made.requests) - len(self.answered - {-1}) - self.failed
         if missing > 0:
             self._fails()

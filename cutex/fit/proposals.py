@@ -44,8 +44,8 @@ class Proposal:
 
 
 def proposals(count: int, seed: int, most: int) -> list[Proposal]:
-    """`count` problems of the fitting half with up to `most` configs each, drawn by `seed`: half of
-    them at random, half because they promise most; as many of each dtype."""
+    """`count` problems of the fitting half with up to `most` configs each, sampled by `seed`: half
+    of them at random, half because they promise most; as many of each dtype."""
     known = timed()
     found: list[Proposal] = []
     each = max(1, count // len(DTYPES))

@@ -127,7 +127,7 @@ class GemmProblem(Problem):
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs A (M, K) and B (N, K), row-major, drawn on `device` from the seed.
+        """The inputs A (M, K) and B (N, K), row-major, sampled on `device` from the seed.
 
         int: integers in [-2, 2], whose sums fp32 holds exactly; normal: mean 0, deviation 1;
         uniform: [-1, 1). `copy` numbers independent draws.

@@ -162,7 +162,7 @@ class GroupedProblem(Computation):
 
 
 def draw(seed: int, largest: int = 150, most_groups: int = 6) -> GroupedProblem:
-    """A case drawn from `seed`: groups of up to `largest` rows, and every layout and epilogue."""
+    """A case sampled from `seed`: groups of up to `largest` rows, and every layout and epilogue."""
     r = random.Random(seed)
     groups = r.randint(1, most_groups)
     sizes = [n for n in EDGES if n <= largest]

@@ -77,14 +77,14 @@ class ScaledGroupedProblem:
         g = torch.Generator().manual_seed(self.seed)
         of_rows, of_matrices = RECIPES[self.recipe]
 
-        def drawn(rows: int) -> Tensor:
+        def sampled(rows: int) -> Tensor:
             x = torch.randn((rows, self.k), generator=g)
             sizes = [torch.randint(-4, 5, (n,), generator=g).float().exp2() for n in x.shape]
             return (x * sizes[0][:, None] * sizes[1]).bfloat16()
 
         own = torch.tensor(OWN) if of_rows.tensor_scale else None
-        rows = [quantize(drawn(n), of_rows, tensor_scale=own) for n in self.rows]
-        return rows, [quantize(drawn(self.n), of_matrices) for _ in self.rows]
+        rows = [quantize(sampled(n), of_rows, tensor_scale=own) for n in self.rows]
+        return rows, [quantize(sampled(self.n), of_matrices) for _ in self.rows]
 
     def inputs(self) -> dict[str, Any]:
         """The arguments of `cutex.scaled_grouped_mm`."""
@@ -208,7 +208,7 @@ def _moved(x: Any, device: str) -> Any:
 def draw(
     seed: int, largest: int = 150, most_groups: int = 5, recipes: tuple[str, ...] = FP32
 ) -> ScaledGroupedProblem:
-    """A case drawn from `seed`: groups of up to `largest` rows, factors of one of `recipes`."""
+    """A case sampled from `seed`: groups of up to `largest` rows, factors of one of `recipes`."""
     r = random.Random(seed)
     sizes = [n for n in EDGES if n <= largest]
     rows = [r.choice((*sizes, r.randint(0, largest))) for _ in range(r.randint(1, most_groups))]

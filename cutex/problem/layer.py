@@ -72,7 +72,7 @@ class LayerProblem(Computation):
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs a (M, K) and b (K, N), Gaussian, drawn on `device` from the seed; on "meta"
+        """The inputs a (M, K) and b (K, N), Gaussian, sampled on `device` from the seed; on "meta"
         without data."""
         import torch
 

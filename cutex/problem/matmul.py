@@ -277,7 +277,7 @@ def as_tf32(x: Tensor) -> Tensor:
 
 
 def draw(seed: int, largest: float = 7, most_work: int = 2**21) -> MatmulProblem:
-    """A case drawn from `seed`: sizes up to 2^largest, every view, dtype and epilogue.
+    """A case sampled from `seed`: sizes up to 2^largest, every view, dtype and epilogue.
 
     most_work: the limit of M * N * K.
     """

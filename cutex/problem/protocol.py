@@ -72,7 +72,7 @@ class Computation(ABC):
 
     @abstractmethod
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:
-        """The inputs, drawn on `device` from the seed; `copy` numbers independent draws."""
+        """The inputs, sampled on `device` from the seed; `copy` numbers independent samples."""
 
     @abstractmethod
     def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:

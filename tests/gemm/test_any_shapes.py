@@ -64,7 +64,7 @@ def test_the_sweep_lists_either_corpus(capsys):
     ("argv", "says"),
     [
         (["--dtype", "fp16"], "--dtype fp16: the corpus models has bf16, e4m3"),
-        (["--seed", "x"], "--seed x: only the corpus any is drawn"),
+        (["--seed", "x"], "--seed x: only the corpus any is sampled"),
     ],
 )
 def test_what_a_corpus_has_not_is_one_sentence(argv, says, capsys):

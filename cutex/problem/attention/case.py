@@ -201,7 +201,7 @@ class AttentionCase:
     # ---- data
 
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> Inputs:
-        """The operands, drawn on `device` from the seed. `copy` numbers independent draws."""
+        """The operands, sampled on `device` from the seed. `copy` numbers independent samples."""
         generator = torch.Generator(device).manual_seed(self.seed + 1_000_003 * copy)
         q = self._operand(0, "q", self.heads_q, self.head_dim, device, generator)
         k = self._operand(1, "k", self.heads_kv, self.head_dim, device, generator)

@@ -20,12 +20,12 @@ def draw(
     kernel: int | None = None,
     head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
 ) -> AttentionCase:
-    """A problem drawn from `seed`, with sequences up to 2^largest.
+    """A problem sampled from `seed`, with sequences up to 2^largest.
 
     most_work: the limit of pairs of a query and a key, seen or not, times heads and head_dim +
     head_dim_v. kernel: the seed of everything that a kernel is compiled for (head dims, dtype,
-    band, options, how sequences are separated), by default `seed`; sizes, views and data are drawn
-    from `seed`.
+    band, options, how sequences are separated), by default `seed`; sizes, views and data are
+    sampled from `seed`.
     """
     r = random.Random(seed)
     of_kernel = random.Random(f"kernel {seed if kernel is None else kernel}")
@@ -125,10 +125,10 @@ def _bounds(
 ) -> tuple[int | None, int | None]:
     """A window, each bounded side around the edges of tiles or anywhere, some off the diagonal."""
     edges = (0, 1, 63, 64, 65, 127, 128, 129, -2, -64, -65)
-    drawn = [r.choice(edges) if r.random() < 0.5 else r.randint(0, longest) for x in bounded if x]
-    if len(drawn) == 2 and max(drawn) < 0:  # two negative sides are open ones to a caller
-        drawn[1] = -drawn[1]
-    left, right = (drawn.pop(0) if x else None for x in bounded)
+    sides = [r.choice(edges) if r.random() < 0.5 else r.randint(0, longest) for x in bounded if x]
+    if len(sides) == 2 and max(sides) < 0:  # two negative sides are open ones to a caller
+        sides[1] = -sides[1]
+    left, right = (sides.pop(0) if x else None for x in bounded)
     return left, right
 
 

@@ -131,9 +131,9 @@ class ScaledProblem(Problem):
     # ---- data and judgement
 
     def operands(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[Any, Any]:
-        """A and B (quantization.Quantized), with plain scale factors, drawn from the seed.
+        """A and B (quantization.Quantized), with plain scale factors, sampled from the seed.
 
-        int: integers in [-2, 2], and factors of 1/2, 1 and 2 drawn one by one, so that fp32 holds
+        int: integers in [-2, 2], and factors of 1/2, 1 and 2 sampled one by one, so that fp32 holds
         every sum exactly. normal (deviation 1), uniform ([-1, 1)) and zeros: values in bf16,
         quantized. spread: normal, with every eighth of K in turn scaled by 2^-6 to 2^6, and rows
         likewise, so that neighbouring factors differ.

@@ -137,7 +137,7 @@ class W4Problem(Computation):
 
 
 def draw(seed: int, largest: int = 300) -> W4Problem:
-    """A case drawn from `seed`: every kind and group, odd sizes, epilogues."""
+    """A case sampled from `seed`: every kind and group, odd sizes, epilogues."""
     r = random.Random(seed)
     kind, group = r.choice(KINDS), r.choice(GROUPS)
     step = {"mxfp4": 32, "nvfp4": 16}.get(kind, group or 40)

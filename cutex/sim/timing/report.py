@@ -81,9 +81,9 @@ class TimeReport:
         ]
         for role in self.roles:
             waits = sorted(role.waited.items(), key=lambda item: -item[1])
-            told = [f"{name} {100 * part:.0f} %" for name, part in waits if part >= 0.01]
+            waited = [f"{name} {100 * part:.0f} %" for name, part in waits if part >= 0.01]
             lines.append(
-                f"  {role.name:<16}{role.warps:>6g}{100 * role.worked:>7.0f}%   {', '.join(told)}"
+                f"  {role.name:<16}{role.warps:>6g}{100 * role.worked:>7.0f}%   {', '.join(waited)}"
             )
         return "\n".join(lines)
 
