@@ -17,7 +17,7 @@ from cutex.bench import cli
 from cutex.cloud.calls import STARTUP_LIMIT, Plan
 from cutex.cloud.prices import Rental
 from cutex.command import print_nowhere
-from cutex.results import Result
+from cutex.results import Result, parse
 from cutex.results import sweep as sweeps
 from cutex.results.recorder import Recorder
 
@@ -136,7 +136,7 @@ class Ledger:
             with self._apart(line):
                 if not isinstance(line, str):
                     raise ValueError(f"{type(line).__name__} where a row belongs")
-                rows.append(Result.from_json(line))
+                rows.append(parse(line))
         for row in rows:
             row = replace(row, cost_usd=rental.usd(seconds) / len(rows))
             with self._apart(row.to_json()):

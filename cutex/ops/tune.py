@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from cutex.ops.matmul.tuner import tune as tune_matmul
+from cutex.ops.matmul.tuned_call import tune as tune_matmul
 
 if TYPE_CHECKING:
     from cutex.bench.kernel_tuner import TunedKernel

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from cutex.results.appending import appending
-from cutex.results.lines import Lines
+from cutex.results.lines import Lines, parse
 from cutex.results.result import Peer, Result, Timing, gbs, tflops
 
 __all__ = [
-    "Peer", "Result", "Timing", "append", "folder_given", "gbs", "ledger", "notice", "read",
-    "read_all", "slug", "tflops",
+    "Peer", "Result", "Timing", "append", "folder_given", "gbs", "ledger", "notice", "parse",
+    "read", "read_all", "slug", "tflops",
 ]  # fmt: skip
 
 Notice = Callable[[str], None]  # takes a sentence about a line that is skipped

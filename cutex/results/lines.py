@@ -129,3 +129,11 @@ class Lines:
         """Parse and cache the fields of `text`, which is an object between `before` and `after`."""
         found = self._known[text] = _part(json.loads(before + text + after))
         return found
+
+
+def parse(line: str) -> Result:
+    """The Result of one line; fields that this version does not have are ignored.
+
+    Raises ValueError, in one sentence, if the line is no row of a ledger.
+    """
+    return Lines().parse(line)

@@ -114,16 +114,6 @@ class Result:
     def to_json(self) -> str:
         return json.dumps(_plain(asdict(self)), allow_nan=False, separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, line: str) -> Result:
-        """The Result of one line; fields that this version does not have are ignored.
-
-        Raises ValueError, in one sentence, if the line is no row of a ledger.
-        """
-        from cutex.results.lines import Lines
-
-        return Lines().parse(line)
-
 
 @lru_cache(maxsize=4096)
 def _case(op: str, problem: tuple[tuple[str, Any], ...]) -> Problem:

@@ -79,7 +79,7 @@ def test_a_write_that_fails_costs_no_other_row(cloud, run, tmp_path, monkeypatch
     assert "8192x8192x4096" in told.out, "a row is printed before it is recorded"
     assert "a row was not recorded" in told.err and "No space left on device" in told.err
     (line,) = rescued(tmp_path)
-    assert results.Result.from_json(line).sizes == (8192, 8192, 4096)
+    assert results.parse(line).sizes == (8192, 8192, 4096)
     (file,) = (tmp_path / "rescue").iterdir()
     assert history.main(["merge", str(file), "--results", str(tmp_path / "results")]) == 0
     assert len(stages_kept(tmp_path)) == 3
@@ -94,7 +94,7 @@ def test_where_no_file_can_be_written_the_row_is_printed(cloud, run, tmp_path, m
     code, told = run(*THREE)
     assert code != 0
     lines = [line for line in told.out.splitlines() if line.startswith("{")]
-    assert [results.Result.from_json(line).sizes[0] for line in lines] == [8192, 4096, 2048]
+    assert [results.parse(line).sizes[0] for line in lines] == [8192, 4096, 2048]
 
 
 FOREIGN = [
@@ -325,7 +325,7 @@ def test_the_local_command_keeps_what_it_measured(tmp_path, capsys, monkeypatch)
     assert "64x64x64" in told.out
     assert "No space left on device" in told.err
     (file,) = tmp_path.glob("cutex-rescue-*")
-    assert results.Result.from_json(file.read_text()).ok
+    assert results.parse(file.read_text()).ok
 
 
 def test_the_local_command_tries_the_ledger_first(tmp_path, capsys):

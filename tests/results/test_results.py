@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from cutex.results import Peer, Result, Timing, append, ledger, read
+from cutex.results import Peer, Result, Timing, append, ledger, parse, read
 
 
 def timing(median: float) -> Timing:
@@ -41,18 +41,18 @@ RESULT = Result(
 def test_a_result_survives_its_line():
     line = RESULT.to_json()
     assert "\n" not in line
-    assert Result.from_json(line) == RESULT
+    assert parse(line) == RESULT
 
 
 def test_a_line_is_strict_json_even_with_nan():
     line = replace(RESULT, max_error=math.nan).to_json()
     assert "NaN" not in line
-    assert Result.from_json(line).max_error is None
+    assert parse(line).max_error is None
 
 
 def test_a_field_of_a_later_version_is_passed_over():
     data = {**json.loads(RESULT.to_json()), "later": 1}
-    assert Result.from_json(json.dumps(data)) == RESULT
+    assert parse(json.dumps(data)) == RESULT
 
 
 def test_the_ratio_is_above_one_where_the_peer_is_slower():

@@ -40,7 +40,6 @@ from cutex.ops.matmul.plan import (
 from cutex.ops.number import number
 
 if TYPE_CHECKING:
-    from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.signature import GeneralConfig
     from cutex.ops.matmul.arrange import Arranged
     from cutex.ops.matmul.choices import CallClass
@@ -66,7 +65,7 @@ class Limit:
 
 
 _limits: list[Limit] = []  # of the open contexts of all threads, the latest last
-_found: ContextVar[list[GeneralConfig] | None] = ContextVar("found", default=None)  # for `tune`
+_found: ContextVar[list[GeneralConfig] | None] = ContextVar("found", default=None)
 
 
 @contextmanager
@@ -87,27 +86,15 @@ def tuning(seconds: float = SECONDS) -> Iterator[None]:
         _limits.remove(limit)
 
 
-def tune(a: Tensor, b: Tensor, *, seconds: float = SECONDS, **options: Any) -> GemmConfig:
-    """Tune this call of `cutex.matmul`, which takes the same `options`, in at most `seconds`.
-    Return the tiles that it and calls like it then take. Calls that were tuned before are not tuned
-    again.
-
-    Raises what `cutex.matmul` raises, and ValueError for a call that launches nothing.
-    """
-    from cutex.ops.matmul.eager import matmul
-
+@contextmanager
+def configs_tuned() -> Iterator[list[GeneralConfig]]:
+    """A context with the configs to which calls within it, in this thread, are tuned."""
     found: list[GeneralConfig] = []
     token = _found.set(found)
     try:
-        with tuning(seconds), torch.no_grad():
-            matmul(a, b, **options)
+        yield found
     finally:
         _found.reset(token)
-    if not found:
-        raise ValueError(
-            "there is nothing to tune: the result is empty, or its tensors have no memory"
-        )
-    return found[-1].tiles
 
 
 def limit_of_call() -> float | None:
