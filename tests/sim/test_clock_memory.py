@@ -5,6 +5,7 @@ should, and loads overlap.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import styled_kernels
@@ -15,10 +16,10 @@ from cutex.sim import simulate
 from cutex.sim.host.loaded import captured
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_call
-from cutex.sim.timing.events import Fetch, Fetched, Need
+from cutex.sim.timing.events import Fetch, Fetched, Load, Need
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.trace import trace
-from cutex.sim.timing.traffic import fetched
+from cutex.sim.timing.traffic import fetched, held_by_l2
 
 HBM = gpu("h200").hbm_gbs * 1e3  # bytes a microsecond
 LAUNCH = 1.0  # microseconds, of the launch and the first loads
@@ -54,6 +55,13 @@ def test_two_loads_of_a_thread_take_the_time_of_one():
     kinds = [type(e) for e in program if isinstance(e, Fetch | Need)]
     assert kinds == [Fetch, Fetch, Need]
     assert next(e for e in program if isinstance(e, Need)).loads == 2
+
+
+def test_a_box_that_a_cluster_loads_again_soon_comes_from_l2():
+    box = [Load((), 100, (7, x), 1) for x in range(2)]
+    record = SimpleNamespace(programs={0: [box[0], box[1], box[0]], 1: [box[1]]})
+    assert held_by_l2(record, near=1000) == {7: 0.5}
+    assert held_by_l2(record, near=100) == {7: 0.25}
 
 
 def test_what_all_ctas_load_comes_from_memory_once():

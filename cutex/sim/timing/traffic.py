@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import zip_longest
+from math import inf
 
 from cutex.sim.timing.events import Load, Record, Store, Touch
 from cutex.sim.timing.gpus import Gpu
@@ -25,6 +27,27 @@ def loaded(record: Record) -> dict[int, float]:
             if isinstance(e, Load):
                 loads[e.source[0]] += e.size
     return loads
+
+
+def held_by_l2(record: Record, near: float) -> dict[int, float]:
+    """The share of the bytes of each tensor that a cluster loads whose box it has loaded before,
+    at most ``near`` bytes ago: L2 has it still. CTAs of a cluster are taken to load in step.
+    """
+    programs = [[e for e in p if isinstance(e, Load)] for p in record.programs.values()]
+    latest: dict[tuple, float] = {}
+    loads: dict[int, float] = defaultdict(float)
+    again: dict[int, float] = defaultdict(float)
+    total = 0.0
+    for together in zip_longest(*programs):
+        for e in together:
+            if e is None:
+                continue
+            loads[e.source[0]] += e.size
+            if total - latest.get(e.source, -inf) <= near:
+                again[e.source[0]] += e.size
+            total += e.size
+            latest[e.source] = total
+    return {tmap: again[tmap] / size for tmap, size in loads.items()}
 
 
 def fetched(traced: Traced) -> dict[int, float]:
@@ -61,11 +84,15 @@ def shared(traced: Traced, loads: dict[int, float]) -> float:
 
 def dram(traced: Traced, loads: dict[int, float], gpu: Gpu) -> float:
     """The bytes that ``loads`` of all clusters bring from HBM: each tensor once if L2 holds them
-    all, else once again in each round the part that CTAs which run side by side do not share.
+    all, else once again in each round the part that CTAs which run side by side do not share, and
+    that no CTA of the cluster has loaded shortly before.
     """
     footprint = sum(s.footprint for s in traced.sharing.values())
-    total = 0.0
+    record, total = traced.record, 0.0
+    near = gpu.l2_capacity / min(traced.clusters, clusters_at_once(gpu, record.cluster_size))
+    held = held_by_l2(record, near)
     for tmap, size in loads.items():
+        size *= 1.0 - held.get(tmap, 0.0)
         sharing = traced.sharing.get(tmap)
         if sharing is None:  # NOTE: an unrecorded tensor counts as the best shared of the others
             total += size * min((s.part for s in traced.sharing.values()), default=1.0)
