@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, tcgen05
 
 ATOM_ROWS = 8  # of a swizzle
 WARP = 32  # lanes
@@ -88,6 +88,13 @@ class PagedRows(NamedTuple):
         count = clamp(self.length - row, rows)
         row = row * clamp(count, 1)
         return Box(self.table[row // self.page_size] * self.pitch + row % self.page_size, count)
+
+
+def cache_box_rows(page_size: int, tile_rows: int) -> int:
+    """The rows of a box, of which a tile of `tile_rows` has a whole number, in a cache of pages of
+    `page_size` rows or, if that is 0, without pages."""
+    source = PagedRows(None, 0, page_size, 0) if page_size else DenseRows(0, 0)
+    return source.box_rows(tile_rows)
 
 
 class GatheredRows(NamedTuple):
@@ -163,18 +170,24 @@ def swizzle_bytes(row_bytes: int) -> int:
 
 
 def box_operand(
-    mX: cute.Tensor, tile: tuple[int, int], box_rows: int, shared: bool = False
+    mX: cute.Tensor,
+    tile: tuple[int, int],
+    box_rows: int,
+    shared: bool = False,
+    pair: bool = False,
 ) -> cpasync.TmaInfo:
     """The tensor map that loads boxes of tiles (bRows, bD) of mX, whose slots in smem are K-major
-    (slots_layout), as wide as its swizzle; for all CTAs of a mask, if `shared`."""
+    (slots_layout), as wide as its swizzle; for all CTAs of a mask, if `shared`; with `pair`, bytes
+    are counted on the barrier of the pair's leader."""
     dtype = mX.element_type
     swizzle = swizzle_bytes(tile[1] * dtype.width // 8)
     box = box_rows, swizzle * 8 // dtype.width
     bits = {32: 1, 64: 2, 128: 3}[swizzle]
     layout = cute.make_layout((*box, 1), stride=(box[1], 1, 0))
     layout = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, layout)
+    group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
     multicast, alone = cpasync.CopyBulkTensorTileG2SMulticastOp, cpasync.CopyBulkTensorTileG2SOp
-    op = multicast() if shared else alone()
+    op = multicast(group) if shared else alone(group)
     return cpasync.make_tiled_tma_atom(op, endless_view(row_list(mX)), layout, box)
 
 

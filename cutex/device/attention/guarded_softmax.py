@@ -60,10 +60,15 @@ class GuardedSoftmax(Softmax):
     def next(self, scores: cute.Tensor, factors: cute.Tensor) -> Boolean:
         highest = [self.over_row(row_max(scores, r), cute.arch.fmax) for r in range(self.rows)]
         rescale = self.raise_references(highest, factors)
+        self.add_exactly(scores)
+        return rescale
+
+    @cute.jit
+    def add_exactly(self, scores: cute.Tensor) -> None:
+        """As `add`, for references of any size."""
         self._lower(scores)
         for r in cutlass.range_constexpr(self.rows):
             self.sums[r] += self._exponentials(scores, r)
-        return rescale
 
     @cute.jit
     def add(self, scores: cute.Tensor) -> None:

@@ -10,7 +10,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import slots_layout
 from cutex.device.pipeline import Barrier, Ring
-from cutex.device.row_source import DenseRows, PagedRows, box_operand, page_pitch, swizzle_bytes
+from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.decode.append import Append
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.signature import Passed, Sizes
@@ -24,8 +24,7 @@ def launch(
     c = kernel.config
     mQ, mK, mV, mO = tensors
     sizes = Sizes.of(c, mQ, mK, passed)
-    source = PagedRows(None, 0, c.page_size, 0) if c.page_size else DenseRows(0, 0)
-    box_rows = source.box_rows(c.tile_n)
+    box_rows = cache_box_rows(c.page_size, c.tile_n)
     k = box_operand(mK, (c.tile_n, c.head_dim), box_rows)
     v = box_operand(mV, (c.tile_n, c.head_dim_v), box_rows)
     if cutlass.const_expr(c.parts != "shares"):

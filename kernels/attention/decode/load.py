@@ -8,8 +8,10 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource
-from cutex.kernels.attention.decode.shared import Shared
+from cutex.device.pipeline import PipelineState
+from cutex.device.row_source import BoxLoads
+from cutex.kernels.attention.decode.shared import Part, Shared
+from cutex.kernels.attention.decode.splits import Splits
 
 
 @dataclass(frozen=True)
@@ -26,37 +28,38 @@ class Load:
         """Load the keys of this CTA's parts, in the order in which the products need them."""
         s = self.shared
         splits, place, end = s.begin()
-        k_fill, v_fill = s.k.producer(), s.v.producer()
-        at = splits.begin
-        while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
-            at = piece.after
-            if piece.end > piece.first:
-                blocks = s.of_piece(piece)
-                batch, _ = s.entry(piece.entry)
-                keys = s.sizes.keys(s.passed, batch)
-                head = s.kv_head(piece.head)
-                of_k, of_v = (self.source(batch, keys, x) for x in (self.pitch_k, self.pitch_v))
-                loads_k = BoxLoads(self.k, of_k, s.sK, head)
-                loads_v = BoxLoads(self.v, of_v, s.sV, head)
-                share = 0, self.number, s.config.load_warps
-                if blocks.end > blocks.first:
-                    loads_k.load(blocks.end - 1, k_fill.slot, s.k.acquire(k_fill), *share)
-                    k_fill.advance()
-                    for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
-                        block = blocks.end - 1 - i
-                        loads_k.load(block - 1, k_fill.slot, s.k.acquire(k_fill), *share)
-                        k_fill.advance()
-                        loads_v.load(block, v_fill.slot, s.v.acquire(v_fill), *share)
-                        v_fill.advance()
-                    loads_v.load(blocks.first, v_fill.slot, s.v.acquire(v_fill), *share)
-                    v_fill.advance()
+        fills = s.k.producer(), s.v.producer()
+        part = s.part(splits, end, splits.begin, place)
+        while part.end > part.first:
+            fills, part = self.load(splits, end, part, fills)
 
-    def source(self, batch: Int32, keys: Int32, pitch: Int32) -> RowSource:
-        """The rows of a sequence's cache."""
-        passed, c = self.shared.passed, self.shared.config
-        if c.page_size:
-            return PagedRows(passed.page_table[batch, None], keys, c.page_size, pitch)
-        entry = Int32(passed.batch_idx[batch]) if c.batch_idx else batch
-        return DenseRows(entry * pitch, keys)
+    @cute.jit
+    def load(
+        self,
+        splits: Splits,
+        end: Int32,
+        part: Part,
+        fills: tuple[PipelineState, PipelineState],
+    ) -> tuple[tuple[PipelineState, PipelineState], Part]:
+        """Load the keys of a part; return the next one, which is looked for while the last slot is
+        not free yet."""
+        s = self.shared
+        k_fill, v_fill = fills
+        batch, _ = s.entry(part.entry)
+        keys, head = s.sizes.keys(s.passed, batch), s.kv_head(part.head)
+        of_k, of_v = (s.source(batch, keys, x) for x in (self.pitch_k, self.pitch_v))
+        loads_k = BoxLoads(self.k, of_k, s.sK, head)
+        loads_v = BoxLoads(self.v, of_v, s.sV, head)
+        share = 0, self.number, s.config.load_warps
+        loads_k.load(part.end - 1, k_fill.slot, s.k.acquire(k_fill), *share)
+        k_fill.advance()
+        for i in cutlass.range(part.end - 1 - part.first, unroll=1):
+            block = part.end - 1 - i
+            loads_k.load(block - 1, k_fill.slot, s.k.acquire(k_fill), *share)
+            k_fill.advance()
+            loads_v.load(block, v_fill.slot, s.v.acquire(v_fill), *share)
+            v_fill.advance()
+        following = s.part(splits, end, part.after, part.place)
+        loads_v.load(part.first, v_fill.slot, s.v.acquire(v_fill), *share)
+        v_fill.advance()
+        return (k_fill, v_fill), following

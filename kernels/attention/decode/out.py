@@ -15,6 +15,7 @@ from cutex.kernels.attention.decode.splits import Piece
 
 BARRIER = 1  # a named barrier of the warps that write
 THREADS = 128  # that write
+TOGETHER = 4  # rows that a warp merges at a time, where there are many
 
 
 @dataclass(frozen=True)
@@ -63,35 +64,43 @@ class Out:
 
     @cute.jit
     def merge(self, rows: Rows, piece: Piece) -> None:
-        """Merge all parts of a unit, a warp each row, and store O and LSE."""
-        for row in cutlass.range(cute.arch.warp_idx(), rows.count, THREADS // WARP, unroll=1):
-            self.merge_row(rows, piece, row)
+        """Merge all parts of a unit and store O and LSE, a warp each row; or several rows at a
+        time, where there are more rows than warps, which would else wait for memory for each."""
+        warp, warps = cute.arch.warp_idx(), THREADS // WARP
+        if rows.count > warps:
+            for row in cutlass.range(warp, rows.count, warps * TOGETHER, unroll=1):
+                self.merge_rows(rows, piece, tuple(row + i * warps for i in range(TOGETHER)))
+        elif warp < rows.count:
+            self.merge_rows(rows, piece, (warp,))
 
     @cute.jit
-    def merge_row(
+    def merge_rows(
         self,
         rows: Rows,
         piece: Piece,
-        row: Int32,
+        numbers: tuple[Int32, ...],
         first: Int32 | int = 0,
         warps: cutlass.Constexpr[int] = 1,
     ) -> None:
-        """Merge a row of all parts of a unit, and store O and LSE. A whole warp calls it; or
-        `warps` do, each with as many columns, from vector `first` on."""
+        """Merge rows of all parts of a unit, those of `numbers` that exist, of which the first
+        does, and store O and LSE. A whole warp calls it; or `warps` do, each with as many columns,
+        from vector `first` on."""
         dtype, columns = self.mO.element_type, self.config.head_dim_v
         lane = cute.arch.lane_idx()
         vectors = cute.size(self.mO, mode=[cute.rank(self.mO) - 1]) // VECTOR
         count = -(-columns // (VECTOR * WARP * warps))
-        o = cute.make_rmem_tensor(cute.make_layout((VECTOR, count)), Float32)
+        o = cute.make_rmem_tensor(cute.make_layout((VECTOR, count, len(numbers))), Float32)
         narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), dtype)
-        lse = self.partials.merge(piece, row, o, first)
-        of_row, factor = self.finish_row(lse, rows, row)
-        gO = rows.words(self.mO, row)
-        for i in cutlass.range_constexpr(count):
-            vector = first + lane + i * WARP
-            narrow.store((o[None, i].load() * factor).to(dtype))
-            if vector < vectors:
-                for j in cutlass.range_constexpr(2):
-                    gO[2 * vector + j] = cute.recast_tensor(narrow, Int32)[j]
-        if first + lane == 0:
-            self.store_lse(of_row, rows, row)
+        existing = tuple(cutlass.min(row, rows.count - 1) for row in numbers)
+        lses = self.partials.merge(piece, existing, o, first)
+        for r in cutlass.range_constexpr(len(numbers)):
+            of_row, factor = self.finish_row(lses[r], rows, existing[r])
+            gO = rows.words(self.mO, existing[r])
+            for i in cutlass.range_constexpr(count):
+                vector = first + lane + i * WARP
+                narrow.store((o[None, i, r].load() * factor).to(dtype))
+                if (vector < vectors) & (numbers[r] < rows.count):
+                    for j in cutlass.range_constexpr(2):
+                        gO[2 * vector + j] = cute.recast_tensor(narrow, Int32)[j]
+            if (first + lane == 0) & (numbers[r] < rows.count):
+                self.store_lse(of_row, rows, existing[r])

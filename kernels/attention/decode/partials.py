@@ -52,30 +52,43 @@ class Partials:
         return last
 
     @cute.jit
-    def merge(self, piece: Piece, row: Int32, o: cute.Tensor, first: Int32 | int = 0) -> Float32:
-        """Sum up row `row` of all parts, each weighted by its share of the exponentials, into `o`
-        (VECTOR, columns of this lane), and return its LSE. A whole warp calls it; lane i has the
-        vectors first + i, first + i + 32, ..."""
-        lane = cute.arch.lane_idx()
-        highest = -Float32.inf
-        for part in cutlass.range(lane, piece.parts, WARP, unroll=1):
-            highest = cute.arch.fmax(highest, self.lse(piece.slot_of(part))[row])
-        highest = cute.arch.warp_reduction_max(highest)
-        shift = Float32(0.0) if highest == -Float32.inf else highest
-        total = Float32(0.0)
+    def merge(
+        self, piece: Piece, rows: tuple[Int32, ...], o: cute.Tensor, first: Int32 | int = 0
+    ) -> tuple[Float32, ...]:
+        """Sum up `rows` of all parts, each weighted by its share of the exponentials, into `o`
+        (VECTOR, columns of this lane, rows), and return their LSE. A whole warp calls it; lane i
+        has the vectors first + i, first + i + 32, ..."""
+        lane, numbers = cute.arch.lane_idx(), range(len(rows))
+        highest = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
+        total = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
+        highest.fill(-Float32.inf)
+        total.fill(0.0)
         o.fill(0.0)
+        for part in cutlass.range(lane, piece.parts, WARP, unroll=1):
+            for r in cutlass.range_constexpr(len(rows)):
+                lse = self.lse(piece.slot_of(part))[rows[r]]
+                highest[r] = cute.arch.fmax(highest[r], lse)
+        for r in cutlass.range_constexpr(len(rows)):
+            over_warp = cute.arch.warp_reduction_max(highest[r])
+            highest[r] = Float32(0.0) if over_warp == -Float32.inf else over_warp
         vectors = self.columns // VECTOR
-        for part in cutlass.range(piece.parts, unroll=IN_FLIGHT):
+        for part in cutlass.range(piece.parts, unroll=max(IN_FLIGHT // len(rows), 2)):
             slot = piece.slot_of(part)
-            share = exp2((self.lse(slot)[row] - shift) * LOG2_E)
-            total += share
-            gO = self.o_row(slot, row)
-            for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
-                vector = cutlass.min(first + lane + i * WARP, vectors - 1)
-                o[None, i].store(o[None, i].load() + gO[None, vector].load() * share)
-        factor = Float32(0.0) if total == 0.0 else 1.0 / total
-        for i in cutlass.range_constexpr(cute.size(o)):
-            o[i] *= factor
+            for r in cutlass.range_constexpr(len(rows)):
+                share = exp2((self.lse(slot)[rows[r]] - highest[r]) * LOG2_E)
+                total[r] += share
+                gO = self.o_row(slot, rows[r])
+                for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                    vector = cutlass.min(first + lane + i * WARP, vectors - 1)
+                    o[None, i, r].store(o[None, i, r].load() + gO[None, vector].load() * share)
+        for r in cutlass.range_constexpr(len(rows)):
+            factor = Float32(0.0) if total[r] == 0.0 else 1.0 / total[r]
+            o[None, None, r].store(o[None, None, r].load() * factor)
+        return tuple(self._log_sum(total[r], highest[r]) for r in numbers)
+
+    @staticmethod
+    @cute.jit
+    def _log_sum(total: Float32, shift: Float32) -> Float32:
         return -Float32.inf if total == 0.0 else shift + log2(total) * LN2
 
 

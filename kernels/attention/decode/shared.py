@@ -4,13 +4,14 @@ own, and smem and rings."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.device.attention.block_info import BlockInfo, Blocks, ordered
 from cutex.device.pipeline import Ring
+from cutex.device.row_source import DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
@@ -19,11 +20,22 @@ from cutex.kernels.attention.decode.splits import Piece, Place, Splits, weight
 WARP = 32
 
 
+class Part(NamedTuple):
+    """A part of a unit that has keys, as those see it who load them."""
+
+    entry: Int32
+    head: Int32
+    first: Int32  # block of keys
+    end: Int32  # not more than `first`: there is no part left
+    after: Int32  # the position behind the part
+    place: Place
+
+
 @dataclass(frozen=True)
 class Walk:
     """A CTA's way over its parts of units, which each of its warps goes by itself."""
 
-    config: Any  # says `start`, `least` and `packed`
+    config: Any  # says `start`, `least`, `packed` and `page_size`
     info: BlockInfo
     passed: Passed
     sizes: Sizes
@@ -56,6 +68,12 @@ class Walk:
 
     # ---- the walk
 
+    def worker(self) -> tuple[Int32, Int32]:
+        """The number of the CTA that has a share of its own, and how many have."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        return cta, ctas
+
     @cute.jit
     def begin(self) -> tuple[Splits, Place, Int32]:
         """This CTA's share, its first entry, and the end of the row of all units. A whole warp
@@ -63,8 +81,7 @@ class Walk:
         c, team = self.config, self.sizes.team
         owners = self.sizes.heads // team  # of units, in a team's view
         lane = cute.arch.lane_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
+        cta, ctas = self.worker()
         total, quota = self.shares(owners, ctas // team)
         splits = Splits(self.sizes.heads, quota, c.start, self.passed.num_splits, cta, team)
         entry, begin, here = Int32(0), Int32(0), Int32(0)
@@ -114,7 +131,20 @@ class Walk:
             blocks = self.length(entry)
         return Place(entry, begin, blocks)
 
-    def rows(self, piece: Piece) -> Rows:
+    @cute.jit
+    def part(self, splits: Splits, end: Int32, at: Int32, place: Place) -> Part:
+        """The first part with keys that begins at position `at` or behind it."""
+        entry, head, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
+        while (first >= last) & (at < end):
+            place = self.place(splits, at, place)
+            piece = splits.piece(at, place)
+            at = piece.after
+            if piece.end > piece.first:
+                blocks = self.of_piece(piece)
+                entry, head, first, last = piece.entry, piece.head, blocks.first, blocks.end
+        return Part(entry, head, first, last, at, place)
+
+    def rows(self, piece: Piece | Part) -> Rows:
         """The rows of a part's unit."""
         batch, m_block = self.entry(piece.entry)
         seq_q = self.sizes.queries(self.passed, batch)
@@ -123,6 +153,15 @@ class Walk:
     def kv_head(self, head: Int32) -> Int32:
         """The head of K and V that an owner of units reads."""
         return head if self.config.packed else head // self.sizes.heads_per_kv
+
+    def source(self, batch: Int32, keys: Int32, pitch: Int32) -> RowSource:
+        """The rows of a sequence's cache of `keys` keys; pages, or sequences, begin `pitch` rows
+        apart."""
+        passed, page_size = self.passed, self.config.page_size
+        if page_size:
+            return PagedRows(passed.page_table[batch, None], keys, page_size, pitch)
+        entry = batch if passed.batch_idx is None else Int32(passed.batch_idx[batch])
+        return DenseRows(entry * pitch, keys)
 
     def descale(self, scales: cute.Tensor, rows: Rows) -> Float32:
         """The scale of a unit's keys or values, of (batch, heads_kv)."""
