@@ -1,16 +1,9 @@
-"""The choice of an MLA config."""
+"""The MLA configs of each arch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cutex.kernels.attention.mla.config import MlaConfig
+from cutex.kernels.attention.mla.sm90.config import Sm90MlaConfig
+from cutex.kernels.attention.mla.sm100.config import Sm100MlaConfig
 
-CONFIGS: dict[str, type[MlaConfig]] = {"sm_90a": MlaConfig}
-
-
-def fitted(config: MlaConfig, rows: int) -> MlaConfig:
-    """`config`, whose fields say what is computed, with its tiles chosen for `rows` packed rows of
-    each sequence."""
-    share = -(-rows // config.tile_m) % 2 == 0
-    return replace(config, share=share)
+CONFIGS: dict[str, type[MlaConfig]] = {"sm_90a": Sm90MlaConfig, "sm_100a": Sm100MlaConfig}

@@ -20,7 +20,7 @@ from cutex.kernels.attention.decode.partials import WARP, Partials
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.decode.splits import Piece
-from cutex.kernels.attention.mla.config import ROWS, MlaConfig
+from cutex.kernels.attention.mla.config import MlaConfig
 from cutex.kernels.attention.mla.signature import blocks_of_rows
 
 WORDS = 4  # of a unit: its parts, and the places of part 0, of part 1 and from it to the next
@@ -34,13 +34,14 @@ class Parts:
 
     passed: Passed
     units: Int32
+    rows: int  # of a unit
     columns: int  # DV
 
     @property
     def partials(self) -> Partials:
         behind = self.passed.sums.iterator + self.units * WORDS
         sums = cute.make_tensor(behind.align(16), self.passed.sums.layout)
-        return Partials(sums, None, ROWS, self.columns)
+        return Partials(sums, None, self.rows, self.columns)
 
     def words(self, unit: Int32) -> cute.Tensor:
         """The words of a unit."""
@@ -67,12 +68,12 @@ class Parts:
         )  # fmt: skip
 
 
-def rows_of(passed: Passed, sizes: Sizes, batch: Int32, owner: Int32) -> Rows:
+def rows_of(passed: Passed, sizes: Sizes, batch: Int32, owner: Int32, tile_m: int) -> Rows:
     """The rows of a unit."""
-    m_blocks = blocks_of_rows(sizes)
+    m_blocks = blocks_of_rows(sizes, tile_m)
     head = owner // m_blocks
     seq_q = sizes.queries(passed, batch)
-    return Rows(batch, owner - head * m_blocks, head, seq_q, sizes.pack, ROWS)
+    return Rows(batch, owner - head * m_blocks, head, seq_q, sizes.pack, tile_m)
 
 
 class MlaOut(Out):
@@ -91,7 +92,7 @@ class Combine:
 
     @cute.jit
     def launch(self, mO: cute.Tensor, passed: Passed, sizes: Sizes, stream: Any) -> None:
-        rows = cutlass.min(sizes.rows_q * sizes.pack, ROWS)
+        rows = cutlass.min(sizes.rows_q * sizes.pack, self.config.tile_m)
         across = Int32(WARPS) if sizes.units * rows <= FEW else Int32(1)  # warps of a row
         self.kernel(mO, passed, sizes, across).launch(
             grid=(sizes.units, cute.ceil_div(rows * across, WARPS), 1),
@@ -106,14 +107,14 @@ class Combine:
         warp = cute.arch.warp_idx()
         row = group if across == WARPS else group * WARPS + warp
         batch = unit // sizes.heads
-        rows = rows_of(passed, sizes, batch, unit - batch * sizes.heads)
-        parts = Parts(passed, sizes.units, self.config.head_dim_v)
+        rows = rows_of(passed, sizes, batch, unit - batch * sizes.heads, self.config.tile_m)
+        parts = Parts(passed, sizes.units, self.config.tile_m, self.config.head_dim_v)
         out = MlaOut(self.config, mO, parts.partials, passed, None)
         cute.arch.griddepcontrol_wait()
         if row < rows.count:
             piece = parts.pieces(unit)
             if piece.parts > 1:
                 if across == WARPS:
-                    out.merge_row(rows, piece, row, warp * WARP, WARPS)
+                    out.merge_rows(rows, piece, (row,), warp * WARP, WARPS)
                 else:
-                    out.merge_row(rows, piece, row)
+                    out.merge_rows(rows, piece, (row,))

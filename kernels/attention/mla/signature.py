@@ -8,7 +8,7 @@ from cutlass import Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
 from cutex.kernels.attention.decode.signature import Passed, Sizes
-from cutex.kernels.attention.mla.config import ROWS, MlaConfig
+from cutex.kernels.attention.mla.config import MlaConfig
 
 
 def arguments(config: MlaConfig, dtype: str) -> tuple[Argument, ...]:
@@ -40,6 +40,14 @@ def passed_of(config: MlaConfig, values: tuple[Any, ...]) -> Passed:
     return Passed(**dict(zip(names, values, strict=True)))
 
 
+def rows_of_q(mQ: cute.Tensor) -> cute.Tensor:
+    """mQ (batch, tokens, heads, D), whose heads of all tokens follow one another, as (rows, D,
+    batch)."""
+    batch, tokens, heads, d = mQ.shape
+    shape, stride = (tokens * heads, d, batch), (mQ.stride[2], mQ.stride[3], mQ.stride[0])
+    return cute.make_tensor(mQ.iterator, cute.make_layout(shape, stride=stride))
+
+
 def sizes_of(config: MlaConfig, mQ: cute.Tensor, mKV: cute.Tensor, passed: Passed) -> Sizes:
     """The extents of a problem. Blocks of rows are owners of units as heads are: all see the same
     blocks of keys, some only masked, so that CTAs with neighbouring ones take the same keys."""
@@ -48,6 +56,6 @@ def sizes_of(config: MlaConfig, mQ: cute.Tensor, mKV: cute.Tensor, passed: Passe
     return sizes._replace(heads=owners, m_blocks=Int32(1), team=Int32(config.team))
 
 
-def blocks_of_rows(sizes: Sizes) -> Int32:
+def blocks_of_rows(sizes: Sizes, tile_m: int) -> Int32:
     """The blocks of rows of a sequence and a head of keys."""
-    return cute.ceil_div(sizes.rows_q * sizes.pack, ROWS)
+    return cute.ceil_div(sizes.rows_q * sizes.pack, tile_m)

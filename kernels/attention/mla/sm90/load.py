@@ -1,28 +1,41 @@
-"""Load: the warps of the MLA kernel that load keys, wherever they are."""
+"""Load: what the warpgroups of the scores do between blocks: each loads the keys of its own slot.
+
+A warpgroup has nothing to do between handing over P of a block and QK of the next one in the same
+slot, which is loaded when PV of the block has freed it. So it starts that load itself, one block
+ahead of its products, over the borders of parts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Int16, Int32, cute
+from cutlass import Boolean, Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.atoms.tma import tile_loads
 from cutex.device.pipeline import PipelineState
-from cutex.device.row_source import UNROLLED, Box, BoxLoads, DenseRows, PagedRows, RowSource
+from cutex.device.row_source import UNROLLED, Box, BoxLoads, cache_box_rows
 from cutex.kernels.attention.decode.rows import Rows
-from cutex.kernels.attention.mla.config import MlaConfig
+from cutex.kernels.attention.decode.splits import Place, Splits
+from cutex.kernels.attention.mla.sm90.config import SLOTS
 from cutex.kernels.attention.mla.sm90.shared import GROUPS, Shared
 
 WARP = 32
 
 
-def box_rows(config: MlaConfig) -> int:
-    """The rows of a box, of which a block is loaded in a whole number."""
-    page = config.page_size
-    source = PagedRows(None, 0, page, 0) if page else DenseRows(0, 0)
-    return source.box_rows(config.tile_n)
+class Cursor(NamedTuple):
+    """Where the loads of a slot have come to."""
+
+    at: Int32  # the position behind the present part
+    place: Place
+    entry: Int32  # the present part: its entry,
+    head: Int32  # the owner of its unit,
+    first: Int32  # its first block,
+    n_block: Int32  # and this slot's next block, which there is none of if below `first`
+    slot: Int32  # of the block behind this part
+    phase: Int32  # of this slot's next load
 
 
 @dataclass(frozen=True)
@@ -30,68 +43,91 @@ class Load:
     q: cpasync.TmaInfo
     kv: cpasync.TmaInfo
     pitch: Int32  # rows from one page, or one sequence, to the next
+    slot: Int32  # whose keys this warp loads
     number: Int32  # of this warp among those that load
     shared: Shared
 
-    @cute.jit
-    def run(self) -> None:
-        """Load the keys of this CTA's parts, the last block of each first."""
-        s = self.shared
-        splits, place, end = s.begin()
-        fill, q_fill = s.kv.producer(), s.q.producer()
-        at = splits.begin
-        while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
-            at = piece.after
-            if piece.end > piece.first:
-                blocks = s.of_piece(piece)
-                batch, _ = s.entry(piece.entry)
-                if blocks.end > blocks.first:
-                    self.queries(s.rows(piece), q_fill)
-                    q_fill.advance()
-                loads = BoxLoads(self.kv, self.source(batch), s.sKV, s.kv_head(piece.head))
-                found, per_lookup = Box(Int32(0), Int32(0)), WARP // self.boxes
-                for i in cutlass.range(blocks.end - blocks.first, unroll=1):
-                    n_block = blocks.end - 1 - i
-                    if i % per_lookup == 0:
-                        found = self.boxes_of(loads, n_block)
-                    self.block(loads, found, i % per_lookup * self.boxes, fill)
-                    fill.advance()
-        cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(s.config.share):
-            s.kv.drain(fill)
+    def begin(self, splits: Splits, place: Place) -> Cursor:
+        """The cursor before the first load."""
+        zero = Int32(0)
+        return Cursor(splits.begin, place, zero, zero, zero, Int32(-1), zero, Int32(1))
 
     @cute.jit
     def queries(self, rows: Rows, fill: PipelineState) -> None:
         """Load Q of a part, zeros where there are no rows; the first of the warps does."""
         s = self.shared
-        if self.number == 0:
+        if (self.number == 0) & (self.slot == 0):
             operand = cpasync.TmaInfo(
                 self.q.atom, self.q.tma_tensor[None, None, rows.batch], self.q.smem_layout
             )
             full = s.q.acquire(fill)
             tile_loads(operand, s.sQ, rows.m_block).load(0, 0, full)
 
+    @cute.jit
+    def next(self, splits: Splits, end: Int32, cursor: Cursor) -> Cursor:
+        """Load the next block of this slot, if there is one, as soon as the slot is free."""
+        s = self.shared
+        if self.number < s.config.load_warps:
+            cursor = self.found(splits, end, cursor)
+            if cursor.n_block >= cursor.first:
+                batch, _ = s.entry(cursor.entry)
+                keys = s.sizes.keys(s.passed, batch)
+                source = s.source(batch, keys, self.pitch)
+                loads = BoxLoads(self.kv, source, s.sKV, s.kv_head(cursor.head))
+                fill = PipelineState(SLOTS, self.slot, cursor.phase)
+                self.block(loads, self.boxes_of(loads, cursor.n_block), fill)
+                cursor = cursor._replace(n_block=cursor.n_block - SLOTS, phase=cursor.phase ^ 1)
+                if cutlass.const_expr(s.config.share):  # noqa: SIM102 - known when tracing
+                    if cursor.n_block >= cursor.first:
+                        self.prefetch(loads, self.boxes_of(loads, cursor.n_block))
+        return cursor
+
+    @cute.jit
+    def found(self, splits: Splits, end: Int32, cursor: Cursor) -> Cursor:
+        """The cursor at the next part that has a block for this slot."""
+        s = self.shared
+        at, place, entry, head, first, n_block, slot, phase = cursor
+        while (n_block < first) & (at < end):
+            place = s.place(splits, at, place)
+            piece = splits.piece(at, place)
+            at = piece.after
+            if piece.end > piece.first:
+                blocks = s.of_piece(piece)
+                entry, head, first = piece.entry, piece.head, blocks.first
+                n_block = blocks.end - 1 - (slot ^ self.slot)
+                slot = (slot + blocks.end - blocks.first) % SLOTS
+        return Cursor(at, place, entry, head, first, n_block, slot, phase)
+
+    @cute.jit
+    def drain(self, cursor: Cursor) -> None:
+        """Wait until this slot is empty, after the last load: the other CTA then has nothing left
+        to write here or to signal."""
+        c = self.shared.config
+        if cutlass.const_expr(c.share):  # noqa: SIM102 - known when tracing
+            if self.number < c.load_warps:
+                self.await_empty(cursor)
+
+    @cute.jit
+    def await_empty(self, cursor: Cursor) -> None:
+        for group in cutlass.range_constexpr(len(GROUPS)):
+            self.shared.kv.empty.wait(cursor.phase, self.slot * len(GROUPS) + group)
+
     @property
     def boxes(self) -> int:
         """The boxes of a block that this warp loads."""
         c = self.shared.config
-        return c.tile_n // box_rows(c) // c.load_warps
+        return c.tile_n // cache_box_rows(c.page_size, c.tile_n) // c.load_warps
 
     @cute.jit
     def boxes_of(self, loads: BoxLoads, n_block: Int32) -> Box:
-        """The boxes of block `n_block` and of some before it, one in each lane: so a page table is
-        waited for once for all of these."""
+        """The boxes of block `n_block` that this warp loads, one in each lane."""
         c, lane = self.shared.config, cute.arch.lane_idx()
-        at = cutlass.max(n_block - lane // self.boxes, 0) * c.tile_n
-        number = self.number * self.boxes + lane % self.boxes
-        return loads.source.box(at + number * box_rows(c), box_rows(c))
+        number, rows = self.number * self.boxes + lane % self.boxes, loads.box[0]
+        return loads.source.box(n_block * c.tile_n + number * rows, rows)
 
     @cute.jit
-    def block(self, loads: BoxLoads, found: Box, first: Int32, fill: PipelineState) -> None:
-        """Load this warp's share of a block of keys, group by group of its chunks; its boxes are
-        those of the lanes from `first` on."""
+    def block(self, loads: BoxLoads, found: Box, fill: PipelineState) -> None:
+        """Load this warp's share of a block of keys, group by group of its chunks."""
         s, boxes = self.shared, self.boxes
         mine = self.number * boxes
         sX = cute.flat_divide(s.sKV, loads.box)  # (boxRows, boxD, BOX, CHUNK, SLOT)
@@ -100,9 +136,29 @@ class Load:
             slot = sX[None, None, None, None, fill.slot]
             full = s.kv.filled(fill, 0)
             for i in cutlass.range(boxes, unroll_full=boxes <= UNROLLED):
-                gX = loads.columns_of(Box(*(cute.arch.shuffle_sync(x, first + i) for x in found)))
+                gX = loads.columns_of(Box(*(cute.arch.shuffle_sync(x, i) for x in found)))
                 for n in cutlass.range_constexpr(len(GROUPS[group])):
                     self.chunk(gX, slot[None, None, mine + i, None], full, group, n)
+
+    @cute.jit
+    def prefetch(self, loads: BoxLoads, found: Box) -> None:
+        """Have L2 load this CTA's share of a block of keys, so that it comes sooner when there is a
+        slot for it.
+
+        NOTE: where two CTAs share loads, tensor cores bind, and two slots hold too little to cover
+        the latency of memory; where memory binds it costs 9 % (docs/facts/decode.md#mla-ahead).
+        """
+        boxes = self.boxes
+        sX = cute.flat_divide(loads.sX, loads.box)[None, None, 0, None, 0]
+        for i in cutlass.range(boxes, unroll_full=boxes <= UNROLLED):
+            gX = loads.columns_of(Box(*(cute.arch.shuffle_sync(x, i) for x in found)))
+            for group in cutlass.range_constexpr(len(GROUPS)):
+                for number in cutlass.range_constexpr(len(GROUPS[group])):
+                    tXgX, _ = self.parts(gX, sX, GROUPS[group][number])
+                    if cutlass.const_expr(not self.shared.config.share) or self.is_own(
+                        number + group
+                    ):
+                        cute.prefetch(self.kv.atom, tXgX)
 
     @cute.jit
     def chunk(
@@ -115,22 +171,23 @@ class Load:
     ) -> None:
         """Start the load of a box's chunk, gX (boxRows, boxD, CHUNK) to sX (boxRows, boxD, CHUNK);
         of two CTAs that share their loads each has every second chunk."""
-        chunk, one = GROUPS[group][number], cute.make_layout(1)
-        tXsX, tXgX = cpasync.tma_partition(
-            self.kv.atom, 0, one, cute.group_modes(sX[None, None, chunk], 0, 2),
-            cute.group_modes(gX[None, None, chunk], 0, 2),
-        )  # (TMA), (TMA)  # fmt: skip
-        bar = full + self.shared.kv.wave_of(chunk)
+        tXgX, tXsX = self.parts(gX, sX, GROUPS[group][number])
+        bar = full + self.shared.kv.wave_of(GROUPS[group][number])
         if cutlass.const_expr(not self.shared.config.share):
             cute.copy(self.kv.atom, tXgX, tXsX, tma_bar_ptr=bar)
-        elif cute.arch.block_idx_in_cluster() == (number + group) % 2:
+        elif self.is_own(number + group):
             cute.copy(self.kv.atom, tXgX, tXsX, tma_bar_ptr=bar, mcast_mask=Int16(3))
 
-    def source(self, batch: Int32) -> RowSource:
-        """The rows of a sequence's cache."""
-        s = self.shared
-        keys = s.sizes.keys(s.passed, batch)
-        if s.config.page_size:
-            table = s.passed.page_table[batch, None]
-            return PagedRows(table, keys, s.config.page_size, self.pitch)
-        return DenseRows(batch * self.pitch, keys)
+    def is_own(self, number: int) -> Boolean:
+        """Whether this CTA, of two that share their loads, has a chunk of this number."""
+        return cute.arch.block_idx_in_cluster() == number % 2
+
+    def parts(
+        self, gX: cute.Tensor, sX: cute.Tensor, chunk: int
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """What TMA copies of a chunk of gX and sX: (TMA), (TMA)."""
+        tXsX, tXgX = cpasync.tma_partition(
+            self.kv.atom, 0, cute.make_layout(1), cute.group_modes(sX[None, None, chunk], 0, 2),
+            cute.group_modes(gX[None, None, chunk], 0, 2),
+        )  # fmt: skip
+        return tXgX, tXsX

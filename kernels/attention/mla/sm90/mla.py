@@ -2,14 +2,16 @@
 
 All heads read one row of 576 numbers a key, of which the first 512 are its value, too; so a block
 of keys is loaded once, and read as K and as V. 64 rows of queries times heads have O in half of the
-registers of an SM: two warpgroups have 256 columns each, and a third has the scores.
+registers of an SM: two warpgroups have 256 columns each.
 
 limits, one H100                16 heads                128 heads
 memory, bytes a key             1152: 2.9 TB/s          the same, for two CTAs with 64 heads each
 tensor cores, 64 keys, 64 rows  2176 cycles of 5000     2176: QK 1152, PV 1024; exponentials 256
 
-A block of keys stays in smem from its load to its PV, and there is room for two: while one's PV
-runs, QK of the other and its exponentials do, and the load of the next begins when PV ends.
+A block of keys stays in smem from its load to its PV, and there is room for two. Each has a
+warpgroup of its own for the scores, so that QK of one runs under the exponentials and PV of the
+other: one alone would leave the tensor cores idle during its exponentials. Who has the scores of a
+slot loads it, too, as soon as PV has freed it: there are no registers for a warp that only loads.
 """
 
 from __future__ import annotations
@@ -26,31 +28,22 @@ from cutex.device.atoms.mma import slots_layout
 from cutex.device.atoms.tma import load_operand
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, publish_barriers
-from cutex.device.row_source import box_operand, page_pitch
+from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.mla.combine import Combine, MlaOut, Parts
-from cutex.kernels.attention.mla.config import ROWS, MlaConfig
-from cutex.kernels.attention.mla.signature import arguments, passed_of, sizes_of
-from cutex.kernels.attention.mla.sm90.load import Load, box_rows
+from cutex.kernels.attention.mla.signature import arguments, passed_of, rows_of_q, sizes_of
+from cutex.kernels.attention.mla.sm90.config import ROWS, SLOTS, Sm90MlaConfig
+from cutex.kernels.attention.mla.sm90.load import Load
 from cutex.kernels.attention.mla.sm90.scores import Scores
-from cutex.kernels.attention.mla.sm90.shared import SWIZZLE, Shared
+from cutex.kernels.attention.mla.sm90.shared import SCORES_WARPS, SWIZZLE, Shared
 from cutex.kernels.attention.mla.sm90.values import Values
 
 ALL_ROWS = 2**30  # of a block as what keys are walked over: all rows of a sequence
 
 
-def rows_of_q(mQ: cute.Tensor) -> cute.Tensor:
-    """mQ (batch, tokens, heads, D), whose heads of all tokens follow one another, as (rows, D,
-    batch)."""
-    batch, tokens, heads, d = mQ.shape
-    shape, stride = (tokens * heads, d, batch), (mQ.stride[2], mQ.stride[3], mQ.stride[0])
-    return cute.make_tensor(mQ.iterator, cute.make_layout(shape, stride=stride))
-
-
 class Registers(NamedTuple):
     """Registers per thread, by role; all threads of a CTA together have 65536."""
 
-    load: int
     scores: int
     values: int
 
@@ -59,33 +52,32 @@ class Mla:
     """The MLA kernel: its barriers, memory and registers.
 
     barrier    arrives                                    waits
-    q.full     1: LOAD, and the bytes by TMA              SCORES
-    q.empty    1 a SCORES warp, the last QK done          LOAD, before the next part
-    kv.full    1 a LOAD warp, and the bytes by TMA        SCORES and VALUES
-    kv.empty   1 a VALUES warp, PV being done             LOAD
-    p_full     1 a SCORES warp, P being written           VALUES
+    q.full     1: a SCORES warp, and the bytes by TMA     SCORES
+    q.empty    1 a SCORES warp, its last QK done          a SCORES warp, before it loads the next
+    kv.full    1 a warp that loads, and the bytes by TMA  SCORES of the slot
+    kv.empty   1 a VALUES warp, PV being done             SCORES of the slot, before they load it
+    turn       1: a SCORES warp, references written       the other slot's warp of the same rows
+    p_full     1 a SCORES warp of the slot, P written     VALUES; in the end the other's SCORES
     (scores)   its threads, QK being done                 the same, before P is written
 
     smem       bytes
     sQ         64 * 576 * 2                               73728
-    sKV        tile_n * 576 * 2 * num_stages              147456
+    sKV        64 * 576 * 2 * 2                           147456
     sP         the last chunk of each slot
-    words      less than 4096
+    words      less than 2048
 
     registers  threads          of each
-    SCORES     128              168
+    SCORES     256              96
     VALUES     256              160
-    LOAD       128              24
     """
 
     arch = "sm_90a"
-    registers = Registers(load=40, scores=152, values=160)
-    scores_warps = Warps(first=0, count=4)
-    values_warps = Warps(first=4, count=8)
-    load_warps = Warps(first=12, count=4)  # a warpgroup, of which those work that there is work for
-    num_threads = load_warps.end * 32
+    registers = Registers(scores=96, values=160)
+    scores_warps = Warps(first=0, count=SCORES_WARPS * SLOTS)
+    values_warps = Warps(first=scores_warps.end, count=8)
+    num_threads = values_warps.end * 32
 
-    def __init__(self, config: MlaConfig) -> None:
+    def __init__(self, config: Sm90MlaConfig) -> None:
         if reason := config.why_not():
             raise ValueError(reason)
         self.config = config
@@ -108,7 +100,9 @@ class Mla:
         sizes = sizes_of(c, mQ, mKV, passed)
         slots = slots_layout(mQ.element_type, ROWS, c.head_dim, 1, SWIZZLE)
         q = load_operand(rows_of_q(mQ), slots)
-        kv = box_operand(mKV, (c.tile_n, c.head_dim), box_rows(c), shared=c.share)
+        kv = box_operand(
+            mKV, (c.tile_n, c.head_dim), cache_box_rows(c.page_size, c.tile_n), shared=c.share
+        )
         most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
         self.kernel(q, kv, mO, passed, sizes, page_pitch(mKV)).launch(
             grid=(cutlass.min(most, c.ctas), 1, 1),
@@ -134,17 +128,15 @@ class Mla:
         warps = self.scores_warps.count, self.values_warps.count
         walk = info, passed, sizes
         shared = Shared.allocate(SmemAllocator(), q.atom.value_type, c, warps, walk)
-        publish_barriers((shared.q, shared.kv, shared.p_full), cluster=c.share)
-        parts = Parts(passed, sizes.units, c.head_dim_v)
+        publish_barriers((shared.q, shared.kv, shared.p_full, shared.turn), cluster=c.share)
+        parts = Parts(passed, sizes.units, c.tile_m, c.head_dim_v)
         out = MlaOut(c, mO, parts.partials, passed, None)
         warp = cute.arch.warp_idx()
-        if warp >= self.load_warps.first:
-            cute.arch.setmaxregister_decrease(self.registers.load)
-            if warp < self.load_warps.first + c.load_warps:
-                Load(q, kv, pitch, warp - self.load_warps.first, shared).run()
-        elif warp < self.scores_warps.end:
-            cute.arch.setmaxregister_increase(self.registers.scores)
-            Scores(out, parts, shared).run()
+        if warp < self.scores_warps.end:
+            cute.arch.setmaxregister_decrease(self.registers.scores)
+            slot = warp // SCORES_WARPS
+            load = Load(q, kv, pitch, slot, warp % SCORES_WARPS, shared)
+            Scores(out, parts, shared, load, slot).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.values)
-            Values(out, parts, shared, warp // 4 - 1).run()
+            Values(out, parts, shared, warp // 4 - SLOTS).run()

@@ -1,7 +1,7 @@
-"""Scores: the warpgroup of the MLA kernel that has the queries, and computes P.
+"""Scores: the two warpgroups of the MLA kernel that have the queries, and compute P, each of the
+blocks in its own slot.
 
-While it computes the exponentials of a block, the tensor cores have the product of P and V of the
-block before, whose P is handed over when QK of this block is done.
+While one computes exponentials, the tensor cores have QK of the other and PV of the block before.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, round_to
+from cutex.device.atoms.scalar import exp2
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, round_to
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import rows_of
+from cutex.device.attention.softmax import over_quad, row_max, rows_of
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.backward.sm90.scores import write_fragment
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.combine import Parts
-from cutex.kernels.attention.mla.sm90.shared import CHUNKS, ORDER, WIDTH, Shared
+from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
+from cutex.kernels.attention.mla.sm90.config import SLOTS
+from cutex.kernels.attention.mla.sm90.load import Load
+from cutex.kernels.attention.mla.sm90.shared import ORDER, SCORES_WARPS, WAVES, Shared
+
+BARRIER = 1  # of the first warpgroup; that of the second follows
 
 
 @cute.jit
@@ -40,6 +46,8 @@ class Scores:
     out: Out
     parts: Parts
     shared: Shared
+    load: Load
+    group: Int32  # the slot whose blocks this warpgroup has
 
     @cute.jit
     def run(self) -> None:
@@ -47,7 +55,8 @@ class Scores:
         s = self.shared
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         splits, place, end = s.begin()
-        kv, q = s.kv.consumer(), s.q.consumer()
+        cursor = self.load.next(splits, end, self.load.begin(splits, place))
+        kv, q, q_fill = s.kv.consumer(), s.q.consumer(), s.q.producer()
         at = splits.begin
         while at < end:
             place = s.place(splits, at, place)
@@ -56,22 +65,39 @@ class Scores:
             if piece.end > piece.first:
                 rows, blocks = s.rows(piece), s.of_piece(piece)
                 lse.fill(-Float32.inf)
-                if blocks.end > blocks.first:
+                count = blocks.end - blocks.first
+                has_last = (kv.slot + count + 1) % SLOTS == self.group
+                if count > 0:
+                    self.load.queries(rows, q_fill)
                     s.q.wait_full(q)
-                    kv = self.of_blocks(rows, blocks, kv, lse)
+                    block = self.block(rows, blocks, lse)
+                    for i in cutlass.range(kv.slot ^ self.group, count - 1, SLOTS, unroll=1):
+                        block.one(i, self.own(kv, i))
+                        cursor = self.load.next(splits, end, cursor)
+                    if has_last:
+                        block.last(self.own(kv, count - 1))
+                        cursor = self.load.next(splits, end, cursor)
+                    else:
+                        s.q.release(q)
+                    kv.skip(count)
                     q.advance()
-                self.store_lse(lse, rows, piece)
+                    q_fill.advance()
+                if has_last:
+                    self.store_lse(lse, rows, piece)
+        cute.arch.griddepcontrol_launch_dependents()
+        self.load.drain(cursor)
 
-    @cute.jit
-    def of_blocks(
-        self, rows: Rows, blocks: Blocks, kv: PipelineState, lse: cute.Tensor
-    ) -> PipelineState:
-        """Compute P of the blocks of a part, from the last to the first, and LSE."""
-        s, c = self.shared, self.shared.config
-        dtype = s.sQ.element_type
+    def own(self, kv: PipelineState, i: Int32) -> PipelineState:
+        """The state of block `i` of a part, whose slot is this warpgroup's."""
+        state = PipelineState(SLOTS, kv.slot, kv.phase)
+        state.skip(i)
+        return state
+
+    def block(self, rows: Rows, blocks: Blocks, lse: cute.Tensor) -> Block:
+        """The state before a part's first block."""
+        s, c, dtype = self.shared, self.shared.config, self.shared.sQ.element_type
         mma = Wgmma(c.tile_n, dtype)
         qk = WgmmaProduct(mma, mma.a_slots(s.sQ)[None, None, None, 0], mma.b_slots(s.sKV), None)
-        rounded = mma.a_registers(c.tile_n)
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         factors.fill(1.0)
         ops = self.score_ops(rows)
@@ -79,22 +105,8 @@ class Scores:
         softmax = GuardedSoftmax.of(ops.scale_log2(), slack, False)
         softmax.reference.fill(-Float32.inf)
         softmax.sums.fill(0.0)
-        block = Block(self.out, s, qk, rounded, factors, ops, softmax, blocks.clean_end)
-        count, n_block = blocks.end - blocks.first - 1, blocks.end - 1
-        for i in cutlass.range(count, unroll=1):
-            kv = block.one(n_block - i, kv)
-        rescale = block.compute(blocks.first, kv)
-        with cute.arch.elect_one():
-            s.q.empty.arrive()
-        block.write(rescale, kv.slot)
-        softmax.finish((), factors, lse)
-        mine, thread, normalisers = rows_of_thread(), cute.arch.thread_idx()[0], s.words.normalisers
-        if thread % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                normalisers[mine[r], kv.slot] = factors[r]
-        block.hand_over(kv.slot)
-        kv.advance()
-        return kv
+        rounded = mma.a_registers(c.tile_n)
+        return Block(s, qk, rounded, factors, lse, ops, softmax, blocks, self.group)
 
     def score_ops(self, rows: Rows) -> ScoreOps:
         s = self.shared
@@ -110,7 +122,7 @@ class Scores:
         """Store LSE of a unit, or of a part; and say where its parts are."""
         s = self.shared
         mine, thread = rows_of_thread(), cute.arch.thread_idx()[0]
-        if (thread == 0) & (piece.part == 0):
+        if (thread % 128 == 0) & (piece.part == 0):
             self.parts.announce(piece.entry * s.sizes.heads + piece.head, piece)
         if thread % 4 == 0:
             for r in cutlass.range_constexpr(2):
@@ -124,77 +136,159 @@ class Scores:
 
 @dataclass(frozen=True)
 class Block:
-    """The steps of a part."""
+    """The steps of a warpgroup's blocks of a part.
 
-    out: Out
+    The warpgroups take turns: before its exponentials, each takes over the references that the
+    other had at the block before. Each has sums of its own; who has the last block adds both.
+    """
+
     shared: Shared
     qk: WgmmaProduct
     rounded: cute.Tensor  # P as operand A has it, ((2, 2, 2), 1, MMA_K)
     factors: cute.Tensor  # (2)
+    lse: cute.Tensor  # (2)
     ops: ScoreOps
     softmax: GuardedSoftmax
-    clean_end: Int32  # blocks from this one on need a mask
+    blocks: Blocks
+    group: Int32
+
+    @property
+    def count(self) -> Int32:
+        return self.blocks.end - self.blocks.first
+
+    @property
+    def warp(self) -> Int32:
+        """This warp's number in its warpgroup."""
+        return cute.arch.warp_idx() % SCORES_WARPS
 
     @cute.jit
-    def compute(self, n_block: Int32, kv: PipelineState) -> Boolean:
-        """Compute P of a block, and whether O so far has to be multiplied by factors."""
+    def one(self, i: Int32, kv: PipelineState) -> None:
+        """Compute P of block `i`, not the last, and hand it over."""
+        softmax, words = self.softmax, self.shared.words
+        acc = self.scores(i, kv)
+        rescale = self.take_turn(acc, i, kv)
+        self.pass_turn()
+        softmax.add_exactly(rows_of(acc))
+        round_to(self.rounded, acc)
+        self.write(rescale)
+        if i == self.count - 2:
+            for r in cutlass.range_constexpr(2):
+                total = over_quad(softmax.sums[r], lambda x, y: x + y)
+                self.note(words.sums, r, total)
+        self.hand_over()
+
+    @cute.jit
+    def last(self, kv: PipelineState) -> None:
+        """Compute P of the last block and LSE, and hand P over with what O is multiplied by."""
+        s, softmax, i = self.shared, self.softmax, self.count - 1
+        acc = self.scores(i, kv)
+        with cute.arch.elect_one():
+            s.q.empty.arrive()
+        rescale = self.take_turn(acc, i, kv)
+        softmax.add_exactly(rows_of(acc))
+        round_to(self.rounded, acc)
+        self.write(rescale)
+        if i > 0:
+            self.add_other_sums(kv)
+        self.pass_turn()  # NOTE: not before the other's sums are read
+        softmax.finish((), self.factors, self.lse)
+        for r in cutlass.range_constexpr(2):
+            self.note(s.words.normalisers, r, self.factors[r])
+        self.hand_over()
+
+    @cute.jit
+    def scores(self, i: Int32, kv: PipelineState) -> cute.Tensor:
+        """Compute the scores of block `i`."""
         acc = self.qk.mma.accumulator()
         self.issue(acc, kv)
         warpgroup.wait_group(0)
-        return self.exponentials(acc, n_block)
+        n_block = self.blocks.end - 1 - i
+        if n_block >= self.blocks.clean_end:
+            self.ops.apply(rows_of(acc), n_block, True)
+        return acc
 
     @cute.jit
-    def one(self, n_block: Int32, kv: PipelineState) -> PipelineState:
-        """Compute P of a block, and hand it over."""
-        rescale = self.compute(n_block, kv)
-        self.write(rescale, kv.slot)
-        self.hand_over(kv.slot)
-        kv.advance()
-        return kv
-
-    @cute.jit
-    def exponentials(self, acc: cute.Tensor, n_block: Int32) -> Boolean:
-        """Turn the scores of a block into P, in `rounded`; return whether O so far has to be
+    def take_turn(self, acc: cute.Tensor, i: Int32, kv: PipelineState) -> Boolean:
+        """Raise the references from those of the block before; return whether O so far has to be
         multiplied by factors."""
-        scores = rows_of(acc)
-        if n_block >= self.clean_end:
-            self.ops.apply(scores, n_block, True)
-        rescale = self.softmax.next(scores, self.factors)
-        round_to(self.rounded, acc)
+        softmax, words = self.softmax, self.shared.words
+        other, mine = 1 - self.group, rows_of_thread()
+        highest = [softmax.over_row(row_max(rows_of(acc), r), cute.arch.fmax) for r in range(2)]
+        self.shared.turn.wait(self.phase_before(kv), other * SCORES_WARPS + self.warp)
+        for r in cutlass.range_constexpr(2):
+            reference = words.references[mine[r], other] if i > 0 else -Float32.inf
+            softmax.sums[r] *= self.ratio(softmax.reference[r], reference)
+            softmax.set_reference(r, reference)
+        rescale = softmax.raise_references(highest, self.factors)
+        for r in cutlass.range_constexpr(2):
+            self.note(words.references, r, softmax.reference[r])
         return rescale
+
+    @cute.jit
+    def pass_turn(self) -> None:
+        """Let the other warpgroup's warp of the same rows take its turn."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.shared.turn.arrive(self.group * SCORES_WARPS + self.warp)
+
+    def phase_before(self, kv: PipelineState) -> Int32:
+        """The phase of the other slot's block before the one of `kv`."""
+        return kv.phase ^ Int32(self.group == 0)
+
+    @cute.jit
+    def ratio(self, reference: Float32, to: Float32) -> Float32:
+        """What sums by one reference are multiplied by to be by another."""
+        finite = Float32(0.0) if to == -Float32.inf else to
+        return exp2((reference - finite) * self.softmax.scale_log2)
+
+    @cute.jit
+    def note(self, words: cute.Tensor, r: cutlass.Constexpr[int], x: Float32) -> None:
+        """Write what the four threads of a row know into this slot of `words`."""
+        if cute.arch.thread_idx()[0] % 4 == 0:
+            words[rows_of_thread()[r], self.group] = x
+
+    @cute.jit
+    def add_other_sums(self, kv: PipelineState) -> None:
+        """Add the sums of the other warpgroup, which it wrote before it handed over its last P."""
+        s, softmax = self.shared, self.softmax
+        other, mine, words = 1 - self.group, rows_of_thread(), self.shared.words
+        s.p_full.wait(self.phase_before(kv), other)
+        for r in cutlass.range_constexpr(2):
+            reference = words.references[mine[r], other]
+            sums = words.sums[mine[r], other] * self.ratio(reference, softmax.reference[r])
+            softmax.sums[r] += sums if cute.arch.thread_idx()[0] % 4 == 0 else Float32(0.0)
 
     @cute.jit
     def issue(self, acc: cute.Tensor, kv: PipelineState) -> None:
         """Start QK of the block in a slot, wave by wave as they come."""
         warpgroup.fence()
         tiled_mma = self.qk.mma.tiled()
-        steps, waves = WIDTH // self.qk.mma.k, self.shared.kv.waves
+        steps = CHUNK // self.qk.mma.k
         for i in cutlass.range_constexpr(CHUNKS * steps):
-            if cutlass.const_expr(i * waves % (CHUNKS * steps) == 0):
-                self.shared.kv.wait_full(kv, i * waves // (CHUNKS * steps))
+            if cutlass.const_expr(i * WAVES % (CHUNKS * steps) == 0):
+                self.shared.kv.wait_full(kv, i * WAVES // (CHUNKS * steps))
             tiled_mma.set(warpgroup.Field.ACCUMULATE, i > 0)
             operands = self.qk.k_block(self.qk.a, ORDER[i // steps] * steps + i % steps, kv.slot)
             cute.gemm(tiled_mma, acc, *operands, acc)
         warpgroup.commit_group()
 
     @cute.jit
-    def write(self, rescale: Boolean, slot: Int32) -> None:
-        """Write P of a slot, and what O so far has to be multiplied by."""
-        self.out.sync()  # all warps have read the chunk whose place P takes
-        write_fragment(self.rounded, self.qk.mma, self.shared.sP[None, None, slot])
-        words, thread = self.shared.words, cute.arch.thread_idx()[0]
-        of_warps, of_rows = words.rescale, words.factors
+    def write(self, rescale: Boolean) -> None:
+        """Write P, and what O so far has to be multiplied by."""
+        # all warps have read the chunk whose place P takes
+        cute.arch.barrier(barrier_id=BARRIER + self.group, number_of_threads=WARPGROUP)
+        write_fragment(self.rounded, self.qk.mma, self.shared.sP[None, None, self.group])
+        words = self.shared.words
         if cute.arch.lane_idx() == 0:
-            of_warps[cute.arch.warp_idx() % 4, slot] = Int32(rescale)
-        if rescale & (thread % 4 == 0):
-            mine = rows_of_thread()
+            words.rescale[self.warp, self.group] = Int32(rescale)
+        if rescale:
             for r in cutlass.range_constexpr(2):
-                of_rows[mine[r], slot] = self.factors[r]
+                self.note(words.factors, r, self.factors[r])
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def hand_over(self, slot: Int32) -> None:
-        """Arrive for this warp: P of a slot and its words are written."""
+    def hand_over(self) -> None:
+        """Arrive for this warp: P and its words are written."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.shared.p_full.arrive(slot)
+            self.shared.p_full.arrive(self.group)

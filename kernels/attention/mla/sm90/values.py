@@ -19,9 +19,10 @@ from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import UNIT, Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.combine import Parts
-from cutex.kernels.attention.mla.config import HEAD_DIM, HEAD_DIM_V
+from cutex.kernels.attention.mla.config import CHUNK, HEAD_DIM, HEAD_DIM_V
+from cutex.kernels.attention.mla.sm90.config import SLOTS
 from cutex.kernels.attention.mla.sm90.scores import rows_of_thread
-from cutex.kernels.attention.mla.sm90.shared import GROUPS, WIDTH, Shared
+from cutex.kernels.attention.mla.sm90.shared import GROUPS, Shared
 
 COLUMNS = HEAD_DIM_V // 2  # of a warpgroup
 PARTS = len(GROUPS)  # of these columns, one after the other
@@ -62,12 +63,12 @@ class Values:
         mma = Wgmma(COLUMNS // PARTS, dtype, b_major=OperandMajorMode.MN)
         # NOTE: rows of keys in atoms of 8 x 64, those of the same columns behind each other, are
         # V^T with contiguous rows (contiguous_rows_layout), of which these are some
-        column = c.tile_n * WIDTH
+        column = c.tile_n * CHUNK
         layout = cute.make_layout(
-            ((WIDTH, COLUMNS // WIDTH), (8, c.tile_n // 8), (1, c.num_stages)),
-            stride=((1, column), (WIDTH, 8 * WIDTH), (0, c.tile_n * HEAD_DIM)),
+            ((CHUNK, COLUMNS // CHUNK), (8, c.tile_n // 8), (1, SLOTS)),
+            stride=((1, column), (CHUNK, 8 * CHUNK), (0, c.tile_n * HEAD_DIM)),
         )
-        first = s.sKV.iterator + self.half * (COLUMNS // WIDTH * column)
+        first = s.sKV.iterator + self.half * (COLUMNS // CHUNK * column)
         sVt = cute.make_tensor(first, layout)  # (DV / 2, bN, SLOT)
         a = mma.a_slots(s.sP)
         return WgmmaProduct(mma, a, mma.b_slots(sVt), mma.accumulator(columns=COLUMNS))

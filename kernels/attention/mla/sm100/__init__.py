@@ -1,0 +1,1 @@
+"""The MLA decode kernel on Blackwell."""

@@ -1,0 +1,41 @@
+"""The Hopper tiling of MLA decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from cutex.kernels.attention.mla.config import ELEMENT, HEAD_DIM, MlaConfig
+
+ATOM_ROWS = 8  # of a swizzle: pages of fewer rows are loaded row by row
+ROWS = 64  # of one wgmma
+KEYS = 64  # of a block
+SLOTS = 2  # of keys, as many as there is room for: one for each warpgroup of scores
+
+
+@dataclass(frozen=True)
+class Sm90MlaConfig(MlaConfig):
+    """The tiling: a CTA has 64 packed rows, and takes 64 keys at a time."""
+
+    num_sms: int = 132
+    share: bool = False  # two CTAs load keys for each other, with an even number of blocks of rows
+
+    tile_m: ClassVar[int] = ROWS
+    tile_n: ClassVar[int] = KEYS
+    ctas_of_part: ClassVar[int] = 1
+    q_bytes: ClassVar[int] = ROWS * HEAD_DIM * ELEMENT
+    kv_bytes: ClassVar[int] = KEYS * HEAD_DIM * ELEMENT  # of a slot
+    smem_bytes: ClassVar[int] = q_bytes + kv_bytes * SLOTS
+
+    @property
+    def team(self) -> int:
+        return 2 if self.share else 1
+
+    @property
+    def load_warps(self) -> int:
+        """The warps of a warpgroup that load: all for single rows, whose copies are as many as
+        rows."""
+        return 4 if self.page_size % ATOM_ROWS else 1
+
+    def fitted(self, rows: int) -> Self:
+        return replace(self, share=-(-rows // ROWS) % 2 == 0)
