@@ -78,6 +78,17 @@ class PlanCache:
             pass  # the checks of the call name an argument that is not what it should be
         return None
 
+    def launched(self, options: Hashable, *given: Tensor) -> Any:
+        """The result of the plan for these options that takes the tensors, whose launch itself
+        refuses those that do not begin as they should; None if there is no plan, or it refuses."""
+        try:
+            known = self.latest.get(options)
+            if known is None or not known.takes(*given) or is_watched_unseen():
+                known = self.find(options, *given)
+            return None if known is None else known.launch(*given)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return None  # the checks of the call name what is wrong
+
     @staticmethod
     def key_of(options: Hashable, *given: Tensor) -> Hashable:
         """What a plan that `find` should find is remembered under."""

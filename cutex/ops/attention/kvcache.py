@@ -22,12 +22,13 @@ from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import scaled
+from cutex.ops.attention.cache import stepped
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
-from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, refuse, stepped
+from cutex.ops.attention.kvcache_call import FP8, TENSORS, KVCacheCall, check, refuse
 from cutex.ops.attention.plan import arch_name, contiguous, packed, resources, why_copied
 from cutex.ops.attention.rotated import rotated
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
-from cutex.ops.plain import empty_of, is_watched_unseen, untraced
+from cutex.ops.plain import empty_of, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.workspace import buffers_of
 from cutex.problem.stage import package
@@ -102,53 +103,49 @@ def flash_attn_with_kvcache(
     """
     if others:
         refuse("flash_attn_with_kvcache", others)
-    if block_table is not None:
-        if page_table is not None:
-            raise ValueError("page_table and block_table are the same argument: give one of them")
-        page_table = block_table
+    page_table = _table(page_table, block_table)
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
     if rotary_cos is not None or rotary_sin is not None:
-        if rotary_cos is None or rotary_sin is None:
-            raise ValueError("rotary_cos and rotary_sin must be given together")
-        q, k = rotated(
-            q, k, (rotary_cos, rotary_sin), rotary_interleaved,
-            cache_seqlens if rotary_seqlens is None else rotary_seqlens,
-            causal or any(x is not None for x in sides_of(window_size)),
-        )  # fmt: skip
+        positions = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+        by_position = causal or any(x is not None for x in sides_of(window_size))
+        tables = _tables(rotary_cos, rotary_sin)
+        q, k = rotated(q, k, tables, rotary_interleaved, positions, by_position)
     if isinstance(k_cache, Tensor) and k_cache.dtype == FP8:
         q, k_descale, v_descale = scaled.prepared(
             q, k_cache, cu_seqlens_q, q_descale, k_descale, v_descale
         )
     elif q_descale is not None:
         raise ValueError("q_descale is given, but k_cache is not float8_e4m3fn")
-    with_lse = return_lse or return_softmax_lse
-    tensors = (q, k_cache, v_cache, *[
-        x for x in (cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, learnable_sink,
-                    k_descale, v_descale, k, v) if x is not None
-    ])  # fmt: skip
-    key: tuple[Any, ...] | None = None
-    try:
-        key = (
-            softmax_scale, causal, window_size, softcap, num_splits, max_seqlen_q, with_lse,
-            cu_seqlens_q is None, cache_seqlens is None, page_table is None,
-            cache_batch_idx is None, learnable_sink is None, k_descale is None, k is None,
-        )  # fmt: skip
-        known = PLANS.latest.get(key)
-        # NOTE: a base that is not aligned is refused by the launch itself
-        if known is not None and known.takes(*tensors) and not is_watched_unseen():
-            return known.launch(*tensors)
-        known = PLANS.find(key, *tensors)
-        if known is not None:
-            return known.launch(*tensors)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        key = None  # not a tensor, or a base that is not aligned: the checks raise for it
     call = KVCacheCall(
-        q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
-        max_seqlen_q, softmax_scale, causal, window_size, softcap, learnable_sink, num_splits,
-        k_descale, v_descale,
+        q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx,
+        learnable_sink, k_descale, v_descale, k, v,
+        max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits,
     )  # fmt: skip
-    return attend(call, with_lse, key)
+    return planned(call, return_lse or return_softmax_lse)
+
+
+def _table(page_table: Tensor | None, block_table: Tensor | None) -> Tensor | None:
+    """The page table, by either of its names."""
+    if block_table is None:
+        return page_table
+    if page_table is not None:
+        raise ValueError("page_table and block_table are the same argument: give one of them")
+    return block_table
+
+
+def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
+    if cos is None or sin is None:
+        raise ValueError("rotary_cos and rotary_sin must be given together")
+    return cos, sin
+
+
+def planned(call: KVCacheCall, with_lse: bool) -> Any:
+    """Launch the plan of a call that takes these tensors; or make one."""
+    tensors = tuple(x for x in call[:TENSORS] if x is not None)
+    key = (*call[TENSORS:], with_lse, *[x is None for x in call[3:TENSORS]])
+    found = PLANS.launched(key, *tensors)
+    return attend(call, with_lse, key) if found is None else found
 
 
 def _all(length: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
@@ -158,7 +155,7 @@ def _all(length: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
 
 
 @untraced
-def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...] | None = None) -> Any:
+def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...]) -> Any:
     """Run a call that has no plan, and keep one if later calls can have it."""
     check(call)
     check_device(call.q.device)
@@ -174,7 +171,7 @@ def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...] | None = None
     with current(call.q.device):
         plan = Plan(call, with_lse)
         result = plan(*call.tensors.values())
-    if key is not None and plan.as_given:
+    if plan.as_given:
         assert plan.run is not None, "it was launched"
         given = list(call.tensors.values())
         PLANS.remember(PLANS.key_of(key, *given), given, plan.run)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cutex.device.row_source import why_not_pages
+from cutex.ops.attention.cache import (
+    MOST_SPLITS,
+    check_in_place,
+    check_lengths,
+    check_pages,
+    check_table,
+    check_tensors,
+    room_of,
+)
 from cutex.ops.attention.call import DTYPES, INTEGERS, SINK_DTYPES, Window, kernel_dims, sides_of
-from cutex.ops.attention.plan import ALIGN
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain
 
-MOST_ROWS = 2**31 - 2**20  # of a cache: TMA counts them in 32 bits
-MOST_SPLITS = 256
 FP8 = torch.float8_e4m3fn
 
 
@@ -39,28 +43,31 @@ REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class KVCacheCall:
-    """The arguments of flash_attn_with_kvcache."""
+TENSORS = 12  # of the fields of a KVCacheCall, the first
+
+
+class KVCacheCall(NamedTuple):
+    """The arguments of flash_attn_with_kvcache: tensors, in the order of a plan's launch, and
+    numbers."""
 
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
-    k: Tensor | None = None
-    v: Tensor | None = None
-    cache_seqlens: Tensor | None = None
-    page_table: Tensor | None = None
-    cache_batch_idx: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    max_seqlen_q: int | None = None
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: Window = (None, None)
-    softcap: float = 0.0
-    learnable_sink: Tensor | None = None
-    num_splits: int = 0
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
+    cu_seqlens_q: Tensor | None
+    cache_seqlens: Tensor | None
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    learnable_sink: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    max_seqlen_q: int | None
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    softcap: float
+    num_splits: int
 
     @property
     def fp8(self) -> bool:
@@ -70,11 +77,8 @@ class KVCacheCall:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are given, in the order of a plan's launch."""
-        names = (
-            "q", "k_cache", "v_cache", "cu_seqlens_q", "cache_seqlens", "page_table",
-            "cache_batch_idx", "learnable_sink", "k_descale", "v_descale", "k", "v",
-        )  # fmt: skip
-        return {name: x for name in names if (x := getattr(self, name)) is not None}
+        given = zip(self._fields[:TENSORS], self[:TENSORS], strict=True)
+        return {name: x for name, x in given if x is not None}
 
     @property
     def batch(self) -> int:
@@ -97,8 +101,7 @@ class KVCacheCall:
     @property
     def room(self) -> int:
         """The keys that a sequence has room for."""
-        rows = self.k_cache.shape[1]
-        return rows if self.page_table is None else rows * self.page_table.shape[1]
+        return room_of(self.k_cache, self.page_table)
 
     @property
     def new_keys(self) -> int:
@@ -153,15 +156,8 @@ def refuse(function: str, others: dict[str, Any]) -> None:
 def check(call: KVCacheCall) -> None:
     """Raise TypeError or ValueError, in one sentence that names the argument, for a call that is
     not supported."""
-    for name in ("q", "k_cache", "v_cache", *call.tensors):
-        x = getattr(call, name)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.device != call.q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {call.q.device}")
-        if x.layout is not torch.strided or x.is_nested:
-            layout = "a nested tensor" if x.is_nested else x.layout
-            raise ValueError(f"{name} must be a strided tensor, got {layout}")
+    names = "q", "k_cache", "v_cache", *call.tensors
+    check_tensors((name, getattr(call, name)) for name in names)
     _check_operands(call)
     _check_caches(call)
     _check_new(call)
@@ -216,13 +212,8 @@ def _check_operands(call: KVCacheCall) -> None:
 
 def _check_caches(call: KVCacheCall) -> None:
     """The caches are never copied, so TMA must be able to step through them."""
-    for name in ("k_cache", "v_cache"):
-        x = getattr(call, name)
-        if reason := why_no_steps(x):
-            raise ValueError(f"{name} cannot be read in place: {reason}")
-        steps = stepped(x).stride()
-        if x.shape[0] and (x.shape[0] - 1) * (steps[0] // steps[1]) + x.shape[1] > MOST_ROWS:
-            raise ValueError(f"{name} spans more than {MOST_ROWS} rows")
+    check_in_place("k_cache", call.k_cache)
+    check_in_place("v_cache", call.v_cache)
     whole = call.page_table is None and call.cache_batch_idx is None
     if whole and call.k_cache.shape[0] != call.batch:
         raise ValueError(
@@ -231,31 +222,6 @@ def _check_caches(call: KVCacheCall) -> None:
         )
     if call.page_table is not None and call.cache_batch_idx is not None:
         raise ValueError("cache_batch_idx is of caches without pages; page_table has the pages")
-
-
-def why_no_steps(x: Tensor) -> str | None:
-    """The reason why TMA cannot step through a cache, or None."""
-    if x.data_ptr() % ALIGN:
-        return f"it starts at {x.data_ptr():#x}, which is no multiple of {ALIGN} bytes"
-    if x.stride(-1) != 1:
-        return f"its head dim has stride {x.stride(-1)}, not 1"
-    for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if n > 1 and (stride * x.element_size() % ALIGN or stride <= 0):
-            return f"its strides {x.stride()} are no multiples of {ALIGN} bytes"
-    return why_not_pages(stepped(x).stride())
-
-
-def stepped(x: Tensor) -> Tensor:
-    """The same cache, with strides that TMA takes also in the modes of size 1."""
-    outer, row, head, one = x.stride()
-    unit = x.shape[-1]
-    head = head if x.shape[2] > 1 else unit
-    row = row if x.shape[1] > 1 else unit * (x.shape[2] if x.shape[2] > 1 else 1)
-    if x.shape[1] == 1 and x.shape[0] > 1:
-        row = outer  # pages of one row
-    outer = outer if x.shape[0] > 1 else row * x.shape[1]
-    wanted = outer, row, head, one
-    return x if wanted == x.stride() else x.as_strided(x.shape, wanted)
 
 
 def _check_new(call: KVCacheCall) -> None:
@@ -295,10 +261,8 @@ def _check_vectors(call: KVCacheCall) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be {shapes[name]}")
         if name == "cu_seqlens_q" and (x.dim() != 1 or x.shape[0] < 1):
             raise ValueError(f"cu_seqlens_q has shape {tuple(x.shape)}, it must be (batch + 1,)")
-        if name == "page_table" and (x.dim() != 2 or x.shape[0] != call.batch):
-            raise ValueError(
-                f"page_table has shape {tuple(x.shape)}, it must be ({call.batch}, pages)"
-            )
+        if name == "page_table":
+            check_table(name, x, call.batch)
     if call.page_table is not None and call.cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with page_table: pages may be in part unused")
     sink = call.learnable_sink
@@ -358,13 +322,7 @@ def _check_values(call: KVCacheCall) -> None:
     it."""
     lengths = call.cache_seqlens
     if lengths is not None:
-        outside = (lengths < 0) | (lengths + call.new_keys > call.room)
-        if outside.any():
-            with_new = f" with {call.new_keys} new keys" if call.new_keys else ""
-            raise ValueError(
-                f"cache_seqlens must be from 0 to the {call.room} keys that there is room for"
-                f"{with_new}, got {lengths.tolist()}"
-            )
+        check_lengths(lengths, call.room, call.new_keys)
     entries = call.cache_batch_idx
     if entries is not None:
         outside = (entries < 0) | (entries >= call.k_cache.shape[0])
@@ -374,7 +332,7 @@ def _check_values(call: KVCacheCall) -> None:
                 f"{entries.tolist()}"
             )
     if call.page_table is not None and lengths is not None:
-        _check_pages(call, lengths)
+        check_pages("page_table", call.page_table, lengths, call.k_cache, call.new_keys)
     ends = call.cu_seqlens_q
     if ends is not None:
         rows, longest = call.q.shape[0], call.longest_q
@@ -383,16 +341,4 @@ def _check_values(call: KVCacheCall) -> None:
             raise ValueError(
                 f"cu_seqlens_q must rise from 0 to at most the {rows} rows of q, by at most "
                 f"{longest}, got {ends.tolist()}"
-            )
-
-
-def _check_pages(call: KVCacheCall, lengths: Tensor) -> None:
-    table, pages = call.page_table, call.k_cache.shape[0]
-    assert table is not None
-    for b, length in enumerate(lengths.tolist()):
-        used = table[b, : -(-(length + call.new_keys) // call.page_size)]
-        bad = used[(used < 0) | (used >= pages)]
-        if bad.numel():
-            raise ValueError(
-                f"page_table[{b}] has page {int(bad[0])}, k_cache has pages 0 to {pages - 1}"
             )

@@ -17,14 +17,14 @@ from torch import Tensor
 from cutex.arch import kernels_of
 from cutex.compile import Workspace
 from cutex.kernels.attention.decode.splits import Splits
-from cutex.kernels.attention.mla.choose import CONFIGS, fitted
+from cutex.kernels.attention.mla.choose import CONFIGS
 from cutex.kernels.attention.mla.config import MlaConfig
 from cutex.ops.attention.call import DTYPES
 from cutex.ops.attention.kvcache import preparation
-from cutex.ops.attention.mla_call import MlaCall, check, refuse_sparse
+from cutex.ops.attention.mla_call import TENSORS, MlaCall, check, refuse_sparse
 from cutex.ops.attention.plan import arch_name, contiguous, packed, resources
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
-from cutex.ops.plain import empty_of, is_watched_unseen, untraced
+from cutex.ops.plain import empty_of, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.workspace import buffers_of
 
@@ -77,33 +77,23 @@ def flash_mla_with_kvcache(
     Returns out (batch, tokens, heads, 512) and lse (batch, heads, tokens) float32. Tokens that see
     no key have out 0 and, as FlashMLA's, an lse of +inf. There are no gradients. Raises TypeError
     or ValueError, with one sentence, for arguments that do not fit, among them FlashMLA's for
-    caches in fp8 and for chosen keys, and where there is no Hopper GPU. What the int32 tensors hold
-    is checked on the CPU only.
+    caches in fp8 and for chosen keys, and where there is no Hopper or Blackwell GPU. What the int32
+    tensors hold is checked on the CPU only.
     """
     if others or is_fp8_kvcache:
         refuse_sparse(others, is_fp8_kvcache)
-    tensors = (q, k_cache, cache_seqlens, *(() if block_table is None else (block_table,)))
-    key: tuple[Any, ...] | None = None
-    try:
-        key = head_dim_v, num_splits, softmax_scale, causal, block_table is None
-        known = PLANS.latest.get(key)
-        # NOTE: a base that is not aligned is refused by the launch itself
-        if known is not None and known.takes(*tensors) and not is_watched_unseen():
-            return known.launch(*tensors)
-        known = PLANS.find(key, *tensors)
-        if known is not None:
-            return known.launch(*tensors)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        key = None  # not a tensor, or a base that is not aligned: the checks raise for it
-    splits = 0 if num_splits is None else num_splits
     call = MlaCall(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, splits, softmax_scale, causal
-    )
-    return attend(call, key)
+        q, k_cache, cache_seqlens, block_table,
+        head_dim_v, 0 if num_splits is None else num_splits, softmax_scale, causal,
+    )  # fmt: skip
+    tensors = call[:TENSORS] if block_table is not None else call[: TENSORS - 1]
+    key = *call[TENSORS:], block_table is None
+    found = PLANS.launched(key, *tensors)
+    return attend(call, key) if found is None else found
 
 
 @untraced
-def attend(call: MlaCall, key: tuple[Any, ...] | None = None) -> tuple[Tensor, Tensor]:
+def attend(call: MlaCall, key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Run a call that has no plan, and keep one if later calls can have it."""
     check(call)
     check_device(call.q.device)
@@ -115,7 +105,7 @@ def attend(call: MlaCall, key: tuple[Any, ...] | None = None) -> tuple[Tensor, T
     with current(call.q.device):
         plan = Plan(call)
         result = plan(*call.tensors.values())
-    if key is not None and plan.as_given:
+    if plan.as_given:
         assert plan.run is not None, "it was launched"
         given = list(call.tensors.values())
         PLANS.remember(PLANS.key_of(key, *given), given, plan.run)
@@ -186,7 +176,7 @@ def config_for(call: MlaCall) -> MlaConfig:
     config = CONFIGS[kernels_of(arch)](
         causal=call.causal and call.q.shape[1] > 1, page_size=call.page_size, num_sms=sms
     )
-    return fitted(config, call.rows)
+    return config.fitted(call.rows)
 
 
 @lru_cache(maxsize=1024)

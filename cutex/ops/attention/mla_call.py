@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cutex.kernels.attention.mla.config import HEAD_DIM, HEAD_DIM_V
+from cutex.ops.attention.cache import (
+    MOST_SPLITS,
+    check_in_place,
+    check_lengths,
+    check_pages,
+    check_table,
+    check_tensors,
+    room_of,
+)
 from cutex.ops.attention.call import DTYPES, INTEGERS
-from cutex.ops.attention.kvcache_call import MOST_ROWS, MOST_SPLITS, stepped, why_no_steps
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain
 
@@ -21,24 +28,27 @@ SPARSE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class MlaCall:
-    """The arguments of flash_mla_with_kvcache."""
+TENSORS = 4  # of the fields of an MlaCall, the first
+
+
+class MlaCall(NamedTuple):
+    """The arguments of flash_mla_with_kvcache: tensors, in the order of a plan's launch, and
+    numbers."""
 
     q: Tensor
     k_cache: Tensor
-    block_table: Tensor | None
     cache_seqlens: Tensor
-    head_dim_v: int = HEAD_DIM_V
-    num_splits: int = 0
-    softmax_scale: float | None = None
-    causal: bool = False
+    block_table: Tensor | None
+    head_dim_v: int
+    num_splits: int
+    softmax_scale: float | None
+    causal: bool
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are given, in the order of a plan's launch."""
-        names = "q", "k_cache", "cache_seqlens", "block_table"
-        return {name: x for name in names if (x := getattr(self, name)) is not None}
+        given = zip(self._fields[:TENSORS], self[:TENSORS], strict=True)
+        return {name: x for name, x in given if x is not None}
 
     @property
     def page_size(self) -> int:
@@ -47,8 +57,7 @@ class MlaCall:
     @property
     def room(self) -> int:
         """The keys that a sequence has room for."""
-        rows = self.k_cache.shape[1]
-        return rows if self.block_table is None else rows * self.block_table.shape[1]
+        return room_of(self.k_cache, self.block_table)
 
     @property
     def rows(self) -> int:
@@ -84,15 +93,8 @@ def refuse_sparse(given: dict[str, Any], is_fp8_kvcache: bool) -> None:
 def check(call: MlaCall) -> None:
     """Raise TypeError or ValueError, in one sentence that names the argument, for a call that is
     not supported."""
-    for name in ("q", "k_cache", "cache_seqlens", *call.tensors):
-        x = getattr(call, name)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.device != call.q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {call.q.device}")
-        if x.layout is not torch.strided or x.is_nested:
-            layout = "a nested tensor" if x.is_nested else x.layout
-            raise ValueError(f"{name} must be a strided tensor, got {layout}")
+    names = "q", "k_cache", "cache_seqlens", *call.tensors
+    check_tensors((name, getattr(call, name)) for name in names)
     _check_operands(call)
     _check_vectors(call)
     _check_numbers(call)
@@ -110,16 +112,11 @@ def _check_operands(call: MlaCall) -> None:
             raise TypeError(f"{name} has dtype {x.dtype}, but q has {call.q.dtype}")
         if x.dim() != 4 or x.shape[-1] != HEAD_DIM or (name == "k_cache" and x.shape[2] != 1):
             raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be ({modes}, {HEAD_DIM})")
-    if reason := why_no_steps(call.k_cache):
-        raise ValueError(f"k_cache cannot be read in place: {reason}")
-    pages, page = call.k_cache.shape[:2]
-    steps = stepped(call.k_cache).stride()
-    if pages and (pages - 1) * (steps[0] // steps[1]) + page > MOST_ROWS:
-        raise ValueError(f"k_cache spans more than {MOST_ROWS} rows")
-    if call.block_table is None and pages != call.q.shape[0]:
+    check_in_place("k_cache", call.k_cache)
+    if call.block_table is None and call.k_cache.shape[0] != call.q.shape[0]:
         raise ValueError(
-            f"k_cache has batch size {pages}, but q has {call.q.shape[0]}; block_table says which "
-            "pages are whose"
+            f"k_cache has batch size {call.k_cache.shape[0]}, but q has {call.q.shape[0]}; "
+            "block_table says which pages are whose"
         )
 
 
@@ -132,8 +129,8 @@ def _check_vectors(call: MlaCall) -> None:
     lengths, table = call.cache_seqlens, call.block_table
     if tuple(lengths.shape) != (batch,):
         raise ValueError(f"cache_seqlens has shape {tuple(lengths.shape)}, it must be ({batch},)")
-    if table is not None and (table.dim() != 2 or table.shape[0] != batch):
-        raise ValueError(f"block_table has shape {tuple(table.shape)}, it must be ({batch}, pages)")
+    if table is not None:
+        check_table("block_table", table, batch)
 
 
 def _check_numbers(call: MlaCall) -> None:
@@ -154,19 +151,6 @@ def _check_numbers(call: MlaCall) -> None:
 def _check_values(call: MlaCall) -> None:
     """Check what the int32 tensors hold, on the CPU only: on a GPU that would have to wait for
     it."""
-    lengths, table = call.cache_seqlens, call.block_table
-    if ((lengths < 0) | (lengths > call.room)).any():
-        raise ValueError(
-            f"cache_seqlens must be from 0 to the {call.room} keys that there is room for, got "
-            f"{lengths.tolist()}"
-        )
-    if table is None:
-        return
-    pages, size = call.k_cache.shape[:2]
-    for b, length in enumerate(lengths.tolist()):
-        used = table[b, : -(-length // size)]
-        bad = used[(used < 0) | (used >= pages)]
-        if bad.numel():
-            raise ValueError(
-                f"block_table[{b}] has page {int(bad[0])}, k_cache has pages 0 to {pages - 1}"
-            )
+    check_lengths(call.cache_seqlens, call.room)
+    if call.block_table is not None:
+        check_pages("block_table", call.block_table, call.cache_seqlens, call.k_cache)

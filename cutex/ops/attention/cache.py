@@ -1,0 +1,103 @@
+"""Caches of keys: how a kernel steps through one, and the checks of the tensors that say what is in
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from cutex.device.row_source import why_not_pages
+from cutex.ops.attention.plan import ALIGN
+
+MOST_ROWS = 2**31 - 2**20  # of a cache: TMA counts them in 32 bits
+MOST_SPLITS = 256
+
+
+def room_of(cache: Tensor, table: Tensor | None) -> int:
+    """The keys that a sequence has room for, in a cache (batch, room, ...) or, with a page table,
+    (pages, page size, ...)."""
+    rows = cache.shape[1]
+    return rows if table is None else rows * table.shape[1]
+
+
+def why_no_steps(x: Tensor) -> str | None:
+    """The reason why TMA cannot step through a cache, or None."""
+    if x.data_ptr() % ALIGN:
+        return f"it starts at {x.data_ptr():#x}, which is no multiple of {ALIGN} bytes"
+    if x.stride(-1) != 1:
+        return f"its head dim has stride {x.stride(-1)}, not 1"
+    for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if n > 1 and (stride * x.element_size() % ALIGN or stride <= 0):
+            return f"its strides {x.stride()} are no multiples of {ALIGN} bytes"
+    return why_not_pages(stepped(x).stride())
+
+
+def stepped(x: Tensor) -> Tensor:
+    """The same cache, with strides that TMA takes also in the modes of size 1."""
+    outer, row, head, one = x.stride()
+    unit = x.shape[-1]
+    head = head if x.shape[2] > 1 else unit
+    row = row if x.shape[1] > 1 else unit * (x.shape[2] if x.shape[2] > 1 else 1)
+    if x.shape[1] == 1 and x.shape[0] > 1:
+        row = outer  # pages of one row
+    outer = outer if x.shape[0] > 1 else row * x.shape[1]
+    wanted = outer, row, head, one
+    return x if wanted == x.stride() else x.as_strided(x.shape, wanted)
+
+
+def check_tensors(given: Iterable[tuple[str, object]]) -> None:
+    """Raise TypeError or ValueError, in one sentence, for an argument that is no strided tensor on
+    the device of the first, q."""
+    device = None
+    for name, x in given:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        device = x.device if device is None else device
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, but q is on {device}")
+        if x.layout is not torch.strided or x.is_nested:
+            layout = "a nested tensor" if x.is_nested else x.layout
+            raise ValueError(f"{name} must be a strided tensor, got {layout}")
+
+
+def check_in_place(name: str, cache: Tensor) -> None:
+    """Raise ValueError, in one sentence, for a cache that TMA cannot step through: it is never
+    copied."""
+    if reason := why_no_steps(cache):
+        raise ValueError(f"{name} cannot be read in place: {reason}")
+    steps, (pages, page) = stepped(cache).stride(), cache.shape[:2]
+    if pages and (pages - 1) * (steps[0] // steps[1]) + page > MOST_ROWS:
+        raise ValueError(f"{name} spans more than {MOST_ROWS} rows")
+
+
+def check_table(name: str, table: Tensor, batch: int) -> None:
+    """Raise ValueError, in one sentence, for a page table that is not (batch, pages)."""
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise ValueError(f"{name} has shape {tuple(table.shape)}, it must be ({batch}, pages)")
+
+
+def check_lengths(lengths: Tensor, room: int, new_keys: int = 0) -> None:
+    """Raise ValueError, in one sentence, for lengths, on the CPU, that exceed a cache's room."""
+    if ((lengths < 0) | (lengths + new_keys > room)).any():
+        with_new = f" with {new_keys} new keys" if new_keys else ""
+        raise ValueError(
+            f"cache_seqlens must be from 0 to the {room} keys that there is room for{with_new}, "
+            f"got {lengths.tolist()}"
+        )
+
+
+def check_pages(
+    name: str, table: Tensor, lengths: Tensor, cache: Tensor, new_keys: int = 0
+) -> None:
+    """Raise ValueError, in one sentence, for a page table, on the CPU, of pages that `cache` does
+    not have."""
+    pages, size = cache.shape[:2]
+    for b, length in enumerate(lengths.tolist()):
+        used = table[b, : -(-(length + new_keys) // size)]
+        bad = used[(used < 0) | (used >= pages)]
+        if bad.numel():
+            raise ValueError(
+                f"{name}[{b}] has page {int(bad[0])}, k_cache has pages 0 to {pages - 1}"
+            )
