@@ -1,5 +1,5 @@
-"""MLA decode by the Hopper kernel, simulated, against float64: pages with poison behind the
-lengths, parts, exact small integers; arguments that do not fit."""
+"""MLA decode, simulated, against float64: pages with poison behind the lengths, parts, exact small
+integers; arguments that do not fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 from kvcache_calls import table_of
 
 import cutex
+from cutex.compile.resources import all_resources
+from cutex.kernels.attention.mla.choose import CONFIGS
+from cutex.ops.attention.mla import kernel_for
 
 D, DV = 576, 512
+ARCHS = "sm_90a", "sm_100a"
 SMALL = {"heads": 16, "tokens": 1, "lengths": (100, 0, 65)}
 CASES = {
     "two tokens, causal": {"tokens": 2, "causal": True},
@@ -34,7 +38,7 @@ class Case:
 
     def __init__(
         self, heads, tokens, lengths, causal=False, page_size=64, num_splits=None,
-        dtype=torch.bfloat16, strided=False, integers=False, seed=0,
+        dtype=torch.bfloat16, strided=False, integers=False, seed=0, device="cpu",
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
 
@@ -45,7 +49,7 @@ class Case:
 
         batch, room = len(lengths), max(lengths)
         q = drawn(batch, tokens, 2 * heads if strided else heads, D)
-        self.q = q[:, :, ::2] if strided else q
+        self.q = q
         self.rows = drawn(batch, room, 1, D)
         cache = self.rows.clone()
         for b, n in enumerate(lengths):
@@ -58,8 +62,10 @@ class Case:
                 for i in range(0, n, page_size):
                     rows = self.rows[b, i : min(i + page_size, n)]
                     cache[int(table[b, i // page_size]), : len(rows)] = rows
-        self.cache, self.table = cache, table
-        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.q, self.rows, self.cache = (x.to(device) for x in (self.q, self.rows, cache))
+        self.q = self.q[:, :, ::2] if strided else self.q
+        self.table = None if table is None else table.to(device)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
         self.scale = 2.0**-6 if integers else None
         self.causal, self.num_splits = causal, num_splits
 
@@ -79,7 +85,7 @@ class Case:
             k = rows[:n, 0]
             scores = torch.einsum("qhd,kd->hqk", q, k) * scale
             if self.causal:
-                seen = torch.ones(tokens, int(n)).tril(int(n) - tokens) > 0
+                seen = torch.ones(tokens, int(n), device=q.device).tril(int(n) - tokens) > 0
                 scores = scores.masked_fill(~seen, -torch.inf)
             lse.append(scores.logsumexp(-1))
             p = torch.exp(scores - lse[-1].clamp(min=-1e300)[..., None])
@@ -105,13 +111,12 @@ class Case:
         return ""
 
 
-def named(*quick: str) -> list:
-    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
-
-
-@pytest.mark.parametrize("name", named(*QUICK))
-def test_latent_caches_are_attended_to(name):
-    with cutex.ops.simulated("sm_90a"):
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+)
+def test_latent_caches_are_attended_to(name, arch):
+    with cutex.ops.simulated(arch):
         assert Case(**{**SMALL, **CASES[name]}).outcome() == ""
 
 
@@ -119,15 +124,17 @@ def test_latent_caches_are_attended_to(name):
 @pytest.mark.parametrize(
     ("order", "seed"), [("random", 1), ("random", 2), ("starved", 0), ("eager", 0)]
 )
-def test_the_order_of_the_roles_does_not_matter(order, seed):
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_order_of_the_roles_does_not_matter(order, seed, arch):
     case = Case(**{**SMALL, "lengths": (300, 190, 65), "tokens": 3, "causal": True})
-    with cutex.ops.simulated("sm_90a", order=order, seed=seed):
+    with cutex.ops.simulated(arch, order=order, seed=seed):
         assert case.outcome() == ""
         assert case.outcome(num_splits=1) == ""
 
 
 @pytest.mark.slow
-def test_small_integers_are_exact():
+@pytest.mark.parametrize("arch", ARCHS)
+def test_small_integers_are_exact(arch):
     """All keys alike, of numbers whose sums need no rounding: the output is the key."""
     case = Case(16, 1, (100, 64), integers=True)
     for b, n in enumerate((100, 64)):
@@ -135,7 +142,7 @@ def test_small_integers_are_exact():
         for i in range(n):
             page = int(case.table[b, i // 64])
             case.cache[page, i % 64] = case.rows[b, 0]
-    with cutex.ops.simulated("sm_90a"):
+    with cutex.ops.simulated(arch):
         out, lse = case.run()
     want, want_lse = case.expected()
     assert torch.equal(out.double(), want.round())
@@ -143,7 +150,8 @@ def test_small_integers_are_exact():
 
 
 @pytest.mark.slow
-def test_scores_of_any_size_are_right():
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scores_of_any_size_are_right(arch):
     """A hot key anywhere, and rows that begin far below it."""
     case = Case(**{**SMALL, "lengths": (260, 130)})
     hot = random.Random(0)
@@ -151,19 +159,29 @@ def test_scores_of_any_size_are_right():
         i = hot.randrange(n)
         case.rows[b, i] *= 30
         case.cache[int(case.table[b, i // 64]), i % 64] = case.rows[b, i]
-    with cutex.ops.simulated("sm_90a"):
+    with cutex.ops.simulated(arch):
         assert case.outcome() == ""
         assert case.outcome(num_splits=2) == ""
 
 
 @pytest.mark.slow
-def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(arch):
     case = Case(**{**SMALL, "lengths": (200, 30, 65)})
-    with cutex.ops.simulated("sm_90a"):
+    with cutex.ops.simulated(arch):
         whole = case.run(num_splits=2)
         case.q, case.table, case.lengths = case.q[:1], case.table[:1], case.lengths[:1]
         alone = case.run(num_splits=2)
     assert all(torch.equal(x[:1], y) for x, y in zip(whole, alone, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_register_is_spilled(arch, rows, dtype):
+    compiled = kernel_for(CONFIGS[arch](causal=rows > 16).fitted(rows), dtype, arch)
+    assert [x.spill_bytes for x in all_resources(compiled)] == [0, 0]
 
 
 def test_without_queries_or_keys_nothing_is_launched():

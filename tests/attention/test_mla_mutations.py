@@ -1,4 +1,4 @@
-"""A fault in the MLA kernel is found: as a wrong result, or by the simulator."""
+"""A fault in an MLA kernel is found: as a wrong result, or by the simulator."""
 
 from __future__ import annotations
 
@@ -8,25 +8,35 @@ from cutlass import cute
 from test_mla import Case
 
 from cutex.compile import compile
-from cutex.kernels.attention.mla.config import MlaConfig
-from cutex.kernels.attention.mla.sm90.mla import Mla
+from cutex.device.atoms.umma import commit
+from cutex.device.pipeline import PairRing, is_leader
+from cutex.kernels.attention.mla.sm90 import mla as sm90
+from cutex.kernels.attention.mla.sm90.config import Sm90MlaConfig
+from cutex.kernels.attention.mla.sm90.load import Load
 from cutex.kernels.attention.mla.sm90.scores import Block
-from cutex.kernels.attention.mla.sm90.shared import GROUPS, ChunkRing
+from cutex.kernels.attention.mla.sm90.shared import GROUPS, WAVES, ChunkRing
+from cutex.kernels.attention.mla.sm100 import mla as sm100
+from cutex.kernels.attention.mla.sm100.config import Sm100MlaConfig
+from cutex.kernels.attention.mla.sm100.mma import Mma
+from cutex.kernels.attention.mla.sm100.softmax import Softmax
 from cutex.sim import SimError, simulate
 
 pytestmark = pytest.mark.slow
-CONFIG = MlaConfig(num_sms=2, share=True)
+KERNELS = {
+    "sm_90a": lambda: sm90.Mla(Sm90MlaConfig(num_sms=2, share=True)),
+    "sm_100a": lambda: sm100.Mla(Sm100MlaConfig(num_sms=2)),
+}
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "random", "seed": 2}, {"order": "starved"})
 
 
-def wrong(config: MlaConfig = CONFIG, orders=ORDERS) -> str | None:
+def wrong(arch: str) -> str | None:
     """The error of a kernel, compiled as it is now, under the first order that shows one."""
     case = Case(128, 1, (400, 70))
-    kernel = compile(Mla(config), "bf16", "sm_90a", cache=False)
+    kernel = compile(KERNELS[arch](), "bf16", arch, cache=False)
     want, want_lse = case.expected()
-    for order in orders:
+    for order in ORDERS:
         out, lse = torch.full_like(want, torch.nan).bfloat16(), want_lse.float() * torch.nan
-        sums = torch.full((4 * 4 + 4 * 64 * 513,), torch.nan)
+        sums = torch.full((4 * 4 + 4 * 128 * 513,), torch.nan)
         arguments = case.q, case.cache, out, lse, case.lengths, case.table, 576**-0.5, 0, sums
         try:
             simulate(kernel, *arguments, **order)
@@ -39,25 +49,52 @@ def wrong(config: MlaConfig = CONFIG, orders=ORDERS) -> str | None:
     return None
 
 
-def test_the_unchanged_kernel_is_right():
-    assert wrong() is None
+@pytest.mark.parametrize("arch", KERNELS)
+def test_the_unchanged_kernel_is_right(arch):
+    assert wrong(arch) is None
 
 
-def test_p_that_is_not_fenced_for_the_tensor_cores_is_found(monkeypatch):
+@pytest.mark.parametrize("arch", KERNELS)
+def test_p_that_is_not_fenced_for_the_tensor_cores_is_found(arch, monkeypatch):
     monkeypatch.setattr(cute.arch, "fence_view_async_shared", lambda: None)
-    assert wrong() is not None
+    assert wrong(arch) is not None
+
+
+# ---- Hopper
 
 
 def test_p_that_is_handed_over_before_it_is_written_is_found(monkeypatch):
     write, hand_over = Block.write, Block.hand_over
 
-    def early(self, rescale, slot):
-        hand_over(self, slot)
-        write(self, rescale, slot)
+    def early(self, rescale):
+        hand_over(self)
+        write(self, rescale)
 
     monkeypatch.setattr(Block, "write", early)
-    monkeypatch.setattr(Block, "hand_over", lambda self, slot: None)
-    assert wrong() is not None
+    monkeypatch.setattr(Block, "hand_over", lambda self: None)
+    assert wrong("sm_90a") is not None
+
+
+def test_references_that_are_taken_out_of_turn_are_found(monkeypatch):
+    monkeypatch.setattr(Block, "phase_before", lambda self, kv: kv.phase ^ 1)
+    assert wrong("sm_90a") is not None
+
+
+def test_a_turn_that_is_passed_before_the_references_are_written_is_found(monkeypatch):
+    take_turn, pass_turn = Block.take_turn, Block.pass_turn
+
+    def early(self, acc, i, kv):
+        pass_turn(self)
+        return take_turn(self, acc, i, kv)
+
+    monkeypatch.setattr(Block, "take_turn", early)
+    monkeypatch.setattr(Block, "pass_turn", lambda self: None)
+    assert wrong("sm_90a") is not None
+
+
+def test_sums_of_one_warpgroup_alone_are_found(monkeypatch):
+    monkeypatch.setattr(Block, "add_other_sums", lambda self, kv: None)
+    assert wrong("sm_90a") is not None
 
 
 def test_a_group_that_is_released_at_one_cta_alone_is_found(monkeypatch):
@@ -66,12 +103,12 @@ def test_a_group_that_is_released_at_one_cta_alone_is_found(monkeypatch):
             self.empty.arrive(state.slot * len(GROUPS) + group)
 
     monkeypatch.setattr(ChunkRing, "release", alone)
-    assert wrong() is not None
+    assert wrong("sm_90a") is not None
 
 
 def test_a_cta_that_leaves_before_the_other_has_written_is_found(monkeypatch):
-    monkeypatch.setattr(ChunkRing, "drain", lambda self, state: None)
-    assert wrong() is not None
+    monkeypatch.setattr(Load, "drain", lambda self, cursor: None)
+    assert wrong("sm_90a") is not None
 
 
 def test_a_slot_that_is_filled_again_too_early_is_found(monkeypatch):
@@ -82,7 +119,54 @@ def test_a_slot_that_is_filled_again_too_early_is_found(monkeypatch):
             acquire(self, state, 0)
             for wave in {self.wave_of(c) for c in GROUPS[1]} - {self.wave_of(c) for c in GROUPS[0]}:
                 with cute.arch.elect_one():
-                    self.full.arrive_expecting(self.wave_bytes, state.slot * self.waves + wave)
+                    self.full.arrive_expecting(self.wave_bytes, state.slot * WAVES + wave)
 
     monkeypatch.setattr(ChunkRing, "acquire", early)
-    assert wrong() is not None
+    assert wrong("sm_90a") is not None
+
+
+# ---- Blackwell
+
+
+def test_halves_of_a_row_with_references_of_their_own_are_found(monkeypatch):
+    monkeypatch.setattr(Softmax, "other", lambda self, x, place: x)
+    assert wrong("sm_100a") is not None
+
+
+def test_an_exchange_in_one_place_is_found(monkeypatch):
+    other = Softmax.other
+    monkeypatch.setattr(Softmax, "other", lambda self, x, place: other(self, x, 0))
+    assert wrong("sm_100a") is not None
+
+
+def test_p_that_is_written_while_it_is_read_is_found(monkeypatch):
+    block = Softmax.block
+    monkeypatch.setattr(
+        Softmax, "block", lambda self, row, blocks, i, buffer, o_phase, factors: block(
+            self, row, blocks, i, buffer, None, factors
+        )
+    )  # fmt: skip
+    assert wrong("sm_100a") is not None
+
+
+def test_scores_that_are_announced_before_their_products_are_found(monkeypatch):
+    scores = Mma.scores
+
+    def early(self, qk, kv, buffer):
+        commit(self.shared.barriers.s_full[buffer.slot], pair=True)
+        return scores(self, qk, kv, buffer)
+
+    monkeypatch.setattr(Mma, "scores", early)
+    assert wrong("sm_100a") is not None
+
+
+def test_slots_of_a_pair_that_are_not_waited_for_are_found(monkeypatch):
+    @cute.jit
+    def early(self, state):
+        if is_leader():
+            with cute.arch.elect_one():
+                self.full.arrive_expecting(self.slot_bytes, state.slot)
+        return self.full[state.slot]
+
+    monkeypatch.setattr(PairRing, "acquire", early)
+    assert wrong("sm_100a") is not None
