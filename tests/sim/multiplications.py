@@ -123,6 +123,7 @@ class Mma:
     saturate: bool = False
     off: tuple[int, ...] = ()  # words of disabled lanes
     scale: int = 0  # D * 2^-scale
+    ws: str = ""  # of tcgen05.mma.ws: its collector, or " "
     seed: int = 0
 
     @property
@@ -154,7 +155,10 @@ class Mma:
         F."""
         m, n = np.arange(self.m)[:, None], np.arange(self.n)[None, :]
         zero = 0 * (m + n)
-        if self.group == 2 and self.m == 256:
+        if self.ws:
+            share = self.n * self.m // LANES
+            cta, lane, column = 0, m + self.m * (n // share), n % share
+        elif self.group == 2 and self.m == 256:
             cta, lane, column = m // 128, m % 128, n
         elif self.group == 2:
             cta, lane = m // 64, m % 64 + 64 * (n // (self.n // 2))
@@ -189,7 +193,8 @@ class Mma:
             off = "{" + ", ".join(registers) + "}, "
             a += "".join(f"mov.u32 {r}, {w};" for r, w in zip(registers, self.off, strict=True))
         scale = f", {self.scale}" if self.scale else ""
-        op = f"tcgen05.mma.cta_group::{self.group}.kind::{KINDS[self.b.kind]}"
+        ws = ".ws" * bool(self.ws)
+        op = f"tcgen05.mma{ws}.cta_group::{self.group}.kind::{KINDS[self.b.kind]}{self.ws.strip()}"
         lines = [target, a, b, f"mov.u32 %r23, {self.idesc};",
                  f"setp.eq.u32 %p4, {self.accumulate}, 1;"]  # fmt: skip
         for step in range(self.steps):
@@ -234,8 +239,8 @@ class Mma:
             rows = np.arange(half)
             for cta in range(self.group):
                 mine = raw[cta * half :][:half]
-                if half == 128:
-                    t[cta, :, at] = mine
+                if half == 128 or self.ws:
+                    t[cta, :, at] = np.tile(mine, (LANES // half, 1))
                 elif self.group == 2:  # twice, for the two halves of N
                     t[cta, :64, at] = t[cta, 64:, at] = mine
                 else:

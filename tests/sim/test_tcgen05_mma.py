@@ -195,6 +195,53 @@ def test_products_of_normal_numbers_are_near_float64():
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+# -- weight-stationary ones ------------------------------------------------------------------------
+
+WS = pytest.mark.parametrize("m", [32, 64, 128])
+
+
+@WS
+@pytest.mark.parametrize("n", [64, 128, 256])
+def test_ws_lays_its_rows_out_in_all_lanes(m, n):
+    Mma(operand("f16"), operand("bf16", start=B_AT, rows=n), m, n, ws=" ", seed=m).check()
+
+
+@WS
+@pytest.mark.parametrize("kind", ["tf32", "e4m3", "s8"])
+@pytest.mark.parametrize("collector", [".collector::b0::fill", ".collector::b3::lastuse"])
+def test_ws_of_other_kinds(m, kind, collector):
+    a, b = operand(kind), operand(kind, start=B_AT)
+    Mma(a, b, m, 64, d="s32" if kind == "s8" else "f32", ws=collector, steps=4).check()
+
+
+@WS
+def test_ws_with_a_in_tensor_memory(m):
+    """A is there for each share of N, as the accumulator is."""
+    Mma("bf16", operand("bf16", start=B_AT, rows=128), m, 128, ws=" ", column=64, steps=4).check()
+
+
+@WS
+def test_ws_whose_b_is_mn_major(m):
+    Mma(operand("f16"), operand("f16", 128, True, 64, B_AT), m, 64, ws=" ").check()
+
+
+@pytest.mark.parametrize(("m", "n"), [(256, 64), (64, 96), (32, 32)])
+def test_ws_takes_three_shapes_of_each(m, n):
+    case = Mma(operand("f16"), operand("f16", start=B_AT), m, n, ws=" ")
+    case.tensor_memory = lambda: np.zeros((1, LANES, case.width), np.uint32)  # type: ignore
+    case.shared = lambda: np.zeros((1, SMEM), np.uint8)  # type: ignore[method-assign]
+    with pytest.raises(BadOperand, match=rf"mma.ws of M={m}, N={n} .* N in \(64, 128, 256\)"):
+        case.run()
+
+
+def test_ws_with_columns_that_are_zero_is_not_defined():
+    case = Mma(operand("f16"), operand("f16", start=B_AT), 64, 64, ws=" ")
+    text = case.text().replace("%p4;\n@", "%p4, %d3;\n@")
+    case.text = lambda: text  # type: ignore[method-assign]
+    with pytest.raises(UnknownInstruction, match="columns of B that are zero"):
+        case.run()
+
+
 # -- copies from shared memory ---------------------------------------------------------------------
 
 COPIES = {  # rows, columns of 32 bits, and the lanes of each row
@@ -352,11 +399,11 @@ def test_m_64_leaves_the_other_half_of_each_quarter_alone(lane):
         with_load_from(lane)
 
 
-@pytest.mark.parametrize("form", ["sp.", "ws."])
+@pytest.mark.parametrize("form", ["sp.", "ws.sp."])
 def test_forms_that_the_simulator_does_not_define_are_named(form):
     case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64)
     text = case.text().replace("tcgen05.mma.", "tcgen05.mma." + form)
-    if form == "sp.":
+    if form.endswith("sp."):
         text = text.replace("%d3, %r23", "%d3, [%r12], %r23")
     with pytest.raises(SimError) as report:
         simulate_ptx(kernel(text, 1, case.width), {"s": aligned(case.shared()), "t": aligned(

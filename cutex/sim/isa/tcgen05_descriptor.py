@@ -96,11 +96,21 @@ def read_instruction(bits: int, kind: str, ins: Instruction) -> InstructionDescr
     )
 
 
-def check_shape(desc: InstructionDescriptor, group: int, ins: Instruction) -> None:
+def check_shape(
+    desc: InstructionDescriptor, group: int, ins: Instruction, ws: bool = False
+) -> None:
     """Check the shape (table 39): M 64 or 128 (one CTA), 128 or 256 (pair); N in steps of 8 or 16,
     for integers 16 (besides 8 and 24) or 32; twice that where B has 8 bits and is N-major (the
-    DSL's own check).
+    DSL's own check); with ``ws`` M 32, 64 or 128 and N 64, 128 or 256.
     """
+    if ws:
+        if group != 1 or desc.m not in (32, 64, 128) or desc.n not in (64, 128, 256):
+            raise BadOperand.at(
+                ins,
+                f"tcgen05.mma.ws of M={desc.m}, N={desc.n} with cta_group::{group}: takes one CTA, "
+                "M in (32, 64, 128), N in (64, 128, 256)",
+            )
+        return
     ms: tuple[int, ...] = (64, 128) if group == 1 else (128, 256)
     step = 8 * group
     if desc.b_mn and desc.b in ("e4m3", "e5m2"):

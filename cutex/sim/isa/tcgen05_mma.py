@@ -51,15 +51,15 @@ def accumulator_lanes(m: int, group: int, base_lane: int) -> np.ndarray:
 @instruction("tcgen05.mma")
 def mma(d: Decoder) -> Execute:
     """tcgen05.mma (9.7.16.10.9.1): D (tensor memory) = A (shared or tensor memory) * B (shared
-    memory), plus D if enabled.
+    memory), plus D if enabled; and .ws (9.7.16.10.9.3), which lays fewer rows out in all lanes.
     """
     d.only(
-        "mma", "cta_group", "1", "2", "kind", *TYPES, "collector", "a", "discard",
-        "fill", "use", "lastuse", "buffer", "b0", "block_scale", *SIZES,
+        "mma", "ws", "cta_group", "1", "2", "kind", *TYPES, "collector", "a", "discard",
+        "fill", "use", "lastuse", "buffer", "b0", "b1", "b2", "b3", "block_scale", *SIZES,
     )  # fmt: skip
-    group = cta_group(d)
+    group, ws = cta_group(d), "ws" in d.mods
     kind = d.parts[d.parts.index("kind") + 1]
-    if kind.startswith("mx") != ("block_scale" in d.mods):
+    if kind.startswith("mx") != ("block_scale" in d.mods) or (ws and kind.startswith("mx")):
         raise d.unknown("block scaling")
     ops = d.ins.operands
     from_tmem = isinstance(ops[1], Address)
@@ -71,7 +71,9 @@ def mma(d: Decoder) -> Execute:
     factors_at = [d.address(4), d.address(5)] if factors else []
     after = 6 if factors else 5 if disable else 4
     enable = d.read(ops[after], "pred")
-    scale = 0.5 ** d.immediate(after + 1) if len(ops) > after + 1 else 1.0  # of D
+    last = after + 1 if len(ops) > after + 1 else None
+    columns = d.src(last, "b64") if ws and last else None  # of B that are taken to be zero
+    scale = 0.5 ** d.immediate(last) if last and not ws else 1.0  # of D
     disable_reads = [d.read(o, "b32") for o in disable]
     m, ins = d.m, d.ins
 
@@ -84,7 +86,9 @@ def mma(d: Decoder) -> Execute:
         rows, lanes = np.nonzero(b.active())
         for at in zip(rows.tolist(), lanes.tolist(), strict=True):
             desc = read_instruction(int(i_s[at]), kind, ins)
-            check_shape(desc, group, ins)
+            check_shape(desc, group, ins, ws)
+            if columns is not None and b.lanes(columns(b))[at]:
+                raise d.unknown("columns of B that are zero")
             off = [int(x[at]) for x in masks]
             issuer = Issuer(m, int(b.idx[at[0]]), at[1], group, ins)
             scale_at = [int(b.lanes(r(b))[at]) for r in factors_at]
@@ -98,6 +102,7 @@ def mma(d: Decoder) -> Execute:
                 scale if enabled[at] else None,
                 _enabled_lanes(off, group),
                 BlockScales(issuer, desc, factors, *scale_at) if factors else None,
+                ws,
             ).issue()
 
     return execute
@@ -126,19 +131,20 @@ class Mma:
     scale: float | None  # None: D is not read
     enabled: np.ndarray  # (ctas, 128) lanes that are written
     scales: BlockScales | None = None
+    ws: bool = False
 
     def __post_init__(self) -> None:
         self.m, self.ins, self.ctas = self.issuer.m, self.issuer.ins, self.issuer.ctas
         self.rows = self.desc.m // len(self.ctas)
-        # layout B: N in two halves, the second 64 lanes up
-        self.halved = len(self.ctas) == 2 and self.desc.m == 128
-        self.width = self.desc.n // 2 if self.halved else self.desc.n
+        # layouts B, E and G: N in shares, each in lanes of its own above the last one's
+        self.shares = 128 // self.rows if self.ws or len(self.ctas) == 2 else 1
+        self.width = self.desc.n // self.shares
         self.base_lane, self.column = self.d >> 16, self.d & 0xFFFF
 
     def issue(self) -> None:
         desc, ins = self.desc, self.ins
         for lane in (self.base_lane, self.a >> 16 if self.a_in_tmem else 0):
-            if lane and (lane != 16 or desc.m != 64):
+            if lane and (lane != 16 or desc.m != 64 or self.ws):
                 raise BadOperand.at(
                     ins, f"tcgen05.mma of M={desc.m} in tensor memory from lane {lane}"
                 )
@@ -149,7 +155,7 @@ class Mma:
         if self.a_in_tmem:
             self._check_columns(self.a & 0xFFFF, A_COLUMNS)
             self.a_values = [self._a_in_tmem(cta) for cta in self.ctas]
-            reads += [r for c in self.ctas for r in _rectangles(c, desc, self.a, A_COLUMNS)]
+            reads += [r for c in self.ctas for r in self._rectangles(c, self.a, A_COLUMNS)]
         else:
             a_form = Form("operand A of tcgen05.mma", desc.a, self.rows, desc.a_mn)
             operands = self._shared(self.a, a_form)
@@ -157,9 +163,9 @@ class Mma:
             reads += [x.span() for x in operands]
         reads += self.scales.places() if self.scales else []
         writes: list[Place] = [
-            r for c in self.ctas for r in _rectangles(c, desc, self.d, self.width)
+            r for c in self.ctas for r in self._rectangles(c, self.d, self.width)
         ]
-        self.lanes = accumulator_lanes(desc.m, len(self.ctas), self.base_lane)
+        self.lanes = self._lanes(self.base_lane)
         flops = 2 * desc.m * desc.n * desc.k
         self.issuer.issue(Engine.TCGEN05_MMA, self.complete, reads, writes, flops)
 
@@ -180,14 +186,32 @@ class Mma:
         self, a_rows: np.ndarray, b_all: np.ndarray
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """The products, each with the lanes that they are added to."""
-        if not self.halved:
+        if self.shares == 1:
             return [(self.lanes, a_rows @ b_all.T)]
-        n = len(self.lanes)
-        # NOTE: the upper lanes of A in tensor memory hold the rows for the second half of N
+        n, last = len(self.lanes), len(a_rows) - len(self.lanes)
+        # NOTE: the upper lanes of A in tensor memory hold the rows for their own share of N
         return [
-            (self.lanes, a_rows[:n] @ b_all[: self.width].T),
-            (self.lanes + 64, a_rows[-n:] @ b_all[self.width :].T),
+            (
+                self.lanes + n * i,
+                a_rows[min(n * i, last) :][:n] @ b_all[self.width * i : self.width * (i + 1)].T,
+            )
+            for i in range(self.shares)
         ]
+
+    def _lanes(self, base: int) -> np.ndarray:
+        """The lanes of the rows, of the first share of N."""
+        if self.ws:
+            return np.arange(self.rows)
+        return accumulator_lanes(self.desc.m, len(self.ctas), base)
+
+    def _rectangles(self, cta: int, address: int, width: int) -> list[Rectangle]:
+        """The lanes that an accumulator, or A, occupies: with M = 64, half of each quarter."""
+        lane, low = address >> 16, address & 0xFFFF
+        if self.desc.m == 64 and not self.ws:
+            halves = [(32 * q + lane, 32 * q + lane + 16) for q in range(4)]
+        else:
+            halves = [(0, 128)]
+        return [Rectangle(cta, first, last, low, low + width) for first, last in halves]
 
     def _check_columns(self, first: int, count: int) -> None:
         for cta in self.ctas:
@@ -202,9 +226,9 @@ class Mma:
         columns (9.7.16.10.5); those of 4 and 6 bits in a byte each.
         """
         kind, column = self.desc.a.replace("padded", "byte"), self.a & 0xFFFF
-        lanes = accumulator_lanes(self.desc.m, len(self.ctas), self.a >> 16)
-        if self.halved:
-            lanes = np.arange(128)  # twice the rows: the halves of N read their own
+        lanes = self._lanes(self.a >> 16)
+        if self.shares > 1:
+            lanes = np.arange(128)  # the rows again for each share of N, which reads its own
 
         def values() -> np.ndarray:
             cells = self.m.tmem.cells[cta][lanes, column : column + A_COLUMNS]
@@ -212,16 +236,6 @@ class Mma:
             return ELEMENTS[kind](raw).reshape(len(lanes), -1)
 
         return values
-
-
-def _rectangles(cta: int, desc: InstructionDescriptor, address: int, width: int) -> list[Rectangle]:
-    """The lanes that an accumulator, or A, occupies: with M = 64, half of each quarter."""
-    lane, low = address >> 16, address & 0xFFFF
-    if desc.m == 64:
-        halves = [(32 * q + lane, 32 * q + lane + 16) for q in range(4)]
-    else:
-        halves = [(0, 128)]
-    return [Rectangle(cta, first, last, low, low + width) for first, last in halves]
 
 
 def _add(
