@@ -34,6 +34,24 @@ MBAR = f"""{OTHER} .reg .b32 bar; mov.u32 bar, smem; setp.eq.u32 %p2, %i, 0;
     @%p2 mbarrier.init.shared.b64 [bar], 64; bar.sync 0; @!%p0 bra TAKE; {WRITE}
     mbarrier.arrive.shared.b64 _, [bar]; bra END;
     TAKE: mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra TAKE; {READ} END:"""
+LAST = f"""{OTHER} {FLAG} {WRITE} FIRST bar.warp.sync -1; mov.u32 %r3, 0;
+    @%p1 ATOM %r3, [%d5], 1; shfl.sync.idx.b32 %r3, %r3, 0, 31, -1; THEN
+    setp.ne.u32 %p4, %r3, 3; @%p4 bra END; {READ} END:"""
+
+
+def last(first: str = "", then: str = "", atom: str = "atom.global.add.u32") -> str:
+    """The last of four warps to count reads what the others have written."""
+    return LAST.replace("FIRST", first).replace("THEN", then).replace("ATOM", atom)
+
+
+DIVERGED = f"""{OTHER} setp.ge.u32 %p5, %i, 32; @%p5 bra J; setp.lt.u32 %p6, %lane, 16;
+    @!%p6 bra O; st.global.u32 [%x], 1; O: SYNC @%p6 bra J; st.global.u32 [%x], 2; J:"""
+HANDED = f"""{OTHER} .reg .b32 bar; mov.u32 bar, smem; setp.eq.u32 %p2, %i, 0;
+    @%p2 mbarrier.init.shared.b64 [bar], 1; bar.sync 0; setp.ge.u32 %p5, %i, 32; @%p5 bra END;
+    @%p2 st.global.u32 [%x], 5; @%p2 mbarrier.arrive.shared.b64 _, [bar];
+    W: mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra W;
+    ld.global.u32 %r4, [%x]; st.global.u32 [%out_i], %r4; END:"""
+FENCE = "fence.acq_rel.cta;"
 RELAXED = hand_over("st.relaxed.gpu.global.u32", "ld.relaxed.gpu.global.u32")
 
 RACES = {
@@ -56,6 +74,13 @@ RACES = {
     "released, not acquired": hand_over("st.release.gpu.global.u32", "ld.relaxed.gpu.global.u32"),
     "acquired, not released": hand_over("st.relaxed.gpu.global.u32", "ld.acquire.gpu.global.u32"),
     "a relaxed flag in shared memory": re.sub("release|acquire", "relaxed", SMEM_FLAG),
+    "an mbarrier's relaxed arrival": MBAR.replace("arrive.shared", "arrive.relaxed.cta.shared"),
+    "an mbarrier's relaxed wait": MBAR.replace("parity.shared", "parity.relaxed.cta.shared"),
+    "the last to count, no fence": last(),
+    "the last to count, one fence": last("fence.acq_rel.gpu;"),
+    "the last to count, released only": last(atom="atom.release.gpu.global.add.u32"),
+    "a load of constants behind a barrier": f"""{OTHER} {WRITE} bar.sync 0;
+        ld.global.nc.u32 %r0, [%d0]; st.global.u32 [%out_i], %r0;""",
     "an atomic of another": f"{OTHER} {WRITE} red.global.add.u32 [%d0], 1;",
     "a copy by cp.async": f"""{OTHER} {WRITE} mov.u32 %r9, smem; shl.b32 %r8, %i, 2;
         add.u32 %r9, %r9, %r8; cp.async.ca.shared.global [%r9], [%d0], 4; cp.async.wait_all;""",
@@ -71,6 +96,16 @@ RIGHT = {
     "a barrier before the overwrite": f"{OTHER} {READ} bar.sync 0; {WRITE}",
     "a named barrier of both": f"{OTHER} {WRITE} bar.sync 3, 128; {READ}",
     "an mbarrier": MBAR,
+    "a relaxed arrival behind a fence": MBAR.replace("mbarrier.arrive.shared",
+        f"{FENCE} mbarrier.arrive.relaxed.cta.shared"),
+    "a relaxed wait before a fence": MBAR.replace("parity.shared", "parity.relaxed.cta.shared")
+        .replace("@!%p3 bra TAKE;", f"@!%p3 bra TAKE; {FENCE}"),
+    "the last to count, fences": last("fence.acq_rel.gpu;", "fence.acq_rel.gpu;"),
+    "the last to count, acquired and released": last(atom="atom.acq_rel.gpu.global.add.u32"),
+    "lanes that have diverged, behind a sync": DIVERGED.replace("SYNC", "bar.warp.sync -1;"),
+    "one lane hands over by an mbarrier": HANDED,
+    "a load of constants of another tensor": f"{OTHER} ld.global.nc.u32 %r0, [%d0];"
+    "st.global.u32 [%out_i], %r0;",
     "a barrier of the cluster": f"{OTHER} {WRITE} barrier.cluster.arrive.aligned;"
     f"barrier.cluster.wait.aligned; {READ}",
     "release and acquire": hand_over("st.release.gpu.global.u32", "ld.acquire.gpu.global.u32"),
@@ -129,6 +164,11 @@ def test_lanes_that_have_diverged_race():
     run(text.replace("ON:", "ON: bar.warp.sync -1;"))
 
 
+def test_lanes_that_have_diverged_and_write_differently_race():
+    with pytest.raises(Hazards, match=r"lane 16 of CTA .* overwrites x\[0\] .*lane \d+ wrote it"):
+        run(DIVERGED.replace("SYNC", ""))
+
+
 def test_lanes_of_whole_instructions_are_an_advisory():
     """Hardware executes one after the other."""
     (only,) = run(f"{OTHER} {WRITE} ld.global.u32 %r0, [%d1]; st.global.u32 [%out_i], %r0;")
@@ -170,6 +210,31 @@ def test_a_bulk_store_of_what_another_has_read_is_found():
     late = BULK.format(" 0").replace("@!%p0 bra ON;", f"@%p0 bra GO; {text} bra ON; GO:")
     with pytest.raises(Hazards, match=r"race: .*a bulk store .*writes x\[.*has read|reads x\["):
         run(late)
+
+
+def test_after_a_wait_for_the_reads_of_a_bulk_reduction_its_sums_are_not_done():
+    text = BULK.replace("cp.async.bulk.global.shared::cta.bulk_group",
+                        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32")  # fmt: skip
+    run(text.format(" 0") + AFTER["another reads"])
+    with pytest.raises(Hazards, match=r"race: .* reads x\[.*a bulk store of CTA \(0,0,0\) warp 0"):
+        run(text.format(".read 0") + AFTER["another reads"])
+
+
+TWICE = """mov.u32 %r9, smem; shl.b32 %r8, %i, 2; add.u32 %r7, %r9, %r8; st.shared.u32 [%r7], %i;
+    fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 %p0, %i, 0; @!%p0 bra ON;
+    cp.async.bulk.global.shared::cta.bulk_group [%x], [%r9], 16; BETWEEN add.u32 %r9, %r9, STEP;
+    cp.async.bulk.global.shared::cta.bulk_group [%x], [%r9], 16; cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0; ON:"""
+WAITS = "cp.async.bulk.commit_group; cp.async.bulk.wait_group{} 0;"
+
+
+def test_two_bulk_stores_of_a_thread_to_one_place_have_no_order():
+    text = TWICE.replace("STEP", "16")
+    for between in ("", "cp.async.bulk.commit_group;", WAITS.format(".read")):
+        with pytest.raises(Hazards, match=r"race: a bulk store of .* writes x\[0\]"):
+            run(text.replace("BETWEEN", between))
+    assert run(text.replace("BETWEEN", WAITS.format(""))) == []
+    assert run(TWICE.replace("STEP", "0").replace("BETWEEN", "")) == []  # the same bytes
 
 
 # -- clusters --------------------------------------------------------------------------------------

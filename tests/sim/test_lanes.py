@@ -7,6 +7,8 @@ import pytest
 from barriers import CLUSTER_SYNC, EVERY_ORDER, init, wait
 from ptx_kernel import Shape, simulate_ptx
 
+from cutex.sim.errors import Hazards
+
 each_order = pytest.mark.parametrize(
     "order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values()))
 )
@@ -45,6 +47,37 @@ def test_what_the_elected_lane_itself_stored_it_tells_of() -> None:
     own = HAND_OVER.replace("st.shared.b32 [mine+128]", "@%p2 st.shared.b32 [mine+128]")
     own = own.replace("mad.lo.u32 mine, %lane, 4, bar; ld", "mov.u32 mine, bar; ld")
     assert not advisories(own.replace("SYNC", ""), TWO_WARPS)
+
+
+ONE_LANE = f"""{init(1)} mov.u32 %r9, smem; @%p0 st.shared.u32 [%r9+64], 5; SYNC
+    @%p3 ld.shared.u32 %r4, [%r9+64]; @%p3 st.global.u32 [%out_i], %r4;"""
+HALVES = """setp.lt.u32 %p0, %lane, 16; mov.u32 %r9, smem; mad.lo.u32 %r8, %lane, 4, %r9;
+    @!%p0 bra OTHERS; st.shared.u32 [%r8], 5; SYNC bra END;
+    OTHERS: SYNC ld.shared.u32 %r4, [%r8+-64]; st.global.u32 [%out_i], %r4; END:"""
+
+
+@pytest.mark.parametrize("text", [
+    ONE_LANE.replace("@%p3 ", ""), HALVES,
+    ONE_LANE.replace("@%p3 ", "").replace("SYNC", "shfl.sync.idx.b32 %r5, %r6, 0, 31, -1;"),
+], ids=["one lane stores", "halves", "a shuffle between"])  # fmt: skip
+def test_lanes_that_have_diverged_race(text: str) -> None:
+    """What a part of a warp stores is not ordered before another part's loads."""
+    with pytest.raises(
+        Hazards, match=r"race: .*lane \d+ wrote .*: no bar.warp.sync orders the two"
+    ):
+        advisories(text.replace("SYNC", ""), Shape(smem=128))
+
+
+@pytest.mark.parametrize("text", [
+    ONE_LANE.replace("@%p3 ", "").replace("SYNC", "bar.warp.sync -1;"),
+    ONE_LANE.replace("@%p3 ", "@%p0 ").replace("SYNC", ""),
+    ONE_LANE.replace("@%p3 ", "").replace(
+        "SYNC", f"@%p0 mbarrier.arrive.shared.b64 _, [bar]; {wait('bar', 0, 'W')}"
+    ),
+    HALVES.replace("SYNC", "bar.warp.sync -1;"),
+], ids=["one lane stores", "and loads", "and arrives", "halves"])  # fmt: skip
+def test_lanes_that_are_ordered_are_clean(text: str) -> None:
+    assert not advisories(text, Shape(smem=128))
 
 
 @pytest.mark.parametrize("sync", ["", "bar.warp.sync -1;", "bar.sync 0;"])

@@ -88,6 +88,7 @@ def test_an_access_by_the_coordinates_of_a_refused_reply_is_found(use):
     "", "add.u32 %r6, %r5, 1; shl.b32 %r6, %r6, 3;", "selp.b32 %r6, %r5, 0, %p2;"
     "and.b32 %r6, %r6, 1; shl.b32 %r6, %r6, 2;"
     "add.u32 %r6, %r6, reply; ld.shared.u32 %r7, [%r6+128];",
-], ids=["not used", "computed with", "selected"])  # fmt: skip
+    "selp.u32 %r6, 1, 0, %p2; @%p0 st.shared.v2.u32 [reply+128], {%r5, %r6};",
+], ids=["not used", "computed with", "selected", "handed on beside the refusal"])  # fmt: skip
 def test_coordinates_that_nothing_is_accessed_by_are_clean(use):
     run(look=f"{TAKE} {use}")

@@ -62,6 +62,17 @@ def test_the_outer_stride_of_a_batch_is_found():
         load(a, given, 64)
 
 
+def test_a_stride_below_a_unit_that_became_none_is_found():
+    a = np.lib.stride_tricks.as_strided(rows(np.float32, 64), (8, 2), (8, 4))
+    with pytest.raises(Hazards, match="its stride of 8 bytes, of which 0 are left"):
+        load(a, encode(a.ctypes.data, "f32", [2, 8], [0], [4, 4]), 64)
+
+
+def test_a_tensor_that_repeats_its_row_is_clean():
+    a = np.lib.stride_tricks.as_strided(rows(np.float32, 64), (8, 32), (0, 4))
+    load(a, encode(a.ctypes.data, "f32", [32, 8], [0], [4, 4]), 64)
+
+
 def test_a_base_that_lost_its_low_bits_is_found():
     z = rows(np.float32, 8 * 32 + 3)
     a = z[3:].reshape(8, 32)

@@ -49,6 +49,14 @@ def test_different_values_at_one_place_are_found(text):
     assert "PTX line" in first
 
 
+def test_lanes_that_copy_from_different_places_to_one_are_found():
+    x = {"x": np.arange(32, dtype=np.uint32)}
+    copy = "mov.u32 %r0, smem; cp.async.ca.shared.global [%r0], [{}], 4; cp.async.wait_all;"
+    with pytest.raises(Hazards, match=r"^(.|\n)*race: lanes \d+ and \d+ .* different values to"):
+        simulate_ptx(copy.format("%x_i"), x, Shape(smem=64))
+    simulate_ptx(copy.format("%x"), x, Shape(smem=64))
+
+
 @pytest.mark.parametrize("text", FINE.values(), ids=FINE)
 def test_the_same_value_or_other_places_are_not(text):
     store(text)

@@ -15,6 +15,7 @@ from cutex.sim.hazards.launch_requests import LaunchRequests
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.map_strides import MapStrides
+from cutex.sim.hazards.mbarrier_memory import MBarrierMemory
 from cutex.sim.hazards.mbarrier_order import MBarrierOrder
 from cutex.sim.hazards.mbarrier_phases import MBarrierPhases
 from cutex.sim.hazards.one_store import OneStore
@@ -60,7 +61,7 @@ class Checks:
         grids = [self.grid_order] if self.grid_order.active else []
         return [
             smem_shadow, *tmem, asynchronous, lifetimes, mbarriers,
-            ByteCounts(m, m.mbarriers),
+            ByteCounts(m, m.mbarriers), MBarrierMemory(m),
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
             self.global_races, *flags, self.global_races.order, *grids, *self.of_launch,

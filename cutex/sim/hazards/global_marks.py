@@ -15,6 +15,7 @@ from cutex.sim.ptx.strength import Strength
 
 PLAIN, STRONG, ATOMIC, NEAR = range(4)  # kinds of accesses; NEAR: strong within a cluster only
 LANE = 5  # bits of the lane in a mark
+ALONE = 2  # as ``partial`` of a record: one lane of its warp
 
 
 class By(NamedTuple):

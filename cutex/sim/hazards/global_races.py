@@ -24,7 +24,17 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import ClusterOrder
-from cutex.sim.hazards.global_marks import ATOMIC, LANE, PLAIN, STRONG, BoxRead, By, Clash, Records
+from cutex.sim.hazards.global_marks import (
+    ALONE,
+    ATOMIC,
+    LANE,
+    PLAIN,
+    STRONG,
+    BoxRead,
+    By,
+    Clash,
+    Records,
+)
 from cutex.sim.hazards.global_reports import GlobalReports
 from cutex.sim.isa.boxes import box_places
 from cutex.sim.machine.batch import Lanes
@@ -232,11 +242,13 @@ class GlobalRaces(Observer):
         if region.base in self.writes:
             last = self.writes[region.base][places]
             if clash := self._clash(last, places, by):
-                kind = self.records.kind[clash.earlier]
+                kind, slot = (f[clash.earlier] for f in (self.records.kind, self.records.slot))
+                bulk = slot >= self.clocks.warps  # NOTE: a reduction, of which nothing has told
                 self.reports.race(by, clash, region, "reads", "wrote it", ins,
-                           by.how.strong or kind != PLAIN)  # fmt: skip
+                           by.how.strong or (kind != PLAIN and not bulk))  # fmt: skip
             elif not by.how.strong:
                 self._check_lanes(last, places, by, region, ins)
+                self._check_constant(last, places, by, region, ins)
         if by.how.far or len(region.data) > LARGEST_READ:
             return
         first, second = self._readers(region)
@@ -269,6 +281,8 @@ class GlobalRaces(Observer):
                 did = "set it by a strong store" if kind == STRONG else did
                 letter = by.how.strong or kind not in (PLAIN, ATOMIC)
                 self.reports.race(by, clash, region, "writes", did, ins, letter)
+            elif by.clock is None and not by.how.strong:
+                self._check_lanes(last * differs, places, by, region, ins, write=True)
             self._after_loads(region, places, differs, by, ins)
         marks[places] = self._mark(by)[:, None]
 
@@ -323,11 +337,17 @@ class GlobalRaces(Observer):
             self.reports.race_of_box(read, region, int(places[k, 0]), int(last[k, 0]) >> LANE, warp)
 
     def _check_lanes(
-        self, last: np.ndarray, places: np.ndarray, by: By, region: Region, ins: Instruction
+        self,
+        last: np.ndarray,
+        places: np.ndarray,
+        by: By,
+        region: Region,
+        ins: Instruction,
+        write: bool = False,
     ) -> None:
-        """Report lanes that read what other lanes of their warp have stored, with no sync between:
-        an advisory if both are instructions of the whole warp, which executes them one after
-        another.
+        """Report lanes that read what other lanes of their warp have stored, or store something
+        else there, with no sync between. If both are instructions of the whole warp, which executes
+        them one after another, that is an advisory of a read, and nothing of a write.
         """
         if not last.any():
             return
@@ -336,13 +356,28 @@ class GlobalRaces(Observer):
         late = (last != 0) & (r.slot[rec] == own) & (r.who[rec] == self._who(by)[:, None])
         late &= ((last & 31) != lanes) & (r.kind[rec] == PLAIN)
         late &= r.count[rec] > self.clocks.ordered[by.warps, by.slots][:, None]
+        since = r.count[rec] < by.counts[:, None]  # the warp has synchronised since
+        late &= ~(since & (r.partial[rec] == ALONE))  # NOTE: so the lane itself has
         if not late.any():
             return
-        part = (r.partial[rec] != 0) | self._partial(by)[:, None]
-        sure = late & part
+        part = (r.partial[rec] != 0) | (self._partial(by)[:, None] != 0)
+        sure = late & part & ~since
         at = tuple(int(v[0]) for v in np.nonzero(sure if sure.any() else late))
-        place = region.element(int(places[at]))
-        self.reports.lanes(by, at[0], place, int(last[at]), not sure.any(), ins)
+        if write and not sure.any():
+            return
+        place, verb = region.element(int(places[at])), "overwrites" if write else "reads"
+        self.reports.lanes(by, at[0], verb, place, int(last[at]), not sure.any(), ins)
+
+    def _check_constant(
+        self, last: np.ndarray, places: np.ndarray, by: By, region: Region, ins: Instruction
+    ) -> None:
+        """Report a ``ld.global.nc`` of what the kernel itself has written, whoever did: its cache
+        is not coherent with writes of the same kernel (PTX ISA 9.7.9.9).
+        """
+        if "nc" in ins.parts and last.any():
+            at = tuple(int(v[0]) for v in np.nonzero(last))
+            place = region.element(int(places[at]))
+            self.reports.constant(by, at[0], place, int(last[at]) >> LANE, ins)
 
     def _clash(
         self, last: np.ndarray, places: np.ndarray, by: By, among: np.ndarray | None = None
@@ -375,6 +410,8 @@ class GlobalRaces(Observer):
         if self.order.active and other.any():
             late[other] = self._unknown(rec[other], by.warps[row_of[other]])
         inside = ~other & (r.slot[rec] != by.slots[row_of])
+        if by.clock is not None:  # NOTE: two bulk stores of one thread have no order either
+            inside = ~other
         if inside.any():
             slots, counts = r.slot[rec[inside]], r.count[rec[inside]]
             late[inside] = counts > self._known(by, slots, row_of[inside])
@@ -409,13 +446,15 @@ class GlobalRaces(Observer):
         return self._clusters(by.warps) + 1
 
     def _partial(self, by: By) -> np.ndarray:
-        """Whether some lanes of each warp take no part."""
+        """Whether some lanes of each warp take no part; ALONE where one lane does."""
         heads = np.flatnonzero(np.diff(by.warps, prepend=-1))
         counts = np.diff(heads, append=len(by.warps))
-        return np.repeat(counts < self.m.live[by.warps[heads]].sum(1), counts)
+        partial = (counts < self.m.live[by.warps[heads]].sum(1)).astype(np.int32)
+        partial[(counts == 1) & (partial != 0)] = ALONE
+        return np.repeat(partial, counts)
 
     def _mark(self, by: By) -> np.ndarray:
-        partial = self._partial(by) if by.clock is None else np.zeros(1, bool)
+        partial = self._partial(by) if by.clock is None else np.zeros(1, np.int32)
         return self.records.add(by, self._who(by), partial)
 
     def _marks(self, region: Region) -> np.ndarray:

@@ -29,18 +29,31 @@ class GlobalReports:
         self.m, self.records = machine, records
 
     def lanes(
-        self, by: By, row: int, place: str, mark: int, advisory: bool, ins: Instruction
+        self, by: By, row: int, verb: str, place: str, mark: int, advisory: bool, ins: Instruction
     ) -> None:
-        """A lane that reads what another of its warp has stored."""
+        """A lane that reads or overwrites what another of its warp has stored."""
         line = self.records.line[mark >> LANE]
         self.m.findings.add(
             "race",
-            f"lane {by.lanes[row]} of {self.m.grid.name_warp(int(by.warps[row]))} reads {place}, "
+            f"lane {by.lanes[row]} of {self.m.grid.name_warp(int(by.warps[row]))} {verb} "
+            f"{place}, "
             f"and its lane {mark & 31} wrote it (PTX line {line}): no bar.warp.sync orders the two "
             "lanes",
             ins,
             advisory=advisory,
             remedy=_LANES,
+        )
+
+    def constant(self, by: By, row: int, place: str, earlier: int, ins: Instruction) -> None:
+        """A load by the cache of constants of what the kernel has written."""
+        r, name = self.records, self.m.grid.name_warp
+        self.m.findings.add(
+            "race",
+            f"{name(int(by.warps[row if len(by.warps) > 1 else 0]))} reads {place} by ld.global.nc,"
+            f" and {self._name(int(r.who[earlier]))} wrote it (PTX line {r.line[earlier]}): what "
+            "such a load returns of memory that the kernel itself writes is not defined",
+            ins,
+            remedy="a load without .nc",
         )
 
     def race_of_box(

@@ -14,7 +14,7 @@ from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.tmem_loads import effects
 from cutex.sim.machine.events import Observer
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.operands import Place
+from cutex.sim.ptx.operands import Address, Place, places_of
 from cutex.sim.ptx.parse import Instruction, Program
 
 if TYPE_CHECKING:
@@ -52,10 +52,20 @@ def _coordinates(program: Program) -> _Coordinates:
     columns = {place: i for i, place in enumerate(sorted(reached))}
     steps = {}
     for pc, ins in enumerate(program.code if reached else ()):
-        written, read = ([columns[p] for p in places & reached] for places in effects(ins))
+        written, read = ([columns[p] for p in places & reached] for places in _effects(ins))
         if written or read:
             steps[pc] = written, read
     return _Coordinates(columns, steps)
+
+
+def _effects(ins: Instruction) -> tuple[set[Place], set[Place]]:
+    """As `effects`, but of a store to shared memory only the address: a warp may hand a refused
+    reply on, beside the word that says so.
+    """
+    written, read = effects(ins)
+    if ins.name == "st" and any(part.startswith("shared") for part in ins.parts):
+        read = {p for o in ins.operands if isinstance(o, Address) for p in places_of(o)}
+    return written, read
 
 
 class LaunchRequests(Observer):

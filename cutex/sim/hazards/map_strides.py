@@ -63,7 +63,12 @@ def _explains(tensor: HostTensor, tmap: TensorMap) -> bool:
     strides = _strides(tensor)
     used = [s for n, s in zip(tmap.dims[1:], tmap.strides[1:], strict=True) if n > 1]
     whole = {n for n in tmap.dims if n > 1} <= set(tensor.shape)
-    return whole and tmap.address >= tensor.address and all(s in strides or s == 0 for s in used)
+    zero = not any(tensor.itemsize < s < UNIT for s in strides)  # else it may be one of these
+    return (
+        whole
+        and tmap.address >= tensor.address
+        and all(s in strides or (s == 0 and zero) for s in used)
+    )
 
 
 def _lost(tensor: HostTensor, tmap: TensorMap) -> Iterator[str]:

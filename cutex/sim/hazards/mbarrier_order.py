@@ -2,6 +2,8 @@
 
 An arrival releases the clock of its warp into the phase, a wait that passes acquires those of the
 last completed phase (PTX ISA 9.7.13.15). An mbarrier's slot in the vector clocks counts its phases.
+A relaxed arrival releases only what a fence of its warp before it has, and a relaxed wait acquires
+at the next fence (9.7.13.15.13, 9.7.13.15.16); both order when things happen.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.machine.events import LateArrival, Observer
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.once import once
+from cutex.sim.ptx.parse import Instruction, Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -35,6 +38,12 @@ class _Known:
     released: np.ndarray | None = None  # the clock of the last completed phase
 
 
+@once
+def _has_relaxed(program: Program) -> bool:
+    """Whether any arrival or wait is relaxed."""
+    return any(ins.name == "mbarrier" and "relaxed" in ins.parts for ins in program.code)
+
+
 class MBarrierOrder(Observer):
     """The clocks of the mbarriers of all resident CTAs."""
 
@@ -43,6 +52,9 @@ class MBarrierOrder(Observer):
         self.barriers: dict[tuple[int, int], _Known] = {}
         self.given: dict[int, np.ndarray] = {}  # by warp: what its arrivals at hand release
         self.late: WeakKeyDictionary[LateArrival, np.ndarray] = WeakKeyDictionary()
+        self.relaxed = _has_relaxed(machine.program)
+        self.at_fence: dict[int, np.ndarray] = {}  # by warp: the clock that its last fence released
+        self.observed: dict[int, list[tuple[_Known, int, np.ndarray | None]]] = {}
 
     def slot(self, barrier: MBarrier) -> int:
         """Its slot in the vector clocks."""
@@ -107,6 +119,8 @@ class MBarrierOrder(Observer):
         ins: Instruction,
     ) -> None:
         given = self.given[warp]
+        if "relaxed" in ins.parts:
+            given = self._relaxed(given, warp)
         if not to_cluster and barrier.cta != self.m.grid.cta_of(warp):
             given = given.copy()
             given[3, : self.clocks.warps] = 0
@@ -130,10 +144,44 @@ class MBarrierOrder(Observer):
         known = self.barriers[barrier.cta, barrier.offset]
         known.released, known.given = known.given, None
 
-    def mbarrier_passed(self, barrier: MBarrier, warp: int) -> None:
+    def mbarrier_passed(self, barrier: MBarrier, warp: int, relaxed: bool) -> None:
         """Order the warp after the phase's arrivals, and after the operations that the phases
         waited for.
         """
         known = self.barriers[barrier.cta, barrier.offset]
+        if relaxed:
+            self._follow(known, barrier.phases, warp)
+            return
         self.clocks.take(warp, known.released)
         self.clocks.learn(warp, known.slot, barrier.phases)
+
+    # -- relaxed ones ------------------------------------------------------------------------------
+
+    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
+        """NOTE: the clocks have to count the fence after this."""
+        if not self.relaxed:
+            return
+        for warp in warps.tolist():
+            for known, phases, released in self.observed.pop(warp, ()):
+                self.clocks.take(warp, released)
+                self.clocks.learn(warp, known.slot, phases)
+            if releases:
+                self.at_fence[warp] = self.clocks.rows[:, warp].copy()
+
+    def _relaxed(self, given: np.ndarray, warp: int) -> np.ndarray:
+        """The part of a clock that a relaxed arrival releases."""
+        relaxed, fenced = given.copy(), self.at_fence.get(warp)
+        for row in (0, 1, 3):
+            relaxed[row] = 0
+            if fenced is not None:
+                relaxed[row, : fenced.shape[1]] = fenced[row]
+        return relaxed
+
+    def _follow(self, known: _Known, phases: int, warp: int) -> None:
+        """Let the warp run after a phase, and acquire it at its next fence."""
+        for row in (self.clocks.follows, self.clocks.caused):
+            row[warp, known.slot] = max(row[warp, known.slot], phases)
+            if known.released is not None:
+                mine = row[warp, : known.released.shape[1]]
+                np.maximum(mine, known.released[2], out=mine)
+        self.observed.setdefault(warp, []).append((known, phases, known.released))

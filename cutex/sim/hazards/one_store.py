@@ -49,7 +49,7 @@ class OneStore(Observer):
     def shared_stores(
         self, where: Lanes, places: np.ndarray, values: np.ndarray, ins: Instruction
     ) -> None:
-        if ins.name not in ("st", "stmatrix"):
+        if ins.name not in ("st", "stmatrix", "cp"):
             return
         words = self.m.smem.size // WORD
         pair = self._clash(SHARED, words, where.warps, places, values)

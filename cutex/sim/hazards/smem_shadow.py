@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _WHOLE = np.uint8(0b1111)  # all bytes of a word
 _COPIED = np.uint8(0b10000)  # written by cp.async
 _ALONE = np.uint8(0b100000)  # accessed by one lane of its warp
+_PARTIAL = np.uint8(0b1000000)  # some lanes of the warp took no part
 _PAGE = 64  # words
 
 
@@ -74,7 +75,12 @@ class SmemShadow(Observer):
         if not ordinary:
             return
         warps, lanes, cta, offset, width = at
-        alone = len(warps) == 1 or bool((warps[1:] != warps[:-1]).all())
+        heads = np.flatnonzero(np.diff(warps, prepend=-1))
+        alone, partial = len(heads) == len(warps), None
+        if len(warps) < 32 * len(heads) and ins.name in ("ld", "st"):
+            counts = np.diff(heads, append=len(warps))
+            few = np.repeat(counts < self.m.live[warps[heads]].sum(1), counts)
+            partial = np.repeat(few, max(width // WORD, 1)) if few.any() else None
         words = max(width // WORD, 1)
         word = (offset // WORD)[:, None] + np.arange(words)
         warps, lanes, cta = (
@@ -82,7 +88,7 @@ class SmemShadow(Observer):
         )
         word = word.reshape(-1)
         part = _WHOLE if width >= WORD else (((1 << width) - 1) << offset % WORD).astype(np.uint8)
-        self._check(warps, lanes, cta, word, part, write, "", ins)
+        self._check(warps, lanes, cta, word, part, write, "", ins, partial)
         np.minimum.at(self.low, cta, word)
         np.maximum.at(self.high, cta, word)
         slot, where = self.clocks.slot[warps], (cta, word)
@@ -91,6 +97,8 @@ class SmemShadow(Observer):
             self.writes.set(where, slot, count, part)
             if alone:
                 self.writes.bytes[where] |= _ALONE
+            if partial is not None:
+                self.writes.bytes[where] |= partial * _PARTIAL
             self.line[where] = ins.line << 5 | lanes
             return
         before, when = self.reads.slot[where], self.reads.count[where]
@@ -185,6 +193,7 @@ class SmemShadow(Observer):
         write: bool,
         what: str,
         ins: Instruction,
+        partial: np.ndarray | None = None,
     ) -> None:
         own = self.clocks.slot[warps]
         for last in (self.writes, self.reads) if write else (self.writes,):
@@ -200,7 +209,7 @@ class SmemShadow(Observer):
                 place = int(cta[k]), int(word[k])
                 self._race(int(warps[k]), int(other[k]), place, write, last.did, what, ins)
             elif last is self.writes:
-                self._check_lanes(late, warps, lanes, (cta, word), write, what, ins)
+                self._check_lanes(late, warps, lanes, (cta, word), write, what, ins, partial)
         if write and len(self.pages):
             for k in np.nonzero(self.crowded[cta, word])[0].tolist():
                 place, warp = (int(cta[k]), int(word[k])), int(warps[k])
@@ -221,18 +230,29 @@ class SmemShadow(Observer):
         write: bool,
         what: str,
         ins: Instruction,
+        partial: np.ndarray | None,
     ) -> None:
-        """Report, as an advisory, ``late`` accesses whose warps are ordered after a store, but not
-        after the lane of the warp that made it.
+        """Report ``late`` accesses whose warps are ordered after a store, but not after the lane of
+        the warp that made it: as an advisory, but where a lane loads what another of its warp has
+        stored, nothing that synchronises comes between, and one of the two instructions is not of
+        the whole warp (``partial``: whether this one is not).
         """
-        other, line = self.writes.slot[at], self.line[at]
+        other, line, how = self.writes.slot[at], self.line[at], self.writes.bytes[at]
         mine = other == self.clocks.slot[warps]
-        late = late & (other < self.clocks.warps) & ((self.writes.bytes[at] & _ALONE) == 0)
+        late = late & (other < self.clocks.warps)
         if lanes is not None:
             late &= ~mine | (line & 31 != lanes)
-        if not late.any():
+        sure = (
+            late
+            & mine
+            & (how & _PARTIAL != 0 if partial is None else partial | (how & _PARTIAL != 0))
+        )
+        sure &= self.writes.count[at] == self.clocks.known[warps, other]
+        sure &= not (write or what or lanes is None)
+        late &= (how & _ALONE) == 0
+        if not (late.any() or sure.any()):
             return
-        k = int(np.argmax(late))
+        k = int(np.argmax(sure if sure.any() else late))
         warp, name = int(warps[k]), self.m.grid.name_warp
         peer = self.clocks.peer(warp, int(other[k]))
         same = self.m.grid.warp_cta[peer] == self.m.grid.warp_cta[warp]
@@ -240,6 +260,8 @@ class SmemShadow(Observer):
         if not mine[k]:
             why = "by the letter, one lane's arrival does not tell of the others' stores: a "
             why += "bar.warp.sync is missing before it"
+        if sure[k]:
+            why = "no bar.warp.sync orders the two lanes"
         if not same:
             why = "by the letter, an arrival at another CTA's mbarrier has to be .release.cluster"
         self.m.findings.add(
@@ -248,7 +270,8 @@ class SmemShadow(Observer):
             f"shared memory 0x{int(at[1][k]) * WORD:x}, which {name(peer)} lane {line[k] & 31} "
             f"wrote at PTX line {line[k] >> 5}: {why}",
             ins,
-            advisory=True,
+            advisory=not sure[k],
+            remedy="sync_warp() in between" if sure[k] else "",
         )
 
     def _race(

@@ -97,6 +97,7 @@ class _Copy:
             got = m.memory.load(at, unit, self.source.refuse(who, "loads"))
             data[which, :n] = got.reshape(len(which), n)
         cta = m.grid.warp_cta[to.warps]
+        m.events.shared_stores(to, cta * m.smem_bytes + to.addresses, data, self.ins)
         m.smem[cta[:, None], to.addresses[:, None] + np.arange(size)] = data
         m.box_swizzle[cta, to.addresses >> 4] = 0
 

@@ -174,7 +174,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
     may_sleep = d.parts[1] == "try_wait"
     if may_sleep and len(d) == 4:
         d.src(3, "u32")  # how long it may sleep, in nanoseconds
-    m, ins = d.m, d.ins
+    m, ins, relaxed = d.m, d.ins, "relaxed" in d.mods
 
     def passed(phases: int, value: int) -> bool:
         # NOTE: on a fresh barrier, the wait for parity 1 passes
@@ -193,7 +193,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
                 waited = m.mbarriers.use(cta, offset, warp, ins)
                 if not passed(waited.phases, value):
                     continue
-                m.events.mbarrier_passed(waited, warp)
+                m.events.mbarrier_passed(waited, warp, relaxed)
                 some = True
                 result[row, _all_or(lanes)] = True
                 if by_parity:

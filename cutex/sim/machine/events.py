@@ -158,8 +158,10 @@ class Observer:
     def mbarrier_completed(self, barrier: MBarrier) -> None:
         """A phase has."""
 
-    def mbarrier_passed(self, barrier: MBarrier, warp: int) -> None:
-        """A warp's wait for a phase that is complete has passed."""
+    def mbarrier_passed(self, barrier: MBarrier, warp: int, relaxed: bool) -> None:
+        """A warp's wait for a phase that is complete has passed; ``relaxed``: it acquires
+        nothing.
+        """
 
     # -- other barriers and fences -----------------------------------------------------------------
 

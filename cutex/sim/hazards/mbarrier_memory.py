@@ -1,0 +1,85 @@
+"""Memory of mbarriers that something else is written to.
+
+An mbarrier is an opaque object of 8 bytes: until mbarrier.inval nothing else may write there, and
+no operation on it works after that (PTX ISA 9.7.13.15.1, 9.7.13.15.10). Kernels do reuse the memory
+of barriers that they are done with, so a write is reported when the mbarrier is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cutex.sim.machine.events import Observer, SharedBytes
+from cutex.sim.machine.operation import Operation, Span
+from cutex.sim.ptx.parse import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+    from cutex.sim.machine.phase import MBarrier
+
+BYTES = 8
+
+
+class _Write(NamedTuple):
+    """What has been written over an mbarrier, by a warp."""
+
+    what: str
+    warp: int
+    instruction: Instruction
+
+
+class MBarrierMemory(Observer):
+    """The writes to the memory of all resident CTAs' mbarriers."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.m = machine
+        self.low, self.high = machine.smem_bytes, 0  # bounds of the mbarriers of all CTAs
+        self.written: dict[tuple[int, int], _Write] = {}  # by CTA and offset
+
+    def mbarrier_made(self, barrier: MBarrier, warp: int, lane: int, again: bool) -> None:
+        self.written.pop((barrier.cta, barrier.offset), None)
+        self.low = min(self.low, barrier.offset)
+        self.high = max(self.high, barrier.offset + BYTES)
+
+    def mbarrier_used(self, barrier: MBarrier, warp: int, ins: Instruction) -> None:
+        wrote = self.written.pop((barrier.cta, barrier.offset), None)
+        if wrote is None:
+            return
+        name = self.m.grid.name_warp
+        self.m.findings.add(
+            "barrier misuse",
+            f"{wrote.what}{name(wrote.warp)} writes to the memory of "
+            f"{self.m.mbarriers.name(barrier.cta, barrier.offset)}, which {name(warp)} uses after "
+            f"that, at {ins.where()}",
+            wrote.instruction,
+            remedy="memory of its own for what is written, or mbarrier.inval and a new init",
+        )
+
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        if not write or not self.high:
+            return
+        near = (at.offset < self.high) & (at.offset + at.width > self.low)
+        if near.any():
+            for k in np.flatnonzero(near).tolist():
+                low, cta = int(at.offset[k]), int(at.cta[k])
+                self._write(cta, low, low + at.width, _Write("", int(at.warps[k]), ins))
+
+    def issued(self, ops: Sequence[Operation]) -> None:
+        for op in ops if self.high else ():
+            for place in op.writes:
+                if isinstance(place, Span) and place.low < self.high and place.high > self.low:
+                    by = _Write(f"{op.what} of ", op.warp, op.instruction)
+                    self._write(place.cta, place.low, place.high, by, place)
+
+    def _write(self, cta: int, low: int, high: int, by: _Write, place: Span | None = None) -> None:
+        """Keep a write of these bytes; of a ``place`` in pieces, to those only."""
+        barriers = self.m.mbarriers.barriers
+        first = max(low, self.low) // BYTES * BYTES
+        for offset in range(first, min(high, self.high), BYTES):
+            if (cta, offset) in barriers and (
+                place is None or place.holds(np.array([offset]), BYTES).any()
+            ):
+                self.written.setdefault((cta, offset), by)
