@@ -56,6 +56,19 @@ def test_a_field_of_a_map_in_global_memory(execute, field, kind, operands, chang
     assert given.tobytes() == encode(**{**BEFORE, **change}, rest=rest)
 
 
+WARPS = """setp.eq.u32 %p0, %lane, 0; mov.u64 %d0, 4096; shr.u32 %r0, %i, 5; cvt.u64.u32 %d1, %r0;
+    DIFFERENT @%p0 tensormap.replace.tile.global_address.global.b1024.b64 [%map], %d0;"""
+
+
+def test_warps_that_give_a_map_the_same_field_write_the_same_bytes():
+    simulate_ptx(
+        WARPS.replace("DIFFERENT", ""), {"map": bytes_of(encode(**BEFORE))}, Shape(block=96)
+    )
+    other = WARPS.replace("DIFFERENT", "mad.lo.u64 %d0, %d1, 4096, %d0;")
+    with pytest.raises(Hazards, match="race: "):
+        simulate_ptx(other, {"map": bytes_of(encode(**BEFORE))}, Shape(block=96))
+
+
 @pytest.mark.parametrize("atomicity", [0, 1, 2, 3])
 def test_the_atoms_of_a_swizzle(atomicity):
     """Three bits at once: the hint of Blackwell's driver beside them, bit 21, is cleared too."""

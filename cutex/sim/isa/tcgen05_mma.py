@@ -84,6 +84,7 @@ def mma(d: Decoder) -> Execute:
         if masks and len(masks) != 4 * group:
             raise d.unknown(f"{len(masks)} words of disabled lanes")
         rows, lanes = np.nonzero(b.active())
+        _check_lanes(d, b, t, enabled)
         for at in zip(rows.tolist(), lanes.tolist(), strict=True):
             desc = read_instruction(int(i_s[at]), kind, ins)
             check_shape(desc, group, ins, ws)
@@ -106,6 +107,25 @@ def mma(d: Decoder) -> Execute:
             ).issue()
 
     return execute
+
+
+def _check_lanes(d: Decoder, b: Batch, target: np.ndarray, enabled: np.ndarray) -> None:
+    """Report lanes of a warp that add up in one accumulator by one instruction: each of them issues
+    an MMA of its own (9.7.16.5), so the product is added as often.
+    """
+    adds = b.active() & enabled
+    for row in np.nonzero(adds.sum(1) > 1)[0].tolist():
+        where = target[row][adds[row]]
+        if (where == where[0]).all():
+            d.m.findings.add(
+                "every lane",
+                f"{len(where)} lanes of {d.m.grid.name_warp(int(b.idx[row]))} issue this "
+                f"{d.parts[0]}.{d.parts[1]}, each for itself: the product is added "
+                f"{len(where)} times to one accumulator",
+                d.ins,
+                remedy="elect_one() around it, once, where the warp issues it",
+            )
+            return
 
 
 def _enabled_lanes(off: list[int], group: int) -> np.ndarray:

@@ -101,7 +101,7 @@ def replace(d: Decoder) -> Execute:
             at = where._replace(addresses=where.addresses + np.uint64(4 * piece.word))
             mask = (1 << piece.bits) - 1 << piece.shift
             new = [piece.part(v) << piece.shift & mask for v in given]
-            kept = access.fetch(at).view(np.uint32)[:, 0] & np.uint32(~mask & 0xFFFFFFFF)
+            kept = _held(access, at) & np.uint32(~mask & 0xFFFFFFFF)
             words = kept | np.array(new, np.uint32)
             access.put(at, words.view(np.uint8).reshape(-1, 4))
         if "global" in d.mods:
@@ -109,6 +109,16 @@ def replace(d: Decoder) -> Execute:
                 m.events.map_changed(address, d.ins)
 
     return execute
+
+
+def _held(access: Access, at: Lanes) -> np.ndarray:
+    """The words of a map, (n,). Of global memory nobody is told of this load: threads that all
+    give a map the same field write the same bytes.
+    """
+    if access.space == "global":
+        raw = access.m.memory.load(at.addresses, 4, access.refuse(at, "loads"))
+        return raw.reshape(-1, 4).view(np.uint32)[:, 0]
+    return access.fetch(at).view(np.uint32)[:, 0]
 
 
 def _check_units(d: Decoder, field: str, given: list[int]) -> None:
