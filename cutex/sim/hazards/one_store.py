@@ -36,7 +36,7 @@ class OneStore(Observer):
     def global_stores(
         self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
     ) -> None:
-        if ins.name != "st":
+        if ins.name not in ("st", "tensormap"):
             return  # NOTE: atomics come one after another
         for region, members, offsets in parts:
             if len(region.data) <= LARGEST:
