@@ -20,6 +20,7 @@ from cutex.kernels.gemm.grouped.config import BlocksConfig
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.ops.grouped import scaled
 from cutex.ops.grouped.block_scaled import _in_chunks
 from cutex.problem.grouped_scaled import FP32, KINDS, ScaledGroupedProblem, draw
 from cutex.problem.scaled.layouts import rows_contiguous
@@ -166,6 +167,36 @@ def test_what_quantize_returns_is_taken() -> None:
     for e, (begin, end) in enumerate(((0, 33), (33, 70))):
         want = values[begin:end] @ matrices[128 * e : 128 * (e + 1)].mT
         assert torch.allclose(y[begin:end].float(), want, atol=0.2, rtol=0.01)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["factors", "quantized"])
+def test_a_call_like_one_before_is_launched_without_its_checks(
+    quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(s, generator=g).bfloat16() for s in ((70, 128), (2, 128, 128)))
+    offs = torch.tensor([33, 70], dtype=torch.int32)
+    with ops.simulated("sm_90a"):
+        qx, qw = cutex.quantize(x, "fp8_1x128"), cutex.quantize(w, "fp8_128x128")
+        given: dict[str, Any] = {"a": qx, "b": qw}
+        if not quantized:
+            of_w = qw.scale.unflatten(0, (2, 1)).mT
+            given = {"a": qx.data, "b": qw.data.mT, "scale_a": qx.scale, "scale_b": of_w, **BLOCK}
+        first = cutex.scaled_grouped_mm(**given, offs=offs)
+        with pytest.raises(ValueError, match="takes offs or counts"):
+            cutex.scaled_grouped_mm(**given, offs=offs, counts=offs)
+        with pytest.raises(ValueError, match="activation must be one of"):
+            cutex.scaled_grouped_mm(**given, offs=offs, activation="none")
+        monkeypatch.setattr(scaled, "_side", None)
+        offs.copy_(torch.tensor([12, 70]))
+        again = cutex.scaled_grouped_mm(**given, offs=offs)
+        given["a"] = qx._replace(data=qx.data[:69]) if quantized else qx.data[:69]
+        with pytest.raises(TypeError, match="not callable"):  # no plan takes other rows
+            cutex.scaled_grouped_mm(**given, offs=offs)
+        matrices = cutex.dequantize(qw._replace(data=qw.data.flatten(0, 1)), torch.float32)
+        want = cutex.dequantize(qx, torch.float32)[12:33] @ matrices[128:].mT
+    assert torch.equal(again[:12], first[:12]) and torch.equal(again[33:], first[33:])
+    assert torch.allclose(again[12:33].float(), want, atol=0.2, rtol=0.01)
 
 
 # ---- limits, torch

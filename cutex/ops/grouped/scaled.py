@@ -10,6 +10,8 @@ from torch import Tensor
 from cutex.ops.grouped import launch
 from cutex.ops.grouped.block_scaled import block_scaled_grouped
 from cutex.ops.grouped.scaled_checks import BLOCK, check_epilogue, check_factors, check_operands
+from cutex.ops.plain import is_plain, nobody_watches
+from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
 from cutex.ops.row.operators import define
 from cutex.ops.scaled_mm import (
@@ -71,12 +73,20 @@ def scaled_grouped_mm(
     differentiable. Raises TypeError or ValueError, with one sentence, for arguments that do not
     fit, and where there is no such GPU.
     """
+    name, edges = ("offs", offs) if counts is None else ("counts", counts)
+    kinds = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
+    if not torch.compiler.is_dynamo_compiling():
+        sides, formats = _tensors(a, b, scale_a, scale_b)
+        forms = offs is None, counts is None, bias is None
+        options = formats, kinds, forms, activation, output_dtype
+        given = (*sides, edges) if bias is None else (*sides, edges, bias)
+        known = PLANS.find(options, *given)  # type: ignore[arg-type]
+        if known is not None:
+            return known.launch(*given)
     if (offs is None) == (counts is None):
         raise ValueError("scaled_grouped_mm takes offs or counts, one of them")
-    name, edges = ("offs", offs) if counts is None else ("counts", counts)
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
-        recipes = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
-        *both, vector = _block_operands((a, b), (scale_a, scale_b), *recipes)
+        *both, vector = _block_operands((a, b), (scale_a, scale_b), *kinds)
         if isinstance(a, QuantizedTensor) and a.swizzled:
             raise ValueError(
                 "a's factors are swizzled over all rows, not each group's: quantize it with "
@@ -85,37 +95,102 @@ def scaled_grouped_mm(
         return block_scaled_grouped(
             (both[0], both[1]), vector, edges, name, bias, activation, output_dtype
         )
-    for side, swizzle in (("a", swizzle_a), ("b", swizzle_b)):
+    for side, swizzle in zip("ab", kinds[1], strict=True):
         if _name_of(swizzle) not in (None, "NO_SWIZZLE"):
             raise ValueError(f"swizzle_{side}={swizzle!r}: these factors are not swizzled")
     a, scale_a, kind_a = _side("a", a, scale_a, scale_recipe_a)
     b, scale_b, kind_b = _side("b", b, scale_b, scale_recipe_b)
     check_operands(a, b, edges, name)
     check_epilogue(bias, activation, b, output_dtype)
-    blocks = (kind_a, kind_b) == BLOCKS
-    if not blocks and not (kind_a in WHOLE and kind_b in WHOLE):
-        raise ValueError(
-            f"scale_recipe_a {kind_a} with scale_recipe_b {kind_b}: takes TensorWise or RowWise of "
-            "each, or BlockWise1x128 with BlockWise128x128"
-        )
+    recipe = _recipe(kind_a, kind_b)
+    _check_scales(a, b, (scale_a, scale_b), (kind_a, kind_b))
+    operands = (x.detach() for x in (a, b, *_as_kernels_have(a, b, scale_a, scale_b)))
+    rest = recipe, bias, activation, output_dtype, name == "counts"
+    if not torch.compiler.is_dynamo_compiling():
+        _remember(options, given, formats, rest)
+    return SCALED_GROUPED(*operands, edges.detach(), *rest)
+
+
+PLANS = PlanCache()
+
+
+def _tensors(a: Any, b: Any, scale_a: Any, scale_b: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The elements and factors of both sides as they are given, and the formats of those that
+    `cutex.quantize` returned."""
+    if isinstance(a, QuantizedTensor) and scale_a is None:
+        a, scale_a, of_a = a.data, a.scale, a.format
+    else:
+        of_a = None
+    if isinstance(b, QuantizedTensor) and scale_b is None:
+        b, scale_b, of_b = b.data, b.scale, b.format
+    else:
+        of_b = None
+    return (a, b, scale_a, scale_b), (of_a, of_b)
+
+
+def _remember(
+    options: Any, given: tuple[Any, ...], formats: tuple[Any, Any], rest: tuple[Any, ...]
+) -> None:
+    """Keep a plan for such calls, if torch has nothing more to do than to run them."""
+    if not nobody_watches() or not all(map(is_plain, given)):
+        return
+    if any(t.requires_grad for t in given):
+        return
+    recipe, _, *others = rest
+    of_a, of_b = (KIND_OF_FORMAT.get(f) if f else None for f in formats)
+
+    def launch(
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, edges: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if of_a:
+            a, scale_a, _ = _of_quantized("a", a, scale_a, of_a)
+        if of_b:
+            b, scale_b, _ = _of_quantized("b", b, scale_b, of_b)
+        factors = _as_kernels_have(a, b, scale_a, scale_b)
+        return _run(a, b, *factors, edges, recipe, bias, *others)
+
+    PLANS.remember(PLANS.key_of(options, *given), given, launch)
+
+
+def _recipe(kind_a: str, kind_b: str) -> str:
+    """The kernel's recipe for factors of these kinds."""
+    if (kind_a, kind_b) == BLOCKS:
+        return "fp8_block"
+    if kind_a in WHOLE and kind_b in WHOLE:
+        return "fp8_row"
+    raise ValueError(
+        f"scale_recipe_a {kind_a} with scale_recipe_b {kind_b}: takes TensorWise or RowWise of "
+        "each, or BlockWise1x128 with BlockWise128x128"
+    )
+
+
+def _check_scales(a: Tensor, b: Tensor, scales: tuple[Any, Any], kinds: tuple[str, str]) -> None:
+    """Raise unless the factors are of the shapes that their kinds take."""
     (groups, k, n), rows = b.shape, tuple(a.shape[:-1])
-    if blocks:
+    if kinds == BLOCKS:
         if k % BLOCK or not k:
             raise ValueError(f"K={k}: factors of {BLOCK} along K take a multiple of {BLOCK}")
-        check_factors("scale_a", scale_a, ((*rows, k // BLOCK),), a)
-        check_factors("scale_b", scale_b, ((groups, k // BLOCK, -(-n // BLOCK)),), a)
-        scale_b = scale_b.mT
-    else:
-        one: tuple[tuple[int, ...], ...] = ((), (1,))
-        check_factors("scale_a", scale_a, one if kind_a == "TensorWise" else (rows,), a)
-        due = (*one, (groups,)) if kind_b == "TensorWise" else ((groups, n),)
-        check_factors("scale_b", scale_b, due, a)
-        scale_a = scale_a.expand(rows)
-        scale_b = (scale_b[:, None] if scale_b.shape == (groups,) else scale_b).expand(groups, n)
-    recipe, padded = "fp8_block" if blocks else "fp8_row", counts is not None
-    assert edges is not None  # as checked
-    given = (x.detach() for x in (a, b, scale_a, scale_b, edges))
-    return SCALED_GROUPED(*given, recipe, bias, activation, output_dtype, padded)
+        check_factors("scale_a", scales[0], ((*rows, k // BLOCK),), a)
+        check_factors("scale_b", scales[1], ((groups, k // BLOCK, -(-n // BLOCK)),), a)
+        return
+    one: tuple[tuple[int, ...], ...] = ((), (1,))
+    check_factors("scale_a", scales[0], one if kinds[0] == "TensorWise" else (rows,), a)
+    due = (*one, (groups,)) if kinds[1] == "TensorWise" else ((groups, n),)
+    check_factors("scale_b", scales[1], due, a)
+
+
+def _as_kernels_have(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The factors by rows: of blocks (.., K / 128) of a and (E, N / 128, K / 128) of b, else one
+    for each row of a, and for each column of each group."""
+    groups, _, n = b.shape
+    if scale_b.dim() == 3:
+        return scale_a, scale_b.mT
+    if scale_b.shape == (groups,):
+        scale_b = scale_b[:, None]
+    return scale_a.expand(a.shape[:-1]), scale_b.expand(groups, n)
 
 
 def _side(name: str, x: Any, scale: Any, recipe: Any) -> tuple[Any, Any, str]:
@@ -127,7 +202,11 @@ def _side(name: str, x: Any, scale: Any, recipe: Any) -> tuple[Any, Any, str]:
     if x.format not in KIND_OF_FORMAT:
         known = ", ".join(KIND_OF_FORMAT)
         raise ValueError(f"{name} is quantized as {x.format}, which is not one of {known}")
-    kind, data, factors = KIND_OF_FORMAT[x.format], x.data, x.scale
+    return _of_quantized(name, x.data, x.scale, KIND_OF_FORMAT[x.format])
+
+
+def _of_quantized(name: str, data: Tensor, factors: Tensor, kind: str) -> tuple[Any, Any, str]:
+    """The same of what `cutex.quantize` returned."""
     if name == "a":
         return data, factors.view(*data.shape[:-1], -1) if data.dim() > 2 else factors, kind
     if data.dim() != 3 or (kind == "BlockWise128x128" and data.shape[1] % BLOCK):
