@@ -55,6 +55,8 @@ def subjects() -> Iterator[tuple[str, Subject]]:
     for arch in ARCHS:
         yield from stages(arch)
         yield from matmuls(arch)
+        yield from grouped(arch)
+        yield from scaled(arch)
         yield from attentions(arch)
 
 
@@ -112,6 +114,74 @@ def matmuls(arch: str) -> Iterator[tuple[str, Subject]]:
 
         bound = partial(call, m, n, k, dtype, option)
         yield f"matmul {arch} {m}x{n}x{k} {dtype} {name}", partial(launched, arch, bound)
+
+
+def grouped(arch: str) -> Iterator[tuple[str, Subject]]:
+    """Products of groups: of rows, in order or by an index, and sums over them."""
+    import torch
+
+    import cutex
+
+    bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
+    kinds = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
+
+    def call(form: str, groups: int, rows: int, n: int, k: int) -> Any:
+        offs = torch.empty(groups, dtype=torch.int32)
+        x, w = torch.empty(rows, k, dtype=bf16), torch.empty(groups, n, k, dtype=bf16).mT
+        match form:
+            case "sums":
+                return cutex.grouped_mm(x.mT, torch.empty(rows, n, dtype=bf16), offs)
+            case "by an index":
+                index = torch.zeros(rows, dtype=torch.int32)
+                return cutex.grouped_mm(x, w, offs, index=index)
+            case "bias, gated":
+                bias = torch.empty(groups, n, dtype=bf16)
+                return cutex.grouped_mm(x, w, offs, bias=bias, activation="gated_silu")
+            case "fp8 blocks":
+                of_x = torch.empty(k // 128, rows).T
+                of_w = torch.empty(groups, k // 128, n // 128)
+                x, w = x.to(e4m3), w.mT.to(e4m3).mT
+                return cutex.scaled_grouped_mm(x, w, of_x, of_w, offs, **kinds)
+        return cutex.grouped_mm(x, w, offs)
+
+    forms = "plain", "bias, gated", "by an index", "sums", "fp8 blocks"
+    sizes = (4, 8192, 4096, 1024), (8, 4096, 2048, 1024), (64, 512, 1024, 512)
+    for form, (groups, rows, n, k) in itertools.product(forms, sizes):
+        name = f"grouped {arch} {groups} groups {rows}x{n}x{k} {form}"
+        yield name, partial(launched, arch, partial(call, form, groups, rows, n, k))
+
+
+def scaled(arch: str) -> Iterator[tuple[str, Subject]]:
+    """Products with factors of blocks, and with weights of 4 bits."""
+    import torch
+
+    import cutex
+    from cutex.ops.w4.packed import W4Weight
+    from cutex.problem.w4.layout import W4Format
+
+    def fp8(m: int, n: int, k: int, activation: str | None) -> Any:
+        a, b = (torch.empty(s, k, dtype=torch.float8_e4m3fn) for s in (m, n))
+        of_a, of_b = torch.empty(k // 128, -(-m // 4) * 4).T[:m], torch.empty(k // 128, n // 128)
+        return cutex.scaled_mm(
+            a, b.mT, of_a, of_b, scale_recipe_a="BlockWise1x128",
+            scale_recipe_b="BlockWise128x128", activation=activation,
+        )  # fmt: skip
+
+    def w4(m: int, n: int, k: int, of: W4Format) -> Any:
+        packed = torch.empty(-(-n // 64), -(-k // 128), of.words, dtype=torch.int32)
+        w = W4Weight(packed, None, n, k, of, torch.bfloat16, "int4")
+        return cutex.matmul(torch.empty(m, k, dtype=torch.bfloat16), w)
+
+    sizes = (4096, 4096, 4096), (1, 8192, 4096), (64, 2048, 4096), (128, 4096, 2048)
+    for m, n, k in sizes:
+        for activation in (None, "silu"):
+            name = f"scaled {arch} {m}x{n}x{k} fp8_block {activation}"
+            yield name, partial(launched, arch, partial(fp8, m, n, k, activation))
+        for of in (W4Format(), W4Format("int4", 32, True), W4Format("fp4", 16)):
+            yield (
+                f"scaled {arch} {m}x{n}x{k} {of}",
+                partial(launched, arch, partial(w4, m, n, k, of)),
+            )
 
 
 def attentions(arch: str) -> Iterator[tuple[str, Subject]]:

@@ -19,6 +19,7 @@ from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct
 from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, WarpStore
+from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import GeneralConfig, tile_counts
 from cutex.kernels.gemm.sm90.config import Sm90Config
@@ -26,7 +27,6 @@ from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.load import Scheduler
 from cutex.kernels.gemm.sm90.roles import (
     Issue,
-    cooperative,
     issue,
     issue_as_filled,
     mainloop,
@@ -68,6 +68,13 @@ class MmaRole:
         c = self.tiles
         return issue_as_filled if c.one_tile and not c.few_columns else issue
 
+    def accumulate(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+    ) -> PipelineState:
+        """The sums of so many K tiles from slot `take` on, in mma.acc; return the state after. All
+        slots are released."""
+        return mainloop(mma, ab, take, num_k_tiles, self.issue)
+
     def store(self, mma: WgmmaProduct, epilogue: EpilogueStore, tile: WorkTile) -> None:
         """Store this warpgroup's accumulators to its rows of `tile`."""
         row, step, column = self.origin(tile)
@@ -99,8 +106,10 @@ class Cooperative(MmaRole):
         mC: cute.Tensor,
     ) -> None:
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
-        store = partial(self.store, mma, epilogue)
-        cooperative(mma, ab, num_k_tiles, walk, store, self.issue)
+        take = ab.consumer()
+        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+            take = self.accumulate(mma, ab, take, num_k_tiles)
+            self.store(mma, epilogue, walk.tile_at(index))
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class StreamK(MmaRole):
         take = ab.consumer()
         for turn in cutlass.range(walk.turns, unroll=1):
             segment = walk.segment(turn)
-            take = mainloop(mma, ab, take, segment.count)
+            take = self.accumulate(mma, ab, take, segment.count)
             if segment.first > 0:
                 self.exchange.leave(mma.acc, walk)
             else:

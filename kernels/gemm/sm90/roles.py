@@ -96,22 +96,6 @@ def mainloop(
 
 
 @cute.jit
-def cooperative(
-    mma: WgmmaProduct,
-    ab: SharedRing,
-    num_k_tiles: Int32,
-    walk: cutlass.Constexpr[Walk],
-    store: cutlass.Constexpr[Store],
-    issue: cutlass.Constexpr[Issue] = issue,
-) -> None:
-    """All warpgroups compute a tile of the walk, each its own rows, and store it."""
-    take = ab.consumer()
-    for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
-        take = mainloop(mma, ab, take, num_k_tiles, issue)
-        store(walk.tile_at(index))
-
-
-@cute.jit
 def ping_pong(
     mma: WgmmaProduct,
     ab: SharedRing,

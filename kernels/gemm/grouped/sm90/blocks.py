@@ -18,24 +18,14 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.arch import arch as arch_named
-from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import Cluster
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
-from cutex.device.atoms.wgmma import Wgmma, wgmma
-from cutex.device.pipeline import publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.grouped.config import BlocksConfig
 from cutex.kernels.gemm.grouped.fp8_config import PITCH, RowBlocksConfig
+from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel, grid
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
-from cutex.kernels.gemm.grouped.sm90.rows import (
-    GroupedOperands,
-    GroupStore,
-    OfGroups,
-    drain_stores,
-    grid,
-)
+from cutex.kernels.gemm.grouped.sm90.rows import GroupedOperands, GroupStore, OfGroups
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand
 from cutex.kernels.gemm.scaled.fp8.sm90.factors import (
     FactoredLoads,
@@ -44,10 +34,7 @@ from cutex.kernels.gemm.scaled.fp8.sm90.factors import (
 )
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote
 from cutex.kernels.gemm.signature import modes
-from cutex.kernels.gemm.sm90.general import General
-from cutex.kernels.gemm.sm90.load import LoadTiles
-from cutex.schedulers.ragged import RaggedTiles, RowGroups
-from cutex.schedulers.raster import Raster
+from cutex.schedulers.ragged import RowGroups
 
 
 class RowFactorLoads(NamedTuple):
@@ -130,34 +117,15 @@ class PromoteRows(OfGroups, Promote):
         return TileFactors(self.tiles, mine, (of_rows.of(tile), None), tile)
 
 
-class GroupedBlocks:
-    """A CTA computes tiles of groups: a load warp, and up to three warpgroups that run wgmma and
-    promote.
-
-    Barriers, smem and registers are those of GroupedRows (rows.py), and of smem besides
+class GroupedBlocks(GroupedKernel):
+    """The grouped kernel that promotes: of smem it has besides
 
     smem            bytes
     sFA             640 for each 128 of tile_m, or 384 for 64, times num_stages
     """
 
-    arch = "sm_90a"
+    name = "sm90_gemm_grouped_blocks"
     dtypes = ("e4m3",)
-
-    def __init__(self, config: BlocksConfig) -> None:
-        if reason := config.why_not(arch_named(self.arch)):
-            raise ValueError(reason)
-        assert isinstance(config.product.tiles, RowBlocksConfig)  # why_not has refused every other
-        self.config, self.tiles = config, config.product.tiles
-        if self.tiles.one_tile or self.tiles.box_rows:
-            raise ValueError(f"{self.tiles}: {self.name} loops over whole tiles")
-        self.general = General(config.product)  # whose warps, registers and maps it has
-
-    @property
-    def name(self) -> str:
-        return "sm90_gemm_grouped_blocks"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return self.config.arguments()
 
     # ---- on the host
 
@@ -174,7 +142,8 @@ class GroupedBlocks:
     ) -> None:
         """Launch with a (M, K), b (E, K, N), their factors (M, K / 128) and (E, N / 128, K / 128),
         out (M, N), edges (E), the operations' arguments, and a stream."""
-        c, general = self.tiles, self.general
+        c: Any = self.tiles
+        general = self.general
         *passed, stream = rest
         mB = modes(mB, columns_first=True)
         a = general.load_operand(mA, c.tile_m, c.cluster_n, True)
@@ -182,14 +151,8 @@ class GroupedBlocks:
         slots = factors_layout(c.part_rows + PITCH, c.num_stages * (c.tile_m // c.part_rows))
         factors = load_operand(mScaleA, slots), mScaleB
         out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        self.kernel((a, b, out), factors, mOut, edges, tuple(passed)).launch(
-            grid=grid(c, mA, mB),
-            block=(general.num_threads, 1, 1),
-            cluster=(c.cluster_m, c.cluster_n, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        launched = self.kernel((a, b, out), factors, mOut, edges, tuple(passed))
+        self.start(launched, grid(c, mA, mB), stream)
 
     # ---- on the device
 
@@ -203,36 +166,16 @@ class GroupedBlocks:
         passed: tuple[Any, ...],
     ) -> None:
         """Run the roles on A, B and out, and the factors of both sides."""
-        c, product, general = self.tiles, self.config.product, self.general
+        c, product = self.tiles, self.config.product
         a, b, out = maps
-        cluster, smem = general.cluster, SmemAllocator()
-        memory = GroupMemory.allocate(smem, general, (a, b, out), self.config.most_groups)
-        sA, sB, sC, groups, ab = memory
+        smem = SmemAllocator()
+        memory = GroupMemory.allocate(smem, self.general, (a, b, out), self.config.most_groups)
+        sA, sB, sC, groups, _ = memory
         sF = allocate_slots(smem, Float32, factors[0].smem_layout)  # (partRows + PITCH, 1, SLOT)
         of_rows = RowFactors(c, factors[0], sF, groups)
-        shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
-        scheduler: Any = RaggedTiles(Raster(c.raster_group, c.raster_along), *shape, groups)
-        operands: Any = FactoredRows(GroupedOperands(a, b, sA, sB, groups=groups), of_rows)
-        mProduct = product.product(mOut)
-        rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
-        n = cute.size(b.tma_tensor, mode=[0])
-        load = LoadTiles(c, cluster, scheduler)
-        warp = cute.arch.warp_idx()
-        if warp == self.general.load_warps.first:
-            load.start(operands, mProduct)
-            cute.arch.griddepcontrol_wait()
-            scheduler.fill(edges, rows, columns, self.config.padded)
-        publish_barriers((ab,), cluster=cluster.size > 1, with_data=True)
-
-        if warp >= self.general.load_warps.first:
-            self.general.give_registers()
-            if warp == self.general.load_warps.first:
-                load.run(operands, ab, mProduct)
-        else:
-            self.general.take_registers()
-            kinds = a.atom.value_type, b.atom.value_type
-            mma = wgmma(Wgmma(c.tile_n, *kinds, warpgroups=c.mma_warpgroups), sA, sB)
-            store = GroupStore(out, sC, c.epi_stages, groups, GroupOps(product.ops, passed, n))
-            role = PromoteRows(product, c, scheduler, (of_rows, factors[1]), (None, None))
-            role.run(mma, ab, store, operands.num_k_tiles, mProduct)
-            drain_stores()
+        operands = FactoredRows(GroupedOperands(a, b, sA, sB, groups=groups), of_rows)
+        scheduler: Any = self.ragged(groups)
+        role = PromoteRows(product, c, scheduler, (of_rows, factors[1]), (None, None))
+        ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
+        store = GroupStore(out, sC, c.epi_stages, groups, ops)
+        self.run(memory, operands, role, store, edges, product.product(mOut))

@@ -18,28 +18,18 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.arch import arch as arch_named
-from cutex.compile import Argument
-from cutex.device.atoms.mma import MAJORS, allocate_slots, slots_layout
+from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.multicast import AbOperands, SharedRing
-from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.pipeline import Barrier, PipelineState, publish_barriers
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.config import ELEMENT
-from cutex.kernels.gemm.grouped.config import GatheredConfig
-from cutex.kernels.gemm.grouped.sm90.rows import (
-    Cooperative,
-    GroupStore,
-    PingPong,
-    drain_stores,
-    grid,
-)
+from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel, drain_stores, grid
+from cutex.kernels.gemm.grouped.sm90.rows import Cooperative, GroupStore, PingPong
 from cutex.kernels.gemm.grouped.views import GroupOps, store_operand
 from cutex.kernels.gemm.signature import modes, tile_counts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
 from cutex.schedulers.ragged import RaggedTiles, RowGroups, clamp
-from cutex.schedulers.raster import Raster
 
 UNIT = 8  # elements of 16 bytes, which a thread copies at a time
 UNITS = 8  # of them in a row of a slot, of 128 bytes
@@ -168,10 +158,10 @@ class LoadGathered:
         ab.drain(fill)
 
 
-class GroupedGathered:
+class GroupedGathered(GroupedKernel):
     """A CTA computes tiles of groups: a warpgroup that loads, and up to three that run wgmma.
 
-    Barriers, smem and registers are those of GroupedRows (rows.py), except
+    Barriers, smem and registers are those of GroupedKernel (kernel.py), except
 
     ab.full[slot]   1: the first LOAD warp, and the bytes of B   MMA warps, before wgmma
                     by TMA, whichever CTA of the cluster loaded
@@ -179,21 +169,7 @@ class GroupedGathered:
                     complete
     """
 
-    arch = "sm_90a"
-
-    def __init__(self, config: GatheredConfig) -> None:
-        if reason := config.why_not(arch_named(self.arch)):
-            raise ValueError(reason)
-        assert isinstance(config.product.tiles, Sm90Config)  # why_not has refused every other
-        self.config, self.tiles = config, config.product.tiles
-        self.general = General(config.product)  # whose warps, registers and maps it has
-
-    @property
-    def name(self) -> str:
-        return "sm90_gemm_grouped_gathered"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return self.config.arguments()
+    name = "sm90_gemm_grouped_gathered"
 
     # ---- on the host
 
@@ -214,14 +190,8 @@ class GroupedGathered:
         mB = modes(mB, columns_first=True)
         b = general.load_operand(mB, c.tile_n, c.cluster_m, self.config.product.k_major[1])
         out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        self.kernel(mA, b, out, mOut, edges, index, tuple(passed)).launch(
-            grid=grid(c, mOut, mB),
-            block=(general.num_threads, 1, 1),
-            cluster=(c.cluster_m, c.cluster_n, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        launched = self.kernel(mA, b, out, mOut, edges, index, tuple(passed))
+        self.start(launched, grid(c, mOut, mB), stream)
 
     # ---- on the device
 
@@ -238,15 +208,14 @@ class GroupedGathered:
     ) -> None:
         """Run the roles."""
         c, product, general = self.tiles, self.config.product, self.general
-        kind, cluster, smem = mA.element_type, general.cluster, SmemAllocator()
+        kind, smem = mA.element_type, SmemAllocator()
         layout = slots_layout(kind, c.tile_m, UNIT * UNITS, c.num_stages, 128)
         sA = allocate_slots(smem, kind, layout)  # (bM, bK, SLOT)
         sB = allocate_slots(smem, kind, b.smem_layout)  # (bN, bK, SLOT)
         sC = allocate_slots(smem, mOut.element_type, out.smem_layout)  # (64, epiN, SLOT)
         groups = RowGroups.allocate(smem, self.config.most_groups)
         ab = self.ring(smem)
-        shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
-        scheduler: Any = RaggedTiles(Raster(c.raster_group, c.raster_along), *shape, groups)
+        scheduler: Any = self.ragged(groups)
         of_b: Any = AbOperands(b, b, sA, sB, product.k_major)
         operands: Any = GatheredOperands(mA, index, of_b, groups)
         mProduct = product.product(mOut)
@@ -257,16 +226,14 @@ class GroupedGathered:
             cpasync.prefetch_descriptor(b.atom)
             scheduler.fill(edges, rows, columns, self.config.padded)
         cute.arch.griddepcontrol_launch_dependents()
-        publish_barriers((ab,), cluster=cluster.size > 1, with_data=True)
+        publish_barriers((ab,), cluster=general.cluster.size > 1, with_data=True)
 
         if warp >= self.general.load_warps.first:
             self.general.give_registers()
             LoadGathered(c, general, scheduler).run(operands, ab, mProduct)
         else:
             self.general.take_registers()
-            warpgroups = 1 if c.pingpong else c.mma_warpgroups
-            a_major, b_major = (MAJORS[k_major] for k_major in product.k_major)
-            mma = wgmma(Wgmma(c.tile_n, kind, kind, a_major, b_major, warpgroups), sA, sB)
+            mma = self.product(sA, sB)
             ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
             store = GroupStore(out, sC, c.epi_stages, groups, ops)
             role = PingPong if c.pingpong else Cooperative

@@ -17,22 +17,17 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.arch import arch as arch_named
-from cutex.compile import Argument
-from cutex.device.atoms.mma import MAJORS
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
 from cutex.device.atoms.tma import AbLoads, store_operand
-from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
+from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.epilogue_ops import BoundOps
 from cutex.device.epilogue.sm90.fused_store import fused_store
 from cutex.device.pipeline import OrderedBarrier, publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.grouped.config import SumsConfig
+from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
-from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.mma import MmaRole
 from cutex.kernels.gemm.sm90.roles import ORDER_BARRIER, Store, Walk, fill_ring, issue, mainloop
 from cutex.schedulers.ragged import RaggedTiles
@@ -103,29 +98,10 @@ def ping_pong(
         store(tile)
 
 
-class GroupedSums:
-    """A CTA computes tiles of out: a load warp, and up to three warpgroups that run wgmma.
+class GroupedSums(GroupedKernel):
+    """The grouped kernel that adds up over the rows of each group."""
 
-    Barriers, smem and registers are those of GroupedRows (rows.py).
-    """
-
-    arch = "sm_90a"
-
-    def __init__(self, config: SumsConfig) -> None:
-        if reason := config.why_not(arch_named(self.arch)):
-            raise ValueError(reason)
-        assert isinstance(config.product.tiles, Sm90Config)  # why_not has refused every other
-        self.config, self.tiles = config, config.product.tiles
-        if self.tiles.one_tile or self.tiles.stream_k or self.tiles.box_rows:
-            raise ValueError(f"{self.tiles}: {self.name} loops over whole tiles")
-        self.general = General(config.product)  # whose warps, registers, maps and tiles it has
-
-    @property
-    def name(self) -> str:
-        return "sm90_gemm_grouped_sums"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return self.config.arguments()
+    name = "sm90_gemm_grouped_sums"
 
     # ---- on the host
 
@@ -139,14 +115,8 @@ class GroupedSums:
         a = general.load_operand(summed_operand(mA), c.tile_m, c.cluster_n, False)
         b = general.load_operand(summed_operand(mB), c.tile_n, c.cluster_m, False)
         out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        self.kernel(a, b, out, edges, cute.size(mA, mode=[1])).launch(
-            grid=general.scheduler.grid(tile_counts(c, mOut)),
-            block=(general.num_threads, 1, 1),
-            cluster=(c.cluster_m, c.cluster_n, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        launched = self.kernel(a, b, out, edges, cute.size(mA, mode=[1]))
+        self.start(launched, general.scheduler.grid(tile_counts(c, mOut)), stream)
 
     # ---- on the device
 
@@ -161,7 +131,7 @@ class GroupedSums:
     ) -> None:
         """Run the roles. `rows`: of A and B, those of no group included."""
         c, general = self.tiles, self.general
-        kinds, cluster = (a.atom.value_type, b.atom.value_type), general.cluster
+        cluster = general.cluster
         most = self.config.most_groups
         sA, sB, sC, groups, ab = GroupMemory.allocate(SmemAllocator(), general, (a, b, out), most)
         tile_k = self.config.product.k_elements
@@ -183,9 +153,7 @@ class GroupedSums:
                 load(operands, ab, cluster, walk, steps)
         else:
             self.general.take_registers()
-            warpgroups = 1 if c.pingpong else c.mma_warpgroups
-            instruction = Wgmma(c.tile_n, *kinds, MAJORS[False], MAJORS[False], warpgroups)
-            mma = wgmma(instruction, sA, sB)
+            mma = self.product(sA, sB)
             m, n, _ = out.tma_tensor.shape
             ops = BoundOps((), (), (m, n), transposed=False)
             epilogue = fused_store(out, sC, c.epi_stages, True, ops, None)

@@ -19,8 +19,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.gemm.signature import tile_counts
-from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole, StreamK
+from cutex.kernels.gemm.sm90.mma import Cooperative, StreamK
 from cutex.kernels.gemm.sm90.roles import Walk
 from cutex.kernels.gemm.sm90.split_k import SplitK
 from cutex.kernels.gemm.w4.fragments import WORDS, Fragments
@@ -127,25 +126,15 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Widen(MmaRole):
+class Widen(Cooperative):
     """All warpgroups compute a tile, each its own rows, and store it."""
 
     blocks: Blocks
 
-    @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: EpilogueStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
-        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
-        take = ab.consumer()
-        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
-            take = self.blocks.run(mma, ab, take, num_k_tiles)
-            self.store(mma, epilogue, walk.tile_at(index))
+    def accumulate(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+    ) -> PipelineState:
+        return self.blocks.run(mma, ab, take, num_k_tiles)
 
 
 @dataclass(frozen=True)
@@ -167,23 +156,7 @@ class WidenStreamK(StreamK):
 
     blocks: Blocks
 
-    @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: EpilogueStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
-        walk = self.scheduler.streamed_walk(tile_counts(self.tiles, mC), num_k_tiles)
-        take = ab.consumer()
-        for turn in cutlass.range(walk.turns, unroll=1):
-            segment = walk.segment(turn)
-            take = self.blocks.run(mma, ab, take, segment.count)
-            if segment.first > 0:
-                self.exchange.leave(mma.acc, walk)
-            else:
-                if segment.count < num_k_tiles:
-                    self.exchange.add_others(mma.acc, walk)
-                self.store(mma, epilogue, walk.tile(segment))
+    def accumulate(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+    ) -> PipelineState:
+        return self.blocks.run(mma, ab, take, num_k_tiles)

@@ -1,0 +1,135 @@
+"""What the grouped kernels on Hopper share: a CTA's memory, walk and warps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+
+from cutex.arch import arch as arch_named
+from cutex.compile import Argument
+from cutex.device.atoms.mma import MAJORS
+from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
+from cutex.device.pipeline import publish_barriers
+from cutex.kernels.gemm.grouped.config import GroupedConfig, SumsConfig
+from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.general import General
+from cutex.kernels.gemm.sm90.load import LoadTiles
+from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.schedulers.ragged import RaggedTiles, RowGroups
+from cutex.schedulers.raster import Raster, clusters
+
+
+class GroupedKernel:
+    """A CTA computes tiles of groups: a load warp, and up to three warpgroups that run wgmma.
+
+    barrier         arrives                                      waits
+    ab.full[slot]   1: LOAD, and the bytes by TMA, whichever     MMA warps, before wgmma
+                    CTA of the cluster loaded them
+    ab.empty[slot]  1 an MMA warp that reads this CTA's loads,   LOAD, before it loads into the
+                    in its own CTA and in those that share them; smem of all of them, and at the end
+                    with ping-pong, of the warpgroup at work
+    0   (CTA)       all threads, barriers being initialised and  all; with a cluster, its barrier
+                    the tables filled in
+    1-3 (warpgroup) its threads, having written a slot of sC     the same, before TMA stores it and
+                                                                 before they write the next
+    3-4 (order)     with ping-pong: the warpgroup that has       the other, before it issues its own
+                    issued its tile
+
+    smem            bytes
+    sA, sB          tile_m * tile_k * 2 * num_stages, tile_n * tile_k * 2 * num_stages
+    sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate
+    groups          12 * most_groups + 4
+    ab              16 * num_stages
+    """
+
+    arch = "sm_90a"
+    name: str
+
+    def __init__(self, config: GroupedConfig | SumsConfig) -> None:
+        if reason := config.why_not(arch_named(self.arch)):
+            raise ValueError(reason)
+        tiles = config.product.tiles
+        assert isinstance(tiles, Sm90Config)  # why_not has refused every other
+        self.config, self.tiles = config, tiles
+        if tiles.one_tile or tiles.stream_k or tiles.box_rows:
+            raise ValueError(f"{tiles}: {self.name} loops over whole tiles")
+        self.general = General(config.product)  # whose warps, registers and maps it has
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return self.config.arguments()
+
+    def start(self, launched: Any, grid: Any, stream: Any) -> None:
+        """Launch a kernel with its arguments."""
+        c = self.tiles
+        launched.launch(
+            grid=grid,
+            block=(self.general.num_threads, 1, 1),
+            cluster=(c.cluster_m, c.cluster_n, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    def ragged(self, groups: RowGroups) -> RaggedTiles:
+        """The scheduler of the tiles of ragged groups."""
+        c = self.tiles
+        shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
+        return RaggedTiles(Raster(c.raster_group, c.raster_along), *shape, groups)
+
+    def product(self, sA: cute.Tensor, sB: cute.Tensor) -> WgmmaProduct:
+        """This warpgroup's part of a tile."""
+        c = self.tiles
+        warpgroups = 1 if c.pingpong else c.mma_warpgroups
+        majors = (MAJORS[k_major] for k_major in self.config.product.k_major)
+        kinds = sA.element_type, sB.element_type
+        return wgmma(Wgmma(c.tile_n, *kinds, *majors, warpgroups), sA, sB)
+
+    @cute.jit
+    def run(
+        self,
+        memory: GroupMemory,
+        operands: Any,
+        role: cutlass.Constexpr[MmaRole],
+        store: Any,
+        edges: cute.Tensor,
+        mProduct: cute.Tensor,
+    ) -> None:
+        """Fill in the tables, then load the tiles of all groups, and compute and store them."""
+        general, ab, scheduler = self.general, memory.ab, role.scheduler
+        rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
+        load = LoadTiles(self.tiles, general.cluster, scheduler)
+        warp = cute.arch.warp_idx()
+        if warp == self.general.load_warps.first:
+            load.start(operands, mProduct)
+            cute.arch.griddepcontrol_wait()
+            scheduler.fill(edges, rows, columns, self.config.padded)
+        publish_barriers((ab,), cluster=general.cluster.size > 1, with_data=True)
+
+        if warp >= self.general.load_warps.first:
+            self.general.give_registers()
+            if warp == self.general.load_warps.first:
+                load.run(operands, ab, mProduct)
+        else:
+            self.general.take_registers()
+            mma = self.product(memory.sA, memory.sB)
+            role.run(mma, ab, store, operands.num_k_tiles, mProduct)
+            drain_stores()
+
+
+def grid(tiles: Sm90Config, mA: cute.Tensor, mB: cute.Tensor) -> tuple[int, int, Int32]:
+    """The clusters of tiles of A (M, K) and B (N, K, E): at most as many as run at one time."""
+    across, down = tiles.cluster_m, tiles.cluster_n
+    at_once = (tiles.num_ctas or arch_named(tiles.arch).num_sms) // (across * down)
+    rows = cute.size(mA, mode=[0]) // (tiles.tile_m * across) + cute.size(mB, mode=[2])
+    columns = clusters(cute.size(mB, mode=[0]), tiles.tile_n * down)
+    return across, down, cutlass.min(max(1, at_once), rows * columns)
+
+
+@cute.jit
+def drain_stores() -> None:
+    """Wait until TMA has read every slot of this warp's stores, so that the smem may be
+    released."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
