@@ -126,7 +126,7 @@ def grouped(arch: str) -> Iterator[tuple[str, Subject]]:
     kinds = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
 
     def call(form: str, groups: int, rows: int, n: int, k: int) -> Any:
-        offs = torch.empty(groups, dtype=torch.int32)
+        offs = torch.zeros(groups, dtype=torch.int32)
         x, w = torch.empty(rows, k, dtype=bf16), torch.empty(groups, n, k, dtype=bf16).mT
         match form:
             case "sums":
@@ -137,6 +137,14 @@ def grouped(arch: str) -> Iterator[tuple[str, Subject]]:
             case "bias, gated":
                 bias = torch.empty(groups, n, dtype=bf16)
                 return cutex.grouped_mm(x, w, offs, bias=bias, activation="gated_silu")
+            case "mxfp8":
+                of_x, of_w = (
+                    torch.empty(*s, k // 32, dtype=torch.float8_e8m0fnu)
+                    for s in ((rows,), (groups, n))
+                )
+                factors = {"scale_recipe_a": "BlockWise1x32", "scale_recipe_b": "BlockWise1x32"}
+                x, w = x.to(e4m3), w.mT.to(e4m3).mT
+                return cutex.scaled_grouped_mm(x, w, of_x, of_w, offs, **factors)
             case "fp8 blocks":
                 of_x = torch.empty(k // 128, rows).T
                 of_w = torch.empty(groups, k // 128, n // 128)
@@ -144,7 +152,7 @@ def grouped(arch: str) -> Iterator[tuple[str, Subject]]:
                 return cutex.scaled_grouped_mm(x, w, of_x, of_w, offs, **kinds)
         return cutex.grouped_mm(x, w, offs)
 
-    forms = "plain", "bias, gated", "by an index", "sums", "fp8 blocks"
+    forms = "plain", "bias, gated", "by an index", "sums", "fp8 blocks", "mxfp8"
     sizes = (4, 8192, 4096, 1024), (8, 4096, 2048, 1024), (64, 512, 1024, 512)
     for form, (groups, rows, n, k) in itertools.product(forms, sizes):
         name = f"grouped {arch} {groups} groups {rows}x{n}x{k} {form}"

@@ -12,20 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.arch import arch as arch_named
-from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.scale_factors import ROWS
 from cutex.device.atoms.tma import matrix, tile_loads
-from cutex.device.atoms.tmem import Tmem, fence_after_sync
-from cutex.device.pipeline import AccRing, PairRing, is_leader, publish_barriers, sync_cluster
+from cutex.device.atoms.tmem import Tmem
+from cutex.device.pipeline import AccRing, PairRing, is_leader
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import ScaledRowsConfig
+from cutex.kernels.gemm.grouped.sm100.kernel import GroupedKernel
 from cutex.kernels.gemm.grouped.sm100.rows import GroupStore
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand
 from cutex.kernels.gemm.scaled.sm100.general import Scaled, Warp
@@ -35,8 +33,7 @@ from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig, unpacked
 from cutex.kernels.gemm.signature import modes, tile_counts
 from cutex.kernels.gemm.sm100.roles import Load
 from cutex.schedulers.clc import CTAS
-from cutex.schedulers.ragged import RaggedTiles, RowGroups
-from cutex.schedulers.raster import Raster, clusters
+from cutex.schedulers.ragged import RowGroups
 
 
 @dataclass(frozen=True)
@@ -67,31 +64,21 @@ class GroupedOperands:
         )
 
 
-class GroupedBlocks:
-    """A pair of CTAs computes tiles of groups: in each CTA a load warp, an MMA warp, four that
-    store, and one idle.
+class GroupedBlocks(GroupedKernel):
+    """The grouped kernel whose factors tensor cores read.
 
     Barriers, smem and tensor memory are those of Scaled (scaled/sm100/general.py), without its
     scheduler's; and of smem the tables of groups, 16 * most_groups + 4 bytes.
     """
 
-    arch = "sm_100a"
+    name = "sm100_gemm_grouped_blocks"
     dtypes = ("e4m3", "e5m2", "e2m1", "uint8")  # A's elements
-    num_threads = Warp.END * 32
 
     def __init__(self, config: ScaledRowsConfig) -> None:
-        if reason := config.why_not(arch_named(self.arch)):
-            raise ValueError(reason)
+        super().__init__(config)
         assert isinstance(config.product, ScaledConfig)  # why_not has refused every other
-        self.config, self.product, self.tiles = config, config.product, config.product.tiles
+        self.product, self.tiles = config.product, config.product.tiles
         self.scaled = Scaled(self.product)  # whose maps, memory and product it has
-
-    @property
-    def name(self) -> str:
-        return "sm100_gemm_grouped_blocks"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return self.config.arguments()
 
     # ---- on the host
 
@@ -120,17 +107,8 @@ class GroupedBlocks:
         factors_a = of_a.load_operand(mFA, c.num_stages, True)
         factors_b = of_b.load_operand(mFB, c.num_stages, True)
         out = store_operand(mOut, scaled.epilogue_slots(mOut.element_type))
-        at_once = (c.num_ctas or arch_named(self.arch).num_sms) // CTAS
-        down = cute.size(mA, mode=[0]) // c.tile_m + cute.size(mB, mode=[2])
-        across = clusters(cute.size(mB, mode=[0]), c.tile_n)
-        self.kernel((a, b, factors_a, factors_b), out, mOut, edges, tuple(passed)).launch(
-            grid=(CTAS, 1, cutlass.min(max(1, at_once), down * across)),
-            block=(self.num_threads, 1, 1),
-            cluster=(CTAS, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        launched = self.kernel((a, b, factors_a, factors_b), out, mOut, edges, tuple(passed))
+        self.start(launched, self.grid(mA, mB), stream)
 
     # ---- on the device
 
@@ -153,18 +131,11 @@ class GroupedBlocks:
         acc = AccRing.of(smem, 1 if c.overlap else c.num_acc, readers=CTAS * Warp.LOAD)
         epilogue = scaled.epilogue_role(smem)
         tmem = Tmem.allocate(smem, c.acc_columns + c.factor_columns, pair=True)
-        raster = Raster(c.raster_group, c.raster_along)
-        scheduler = RaggedTiles(raster, (c.tile_m // CTAS, c.tile_n), (CTAS, 1), groups)
+        scheduler = self.ragged(groups)
         mProduct = product.product(mOut)
-        rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
+        sizes = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
         warp = cute.arch.warp_idx()
-        if warp == Warp.MMA:
-            tmem.acquire()
-        if warp == Warp.LOAD:
-            cute.arch.griddepcontrol_wait()
-            scheduler.fill(edges, rows, columns, self.config.padded)
-        publish_barriers((ab, acc), cluster=True, with_data=True)
-        pointer = tmem.pointer()
+        pointer = self.begin((ab, acc), tmem, scheduler, edges, sizes)
         dispatch = scheduler.walk(tile_counts(c, mProduct))
 
         mma = scaled.product(slots, pointer)
@@ -179,7 +150,4 @@ class GroupedBlocks:
                 ScaledMma(c).run(mma, ab, acc, k, dispatch)
         elif warp < Warp.LOAD:
             epilogue.run(mma.acc, store, acc, dispatch)
-        sync_cluster()
-        if warp == Warp.MMA:
-            fence_after_sync()
-            tmem.free(pointer)
+        self.end(tmem, pointer)

@@ -12,30 +12,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cutex.arch import arch as arch_named
-from cutex.compile import Argument
 from cutex.device.atoms.mma import MAJORS
 from cutex.device.atoms.tma import AbLoads, PairOperands, load_operand
-from cutex.device.atoms.tmem import fence_after_sync
 from cutex.device.atoms.umma import Umma, umma
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore, FusedTileStore
-from cutex.device.pipeline import is_leader, publish_barriers, sync_cluster
+from cutex.device.pipeline import is_leader
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import GroupedConfig
+from cutex.kernels.gemm.grouped.sm100.kernel import GroupedKernel
 from cutex.kernels.gemm.grouped.sm100.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand, stored_rows
 from cutex.kernels.gemm.signature import modes, tile_counts
-from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.kernels.gemm.sm100.epilogue import StoreTiles
 from cutex.kernels.gemm.sm100.general import General, Warp
 from cutex.kernels.gemm.sm100.roles import Load, Mma
-from cutex.schedulers.clc import CTAS
-from cutex.schedulers.ragged import RaggedTiles, RowGroups
-from cutex.schedulers.raster import Raster, clusters
+from cutex.schedulers.ragged import RowGroups
 
 
 @dataclass(frozen=True)
@@ -76,50 +70,15 @@ class GroupStore:
         return store.tile(tAcc, tile._replace(batch=group), row_tile)
 
 
-class GroupedRows:
-    """A pair of CTAs computes tiles of groups: in each CTA a load warp, an MMA warp, four that
-    store, and one idle.
+class GroupedRows(GroupedKernel):
+    """The grouped kernel of A (M, K) and B (E, K, N)."""
 
-    barrier          arrives                                   waits
-    ab.full[slot]    1: LOAD of the leader, and the bytes of   MMA of the leader
-                     both CTAs by TMA
-    ab.empty[slot]   1: the commit of its last MMA, in both    LOAD of its CTA
-    acc.full[slot]   1: the commit of the last MMA of one      the epilogue warps of its CTA
-                     accumulator of a tile, in both CTAs
-    acc.empty[slot]  1 an epilogue warp of both CTAs: 8 at     MMA of the leader, before it
-                     the leader's                              computes into it
-    1   (sub-tile)   the epilogue warps, having written their  the same, before TMA stores the slot
-                     rows of a slot of sC                      and before they write the next
-    (cluster)        all threads, barriers being initialised   all threads
-                     and the tables filled in
-    (cluster)        all threads, their tiles being done       all threads, before tensor memory is
-                                                               freed
-
-    smem of a CTA    bytes                                     tmem   columns
-    sA               tile_m / 2 * tile_k * 2 * num_stages      acc    tile_n * num_acc
-    sB               tile_n / 2 * tile_k * 2 * num_stages
-    sC               128 * epi_n * 2 * epi_stages; half behind a gate
-    groups           12 * most_groups + 4
-    ab, acc          16 * num_stages, 16 * num_acc, and 4 for the address of tmem
-    """
-
-    arch = "sm_100a"
+    name = "sm100_gemm_grouped_rows"
     dtypes = "bf16", "fp16", "e4m3"
-    num_threads = Warp.END * 32
 
     def __init__(self, config: GroupedConfig) -> None:
-        if reason := config.why_not(arch_named(self.arch)):
-            raise ValueError(reason)
-        assert isinstance(config.product.tiles, Sm100Config)  # why_not has refused every other
-        self.config, self.tiles = config, config.product.tiles
+        super().__init__(config)
         self.general = General(config.product)  # whose maps it has
-
-    @property
-    def name(self) -> str:
-        return "sm100_gemm_grouped_rows"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return self.config.arguments()
 
     # ---- on the host
 
@@ -136,17 +95,8 @@ class GroupedRows:
         a = load_operand(mA, general.load_slots(mA.element_type, c.tile_m, a_k), pair=True)
         b = load_operand(mB, general.load_slots(mB.element_type, c.tile_n, b_k), pair=True)
         out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        at_once = (c.num_ctas or arch_named(self.arch).num_sms) // CTAS
-        down = cute.size(mA, mode=[0]) // c.tile_m + cute.size(mB, mode=[2])
-        across = clusters(cute.size(mB, mode=[0]), c.tile_n)
-        self.kernel(a, b, out, mOut, edges, tuple(passed)).launch(
-            grid=(CTAS, 1, cutlass.min(max(1, at_once), down * across)),
-            block=(self.num_threads, 1, 1),
-            cluster=(CTAS, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        launched = self.kernel(a, b, out, mOut, edges, tuple(passed))
+        self.start(launched, self.grid(mA, mB), stream)
 
     # ---- on the device
 
@@ -165,20 +115,12 @@ class GroupedRows:
         kinds = a.atom.value_type, b.atom.value_type
         memory = GroupMemory.allocate(c, (a, b, out), self.config.most_groups)
         sA, sB, sC, groups, ab, acc, tmem = memory
-        raster = Raster(c.raster_group, c.raster_along)
-        # NOTE: a CTA's own rows are half a tile's, or with two accumulators a quarter of them each
-        scheduler = RaggedTiles(raster, (c.tile_m // CTAS, c.tile_n), (CTAS, 1), groups)
+        scheduler = self.ragged(groups)
         mProduct = product.product(mOut)
-        rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
+        sizes = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
         n = cute.size(b.tma_tensor, mode=[0])
         warp = cute.arch.warp_idx()
-        if warp == Warp.MMA:
-            tmem.acquire()
-        if warp == Warp.LOAD:
-            cute.arch.griddepcontrol_wait()
-            scheduler.fill(edges, rows, columns, self.config.padded)
-        publish_barriers((ab, acc), cluster=True, with_data=True)
-        pointer = tmem.pointer()
+        pointer = self.begin((ab, acc), tmem, scheduler, edges, sizes)
         dispatch = scheduler.walk(tile_counts(c, mProduct))
 
         a_major, b_major = (MAJORS[k_major] for k_major in product.k_major)
@@ -195,7 +137,4 @@ class GroupedRows:
                 Mma(c).run(mma, ab, acc, num_k_tiles, dispatch)
         elif warp < Warp.LOAD:
             StoreTiles(c, unrolled=product.ops == ()).run(mma.acc, store, acc, dispatch)
-        sync_cluster()
-        if warp == Warp.MMA:
-            fence_after_sync()
-            tmem.free(pointer)
+        self.end(tmem, pointer)

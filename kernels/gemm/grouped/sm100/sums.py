@@ -14,10 +14,8 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.arch import arch as arch_named
-from cutex.compile import Argument
 from cutex.device.atoms.mma import MAJORS
 from cutex.device.atoms.tma import AbLoads, PairOperands, load_operand, store_operand
-from cutex.device.atoms.tmem import fence_after_sync
 from cutex.device.atoms.umma import Umma, UmmaProduct, umma
 from cutex.device.epilogue.epilogue_ops import BoundOps
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
@@ -25,15 +23,13 @@ from cutex.device.pipeline import (
     AccRing,
     Ring,
     is_leader,
-    publish_barriers,
-    sync_cluster,
 )
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import SumsConfig
+from cutex.kernels.gemm.grouped.sm100.kernel import GroupedKernel
 from cutex.kernels.gemm.grouped.sm100.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
-from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.kernels.gemm.sm100.epilogue import StoreTiles
 from cutex.kernels.gemm.sm100.general import General, Warp
 from cutex.kernels.gemm.sm100.roles import Load, Mma
@@ -94,29 +90,14 @@ class MmaOfGroups(Mma):
             ticket = walk.next(ticket)
 
 
-class GroupedSums:
-    """A pair of CTAs computes tiles of out: in each CTA a load warp, an MMA warp, four that store,
-    and one idle.
+class GroupedSums(GroupedKernel):
+    """The grouped kernel that adds up over the rows of each group."""
 
-    Barriers, smem and tensor memory are those of GroupedRows (rows.py).
-    """
-
-    arch = "sm_100a"
-    num_threads = Warp.END * 32
+    name = "sm100_gemm_grouped_sums"
 
     def __init__(self, config: SumsConfig) -> None:
-        if reason := config.why_not(arch_named(self.arch)):
-            raise ValueError(reason)
-        assert isinstance(config.product.tiles, Sm100Config)  # why_not has refused every other
-        self.config, self.tiles = config, config.product.tiles
+        super().__init__(config)
         self.general = General(config.product)  # whose maps it has
-
-    @property
-    def name(self) -> str:
-        return "sm100_gemm_grouped_sums"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return self.config.arguments()
 
     @property
     def scheduler(self) -> StaticPersistent:
@@ -145,14 +126,8 @@ class GroupedSums:
             for mX, layout in zip((mA, mB), slots, strict=True)
         )
         out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        self.kernel(a, b, out, edges, cute.size(mA, mode=[1])).launch(
-            grid=self.scheduler.grid(self.counts(mOut)),
-            block=(self.num_threads, 1, 1),
-            cluster=(CTAS, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        launched = self.kernel(a, b, out, edges, cute.size(mA, mode=[1]))
+        self.start(launched, self.scheduler.grid(self.counts(mOut)), stream)
 
     # ---- on the device
 
@@ -174,13 +149,7 @@ class GroupedSums:
         spans = RaggedTiles(Raster(), (tile_k, 1), (1, 1), groups)
         walk = self.scheduler.walk(self.counts(out.tma_tensor))
         warp = cute.arch.warp_idx()
-        if warp == Warp.MMA:
-            tmem.acquire()
-        if warp == Warp.LOAD:
-            cute.arch.griddepcontrol_wait()
-            spans.fill(edges, rows, 1, self.config.padded)
-        publish_barriers((ab, acc), cluster=True, with_data=True)
-        pointer = tmem.pointer()
+        pointer = self.begin((ab, acc), tmem, spans, edges, (rows, 1))
 
         instruction = Umma(256, c.tile_n, *kinds, MAJORS[False], MAJORS[False], pair=True)
         mma = umma(instruction, sA, sB, pointer, c.num_acc)
@@ -195,7 +164,4 @@ class GroupedSums:
                 MmaOfGroups(c, groups, tile_k).run_groups(mma, ab, acc, walk)
         elif warp < Warp.LOAD:
             StoreTiles(c, unrolled=True).run(mma.acc, store, acc, walk)
-        sync_cluster()
-        if warp == Warp.MMA:
-            fence_after_sync()
-            tmem.free(pointer)
+        self.end(tmem, pointer)

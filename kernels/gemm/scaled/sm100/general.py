@@ -16,7 +16,6 @@ two more operands; an MMA role that copies each step's factors to tensor memory 
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -48,22 +47,13 @@ from cutex.kernels.gemm.scaled.sm100.roles import ScaledMma
 from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig, unpacked
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
 from cutex.kernels.gemm.sm100.epilogue import SplitK, StoreTiles
+from cutex.kernels.gemm.sm100.general import Warp
 from cutex.kernels.gemm.sm100.roles import Load
 from cutex.problem.scaled.formats import BLOCK_SCALED
 from cutex.schedulers.clc import CTAS, ClcDispatch
 from cutex.schedulers.dispatch import Dispatcher
 from cutex.schedulers.one_tile import OneTilePerCluster
 from cutex.schedulers.raster import Raster, RasterOrder
-
-
-class Warp(IntEnum):
-    """The roles of the warps. Warps 0 to 3 are the epilogue: each may read only its own quarter of
-    tensor memory."""
-
-    LOAD = LANES // 32
-    MMA = LOAD + 1
-    SCHEDULE = MMA + 1
-    END = SCHEDULE + 1
 
 
 class Scaled:
