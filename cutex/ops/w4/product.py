@@ -131,10 +131,12 @@ def _config(
     mnk: tuple[int, int, int], of: W4Format, dtype: str, out: Any, ops: Any, arch: str
 ) -> Any:
     """The kernel's signature for such calls."""
-    kernels, choose = (import_module(f"{PACKAGE[arch]}.{name}") for name in ("kernel", "choose"))
+    from cutex.kernels.gemm.w4.signature import W4Signature
+
+    choose = import_module(f"{PACKAGE[arch]}.choose")
     for tiles in choose.configs_for(mnk, of):
         for epi_n in (tiles.epi_n, 16):
-            signature = kernels.W4Signature(replace(tiles, epi_n=epi_n), dtype, out, ops)
+            signature = W4Signature(replace(tiles, epi_n=epi_n), dtype, out, ops)
             if signature.general.why_not(None, arch_named(arch)) is None:
                 return signature
     raise ValueError(f"M={mnk[0]}, N={mnk[1]}, K={mnk[2]}: no config takes these sizes")

@@ -223,13 +223,23 @@ class General:
         k_major = self.config.k_major
         a = self.load_operand(mA, c.tile_m, c.cluster_n, k_major[0])
         b = self.load_operand(mB, c.tile_n, c.cluster_m, k_major[1])
+        out, rows, passed = self.stored(mOut, passed)
+        self.start(self.kernel(a, b, out, rows, passed, workspace), mOut, stream)
+
+    def stored(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Out as the kernel takes it, a tensor map where TMA stores it; mOut if its rows are whole
+        vectors; and the operations' arguments."""
         out = mOut
-        if cutlass.const_expr(self.config.out.tma):
+        if self.config.out.tma:
             slots = self.epilogue_slots(mOut.element_type)
             out = store_operand(mOut, slots)
             passed = self.preload(passed, slots)
-        rows = mOut if self.config.out.whole else None
-        self.kernel(a, b, out, rows, passed, workspace).launch(
+        return out, mOut if self.config.out.whole else None, passed
+
+    def start(self, launched: Any, mOut: cute.Tensor, stream: Any) -> None:
+        """Launch a kernel of this one's warps with its arguments, for the tiles of mOut."""
+        c = self.tiles
+        launched.launch(
             grid=self.scheduler.grid(tile_counts(c, self.config.product(mOut))),
             block=(self.num_threads, 1, 1),
             cluster=(c.cluster_m, c.cluster_n, c.split_k),

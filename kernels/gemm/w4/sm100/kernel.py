@@ -7,7 +7,6 @@ then they store the tile. Each CTA has one tile; K is not split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -17,17 +16,17 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
-from cutex.compile import Argument, Operand
+from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots, contiguous_lanes_layout, slots_layout
 from cutex.device.atoms.tma import load_operand, store_operand
 from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync
 from cutex.device.atoms.umma import Umma, umma
-from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
 from cutex.device.pipeline import AccRing, Barrier, Ring, publish_barriers
-from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout, tile_counts, transposed
+from cutex.kernels.gemm.signature import tile_counts, transposed
 from cutex.kernels.gemm.sm100.epilogue import StoreTiles
 from cutex.kernels.gemm.w4.fragments import Fragments, allocate_weights
+from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm100.config import W4Sm100Config
 from cutex.kernels.gemm.w4.sm100.roles import Load, Mma, Rings, Widen
 from cutex.schedulers.one_tile import OneTilePerCluster
@@ -41,28 +40,6 @@ class Warp(IntEnum):
     LOAD = LANES // 32
     MMA = LOAD + 1
     END = MMA + 1
-
-
-@dataclass(frozen=True)
-class W4Signature:
-    """What the kernel computes, and its tiles: x (M, K) row-major, a packed weight (N, K)."""
-
-    tiles: W4Sm100Config
-    dtype: str = "bf16"
-    out: OperandLayout = field(default_factory=lambda: OperandLayout(whole=True))
-    ops: tuple[EpilogueOp, ...] = ()
-
-    @property
-    def general(self) -> GeneralConfig:
-        """The config of the general kernel of the same operands."""
-        x, w = (OperandLayout(self.dtype, major) for major in ("row", "column"))
-        return GeneralConfig(self.tiles, x, w, self.out, self.ops)
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's arguments: x, the packed weight, out, and those of the operations."""
-        x, _, out, *rest = self.general.arguments()
-        packed = Operand("weight", ("strips", "blocks", "words"), "int32")
-        return (x, packed, out, *rest)
 
 
 class W4Gemm:
@@ -91,8 +68,8 @@ class W4Gemm:
     def __init__(self, config: W4Signature) -> None:
         if reason := config.general.why_not(None, arch_named(self.arch)):
             raise ValueError(reason)
-        self.config = config
-        self.tiles = config.tiles
+        assert isinstance(config.tiles, W4Sm100Config)
+        self.config, self.tiles = config, config.tiles
 
     @property
     def name(self) -> str:

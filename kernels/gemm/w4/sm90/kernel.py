@@ -8,7 +8,6 @@ its MMA role widens them (mma.py); its schedulers, clusters, split K and epilogu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
@@ -16,17 +15,12 @@ from cutlass import Float32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument, Operand
+from cutex.compile import Argument
 from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots
 from cutex.device.atoms.multicast import AbOperands, SharedRing
-from cutex.device.atoms.tma import store_operand
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
-from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.signature import (
-    GeneralConfig,
-    OperandLayout,
-    tile_counts,
     transposed,
 )
 from cutex.kernels.gemm.sm90.exchange import Exchange
@@ -34,33 +28,12 @@ from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.load import LoadTiles
 from cutex.kernels.gemm.sm90.mma import MmaRole
 from cutex.kernels.gemm.w4.fragments import Fragments, allocate_weights
+from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.config import W4Config
 from cutex.kernels.gemm.w4.sm90.load import W4LoadOneTile, W4LoadSegments, W4LoadTiles
 from cutex.kernels.gemm.w4.sm90.mma import Blocks, Widen, WidenSplitK, WidenStreamK
 from cutex.kernels.gemm.w4.sm90.operands import W4Operands
 from cutex.schedulers.stream_k import StreamedTiles
-
-
-@dataclass(frozen=True)
-class W4Signature:
-    """What the kernel computes, and its tiles: x (M, K) row-major, a packed weight (N, K)."""
-
-    tiles: W4Config
-    dtype: str = "bf16"
-    out: OperandLayout = field(default_factory=lambda: OperandLayout(whole=True))
-    ops: tuple[EpilogueOp, ...] = ()
-
-    @property
-    def general(self) -> GeneralConfig:
-        """The config of the general kernel of the same operands."""
-        x, w = (OperandLayout(self.dtype, major) for major in ("row", "column"))
-        return GeneralConfig(self.tiles, x, w, self.out, self.ops)
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's arguments: x, the packed weight, out, and those of the operations."""
-        x, _, out, *rest = self.general.arguments()
-        packed = Operand("weight", ("strips", "blocks", "words"), "int32")
-        return (x, packed, out, *rest)
 
 
 class W4Gemm:
@@ -79,8 +52,8 @@ class W4Gemm:
     dtypes = ("bf16", "fp16")
 
     def __init__(self, config: W4Signature) -> None:
-        self.config = config
-        self.tiles = config.tiles
+        assert isinstance(config.tiles, W4Config)
+        self.config, self.tiles = config, config.tiles
         self.general = General(config.general)
 
     @property
@@ -146,20 +119,8 @@ class W4Gemm:
             workspace = total, flags
         mOut = transposed(mOut)
         x = g.load_operand(mX, c.tile_n, c.cluster_m, True)
-        out, given = mOut, tuple(passed)
-        if cutlass.const_expr(self.config.out.tma):
-            slots = g.epilogue_slots(mOut.element_type)
-            out = store_operand(mOut, slots)
-            given = g.preload(given, slots)
-        rows = mOut if self.config.out.whole else None
-        self.kernel(mW, x, out, rows, given, workspace).launch(
-            grid=g.scheduler.grid(tile_counts(c, g.config.product(mOut))),
-            block=(g.num_threads, 1, 1),
-            cluster=(c.cluster_m, c.cluster_n, c.split_k),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        out, rows, given = g.stored(mOut, tuple(passed))
+        g.start(self.kernel(mW, x, out, rows, given, workspace), mOut, stream)
 
     @cute.kernel
     def kernel(

@@ -19,7 +19,6 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument, Operand
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import AbOperands, SharedRing
-from cutex.device.atoms.tma import store_operand
 from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.pipeline import Barrier, publish_barriers
@@ -30,7 +29,6 @@ from cutex.kernels.gemm.signature import (
     GeneralConfig,
     OperandLayout,
     modes,
-    tile_counts,
     transposed,
 )
 from cutex.kernels.gemm.sm90.general import General
@@ -141,20 +139,8 @@ class Fp8Gemm:
             factors_operand(mS, rows, c.num_stages, vector)
             for mS, rows, vector in zip(scales, (c.tile_m, c.tile_n), c.vectors, strict=True)
         )
-        out = mOut
-        if cutlass.const_expr(self.config.out.tma):
-            slots = g.epilogue_slots(mOut.element_type)
-            out = store_operand(mOut, slots)
-            passed = g.preload(passed, slots)
-        rows = mOut if self.config.out.whole else None
-        self.kernel(a, b, factors, out, rows, passed).launch(
-            grid=g.scheduler.grid(tile_counts(c, g.config.product(mOut))),
-            block=(g.num_threads, 1, 1),
-            cluster=(c.cluster_m, c.cluster_n, c.split_k),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        out, rows, passed = g.stored(mOut, passed)
+        g.start(self.kernel(a, b, factors, out, rows, passed), mOut, stream)
 
     @cute.kernel
     def kernel(
