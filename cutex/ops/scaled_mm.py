@@ -16,8 +16,9 @@ from cutex.ops.device import arch_of, current, launcher, per_device
 from cutex.ops.matmul.arrange import arrange
 from cutex.ops.matmul.checks import ACTIVATIONS, OUT_DTYPES, Call, check
 from cutex.ops.matmul.eager import matmul
+from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
-from cutex.ops.row.operators import define
+from cutex.ops.row.operators import define, needs_nothing
 from cutex.problem.scaled import layouts
 
 BLOCK = 128
@@ -83,11 +84,19 @@ def scaled_mm(
     TypeError or ValueError, with one sentence that says what was due, for arguments that do not
     fit, and where there is no such GPU.
     """
+    recipes, swizzles = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
+    if not torch.compiler.is_dynamo_compiling():
+        sides, formats = tensors_of(a, b, scale_a, scale_b)
+        absent = bias is None, residual is None, output_scale is None
+        options = formats, recipes, swizzles, absent, activation, output_dtype
+        given = (*sides, *(x for x in (bias, residual) if x is not None))
+        known = PLANS.find(options, *given)
+        if known is not None:
+            return known.launch(*given)
     a, b = torchao_tensors.both(a, b)
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
-        recipes = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
-        given = _block_operands((a, b), (scale_a, scale_b), *recipes)
-        found = block_scaled(*given, bias, residual, activation, output_dtype, output_scale)
+        operands = _block_operands((a, b), (scale_a, scale_b), recipes, swizzles)
+        found = block_scaled(*operands, bias, residual, activation, output_dtype, output_scale)
         if isinstance(output_dtype, str):
             own = None if output_scale is None else output_scale.detach().reshape(1)
             return QuantizedTensor(found[0], found[1], output_dtype, True, own)
@@ -120,10 +129,56 @@ def scaled_mm(
             " of both, or BlockWise1x128 with BlockWise128x128 or BlockWise1x128"
         )
     _check(a, b, scale_a, scale_b, kinds, activation, output_dtype)
-    if kinds[1] == "BlockWise128x128":
-        scale_b = scale_b[..., : a.shape[-1] // BLOCK, :].mT  # (N / 128, K / 128)
     check(Call(a, b, bias, residual, activation=activation, out_dtype=output_dtype))
+    if not torch.compiler.is_dynamo_compiling() and output_scale is None:
+        _remember(options, given, formats, kinds)
+    scale_b = _of_matrix(scale_b, a.shape[-1], kinds)
     return product(a, b, scale_a, scale_b, RECIPES[kinds], bias, residual, activation, output_dtype)
+
+
+PLANS = PlanCache()
+
+
+def tensors_of(
+    a: Any, b: Any, scale_a: Any, scale_b: Any
+) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+    """The elements and factors of both sides as they are given, and the formats of those that
+    `cutex.quantize` returned, or None."""
+    formats = []
+    sides = []
+    for x, scale in ((a, scale_a), (b, scale_b)):
+        mine = isinstance(x, QuantizedTensor) and scale is None
+        sides.append((x.data, x.scale) if mine else (x, scale))
+        formats.append(x.format if mine else None)
+    (a, scale_a), (b, scale_b) = sides
+    return (a, b, scale_a, scale_b), (formats[0], formats[1])
+
+
+def _of_matrix(scale_b: Tensor, k: int, kinds: tuple[str, str]) -> Tensor:
+    """The factors of b as `product` takes them: (N / 128, K / 128) of those of 128x128."""
+    return scale_b[..., : k // BLOCK, :].mT if kinds[1] == "BlockWise128x128" else scale_b
+
+
+def _remember(
+    options: Any, given: tuple[Any, ...], formats: tuple[Any, Any], kinds: tuple[str, str]
+) -> None:
+    """Keep a plan for such calls, if torch has nothing more to do than to run them."""
+    if not needs_nothing(*given):
+        return
+    *_, (no_bias, no_residual, _), activation, output_dtype = options
+
+    def launch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Tensor) -> Tensor:
+        if formats[1] is not None:
+            b = b.mT
+            scale_b = scale_b if kinds[1] == "BlockWise1x128" else scale_b.mT
+        bias = None if no_bias else rest[0]
+        residual = None if no_residual else rest[-1]
+        scale_b = _of_matrix(scale_b, a.shape[-1], kinds)
+        return _run(
+            a, b, scale_a, scale_b, RECIPES[kinds], bias, residual, activation, output_dtype
+        )
+
+    PLANS.remember(PLANS.key_of(options, *given), given, launch)
 
 
 def product(

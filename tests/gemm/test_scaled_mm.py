@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
@@ -40,6 +41,29 @@ def test_randomized_products_are_within_the_bound(seed):
         c = cutex.scaled_mm(*args, **kinds)
     check = problem.check(*problem.inputs(), c)
     assert check.ok, check.message
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["factors", "quantized"])
+def test_a_call_like_one_before_is_launched_without_its_checks(quantized, monkeypatch):
+    _, args, kinds = operands(5, 136, 256)
+    x, w = (torch.randn(rows, 256).bfloat16() for rows in (5, 136))
+    residual = torch.ones(5, 136).bfloat16()
+    with cutex.ops.simulated("sm_90a"):
+        if quantized:
+            args, kinds = (cutex.quantize(x, "fp8_1x128"), cutex.quantize(w, "fp8_128x128")), {}
+        first = cutex.scaled_mm(*args, **kinds)
+        with_residual = cutex.scaled_mm(*args, **kinds, residual=residual)
+        monkeypatch.setattr(importlib.import_module("cutex.ops.scaled_mm"), "_check", None)
+        assert torch.equal(cutex.scaled_mm(*args, **kinds), first)
+        again = cutex.scaled_mm(*args, **kinds, residual=2 * residual)
+        for other in ({"activation": "relu"}, {"output_dtype": torch.float32}):
+            with pytest.raises(TypeError, match="not callable"):  # no plan takes other options
+                cutex.scaled_mm(*args, **kinds, **other)
+        a = args[0]
+        other = a._replace(data=a.data[1:], scale=a.scale[1:]) if quantized else a[1:]
+        with pytest.raises(TypeError, match="not callable"):  # or other sizes
+            cutex.scaled_mm(other, *args[1:], **kinds)
+    assert (again.double() - with_residual.double() - 1).abs().max() <= 2.0**-7 * again.abs().max()
 
 
 def test_epilogues_odd_sizes_and_copied_operands():

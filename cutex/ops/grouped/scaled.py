@@ -10,10 +10,9 @@ from torch import Tensor
 from cutex.ops.grouped import launch
 from cutex.ops.grouped.block_scaled import block_scaled_grouped
 from cutex.ops.grouped.scaled_checks import BLOCK, check_epilogue, check_factors, check_operands
-from cutex.ops.plain import is_plain, nobody_watches
 from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
-from cutex.ops.row.operators import define
+from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.scaled_mm import (
     KIND_OF_FORMAT,
     _block_operands,
@@ -21,6 +20,7 @@ from cutex.ops.scaled_mm import (
     _by_tensor_cores,
     _kind,
     _name_of,
+    tensors_of,
 )
 from cutex.problem.matmul import ACTIVATIONS
 
@@ -76,7 +76,7 @@ def scaled_grouped_mm(
     name, edges = ("offs", offs) if counts is None else ("counts", counts)
     kinds = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
     if not torch.compiler.is_dynamo_compiling():
-        sides, formats = _tensors(a, b, scale_a, scale_b)
+        sides, formats = tensors_of(a, b, scale_a, scale_b)
         forms = offs is None, counts is None, bias is None
         options = formats, kinds, forms, activation, output_dtype
         given = (*sides, edges) if bias is None else (*sides, edges, bias)
@@ -114,27 +114,11 @@ def scaled_grouped_mm(
 PLANS = PlanCache()
 
 
-def _tensors(a: Any, b: Any, scale_a: Any, scale_b: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The elements and factors of both sides as they are given, and the formats of those that
-    `cutex.quantize` returned."""
-    if isinstance(a, QuantizedTensor) and scale_a is None:
-        a, scale_a, of_a = a.data, a.scale, a.format
-    else:
-        of_a = None
-    if isinstance(b, QuantizedTensor) and scale_b is None:
-        b, scale_b, of_b = b.data, b.scale, b.format
-    else:
-        of_b = None
-    return (a, b, scale_a, scale_b), (of_a, of_b)
-
-
 def _remember(
     options: Any, given: tuple[Any, ...], formats: tuple[Any, Any], rest: tuple[Any, ...]
 ) -> None:
     """Keep a plan for such calls, if torch has nothing more to do than to run them."""
-    if not nobody_watches() or not all(map(is_plain, given)):
-        return
-    if any(t.requires_grad for t in given):
+    if not needs_nothing(*given) or any(x.requires_grad for x in given):
         return
     recipe, _, *others = rest
     of_a, of_b = (KIND_OF_FORMAT.get(f) if f else None for f in formats)
