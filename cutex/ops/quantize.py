@@ -183,14 +183,17 @@ def _run(
     m, k = flat.shape
     unit = 16 // flat.element_size()
     odd_pitch = m > 1 and flat.stride(0) % unit
+    single = QuantizeConfig(format).packed == 1 and k % QuantizeConfig(format).width > 0
+    width = QuantizeConfig(format, single=single).width
     config = QuantizeConfig(
         format,
         rows,
         columns,
         swizzled,
         rounding,
-        aligned=not (k % QuantizeConfig(format).width or flat.data_ptr() % 16 or odd_pitch),
+        aligned=not (k % width or flat.data_ptr() % 16 or odd_pitch),
         aligned_columns=m % COLUMN_VECTOR == 0,
+        single=single,
         native=arch in NATIVE[of.element],
         native_e4m3=arch in NATIVE["e4m3"],
     )

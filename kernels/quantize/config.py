@@ -32,6 +32,7 @@ class QuantizeConfig:
     rounding: str = "floor"  # of E8M0 factors
     aligned: bool = True  # rows begin at, and have, whole vectors of WIDTH elements
     aligned_columns: bool = True  # so do the columns' results: M is a multiple of 32
+    single: bool = False  # of 8 bits: rows have an odd number of vectors
     native: bool = True  # whether the arch has the conversion to the element
     native_e4m3: bool = True  # and that to e4m3, of NVFP4's factors
 
@@ -52,8 +53,9 @@ class QuantizeConfig:
     @property
     def width(self) -> int:
         """The elements of a row that a thread has: of 4 bits two vectors, which it stores at once,
-        and of which NVFP4's factors are, each computed by one thread."""
-        return WIDTH * self.packed
+        and of which NVFP4's factors are, each computed by one thread; of 8 bits, too, where rows
+        are whole pairs of them."""
+        return WIDTH * (self.packed if self.single else 2)
 
     @property
     def packed(self) -> int:

@@ -43,7 +43,7 @@ SEGMENT = TILE // SEGMENTS  # rows of each
 class Quantize:
     """q = x / factors, and the factors, of rows, of columns, or of both.
 
-    A thread reads 8 elements of each 16th row, or 16 of each 32nd, and quantizes them with its
+    A thread reads 16 elements of each 32nd row, or 8 of each 16th, and quantizes them with its
     neighbours; it leaves them in smem, from where it takes 32 rows of two columns.
 
     smem            bytes
