@@ -29,8 +29,7 @@ WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
 # two tiles of rows share matrices, where K is short
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 96, 160, 256
 SOME_COLUMNS = 2048  # up to which tiles of 128x128 take these
-# rows from which on two warpgroups take turns: with short K whatever N, and with long K, too
-LONG_GROUPS, LONGEST_GROUPS = 1024, 4096
+LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
 SMS = 132
 GATHERED_COLUMNS = 1536  # up to which rows are gathered in the load
@@ -94,7 +93,7 @@ def rows_tiles(
     elif k <= SHORT_K:
         in_turn = width(n, IN_TURN) == 192 and (mean_rows >= LONG_GROUPS or n <= SHORT_K)
         tiles = _in_turn(192, cluster_m=2) if in_turn else _together(n)
-    elif mean_rows >= LONGEST_GROUPS and n >= 208 and not fused:
+    elif mean_rows >= LONG_GROUPS and n >= 208 and not fused:
         tiles = _in_turn(208, cluster_m=2)
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * SMS:
         tiles = _together(n)
@@ -160,7 +159,7 @@ def sums_tiles(arch: str, mean_rows: int, n: int, most: int = WARP) -> GemmConfi
         return _sm100(n, most)
     least, end = SHORT_SUMS
     if least <= mean_rows < end and (tile_n := width(n, IN_TURN)) == 192:
-        tiles = _in_turn(tile_n, cluster_n=_sharers(n, tile_n))
+        tiles = _in_turn(tile_n, cluster_m=2)
     else:
         tiles = _together(n)
     return _filled(tiles, False, most)
@@ -173,10 +172,10 @@ def _together(n: int) -> Sm90Config:
     return Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, cluster_n=_sharers(n, tile_n))
 
 
-def _in_turn(tile_n: int, cluster_m: int = 1, cluster_n: int = 1) -> Sm90Config:
+def _in_turn(tile_n: int, cluster_m: int = 1) -> Sm90Config:
     """Tiles of 128 rows that two warpgroups compute in turn."""
     tiles = Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, pingpong=True)
-    return replace(tiles, cluster_m=cluster_m, cluster_n=cluster_n)
+    return replace(tiles, cluster_m=cluster_m)
 
 
 def _sharers(n: int, tile_n: int) -> int:
