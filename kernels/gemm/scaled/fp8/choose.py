@@ -1,14 +1,15 @@
 """The choice of a config for an fp8 problem: candidates, ranked by a cost model.
 
-The model counts clocks of a CTA per 128 of K, of the tensor core and of loads, the rounds of
-tiles, and memory; its constants are of one H100 (docs/facts/scaled.md). Imports neither torch nor
-the DSL.
+The model has three times: of the tensor cores with what stands between their MMAs, of what CTAs
+load from L2, all together, and of memory. Its constants are of one H100
+(docs/facts/scaled.md#fp8-chooser). Imports neither torch nor the DSL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from cutex.arch import arch as arch_named
@@ -20,49 +21,87 @@ from cutex.problem.scaled import Fp8Problem
 if TYPE_CHECKING:
     from cutex.arch import Arch
 
-MMA_CLOCK = 2 * 64 * BLOCK / 8192  # clocks of 64 rows by one column by 128 of K
-LOAD_BYTES = 36  # per clock and SM, that TMA brings
-MHZ = 1700  # clocks in a microsecond; at full power less, with few rows more
-MEMORY = 2.8e6  # bytes in a microsecond
-POWER = 3.0  # how sharply the larger one of computing and memory counts
-FIXED_US, ROUND_CLOCKS, SPLIT_CLOCKS = 1.7, 1300, 2000  # of a launch, a round of tiles, an exchange
-SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
-SWAPPED, ALONE = 0.06, 0.03  # longer, transposed, and with one warpgroup
-ALONE_CLOCKS = 90  # that one warpgroup waits while nothing else runs
+# clocks per block of K: of a column of 64 rows, and of 64 rows beside; more where one warpgroup is
+# alone; of clusters that share loads, which wait for each other; least
+COLUMN, WAVE, ALONE, LEAST = 1.9, 27, 70, 80
+SHARED, SHARED_ALONE = 40, 60
+CROWDED, CROWDED_TIMES = 160, 1.1  # accumulators a thread, transposed, beyond which it takes longer
+SWAPPED = 1.014  # times as long, transposed
+# clocks of a round of tiles; of an exchange of sums; of one that the next tile's loads wait for; of
+# an element that is exchanged
+ROUND, SPLIT, SPLIT_ROUND, SPLIT_ELEMENT = 985, 310, 550, 0.43
+MHZ = 1610  # clocks in a microsecond
+L2, MEMORY = 13.5e6, 2.97e6  # bytes in a microsecond, of all SMs
+POWER, OVERLAP = 1.86, 2.3  # how sharply the larger time counts: of two, and of them and memory
+FIXED_US = 1.64  # of a launch
+SMS_OF_FOURS, SMS_OF_THREES = 0.8, 0.86  # of the SMs, those that clusters of so many fill
+MOST_SENT = 128 * 128  # elements of a tile, up to which its K is split
 DEEPEST = 8  # slots of a ring, beyond which nothing is gained
-FEW_ROWS = 256
+FEW_ROWS = 256  # up to which rows may be columns of the MMA
+# rows from which on pairs that share A are as fast as any (#fp8-promotion-chain), if their tiles
+# are so large a part of the SMs
+MANY_ROWS, FILLED = 1000, 0.75
+WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192)
+SWAPPED_WIDTHS = (16, 32, 64, 96, 128, 160)
+TALL = ((64, 1), (128, 2), (256, 2))  # rows of a tile, and its warpgroups
+MOST_RANKED = 12
 
 
-def candidates(problem: Fp8Problem) -> Iterator[Fp8Config]:
+def candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp8Config]:
     """The configs that are worth a prediction."""
-    base = Fp8Config(tile_m=128, tile_n=128, warpgroups=2, epi_n=64, epi_stages=1,
+    base = Fp8Config(tile_m=128, tile_n=128, warpgroups=2, epi_n=32, epi_stages=1, num_stages=2,
                      recipe=problem.dtype)  # fmt: skip
-    # NOTE: pairs that share A, and all of C in smem: by the facts (#fp8-promotion-chain)
-    yield replace(base, tile_m=256, epi_stages=4, cluster_n=2)
-    for tile_m, tile_n in ((256, 128), (128, 192), (128, 128)):
-        yield replace(base, tile_m=tile_m, tile_n=tile_n)
-    for split_k in (2, 4):
-        yield replace(base, split_k=split_k)
+    if problem.m >= MANY_ROWS:
+        tall = replace(base, tile_m=256, epi_n=64)
+        # NOTE: all of C in smem, so that a store waits for no slot
+        yield replace(tall, epi_stages=4, cluster_n=2)
+        yield tall
+        if ceil_div(problem.m, 256) * ceil_div(problem.n, 128) * batch < num_sms * FILLED:
+            yield from (replace(base, epi_n=64, split_k=split_k) for split_k in (1, 2, 4))
+        return
+    for tile in _tiles(base, problem.m):
+        yield from _placed(tile, (problem.m, problem.n), num_sms, batch)
     if problem.m <= FEW_ROWS:
-        yield from _of_few_rows(problem, replace(base, epi_n=32))
+        for tile in _swapped_tiles(base, problem.m):
+            yield from _placed(tile, (problem.n, problem.m), num_sms, batch)
 
 
-def _of_few_rows(problem: Fp8Problem, base: Fp8Config) -> Iterator[Fp8Config]:
-    """Configs whose tiles have few rows of A: as the MMA's columns, or a round of tiles beside each
-    other."""
-    for tile_m in (64, 128):
-        one = replace(base, tile_m=tile_m, warpgroups=tile_m // 64)
-        for split_k in (1, 2, 4):
-            for tile_n in (16, 32, 64, 96, 128):
-                columns = ceil_div(problem.m, tile_n)
-                swapped = replace(one, tile_n=tile_n, epi_n=min(tile_n, 32), split_k=split_k,
-                                  swap_ab=True)  # fmt: skip
-                yield replace(swapped, columns=columns)
-                yield swapped
-            for tile_n in (64, 128):
-                rows = ceil_div(problem.m, tile_m)
-                yield replace(one, tile_n=tile_n, split_k=split_k, rows=rows)
-                yield replace(one, tile_n=tile_n, split_k=split_k)
+def _tiles(base: Fp8Config, m: int) -> Iterator[Fp8Config]:
+    for tile_m, warpgroups in TALL:
+        if tile_m > 128 >= m:
+            continue
+        for tile_n in WIDTHS:
+            if all(base.vectors) and tile_m * tile_n > 128 * 128:
+                continue  # a thread has factors of columns in registers, too
+            epi_n = 32 if tile_n % 32 == 0 else 16
+            yield replace(base, tile_m=tile_m, warpgroups=warpgroups, tile_n=tile_n, epi_n=epi_n)
+
+
+def _swapped_tiles(base: Fp8Config, m: int) -> Iterator[Fp8Config]:
+    for tile_m, warpgroups in TALL:
+        for tile_n in SWAPPED_WIDTHS:
+            if tile_n < 64 and m > 2 * tile_n:
+                continue
+            yield replace(base, tile_m=tile_m, warpgroups=warpgroups, tile_n=tile_n,
+                          epi_n=min(tile_n, 32), swap_ab=True)  # fmt: skip
+
+
+def _placed(
+    tile: Fp8Config, sizes: tuple[int, int], num_sms: int, batch: int
+) -> Iterator[Fp8Config]:
+    """A tile of a product of these sizes: several for each CTA or, if there is one round of them,
+    one; shared by two CTAs, or split along K."""
+    down, across = ceil_div(sizes[0], tile.tile_m), ceil_div(sizes[1], tile.tile_n)
+    few, side = (across, "columns") if tile.swap_ab else (down, "rows")
+    fits = num_sms // (down * across) if batch == 1 and few <= 4 else 0
+    yield replace(tile, **{side: few}) if fits else tile
+    if tile.tile_m * tile.tile_n <= MOST_SENT:
+        for split_k in range(2, min(fits, 4) + 1):
+            yield replace(tile, split_k=split_k, **{side: few})
+    if down % 2 == 0 and not tile.swap_ab:
+        yield replace(tile, cluster_m=2, **({side: few // 2} if fits else {}))
+    if across % 2 == 0:
+        yield replace(tile, cluster_n=2, **({side: few // 2} if fits and tile.swap_ab else {}))
 
 
 def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
@@ -80,36 +119,50 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -
     if tiles.swap_ab:
         rows, columns = columns, rows
     down, across = ceil_div(rows, tiles.tile_m), ceil_div(columns, tiles.tile_n)
-    down = ceil_div(down, tiles.cluster_m) * tiles.cluster_m
-    across = ceil_div(across, tiles.cluster_n) * tiles.cluster_n
-    group = tiles.cluster_m * tiles.cluster_n * tiles.split_k
-    ctas = batch * down * across * tiles.split_k
+    shared = tiles.cluster_m * tiles.cluster_n
+    group = shared * tiles.split_k
+    ctas = batch * ceil_div(down, tiles.cluster_m) * ceil_div(across, tiles.cluster_n) * group
     # NOTE: not every GPC has a multiple of 4 SMs left
-    sms = arch.num_sms if group <= 2 else int(arch.num_sms * SMS_OF_FOURS)
-    rounds = ceil_div(ctas, sms // group * group)
+    share = {1: 1.0, 2: 1.0, 3: SMS_OF_THREES}.get(group, SMS_OF_FOURS)
+    rounds = ceil_div(ctas, int(arch.num_sms * share) // group * group)
     blocks = ceil_div(ceil_div(problem.k, BLOCK), tiles.split_k)
-    clocks = rounds * (blocks * block_clocks(tiles) + ROUND_CLOCKS)
-    compute = (clocks + SPLIT_CLOCKS * (tiles.split_k > 1)) / MHZ
-    compute *= 1 + SWAPPED * tiles.swap_ab + ALONE * (tiles.mma_warpgroups == 1)
+    clocks = rounds * (blocks * block_clocks(tiles) + ROUND)
+    if tiles.split_k > 1:
+        clocks += SPLIT if rounds == 1 else rounds * SPLIT_ROUND
+        sent = tiles.tile_m * tiles.tile_n * (tiles.split_k - 1) / tiles.split_k
+        clocks += rounds * SPLIT_ELEMENT * sent
+    compute = clocks / MHZ * (SWAPPED if tiles.swap_ab else 1.0)
+    # rows beyond the product's are not loaded
+    loaded = min(tiles.tile_m, rows / down) / tiles.cluster_n
+    loaded += min(tiles.tile_n, columns / across) / tiles.cluster_m
+    loads = ctas * blocks * loaded * BLOCK / L2
+    inner = (compute**POWER + loads**POWER) ** (1 / POWER)
     memory = batch * problem.bytes / MEMORY
-    return FIXED_US + (compute**POWER + memory**POWER) ** (1 / POWER)
+    return FIXED_US + (inner**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
 
 
 def block_clocks(tiles: Fp8Config) -> float:
-    """Clocks of a CTA per 128 of K: of the tensor core, or of what TMA brings."""
-    waves = tiles.tile_m // 64
-    mma = waves * tiles.tile_n * MMA_CLOCK
-    if tiles.mma_warpgroups == 1:
-        mma += waves * (ALONE_CLOCKS + tiles.tile_n / 2)  # nothing else runs while it adds
-    loaded = tiles.tile_m / tiles.cluster_n + tiles.tile_n / tiles.cluster_m
-    return max(mma, loaded * BLOCK / LOAD_BYTES)
+    """Clocks of a CTA per block of K, where nothing waits for loads."""
+    alone = tiles.mma_warpgroups == 1
+    clocks = tiles.tile_m // 64 * (tiles.tile_n * COLUMN + WAVE + ALONE * alone)
+    clocks = max(clocks, LEAST)
+    if tiles.cluster_m * tiles.cluster_n > 1:
+        clocks += SHARED_ALONE if alone else SHARED
+    if tiles.swap_ab and tiles.accumulators >= CROWDED:
+        clocks *= CROWDED_TIMES
+    return clocks
 
 
 def ranked(problem: Fp8Problem, arch: Arch, batch: int = 1) -> list[Fp8Config]:
-    """The candidate configs of `batch` such problems, fastest predicted first."""
-    found = (deepest(tiles, arch) for tiles in candidates(problem))
-    fits = [c for c in found if c is not None and c.why_not(problem, arch) is None]  # type: ignore[arg-type]
-    return sorted(dict.fromkeys(fits), key=lambda c: predict(c, problem, arch, batch))
+    """The first candidates of `batch` such problems, fastest predicted first, and one that fits any
+    call."""
+    every = dict.fromkeys(candidates(problem, arch.num_sms, batch))
+    order = sorted(every, key=lambda tiles: predict(tiles, problem, arch, batch))
+    plain = Fp8Config(tile_m=128, tile_n=128, warpgroups=2, epi_n=32, epi_stages=1, num_stages=2,
+                      recipe=problem.dtype)  # fmt: skip
+    fits = (deepest(tiles, arch) for tiles in (*order, plain))
+    found = (c for c in fits if c is not None and c.why_not(problem, arch) is None)  # type: ignore[arg-type]
+    return list(dict.fromkeys((*islice(found, MOST_RANKED), *filter(None, [deepest(plain, arch)]))))
 
 
 def shortlist(problem: Fp8Problem, arch: Arch, count: int) -> list[Fp8Config]:
