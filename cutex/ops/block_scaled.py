@@ -232,25 +232,56 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype is torch.float4_e2m1fn_x2 else x
 
 
-def _run(
-    a: Tensor,
-    b: Tensor,
-    factors_a: Tensor,
-    factors_b: Tensor,
-    own_a: Tensor | None,
-    own_b: Tensor | None,
-    vector: int,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    output_dtype: torch.dtype,
-    quantized: str | None,
-    output_scale: Tensor | None,
-) -> list[Tensor]:
+class BlockScaledProduct(NamedTuple):
+    """The operator's arguments: a (.., M, K) and b (.., N, K), elements of 4 bits as bytes of two,
+    their swizzled factors, and their own."""
+
+    a: Tensor
+    b: Tensor
+    factors_a: Tensor
+    factors_b: Tensor
+    own_a: Tensor | None
+    own_b: Tensor | None
+    vector: int
+    bias: Tensor | None
+    residual: Tensor | None
+    activation: str | None
+    output_dtype: torch.dtype
+    quantized: str | None
+    output_scale: Tensor | None
+
+    @property
+    def call(self) -> Call:
+        """The call in terms of `cutex.matmul`, for its shape and its epilogue."""
+        a, b = self.a, self.b
+        k = a.shape[-1] * (2 if a.dtype is torch.uint8 else 1)
+        like = [_stand_in(a, (*a.shape[:-1], k)), _stand_in(b, (*b.shape[:-2], k, b.shape[-2]))]
+        rest = self.own_a, self.own_b, None, self.activation, self.output_dtype
+        return Call(like[0], like[1], self.bias, self.residual, None, *rest)
+
+    def outputs(self) -> list[Tensor]:
+        """The result, or its elements and its swizzled factors, of which those that pad are
+        zero."""
+        call, device = self.call, self.a.device
+        if self.quantized is None:
+            return [torch.empty(call.shape, dtype=call.dtype, device=device)]
+        of = format_named(self.quantized)
+        *batch, m, n = call.shape
+        shape = (*batch, *layouts.swizzled_shape(*of.factors(m, n)))
+        factors = torch.zeros(shape, dtype=torch.uint8, device=device)
+        if of.element == "e2m1":
+            data = torch.empty((*batch, m, n // 2), dtype=torch.uint8, device=device)
+        else:
+            data = torch.empty(call.shape, dtype=of.dtype.torch, device=device)
+        return [data, factors.view(FACTORS[of.block[1]])]
+
+
+def _run(*given: Any) -> list[Tensor]:
     from cutex.kernels.gemm.layouts import OperandLayout
 
-    call = _call(a, b, own_a, own_b, bias, residual, activation, output_dtype)
-    outputs = _outputs(call, quantized, a.device)
+    of = BlockScaledProduct(*given)
+    a, b, vector, residual, call = of.a, of.b, of.vector, of.residual, of.call
+    outputs = of.outputs()
     out = outputs[0]
     arch = arch_of(a.device, "cutex.scaled_mm")
     if arch != ARCH:
@@ -267,16 +298,16 @@ def _run(
         OperandLayout(name, "row" if k_contiguous == (i == 0) else "column", x.dim() == 3)
         for i, (name, (x, k_contiguous)) in enumerate(zip(names, placed, strict=True))
     ]
-    words = [layouts.words(_without_padding(f, k, vector, names)) for f in (factors_a, factors_b)]
+    words = [layouts.words(_without_padding(f, k, vector, names)) for f in of[2:4]]
     if residual is not None and residual.shape != call.shape:
         residual = residual.expand(call.shape)
     to, out_layout, _ = result(out)
     ops, passed = fused(call, out, residual, arch)
-    if quantized is not None:
+    if of.quantized is not None:
         from cutex.kernels.gemm.scaled.sm100.quantized import QuantizeRows
 
-        ops = cast(Any, (*ops, QuantizeRows(quantized)))
-        own = [] if output_scale is None else [("out_scale", output_scale)]
+        ops = cast(Any, (*ops, QuantizeRows(of.quantized)))
+        own = [] if of.output_scale is None else [("out_scale", of.output_scale)]
         passed = [*passed, ("out_factors", layouts.words(outputs[1])), *own]
     tensors = [placed[0][0], placed[1][0].mT, to, *words, *(x for _, x in passed)]
     mnk = (call.a.shape[-2], call.b.shape[-1], k)
@@ -285,39 +316,6 @@ def _run(
     with current(a.device):
         launcher(compiled, tensors)(*tensors)
     return outputs
-
-
-def _outputs(call: Call, quantized: str | None, device: torch.device) -> list[Tensor]:
-    """The result, or its elements and its swizzled factors, of which those that pad are zero."""
-    if quantized is None:
-        return [torch.empty(call.shape, dtype=call.dtype, device=device)]
-    of = format_named(quantized)
-    *batch, m, n = call.shape
-    shape = (*batch, *layouts.swizzled_shape(*of.factors(m, n)))
-    factors = torch.zeros(shape, dtype=torch.uint8, device=device)
-    if of.element == "e2m1":
-        data = torch.empty((*batch, m, n // 2), dtype=torch.uint8, device=device)
-    else:
-        data = torch.empty(call.shape, dtype=of.dtype.torch, device=device)
-    return [data, factors.view(FACTORS[of.block[1]])]
-
-
-def _call(
-    a: Tensor,
-    b: Tensor,
-    own_a: Tensor | None,
-    own_b: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    output_dtype: torch.dtype,
-) -> Call:
-    """The call in terms of `cutex.matmul`, for its shape and its epilogue."""
-    k = a.shape[-1] * (2 if a.dtype is torch.uint8 else 1)
-    like = [_stand_in(a, (*a.shape[:-1], k)), _stand_in(b, (*b.shape[:-2], k, b.shape[-2]))]
-    return Call(
-        like[0], like[1], bias, residual, None, own_a, own_b, None, activation, output_dtype
-    )
 
 
 def _is_mixed(names: tuple[str, ...]) -> bool:
@@ -392,23 +390,8 @@ def _compiled(config: Any) -> Any:
     return compile(Scaled(config), config.a.dtype, ARCH)
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    factors_a: Tensor,
-    factors_b: Tensor,
-    own_a: Tensor | None,
-    own_b: Tensor | None,
-    vector: int,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    output_dtype: torch.dtype,
-    quantized: str | None,
-    output_scale: Tensor | None,
-) -> list[Tensor]:
-    call = _call(a, b, own_a, own_b, bias, residual, activation, output_dtype)
-    return _outputs(call, quantized, a.device)
+def _fake(*given: Any) -> list[Tensor]:
+    return BlockScaledProduct(*given).outputs()
 
 
 BLOCK_SCALED_MM = define(
