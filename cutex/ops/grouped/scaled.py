@@ -80,7 +80,7 @@ def scaled_grouped_mm(
         forms = offs is None, counts is None, bias is None
         options = formats, kinds, forms, activation, output_dtype
         given = (*sides, edges) if bias is None else (*sides, edges, bias)
-        known = PLANS.find(options, *given)  # type: ignore[arg-type]
+        known = PLANS.find(options, *given)
         if known is not None:
             return known.launch(*given)
     if (offs is None) == (counts is None):
@@ -100,6 +100,7 @@ def scaled_grouped_mm(
             raise ValueError(f"swizzle_{side}={swizzle!r}: these factors are not swizzled")
     a, scale_a, kind_a = _side("a", a, scale_a, scale_recipe_a)
     b, scale_b, kind_b = _side("b", b, scale_b, scale_recipe_b)
+    assert edges is not None  # as checked
     check_operands(a, b, edges, name)
     check_epilogue(bias, activation, b, output_dtype)
     recipe = _recipe(kind_a, kind_b)

@@ -122,7 +122,8 @@ class GroupedBlocks(GroupedKernel):
         passed: tuple[Any, ...],
     ) -> None:
         """Run the roles on A, B, and their factors."""
-        c, product, scaled = self.tiles, self.product, self.scaled
+        c: Any = self.tiles  # ScaledTiles
+        product, scaled = self.product, self.scaled
         smem = SmemAllocator()
         slots = scaled.allocate_operands(smem, maps)
         sC = allocate_slots(smem, mOut.element_type, out.smem_layout)  # (128, epiN, SLOT)

@@ -79,7 +79,7 @@ class GroupedKernel:
         across = clusters(cute.size(mB, mode=[0]), c.tile_n)
         return CTAS, 1, cutlass.min(max(1, at_once), down * across)
 
-    def ragged(self, groups: RowGroups) -> RaggedTiles:
+    def ragged(self, groups: RowGroups) -> Any:
         """The scheduler of the tiles of ragged groups.
 
         NOTE: a CTA's own rows are half a tile's, or with two accumulators a quarter of them each

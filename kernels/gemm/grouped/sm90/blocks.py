@@ -166,7 +166,8 @@ class GroupedBlocks(GroupedKernel):
         passed: tuple[Any, ...],
     ) -> None:
         """Run the roles on A, B and out, and the factors of both sides."""
-        c, product = self.tiles, self.config.product
+        c: Any = self.tiles  # RowBlocksConfig
+        product = self.config.product
         a, b, out = maps
         smem = SmemAllocator()
         memory = GroupMemory.allocate(smem, self.general, (a, b, out), self.config.most_groups)
@@ -174,8 +175,7 @@ class GroupedBlocks(GroupedKernel):
         sF = allocate_slots(smem, Float32, factors[0].smem_layout)  # (partRows + PITCH, 1, SLOT)
         of_rows = RowFactors(c, factors[0], sF, groups)
         operands = FactoredRows(GroupedOperands(a, b, sA, sB, groups=groups), of_rows)
-        scheduler: Any = self.ragged(groups)
-        role = PromoteRows(product, c, scheduler, (of_rows, factors[1]), (None, None))
+        role = PromoteRows(product, c, self.ragged(groups), (of_rows, factors[1]), (None, None))
         ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
         store = GroupStore(out, sC, c.epi_stages, groups, ops)
         self.run(memory, operands, role, store, edges, product.product(mOut))

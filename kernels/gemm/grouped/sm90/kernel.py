@@ -73,7 +73,7 @@ class GroupedKernel:
             stream=stream,
         )
 
-    def ragged(self, groups: RowGroups) -> RaggedTiles:
+    def ragged(self, groups: RowGroups) -> Any:
         """The scheduler of the tiles of ragged groups."""
         c = self.tiles
         shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
@@ -83,9 +83,9 @@ class GroupedKernel:
         """This warpgroup's part of a tile."""
         c = self.tiles
         warpgroups = 1 if c.pingpong else c.mma_warpgroups
-        majors = (MAJORS[k_major] for k_major in self.config.product.k_major)
+        a_major, b_major = (MAJORS[k_major] for k_major in self.config.product.k_major)
         kinds = sA.element_type, sB.element_type
-        return wgmma(Wgmma(c.tile_n, *kinds, *majors, warpgroups), sA, sB)
+        return wgmma(Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups), sA, sB)
 
     @cute.jit
     def run(
@@ -98,7 +98,8 @@ class GroupedKernel:
         mProduct: cute.Tensor,
     ) -> None:
         """Fill in the tables, then load the tiles of all groups, and compute and store them."""
-        general, ab, scheduler = self.general, memory.ab, role.scheduler
+        general, ab = self.general, memory.ab
+        scheduler: Any = role.scheduler  # of `ragged`
         rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
         load = LoadTiles(self.tiles, general.cluster, scheduler)
         warp = cute.arch.warp_idx()

@@ -92,16 +92,22 @@ def _placed(
     """A tile of a product of these sizes: several for each CTA or, if there is one round of them,
     one; shared by two CTAs, or split along K."""
     down, across = ceil_div(sizes[0], tile.tile_m), ceil_div(sizes[1], tile.tile_n)
-    few, side = (across, "columns") if tile.swap_ab else (down, "rows")
+    few = across if tile.swap_ab else down
     fits = num_sms // (down * across) if batch == 1 and few <= 4 else 0
-    yield replace(tile, **{side: few}) if fits else tile
+
+    def one_round(tiles: Fp8Config, few: int) -> Fp8Config:
+        return replace(tiles, columns=few) if tiles.swap_ab else replace(tiles, rows=few)
+
+    yield one_round(tile, few) if fits else tile
     if tile.tile_m * tile.tile_n <= MOST_SENT:
         for split_k in range(2, min(fits, 4) + 1):
-            yield replace(tile, split_k=split_k, **{side: few})
+            yield one_round(replace(tile, split_k=split_k), few)
     if down % 2 == 0 and not tile.swap_ab:
-        yield replace(tile, cluster_m=2, **({side: few // 2} if fits else {}))
+        shared = replace(tile, cluster_m=2)
+        yield one_round(shared, few // 2) if fits else shared
     if across % 2 == 0:
-        yield replace(tile, cluster_n=2, **({side: few // 2} if fits and tile.swap_ab else {}))
+        shared = replace(tile, cluster_n=2)
+        yield one_round(shared, few // 2) if fits and tile.swap_ab else shared
 
 
 def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
