@@ -123,9 +123,9 @@ class GemmConfig:
         raise NotImplementedError
 
     def _why_not_shape(self, arch: Arch) -> str | None:
-        if self.tile_n % self.mma_columns or not 16 <= self.tile_n <= 256:
-            by = self.mma_columns
-            return f"tile_n={self.tile_n}: one MMA takes a multiple of {by} from 16 to 256"
+        by = self.mma_columns
+        if self.tile_n % by or not by <= self.tile_n <= 256:
+            return f"tile_n={self.tile_n}: one MMA takes a multiple of {by} up to 256"
         if self.epi_n not in (0, 16, 32, 64) and not (self.odd_rows and self.epi_n == self.tile_n):
             return f"epi_n={self.epi_n}: TMA stores 16, 32 or 64 columns, or an odd multiple of 8"
         if self.epi_n and self.tile_n % self.epi_n:

@@ -66,12 +66,13 @@ def contiguous_rows_layout(
     """The layout (bRows, bK, SLOT) of operands whose rows mode is contiguous (MN-major), which
     wgmma reads for 16-bit elements, and tcgen05.mma for all.
 
-    An atom is 8 steps of K by 32, 64 or 128 bytes of rows, the largest that divides bRows evenly.
+    An atom is 8 steps of K by 16, 32, 64 or 128 bytes of rows, the largest that divides bRows
+    evenly; of 16 bytes without a swizzle.
     fp32 takes 128 bytes and the swizzle that permutes units of 32 bytes (PTX ISA, "Shared Memory
     Layout and Swizzling").
     """
     width = contiguous_rows(rows, dtype.width)
-    bits = {32: 1, 64: 2, 128: 3}[width * dtype.width // 8]
+    bits = {16: 0, 32: 1, 64: 2, 128: 3}[width * dtype.width // 8]
     swizzle = TF32_ROWS if dtype.width == 32 else (bits, 4, 3)
     atom = cute.make_composed_layout(
         cute.make_swizzle(*swizzle), 0, cute.make_layout((width, CORE_ROWS), stride=(1, width))
@@ -81,7 +82,7 @@ def contiguous_rows_layout(
 
 def contiguous_rows(rows: int, bits: int) -> int:
     """The contiguous rows of an atom of `contiguous_rows_layout`, whose elements have `bits`."""
-    units = (128,) if bits == 32 else (128, 64, 32)
+    units = (128,) if bits == 32 else (128, 64, 32, 16)
     unit = next((u for u in units if rows * bits % (8 * u) == 0), None)
     if unit is None:
         raise ValueError(f"{rows} rows of {bits} bits are no multiple of {units[-1]} bytes")

@@ -25,7 +25,9 @@ PINGPONG = [(128, n) for n in range(96, 209, 16)] + [(192, n) for n in (64, 80, 
 PINGPONG += [(64, n) for n in (128, 160, 192, 224, 256)]
 COOPERATIVE = [(128, n) for n in range(64, 257, 16)] + [(256, n) for n in range(64, 209, 16)]
 COOPERATIVE += [(192, n) for n in range(64, 193, 16)] + [(64, n) for n in range(16, 257, 16)]
+FLAT = [(m, n) for m in (64, 128, 192, 256) for n in (8, 16, 24, 32)]  # for few columns of C
 CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that take whole tiles
+FOURS = ((2, 2), (4, 1), (1, 4))  # further ones, where loads take longer than MMAs
 STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that take shares of K (stream-K)
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 6  # clusters along the side of C that is cut into few, at most
@@ -42,6 +44,7 @@ BOX_ROWS = 32  # of a TMA load, where tiles reach outside of an operand
 LONG = 512  # K, in units of 2 bytes, from which on that pays
 FINE_ROWS = 512  # M above it is rounded coarsely before a config is chosen (choose.py)
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
+SECTOR = 32  # bytes of a sector of L2
 
 
 def at_once(size: int, num_sms: int) -> int:
@@ -97,17 +100,43 @@ def _epilogue(tile_n: int) -> int:
 @lru_cache
 def walked(arch_name: str, num_sms: int = SMS) -> tuple[Sm90Config, ...]:
     """The configs whose persistent CTAs loop over whole tiles."""
+    return _walked(arch_name, num_sms, PINGPONG, COOPERATIVE, tuple(_walked_together()))
+
+
+@lru_cache
+def walked_in_fours(arch_name: str, num_sms: int = SMS) -> tuple[Sm90Config, ...]:
+    """Those whose clusters are of four CTAs, which load the least: where a load takes long."""
+    shapes = [(*cluster, swap_ab) for cluster in FOURS for swap_ab in (False, True)]
+    shapes.remove((4, 1, True))
+    return _walked(arch_name, num_sms, PINGPONG, COOPERATIVE, tuple(shapes))
+
+
+@lru_cache
+def walked_flat(arch_name: str, num_sms: int = SMS) -> tuple[Sm90Config, ...]:
+    """Those of few columns of C, whose clusters share B."""
+    shapes = tuple((cluster, 1, False) for cluster in (1, 2, 4))
+    return _walked(arch_name, num_sms, [], FLAT, shapes)
+
+
+def _walked(
+    arch_name: str,
+    num_sms: int,
+    ping_pong: list[tuple[int, int]],
+    cooperative: list[tuple[int, int]],
+    together: tuple[tuple[int, int, bool], ...],
+) -> tuple[Sm90Config, ...]:
+    """Persistent configs of these tiles, and shapes of clusters and whether A and B are swapped."""
     arch = _on(arch_name, num_sms)
     found: dict[Sm90Config, None] = {}
-    for pingpong, tiles in ((True, PINGPONG), (False, COOPERATIVE)):
+    for pingpong, tiles in ((True, ping_pong), (False, cooperative)):
         for m, n in tiles:
-            for cluster_m, cluster_n, swap_ab in _walked_together():
+            for cluster_m, cluster_n, swap_ab in together:
                 config = Sm90Config(
                     tile_m=m,
                     tile_n=n,
                     tile_k=_tile_k(m, n),
                     epi_n=_epilogue(n),
-                    epi_stages=1 if pingpong else 2,
+                    epi_stages=1 if pingpong or n % 16 else 2,
                     num_ctas=_grid(cluster_m * cluster_n, arch),
                     warpgroups=2 if pingpong else WARPGROUPS[m],
                     pingpong=pingpong,
@@ -208,17 +237,16 @@ def _together() -> Iterator[tuple[int, int, int]]:
     """Cluster shapes that share loads, of the larger operand, the other or both, that share K, and
     that share both: CTAs along the other side of C, along the one cut into few, and along K."""
     yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1), (2, 4, 1), (4, 2, 1))
-    yield from ((1, 1, split_k) for split_k in (2, 3, 4))
+    yield from ((1, 1, split_k) for split_k in (2, 3, 4, 8))
     yield from ((*pair, split_k) for split_k in (2, 3, 4) for pair in ((1, 2), (2, 1)))
     yield from ((1, 4, 2), (4, 1, 2), (2, 2, 2))
 
 
 def _tile_rows(sharers: int, split_k: int) -> tuple[int, ...]:
-    """The rows of the tiles for which so many CTAs may share loads: eight only for the smallest,
+    """The rows of the tiles for which so many CTAs may share loads: eight only for small ones,
     which L2 limits, and few where they share K as well, as what they send each other grows."""
-    if sharers > 1 and split_k > 1:
-        return 64, 128
-    return (64,) if sharers == 8 else tuple(WARPGROUPS)
+    small = sharers == 8 or (sharers > 1 and split_k > 1)
+    return (64, 128) if small else tuple(WARPGROUPS)
 
 
 def _columns(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
@@ -252,7 +280,7 @@ def _rows(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
             parts = ceil_div(tile_n, 8 * cluster_m) * 8 * cluster_m
             even = ceil_div(parts, 16) * 16
             for wider in dict.fromkeys((tile_n, parts, even, even + 16)):
-                if 16 <= wider <= 256:
+                if 8 <= wider <= 256:
                     yield _tile(tile_m, wider, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
                                 rows=rows)  # fmt: skip
 
@@ -291,9 +319,22 @@ def _tile(
 def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) -> list[Sm90Config]:
     """All configs worth predicting for `problem`."""
     mnk, here = problem.mnk, (arch.name, arch.num_sms)
-    every = (*of_one_round(mnk, *here), *walked(*here), *streamed(mnk, *here))
-    found = (c for c in every if _shares_well(c, problem) and _loads_well(c, majors))
-    return [_in_boxes(c, problem, majors) for c in found]
+    every = [*of_one_round(mnk, *here), *walked(*here), *streamed(mnk, *here)]
+    slow = straddles(problem, majors)
+    if slow or max(mnk[:2]) >= 2 * min(mnk[:2]):
+        every += walked_in_fours(*here)
+    if problem.n <= NARROW:
+        every += walked_flat(*here)
+    found = (c for c in every if _shares_well(c, problem, slow) and _loads_well(c, problem, majors))
+    return [_in_boxes(c, problem, majors) for c in dict.fromkeys(found)]
+
+
+def straddles(problem: GemmProblem, majors: Majors) -> bool:
+    """Whether rows of an operand are an odd number of 16 bytes apart: TMA then brings every second
+    one, which begins within a sector of L2, by 16 bytes a cycle
+    (docs/facts/gemm.md#pitch-odd-16-bytes)."""
+    pitches = (problem.k if majors[0] else problem.m, problem.k if majors[1] else problem.n)
+    return any(pitch * ELEMENT % SECTOR for pitch in pitches)
 
 
 def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> Sm90Config:
@@ -309,18 +350,26 @@ def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> Sm90C
     return replace(c, box_rows=BOX_ROWS) if far_n or far_m else c
 
 
-def _shares_well(config: Sm90Config, problem: GemmProblem) -> bool:
+def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:
     """Whether the config does not let pairs share an operand half as large as the other, or
-    smaller: it stays in L2 anyway, and a pair that shares it loses 10 to 20 %. Four that walk over
-    tiles share only such a one."""
+    smaller: it stays in L2 anyway, and a pair that shares it loses 10 to 20 %, unless loads are
+    `slow` (straddles). Four that walk over tiles share only such a one, or both."""
     c = config
     m, n = c.computed(problem)
-    if c.cluster_m == 4 and not (c.one_tile or c.stream_k):
-        return m >= 2 * n
+    if slow:
+        return True
+    if not (c.one_tile or c.stream_k):
+        if c.cluster_m * c.cluster_n == 4:
+            return (m >= 2 * n and c.cluster_m == 4) or (n >= 2 * m and c.cluster_n == 4)
+        if n <= NARROW and not c.swap_ab and c.tile_n <= NARROW:
+            return True
     return not ((m >= 2 * n and c.cluster_m == 2) or (n >= 2 * m and c.cluster_n == 2))
 
 
-def _loads_well(config: Sm90Config, majors: Majors) -> bool:
-    """Whether TMA's boxes have at least NARROW rows wherever the rows are contiguous."""
-    a, b = reversed(majors) if config.swap_ab else majors
-    return (a or config.tile_m % NARROW == 0) and (b or config.tile_n % NARROW == 0)
+def _loads_well(config: Sm90Config, problem: GemmProblem, majors: Majors) -> bool:
+    """Whether TMA's boxes have at least NARROW rows wherever the rows are contiguous, or all that
+    there are."""
+    c = config
+    a, b = reversed(majors) if c.swap_ab else majors
+    _, columns = c.computed(problem)
+    return (a or c.tile_m % NARROW == 0) and (b or c.tile_n % NARROW == 0 or c.tile_n == columns)

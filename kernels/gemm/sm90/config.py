@@ -242,8 +242,8 @@ class Sm90Config(GemmConfig):
         out = signature.out
         if self.odd_rows and (DTYPES[out.dtype].bits != 16 or signature.gated):
             return f"tile_n={self.tile_n}: odd multiples of 8 are stored as 16 bits, ungated"
-        if self.odd_rows and not (signature.k_major[1] and signature.columns_contiguous):
-            return f"tile_n={self.tile_n}: odd multiples of 8 take B by K, and out by rows"
+        if self.odd_rows and not signature.columns_contiguous:
+            return f"tile_n={self.tile_n}: odd multiples of 8 take out by rows"
         if self.spread and (signature.ops or out.batched or not out.tma):
             return f"spread={self.spread}: out's places count from the tile's, and rows twice"
         if (self.columns or self.rows) and out.batched:

@@ -23,7 +23,7 @@ import numpy as np
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.candidates import Majors, at_once, candidates
+from cutex.kernels.gemm.sm90.candidates import SECTOR, Majors, at_once, candidates
 from cutex.kernels.gemm.sm90.config import Sm90Config, box_rows, placed_unevenly
 from cutex.measured.nearby import CAUTION, errors_nearby
 from cutex.measured.trees import trees
@@ -44,7 +44,6 @@ WALKED_ONCE = 1.04  # time of one round in a persistent loop, relative to tiles 
 SHORT_STORES = {False: {16: 1.9, 32: 1.4}, True: {16: 1.15}}
 HIDING = 1.5  # exponent of a ping-pong store and the next mainloop: infinite if one hid the other
 NEAR = 1.4  # configs above this multiple of the least modelled time are not corrected
-SECTOR = 32  # bytes of a sector of L2
 OF_BOARD = 1.5  # distance of pairs on boards of which one has twice the other's memory bandwidth
 LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
 
