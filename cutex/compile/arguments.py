@@ -29,6 +29,7 @@ class Operand:
     contiguous: int | None = -1  # the mode of stride 1; None: no stride is known
     aligned: bool = True  # base and other strides are multiples of 16 bytes, as TMA takes them
     whole: bool = True  # the contiguous size is a multiple of 16 bytes, too
+    any_stride: bool = False  # of what is aligned, the base alone is
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def _check_strides(operand: Operand, x: torch.Tensor) -> None:
         letter = operand.sizes[last].upper()
         raise ValueError(f"{name} has {letter}={x.shape[last]}, which must be a multiple of {unit}")
     steps = [x.stride(d) * itemsize for d in range(x.dim()) if d != last and x.shape[d] > 1]
+    steps = [] if operand.any_stride else steps
     if operand.aligned and (any(s % ALIGN for s in steps) or x.data_ptr() % ALIGN):
         step = steps[-1] if steps else 0
         raise ValueError(
@@ -136,7 +138,8 @@ def fake_arguments(arguments: Sequence[Argument]) -> list[Any]:
 
 
 def _unit(o: Operand) -> int:
-    return DTYPES[o.dtype].elements(ALIGN) if o.aligned else 1
+    """The elements of which strides are multiples."""
+    return DTYPES[o.dtype].elements(ALIGN) if o.aligned and not o.any_stride else 1
 
 
 def _fake_tensor(o: Operand, sizes: list[Any]) -> Any:

@@ -21,11 +21,14 @@ class OperandLayout:
     batched: bool = False
     tma: bool = True  # base and strides are multiples of 16 bytes; if False, any strides
     whole: bool = False  # the contiguous size is a multiple of 16 bytes, too
+    fold: int = 0  # any stride between rows of K, of which so many divide K (unaligned/config.py)
 
     def argument(self, name: str, rows: str, columns: str, batch: str) -> Operand:
         sizes = (batch, rows, columns) if self.batched else (rows, columns)
         contiguous = None if not self.tma else -1 if self.major == "row" else -2
-        return Operand(name, sizes, self.dtype, contiguous, aligned=self.tma, whole=self.whole)
+        return Operand(
+            name, sizes, self.dtype, contiguous, self.tma, self.whole, any_stride=self.fold > 0
+        )
 
 
 class Signature(Protocol):

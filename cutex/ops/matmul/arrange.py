@@ -5,6 +5,7 @@ the others:
 
 - a and b need one contiguous side, and a base and other strides that are multiples of 16 bytes;
   tf32 and fp8 on Hopper also K contiguous. Otherwise each call copies the operand first.
+- On Hopper, a of 16 bits with M contiguous has any stride (kernels/gemm/unaligned).
 - out, if its base, strides or contiguous size are no such multiples, is stored element by element.
 """
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 # bytes of the elements that an MMA reads only with K contiguous
 K_ONLY = {"sm_90a": (1, 4)}
+ANY_STRIDE = ("sm_90a",)  # where a has one
+FOLDS = (16, 8)  # what divides its K, the best first
 
 
 def name_of(x: Tensor) -> str:
@@ -82,6 +85,21 @@ def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout
         x = repacked(x, side)
     major = "row" if side == -1 else "column"
     return normal(x, side), OperandLayout(name_of(x), major, x.dim() == 3), note
+
+
+def unaligned(a: Tensor, arch_name: str) -> OperandLayout | None:
+    """The layout of a (M, K), which TMA cannot step through, for the kernel that takes any stride;
+    None if it cannot be read so."""
+    from cutex.kernels.gemm.layouts import OperandLayout
+
+    if arch_name not in ANY_STRIDE or a.dim() != 2 or a.dtype.itemsize != 2:
+        return None
+    if any(aligned(a, side) for side in (-1, -2)) or a.data_ptr() % ALIGN:
+        return None
+    fold = next((n for n in FOLDS if a.shape[-1] % n == 0), 0)
+    if not fold or a.stride(-2) != 1 or a.stride(-1) < 1:
+        return None
+    return OperandLayout(name_of(a), "column", fold=fold)
 
 
 def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
@@ -142,7 +160,10 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
     a, b = (x[:1] if x.dim() == 3 and x.stride(0) == 0 else x for x in (a, b))
 
     k_only = a.dtype.itemsize in K_ONLY.get(arch_name, ())
-    a, a_layout, notes["a"] = operand(a, -1, k_only)
+    if (as_it_is := unaligned(a, arch_name)) is not None and out.dim() == 2:
+        a_layout = as_it_is
+    else:
+        a, a_layout, notes["a"] = operand(a, -1, k_only)
     b, b_layout, notes["b"] = operand(b, -2, k_only)
     before = out
     out, out_layout, notes["out"] = result(out)

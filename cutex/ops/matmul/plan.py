@@ -17,6 +17,8 @@ from cutex.kernels.gemm.choose import ranked, sizes_class
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.kernels.gemm.unaligned import choose as unaligned
+from cutex.kernels.gemm.unaligned.config import UnalignedConfig
 from cutex.ops import building
 from cutex.ops.device import other_board, other_sms
 from cutex.ops.matmul import choices
@@ -44,6 +46,9 @@ def proposals(calls: CallClass, hopeful: bool = False) -> Iterator[GemmConfig]:
 
     problem, target = problem_of(calls), calls.target
     batch = calls.sizes[3]
+    if fold := calls.layouts[0].fold:
+        yield from unaligned.ranked(problem, fold, majors_of(calls)[1], target)
+        return
     if torch.cuda.is_available() and batch == 1:
         found = autotune.remembered(stages(calls.arch)[-1], problem)
         if isinstance(found, GemmConfig) and found.why_not(problem, target) is None:
@@ -159,19 +164,25 @@ def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
 def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
     from cutex.compile import compile
 
-    kernel = import_module(f"{package('gemm', arch_name)}.general").General(config)
+    module, name = kernel_of(config, arch_name)
+    kernel = getattr(import_module(module), name)(config)
     cache = all(f.cacheable for f in user_functions(config.ops))
     compiled = compile(kernel, config.a.dtype, arch_name, cache=cache)
     BUILT.count += not compiled.from_cache
     return compiled
 
 
+def kernel_of(config: GeneralConfig, arch_name: str) -> tuple[str, str]:
+    """The module and the class of the kernel that takes `config`."""
+    if isinstance(config.tiles, UnalignedConfig):
+        return "cutex.kernels.gemm.unaligned.sm90.kernel", "Unaligned"
+    return f"{package('gemm', arch_name)}.general", "General"
+
+
 def job(config: GeneralConfig, arch_name: str) -> building.Job:
     """The compilation of a kernel, in this process or, without a function of the user's, in
     another."""
-    general = worker.Job(
-        f"{package('gemm', arch_name)}.general", "General", config, config.a.dtype, arch_name
-    )
+    general = worker.Job(*kernel_of(config, arch_name), config, config.a.dtype, arch_name)
     there = None if config.ops and user_functions(config.ops) else general
     return building.Job(there, lambda: kernel_for(config, arch_name))
 

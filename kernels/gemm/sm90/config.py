@@ -239,6 +239,12 @@ class Sm90Config(GemmConfig):
         return None
 
     def why_not_signature(self, signature: Signature) -> str | None:
+        if signature.a.fold:
+            return "a of any stride is read by the kernel of unaligned operands"
+        return self._why_not_stored(signature)
+
+    def _why_not_stored(self, signature: Signature) -> str | None:
+        """The reason why the tiles cannot be stored as out, or None."""
         out = signature.out
         if self.odd_rows and (DTYPES[out.dtype].bits != 16 or signature.gated):
             return f"tile_n={self.tile_n}: odd multiples of 8 are stored as 16 bits, ungated"

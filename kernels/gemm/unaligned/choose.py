@@ -1,0 +1,112 @@
+"""The choice of a config for an unaligned operand: candidates, ranked by a cost model.
+
+The model counts clocks of a CTA per K tile: of the tensor cores, of reading operand A into
+registers, and of loads; the rounds of tiles; and memory. Imports neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cutex.kernels.gemm.config import ELEMENT, ceil_div
+from cutex.kernels.gemm.sm90.candidates import at_once
+from cutex.kernels.gemm.unaligned.config import TILE_K, UnalignedConfig
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.problem.gemm import GemmProblem
+
+COLUMNS = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
+BOX = 32  # rows of B contiguous that a box has at least, or all
+MMA_CLOCKS = 2.1  # of 64 rows by one column by a K tile, where the tensor core limits
+READ_CLOCKS = 420  # of a warpgroup's 64 rows, from their arrival to the wgmmas
+ISSUE_CLOCKS = 110  # of the same, of the four schedulers' time
+SECTOR_CLOCKS = 0.6  # of TMA, for 32 bytes
+LOAD_BYTES = 38  # per clock and SM, that L2 gives
+MHZ, POWER = 1700, 3.0  # clocks in a microsecond; how sharply the larger of two limits counts
+FIXED_US, TILE_CLOCKS, STREAM_CLOCKS = 3.0, 1500, 4500
+SPLIT_CLOCKS = 2000  # of an exchange of sums
+DEEPEST = 12
+
+
+def candidates(n: int, fold: int, k_contiguous: bool) -> Iterator[UnalignedConfig]:
+    """The configs that are worth a prediction, for N columns."""
+    for warpgroups in (1, 2, 3):
+        for tile_n in COLUMNS:
+            if not k_contiguous and tile_n % BOX and tile_n != n:
+                continue
+            epi_n = tile_n if tile_n % 16 else next(e for e in (64, 32, 16) if tile_n % e == 0)
+            tile = UnalignedConfig(
+                tile_m=64 * warpgroups,
+                tile_n=tile_n,
+                epi_n=epi_n,
+                epi_stages=1,
+                warpgroups=warpgroups,
+                fold=fold,
+            )
+            for cluster_m in (1, 2, 4):
+                pair = replace(tile, cluster_m=cluster_m)
+                yield pair
+                yield replace(pair, stream_k=1)
+                yield replace(pair, stream_k=2)
+                yield from (replace(pair, split_k=n) for n in (2, 4, 8) if n * cluster_m <= 8)
+
+
+def deepest(tiles: UnalignedConfig, arch: Arch) -> UnalignedConfig | None:
+    """`tiles` with as many slots as smem has room for; None if they do not fit."""
+    size = tiles.cluster_m * tiles.split_k
+    most = at_once(size, arch.num_sms)
+    grid = 0 if most == arch.num_sms else most // size * size
+    for num_stages in range(DEEPEST, 2, -1):
+        found = replace(tiles, num_stages=num_stages, num_ctas=grid)
+        if found.why_not(None, arch) is None:
+            return found
+    return None
+
+
+def predict(tiles: UnalignedConfig, problem: GemmProblem, arch: Arch) -> float:
+    """Microseconds."""
+    c, (m, n, k) = tiles, problem.mnk
+    k_tiles = ceil_div(k, TILE_K)
+    down = ceil_div(ceil_div(m, c.tile_m), c.cluster_m) * c.cluster_m
+    tiles_of_c = down * ceil_div(n, c.tile_n)
+    ctas = c.num_ctas or arch.num_sms
+    rounds = ceil_div(tiles_of_c * c.split_k, ctas)
+    clocks = rounds * (ceil_div(k_tiles, c.split_k) * k_tile_clocks(c) + TILE_CLOCKS)
+    if c.stream_k:
+        whole = tiles_of_c / ctas
+        clocks = whole * k_tiles * k_tile_clocks(c) + rounds * TILE_CLOCKS + STREAM_CLOCKS
+    if c.split_k > 1:
+        clocks += rounds * SPLIT_CLOCKS
+    memory = problem.bytes / (0.88 * arch.hbm_gbs * 1e3)
+    return FIXED_US + ((clocks / MHZ) ** POWER + memory**POWER) ** (1 / POWER)
+
+
+def k_tile_clocks(c: UnalignedConfig) -> float:
+    """Clocks of a CTA per K tile."""
+    alone = READ_CLOCKS + MMA_CLOCKS * c.tile_n
+    of_b = c.tile_n / c.cluster_m
+    tma = SECTOR_CLOCKS * (c.box_columns + of_b) * TILE_K * ELEMENT / 32
+    l2 = (c.box_columns + of_b) * TILE_K * ELEMENT / LOAD_BYTES
+    return max(alone, c.warpgroups * max(ISSUE_CLOCKS, MMA_CLOCKS * c.tile_n), tma, l2)
+
+
+def ranked(
+    problem: GemmProblem, fold: int, k_contiguous: bool, arch: Arch
+) -> list[UnalignedConfig]:
+    """The candidate configs, fastest predicted first; `k_contiguous`: in B."""
+    every = candidates(problem.n, fold, k_contiguous)
+    found = (deepest(tiles, arch) for tiles in every)
+    fits = [c for c in found if c is not None and fit(c, problem)]
+    return sorted(dict.fromkeys(fits), key=lambda c: predict(c, problem, arch))
+
+
+def fit(c: UnalignedConfig, problem: GemmProblem) -> bool:
+    """Whether no CTA of a split is without a K tile, and streamed tiles are as many rounds."""
+    tiles = ceil_div(problem.m, c.tile_m * c.cluster_m) * ceil_div(problem.n, c.tile_n)
+    rounds = tiles * c.cluster_m / (c.num_ctas or 132)
+    if c.stream_k and c.stream_k != min(2, ceil_div(round(rounds * 1000), 1000)):
+        return False
+    return c.split_k == 1 or ceil_div(problem.k, TILE_K) >= 2 * c.split_k
