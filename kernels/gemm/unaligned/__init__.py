@@ -1,2 +1,2 @@
-"""The GEMM of an operand whose rows are any number of elements apart: a (M, K) with M contiguous, as
-the gradient of a weight has it for an odd number of output features."""
+"""The GEMM of an operand with any stride: a (M, K) with M contiguous, as a weight's gradient has it
+for an odd number of output features."""

@@ -39,7 +39,7 @@ class UnalignedConfig(Sm90Config):
 
     @property
     def a_bytes(self) -> int:
-        """Bytes of the ring where sums of other CTAs may lie: those of B, which only wgmmas read."""
+        """Bytes of the ring where sums of other CTAs may lie: B's, which only wgmmas read."""
         return self.b_bytes
 
     @property

@@ -90,7 +90,11 @@ class FoldedLoads(NamedTuple):
         gX = cute.local_tile(gX, (columns, rows), (0, k_tile))  # (boxM, boxK)
         sX = self.sA[None, None, residue, slot]  # (boxM, boxK)
         return cpasync.tma_partition(
-            self.a.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            self.a.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
         )  # (TMA,), (TMA,)
 
 

@@ -1,0 +1,144 @@
+"""Products whose first operand has any stride between rows of K, and products of few columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cutex.arch import arch
+from cutex.dtypes import DTYPES
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.unaligned.config import UnalignedConfig
+from cutex.ops import simulated
+from cutex.ops.device import launcher
+from cutex.ops.matmul.arrange import arrange
+from cutex.ops.matmul.checks import Call
+from cutex.ops.matmul.plan import call_class, candidates, fitted, kernel_for
+from cutex.problem.layer import LayerProblem
+
+ARCH = "sm_90a"
+SLOW = pytest.mark.slow
+TILES = UnalignedConfig(tile_m=64, tile_n=64, num_stages=3, epi_n=64, epi_stages=1, warpgroups=1)
+# M, N, K; the elements between rows of K beyond M; whether K is contiguous in B; further fields
+CASES = {
+    "eight rows together": ((37, 40, 72), 0, False, {"fold": 8}),
+    "sixteen, three warpgroups, a pair that shares B": (
+        (203, 8, 208), 0, False,
+        {"tile_m": 192, "warpgroups": 3, "tile_n": 8, "epi_n": 8, "cluster_m": 2},
+    ),
+    "an even stride, B by K": (
+        (131, 136, 208), 3, True, {"tile_m": 128, "warpgroups": 2, "tile_n": 128}
+    ),
+    "fewer rows than a box": ((5, 264, 144), 0, False, {}),
+    "K split in two": ((131, 104, 528), 0, False, {"split_k": 2, "num_stages": 5}),
+    "stream-K": (
+        (133, 264, 528), 0, False,
+        {"stream_k": 1, "tile_n": 96, "epi_n": 32, "num_stages": 4, "cluster_m": 2},
+    ),
+}  # fmt: skip
+DEFAULT = ("eight rows together", "sixteen, three warpgroups, a pair that shares B")
+# tokens, out and in features, the pass, further fields of a tile of 128x8
+FEW = {
+    "dgrad, 4x1": ((600, 136, 8), "dgrad", {"cluster_m": 4}),
+    "wgrad": ((136, 200, 8), "wgrad", {"tile_m": 64, "warpgroups": 1}),
+    "forward, 2x1": ((200, 8, 136), "forward", {"cluster_m": 2}),
+    "three boxes of 8": ((136, 200, 24), "wgrad", {"tile_n": 24, "epi_n": 24}),
+}
+
+
+def small(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Whole numbers from -4 to 4, in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).to(torch.bfloat16)
+
+
+def run(a: torch.Tensor, b: torch.Tensor, tiles: Sm90Config) -> torch.Tensor:
+    """a @ b by a kernel of `tiles`, in the simulator; b and a are read as they are."""
+    out = torch.full((a.shape[0], b.shape[1]), torch.nan, dtype=a.dtype)
+    found = arrange(Call(a, b), out, ARCH)
+    assert found.as_given and not found.notes
+    calls = call_class(found.sizes, (found.a, found.b, found.out), (), ARCH)
+    config = fitted(tiles, calls)
+    assert config is not None, tiles.why_not(None, arch(ARCH))
+    with simulated(ARCH):
+        launcher(kernel_for(config, ARCH), [a, b, out], config.tiles.workspace)(a, b, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    "case", [x if x in DEFAULT else pytest.param(x, marks=SLOW) for x in CASES]
+)
+def test_a_product_of_any_stride_comes_out_exact(case: str) -> None:
+    (m, n, k), beyond, b_by_k, more = CASES[case]
+    # NOTE: what lies between the rows of K is NaN, and must reach no result
+    memory = torch.full((k, m + beyond), torch.nan, dtype=torch.bfloat16)
+    memory[:, :m] = small((k, m), 0)
+    a = memory[:, :m].mT
+    b = small((n, k), 1).mT if b_by_k else small((k, n), 1)
+    out = run(a, b, replace(TILES, **more))
+    assert out.float().equal((a.float() @ b.float()).to(out.dtype).float())
+
+
+@pytest.mark.parametrize(
+    "case", [x if x == "dgrad, 4x1" else pytest.param(x, marks=SLOW) for x in FEW]
+)
+def test_a_product_of_few_columns_comes_out_exact(case: str) -> None:
+    sizes, direction, more = FEW[case]
+    problem = LayerProblem(*sizes, direction)
+    a, b = (x.float().mul(2).round().clamp(-4, 4).to(x.dtype) for x in problem.inputs())
+    tiles = Sm90Config(tile_n=8, num_stages=3, epi_n=8, epi_stages=1, warpgroups=2)
+    out = run(a, b, replace(tiles, **more))
+    assert out.float().equal((a.float() @ b.float()).to(out.dtype).float())
+
+
+UNREAD = {
+    "K is no multiple of 8": lambda x: x[:71].mT,
+    "the base is no multiple of 16 bytes": lambda x: x[:, 1:].mT,
+    "M is not contiguous": lambda x: x.mT[::2],
+    "a batch": lambda x: x.mT[None],
+}
+
+
+@pytest.mark.parametrize("why", UNREAD)
+def test_what_the_kernel_does_not_read_is_copied(why: str) -> None:
+    a = UNREAD[why](torch.zeros((72, 37), dtype=torch.bfloat16))
+    b = a.new_zeros((a.shape[-1], 40))
+    found = arrange(Call(a, b), a.new_empty((*a.shape[:-1], 40)), ARCH)
+    assert "copied" in found.notes["a"] and not found.a.fold
+
+
+def test_other_elements_and_other_archs_are_copied() -> None:
+    for dtype, target in (("fp32", ARCH), ("bf16", "sm_100a")):
+        a = torch.empty((72, 37), dtype=DTYPES[dtype].torch, device="meta").mT
+        b = a.new_empty((72, 40))
+        assert "copied" in arrange(Call(a, b), a.new_empty((37, 40)), target).notes["a"]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"fold": 4}, "fold=4"),
+        ({"tile_k": 128}, "tile_k=128"),
+        ({"tile_m": 128}, "64 for each"),
+        ({"cluster_n": 2}, "cluster_n"),
+        ({"split_k": 2, "num_stages": 1}, "must hold the sums"),
+    ],
+)
+def test_a_config_that_does_not_fit_says_why(more: dict, why: str) -> None:
+    reason = replace(TILES, **more).why_not(None, arch(ARCH))
+    assert reason is not None and why in reason
+
+
+@pytest.mark.parametrize("mnk", [(11019, 64, 10880), (5, 3360, 6336), (1553, 1424, 2768)])
+def test_the_choice_covers_the_gpu(mnk: tuple[int, int, int]) -> None:
+    m, n, k = mnk
+    a = torch.empty((k, m), dtype=torch.bfloat16, device="meta").mT
+    b, out = a.new_empty((k, n)), a.new_empty((m, n))
+    found = arrange(Call(a, b), out, ARCH)
+    calls = call_class(found.sizes, (found.a, found.b, found.out), (), ARCH)
+    tiles = next(candidates(calls)).tiles
+    assert isinstance(tiles, UnalignedConfig) and tiles.fold == 16
+    ctas = -(-m // tiles.tile_m) * -(-n // tiles.tile_n) * tiles.split_k
+    assert tiles.stream_k or ctas > 60
