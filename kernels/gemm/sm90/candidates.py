@@ -29,6 +29,7 @@ FLAT = [(m, n) for m in (64, 128, 192, 256) for n in (8, 16, 24, 32)]  # for few
 CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that take whole tiles
 FOURS = ((2, 2), (4, 1), (1, 4))  # further ones, where loads take longer than MMAs
 STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that take shares of K (stream-K)
+DEEPER = [(192, 192)]  # of COOPERATIVE: one slot for C leaves room for another of the ring
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 6  # clusters along the side of C that is cut into few, at most
 SMS = arch_named("sm_90a").num_sms  # of an H200 or H100 SXM
@@ -145,6 +146,8 @@ def _walked(
                     swap_ab=swap_ab,
                 )
                 config = _deepest(config, arch)
+                if (m, n) in DEEPER:
+                    config = _deepest(replace(config, epi_stages=1), arch)
                 if config.why_not(None, arch) is None:
                     found[config] = None
     return tuple(found)
