@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from cutex.ops import simulated
 from cutex.ops.device import launcher
 from cutex.ops.matmul.arrange import arrange
 from cutex.ops.matmul.checks import Call
+from cutex.ops.matmul.choices import config_of, shipped
 from cutex.ops.matmul.plan import call_class, candidates, fitted, kernel_for
 from cutex.problem.layer import LayerProblem
 
@@ -129,6 +130,15 @@ def test_other_elements_and_other_archs_are_copied() -> None:
 def test_a_config_that_does_not_fit_says_why(more: dict, why: str) -> None:
     reason = replace(TILES, **more).why_not(None, arch(ARCH))
     assert reason is not None and why in reason
+
+
+def test_a_choice_kept_on_disk_is_read_as_the_kernel_takes_it() -> None:
+    a = torch.empty((72, 37), dtype=torch.bfloat16, device="meta").mT
+    b, out = a.new_empty((72, 40)), a.new_empty((37, 40))
+    found = arrange(Call(a, b), out, ARCH)
+    calls = call_class(found.sizes, (found.a, found.b, found.out), (), ARCH)
+    tiles = next(candidates(calls)).tiles
+    assert config_of(calls, asdict(tiles)) == tiles and shipped(calls) is None
 
 
 @pytest.mark.parametrize("mnk", [(11019, 64, 10880), (5, 3360, 6336), (1553, 1424, 2768)])

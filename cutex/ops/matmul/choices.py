@@ -30,6 +30,7 @@ from cutex.compile.sources import sources_digest
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm import stages
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.unaligned.config import UnalignedConfig
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -75,7 +76,10 @@ class CallClass:
 
 @lru_cache
 def _sources(arch_name: str) -> str:
-    return sources_digest([f"{package('gemm', arch_name)}.general"])
+    kernels = [f"{package('gemm', arch_name)}.general"]
+    if arch_name == "sm_90a":
+        kernels.append("cutex.kernels.gemm.unaligned.sm90.kernel")
+    return sources_digest(kernels)
 
 
 def _file(key: dict[str, Any]) -> Path:
@@ -92,11 +96,19 @@ def remembered(calls: CallClass) -> GemmConfig | None:
         entry = json.loads(_file(key).read_text(encoding="utf-8"))
         if entry["key"] != key:
             return None
-        config = stages(calls.arch)[-1].config_from_row(entry["config"])
-        assert isinstance(config, GemmConfig)
+        config = config_of(calls, entry["config"])
         return config if config.why_not(None, arch(calls.arch)) is None else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def config_of(calls: CallClass, row: dict[str, Any]) -> GemmConfig:
+    """The config in `row`, of the kernel that takes such calls. Raises ValueError for another's."""
+    if calls.layouts[0].fold:
+        return UnalignedConfig.from_row(row)
+    config = stages(calls.arch)[-1].config_from_row(row)
+    assert isinstance(config, GemmConfig)
+    return config
 
 
 def remember(calls: CallClass, tiles: GemmConfig, us: dict[str, float]) -> None:
@@ -125,14 +137,11 @@ def preferred(calls: CallClass) -> GemmConfig | None:
 def shipped(calls: CallClass) -> GemmConfig | None:
     """The tiles shipped with cutex for `calls`; None if there are none, for a batch, and for a GPU
     of another number of SMs than those that they were timed on."""
-    if calls.num_sms or calls.sizes[3] != 1 or DTYPES[calls.layouts[0].dtype].bits > 16:
+    a = calls.layouts[0]
+    if calls.num_sms or calls.sizes[3] != 1 or DTYPES[a.dtype].bits > 16 or a.fold:
         return None
     row = _shipped(calls.arch).get(name_of(calls))
-    if row is None:
-        return None
-    config = stages(calls.arch)[-1].config_from_row(row)
-    assert isinstance(config, GemmConfig)
-    return config
+    return None if row is None else config_of(calls, row)
 
 
 def name_of(calls: CallClass) -> str:

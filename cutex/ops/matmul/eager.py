@@ -59,7 +59,8 @@ def matmul(
     float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
     a first call warns where torch would not. Batch sizes broadcast. Any strides; a tensor that TMA
     cannot read (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8 whose
-    K is not contiguous) is copied first.
+    K is not contiguous) is copied first, but on Hopper a matrix a of 16 bits with M contiguous and
+    K a multiple of 8 is read as it is, whatever its stride.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
     activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
         * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
