@@ -120,15 +120,15 @@ def measured(
     timer: Timer = time_on_gpu,
 ) -> dict[str, Any]:
     """The row of a problem: microseconds of each config and of cuBLAS, in turns. Raises
-    RuntimeError for a config whose result is wrong, and ValueError for a problem whose operands
-    would have to be copied first."""
+    RuntimeError for a config whose result is wrong, and ValueError for a problem that the general
+    kernel does not read as it is."""
     problem = one.problem
     copies = timing.copies_to_rotate(problem.bytes, arch(ARCH).l2_bytes, "cold")
     operands = [(*problem.inputs(device, copy=i), *problem.outputs(device)) for i in range(copies)]
     expected: torch.Tensor | None = None
     variants: dict[str, Any] = {"cublas": PEERS["cublas"](problem)}
     found, _ = arranged(*operands[0])
-    if not found.as_given:
+    if not found.as_given or found.a.fold:
         raise ValueError(f"{one.name}: TMA cannot step through its operands")
     for i, config in enumerate(configs):
         launch = launcher(kernel_for(config, ARCH), found.tensors, config.tiles.workspace)
