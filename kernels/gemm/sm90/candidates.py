@@ -25,7 +25,7 @@ PINGPONG = [(128, n) for n in range(96, 209, 16)] + [(192, n) for n in (64, 80, 
 PINGPONG += [(64, n) for n in (128, 160, 192, 224, 256)]
 COOPERATIVE = [(128, n) for n in range(64, 257, 16)] + [(256, n) for n in range(64, 209, 16)]
 COOPERATIVE += [(192, n) for n in range(64, 193, 16)] + [(64, n) for n in range(16, 257, 16)]
-FLAT = [(m, n) for m in (64, 128, 192, 256) for n in (8, 16, 24, 32)]  # for few columns of C
+FLAT = [(m, n) for m in (64, 128, 192, 256) for n in (8, 16, 32)]  # for few columns of C
 CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that take whole tiles
 FOURS = ((2, 2), (4, 1), (1, 4))  # further ones, where loads take longer than MMAs
 STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that take shares of K (stream-K)
@@ -370,9 +370,11 @@ def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:
 
 
 def _loads_well(config: Sm90Config, problem: GemmProblem, majors: Majors) -> bool:
-    """Whether TMA's boxes have at least NARROW rows wherever the rows are contiguous, or all that
-    there are."""
+    """Whether TMA's boxes have at least NARROW rows wherever the rows are contiguous, or, of 8 and
+    16, all that there are."""
     c = config
     a, b = reversed(majors) if c.swap_ab else majors
     _, columns = c.computed(problem)
-    return (a or c.tile_m % NARROW == 0) and (b or c.tile_n % NARROW == 0 or c.tile_n == columns)
+    return (a or c.tile_m % NARROW == 0) and (
+        b or c.tile_n % NARROW == 0 or c.tile_n == columns <= 16
+    )

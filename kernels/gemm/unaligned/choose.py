@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.gemm import GemmProblem
 
-COLUMNS = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
+COLUMNS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
 BOX = 32  # rows of B contiguous that a box has at least, or all
 MMA_CLOCKS = 3.2  # of 64 rows by one column by a K tile, where the tensor core limits
 READ_CLOCKS = 250  # of a warpgroup's 64 rows, from their arrival to the wgmmas

@@ -8,7 +8,7 @@ and the wait for one group of wgmmas comes before its registers are written agai
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -125,11 +125,20 @@ class Blocks:
         return widened(mma, ab, take, self.tiles, self.weights, count)
 
 
+class Mainloop(Protocol):
+    """A mainloop with operand A in registers, wherever they come from."""
+
+    def run(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
+    ) -> PipelineState:
+        """mma.acc = A @ B^T over `count` K tiles from slot `take` on; return the state after."""
+
+
 @dataclass(frozen=True)
 class Widen(Cooperative):
     """All warpgroups compute a tile, each its own rows, and store it."""
 
-    blocks: Blocks
+    blocks: Mainloop
 
     def accumulate(
         self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
@@ -154,7 +163,7 @@ class WidenStreamK(StreamK):
     """All warpgroups compute one segment of a tile's K at a time, and CTAs exchange their sums in
     global memory (sm90/mma.py, StreamK)."""
 
-    blocks: Blocks
+    blocks: Mainloop
 
     def accumulate(
         self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
