@@ -44,6 +44,7 @@ L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
 BOX_ROWS = 32  # of a TMA load, where tiles reach outside of an operand
 LONG = 512  # K, in units of 2 bytes, from which on that pays
 FINE_ROWS = 512  # M above it is rounded coarsely before a config is chosen (choose.py)
+SMALL = 512  # rows and columns of a C of which eight CTAs share K
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 SECTOR = 32  # bytes of a sector of L2
 
@@ -324,12 +325,22 @@ def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) 
     mnk, here = problem.mnk, (arch.name, arch.num_sms)
     every = [*of_one_round(mnk, *here), *walked(*here), *streamed(mnk, *here)]
     slow = straddles(problem, majors)
-    if slow or max(mnk[:2]) >= 2 * min(mnk[:2]):
+    if slow:
         every += walked_in_fours(*here)
     if problem.n <= NARROW:
         every += walked_flat(*here)
+    if not slow:
+        every = [c for c in every if not _of_slow_loads(c, problem)]
     found = (c for c in every if _shares_well(c, problem, slow) and _loads_well(c, problem, majors))
     return [_in_boxes(c, problem, majors) for c in dict.fromkeys(found)]
+
+
+def _of_slow_loads(config: Sm90Config, problem: GemmProblem) -> bool:
+    """Whether a config is left out where loads are not slow: eight CTAs that share loads, or the K
+    of a C that is not small, of which little was timed."""
+    c = config
+    shared = c.one_tile and c.cluster_m * c.cluster_n == 8 and c.tile_m > 64
+    return shared or (c.split_k == 8 and max(problem.m, problem.n) > SMALL)
 
 
 def straddles(problem: GemmProblem, majors: Majors) -> bool:
@@ -356,14 +367,15 @@ def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> Sm90C
 def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:
     """Whether the config does not let pairs share an operand half as large as the other, or
     smaller: it stays in L2 anyway, and a pair that shares it loses 10 to 20 %, unless loads are
-    `slow` (straddles). Four that walk over tiles share only such a one, or both."""
+    `slow` (straddles) or there are few columns. Four that walk over tiles share only such a
+    one."""
     c = config
     m, n = c.computed(problem)
     if slow:
         return True
     if not (c.one_tile or c.stream_k):
-        if c.cluster_m * c.cluster_n == 4:
-            return (m >= 2 * n and c.cluster_m == 4) or (n >= 2 * m and c.cluster_n == 4)
+        if c.cluster_m == 4:
+            return m >= 2 * n
         if n <= NARROW and not c.swap_ab and c.tile_n <= NARROW:
             return True
     return not ((m >= 2 * n and c.cluster_m == 2) or (n >= 2 * m and c.cluster_n == 2))
