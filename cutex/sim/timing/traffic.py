@@ -34,7 +34,7 @@ def held_by_l2(record: Record, near: float) -> dict[int, float]:
     at most ``near`` bytes ago: L2 has it still. CTAs of a cluster are taken to load in step.
     """
     programs = [[e for e in p if isinstance(e, Load)] for p in record.programs.values()]
-    latest: dict[tuple, float] = {}
+    latest: dict[tuple[object, ...], float] = {}
     loads: dict[int, float] = defaultdict(float)
     again: dict[int, float] = defaultdict(float)
     total = 0.0

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from cutex.kernels.attention.decode.rows import Rows
-from cutex.kernels.attention.decode.shared import WARP, Walk
+from cutex.kernels.attention.decode.shared import WARP, Part, Walk
 from cutex.kernels.attention.decode.splits import Piece, Splits, weight
 from cutex.kernels.attention.mla.combine import rows_of
 from cutex.kernels.attention.mla.signature import blocks_of_rows
@@ -24,7 +24,7 @@ class MlaWalk(Walk):
         cta, ctas = Walk.worker(self)
         return cta // self.config.ctas_of_part, ctas // self.config.ctas_of_part
 
-    def rows(self, piece: Piece) -> Rows:
+    def rows(self, piece: Piece | Part) -> Rows:
         """The rows of a part's unit."""
         return rows_of(self.passed, self.sizes, piece.entry, piece.head, self.config.tile_m)
 
