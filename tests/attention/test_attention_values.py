@@ -44,20 +44,24 @@ def test_every_family_of_data(init, causal, dtype):
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("init", ["x16", "qk-norm", "sink", "hot", "falling"])
-def test_wild_scores_are_computed_once(init):
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("init", "dtype"),
+    [(init, "bf16") for init in ("x16", "qk-norm", "sink", "hot", "falling")]
+    + [(init, "fp16") for init in ("x8", "sink")],
+)
+def test_wild_scores_are_computed_once(init, dtype):
     """As many products as of tame scores: neither causal rows nor those that see all keys are
     loaded and computed again."""
     for causal in (False, True):
         config = Sm90ForwardConfig(head_dim=64, head_dim_v=64, causal=causal, num_ctas=1, tile_n=64)
-        kernel = compile(Forward(config), "bf16", "sm_90a")
-        assert products(kernel, causal, init) == products(kernel, causal, "normal")
+        kernel = compile(Forward(config), dtype, "sm_90a")
+        case = replace(CASE, seqlen_q=128, seqlen_k=576, causal=causal, dtype=dtype)
+        assert products(kernel, replace(case, init=init)) == products(kernel, case)
 
 
-def products(kernel: Compiled, causal: bool, init: str) -> int:
+def products(kernel: Compiled, case: AttentionCase) -> int:
     """How many instructions of tensor cores `kernel` executes."""
-    case = replace(CASE, seqlen_q=128, seqlen_k=576, causal=causal, init=init)
     inputs = case.inputs()
     out, lse = case.outputs()
     counter = torch.zeros(2, dtype=torch.int32)

@@ -1,19 +1,21 @@
 """The softmax of Hopper's forward, as fast and as exact for peaked scores as for tame ones.
 
 Where scores are tame, blocks come by `add`, which takes a row's reference as it is. That they are
-is seen in the first blocks (`look`). Where they are peaked, blocks come by `watch`: `add` that
-also keeps the largest exponential of each row, `top`. From `high` on, `lower` raises the reference
-by a whole power of two, which changes no bit of a mantissa; in bf16 while the tensor cores compute
-the next scores, since exponentials up to 2^127 and what they give are finite, in fp16 before a
-block's probabilities are rounded.
+is seen in the first blocks (`look`). Should sums grow all the same, `lower` raises references by
+whole powers of two, which changes no bit of a mantissa, once in some blocks: exponentials up to
+2^127 and what they give are finite in bf16.
 
-What rounding takes from a row's largest probability is taken from the sum that O is divided by,
-too: in a peaked row it is most of the error. With the maximum as reference, as others have it, that
+Where they are peaked, blocks come by `guard`, which keeps the largest score of each thread's part
+of a row, and raises references before it computes exponentials if some row of the warp exceeds its
+own by more than `room` powers of two: so far that others need not follow soon.
+
+What rounding takes from a peaked row's largest probability, `top`, is taken from the sum that O is
+divided by, too: it is most of the error. With the maximum as reference, as others have it, that
 probability is 1, and exact.
 
-What `finish` says depends on the sums alone, never on V: up to `room` they leave room for values of
-V up to 1e30. Above, up to `most`, the caller looks whether O is finite (`leaves_no_room`). After
-`lower`, what values of V below 1e-19 contribute may be 0.
+What `finish` says depends on the sums alone, never on V: up to `small` they leave room for values
+of V up to 1e30. Above, up to `most`, the caller looks whether O is finite (`leaves_no_room`). After
+a reference was raised, what values of V below 1e-19 contribute may be 0.
 """
 
 from __future__ import annotations
@@ -37,14 +39,16 @@ class WatchedSoftmax(GuardedSoftmax):
     """A GuardedSoftmax that keeps the largest exponentials, of probabilities in bf16."""
 
     top: Any = None  # (rows) the largest exponential of a row, or of a thread's part of it
+    best: Any = None  # (rows) the largest score that `guard` has found; 0 if none is positive
     peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
-    # the exponential from which on a reference is raised: in bf16 a row's largest in the beginning,
-    # so that each is lowered once and one block may then exceed all before by more than 2^127
-    high: ClassVar[float] = 1.0
-    lowered: ClassVar[float] = -64.0  # the power of two that the largest exponential then has
-    room: ClassVar[float] = 2.0**26
+    high: ClassVar[float] = 2.0**20  # the sum from which on `lower` raises a reference
+    lowered: ClassVar[float] = -64.0  # the power of two that the sum then has
+    room: ClassVar[float] = 60.0  # powers of two by which a score may exceed its reference
+    above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
+    least_guarded: ClassVar[float] = -60.0  # reference in powers of two of a row that is guarded
+    small: ClassVar[float] = 2.0**26
     most: ClassVar[float] = 2.0**100
 
     @staticmethod
@@ -57,7 +61,10 @@ class WatchedSoftmax(GuardedSoftmax):
         kept = GuardedSoftmax.of(scale_log2, slack, optimistic)
         top = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
         peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
-        return cls(kept.reference, kept.sums, scale_log2, slack, kept.shift, top, peaked)
+        best = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
+        if best is not None:
+            best.fill(0.0)
+        return cls(kept.reference, kept.sums, scale_log2, slack, kept.shift, top, best, peaked)
 
     # ---- blocks
 
@@ -89,15 +96,51 @@ class WatchedSoftmax(GuardedSoftmax):
         return rescale
 
     @cute.jit
-    def watch(self, scores: cute.Tensor) -> None:
-        """`add`, and keep the largest exponentials of this thread's parts of rows."""
-        self.add(scores)
+    def guard(self, scores: cute.Tensor, factors: cute.Tensor) -> Boolean:
+        """`add` after references were raised, if the block exceeds one by more than `room` powers
+        of two. Returns whether outputs so far must be multiplied by `factors` (rows).
+
+        NOTE: as integers, floats are ordered as long as one is positive; else 0 is found, no less.
+        """
+        exceeds, best = Boolean(False), self.best
         for r in cutlass.range_constexpr(self.rows):
-            a, b = self.top[r], Float32(0.0)
+            a, b = best[r], Float32(0.0)
             for c in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 4):
                 a = largest_of(a, scores[r, c], scores[r, c + 1])
                 b = largest_of(b, scores[r, c + 2], scores[r, c + 3])
-            self.top[r] = largest_of(a, b, b)
+            best[r] = largest_of(a, b, b)
+            exceeds = exceeds | (best[r] * self.scale_log2 - self.shift[r] > self.room)
+        exceeds = cute.arch.vote_any_sync(exceeds)
+        if exceeds:
+            self._raise_above(scores, factors)
+        self.add(scores)
+        return exceeds
+
+    @cute.jit
+    def _raise_above(self, scores: cute.Tensor, factors: cute.Tensor) -> None:
+        """Raise the references of this warp's rows above the scores that `guard` has found, or,
+        none of them being positive, above those of this block."""
+        shift, reference = self.shift, self.reference
+        for r in cutlass.range_constexpr(self.rows):
+            found = self.best[r] if self.best[r] > 0.0 else row_max(scores, r)
+            highest = self.over_row(found, cute.arch.fmax) * self.scale_log2
+            # NOTE: by a whole power of two, or `top` would round otherwise than it did
+            power = cute.arch.fmax(highest + self.above - shift[r], 0.0)
+            whole = Float32(Int32(power))
+            raised = shift[r] + whole if power < 2.0**20 else highest + self.above
+            factors[r] = exp2(-whole)
+            self.sums[r] *= factors[r]
+            self.top[r] *= factors[r]
+            shift[r] = raised
+            reference[r] = raised / self.scale_log2
+
+    @cute.jit
+    def note_top(self) -> None:
+        """Count the largest score that `guard` has found among the largest exponentials."""
+        for r in cutlass.range_constexpr(self.rows):
+            found = exp2(self.best[r] * self.scale_log2 - self.shift[r])
+            found = found if self.best[r] > 0.0 else Float32(0.0)
+            self.top[r] = cute.arch.fmax(self.top[r], found)
 
     @cute.jit
     def forget_top(self) -> None:
@@ -114,13 +157,14 @@ class WatchedSoftmax(GuardedSoftmax):
         """Tell from a block, of which this thread's parts of rows see so many columns and have the
         `largest` scores and the sums of exponentials given, whether they are `peaked`: a sum is
         that of fewer largest scores than of Gaussian scores of a standard deviation of 1.4 mostly.
-        Rows that see little are not."""
+        Rows that see little are not, nor, in bf16, those whose scores are negative, which `guard`
+        orders slowly, and `lower` can follow."""
         if cutlass.const_expr(self.peaked is not None):
             peaked = Boolean(True)
             for r in cutlass.range_constexpr(self.rows):
                 number = 2.2 + 0.0875 * Float32(seen[r])
                 peaked = peaked & (added[r] < number * self._exponential(largest[r], r))
-                peaked = peaked & (seen[r] >= LEAST_SEEN)
+                peaked = peaked & (seen[r] >= LEAST_SEEN) & (self.shift[r] > self.least_guarded)
             self.peaked[0] = peaked
 
     # ---- references
@@ -147,28 +191,25 @@ class WatchedSoftmax(GuardedSoftmax):
         return rescale
 
     @cute.jit
-    def lower(self, factors: cute.Tensor, block: Any = None) -> Boolean:
-        """Where some row of this warp has a largest exponential from `high` on, raise such
-        references by whole powers of two, and scale the sums, and a `block` of exponentials (rows,
-        columns), by `factors` (rows). Returns whether it did: outputs must be scaled, too."""
+    def lower(self, factors: cute.Tensor) -> Boolean:
+        """Where a sum of some row of this warp is `high`, raise such references by whole powers of
+        two, and scale the sums by `factors` (rows). Returns whether it did: outputs, and
+        probabilities that are no part of them yet, must be scaled, too."""
         lowers, shift = Boolean(False), self.shift
         for r in cutlass.range_constexpr(self.rows):
-            lowers = lowers | (self.top[r] >= self.high)
+            lowers = lowers | (self.sums[r] >= self.high)
         lowers = cute.arch.vote_any_sync(lowers)
         if lowers:
             for r in cutlass.range_constexpr(self.rows):
-                top = self.over_row(self.top[r], cute.arch.fmax)
-                # NOTE: a factor below 2^-126 would be 0; the next block then lowers the rest
-                power = cute.arch.fmin(power_below(top) - self.lowered, 126.0)
-                power = power if top >= self.high else Float32(0.0)
+                total = self.over_row(self.sums[r], cute.arch.fmax)
+                # NOTE: a factor below 2^-126 would be 0; the next time then lowers the rest
+                power = cute.arch.fmin(power_below(total) - self.lowered, 126.0)
+                power = power if total >= self.high else Float32(0.0)
                 factors[r] = exp2(-power)
                 self.sums[r] *= factors[r]
                 self.top[r] *= factors[r]
                 shift[r] += power
                 self.reference[r] = shift[r] / self.scale_log2
-                if cutlass.const_expr(block is not None):
-                    for c in cutlass.range_constexpr(cute.size(block, mode=[1])):
-                        block[r, c] *= factors[r]
         return lowers
 
     # ---- the end
@@ -202,8 +243,19 @@ class WatchedSoftmax(GuardedSoftmax):
         its products with V may have overflowed."""
         high = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
-            high = high | (factors[r] < 1.0 / self.room) & (factors[r] != 0.0)
+            high = high | (factors[r] < 1.0 / self.small) & (factors[r] != 0.0)
         return cute.arch.vote_any_sync(high)
+
+    @staticmethod
+    @cute.jit
+    def log_sum(total: Float32, highest: Float32) -> Float32:
+        """The LSE of a row, whose sum is `total` times 2^highest; -inf without keys.
+
+        NOTE: a reference far above all scores and a logarithm as far below 0 would cost bits.
+        """
+        power = power_below(total)
+        fraction = log2(total * exp2(-power))
+        return -Float32.inf if total == 0.0 else (highest + power + fraction) * LN2
 
 
 @dataclass(frozen=True)
@@ -212,6 +264,9 @@ class WatchedSoftmaxFp16(WatchedSoftmax):
 
     rounded: ClassVar[type[cutlass.Numeric]] = Float16
     high: ClassVar[float] = 2.0**15
-    lowered: ClassVar[float] = -4.0
-    room: ClassVar[float] = 2.0**15
+    lowered: ClassVar[float] = 2.0  # no lower: what each of many keys gives must not be subnormal
+    room: ClassVar[float] = 15.0
+    above: ClassVar[float] = -2.0
+    least_guarded: ClassVar[float] = -1e30
+    small: ClassVar[float] = 2.0**15
     most: ClassVar[float] = 2.0**26

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float16, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct, pin, round_to
@@ -29,6 +29,7 @@ from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring, threads_w
 
 LOOK_BARRIER = 8  # the first of one named barrier for each warpgroup
 PEAKED_THREADS = 28  # of a warpgroup's, more of which say that scores are peaked
+CHUNK = 4  # blocks, after which sums are looked at: scores may rise by 2^107 in so many
 
 State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 
@@ -171,17 +172,40 @@ class BlockLoop:
 
     @cute.jit
     def unsearched(self, path: Path, count: Int32, state: State) -> State:
-        """Run `count` steps without a mask and without a search: by "watch" if the last block has
+        """Run `count` steps without a mask and without a search: by "guard" if the last block has
         shown that the scores of these rows are peaked, by "add" else."""
         barrier = LOOK_BARRIER if self.turns is None else LOOK_BARRIER + self.turns.warpgroup
         peaked = threads_where(self.softmax.peaked[0], barrier, WARPGROUP)
         peaked = cute.arch.make_warp_uniform(peaked)
         if (peaked > PEAKED_THREADS) | (count == 0):
-            state = self.steps(path, count, state, "watch")
+            state = self.steps(path, count, state, "guard")
+            self.softmax.note_top()
         else:
-            state = self.steps(path, count, state, "add")
             self.softmax.forget_top()
+            state = self.chunks(path, count, state)
         return state
+
+    @cute.jit
+    def chunks(self, path: Path, count: Int32, state: State) -> State:
+        """Run `count` steps by "add"; after every CHUNK of them references rise where sums have
+        grown.
+
+        NOTE: a branch within a step would have P rounded behind it, not among the exponentials.
+        """
+        k, v = state
+        for done in cutlass.range(0, count, CHUNK, unroll=1):
+            number = cutlass.min(count - done, CHUNK)
+            k, v = self.steps(path.after(done), number, (k, v), "add")
+            self.lower()
+        return k, v
+
+    @cute.jit
+    def lower(self) -> None:
+        """Raise references where sums have grown, P of the last block being in registers."""
+        if self.softmax.lower(self.factors):
+            self.scale_output()
+            self.note_overflow()
+            self.scale_p()
 
     @cute.jit
     def steps(self, path: Path, count: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
@@ -196,7 +220,7 @@ class BlockLoop:
         """Run QK and softmax of a block, and PV of the one before.
 
         kind: "masked"; "clean", without a mask; "add", without a mask and without looking for a
-        larger score; or "watch", "add" that raises references where they turn out low.
+        larger score; or "guard", "add" that raises references where the block exceeds them by far.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -208,8 +232,6 @@ class BlockLoop:
         self.pv.issue(v.slot, accumulate=True)
         self.end_turn()
         softmax, rescale = self.softmax, Boolean(False)
-        if cutlass.const_expr(kind == "watch" and not self.at_once):
-            rescale = softmax.lower(self.factors)  # while the tensor cores compute S
         warpgroup.wait_group(1)
         self.k.release(k)
         k.advance()
@@ -217,10 +239,8 @@ class BlockLoop:
         self.score_ops.apply(scores, n_block, kind == "masked")
         if cutlass.const_expr(kind == "add"):
             softmax.add(scores)
-        elif cutlass.const_expr(kind == "watch"):
-            softmax.watch(scores)
-            if cutlass.const_expr(self.at_once):
-                rescale = softmax.lower(self.factors, scores)
+        elif cutlass.const_expr(kind == "guard"):
+            rescale = softmax.guard(scores, self.factors)
         elif cutlass.const_expr(self.optimistic):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
             rescale = softmax.next(scores, self.factors, seen)
@@ -236,7 +256,7 @@ class BlockLoop:
                 pin(self.tOrP)
             if rescale:
                 self.scale_output()
-                if cutlass.const_expr(kind == "watch" and not self.at_once):
+                if cutlass.const_expr(kind == "guard"):
                     self.note_overflow()
         return k, v
 
@@ -281,11 +301,6 @@ class BlockLoop:
         v.advance()
         return k, v
 
-    @property
-    def at_once(self) -> bool:
-        """Whether a block's own probabilities are lowered: fp16 does not hold larger ones."""
-        return self.tOrP.element_type is Float16
-
     @cute.jit
     def scale_output(self) -> None:
         """Multiply each row of O by its factor."""
@@ -297,6 +312,17 @@ class BlockLoop:
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
                 rows[r, c] *= self.factors[r]
+
+    @cute.jit
+    def scale_p(self) -> None:
+        """Multiply P, of the block before, by its rows' factors, which are powers of two. Sums of
+        rows become NaN if rounding has made one of P infinite."""
+        p = cute.make_tensor(self.tOrP.iterator, cute.make_layout(cute.size(self.tOrP)))
+        factors, sums, dtype = self.factors, self.softmax.sums, self.tOrP.element_type
+        for i in cutlass.range_constexpr(cute.size(p)):
+            scaled, r = Float32(p[i]) * factors[i // 2 % 2], i // 2 % 2
+            sums[r] += scaled * 0.0
+            p[i] = dtype(scaled)
 
     @cute.jit
     def note_overflow(self) -> None:
