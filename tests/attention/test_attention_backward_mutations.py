@@ -24,7 +24,8 @@ from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
 
-CONFIG = fitted(BackwardConfig(head_dim=64, head_dim_v=64, causal=True, window=(True, False)))
+UNFITTED = BackwardConfig(head_dim=64, head_dim_v=64, causal=True, window=(True, False))
+CONFIG = fitted(UNFITTED)
 CASE = AttentionCase(
     seqlen_q=200, seqlen_k=270, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64, causal=True,
     window=(150, None),
@@ -72,7 +73,7 @@ def test_the_unchanged_kernels_are_right(deterministic):
 @pytest.mark.parametrize("dims", HEAD_DIMS[1:], ids=str)
 def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic):
     d, dv = dims
-    config = replace(CONFIG, head_dim=d, head_dim_v=dv, deterministic=deterministic)
+    config = replace(UNFITTED, head_dim=d, head_dim_v=dv, deterministic=deterministic)
     assert wrong(fitted(config), case=replace(CASE, head_dim=d, head_dim_v=dv)) is None
 
 
