@@ -40,23 +40,55 @@ def table_of(used: tuple[int, ...], page_size: int, seed: int) -> tuple[Tensor, 
     return table, total
 
 
+def padded_left(x: Tensor, pads: tuple[int, ...]) -> Tensor:
+    """A cache whose entry b has `pads[b]` rows of NaN before its first key."""
+    cache = poisoned(x.shape[0], x.shape[1] + max(pads), *x.shape[2:], like=x)
+    for b, pad in enumerate(pads):
+        cache[b, pad : pad + x.shape[1]] = x[b]
+    return cache
+
+
 def arguments(
-    case: AttentionCase, inputs: Inputs, page_size: int = 0, new: int = 0, shuffled: bool = False
+    case: AttentionCase,
+    inputs: Inputs,
+    page_size: int = 0,
+    new: int | tuple[int, ...] = 0,
+    shuffled: bool = False,
+    leftpad: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
     """The arguments of a case without cu_seqlens_k: with `page_size`, k and v are in pages; the
-    last `new` keys of each sequence are to be appended; with `shuffled`, sequences are in other
-    entries of the cache, by cache_batch_idx."""
+    last `new` keys of each sequence are to be appended, packed if it has a number for each; with
+    `shuffled`, sequences are in other entries of the cache or rows of the page table, by
+    cache_batch_idx; keys begin `leftpad` rows behind a cache's first."""
     used = case.used_k or (case.seqlen_k,) * case.batch
     k, v, device = inputs.k.clone(), inputs.v.clone(), inputs.q.device
     more: dict[str, Any] = {}
-    if new:
+    news = (new,) * case.batch if isinstance(new, int) else new
+    if any(news):
         for name, x in (("k", k), ("v", v)):
-            more[name] = torch.stack([x[b, n - new : n] for b, n in enumerate(used)])
-            for b, n in enumerate(used):
-                x[b, n - new : n] = poisoned(new, *x.shape[2:], like=x)
+            rows = [
+                x[b, n - m : n].clone() for b, (n, m) in enumerate(zip(used, news, strict=True))
+            ]
+            more[name] = torch.stack(rows) if isinstance(new, int) else torch.cat(rows)
+            for b, (n, m) in enumerate(zip(used, news, strict=True)):
+                x[b, n - m : n] = poisoned(m, *x.shape[2:], like=x)
+    if not isinstance(new, int):
+        ends = torch.tensor((0, *new)).cumsum(0).to(torch.int32)
+        more["cu_seqlens_k_new"] = ends.to(device)
+        for name in "kv":  # rows of no sequence
+            more[name] = torch.cat((more[name], poisoned(2, *more[name].shape[1:], like=k)))
+    pads = leftpad or (0,) * case.batch
+    if leftpad is not None:
+        k, v = (padded_left(x, pads) for x in (k, v))
+        more["cache_leftpad"] = torch.tensor(pads, dtype=torch.int32, device=device)
     if page_size:
         table, pages = table_of(used, page_size, case.seed)
         k, v = (in_pages(x, table, page_size, pages, used) for x in (k, v))
+        if shuffled:
+            order = random.Random(case.seed).sample(range(case.batch + 2), case.batch)
+            rows = torch.full((case.batch + 2, table.shape[1]), -(2**30), dtype=torch.int32)
+            rows[order], table = table, rows
+            more["cache_batch_idx"] = torch.tensor(order, dtype=torch.int32, device=device)
         more["page_table"] = table.to(device)
     elif shuffled:
         order = random.Random(case.seed).sample(range(case.batch + 2), case.batch)
@@ -67,8 +99,8 @@ def arguments(
             caches.append(cache)
         k, v = caches
         more["cache_batch_idx"] = torch.tensor(order, dtype=torch.int32, device=device)
-    if case.used_k is not None or page_size or new:
-        lengths = [n - new for n in used]
+    if case.used_k is not None or page_size or any(news) or leftpad is not None:
+        lengths = [n - m + p for n, m, p in zip(used, news, pads, strict=True)]
         more["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     if inputs.cu_seqlens_q is not None:
         more["cu_seqlens_q"], more["max_seqlen_q"] = inputs.cu_seqlens_q, max(case.lengths_q or ())

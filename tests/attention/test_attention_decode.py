@@ -17,6 +17,7 @@ from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Place, Splits, weight
 from cutex.ops.attention.kvcache import PLANS
+from cutex.ops.attention.rotated import rotated
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.decode import DecodeProblem
 from cutex.sim import simulate
@@ -38,13 +39,22 @@ CASES = {
                           {"new": 1, "shuffled": True}),
     "packed queries": ({"lengths_q": (1, 0, 4), "heads_q": 2, "causal": True}, {"page_size": 64}),
     "rows of two blocks": ({"seqlen_q": 33, "causal": True, "batch": 1, "used_k": (130,)}, {}),
+    "begun later": ({"causal": True, "seqlen_q": 3, "window": (90, None)},
+                    {"leftpad": (7, 0, 90), "shuffled": True}),
+    "begun later, appended": ({"used_k": (200, 5, 66)}, {"leftpad": (64, 2, 1), "new": 2}),
+    "packed queries and new keys": (
+        {"lengths_q": (1, 0, 4), "used_k": (180, 5, 66), "causal": True}, {"new": (1, 0, 9)}),
+    "packed new keys to pages": (
+        {"used_k": (200, 5, 66), "causal": True, "seqlen_q": 2},
+        {"new": (30, 5, 0), "page_size": 16, "shuffled": True}),
+    "rows of a page table": ({}, {"page_size": 8, "shuffled": True}),
     "all of a cache": ({"used_k": None, "batch": 2}, {"num_splits": 1}),
     "heads first": ({"views": ("interleaved", "heads first", "padded"), "used_k": None,
                      "head_dim_v": 128, "head_dim": 192, "batch": 2}, {}),
     "wide heads": ({"head_dim": 256, "head_dim_v": 256, "batch": 1, "used_k": (150,),
                     "heads_q": 3, "heads_kv": 1}, {"page_size": 32}),
 }  # fmt: skip
-QUICK = ("pages of 16", "appended, softcap", "packed queries")
+QUICK = ("pages of 16", "appended, softcap", "packed queries and new keys", "begun later")
 
 
 def named(*names: str) -> list:
@@ -131,6 +141,26 @@ def test_queries_and_new_keys_are_turned(causal):
         want = cutex.flash_attn_with_kvcache(**given)
     assert (out.float() - want.float()).abs().max() < 2**-6
     assert torch.equal(caches[0].nan_to_num(), given["k_cache"].nan_to_num())
+
+
+@pytest.mark.parametrize("follow", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_packed_queries_and_new_keys_are_turned_as_those_of_each_sequence(follow):
+    lengths = torch.tensor([5, 0, 30], dtype=torch.int32)
+    ends_q, ends_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 2, 5], [0, 1, 4, 4]))
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(n, h, 64, generator=g).half() for n, h in ((7, 4), (4, 2)))
+    angles = torch.rand(64, 16, generator=g) * 6
+    tables = angles.cos(), angles.sin()
+    with cutex.ops.simulated("sm_90a"):
+        both = rotated(q, k, tables, True, lengths, follow, (ends_q, ends_k))
+        for x, found, ends, steps in ((q, both[0], ends_q, follow), (k, both[1], ends_k, True)):
+            for b in range(3):
+                mine = slice(int(ends[b]), int(ends[b + 1]))
+                n = mine.stop - mine.start
+                if n:
+                    at = (lengths[b] + (torch.arange(n) if steps else torch.zeros(n))).int()
+                    want = cutex.rope(x[mine][None], *tables, interleaved=True, positions=at[None])
+                    assert torch.equal(found[mine], want[0])
 
 
 def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
@@ -249,7 +279,8 @@ def given(**more):
 TABLE = torch.zeros(2, 1, dtype=torch.int32)
 NEW = torch.zeros(2, 1, 2, 64).half()
 BAD = {
-    "is 1: keys begin at": {"cache_leftpad": 1},
+    "leftpad_k is 1: it is called cache_leftpad": {"leftpad_k": 1},
+    "cache_leftpad must be a torch.Tensor, got int": {"cache_leftpad": 1},
     "rotary_cos and rotary_sin must be given together": {"rotary_cos": torch.zeros(4, 32)},
     "rotary_cos and rotary_sin need k and v": {
         "rotary_cos": torch.zeros(64, 32), "rotary_sin": torch.zeros(64, 32)
@@ -277,7 +308,24 @@ BAD = {
     "cache_batch_idx must be from 0 to 1": {
         "cache_batch_idx": torch.tensor([0, 2], dtype=torch.int32)
     },
-    "page_table has the pages": {"page_table": TABLE, "cache_batch_idx": TABLE[:, 0]},
+    "page_table has the pages": {"page_table": TABLE, "cache_leftpad": TABLE[:, 0]},
+    "cache_batch_idx must be from 0 to 1, got [0, 5]": {
+        "page_table": TABLE, "cache_batch_idx": torch.tensor([0, 5], dtype=torch.int32)
+    },
+    "cache_leftpad must be from 0 to the keys that a sequence has, [3, 32]": {
+        "cache_leftpad": torch.tensor([4, 0], dtype=torch.int32)
+    },
+    "cu_seqlens_k_new is given, but no k and v": {
+        "cu_seqlens_k_new": torch.zeros(3, dtype=torch.int32)
+    },
+    "cu_seqlens_k_new must rise from 0 to at most the 2 rows": {
+        "k": NEW[:, 0], "v": NEW[:, 0],
+        "cu_seqlens_k_new": torch.tensor([0, 1, 3], dtype=torch.int32),
+    },
+    "q has dtype torch.float8_e4m3fn: rotary_cos": {
+        "q": torch.zeros(2, 1, 4, 64).to(torch.float8_e4m3fn), "k": NEW, "v": NEW,
+        "rotary_cos": torch.zeros(64, 32), "rotary_sin": torch.zeros(64, 32),
+    },
     "cache_seqlens must be given with page_table": {"page_table": TABLE, "cache_seqlens": None},
     "cache_seqlens has dtype torch.int64": {"cache_seqlens": torch.tensor([1, 2])},
     "k_cache has batch size 1, but q has 2": {

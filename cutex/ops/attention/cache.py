@@ -78,10 +78,11 @@ def check_table(name: str, table: Tensor, batch: int) -> None:
         raise ValueError(f"{name} has shape {tuple(table.shape)}, it must be ({batch}, pages)")
 
 
-def check_lengths(lengths: Tensor, room: int, new_keys: int = 0) -> None:
+def check_lengths(lengths: Tensor, room: int, new_keys: int | Tensor = 0) -> None:
     """Raise ValueError, in one sentence, for lengths, on the CPU, that exceed a cache's room."""
     if ((lengths < 0) | (lengths + new_keys > room)).any():
-        with_new = f" with {new_keys} new keys" if new_keys else ""
+        shown = new_keys.tolist() if isinstance(new_keys, Tensor) else new_keys
+        with_new = f" with {shown} new keys" if shown else ""
         raise ValueError(
             f"cache_seqlens must be from 0 to the {room} keys that there is room for{with_new}, "
             f"got {lengths.tolist()}"
@@ -89,13 +90,13 @@ def check_lengths(lengths: Tensor, room: int, new_keys: int = 0) -> None:
 
 
 def check_pages(
-    name: str, table: Tensor, lengths: Tensor, cache: Tensor, new_keys: int = 0
+    name: str, table: Tensor, lengths: Tensor, cache: Tensor, new_keys: int | Tensor = 0
 ) -> None:
     """Raise ValueError, in one sentence, for a page table, on the CPU, of pages that `cache` does
     not have."""
     pages, size = cache.shape[:2]
-    for b, length in enumerate(lengths.tolist()):
-        used = table[b, : -(-(length + new_keys) // size)]
+    for b, length in enumerate((lengths + new_keys).tolist()):
+        used = table[b, : -(-length // size)]
         bad = used[(used < 0) | (used >= pages)]
         if bad.numel():
             raise ValueError(

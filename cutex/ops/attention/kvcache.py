@@ -49,7 +49,9 @@ def flash_attn_with_kvcache(
     cache_seqlens: Tensor | int | None = None,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -85,7 +87,12 @@ def flash_attn_with_kvcache(
     cache_seqlens: (batch,) int32, or a number, the keys of each sequence; all of k_cache by
         default. Not read on the host; what lies behind in the caches may be anything.
     page_table, or block_table: (batch, pages of the longest) int32, which pages a sequence has.
-    cache_batch_idx: (batch,) int32, which entry of the caches is each sequence's.
+    cache_batch_idx: (batch,) int32, which entry of the caches, or row of the page table, is each
+        sequence's.
+    cache_leftpad: (batch,) int32, the row of a cache without pages at which a sequence's keys
+        begin; cache_seqlens and appended keys count from row 0.
+    cu_seqlens_k_new: (batch + 1,) int32: k and v are packed, (total of new keys, heads_kv, head
+        dim).
     softmax_scale, causal, window_size, softcap, learnable_sink, return_lse (or return_softmax_lse):
         as in flash_attn_func; the last query is aligned with the last key.
     rotary_cos, rotary_sin (rows, half of the rotary dim): q and k are turned by the row of their
@@ -104,13 +111,16 @@ def flash_attn_with_kvcache(
     if others:
         refuse("flash_attn_with_kvcache", others)
     page_table = _table(page_table, block_table)
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx), None
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
     if rotary_cos is not None or rotary_sin is not None:
         positions = cache_seqlens if rotary_seqlens is None else rotary_seqlens
         by_position = causal or any(x is not None for x in sides_of(window_size))
         tables = _tables(rotary_cos, rotary_sin)
-        q, k = rotated(q, k, tables, rotary_interleaved, positions, by_position)
+        ends = cu_seqlens_q, cu_seqlens_k_new
+        q, k = rotated(q, k, tables, rotary_interleaved, positions, by_position, ends)
     if isinstance(k_cache, Tensor) and k_cache.dtype == FP8:
         q, k_descale, v_descale = scaled.prepared(
             q, k_cache, cu_seqlens_q, q_descale, k_descale, v_descale
@@ -119,7 +129,7 @@ def flash_attn_with_kvcache(
         raise ValueError("q_descale is given, but k_cache is not float8_e4m3fn")
     call = KVCacheCall(
         q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx,
-        learnable_sink, k_descale, v_descale, k, v,
+        cache_leftpad, cu_seqlens_k_new, learnable_sink, k_descale, v_descale, k, v,
         max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits,
     )  # fmt: skip
     return planned(call, return_lse or return_softmax_lse)
@@ -132,6 +142,22 @@ def _table(page_table: Tensor | None, block_table: Tensor | None) -> Tensor | No
     if page_table is not None:
         raise ValueError("page_table and block_table are the same argument: give one of them")
     return block_table
+
+
+def rows_of_table(table: Tensor, entries: Tensor) -> Tensor:
+    """The rows `entries` (batch,) of a page table."""
+    for name, x, rank in (("page_table", table, 2), ("cache_batch_idx", entries, 1)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32 or x.dim() != rank:
+            raise ValueError(
+                f"{name} is {x.dtype} of {x.dim()} dimensions, it must be int32 of {rank}"
+            )
+    if entries.is_cpu and ((entries < 0) | (entries >= table.shape[0])).any():
+        raise ValueError(
+            f"cache_batch_idx must be from 0 to {table.shape[0] - 1}, got {entries.tolist()}"
+        )
+    return table.index_select(0, entries)
 
 
 def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -295,9 +321,11 @@ def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
             window=(left is not None, bool(right)),
             varlen_q=call.cu_seqlens_q is not None,
             used_k=call.cache_seqlens is not None,
-            appended=call.k is not None and call.k.shape[1] > 0,
+            appended=call.k is not None and call.k.shape[-3] > 0,
             page_size=call.page_size,
             batch_idx=call.cache_batch_idx is not None,
+            leftpad=call.cache_leftpad is not None,
+            varlen_new=call.cu_seqlens_k_new is not None,
             fp8=call.fp8,
             softcap=call.softcap != 0,
             sink=call.learnable_sink is not None,

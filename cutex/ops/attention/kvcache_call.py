@@ -32,9 +32,7 @@ class Refused(NamedTuple):
 
 REFUSED = {
     "qv": Refused((None,), "there is no second product with v"),
-    "cache_leftpad": Refused((None,), "keys begin at a cache's first row"),
-    "leftpad_k": Refused((None,), "keys begin at a cache's first row"),
-    "cu_seqlens_k_new": Refused((None,), "every sequence has as many new keys"),
+    "leftpad_k": Refused((None,), "it is called cache_leftpad here"),
     "attention_chunk": Refused((0, None), "there are no chunks here"),
     "alibi_slopes": Refused((None,), "there is no bias here"),
     "scheduler_metadata": Refused((None,), "keys are split while the kernel runs"),
@@ -43,7 +41,7 @@ REFUSED = {
 }
 
 
-TENSORS = 12  # of the fields of a KVCacheCall, the first
+TENSORS = 14  # of the fields of a KVCacheCall, the first
 
 
 class KVCacheCall(NamedTuple):
@@ -57,6 +55,8 @@ class KVCacheCall(NamedTuple):
     cache_seqlens: Tensor | None
     page_table: Tensor | None
     cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    cu_seqlens_k_new: Tensor | None
     learnable_sink: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
@@ -104,7 +104,10 @@ class KVCacheCall(NamedTuple):
         return room_of(self.k_cache, self.page_table)
 
     @property
-    def new_keys(self) -> int:
+    def new_keys(self) -> int | Tensor:
+        """The new keys of each sequence: a number, or (batch,)."""
+        if self.cu_seqlens_k_new is not None:
+            return self.cu_seqlens_k_new.diff()
         return 0 if self.k is None else self.k.shape[1]
 
     @property
@@ -220,14 +223,16 @@ def _check_caches(call: KVCacheCall) -> None:
             f"k_cache has batch size {call.k_cache.shape[0]}, but q has {call.batch}; "
             "cache_batch_idx says which of them are meant"
         )
-    if call.page_table is not None and call.cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx is of caches without pages; page_table has the pages")
+    if call.page_table is not None and call.cache_leftpad is not None:
+        raise ValueError("cache_leftpad is of caches without pages; page_table has the pages")
 
 
 def _check_new(call: KVCacheCall) -> None:
     if (call.k is None) != (call.v is None):
         raise ValueError("k and v must be given together, or neither")
     if call.k is None or call.v is None:
+        if call.cu_seqlens_k_new is not None:
+            raise ValueError("cu_seqlens_k_new is given, but no k and v, whose ends it has")
         return
     if call.q.shape[1:2] == (0,):
         raise ValueError("q has no rows: k and v are appended only where there are queries")
@@ -235,22 +240,23 @@ def _check_new(call: KVCacheCall) -> None:
         raise ValueError(
             "cache_seqlens must be given with k and v: it says where they are appended"
         )
-    if call.cu_seqlens_q is not None:
-        raise ValueError("k and v cannot be appended where q is packed (cu_seqlens_q)")
+    packed = call.cu_seqlens_k_new is not None
+    modes = "total of new keys" if packed else "batch, new keys"
     for name, x, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):
         if x.dtype != cache.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, but {name}_cache has {cache.dtype}")
-        rows = x.shape[1] if x.dim() == 4 else 0
-        expected = (call.batch, rows, *cache.shape[2:])
-        if tuple(x.shape) != expected or rows != call.k.shape[1]:
+        rows = call.k.shape[-3] if call.k.dim() >= 3 else 0
+        expected = (*(() if packed else (call.batch,)), rows, *cache.shape[2:])
+        if tuple(x.shape) != expected:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, it must be (batch, new keys, heads, head dim) "
-                f"with {expected[0]}, {expected[2]} and {expected[3]} of them"
+                f"{name} has shape {tuple(x.shape)}, it must be ({modes}, heads, head dim), here "
+                f"{expected}"
             )
 
 
 def _check_vectors(call: KVCacheCall) -> None:
-    shapes = {"cache_seqlens": (call.batch,), "cache_batch_idx": (call.batch,)}
+    each = "cache_seqlens", "cache_batch_idx", "cache_leftpad"
+    shapes = {**dict.fromkeys(each, (call.batch,)), "cu_seqlens_k_new": (call.batch + 1,)}
     for name in (*shapes, "cu_seqlens_q", "page_table"):
         x = getattr(call, name)
         if x is None:
@@ -317,12 +323,34 @@ def _check_numbers(call: KVCacheCall) -> None:
             raise ValueError(f"{name}={x}: must be from {least} to {most}")
 
 
+def _check_new_ends(call: KVCacheCall) -> None:
+    ends, k = call.cu_seqlens_k_new, call.k
+    if ends is None or k is None:
+        return
+    if ends[0] != 0 or (ends.diff() < 0).any() or ends[-1] > k.shape[0]:
+        raise ValueError(
+            f"cu_seqlens_k_new must rise from 0 to at most the {k.shape[0]} rows of k, got "
+            f"{ends.tolist()}"
+        )
+
+
+def _check_leftpad(call: KVCacheCall, keys: Tensor) -> None:
+    pad = call.cache_leftpad
+    if pad is not None and ((pad < 0) | (pad > keys)).any():
+        raise ValueError(
+            f"cache_leftpad must be from 0 to the keys that a sequence has, {keys.tolist()}, got "
+            f"{pad.tolist()}"
+        )
+
+
 def _check_values(call: KVCacheCall) -> None:
     """Check what the int32 tensors hold, on the CPU only: on a GPU that would have to wait for
     it."""
     lengths = call.cache_seqlens
     if lengths is not None:
+        _check_new_ends(call)
         check_lengths(lengths, call.room, call.new_keys)
+        _check_leftpad(call, lengths + call.new_keys)
     entries = call.cache_batch_idx
     if entries is not None:
         outside = (entries < 0) | (entries >= call.k_cache.shape[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cutex.ops.attention.call import DTYPES
 from cutex.ops.row.rope import rope
 
 
@@ -15,18 +16,40 @@ def rotated(
     interleaved: bool,
     lengths: Tensor | None,
     aligned: bool,
+    ends: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """q and k, each row turned by its position: new key i of a sequence is at `lengths` + i, and so
     is query i if queries are `aligned` with keys, by a causal mask or a window; else they are at
-    `lengths`, as in FlashAttention."""
-    if k is None or lengths is None:
+    `lengths`, as in FlashAttention. `ends`: cu_seqlens of packed queries and new keys."""
+    if not (isinstance(k, Tensor) and isinstance(lengths, Tensor)):
         raise ValueError("rotary_cos and rotary_sin need k and v, and cache_seqlens: their places")
-    if q.dim() != 4 or k.dim() != 4 or lengths.dim() != 1 or lengths.shape[0] != q.shape[0]:
-        raise ValueError("rotary_cos: q and k must have one batch, of as many cache_seqlens")
+    found = []
+    for name, x, of, follow in (("q", q, ends[0], aligned), ("k", k, ends[1], True)):
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}: rotary_cos turns bfloat16 and float16")
+        batch = x.shape[0] if of is None else of.shape[0] - 1
+        if x.dim() != (4 if of is None else 3) or tuple(lengths.shape) != (batch,):
+            raise ValueError(
+                f"rotary_cos: {name} of shape {tuple(x.shape)} must be of as many sequences as "
+                f"there are cache_seqlens, {tuple(lengths.shape)}"
+            )
+        rows = x if of is None else x[None]
+        at = _dense(rows, lengths, follow) if of is None else _packed(x, of, lengths, follow)
+        turned = rope(rows, *tables, interleaved=interleaved, positions=at)
+        found.append(turned if of is None else turned[0])
+    return found[0], found[1]
 
-    def places(x: Tensor, follow: bool) -> Tensor:
-        steps = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-        return lengths[:, None] + (steps if follow else torch.zeros_like(steps))
 
-    q = rope(q, *tables, interleaved=interleaved, positions=places(q, aligned))
-    return q, rope(k, *tables, interleaved=interleaved, positions=places(k, True))
+def _dense(x: Tensor, lengths: Tensor, follow: bool) -> Tensor:
+    """The positions (batch, rows) of x (batch, rows, heads, D)."""
+    steps = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+    return lengths[:, None] + (steps if follow else torch.zeros_like(steps))
+
+
+def _packed(x: Tensor, ends: Tensor, lengths: Tensor, follow: bool) -> Tensor:
+    """The positions (1, rows) of x (rows, heads, D); of rows of no sequence they are 0."""
+    rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+    mine = sequence.clamp(max=max(len(lengths) - 1, 0))
+    at = lengths[mine] + (rows - ends[mine] if follow else 0)
+    return at.where(sequence < len(lengths), 0)[None]

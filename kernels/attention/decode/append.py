@@ -15,7 +15,8 @@ THREADS = 128
 
 
 class Append:
-    """A CTA for each new row of each sequence. Rows that a cache has no room for are left out."""
+    """A CTA for each new row of each sequence, or of all that are packed. Rows that a cache has no
+    room for are left out."""
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
@@ -24,15 +25,22 @@ class Append:
     def launch(
         self, mK: cute.Tensor, mV: cute.Tensor, passed: Passed, sizes: Sizes, stream: Any
     ) -> None:
+        sequences = Int32(1) if cutlass.const_expr(self.config.varlen_new) else sizes.batch
         self.kernel(mK, mV, passed, sizes).launch(
-            grid=(sizes.new_keys, sizes.batch, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(sizes.new_keys, sequences, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, mK: cute.Tensor, mV: cute.Tensor, passed: Passed, sizes: Sizes) -> None:
         row, batch, _ = cute.arch.block_idx()
-        at = Int32(passed.seqused_k[batch]) + row
-        exists = (at >= 0) & (at < sizes.rows_k)
+        number, belongs = row, Boolean(True)  # of the row in its sequence
+        if cutlass.const_expr(self.config.varlen_new):
+            ends = passed.cu_seqlens_k_new
+            while (batch + 1 < sizes.batch) & (Int32(ends[batch + 1]) <= row):
+                batch += 1
+            number, belongs = row - Int32(ends[batch]), row < Int32(ends[batch + 1])
+        at = Int32(passed.seqused_k[batch]) + number
+        exists = belongs & (at >= 0) & (at < sizes.rows_k)
         self.copy(passed.k_new, mK, (batch, row), at, exists, passed)
         self.copy(passed.v_new, mV, (batch, row), at, exists, passed)
 
@@ -63,11 +71,13 @@ class Append:
 
 
 def vectors(mX: cute.Tensor, entry: Int32, row: Int32) -> cute.Tensor:
-    """A row of all heads as (UNIT, units, heads)."""
-    unit = unit_of(mX)
-    at = mX.stride[0] * Int64(entry) + mX.stride[1] * row
-    units, heads = cute.size(mX, mode=[3]) // unit, cute.size(mX, mode=[2])
-    layout = cute.make_layout((unit, units, heads), stride=(1, unit, mX.stride[2]))
+    """A row of all heads as (UNIT, units, heads); of packed rows `entry` does not count."""
+    unit, of_heads = unit_of(mX), cute.rank(mX) - 2
+    at = mX.stride[0] * Int64(row)
+    if of_heads == 2:
+        at = mX.stride[0] * Int64(entry) + mX.stride[1] * row
+    units, heads = cute.size(mX, mode=[of_heads + 1]) // unit, cute.size(mX, mode=[of_heads])
+    layout = cute.make_layout((unit, units, heads), stride=(1, unit, mX.stride[of_heads]))
     return cute.make_tensor((mX.iterator + at).align(16), layout)
 
 

@@ -30,6 +30,8 @@ class DecodeConfig(ScoreSpec):
     appended: bool = False  # k_new and v_new are passed, and appended to the caches
     page_size: int = 0  # keys of a page; 0: the cache has no pages
     batch_idx: bool = False  # cache_batch_idx is passed
+    leftpad: bool = False  # cache_leftpad is passed
+    varlen_new: bool = False  # cu_seqlens_k_new is passed: k_new and v_new are packed
     fp8: bool = False  # caches are e4m3, and k_descale and v_descale are passed
     sink: bool = False
     lse: bool = True

@@ -161,7 +161,10 @@ class Walk:
         if page_size:
             return PagedRows(passed.page_table[batch, None], keys, page_size, pitch)
         entry = batch if passed.batch_idx is None else Int32(passed.batch_idx[batch])
-        return DenseRows(entry * pitch, keys)
+        first = entry * pitch
+        if passed.leftpad is not None:
+            first += Int32(passed.leftpad[batch])
+        return DenseRows(first, keys)
 
     def descale(self, scales: cute.Tensor, rows: Rows) -> Float32:
         """The scale of a unit's keys or values, of (batch, heads_kv)."""

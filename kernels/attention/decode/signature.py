@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
@@ -29,6 +30,8 @@ def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
         "seqused_k": (c.used_k, ("b",), "int32"),
         "page_table": (c.page_size > 0, ("b", "max_pages"), "int32"),
         "batch_idx": (c.batch_idx, ("b",), "int32"),
+        "leftpad": (c.leftpad, ("b",), "int32"),
+        "cu_seqlens_k_new": (c.varlen_new, ("b1",), "int32"),
         "sink": (c.sink, ("h",), "fp32"),
         "k_descale": (c.fp8, ("b", "hk"), "fp32"),
         "v_descale": (c.fp8, ("b", "hk"), "fp32"),
@@ -37,7 +40,7 @@ def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
         if there:
             found.append(Operand(name, sizes, kind, aligned=False, whole=False))
     if c.appended:
-        new = "b", "sn", "hk"
+        new = ("tn", "hk") if c.varlen_new else ("b", "sn", "hk")
         found += [Operand("k_new", (*new, "d"), cache), Operand("v_new", (*new, "dv"), cache)]
     numbers = {
         "scale": (True, "fp32"),
@@ -62,10 +65,12 @@ class Passed(NamedTuple):
     seqused_k: Any = None  # (batch) keys of each sequence before the new ones
     page_table: Any = None  # (batch, max_pages)
     batch_idx: Any = None  # (batch) the cache's entry of each sequence
+    leftpad: Any = None  # (batch) rows of a cache before a sequence's first key
+    cu_seqlens_k_new: Any = None  # (batch + 1)
     sink: Any = None  # (heads)
     k_descale: Any = None  # (batch, heads_kv) what an e4m3 of 1 stands for
     v_descale: Any = None
-    k_new: Any = None  # (batch, new keys, heads_kv, D): appended to the caches first
+    k_new: Any = None  # (batch, new keys, heads_kv, D), or packed: appended to the caches first
     v_new: Any = None
     scale: Any = None
     softcap: Any = None
@@ -96,7 +101,7 @@ class Sizes(NamedTuple):
     rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
     rows_k: Int32  # keys that a sequence has room for
     m_blocks: Int32  # blocks of packed rows of the longest sequence
-    new_keys: Int32  # of each sequence, behind those that seqused_k counts
+    new_keys: Int32  # of each sequence behind those that seqused_k counts; packed, of all
 
     @staticmethod
     def of(config: Any, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
@@ -113,7 +118,9 @@ class Sizes(NamedTuple):
         pack = heads // heads_kv if c.packed else 1
         owners = heads // pack
         m_blocks = cute.ceil_div(longest * pack, c.tile_m)
-        new = cute.size(passed.k_new, mode=[1]) if c.appended else 0
+        new = 0
+        if c.appended:
+            new = cute.size(passed.k_new, mode=[0 if passed.cu_seqlens_k_new is not None else 1])
         per_kv = owners // heads_kv
         team = Splits.team_of(Int32(owners), c.team)
         found = (batch, owners, per_kv, team, pack, rows_q, rows_k, m_blocks, new)
@@ -132,8 +139,17 @@ class Sizes(NamedTuple):
         return Seqlens(self.rows_q, passed.cu_seqlens_q).of(batch)
 
     def keys(self, passed: Passed, batch: Int32) -> Int32:
-        """The number of keys of a sequence."""
-        if passed.seqused_k is None:
-            return self.rows_k
-        length = Int32(passed.seqused_k[batch])
-        return length if passed.k_new is None else length + self.new_keys
+        """The number of keys of a sequence; what its cache has no room for is not there."""
+        keys = self.rows_k
+        if passed.seqused_k is not None:
+            keys = Int32(passed.seqused_k[batch])
+            if passed.k_new is not None:
+                keys += self.new_keys_of(passed, batch)
+            keys = cutlass.min(keys, self.rows_k)
+        if passed.leftpad is None:
+            return keys
+        return cutlass.max(keys - Int32(passed.leftpad[batch]), 0)
+
+    def new_keys_of(self, passed: Passed, batch: Int32) -> Int32:
+        ends = passed.cu_seqlens_k_new
+        return self.new_keys if ends is None else Int32(ends[batch + 1]) - Int32(ends[batch])
