@@ -17,9 +17,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cutex.ops import autocast
 from cutex.ops.attention.backward import why_no_gradient
+from cutex.ops.attention.cache import why_no_steps
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.eager import flash_attn_func, flash_attn_varlen_func
-from cutex.ops.attention.transformers_masks import Layout, Mask, mask_of, packed_by
+from cutex.ops.attention.kvcache import flash_attn_with_kvcache
+from cutex.ops.attention.transformers_masks import FEW, Layout, Mask, mask_of, packed_by
+from cutex.ops.plain import is_plain, nobody_watches
 
 NAME = "cutex"
 SPARSE = ("indices", "block_indices")  # keys chosen by the model; "sdpa" gets a mask of them
@@ -60,7 +63,7 @@ def attention(
     layout = None
     if not dropout and all(more.get(name) is None for name in FOR_TORCH):
         layout = _layout(query, key, attention_mask, causal, more)
-    if layout is not None and _takes(query, key, value, options):
+    if layout is not None and takes(query, key, value, options):
         return _attend(query, key, value, layout, options), None
     if not softcap and s_aux is None:
         return sdpa_attention_forward(
@@ -124,7 +127,7 @@ def _packed(
     return layout._replace(**packed_by(begins))
 
 
-def _takes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+def takes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Whether our kernel computes this, and its gradients where they are wanted."""
     scale, heads, heads_kv = options["softmax_scale"], query.shape[1], key.shape[1]
     if not (scale is None or (isinstance(scale, (int, float)) and scale > 0)):
@@ -145,6 +148,8 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     k, v = k[:, : layout.keys], v[:, : layout.keys]
     options = {**options, **layout.options}
+    if (found := decoded(q, k, v, layout, options)) is not None:
+        return found
     if layout.cu_seqlens_q is None:
         return _tensor(flash_attn_func(q, k, v, **options))
     if layout.rows_q is None:
@@ -157,6 +162,31 @@ def _attend(
         return out.view(*q.shape[:3], v.shape[-1])
     padded = out.new_zeros(*q.shape[:3], v.shape[-1])
     return padded.masked_scatter(layout.rows_q[..., None, None], out)
+
+
+def decoded(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, Any]
+) -> Tensor | None:
+    """The output for few queries of a cache, whose keys are split over the GPU and read where they
+    are; None where a gradient is wanted, or TMA cannot step through them.
+
+    q (batch, rows, heads, D), k and v (batch, layout.keys, heads_kv, D).
+    """
+    if q.shape[1] > FEW or (layout.cu_seqlens_q is not None and layout.run is None):
+        return None
+    if any(x is not None and x < 0 for x in layout.window):
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return None
+    plain = nobody_watches() and not torch.compiler.is_compiling() and all(map(is_plain, (q, k, v)))
+    if not plain or autocast.is_on(q.device) or 0 in k.shape:
+        return None
+    if why_no_steps(k) is not None or why_no_steps(v) is not None:
+        return None
+    begins, ends = layout.run or (None, None)
+    return _tensor(
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=ends, cache_leftpad=begins, **options)
+    )
 
 
 def _tensor(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:

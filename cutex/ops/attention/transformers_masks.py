@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
+FEW = 16  # queries that are taken as those of a decoder, of which a call splits the keys
 FAR = 2**20  # a position that no edge of a mask is near to
 
 
@@ -55,6 +56,9 @@ class Layout(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     longest: tuple[int, int] | None = None
+    # where the keys of each entry begin and end, (batch,) int32, if they follow one another and no
+    # query is padding, of at most FEW
+    run: tuple[Tensor, Tensor] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -278,7 +282,20 @@ def _is_one_run(rows: Tensor) -> bool:
     return bool((begins <= 1).all())
 
 
+def run_of(rows_k: Tensor, rows_q: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """Where the rows of each entry begin and end, if they follow one another and all of `rows_q`
+    count."""
+    steps = rows_k.int().diff(prepend=rows_k.new_zeros(len(rows_k), 1).int())
+    good = ((steps == 1).sum(-1) <= 1).all()
+    if not bool(good if rows_q is None else good & rows_q.all()):
+        return None
+    begins = rows_k.int().argmax(-1).to(torch.int32)
+    return begins, begins + rows_k.sum(-1, dtype=torch.int32)
+
+
 def _unpadded(layout: Layout, rows_q: Tensor, rows_k: Tensor) -> Layout:
+    if rows_q.shape[1] <= FEW:
+        layout = layout._replace(run=run_of(rows_k, rows_q))
     lengths = [x.sum(-1, dtype=torch.int32) for x in (rows_q, rows_k)]
     ends = [torch.nn.functional.pad(n.cumsum(0, dtype=torch.int32), (1, 0)) for n in lengths]
     longest = int(lengths[0].max()), int(lengths[1].max())
