@@ -22,10 +22,10 @@ from cutex.ops.attention import call, own_backward
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
+from transformers import masking_utils, modeling_flash_attention_utils  # noqa: E402
 from transformers.generation import configuration_utils as generation  # noqa: E402
 
-from cutex.ops.attention import in_transformers  # noqa: E402
+from cutex.ops.attention import in_transformers, in_transformers_flash  # noqa: E402
 from cutex.ops.attention.transformers_masks import Mask, pattern_of  # noqa: E402
 
 # one for each kind of attention: grouped heads, windows, alternating and chunked layers, softcap,
@@ -45,13 +45,30 @@ def wide(monkeypatch):
     stand_in = StandIn(monkeypatch)
     # gradients are by definition, too: the kernel takes no float64
     monkeypatch.setattr(own_backward, "why_not", lambda call: "by definition")
+    monkeypatch.setattr(in_transformers, "flash_attn_with_kvcache", each_by_itself)
     in_transformers.register()
+    in_transformers_flash.register()
     with cutex.ops.simulated("sm_90a"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield stand_in
     from cutex.ops.attention import eager
 
     eager.forget()
+
+
+def each_by_itself(q, k, v, cache_seqlens=None, cache_leftpad=None, **options):
+    """flash_attn_with_kvcache by flash_attn_func, an entry of the batch at a time."""
+    found = []
+    for b in range(len(q)):
+        first = 0 if cache_leftpad is None else int(cache_leftpad[b])
+        keys = slice(first, None if cache_seqlens is None else int(cache_seqlens[b]))
+        mine = q[b : b + 1], k[b : b + 1, keys], v[b : b + 1, keys]
+        found.append(cutex.flash_attn_func(*mine, **options))
+    DECODED.append(len(found))
+    return torch.cat(found)
+
+
+DECODED: list[int] = []  # the batches of all calls
 
 
 def zoo(task, *quick):
@@ -62,10 +79,10 @@ def zoo(task, *quick):
     ]
 
 
-def made(kind, task="causal"):
+def made(kind, task="causal", ours="cutex"):
     """The model with sdpa, or eager attention if it has none, and the same with ours."""
     try:
-        return [model_of(kind, task, torch.float64, name) for name in (None, "cutex")]
+        return [model_of(kind, task, torch.float64, name) for name in (None, ours)]
     except Exception as reason:
         pytest.skip(f"{kind} cannot be made small: {reason}")
 
@@ -151,6 +168,53 @@ def test_a_decoder_generates_the_same_with_each_cache(wide, kind, cache):
     left[1, :5] = 0
     for mask in (torch.ones_like(ids), left):
         same(models, lambda model, mask=mask: generated(model, ids, mask, cache))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_tokens_of_padded_prompts_are_decoded_where_their_keys_are(wide, cache):
+    """By one call for the batch, without a copy of the keys."""
+    models, ids = made("llama"), tokens(13)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    DECODED.clear()
+    same(models, lambda model: generated(model, ids, mask, cache))
+    steps, layers = 5, 2
+    assert ([2] * (steps * layers) if cache == "dynamic" else []) == DECODED
+
+
+FLASH = ("llama", "mistral", "gemma2", "qwen3", "phi")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kind", FLASH)
+def test_transformers_own_flash_path_on_our_functions(wide, kind, cache):
+    models, ids = made(kind, ours="cutex_flash_3"), tokens(13)
+    left = torch.ones_like(ids)
+    left[1, :5] = 0
+    for mask in (torch.ones_like(ids), left):
+        same(models, lambda model, mask=mask: generated(model, ids, mask, cache))
+    mask = paddings(tokens(21))["right"]
+    same(models, lambda model: logits(model, tokens(21), mask))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_static_cache_without_a_mask_on_transformers_own_flash_path(wide, rows):
+    """transformers itself would see all of the cache's slots."""
+    ids = tokens(9 + rows)
+
+    def run(model):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=50)
+        first = model(ids[:, :9], past_key_values=cache).logits
+        return torch.cat((first, model(ids[:, 9:], past_key_values=cache).logits), 1)
+
+    same(made("llama", ours="cutex_flash_3"), run)
+
+
+def test_masks_that_flash_attention_drops_are_refused_in_a_sentence(wide):
+    given = {"batch_size": 1, "q_length": 9, "kv_length": 9}
+    chunks = masking_utils.chunked_causal_mask_function(4, torch.tensor([0]))
+    with pytest.raises(ValueError, match="cutex_flash_3' has causal masks, sliding windows and"):
+        in_transformers_flash.mask_of(**given, mask_function=chunks)
 
 
 @pytest.mark.parametrize("kind", zoo("masked", *ENCODERS))
@@ -386,6 +450,31 @@ def test_a_static_cache_in_the_simulator():
             found[name] = torch.cat((first, model(ids[:, 9:], past_key_values=cache).logits), 1)
     error = (found["cutex"] - found["sdpa"]).float().norm() / found["sdpa"].float().norm()
     assert error < 0.03, float(error)
+
+
+def test_pages_of_continuous_batching_in_the_simulator():
+    """One token each of two requests, as transformers calls its function of pages."""
+    in_transformers_flash.register()
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, h, 64, generator=g).bfloat16() for h in (4, 2, 2))
+    pages = [torch.randn(5, 16, 2, 64, generator=g).bfloat16() for _ in range(2)]
+    table = torch.tensor([[3, 1, -1], [4, -1, -1]], dtype=torch.int32)
+    ends, past = torch.tensor([0, 21, 31], dtype=torch.int32), (20, 9)
+    want = []
+    for b, n in enumerate(past):
+        rows = [x[table[b, : -(-n // 16)]].flatten(0, 1)[:n] for x in pages]
+        keys, values = (torch.cat((x, y[0, b][None])) for x, y in zip(rows, (k, v), strict=True))
+        scores = torch.einsum("hd,khd->hk", q[0, b].double(), keys.double().repeat_interleave(2, 1))
+        p = (scores / 8).softmax(-1)
+        want.append(torch.einsum("hk,khd->hd", p, values.double().repeat_interleave(2, 1)))
+    with cutex.ops.simulated("sm_90a"):
+        out = modeling_flash_attention_utils._flash_attention_forward(
+            q, k, v, None, query_length=2, is_causal=True, cu_seq_lens_q=torch.arange(3),
+            cu_seq_lens_k=ends, max_length_q=1, max_length_k=1, block_table=table,
+            k_cache=pages[0], v_cache=pages[1], attn_implementation="cutex_flash_3",
+        )  # fmt: skip
+    assert (out[0].double() - torch.stack(want)).abs().max() < 0.02
+    assert torch.equal(pages[0][1, 4], k[0, 0]) and torch.equal(pages[1][4, 9], v[0, 1])
 
 
 def test_a_mask_that_a_compiler_is_given():
