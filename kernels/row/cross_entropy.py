@@ -19,6 +19,7 @@ from cutex.kernels.row.kernel import (
     matrix,
     parts_of,
     reductions,
+    row_of,
     row_vector,
 )
 from cutex.kernels.row.softmax import above, exp, merged
@@ -94,7 +95,7 @@ class CrossEntropy(RowKernel):
         (reduction,) = reductions(tile, 2 + c.smoothed)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
-        rX = columns.load(this(mX), -Float32.inf)  # (V, NumV)
+        rX = row_of(mX, this, columns, -Float32.inf)  # (V, NumV)
         speaks = this.exists & columns.is_first_of_row()
         target, label = cutlass.Int64(0), Float32(0)
         if speaks:  # two latencies that pass under that of the row

@@ -11,6 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.compile import Operand
 from cutex.device.pipeline import publish_barriers
+from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction
 from cutex.device.row.tile import VECTOR_BYTES, RowTile
 from cutex.dtypes import DTYPES
@@ -58,9 +59,21 @@ class ThisRow:
     def exists(self) -> cutlass.Boolean:
         return self.row < self.rows
 
+    def is_between(self, mX: cute.Tensor, width: int) -> cutlass.Boolean:
+        """Whether the `width` elements before and behind this row of mX (M, N) are mX's, too: those
+        of the rows beside it, or what lies between them."""
+        step, n = mX.stride[0], cute.size(mX, mode=[1])
+        apart = (step >= n) & (n >= width)
+        return apart & (self.row > 0) & (self.row < self.rows - 1)
+
     def __call__(self, mX: cute.Tensor) -> cute.Tensor:
         """This row of mX (M, N)."""
         return mX[cutlass.min(self.row, self.rows - 1), None]  # (N)
+
+
+def row_of(mX: cute.Tensor, this: ThisRow, columns: Columns, fill: float = 0) -> cute.Tensor:
+    """A row of mX (M, N), which nothing writes to, in registers (V, NumV); `fill` elsewhere."""
+    return columns.load(this(mX), fill, this.is_between(mX, columns.tile.width))
 
 
 def matrix(name: str, dtype: str, tile: RowTile) -> Operand:

@@ -19,6 +19,7 @@ from cutex.kernels.row.kernel import (
     launch_of,
     matrix,
     reductions,
+    row_of,
     row_vector,
 )
 
@@ -108,14 +109,14 @@ class Norm(RowKernel):
         c, tile = self.config, self.config.tile
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
-        rX = columns.load(this(mX))  # (V, NumV)
+        rX = row_of(mX, this, columns)  # (V, NumV)
         # their latency passes under that of x: behind the reduction it would be a second one
         vectors = {name: columns.held(optional[name]) for name in c.vectors}  # (V, NumV) each
         x = rX.load().to(Float32)
         rSum = None
         if c.residual:
             # the norm is that of the sum as it is written, and its gradient, too
-            x = x + columns.load(this(optional["residual"])).load().to(Float32)
+            x = x + row_of(optional["residual"], this, columns).load().to(Float32)
             rSum = columns.rounded(x, mX)  # (V, NumV)
             x = rSum.load().to(Float32)
         length = Float32(columns.n)

@@ -10,7 +10,15 @@ from cutlass import Float32, cute
 from cutex.compile import Argument
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import Values, add
-from cutex.kernels.row.kernel import LOG2_E, RowKernel, ThisRow, launch_of, matrix, reductions
+from cutex.kernels.row.kernel import (
+    LOG2_E,
+    RowKernel,
+    ThisRow,
+    launch_of,
+    matrix,
+    reductions,
+    row_of,
+)
 
 
 def exp(x: Any) -> Any:
@@ -49,7 +57,7 @@ class Softmax(RowKernel):
         (reduction,) = reductions(tile, 2)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
-        x = columns.load(this(mX), -Float32.inf).load().to(Float32)  # (V, NumV)
+        x = row_of(mX, this, columns, -Float32.inf).load().to(Float32)  # (V, NumV)
         own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         e = exp(x - above(own))
         total = e.reduce(cute.ReductionOp.ADD, Float32(0), 0)
@@ -77,8 +85,8 @@ class SoftmaxBackward(RowKernel):
         (reduction,) = reductions(tile, 1)
         this = ThisRow.of(tile, mY)
         columns = Columns.of(tile, this(mY))
-        y = columns.load(this(mY)).load().to(Float32)  # (V, NumV)
-        dy = columns.load(this(mdY)).load().to(Float32)  # (V, NumV)
+        y = row_of(mY, this, columns).load().to(Float32)  # (V, NumV)
+        dy = row_of(mdY, this, columns).load().to(Float32)  # (V, NumV)
         (total,) = reduction(((y * dy).reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
         if this.exists:
             columns.store(columns.rounded(y * (dy - total), mdX), this(mdX))

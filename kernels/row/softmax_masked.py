@@ -12,7 +12,7 @@ from cutex.compile import Argument, Operand, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import add
 from cutex.device.row.tile import RowTile
-from cutex.kernels.row.kernel import RowKernel, ThisRow, launch_of, matrix, reductions
+from cutex.kernels.row.kernel import RowKernel, ThisRow, launch_of, matrix, reductions, row_of
 from cutex.kernels.row.softmax import above, exp, merged
 
 KEEP = "uint8"  # the dtype of a mask that says which elements count; another is added
@@ -63,7 +63,7 @@ class SoftmaxMasked(RowKernel):
             row = cutlass.min(this.row, this.rows - 1) % queries
             n = Int32(columns.n)
             seen = replace(columns, n=cutlass.max(cutlass.min(n - queries + row + 1, n), 0))
-        rX = seen.load(this(mX))  # (V, NumV)
+        rX = row_of(mX, this, seen)  # (V, NumV)
         rM: Any = None
         if cutlass.const_expr(c.mask):
             rM = self.masks(seen, self.row_of(mask[0], this))  # (V, NumV)
@@ -135,8 +135,8 @@ class SoftmaxScaledBackward(RowKernel):
         (reduction,) = reductions(self.tile, 1)
         this = ThisRow.of(self.tile, mY)
         columns = Columns.of(self.tile, this(mY))
-        y = columns.load(this(mY)).load().to(Float32)  # (V, NumV)
-        dy = columns.load(this(mdY)).load().to(Float32)  # (V, NumV)
+        y = row_of(mY, this, columns).load().to(Float32)  # (V, NumV)
+        dy = row_of(mdY, this, columns).load().to(Float32)  # (V, NumV)
         (total,) = reduction(((y * dy).reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
         if this.exists:
             columns.store(columns.rounded(y * (dy - total) * scale, mdX), this(mdX))

@@ -10,13 +10,17 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from cutex.device.row.tile import VECTOR_BYTES, RowTile
 
+LOW_HALVES, MIDDLE_HALVES = 0x3210, 0x5432  # selectors of prmt: a word, and the one 16 bits further
+
 
 @dataclass(frozen=True)
 class Columns:
     """The vectors of a row of `n` elements that this thread holds.
 
-    A row that is not `aligned` begins `shift` elements behind a multiple of a vector; its vectors
-    are those of memory, and only those at its ends are loaded and stored by the element.
+    A row that is not `aligned` begins somewhere behind a multiple of a vector; its vectors are
+    those of memory, and those at its ends are stored by the element. They are loaded whole where
+    what lies beside the row may be read, since loads by the element wait until the warp's vectors
+    have come (docs/facts/rows.md#rows-ends-loaded-whole).
     """
 
     tile: RowTile
@@ -58,13 +62,41 @@ class Columns:
     def holds(self, column: Int32) -> Boolean:
         return (column >= 0) & (column < self.n)
 
+    def overlaps(self, vector: int) -> Boolean:
+        """Whether any element of a vector lies in the row."""
+        column = self.first + vector * self.step
+        return (column + self.tile.width > 0) & (column < self.n)
+
     @cute.jit
-    def load(self, gX: cute.Tensor, fill: cutlass.Constexpr[Any] = 0) -> cute.Tensor:
-        """The elements of gX (N) in registers (V, NumV); `fill` where there are none."""
+    def load(
+        self, gX: cute.Tensor, fill: cutlass.Constexpr[Any] = 0, between: Boolean | None = None
+    ) -> cute.Tensor:
+        """The elements of gX (N) in registers (V, NumV); `fill` where there are none. between:
+        whether a vector's worth of elements before and behind the row may be read, too."""
         rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), gX.element_type)
         rX.fill(fill)
-        self.fetch(gX, rX)
+        if cutlass.const_expr(self.tile.aligned or between is None):
+            self.fetch(gX, rX)
+        else:
+            if between:
+                self.fetch_across(gX, rX, fill)
+            else:
+                self.fetch(gX, rX)
         return rX
+
+    @cute.jit
+    def fetch_across(self, gX: cute.Tensor, rX: cute.Tensor, fill: cutlass.Constexpr[Any]) -> None:
+        """Load all vectors that have an element of gX (N) to rX (V, NumV), and `fill` in place of
+        what is not of the row."""
+        tile = self.tile
+        for i in cutlass.range_constexpr(tile.vectors):
+            if self.overlaps(i):
+                cute.autovec_copy(self.vector(gX, i), rX[None, i])
+        for i in cutlass.range_constexpr(tile.vectors):
+            if self.overlaps(i) & (not self.has(i)):
+                for j in cutlass.range_constexpr(tile.width):
+                    if not self.holds(self.first + i * self.step + j):
+                        rX[j, i] = gX.element_type(fill)
 
     @cute.jit
     def fetch(self, gX: cute.Tensor, rX: cute.Tensor) -> None:
@@ -94,19 +126,44 @@ class Columns:
                         gX[column] = rX[j, i]
 
     def held(self, mW: cute.Tensor) -> cute.Tensor:
-        """The elements of mW (N), which all rows share and which begins at a multiple of a vector,
-        in these columns, in registers (V, NumV)."""
-        return self.load(mW) if self.tile.aligned else self.gathered(mW)
+        """The elements of mW (N), which all rows share and which may begin anywhere, in these
+        columns, in registers (V, NumV)."""
+        return self.load(mW) if self.tile.aligned else self.realigned(mW)
 
     @cute.jit
-    def gathered(self, mW: cute.Tensor) -> cute.Tensor:
-        rW = self.zeros()
-        for i in cutlass.range_constexpr(self.tile.vectors):
-            for j in cutlass.range_constexpr(self.tile.width):
-                column = self.first + i * self.step + j
-                if self.holds(column):
-                    rW[j, i] = mW[column].to(Float32)
+    def realigned(self, mW: cute.Tensor) -> cute.Tensor:
+        """The same of rows that begin anywhere: each vector lies across two of memory in mW, of
+        which it is cut; at the ends of mW it is loaded by the element."""
+        tile, element = self.tile, mW.element_type
+        width, bytes_ = tile.width, mW.element_type.width // 8
+        start = (mW.iterator + self.first).toint() // bytes_
+        apart = Int32(start % width)  # from a vector of memory to where this one begins
+        rBoth = cute.make_rmem_tensor((2 * width, tile.vectors), element)
+        rBoth.fill(0)
+        rW = cute.make_rmem_tensor((width, tile.vectors), element)
+        for i in cutlass.range_constexpr(tile.vectors):
+            if self.is_inside(i, apart):
+                moved = replace(self, first=self.first - apart)
+                for half in cutlass.range_constexpr(2):
+                    source = replace(moved, first=moved.first + half * width).vector(mW, i)
+                    cute.autovec_copy(source, cute.local_tile(rBoth[None, i], (width,), (half,)))
+        for i in cutlass.range_constexpr(tile.vectors):
+            words = cute.recast_tensor(rBoth[None, i], Int32)  # (2 words of a vector)
+            cut = window([words[k] for k in range(cute.size(words))], apart, element.width)
+            rWords = cute.recast_tensor(rW[None, i], Int32)
+            for k in cutlass.range_constexpr(len(cut)):
+                rWords[k] = cut[k]
+            if not self.is_inside(i, apart):
+                for j in cutlass.range_constexpr(width):
+                    column = self.first + i * self.step + j
+                    if self.holds(column):
+                        rW[j, i] = mW[column]
         return rW
+
+    def is_inside(self, vector: int, apart: Int32) -> Boolean:
+        """Whether the two vectors of memory that a vector lies across are both of the row."""
+        column = self.first + vector * self.step - apart
+        return (column >= 0) & (column + 2 * self.tile.width <= self.n)
 
     @cute.jit
     def where_held(self, x: Any) -> Any:
@@ -147,3 +204,18 @@ class Columns:
         align = min(width * bits // 8, VECTOR_BYTES)
         p = cute.make_ptr(gX.element_type, start, cute.AddressSpace.gmem, assumed_align=align)
         return cute.make_tensor(p, cute.make_layout(width))
+
+
+def window(words: list[Int32], first: Int32, bits: int) -> list[Int32]:
+    """Half of the words, from element `first` of so many bits (16 or 32) on, which is one of the
+    first half: shifts by powers of two words, then by half a word."""
+    count = len(words) // 2
+    at = first if bits == 32 else first >> 1
+    for power in reversed(range((count - 1).bit_length())):
+        by = 1 << power
+        far = at & by != 0
+        words = [cutlass.select_(far, words[i + by], words[i]) for i in range(len(words) - by)]
+    if bits == 32:
+        return words[:count]
+    halves = cutlass.select_(first & 1 != 0, Int32(MIDDLE_HALVES), Int32(LOW_HALVES))
+    return [Int32(cute.arch.prmt(words[i], words[i + 1], halves)) for i in range(count)]
