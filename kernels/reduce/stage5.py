@@ -9,10 +9,11 @@ bits are the same in every run. Two launches and their starts and ends are gone.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand
+from cutex.device.last_arrival import is_last_arrival
 from cutex.kernels.reduce.stage0 import WARP
 from cutex.kernels.reduce.stage4 import Stage4
 
@@ -41,7 +42,7 @@ class Stage5(Stage4):
         total = self.total(x, sums, thread)
         if thread == 0:
             mFirst[block] = total
-            is_last[0] = Int32(self.arrive(mCounter, ctas))
+            is_last[0] = Int32(is_last_arrival(mCounter.iterator, ctas))
         cute.arch.sync_threads()
         if is_last[0] != 0:
             x = Float32(0)
@@ -58,14 +59,5 @@ class Stage5(Stage4):
         for part in cutlass.range(first, cute.ceil_div(cute.size(mX), self.elements(mX)), step):
             x += self.loaded(mX, part, thread)
         return x
-
-    @cute.jit
-    def arrive(self, mCounter: cute.Tensor, ctas: Int32) -> Boolean:
-        """Count a CTA; whether it is the last, which resets the count."""
-        before = cute.arch.atomic_add(mCounter.iterator, Int32(1), sem="acq_rel", scope="gpu")
-        last = before == ctas - 1
-        if last:
-            cute.arch.store(mCounter.iterator, Int32(0), sem="relaxed", scope="gpu")
-        return last
 
     kernels = {"once": once}  # noqa: RUF012

@@ -11,6 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
+from cutex.device.last_arrival import is_last_arrival
 from cutex.device.pipeline import publish_barriers
 from cutex.device.row.reduction import RowReduction, add
 from cutex.device.row.tile import RowTile
@@ -49,7 +50,7 @@ class Stage6(Stage5):
             is_last[0] = Int32(0)
             if leads:
                 mFirst[block // size] = total
-                is_last[0] = Int32(self.arrive(mCounter, clusters))
+                is_last[0] = Int32(is_last_arrival(mCounter.iterator, clusters))
         cute.arch.sync_threads()
         if is_last[0] != 0:
             x = Float32(0)

@@ -7,8 +7,10 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
+from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand, Scalar
+from cutex.device.last_arrival import is_last_arrival
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import Values, add
 from cutex.device.row.tile import RowTile
@@ -27,6 +29,7 @@ from cutex.kernels.row.softmax import above, exp, merged
 LN_2 = 0.6931471805599453
 TOTAL_THREADS = 1024
 TOTAL_PARTS = 128  # CTAs that share many losses
+LAST, ONE, SHARED = "last", "one", "shared"  # who adds up losses
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ class CrossEntropyConfig:
     target: str = "int32"  # its dtype
     reduction: str = "none"  # of the losses of rows: "mean" and "sum" leave one number
     walks: bool = False  # the tile holds a part of a row, and goes from part to part
-    many: bool = False  # losses are so many that CTAs share them
+    # who adds up losses: the CTA of rows that ends last; one of a second launch; where they are
+    # many, several CTAs share them, and a third launch adds up those sums
+    adds: str = ONE
 
     @property
     def reduced(self) -> bool:
@@ -55,16 +60,18 @@ def one(name: str) -> Operand:
 
 class CrossEntropy(RowKernel):
     """loss = lse - (1 - s) x[target] - s mean(x) + z lse^2; 0 where the target is ignored. Their
-    sum or mean, and the count of rows that it is of, by a second kernel, of one CTA."""
+    sum or mean, and the count of rows that it is of, always added up in the same order."""
 
     title = "cross_entropy"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         c = self.config
         totals = [one("loss"), one("count")] if c.reduced else []
-        if c.reduced and c.many:
+        if c.reduced and c.adds == SHARED:
             sizes = "two", "parts"
             totals.append(Operand("parts", sizes, "fp32", aligned=False, whole=False))
+        if c.reduced and c.adds == LAST:
+            totals.append(Operand("counter", ("words",), "int32", whole=False))
         return (
             matrix("x", dtype, c.tile), row_vector("target", c.target), row_vector("lse"),
             row_vector("losses"), *totals, *SCALARS,
@@ -73,10 +80,13 @@ class CrossEntropy(RowKernel):
     @cute.jit
     def __call__(self, mX, mTarget, mLse, mLosses, *rest) -> None:
         *totals, s, z, ignored, stream = rest
-        self.by_rows(mX, mTarget, mLse, mLosses, s, z, ignored).launch(
-            **launch_of(self.config.tile, mX, stream)
+        c = self.config
+        # NOTE: tracing a kernel puts its own values into a tuple that it is given
+        last = (*totals,) if c.reduced and c.adds == LAST else None
+        self.by_rows(mX, mTarget, mLse, mLosses, last, s, z, ignored).launch(
+            **launch_of(c.tile, mX, stream)
         )
-        if cutlass.const_expr(self.config.reduced and self.config.many):
+        if cutlass.const_expr(c.reduced and c.adds == SHARED):
             mLoss, mCount, mParts = totals
             self.parts(mLosses, mTarget, mParts, ignored).launch(
                 grid=(TOTAL_PARTS, 1, 1), block=(TOTAL_THREADS, 1, 1), stream=stream
@@ -84,13 +94,13 @@ class CrossEntropy(RowKernel):
             self.total_of_parts(mParts, mLoss, mCount).launch(
                 grid=(1, 1, 1), block=(TOTAL_PARTS, 1, 1), stream=stream
             )
-        elif cutlass.const_expr(self.config.reduced):
+        elif cutlass.const_expr(c.reduced and c.adds == ONE):
             self.total(mLosses, mTarget, *totals, ignored).launch(
                 grid=(1, 1, 1), block=(TOTAL_THREADS, 1, 1), stream=stream
             )
 
     @cute.kernel
-    def by_rows(self, mX, mTarget, mLse, mLosses, s, z, ignored) -> None:
+    def by_rows(self, mX, mTarget, mLse, mLosses, totals, s, z, ignored) -> None:
         c, tile = self.config, self.config.tile
         (reduction,) = reductions(tile, 2 + c.smoothed)
         this = ThisRow.of(tile, mX)
@@ -119,6 +129,23 @@ class CrossEntropy(RowKernel):
                         loss -= s * found[2] / columns.n
             mLse[this.row] = lse
             mLosses[this.row] = loss
+        if cutlass.const_expr(totals is not None):
+            self.add_up_if_last(mLosses, mTarget, totals, ignored)
+
+    @cute.jit
+    def add_up_if_last(self, mLosses, mTarget, totals, ignored) -> None:
+        """The total, by the CTA that finds all others counted."""
+        mLoss, mCount, mCounter = totals
+        threads, thread = self.config.tile.num_threads, cute.arch.thread_idx()[0]
+        is_last = SmemAllocator().allocate_tensor(Int32, cute.make_layout(1), 4)
+        cute.arch.sync_threads()  # the losses of all rows of this CTA are written
+        if thread == 0:
+            is_last[0] = Int32(is_last_arrival(mCounter.iterator, cute.arch.grid_dim()[0]))
+        cute.arch.sync_threads()
+        if is_last[0] != 0:
+            total, count = self.added(mLosses, mTarget, ignored, 0, 1, threads)
+            if thread == 0:
+                self.store_total(total, count, mLoss, mCount)
 
     @cute.jit
     def of_part(self, columns: Columns, x: Any) -> Values:
@@ -166,12 +193,21 @@ class CrossEntropy(RowKernel):
             self.store_total(total, count, mLoss, mCount)
 
     @cute.jit
-    def added(self, mLosses, mTarget, ignored, part: Int32 | int, parts: int) -> Values:
-        """The sum of every `parts`-th thousand of mLosses (M), and how many count."""
-        (reduction,) = reductions(RowTile(1, TOTAL_THREADS), 2)
-        first = cute.arch.thread_idx()[0] + part * TOTAL_THREADS
+    def added(
+        self,
+        mLosses,
+        mTarget,
+        ignored,
+        part: Int32 | int,
+        parts: cutlass.Constexpr[int],
+        threads: cutlass.Constexpr[int] = TOTAL_THREADS,
+    ) -> Values:
+        """The sum of every `parts`-th share of mLosses (M), one for each of the CTA's `threads`,
+        and how many count."""
+        (reduction,) = reductions(RowTile(1, threads), 2)
+        first = cute.arch.thread_idx()[0] + part * threads
         total, count = Float32(0), Float32(0)
-        for row in cutlass.range(first, cute.size(mLosses), parts * TOTAL_THREADS, unroll=8):
+        for row in cutlass.range(first, cute.size(mLosses), parts * threads, unroll=8):
             total += mLosses[row]
             if mTarget[row] != ignored:
                 count += 1
@@ -186,8 +222,12 @@ class CrossEntropy(RowKernel):
     @property
     def kernels(self) -> dict[str, Any]:
         kind, c = type(self), self.config
-        more = {"parts": kind.parts, "total": kind.total_of_parts} if c.many else {}
-        return {"rows": kind.by_rows, "total": kind.total, **more}
+        adds = {
+            LAST: {},
+            ONE: {"total": kind.total},
+            SHARED: {"parts": kind.parts, "total": kind.total_of_parts},
+        }
+        return {"rows": kind.by_rows, **(adds[c.adds] if c.reduced else {})}
 
 
 class CrossEntropyBackward(RowKernel):

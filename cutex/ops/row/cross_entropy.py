@@ -24,6 +24,7 @@ from cutex.ops.row.rows import (
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 REDUCTIONS = ("mean", "sum", "none")
+FEW = 16  # losses for each thread of a CTA of rows, which the last one adds up
 MANY = 8192  # losses, which several CTAs add up
 WALKERS = 4  # rows for each SM, from which on a CTA walks along a long one
 INT32 = -(2**31), 2**31 - 1
@@ -89,7 +90,7 @@ def check_options(ignore_index: Any, label_smoothing: float, reduction: str) -> 
 
 
 def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
-    from cutex.kernels.row.cross_entropy import TOTAL_PARTS, CrossEntropy, CrossEntropyConfig
+    from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
 
     ignored, smoothing, z_loss, reduction = options
     arch = arch_of(x.device, "cutex.cross_entropy")
@@ -107,12 +108,9 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
     if walks:
         tile = walk_of(rows)
-    many = x.shape[0] > MANY
-    config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction, walks, many)
-    totals: tuple[str, ...] = ("loss", "count") if config.reduced else ()
-    if totals and many:
-        launch.makes("parts", (2, TOTAL_PARTS), torch.float32)
-        totals = (*totals, "parts")
+    adds = _who_adds(x.shape[0], tile.num_threads)
+    config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction, walks, adds)
+    totals = _totals(launch, adds) if config.reduced else ()
     kernel = CrossEntropy, config, arch
     return launch.run(
         kernel,
@@ -120,6 +118,28 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
         (float(smoothing), float(z_loss), ignored),
         ("loss" if totals else "losses", "lse", "count"),
     )
+
+
+def _who_adds(rows: int, threads: int) -> str:
+    """Who adds up the losses of so many rows, whose CTAs have so many threads."""
+    from cutex.kernels.row.cross_entropy import LAST, ONE, SHARED
+
+    if rows <= FEW * threads:
+        return LAST
+    return SHARED if rows > MANY else ONE
+
+
+def _totals(launch: Launch, adds: str) -> tuple[str, ...]:
+    """The names of the operands that a sum of losses takes beside them."""
+    from cutex.kernels.row.cross_entropy import LAST, SHARED, TOTAL_PARTS
+
+    if adds == SHARED:
+        launch.makes("parts", (2, TOTAL_PARTS), torch.float32)
+        return "loss", "count", "parts"
+    if adds == LAST:
+        launch.keeps("counter", 1)
+        return "loss", "count", "counter"
+    return "loss", "count"
 
 
 def _fake(

@@ -13,6 +13,7 @@ from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.row.rows import as_rows, dtype_of
+from cutex.ops.workspace import flags_of
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
@@ -37,7 +38,9 @@ class Launch:
         self.passed: list[Callable[[Tensor], Tensor] | None] = []  # None: as it is given
         self.fresh: dict[str, Fresh] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # in which fresh ones are returned
-        self.operands: dict[str, Tensor] = {}  # of the first launch, the given ones first
+        self.kept: list[Callable[[], Tensor]] = []  # find zeroed words that launches leave zeroed
+        # of the first launch: the given ones, those allocated, those kept
+        self.operands: dict[str, Tensor] = {}
 
     def rows(self, **given: Tensor | None) -> list[Tensor]:
         """Pass tensors as rows (M, N), and return these."""
@@ -59,6 +62,11 @@ class Launch:
         self.shapes[name] = tuple(shape)
         self.operands[name] = passed
         return passed
+
+    def keeps(self, name: str, words: int) -> None:
+        """Pass zeroed words (int32) of the stream, which the launch leaves zeroed. Named last."""
+        self.kept.append(flags_of(self.device, words))
+        self.operands[name] = self.kept[-1]()
 
     def run(
         self,
@@ -85,13 +93,15 @@ class Launch:
         ]
         only = results[0][0] if len(results) == 1 and results[0][1] is None else None
         empty, fresh = empty_of(self.device, SEVERAL_GPUS), [*self.fresh.values()]
-        passed = self.passed
+        passed, kept = self.passed, self.kept
         cleared = [names.index(name) for name in zeroed]
 
         @untraced
         def on(*given: Tensor) -> Any:
             operands = [x if f is None else f(x) for x, f in zip(given, passed, strict=True)]
             operands += [empty(*x) for x in fresh]
+            if kept:
+                operands += [find() for find in kept]
             for i in cleared:
                 operands[i].zero_()
             launch(*[operands[i] for i in picked], *constants)

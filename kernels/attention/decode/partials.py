@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cutex.device.atoms.scalar import exp2, log2
 from cutex.device.attention.softmax import LN2, LOG2_E
+from cutex.device.last_arrival import is_last_arrival
 from cutex.kernels.attention.decode.splits import Piece
 
 WARP = 32
@@ -42,14 +43,9 @@ class Partials:
 
     @cute.jit
     def arrive(self, unit: Int32, parts: Int32) -> Boolean:
-        """Count a part of `unit` as written; return whether it was the last, whose thread resets
-        the count. One thread calls it, behind a barrier of all that wrote."""
-        flag = self.flags.iterator + unit
-        before = cute.arch.atomic_add(flag, Int32(1), sem="acq_rel", scope="gpu")
-        last = before == parts - 1
-        if last:
-            cute.arch.store(flag, Int32(0), sem="relaxed", scope="gpu")
-        return last
+        """Count a part of `unit` as written; return whether it was the last. One thread calls it,
+        behind a barrier of all that wrote."""
+        return is_last_arrival(self.flags.iterator + unit, parts)
 
     @cute.jit
     def merge(
