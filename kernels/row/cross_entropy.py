@@ -71,7 +71,7 @@ class CrossEntropy(RowKernel):
             sizes = "two", "parts"
             totals.append(Operand("parts", sizes, "fp32", aligned=False, whole=False))
         if c.reduced and c.adds == LAST:
-            totals.append(Operand("counter", ("words",), "int32", whole=False))
+            totals.append(Operand("counter", ("words",), "int32", aligned=False, whole=False))
         return (
             matrix("x", dtype, c.tile), row_vector("target", c.target), row_vector("lse"),
             row_vector("losses"), *totals, *SCALARS,

@@ -270,6 +270,68 @@ def test_a_plan_is_of_tensors_that_begin_alike(device):
         near(cutex.softmax(x), x.double().softmax(-1), torch.bfloat16, 2**-6)
 
 
+@pytest.mark.parametrize(
+    "dtype, of_weight",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_weights_begin_anywhere(device, dtype, of_weight):
+    whole = rows(device, (9, 700), dtype)
+    for start, n in ((0, 99), (1, 99), (3, 96), (5, 603), (7, 41)):
+        x = whole[:, :n] if start % 2 else whole[:, :n].contiguous()
+        weight = rows(device, (8 + n,), of_weight, seed=start)[start : start + n]
+        found = cutex.rms_norm(x, weight)
+        wanted = F.rms_norm(x.double(), (n,), weight.double(), 1e-6)
+        near(found, wanted, dtype, 8)
+
+
+def test_what_lies_beside_a_row_does_not_count(device):
+    # rows that begin anywhere load their neighbours' ends, too
+    x = rows(device, (6, 101), torch.bfloat16)
+    x[::2] = torch.nan
+    x[3] = torch.inf
+    softmax, norm = cutex.softmax(x), cutex.rms_norm(x)
+    for row in (1, 5):
+        near(softmax[row], x[row].double().softmax(-1), torch.bfloat16, 2**-6)
+        near(norm[row], F.rms_norm(x[row].double(), (101,), None, 1e-6), torch.bfloat16, 8)
+    assert softmax[::2].isnan().all() and norm[::2].isnan().all()
+
+
+def test_few_losses_are_added_up_by_the_cta_that_ends_last(device, monkeypatch):
+    # a captured launch counts in words that lie anywhere, and leaves them zeroed
+    words = torch.zeros(5, dtype=torch.int32, device=device)
+    monkeypatch.setattr(launches, "flags_of", lambda *_: lambda: words[1:2])
+    x, target = rows(device, (300, 40), torch.bfloat16), torch.arange(300, device=device) % 40
+    target[7] = -100
+    for reduction in ("mean", "sum", "mean"):
+        found = cutex.cross_entropy(x, target, z_loss=0.0, reduction=reduction)
+        wanted = F.cross_entropy(x.double(), target, reduction=reduction)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+        assert not words.any()
+
+
+@pytest.mark.gpu
+def test_a_graph_of_cross_entropies_is_replayed():
+    x = torch.randn(64, 1000, device="cuda").bfloat16()
+    target = torch.randint(0, 1000, (64,), device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        cutex.cross_entropy(x, target)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = [cutex.cross_entropy(x, target) for _ in range(9)]
+    for seed in range(3):
+        x.copy_(torch.randn(64, 1000, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        wanted = F.cross_entropy(x.double(), target)
+        for y in found:
+            torch.testing.assert_close(y.double(), wanted, rtol=1e-6, atol=0)
+
+
 @pytest.mark.gpu
 def test_cross_entropy_of_more_rows_than_a_grid_has_in_y():
     x = torch.randn(70_000, 4200, device="cuda").bfloat16().requires_grad_()
