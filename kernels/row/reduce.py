@@ -7,16 +7,17 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
+from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand, Scalar
+from cutex.device.last_arrival import is_last_arrival
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import Values, lanes
 from cutex.device.row.tile import WARP, RowTile
 from cutex.kernels.row.fold import Fold
 from cutex.kernels.row.kernel import RowKernel, matrix, parts_of, reductions
 
-FINISHERS = 8  # warps of a CTA, each of which combines the parts of one result
-PARTS = "parts"  # what CTAs leave: a value each, combined in order by a second kernel
+PARTS = "parts"  # what CTAs leave: a value each, combined in order by the one that ends last
 ATOMICS = "atomics"  # or added to the result, in any order
 
 
@@ -47,8 +48,6 @@ class Reduce(RowKernel):
         self.by_rows(mX, tuple(to), splits, scale).launch(
             grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
         )
-        if cutlass.const_expr(self.config.shared == PARTS):
-            launch_finish(self, to, scale, stream)
 
     @cute.kernel
     def by_rows(self, mX: cute.Tensor, to: tuple, splits: Int32, scale: Float32) -> None:
@@ -64,6 +63,10 @@ class Reduce(RowKernel):
         found = reduction(self.walked(gX, columns, first, last), c.fold.combine)
         if (this < rows) & columns.is_first_of_row():
             store_value(c, to, found, (this, block % splits), scale)
+        if cutlass.const_expr(c.shared == PARTS):
+            mine = block // splits
+            results = mine * tile.rows, cutlass.min(mine * tile.rows + tile.rows, rows)
+            finish_if_last(c, to, (mine, splits), results, tile.num_threads // WARP, scale)
 
     @cute.jit
     def walked(self, gX: cute.Tensor, columns: Columns, first: Int32, last: Int32) -> Values:
@@ -97,24 +100,21 @@ class Reduce(RowKernel):
                 values.append(value)
         return tree(fold, values)
 
-    @cute.kernel
-    def finish(self, mOut: cute.Tensor, mParts: cute.Tensor, scale: Float32) -> None:
-        finish_parts(self.config, mOut, mParts, scale)
-
     @property
     def kernels(self) -> dict[str, Any]:
-        rows = {"rows": type(self).by_rows}
-        return {**rows, "finish": type(self).finish} if self.config.shared == PARTS else rows
+        return {"rows": type(self).by_rows}
 
 
 SCALARS = Scalar("splits", "int32"), Scalar("scale")
 
 
 def results(c: Any) -> tuple[Operand, ...]:
-    """The operands that a reduction leaves: results, and the parts of which they are made."""
+    """The operands that a reduction leaves: results, and the parts of which they are made, with
+    counts of the CTAs that have left theirs."""
     out = Operand("out", ("outs",), c.out, aligned=False, whole=False)
     parts = Operand("parts", ("words", "outs", "splits"), "fp32", aligned=False, whole=False)
-    return (out, parts) if c.shared == PARTS else (out,)
+    counts = Operand("counts", ("groups",), "int32", aligned=False, whole=False)
+    return (out, parts, counts) if c.shared == PARTS else (out,)
 
 
 def tree(fold: Fold, values: list[Values]) -> Values:
@@ -142,21 +142,38 @@ def store_value(
         to[0][out] = c.fold.result(found, scale).to(to[0].element_type)
 
 
-def launch_finish(kernel: Any, to: list[cute.Tensor], scale: Float32, stream: Any) -> None:
-    """Launch the kernel that combines parts."""
-    kernel.finish(to[0], to[1], scale).launch(
-        grid=(cute.ceil_div(cute.size(to[0]), FINISHERS), 1, 1),
-        block=(FINISHERS * WARP, 1, 1),
-        stream=stream,
-    )
+@cute.jit
+def finish_if_last(
+    c: Any,
+    to: tuple,
+    group: tuple[Int32, Int32],
+    results: tuple[Int32, Int32],
+    warps: cutlass.Constexpr[int],
+    scale: Float32,
+) -> None:
+    """Finish the results from the first to the last, if the others of the `group` (which, and of
+    how many CTAs) have left their parts. All threads of the CTA call it."""
+    is_last = SmemAllocator().allocate_tensor(Int32, cute.make_layout(1), 4)
+    cute.arch.sync_threads()
+    if cute.arch.thread_idx()[0] == 0:
+        is_last[0] = Int32(is_last_arrival(to[2].iterator + group[0], group[1]))
+    cute.arch.sync_threads()
+    if is_last[0] != 0:
+        finish_parts(c, to, results, warps, scale)
 
 
 @cute.jit
-def finish_parts(c: Any, mOut: cute.Tensor, mParts: cute.Tensor, scale: Float32) -> None:
-    """Combine the parts of each result, always in the same order; a warp has one."""
+def finish_parts(
+    c: Any,
+    to: tuple,
+    results: tuple[Int32, Int32],
+    warps: cutlass.Constexpr[int],
+    scale: Float32,
+) -> None:
+    """Combine the parts of each result, always in the same order; a warp has one at a time."""
+    mOut, mParts, _ = to
     lane = cute.arch.lane_idx()
-    out = cute.arch.block_idx()[0] * FINISHERS + cute.arch.warp_idx()
-    if out < cute.size(mOut):
+    for out in cutlass.range(results[0] + cute.arch.warp_idx(), results[1], warps, unroll=1):
         found = c.fold.start()
         for split in cutlass.range(lane, cute.size(mParts, mode=[2]), WARP, unroll=16):
             value = tuple(mParts[word, out, split] for word in range(c.fold.count))

@@ -11,14 +11,13 @@ from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand
 from cutex.device.row.reduction import Values
-from cutex.device.row.tile import VECTOR_BYTES
+from cutex.device.row.tile import VECTOR_BYTES, WARP
 from cutex.kernels.row.fold import Fold
 from cutex.kernels.row.kernel import ARCHS
 from cutex.kernels.row.reduce import (
     PARTS,
     SCALARS,
-    finish_parts,
-    launch_finish,
+    finish_if_last,
     results,
     store_value,
 )
@@ -81,8 +80,6 @@ class ReduceColumns:
         self.by_columns(mX, tuple(to), splits, scale).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
-        if cutlass.const_expr(self.config.shared == PARTS):
-            launch_finish(self, to, scale, stream)
 
     @cute.kernel
     def by_columns(self, mX: cute.Tensor, to: tuple, splits: Int32, scale: Float32) -> None:
@@ -114,6 +111,10 @@ class ReduceColumns:
                     more = tuple(words[at, other, word] for word in range(c.fold.count))
                     value = c.fold.combine(value, more)
                 store_value(c, to, value, (outer * columns + column, split), scale)
+        if cutlass.const_expr(c.shared == PARTS):
+            start = outer * columns + tile * c.columns
+            results = start, cutlass.min(start + c.columns, (outer + 1) * columns)
+            finish_if_last(c, to, (block, splits), results, THREADS // WARP, scale)
 
     @cute.jit
     def walked(
@@ -155,11 +156,6 @@ class ReduceColumns:
             cute.autovec_copy(cute.make_tensor(p, cute.make_layout(c.width)), rX)
         return rX
 
-    @cute.kernel
-    def finish(self, mOut: cute.Tensor, mParts: cute.Tensor, scale: Float32) -> None:
-        finish_parts(self.config, mOut, mParts, scale)
-
     @property
     def kernels(self) -> dict[str, Any]:
-        columns = {"columns": type(self).by_columns}
-        return {**columns, "finish": type(self).finish} if self.config.shared == PARTS else columns
+        return {"columns": type(self).by_columns}

@@ -64,8 +64,9 @@ class Launch:
         return passed
 
     def keeps(self, name: str, words: int) -> None:
-        """Pass zeroed words (int32) of the stream, which the launch leaves zeroed. Named last."""
-        self.kept.append(flags_of(self.device, words))
+        """Pass at least so many zeroed words (int32) of the stream, which the launch leaves zeroed.
+        Named last."""
+        self.kept.append(flags_of(self.device, 1 << (words - 1).bit_length()))
         self.operands[name] = self.kept[-1]()
 
     def run(

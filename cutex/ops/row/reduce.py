@@ -36,8 +36,8 @@ def reduce(
     dim: one, several (not of argmax and argmin), or None. A NaN is the largest and the smallest
         element, and of equal ones argmax gives the first.
     deterministic: few results are those of many CTAs. By default each leaves its part, and the
-        parts are combined in order by a second kernel, so that the bits are the same each time;
-        with False a sum's parts are added to it by atomics, in any order.
+        parts are combined in order by the CTA that ends last, so that the bits are the same each
+        time; with False a sum's parts are added to it by atomics, in any order.
 
     Differentiable once; a max's or min's gradient is shared by equal elements, as torch.amax's.
     Raises TypeError or ValueError, with one sentence that names the argument, for arguments that do
@@ -187,7 +187,12 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     names = ["x", "out"]
     if splits > 1 and not atomics:
         launch.makes("parts", (config.fold.count, outs, splits), torch.float32)
-        names.append("parts")
+        # of each group of results that the same CTAs have
+        groups = (
+            -(-outer // config.tile.rows) if inner == 1 else outer * -(-inner // config.columns)
+        )
+        launch.keeps("counts", groups)
+        names += ["parts", "counts"]
     zeroed = ("out",) if atomics else ()
     run = launch.run((kind, config, arch), names, (splits, scale), ("out",), zeroed)
 
