@@ -36,6 +36,7 @@ OPS = {
     "gemm_fp32": Operator("cutex.problem.gemm_fp32:Fp32GemmProblem", "cutex.kernels.gemm.simt"),
     "reduce": Operator("cutex.problem.reduce:ReduceProblem", "cutex.kernels.reduce"),
     "softmax": Operator("cutex.problem.softmax:SoftmaxProblem", "cutex.kernels.softmax"),
+    "norm": Operator("cutex.problem.norm:NormProblem", "cutex.kernels.norm"),
 }
 DEFAULT_OP = next(iter(OPS))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from cutex.arch import arch
-from cutex.kernels.softmax.config import PassesConfig, WholeConfig
+from cutex.kernels.row.ladder import PassesConfig, WholeConfig
 from cutex.problem import stage as stage_of_any
 from cutex.problem.softmax import SoftmaxProblem
 from cutex.problem.stage import Ladders, on_each

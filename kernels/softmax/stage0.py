@@ -12,9 +12,9 @@ from cutlass import Float32, Int32, cute
 from cutex.compile import Argument, Operand
 from cutex.device.row.reduction import RowReduction, Values, add
 from cutex.kernels.row.kernel import matrix, reductions
+from cutex.kernels.row.ladder import PassesConfig
 from cutex.kernels.row.softmax import above, exp
 from cutex.kernels.softmax import ARCHS
-from cutex.kernels.softmax.config import PassesConfig
 
 
 class Stage0:

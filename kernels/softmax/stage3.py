@@ -8,8 +8,8 @@ never a cluster.
 
 from __future__ import annotations
 
+from cutex.kernels.row.ladder import WholeConfig
 from cutex.kernels.row.softmax import Softmax
-from cutex.kernels.softmax.config import WholeConfig
 
 
 class Stage3(Softmax):

@@ -19,6 +19,7 @@ from torch.nn.functional import layer_norm, rms_norm
 from cutex.peers.in_triton import attention, gemm, peer, rows
 from cutex.problem.attention import AttentionProblem
 from cutex.problem.gemm import GemmProblem
+from cutex.problem.norm import NormProblem
 from cutex.problem.softmax import SoftmaxProblem
 
 for kernel in (gemm.tuned_products, gemm.products_by_tma, attention.attend):
@@ -28,6 +29,7 @@ cases = [("gemm", name, GemmProblem(200, 136, 72, "fp16"))
 cases += [("attention", "forward", AttentionProblem(1, q, k, 2, 1, 64, 64, causal, dtype="fp16"))
           for q, k, causal in ((100, 130, False), (100, 130, True), (130, 100, True))]
 cases += [("rows", "softmax", SoftmaxProblem(3, 777, dtype)) for dtype in ("fp16", "fp32")]
+cases += [("rows", "rms_norm", NormProblem(3, 777, dtype)) for dtype in ("fp16", "fp32")]
 for module, name, problem in cases:
     launch, version = peer(module, name)(problem)
     tensors = *problem.inputs(), *problem.outputs()

@@ -61,6 +61,16 @@ def norm(
     return y
 
 
+def rms_norm(problem: Any) -> Callable[..., Any]:
+    """A launch of x (M, N), weight (N) and y."""
+    _launch(problem.columns)
+
+    def launch(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+        norm(x, weight, out=y)
+
+    return launch
+
+
 def _launch(columns: int) -> dict[str, int]:
     if columns > MOST:
         raise ValueError(f"columns={columns}: this Triton kernel holds {MOST} of a row")

@@ -1,9 +1,10 @@
-"""The configs of the softmax ladder. Loads no DSL."""
+"""The configs of ladders of rows: CTAs that go over a row more than once, and those that hold it.
+Loads no DSL."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from cutex.device.row.tile import RowTile
 from cutex.dtypes import DTYPES
@@ -11,9 +12,10 @@ from cutex.kernels.row import choose
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.problem.softmax import SoftmaxProblem
+    from cutex.problem.rows import RowProblem
 
 VECTOR = 16  # bytes
+LINE = 128  # bytes of memory
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,18 @@ class PassesConfig:
     width: int = 1
     aligned: bool = True  # every row begins at a multiple of a vector
 
-    def why_not(self, problem: SoftmaxProblem | None, arch: Arch) -> str | None:
+    def why_not(self, problem: RowProblem | None, arch: Arch) -> str | None:
         return self.tile.why_not()
 
     @property
     def tile(self) -> RowTile:
         return RowTile(1, self.threads, 1, max(1, self.vectors), self.width, self.aligned)
 
-    def fitted(self, problem: SoftmaxProblem, arch: Arch) -> PassesConfig:
+    def fitted(self, problem: RowProblem, arch: Arch) -> Self:
         if not self.vectors:
             return self
         width, aligned = loads(problem)
-        return PassesConfig(self.threads, self.vectors, width, aligned)
+        return replace(self, width=width, aligned=aligned)
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class WholeConfig:
     width: int = 8
     aligned: bool = True
     clusters: bool = True  # whether a row may be shared by several CTAs
+    shared: ClassVar[bool] = False  # whether all rows share a vector, which is loaded, too
 
-    def why_not(self, problem: SoftmaxProblem | None, arch: Arch) -> str | None:
+    def why_not(self, problem: RowProblem | None, arch: Arch) -> str | None:
         if reason := self.tile.why_not(arch.capability >= (9, 0)):
             return reason
         if problem is not None and problem.columns > self.tile.columns:
@@ -62,15 +65,19 @@ class WholeConfig:
     def tile(self) -> RowTile:
         return RowTile(self.rows, self.threads, self.ctas, self.vectors, self.width, self.aligned)
 
-    def fitted(self, problem: SoftmaxProblem, arch: Arch) -> WholeConfig:
+    def fitted(self, problem: RowProblem, arch: Arch) -> Self:
         bits, (width, aligned) = DTYPES[problem.dtype].bits, loads(problem)
         # sm_80 stands for one CTA a row
         name = arch.name if self.clusters else "sm_80"
-        t = choose.tile(problem.columns, bits, name, width, not aligned)
-        return WholeConfig(t.rows, t.threads, t.ctas, t.vectors, width, aligned, self.clusters)
+        lines = not self.shared or problem.columns * bits % (8 * LINE) == 0
+        t = choose.tile(problem.columns, bits, name, width, not aligned, lines=lines)
+        return replace(
+            self, rows=t.rows, threads=t.threads, ctas=t.ctas, vectors=t.vectors, width=width,
+            aligned=aligned,
+        )  # fmt: skip
 
 
-def loads(problem: SoftmaxProblem) -> tuple[int, bool]:
+def loads(problem: RowProblem) -> tuple[int, bool]:
     """The elements of a vector, and whether every row begins at a multiple of one."""
     width = DTYPES[problem.dtype].elements(VECTOR)
     return width, problem.columns % width == 0
