@@ -17,7 +17,8 @@ from cutex.device.row.tile import WARP, RowTile
 from cutex.kernels.row.fold import Fold
 from cutex.kernels.row.kernel import RowKernel, matrix, parts_of, reductions
 
-PARTS = "parts"  # what CTAs leave: a value each, combined in order by the one that ends last
+FINISHERS = 8  # warps of a CTA, each of which combines the parts of one result
+PARTS = "parts"  # what CTAs leave: a value each, combined in order
 ATOMICS = "atomics"  # or added to the result, in any order
 
 
@@ -38,7 +39,10 @@ class Reduce(RowKernel):
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         c = self.config
-        return (matrix("x", dtype, c.tile), *results(c), *SCALARS)
+        # of the CTAs that have left their parts
+        counts = Operand("counts", ("groups",), "int32", aligned=False, whole=False)
+        counted = (counts,) if c.shared == PARTS else ()
+        return (matrix("x", dtype, c.tile), *results(c), *counted, *SCALARS)
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, *rest) -> None:
@@ -65,8 +69,7 @@ class Reduce(RowKernel):
             store_value(c, to, found, (this, block % splits), scale)
         if cutlass.const_expr(c.shared == PARTS):
             mine = block // splits
-            results = mine * tile.rows, cutlass.min(mine * tile.rows + tile.rows, rows)
-            finish_if_last(c, to, (mine, splits), results, tile.num_threads // WARP, scale)
+            self.finish_if_last(to, mine, splits, rows, scale)
 
     @cute.jit
     def walked(self, gX: cute.Tensor, columns: Columns, first: Int32, last: Int32) -> Values:
@@ -100,6 +103,23 @@ class Reduce(RowKernel):
                 values.append(value)
         return tree(fold, values)
 
+    @cute.jit
+    def finish_if_last(
+        self, to: tuple, mine: Int32, splits: Int32, rows: Int32, scale: Float32
+    ) -> None:
+        """Finish the results of a tile's rows, if its other CTAs have left their parts: a launch
+        less than by a second kernel. One CTA does it: a row has some hundred parts."""
+        tile, (mOut, mParts, mCounts) = self.tile, to
+        is_last = SmemAllocator().allocate_tensor(Int32, cute.make_layout(1), 4)
+        cute.arch.sync_threads()
+        if cute.arch.thread_idx()[0] == 0:
+            is_last[0] = Int32(is_last_arrival(mCounts.iterator + mine, splits))
+        cute.arch.sync_threads()
+        if is_last[0] != 0:
+            first = mine * tile.rows
+            results = first, cutlass.min(first + tile.rows, rows)
+            finish_parts(self.config, mOut, mParts, results, tile.num_threads // WARP, scale)
+
     @property
     def kernels(self) -> dict[str, Any]:
         return {"rows": type(self).by_rows}
@@ -109,12 +129,10 @@ SCALARS = Scalar("splits", "int32"), Scalar("scale")
 
 
 def results(c: Any) -> tuple[Operand, ...]:
-    """The operands that a reduction leaves: results, and the parts of which they are made, with
-    counts of the CTAs that have left theirs."""
+    """The operands that a reduction leaves: results, and the parts of which they are made."""
     out = Operand("out", ("outs",), c.out, aligned=False, whole=False)
     parts = Operand("parts", ("words", "outs", "splits"), "fp32", aligned=False, whole=False)
-    counts = Operand("counts", ("groups",), "int32", aligned=False, whole=False)
-    return (out, parts, counts) if c.shared == PARTS else (out,)
+    return (out, parts) if c.shared == PARTS else (out,)
 
 
 def tree(fold: Fold, values: list[Values]) -> Values:
@@ -143,35 +161,16 @@ def store_value(
 
 
 @cute.jit
-def finish_if_last(
-    c: Any,
-    to: tuple,
-    group: tuple[Int32, Int32],
-    results: tuple[Int32, Int32],
-    warps: cutlass.Constexpr[int],
-    scale: Float32,
-) -> None:
-    """Finish the results from the first to the last, if the others of the `group` (which, and of
-    how many CTAs) have left their parts. All threads of the CTA call it."""
-    is_last = SmemAllocator().allocate_tensor(Int32, cute.make_layout(1), 4)
-    cute.arch.sync_threads()
-    if cute.arch.thread_idx()[0] == 0:
-        is_last[0] = Int32(is_last_arrival(to[2].iterator + group[0], group[1]))
-    cute.arch.sync_threads()
-    if is_last[0] != 0:
-        finish_parts(c, to, results, warps, scale)
-
-
-@cute.jit
 def finish_parts(
     c: Any,
-    to: tuple,
+    mOut: cute.Tensor,
+    mParts: cute.Tensor,
     results: tuple[Int32, Int32],
     warps: cutlass.Constexpr[int],
     scale: Float32,
 ) -> None:
-    """Combine the parts of each result, always in the same order; a warp has one at a time."""
-    mOut, mParts, _ = to
+    """Combine the parts of each result from the first to the last, always in the same order; a warp
+    has one at a time."""
     lane = cute.arch.lane_idx()
     for out in cutlass.range(results[0] + cute.arch.warp_idx(), results[1], warps, unroll=1):
         found = c.fold.start()

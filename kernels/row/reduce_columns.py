@@ -15,9 +15,10 @@ from cutex.device.row.tile import VECTOR_BYTES, WARP
 from cutex.kernels.row.fold import Fold
 from cutex.kernels.row.kernel import ARCHS
 from cutex.kernels.row.reduce import (
+    FINISHERS,
     PARTS,
     SCALARS,
-    finish_if_last,
+    finish_parts,
     results,
     store_value,
 )
@@ -80,6 +81,13 @@ class ReduceColumns:
         self.by_columns(mX, tuple(to), splits, scale).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
+        if cutlass.const_expr(self.config.shared == PARTS):
+            # NOTE: a group has up to 256 results of many parts each, too many for its last CTA
+            self.finish(to[0], to[1], scale).launch(
+                grid=(cute.ceil_div(cute.size(to[0]), FINISHERS), 1, 1),
+                block=(FINISHERS * WARP, 1, 1),
+                stream=stream,
+            )
 
     @cute.kernel
     def by_columns(self, mX: cute.Tensor, to: tuple, splits: Int32, scale: Float32) -> None:
@@ -111,10 +119,6 @@ class ReduceColumns:
                     more = tuple(words[at, other, word] for word in range(c.fold.count))
                     value = c.fold.combine(value, more)
                 store_value(c, to, value, (outer * columns + column, split), scale)
-        if cutlass.const_expr(c.shared == PARTS):
-            start = outer * columns + tile * c.columns
-            results = start, cutlass.min(start + c.columns, (outer + 1) * columns)
-            finish_if_last(c, to, (block, splits), results, THREADS // WARP, scale)
 
     @cute.jit
     def walked(
@@ -156,6 +160,13 @@ class ReduceColumns:
             cute.autovec_copy(cute.make_tensor(p, cute.make_layout(c.width)), rX)
         return rX
 
+    @cute.kernel
+    def finish(self, mOut: cute.Tensor, mParts: cute.Tensor, scale: Float32) -> None:
+        first = cute.arch.block_idx()[0] * FINISHERS
+        results = first, cutlass.min(first + FINISHERS, cute.size(mOut))
+        finish_parts(self.config, mOut, mParts, results, FINISHERS, scale)
+
     @property
     def kernels(self) -> dict[str, Any]:
-        return {"columns": type(self).by_columns}
+        columns = {"columns": type(self).by_columns}
+        return {**columns, "finish": type(self).finish} if self.config.shared == PARTS else columns

@@ -21,6 +21,8 @@ CTAS = 8  # of an SM, that a reduction of few results is spread over
 LEAST = 4096  # elements of x that a CTA should have at least
 MOST = 2**31 - 1
 
+_is_compiling = torch.compiler.is_dynamo_compiling
+
 
 def reduce(
     x: Tensor,
@@ -36,8 +38,9 @@ def reduce(
     dim: one, several (not of argmax and argmin), or None. A NaN is the largest and the smallest
         element, and of equal ones argmax gives the first.
     deterministic: few results are those of many CTAs. By default each leaves its part, and the
-        parts are combined in order by the CTA that ends last, so that the bits are the same each
-        time; with False a sum's parts are added to it by atomics, in any order.
+        parts are combined in order, by the CTA that ends last or by a second kernel, so that the
+        bits are the same each time; with False a sum's parts are added to it by atomics, in any
+        order.
 
     Differentiable once; a max's or min's gradient is shared by equal elements, as torch.amax's.
     Raises TypeError or ValueError, with one sentence that names the argument, for arguments that do
@@ -45,6 +48,10 @@ def reduce(
 
     Returns x's dtype, rounded once, or int64 of argmax and argmin.
     """
+    if (dim is None or dim.__class__ is int) and not _is_compiling():
+        found = _again(x, op, dim, keepdim, deterministic)
+        if found is not None:
+            return found
     check("x", x)
     if op not in OPS:
         raise ValueError(f"op={op!r} is not one of {', '.join(OPS)}")
@@ -55,6 +62,17 @@ def reduce(
     if op not in ("sum", "mean") and any(x.shape[d] == 0 for d in dims):
         raise ValueError(f"x has shape {tuple(x.shape)}: of no elements there is no {op}")
     return REDUCE(x, op, dims, keepdim, deterministic, dim is None)
+
+
+def _again(x: Any, op: Any, dim: int | None, keepdim: Any, deterministic: Any) -> Tensor | None:
+    """The result of a call that is like one before; None if there was none."""
+    if not (keepdim.__class__ is deterministic.__class__ is bool and isinstance(x, Tensor)):
+        return None
+    rank = x.dim()
+    if dim is not None and not -rank <= dim < rank:
+        return None
+    dims = (*range(rank),) if dim is None else (dim % rank,)
+    return _calls.again((op, dims, keepdim, deterministic, dim is None), x)
 
 
 def _dims(x: Tensor, op: str, dim: Any) -> list[int]:
@@ -143,38 +161,52 @@ def _groups(x: Tensor, dims: Sequence[int]) -> list[list[int]]:
 def _run(
     x: Tensor, op: str, dims: list[int], keepdim: bool, deterministic: bool, flat: bool
 ) -> Tensor:
+    return _calls((op, (*dims,), keepdim, deterministic, flat), x)
+
+
+def _plan_call(options: tuple[Any, ...], x: Tensor) -> Run:
+    """The plan of a call: one reduction, or one after the other of groups of neighbours."""
+    op, dims, keepdim, deterministic, flat = options
+    shape = tuple(1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims)
+    out = torch.int64 if op.startswith("arg") else x.dtype
+    if not dims:  # a scalar
+        return (lambda x: x.new_zeros((), dtype=out)) if op.startswith("arg") else Tensor.clone
+    if not x.numel():
+        nothing = torch.nan if op == "mean" else 0
+        return lambda x: x.new_full(shape, nothing, dtype=out)
     count = 1
     for d in dims:
         count *= x.shape[d]
-    shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
-    out = torch.int64 if op.startswith("arg") else x.dtype
-    found = x
-    if not x.numel() or not dims:
-        if not dims:  # a scalar
-            found = (
-                torch.zeros((), dtype=out, device=x.device) if op.startswith("arg") else x.clone()
-            )
-        else:
-            nothing = torch.nan if op == "mean" else 0
-            found = torch.full(shape, nothing, dtype=out, device=x.device)
-        return found.reshape(shape)
     flat = flat and (op.startswith("arg") or x.is_contiguous())
-    groups = [dims] if flat else _groups(x, dims)
-    for i, group in enumerate(groups):
-        final = i == len(groups) - 1
-        scale = 1.0 / count if op == "mean" and final else 1.0
-        options = op, tuple(group), out if final else torch.float32, scale, deterministic, flat
-        found = _reduced(options, found)
-    return found.reshape(shape)
+    *before, last = [list(dims)] if flat else _groups(x, dims)
+    scale = 1.0 / count if op == "mean" else 1.0
+    first = [(op, (*group,), torch.float32, 1.0, deterministic, False, None) for group in before]
+    final = op, (*last,), out, scale, deterministic, flat, shape
+    if not first:
+        return _plan(final, x)
+
+    def run(x: Tensor) -> Tensor:
+        for options in first:
+            x = _reduced(options, x)
+        return _reduced(final, x)
+
+    return run
+
+
+_calls = Calls(_plan_call)
 
 
 def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
-    op, dims, out, scale, deterministic, flat = options
+    """The plan of one reduction over neighbouring dimensions; `shape`: of the result, by default
+    x's with sizes of 1."""
+    op, dims, out, scale, deterministic, flat, shape = options
     arch = arch_of(x.device, "cutex.reduce")
     spaces, kept, order = _spaces(x, dims, flat)
     outer, reduced, inner = spaces.shape
     if max(reduced, inner, outer * inner) > MOST:
         raise ValueError(f"x has shape {tuple(x.shape)}: at most {MOST} elements of a dimension")
+    if shape is None:
+        shape = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
     launch = Launch(x.device)
     if inner == 1:
         view = launch.passes("x", x, lambda x: _spaces(x, dims, flat).x[:, :, 0])
@@ -183,25 +215,23 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     sms = sms_of(x.device, arch)
     kind, config, splits, atomics = _config(op, view, out, arch, sms, deterministic)
     outs = outer * inner
-    launch.makes("out", (outs,), torch.float32 if atomics else out)
+    in_place = order == sorted(order)  # results lie as x's dimensions stand
+    made = torch.float32 if atomics else out
+    launch.makes("out", shape if in_place else kept, made, 1)
     names = ["x", "out"]
     if splits > 1 and not atomics:
         launch.makes("parts", (config.fold.count, outs, splits), torch.float32)
-        # of each group of results that the same CTAs have
-        groups = (
-            -(-outer // config.tile.rows) if inner == 1 else outer * -(-inner // config.columns)
-        )
-        launch.keeps("counts", groups)
-        names += ["parts", "counts"]
+        names.append("parts")
+        if inner == 1:
+            launch.keeps("counts", -(-outer // config.tile.rows))
+            names.append("counts")
     zeroed = ("out",) if atomics else ()
     run = launch.run((kind, config, arch), names, (splits, scale), ("out",), zeroed)
-
-    def finished(x: Tensor) -> Tensor:
-        found = run(x).to(out).view(kept).permute(order)  # as x's dimensions stand
-        shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
-        return found.reshape(() if flat else shape)
-
-    return finished
+    if in_place and made == out:
+        return run
+    if in_place:
+        return lambda x: run(x).to(out)
+    return lambda x: run(x).to(out).permute(order).reshape(shape)
 
 
 def _config(
