@@ -78,25 +78,27 @@ class Columns:
         if cutlass.const_expr(self.tile.aligned or between is None):
             self.fetch(gX, rX)
         else:
-            if between:
-                self.fetch_across(gX, rX, fill)
-            else:
-                self.fetch(gX, rX)
+            self.fetch_across(gX, rX, fill, between)
         return rX
 
     @cute.jit
-    def fetch_across(self, gX: cute.Tensor, rX: cute.Tensor, fill: cutlass.Constexpr[Any]) -> None:
-        """Load all vectors that have an element of gX (N) to rX (V, NumV), and `fill` in place of
-        what is not of the row."""
+    def fetch_across(
+        self, gX: cute.Tensor, rX: cute.Tensor, fill: cutlass.Constexpr[Any], between: Boolean
+    ) -> None:
+        """Load the elements of gX (N) to rX (V, NumV). Vectors at its ends are loaded whole where
+        it lies `between` others, and what is not of the row becomes `fill`; else by the element."""
         tile = self.tile
         for i in cutlass.range_constexpr(tile.vectors):
-            if self.overlaps(i):
+            if self.has(i) | (between & self.overlaps(i)):
                 cute.autovec_copy(self.vector(gX, i), rX[None, i])
         for i in cutlass.range_constexpr(tile.vectors):
             if self.overlaps(i) & (not self.has(i)):
                 for j in cutlass.range_constexpr(tile.width):
-                    if not self.holds(self.first + i * self.step + j):
+                    column = self.first + i * self.step + j
+                    if not self.holds(column):
                         rX[j, i] = gX.element_type(fill)
+                    elif not between:
+                        rX[j, i] = gX[column]
 
     @cute.jit
     def fetch(self, gX: cute.Tensor, rX: cute.Tensor) -> None:

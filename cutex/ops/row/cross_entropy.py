@@ -24,7 +24,7 @@ from cutex.ops.row.rows import (
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 REDUCTIONS = ("mean", "sum", "none")
-FEW = 16  # losses for each thread of a CTA of rows, which the last one adds up
+FEW = 2  # losses for each thread of a CTA of rows, which the last one adds up
 MANY = 8192  # losses, which several CTAs add up
 WALKERS = 4  # rows for each SM, from which on a CTA walks along a long one
 INT32 = -(2**31), 2**31 - 1
