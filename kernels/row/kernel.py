@@ -19,6 +19,7 @@ from cutex.dtypes import DTYPES
 LOG2_E = 1.4426950408889634
 
 
+MOST_WITH_WHOLE_ENDS = 4  # vectors of a thread, where the ends of rows are loaded whole
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 
 
@@ -73,7 +74,10 @@ class ThisRow:
 
 def row_of(mX: cute.Tensor, this: ThisRow, columns: Columns, fill: float = 0) -> cute.Tensor:
     """A row of mX (M, N), which nothing writes to, in registers (V, NumV); `fill` elsewhere."""
-    return columns.load(this(mX), fill, this.is_between(mX, columns.tile.width))
+    tile = columns.tile
+    # NOTE: with more vectors a thread, its registers cost more than the ends do
+    few = tile.vectors <= MOST_WITH_WHOLE_ENDS  # docs/facts/rows.md#rows-ends-loaded-whole
+    return columns.load(this(mX), fill, this.is_between(mX, tile.width) if few else None)
 
 
 def matrix(name: str, dtype: str, tile: RowTile) -> Operand:
