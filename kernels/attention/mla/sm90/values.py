@@ -12,11 +12,12 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
 from cutex.device.attention.softmax import rows_of
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.rows import UNIT, Rows
+from cutex.kernels.attention.decode.rows import UNIT, WORDS, Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.combine import Parts
 from cutex.kernels.attention.mla.config import CHUNK, HEAD_DIM, HEAD_DIM_V
@@ -122,16 +123,22 @@ class Values:
 
     @cute.jit
     def store_whole(self, o: cute.Tensor, rows: Rows) -> None:
+        """Store rows of O, 16 bytes a lane: of each four units of columns, of which a lane has a
+        word each, it gets one as a whole."""
         thread, _, _ = cute.arch.thread_idx()
         mine, first = rows_of_thread(), self.half * (COLUMNS // UNIT)
-        pair = cute.make_rmem_tensor(cute.make_layout(2), self.out.mO.element_type)
+        held = cute.make_rmem_tensor(cute.make_layout(2 * WORDS), self.out.mO.element_type)
+        words = cute.recast_tensor(held, Int32)
         for r in cutlass.range_constexpr(2):
-            if mine[r] < rows.count:
-                gO = rows.words(self.out.mO, mine[r])
-                for unit in cutlass.range_constexpr(COLUMNS // UNIT):
-                    for i in cutlass.range_constexpr(2):
-                        pair[i] = pair.element_type(o[r, 2 * unit + i])
-                    gO[(first + unit) * 4 + thread % 4] = cute.recast_tensor(pair, Int32)[0]
+            gO = rows.words(self.out.mO, cutlass.min(mine[r], rows.count - 1))
+            for group in cutlass.range_constexpr(COLUMNS // UNIT // WORDS):
+                for i in cutlass.range_constexpr(2 * WORDS):
+                    held[i] = held.element_type(o[r, 2 * WORDS * group + i])
+                transpose_in_quad(words)
+                unit = first + WORDS * group + thread % WORDS
+                if mine[r] < rows.count:
+                    to = (gO.iterator + unit * WORDS).align(16)
+                    cute.make_tensor(to, cute.make_layout(WORDS)).store(words.load())
 
     @cute.jit
     def store_part(self, o: cute.Tensor, rows: Rows, piece: Piece) -> None:
