@@ -34,10 +34,12 @@ CASES = {
 
 @dataclass(frozen=True)
 class RowProblem(Problem):
-    """Rows of one length, in one dtype. Raises ValueError for values that are not valid."""
+    """Rows of one length, in one dtype. Raises ValueError for values that are not valid.
+
+    A subclass names its one option of sizes, since `modal_app.py` has those of all operators.
+    """
 
     dtypes = ("bf16", "fp16", "fp32")
-    size_options = ("--mn",)
     cases = CASES
     wave_tile = (1,)
 
@@ -141,16 +143,17 @@ class RowProblem(Problem):
 
     @classmethod
     def add_options(cls, group: argparse._ArgumentGroup) -> None:
-        group.add_argument(
-            "--mn", action="append", metavar="M,N", help="M rows of N; may be given again"
-        )
+        (option,) = cls.size_options
+        what = f"M rows of N, of the {cls.title}; may be given again"
+        group.add_argument(option, action="append", metavar="M,N", help=what)
 
     @classmethod
     def sizes_given(cls, args: argparse.Namespace) -> list[Sizes]:
         found: list[Sizes] = []
-        for given in args.mn or []:
+        (option,) = cls.size_options
+        for given in getattr(args, option.removeprefix("--")) or []:
             words = given.split(",")
             if len(words) != 2 or not all(w.isdecimal() for w in words):
-                raise ValueError(f"--mn {given!r}: two whole numbers are due, as 4096,32768")
+                raise ValueError(f"{option} {given!r}: two whole numbers are due, as 4096,32768")
             found.append({"rows": int(words[0]), "columns": int(words[1])})
         return found

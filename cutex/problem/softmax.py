@@ -23,6 +23,7 @@ class SoftmaxProblem(RowProblem):
     that are not valid."""
 
     op, title, about = "softmax", "softmax", "the softmax ladder, of each row of a matrix"
+    size_options = ("--mn",)
     inits: ClassVar[tuple[str, ...]] = ("int", "normal", "uniform", "zeros", "hot")
     peers: ClassVar[Mapping[str, PeerKernel]] = {
         "torch": PeerKernel("torch.softmax", lambda _: _torch()),
