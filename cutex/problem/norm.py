@@ -24,7 +24,7 @@ class NormProblem(RowProblem):
     same dtype. Raises ValueError for values that are not valid."""
 
     op, title, about = "norm", "RMS norm", "the RMS norm ladder, of each row of a matrix"
-    size_options = ("--rows",)
+    size_options = ("--tokens",)
     inits: ClassVar[tuple[str, ...]] = ("int", "normal", "uniform", "zeros", "hot")
     peers: ClassVar[Mapping[str, PeerKernel]] = {
         "torch": PeerKernel("torch.rms_norm", lambda _: _torch()),

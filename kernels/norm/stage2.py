@@ -14,7 +14,7 @@ from cutex.kernels.row.norm import Norm, NormConfig
 
 
 class Stage2(Norm):
-    archs = ARCHS
+    archs: tuple[str, ...] = ARCHS
 
     def __init__(self, config: WholeConfig) -> None:
         super().__init__(NormConfig(config.tile, weight=config.weight))
