@@ -25,7 +25,8 @@ def ladders(results: Iterable[Result], docs: str = "", main: bool = False) -> st
     data, or the bare ladder if it is untimed.
 
     docs: the way from the page to the folder of pictures and pages, such as "docs/". With `main`
-    only the problems that --op confirm of modal_app.py times.
+    only the problems that --op confirm of modal_app.py times, and of ladders without figures only
+    the names.
     """
     timed: dict[tuple[str, str], dict[Kind, list[Result]]] = {}
     counted: dict[tuple[str, str], dict[int, Result]] = {}
@@ -35,10 +36,13 @@ def ladders(results: Iterable[Result], docs: str = "", main: bool = False) -> st
         if r.ok and r.timing is not None:
             kind = r.device_name, r.problem["dtype"], r.problem["init"], r.timing.cache_state
             timed.setdefault((r.op, r.arch), {}).setdefault(kind, []).append(r)
-    parts = []
+    parts, bare = [], []
     for op, target, ladder in all_ladders():
         tables = timed.get((op, target.name), {})
         counts = counted.get((op, target.name), {})
+        if main and not (tables or counts or predicted(op, target.name)):
+            bare.append(heading(op, target))
+            continue
         parts.append(f"### {heading(op, target)} ({target.name})")
         if tables:
             parts.append(f"![The ladder as bars]({docs}{picture_name(op, target)})")
@@ -47,6 +51,8 @@ def ladders(results: Iterable[Result], docs: str = "", main: bool = False) -> st
                 parts += _with_counts(_timed_table(target, ladder, kind, shown), ladder, counts)
         if not tables:
             parts += _with_counts(_untimed_table(target, ladder, docs), ladder, counts)
+    if bare:
+        parts.append(f"Ladders without figures yet, checked in the simulator: {', '.join(bare)}.")
     return "\n\n".join(parts)
 
 

@@ -8,6 +8,8 @@ import pytest
 from cutex.kernels.gemm import stages
 from cutex.report import BEGIN, END, ladders, main, results_page, rewrite
 from cutex.report.page import all_ladders
+from cutex.report.rows import heading
+from cutex.report.tables import predicted
 from cutex.results import Peer, Result, Timing, append
 
 FIRST = stages("sm_90a")[0].idea
@@ -79,6 +81,18 @@ def test_a_readme_has_the_main_sizes_and_the_page_of_tables_has_all():
     text = rewrite(README, rows)
     assert "| 8192x8192x4096 |" in text and "4000x" not in text
     assert "(docs/results.md)" in text and "(docs/results.md)" not in results_page(rows)
+
+
+def test_a_readme_names_ladders_without_figures_and_the_page_of_tables_shows_their_stages():
+    text = rewrite(README, [result(1000.0)])
+    (bare,) = (line for line in text.splitlines() if line.startswith("Ladders without figures"))
+    bare = bare.partition(": ")[2].rstrip(".").split(", ")
+    for op, target, ladder in all_ladders():
+        of_page, name = f"### {heading(op, target)} ({target.name})", heading(op, target)
+        assert (name in bare) != (of_page in text)
+        assert ladder[0].idea in results_page([])
+        if predicted(op, target.name) or (op, target.name) == ("gemm", "sm_90a"):
+            assert of_page in text
 
 
 def test_links_of_both_pages_lead_to_files(root):
