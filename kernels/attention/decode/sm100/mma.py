@@ -92,7 +92,7 @@ class Mma:
         fence_after_sync()
         tOrP = pv.mma.a_tmem(self.tmem, buffer.slot * c.tile_n, c.tile_n)
         pv.of(tOrP).issue(v.slot, accumulate)
-        commit(b.o_full[0], pair=False)
+        commit(b.o_full[buffer.slot], pair=False)
         commit(ring.empty[v.slot], pair=False)
         v.advance()
         buffer.advance()

@@ -20,7 +20,7 @@ class Barriers:
                     smem, and O of the unit before is read
     s_full[buffer]  1: the commit of QK                       SOFTMAX
     p_full[buffer]  1 a SOFTMAX warp: P is there, O scaled    MMA, before PV
-    o_full          1: the commit of PV of each block         SOFTMAX, before it scales or reads O
+    o_full[buffer]  1: the commit of PV                       SOFTMAX, before it scales or reads O
     """
 
     q_full: Barrier
@@ -34,7 +34,7 @@ class Barriers:
             Barrier.allocate(smem, "q full", arrivals=softmax_warps),
             Barrier.allocate(smem, "s full", arrivals=1, slots=BUFFERS),
             Barrier.allocate(smem, "p full", arrivals=softmax_warps, slots=BUFFERS),
-            Barrier.allocate(smem, "o full", arrivals=1),
+            Barrier.allocate(smem, "o full", arrivals=1, slots=BUFFERS),
         )
 
     def __iter__(self) -> Iterator[Barrier]:
@@ -44,3 +44,10 @@ class Barriers:
     def buffers() -> PipelineState:
         """The state of a role that waits for buffers in turn."""
         return PipelineState(BUFFERS, Int32(0), Int32(0))
+
+    def wait_output(self, number: Int32) -> None:
+        """Wait for PV `number` of all that this CTA starts, of which up to two are under way.
+
+        NOTE: a wait looks only one phase back, which a barrier of both PVs may have left behind.
+        """
+        self.o_full.wait(number // BUFFERS & 1, number % BUFFERS)

@@ -75,9 +75,7 @@ class Softmax:
                             self.barriers.p_full.arrive(buffer.slot)
                         buffer.advance()
                         done += 1
-                    # NOTE: two PVs may be under way, and a wait looks only one phase back
-                    self.barriers.o_full.wait((done - 2) & 1)
-                    self.barriers.o_full.wait((done - 1) & 1)
+                    self.barriers.wait_output(done - 1)
                     fence_after_sync()
                     row.softmax.finish((), factors, lse)
                 else:
@@ -126,7 +124,7 @@ class Softmax:
         found = row.search(column, n_block, masked)
         moved = row.softmax.raise_reference(found[0], factors)
         if moved and i > 0:
-            self.barriers.o_full.wait((done - 1) & 1)
+            self.barriers.wait_output(done - 1)
             fence_after_sync()
             scale_columns(self.tmem, c.o_column, c.head_dim_v, factors[0])
 
