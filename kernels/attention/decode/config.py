@@ -129,8 +129,8 @@ class DecodeConfig(ScoreSpec):
             return "varlen_k or used_q: keys are in caches, and all queries are used"
         if self.parts not in ("one", "even", "shares"):
             return f"parts={self.parts!r}: one, even or shares"
-        if self.appended and (not self.used_k or self.varlen_q):
-            return "appended=True: needs the caches' lengths, and queries that are not packed"
+        if self.appended and not self.used_k:
+            return "appended=True: needs the caches' lengths"
         if self.page_size < 0 or (self.page_size and self.batch_idx):
             return f"page_size={self.page_size}: at least 1, or 0; pages have no cache_batch_idx"
         if self.page_size % ATOM_ROWS and any(x * self.cache_element % 128 for x in self.head_dims):
