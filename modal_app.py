@@ -7,8 +7,9 @@ modal run modal_app.py --op sweep --gpu B200,H200,H100! --compare cublas
 modal run modal_app.py --op layers --gpu H200,B200 --compare cublas,quack
 modal run modal_app.py --op confirm --gpu B200
 
-python modal_app.py takes the same options, needs no token for --help and --dry-run, and starts
-nothing on Modal, not even an image, before the preflight has passed. modal run builds the image and
+python modal_app.py takes the same options, needs no token for --help, --dry-run (the plan and its
+price) and --preflight-only (compiled and simulated as well), and starts nothing on Modal, not even
+an image, before the preflight has passed. modal run builds the image and
 uploads the code before it calls cutex, and so before the preflight; a GPU is rented after it.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cutex.cloud import calls, prices, remote, rental
+from cutex.cloud import calls, prices, remote, rental, server
 from cutex.command import refuse
 
 try:
@@ -93,14 +94,31 @@ def main(*argv: str) -> None:
     raise SystemExit(rental.main(rental.as_typed(argv, sys.argv), rent))
 
 
+def connect() -> None:
+    """End with one sentence, at once, where Modal's server cannot be connected to."""
+    if why := server.why_silent(modal.config.config["server_url"]):
+        raise SystemExit(refuse(why))
+
+
 @contextmanager
 def running() -> Iterator[None]:
+    connect()
     try:
         with modal.enable_output(), app.run():
             yield
     except modal.exception.AuthError as error:  # says how to get a token
         raise SystemExit(f"cutex: {error}") from None
+    except modal.exception.Error as error:
+        raise SystemExit(refuse(f"Modal: {error}")) from None
+
+
+def is_modal_run(argv: list[str]) -> bool:
+    """Whether `argv` is a command line of `modal run` that needs the server."""
+    program = Path(argv[0])
+    return "modal" in (program.name, program.parent.name) and "run" in argv and "--help" not in argv
 
 
 if __name__ == "__main__":
     raise SystemExit(rental.main(sys.argv[1:], rent, running))
+if is_modal_run(sys.argv):
+    connect()

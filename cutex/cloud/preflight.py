@@ -117,11 +117,12 @@ def _preflight_probes(target: str, folders: set[Path], say: Callable[[str], None
     from cutex.bench.probes import compile_all, measure
     from cutex.sim import SimError
 
-    folders |= {compiled.object_path.parent for compiled in compile_all(target)}
-    try:
-        wrong = [row["probe"] for row in measure(target, "sim") if not row["ok"]]
-    except SimError as error:
-        wrong = [str(error)]
+    with progress("preflight: probes"):
+        folders |= {compiled.object_path.parent for compiled in compile_all(target)}
+        try:
+            wrong = [row["probe"] for row in measure(target, "sim") if not row["ok"]]
+        except SimError as error:
+            wrong = [str(error)]
     for what in wrong:
         say(f"preflight: probe: {what}")
     return not wrong

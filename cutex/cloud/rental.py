@@ -118,7 +118,14 @@ def parser() -> Parser:
     )
     cli.add_timing(p.add_argument_group("timing"), kinds())
     money = p.add_argument_group("money")
-    money.add_argument("--dry-run", action="store_true", help="show the plan, and rent nothing")
+    money.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show the plan and its price; compile nothing, and rent nothing",
+    )
+    money.add_argument(
+        "--preflight-only", action="store_true", help="compile and simulate here; rent nothing"
+    )
     money.add_argument(
         "--max-cost", type=float, metavar="USD", help="never rent for more than this"
     )
@@ -146,6 +153,9 @@ def plan(args: argparse.Namespace) -> Plan:
         raise ValueError(
             f"--gpu {args.gpu}: --op {args.op} takes one GPU; sweep and layers take several"
         )
+    if args.preflight_only and (args.dry_run or args.no_preflight):
+        other = "--dry-run" if args.dry_run else "--no-preflight"
+        raise ValueError(f"--preflight-only compiles and simulates, and {other} does not")
     if args.max_cost is not None and not args.max_cost > 0:
         raise ValueError(f"--max-cost {args.max_cost}: dollars above 0 are needed")
     requests: list[Request] = []
@@ -296,7 +306,7 @@ def main(
                 cli.list_stages(kind, rental.arch)
             return 0
         made = plan(args)
-        if not args.dry_run:
+        if not (args.dry_run or args.preflight_only):
             try_folder(Path(args.out))
     except ValueError as error:
         return refuse(str(error))
@@ -308,6 +318,8 @@ def main(
             print_nowhere()
 
     say(str(made))  # before minutes of work, so that a plan that was not meant is seen at once
+    if args.dry_run:
+        return 0
     kernels: dict[str, bytes] = {}
     if not args.no_preflight and args.op != "tests":
         say("preflight: compiles, and simulates a reduced size, before anything is rented")
@@ -320,12 +332,12 @@ def main(
             return 1
         size = sum(map(len, kernels.values())) / 1024
         say(f"preflight: right in the simulator; {size:.0f} KB of compiled kernels travel along")
-    if args.dry_run:
+    if args.preflight_only:
         return 0
     requests = [
         replace(request, kernels=kernels.get(request.arch, b"")) for request in made.requests
     ]
-    say("renting: Modal is asked for the GPUs, which takes it a minute where it does not answer")
+    say("renting: Modal is asked for the GPUs")
     with running():
         try:
             return asyncio.run(collect(replace(made, requests=requests), args, rent, say))

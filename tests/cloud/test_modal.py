@@ -359,12 +359,31 @@ def test_bad_input_rents_nothing(cloud, modal_run, argv, says):
 
 
 @pytest.mark.parametrize("via", [("-m", "modal", "run"), ()], ids=["modal run", "python"])
-def test_without_a_token_the_message_says_what_to_do(modal_run, via):
-    none = {"MODAL_TOKEN_ID": "", "MODAL_TOKEN_SECRET": "", "MODAL_SERVER_URL": ""}
+def test_without_a_token_the_message_says_what_to_do(cloud, modal_run, via):
+    none = {"MODAL_TOKEN_ID": "", "MODAL_TOKEN_SECRET": ""}
     ran = modal_run("--no-preflight", via=via, **none)
     assert ran.code == 1
     assert "modal token new" in re.sub(r"\s+", " ", ran.out + ran.err)
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("via", [("-m", "modal", "run"), ()], ids=["modal run", "python"])
+def test_without_a_server_one_sentence_says_so_at_once(modal_run, via):
+    """Modal's client tries for a minute, and `modal run` prints nothing meanwhile."""
+    began = time.monotonic()
+    ran = modal_run("--no-preflight", via=via, MODAL_SERVER_URL="http://127.0.0.1:9")
+    assert ran.code == 2 and time.monotonic() - began < 45
+    says = "Modal's server http://127.0.0.1:9 cannot be reached: Connection refused"
+    assert ran.err == f"cutex: {says}\n"
+
+
+def test_what_needs_no_server_asks_for_none(modal_app):
+    asks = modal_app.is_modal_run
+    assert asks(["/venv/bin/modal", "run", "modal_app.py", "--op", "tests"])
+    assert asks(["/site/modal/__main__.py", "run", "modal_app.py"])
+    assert not asks(["/venv/bin/modal", "run", "modal_app.py", "--help"])
+    assert not asks(["modal_app.py", "--op", "tests"])
+    assert not asks(["/pkg/modal/_container_entrypoint.py"])
 
 
 # ---- without the client
@@ -372,7 +391,7 @@ def test_without_a_token_the_message_says_what_to_do(modal_run, via):
 
 def test_the_plan_needs_no_token(root):
     ran = subprocess.run(
-        [sys.executable, "modal_app.py", "--dry-run", "--no-preflight", "--compare", "cublas"],
+        [sys.executable, "modal_app.py", "--dry-run", "--compare", "cublas"],
         cwd=root,
         env={k: v for k, v in os.environ.items() if not k.startswith("MODAL_")}
         | {"MODAL_CONFIG_PATH": os.devnull},

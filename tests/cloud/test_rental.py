@@ -235,6 +235,30 @@ def test_the_plan_tells_what_it_costs_and_rents_nothing(cloud, run):
     assert cloud.asked == []
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--op", "sweep", "--gpu", "B200,H200,H100!", "--compare", "cublas"],
+        ["--op", "confirm"],
+        ["--op", "layers", "--gpu", "H200,B200", "--compare", "cublas,quack"],
+        ["--op", "tests"],
+    ],
+)
+def test_a_dry_run_compiles_nothing(cloud, run, monkeypatch, asked):
+    monkeypatch.setattr(rental, "preflight", None)
+    ran = run(*asked, "--dry-run", preflight=True)
+    assert ran.code == 0 and "in all about $" in ran.out and not ran.err
+    assert cloud.asked == []
+
+
+def test_a_preflight_alone_rents_nothing(cloud, run, tmp_path):
+    ran = run(
+        "--stage", "0", "--mnk", "64,64,64", "--check-only", "--preflight-only", preflight=True
+    )
+    assert ran.code == 0 and "preflight: right in the simulator" in ran.out
+    assert cloud.asked == [] and not (tmp_path / "results").exists()
+
+
 def test_the_limits_of_all_calls_stay_within_the_most_that_it_may_cost():
     asked = ("--op", "sweep", "--gpu", "B200,H200")
     free = rental.plan(args(*asked))
@@ -293,6 +317,8 @@ def test_a_name_may_be_written_small():
         (["--mnk", "8,8,7"], "K=7: must be a multiple of 8"),
         (["--mnk", "8,8,8"], "cache state cold needs operands"),
         (["--compare", "mkl"], "--compare 'mkl' is not one of"),
+        (["--preflight-only", "--dry-run"], "compiles and simulates, and --dry-run does not"),
+        (["--preflight-only"], "compiles and simulates, and --no-preflight does not"),
         (["--op", "layers", "--compare", "cudnn"], "'cudnn' is not one of cublas, quack"),
         (["--op", "layers", "--dtype", "fp16"], "--dtype fp16: the corpus models has bf16, e4m3"),
     ],

@@ -232,7 +232,7 @@ def test_what_binds_it_is_known(gram, capsys):
 
 
 def test_a_gpu_is_rented_for_it(gram, capsys):
-    argv = ["--op", "gram", "--gpu", "H200", "--compare", "mm", "--dry-run", "--no-preflight"]
+    argv = ["--op", "gram", "--gpu", "H200", "--compare", "mm", "--dry-run"]
     assert rental.main(argv, rent=None) == 0
     assert "stage 0,1 on 4096r1024c bf16 beside mm" in capsys.readouterr().out
     sweep = rental.plan(rental.parser().parse_args(["--op", "sweep", "--gpu", "H200"]))
@@ -333,7 +333,7 @@ def test_two_launches_are_reported_and_rented_like_the_others(rowsum, capsys, tm
     rows = [*read_all(root / "results"), replace(row, **facts)]
     assert "### row sum on Hopper (sm_90a)" in ladders(rows)
     assert "ladder-rowsum-sm_90a.svg" in pictures(rows) and "row sum on Hopper" in page(rows)
-    argv = ["--op", "rowsum", "--gpu", "B200", "--compare", "sum", "--dry-run"]
+    argv = ["--op", "rowsum", "--gpu", "B200", "--compare", "sum", "--preflight-only"]
     assert rental.main(argv, rent=None) == 0  # compiled and simulated first, as before any rental
     assert "stage 0 on 8192x4096 fp32 beside sum" in capsys.readouterr().out
 
