@@ -38,6 +38,29 @@ class CachedPlan(NamedTuple):
         return not (self.wants_gradient and _grad_enabled()) and self.is_current()
 
 
+def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A guard of these tensors, some of which may be one tensor given again, as in matmul(a, a):
+    it takes others of which the same are one."""
+    ids = [id(x) for x in tensors]
+    first = [ids.index(i) for i in ids]  # of each tensor, where it is given first
+    apart = sorted(set(first))
+    if len(apart) == len(first):
+        return guard(tensors)
+    alike = guard([tensors[i] for i in apart])
+    again = [(i, j) for i, j in enumerate(first) if i != j]
+
+    @untraced
+    def takes(*given: Tensor) -> bool:
+        if len(given) != len(first):
+            return False
+        for i, j in again:
+            if given[i] is not given[j]:
+                return False
+        return alike(*[given[i] for i in apart])
+
+    return takes
+
+
 class PlanCache:
     """The plans of one operator, by the options and sizes of calls.
 
@@ -103,8 +126,6 @@ class PlanCache:
     ) -> None:
         """Keep a plan for calls with this key whose tensors are like `tensors`; `functions` are the
         user's in it."""
-        if len(set(map(id, tensors))) < len(tensors):
-            return  # a guard never accepts one tensor twice
         if len(self.known) >= self.most:
             self.forget()
         wants_gradient = any(x.requires_grad for x in tensors)
@@ -114,7 +135,7 @@ class PlanCache:
             return all(f.is_current() for f in functions)
 
         places = [x.data_ptr() % ALIGN for x in tensors]
-        found = CachedPlan(guard(tensors), always, wants_gradient, is_current, launch, places)
+        found = CachedPlan(guard_of(tensors), always, wants_gradient, is_current, launch, places)
         with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
             self.known[key] = (found, *self.known.get(key, ())[: self.most_alike - 1])
 

@@ -176,6 +176,20 @@ def test_a_plan_is_made_once_and_kept_apart_by_all_that_it_depends_on(stand_in, 
     assert len(made) == len(variants) + 2
 
 
+def test_one_tensor_twice_finds_its_plan_too(stand_in, monkeypatch):
+    q, k, v = replace(SMALL, seqlen_q=40, heads_q=2).inputs()[:3]
+    patterns = (q, k, k), (q, q, q), (q, k, v), (k, k, v)
+    for given in patterns:
+        cutex.flash_attn_func(*given)
+    monkeypatch.setattr(eager, "_unknown", lambda *_: pytest.fail("there is a plan"))
+    for given in patterns:
+        out = cutex.flash_attn_func(*given)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(x.double().transpose(1, 2) for x in given)
+        ).transpose(1, 2)
+        assert (out.double() - wanted).abs().max() < 2**-6
+
+
 def test_shapes_of_as_many_elements_have_plans_of_their_own(stand_in):
     """A plan is found by the numbers of elements, and then by its shapes."""
     problem = replace(SMALL, batch=2, seqlen_q=12, seqlen_k=12)

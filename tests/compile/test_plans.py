@@ -55,14 +55,27 @@ def test_a_plan_with_gradients_or_a_function_is_asked_each_time():
     assert find(cache, "function", plain) is None
 
 
-def test_the_newest_of_plans_alike_are_kept_and_one_tensor_twice_is_none():
+def test_a_plan_with_one_tensor_twice_is_of_calls_that_give_one_twice():
+    cache = PlanCache()
+    x, y, z = (torch.ones(4, 6) for _ in range(3))
+    options = ("mode",)
+    cache.remember(cache.key_of(options, x, y, x), (x, y, x), doubled)
+    for given in ((x, y, x), (z, x, z)):
+        assert cache.find(options, *given) is not None
+    for given in ((x, y, z), (x, x, x), (x, x, y), (x, y, y), (x, y), (x, y.mT, x)):
+        assert cache.find(options, *given) is None, "another pattern, or a tensor that is not alike"
+    cache.remember(cache.key_of(options, x, y, z), (x, y, z), doubled)
+    for given in ((x, y, x), (x, y, z), (z, x, z), (y, x, z)):
+        assert cache.find(options, *given) is not None
+    assert cache.launched(options, x, y) is None
+
+
+def test_the_newest_of_plans_alike_are_kept():
     cache = PlanCache(most=2, most_alike=2)
     sizes = [torch.ones(n) for n in (1, 2, 3)]
     for x in sizes:
         cache.remember("key", (x,), doubled)
     assert [find(cache, "key", x) is not None for x in sizes] == [False, True, True]
-    cache.remember("twice", (sizes[0], sizes[0]), doubled)
-    assert "twice" not in cache.known
     cache.remember("second", (sizes[0],), doubled)
     cache.remember("third", (sizes[0],), doubled)
     assert list(cache.known) == ["third"], "all are dropped once there are too many"
@@ -105,6 +118,8 @@ CALLS = {
     "tall with all": lambda a, b, m: eager.matmul(
         a.view(2, 32, 64), b, bias=m[0], residual=m.view(2, 32, 64), alpha=0.5),
     "square": lambda a, b, m: eager.matmul(a, a),
+    "one tensor throughout": lambda a, b, m: eager.matmul(a, a, residual=a),
+    "a residual that is b": lambda a, b, m: eager.matmul(a, b, residual=b),
     "square with bias": lambda a, b, m: eager.matmul(a, a, bias=m[0]),
     "accumulated": lambda a, b, m: eager.matmul(a, b, out=bf16(64, 64), beta=0.5),
     "accumulated tall": lambda a, b, m: eager.matmul(

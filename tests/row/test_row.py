@@ -263,6 +263,24 @@ def test_a_call_like_another_decides_nothing(device, monkeypatch):
         assert len(asked) == found > 0
 
 
+def test_a_call_with_one_tensor_twice_finds_its_plan_too(device, monkeypatch):
+    asked = []
+    kernel_for = launches.kernel_for
+    monkeypatch.setattr(launches, "kernel_for", lambda *a: asked.append(a) or kernel_for(*a))
+    x, other = (rows(device, (3, 40), torch.float32, seed=i) for i in range(2))
+    w = rows(device, (40,), torch.float32, seed=2)
+
+    def norm_of(residual):
+        y, summed = cutex.layer_norm(x, w, w, residual=residual)
+        near(summed, x.double() + residual.double(), torch.float32)
+        wide = x.double() + residual.double()
+        near(y, F.layer_norm(wide, (40,), w.double(), w.double(), 1e-5), torch.float32, 8)
+
+    for residual, plans in ((x, 1), (x, 1), (other, 2), (x, 2), (other, 2)):
+        norm_of(residual)  # x given twice, and w, has another plan than x beside another tensor
+        assert len(asked) == plans
+
+
 def test_a_plan_is_of_tensors_that_begin_alike(device):
     whole = rows(device, (5, 100), torch.bfloat16)
     for start in (0, 1, 0, 8, 3, 1):

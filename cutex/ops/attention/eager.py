@@ -318,7 +318,9 @@ def attend(
         if call.lengths and call.q.is_cpu:
             check(call)
         with contextlib.suppress(TypeError, ValueError):  # not of the plan's alignment
-            return plan(call, out)
+            result = plan(call, out)
+            _remember(key, call, plan)  # one tensor may be given twice this time
+            return result
     check(call)
     return run(call, with_lse, whole, out, key)
 
@@ -342,10 +344,15 @@ def run(
         if len(_plans) >= 4096:
             forget()
         _plans[whole] = plan
+    _remember(key, call, plan)
+    return result
+
+
+def _remember(key: tuple[Any, ...] | None, call: AttentionCall, plan: Plan) -> None:
+    """Keep a plan for calls like this one, if it has a key and takes tensors as they are given."""
     if key is not None and plan.short is not None:
         functions = [f for f in plan.functions if f is not None]
         PLANS.remember(key, call.tensors, plan.short, functions)
-    return result
 
 
 def _described(x: Tensor | None) -> tuple[Any, ...] | None:
