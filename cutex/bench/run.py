@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -107,14 +107,15 @@ def run_stages(
     """
     options = options or Options()
     device = choose_device(device, arch(stages[0].arch))
-    timed = device == "cuda" and not options.check_only
-    stages = [settle(stage, problem, timed) for stage in stages]
-    target = admit(problem, stages, device, options)
-    if device == "sim":
-        found = [_simulate(problem, stage, options) for stage in stages]
-    else:
-        found = _run_cuda(problem, stages, target, options)
-    return [replace(result, id=options.id, expect=options.expect) for result in found]
+    if device == "cuda":
+        return prepare(problem, stages, options).results()
+    stages = [settle(stage, problem, timed=False) for stage in stages]
+    admit(problem, stages, device, options)
+    return [_named(_simulate(problem, stage, options), options) for stage in stages]
+
+
+def _named(result: Result, options: Options) -> Result:
+    return replace(result, id=options.id, expect=options.expect)
 
 
 def settle(stage: AnyStage, problem: Problem, timed: bool) -> AnyStage:
@@ -223,11 +224,79 @@ def _counts(report: SimReport) -> dict[str, int]:
 # ---- GPU
 
 
-def _run_cuda(
-    problem: Problem, stages: Sequence[AnyStage], target: Arch, options: Options
-) -> list[Result]:
-    import torch
+@dataclass(frozen=True)
+class Prepared:
+    """Stages of one arch on one problem, compiled, launched once and found right on this GPU, and
+    their peers: all that needs no quiet GPU, and most of the seconds."""
 
+    problem: Problem
+    stages: Sequence[AnyStage]
+    target: Arch
+    options: Options
+    compiled: Mapping[int, Compiled]  # by stage
+    checks: Mapping[int, Check]
+    variants: Mapping[str, Launch]  # of right stages and peers, to be timed
+    versions: Mapping[str, str]  # of peers
+
+    def results(self) -> list[Result]:
+        """Time the variants, in turns; one Result for each stage, in order."""
+        checks, measured = dict(self.checks), timing.Measured({}, None, None, {})
+        if self.variants:
+            measured = self._timed()
+            for stage in self.stages:
+                if f"stage {stage.number}" in self.variants:
+                    again = _check_again(self.problem, stage, measured)
+                    if not again.ok:
+                        checks[stage.number] = again
+        peers = [
+            Peer(name, version, measured.timings[name]) for name, version in self.versions.items()
+        ]
+        return [self._result(s, checks[s.number], measured, peers) for s in self.stages]
+
+    def _timed(self) -> timing.Measured:
+        state = self.options.cache_state
+        copies = timing.copies_to_rotate(self.problem.bytes, self.target.l2_bytes, state)
+        operands = [
+            (*self.problem.inputs("cuda", copy=i), *self.problem.outputs("cuda"))
+            for i in range(copies)
+        ]
+        return timing.time_variants(self.variants, operands, state, self.problem.seed)
+
+    def _result(
+        self, stage: AnyStage, check: Check, measured: timing.Measured, peers: list[Peer]
+    ) -> Result:
+        import torch
+
+        facts: dict[str, Any] = {}
+        took = measured.timings.get(f"stage {stage.number}")
+        if took is not None and check.ok:
+            rate = tflops(self.problem.flops, took.median_us)
+            peak = self.problem.needs.peak_tflops(self.target)
+            facts = {
+                "timing": took,
+                "tflops": rate,
+                "gbs": gbs(self.problem.bytes, took.median_us),
+                "percent_of_peak": 100 * rate / peak if peak else None,
+                "peers": peers,
+                "gpu_before": measured.gpu_before,
+                "gpu_after": measured.gpu_after,
+            }
+        found = _result(
+            self.problem,
+            stage,
+            self.compiled[stage.number],
+            check,
+            device="cuda",
+            device_name=torch.cuda.get_device_name(),
+            **facts,
+        )
+        return _named(found, self.options)
+
+
+def prepare(problem: Problem, stages: Sequence[AnyStage], options: Options) -> Prepared:
+    """Compile and check stages of one arch on this GPU, and load their peers; see run_stages."""
+    stages = [settle(stage, problem, timed=not options.check_only) for stage in stages]
+    target = admit(problem, stages, "cuda", options)
     compiled = {s.number: compile_stage(s, problem.dtype) for s in stages}
     launches = {
         s.number: problem.launcher(compiled[s.number], compiled[s.number].argument_names)
@@ -242,7 +311,7 @@ def _run_cuda(
     versions = {}
     for name in options.compare if variants else ():
         try:
-            launch, versions[name] = problem.peers[name].load(problem)
+            launch, version = problem.peers[name].load(problem)
             check = _check_launch(problem, launch)
             if not check.ok:
                 raise RuntimeError(check.message)
@@ -250,52 +319,8 @@ def _run_cuda(
             first_line = str(error).partition("\n")[0]
             options.notice(f"peer {name} is skipped: {type(error).__name__}: {first_line}")
         else:
-            variants[name] = launch
-
-    measured = timing.Measured({}, None, None, {})
-    if variants:
-        copies = timing.copies_to_rotate(problem.bytes, target.l2_bytes, options.cache_state)
-        operands = [
-            (*problem.inputs("cuda", copy=i), *problem.outputs("cuda")) for i in range(copies)
-        ]
-        measured = timing.time_variants(variants, operands, options.cache_state, problem.seed)
-        for stage in stages:
-            if f"stage {stage.number}" in variants:
-                again = _check_again(problem, stage, operands[0], measured)
-                if not again.ok:
-                    checks[stage.number] = again
-    peers = [
-        Peer(name, versions[name], measured.timings[name])
-        for name in options.compare
-        if name in variants
-    ]
-    results = []
-    for stage in stages:
-        facts: dict[str, Any] = {}
-        took = measured.timings.get(f"stage {stage.number}")
-        if took is not None and checks[stage.number].ok:
-            rate, peak = tflops(problem.flops, took.median_us), problem.needs.peak_tflops(target)
-            facts = {
-                "timing": took,
-                "tflops": rate,
-                "gbs": gbs(problem.bytes, took.median_us),
-                "percent_of_peak": 100 * rate / peak if peak else None,
-                "peers": peers,
-                "gpu_before": measured.gpu_before,
-                "gpu_after": measured.gpu_after,
-            }
-        results.append(
-            _result(
-                problem,
-                stage,
-                compiled[stage.number],
-                checks[stage.number],
-                device="cuda",
-                device_name=torch.cuda.get_device_name(),
-                **facts,
-            )
-        )
-    return results
+            variants[name], versions[name] = launch, version
+    return Prepared(problem, stages, target, options, compiled, checks, variants, versions)
 
 
 def _check_launch(problem: Problem, launch: Launch, tile: tuple[int, ...] | None = None) -> Check:
@@ -316,12 +341,10 @@ def _check_on_gpu(problem: Problem, stage: AnyStage, launch: Launch) -> Check:
     return _check_launch(problem, launch, tile)
 
 
-def _check_again(
-    problem: Problem, stage: AnyStage, tensors: timing.Operands, measured: timing.Measured
-) -> Check:
+def _check_again(problem: Problem, stage: AnyStage, measured: timing.Measured) -> Check:
     """Check the output of the timed graph itself, since a figure counts only with a right
     result."""
-    blanks = problem.outputs("cuda")
+    tensors, blanks = measured.operands, problem.outputs("cuda")
     for output, blank in zip(tensors[-len(blanks) :], blanks, strict=True):
         output.copy_(blank)
     measured.replay[f"stage {stage.number}"]()

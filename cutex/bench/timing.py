@@ -112,6 +112,7 @@ class Measured:
     gpu_before: dict[str, float] | None  # clock, power, temperature, in the first timed round
     gpu_after: dict[str, float] | None  # the same in the last
     replay: dict[str, Callable[[], None]]  # replays the graph that was timed
+    operands: Operands = ()  # those of its first launch
 
 
 def time_variants(
@@ -172,7 +173,8 @@ def time_variants(
         name: summarise(samples[name], launches[name], cache_state, launch_us[name])
         for name in names
     }
-    return Measured(timings, gpu_before, gpu_after, {name: graphs[name].replay for name in names})
+    replay = {name: graphs[name].replay for name in names}
+    return Measured(timings, gpu_before, gpu_after, replay, operands[0])
 
 
 def _launch_cost(launch: Launch, operands: Operands, calls: int) -> float:
