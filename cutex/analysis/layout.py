@@ -37,7 +37,8 @@ from cutex.arch import arch
 from cutex.command import Parser, answered
 from cutex.svg import Canvas, alone
 
-CELL = 26.0
+# NOTE: pictures are narrow enough for their text to be read in a column of 500 px
+CELL, LINE = 26.0, 12.0  # a cell's height, and that of a line of text
 _MOST_ROWS = 1024  # rows of a swizzle's picture
 DTYPES = ("bf16", "fp16")  # dtypes of the operands
 PASTEL = ("#cfe0f7", "#f9dcc9", "#cdebd9", "#f3e2b3", "#e0d4f3", "#f6cfd9", "#cfeaea", "#e4e4d8")
@@ -45,7 +46,7 @@ PASTEL = ("#cfe0f7", "#f9dcc9", "#cdebd9", "#f3e2b3", "#e0d4f3", "#f6cfd9", "#cf
 
 @dataclass(frozen=True)
 class Cell:
-    """One square of a grid: its text, and the index of its pastel colour."""
+    """One square of a grid: its text, of one line or two, and the index of its pastel colour."""
 
     text: str
     tone: int
@@ -59,14 +60,15 @@ Grid = Sequence[Sequence[Cell]]
 
 def draw_grid(title: str, grid: Grid, corner: str = "", cell: float = CELL) -> str:
     """Draw cells with their row and column numbers."""
-    widest = max(len(c.text) for row in grid for c in row)
-    wide = max(cell, 7.2 * widest + 6)
+    lines = [c.text.split("\n") for row in grid for c in row]
+    wide = max(cell, 7.2 * max(len(line) for of_cell in lines for line in of_cell) + 6)
+    high = cell + LINE * (max(map(len, lines)) - 1)
     left, top = 34.0, 58.0 if corner else 44.0
     width = max(left + wide * len(grid[0]) + 8, 14 + 8.0 * len(title))
-    canvas = Canvas(width, top + cell * len(grid) + 8, title)
+    canvas = Canvas(width, top + high * len(grid) + 8, title)
     canvas.text(4, 14, title, "ink", 13, font_weight="600")
     canvas.text(4, 32, corner, size=11)
-    _cells(canvas, left, top, wide, cell, grid)
+    _cells(canvas, left, top, wide, high, grid)
     return canvas.svg()
 
 
@@ -85,10 +87,12 @@ def _square(canvas: Canvas, x: float, y: float, w: float, h: float, cell: Cell) 
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{fill}" '
         'stroke="#8a8a82" stroke-width=".5"/>'
     )
-    if cell.text:  # dark on pastel in either theme
+    lines = cell.text.split("\n") if cell.text else []
+    first = y + h / 2 + 4 - LINE * (len(lines) - 1) / 2
+    for i, line in enumerate(lines):  # dark on pastel in either theme
         canvas.marks.append(
-            f'<text x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}" fill="#1c1c1a" font-size="11" '
-            f'text-anchor="middle">{cell.text}</text>'
+            f'<text x="{x + w / 2:.1f}" y="{first + LINE * i:.1f}" fill="#1c1c1a" font-size="11" '
+            f'text-anchor="middle">{line}</text>'
         )
 
 
@@ -121,7 +125,7 @@ def _owner_grid(
             return Cell("", 7)
         thread, value = who[0]
         more = "+" if len(who) > 1 else ""
-        return Cell(f"T{thread}V{value}{more}", thread)
+        return Cell(f"T{thread}\nV{value}{more}", thread)
 
     return [[cell(i, j) for j in range(tile[1])] for i in range(tile[0])]
 
@@ -129,9 +133,9 @@ def _owner_grid(
 def draw_swizzle(swizzle: int, dtype: str, rows: int = 8) -> str:
     """Draw two bank maps side by side: the same rows without and with the swizzle."""
     plain, permuted = smem_addresses(swizzle, dtype, rows)
-    wide, high, left, top = 44.0, CELL, 34.0, 76.0
+    wide, high, left, top = 34.0, CELL, 34.0, 76.0
     units = len(plain[0])
-    gap = max(left + wide * units + 40, 230)  # room for the text below
+    gap = max(left + wide * units + 14, 230)  # room for the text below
     canvas = Canvas(max(2 * gap, 560), top + high * rows + 44, f"{swizzle}-byte swizzle")
     name = f"{swizzle}-byte swizzle, {dtype}: banks of the 16-byte units of {rows} rows"
     canvas.text(4, 16, name, "ink", 13, font_weight="600")
@@ -157,8 +161,9 @@ def draw_mma(name: str, tile: tuple[int, int], dtype: str) -> str:
     wide = max(n * scale, 230)  # room for the labels
     left, top = 60 + k * deep, 70 + k * deep
     corner = (16, 16) if found.corner else (0, 0)
-    below = CELL * (corner[0] + 3) if found.corner else 40
-    width = max(left + wide + 40, 34 + 62.0 * corner[1] + 20, 640)
+    cell_wide, cell_high = 38.0, CELL + LINE
+    below = cell_high * corner[0] + 3 * CELL if found.corner else 40
+    width = max(left + wide + 40, 34 + cell_wide * corner[1] + 20, 640)
     canvas = Canvas(width, top + m * scale + below + 20, name)
     who = f"{found.threads} threads" if name == "wgmma" else "one thread"
     pair = ", for a pair of CTAs" if found.ctas > 1 else ""
@@ -184,7 +189,7 @@ def draw_mma(name: str, tile: tuple[int, int], dtype: str) -> str:
     y = top + m * scale + 26
     if found.corner:
         canvas.text(4, y, "who holds the first 16x16 of C: T thread, V value", size=11)
-        _cells(canvas, 34, y + 22, 62, CELL, _owner_grid(found.corner, corner))
+        _cells(canvas, 34, y + 22, cell_wide, cell_high, _owner_grid(found.corner, corner))
     else:
         text = f"row r of each CTA in lane r, column c in column c: {max(found.columns) + 1} in all"
         canvas.text(4, y, text, size=11)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from cutex.analysis.layout import main
 from cutex.analysis.traced import MMAS, bank_conflict, mma, offsets, smem_addresses, tma, tmem_reads
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_offsets_are_those_of_the_layout():
@@ -156,3 +159,11 @@ def test_no_label_lies_over_another_or_leaves_the_picture(command, capsys):
 def test_a_swizzle_of_too_many_rows_is_refused_at_once(rows, capsys):
     assert main(["swizzle", "128", "--rows", rows]) == 2
     assert f"--rows {rows}: a multiple of 8 up to 1024" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda file: file.stem)
+def test_the_text_of_a_page_s_picture_can_be_read_in_a_column_of_500_px(file):
+    picture = ElementTree.fromstring(file.read_text(encoding="utf-8"))
+    texts = picture.iter("{http://www.w3.org/2000/svg}text")
+    smallest = min(float(text.get("font-size", 12)) for text in texts)
+    assert smallest * min(1.0, 500 / float(picture.get("width"))) >= 7.5

@@ -59,7 +59,7 @@ def attention(
                 f"{name}: attn_implementation {NAME!r} has no sparse attention; use 'sdpa'"
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+    options = options_of(scaling, softcap, s_aux)
     layout = None
     if not dropout and all(more.get(name) is None for name in FOR_TORCH):
         layout = _layout(query, key, attention_mask, causal, more)
@@ -75,6 +75,16 @@ def attention(
             f"dropout={dropout}: attn_implementation {NAME!r} has none with softcap or sinks"
         )
     return _by_definition(query, key, value, attention_mask, causal, options), None
+
+
+def options_of(
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """What transformers calls by these names as our functions call it."""
+    return {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
 
 
 def _layout(

@@ -80,35 +80,24 @@ def mask_of(
 
 
 def attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, **given: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The output (batch, rows, heads, D) for query, key and value (batch, heads, rows, D), as
     transformers' flash_attention_forward has it. `attention_mask` (batch, tokens) is True where one
     counts."""
-    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
-    paged = more.get("cache") is not None or more.get("cu_seq_lens_q") is not None
-    if query.shape[2] == 1 and not dropout and not paged and not torch.compiler.is_compiling():
-        layout = _of_token(attention_mask, key.shape[2], sliding_window)
+    paged = any(given.get(name) is not None for name in ("cache", "cu_seq_lens_q"))
+    one = query.shape[2] == 1 and not given.get("dropout")
+    if one and not paged and not torch.compiler.is_compiling():
+        layout = _of_token(attention_mask, key.shape[2], given.get("sliding_window"))
+        options = in_transformers.options_of(**given)
         if layout is not None and in_transformers.takes(query, key, value, options):
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             k, v = k[:, : layout.keys], v[:, : layout.keys]
             options.update(layout.options)
             if (found := in_transformers.decoded(q, k, v, layout, options)) is not None:
                 return found, None
-    return flash_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-        sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, **more,
-    )  # fmt: skip
+    return flash_attention_forward(module, query, key, value, attention_mask, **given)
 
 
 _latest: list[Any] = [None, None]  # the mask that all layers of a step have, and what was found
