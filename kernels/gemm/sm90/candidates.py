@@ -44,7 +44,7 @@ L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
 BOX_ROWS = 32  # of a TMA load, where tiles reach outside of an operand
 LONG = 512  # K, in units of 2 bytes, from which on that pays
 FINE_ROWS = 512  # M above it is rounded coarsely before a config is chosen (choose.py)
-SMALL = 512  # rows and columns of a C of which eight CTAs share K
+SMALL = 512  # columns of a C that is cut into few; eight CTAs share the K of SMALL x SMALL
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
 SECTOR = 32  # bytes of a sector of L2
 
@@ -168,7 +168,11 @@ def of_one_round(
     """The configs whose tiles, fitted to M, N and K, all run at once."""
     arch, problem = _on(arch_name, num_sms), GemmProblem(*mnk)
     found: dict[Sm90Config, None] = {}
-    for config in (*_spread(*mnk, arch), *_columns(*mnk, arch), *_rows(*mnk, arch)):
+    m, n, k = mnk
+    every = [*_spread(*mnk, arch), *_columns(m, n, arch, swap_ab=True), *_rows(*mnk, arch)]
+    if n <= SMALL < m:
+        every += _columns(n, m, arch, swap_ab=False)
+    for config in every:
         config = replace(_deepest(config, arch), num_ctas=_grid(1, arch))
         config = _stored_at_once(config, arch)
         if config.num_stages > 2 and config.why_not(problem, arch) is None:
@@ -253,21 +257,22 @@ def _tile_rows(sharers: int, split_k: int) -> tuple[int, ...]:
     return (64, 128) if small else tuple(WARPGROUPS)
 
 
-def _columns(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
-    """Swapped configs: few columns of tiles, as wide as M needs."""
+def _columns(few: int, many: int, arch: Arch, swap_ab: bool) -> Iterator[Sm90Config]:
+    """Few columns of tiles, as wide as the side `few` of C needs: M, swapped, or N."""
     for cluster_m, cluster_n, split_k in _together():
         # B is loaded in turn, or by parts
         units = (16, 32) if cluster_m == 4 else (16,)
-        widths = {(c, ceil_div(m, unit * c * cluster_n) * unit): None
+        widths = {(c, ceil_div(few, unit * c * cluster_n) * unit): None
                   for c in range(1, FEW + 1) for unit in units}  # fmt: skip
         for columns, tile_n in widths:
-            if tile_n > 256 or ceil_div(m, tile_n * cluster_n) != columns:
+            if tile_n > 256 or ceil_div(few, tile_n * cluster_n) != columns:
                 continue
             for tile_m in _tile_rows(cluster_m * cluster_n, split_k):
-                ctas = ceil_div(n, tile_m * cluster_m) * cluster_m * columns * cluster_n * split_k
+                rows = ceil_div(many, tile_m * cluster_m) * cluster_m
+                ctas = rows * columns * cluster_n * split_k
                 if ctas <= at_once(cluster_m * cluster_n * split_k, arch.num_sms):
                     yield _tile(tile_m, tile_n, WARPGROUPS[tile_m], cluster_m, cluster_n, split_k,
-                                swap_ab=True, columns=columns)  # fmt: skip
+                                swap_ab=swap_ab, columns=columns)  # fmt: skip
 
 
 def _rows(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
@@ -340,7 +345,7 @@ def _of_slow_loads(config: Sm90Config, problem: GemmProblem) -> bool:
     of a C that is not small, of which little was timed."""
     c = config
     shared = c.one_tile and c.cluster_m * c.cluster_n == 8 and c.tile_m > 64
-    return shared or (c.split_k == 8 and max(problem.m, problem.n) > SMALL)
+    return shared or (c.split_k == 8 and problem.m * problem.n > SMALL**2)
 
 
 def straddles(problem: GemmProblem, majors: Majors) -> bool:
