@@ -29,8 +29,9 @@ LOAD_BYTES = 32  # per clock and SM, that L2 gives
 MHZ, POWER = 1700, 1.8  # clocks in a microsecond; how sharply the larger of two limits counts
 FIXED_US, TILE_CLOCKS = 3.0, 725
 STREAM_CLOCKS, STREAM_BYTES = 3400, 80  # of sums through memory, and bytes of them in a clock
+PARTIAL_CLOCKS = 200  # of one CTA's sums, beside their bytes: they are added one after the other
 SPLIT_BYTES = 32  # of sums within a cluster, in a clock
-DEEPEST = 12
+DEEPEST, MOST = 12, 16  # slots, and as many where a split's sums take the room
 
 
 def candidates(n: int, fold: int, k_contiguous: bool) -> Iterator[UnalignedConfig]:
@@ -61,7 +62,7 @@ def deepest(tiles: UnalignedConfig, arch: Arch) -> UnalignedConfig | None:
     size = tiles.cluster_m * tiles.split_k
     most = at_once(size, arch.num_sms)
     grid = 0 if most == arch.num_sms else most // size * size
-    for num_stages in range(DEEPEST, 2, -1):
+    for num_stages in (*range(DEEPEST, 2, -1), *range(DEEPEST + 1, MOST + 1)):
         found = replace(tiles, num_stages=num_stages, num_ctas=grid)
         if found.why_not(None, arch) is None:
             return found
@@ -80,7 +81,8 @@ def predict(tiles: UnalignedConfig, problem: GemmProblem, arch: Arch) -> float:
     if c.stream_k:
         whole = tiles_of_c / ctas
         clocks = whole * k_tiles * k_tile_clocks(c) + rounds * TILE_CLOCKS + STREAM_CLOCKS
-        clocks += max(1.0, 1 / whole - 1) * c.partial_bytes / STREAM_BYTES
+        partials = max(1.0, min(ctas / tiles_of_c, k_tiles) - 1)
+        clocks += partials * (PARTIAL_CLOCKS + c.partial_bytes / STREAM_BYTES)
     if c.split_k > 1:
         clocks += rounds * c.partial_bytes / SPLIT_BYTES
     memory = problem.bytes / (0.88 * arch.hbm_gbs * 1e3)
@@ -107,7 +109,10 @@ def ranked(
 
 
 def fit(c: UnalignedConfig, problem: GemmProblem) -> bool:
-    """Whether no CTA of a split is without a K tile, and streamed tiles are as many rounds."""
+    """Whether no CTA of a split is without a K tile, nor one of a cluster without rows, and streamed
+    tiles are as many rounds."""
+    if ceil_div(problem.m, c.tile_m) < c.cluster_m:
+        return False
     tiles = ceil_div(problem.m, c.tile_m * c.cluster_m) * ceil_div(problem.n, c.tile_n)
     rounds = tiles * c.cluster_m / (c.num_ctas or 132)
     if c.stream_k and c.stream_k != min(2, ceil_div(round(rounds * 1000), 1000)):
