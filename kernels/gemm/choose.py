@@ -13,7 +13,6 @@ from cutex.arch import instructions_of
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm80 import cost_model as sm80
 from cutex.kernels.gemm.sm90 import cost_model as sm90
-from cutex.kernels.gemm.sm90.candidates import FINE_ROWS
 from cutex.kernels.gemm.sm100 import cost_model as sm100
 from cutex.problem.protocol import size_class
 
@@ -29,8 +28,8 @@ COST_MODELS: dict[str, Any] = {"sm_80": sm80, "sm_90a": sm90, "sm_100a": sm100}
 
 def rows_class(m: int) -> int:
     """M rounded up to the sizes that configs are chosen for, so that serving compiles few kernels:
-    multiples of 16 up to 1024, of 64 from 2048 to 32768, and 32 or 256 steps from one power of two
-    to the next between these and above.
+    multiples of 16 up to 1024, of 32 up to 2048, of 64 up to 32768, and above that 256 sizes from
+    one power of two to the next.
 
     NOTE: 8 steps cost 1 % in the mean and up to 10 %: tiles that fit the largest M of a class leave
     more SMs idle at others (docs/facts/matmul.md#classes-of-rows).
@@ -55,13 +54,15 @@ def predictions(
     majors: tuple[bool, bool] = (True, True),
     bits: int = 16,
     hopeful: bool = False,
+    configs: Sequence[GemmConfig] | None = None,
 ) -> dict[GemmConfig, float]:
-    """The microseconds that the model of `arch` predicts for each candidate config that can run
-    `batch` of `problem`; `majors` says whether K is contiguous in A and in B, `bits` what their
-    elements have. K counts 2 bytes. `hopeful`: where the model is unsure, doubt counts for a config
-    instead of against it."""
+    """The microseconds that the model of `arch` predicts for each candidate config, or those given,
+    that can run `batch` of `problem`; `majors` says whether K is contiguous in A and in B, `bits`
+    what their elements have. K counts 2 bytes. `hopeful`: where the model is unsure, doubt counts
+    for a config instead of against it."""
     model = COST_MODELS[instructions_of(arch.name)]
-    fits = [c for c in model.candidates(problem, arch, majors) if c.why_not(problem, arch) is None]
+    every = model.candidates(problem, arch, majors) if configs is None else configs
+    fits = [c for c in every if c.why_not(problem, arch) is None]
     doubt = {"caution": -model.CAUTION} if hopeful and hasattr(model, "CAUTION") else {}
     times = model.predictions(fits, problem, arch, batch, majors, bits, **doubt)
     return dict(zip(fits, times, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import compress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from cutex.arch import local_arch
 from cutex.bench.progress import progress
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.signature import GeneralConfig
+from cutex.kernels.gemm.sm90.candidates import FINE_ROWS
 from cutex.ops import building
 from cutex.ops.device import forget_plans, simulated_arch
 from cutex.ops.matmul import choices
@@ -33,6 +34,7 @@ from cutex.ops.matmul.plan import (
     majors_of,
     problem_of,
 )
+from cutex.problem.protocol import size_class
 
 MOST_KERNELS = 24
 
@@ -122,28 +124,46 @@ def _config(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> GeneralConfig:
 
 def _few_for(classes: list[CallClass], most: int) -> dict[CallClass, GeneralConfig]:
     """A config for each of `classes`, at most `most` different ones, which calls then take."""
-    times: list[dict[GeneralConfig, float]] = []
-    for calls in classes:
-        known = choices.remembered(calls)
-        predicted = predictions(
-            problem_of(calls),
-            calls.target,
-            calls.sizes[3],
-            majors_of(calls),
-            bits_of(calls),
-        )
-        whole = {known: 1.0} if known is not None else predicted
-        fitting = ((fitted(tiles, calls), us) for tiles, us in whole.items())
-        times.append({config: us for config, us in fitting if config is not None})
-    few = set(cover(times, most))
+    sampled = list({_wider(calls): calls for calls in classes}.values())
+    while True:
+        few = cover([_times(calls) for calls in sampled], most)
+        times = {calls: _times(calls, few) for calls in classes}
+        if not (without := [calls for calls, of_class in times.items() if not of_class]):
+            break
+        sampled += without
     chosen = {}
-    for calls, of_class in zip(classes, times, strict=True):
-        config = min(few & of_class.keys(), key=of_class.__getitem__)
+    for calls, of_class in times.items():
+        config = min(of_class, key=of_class.__getitem__)
         choices.prefer(calls, config.tiles)
         chosen[calls] = config
     forget()
     forget_plans()
     return chosen
+
+
+def _wider(calls: CallClass) -> CallClass:
+    """The class that `calls` would be in if there were only eight of large M from one power of two
+    to the next: the candidates for all of it are those of its largest M."""
+    m, *rest = calls.sizes
+    return replace(calls, sizes=(size_class(m) if m > FINE_ROWS else m, *rest))
+
+
+def _times(
+    calls: CallClass, among: Iterable[GeneralConfig] | None = None
+) -> dict[GeneralConfig, float]:
+    """The predicted microseconds of the configs that can run `calls`, of all candidates or those
+    given; if a config was chosen for them by timing, that one alone."""
+    problem, target = problem_of(calls), calls.target
+    known = choices.remembered(calls)
+    if known is not None:
+        tiles = {known: 1.0}
+    else:
+        given = None if among is None else [c.tiles for c in among]
+        tiles = predictions(
+            problem, target, calls.sizes[3], majors_of(calls), bits_of(calls), configs=given
+        )
+    fitting = ((fitted(one, calls), us) for one, us in tiles.items())
+    return {c: us for c, us in fitting if c is not None and (among is None or c in among)}
 
 
 def _arch() -> str:
