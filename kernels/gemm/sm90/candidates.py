@@ -168,7 +168,7 @@ def of_one_round(
     """The configs whose tiles, fitted to M, N and K, all run at once."""
     arch, problem = _on(arch_name, num_sms), GemmProblem(*mnk)
     found: dict[Sm90Config, None] = {}
-    m, n, k = mnk
+    m, n, _ = mnk
     every = [*_spread(*mnk, arch), *_columns(m, n, arch, swap_ab=True), *_rows(*mnk, arch)]
     if n <= SMALL < m:
         every += _columns(n, m, arch, swap_ab=False)

@@ -15,8 +15,10 @@ them and among the schedulers and epilogue stores.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -44,7 +46,7 @@ from cutex.device.atoms.multicast import (
     shared_operand,
 )
 from cutex.device.atoms.tma import load_operand, store_operand
-from cutex.device.atoms.wgmma import Wgmma, wgmma
+from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
 from cutex.device.epilogue.epilogue_ops import Add, BoundOps
 from cutex.device.epilogue.sm90.fused_store import ElementStore, fused_store
 from cutex.device.epilogue.sm90.tma_store import warp_store, warpgroup_store
@@ -68,6 +70,31 @@ from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster
 from cutex.schedulers.spread import Spread
 from cutex.schedulers.stream_k import StreamedTiles
+
+
+class Barriers(NamedTuple):
+    """The barriers in smem of a kernel of General's roles (see its table)."""
+
+    ab: SharedRing
+    held: Barrier | None
+    sums: Barrier | None
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, general: General) -> Barriers:
+        """Allocate those that the config of `general` needs."""
+        g, c = general, general.tiles
+        readers = 4 if c.pingpong else g.mma_warps.count
+        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, g.cluster)
+        held = sums = None
+        if g.preloaded is not None:
+            held = Barrier.allocate(smem, "held", arrivals=1, slots=g.num_slots)
+        if c.split_k > 1:
+            sums = Barrier.allocate(smem, "sums", arrivals=1)
+        return Barriers(ab, held, sums)
+
+    @property
+    def all(self) -> tuple[SharedRing | Barrier, ...]:
+        return tuple(x for x in self if x is not None)
 
 
 class General:
@@ -328,48 +355,69 @@ class General:
         sums and flags (exchange.py).
         """
         c = self.tiles
-        kinds = a.atom.value_type, b.atom.value_type
         smem = SmemAllocator()
-        sA = allocate_slots(smem, kinds[0], a.smem_layout)  # (bM, bK, SLOT)
-        sB = allocate_slots(smem, kinds[1], b.smem_layout)  # (bN, bK, SLOT)
+        sA = allocate_slots(smem, a.atom.value_type, a.smem_layout)  # (bM, bK, SLOT)
+        sB = allocate_slots(smem, b.atom.value_type, b.smem_layout)  # (bN, bK, SLOT)
         mOut, sC = out, None
         if cutlass.const_expr(self.config.out.tma):
             mOut = out.tma_tensor
             sC = allocate_slots(smem, out.atom.value_type, out.smem_layout)  # (64, epiN, SLOT)
         mProduct = self.config.product(mOut)
-        readers = 4 if c.pingpong else self.mma_warps.count
-        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, self.cluster)
-        held = None
-        if cutlass.const_expr(self.preloaded is not None):
-            held = Barrier.allocate(smem, "held", arrivals=1, slots=self.num_slots)
-        sums = None
-        if cutlass.const_expr(c.split_k > 1):
-            sums = Barrier.allocate(smem, "sums", arrivals=1)
+        barriers = Barriers.allocate(smem, self)
         a, out = self.from_first_row(a, out)
         k_major = self.config.k_major
         boxes = (self.box(c.tile_m, c.cluster_n, k_major[0]),
                  self.box(c.tile_n, c.cluster_m, k_major[1]))  # fmt: skip
         operands = AbOperands(a, b, sA, sB, k_major, boxes)
-        load, mma_role = self.load_role, self.mma_role(sA, workspace, sums)
+        prepare = partial(self.prepare, operands, workspace, barriers.sums)
+        self.run(self.load_role, operands, barriers, prepare, mProduct, (out, sC, rows, passed))
+
+    def prepare(
+        self,
+        operands: AbOperands,
+        workspace: tuple[cute.Tensor, cute.Tensor] | None,
+        sums: Barrier | None,
+    ) -> tuple[MmaRole, WgmmaProduct]:
+        """The MMA role, and this warpgroup's part of A @ B^T. The MMA warps call it."""
+        c, sA, sB = self.tiles, operands.sA, operands.sB
+        warpgroups = 1 if c.pingpong else c.mma_warpgroups
+        a_major, b_major = (MAJORS[k_major] for k_major in self.config.k_major)
+        kinds = sA.element_type, sB.element_type
+        instruction = Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups)
+        return self.mma_role(sA, workspace, sums), wgmma(instruction, sA, sB)
+
+    @cute.jit
+    def run(
+        self,
+        load: cutlass.Constexpr[LoadTiles],
+        operands: Any,
+        barriers: Barriers,
+        prepare: cutlass.Constexpr[Callable[[], tuple[MmaRole, WgmmaProduct]]],
+        mProduct: cute.Tensor,
+        stored: tuple[Any, ...],
+    ) -> None:
+        """Publish the barriers; the load warp then loads, and the MMA warps compute and store.
+
+        `stored`: out as TMA or threads store it, its slots, its rows, and the operations'
+        arguments.
+        """
         warp = cute.arch.warp_idx()
         if warp == self.load_warps.first:
             load.start(operands, mProduct)
-        barriers = tuple(x for x in (ab, held, sums) if x is not None)
         # NOTE: CTAs that share K signal each other only after a cluster barrier of their own
-        publish_barriers(barriers, cluster=self.cluster.size > 1)
+        publish_barriers(barriers.all, cluster=self.cluster.size > 1)
 
         if warp >= self.load_warps.first:
             self.give_registers()
             if warp == self.load_warps.first:
-                load.run(operands, ab, mProduct)
+                load.run(operands, barriers.ab, mProduct)
         else:
             self.take_registers()
-            warpgroups = 1 if c.pingpong else c.mma_warpgroups
-            a_major, b_major = (MAJORS[k_major] for k_major in self.config.k_major)
-            instruction = Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups)
-            mma = wgmma(instruction, sA, sB)
-            epilogue = self.epilogue(out, sC, rows, self.config.bind(mProduct, passed), held)
-            mma_role.run(mma, ab, epilogue, operands.num_k_tiles, mProduct)
+            role, mma = prepare()
+            *places, passed = stored
+            ops = self.config.bind(mProduct, passed)
+            epilogue = self.epilogue(*places, ops, barriers.held)
+            role.run(mma, barriers.ab, epilogue, operands.num_k_tiles, mProduct)
             epilogue.drain()
 
     def from_first_row(self, a: cpasync.TmaInfo, out: Any) -> tuple[cpasync.TmaInfo, Any]:

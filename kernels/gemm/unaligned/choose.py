@@ -109,8 +109,8 @@ def ranked(
 
 
 def fit(c: UnalignedConfig, problem: GemmProblem) -> bool:
-    """Whether no CTA of a split is without a K tile, nor one of a cluster without rows, and streamed
-    tiles are as many rounds."""
+    """Whether no CTA of a split is without a K tile, nor one of a cluster without rows, and
+    streamed tiles are as many rounds."""
     if ceil_div(problem.m, c.tile_m) < c.cluster_m:
         return False
     tiles = ceil_div(problem.m, c.tile_m * c.cluster_m) * ceil_div(problem.n, c.tile_n)

@@ -1,4 +1,4 @@
-"""The MMA roles of the kernel of unaligned operands: threads read operand A from smem, element by
+"""The mainloop of the kernel of unaligned operands: threads read operand A from smem, element by
 element, into registers."""
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from cutlass.cute.nvgpu import warpgroup
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.gemm.sm90.roles import Walk
-from cutex.kernels.gemm.sm90.split_k import SplitK
+from cutex.kernels.gemm.sm90.register_operand import release_before, zero
 from cutex.kernels.gemm.unaligned.config import TILE_K
 from cutex.kernels.gemm.unaligned.sm90.operand import Rows
-from cutex.kernels.gemm.w4.sm90.mma import release_before, zero
 
 
 @cute.jit
@@ -50,13 +48,3 @@ class KTiles:
         self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
     ) -> PipelineState:
         return multiplied(mma, ab, take, self.rows, count)
-
-
-@dataclass(frozen=True)
-class UnalignedSplitK(SplitK):
-    """A CTA computes a share of one tile's K, and exchanges sums in fp32 (sm90/split_k.py)."""
-
-    blocks: KTiles
-
-    def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
-        self.blocks.run(mma, ab, ab.consumer(), count)
