@@ -1,8 +1,9 @@
 """The choice of a config for an unaligned operand: candidates, ranked by a cost model.
 
 The model counts clocks of a CTA per K tile: of the tensor cores, of reading operand A into
-registers, and of loads; the rounds of tiles; and memory. Its constants are fitted to 140 times of
-16 weight gradients on an H100. Imports neither torch nor the DSL.
+registers, and of loads; the rounds of tiles; and memory. Its constants are fitted to 233 times of
+36 weight gradients on an H100 and an H200 (docs/facts/gemm.md#unaligned-choice). Imports neither
+torch nor the DSL.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ if TYPE_CHECKING:
 
 COLUMNS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
 BOX = 32  # rows of B contiguous that a box has at least, or all
-MMA_CLOCKS = 3.2  # of 64 rows by one column by a K tile, where the tensor core limits
-READ_CLOCKS = 250  # of a warpgroup's 64 rows, from their arrival to the wgmmas
+MMA_CLOCKS = 2.9  # of 64 rows by one column by a K tile, where the tensor core limits
+READ_CLOCKS = 190  # of a warpgroup's 64 rows, from their arrival to the wgmmas
 ISSUE_CLOCKS = 115  # of the same, of the four schedulers' time
 SECTOR_CLOCKS = 0.2  # of TMA, for 32 bytes
-LOAD_BYTES = 32  # per clock and SM, that L2 gives
-MHZ, POWER = 1700, 1.8  # clocks in a microsecond; how sharply the larger of two limits counts
-FIXED_US, TILE_CLOCKS = 3.0, 725
-STREAM_CLOCKS, STREAM_BYTES = 3400, 80  # of sums through memory, and bytes of them in a clock
-PARTIAL_CLOCKS = 200  # of one CTA's sums, beside their bytes: they are added one after the other
-SPLIT_BYTES = 32  # of sums within a cluster, in a clock
+SHARED_CLOCKS = 3.3  # of L2, for a CTA that reads the same rows of a narrow A at the same time
+LOAD_BYTES = 34  # per clock and SM, that L2 gives
+MHZ, POWER = 1700, 1.5  # clocks in a microsecond; how sharply the larger of two limits counts
+FIXED_US, TILE_CLOCKS = 3.0, 500
+STREAM_CLOCKS, STREAM_BYTES = 1050, 117  # of sums through memory, and bytes of them in a clock
+PARTIAL_CLOCKS = 316  # of one CTA's sums, beside their bytes: they are added one after the other
+SPLIT_BYTES = 17  # of sums within a cluster, in a clock
 DEEPEST, MOST = 12, 16  # slots, and as many where a split's sums take the room
 
 
@@ -77,10 +79,13 @@ def predict(tiles: UnalignedConfig, problem: GemmProblem, arch: Arch) -> float:
     tiles_of_c = down * ceil_div(n, c.tile_n)
     ctas = c.num_ctas or arch.num_sms
     rounds = ceil_div(tiles_of_c * c.split_k, ctas)
-    clocks = rounds * (ceil_div(k_tiles, c.split_k) * k_tile_clocks(c) + TILE_CLOCKS)
+    # NOTE: A's boxes overlap where it has fewer rows than they: few lines of L2 for all CTAs
+    overlap = max(1.0, c.box_columns / m) - 1
+    k_tile = max(k_tile_clocks(c), SHARED_CLOCKS * overlap * ceil_div(n, c.tile_n))
+    clocks = rounds * (ceil_div(k_tiles, c.split_k) * k_tile + TILE_CLOCKS)
     if c.stream_k:
         whole = tiles_of_c / ctas
-        clocks = whole * k_tiles * k_tile_clocks(c) + rounds * TILE_CLOCKS + STREAM_CLOCKS
+        clocks = whole * k_tiles * k_tile + rounds * TILE_CLOCKS + STREAM_CLOCKS
         partials = max(1.0, min(ctas / tiles_of_c, k_tiles) - 1)
         clocks += partials * (PARTIAL_CLOCKS + c.partial_bytes / STREAM_BYTES)
     if c.split_k > 1:
