@@ -144,8 +144,8 @@ def _few_for(classes: list[CallClass], most: int) -> dict[CallClass, GeneralConf
 def _wider(calls: CallClass) -> CallClass:
     """The class that `calls` would be in if there were only eight of large M from one power of two
     to the next: the candidates for all of it are those of its largest M."""
-    m, *rest = calls.sizes
-    return replace(calls, sizes=(size_class(m) if m > FINE_ROWS else m, *rest))
+    m, n, k, batch = calls.sizes
+    return replace(calls, sizes=(size_class(m) if m > FINE_ROWS else m, n, k, batch))
 
 
 def _times(
@@ -153,16 +153,19 @@ def _times(
 ) -> dict[GeneralConfig, float]:
     """The predicted microseconds of the configs that can run `calls`, of all candidates or those
     given; if a config was chosen for them by timing, that one alone."""
-    problem, target = problem_of(calls), calls.target
-    known = choices.remembered(calls)
-    if known is not None:
-        tiles = {known: 1.0}
+    given = None if among is None else [c.tiles for c in among]
+    if (known := choices.remembered(calls)) is not None:
+        times = {known: 1.0}
     else:
-        given = None if among is None else [c.tiles for c in among]
-        tiles = predictions(
-            problem, target, calls.sizes[3], majors_of(calls), bits_of(calls), configs=given
+        times = predictions(
+            problem_of(calls),
+            calls.target,
+            calls.sizes[3],
+            majors_of(calls),
+            bits_of(calls),
+            configs=given,
         )
-    fitting = ((fitted(one, calls), us) for one, us in tiles.items())
+    fitting = ((fitted(tiles, calls), us) for tiles, us in times.items())
     return {c: us for c, us in fitting if c is not None and (among is None or c in among)}
 
 

@@ -414,9 +414,9 @@ class General:
         else:
             self.take_registers()
             role, mma = prepare()
-            *places, passed = stored
+            out, sC, rows, passed = stored
             ops = self.config.bind(mProduct, passed)
-            epilogue = self.epilogue(*places, ops, barriers.held)
+            epilogue = self.epilogue(out, sC, rows, ops, barriers.held)
             role.run(mma, barriers.ab, epilogue, operands.num_k_tiles, mProduct)
             epilogue.drain()
 

@@ -123,5 +123,6 @@ class Unaligned:
             return RegisterSplitK(*what, g.cluster, sums, sB, k_tiles), mma
         if isinstance(g.scheduler, StreamedTiles):
             assert workspace is not None  # as the config has it
-            return RegisterStreamK(*what, Exchange(c, sB, *workspace), k_tiles), mma
+            exchange = Exchange(c, sB, *workspace)
+            return RegisterStreamK(g.config, c, g.scheduler, exchange, k_tiles), mma
         return RegisterCooperative(*what, k_tiles), mma

@@ -147,5 +147,6 @@ class W4Gemm:
             return WidenSplitK(*what, g.cluster, sums, place, blocks, num_blocks), mma
         if isinstance(g.scheduler, StreamedTiles):
             assert workspace is not None  # as the config has it
-            return RegisterStreamK(*what, Exchange(c, sX, *workspace), blocks), mma
+            exchange = Exchange(c, sX, *workspace)
+            return RegisterStreamK(g.config, c, g.scheduler, exchange, blocks), mma
         return RegisterCooperative(*what, blocks), mma
