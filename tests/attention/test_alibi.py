@@ -129,9 +129,10 @@ def test_a_later_call_has_its_own_slopes():
     """The plan that a call leaves is of any slopes of that shape."""
     with cutex.ops.simulated("sm_90a"):
         eager.forget()
-        q, k, v = (normal("cpu", 1, 40, 2, 64, seed=i) for i in range(3))
-        for slopes in (torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.0])):
-            out = cutex.flash_attn_func(q, k, v, alibi_slopes=slopes)
+        shapes = ((70, 4), (200, 2), (200, 2))  # those of "full", for its kernel
+        q, k, v = (normal("cpu", 1, *x, 64, seed=i) for i, x in enumerate(shapes))
+        for slopes in torch.tensor([[0.0, 1.0, 0.2, 0.0], [0.5, 0.0, 0.0, 2.0]]):
+            out, _ = cutex.flash_attn_func(q, k, v, alibi_slopes=slopes, return_lse=True)
             want, _ = by_definition(q[0], k[0], v[0], slopes)
             torch.testing.assert_close(out[0].double(), want, rtol=0.02, atol=0.01)
 

@@ -83,7 +83,7 @@ KERNELS = (0, 3, 13, 26, 34)
 CASES = 2
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_randomized_cases(place, kernel):
     for number in range(CASES):
@@ -111,9 +111,13 @@ def test_four_hundred_randomized_cases(place, kernel):
 PLAIN = AttentionCase(heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64, causal=True)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize(
-    ("queries", "keys"), [(1, 1), (129, 127), (191, 193), (300, 40), (64, 385)], ids=str
+@pytest.mark.parametrize(  # two kernels: heads of short sequences are packed into rows
+    ("queries", "keys"),
+    [
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 1), (191, 193))),
+        *((129, 127), (300, 40), (64, 385)),
+    ],
+    ids=str,
 )
 def test_causal_edges_of_tiles_and_rows_without_keys(place, queries, keys):
     hold(place, replace(PLAIN, seqlen_q=queries, seqlen_k=keys))
@@ -125,9 +129,8 @@ def test_bands_off_the_diagonal(place, window):
     hold(place, replace(PLAIN, causal=False, window=window, seqlen_q=300, seqlen_k=330))
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    ("head_dim", "in_registers"), [pytest.param(96, 64, marks=pytest.mark.slow), (256, 128)]
+    ("head_dim", "in_registers"), [(96, 64), pytest.param(256, 128, marks=pytest.mark.slow)]
 )
 def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_registers):
     case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=70, seqlen_k=130)
@@ -145,15 +148,16 @@ def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_re
 
 LONG = [
     # a CTA takes several tiles, so heads and directions change between them
-    {"seqlen_q": 391, "seqlen_k": 391, "heads_q": 3, "heads_kv": 3},
+    {"seqlen_q": 210, "seqlen_k": 210, "heads_q": 3, "heads_kv": 3},
     # 300 rows without keys, of which a tile may be without any
     {"seqlen_q": 500, "seqlen_k": 200, "heads_q": 2, "heads_kv": 1},
     {"seqlen_q": 5, "seqlen_k": 700, "heads_q": 16, "heads_kv": 2},  # heads packed into rows
     {"batch": 3, "lengths_q": (300, 0, 190), "lengths_k": (410, 64, 190), "heads_q": 2},
     # tiles that are computed again
-    {"seqlen_q": 391, "seqlen_k": 600, "heads_q": 2, "init": "rising"},
+    {"seqlen_q": 300, "seqlen_k": 330, "heads_q": 2, "init": "rising"},
     {"seqlen_q": 391, "seqlen_k": 600, "heads_q": 2, "init": "huge"},
 ]
+QUICK = ((64, 0), (256, 4))  # head dims and shapes: one that alternates, one that does not
 
 
 @pytest.fixture
@@ -177,9 +181,14 @@ def long_from_one_key(monkeypatch):
     eager.forget()
 
 
-@pytest.mark.sweep(16)
-@pytest.mark.parametrize("shape", range(len(LONG)))
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        pytest.param(d, i, marks=() if (d[0], i) in QUICK else pytest.mark.slow)
+        for d, i in itertools.product(HEAD_DIMS, range(len(LONG)))
+    ],
+    ids=str,
+)
 def test_kernels_for_long_sequences(place, long_from_one_key, dims, shape):
     """At head dim 256 they take the keys of every other wave of tiles forwards."""
     case = replace(PLAIN, head_dim=dims[0], head_dim_v=dims[1], **LONG[shape])
@@ -198,12 +207,13 @@ def test_randomized_cases_of_kernels_for_long_sequences(place, long_from_one_key
     hold(place, replace(case, head_dim=d, head_dim_v=dv, causal=causal, window=window))
 
 
+@pytest.mark.parametrize(
+    "lengths", [(200, 391), pytest.param((200, 230, 5, 391), marks=pytest.mark.slow)], ids=len
+)
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_a_sequence_has_the_same_bits_alone_and_among_others(place, head_dim):
-    lengths = (200, 230, 5, 391)
-    case = replace(
-        PLAIN, head_dim=head_dim, head_dim_v=head_dim, batch=4, lengths_q=lengths, lengths_k=lengths
-    )
+def test_a_sequence_has_the_same_bits_alone_and_among_others(place, head_dim, lengths):
+    case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, batch=len(lengths))
+    case = replace(case, lengths_q=lengths, lengths_k=lengths)
     inputs = case.inputs(place.device)
     with place.prepared():
         together, _ = call(case, inputs)
@@ -224,7 +234,7 @@ def test_columns_of_q_that_cannot_be_in_registers_are_refused(columns):
 
 def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(place):
     for init in ("rising", "falling", "huge", "offset"):
-        hold(place, replace(PLAIN, seqlen_q=140, seqlen_k=300, init=init))
+        hold(place, replace(PLAIN, seqlen_q=70, seqlen_k=300, init=init))
 
 
 def test_a_sink_of_minus_infinity_is_none(place):
@@ -237,7 +247,7 @@ def test_a_sink_of_minus_infinity_is_none(place):
 
 
 def test_orders_do_not_change_a_bit(place):
-    case = replace(PLAIN, seqlen_q=200, seqlen_k=330, batch=2)
+    case = replace(PLAIN, seqlen_q=300, seqlen_k=140)
     inputs = case.inputs(place.device)
     found = []
     for order in place.orders if place is SIMULATOR else ({},) * 20:

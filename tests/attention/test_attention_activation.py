@@ -217,11 +217,11 @@ def test_packed_sequences_of_transformers_do_not_see_each_other(active, tiny):
 
 def test_scaled_dot_product_attention_in_the_simulator():
     """The kernel itself, behind torch's own function."""
-    q, k, v = (heads_first(batch=1, heads=2, rows=70, seed=i) for i in range(3))
+    q, k, v = (heads_first(1, heads, rows=70, seed=heads) for heads in (4, 2, 2))
     with activated():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     wide = (x.float() for x in (q, k, v))
-    close(out, F.scaled_dot_product_attention(*wide, is_causal=True))
+    close(out, F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True))
 
 
 # ---- on a GPU

@@ -61,6 +61,7 @@ def wrong(config: Sm100BackwardConfig = CONFIG, orders=ORDERS, of=CASE) -> str |
     return None
 
 
+@SLOW
 def test_the_unchanged_kernels_are_right():
     assert wrong(orders=ORDERS[:1], of=SMALL) is None
 

@@ -54,14 +54,13 @@ CASES = {
     "wide heads": ({"head_dim": 256, "head_dim_v": 256, "batch": 1, "used_k": (150,),
                     "heads_q": 3, "heads_kv": 1}, {"page_size": 32}),
 }  # fmt: skip
-QUICK = ("pages of 16", "appended, softcap", "packed queries and new keys", "begun later")
+QUICK = ("packed queries", "begun later")  # the first has the kernel of another test here
 
 
 def named(*names: str) -> list:
     return [x if x in names else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", named(*QUICK))
 def test_caches_are_attended_to(name, arch):

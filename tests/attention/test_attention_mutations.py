@@ -87,6 +87,7 @@ def test_warpgroups_compute_the_blocks_that_their_own_rows_see(kernel):
     )
 
 
+@pytest.mark.slow
 def test_a_passed_block_that_is_not_waited_for_is_found(monkeypatch):
     @cute.jit
     def careless(self, count, state, in_turn: cutlass.Constexpr[bool]):
@@ -108,7 +109,7 @@ def test_a_passed_block_that_is_not_waited_for_is_found(monkeypatch):
     assert "the TMA load of" in message or "nothing that it has waited for says" in message
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("side", "by"), [("upper", 1), ("upper", -1), ("lower", 1), ("lower", -1)])
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
     bounds = Mask._bounds
@@ -138,6 +139,7 @@ def test_keys_that_are_taken_the_wrong_way_are_found(monkeypatch):
     assert message is not None and "further off than" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [0, 1])
 def test_rows_that_are_taken_to_end_elsewhere_in_their_last_block(monkeypatch, half):
     """Taken to end in its first half, keys are missing; in its second, all are there."""
@@ -179,6 +181,7 @@ def test_a_slot_that_only_this_cta_has_read_is_not_empty(monkeypatch):
     assert message is not None and "the TMA load of" in message, message
 
 
+@pytest.mark.slow
 def test_a_failure_that_the_other_cta_is_not_told_is_found(monkeypatch):
     assert of_shared(256, fails=True) is None
     exchange = Vote.exchange
@@ -187,12 +190,14 @@ def test_a_failure_that_the_other_cta_is_not_told_is_found(monkeypatch):
     assert message is not None and "deadlock" in message, message
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_forgotten_is_found(monkeypatch):
     monkeypatch.setattr(BlockLoop, "scale_output", lambda self: None)
     message = wrong(compiled(), replace(CASE, init="falling"), orders=({},))
     assert message is not None and "O[" in message
 
 
+@pytest.mark.slow
 def test_probabilities_that_are_not_scaled_with_o_are_found(monkeypatch):
     """Those of the block before, where references of negative scores rise between blocks."""
     case = replace(CASE, init="falling", window=(400, None))

@@ -20,6 +20,7 @@ from cutex.problem.attention.reference import attend
 from cutex.sim import simulate
 
 CASE = AttentionCase(seqlen_q=70, seqlen_k=520, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64)
+SLOW = pytest.mark.slow
 BIG = torch.finfo(torch.float32).min
 
 
@@ -35,8 +36,10 @@ def wanted(case: AttentionCase, inputs: Inputs, exact: bool = True) -> tuple[Ten
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("init", INITS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("causal", "dtype"),
+    [(False, "bf16"), (False, "fp16"), (True, "fp16"), pytest.param(True, "bf16", marks=SLOW)],
+)
 def test_every_family_of_data(init, causal, dtype):
     case = replace(CASE, init=init, causal=causal, dtype=dtype)
     inputs = case.inputs()
@@ -48,7 +51,7 @@ def test_every_family_of_data(init, causal, dtype):
 @pytest.mark.parametrize(
     ("init", "dtype"),
     [(init, "bf16") for init in ("x16", "qk-norm", "sink", "hot", "falling")]
-    + [(init, "fp16") for init in ("x8", "sink")],
+    + [pytest.param(init, "fp16", marks=SLOW) for init in ("x8", "sink")],
 )
 def test_wild_scores_are_computed_once(init, dtype):
     """As many products as of tame scores: neither causal rows nor those that see all keys are
@@ -103,6 +106,7 @@ def test_a_sink_and_a_large_value_of_v(factor, score):
     assert (lse[0].double() - want_lse).abs().max() < 1e-4
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("column", [0, 5, 31, 63])
 @pytest.mark.parametrize("value", [1e30, float("inf")])
 def test_a_large_value_in_any_column_of_v_stays_there(column, value):
@@ -116,7 +120,9 @@ def test_a_large_value_in_any_column_of_v_stays_there(column, value):
     assert (lse[0].double() - want_lse).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("rest", [-50.0, -150.0, -1000.0])
+@pytest.mark.parametrize(
+    "rest", [pytest.param(-50.0, marks=SLOW), -150.0, pytest.param(-1000.0, marks=SLOW)]
+)
 def test_keys_of_minus_infinity_first_and_small_scores_after(rest):
     """Whichever block is taken first: the end, the beginning, both."""
     for hidden in (slice(384, None), slice(0, 128), slice(128, None), slice(0, 519)):
@@ -130,7 +136,7 @@ def test_keys_of_minus_infinity_first_and_small_scores_after(rest):
         assert (lse[0].double() - want_lse).abs().max() < 1e-3, hidden
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("hidden", [-1e9, -1e10, -1e30, BIG, -float("inf")])
 def test_a_score_mod_that_hides_keys_by_a_large_negative_score(hidden):
     """In row 3 it hides all keys: the softmax is then that of equal scores."""
@@ -154,6 +160,7 @@ def test_a_score_mod_that_hides_keys_by_a_large_negative_score(hidden):
     assert error[shown].abs().max() < 1e-5
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e7, 1e10, 1e20])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_of_any_size(size, sign):

@@ -171,15 +171,16 @@ def test_an_argument_given_twice_is_told(stand_in):
 def test_a_block_table_among_arguments_of_flash_attn_2():
     """0.0 in dropout_p's place, as its users and its tests have it."""
     q = normal(2, 4, 64)
-    k = normal(3, 16, 2, 64)
+    k = normal(3, 64, 2, 64)
     ends = torch.tensor([0, 1, 2], dtype=torch.int32)
-    ends_k = torch.tensor([0, 20, 27], dtype=torch.int32)
+    ends_k = torch.tensor([0, 80, 87], dtype=torch.int32)
     table = torch.tensor([[2, 0], [1, 0]], dtype=torch.int32)
     with cutex.ops.simulated("sm_90a"):
-        out = cutex.flash_attn_varlen_func(
-            q, k, k, ends, ends_k, 1, 20, 0.0, causal=True, block_table=table, deterministic=True,
+        out, _ = cutex.flash_attn_varlen_func(
+            q, k, k, ends, ends_k, 1, 80, 0.0, causal=True, block_table=table, deterministic=True,
+            return_lse=True,
         )  # fmt: skip
-    for b, keys in enumerate((torch.cat((k[2], k[0]))[:20], k[1][:7])):
+    for b, keys in enumerate((torch.cat((k[2], k[0]))[:80], k[1][:7])):
         close(out[b][None, None], reference(q[b][None, None], keys[None], keys[None]))
 
 
@@ -280,16 +281,22 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("arch", "dims"), KERNELS)
-def test_the_kernel_reads_and_writes_the_columns_that_there_are(arch, dims):
+@pytest.mark.parametrize(
+    "kind", ["dense", *(pytest.param(x, marks=pytest.mark.slow) for x in ("packed", "few rows"))]
+)
+def test_the_kernel_reads_and_writes_the_columns_that_there_are(arch, dims, kind):
     """Dense, packed, and with heads packed into rows."""
     d, dv = dims
     q, k = poisoned((2, 70, 4, d), 0), poisoned((2, 70, 2, d), 1)
     v = poisoned((2, 70, 2, dv), 2)
+    if kind == "few rows":
+        q = q[:, :3]
     with cutex.ops.simulated(arch):
-        close(cutex.flash_attn_func(q, k, v, causal=True), reference(q, k, v, (None, 0)))
-        ends = torch.tensor([0, 70, 140], dtype=torch.int32)
-        flat = (x.flatten(0, 1) for x in (q, k, v))
-        out = cutex.flash_attn_varlen_func(*flat, ends, ends, 70, 70, causal=True)
-        close(out.view(2, 70, 4, dv), reference(q, k, v, (None, 0)))
-        few = q[:, :3]
-        close(cutex.flash_attn_func(few, k, v, causal=True), reference(few, k, v, (None, 0)))
+        if kind == "packed":
+            ends = torch.tensor([0, 70, 140], dtype=torch.int32)
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            out = cutex.flash_attn_varlen_func(*flat, ends, ends, 70, 70, causal=True)
+            out = out.view(2, 70, 4, dv)
+        else:
+            out = cutex.flash_attn_func(q, k, v, causal=True)
+    close(out, reference(q, k, v, (None, 0)))

@@ -49,7 +49,7 @@ def measured() -> list[Timed]:
     head, *rows = map(json.loads, MEASURED.read_text().splitlines())
     configs = [Sm90Config.from_row(row) for row in head["configs"]]
     found = []
-    for row in rows[::6]:
+    for row in rows[::14]:
         problem, majors = GemmProblem(*fit.sizes_of(row)), MAJORS[row["pass"]]
         bits = DTYPES[fit.dtype_of(row)].bits
         allowed = {geometry(c) for c in candidates(problem, H200, majors)}
@@ -70,7 +70,7 @@ def geometry(c: Sm90Config) -> tuple[Any, ...]:
 
 
 def test_what_the_model_ranks_first_is_close_to_the_best_that_was_timed(measured) -> None:
-    assert len(measured) > 400
+    assert len(measured) > 160
     losses = [x.times[x.chosen] / min(x.times.values()) - 1 for x in measured]
     assert sum(losses) / len(losses) <= 0.02
     assert sum(loss > 0.1 for loss in losses) <= 0.06 * len(losses)

@@ -73,7 +73,7 @@ def test_a_blackwell_ultra_runs_the_same_stages() -> None:
     assert result.ok, result.message
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize(("kind", "tile"), [(k, t) for t in TILES for k in ("mxfp8", "nvfp4")])
 def test_nothing_spills_on_either_blackwell(kind: str, tile: str) -> None:
     config = Case(kind, TILES[tile], (1, 1, 1), out="bf16").config
@@ -82,7 +82,7 @@ def test_nothing_spills_on_either_blackwell(kind: str, tile: str) -> None:
         assert resources(compiled).spill_bytes == 0
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("tile", ["two accumulators", "192 columns", "shared columns"])
 def test_a_quantized_epilogue_does_not_spill(tile: str) -> None:
     ops = (Scale("a"), Bias("column", "bf16", whole=True), Activation("gelu"), QuantizeRows())

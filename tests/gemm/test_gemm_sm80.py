@@ -93,7 +93,7 @@ def test_the_swizzle_takes_all_bank_conflicts_away():
 MAJORS = list(product(("row", "column"), repeat=3))
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("majors", MAJORS, ids="-".join)
 @pytest.mark.parametrize("batch", [0, 2])
 def test_any_majors_of_odd_sizes_are_exact(majors, batch):
@@ -111,7 +111,7 @@ def test_any_majors_of_odd_sizes_are_exact(majors, batch):
 SEEDS = [s for s in range(60) if draw(s).dtype in (bf16, torch.float16)]
 
 
-@pytest.mark.sweep(14)
+@pytest.mark.sweep(28)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_problems_are_within_twice_torchs_error(seed):
     problem = draw(seed)

@@ -112,7 +112,7 @@ def test_every_layout_is_exact_in_every_kind_of_tile(tile: str, layout: str) -> 
     assert torch.equal(z, want)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("tile", ["two accumulators", "one tile fills tensor memory"])
 def test_gates_leave_by_tma_half_as_wide(tile: str, order: str) -> None:
@@ -128,7 +128,7 @@ def test_gates_leave_by_tma_half_as_wide(tile: str, order: str) -> None:
     assert torch.equal(z, want)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("tile", TILES)
 def test_no_epilogue_spills(tile: str) -> None:
     for out in (OperandLayout(), OperandLayout(tma=False)):

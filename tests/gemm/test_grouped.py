@@ -42,7 +42,7 @@ def place(device: str, arch: str) -> Iterator[str]:
 # ---- numbers
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("seed", range(16))
 @each_arch
 def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
@@ -135,7 +135,7 @@ def test_rows_of_no_group_and_memory_around_are_left_alone(
         assert memory.isnan().all()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("order", ["fifo", "random"])
 @pytest.mark.parametrize(("arch", "name"), CONFIGS)
 def test_sums_take_the_rows_of_their_group_alone(arch: str, name: str, order: str) -> None:

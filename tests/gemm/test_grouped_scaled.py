@@ -43,7 +43,7 @@ def wrong(problem: ScaledGroupedProblem, arch: str, device: str, **orders: Any) 
 RECIPES = {"sm_90a": FP32, "sm_100a": ("mxfp8_mxfp4", "mxfp4", "mxfp8", "nvfp4")}  # of each arch
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("arch", RECIPES)
 def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:

@@ -74,7 +74,10 @@ def wide(tensors: list[Tensor]) -> list[Tensor]:
     return [t.double() if t.is_floating_point() else t for t in tensors]
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [("sm_90a", bf16), ("sm_100a", torch.float16)])
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [("sm_90a", bf16), pytest.param("sm_100a", torch.float16, marks=pytest.mark.slow)],
+)
 def test_a_layer_is_the_sum_over_its_experts(arch: str, place: str, dtype: torch.dtype) -> None:
     given = layer(place, dtype, transposed=dtype is bf16)
     y = cutex.moe(*given)
@@ -121,6 +124,7 @@ def test_rows_are_sorted_by_expert_in_the_order_of_tokens() -> None:
     assert routing.order.tolist() == [1, 2, 5, 0, 3, 7, 4, 6]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("tokens", "per_token", "experts", "kind"),
     [
@@ -246,7 +250,7 @@ def test_torch_compile_takes_it_as_a_whole() -> None:
         assert (t.grad is None) == (w is None) and (w is None or torch.equal(t.grad, w))
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("Qwen3Moe", marks=pytest.mark.slow)])
 def test_a_model_runs_on_our_experts(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     from cutex.ops.mixture import experts

@@ -30,7 +30,7 @@ def run(stage, problem, arch="sm_90a", repeats=1, **order):
     return tensors[-1]
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", ReduceProblem.dtypes)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))

@@ -65,7 +65,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape, dim", SHAPES)

@@ -68,7 +68,7 @@ def test_softmax_and_its_gradient(device, n, dtype):
     near(x.grad, own * (dy.double() - (own * dy.double()).sum(-1, keepdim=True)), dtype)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("centred", [False, True])

@@ -28,7 +28,7 @@ def run(stage, problem, x=None, **order) -> torch.Tensor:
     return outputs[0]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("columns", [1, 33, 1024, 3001])
 @pytest.mark.parametrize("dtype", SoftmaxProblem.dtypes)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))

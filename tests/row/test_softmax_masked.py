@@ -57,7 +57,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape, of_mask", SHAPES)
