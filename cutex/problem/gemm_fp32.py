@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.peers import cublas
-from cutex.problem.gemm import INITS, GemmProblem, _mnk, _parsed
+from cutex.problem.gemm import GemmProblem, _mnk, _parsed
 from cutex.problem.protocol import Check, PeerKernel, Sizes
 from cutex.problem.work import Work
 
@@ -48,10 +48,7 @@ class Fp32GemmProblem(GemmProblem):
         for name, size in (("M", self.m), ("N", self.n), ("K", self.k)):
             if size < 1:
                 raise ValueError(f"{name}={size}: every size must be at least 1")
-        if self.dtype not in self.dtypes:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(self.dtypes)}")
-        if self.init not in INITS:
-            raise ValueError(f"init {self.init!r} is not one of {', '.join(INITS)}")
+        self.check_names()
 
     @property
     def needs(self) -> Work:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutex.dtypes import DTYPES
 from cutex.peers import in_triton
 from cutex.problem.protocol import Launch, PeerKernel
-from cutex.problem.rows import RowProblem
+from cutex.problem.rows import DEVIATION, RowProblem
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +37,9 @@ class NormProblem(RowProblem):
         return super().bytes + DTYPES[self.dtype].bytes(self.columns)
 
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor, ...]:
-        """x (M, N) and weight (N), by family as `drawn` says."""
-        x = self.drawn((self.rows, self.columns), HOT, device, copy)
-        return x, self.drawn((self.columns,), HOT, device, copy + 1000)
+        """x (M, N) and weight (N), by `init` as `sampled` says."""
+        x = self.sampled((self.rows, self.columns), device, copy, DEVIATION, HOT)
+        return x, self.sampled((self.columns,), device, copy + 1000, DEVIATION, HOT)
 
     def wanted(self, x: torch.Tensor, *shared: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The norm; 2^-19 of the value for sums, the root and two products in fp32."""

@@ -115,6 +115,12 @@ class Problem(Computation):
     init: str
     seed: int
 
+    def check_names(self) -> None:
+        """Raises ValueError for a dtype or a family of data that is none of the operator's."""
+        for name, known in (("dtype", self.dtypes), ("init", self.inits)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+
     # ---- parts of the work
 
     @abstractmethod

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.dtypes import DTYPES
-from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
-from cutex.problem.work import Work
+from cutex.problem.cuda_cores import CudaCoreProblem
+from cutex.problem.protocol import Check, Launch, PeerKernel, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ EXACT = 1 << 24  # integers up to here are exact in fp32
 
 
 @dataclass(frozen=True)
-class ReduceProblem(Problem):
+class ReduceProblem(CudaCoreProblem):
     """total = the sum of x (N), in fp32. Raises ValueError for values that are not valid."""
 
     op, title, about = "reduce", "reduction", "the reduction ladder, the sum of N numbers"
@@ -44,10 +44,7 @@ class ReduceProblem(Problem):
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MOST:
             raise ValueError(f"N={self.n}: must be from 1 to {MOST}")
-        if self.dtype not in self.dtypes:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(self.dtypes)}")
-        if self.init not in self.inits:
-            raise ValueError(f"init {self.init!r} is not one of {', '.join(self.inits)}")
+        self.check_names()
 
     @property
     def flops(self) -> int:
@@ -57,10 +54,6 @@ class ReduceProblem(Problem):
     def bytes(self) -> int:
         return DTYPES[self.dtype].bytes(self.n) + 4
 
-    @property
-    def needs(self) -> Work:
-        return Work(fp32=self.flops, bytes={"hbm": self.bytes})
-
     def grid(self, tile: Sequence[int]) -> int:
         return -(-self.n // tile[0])
 
@@ -68,19 +61,8 @@ class ReduceProblem(Problem):
         return (self.n,)
 
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor]:
-        """x: int: integers in [-2, 2]; normal: mean 0, deviation 1; uniform: [-1, 1)."""
-        import torch
-
-        g = torch.Generator(device).manual_seed(self.seed + 1_000_003 * copy)
-        x = torch.zeros(self.n, dtype=DTYPES[self.dtype].torch, device=device)
-        match self.init:
-            case "int":
-                x.random_(-2, 3, generator=g)
-            case "normal":
-                x.normal_(generator=g)
-            case "uniform":
-                x.uniform_(-1, 1, generator=g)
-        return (x,)
+        """x, by `init` as `sampled` says."""
+        return (self.sampled((self.n,), device, copy),)
 
     def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor]:
         import torch

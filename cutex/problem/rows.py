@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from cutex.dtypes import DTYPES
-from cutex.problem.protocol import Check, Problem, Sizes
-from cutex.problem.work import Work
+from cutex.problem.cuda_cores import CudaCoreProblem
+from cutex.problem.protocol import Check, Sizes
 
 if TYPE_CHECKING:
     import torch
 
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 2**-24}  # half an ulp of a result
 SMALLEST = {"bf16": 2**-126, "fp16": 2**-24, "fp32": 2**-126}
+DEVIATION = 2.0  # of normal data
 AT_ONCE = 1 << 26  # elements that are compared in float64 at one time
 
 
@@ -33,7 +34,7 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class RowProblem(Problem):
+class RowProblem(CudaCoreProblem):
     """Rows of one length, in one dtype. Raises ValueError for values that are not valid.
 
     A subclass names its one option of sizes, since `modal_app.py` has those of all operators.
@@ -53,10 +54,7 @@ class RowProblem(Problem):
         for name in ("rows", "columns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: every size must be at least 1")
-        if self.dtype not in self.dtypes:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(self.dtypes)}")
-        if self.init not in self.inits:
-            raise ValueError(f"init {self.init!r} is not one of {', '.join(self.inits)}")
+        self.check_names()
 
     @property
     def flops(self) -> int:
@@ -66,36 +64,11 @@ class RowProblem(Problem):
     def bytes(self) -> int:
         return 2 * DTYPES[self.dtype].bytes(self.rows * self.columns)
 
-    @property
-    def needs(self) -> Work:
-        return Work(fp32=self.flops, bytes={"hbm": self.bytes})
-
     def grid(self, tile: Sequence[int]) -> int:
         return -(-self.rows // tile[0])
 
     def tile(self, config: Any) -> tuple[int, ...]:
         return (config.tile.rows,)
-
-    def drawn(
-        self, shape: tuple[int, ...], hot: float, device: str | torch.device, copy: int = 0
-    ) -> torch.Tensor:
-        """int: integers in [-2, 2]; normal: mean 0, deviation 2; uniform: [-1, 1); hot: normal, and
-        one element of each row is `hot`; else zeros."""
-        import torch
-
-        g = torch.Generator(device).manual_seed(self.seed + 1_000_003 * copy)
-        x = torch.zeros(shape, dtype=DTYPES[self.dtype].torch, device=device)
-        match self.init:
-            case "int":
-                x.random_(-2, 3, generator=g)
-            case "normal" | "hot":
-                x.normal_(0, 2, generator=g)
-            case "uniform":
-                x.uniform_(-1, 1, generator=g)
-        if self.init == "hot":
-            at = torch.randint(shape[-1], (*shape[:-1], 1), generator=g, device=device)
-            x.scatter_(-1, at, hot)
-        return x
 
     def outputs(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor]:
         import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.peers import in_triton
 from cutex.problem.protocol import Launch, PeerKernel
-from cutex.problem.rows import RowProblem
+from cutex.problem.rows import DEVIATION, RowProblem
 from cutex.problem.work import Work
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class SoftmaxProblem(RowProblem):
         return replace(super().needs, exponentials=self.rows * self.columns)
 
     def inputs(self, device: str | torch.device = "cpu", copy: int = 0) -> tuple[torch.Tensor]:
-        """x (M, N), by family as `drawn` says."""
-        return (self.drawn((self.rows, self.columns), HOT, device, copy),)
+        """x (M, N), by `init` as `sampled` says."""
+        return (self.sampled((self.rows, self.columns), device, copy, DEVIATION, HOT),)
 
     def wanted(self, x: torch.Tensor, *shared: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """torch's softmax; 2^-19 of the value, and what an exponent far from 0 loses in fp32."""
