@@ -239,7 +239,8 @@ def sums(only: str, every: bool) -> dict[str, str]:
 def sums_in(checkout: Path, only: str, every: bool) -> dict[str, str]:
     """The sums of another checkout, by this file in a process with that checkout's package."""
     command = [sys.executable, "-W", "ignore", __file__, "--print", "--only", only]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), *others])}
     ran = subprocess.run(
         command + ["--every"] * every, cwd=checkout, env=environment, stdout=subprocess.PIPE,
         text=True, check=True,

@@ -23,7 +23,7 @@ Tiles = set[WorkTile]
 
 def rasters() -> Iterator[tuple[Order, Tiles]]:
     """Raster orders, each with the tiles that it must give once."""
-    for m, n, batch in itertools.product((1, 2, 9), (1, 7), (None, 1, 3)):
+    for m, n, batch in itertools.product((1, 2, 9), (1, 7), (None, 3)):
         for group, along, serpentine in itertools.product((1, 4), ALONG, (False, True)):
             order = RasterOrder.of(Raster(group, along, serpentine), TileCounts(m, n, batch))
             entries = range(batch or 1)
