@@ -26,9 +26,9 @@ from cutex.clock_errors.page import MEASURED
 from cutex.command import answered, refuse
 from cutex.problem import problem_class
 from cutex.sim.__main__ import NO_DISK_CACHES
-from cutex.sim.host.calls import Loaded
+from cutex.sim.host.calls import CapturedKernel
 from cutex.sim.host.capture import HostTensor
-from cutex.sim.host.dsl_stand_in import Calls, PlainSimulated, Simulated, dsl_on_cpu
+from cutex.sim.host.dsl_stand_in import Calls, dsl_on_cpu
 from cutex.sim.host.torch_stand_in import DeviceMemory, torch_on_cpu
 from cutex.sim.timing import stored
 from cutex.sim.timing.lengths import Lengths
@@ -51,7 +51,7 @@ class Recording(Calls):
 
     def run(
         self,
-        function: Simulated | PlainSimulated | Loaded,
+        function: CapturedKernel,
         arguments: list[Any],
         tensors: Sequence[HostTensor] = (),
     ) -> None:

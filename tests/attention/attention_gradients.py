@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutex.problem.attention.case import AttentionCase, Inputs, Sequence
+from cutex.problem.attention.case import AttentionCase
+from cutex.problem.attention.shapes import Inputs, Sequence
 
 
 def definition(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, Tensor]:

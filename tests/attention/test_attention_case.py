@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from cutex.problem.attention import INITS
-from cutex.problem.attention.case import VIEWS, AttentionCase
+from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
 from cutex.problem.attention.reference import attend
+from cutex.problem.attention.shapes import VIEWS
 
 SMALL = AttentionCase(
     batch=2, seqlen_q=37, seqlen_k=53, heads_q=4, heads_kv=2, head_dim=64, head_dim_v=64

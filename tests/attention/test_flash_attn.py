@@ -16,8 +16,9 @@ import cutex
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.ops.attention import eager, plan
 from cutex.ops.attention.call import AttentionCall
-from cutex.problem.attention.case import VIEWS, AttentionCase
+from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
+from cutex.problem.attention.shapes import VIEWS
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from cutex.problem.attention.reference import attend
 from cutex.problem.protocol import Check
 
 if TYPE_CHECKING:
-    from cutex.problem.attention.case import AttentionCase, Inputs
+    from cutex.problem.attention.shapes import AttentionShapes, Inputs
 
 
 def check(
-    problem: AttentionCase, inputs: Inputs, out: Tensor, lse: Tensor | None, poisoned: bool
+    problem: AttentionShapes, inputs: Inputs, out: Tensor, lse: Tensor | None, poisoned: bool
 ) -> Check:
     """Compare O and LSE sequence by sequence; with `poisoned`, rows that belong to none must still
     be NaN."""
@@ -48,7 +48,7 @@ def check(
     return Check(True, worst, tolerance, f"within {tolerance:.3g}")
 
 
-def truncation(problem: AttentionCase, q: Tensor, k: Tensor) -> float:
+def truncation(problem: AttentionShapes, q: Tensor, k: Tensor) -> float:
     """The largest loss of a score: a unit of float32, truncated, after every 16 products; with a
     soft cap also the error of the hardware's tanh, 2^-11 of it (PTX ISA, tanh.approx)."""
     if not q.numel() or not k.numel():
@@ -116,7 +116,7 @@ def compare_lse(lse: Tensor, want: Tensor, torchs: Tensor, lost: float) -> Check
     return Check(True, max_error, tolerance, "")
 
 
-def written_elsewhere(problem: AttentionCase, out: Tensor, lse: Tensor | None) -> str | None:
+def written_elsewhere(problem: AttentionShapes, out: Tensor, lse: Tensor | None) -> str | None:
     """A sentence that names the first row written although it belongs to no sequence, or None."""
     free = torch.ones(out.shape[:-2], dtype=torch.bool, device=out.device)
     for s in problem.sequences:

@@ -6,7 +6,8 @@ import random
 from typing import Any
 
 from cutex.problem.attention import INITS
-from cutex.problem.attention.case import VIEWS, AttentionCase
+from cutex.problem.attention.case import AttentionCase
+from cutex.problem.attention.shapes import VIEWS
 
 HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (192, 192), (256, 256), (192, 128))
 HEADS = ((1, 1), (2, 2), (3, 3), (4, 2), (4, 1), (6, 2), (5, 1), (8, 1))

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from cutex.problem.attention.case import AttentionCase
+    from cutex.problem.attention.shapes import AttentionShapes
 
 CHUNK = 1 << 25  # scores at a time: 256 MB in float64
 
 
 def attend(
-    problem: AttentionCase,
+    problem: AttentionShapes,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -71,7 +71,7 @@ def attend(
 
 
 def visible(
-    problem: AttentionCase, chunk: slice, rows: int, keys: int, device: torch.device
+    problem: AttentionShapes, chunk: slice, rows: int, keys: int, device: torch.device
 ) -> Tensor:
     """Whether each query of the chunk sees each key, (rows of the chunk, keys)."""
     queries = torch.arange(chunk.start, chunk.stop, device=device)[:, None]

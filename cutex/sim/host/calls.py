@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cuda.bindings.runtime as cuda_runtime
 from cutlass.base_dsl.runtime.cuda import create_cuda_runtime_error
@@ -22,8 +22,16 @@ from cutex.sim.ptx.parse import Program
 from cutex.sim.reports import around, folded
 from cutex.sim.run import SimReport, Simulation
 
-if TYPE_CHECKING:
-    from cutex.sim.host.simulated import PlainSimulated, Simulated
+
+class CapturedKernel(Protocol):
+    """A kernel in the simulator's form: its host code, and its device functions by name."""
+
+    @property
+    def host(self) -> HostFunction: ...
+    @property
+    def programs(self) -> dict[str, Program]: ...
+    @property
+    def ptx(self) -> str: ...
 
 
 @dataclass
@@ -36,7 +44,7 @@ class Clock:
 
     def run(
         self,
-        function: Simulated | PlainSimulated | Loaded,
+        function: CapturedKernel,
         arguments: list[Any],
         regions: list[HostTensor],
     ) -> None:
@@ -90,7 +98,7 @@ class Calls:
 
     def run(
         self,
-        function: Simulated | PlainSimulated | Loaded,
+        function: CapturedKernel,
         arguments: list[Any],
         tensors: Sequence[HostTensor] = (),
     ) -> None:
