@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.dtypes import DType
 from cutex.peers import cublas, in_triton, quack
-from cutex.problem.protocol import Check, PeerKernel, Problem, Sizes
+from cutex.problem.product import ProductProblem
+from cutex.problem.protocol import Check, PeerKernel, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ def _mnk(*sizes: tuple[int, int, int]) -> tuple[Sizes, ...]:
 
 
 @dataclass(frozen=True)
-class GemmProblem(Problem):
+class GemmProblem(ProductProblem):
     """C[M,N] = A[M,K] @ B[N,K]^T, accumulated in fp32, C in the input dtype.
 
     A and B are K-major, C is row-major. Raises ValueError for a size below one, a K or N that TMA
@@ -73,9 +74,7 @@ class GemmProblem(Problem):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, size in (("M", self.m), ("N", self.n), ("K", self.k)):
-            if size < 1:
-                raise ValueError(f"{name}={size}: every size must be at least 1")
+        self.check_sizes()
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         unit = self._element.elements(TMA_BYTES)
@@ -89,14 +88,6 @@ class GemmProblem(Problem):
             raise ValueError(f"init {self.init!r} is not one of {', '.join(INITS)}")
 
     @property
-    def mnk(self) -> tuple[int, int, int]:
-        return self.m, self.n, self.k
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.m * self.n * self.k
-
-    @property
     def bytes(self) -> int:
         """The least traffic with global memory, in bytes: A and B read once, C written once."""
         return self._element.bytes(self.m * self.k + self.n * self.k + self.m * self.n)
@@ -107,22 +98,6 @@ class GemmProblem(Problem):
 
     def torch_dtype(self) -> torch.dtype:
         return self._element.torch
-
-    def grid(self, tile: Sequence[int]) -> int:
-        return -(-self.m // tile[0]) * -(-self.n // tile[1])
-
-    def steps(self, tile: Sequence[int], step_flops: int) -> int:
-        return -(-self.k // (step_flops // (2 * tile[0] * tile[1])))
-
-    def tile(self, config: Any) -> tuple[int, int]:
-        return config.tile_m, config.tile_n
-
-    def work(self, config: Any) -> tuple[float, float]:
-        m, n = (self.n, self.m) if getattr(config, "swap_ab", False) else (self.m, self.n)
-        tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
-        steps = -(-self.k // config.tile_k)
-        tile = 2.0 * config.tile_m * config.tile_n * config.tile_k * steps
-        return tiles * tile, tile / config.split_k / config.ctas
 
     def inputs(
         self, device: str | torch.device = "cpu", copy: int = 0

@@ -45,9 +45,7 @@ class Fp32GemmProblem(GemmProblem):
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name, size in (("M", self.m), ("N", self.n), ("K", self.k)):
-            if size < 1:
-                raise ValueError(f"{name}={size}: every size must be at least 1")
+        self.check_sizes()
         self.check_names()
 
     @property

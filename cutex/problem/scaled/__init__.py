@@ -17,7 +17,8 @@ from cutex.arch import mma_kind
 from cutex.dtypes import DTYPES as ELEMENTS
 from cutex.peers import scaled_gemm
 from cutex.problem.gemm import _mnk, _parsed
-from cutex.problem.protocol import Check, Launch, PeerKernel, Problem, Sizes
+from cutex.problem.product import ProductProblem
+from cutex.problem.protocol import Check, Launch, PeerKernel, Sizes
 from cutex.problem.scaled.formats import BLOCK_SCALED, FP32_SCALED, RECIPES, Format, Recipe
 from cutex.problem.work import Work
 
@@ -35,7 +36,7 @@ _TORCH = PeerKernel("torch (cuBLASLt)", scaled_gemm.cublaslt)
 
 
 @dataclass(frozen=True)
-class ScaledProblem(Problem):
+class ScaledProblem(ProductProblem):
     """C[M,N] = A[M,K] @ B[N,K]^T of scaled operands, C in bf16.
 
     A and B are K-major, two elements of fp4 to a byte; C is row-major. K is a multiple of what TMA
@@ -60,9 +61,7 @@ class ScaledProblem(Problem):
     def __post_init__(self) -> None:
         if not self.dtype:
             object.__setattr__(self, "dtype", self.dtypes[0])
-        for name, size in (("M", self.m), ("N", self.n), ("K", self.k)):
-            if size < 1:
-                raise ValueError(f"{name}={size}: every size must be at least 1")
+        self.check_sizes()
         if self.dtype not in self.recipes:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(self.recipes)}")
         unit_k = max(f.dtype.elements(TMA_BYTES) for f in self.recipe)
@@ -85,14 +84,6 @@ class ScaledProblem(Problem):
         return RECIPES[self.dtype]
 
     @property
-    def mnk(self) -> tuple[int, int, int]:
-        return self.m, self.n, self.k
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.m * self.n * self.k
-
-    @property
     def bytes(self) -> int:
         """The least traffic: A and B with their scale factors read once, C written once."""
         a, b = self.recipe
@@ -109,24 +100,9 @@ class ScaledProblem(Problem):
             fp32 = 2.0 * self.m * self.n * -(-self.k // a.block[1])
         return Work({mma_kind(element, a.swizzled): self.flops}, fp32, bytes={"hbm": self.bytes})
 
-    # ---- parts of the work
-
-    def grid(self, tile: Sequence[int]) -> int:
-        return -(-self.m // tile[0]) * -(-self.n // tile[1])
-
-    def steps(self, tile: Sequence[int], step_flops: int) -> int:
-        return -(-self.k // (step_flops // (2 * tile[0] * tile[1])))
-
-    def tile(self, config: Any) -> tuple[int, int]:
-        return config.tile_m, config.tile_n
-
-    def work(self, config: Any) -> tuple[float, float]:
-        m, n = (self.n, self.m) if getattr(config, "swap_ab", False) else (self.m, self.n)
-        tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
-        tile_k = config.tile_k * 16 // max(f.dtype.bits for f in self.recipe)
-        steps = -(-self.k // tile_k)
-        tile = 2.0 * config.tile_m * config.tile_n * tile_k * steps
-        return tiles * tile, tile / config.split_k / config.ctas
+    def step_k(self, config: Any) -> int:
+        step: int = config.tile_k * 16 // max(f.dtype.bits for f in self.recipe)
+        return step
 
     # ---- data and judgement
 
