@@ -6,10 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cutex.arch import arch
 from cutex.bench import run as bench
 from cutex.compile import compile
+from cutex.device.epilogue.epilogue_ops import Add, Bias
+from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.scaled.fp8 import LADDERS
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90 import factors, promote
@@ -31,6 +34,18 @@ CASES = {
     "few rows": (
         replace(SQUARE, tile_m=64, warpgroups=1, tile_n=32, epi_n=32, swap_ab=True, columns=1),
         (24, 264, 784),
+    ),
+    "alternating": (
+        replace(SQUARE, tile_m=64, epi_n=32, num_stages=4, alternating=True, rows=2),
+        (100, 264, 784),
+    ),
+    "alternating, shared A, one block": (
+        replace(SQUARE, epi_n=32, alternating=True, rows=1, cluster_n=2), (128, 264, 128),
+    ),
+    "alternating, swapped": (
+        replace(SQUARE, tile_m=64, tile_n=96, epi_n=32, recipe="fp8_1x128", swap_ab=True,
+                alternating=True, columns=1),
+        (90, 264, 1040),
     ),
 }  # fmt: skip
 
@@ -129,6 +144,8 @@ def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
         ({"tile_k": 128}, "tile_k=128: a factor serves 128 bytes of K"),
         ({"pingpong": True}, "sums are scaled by tiles of all warpgroups"),
         ({"tile_m": 256, "tile_n": 256}, "384 accumulators a thread|320 accumulators a thread"),
+        ({"alternating": True}, "alternating: two warpgroups, one tile a CTA"),
+        ({"alternating": True, "rows": 1, "tile_n": 32, "epi_n": 32}, "64 columns and more"),
         ({"num_stages": 8}, "more than the 232448 that a CTA has"),
     ],
 )
@@ -136,6 +153,22 @@ def test_a_config_that_does_not_fit_says_why(more, says):
     with pytest.raises(ValueError, match=says):
         Fp8Gemm(Fp8Signature(replace(SQUARE, **more)))
     assert replace(SQUARE).why_not(None, arch("sm_90a")) is None
+
+
+def test_alternating_warpgroups_store_sums_behind_a_bias_and_an_addition():
+    """In fp32, whose parts are narrower, and with as many slots as could hold what is added."""
+    tiles = replace(CASES["alternating"][0], epi_stages=2, rows=1)
+    out = OperandLayout("fp32")
+    ops = Bias("column", "fp32"), Add("residual", "fp32", whole=True)
+    compiled = compile(Fp8Gemm(Fp8Signature(tiles, out, ops)), tiles.recipe, "sm_90a")
+    problem = Fp8Problem(60, 136, 384, init="int")
+    a, b, *scales = problem.inputs()
+    bias, residual = torch.arange(136.0), torch.arange(60 * 136.0).view(60, 136)
+    got, plain = torch.full((60, 136), torch.nan), problem.outputs()[0]
+    found = simulate(compiled, a, b.mT, *scales, got, bias, residual).findings
+    plain.copy_(got - bias - residual)
+    check = problem.check(a, b, *scales, plain)
+    assert check.ok and not found, check.message
 
 
 def test_the_promotion_adds_in_fp32():

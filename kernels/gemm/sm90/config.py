@@ -89,6 +89,17 @@ class Sm90Config(GemmConfig):
         return self.spread or self.columns > 0 or self.rows > 0
 
     @property
+    def cluster(self) -> tuple[int, int, int] | None:
+        """The CTAs of a cluster along x, y and z, for a launch; None: without clusters."""
+        return self.cluster_m, self.cluster_n, self.split_k
+
+    @property
+    def parts_in_order(self) -> bool:
+        """Whether a warpgroup stores all parts of its rows, one after the other, so that what is
+        added to them may be loaded ahead."""
+        return self.split_k == 1
+
+    @property
     def clusters_stream(self) -> bool:
         """Whether each CTA of a cluster, which has one tile, loads bytes of the large operand that
         are its own."""

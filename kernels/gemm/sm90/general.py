@@ -269,7 +269,7 @@ class General:
         launched.launch(
             grid=self.scheduler.grid(tile_counts(c, self.config.product(mOut))),
             block=(self.num_threads, 1, 1),
-            cluster=(c.cluster_m, c.cluster_n, c.split_k),
+            cluster=c.cluster,
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -327,7 +327,7 @@ class General:
         """The index of the operations' argument that is loaded by TMA into the slots of out: the
         first matrix to add, if its layout and dtype are those of out; None if there is none."""
         c, at = self.config, 0
-        if not c.out.tma or c.gated or self.tiles.epi_stages < 2 or self.tiles.split_k > 1:
+        if not (c.out.tma and self.tiles.parts_in_order) or c.gated or self.tiles.epi_stages < 2:
             return None
         for op in c.ops:
             if isinstance(op, Add):

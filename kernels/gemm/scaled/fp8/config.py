@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.config import ACCUMULATORS, Sm90Config
 from cutex.problem.scaled.formats import RECIPES, Format
 
 if TYPE_CHECKING:
@@ -22,6 +22,32 @@ class Fp8Config(Sm90Config):
     """An Sm90Config whose sums are scaled, and added up in fp32, after each 128 of K."""
 
     recipe: str = "fp8_block"  # the formats of A and B (cutex/problem/scaled/formats.py)
+    alternating: bool = False  # two warpgroups compute all rows of the tile, of every second block
+
+    @property
+    def cluster(self) -> tuple[int, int, int] | None:
+        # NOTE: clusters of one CTA are placed otherwise than CTAs without clusters, of which more
+        # find their loads on the way to others (docs/facts/scaled.md#launch-without-clusters)
+        shape = super().cluster
+        return None if shape == (1, 1, 1) else shape
+
+    @property
+    def readers(self) -> int:
+        """The warpgroups that read each slot of the ring."""
+        return 1 if self.alternating else self.mma_warpgroups
+
+    @property
+    def steps(self) -> int:
+        """The blocks of K from one that a warpgroup computes to its next."""
+        return self.mma_warpgroups // self.readers
+
+    @property
+    def warpgroup_rows(self) -> int:
+        return self.tile_m if self.alternating else super().warpgroup_rows
+
+    @property
+    def parts_in_order(self) -> bool:
+        return super().parts_in_order and not self.alternating
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -74,6 +100,22 @@ class Fp8Config(Sm90Config):
         if self.pingpong or self.spread or self.stream_k:
             return "pingpong, spread, stream_k: sums are scaled by tiles of all warpgroups"
         return super()._why_not_shape(arch)
+
+    def _why_not_warpgroups(self) -> str | None:
+        if not self.alternating:
+            return super()._why_not_warpgroups()
+        if self.warpgroups != 2 or self.split_k > 1 or not self.one_tile:
+            return "alternating: two warpgroups, one tile a CTA, not shared by CTAs along K"
+        if self.partial_bytes > self.num_stages * self.stage_bytes:
+            return f"alternating: the ring must hold {self.partial_bytes} bytes of sums"
+        limit = ACCUMULATORS[self.warpgroups]
+        if self.tile_m not in (64, 128) or self.tile_n < 64 or self.accumulators > limit:
+            return (
+                f"tile_m={self.tile_m}, tile_n={self.tile_n}: alternating warpgroups take 64 or "
+                f"128 rows, 64 columns and more, and have registers for {limit} accumulators a "
+                "thread"
+            )
+        return None
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Fp8Config:

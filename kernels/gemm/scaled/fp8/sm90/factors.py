@@ -132,8 +132,14 @@ class TileFactors:
         """The number of times 64 rows of each warpgroup."""
         return self.tiles.warpgroup_rows // ROWS
 
+    def turn(self) -> Int32 | int:
+        """The first block of K that this warpgroup computes."""
+        return cute.arch.warp_idx() // 4 if self.tiles.alternating else 0
+
     def first_row(self, wave: int) -> Int32:
         """The first row of this warpgroup's `wave`-th 64 rows in the tile."""
+        if self.tiles.alternating:
+            return Int32(wave * ROWS)
         return (wave * self.tiles.mma_warpgroups + cute.arch.warp_idx() // 4) * ROWS
 
     def shared(self) -> list[tuple[int, Int32]]:

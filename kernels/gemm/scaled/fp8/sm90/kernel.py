@@ -23,6 +23,7 @@ from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
+from cutex.kernels.gemm.scaled.fp8.sm90.alternate import PromoteAlternating
 from cutex.kernels.gemm.scaled.fp8.sm90.factors import FactoredOperands, factors_operand
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, PromoteSplitK
 from cutex.kernels.gemm.signature import (
@@ -76,7 +77,9 @@ def factor_operands(recipe: str, batched: bool = False) -> tuple[Operand, ...]:
 class Fp8Gemm:
     """A CTA computes tiles of out: a load warp, and warpgroups that run wgmma and promote.
 
-    Barriers and roles are the general kernel's (sm90/general.py). Beside its memory:
+    Barriers and roles are the general kernel's (sm90/general.py); with two warpgroups that
+    alternate, those of one arrive at ab.empty[slot], and both meet twice at named barrier 5: before
+    sums overwrite the ring, and when they are written (alternate.py). Beside its memory:
 
     smem            bytes
     sFA, sFB        4 * tile_m * num_stages, 4 * tile_n * num_stages, a slot's from a multiple of
@@ -167,7 +170,7 @@ class Fp8Gemm:
             for factor, vector in zip(factors, c.vectors, strict=True)
         )  # (bRows, 1, SLOT) each
         mProduct = g.config.product(mOut)
-        readers = g.mma_warps.count
+        readers = 4 * c.readers
         ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, g.cluster)
         held = sums = None
         if cutlass.const_expr(g.preloaded is not None):
@@ -188,7 +191,7 @@ class Fp8Gemm:
                 load.run(operands, ab, mProduct)
         else:
             self.general.take_registers()
-            mma = wgmma(Wgmma(c.tile_n, *kinds, warpgroups=c.mma_warpgroups), sA, sB)
+            mma = wgmma(Wgmma(c.tile_n, *kinds, warpgroups=c.readers), sA, sB)
             epilogue = self.epilogue(out, sC, rows, mProduct, passed, held)
             mma_role.run(mma, ab, epilogue, operands.num_k_tiles, mProduct)
             epilogue.drain()
@@ -209,4 +212,6 @@ class Fp8Gemm:
         what = g.config, self.tiles, g.scheduler
         if sums is not None:
             return PromoteSplitK(*what, g.cluster, sums, sA, factors, slots)
+        if self.tiles.alternating:
+            return PromoteAlternating(*what, factors, slots, sA)
         return Promote(*what, factors, slots)

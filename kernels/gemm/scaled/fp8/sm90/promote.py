@@ -50,7 +50,8 @@ class Promotion:
         size = cute.size(self.part)
         total = cute.make_tensor(mma.acc.iterator, cute.make_layout((size, waves)))  # (V, MMA_M)
         part = cute.make_tensor(self.part.iterator, cute.make_layout(size))  # (V)
-        for k_tile in cutlass.range(first, end, unroll=1):
+        step = factors.tiles.steps
+        for k_tile in cutlass.range(first + factors.turn(), end, step, unroll=1):
             full = cute.arch.vote_all_sync(seen)
             if not full:
                 self.ab.wait_full(take)
@@ -62,7 +63,8 @@ class Promotion:
                 if cutlass.const_expr(wave == waves - 1):
                     cute.arch.sync_warp()  # its lanes have read their factors
                     self.ab.release(take)
-                    take.advance()
+                    for _ in cutlass.range_constexpr(step):
+                        take.advance()
                     seen = self.ab.sees_full(take)
                 block.add(total[None, wave], part)
         return take, seen
@@ -81,7 +83,9 @@ def promoted(
     the state after. All slots are released."""
     c: Fp8Config = factors.tiles
     mma.acc.fill(0.0)
-    part = mma.mma.accumulator(ROWS * c.mma_warpgroups, c.tile_n)  # (MMA, 1, MMA_N)
+    part = mma.mma.accumulator(ROWS * c.readers, c.tile_n)  # (MMA, 1, MMA_N)
+    if cutlass.const_expr(c.alternating):
+        take.skip(factors.turn())
     end, seen = first + count, cutlass.Boolean(False)
     num_shared = len(factors.shared())
     if cutlass.const_expr(num_shared == 0):
