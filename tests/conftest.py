@@ -144,12 +144,12 @@ class FakeGpu:
             "get_device_name": lambda device=None: "NVIDIA H200",
             "Event": Event,
             "CUDAGraph": Graph,
-            "Stream": lambda device: None,
             "stream": lambda stream: nullcontext(),
             "synchronize": lambda: None,
             "_sleep": lambda cycles: gpu.launch("sleep", cycles / 2000),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(timing, "_capture_stream", lambda device: None)
         monkeypatch.setattr(timing, "gpu_state", lambda: {"clock_mhz": 1980.0})
         monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.0)
         monkeypatch.setattr(timing, "ROUNDS", 5)

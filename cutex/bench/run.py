@@ -249,7 +249,9 @@ class Prepared:
                     if not again.ok:
                         checks[stage.number] = again
         peers = [
-            Peer(name, version, measured.timings[name]) for name, version in self.versions.items()
+            Peer(name, version, measured.timings[name])
+            for name, version in self.versions.items()
+            if name in measured.timings
         ]
         return [self._result(s, checks[s.number], measured, peers) for s in self.stages]
 
@@ -260,7 +262,15 @@ class Prepared:
             (*self.problem.inputs("cuda", copy=i), *self.problem.outputs("cuda"))
             for i in range(copies)
         ]
-        return timing.time_variants(self.variants, operands, state, self.problem.seed)
+
+        def dropped(name: str, error: Exception) -> None:
+            if name not in self.versions:
+                raise error
+            self.options.notice(_skipped(name, error))
+
+        return timing.time_variants(
+            self.variants, operands, state, self.problem.seed, dropped=dropped
+        )
 
     def _result(
         self, stage: AnyStage, check: Check, measured: timing.Measured, peers: list[Peer]
@@ -316,11 +326,15 @@ def prepare(problem: Problem, stages: Sequence[AnyStage], options: Options) -> P
             if not check.ok:
                 raise RuntimeError(check.message)
         except Exception as error:  # NOTE: a peer that fails must not cost our own figures
-            first_line = str(error).partition("\n")[0]
-            options.notice(f"peer {name} is skipped: {type(error).__name__}: {first_line}")
+            options.notice(_skipped(name, error))
         else:
             variants[name], versions[name] = launch, version
     return Prepared(problem, stages, target, options, compiled, checks, variants, versions)
+
+
+def _skipped(peer: str, error: Exception) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"peer {peer} is skipped: {type(error).__name__}: {first_line}"
 
 
 def _check_launch(problem: Problem, launch: Launch, tile: tuple[int, ...] | None = None) -> Check:

@@ -12,7 +12,9 @@ import ctypes
 import math
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -29,11 +31,15 @@ CACHE_STATES = ("cold", "hot")
 ROTATE_L2 = 3  # times the L2 that the operands between two uses of a line must fill
 
 ROUNDS = 50
+LEAST_ROUNDS = 7
+MAX_SECONDS = 15.0  # of all rounds, unless LEAST_ROUNDS take longer
 WARM_UP_SECONDS = 1.0
 SAMPLE_US = 5000.0  # aimed length of one graph replay
 MAX_LAUNCHES = 1024  # in one graph, unless there are more copies
 MAX_COPIES = 4096
 EAGER_CALLS = 50  # for the launch cost; well under the depth of the launch queue
+LONG_US = 20_000.0  # a launch of which one is enough to estimate its time
+EAGER_SECONDS = 0.5  # of GPU time for them, unless three calls take longer
 
 
 def quantile(samples: Sequence[float], q: float) -> float:
@@ -68,6 +74,12 @@ def launches_per_sample(launch_us: float, copies: int, sample_us: float = SAMPLE
     long."""
     turns = sample_us / (launch_us * copies)
     return copies * max(1, min(round(turns), MAX_LAUNCHES // copies))
+
+
+def rounds_in(seconds: float, most: int, max_seconds: float = MAX_SECONDS) -> int:
+    """The number of rounds of so many seconds each: at most `most`, fewer where all would take
+    longer than `max_seconds`, but no fewer than LEAST_ROUNDS."""
+    return min(most, max(LEAST_ROUNDS, int(max_seconds / seconds)))
 
 
 def interleave(names: Sequence[str], rounds: int, seed: int = 0) -> Iterator[list[str]]:
@@ -121,23 +133,34 @@ def time_variants(
     cache_state: str,
     seed: int = 0,
     sampling: Sampling | None = None,
+    dropped: Callable[[str, Exception], None] | None = None,
 ) -> Measured:
     """Time every variant on the same rotating `operands` (see copies_to_rotate).
 
-    Raises any exception of a variant's first, eager call. Results are not checked here.
+    A variant that cannot be called or captured is left out after `dropped(name, error)`, which may
+    raise the error itself; without `dropped` it is raised. Results are not checked here.
     """
     import torch
 
     how = sampling or Sampling(ROUNDS, WARM_UP_SECONDS, SAMPLE_US, EAGER_CALLS)
-    launch_us = {
-        name: _launch_cost(launch, operands[0], how.eager_calls)
-        for name, launch in variants.items()
-    }
-    graphs, launches = {}, {}
+    launch_us, graphs, launches = {}, {}, {}
+    round_us = 0.0
     for name, launch in variants.items():
-        estimate = _estimate(launch, operands)
-        launches[name] = launches_per_sample(estimate, len(operands), how.sample_us)
-        graphs[name] = _capture(launch, operands, launches[name])
+        try:
+            # NOTE: all on the stream of the capture, since autograd runs a backward on the stream
+            # of its forward, which is run in the first call.
+            with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+                estimate = _estimate(launch, operands)
+                calls = min(how.eager_calls, max(3, int(EAGER_SECONDS * 1e6 / estimate)))
+                launch_us[name] = _launch_cost(launch, operands[0], calls)
+            launches[name] = launches_per_sample(estimate, len(operands), how.sample_us)
+            graphs[name] = _capture(launch, operands, launches[name])
+        except Exception as error:
+            if dropped is None:
+                raise
+            dropped(name, error)
+        else:
+            round_us += estimate * launches[name]
 
     def enqueue(order: list[str]) -> dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]:
         events = {}
@@ -152,19 +175,20 @@ def time_variants(
             events[name] = start, end
         return events
 
-    names = list(variants)
+    names = list(graphs)
+    rounds = rounds_in(round_us / 1e6, how.rounds) if names else 0
     until = time.monotonic() + how.warm_up_seconds
-    while time.monotonic() < until:
+    while names and time.monotonic() < until:
         enqueue(names)
         torch.cuda.synchronize()
 
     samples: dict[str, list[float]] = {name: [] for name in names}
     gpu_before = gpu_after = gpu_state()
-    for i, order in enumerate(interleave(names, how.rounds, seed)):
+    for i, order in enumerate(interleave(names, rounds, seed)):
         events = enqueue(order)
         if i == 0:
             gpu_before = gpu_state()
-        elif i == how.rounds - 1:
+        elif i == rounds - 1:
             gpu_after = gpu_state()
         torch.cuda.synchronize()
         for name, (start, end) in events.items():
@@ -194,18 +218,23 @@ def _launch_cost(launch: Launch, operands: Operands, calls: int) -> float:
 
 
 def _estimate(launch: Launch, operands: Sequence[Operands]) -> float:
-    """The GPU time of an eager launch, in microseconds, approximately."""
+    """The GPU time of an eager launch, in microseconds, approximately: of one launch if that is
+    long, else of ten. It also compiles what the first call compiles."""
     import torch
 
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    repeats = 10
-    torch.cuda._sleep(2_000_000)
-    start.record()
-    for i in range(repeats):
-        launch(*operands[i % len(operands)])
-    end.record()
-    torch.cuda.synchronize()
-    return max(1.0, start.elapsed_time(end) * 1e3 / repeats)
+    def of(repeats: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)
+        start.record()
+        for i in range(repeats):
+            launch(*operands[i % len(operands)])
+        end.record()
+        torch.cuda.synchronize()
+        return max(1.0, start.elapsed_time(end) * 1e3 / repeats)
+
+    launch(*operands[0])
+    one = of(1)
+    return one if one > LONG_US else of(10)
 
 
 def _capture(launch: Launch, operands: Sequence[Operands], launches: int) -> torch.cuda.CUDAGraph:
@@ -223,9 +252,24 @@ def _capture(launch: Launch, operands: Sequence[Operands], launches: int) -> tor
         try:
             for i in range(launches):
                 launch(*operands[i % len(operands)])
-        finally:
-            graph.capture_end()
+        except BaseException:
+            _end_broken_capture(graph)
+            raise
+        graph.capture_end()
     return graph
+
+
+def _end_broken_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """End the capture of a launch that failed, so that torch's random generators leave it too."""
+    import torch
+
+    with suppress(RuntimeError):  # says only that there was an error before
+        graph.capture_end()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        whole = torch.cuda.CUDAGraph()
+        whole.capture_begin()
+        whole.capture_end()
 
 
 @cache

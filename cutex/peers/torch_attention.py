@@ -9,20 +9,16 @@ from cutex.peers.attention_sizes import AttentionSizes, by_autograd
 
 
 def cudnn(problem: AttentionSizes) -> tuple[Callable[..., Any], str]:
-    """cuDNN through torch, whose operator takes (batch, heads, rows, D): views of q, k and v, and
-    copies of K and V where query heads share them."""
+    """cuDNN through torch, whose operator takes (batch, heads, rows, D): views of q, k and v."""
     import torch
 
     if problem.varlen or problem.window or problem.softcap:
         raise ValueError("torch gives cuDNN no varlen, window or softcap")
     if problem.causal and problem.seqlen_q != problem.seqlen_k:
         raise ValueError("torch aligns cuDNN's causal mask top left")
-    group = problem.heads_q // problem.heads_kv
 
     def launch(q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, Any]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if group > 1:  # as scaled_dot_product_attention with enable_gqa does it
-            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, problem.causal
         )
@@ -60,7 +56,7 @@ def _backward(problem: AttentionSizes, name: str) -> Callable[..., Any]:
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(SDPBackend[name]):
+        with sdpa_kernel(getattr(SDPBackend, name)):
             out = scaled_dot_product_attention(
                 q, k, v, is_causal=problem.causal, enable_gqa=grouped
             )

@@ -34,7 +34,7 @@ class Fp32GemmProblem(GemmProblem):
         "cuda": _mnk((4096, 4096, 4096)),
         "sim": _mnk((130, 100, 70)),
         "sweep": _mnk(*((size, size, size) for size in (512, 1024, 2048, 4096, 8192))),
-        "confirm": _mnk((4096, 4096, 4096), (8192, 8192, 8192)),
+        "confirm": _mnk((4096, 4096, 4096), (1024, 1024, 1024)),
     }
     peers: ClassVar[Mapping[str, PeerKernel]] = {
         "cublas": PeerKernel("cuBLAS", lambda _: cublas.gemm_fp32()),

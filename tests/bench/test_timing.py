@@ -99,6 +99,101 @@ def test_each_variant_gets_its_own_samples_without_the_fillers(fake_gpu):
     assert fake_gpu.log == ["slow"]
 
 
+def test_a_variant_of_seconds_is_timed_in_few_rounds_and_called_few_times(fake_gpu):
+    calls = Counter()
+
+    def variant(name: str, us: float):
+        return lambda a: (calls.update([name]), fake_gpu.launch(name, us))
+
+    variants = {"naive": variant("naive", 2.4e6), "fast": variant("fast", 1000.0)}
+    measured = timing.time_variants(variants, [(torch.zeros(1),)], "hot")
+    assert measured.timings["naive"].n == measured.timings["fast"].n == timing.ROUNDS == 5
+    long = timing.Sampling(rounds=50, warm_up_seconds=0.0)
+    measured = timing.time_variants(variants, [(torch.zeros(1),)], "hot", sampling=long)
+    assert measured.timings["naive"].n == timing.LEAST_ROUNDS
+    assert measured.timings["naive"].median_us == pytest.approx(2.4e6)
+    assert calls["naive"] < 20 < calls["fast"]  # in two timings, captures and estimates included
+
+
+@given(st.floats(1e-3, 10.0), st.integers(timing.LEAST_ROUNDS, 100))
+def test_rounds_end_in_time_unless_they_are_few(seconds, most):
+    rounds = timing.rounds_in(seconds, most)
+    assert timing.LEAST_ROUNDS <= rounds <= most
+    assert rounds == timing.LEAST_ROUNDS or rounds * seconds <= timing.MAX_SECONDS
+
+
+def test_a_variant_that_fails_is_named_and_costs_the_others_nothing(fake_gpu):
+    def broken(a):
+        if fake_gpu.capturing is not None:
+            raise RuntimeError("not in a graph")
+        fake_gpu.launch("broken", 50.0)
+
+    variants = {"broken": broken, "ours": lambda a: fake_gpu.launch("ours", 100.0)}
+    operands = [(torch.zeros(1),)]
+    with pytest.raises(RuntimeError, match="not in a graph"):
+        timing.time_variants(variants, operands, "hot")
+    said = []
+    measured = timing.time_variants(
+        variants, operands, "hot", dropped=lambda name, error: said.append((name, str(error)))
+    )
+    assert said == [("broken", "not in a graph")]
+    assert list(measured.timings) == ["ours"]
+    assert measured.timings["ours"].median_us == pytest.approx(100.0)
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_a_peer_is_captured_though_its_forward_ran_before():
+    from cutex.peers.attention_sizes import by_autograd
+
+    x = torch.randn(4, 4096, 64, device="cuda", requires_grad=True)
+    launch = by_autograd(lambda q, k, v: torch.sin(q) * k * v)
+    tensors = [(x.detach().clone(), x.detach(), x.detach(), None, x.detach()) for _ in range(2)]
+    measured = timing.time_variants({"peer": launch}, tensors, "hot")
+    assert measured.timings["peer"].median_us > 1
+
+
+@pytest.mark.gpu
+def test_after_a_capture_that_failed_torch_draws_and_captures_again():
+    x = torch.ones(1 << 20, device="cuda")
+    variants = {"broken": lambda x: x.sum().item(), "whole": lambda x: x.mul_(1)}
+    said = []
+    measured = timing.time_variants(
+        variants, [(x,)], "hot", dropped=lambda name, error: said.append((name, str(error)))
+    )
+    ((name, message),) = said
+    assert name == "broken" and "captur" in message
+    assert list(measured.timings) == ["whole"]
+    assert torch.randn(8, device="cuda").isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cudnn_backward", "flash_backward"])
+def test_a_backend_of_torch_gives_gradients(name):
+    from cutex.peers import torch_attention
+    from cutex.problem.attention.backward import BackwardProblem
+
+    problem = BackwardProblem(2, 256, 256, 4, 2, 64, 64, causal=True)
+    launch, _ = getattr(torch_attention, name)(problem)
+    tensors = (*problem.inputs("cuda"), *problem.outputs("cuda"))
+    found = launch(*tensors)
+    check = problem.check(*problem.inputs("cuda"), *found)
+    assert check.ok, check.message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+def test_cudnn_attends_to_caches_and_to_shared_heads(heads):
+    from cutex.problem.attention import AttentionProblem
+    from cutex.problem.attention.decode import DecodeProblem
+
+    for kind, queries, causal in ((AttentionProblem, 256, True), (DecodeProblem, 1, False)):
+        problem = kind(2, queries, 256, *heads, 128, 128, causal=causal)
+        launch, _ = problem.peers["cudnn"].load(problem)
+        found = launch(*problem.inputs("cuda"), *problem.outputs("cuda"))
+        check = problem.check(*problem.inputs("cuda"), *found)
+        assert check.ok, check.message
+
+
 @pytest.mark.gpu
 def test_a_variant_is_as_fast_as_itself():
     a, b = (torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -11,6 +11,7 @@ from functools import cached_property
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cutex.peers import torch_attention
 from cutex.problem.attention import AttentionProblem
 from cutex.problem.protocol import Check, Launch, PeerKernel, Sizes
 
@@ -31,22 +32,16 @@ def sizes_of(batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int
 
 
 def _cudnn(problem: DecodeProblem) -> tuple[Launch, str]:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
+    if problem.ragged or problem.page_size:
+        raise ValueError("torch gives cuDNN no lengths and no pages")
+    forward, version = torch_attention.cudnn(
+        replace(problem, causal=problem.causal and problem.seqlen_q > 1)
+    )
 
-    if problem.ragged or problem.page_size or problem.window or problem.softcap:
-        raise ValueError("torch gives cuDNN no lengths, pages, window or softcap")
-    if problem.causal and problem.seqlen_q > 1:
-        raise ValueError("torch aligns cuDNN's causal mask top left")
+    def launch(q: Any, k: Any, v: Any, lengths: Any, out: Any, lse: Any) -> object:
+        return forward(q, k, v, out, lse)
 
-    def launch(q: Any, k: Any, v: Any, lengths: Any, out: Any, lse: Any) -> tuple[Any]:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            found = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return (found.transpose(1, 2),)
-
-    return launch, f"cuDNN {torch.backends.cudnn.version()} in torch {torch.__version__}"
+    return launch, version
 
 
 def _fa4(problem: DecodeProblem) -> tuple[Launch, str]:
