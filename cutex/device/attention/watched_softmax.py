@@ -9,9 +9,9 @@ Where they are peaked, blocks come by `guard`, which keeps the largest score of 
 of a row, and raises references before it computes exponentials if some row of the warp exceeds its
 own by more than `room` powers of two: so far that others need not follow soon.
 
-What rounding takes from a peaked row's largest probability, `top`, is taken from the sum that O is
-divided by, too: it is most of the error. With the maximum as reference, as others have it, that
-probability is 1, and exact.
+What rounding takes from a peaked row's largest probability, `top`, is most of the error. As much of
+it as O loses along itself is taken from the sum that O is divided by, too. With the maximum as
+reference, as others have it, that probability is 1, and exact.
 
 What `finish` says depends on the sums alone, never on V: up to `small` they leave room for values
 of V up to 1e30. Above, up to `most`, the caller looks whether O is finite (`leaves_no_room`). After
@@ -31,7 +31,7 @@ from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.softmax import LN2, row_max
 
 LEAST_SEEN = 8  # columns of a thread, in which what scores are like can be seen
-MOST_OF_LOST = 1.6  # times what rounding takes from the largest probability, taken from a sum
+LEAST_TOP = 2.0**-60  # the largest exponential, below which its square would lose bits
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,20 @@ class WatchedSoftmax(GuardedSoftmax):
     """A GuardedSoftmax that keeps the largest exponentials, of probabilities in bf16."""
 
     top: Any = None  # (rows) the largest exponential of a row, or of a thread's part of it
+    squares: Any = None  # (rows) squares of the sums of a thread's parts of blocks, added up
     best: Any = None  # (rows) the largest score that `guard` has found; 0 if none is positive
     peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
+    raised: Any = None  # (1) whether references rose under exponentials that may be huge
+    blocks: Int32 | int = 1  # in which these rows' keys come
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
-    high: ClassVar[float] = 2.0**20  # the sum from which on `lower` raises a reference
+    high: ClassVar[float] = 2.0**12  # the sum from which on `lower` raises a reference
     lowered: ClassVar[float] = -64.0  # the power of two that the sum then has
     room: ClassVar[float] = 60.0  # powers of two by which a score may exceed its reference
     above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
     least_guarded: ClassVar[float] = -60.0  # reference in powers of two of a row that is guarded
     small: ClassVar[float] = 2.0**26
-    most: ClassVar[float] = 2.0**100
+    most: ClassVar[float] = 2.0**124
 
     @staticmethod
     def rounding_to(dtype: type[cutlass.Numeric]) -> type[WatchedSoftmax]:
@@ -57,14 +60,20 @@ class WatchedSoftmax(GuardedSoftmax):
         return WatchedSoftmaxFp16 if dtype is Float16 else WatchedSoftmax
 
     @classmethod
-    def of(cls, scale_log2: Float32, slack: float, optimistic: bool) -> Self:
+    def of(
+        cls, scale_log2: Float32, slack: float, optimistic: bool, blocks: Int32 | int = 1
+    ) -> Self:
         kept = GuardedSoftmax.of(scale_log2, slack, optimistic)
         top = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
+        squares = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
         peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
         best = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
+        raised = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
         if best is not None:
             best.fill(0.0)
-        return cls(kept.reference, kept.sums, scale_log2, slack, kept.shift, top, best, peaked)
+            raised[0] = Boolean(False)
+        tensors = kept.reference, kept.sums, scale_log2, slack, kept.shift
+        return cls(*tensors, top, squares, best, peaked, raised, blocks)
 
     # ---- blocks
 
@@ -76,6 +85,7 @@ class WatchedSoftmax(GuardedSoftmax):
         self._lower(scores)
         for r in cutlass.range_constexpr(self.rows):
             self.sums[r] = self._exponentials(scores, r)
+            self.squares[r] = self.sums[r] * self.sums[r]
             self.top[r] = Float32(1.0)
         self.look(largest, [self.sums[r] for r in range(self.rows)], seen)
 
@@ -91,14 +101,18 @@ class WatchedSoftmax(GuardedSoftmax):
         for r in cutlass.range_constexpr(self.rows):
             added[r] = self._exponentials(scores, r)
             self.sums[r] += added[r]
+            self.squares[r] += added[r] * added[r]
             self.top[r] = cute.arch.fmax(self.top[r], self._exponential(highest[r], r))
         self.look(largest, added, seen)
         return rescale
 
     @cute.jit
-    def guard(self, scores: cute.Tensor, factors: cute.Tensor) -> Boolean:
+    def guard(
+        self, scores: cute.Tensor, factors: cute.Tensor, seen: tuple[Int32, ...] | None = None
+    ) -> Boolean:
         """`add` after references were raised, if the block exceeds one by more than `room` powers
-        of two. Returns whether outputs so far must be multiplied by `factors` (rows).
+        of two, and `look` at it if it is told what is `seen`. Returns whether outputs so far must
+        be multiplied by `factors` (rows).
 
         NOTE: as integers, floats are ordered as long as one is positive; else 0 is found, no less.
         """
@@ -113,7 +127,13 @@ class WatchedSoftmax(GuardedSoftmax):
         exceeds = cute.arch.vote_any_sync(exceeds)
         if exceeds:
             self._raise_above(scores, factors)
-        self.add(scores)
+        added = [Float32(0.0)] * self.rows
+        for r in cutlass.range_constexpr(self.rows):
+            added[r] = self._by_shift(scores, r, self.reference_log2(r))
+            self.sums[r] += added[r]
+            self.squares[r] += added[r] * added[r]
+        if cutlass.const_expr(seen is not None):
+            self.look([best[r] for r in range(self.rows)], added, seen)
         return exceeds
 
     @cute.jit
@@ -121,6 +141,7 @@ class WatchedSoftmax(GuardedSoftmax):
         """Raise the references of this warp's rows above the scores that `guard` has found, or,
         none of them being positive, above those of this block."""
         shift, reference = self.shift, self.reference
+        self.raised[0] = Boolean(True)
         for r in cutlass.range_constexpr(self.rows):
             found = self.best[r] if self.best[r] > 0.0 else row_max(scores, r)
             highest = self.over_row(found, cute.arch.fmax) * self.scale_log2
@@ -129,8 +150,7 @@ class WatchedSoftmax(GuardedSoftmax):
             whole = Float32(Int32(power))
             raised = shift[r] + whole if power < 2.0**20 else highest + self.above
             factors[r] = exp2(-whole)
-            self.sums[r] *= factors[r]
-            self.top[r] *= factors[r]
+            self._scale(r, factors[r])
             shift[r] = raised
             reference[r] = raised / self.scale_log2
 
@@ -146,6 +166,13 @@ class WatchedSoftmax(GuardedSoftmax):
     def forget_top(self) -> None:
         """Keep no largest exponential, so that no register holds it."""
         self.top.fill(0.0)
+        self.squares.fill(0.0)
+
+    def _scale(self, r: int, factor: Float32) -> None:
+        """Multiply what is kept of row r's exponentials by `factor`."""
+        self.sums[r] *= factor
+        self.top[r] *= factor
+        self.squares[r] *= factor * factor
 
     @cute.jit
     def _exponential(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
@@ -185,8 +212,7 @@ class WatchedSoftmax(GuardedSoftmax):
                 # NOTE: -inf less -inf; a row without keys keeps its sum of 0
                 shift = self.reference[r] - self._finite(reference)
                 factors[r] = exp2(shift * self.scale_log2)
-                self.sums[r] *= factors[r]
-                self.top[r] *= factors[r]
+                self._scale(r, factors[r])
                 self.set_reference(r, reference)
         return rescale
 
@@ -200,6 +226,7 @@ class WatchedSoftmax(GuardedSoftmax):
             lowers = lowers | (self.sums[r] >= self.high)
         lowers = cute.arch.vote_any_sync(lowers)
         if lowers:
+            self.raised[0] = Boolean(True)
             for r in cutlass.range_constexpr(self.rows):
                 total = self.over_row(self.sums[r], cute.arch.fmax)
                 # NOTE: a factor below 2^-126 would be 0; the next time then lowers the rest
@@ -207,7 +234,6 @@ class WatchedSoftmax(GuardedSoftmax):
                 power = power if total >= self.high else Float32(0.0)
                 factors[r] = exp2(-power)
                 self.sums[r] *= factors[r]
-                self.top[r] *= factors[r]
                 shift[r] += power
                 self.reference[r] = shift[r] / self.scale_log2
         return lowers
@@ -216,19 +242,17 @@ class WatchedSoftmax(GuardedSoftmax):
 
     @cute.jit
     def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
-        valid = Boolean(True)
+        valid, lost = Boolean(True), [Float32(0.0), Float32(0.0)]
+        if cute.arch.vote_any_sync(self.top[0] + self.top[1] > 0.0):
+            lost = [self._lost(r) for r in range(self.rows)]
         for r in cutlass.range_constexpr(self.rows):
             total = self.over_row(self.sums[r], lambda x, y: x + y)
             valid = valid & (total <= self.most)
-            top = self.over_row(self.top[r], cute.arch.fmax)
-            # NOTE: so much of it brings O nearest to what it is without that rounding
-            share = cute.arch.fmin(total * reciprocal(top), MOST_OF_LOST)
-            lost = share * (top - Float32(self.rounded(top))) if top > 0.0 else Float32(0.0)
             highest = self.reference_log2(r)
             scaled = Float32(1.0)
             if cutlass.const_expr(len(sinks) > 0):
                 total, highest, scaled = self.with_sink(total, highest, sinks[r])
-            factors[r] = self.normaliser(total - lost * scaled, scaled)
+            factors[r] = self.normaliser(total - lost[r] * scaled, scaled)
             lse[r] = self.log_sum(total, highest)
             if cutlass.const_expr(self.shift is not None):
                 valid = valid & ~self._is_large(r)
@@ -238,10 +262,28 @@ class WatchedSoftmax(GuardedSoftmax):
         return valid
 
     @cute.jit
+    def _lost(self, r: cutlass.Constexpr[int]) -> Float32:
+        """What to take from the sum of row r, so that O is nearest to what it is without the
+        rounding of the largest probability, p: the share p^2 / sum of p_i^2 of what O loses by it.
+
+        NOTE: sums of parts, less their mean, have about the squares that the p_i have.
+        """
+        total = self.over_row(self.sums[r], lambda x, y: x + y)
+        top = self.over_row(self.top[r], cute.arch.fmax)
+        squares = self.over_row(self.squares[r], lambda x, y: x + y)
+        scale = reciprocal(top)
+        number = total * scale  # of largest probabilities that have that sum
+        mean = number * reciprocal(Float32(4 * self.blocks))  # of a thread's parts
+        spread = squares * scale * scale - number * mean
+        share = number * reciprocal(cute.arch.fmax(spread, 1.0))
+        rounding = top - Float32(self.rounded(top))
+        return share * rounding if top > LEAST_TOP else Float32(0.0)
+
+    @cute.jit
     def leaves_no_room(self, factors: cute.Tensor) -> Boolean:
-        """Whether the sum of a row of this warp, of which `finish` made `factors`, is so large that
-        its products with V may have overflowed."""
-        high = Boolean(False)
+        """Whether the sum of a row of this warp, of which `finish` made `factors`, is so large, or
+        was, that its products with V may have overflowed."""
+        high = self.raised[0]
         for r in cutlass.range_constexpr(self.rows):
             high = high | (factors[r] < 1.0 / self.small) & (factors[r] != 0.0)
         return cute.arch.vote_any_sync(high)
@@ -255,7 +297,9 @@ class WatchedSoftmax(GuardedSoftmax):
         """
         power = power_below(total)
         fraction = log2(total * exp2(-power))
-        return -Float32.inf if total == 0.0 else (highest + power + fraction) * LN2
+        whole = highest + power
+        rest = (highest - whole) + power + fraction  # what that addition has rounded, too
+        return -Float32.inf if total == 0.0 else whole * LN2 + rest * LN2
 
 
 @dataclass(frozen=True)

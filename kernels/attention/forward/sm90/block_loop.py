@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float16, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct, pin, round_to
@@ -29,7 +29,7 @@ from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring, threads_w
 
 LOOK_BARRIER = 8  # the first of one named barrier for each warpgroup
 PEAKED_THREADS = 28  # of a warpgroup's, more of which say that scores are peaked
-CHUNK = 4  # blocks, after which sums are looked at: scores may rise by 2^107 in so many
+CHUNK = 768  # keys, after which sums are looked at: scores may rise by 2^115 in so many
 
 State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 
@@ -139,6 +139,10 @@ class BlockLoop:
         if cutlass.const_expr(band.hi is not None or self.optimistic):
             state = self.steps(path, before, state, "masked")
             path = path.after(before)
+        if cutlass.const_expr(self.optimistic and self.is_fp16 and band.hi is not None):
+            looked = cutlass.min(clean, 1)
+            state = self.steps(path, looked, state, "looked")
+            path, clean = path.after(looked), clean - looked
         if cutlass.const_expr(self.optimistic):
             state = self.unsearched(path, clean, state)
         else:
@@ -187,16 +191,19 @@ class BlockLoop:
 
     @cute.jit
     def chunks(self, path: Path, count: Int32, state: State) -> State:
-        """Run `count` steps by "add"; after every CHUNK of them references rise where sums have
+        """Run `count` steps by "add"; between every CHUNK of keys references rise where sums have
         grown.
 
         NOTE: a branch within a step would have P rounded behind it, not among the exponentials.
         """
         k, v = state
-        for done in cutlass.range(0, count, CHUNK, unroll=1):
-            number = cutlass.min(count - done, CHUNK)
+        chunk = CHUNK // self.score_ops.mask.tile_n
+        for done in cutlass.range(0, count, chunk, unroll=1):
+            # NOTE: not known to be uniform, it would be computed again in each step
+            number = cute.arch.make_warp_uniform(cutlass.min(count - done, chunk))
             k, v = self.steps(path.after(done), number, (k, v), "add")
-            self.lower()
+            if done + chunk < count:
+                self.lower()
         return k, v
 
     @cute.jit
@@ -204,7 +211,6 @@ class BlockLoop:
         """Raise references where sums have grown, P of the last block being in registers."""
         if self.softmax.lower(self.factors):
             self.scale_output()
-            self.note_overflow()
             self.scale_p()
 
     @cute.jit
@@ -220,7 +226,8 @@ class BlockLoop:
         """Run QK and softmax of a block, and PV of the one before.
 
         kind: "masked"; "clean", without a mask; "add", without a mask and without looking for a
-        larger score; or "guard", "add" that raises references where the block exceeds them by far.
+        larger score; "guard", "add" that raises references where the block exceeds them by far; or
+        "looked", "guard" that looks whether scores are peaked.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -241,6 +248,9 @@ class BlockLoop:
             softmax.add(scores)
         elif cutlass.const_expr(kind == "guard"):
             rescale = softmax.guard(scores, self.factors)
+        elif cutlass.const_expr(kind == "looked"):
+            seen = self.seen(n_block, cute.size(scores, mode=[1]))
+            rescale = softmax.guard(scores, self.factors, seen)
         elif cutlass.const_expr(self.optimistic):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
             rescale = softmax.next(scores, self.factors, seen)
@@ -256,9 +266,13 @@ class BlockLoop:
                 pin(self.tOrP)
             if rescale:
                 self.scale_output()
-                if cutlass.const_expr(kind == "guard"):
-                    self.note_overflow()
         return k, v
+
+    @property
+    def is_fp16(self) -> bool:
+        """Whether probabilities may rise by 2^16 at most before their tile is computed again: then
+        a block without a mask is looked at, too, since rows may see little of those with one."""
+        return self.tOrP.element_type is Float16
 
     def seen(self, n_block: Int32, columns: int) -> tuple[Int32, ...]:
         """How many of this thread's `columns` of a block each of its rows sees."""
@@ -315,33 +329,20 @@ class BlockLoop:
 
     @cute.jit
     def scale_p(self) -> None:
-        """Multiply P, of the block before, by its rows' factors, which are powers of two. Sums of
-        rows become NaN if rounding has made one of P infinite."""
-        p = cute.make_tensor(self.tOrP.iterator, cute.make_layout(cute.size(self.tOrP)))
-        factors, sums, dtype = self.factors, self.softmax.sums, self.tOrP.element_type
-        for i in cutlass.range_constexpr(cute.size(p)):
-            scaled, r = Float32(p[i]) * factors[i // 2 % 2], i // 2 % 2
-            sums[r] += scaled * 0.0
-            p[i] = dtype(scaled)
+        """Multiply P, of the block before, by its rows' factors, which are powers of two.
 
-    @cute.jit
-    def note_overflow(self) -> None:
-        """Make the sums of rows NaN whose O is not finite: a factor of 0 may hide it later."""
-        for r, probe in enumerate(self.probes()):
-            self.softmax.sums[r] += probe
+        NOTE: what rounding has made infinite stays so, here and in O."""
+        p = cute.make_tensor(self.tOrP.iterator, cute.make_layout(cute.size(self.tOrP)))
+        factors, dtype = self.factors, self.tOrP.element_type
+        for i in cutlass.range_constexpr(cute.size(p)):
+            p[i] = dtype(Float32(p[i]) * factors[i // 2 % 2])
 
     @cute.jit
     def is_finite(self) -> Boolean:
         """Whether this thread's part of O is finite."""
-        a, b = self.probes()
-        return a + b == 0.0
-
-    @cute.jit
-    def probes(self) -> tuple[Float32, Float32]:
-        """0 for each row of O if it is finite, else NaN."""
         rows = rows_of(self.acc_o)
-        found = [Float32(0.0), Float32(0.0)]
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-                found[r] += rows[r, c] * 0.0
-        return found[0], found[1]
+        a, b = Float32(0.0), Float32(0.0)
+        for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            a += rows[0, c] * 0.0
+            b += rows[1, c] * 0.0
+        return a + b == 0.0

@@ -63,7 +63,8 @@ class Compute:
             own = OwnRows(work, m_block, self.thread_rows(m_block), seq_q, seqlen_k, blocks)
             score_ops = self.score_ops(own)
             kind = WatchedSoftmax.rounding_to(self.dtype)
-            softmax = kind.of(score_ops.scale_log2(), self.slack, c.speculates)
+            number = blocks.end - blocks.first
+            softmax = kind.of(score_ops.scale_log2(), self.slack, c.speculates, number)
             tSrQ = query.of_slot(q_slot)
             halves = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
