@@ -26,8 +26,9 @@ class CachedPlan(NamedTuple):
     """A plan that takes its tensors as they are given."""
 
     takes: Callable[..., bool]  # whether tensors are like those that it was made for
-    always: bool  # whether it is valid with gradients on, and has no function that may change
+    always: bool  # whether it is valid with gradients on or off, with no function that may change
     wants_gradient: bool
+    differentiable: bool  # whether its result has gradients where some are wanted
     is_current: Callable[[], bool]  # whether the user's functions in it still compute the same
     launch: Callable[..., Any]  # of the tensors; has the result of the operator's function
     places: list[int]  # where its tensors begin, modulo ALIGN bytes
@@ -35,7 +36,8 @@ class CachedPlan(NamedTuple):
     @untraced
     def still(self) -> bool:
         """Whether it is valid now, where it is not always."""
-        return not (self.wants_gradient and _grad_enabled()) and self.is_current()
+        with_gradients = self.wants_gradient and _grad_enabled()
+        return with_gradients == self.differentiable and self.is_current()
 
 
 def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -123,9 +125,11 @@ class PlanCache:
         tensors: Sequence[Tensor],
         launch: Callable[..., Any],
         functions: Sequence[Any] = (),
+        differentiable: bool = False,
     ) -> None:
         """Keep a plan for calls with this key whose tensors are like `tensors`; `functions` are the
-        user's in it."""
+        user's in it. A `differentiable` one is for calls of which a gradient is wanted, another
+        for all others."""
         if len(self.known) >= self.most:
             self.forget()
         wants_gradient = any(x.requires_grad for x in tensors)
@@ -135,7 +139,9 @@ class PlanCache:
             return all(f.is_current() for f in functions)
 
         places = [x.data_ptr() % ALIGN for x in tensors]
-        found = CachedPlan(guard_of(tensors), always, wants_gradient, is_current, launch, places)
+        found = CachedPlan(
+            guard_of(tensors), always, wants_gradient, differentiable, is_current, launch, places
+        )
         with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
             self.known[key] = (found, *self.known.get(key, ())[: self.most_alike - 1])
 

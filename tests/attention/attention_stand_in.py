@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cutex.kernels.attention.forward.sm90.forward import Forward
-from cutex.ops.attention import eager, plan
+from cutex.ops.attention import plan, planned
 from cutex.ops.attention.call import DTYPES
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.reference import attend
@@ -33,8 +33,8 @@ class StandIn:
         )
         monkeypatch.setattr(plan, "launcher", self.launcher)
         monkeypatch.setattr(plan, "check_device", lambda device: None)
-        monkeypatch.setattr(eager, "check_device", lambda device: None)
-        eager.forget()
+        monkeypatch.setattr(planned, "check_device", lambda device: None)
+        planned.forget()
 
     def launcher(self, compiled: Any, _: Any) -> Any:
         def launch(*arguments: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import cutex
 from cutex.arch import local_arch
-from cutex.ops.attention import definition, eager
+from cutex.ops.attention import definition, eager, planned
 from cutex.ops.attention.own_backward import why_not
 
 SLOW = pytest.mark.slow
@@ -128,7 +128,7 @@ def test_gradients_are_those_of_float64(device, causal, chunk, monkeypatch):
 def test_a_later_call_has_its_own_slopes():
     """The plan that a call leaves is of any slopes of that shape."""
     with cutex.ops.simulated("sm_90a"):
-        eager.forget()
+        planned.forget()
         shapes = ((70, 4), (200, 2), (200, 2))  # those of "full", for its kernel
         q, k, v = (normal("cpu", 1, *x, 64, seed=i) for i, x in enumerate(shapes))
         for slopes in torch.tensor([[0.0, 1.0, 0.2, 0.0], [0.5, 0.0, 0.0, 2.0]]):

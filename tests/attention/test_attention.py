@@ -23,7 +23,7 @@ from cutex.kernels.attention.forward.choose import fitted
 from cutex.kernels.attention.forward.sm90 import choose as sm90
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.spec import HEAD_DIMS
-from cutex.ops.attention import eager, plan
+from cutex.ops.attention import plan, planned
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.randomized import draw
 
@@ -137,11 +137,11 @@ def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_re
     inputs, results = case.inputs(place.device), []
     for columns in (in_registers, 0):
         asked = mock.Mock(side_effect=lambda *of, c=columns: replace(fitted(*of), q_in_registers=c))
-        eager.forget()
+        planned.forget()
         with mock.patch.object(plan, "fitted", asked), place.prepared():
             results.append(call(case, inputs))
         assert asked.call_count
-    eager.forget()
+    planned.forget()
     assert case.check(inputs, *results[0]).ok
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
@@ -176,9 +176,9 @@ def long_from_one_key(monkeypatch):
 
     monkeypatch.setattr(plan, "fitted", of_long)
     monkeypatch.setattr(sm90, "shares", shares_long)
-    eager.forget()
+    planned.forget()
     yield chosen
-    eager.forget()
+    planned.forget()
 
 
 @pytest.mark.parametrize(

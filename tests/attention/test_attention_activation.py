@@ -16,7 +16,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
 import cutex
-from cutex.ops.attention import eager
+from cutex.ops.attention import planned
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def active(monkeypatch):
     stand_in = StandIn(monkeypatch)
     with activated():
         yield stand_in
-    eager.forget()
+    planned.forget()
 
 
 def heads_first(batch=2, heads=4, rows=40, head_dim=64, seed=0):

@@ -7,7 +7,7 @@ import torch
 from attention_stand_in import StandIn
 
 import cutex
-from cutex.ops.attention import eager
+from cutex.ops.attention import planned
 from cutex.ops.attention.call import HEAD_DIMS, kernel_dims
 from cutex.ops.attention.flash_arguments import NEUTRAL, OTHER_NAMES
 
@@ -16,7 +16,7 @@ from cutex.ops.attention.flash_arguments import NEUTRAL, OTHER_NAMES
 def stand_in(monkeypatch):
     with cutex.ops.simulated("sm_90a"):
         yield StandIn(monkeypatch)
-    eager.forget()
+    planned.forget()
 
 
 def normal(*shape, seed=0):

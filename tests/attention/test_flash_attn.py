@@ -14,7 +14,7 @@ from flash_attn_calls import PACKED, SMALL, call
 
 import cutex
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
-from cutex.ops.attention import eager, plan
+from cutex.ops.attention import eager, plan, planned
 from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
@@ -24,7 +24,7 @@ from cutex.problem.attention.shapes import VIEWS
 @pytest.fixture
 def stand_in(monkeypatch):
     yield StandIn(monkeypatch)
-    eager.forget()
+    planned.forget()
 
 
 # ---- the kernel's arguments
@@ -155,7 +155,7 @@ def test_rows_beyond_max_seqlen_q_are_not_promised(stand_in):
 
 def test_a_plan_is_made_once_and_kept_apart_by_all_that_it_depends_on(stand_in, monkeypatch):
     made = []
-    monkeypatch.setattr(eager, "Plan", lambda *args: made.append(args) or plan.Plan(*args))
+    monkeypatch.setattr(planned, "Plan", lambda *args: made.append(args) or plan.Plan(*args))
     inputs = SMALL.inputs()
     sink = torch.zeros(4)
     variants = [
@@ -234,7 +234,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers(stand_in):
         want, got = (cutex.flash_attn_func(leaf, k, v, window_size=(kind(3), kind(2)))
                      for kind in (int, np.uint8))  # fmt: skip
         assert torch.equal(got, want)
-        eager.forget()
+        planned.forget()
         cutex.flash_attn_varlen_func(
             *packed, np.int64(9), np.int32(7), window_size=(np.uint8(3), 0)
         )

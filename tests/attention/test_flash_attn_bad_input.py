@@ -8,13 +8,13 @@ from attention_stand_in import StandIn
 from flash_attn_calls import PACKED, SMALL
 
 import cutex
-from cutex.ops.attention import eager, plan
+from cutex.ops.attention import plan, planned
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     yield StandIn(monkeypatch)
-    eager.forget()
+    planned.forget()
 
 
 def bad(**changes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,16 +11,17 @@ import torch
 from attention_gradients import definition, wide
 from attention_stand_in import StandIn, flash_on_cpu
 from flash_attn_calls import SMALL, call
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import cutex
-from cutex.ops.attention import eager
+from cutex.ops.attention import differentiable, planned
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     yield StandIn(monkeypatch)
-    eager.forget()
+    planned.forget()
 
 
 GRADIENTS = {
@@ -162,3 +164,49 @@ def test_a_plan_changes_nothing_about_gradients(stand_in):
         assert not cutex.flash_attn_func(q, k, v).requires_grad
         mine = [x.clone() for x in (q, k, v)]
     assert F.mse_loss(cutex.flash_attn_func(*mine), cutex.flash_attn_func(q, k, v)) == 0
+
+
+def test_later_calls_find_the_plan_of_the_first_with_gradients(stand_in, monkeypatch):
+    """Also where calls with and without gradients, and of other options, take turns."""
+    q, k, v = (x.half().requires_grad_() for x in SMALL.inputs()[:3])
+    made, of = [], differentiable.Node.of
+
+    def counted(call):
+        made.append(of(call))
+        return made[-1]
+
+    monkeypatch.setattr(differentiable.Node, "of", staticmethod(counted))
+
+    def results(**options):
+        out = cutex.flash_attn_func(q, k, v, causal=True, **options)
+        assert out.requires_grad
+        with torch.no_grad():
+            assert not cutex.flash_attn_func(q, k, v, causal=True, **options).requires_grad
+        return out
+
+    with flash_on_cpu():
+        grads = [torch.autograd.grad(results().float().square().sum(), (q, k, v)) for _ in range(3)]
+        assert len(made) == 1
+        assert all(map(torch.equal, grads[0], grads[2]))
+        asked = results(deterministic=True).grad_fn.node
+        assert asked.options["deterministic"]
+        assert not results().grad_fn.node.options["deterministic"]
+        assert len(made) == 2
+        out, lse = cutex.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        assert out.requires_grad and lse.requires_grad
+        q.requires_grad_(False)
+        (dk,) = torch.autograd.grad(results().float().square().sum(), k)
+    assert torch.equal(dk, grads[0][1])
+
+
+def test_what_is_saved_may_be_kept_elsewhere(stand_in):
+    """As where activations wait on another device."""
+    q, k, v = (x.half().requires_grad_() for x in SMALL.inputs()[:3])
+    found = []
+    for hooks in (nullcontext(), saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone())):
+        for _ in range(2):
+            with hooks, flash_on_cpu():
+                out = cutex.flash_attn_func(q, k, v)
+                found.append(torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    for mine in found[1:]:
+        assert all(map(torch.equal, found[0], mine))

@@ -52,9 +52,9 @@ def wide(monkeypatch):
     with cutex.ops.simulated("sm_90a"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield stand_in
-    from cutex.ops.attention import eager
+    from cutex.ops.attention import planned
 
-    eager.forget()
+    planned.forget()
 
 
 def each_by_itself(q, k, v, cache_seqlens=None, cache_leftpad=None, **options):

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutex
-from cutex.ops.attention import eager
+from cutex.ops.attention import planned
 
 bf16 = torch.bfloat16
 
@@ -31,7 +31,7 @@ class Subclass(Tensor):
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     yield StandIn(monkeypatch)
-    eager._plans.clear()
+    planned._plans.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -257,7 +257,7 @@ def test_a_plan_of_another_threads_simulator_is_not_run() -> None:
     thread.start()
     made.wait(120)
     try:
-        assert eager._plans
+        assert planned._plans
         with pytest.raises(ValueError, match="runs on a Hopper or Blackwell GPU"):
             cutex.flash_attn_func(Q, K, V)
     finally:

@@ -15,8 +15,8 @@ import torch
 import cutex
 from cutex.arch import local_arch
 from cutex.ops import building
-from cutex.ops.attention import eager
-from cutex.ops.attention.eager import forget as forget_attention
+from cutex.ops.attention import planned
+from cutex.ops.attention.planned import forget as forget_attention
 from cutex.ops.device import forget_plans
 from cutex.ops.matmul.plan import forget, kernel_for
 
@@ -72,7 +72,7 @@ def test_a_call_of_attention_costs_the_host_ten_microseconds(shape, causal, with
     forget_attention()
     q, k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(3))
     us = host_us(lambda: cutex.flash_attn_func(q, k, v, causal=causal, return_lse=with_lse))
-    (plan,) = eager._plans.values()
+    (plan,) = planned._plans.values()
     print(f"{us:.2f} us")
     assert plan.dynamic == (shape[0] > 1)
     assert us <= HOST_US

@@ -23,12 +23,20 @@ def why_no_gradient(call: AttentionCall) -> str | None:
     return torch_backward.why_not(call)
 
 
+def check_gradient(call: AttentionCall) -> None:
+    """Raise ValueError if nothing computes the gradients of the call."""
+    reason = why_no_gradient(call)
+    if reason is not None:
+        raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
+
+
 def gradients(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """The gradients of q, k and v, given those of out and, if it has one, of lse."""
-    if own_backward.why_not(call) is None:
-        return own_backward.gradients(call, grad_out, out, lse, grad_lse)
+    plan = own_backward.plan_for(call, grad_out, out, grad_lse)
+    if plan is not None:
+        return plan(call, grad_out, out, lse, grad_lse)
     if own_backward.is_empty(call, out):
         dq, dk, dv = map(torch.zeros_like, (call.q, call.k, call.v))
         return dq, dk, dv

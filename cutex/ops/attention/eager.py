@@ -3,7 +3,6 @@ and shapes that takes its tensors, and launches it."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor
 
 from cutex.ops import autocast
-from cutex.ops.attention import paged
+from cutex.ops.attention import differentiable, paged
 from cutex.ops.attention.call import AttentionCall, Window, check
 from cutex.ops.attention.flash_arguments import NEUTRAL, is_default, named, taken
-from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
-from cutex.ops.device import current, per_device
+from cutex.ops.attention.planned import PLANS, attend
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain, is_watched_unseen, nobody_watches, untraced
-from cutex.ops.plans import CachedPlan, PlanCache
+from cutex.ops.plans import CachedPlan
 
 Mod = Callable[..., Any] | None
 
@@ -91,7 +89,7 @@ def flash_attn_func(
             has_vectors = learnable_sink is not None or alibi_slopes is not None
             options = (
                 softmax_scale, causal, window_size, softcap, return_lse, score_mod, mask_mod,
-                has_vectors and (learnable_sink is None, alibi_slopes is None),
+                deterministic, has_vectors and (learnable_sink is None, alibi_slopes is None),
             )  # fmt: skip
             known = None if has_vectors else _latest.get(options)
             # NOTE: most calls end here, and each step of Python costs 0.1 us
@@ -189,7 +187,7 @@ def flash_attn_varlen_func(
             )  # fmt: skip
             options = (
                 softmax_scale, causal, window_size, softcap, return_lse, score_mod, mask_mod,
-                max_seqlen_q, *[x is None for x in rest],
+                max_seqlen_q, max_seqlen_k, deterministic, *[x is None for x in rest],
             )  # fmt: skip
             given = (q, k, v, *[x for x in rest if x is not None])
             known = _find(options, given)
@@ -236,9 +234,7 @@ def _of_batch(slopes: Any, q: Any, cu_seqlens_q: Any) -> Any:
 # ---- plans
 
 
-PLANS = PlanCache()
 _known, _latest = PLANS.known, PLANS.latest  # by options and sizes; by options
-_plans: dict[tuple[Any, ...] | None, Plan] = per_device({})  # by everything that a plan depends on
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -262,12 +258,6 @@ def _key(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> tuple[Any, ...]
     return given[0].numel(), given[1].numel(), *options
 
 
-def forget() -> None:
-    """Drop all plans."""
-    PLANS.forget()
-    _plans.clear()
-
-
 @untraced
 def _unknown(
     call: AttentionCall, return_lse: bool, key: tuple[Any, ...] | None
@@ -284,112 +274,18 @@ def _unknown(
         with autocast.off(call.q.device):
             return flash_attn_varlen_func(**arguments, return_lse=return_lse)
     check(call)
+    wants_gradient = _grad_enabled() and any(x.requires_grad for x in call.tensors)
+    has_functions = call.score_mod is not None or call.mask_mod is not None
     if (
         not nobody_watches()
         or not all(is_plain(x) for x in call.tensors)
-        or (_grad_enabled() and any(x.requires_grad for x in call.tensors))
+        or (wants_gradient and has_functions)
     ):
         return _through_operator(call, return_lse)
+    if wants_gradient:
+        return differentiable.attend(call, return_lse, key)
     out, lse = attend(call, return_lse, key=key)
     return out if lse is None else (out, lse)
-
-
-def attend(
-    call: AttentionCall,
-    with_lse: bool,
-    out: Tensor | None = None,
-    key: tuple[Any, ...] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """O and LSE of plain tensors, O in `out` if given; with a `key`, later calls like it find a
-    plan."""
-    tensors = (call.q, call.k, call.v, out, call.learnable_sink, call.alibi_slopes,
-               call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
-    whole: tuple[Any, ...] | None = (
-        *map(_described, tensors), *(x.data_ptr() % ALIGN == 0 for x in (call.q, call.k, call.v)),
-        call.q.device, call.max_seqlen_q, call.softmax_scale,
-        call.causal, tuple(call.window_size), call.softcap, with_lse, call.score_mod,
-        call.mask_mod,
-    )  # fmt: skip
-    try:
-        plan = _plans.get(whole)
-    except TypeError:  # a function without a hash, as of a dataclass, is not looked up
-        plan = whole = None
-    if plan is not None and plan.is_current():
-        if call.lengths and call.q.is_cpu:
-            check(call)
-        with contextlib.suppress(TypeError, ValueError):  # not of the plan's alignment
-            result = plan(call, out)
-            _remember(key, call, plan)  # one tensor may be given twice this time
-            return result
-    check(call)
-    return run(call, with_lse, whole, out, key)
-
-
-def run(
-    call: AttentionCall,
-    with_lse: bool,
-    whole: tuple[Any, ...] | None = None,
-    out: Tensor | None = None,
-    key: tuple[Any, ...] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Run a checked call on plain tensors; keep its plan under `whole`, and for the functions above
-    under `key`."""
-    check_device(call.q.device)
-    if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
-        return _nothing_to_see(call, with_lse, out)
-    with current(call.q.device):
-        plan = Plan(call, with_lse)
-        result = plan(call, out)
-    if whole is not None:
-        if len(_plans) >= 4096:
-            forget()
-        _plans[whole] = plan
-    _remember(key, call, plan)
-    return result
-
-
-def _remember(key: tuple[Any, ...] | None, call: AttentionCall, plan: Plan) -> None:
-    """Keep a plan for calls like this one, if it has a key and takes tensors as they are given."""
-    if key is not None and plan.short is not None:
-        functions = [f for f in plan.functions if f is not None]
-        PLANS.remember(key, call.tensors, plan.short, functions)
-
-
-def _described(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.__class__, x.dtype, x.shape, x.stride())
-
-
-def _nothing_to_see(
-    call: AttentionCall, with_lse: bool, out: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """O and LSE of rows that see no key; for no rows nothing is written."""
-    out = call.q.new_empty(call.out_shape) if out is None else out
-    lse = call.q.new_empty(call.lse_shape, dtype=torch.float32) if with_lse else None
-    mine = _rows_of_sequences(call)
-    out.masked_fill_(mine[..., None, None], 0.0)
-    if lse is not None:
-        nothing, sink = torch.full_like(lse, -torch.inf), call.learnable_sink
-        if sink is not None:
-            nothing.copy_(sink[:, None].expand(lse.shape))
-        lse.copy_(torch.where(mine[..., None, :], nothing, lse))
-    return out, lse
-
-
-def _rows_of_sequences(call: AttentionCall) -> Tensor:
-    """Which rows of q are computed, those that belong to a sequence: (batch, seqlen_q) or, of
-    packed sequences, (total_q)."""
-    rows = torch.arange(call.q.shape[-3], dtype=torch.int32, device=call.q.device)
-    begins = call.cu_seqlens_q
-    if begins is None:
-        longest = longest_q(call) if call.seqused_q is None else call.seqused_q[:, None]
-        return (rows < longest).expand(call.q.shape[:-2])
-    if call.batch == 0:
-        return rows < 0
-    ends = begins[1:].contiguous()
-    sequence = torch.searchsorted(ends, rows, right=True).clamp(max=call.batch - 1)
-    lengths = begins.diff() if call.seqused_q is None else call.seqused_q
-    place = rows - begins[sequence]
-    return (place >= 0) & (place < lengths[sequence]) & (place < longest_q(call))
 
 
 def _through_operator(call: AttentionCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:

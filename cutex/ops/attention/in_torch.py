@@ -19,8 +19,8 @@ from torch.nn import attention as torch_attention
 from cutex.ops.attention import own_backward
 from cutex.ops.attention.backward import gradients
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
-from cutex.ops.attention.eager import attend
 from cutex.ops.attention.plan import runs_on
+from cutex.ops.attention.planned import attend
 from cutex.ops.device import simulated_arch
 from cutex.ops.overlap import overlaps_itself, share_memory
 

@@ -50,27 +50,25 @@ def why_not(call: AttentionCall) -> str | None:
     return None
 
 
-def gradients(
-    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, contiguous; those of rows of no sequence are 0."""
+def plan_for(
+    call: AttentionCall, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None
+) -> Plan | None:
+    """The plan of a call's gradients; None if our kernels do not compute them, or there is nothing
+    to compute."""
     tensors = (call.q, call.k, call.v, grad_out, out, grad_lse, call.cu_seqlens_q,
                call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
     key = (
         *[None if x is None else (x.shape, x.stride(), x.data_ptr() % ALIGN) for x in tensors],
-        call.q.dtype, call.q.device, call.max_seqlen_q, call.max_seqlen_k, call.softmax_scale,
-        call.causal, tuple(call.window_size), call.softcap, call.deterministic,
-        torch.are_deterministic_algorithms_enabled(),
+        call.alibi_slopes is None, call.q.dtype, call.q.device, call.max_seqlen_q,
+        call.max_seqlen_k, call.softmax_scale, call.causal, tuple(call.window_size), call.softcap,
+        call.deterministic, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     plan = _plans.get(key)
-    if plan is None:
-        if is_empty(call, out):
-            dq, dk, dv = map(torch.zeros_like, (call.q, call.k, call.v))
-            return dq, dk, dv
+    if plan is None and why_not(call) is None and not is_empty(call, out):
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = Plan(call, grad_out, out, grad_lse is not None)
-    return plan(call, grad_out, out, lse, grad_lse)
+    return plan
 
 
 MOST_PLANS = 1024
@@ -110,6 +108,7 @@ class Plan:
         lse: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, contiguous; those of rows of no sequence are 0."""
         c, operand = self.config, self.operand
         q, k, v = operand("q", call.q), operand("k", call.k), operand("v", call.v)
         do, o = operand("do", grad_out), operand("o", out)

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops import autocast, differentiation
 from cutex.ops.attention import registered_backward
-from cutex.ops.attention.backward import gradients, sink_gradient, why_no_gradient
+from cutex.ops.attention.backward import check_gradient
 from cutex.ops.attention.call import AttentionCall, check
-from cutex.ops.attention.eager import run
+from cutex.ops.attention.planned import attend
 from cutex.ops.attention.registered_backward import TENSORS
-from cutex.ops.plain import bare, is_plain, nobody_watches
+from cutex.ops.plain import bare
 
 _library = torch.library.Library("cutex", "FRAGMENT")
 _library.define(
@@ -52,9 +52,7 @@ def _call(*args: Any) -> AttentionCall:
 
 @torch.no_grad()
 def _operator(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _call(*map(bare, args))
-    check(call)
-    out, lse = run(call, with_lse=True)
+    out, lse = attend(_call(*map(bare, args)), with_lse=True)
     assert lse is not None
     return out, lse
 
@@ -68,9 +66,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     call = _call(*inputs)
-    reason = why_no_gradient(call)
-    if reason is not None:
-        raise ValueError(f"there is no gradient with {reason}; call it under torch.no_grad()")
+    check_gradient(call)
     ctx.set_materialize_grads(False)
     lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
     vectors = call.learnable_sink, call.alibi_slopes
@@ -84,21 +80,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, cu_q, cu_k, used_q, used_k, sink, slopes, out, lse = ctx.saved_tensors
     scale, causal, window, softcap = ctx.options
-    if grad_out is None:  # only LSE has one
-        grad_out = torch.zeros_like(out)
     longest_q, longest_k = ctx.longest
     call = AttentionCall(
         q, k, v, cu_q, cu_k, longest_q, longest_k, used_q, used_k, scale, causal, window, softcap,
         sink, deterministic=ctx.deterministic, alibi_slopes=slopes,
     )  # fmt: skip
-    given = (*call.tensors, grad_out, out, lse, *(() if grad_lse is None else (grad_lse,)))
-    if nobody_watches() and not torch.is_grad_enabled() and all(map(is_plain, given)):
-        dq, dk, dv = gradients(call, grad_out, out, lse, grad_lse)
-    else:
-        dq, dk, dv = registered_backward.call(call, grad_out, out, lse, grad_lse)
-    dsink = None
-    if sink is not None and ctx.needs_input_grad[SINK]:
-        dsink = sink_gradient(call, grad_out, out, lse, grad_lse)
+    with_sink = sink is not None and ctx.needs_input_grad[SINK]
+    dq, dk, dv, dsink = registered_backward.of_inputs(call, grad_out, grad_lse, out, lse, with_sink)
     grads = (dq, dk, dv, *(None,) * (SINK - 3), dsink, None, None)
     return grads[: ctx.count]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops import differentiation
-from cutex.ops.attention.backward import Gradients, gradients
+from cutex.ops.attention.backward import Gradients, gradients, sink_gradient
 from cutex.ops.attention.call import AttentionCall
-from cutex.ops.plain import bare, is_plain
+from cutex.ops.plain import bare, is_plain, nobody_watches
 
 _library = torch.library.Library("cutex", "FRAGMENT")
 _library.define(
@@ -40,6 +40,27 @@ def call(
         *of.window_size, of.softcap, of.learnable_sink, of.deterministic, of.alibi_slopes,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def of_inputs(
+    of: AttentionCall,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    with_sink: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and, if wanted, the sink, from those of out and lse that there are;
+    a node of a graph where torch records one."""
+    if grad_out is None:  # only LSE has one
+        grad_out = torch.zeros_like(out)
+    given = (*of.tensors, grad_out, out, lse, *(() if grad_lse is None else (grad_lse,)))
+    if nobody_watches() and not torch.is_grad_enabled() and all(map(is_plain, given)):
+        dq, dk, dv = gradients(of, grad_out, out, lse, grad_lse)
+    else:
+        dq, dk, dv = call(of, grad_out, out, lse, grad_lse)
+    dsink = sink_gradient(of, grad_out, out, lse, grad_lse) if with_sink else None
+    return dq, dk, dv, dsink
 
 
 @torch.no_grad()
