@@ -155,6 +155,7 @@ def test_confirm_asks_for_both_ladders_beside_their_peers_and_for_the_probes(clo
     probes, *rest = sorted((r for _, r, _ in cloud.asked), key=lambda r: not r["probes"])
     assert probes["probes"] and not any(r["probes"] for r in rest)
     peers = {"gemm": ("cublas",), "attention": ("cudnn", "fa4"), "gemm_scaled": ("torch",)}
+    peers["attention_backward"] = peers["attention"]
     asked = {r["op"]: r["options"]["compare"] for r in rest}
     assert {op: asked[op] for op in peers} == peers
     assert {*asked} == {op for op in OPS if "sm_100a" in ladders(op).archs}
