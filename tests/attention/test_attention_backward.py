@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,5 +188,8 @@ def test_each_key_block_is_taken_once(sizes, causal, deterministic):
     order = tile_order(config, Sizes(heads_kv, 1, 0, 0, num_n_blocks, batch))
     tiles = [order.tile(index) for index in range(order.total)]
     assert len({(t.m, t.head, t.batch) for t in tiles}) == num_n_blocks * heads_kv * batch
+    pairs = tile_order(replace(config, pairs=True), Sizes(heads_kv, 1, 0, 0, num_n_blocks, batch))
+    tiles_of_pairs = {(t.m, t.head, t.batch) for t in map(pairs.tile, range(pairs.total))}
+    assert len(tiles_of_pairs) == pairs.total == (num_n_blocks + 1) // 2 * heads_kv * batch
     if config.interleaved:  # m counts from the last key block
         assert tiles[0].m == num_n_blocks - 1

@@ -49,7 +49,7 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
         found = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
         found["stats"] = torch.full((tiles, 2 * config.tile_m), torch.nan)
         found["dq_sums"] = torch.full((tiles, config.tile_m * config.head_dim), torch.nan)
-        found["turns"] = torch.full((tiles, 4), 9, dtype=torch.int32)
+        found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)
         values = [(given | found)[name] for name in kernel.argument_names]
         try:
             simulate(kernel, *values, **order)

@@ -27,6 +27,7 @@ class BackwardConfig(BackwardSpec):
     ds_slots: int = 2  # slots of dS
     dq_columns: int = 32  # columns of dQ that are computed at one time
     dq_slots: int = 0  # slots of such columns that wait to be added; 0: added from registers
+    pairs: bool = False  # CTAs of neighbouring keys add half of the columns of dQ of both each
     num_ctas: int = 132  # SMs
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
@@ -55,6 +56,15 @@ class BackwardConfig(BackwardSpec):
         return 2 if self.wide else self.key_tiles
 
     @property
+    def key_ctas(self) -> int:
+        return 1 + self.pairs
+
+    @property
+    def dq_width(self) -> int:
+        """The columns of dQ that a CTA computes."""
+        return self.head_dim // self.key_ctas
+
+    @property
     def stats_bytes(self) -> int:
         """Bytes of LSE and delta of a block of queries."""
         return 2 * 4 * self.tile_m
@@ -79,7 +89,8 @@ class BackwardConfig(BackwardSpec):
     def smem_bytes(self) -> int:
         kv = self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
         block = self.q_bytes + self.stats_bytes + self.do_bytes
-        of_dq = self.ds_slots * self.ds_bytes + self.dq_slots * self.dq_bytes
+        of_dq = self.key_ctas * self.ds_slots * self.ds_bytes + self.dq_slots * self.dq_bytes
+        of_dq += self.pairs * self.tile_n * self.dq_width * ELEMENT
         return kv + self.num_stages * block + of_dq
 
     @property
@@ -109,8 +120,8 @@ class BackwardConfig(BackwardSpec):
             return f"registers={self.registers}: more than the {at_launch} of {threads} threads"
         if self.num_stages < 2:
             return f"num_stages={self.num_stages}: at least 2"
-        if self.head_dim % self.dq_columns or self.dq_columns % 32:
-            return f"dq_columns={self.dq_columns}: a multiple of 32 that divides the head dim"
+        if self.dq_width % self.dq_columns or self.dq_columns % 32:
+            return f"dq_columns={self.dq_columns}: a multiple of 32 that divides {self.dq_width}"
         if self.softcap and self.overlap and not self.wide:
             return "softcap: its derivative takes the registers that overlap=True needs"
         for needed, there in zip(self.accumulators, of_keys, strict=True):

@@ -82,7 +82,7 @@ class Tensors(NamedTuple):
 class Passed(NamedTuple):
     """The arguments after Tensors; None for those that the config does not have."""
 
-    turns: Any = None  # (tiles, 4) how many key blocks have added to a warp's part of a tile of dQ
+    turns: Any = None  # (tiles, parts) how many key blocks have added to a warp's part of dQ's tile
     dlse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
     cu_seqlens_q: Any = None  # (batch + 1)
     cu_seqlens_k: Any = None

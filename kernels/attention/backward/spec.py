@@ -55,6 +55,11 @@ class BackwardSpec(ScoreSpec):
         raise NotImplementedError
 
     @property
+    def key_ctas(self) -> int:
+        """The CTAs of a cluster, which own neighbouring blocks of keys."""
+        return 1
+
+    @property
     def row_stats(self) -> int:
         """The numbers of 32 bits that preprocess keeps of each row: LSE and delta."""
         return 2
@@ -62,4 +67,4 @@ class BackwardSpec(ScoreSpec):
     @property
     def turns(self) -> int:
         """The parts of a tile of dQ that are added to in an order of their own."""
-        return 4
+        return 4 * self.key_ctas

@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from cutex.device.attention.block_info import ceil_div
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.row_source import END
 from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, keys, queries
@@ -28,12 +29,14 @@ class Sizes(NamedTuple):
 
 
 def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
-    """The order in which key blocks are taken, which are its `m`. Causal, the first keys see the
-    most queries: they go first, of as many heads at a time as fill the SMs twice."""
-    two_waves = 2 * config.num_ctas
-    units = (two_waves + sizes.num_n_blocks - 1) // sizes.num_n_blocks
+    """The order in which key blocks are taken, those of a cluster together, which are its `m`.
+    Causal, the first keys see the most queries: they go first, of as many heads at a time as fill
+    the SMs twice."""
+    count = ceil_div(sizes.num_n_blocks, config.key_ctas)
+    two_waves = 2 * config.num_ctas // config.key_ctas
+    units = (two_waves + count - 1) // count
     return AttentionOrder(
-        num_m_blocks=sizes.num_n_blocks,
+        num_m_blocks=count,
         heads=sizes.heads_kv,
         batch=sizes.batch,
         longest_first=config.interleaved,
@@ -83,10 +86,12 @@ def tile_of(
     config: cutlass.Constexpr[BackwardSpec], index: Int32, passed: Passed, sizes: Sizes
 ) -> Tile:
     """The keys of number `index` in the order."""
-    work = tile_order(config, sizes).tile(index)
+    order, ctas = tile_order(config, sizes), config.key_ctas
+    work = order.tile(index // ctas)
     n_block = work.m
     if cutlass.const_expr(config.reversed):
-        n_block = sizes.num_n_blocks - 1 - work.m
+        n_block = order.num_m_blocks - 1 - work.m
+    n_block = n_block * ctas + index % ctas
     batch = work.batch
     seq_q, seq_k = queries(passed, sizes.rows_q).of(batch), keys(passed, sizes.rows_k).of(batch)
     return Tile(n_block, work.head, batch, seq_q, seq_k)

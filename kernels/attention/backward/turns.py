@@ -14,11 +14,13 @@ from cutex.kernels.attention.backward.tiles import Tile
 
 
 def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -> Int32:
-    """How many key blocks add to a block of queries before the CTA's."""
+    """How many key blocks, or pairs of them, add to a block of queries before the CTA's."""
+    ctas = config.key_ctas
+    info = info._replace(tile_n=ctas * info.tile_n)
     blocks = info.n_blocks(m_block, tile.seq_q.length, tile.seq_k.length)
     if config.last_first:
-        return blocks.end - 1 - tile.n_block
-    return tile.n_block - blocks.first
+        return blocks.end - 1 - tile.n_block // ctas
+    return tile.n_block // ctas - blocks.first
 
 
 @cute.jit

@@ -16,7 +16,10 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {"ds_slots": 3, "dp_start": 1},
     (192, 128): {"score_m": 32, "num_stages": 2},
     (192, 192): {**_WIDE, "dp_start": 0, "registers": (208, 184, 112)},
-    (256, 256): {**_WIDE, "num_stages": 2, "registers": (232, 208, 64)},
+    (256, 256): {
+        **{"tile_n": 64, "pairs": True, "num_stages": 2, "ds_slots": 1, "dq_columns": 64},
+        "registers": (232, 208, 64),
+    },
 }
 
 

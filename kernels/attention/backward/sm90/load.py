@@ -25,6 +25,7 @@ class Load:
     k: Rows
     v: Rows
     do: Rows
+    kp: Rows | None  # K of which a pair's other CTA has the keys, half of the columns
     stats: cute.Tensor  # (tiles, 2 * bM) LSE, then delta
     shared: Shared
 
@@ -34,11 +35,16 @@ class Load:
         c, s = self.config, self.shared
         of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
         loads_k, loads_v = tile_loads(self.k, s.sK, of), tile_loads(self.v, s.sV, of)
+        of_pair = c.pairs * c.tile_n * c.dq_width * 2
         with cute.arch.elect_one():
-            s.k_loaded.arrive_expecting(c.tile_n * c.head_dim * 2)
+            s.k_loaded.arrive_expecting(c.tile_n * c.head_dim * 2 + of_pair)
             s.v_loaded.arrive_expecting(c.tile_n * c.head_dim_v * 2)
         for wg in cutlass.range_constexpr(c.key_tiles):
             loads_k.load(s.tile.n_block * c.key_tiles + wg, wg, s.k_loaded[0])
+        if cutlass.const_expr(c.pairs):
+            loads = tile_loads(self.kp, s.sKp, of, part=cute.arch.block_idx_in_cluster())
+            for wg in cutlass.range_constexpr(c.key_tiles):
+                loads.load((s.tile.n_block ^ 1) * c.key_tiles + wg, wg, s.k_loaded[0])
         for wg in cutlass.range_constexpr(c.key_tiles):
             loads_v.load(s.tile.n_block * c.key_tiles + wg, wg, s.v_loaded[0])
 

@@ -1,5 +1,5 @@
 """Main: the kernel of the Hopper backward that does the work. A CTA owns 128 keys, whose dK and dV
-stay in registers; 64 of wide head dims.
+stay in registers; 64 of wide head dims. Of the widest, CTAs of neighbouring keys are pairs.
 
 Its three warpgroups wait for each other only through rings, so that the tensor cores have one's
 products during the others' exponentials:
@@ -30,7 +30,7 @@ from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import Handover, Shared
 from cutex.kernels.attention.backward.sm90.wide import WideKeys, WideValues
-from cutex.kernels.attention.backward.tiles import Sizes, Tile, sizes_of, tile_of
+from cutex.kernels.attention.backward.tiles import Sizes, Tile, sizes_of, tile_of, tile_order
 
 
 class Operands(NamedTuple):
@@ -42,6 +42,7 @@ class Operands(NamedTuple):
     do: cpasync.TmaInfo
     dk: cpasync.TmaInfo
     dv: cpasync.TmaInfo
+    kp: Any  # half of the columns of K; None: CTAs are no pairs
 
 
 class Main:
@@ -53,7 +54,10 @@ class Main:
     q, do empty      1 a warp of these, its products being     the load warp
                      done
     ds full          1 a warp of these, its dS being written   the warpgroup of dQ
-    ds empty         1 a warp of that one, dQ being computed   those that own keys
+    ds empty         1 a warp of that one, dQ being computed,  those that own keys
+                     and of the other CTA's of a pair
+    ds sent          1: the load warp, and the bytes that the  the warpgroup of dQ of a pair
+                     other CTA copies
     k read           1 a warp of that one, after its last dQ,  those that store dK through K's slots
                      and of the one that sums dV alone
     v read           1 a warp that sums dK alone               those that sum dV alone and store it
@@ -63,8 +67,9 @@ class Main:
     sK, sV     tile_n * (D + DV) * 2                 65536    32768    65536
     sQ         tile_m * D * 2 * num_stages           49152    32768    65536
     sdO        tile_m * DV * 2 * num_stages          49152    32768    65536
-    sdS        tile_m * tile_n * 2 * ds_slots        49152    32768    16384
-    sdQ        tile_m * dq_columns * 4 * dq_slots    0        32768    16384
+    sdS        tile_m * tile_n * 2 * ds_slots * CTAs 49152    32768    16384
+    sKp        tile_n * D, of pairs                  0        0        16384
+    sdQ        tile_m * dq_columns * 4 * dq_slots    0        32768    0
     stats      tile_m * 8 * num_stages               1536     2048     1024
 
     registers  threads    each, hd 128   of which accumulators      hd 256
@@ -106,11 +111,15 @@ class Main:
             tma_operand(load, mdO, of_q, (c.tile_m, c.head_dim_v), c.num_stages),
             tma_operand(store, tensors.dk, of_k, k_tile, c.key_tiles),
             tma_operand(store, tensors.dv, of_k, v_tile, c.key_tiles),
+            tma_operand(load, mK, of_k, (WARPGROUP_ROWS, c.dq_width), c.key_tiles)
+            if c.pairs
+            else None,
         )
         sizes, tiles = sizes_of(c, tensors, passed)
         self.kernel(operands, tensors.stats, tensors.dq_sums, passed, sizes, tiles).launch(
-            grid=(sizes.num_n_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+            grid=(tile_order(c, sizes).total * c.key_ctas, 1, 1),
             block=(self.num_threads, 1, 1),
+            cluster=(c.key_ctas, 1, 1) if c.pairs else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -128,7 +137,7 @@ class Main:
         c = self.config
         index, _, _ = cute.arch.block_idx()
         tile = tile_of(c, index, passed, sizes)
-        if tile.n_block * c.tile_n < tile.seq_k.length:
+        if tile.n_block // c.key_ctas * c.key_ctas * c.tile_n < tile.seq_k.length:
             shared = self.shared(operands, passed, sizes, tiles, tile)
             warp = cute.arch.warp_idx()
             if warp >= self.query_warps.first:
@@ -137,7 +146,8 @@ class Main:
                     self.rows(x, side)
                     for x, side in zip(operands[:4], ("q", "k", "k", "q"), strict=True)
                 )
-                load = Load(c, q, k, v, do, stats, shared)
+                kp = self.rows(operands.kp, "k") if c.pairs else None
+                load = Load(c, q, k, v, do, kp, stats, shared)
                 QueryGradients(c, shared, load, dq_sums).run()
             elif cutlass.const_expr(not c.wide):
                 cute.arch.setmaxregister_increase(c.registers[0])
@@ -167,9 +177,14 @@ class Main:
         sV = allocate_slots(smem, dtype, operands.v.smem_layout)
         sQ = allocate_slots(smem, dtype, operands.q.smem_layout)
         sdO = allocate_slots(smem, dtype, operands.do.smem_layout)
-        ds = slots_layout(dtype, WARPGROUP_ROWS, c.tile_m, c.key_tiles * c.ds_slots, 128)
+        ds_slots = c.key_tiles * c.ds_slots * c.key_ctas
+        ds = slots_layout(dtype, WARPGROUP_ROWS, c.tile_m, ds_slots, 128)
         sdS = allocate_slots(smem, dtype, ds)
         readers = self.query_warps.count
+        sKp = ds_sent = None
+        if cutlass.const_expr(c.pairs):
+            sKp = allocate_slots(smem, dtype, operands.kp.smem_layout)
+            ds_sent = Barrier.allocate(smem, "ds sent", arrivals=1, slots=c.ds_slots)
         sdQ = None
         if cutlass.const_expr(c.dq_slots > 0):
             of_dq = cute.make_layout((c.dq_bytes // 4 // readers, readers, c.dq_slots))
@@ -182,13 +197,17 @@ class Main:
         q = Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, self.key_warps.count)
         do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, self.key_warps.count)
         key_warps = 4 * c.key_tiles  # those that compute dS
-        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, readers)
+        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, readers, c.key_ctas)
         others = self.key_warps.count - key_warps
         k_read = Barrier.allocate(smem, "k read", arrivals=readers + others)
         v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)
-        publish_barriers((k_loaded, v_loaded, q, do, handover, k_read, v_read))
+        barriers = (k_loaded, v_loaded, q, do, handover, k_read, v_read)
+        if cutlass.const_expr(c.pairs):
+            publish_barriers((*barriers, ds_sent), cluster=True)
+        else:
+            publish_barriers(barriers)
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal))
         return Shared(
-            sK, sV, sQ, sdO, sdS, sdQ, stats, k_loaded, v_loaded, q, do, handover, k_read, v_read,
-            info, passed, tiles, tile, sizes.heads_per_kv,
+            sK, sV, sQ, sdO, sdS, sKp, sdQ, stats, k_loaded, v_loaded, q, do, handover, ds_sent,
+            k_read, v_read, info, passed, tiles, tile, sizes.heads_per_kv,
         )  # fmt: skip

@@ -5,6 +5,10 @@ A tile of the sums is stored in the order of the accumulators, warp by warp, so 
 contiguous bytes, and nothing is transposed. Columns are added either from a slot of smem, by a bulk
 copy (`dq_slots` > 0), or straight from the registers, which needs fewer of them.
 
+CTAs of a pair own neighbouring keys. Each computes half of the columns of dQ, over the keys of
+both: it has these columns of the other one's K, and the two copy each other dS as soon as it is
+there. So each adds half as much.
+
 Deterministic, CTAs add to a tile one after another: each warp waits for its turn at its part of the
 tile, and passes it on when its adds are done. It does both under a product: passes on the turn of
 the block before, whose adds have landed by then, and waits for this block's.
@@ -18,12 +22,14 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from cutex.device.atoms.dsmem import copy_to_cta
 from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.reduction import add_bulk, add_vector
 from cutex.device.atoms.wgmma import ROWS, Wgmma, WgmmaProduct
+from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.load import Load
-from cutex.kernels.attention.backward.sm90.shared import Shared
+from cutex.kernels.attention.backward.sm90.shared import Shared, other_cta
 from cutex.kernels.attention.backward.turns import await_turn, pass_turn, turn_of
 
 WIDE = 8  # columns of an accumulator of which a thread has 4 numbers
@@ -57,6 +63,9 @@ class QueryGradients:
         for i in cutlass.range(total, unroll=1):
             ds = s.ds.state(i)
             s.ds.full.wait(ds.phase, ds.slot)
+            if cutlass.const_expr(c.pairs):  # noqa: SIM102 - known when tracing
+                if loads:
+                    self.send(ds)
             # NOTE: before the adds, which take long. Who handed this dS over has released the slots
             # of the block before.
             following = i - 1 + c.num_stages
@@ -73,9 +82,21 @@ class QueryGradients:
         with cute.arch.elect_one():
             s.k_read.arrive()
         if cutlass.const_expr(c.deterministic):
-            pass_turn(s.passed.turns, earlier, cute.arch.warp_idx() % 4, earlier_turn)
+            pass_turn(s.passed.turns, earlier, self.turn_part(), earlier_turn)
         else:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(c.pairs):
+            s.ds.drain(total)  # the other CTA has nothing left to signal here
+
+    @cute.jit
+    def send(self, ds: PipelineState) -> None:
+        """Copy a slot of dS to the other CTA. The first warp calls it."""
+        c, s = self.config, self.shared
+        with cute.arch.elect_one():
+            s.ds_sent.arrive_expecting(c.ds_bytes, ds.slot)  # what the other one sends
+            here = s.sdS[None, None, ds.slot * c.key_tiles].iterator
+            there = s.sdS[None, None, (c.ds_slots + ds.slot) * c.key_tiles].iterator
+            copy_to_cta(there, here, c.ds_bytes, s.ds_sent[ds.slot], other_cta())
 
     @cute.jit
     def block(self, number: Int32, tile: Int32, turn: Int32, earlier: tuple[Int32, Int32]) -> None:
@@ -83,30 +104,44 @@ class QueryGradients:
         slot, and start adding."""
         c, s = self.config, self.shared
         ds = s.ds.state(number)
-        parts = c.head_dim // c.dq_columns
+        parts = c.dq_width // c.dq_columns
+        first = Int32(0)
+        if cutlass.const_expr(c.pairs):
+            first = cute.arch.block_idx_in_cluster() * parts
         # NOTE: not unrolled, so that one part's accumulators do not outlive the next one's start
         for part in cutlass.range(parts, unroll=1):
-            dq = self.product(part)
+            dq = self.product(s.sK, c.head_dim, first + part)
             acc = dq.mma.accumulator()
             for keys in cutlass.range_constexpr(c.key_tiles):
                 tQrdS = dq.a[None, None, None, ds.slot * c.key_tiles + keys]
                 dq.of(tQrdS).into(acc).issue(keys, keys > 0)
+            if cutlass.const_expr(c.pairs):
+                if part == 0:
+                    s.ds_sent.wait(ds.phase, ds.slot)
+                dq = self.product(s.sKp, c.dq_width, part)
+                for keys in cutlass.range_constexpr(c.key_tiles):
+                    slot = (c.ds_slots + ds.slot) * c.key_tiles + keys
+                    dq.of(dq.a[None, None, None, slot]).into(acc).issue(keys, True)
             if cutlass.const_expr(c.deterministic):  # noqa: SIM102 - known when tracing
                 if part == 0:
-                    warp = cute.arch.warp_idx() % 4
-                    pass_turn(s.passed.turns, earlier[0], warp, earlier[1])
-                    await_turn(s.passed.turns, tile, warp, turn)
+                    pass_turn(s.passed.turns, earlier[0], self.turn_part(), earlier[1])
+                    await_turn(s.passed.turns, tile, self.turn_part(), turn)
             warpgroup.wait_group(0)
             if part == parts - 1:
                 s.ds.release(ds)
             if cutlass.const_expr(c.dq_slots > 0):
-                self.add_from_smem(acc, tile, part, self.dq_slot(number, part))
+                self.add_from_smem(acc, tile, first + part, self.dq_slot(number, part))
             else:
-                self.add_from_registers(acc, tile, part)
+                self.add_from_registers(acc, tile, first + part)
+
+    def turn_part(self) -> Int32:
+        """The part of a tile of dQ that this warp adds to."""
+        part = cute.arch.warp_idx() % 4
+        return part + 4 * cute.arch.block_idx_in_cluster() if self.config.pairs else part
 
     def dq_slot(self, number: Int32, part: Int32) -> Int32:
         """The slot of smem through which a part of dQ of block `number` is added."""
-        parts = self.config.head_dim // self.config.dq_columns
+        parts = self.config.dq_width // self.config.dq_columns
         if parts % self.config.dq_slots == 0:
             return part % self.config.dq_slots
         return (number * parts + part) % self.config.dq_slots
@@ -143,15 +178,15 @@ class QueryGradients:
             at = (warp * (c.head_dim // WIDE) + part * units + j) * 32 + lane
             add_vector(vectors[None, at].iterator, tuple(acc[4 * j + i] for i in range(4)))
 
-    def product(self, part: Int32) -> WgmmaProduct:
-        """The product of a part of dQ's columns; its A is dS of all slots."""
+    def product(self, sK: cute.Tensor, width: int, part: Int32) -> WgmmaProduct:
+        """The product of a part of dQ's columns, of the `width` of sK; its A is dS of all slots."""
         c, s = self.config, self.shared
-        dtype, major = s.sK.element_type, OperandMajorMode.MN
+        dtype, major = sK.element_type, OperandMajorMode.MN
         mma = Wgmma(c.dq_columns, dtype, a_major=major, b_major=major)
-        slots = c.key_tiles * c.ds_slots
+        slots = c.key_tiles * c.ds_slots * c.key_ctas
         transposed = contiguous_rows_layout(dtype, c.tile_m, ROWS, slots)
         sdS = cute.make_tensor(s.sdS.iterator, transposed.outer)  # (bM, 64, WG * SLOT)
-        transposed = contiguous_rows_layout(dtype, c.head_dim, ROWS, c.key_tiles)
-        sKt = cute.make_tensor(s.sK.iterator, transposed.outer)  # (D, 64, WG)
+        transposed = contiguous_rows_layout(dtype, width, ROWS, c.key_tiles)
+        sKt = cute.make_tensor(sK.iterator, transposed.outer)  # (D, 64, WG)
         sKt = cute.local_tile(sKt, (c.dq_columns, ROWS, c.key_tiles), (part, 0, 0))
         return WgmmaProduct(mma, mma.a_slots(sdS), mma.b_slots(sKt), None)

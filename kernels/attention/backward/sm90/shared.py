@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import cutlass
 from cutlass import Int32, cute
 
 from cutex.device.attention.block_info import BlockInfo, Blocks
@@ -23,12 +25,15 @@ class Handover:
     num_slots: int
     full: Barrier
     empty: Barrier
+    ctas: int = 1  # whose warps empty them
 
     @staticmethod
-    def allocate(smem, name: str, num_slots: int, fillers: int, readers: int) -> Handover:
+    def allocate(
+        smem, name: str, num_slots: int, fillers: int, readers: int, ctas: int = 1
+    ) -> Handover:
         full = Barrier.allocate(smem, f"{name} full", arrivals=fillers, slots=num_slots)
-        empty = Barrier.allocate(smem, f"{name} empty", arrivals=readers, slots=num_slots)
-        return Handover(num_slots, full, empty)
+        empty = Barrier.allocate(smem, f"{name} empty", arrivals=readers * ctas, slots=num_slots)
+        return Handover(num_slots, full, empty, ctas)
 
     def init(self) -> None:
         self.full.init()
@@ -55,6 +60,22 @@ class Handover:
     def release(self, state: PipelineState) -> None:
         with cute.arch.elect_one():
             self.empty.arrive(state.slot)
+            if self.ctas > 1:
+                # NOTE: of CTA scope: it says that reads are complete, and publishes no data
+                cute.arch.mbarrier_arrive(self.empty[state.slot], other_cta())
+
+    @cute.jit
+    def drain(self, total: Int32) -> None:
+        """Wait until all `total` slots that were filled are empty again."""
+        for back in cutlass.range_constexpr(self.num_slots):
+            if total > back:
+                state = self.state(total - 1 - back)
+                self.empty.wait(state.phase, state.slot)
+
+
+def other_cta() -> Int32:
+    """The rank of the other CTA of a pair."""
+    return cute.arch.block_idx_in_cluster() ^ 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +86,10 @@ class Shared:
     sV: cute.Tensor  # (64, DV, WG)
     sQ: cute.Tensor  # (bM, D, SLOT)
     sdO: cute.Tensor  # (bM, DV, SLOT)
-    sdS: cute.Tensor  # (64, bM, WG * SLOT): a warpgroup's keys by queries
+    sdS: (
+        cute.Tensor
+    )  # (64, bM, WG * SLOT): a warpgroup's keys by queries; behind it the other CTA's
+    sKp: Any  # (64, D / 2, WG) the other CTA's keys, of the columns that this one computes dQ of
     sdQ: cute.Tensor  # (4 * 32 * units, WARP, SLOT) a warp's part of columns of dQ
     stats: cute.Tensor  # (2 * bM, SLOT) LSE, then delta
     k_loaded: Barrier
@@ -73,6 +97,7 @@ class Shared:
     q: Ring
     do: Ring
     ds: Handover
+    ds_sent: Any  # the other CTA's dS is there
     k_read: Barrier  # by all but the warpgroups that store dK through its slots
     v_read: Barrier  # by the warpgroup that sums dK of wide head dims
     info: BlockInfo
@@ -82,8 +107,10 @@ class Shared:
     heads_per_kv: Int32
 
     def m_blocks(self) -> Blocks:
-        """The blocks of queries that see one of the CTA's keys."""
-        return self.info.m_blocks(self.tile.n_block, self.tile.seq_q.length, self.tile.seq_k.length)
+        """The blocks of queries that see one of the keys of the CTA, or of its pair."""
+        lengths, ctas = (self.tile.seq_q.length, self.tile.seq_k.length), self.ds.ctas
+        info = self.info._replace(tile_n=ctas * self.info.tile_n)
+        return info.m_blocks(self.tile.n_block // ctas, *lengths)
 
     def first_head(self) -> Int32:
         return self.tile.head_kv * self.heads_per_kv
