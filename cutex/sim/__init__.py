@@ -19,12 +19,12 @@ if TYPE_CHECKING:
         BarrierMisuse,
         Deadlock,
         Endless,
-        Finding,
         Hazards,
         LaunchError,
         SimError,
         UnknownInstruction,
     )
+    from cutex.sim.finding import Finding
     from cutex.sim.run import SimReport, simulate
 
 __all__ = [

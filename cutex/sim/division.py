@@ -27,7 +27,7 @@ from cutex.sim.hazards.global_races import LARGEST, Touched
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.memory import GlobalMemory
 from cutex.sim.policy import Policy
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 
 # Instructions by which clusters can communicate besides memory.
 _TELLS = re.compile(r"clusterlaunchcontrol|griddepcontrol|tensormap|call\b")

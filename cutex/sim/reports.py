@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cutex.sim.sides import Side
 
 if TYPE_CHECKING:
-    from cutex.sim.errors import Finding
+    from cutex.sim.finding import Finding
 
 _WAITED = re.compile(r"on which this warp last waited with parity \d+ at (PTX line \d+)[^\n]*")
 _WHERE = re.compile(

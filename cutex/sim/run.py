@@ -15,7 +15,8 @@ from threadpoolctl import ThreadpoolController
 from cutex.arch import arch as arch_named
 from cutex.orders import MOST_JOBS, ORDERS
 from cutex.sim import division, sampling, unreached
-from cutex.sim.errors import CooperativeTooLarge, Deadlock, Finding, Hazards, SimError
+from cutex.sim.errors import CooperativeTooLarge, Deadlock, Hazards, SimError
+from cutex.sim.finding import Finding
 from cutex.sim.hazards.checks import Checks
 from cutex.sim.hazards.global_races import orders_clusters
 from cutex.sim.hazards.grid_order import Stream
@@ -29,7 +30,7 @@ from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import Residency, gpu_of, residency
 from cutex.sim.machine.sectors import GlobalSectors
 from cutex.sim.policy import policy
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 from cutex.sim.reports import BYTES, as_text, folded, headed
 from cutex.sim.resources import KernelResources, resources
 from cutex.sim.sampling import Sampled

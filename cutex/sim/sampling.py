@@ -12,7 +12,7 @@ import numpy as np
 from cutex.sim.hazards.global_races import orders_clusters
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.machine.memory import GlobalMemory
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from cutex.sim.machine.divergence import BLOCKED, DONE, RUNNING, YIELDED
 from cutex.sim.ptx.decode import Execute, decode
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 from cutex.sim.ptx.temporaries import used
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cutex.debug_info import Buffer, Call, Stack, where
 
 if TYPE_CHECKING:
-    from cutex.sim.ptx.parse import Instruction, Program
+    from cutex.sim.ptx.program import Instruction, Program
 
 _PTX = re.compile(r"PTX line (\d+)")
 _STANDS = re.compile(r"^ +at PTX line (\d+)", re.M)

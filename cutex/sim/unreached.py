@@ -15,7 +15,7 @@ import numpy as np
 from cutex.sim.errors import UnknownInstruction
 from cutex.sim.ptx.decode import decode
 from cutex.sim.ptx.forms import BRANCHES
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

@@ -30,7 +30,7 @@ from cutex.problem.attention import AttentionProblem
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import SimError, simulate
-from cutex.sim.errors import Finding
+from cutex.sim.finding import Finding
 from cutex.sim.machine.findings import Findings
 
 ORDERS = ({}, {"order": "eager"}, {"order": "starved", "seed": 1}, {"order": "peer-late"},

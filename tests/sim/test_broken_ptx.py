@@ -17,7 +17,8 @@ from cutex.sim.host.capture import HostFunction, HostTensor
 from cutex.sim.ptx.decode import _DEFINITIONS, Decoder
 from cutex.sim.ptx.forms import has_form
 from cutex.sim.ptx.operands import Operands
-from cutex.sim.ptx.parse import Instruction, parse
+from cutex.sim.ptx.parse import parse
+from cutex.sim.ptx.program import Instruction
 from cutex.sim.run import Simulation
 
 OUT = {"out": np.zeros(32, np.uint32)}

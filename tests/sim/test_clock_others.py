@@ -14,7 +14,7 @@ from cutex.clock_errors.fit import descend
 from cutex.clock_errors.page import MEASURED, main
 from cutex.clock_errors.rows import Summary, board
 from cutex.sim.ptx.operands import Reg
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing import stored
 from cutex.sim.timing.events import Load, Record
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES, Sass, costs

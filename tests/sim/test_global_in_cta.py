@@ -9,7 +9,8 @@ import pytest
 from barriers import each_order
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim.errors import Finding, Hazards
+from cutex.sim.errors import Hazards
+from cutex.sim.finding import Finding
 
 # The word of another warp of the CTA: %d0 in x; of another lane of the warp: %d1.
 OTHER = """xor.b32 %r1, %i, 64; mad.wide.u32 %d0, %r1, 4, %x; xor.b32 %r2, %i, 5;

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ptx_kernel import Shape, module
 
-from cutex.sim.errors import Finding
+from cutex.sim.finding import Finding
 from cutex.sim.host.capture import HostTensor
 from cutex.sim.ptx.parse import parse
 from cutex.sim.run import Simulation

@@ -17,7 +17,8 @@ from cutex.compile import compile
 from cutex.debug_info import Call
 from cutex.kernels.gemm import stage
 from cutex.sim import Finding, Hazards, SimError, SimReport, simulate
-from cutex.sim.ptx.parse import Source, parse
+from cutex.sim.ptx.parse import parse
+from cutex.sim.ptx.program import Source
 from cutex.sim.reports import around, folded
 from cutex.sim.sides import Side, SmemNames
 

@@ -25,7 +25,7 @@ from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.hazards.tmem_shadow import PEERS, TmemShadow
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import Engine, Operation, Place, Rectangle, Span
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

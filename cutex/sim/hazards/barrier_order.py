@@ -13,7 +13,7 @@ import numpy as np
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.machine.barriers import arrived_again
 from cutex.sim.machine.events import Observer
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

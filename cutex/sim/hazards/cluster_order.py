@@ -18,7 +18,7 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.machine.events import Observer
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 from cutex.sim.ptx.strength import Strength, is_fence, strength
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import Part
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 from cutex.sim.ptx.strength import Strength, is_fence, is_near_fence, strength
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import Strength
 
 PLAIN, STRONG, ATOMIC, NEAR = range(4)  # kinds of accesses; NEAR: strong within a cluster only

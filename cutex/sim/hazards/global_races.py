@@ -41,7 +41,7 @@ from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import Part, Region
 from cutex.sim.machine.operation import Engine, Operation
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 from cutex.sim.ptx.strength import WEAK, Strength, is_fence, strength
 
 if TYPE_CHECKING:

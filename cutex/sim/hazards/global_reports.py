@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.global_marks import LANE, BoxRead, By, Clash, Records
 from cutex.sim.machine.memory import Region
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

@@ -22,7 +22,7 @@ from cutex.sim.isa.boxes import box_range
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import MODULE_WINDOW, Part, Region
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

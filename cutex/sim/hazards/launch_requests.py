@@ -15,7 +15,7 @@ from cutex.sim.hazards.tmem_loads import effects
 from cutex.sim.machine.events import Observer
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, Place, places_of
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch

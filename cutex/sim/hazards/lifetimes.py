@@ -17,7 +17,7 @@ from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.mbarrier_order import MBarrierOrder
 from cutex.sim.machine.events import LateArrival, Observer, SharedBytes
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cutex.sim.isa.tensormap import TensorMap
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.memory import HostTensor, description
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

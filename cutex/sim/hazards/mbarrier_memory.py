@@ -14,7 +14,7 @@ import numpy as np
 
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import Operation, Span
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

@@ -17,7 +17,7 @@ import numpy as np
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.machine.events import LateArrival, Observer
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

@@ -17,7 +17,7 @@ import numpy as np
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.mbarrier_order import MBarrierOrder
 from cutex.sim.machine.events import LateArrival, Observer
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

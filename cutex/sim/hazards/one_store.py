@@ -17,7 +17,7 @@ from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.memory import Part
 from cutex.sim.machine.operation import WORD
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import strength
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy as np
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import CHUNK, WORD, Engine, Kind, Operation, Span
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

@@ -14,7 +14,7 @@ from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.tmem_loads import watched
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.operation import Kind
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch

@@ -17,7 +17,7 @@ import numpy as np
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, Place, places_of
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 
 _READS_ALL = ("bar", "barrier", "nanosleep", "call")  # opcodes whose first operand is no result
 

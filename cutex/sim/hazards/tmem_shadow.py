@@ -24,7 +24,7 @@ from cutex.sim.hazards.early_loads import EarlyLoads
 from cutex.sim.hazards.tmem_accesses import TmemAccesses
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.operation import Kind, Rectangle
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

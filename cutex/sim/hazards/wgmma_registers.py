@@ -18,7 +18,7 @@ from cutex.sim.machine.operation import Kind
 from cutex.sim.machine.registers import Registers
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Reg, Vector
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import cuda.bindings.runtime as cuda_runtime
 from cutlass.base_dsl.runtime.cuda import create_cuda_runtime_error
 
-from cutex.sim.errors import CooperativeTooLarge, Finding, SimError
+from cutex.sim.errors import CooperativeTooLarge, SimError
+from cutex.sim.finding import Finding
 from cutex.sim.host.arguments import tensors_in
 from cutex.sim.host.capture import HostFunction, HostTensor, Launch
 from cutex.sim.host.cuda_graphs import deferred
 from cutex.sim.host.loaded import captured
 from cutex.sim.host.torch_stand_in import DeviceMemory
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 from cutex.sim.reports import around, folded
 from cutex.sim.run import SimReport, Simulation
 

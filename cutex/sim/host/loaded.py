@@ -14,7 +14,8 @@ from typing import Any
 from cutex import cache
 from cutex.debug_info import recording
 from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, PlainHostFunction
-from cutex.sim.ptx.parse import Program, parse
+from cutex.sim.ptx.parse import parse
+from cutex.sim.ptx.program import Program
 from cutex.tracing import tracing
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from cutex.sim.errors import BadOperand
 from cutex.sim.isa.tensormap import TensorMap
 from cutex.sim.machine.memory import GlobalMemory, Region
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 
 def start(

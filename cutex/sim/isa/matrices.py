@@ -23,7 +23,7 @@ from cutex.sim.errors import BadOperand
 from cutex.sim.isa.tensormap import ATOMS_OF_32, swizzle_chunks
 from cutex.sim.machine.operation import CHUNK, Span
 from cutex.sim.numerics.rounding import bf16_to_f32
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine

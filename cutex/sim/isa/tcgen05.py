@@ -19,7 +19,7 @@ from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.machine.operation import Engine, Kind, Operation, Place, Span
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 
 @instruction("tcgen05.wait")

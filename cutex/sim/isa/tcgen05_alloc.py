@@ -17,7 +17,7 @@ from cutex.sim.machine.operation import Rectangle
 from cutex.sim.machine.tmem import COLUMNS
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 
 @instruction("tcgen05.alloc")

@@ -14,7 +14,7 @@ import numpy as np
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import LateArrival, SharedBytes
 from cutex.sim.machine.operation import Engine, Kind, Operation
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.core import Core

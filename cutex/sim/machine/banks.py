@@ -15,7 +15,7 @@ import numpy as np
 
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import WORD, Operation
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 BANKS = 32
 

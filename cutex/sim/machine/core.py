@@ -11,7 +11,7 @@ from cutex.sim.machine.events import Events, Observer
 from cutex.sim.machine.findings import Findings
 from cutex.sim.machine.grid import Grid
 from cutex.sim.machine.waits import Wait
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 
 
 class Core:

@@ -16,7 +16,7 @@ from cutex.sim.ptx.flow import flow_of
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
-    from cutex.sim.ptx.parse import Program
+    from cutex.sim.ptx.program import Program
 
 RUNNING, BLOCKED, YIELDED, DONE = 0, 1, 2, 3  # states of a warp
 

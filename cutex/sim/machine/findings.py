@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cutex.sim.errors import Finding
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.finding import Finding
+from cutex.sim.ptx.program import Instruction, Program
 from cutex.sim.sides import SmemNames, sides_of
 
 

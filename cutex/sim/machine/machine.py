@@ -32,7 +32,7 @@ from cutex.sim.machine.waits import PassedWait
 from cutex.sim.machine.warpgroup import WarpgroupMma
 from cutex.sim.policy import Policy
 from cutex.sim.ptx.operands import Reg
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 from cutex.sim.ptx.temporaries import homes, lasting
 from cutex.sim.sides import SmemNames
 

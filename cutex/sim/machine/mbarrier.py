@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cutex.sim.errors import BarrierMisuse
 from cutex.sim.machine.events import LateArrival
 from cutex.sim.machine.phase import MBarrier
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.core import Core

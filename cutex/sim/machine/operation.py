@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 WORD = 4  # bytes, the unit of shadow memory
 CHUNK = 16  # bytes, the unit of swizzles

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cutex.arch import ARCHS, KNOWN, Arch
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.memory import SYSTEM_SMEM
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 
 SM_THREADS, SM_CTAS = 2048, 32
 SM_SMEM = 233472  # bytes

@@ -14,7 +14,7 @@ import numpy as np
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.memory import Part
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 SECTOR = 32  # bytes
 _BITS = 43  # of a sector's number: addresses have 48

@@ -8,7 +8,7 @@ import numpy as np
 
 from cutex.sim.errors import BadAddress
 from cutex.sim.machine.memory import POISON32
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.core import Core

@@ -23,7 +23,7 @@ from cutex.sim.ptx.operands import Minus, Operand, Operands, Place, Reg, places_
 from cutex.sim.ptx.sass_lines import ADD, FMA, Lines
 
 if TYPE_CHECKING:
-    from cutex.sim.ptx.parse import Instruction
+    from cutex.sim.ptx.program import Instruction
 
 _LEAVES = ("bra", "ret", "exit", "trap")
 _TYPES = ("f32", "f64", "f32x2", "f16", "f16x2", "bf16", "bf16x2")

@@ -7,32 +7,15 @@ wrong result.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from cutex.sim.errors import UnknownInstruction
+from cutex.sim.ptx.program import Param, Variable
 
 WIDTH = {  # bits of a fundamental type (PTX ISA 5.2.1)
     "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16,
     "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "tf32": 32,
     "b64": 64, "u64": 64, "s64": 64, "f64": 64, "f32x2": 64, "b128": 128,
 }  # fmt: skip
-
-
-@dataclass
-class Param:
-    name: str
-    size: int
-    align: int
-    offset: int = 0  # in the parameter space
-
-
-@dataclass
-class Variable:
-    name: str
-    size: int  # bytes; 0 for the dynamic part (``extern ...[]``)
-    align: int
-    space: str  # "shared", "global", "const", "local"
-    init: bytes | None = None
 
 
 _INT = re.compile(r"([+-]?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?")

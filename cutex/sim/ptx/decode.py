@@ -30,7 +30,7 @@ from cutex.sim.ptx.operands import (
     Symbol,
     Vector,
 )
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch

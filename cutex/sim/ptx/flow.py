@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 
 LEAVES = ("ret", "exit", "trap")
 

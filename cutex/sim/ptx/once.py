@@ -7,7 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from cutex.sim.ptx.parse import Program
+    from cutex.sim.ptx.program import Program
 
 Found = TypeVar("Found")
 

@@ -14,7 +14,7 @@ import numpy as np
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Place, places_of
-from cutex.sim.ptx.parse import Instruction, Program
+from cutex.sim.ptx.program import Instruction, Program
 
 # Instructions that read and write the registers of their own lane only, and immediately.
 _LOCAL = frozenset((

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cutex.sim.host.capture import HostFunction, HostTensor
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 from cutex.sim.timing.gpus import gpu as gpu_named
 from cutex.sim.timing.gpus import of_arch
 from cutex.sim.timing.report import TimeReport, time_launch

@@ -15,7 +15,7 @@ import numpy as np
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.ptx.decode import Decoder
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 WORDS = {"u32": ctypes.c_uint32, "s32": ctypes.c_int32, "u64": ctypes.c_uint64}
 Counter = tuple[int, int]  # the line of the PTX that adds to it, and its address

@@ -16,7 +16,7 @@ from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.temporaries import touched
 from cutex.sim.timing.events import Event, Fetch, Fetched, Need, Peer
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing.machine_code import PIPES, Cost
 from cutex.sim.timing.regions import regions
 

@@ -25,7 +25,7 @@ from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.operation import Engine, Operation, Rectangle, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address, Imm, Vector
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing.counters import SharedCounters
 from cutex.sim.timing.events import (
     Arrive,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cutex.sim.ptx.flow import ControlFlow
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 
 
 def regions(code: Sequence[Instruction]) -> list[int]:

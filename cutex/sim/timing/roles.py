@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from cutex.debug_info import Call
-from cutex.sim.ptx.parse import Instruction
+from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing.events import Columns, Event, Load, Mma, Reply, Store
 
 _LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # code that kernels share

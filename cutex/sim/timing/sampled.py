@@ -19,7 +19,7 @@ import numpy as np
 
 from cutex.sim.errors import SimError
 from cutex.sim.host.capture import HostFunction, HostTensor, Launch
-from cutex.sim.ptx.parse import Program
+from cutex.sim.ptx.program import Program
 from cutex.sim.timing.contents import Contents
 from cutex.sim.timing.events import Record, Work
 from cutex.sim.timing.gpus import Gpu
