@@ -33,6 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
+    "Finding": "cutex.sim.finding",
     "NoCompiler": "cutex.errors",
     "SimReport": "cutex.sim.run",
     "simulate": "cutex.sim.run",
