@@ -128,7 +128,7 @@ class Quantize:
             at = cute.arch.thread_idx()[0]
             for i in cutlass.range_constexpr(self.passes):
                 here = sX[at // self.lanes + i * self.step, None]
-                there = cute.local_tile(here, (c.width,), (at % self.lanes,))
+                there = cute.local_tile(here, (c.width,), (at % self.lanes,))  # (bWidth)
                 cute.autovec_copy(rX[None, i], there)
             cute.arch.sync_threads()
             smem_tiles = sX, sMax, sQ
@@ -155,6 +155,7 @@ class Quantize:
                     column = first_column + j
                     if column < columns:
                         if cutlass.const_expr(self.config.aligned):
+                            # both (bVector)
                             vector = cute.local_tile(mX[row, None], (WIDTH,), (column // WIDTH,))
                             to = cute.local_tile(rX[None, i], (WIDTH,), (j // WIDTH,))
                             cute.autovec_copy(vector, to)
@@ -294,7 +295,7 @@ class Quantize:
             rWords[i] = words[i]
         for i in cutlass.range_constexpr(0, len(words), at_once):
             to = self.swizzled(column, row // self.per_word + i)
-            there = cute.local_tile(sQ[column, None], (at_once,), (to // at_once,))
+            there = cute.local_tile(sQ[column, None], (at_once,), (to // at_once,))  # (bWords)
             cute.autovec_copy(cute.local_tile(rWords, (at_once,), (i // at_once,)), there)
 
     @property

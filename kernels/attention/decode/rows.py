@@ -70,6 +70,6 @@ def load_to_smem(mQ: cute.Tensor, rows: Rows, sQ: cute.Tensor) -> None:
         held.store(cute.make_tensor(gQ, cute.make_layout(WORDS)).load())
         for j in cutlass.range_constexpr(WORDS):
             held[j] = held[j] if (row < rows.count) & (unit < units) else Int32(0)
-        to = cute.local_tile(sQ[row, None], (UNIT,), (unit,))
+        to = cute.local_tile(sQ[row, None], (UNIT,), (unit,))  # (bUnit)
         cute.autovec_copy(cute.recast_tensor(held, sQ.element_type), to)
     cute.arch.fence_view_async_shared()

@@ -221,7 +221,7 @@ class Compute:
             row = flat(values)
             for k in cutlass.range_constexpr(PART):
                 row[k] *= factor
-            mine = cute.local_tile(sD[self.key(), None, 0], (PART,), (part,))
+            mine = cute.local_tile(sD[self.key(), None, 0], (PART,), (part,))  # (bPart)
             cute.autovec_copy(rounded(row, sX.element_type), mine)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=STORE_BARRIER + self.group, number_of_threads=LANES)

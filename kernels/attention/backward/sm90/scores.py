@@ -156,7 +156,7 @@ class Scores:
         if cutlass.const_expr(part == 0):
             s.ds.wait_empty(ds)
         sdS = s.sdS[None, None, ds.slot * c.key_tiles + self.keys]
-        sdS = cute.local_tile(sdS, (ROWS, c.score_m), (0, part))
+        sdS = cute.local_tile(sdS, (ROWS, c.score_m), (0, part))  # (bKeys, bQueries)
         write_fragment(rdS, self.products[part].s.mma, sdS)
         if cutlass.const_expr(part == c.parts - 1):
             s.ds.hand_over(ds)
@@ -333,6 +333,6 @@ def write_fragment(rX: cute.Tensor, mma: Wgmma, sX: cute.Tensor) -> None:
     thread, _, _ = cute.arch.thread_idx()
     to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sX.element_type)
     r2s = cute.make_tiled_copy_C(to_smem, mma.tiled())
-    tRS_sX = r2s.get_slice(thread % WARPGROUP).partition_D(sX)
+    tRS_sX = r2s.get_slice(thread % WARPGROUP).partition_D(sX)  # (R2S, R2S_M, R2S_N)
     layout = cute.make_rmem_tensor(tRS_sX.shape, sX.element_type).layout
     cute.copy(r2s, cute.make_tensor(rX.iterator, layout), tRS_sX)

@@ -155,6 +155,7 @@ class Softmax:
         units = PART // UNIT
         sP = self.shared.sP[self.row, None, 0]
         for j in range(units):
+            # (bUnit)
             to = cute.local_tile(sP, (UNIT,), (self.half * (CTA_ROWS // UNIT) + part * units + j,))
             cute.autovec_copy(cute.local_tile(probabilities, (UNIT,), (j,)), to)
 
