@@ -10,6 +10,7 @@ import ast
 import importlib
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,15 @@ def in_page(text):
 
 
 def in_docstring(file):
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    for line in text.splitlines()[1:]:
+    source = file.read_text(encoding="utf-8")
+    text = ast.get_docstring(ast.parse(source)) if OURS.search(source) else None
+    for line in (text or "").splitlines()[1:]:
         command = re.split(r" {2,}", line)[0]
         if not re.search(r"\.$|\||, \w+ \w+| takes ", command):  # a sentence
             yield command
 
 
+@cache
 def documented():
     found = {}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
