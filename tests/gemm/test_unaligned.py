@@ -46,7 +46,15 @@ FEW = {
     "wgrad": ((136, 200, 8), "wgrad", {"tile_m": 64, "warpgroups": 1}),
     "forward, 2x1": ((200, 8, 136), "forward", {"cluster_m": 2}),
     "three boxes of 8": ((136, 200, 24), "wgrad", {"tile_n": 24, "epi_n": 24}),
-}
+    "one column, K split in eight": (
+        (600, 64, 1096), "forward",
+        {"tile_m": 64, "warpgroups": 1, "tile_n": 64, "epi_n": 64, "columns": 1, "split_k": 8},
+    ),
+    "two columns that share A": (
+        (1000, 264, 88), "dgrad",
+        {"tile_n": 64, "epi_n": 64, "columns": 1, "cluster_n": 2, "split_k": 2},
+    ),
+}  # fmt: skip
 
 
 def small(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -152,3 +160,24 @@ def test_the_choice_covers_the_gpu(mnk: tuple[int, int, int]) -> None:
     assert isinstance(tiles, UnalignedConfig) and tiles.fold == 16
     ctas = -(-m // tiles.tile_m) * -(-n // tiles.tile_n) * tiles.split_k
     assert tiles.stream_k or ctas > 60
+
+
+@pytest.mark.parametrize(("m", "split"), [(961, True), (400, False)])
+def test_few_columns_of_n_are_cut_by_k_where_m_is_large(m: int, split: bool) -> None:
+    a = torch.empty((m, 13312), dtype=torch.bfloat16, device="meta")
+    b, out = a.new_empty((128, 13312)).mT, a.new_empty((m, 128))
+    found = arrange(Call(a, b), out, ARCH)
+    calls = call_class(found.sizes, (found.a, found.b, found.out), (), ARCH)
+    every = [c.tiles for c in candidates(calls)]
+    by_n = [c for c in every if c.columns and not c.swap_ab]
+    assert split == any(c.tile_n == 128 and c.split_k == 8 for c in by_n) == bool(by_n)
+
+
+def test_no_more_ctas_stream_a_tile_than_add_up_in_time() -> None:
+    """Their sums are added one after the other."""
+    a = torch.empty((3584, 44), dtype=torch.bfloat16, device="meta").mT
+    b, out = a.new_empty((3584, 8)), a.new_empty((44, 8))
+    found = arrange(Call(a, b), out, ARCH)
+    calls = call_class(found.sizes, (found.a, found.b, found.out), (), ARCH)
+    tiles = next(candidates(calls)).tiles
+    assert tiles.split_k == 8 and tiles.cluster_m == 1 and not tiles.stream_k
