@@ -84,8 +84,8 @@ def table(dtype: str, rows: Sequence[SweepRow], main: bool = False) -> tuple[str
     of = sum(not e.fits for e in (shapes if dtype.endswith(ANY) else corpus)(plain))
     caption = (
         f"`cutex.matmul` untuned, {_what(dtype)}, times the best of {others(rows)} in the same "
-        f"run: {plain}, Gaussian data, cold L2, {when}; {len(rows)} of the {of} problems that "
-        f"nothing was fitted on, {sweep.commits(rows)}."
+        f"run, {rows[0].device_name}: {plain}, Gaussian data, cold L2, {when}; {len(rows)} of the "
+        f"{of} problems that nothing was fitted on, {sweep.commits(rows)}."
     )
     cells = [("all", Summary.of(rows))]
     by_class = () if main else sweep.by_class(rows)
