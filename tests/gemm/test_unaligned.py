@@ -46,9 +46,9 @@ FEW = {
     "wgrad": ((136, 200, 8), "wgrad", {"tile_m": 64, "warpgroups": 1}),
     "forward, 2x1": ((200, 8, 136), "forward", {"cluster_m": 2}),
     "three boxes of 8": ((136, 200, 24), "wgrad", {"tile_n": 24, "epi_n": 24}),
-    "one column, K split in eight": (
+    "one column, K split in four": (
         (600, 64, 1096), "forward",
-        {"tile_m": 64, "warpgroups": 1, "tile_n": 64, "epi_n": 64, "columns": 1, "split_k": 8},
+        {"tile_m": 64, "warpgroups": 1, "tile_n": 64, "epi_n": 16, "columns": 1, "split_k": 4},
     ),
     "two columns that share A": (
         (1000, 264, 88), "dgrad",
@@ -170,7 +170,7 @@ def test_few_columns_of_n_are_cut_by_k_where_m_is_large(m: int, split: bool) -> 
     calls = call_class(found.sizes, (found.a, found.b, found.out), (), ARCH)
     every = [c.tiles for c in candidates(calls)]
     by_n = [c for c in every if c.columns and not c.swap_ab]
-    assert split == any(c.tile_n == 128 and c.split_k == 8 for c in by_n) == bool(by_n)
+    assert split == any(c.tile_n == 128 and c.split_k == 4 for c in by_n) == bool(by_n)
 
 
 def test_no_more_ctas_stream_a_tile_than_add_up_in_time() -> None:

@@ -1,8 +1,8 @@
 """The choice of a config for an unaligned operand: candidates, ranked by a cost model.
 
 The model counts clocks of a CTA per K tile: of the tensor cores, of reading operand A into
-registers, and of loads; the rounds of tiles; and memory. Its constants are fitted to 233 times of
-36 weight gradients on an H100 and an H200 (docs/facts/gemm.md#unaligned-choice). Imports neither
+registers, and of loads; the rounds of tiles; and memory. Its constants are fitted to 257 times of
+51 weight gradients on an H100 and an H200 (docs/facts/gemm.md#unaligned-choice). Imports neither
 torch nor the DSL.
 """
 
@@ -81,7 +81,7 @@ def predict(tiles: UnalignedConfig, problem: GemmProblem, arch: Arch) -> float:
     rounds = ceil_div(tiles_of_c * c.split_k, ctas)
     # NOTE: A's boxes overlap where it has fewer rows than they: few lines of L2 for all CTAs
     overlap = max(1.0, c.box_columns / m) - 1
-    k_tile = max(k_tile_clocks(c), SHARED_CLOCKS * overlap * ceil_div(n, c.tile_n))
+    k_tile = k_tile_clocks(c) + SHARED_CLOCKS * overlap * ceil_div(n, c.tile_n)
     clocks = rounds * (ceil_div(k_tiles, c.split_k) * k_tile + TILE_CLOCKS)
     if c.stream_k:
         whole = tiles_of_c / ctas
