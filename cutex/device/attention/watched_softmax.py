@@ -69,7 +69,7 @@ class WatchedSoftmax(GuardedSoftmax):
         peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
         best = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
         raised = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
-        if best is not None:
+        if best is not None and raised is not None:
             best.fill(0.0)
             raised[0] = Boolean(False)
         tensors = kept.reference, kept.sums, scale_log2, slack, kept.shift
