@@ -30,6 +30,7 @@ LOG2_E = 1.4426950408889634
 PAIRS = 16  # pairs of columns in one group; `by_fma` of them use the FMA units, the rest MUFU
 # powers of two: beyond, the rounding of a scaled reference could be felt in the result
 LARGEST_SHIFT = 2.0**12
+LEAST_SQUARE = 2.0**-120
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class RowSoftmax:
 
     reference: cute.Tensor  # (1) in units of scores; -inf before the first key
     sums: cute.Tensor  # (1)
-    lost: cute.Tensor  # (1) what rounding has taken from the largest probabilities
+    lost: cute.Tensor  # (1) what rounding has taken from the largest probabilities, times these
+    squares: cute.Tensor  # (1) about the sum of the squares of probabilities
     unit: Float32  # what a score of 1 is as a natural exponent
     scale_log2: Float32  # and in powers of two
     slack: float  # powers of two by which the maximum may exceed the reference
@@ -59,9 +61,10 @@ class RowSoftmax:
         reference = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         sums = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         lost = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+        squares = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         reference[0] = -Float32.inf
-        sums[0], lost[0] = Float32(0.0), Float32(0.0)
-        return cls(reference, sums, lost, unit, unit * LOG2_E, slack, headroom, margin)
+        sums[0], lost[0], squares[0] = Float32(0.0), Float32(0.0), Float32(0.0)
+        return cls(reference, sums, lost, squares, unit, unit * LOG2_E, slack, headroom, margin)
 
     def partly_by_fma(self, share: int) -> Self:
         """A copy that computes `share` of every 16 pairs of exponentials by the FMA units."""
@@ -85,7 +88,8 @@ class RowSoftmax:
             lowered = self.reference[0] - _finite(reference)
             factors[0] = exp2(lowered * self.scale_log2)
             self.sums[0] *= factors[0]
-            self.lost[0] *= factors[0]
+            self.lost[0] *= factors[0] * factors[0]
+            self.squares[0] *= factors[0] * factors[0]
             self.reference[0] = reference
         return raised
 
@@ -149,18 +153,23 @@ class RowSoftmax:
     def count_rounding(
         self,
         highest: Float32,
+        total: Float32,
+        columns: cutlass.Constexpr[int],
         dtype: cutlass.Constexpr[type[cutlass.Numeric]],
         counts: Boolean | bool,
         exact: cutlass.Constexpr[bool],
     ) -> None:
-        """Add what rounding takes from the largest probability of a block, if the block `counts`.
+        """Count what rounding takes from the largest probability of a block of so many `columns`
+        and of the sum `total`, 0 unless the block `counts`.
 
-        NOTE: the largest ones of a row make most of its error; divided by a sum in which they are
-        what they were rounded to, they have none, as if each were a power of two.
+        NOTE: without p_i of a row O would be off by the share p_i^2 / sum of p^2 of its rounding,
+        and by what is orthogonal to O; the former is undone by another sum to divide by. The
+        squares: of each block's largest probability, and of twice the mean for the others.
         """
         largest = exp2(self.exponents((highest, highest), exact)[0])
-        lost = largest - Float32(dtype(largest))
-        self.lost[0] += lost if counts else Float32(0.0)
+        lost, square = largest * (largest - Float32(dtype(largest))), largest * largest
+        self.lost[0] += lost if counts else Float32(0.0)  # NOTE: else they may be NaN
+        self.squares[0] += (square if counts else Float32(0.0)) + total * total * (2.0 / columns)
 
     # ---- the end
 
@@ -174,7 +183,10 @@ class RowSoftmax:
         there is no such key.
         """
         lifted = 2.0**self.headroom
-        total, lost = self.sums[0] * lifted, self.lost[0] * lifted
+        share = self.lost[0] * reciprocal(self.squares[0])
+        share = share if self.squares[0] > LEAST_SQUARE else Float32(0.0)
+        total = self.sums[0] * lifted
+        lost = total * share
         highest = _finite(self.reference[0]) * self.unit
         scaled = Float32(1.0)
         if cutlass.const_expr(len(sinks) > 0):

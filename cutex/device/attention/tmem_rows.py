@@ -142,16 +142,17 @@ class ScoreRow:
         """Turn the scores, final as `search` has `found` them, into probabilities, and store them
         part by part; the next part is loaded while one is computed."""
         highest, following = found
-        parts = columns_of(self.tmem, column, self.tile_n)
+        parts, total = columns_of(self.tmem, column, self.tile_n), Float32(0.0)
         for part in range(parts.num_parts):
             columns = following
             if part > 0:
                 parts.wait_loads()
             if part < parts.num_parts - 1:
                 following = parts.start_load(part + 1)
-            self.softmax.sums[0] += self.softmax.exponentials(flat(columns), (0, PART), exact=True)
+            total += self.softmax.exponentials(flat(columns), (0, PART), exact=True)
             store(rounded(columns, dtype), part)
-        self.softmax.count_rounding(highest, dtype, True, exact=True)
+        self.softmax.sums[0] += total
+        self.softmax.count_rounding(highest, total, self.tile_n, dtype, True, exact=True)
 
     def tentative(
         self,
@@ -187,8 +188,9 @@ class ScoreRow:
             held.append(rounded(scores, dtype))
         others = [flat(x) for x in loaded[num_held:]]
         of_others = partial(softmax.exponentials, columns=(0, PART), exact=False)
-        softmax.sums[0] += keep(kept, held, others, total, of_others, store)
-        softmax.count_rounding(highest, dtype, kept, exact=False)
+        total = keep(kept, held, others, total, of_others, store)
+        softmax.sums[0] += total
+        softmax.count_rounding(highest, total, self.tile_n, dtype, kept, exact=False)
         return kept
 
     def highest_of(
