@@ -29,6 +29,7 @@ class BackwardConfig(BackwardSpec):
     dq_slots: int = 0  # slots of such columns that wait to be added; 0: added from registers
     pairs: bool = False  # CTAs of neighbouring keys add half of the columns of dQ of both each
     num_ctas: int = 132  # SMs
+    alternate: bool = False  # the warpgroups that own keys start their products in alternation
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
     # a thread of those that own keys (of wide head dims those that sum dK, then dV); of dQ
@@ -118,6 +119,8 @@ class BackwardConfig(BackwardSpec):
         taken = sum(of_keys) * (1 if self.wide else self.warpgroups) + of_dq
         if WARPGROUP_THREADS * taken > at_launch:
             return f"registers={self.registers}: more than the {at_launch} of {threads} threads"
+        if self.alternate and self.wide:
+            return "alternate=True: two warpgroups that own 64 keys each"
         if self.num_stages < 2:
             return f"num_stages={self.num_stages}: at least 2"
         if self.dq_width % self.dq_columns or self.dq_columns % 32:

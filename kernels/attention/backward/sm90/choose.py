@@ -12,7 +12,7 @@ _WIDE = {"tile_n": 64, **_BY_64}
 # by head dims: what differs from BackwardConfig's defaults
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"num_stages": 4, "dp_start": 0, "registers": (200, 104), **_BY_64, "dq_slots": 2},
-    (96, 96): {"dq_columns": 96, "dq_slots": 2, "registers": (208, 88)},
+    (96, 96): {"dq_columns": 96, "dq_slots": 2, "registers": (208, 88), "alternate": True},
     (128, 128): {"ds_slots": 3, "dp_start": 1},
     (192, 128): {"score_m": 32, "num_stages": 2},
     (192, 192): {**_WIDE, "dp_start": 0, "registers": (208, 184, 112)},
@@ -21,10 +21,18 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
         "registers": (232, 208, 64),
     },
 }
+# what differs where sequences of one length are seen whole, and adds come in any order
+_FULL: dict[tuple[int, int], dict[str, Any]] = {
+    (128, 128): {"pairs": True, "ds_slots": 1, "alternate": True},
+}
 
 
 def fitted(config: BackwardConfig) -> BackwardConfig:
     """`config`, whose fields say what is computed, with its tiles chosen."""
-    tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
+    dims = config.head_dim, config.head_dim_v
+    tiles = _TILES.get(dims, {})
+    c = config
+    if not (c.banded or c.ragged_q or c.ragged_k or c.softcap or c.deterministic):
+        tiles = {**tiles, **_FULL.get(dims, {})}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
     return replace(config, **tiles, overlap=config.wide or not config.softcap)

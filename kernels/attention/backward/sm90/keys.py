@@ -3,7 +3,8 @@
     dV += P^T dO, dK += dS^T Q
 
 dS^T also goes to smem, for dQ. With `overlap`, dV and dK of a block are computed behind S^T of the
-next, under its exponentials.
+next, under its exponentials. With `alternate`, one warpgroup starts its products of a step when the
+other has started all of its own, so that one has the tensor cores while the other has exponentials.
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cutex.device.atoms.wgmma import WARPGROUP
 from cutex.device.attention.block_info import Blocks
-from cutex.device.pipeline import PipelineState
+from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.sm90.scores import Products, Scores, round_operand
+from cutex.kernels.attention.backward.sm90.scores import (
+    STORE_BARRIER,
+    Products,
+    Scores,
+    round_operand,
+)
 from cutex.kernels.attention.backward.sm90.shared import Shared
+
+ALTERNATION = OrderedBarrier(first_barrier=STORE_BARRIER + 2)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,12 @@ class KeyGradients(Scores):
         last = self.config.parts - 1
         state, m_block = self.shared.q.consumer(), blocks.first
         rP, rdS = self.operands()
+        if cutlass.const_expr(self.config.alternate):  # noqa: SIM102 - known when tracing
+            if self.keys == 1:
+                self.leave()
+        self.enter()
         acc_s, acc_dp = self.start_s(state), self.start_dp(state)
+        self.leave()
         warpgroup.wait_group(1)
         self.probabilities(acc_s, m_block, own, state)
         warpgroup.wait_group(0)
@@ -83,8 +96,22 @@ class KeyGradients(Scores):
             self.step(rP, rdS, m_block, own, i, (state, 0), (before, last))
             for part in cutlass.range_constexpr(1, self.config.parts):
                 self.step(rP, rdS, m_block, own, i, (state, part), (state, part - 1))
+        self.enter()
         self.start_sums(rP, rdS, state, last)
+        if cutlass.const_expr(self.config.alternate):  # noqa: SIM102 - known when tracing
+            if self.keys == 0:
+                self.leave()
         warpgroup.wait_group(0)
+
+    def enter(self) -> None:
+        """Wait until the other warpgroup has started its products."""
+        if self.config.alternate:
+            ALTERNATION.wait(self.keys)
+
+    def leave(self) -> None:
+        """Let the other warpgroup start its products."""
+        if self.config.alternate:
+            ALTERNATION.signal(1 - self.keys)
 
     @cute.jit
     def step(
@@ -101,15 +128,20 @@ class KeyGradients(Scores):
         rP and rdS are of."""
         c = self.config
         state, part = now
+        self.enter()
         acc_s = self.start_s(state, part)
         if cutlass.const_expr(c.dp_start == 0):
             acc_dp = self.start_dp(state, part)
         self.start_sums(rP, rdS, *before)
+        if cutlass.const_expr(c.dp_start == 0):
+            self.leave()
+        lse = self.of_columns(0, state, part) if c.alternate else None
         warpgroup.wait_group(3 if c.dp_start == 0 else 2)
-        self.probabilities(acc_s, m_block, own, state, part)
+        self.probabilities(acc_s, m_block, own, state, part, lse)
         if cutlass.const_expr(c.dp_start > 0):
             warpgroup.wait_group(2 - c.dp_start)
             acc_dp = self.start_dp(state, part)
+            self.leave()
         if cutlass.const_expr(c.dp_start == 2 and part == 0):
             self.release(before[0])
         warpgroup.wait_group(0)

@@ -169,14 +169,16 @@ class Scores:
         own: Blocks,
         state: PipelineState,
         part: cutlass.Constexpr[int] = 0,
+        lse: Any = None,
     ) -> None:
-        """Turn S^T into P^T."""
+        """Turn S^T into P^T; `lse` is that of the columns, if it was read before."""
         passed = self.shared.passed
         scores = rows_of(acc_s)
         scale_log2 = passed.scale * LOG2_E
         if (m_block < own.clean_first) | (m_block >= own.clean_end):
             self.mask().apply(scores, m_block * self.config.parts + part)
-        lse = self.of_columns(0, state, part)  # (columns)
+        if cutlass.const_expr(lse is None):
+            lse = self.of_columns(0, state, part)  # (columns)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
                 scores[r, c] = exp2(scores[r, c] * scale_log2 - lse[c])
