@@ -11,6 +11,7 @@ of a cache longer than what is valid in it, or with padding, is computed where i
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from cutex.ops.attention.kvcache import flash_attn_with_kvcache
 from cutex.ops.attention.transformers_masks import Layout, pattern_of, run_of
 
 NAME = "cutex_flash_3"  # transformers pages the caches of names with "flash" and then 2 or 3
+PAGED = f"paged|{NAME}"  # what continuous batching of older versions, as 5.17, makes of it
 FUNCTIONS = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 
@@ -37,13 +39,17 @@ def register() -> None:
         modeling_flash_attention_utils._lazy_imports = _with_ours(load)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask_of)
+    with suppress(ImportError):
+        from transformers.integrations.flash_paged import paged_attention_forward
+
+        AttentionInterface.register(PAGED, paged_attention_forward)
 
 
 def _with_ours(load: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' loader of flash attention's functions, which knows ours, too."""
 
     def loaded(implementation: str | None, *args: Any, **more: Any) -> Any:
-        if implementation != NAME:
+        if implementation not in (NAME, PAGED):
             return load(implementation, *args, **more)
         of = modeling_flash_attention_utils
         return *FUNCTIONS, of._pad_input, of._unpad_input
