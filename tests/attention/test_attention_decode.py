@@ -38,12 +38,17 @@ CASES = {
     "appended, softcap": ({"used_k": (200, 1, 65), "softcap": 5.0, "heads_q": 6},
                           {"new": 1, "shuffled": True}),
     "packed queries": ({"lengths_q": (1, 0, 4), "heads_q": 2, "causal": True}, {"page_size": 64}),
+    "parts that a kernel combines": (
+        {"seqlen_q": 4, "causal": True, "heads_q": 16, "heads_kv": 1, "batch": 2, "sink": True,
+         "seqlen_k": 400, "used_k": (400, 65)}, {"page_size": 16},
+    ),
     "rows of two blocks": ({"seqlen_q": 33, "causal": True, "batch": 1, "used_k": (130,)}, {}),
-    "begun later": ({"causal": True, "seqlen_q": 3, "window": (90, None)},
-                    {"leftpad": (7, 0, 90), "shuffled": True}),
+    # a second kernel merges its parts
+    "begun later": ({"causal": True, "seqlen_q": 3, "window": (90, None), "heads_q": 8,
+                     "heads_kv": 1}, {"leftpad": (7, 0, 90), "shuffled": True}),
     "begun later, appended": ({"used_k": (200, 5, 66)}, {"leftpad": (64, 2, 1), "new": 2}),
     "packed queries and new keys": (
-        {"lengths_q": (1, 0, 4), "used_k": (180, 5, 66), "causal": True}, {"new": (1, 0, 9)}),
+        {"lengths_q": (1, 0, 40), "used_k": (180, 5, 66), "causal": True}, {"new": (1, 0, 9)}),
     "packed new keys to pages": (
         {"used_k": (200, 5, 66), "causal": True, "seqlen_q": 2},
         {"new": (30, 5, 0), "page_size": 16, "shuffled": True}),

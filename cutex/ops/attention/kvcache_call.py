@@ -119,6 +119,11 @@ class KVCacheCall(NamedTuple):
         return min(int(self.max_seqlen_q), rows)
 
     @property
+    def rows(self) -> int:
+        """The packed rows, of all query heads of a head of K and V, that a sequence can have."""
+        return self.longest_q * self.heads[0] // self.heads[1]
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.v_cache.shape[-1])
 
@@ -144,16 +149,47 @@ class KVCacheCall(NamedTuple):
         return left, right
 
 
-def refuse(function: str, others: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError, in one sentence, for an argument of FlashAttention's function
-    that would change the result, or that it does not have."""
+def other_sink(others: dict[str, Any], sink: Tensor | None) -> Tensor | None:
+    """The sink, by its name here or vLLM's, s_aux. Raises TypeError or ValueError, in one sentence,
+    for another argument of FlashAttention's function that would change the result, or that it does
+    not have."""
     for name, value in others.items():
         known = REFUSED.get(name)
-        if known is None:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if isinstance(value, Tensor) or value not in known.values:
+        if name == "s_aux":
+            sink = value if sink is None else sink
+        elif known is None:
+            raise TypeError(
+                f"flash_attn_with_kvcache() got an unexpected keyword argument {name!r}"
+            )
+        elif isinstance(value, Tensor) or value not in known.values:
             shown = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} is {shown}: {known.why}")
+    return sink
+
+
+def table_of(
+    page_table: Tensor | None, block_table: Tensor | None, entries: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The page table, by either of its names, each sequence's row of it by cache_batch_idx; and
+    this if there are no pages."""
+    if block_table is not None:
+        if page_table is not None:
+            raise ValueError("page_table and block_table are the same argument: give one of them")
+        page_table = block_table
+    if page_table is None or entries is None:
+        return page_table, entries
+    for name, x, rank in (("page_table", page_table, 2), ("cache_batch_idx", entries, 1)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32 or x.dim() != rank:
+            raise ValueError(
+                f"{name} is {x.dtype} of {x.dim()} dimensions, it must be int32 of {rank}"
+            )
+    if entries.is_cpu and ((entries < 0) | (entries >= page_table.shape[0])).any():
+        raise ValueError(
+            f"cache_batch_idx must be from 0 to {page_table.shape[0] - 1}, got {entries.tolist()}"
+        )
+    return page_table.index_select(0, entries), None
 
 
 def check(call: KVCacheCall) -> None:

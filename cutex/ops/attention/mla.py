@@ -1,12 +1,10 @@
 """`cutex.flash_mla_with_kvcache`: attention of new queries to a cache of latent keys (MLA).
 
-Each call looks up a plan for its options that takes its tensors, and launches it; no length is read
-on the host, so a CUDA graph may be replayed while lengths and pages change.
+Each call looks up a plan for its options that takes its tensors, and launches it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,23 +14,22 @@ from torch import Tensor
 
 from cutex.arch import kernels_of
 from cutex.compile import Workspace
+from cutex.kernels.attention.decode.config import WORDS
 from cutex.kernels.attention.decode.splits import Splits
 from cutex.kernels.attention.mla.choose import CONFIGS
 from cutex.kernels.attention.mla.config import MlaConfig
+from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
 from cutex.ops.attention.call import DTYPES
-from cutex.ops.attention.kvcache import preparation
-from cutex.ops.attention.mla_call import TENSORS, MlaCall, check, refuse_sparse
-from cutex.ops.attention.plan import arch_name, contiguous, packed, resources
-from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
-from cutex.ops.plain import empty_of, untraced
-from cutex.ops.plans import PlanCache
-from cutex.ops.workspace import buffers_of
+from cutex.ops.attention.mla_call import MlaCall, check, refuse_sparse
+from cutex.ops.attention.plan import packed, resources
+from cutex.ops.device import current
+from cutex.ops.plain import untraced
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
-PLANS = PlanCache()
-WORDS = 4  # of the workspace, for each unit (kernels/attention/mla/combine.py)
+OPERATOR = CacheOperator("flash_mla_with_kvcache", CONFIGS)
+PLANS = OPERATOR.plans
 
 
 class MlaMetadata:
@@ -82,87 +79,42 @@ def flash_mla_with_kvcache(
     """
     if others or is_fp8_kvcache:
         refuse_sparse(others, is_fp8_kvcache)
-    call = MlaCall(
-        q, k_cache, cache_seqlens, block_table,
-        head_dim_v, 0 if num_splits is None else num_splits, softmax_scale, causal,
-    )  # fmt: skip
-    tensors = call[:TENSORS] if block_table is not None else call[: TENSORS - 1]
-    key = *call[TENSORS:], block_table is None
+    tensors: tuple[Tensor, ...] = (q, k_cache, cache_seqlens)
+    if block_table is not None:
+        tensors += (block_table,)
+    splits = 0 if num_splits is None else num_splits
+    key = head_dim_v, splits, softmax_scale, causal, block_table is None
     found = PLANS.launched(key, *tensors)
-    return attend(call, key) if found is None else found
+    if found is None:
+        found = attend(MlaCall(q, k_cache, cache_seqlens, block_table, *key[:4]), key)
+    return found
 
 
 @untraced
 def attend(call: MlaCall, key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Run a call that has no plan, and keep one if later calls can have it."""
     check(call)
-    check_device(call.q.device)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors.values()):
-        raise ValueError("flash_mla_with_kvcache has no gradient: call it under torch.no_grad()")
+    OPERATOR.check_device(call.q.device)
+    OPERATOR.check_no_gradient(call)
     if 0 in call.q.shape or 0 in call.k_cache.shape or call.room == 0:
         lse = torch.full(call.lse_shape, torch.inf, device=call.q.device)
         return call.q.new_zeros(call.out_shape), lse
     with current(call.q.device):
-        plan = Plan(call)
-        result = plan(*call.tensors.values())
-    if plan.as_given:
-        assert plan.run is not None, "it was launched"
-        given = list(call.tensors.values())
-        PLANS.remember(PLANS.key_of(key, *given), given, plan.run)
-    return result
+        plan = plan_of(call)
+    found: tuple[Tensor, Tensor] = OPERATOR.run(plan, call.tensors, key)
+    return found
 
 
-class Plan:
-    """A call's kernel, and what is allocated for each launch."""
-
-    def __init__(self, call: MlaCall) -> None:
-        c = config_for(call)
-        self.compiled = kernel_for(c, DTYPES[call.q.dtype], arch_of(call.q.device))
-        self.device, self.dtype = call.q.device, call.q.dtype
-        self.shapes = call.out_shape, call.lse_shape
-        self.prepare: dict[str, Callable[[Tensor], Tensor]] = {}
-        for name, x in call.tensors.items():
-            how = packed if name == "q" and is_no_list(x) else preparation(name, x)
-            if how is not None:
-                self.prepare[name] = how
-        self.names = tuple(call.tensors)
-        # NOTE: of lengths on the CPU the values are checked at each call
-        self.as_given = not self.prepare and not call.q.is_cpu
-        self.numbers = call.scale, int(call.num_splits)
-        units = call.q.shape[0] * -(-call.rows // c.tile_m)
-        slots = Splits.slots(c.ctas, units, int(call.num_splits))
-        self.needs = Workspace(WORDS * units + slots * c.tile_m * (c.head_dim_v + 1), 0)
-        # of tensors that the kernel takes as they are; made at the first launch
-        self.run: Callable[..., tuple[Tensor, Tensor]] | None = None
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Launch on tensors like the call's."""
-        given = [
-            self.prepare[name](x) if name in self.prepare else x
-            for name, x in zip(self.names, tensors, strict=True)
-        ]
-        if self.run is None:
-            self.run = self._run(given)
-        return self.run(*given)
-
-    def _run(self, given: list[Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-        """A function that launches on tensors like `given` and returns the result, without
-        repeating the plan's decisions."""
-        buffers = buffers_of(self.needs, self.device)
-        empty = empty_of(self.device, SEVERAL_GPUS)
-        dtype, numbers, of_lse = self.dtype, self.numbers, torch.float32
-        (shape, lse_shape), strides = self.shapes, [contiguous(x) for x in self.shapes]
-        outputs = empty(shape, strides[0], dtype), empty(lse_shape, strides[1], of_lse)
-        first = [*given[:2], *outputs, *given[2:], *numbers, buffers()[0]]
-        launch = on_device(self.device, launcher(self.compiled, first))
-
-        @untraced
-        def run(q: Tensor, k_cache: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse = empty(shape, strides[0], dtype), empty(lse_shape, strides[1], of_lse)
-            launch(q, k_cache, out, lse, *rest, *numbers, buffers()[0])
-            return out, lse
-
-        return run
+def plan_of(call: MlaCall) -> Plan:
+    c = config_for(call)
+    compiled = kernel_for(c, DTYPES[call.q.dtype], OPERATOR.arch_of(call.q.device))
+    prepare = preparations(call.tensors)
+    if is_no_list(call.q):
+        prepare["q"] = packed
+    units = call.q.shape[0] * -(-call.rows // c.tile_m)
+    slots = Splits.slots(c.ctas, units, int(call.num_splits))
+    needs = Workspace(WORDS * units + slots * c.tile_m * (c.head_dim_v + 1), 0)
+    return Plan(call, compiled, 2, True, (call.scale, int(call.num_splits)), needs, prepare)
 
 
 def is_no_list(q: Tensor) -> bool:
@@ -171,7 +123,7 @@ def is_no_list(q: Tensor) -> bool:
 
 
 def config_for(call: MlaCall) -> MlaConfig:
-    arch = arch_of(call.q.device)
+    arch = OPERATOR.arch_of(call.q.device)
     sms, _ = resources(call.q.device, arch)
     config = CONFIGS[kernels_of(arch)](
         causal=call.causal and call.q.shape[1] > 1, page_size=call.page_size, num_sms=sms
@@ -185,21 +137,3 @@ def kernel_for(config: MlaConfig, dtype: str, arch: str) -> Compiled:
 
     package = f"cutex.kernels.attention.mla.{kernels_of(arch).rstrip('a').replace('_', '')}"
     return compile(import_module(f"{package}.mla").Mla(config), dtype, arch)
-
-
-def arch_of(device: torch.device) -> str:
-    """The arch of a device that `check_device` accepts; else the first that has kernels."""
-    name = arch_name(device)
-    return name if name is not None and kernels_of(name) in CONFIGS else next(iter(CONFIGS))
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ValueError, in one sentence, if there is no kernel for the device."""
-    name = arch_name(device)
-    if name is None or kernels_of(name) not in CONFIGS:
-        where = f"{device}" if name is None else f"{device}, of arch {name}"
-        raise ValueError(
-            f"q is on {where}: flash_mla_with_kvcache has kernels for {', '.join(CONFIGS)}; move "
-            "its tensors there, or run them in the simulator with "
-            '`with cutex.ops.simulated("sm_90a"):`'
-        )

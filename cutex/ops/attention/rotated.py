@@ -12,7 +12,7 @@ from cutex.ops.row.rope import rope
 def rotated(
     q: Tensor,
     k: Tensor | None,
-    tables: tuple[Tensor, Tensor],
+    tables: tuple[Tensor | None, Tensor | None],
     interleaved: bool,
     lengths: Tensor | None,
     aligned: bool,
@@ -21,6 +21,9 @@ def rotated(
     """q and k, each row turned by its position: new key i of a sequence is at `lengths` + i, and so
     is query i if queries are `aligned` with keys, by a causal mask or a window; else they are at
     `lengths`, as in FlashAttention. `ends`: cu_seqlens of packed queries and new keys."""
+    cos, sin = tables
+    if cos is None or sin is None:
+        raise ValueError("rotary_cos and rotary_sin must be given together")
     if not (isinstance(k, Tensor) and isinstance(lengths, Tensor)):
         raise ValueError("rotary_cos and rotary_sin need k and v, and cache_seqlens: their places")
     found = []
@@ -35,7 +38,7 @@ def rotated(
             )
         rows = x if of is None else x[None]
         at = _dense(rows, lengths, follow) if of is None else _packed(x, of, lengths, follow)
-        turned = rope(rows, *tables, interleaved=interleaved, positions=at)
+        turned = rope(rows, cos, sin, interleaved=interleaved, positions=at)
         found.append(turned if of is None else turned[0])
     return found[0], found[1]
 

@@ -16,6 +16,8 @@ def prepared(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q in 16 bits, which hold every e4m3, and the scales of K, times that of q, and of V; 1 where
     they are not given."""
+    if k_cache.dtype != torch.float8_e4m3fn:
+        raise ValueError("q_descale is given, but k_cache is not float8_e4m3fn")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     shape = batch, k_cache.shape[-2]
     for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):

@@ -25,7 +25,10 @@ class Stage(stage_of_any.Stage[DecodeProblem, DecodeConfig]):
     op = "attention_decode"
 
     def fitted(self, problem: DecodeProblem) -> Self:
-        return self.with_config(fitted(self.default.of(problem)))
+        pack = problem.heads_q // problem.heads_kv if self.default.packed else 1
+        blocks = -(-problem.seqlen_q * pack // self.default.tile_m)
+        units = problem.batch * (problem.heads_q // pack) * blocks
+        return self.with_config(fitted(self.default.of(problem), problem.seqlen_k, units))
 
     @property
     def module(self) -> str:

@@ -28,13 +28,25 @@ _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (256, 256): {"tile_n": 64, "num_stages": 2},
     },
 }
+# NOTE: units of few keys take as long to begin and to end as to be read, so that with several a CTA
+# two CTAs of an SM with smaller blocks are faster (docs/facts/decode.md#short)
+_SHORT: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (64, 64): {"tile_n": 64, "num_stages": 6, "ctas_per_sm": 2},
+        (128, 128): {"tile_n": 64, "num_stages": 3, "ctas_per_sm": 2},
+    },
+}
+SHORT = 1024  # keys that a sequence has room for
 CONFIGS: dict[str, type[DecodeConfig]] = {"sm_90a": DecodeConfig, "sm_100a": Sm100DecodeConfig}
 
 
-def fitted(config: DecodeConfig) -> DecodeConfig:
-    """`config`, whose fields say what is computed, with its tiles chosen."""
+def fitted(config: DecodeConfig, room: int, units: int) -> DecodeConfig:
+    """`config`, whose fields say what is computed, with its tiles chosen for `units` that have room
+    for `room` keys each."""
     arch = next(name for name, kind in CONFIGS.items() if kind is type(config))
-    tiles = _TILES[arch].get((config.head_dim, config.head_dim_v), {})
+    tiles = _TILES[arch].get(config.head_dims, {})
+    if room <= SHORT and 2 * units >= 3 * config.num_sms and not config.fp8:
+        tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:  # a block takes half as long to come, and a place more when it is widened
         tiles = {**tiles, "num_stages": 3}
     return replace(config, **tiles)

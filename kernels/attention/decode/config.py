@@ -20,6 +20,9 @@ WARPGROUP, WARP = 128, 32  # threads
 REGISTERS = 65536  # of an SM
 SCALARS = 48  # registers of a thread for everything but accumulators
 MOST_REGISTERS = 255  # of a thread
+# what the workspace has for each unit, if parts are combined: their number, and the places of part
+# 0, of part 1 and from it to the next
+WORDS = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class DecodeConfig(ScoreSpec):
     # how keys are cut: "one" (not), "even" (each unit in as many parts as fill the GPU) or "shares"
     # (equal shares of all keys, or num_splits of each unit)
     parts: str = "shares"
+    combined: bool = False  # parts are merged by a kernel of their own, not by the last CTA
     tile_n: int = 64
     num_stages: int = 3  # slots of K, and of V
     ctas_per_sm: int = 1
@@ -47,6 +51,7 @@ class DecodeConfig(ScoreSpec):
     team: int = 8  # CTAs, at most, that read neighbouring heads at the same time
     start: int = 1  # the time of a unit's begin and end, in blocks of keys
     least: int = 1  # blocks of keys of a CTA, at least
+    merge: int = 2  # the time of writing and merging parts, in blocks of keys
     slack: float = 8.0  # powers of two before sums and outputs are scaled down
 
     tile_m: ClassVar[int] = ROWS

@@ -12,6 +12,7 @@ from cutex.device.atoms.mma import slots_layout
 from cutex.device.pipeline import Barrier, Ring
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.decode.append import Append
+from cutex.kernels.attention.decode.combine import Combine
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 
@@ -41,6 +42,8 @@ def launch(
         preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
         stream=stream,
     )
+    if cutlass.const_expr(c.combined):
+        Combine(c).launch(mO, passed, sizes, stream)
 
 
 def kv_slots(dtype: type[cutlass.Numeric], rows: int, columns: int, count: int):

@@ -32,6 +32,8 @@ class Load:
         part = s.part(splits, end, splits.begin, place)
         while part.end > part.first:
             fills, part = self.load(splits, end, part, fills)
+        if cutlass.const_expr(s.config.combined):
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def load(

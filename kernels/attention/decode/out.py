@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from cutex.kernels.attention.decode.partials import VECTOR, WARP, Partials, with_sink
 from cutex.kernels.attention.decode.rows import Rows
@@ -25,6 +25,7 @@ class Out:
     partials: Partials
     passed: Passed
     last: Any  # (1) Int32 in smem: whether this CTA wrote a unit's last part; None: nobody asks
+    parts: Any = None  # the Parts that a kernel combines (combine.py); None: the last CTA merges
 
     @staticmethod
     def sync() -> None:
@@ -50,9 +51,22 @@ class Out:
                 mLSE[rows.batch, head, query] = lse
 
     @cute.jit
+    def announce(self, piece: Piece, unit: Int32) -> None:
+        """Say where the parts of a unit are, or that there is one, if this CTA has part 0."""
+        if cutlass.const_expr(self.parts is not None):
+            thread, _, _ = cute.arch.thread_idx()
+            if (thread == 0) & (piece.part == 0):
+                self.parts.announce(unit, piece)
+
+    @cute.jit
     def end_part(self, rows: Rows, piece: Piece, unit: Int32) -> None:
         """Count a part, which this thread has written its share of, and merge all parts of the unit
-        if it is the last."""
+        if it is the last; or leave that to the kernel that combines parts."""
+        if cutlass.const_expr(self.parts is None):
+            self.count_part(rows, piece, unit)
+
+    @cute.jit
+    def count_part(self, rows: Rows, piece: Piece, unit: Int32) -> None:
         last = self.last
         self.sync()
         thread, _, _ = cute.arch.thread_idx()
@@ -85,22 +99,36 @@ class Out:
         """Merge rows of all parts of a unit, those of `numbers` that exist, of which the first
         does, and store O and LSE. A whole warp calls it; or `warps` do, each with as many columns,
         from vector `first` on."""
-        dtype, columns = self.mO.element_type, self.config.head_dim_v
-        lane = cute.arch.lane_idx()
-        vectors = cute.size(self.mO, mode=[cute.rank(self.mO) - 1]) // VECTOR
-        count = -(-columns // (VECTOR * WARP * warps))
+        count = -(-self.config.head_dim_v // (VECTOR * WARP * warps))
         o = cute.make_rmem_tensor(cute.make_layout((VECTOR, count, len(numbers))), Float32)
-        narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), dtype)
         existing = tuple(cutlass.min(row, rows.count - 1) for row in numbers)
         lses = self.partials.merge(piece, existing, o, first)
         for r in cutlass.range_constexpr(len(numbers)):
-            of_row, factor = self.finish_row(lses[r], rows, existing[r])
-            gO = rows.words(self.mO, existing[r])
-            for i in cutlass.range_constexpr(count):
-                vector = first + lane + i * WARP
-                narrow.store((o[None, i, r].load() * factor).to(dtype))
-                if (vector < vectors) & (numbers[r] < rows.count):
-                    for j in cutlass.range_constexpr(2):
-                        gO[2 * vector + j] = cute.recast_tensor(narrow, Int32)[j]
-            if (first + lane == 0) & (numbers[r] < rows.count):
-                self.store_lse(of_row, rows, existing[r])
+            exists = numbers[r] < rows.count
+            self.store_row(rows, existing[r], exists, o[None, None, r], lses[r], first)
+
+    @cute.jit
+    def store_row(
+        self,
+        rows: Rows,
+        row: Int32,
+        exists: Boolean,
+        o: cute.Tensor,
+        lse: Float32,
+        first: Int32 | int,
+    ) -> None:
+        """Store a row that is merged, if it exists, of which a lane has `o` (VECTOR, columns) from
+        vector `first` on."""
+        lane = cute.arch.lane_idx()
+        vectors = cute.size(self.mO, mode=[cute.rank(self.mO) - 1]) // VECTOR
+        narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), self.mO.element_type)
+        of_row, factor = self.finish_row(lse, rows, row)
+        gO = rows.words(self.mO, row)
+        for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
+            vector = first + lane + i * WARP
+            narrow.store((o[None, i].load() * factor).to(narrow.element_type))
+            if (vector < vectors) & exists:
+                for j in cutlass.range_constexpr(2):
+                    gO[2 * vector + j] = cute.recast_tensor(narrow, Int32)[j]
+        if (first + lane == 0) & exists:
+            self.store_lse(of_row, rows, row)

@@ -17,7 +17,8 @@ from cutex.kernels.attention.decode.splits import Piece
 
 WARP = 32
 VECTOR = 4  # fp32 in one access
-IN_FLIGHT = 8  # parts whose loads are issued together
+IN_FLIGHT = 64  # words that a lane loads together, at most, and of how many parts
+MOST_TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,25 @@ class Partials:
         """Sum up `rows` of all parts, each weighted by its share of the exponentials, into `o`
         (VECTOR, columns of this lane, rows), and return their LSE. A whole warp calls it; lane i
         has the vectors first + i, first + i + 32, ..."""
-        lane, numbers = cute.arch.lane_idx(), range(len(rows))
+        totals, highest = self.sums_of(piece, rows, o, first, 0, 1)
+        return tuple(
+            self.normalised(o[None, None, r], totals[r], highest[r]) for r in range(len(rows))
+        )
+
+    @cute.jit
+    def sums_of(
+        self,
+        piece: Piece,
+        rows: tuple[Int32, ...],
+        o: cute.Tensor,
+        first: Int32 | int,
+        begin: Int32 | int,
+        step: cutlass.Constexpr[int],
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Sum up `rows` of the parts begin, begin + step, ... into `o`, as `merge` does. Returns,
+        of each row, the sum of their weights and the largest LSE of all parts, which has weight
+        1."""
+        lane = cute.arch.lane_idx()
         highest = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
         total = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
         highest.fill(-Float32.inf)
@@ -67,20 +86,60 @@ class Partials:
         for r in cutlass.range_constexpr(len(rows)):
             over_warp = cute.arch.warp_reduction_max(highest[r])
             highest[r] = Float32(0.0) if over_warp == -Float32.inf else over_warp
-        vectors = self.columns // VECTOR
-        for part in cutlass.range(piece.parts, unroll=max(IN_FLIGHT // len(rows), 2)):
-            slot = piece.slot_of(part)
+        together = min(max(IN_FLIGHT // cute.size(o), 1), MOST_TOGETHER)
+        for part in cutlass.range(begin, piece.parts, step * together, unroll=1):
+            self.add(
+                piece,
+                tuple(part + i * step for i in range(together)),
+                rows,
+                (o, total),
+                highest,
+                first,
+            )
+        return total, highest
+
+    @cute.jit
+    def add(
+        self,
+        piece: Piece,
+        parts: tuple[Int32, ...],
+        rows: tuple[Int32, ...],
+        sums: tuple[cute.Tensor, cute.Tensor],
+        highest: cute.Tensor,
+        first: Int32 | int,
+    ) -> None:
+        """Add `rows` of those of `parts` that exist to the sums, of O and of weights.
+
+        All is loaded before any is added; a loop that is unrolled would wait for each.
+        """
+        o, total = sums
+        lane, vectors = cute.arch.lane_idx(), self.columns // VECTOR
+        size = (VECTOR, cute.size(o, mode=[1]), len(rows), len(parts))
+        values = cute.make_rmem_tensor(cute.make_layout(size), Float32)
+        lses = cute.make_rmem_tensor(cute.make_layout((len(rows), len(parts))), Float32)
+        for p in cutlass.range_constexpr(len(parts)):
+            slot = piece.slot_of(cutlass.min(parts[p], piece.parts - 1))
             for r in cutlass.range_constexpr(len(rows)):
-                share = exp2((self.lse(slot)[rows[r]] - highest[r]) * LOG2_E)
-                total[r] += share
+                lses[r, p] = self.lse(slot)[rows[r]]
                 gO = self.o_row(slot, rows[r])
                 for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
                     vector = cutlass.min(first + lane + i * WARP, vectors - 1)
-                    o[None, i, r].store(o[None, i, r].load() + gO[None, vector].load() * share)
-        for r in cutlass.range_constexpr(len(rows)):
-            factor = Float32(0.0) if total[r] == 0.0 else 1.0 / total[r]
-            o[None, None, r].store(o[None, None, r].load() * factor)
-        return tuple(self._log_sum(total[r], highest[r]) for r in numbers)
+                    values[None, i, r, p].store(gO[None, vector].load())
+        for p in cutlass.range_constexpr(len(parts)):
+            for r in cutlass.range_constexpr(len(rows)):
+                weight = exp2((lses[r, p] - highest[r]) * LOG2_E)
+                weight = weight if parts[p] < piece.parts else Float32(0.0)
+                total[r] += weight
+                for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
+                    more = values[None, i, r, p].load() * weight
+                    o[None, i, r].store(o[None, i, r].load() + more)
+
+    @cute.jit
+    def normalised(self, o: cute.Tensor, total: Float32, highest: Float32) -> Float32:
+        """Divide a row's sum by the sum of its weights; return its LSE."""
+        factor = Float32(0.0) if total == 0.0 else 1.0 / total
+        o.store(o.load() * factor)
+        return self._log_sum(total, highest)
 
     @staticmethod
     @cute.jit

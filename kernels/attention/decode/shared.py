@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cutex.device.attention.block_info import BlockInfo, Blocks, ordered
+from cutex.device.attention.block_info import BlockInfo, Blocks, larger, ordered
 from cutex.device.pipeline import Ring
 from cutex.device.row_source import DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.decode.splits import Piece, Place, Splits, weight
+from cutex.schedulers.order import select
 
 WARP = 32
 
@@ -82,8 +83,8 @@ class Walk:
         owners = self.sizes.heads // team  # of units, in a team's view
         lane = cute.arch.lane_idx()
         cta, ctas = self.worker()
-        total, quota = self.shares(owners, ctas // team)
-        splits = Splits(self.sizes.heads, quota, c.start, self.passed.num_splits, cta, team)
+        total, quota, num_splits = self.shares(owners, ctas // team)
+        splits = Splits(self.sizes.heads, quota, c.start, num_splits, cta, team)
         entry, begin, here = Int32(0), Int32(0), Int32(0)
         searching = splits.begin < total
         while searching:
@@ -103,14 +104,32 @@ class Walk:
         return splits, Place(entry, begin, here), cutlass.min(splits.end, total)
 
     @cute.jit
-    def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32]:
-        """The length of the row of all units, and of each team's share."""
-        c, total = self.config, Int32(0)
-        for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
+    def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32, Int32]:
+        """The length of the row of all units, that of each team's share, and into how many parts
+        units are cut (0: where shares end)."""
+        c, total, longest = self.config, Int32(0), Int32(0)
+        for first in cutlass.range(0, self.sizes.entries, WARP, unroll=4):
             mine = weight(self.length(first + cute.arch.lane_idx()), c.start)
-            total += cute.arch.warp_redux_sync(mine, "add")
-        total *= owners
-        return total, Splits.quota_of(total, teams, c.least)
+            total += mine
+            longest = cutlass.max(longest, mine)
+        total = cute.arch.warp_redux_sync(total, "add") * owners
+        longest = cute.arch.warp_redux_sync(longest, "max")
+        quota = Splits.quota_of(total, teams, c.least)
+        quota, num_splits = self.uncut(quota, longest)
+        return total, quota, num_splits
+
+    def uncut(self, quota: Int32, longest: Int32) -> tuple[Int32, Int32]:
+        """A share, and into how many parts units are cut: no unit is, where that makes no CTA's
+        share more than `merge` blocks longer."""
+        merge, num_splits = self.config.merge, self.passed.num_splits
+        if merge == 0:
+            return quota, num_splits
+        few = (num_splits == 0) & (longest <= merge + 1)
+        near = longest <= quota + merge
+        return (
+            select(near, larger(longest, quota), quota),
+            select(few, Int32(1), num_splits),
+        )
 
     @cute.jit
     def sum_to(self, x: Int32) -> Int32:

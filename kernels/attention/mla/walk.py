@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32
 
 from cutex.kernels.attention.decode.rows import Rows
-from cutex.kernels.attention.decode.shared import WARP, Part, Walk
-from cutex.kernels.attention.decode.splits import Piece, Splits, weight
+from cutex.kernels.attention.decode.shared import Part, Walk
+from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.combine import rows_of
 from cutex.kernels.attention.mla.signature import blocks_of_rows
+from cutex.schedulers.order import select
 
 UNEVEN = 5  # percent by which the longest unit may exceed a share and not be cut
 
@@ -32,17 +32,8 @@ class MlaWalk(Walk):
         """The head of keys that an owner of units reads."""
         return owner // blocks_of_rows(self.sizes, self.config.tile_m)
 
-    @cute.jit
-    def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32]:
-        """The length of the row of all units, and of each team's share: that of the longest unit,
-        so that none is cut, if it is only a little longer than an equal share."""
-        c, total, longest = self.config, Int32(0), Int32(0)
-        for first in cutlass.range(0, self.sizes.entries, WARP, unroll=4):
-            mine = weight(self.length(first + cute.arch.lane_idx()), c.start)
-            total += mine
-            longest = cutlass.max(longest, mine)
-        total = cute.arch.warp_redux_sync(total, "add") * owners
-        longest = cute.arch.warp_redux_sync(longest, "max")
-        quota = Splits.quota_of(total, teams, c.least)
+    def uncut(self, quota: Int32, longest: Int32) -> tuple[Int32, Int32]:
+        """A share, and into how many parts units are cut: that of the longest unit, so that none is
+        cut, if it is only a little longer than an equal share."""
         near = (longest > quota) & (longest * 100 <= quota * (100 + UNEVEN))
-        return total, longest if near else quota
+        return select(near, longest, quota), self.passed.num_splits

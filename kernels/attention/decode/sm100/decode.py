@@ -22,10 +22,9 @@ from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.kernels.attention.decode.append import Append
+from cutex.kernels.attention.decode.combine import Combine, out_of
 from cutex.kernels.attention.decode.launch import kv_slots, launch, ring
 from cutex.kernels.attention.decode.load import Load
-from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.partials import Partials
 from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.decode.sm100.config import ROWS, Sm100DecodeConfig
@@ -65,7 +64,8 @@ class Decode:
     @property
     def kernels(self) -> dict[str, Any]:
         append = {"append": Append.kernel} if self.config.appended else {}
-        return {**append, "decode": Decode.kernel}
+        combine = {"combine": Combine.kernel} if self.config.combined else {}
+        return {**append, "decode": Decode.kernel, **combine}
 
     @property
     def softmax_warps(self) -> Warps:
@@ -123,8 +123,7 @@ class Decode:
         elif warp == self.mma_warp.first:
             Mma(c, shared, barriers, pointer).run()
         else:
-            partials = Partials(passed.sums, passed.flags, c.tile_m, c.head_dim_v)
-            out = Out(c, mO, partials, passed, last)
+            out = out_of(c, mO, passed, sizes, last)
             Softmax(c, mQ, out, shared, barriers, pointer).run()
         fence_before_sync()
         cute.arch.sync_threads()

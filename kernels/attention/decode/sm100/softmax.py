@@ -149,6 +149,8 @@ class Softmax:
     ) -> None:
         """Store a unit that is whole; else store a part, and merge all parts if it is the last."""
         thread, _, _ = cute.arch.thread_idx()
+        unit = piece.entry * self.shared.sizes.heads + piece.head
+        self.out.announce(piece, unit)
         if exist:
             if piece.parts == 1:
                 of_row, more = lse, Float32(1.0)
@@ -159,7 +161,7 @@ class Softmax:
             else:
                 self.store_part(factor, lse, rows, piece, computed)
         if piece.parts != 1:
-            self.out.end_part(rows, piece, piece.entry * self.shared.sizes.heads + piece.head)
+            self.out.end_part(rows, piece, unit)
 
     @cute.jit
     def columns(self, part: cutlass.Constexpr[int], factor: Float32, computed: Boolean):

@@ -153,11 +153,13 @@ class Compute:
     @cute.jit
     def store(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
         """Store a unit that is whole; else store a part, and merge all parts if it is the last."""
+        unit = piece.entry * self.shared.sizes.heads + piece.head
+        self.out.announce(piece, unit)
         if piece.parts == 1:
             self.store_whole(acc, lse, rows)
         else:
             self.store_part(acc, lse, rows, piece)
-            self.out.end_part(rows, piece, piece.entry * self.shared.sizes.heads + piece.head)
+            self.out.end_part(rows, piece, unit)
 
     @cute.jit
     def store_whole(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:

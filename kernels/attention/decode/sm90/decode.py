@@ -5,7 +5,7 @@ one head of K and V. What bounds it is memory: 13.6 bytes a cycle and SM of an H
 keys at head dim 128 takes 4800 cycles to come, 1024 of tensor cores and some 1300 of softmax.
 
 Each CTA takes an equal share of all keys of all sequences (splits.py), and the last one that has
-written its part of a unit merges the parts (partials.py).
+written its part of a unit merges the parts (partials.py), or a second kernel does (combine.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from cutex.device.atoms.mma import allocate_slots
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.kernels.attention.decode.append import Append
+from cutex.kernels.attention.decode.combine import Combine, out_of
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots, launch, ring
 from cutex.kernels.attention.decode.load import Load
-from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.partials import Partials
 from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.decode.sm90.compute import Compute
@@ -65,7 +64,8 @@ class Decode:
     @property
     def kernels(self) -> dict[str, Any]:
         append = {"append": Append.kernel} if self.config.appended else {}
-        return {**append, "decode": Decode.kernel}
+        combine = {"combine": Combine.kernel} if self.config.combined else {}
+        return {**append, "decode": Decode.kernel, **combine}
 
     @property
     def compute_warps(self) -> Warps:
@@ -124,5 +124,4 @@ class Decode:
         if warp >= self.load_warps.first:
             Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         else:
-            partials = Partials(passed.sums, passed.flags, c.tile_m, c.head_dim_v)
-            Compute(mQ, Out(c, mO, partials, passed, last), shared, wide).run()
+            Compute(mQ, out_of(c, mO, passed, sizes, last), shared, wide).run()

@@ -28,8 +28,9 @@ from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_cluster
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
+from cutex.kernels.attention.decode.combine import Parts
 from cutex.kernels.attention.decode.signature import Passed, Sizes
-from cutex.kernels.attention.mla.combine import Combine, MlaOut, Parts
+from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
 from cutex.kernels.attention.mla.signature import arguments, passed_of, rows_of_q, sizes_of
 from cutex.kernels.attention.mla.sm100.config import BOX, CTA_ROWS, CTAS, DIMS, Sm100MlaConfig
@@ -75,7 +76,7 @@ class Mla:
 
     @property
     def kernels(self) -> dict[str, Any]:
-        return {"mla": Mla.kernel, "combine": Combine.kernel}
+        return {"mla": Mla.kernel, "combine": MlaCombine.kernel}
 
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mKV: cute.Tensor, mO: cute.Tensor, *rest) -> None:
@@ -93,7 +94,7 @@ class Mla:
             min_blocks_per_mp=1,
             stream=stream,
         )
-        Combine(c).launch(mO, passed, sizes, stream)
+        MlaCombine(c).launch(mO, passed, sizes, stream)
 
     @cute.kernel
     def kernel(

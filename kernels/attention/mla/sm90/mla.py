@@ -29,8 +29,9 @@ from cutex.device.atoms.tma import load_operand
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
+from cutex.kernels.attention.decode.combine import Parts
 from cutex.kernels.attention.decode.signature import Passed, Sizes
-from cutex.kernels.attention.mla.combine import Combine, MlaOut, Parts
+from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
 from cutex.kernels.attention.mla.signature import arguments, passed_of, rows_of_q, sizes_of
 from cutex.kernels.attention.mla.sm90.config import ROWS, SLOTS, Sm90MlaConfig
 from cutex.kernels.attention.mla.sm90.load import Load
@@ -91,7 +92,7 @@ class Mla:
 
     @property
     def kernels(self) -> dict[str, Any]:
-        return {"mla": Mla.kernel, "combine": Combine.kernel}
+        return {"mla": Mla.kernel, "combine": MlaCombine.kernel}
 
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mKV: cute.Tensor, mO: cute.Tensor, *rest) -> None:
@@ -111,7 +112,7 @@ class Mla:
             min_blocks_per_mp=1,
             stream=stream,
         )
-        Combine(c).launch(mO, passed, sizes, stream)
+        MlaCombine(c).launch(mO, passed, sizes, stream)
 
     @cute.kernel
     def kernel(

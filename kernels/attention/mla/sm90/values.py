@@ -16,10 +16,10 @@ from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
 from cutex.device.attention.softmax import rows_of
 from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.decode.combine import Parts
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import UNIT, WORDS, Rows
 from cutex.kernels.attention.decode.splits import Piece
-from cutex.kernels.attention.mla.combine import Parts
 from cutex.kernels.attention.mla.config import CHUNK, HEAD_DIM, HEAD_DIM_V
 from cutex.kernels.attention.mla.sm90.config import SLOTS
 from cutex.kernels.attention.mla.sm90.scores import rows_of_thread

@@ -1,0 +1,170 @@
+"""Plans of calls that attend to caches, and the operators that have them.
+
+A plan has a call's kernel and what is allocated for each launch; it takes later calls with tensors
+like those it was made for. No length is read on the host, so a CUDA graph may be replayed while
+lengths and pages change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cutex.arch import kernels_of
+from cutex.compile import Workspace
+from cutex.ops.attention.cache import stepped
+from cutex.ops.attention.plan import arch_name, contiguous, packed, why_copied
+from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
+from cutex.ops.plain import empty_of, untraced
+from cutex.ops.plans import PlanCache
+from cutex.ops.workspace import buffers_of
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+
+Preparation = Callable[[Tensor], Tensor]
+
+
+class CacheCall(Protocol):
+    """The arguments of a call: tensors, and what is computed of them."""
+
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def tensors(self) -> dict[str, Tensor]: ...
+    @property
+    def out_shape(self) -> tuple[int, ...]: ...
+    @property
+    def lse_shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class CacheOperator:
+    """A function of attention to caches, its configs by arch, and its plans."""
+
+    name: str
+    configs: Mapping[str, type[Any]]
+    plans: PlanCache = field(default_factory=PlanCache)
+
+    def arch_of(self, device: torch.device) -> str:
+        """The arch of a device that `check_device` accepts; else the first that has kernels."""
+        name = arch_name(device)
+        known = name is not None and kernels_of(name) in self.configs
+        return name if name is not None and known else next(iter(self.configs))
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError, in one sentence, if there is no kernel for the device."""
+        name = arch_name(device)
+        if name is None or kernels_of(name) not in self.configs:
+            where = f"{device}" if name is None else f"{device}, of arch {name}"
+            raise ValueError(
+                f"q is on {where}: {self.name} has kernels for {', '.join(self.configs)}; move its "
+                "tensors there, or run them in the simulator with "
+                '`with cutex.ops.simulated("sm_90a"):`'
+            )
+
+    def check_no_gradient(self, call: CacheCall) -> None:
+        """Raise ValueError, in one sentence, if a gradient is wanted."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors.values()):
+            raise ValueError(f"{self.name} has no gradient: call it under torch.no_grad()")
+
+    @untraced
+    def run(self, plan: Plan, tensors: dict[str, Tensor], key: tuple[Any, ...]) -> Any:
+        """Launch a new plan, and keep it for later calls with this key if these can have it."""
+        given = list(tensors.values())
+        with current(plan.device):
+            result = plan(*given)
+        if plan.as_given:
+            assert plan.run is not None, "it was launched"
+            self.plans.remember(PlanCache.key_of(key, *given), given, plan.run)
+        return result
+
+
+class Plan:
+    """A call's kernel, and what is allocated for each launch.
+
+    The kernel takes the first `operands` tensors, O and, with `with_lse`, LSE, the other tensors,
+    `numbers` and a workspace; `prepare`: what is done to tensors before, by name.
+    """
+
+    def __init__(
+        self,
+        call: CacheCall,
+        compiled: Compiled,
+        operands: int,
+        with_lse: bool,
+        numbers: tuple[float | int, ...],
+        needs: Workspace,
+        prepare: dict[str, Preparation],
+    ) -> None:
+        self.compiled, self.device, self.operands = compiled, call.q.device, operands
+        shapes = [(call.out_shape, call.q.dtype), (call.lse_shape, torch.float32)]
+        self.outputs = [(x, contiguous(x), dtype) for x, dtype in shapes[: 1 + with_lse]]
+        self.numbers, self.needs, self.prepare = numbers, needs, prepare
+        self.names = tuple(call.tensors)
+        # NOTE: of lengths on the CPU the values are checked at each call
+        integers = any(x.dtype == torch.int32 for x in call.tensors.values())
+        self.as_given = not prepare and not (integers and call.q.is_cpu)
+        # of tensors that the kernel takes as they are; made at the first launch
+        self.run: Callable[..., Any] | None = None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Launch on tensors like the call's."""
+        given = [
+            self.prepare[name](x) if name in self.prepare else x
+            for name, x in zip(self.names, tensors, strict=True)
+        ]
+        if self.run is None:
+            self.run = self._run(given)
+        return self.run(*given)
+
+    def _run(self, given: list[Tensor]) -> Callable[..., Any]:
+        """A function that launches on tensors like `given` and returns the result, without
+        repeating the plan's decisions."""
+        of_stream = buffers_of(self.needs, self.device)
+        numbers, n = self.numbers, self.operands
+        empty = empty_of(self.device, SEVERAL_GPUS)
+        (shape, strides, dtype), *of_lse = self.outputs
+        buffers = of_stream if self.needs.flags else lambda: of_stream()[:1]
+        outputs = [empty(*x) for x in self.outputs]
+        first = [*given[:n], *outputs, *given[n:], *numbers, *buffers()]
+        launch = on_device(self.device, launcher(self.compiled, first))
+
+        @untraced
+        def run(*tensors: Tensor) -> Any:
+            out = empty(shape, strides, dtype)
+            if not of_lse:
+                launch(*tensors[:n], out, *tensors[n:], *numbers, *buffers())
+                return out
+            lse = empty(*of_lse[0])
+            launch(*tensors[:n], out, lse, *tensors[n:], *numbers, *buffers())
+            return out, lse
+
+        return run
+
+
+def preparations(tensors: dict[str, Tensor]) -> dict[str, Preparation]:
+    """What is done to tensors before each launch, of those that no kernel takes as they are."""
+    found = {name: preparation(name, x) for name, x in tensors.items()}
+    return {name: how for name, how in found.items() if how is not None}
+
+
+def preparation(name: str, x: Tensor) -> Preparation | None:
+    """What is done to a tensor before each launch; None if the kernel takes it as it is."""
+    if name in ("k_cache", "v_cache"):
+        return None if stepped(x) is x else stepped
+    if name in ("q", "k", "v"):
+        return packed if why_copied(x, one_list=False) is not None or _is_odd(x) else None
+    if name == "learnable_sink":
+        as_given = x.dtype == torch.float32 and x.is_contiguous()
+        return None if as_given else lambda x: x.to(torch.float32).contiguous()
+    return None if x.stride(-1) == 1 else packed
+
+
+def _is_odd(x: Tensor) -> bool:
+    """Whether a mode of size 1 has a stride that is no multiple of 16 bytes."""
+    return any(s * x.element_size() % 16 for s in x.stride()[:-1])
