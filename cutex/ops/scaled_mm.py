@@ -12,7 +12,7 @@ from torch import Tensor
 from cutex.arch import arch as arch_named
 from cutex.ops import torchao_tensors
 from cutex.ops.block_scaled import FORMATS, VECTORS, BlockScaledOperand, block_scaled
-from cutex.ops.device import arch_of, current, launcher, per_device
+from cutex.ops.device import arch_of, current, launcher, other_board, per_device
 from cutex.ops.matmul.arrange import arrange
 from cutex.ops.matmul.checks import ACTIVATIONS, OUT_DTYPES, Call, check
 from cutex.ops.matmul.eager import matmul
@@ -412,7 +412,7 @@ def _kernel(mnkl: tuple[int, int, int, int], recipe: str, out: Any, ops: Any) ->
     from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Signature
 
     *mnk, batch = mnkl
-    for tiles in configs_for((mnk[0], mnk[1], mnk[2]), recipe, batch):
+    for tiles in configs_for((mnk[0], mnk[1], mnk[2]), recipe, batch, other_board("sm_90a")):
         for signature in (Fp8Signature(t, out, ops) for t in _with_slots(tiles, ops)):
             if signature.general.why_not(None, arch_named("sm_90a")) is None:
                 return _compiled(signature)

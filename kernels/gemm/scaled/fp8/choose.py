@@ -1,8 +1,8 @@
 """The choice of a config for an fp8 problem: candidates, ranked by a cost model.
 
 The model has three times: of the tensor cores with what stands between their MMAs, of what CTAs
-load from L2, all together, and of memory. Its constants are of one H100
-(docs/facts/scaled.md#fp8-chooser). Imports neither torch nor the DSL.
+load from L2, all together, and of memory. Its constants are of one H200 and of one H100
+(docs/facts/scaled.md#fp8-chooser-refitted). Imports neither torch nor the DSL.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from cutex.arch import BOARDS
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.config import ceil_div
@@ -23,17 +24,20 @@ if TYPE_CHECKING:
 
 # clocks per block of K: of a column of 64 rows, and of 64 rows beside; more where one warpgroup is
 # alone; of clusters that share loads, which wait for each other; least
-COLUMN, WAVE, ALONE, LEAST = 1.9, 27, 70, 80
-SHARED, SHARED_ALONE = 40, 60
-CROWDED, CROWDED_TIMES = 160, 1.1  # accumulators a thread, transposed, beyond which it takes longer
-SWAPPED = 1.014  # times as long, transposed
+COLUMN, WAVE, ALONE, LEAST = 1.95, 50, 78, 80
+SHARED, SHARED_ALONE = 44, 46
+ALTERNATING_COLUMN, ALTERNATING_WAVE = 1.97, 39  # the first two, of warpgroups that alternate
+ADD_UP = 0.3  # clocks of an element whose two sums these add
+CROWDED, CROWDED_TIMES = 160, 1.05  # accumulators a thread, transposed, beyond which it is longer
+SWAPPED = 1.05  # times as long, transposed
 # clocks of a round of tiles; of an exchange of sums; of one that the next tile's loads wait for; of
 # an element that is exchanged
-ROUND, SPLIT, SPLIT_ROUND, SPLIT_ELEMENT = 985, 310, 550, 0.43
+ROUND, SPLIT, SPLIT_ROUND, SPLIT_ELEMENT = 1150, 570, 550, 0.41
 MHZ = 1610  # clocks in a microsecond
-L2, MEMORY = 13.5e6, 2.97e6  # bytes in a microsecond, of all SMs
-POWER, OVERLAP = 1.86, 2.3  # how sharply the larger time counts: of two, and of them and memory
-FIXED_US = 1.64  # of a launch
+L2 = 27.5e6  # bytes in a microsecond, of all SMs
+MEMORY = 0.887  # of its nominal rate
+POWER, OVERLAP = 1.76, 2.59  # how sharply the larger time counts: of two, and of them and memory
+FIXED_US = 1.45  # of a launch
 SMS_OF_FOURS, SMS_OF_THREES = 0.8, 0.86  # of the SMs, those that clusters of so many fill
 MOST_SENT = 128 * 128  # elements of a tile, up to which its K is split
 DEEPEST = 8  # slots of a ring, beyond which nothing is gained
@@ -41,6 +45,7 @@ FEW_ROWS = 256  # up to which rows may be columns of the MMA
 # rows from which on pairs that share A are as fast as any (#fp8-promotion-chain), if their tiles
 # are so large a part of the SMs
 MANY_ROWS, FILLED = 1000, 0.75
+ODD_COLUMNS = 16  # of tiles, from which on the tile too much that pairs compute costs little
 WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192)
 SWAPPED_WIDTHS = (16, 32, 64, 96, 128, 160)
 TALL = ((64, 1), (128, 2), (256, 2))  # rows of a tile, and its warpgroups
@@ -53,17 +58,20 @@ def candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp
                      recipe=problem.dtype)  # fmt: skip
     if problem.m >= MANY_ROWS:
         tall = replace(base, tile_m=256, epi_n=64)
+        across = ceil_div(problem.n, tall.tile_n)
         # NOTE: all of C in smem, so that a store waits for no slot
-        yield replace(tall, epi_stages=4, cluster_n=2)
-        yield tall
+        pairs = replace(tall, epi_stages=4, cluster_n=2)
+        yield pairs if across % 2 == 0 or across >= ODD_COLUMNS else tall
         if ceil_div(problem.m, 256) * ceil_div(problem.n, 128) * batch < num_sms * FILLED:
             yield from (replace(base, epi_n=64, split_k=split_k) for split_k in (1, 2, 4))
         return
     for tile in _tiles(base, problem.m):
         yield from _placed(tile, (problem.m, problem.n), num_sms, batch)
+        yield from _alternating(tile, (problem.m, problem.n), num_sms, batch)
     if problem.m <= FEW_ROWS:
         for tile in _swapped_tiles(base, problem.m):
             yield from _placed(tile, (problem.n, problem.m), num_sms, batch)
+            yield from _alternating(tile, (problem.n, problem.m), num_sms, batch)
 
 
 def _tiles(base: Fp8Config, m: int) -> Iterator[Fp8Config]:
@@ -110,6 +118,16 @@ def _placed(
         yield one_round(shared, few // 2) if fits and tile.swap_ab else shared
 
 
+def _alternating(
+    tile: Fp8Config, sizes: tuple[int, int], num_sms: int, batch: int
+) -> Iterator[Fp8Config]:
+    """The same of two warpgroups that alternate along K, where each CTA has one tile."""
+    both = replace(tile, warpgroups=2, alternating=True)
+    for placed in _placed(both, sizes, num_sms, batch):
+        if placed.one_tile and placed.split_k == 1:
+            yield placed
+
+
 def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
     """`tiles` with as many slots as smem has room for; None if they do not fit."""
     for num_stages in range(DEEPEST, 1, -1):
@@ -137,20 +155,25 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -
         clocks += SPLIT if rounds == 1 else rounds * SPLIT_ROUND
         sent = tiles.tile_m * tiles.tile_n * (tiles.split_k - 1) / tiles.split_k
         clocks += rounds * SPLIT_ELEMENT * sent
+    if tiles.alternating:
+        clocks += rounds * ADD_UP * tiles.tile_m * tiles.tile_n
     compute = clocks / MHZ * (SWAPPED if tiles.swap_ab else 1.0)
     # rows beyond the product's are not loaded
     loaded = min(tiles.tile_m, rows / down) / tiles.cluster_n
     loaded += min(tiles.tile_n, columns / across) / tiles.cluster_m
     loads = ctas * blocks * loaded * BLOCK / L2
     inner = (compute**POWER + loads**POWER) ** (1 / POWER)
-    memory = batch * problem.bytes / MEMORY
+    memory = batch * problem.bytes / (MEMORY * arch.hbm_gbs * 1e3)
     return FIXED_US + (inner**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
 
 
 def block_clocks(tiles: Fp8Config) -> float:
     """Clocks of a CTA per block of K, where nothing waits for loads."""
     alone = tiles.mma_warpgroups == 1
-    clocks = tiles.tile_m // 64 * (tiles.tile_n * COLUMN + WAVE + ALONE * alone)
+    column, wave = COLUMN, WAVE + ALONE * alone
+    if tiles.alternating:
+        column, wave = ALTERNATING_COLUMN, ALTERNATING_WAVE
+    clocks = tiles.tile_m // 64 * (tiles.tile_n * column + wave)
     clocks = max(clocks, LEAST)
     if tiles.cluster_m * tiles.cluster_n > 1:
         clocks += SHARED_ALONE if alone else SHARED
@@ -181,10 +204,12 @@ def choose(problem: Fp8Problem, arch: Arch) -> Fp8Config:
     return ranked(problem, arch)[0]
 
 
-def configs_for(mnk: tuple[int, int, int], recipe: str, batch: int = 1) -> list[Fp8Config]:
+def configs_for(
+    mnk: tuple[int, int, int], recipe: str, batch: int = 1, board: str = ""
+) -> list[Fp8Config]:
     """The ranking for calls of these sizes, which are rounded up to classes, so that few kernels
-    serve all M."""
+    serve all M. board: one of BOARDS, if the GPU is on another than the arch's own."""
     m, n, k = mnk
     n, k = -(-n // 8) * 8, -(-k // 16) * 16
     problem = Fp8Problem(rows_class(m), n, k, dtype=recipe)
-    return ranked(problem, arch_named("sm_90a"), batch)
+    return ranked(problem, BOARDS[board] if board else arch_named("sm_90a"), batch)
