@@ -123,7 +123,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES.keys())
 def test_every_choice_of_stage_9_is_as_exact(changes: dict[str, int]) -> None:
     chosen = stage("sm_100a", 9)

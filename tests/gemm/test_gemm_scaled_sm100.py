@@ -40,7 +40,7 @@ def test_every_kind_is_exact_in_every_tile(tile: str, kind: str) -> None:
     assert case.run(**order_of(tile, kind)) is None
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -73,7 +73,7 @@ def test_a_blackwell_ultra_runs_the_same_stages() -> None:
     assert result.ok, result.message
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize(("kind", "tile"), [(k, t) for t in TILES for k in ("mxfp8", "nvfp4")])
 def test_nothing_spills_on_either_blackwell(kind: str, tile: str) -> None:
     config = Case(kind, TILES[tile], (1, 1, 1), out="bf16").config

@@ -82,13 +82,13 @@ def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, see
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("changes", COOPERATIVE.values(), ids=COOPERATIVE.keys())
 def test_cooperative_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) -> None:
     check(7, (600, 520, 200), {**PERSISTENT, "cluster_n": 1, **changes}, "random", 1)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("changes", PINGPONG.values(), ids=PINGPONG.keys())
 def test_pingpong_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) -> None:
     check(8, (600, 520, 200), {**PERSISTENT, **changes}, "random", 2)
@@ -118,7 +118,7 @@ COLUMNS = [  # each swapped or not, by turns; the rest with -m slow
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("changes", "swap_ab", "order"), COLUMNS)
 def test_a_column_of_tiles_comes_out_exact(changes: str, swap_ab: bool, order: str) -> None:
     mnk = (13, 712, 1032) if swap_ab else (712, 16, 1032)
@@ -204,7 +204,7 @@ ROUND = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("changes", ROUND.values(), ids=ROUND.keys())
 def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict) -> None:
     check(9, (150, 264, 392), changes, "random", 5)
@@ -274,7 +274,7 @@ def test_sums_sent_before_the_ring_is_free_are_found(monkeypatch: pytest.MonkeyP
             simulate(compiled, *problem.inputs(), problem.output(), order=order, seed=1)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("number", [7, 8, 9])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=SLOW) for x in (1, 2))])
 def test_a_walk_of_several_tiles_does_not_depend_on_the_order_of_events(

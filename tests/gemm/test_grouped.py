@@ -201,7 +201,7 @@ def test_a_kernel_that_gathers_leaves_what_is_beside_alone(name: str, order: str
     assert memory.isnan().all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("k", "activation"), [(128, "gated_silu"), (72, None)])
 @each_arch
 def test_rows_are_gathered_and_scaled(

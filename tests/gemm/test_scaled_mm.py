@@ -81,6 +81,7 @@ def test_epilogues_odd_sizes_and_copied_operands():
     assert (c.double() - want).abs().max() <= 2.0**-20 * want.abs().max()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dtype", "m", "n"), [("fp8_block", 131, 200), ("fp8_1x128", 20, 136)])
 def test_batches_have_factors_of_their_own(dtype, m, n):
     """Entry by entry as matrices are, also where one b, or one matrix of factors, serves all."""
@@ -185,7 +186,7 @@ def test_blackwell_is_told_what_to_take_instead():
         cutex.scaled_mm(A, B, SA, SB, **BLOCK)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("m", "bias"), [(40, True), (16, False)])
 @pytest.mark.parametrize(("arch_name", "k", "n"), [("sm_90a", 144, 272), ("sm_100a", 160, 288)])
 def test_a_linear_layer_and_its_gradients(m, bias, arch_name, k, n):
