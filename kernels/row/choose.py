@@ -36,8 +36,9 @@ def tile(
     vectors = -(-(n + (width - 1) * shifted) // width)
     most_ctas = CLUSTER if arch(arch_name).capability >= (9, 0) else 1
     # 4 vectors a thread; then more threads, then more CTAs (docs/facts/rows.md#tile, an H100)
-    threads = _power(-(-vectors // WIDE), least, CTA)
-    ctas = _power(-(-vectors // (wide * threads)), 1, most_ctas)
+    few = WIDE + shifted  # such a row lies across one vector more (rows.md#rows-odd-tiles)
+    threads = _power(-(-vectors // few), least, CTA)
+    ctas = _power(-(-vectors // (max(wide, few) * threads)), 1, most_ctas)
     threads = max(threads, _power(-(-vectors // (MOST * ctas)), least, 1024))
     if not lines and -(-vectors // (threads * ctas)) > ROOMY:
         # docs/facts/rows.md#rows-norm-lines

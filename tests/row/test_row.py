@@ -439,6 +439,13 @@ def test_rows_are_loaded_by_the_widest_vectors(start, stride, n, wanted):
     assert tile_of([x], [], "sm_90a", shifts=False).aligned
 
 
+def test_rows_that_begin_anywhere_take_a_vector_more_before_they_take_more_threads():
+    """The tiles that were the fastest on an H200: (rows, threads, CTAs, vectors of a thread)."""
+    for n, wanted in {1023: (4, 32, 1, 5), 2049: (2, 64, 1, 5), 4097: (1, 128, 1, 5)}.items():
+        tile = choose.tile(n, 16, "sm_90a", 8, shifted=True)
+        assert (tile.rows, tile.threads, tile.ctas, tile.vectors) == wanted
+
+
 def test_rows_that_begin_within_a_line_take_more_threads_before_six_vectors():
     """The tiles that were the fastest on an H100, of rows of a norm."""
     fastest = {36888: (128, 8), 50264: (512, 4), 104352: (512, 8), 75016: (256, 8)}

@@ -67,6 +67,10 @@ class Columns:
         column = self.first + vector * self.step
         return (column + self.tile.width > 0) & (column < self.n)
 
+    def is_end(self, vector: int) -> Boolean:
+        """Whether some elements of a vector lie in the row, and others do not."""
+        return self.overlaps(vector) & ~self.has(vector)
+
     @cute.jit
     def load(
         self, gX: cute.Tensor, fill: cutlass.Constexpr[Any] = 0, between: Boolean | None = None
@@ -92,7 +96,7 @@ class Columns:
             if self.has(i) | (between & self.overlaps(i)):
                 cute.autovec_copy(self.vector(gX, i), rX[None, i])
         for i in cutlass.range_constexpr(tile.vectors):
-            if self.overlaps(i) & (not self.has(i)):
+            if self.is_end(i):
                 for j in cutlass.range_constexpr(tile.width):
                     column = self.first + i * self.step + j
                     if not self.holds(column):
@@ -108,11 +112,12 @@ class Columns:
         for i in cutlass.range_constexpr(tile.vectors):
             if self.has(i):
                 cute.autovec_copy(self.vector(gX, i), rX[None, i])
-            elif cutlass.const_expr(not tile.aligned):
-                for j in cutlass.range_constexpr(tile.width):
-                    column = self.first + i * self.step + j
-                    if self.holds(column):
-                        rX[j, i] = gX[column]
+            elif cutlass.const_expr(not tile.aligned):  # noqa: SIM102 (the other is traced)
+                if self.overlaps(i):
+                    for j in cutlass.range_constexpr(tile.width):
+                        column = self.first + i * self.step + j
+                        if self.holds(column):
+                            rX[j, i] = gX[column]
 
     @cute.jit
     def store(self, rX: cute.Tensor, gX: cute.Tensor) -> None:
@@ -121,11 +126,12 @@ class Columns:
         for i in cutlass.range_constexpr(tile.vectors):
             if self.has(i):
                 cute.autovec_copy(rX[None, i], self.vector(gX, i))
-            elif cutlass.const_expr(not tile.aligned):
-                for j in cutlass.range_constexpr(tile.width):
-                    column = self.first + i * self.step + j
-                    if self.holds(column):
-                        gX[column] = rX[j, i]
+            elif cutlass.const_expr(not tile.aligned):  # noqa: SIM102 (the other is traced)
+                if self.overlaps(i):
+                    for j in cutlass.range_constexpr(tile.width):
+                        column = self.first + i * self.step + j
+                        if self.holds(column):
+                            gX[column] = rX[j, i]
 
     def held(self, mW: cute.Tensor) -> cute.Tensor:
         """The elements of mW (N), which all rows share and which may begin anywhere, in these
@@ -155,7 +161,7 @@ class Columns:
             rWords = cute.recast_tensor(rW[None, i], Int32)
             for k in cutlass.range_constexpr(len(cut)):
                 rWords[k] = cut[k]
-            if not self.is_inside(i, apart):
+            if self.overlaps(i) & (not self.is_inside(i, apart)):
                 for j in cutlass.range_constexpr(width):
                     column = self.first + i * self.step + j
                     if self.holds(column):
@@ -173,11 +179,13 @@ class Columns:
         rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), Float32)
         rX.store(x)
         for i in cutlass.range_constexpr(self.tile.vectors):
-            for j in cutlass.range_constexpr(self.tile.width):
-                held = (
-                    self.has(i) if self.tile.aligned else self.holds(self.first + i * self.step + j)
-                )
-                rX[j, i] = cutlass.select_(held, rX[j, i], Float32(0))
+            if not self.has(i):
+                for j in cutlass.range_constexpr(self.tile.width):
+                    column = self.first + i * self.step + j
+                    if cutlass.const_expr(self.tile.aligned):
+                        rX[j, i] = Float32(0)
+                    else:
+                        rX[j, i] = cutlass.select_(self.holds(column), rX[j, i], Float32(0))
         return rX.load()
 
     def is_first_of_row(self) -> Boolean:
