@@ -9,6 +9,7 @@ from cutlass import cute
 from cutex.bench import cli
 from cutex.compile import compile
 from cutex.kernels.gemm.simt import ARCHS, LADDERS
+from cutex.kernels.gemm.simt.config import TILES
 from cutex.problem.gemm_fp32 import Fp32GemmProblem
 from cutex.results import read
 from cutex.sim import simulate
@@ -35,6 +36,21 @@ def run(stage, problem, **options):
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))
 def test_a_stage_is_exact_on_integers_of_any_sizes(stage, mnk):
     run(stage, Fp32GemmProblem(*mnk, init="int"))
+
+
+def test_the_top_takes_the_tile_with_which_the_busiest_sm_is_done_first():
+    """Those that were the faster on an H200, which has 132 SMs."""
+    for size, n in {512: 64, 1024: 64, 1536: 64, 2048: 128, 3072: 64, 4096: 128}.items():
+        assert TOP.fitted(Fp32GemmProblem(size, size, size)).config().tile_n == n
+
+
+def test_the_larger_tile_is_exact_too():
+    config = next(c for c in TILES if c.tile_n == 128).fitted(problem := Fp32GemmProblem(
+        129, 131, 37, init="int"))  # fmt: skip
+    compiled = compile(TOP.kernel(config), "fp32", TOP.arch)
+    tensors = *problem.inputs(), *problem.outputs()
+    simulate(compiled, *tensors)
+    assert problem.check(*tensors).ok
 
 
 @pytest.mark.parametrize("init", ["normal", pytest.param("uniform", marks=pytest.mark.slow)])

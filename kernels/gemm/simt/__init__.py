@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Self
 
-from cutex.kernels.gemm.simt.config import SimtConfig
+from cutex.arch import arch
+from cutex.kernels.gemm.simt.config import TILES, SimtConfig, quickest
 from cutex.problem import stage as stage_of_any
 from cutex.problem.gemm_fp32 import Fp32GemmProblem
 from cutex.problem.stage import Ladders, on_each
@@ -21,7 +22,10 @@ class Stage(stage_of_any.Stage[Fp32GemmProblem, SimtConfig]):
     op, by_arch = "gemm_fp32", False
 
     def fitted(self, problem: Fp32GemmProblem) -> Self:
-        return self.with_config(self.default.fitted(problem))
+        config = self.default
+        if config == _AHEAD:
+            config = quickest(problem, arch(self.arch).num_sms)
+        return self.with_config(config.fitted(problem))
 
 
 _NAIVE = SimtConfig(32, 32, 1)
@@ -30,7 +34,7 @@ _TILE = SimtConfig(32, 32, 32)
 _SQUARES = SimtConfig(128, 128, 8, thread_m=8, thread_n=8)
 _RING = SimtConfig(128, 128, 16, thread_m=8, thread_n=8, num_stages=2)
 _WARPS = SimtConfig(128, 128, 16, thread_m=16, thread_n=8, num_stages=3)
-_AHEAD = SimtConfig(128, 128, 8, thread_m=16, thread_n=8, num_stages=2)
+_AHEAD = next(iter(TILES))
 
 LADDERS: Ladders[Stage] = Ladders(
     "fp32 GEMM",

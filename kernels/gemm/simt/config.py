@@ -47,3 +47,20 @@ class SimtConfig:
             if whole and size % VECTOR:
                 return f"{name}={size}: vectors take a multiple of {VECTOR}"
         return None
+
+
+# tiles of the last stage, and the rate of each where all SMs have many of them
+TILES = {
+    SimtConfig(128, 128, 8, thread_m=16, thread_n=8, num_stages=2): 1.0,
+    SimtConfig(128, 64, 8, thread_m=8, thread_n=8, num_stages=2): 0.95,
+}
+
+
+def quickest(problem: Fp32GemmProblem, sms: int) -> SimtConfig:
+    """The tile with which the busiest SM is done first (docs/facts/gemm.md#fp32-tiles)."""
+
+    def work(config: SimtConfig) -> float:
+        tiles = -(-problem.m // config.tile_m) * -(-problem.n // config.tile_n)
+        return -(-tiles // sms) * config.tile_m * config.tile_n / TILES[config]
+
+    return min(TILES, key=work)
