@@ -23,6 +23,8 @@ from cutex.kernels.row.kernel import (
     row_vector,
 )
 
+RESIDENT = 1024  # threads of an SM, of 64 registers each
+
 
 @dataclass(frozen=True)
 class NormConfig:
@@ -39,6 +41,13 @@ class NormConfig:
     bias: str = ""
     out: str = ""  # y's dtype, if not x's
     saves: bool = False  # writes rstd, and the mean of a layer norm, for the gradient
+
+    @property
+    def is_light(self) -> bool:
+        """Whether a thread needs hardly more than 64 registers: an RMS norm of large clusters."""
+        tile = self.tile
+        more = self.centred or self.residual or self.bias or not tile.aligned
+        return tile.ctas >= 4 and tile.vectors <= 4 and tile.num_threads == 128 and not more
 
     @property
     def vectors(self) -> tuple[str, ...]:
@@ -88,7 +97,12 @@ class Norm(RowKernel):
     def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
         optional = dict(zip(self.config.optional, rest[:-2], strict=True))
         eps, stream = rest[-2:]
-        self.kernel(mX, mY, optional, eps).launch(**launch_of(self.config.tile, mX, stream))
+        how = launch_of(self.config.tile, mX, stream)
+        if cutlass.const_expr(self.config.is_light):
+            # NOTE: a few registers less let one CTA more run (docs/facts/rows.md#rows-norm-bound)
+            how["min_blocks_per_mp"] = RESIDENT // self.config.tile.num_threads
+            how["preferred_smem_carveout"] = 10  # percent; else the DSL asks a GPU
+        self.kernel(mX, mY, optional, eps).launch(**how)
 
     @cute.kernel
     def kernel(

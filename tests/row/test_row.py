@@ -20,7 +20,7 @@ from cutex.kernels.row import choose
 from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
 from cutex.kernels.row.kernel import ARCHS
 from cutex.ops.row import launches
-from cutex.ops.row.norm import groups_of, most_clusters
+from cutex.ops.row.norm import NORM, groups_of, most_clusters
 from cutex.ops.row.rows import arch_of, tile_of
 from cutex.sim import simulate
 
@@ -145,6 +145,25 @@ def test_rows_that_several_ctas_share(device):
         near(cutex.softmax(x), x.double().softmax(-1), dtype, 2**-6)
         y = cutex.layer_norm(x + 100, eps=1e-5)
         near(y, F.layer_norm((x + 100).double(), (n,), eps=1e-5), dtype, 8)
+
+
+@pytest.mark.parametrize("saves", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_long_rows_of_an_rms_norm_come_by_smem(device, monkeypatch, saves):
+    asked = []
+    kernel_for = launches.kernel_for
+    monkeypatch.setattr(launches, "kernel_for", lambda *a: asked.append(a) or kernel_for(*a))
+    whole = torch.full((3, 47_728), torch.nan, dtype=torch.bfloat16, device=device)
+    x = whole[1:2, :47_720].copy_(rows(device, (1, 47_720), torch.bfloat16))
+    w = rows(device, (47_720,), torch.float32, seed=1)
+    wide = x.double()
+    rstd = (wide.square().mean(-1) + 1e-6).rsqrt()
+    if saves:
+        found, _, _, kept = NORM(x, w, None, None, 1e-6, False)
+        near(kept, rstd, torch.float32, 4)
+    else:
+        found = cutex.rms_norm(x, w, eps=1e-6)
+    near(found, wide * rstd[:, None] * w.double(), torch.bfloat16, 8)
+    assert [kind.__name__ for kind, *_ in asked] == ["NormStaged"]
 
 
 def test_special_values_are_those_of_torch(device):

@@ -76,6 +76,7 @@ def _plan(
     """A forward pass; if it `saves`, with the results of the operator, else with those of the
     functions."""
     from cutex.kernels.row.norm import Norm, NormConfig
+    from cutex.kernels.row.norm_staged import NormStaged, is_staged
 
     eps, centred, saves = options
     arch = arch_of(x.device, "cutex.layer_norm" if centred else "cutex.rms_norm")
@@ -97,7 +98,7 @@ def _plan(
     config = NormConfig(
         tile, centred, residual is not None, name_of(weight), name_of(bias), saves=saves
     )
-    kernel = Norm, config, arch
+    kernel = NormStaged if is_staged(config, x.element_size()) else Norm, config, arch
     if saves:
         returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
     else:

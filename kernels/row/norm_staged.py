@@ -1,0 +1,96 @@
+"""An RMS norm of long rows, whose elements come to smem instead of registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.device.row.columns import Columns
+from cutex.device.row.reduction import add
+from cutex.device.row.tile import VECTOR_BYTES
+from cutex.kernels.row.kernel import ThisRow, reductions
+from cutex.kernels.row.norm import Norm, NormConfig, Normed
+
+LEAST, MOST = 1536, 6144  # vectors of a CTA: docs/facts/rows.md#rows-norm-by-smem
+
+
+def is_staged(config: NormConfig, element_bytes: int) -> bool:
+    """Whether the rows of a norm come by smem: those of an RMS norm, by whole vectors, of which
+    each CTA of a cluster has many."""
+    tile = config.tile
+    plain = not (config.centred or config.residual or config.out)
+    whole = tile.aligned and tile.width * element_bytes == VECTOR_BYTES
+    return plain and whole and tile.ctas > 1 and LEAST <= tile.threads * tile.vectors <= MOST
+
+
+class NormStaged(Norm):
+    """The RMS norm of aligned rows without a residual. Each thread copies its own vectors to smem
+    (cp.async) and reads them there, twice: what is on its way takes no registers, so
+    that an SM has room for more of it. Weights are loaded behind the reduction."""
+
+    title = "norm_staged"
+
+    def __init__(self, config: NormConfig) -> None:
+        super().__init__(config)
+        if config.centred or config.residual or not self.tile.aligned:
+            raise ValueError("rows by smem are those of an RMS norm, aligned, without a residual")
+
+    @cute.kernel
+    def kernel(
+        self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32
+    ) -> None:
+        c, tile = self.config, self.tile
+        (sums,) = reductions(tile, 1)
+        shape = cute.make_layout((tile.width, tile.num_threads, tile.vectors))
+        words = SmemAllocator().allocate_tensor(mX.element_type, shape, VECTOR_BYTES)
+        sX = words[None, cute.arch.thread_idx()[0], None]  # (V, NumV)
+        this = ThisRow.of(tile, mX)
+        columns = Columns.of(tile, this(mX))
+        self.fetch(columns, this(mX), sX)
+        x = self.staged(columns, sX)
+        squares = ((x * x).reduce(cute.ReductionOp.ADD, Float32(0), 0),)
+        rstd = cute.math.rsqrt(sums(squares, add)[0] / Float32(columns.n) + eps)
+        if this.exists:
+            for i in cutlass.range_constexpr(tile.vectors):
+                if columns.has(i):
+                    y = in_fp32(sX[None, i]) * rstd  # (V)
+                    if cutlass.const_expr(c.weight):
+                        y = y * in_fp32(columns.vector(optional["weight"], i))
+                    if cutlass.const_expr(c.bias):
+                        y = y + in_fp32(columns.vector(optional["bias"], i))
+                    rY = cute.make_rmem_tensor(tile.width, mY.element_type)
+                    rY.store(y.to(mY.element_type))
+                    cute.autovec_copy(rY, columns.vector(this(mY), i))
+            self.store_rest(Normed(this, columns, None, None, None, rstd), optional)
+
+    @cute.jit
+    def fetch(self, columns: Columns, gX: cute.Tensor, sX: cute.Tensor) -> None:
+        """Copy the vectors of this thread of gX (N) to sX (V, NumV), and wait for them."""
+        bits = columns.tile.width * gX.element_type.width
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), gX.element_type, num_bits_per_copy=bits)
+        for i in cutlass.range_constexpr(columns.tile.vectors):
+            if columns.has(i):
+                cute.copy(atom, columns.vector(gX, i), sX[None, i])
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def staged(self, columns: Columns, sX: cute.Tensor) -> Any:
+        """sX (V, NumV) in fp32, 0 where there are no columns."""
+        rX = cute.make_rmem_tensor((columns.tile.width, columns.tile.vectors), sX.element_type)
+        rX.fill(0)
+        for i in cutlass.range_constexpr(columns.tile.vectors):
+            if columns.has(i):
+                cute.autovec_copy(sX[None, i], rX[None, i])
+        return rX.load().to(Float32)
+
+
+def in_fp32(x: cute.Tensor) -> Any:
+    """A vector (V) of memory in registers, in fp32."""
+    rX = cute.make_rmem_tensor(cute.size(x), x.element_type)
+    cute.autovec_copy(x, rX)
+    return rX.load().to(Float32)
