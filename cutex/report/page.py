@@ -24,6 +24,7 @@ from cutex.report.rows import (
     kinds,
     ladder_bars,
     main_sizes,
+    peak,
     peer_hue,
     peer_title,
 )
@@ -82,7 +83,7 @@ def _ladders(rows: Rows) -> str:
         of_arch = {
             kind: found
             for kind, found in kinds(rows).items()
-            if (kind.op, kind.arch) == (op, target.name) and kind.dtype in target.dense_tflops
+            if (kind.op, kind.arch) == (op, target.name)
         }
         if not of_arch:
             parts.append(_untimed(op, target, ladder))
@@ -146,7 +147,7 @@ def _ladder(target: Arch, ladder: Sequence[AnyStage], kind: history.Kind, rows: 
     return (
         f'<figure class="ladder"><figcaption>{said(caption(kind))}: TFLOPS (GB/s and '
         f"microseconds where memory binds), median, and speed relative to {first} in the same run. "
-        f"A full bar is the stated peak: {target.dense_tflops[kind.dtype]:.0f} TFLOPS, or "
+        f"A full bar is the stated peak: {peak(rows[0]):.0f} TFLOPS, or "
         f"{target.hbm_gbs:.0f} GB/s. "
         f"<label>Size <select>{options}</select></label></figcaption>{blocks}</figure>"
     )
@@ -168,7 +169,8 @@ def _rooflines(rows: Rows) -> str:
     parts = []
     timed = [r for r in history.timed(rows) if r.problem["init"] == "normal"]
     for on in roofline.GPUS.values():
-        mine = [r for r in timed if roofline.of_device(r.device_name) == on]
+        here = [r for r in timed if roofline.of_device(r.device_name) == on]
+        mine = [r for r in here if peak(r) <= on.dense_tflops]  # the roof is of 16-bit types
         if mine:
             parts.append(_roofline(on, mine))
     return "".join(parts) or "<p>No timed result on a GPU yet.</p>"

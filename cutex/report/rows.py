@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cutex.arch import ARCHS, Arch
+from cutex.arch import ARCHS, Arch, arch
 from cutex.problem import OPS, problem_class
 from cutex.problem.stage import AnyStage, ladders
 from cutex.report import charts
@@ -60,6 +60,12 @@ def caption(kind: history.Kind) -> str:
     data = DATA.get(kind.init, kind.init)
     cache = CACHE.get(kind.cache_state, kind.cache_state)
     return f"{kind.device_name}, {kind.dtype}, {data}, {cache}"
+
+
+def peak(result: Result) -> float:
+    """The stated TFLOPS of the units that compute a result's problem."""
+    target = arch(result.arch)
+    return result.case.needs.peak_tflops(target) or target.fp32_tflops
 
 
 def baseline(op: str) -> str:

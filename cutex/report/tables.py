@@ -10,7 +10,16 @@ from typing import Any
 from cutex.arch import Arch
 from cutex.problem import DEFAULT_OP, problem_class
 from cutex.problem.stage import AnyStage
-from cutex.report.rows import CACHE, DATA, Sizes, all_ladders, baseline, heading, peer_title
+from cutex.report.rows import (
+    CACHE,
+    DATA,
+    Sizes,
+    all_ladders,
+    baseline,
+    heading,
+    peak,
+    peer_title,
+)
 from cutex.results import Result
 from cutex.results.rate import rate, rate_of
 
@@ -103,17 +112,9 @@ def _timed_table(
     caption = (
         f"TFLOPS{other}{beside}, median, on one {device_name}: {dtype}, {DATA.get(init, init)}, "
         f"{CACHE.get(cache_state, cache_state)}, "
-        f"{when}. Stated dense peak: {_peak(target, results[0]):.0f}."
+        f"{when}. Stated dense peak: {peak(results[0]):.0f}."
     )
     return caption, ["stage", "what it adds", *sizes.values()], rows
-
-
-def _peak(target: Arch, result: Result) -> float:
-    """The stated TFLOPS of the units that compute."""
-    dtype = result.problem["dtype"]
-    if result.case.needs.mma or result.case.needs.fp32 == 0:
-        return target.dense_tflops[dtype]
-    return target.fp32_tflops
 
 
 def _untimed_table(target: Arch, ladder: Sequence[AnyStage], docs: str) -> Table:

@@ -27,8 +27,11 @@ class Rate:
         return self.unit == "GB/s"
 
     def __str__(self) -> str:
-        """The rate as tables show it: '655' in TFLOPS; '4101 GB/s, 32.8 us' where memory limits."""
-        return f"{self.value:.0f} GB/s, {self.us:.1f} us" if self.by_memory else f"{self.value:.0f}"
+        """The rate as tables show it: '655' or '6.2' in TFLOPS; '4101 GB/s, 32.8 us' where memory
+        limits."""
+        if self.by_memory:
+            return f"{self.value:.0f} GB/s, {self.us:.1f} us"
+        return f"{self.value:.0f}" if self.value >= 10 else f"{self.value:.1f}"
 
 
 def rate(problem: Problem, arch_name: str, us: float) -> Rate:

@@ -8,9 +8,10 @@ import pytest
 from cutex.kernels.gemm import stages
 from cutex.report import BEGIN, END, ladders, main, results_page, rewrite
 from cutex.report.page import all_ladders
-from cutex.report.rows import heading
+from cutex.report.rows import heading, peak
 from cutex.report.tables import predicted
-from cutex.results import Peer, Result, Timing, append
+from cutex.results import Peer, Result, Timing, append, read_all
+from cutex.results.rate import Rate
 
 FIRST = stages("sm_90a")[0].idea
 README = f"before\n{BEGIN}\nold\n{END}\nafter\n"
@@ -59,6 +60,22 @@ def test_a_timed_stage_shows_tflops_and_its_ratio_to_cublas():
     assert row(text, "|  | cuBLAS").endswith("| 687 |")
     assert "one NVIDIA H200: bf16, Gaussian data, cold L2, 2026-01-01" in text
     assert text.count("Not timed yet") == len(list(all_ladders())) - 1
+
+
+def test_a_peak_is_that_of_the_problem_s_own_units(root):
+    rows = {
+        r.op: r for r in read_all(root / "results") if r.known and r.timing and r.device != "sim"
+    }
+    assert {"gemm", "gemm_fp8", "gemm_fp32"} <= set(rows)
+    assert [round(peak(rows[op])) for op in ("gemm", "gemm_fp8", "gemm_fp32")] == [989, 1994, 67]
+    assert all("Stated dense peak" in ladders([r]) for r in rows.values())
+
+
+def test_a_rate_below_ten_has_a_decimal():
+    assert (
+        str(Rate(6.25, "TFLOPS", 1.0, 67.0)) == "6.2"
+        and str(Rate(47.4, "TFLOPS", 1.0, 67.0)) == "47"
+    )
 
 
 def test_the_newest_run_counts_whatever_the_order_of_lines():
