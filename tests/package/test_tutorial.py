@@ -129,7 +129,9 @@ def test_its_deadlock_is_told_by_its_own_lines_and_the_name_of_the_slot(tmp_path
     code = code.replace(", time=True", "")
     ran = run_own_stage(code, tmp_path)
     line = 1 + next(i for i, x in enumerate(code.splitlines()) if "load(k_tile + ab" in x)
-    (first,) = (text for text in ran.stderr.splitlines() if ": deadlock: " in text)
+    found = [text for text in ran.stderr.splitlines() if ": deadlock: " in text]
+    assert len(found) == 1, ran.stdout + ran.stderr
+    first = found[0]
     assert "Deadlock: cutex/device/pipeline.py:" in first and f"called at mine.py:{line}:" in first
     assert "of mbarrier barriers.ab.empty[0] (" in first
 
