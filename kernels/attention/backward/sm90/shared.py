@@ -86,9 +86,8 @@ class Shared:
     sV: cute.Tensor  # (64, DV, WG)
     sQ: cute.Tensor  # (bM, D, SLOT)
     sdO: cute.Tensor  # (bM, DV, SLOT)
-    sdS: (
-        cute.Tensor
-    )  # (64, bM, WG * SLOT): a warpgroup's keys by queries; behind it the other CTA's
+    # (64, bM, WG * SLOT): a warpgroup's keys by queries; of a pair, the other CTA's slots behind
+    sdS: cute.Tensor
     sKp: Any  # (64, D / 2, WG) the other CTA's keys, of the columns that this one computes dQ of
     sdQ: cute.Tensor  # (4 * 32 * units, WARP, SLOT) a warp's part of columns of dQ
     stats: cute.Tensor  # (2 * bM, SLOT) LSE, then delta
