@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("device", ["sm_90a", "sm_100a"], indirect=True)
-@pytest.mark.sweep(20)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_scores_fall_with_the_distance_from_the_diagonal(device, name):
     options = dict(CASES[name])
@@ -91,6 +91,7 @@ def test_scores_fall_with_the_distance_from_the_diagonal(device, name):
         torch.testing.assert_close(lse[b].double(), want_lse, rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_packed_sequences_have_slopes_each_or_for_all(device):
     lengths = (30, 0, 101)
     ends = torch.tensor([0, 30, 30, 131], dtype=torch.int32, device=device)

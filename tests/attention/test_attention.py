@@ -111,6 +111,7 @@ def test_four_hundred_randomized_cases(place, kernel):
 PLAIN = AttentionCase(heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64, causal=True)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(  # two kernels: heads of short sequences are packed into rows
     ("queries", "keys"),
     [
@@ -123,12 +124,13 @@ def test_causal_edges_of_tiles_and_rows_without_keys(place, queries, keys):
     hold(place, replace(PLAIN, seqlen_q=queries, seqlen_k=keys))
 
 
-@pytest.mark.sweep(2)  # two with the same kernel; the flags of others are in the randomized cases
+@pytest.mark.sweep(4)  # two with the same kernel; the flags of others are in the randomized cases
 @pytest.mark.parametrize("window", [(-70, 130), (None, -100), (200, -3), (-64, None)], ids=str)
 def test_bands_off_the_diagonal(place, window):
     hold(place, replace(PLAIN, causal=False, window=window, seqlen_q=300, seqlen_k=330))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "in_registers"), [(96, 64), pytest.param(256, 128, marks=pytest.mark.slow)]
 )
@@ -181,6 +183,7 @@ def long_from_one_key(monkeypatch):
     planned.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dims", "shape"),
     [
@@ -207,6 +210,7 @@ def test_randomized_cases_of_kernels_for_long_sequences(place, long_from_one_key
     hold(place, replace(case, head_dim=d, head_dim_v=dv, causal=causal, window=window))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths", [(200, 391), pytest.param((200, 230, 5, 391), marks=pytest.mark.slow)], ids=len
 )
@@ -237,6 +241,7 @@ def test_scores_that_move_with_every_key_and_one_that_dwarfs_all(place):
         hold(place, replace(PLAIN, seqlen_q=70, seqlen_k=300, init=init))
 
 
+@pytest.mark.slow
 def test_a_sink_of_minus_infinity_is_none(place):
     case = replace(PLAIN, seqlen_q=130, seqlen_k=7, sink=True)  # most rows see no key
     inputs = case.inputs(place.device)

@@ -187,6 +187,7 @@ def tiny():
     return make
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_runs_on_it(active, tiny):
     model, own = tiny("cutex"), tiny("eager")
     ids = torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(1))
@@ -215,6 +216,7 @@ def test_packed_sequences_of_transformers_do_not_see_each_other(active, tiny):
     close_logits(together, apart)
 
 
+@pytest.mark.slow
 def test_scaled_dot_product_attention_in_the_simulator():
     """The kernel itself, behind torch's own function."""
     q, k, v = (heads_first(1, heads, rows=70, seed=heads) for heads in (4, 2, 2))

@@ -86,7 +86,7 @@ def case_of(name: str, **more) -> AttentionCase:
     return AttentionCase(**{"batch": batch, **fields})
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name):
     dims = HEAD_DIMS[list(CASES).index(name) % len(HEAD_DIMS)]
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_definition(name):
     assert errors(case, of_lse=True) == []
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["full", "causal", "window", "left window", "after the diagonal", "packed"]
 )
@@ -120,7 +120,7 @@ def test_deterministic_adds_come_in_one_order():
     assert all(torch.equal(found[0], x) for x in found[1:])
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "dims"), list(zip(("random", "starved", "eager"), HEAD_DIMS[::2], strict=True))
 )

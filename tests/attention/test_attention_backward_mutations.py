@@ -62,7 +62,7 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
     return None
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_unchanged_kernels_are_right(deterministic):
     assert wrong(replace(CONFIG, deterministic=deterministic), ORDERS[1:3]) is None
@@ -77,7 +77,7 @@ def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic
     assert wrong(fitted(config), case=replace(CASE, head_dim=d, head_dim_v=dv)) is None
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(("side", "by"), [("end", 1), ("end", -1), ("begin", 1), ("begin", -1)])
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
     bounds = KeyMask._bounds
@@ -91,6 +91,7 @@ def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
     assert message is not None and "off by" in message
 
 
+@pytest.mark.slow
 def test_ds_that_wgmma_may_not_see_yet_is_found(monkeypatch):
     """Handed over without the fence between a thread's stores and the tensor core's reads."""
 

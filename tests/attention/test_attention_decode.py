@@ -66,6 +66,7 @@ def named(*names: str) -> list:
     return [x if x in names else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", named(*QUICK))
 def test_caches_are_attended_to(name, arch):
@@ -85,6 +86,7 @@ FP8 = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [x if x == "e4m3 in pages" else pytest.param(x, marks=pytest.mark.slow) for x in FP8]
 )
@@ -120,6 +122,7 @@ def test_varlen_takes_pages():
     assert found.ok, found.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_queries_and_new_keys_are_turned(causal):
     """As by a rotation before the call, in complex numbers."""
@@ -167,6 +170,7 @@ def test_packed_queries_and_new_keys_are_turned_as_those_of_each_sequence(follow
                     assert torch.equal(found[mine], want[0])
 
 
+@pytest.mark.slow
 def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
     """With num_splits, whose borders do not depend on the other sequences."""
     case = AttentionCase(**{**SMALL, "heads_q": 2, "heads_kv": 1, "used_k": (200, 30, 65)})

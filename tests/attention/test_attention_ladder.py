@@ -90,18 +90,21 @@ def check(stage: Stage, problem: AttentionProblem, **how) -> None:
 # ---- right in every order of events
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @each({2, 8})
 def test_o_and_lse_are_float64s(stage: Stage, causal: bool) -> None:
     check(stage, sized(128, causal))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True], ids=FULL_CAUSAL)
 @some_stages
 def test_heads_of_64(stage: Stage, causal: bool) -> None:
     check(stage, sized(64, causal))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True], ids=FULL_CAUSAL)
 @some_stages
 def test_nothing_depends_on_the_order_of_events(stage: Stage, causal: bool) -> None:
@@ -110,7 +113,7 @@ def test_nothing_depends_on_the_order_of_events(stage: Stage, causal: bool) -> N
     check(stage, problem, order="random", seed=stage.number)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 5, 8])  # of Blackwell's, these hold the code of all
 def test_blackwells_stages_in_a_random_order(number: int) -> None:
     problem = sized(64, True, seqlen_q=140, seqlen_k=150, heads_q=1)
@@ -123,7 +126,7 @@ def test_fp16_is_as_right_as_bf16(stage: Stage) -> None:
     check(stage, replace(sized(64, True), dtype="fp16"))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [
@@ -188,7 +191,7 @@ def test_rows_without_keys_have_o_0_and_lse_minus_infinity(stage: Stage) -> None
 # ---- persistent CTAs
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=SLOW)], ids=FULL_CAUSAL)
 @pytest.mark.parametrize("number", PERSISTENT)
 def test_few_ctas_walk_many_tiles(number: int, causal: bool) -> None:
@@ -217,6 +220,7 @@ class Once(Stage8):
     load_tiles = Stage7.load_tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("causal", "dtype"),
     [

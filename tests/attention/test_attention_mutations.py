@@ -66,7 +66,7 @@ def wrong(kernel, case=CASE, orders=ORDERS, inputs=None) -> str | None:
     return None
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["normal", "falling"])
 def test_the_unchanged_kernel_is_right(kernel, init):
     assert wrong(kernel, replace(CASE, init=init)) is None

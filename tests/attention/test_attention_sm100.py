@@ -196,6 +196,7 @@ def test_matmul_says_that_a_b300_has_no_kernel_of_it():
 # ---- the compiled code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dims", "causal"),
     [

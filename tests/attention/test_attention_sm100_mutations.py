@@ -61,6 +61,7 @@ def wrong(kernel, case=CASE, config=CONFIG, inputs=None, **order) -> str | None:
     return None if found.ok else found.message
 
 
+@pytest.mark.slow
 def test_the_unchanged_kernel_is_right(kernel):
     assert wrong(kernel, order="random", seed=1) is None
 
@@ -314,6 +315,7 @@ def test_a_fault_with_large_scores_is_found(monkeypatch, fault):
 # ---- instructions that are left out
 
 
+@pytest.mark.slow
 def test_the_first_wait_for_a_store_to_tensor_memory_that_is_missing_is_found(kernel):
     site = next(sites(kernel, "a wait for tcgen05.st"))
     assert wrong(site.mutant) is not None, site

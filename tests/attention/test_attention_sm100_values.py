@@ -74,6 +74,7 @@ def test_rows_whose_keys_are_all_hidden_by_a_number_are_the_mean_of_them():
 # ---- V
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", ["normal", *(pytest.param(x, marks=SLOW) for x in ("x8", "falling"))]
 )

@@ -34,7 +34,7 @@ def wanted(case: AttentionCase, inputs: Inputs, exact: bool = True) -> tuple[Ten
     return attend(case, inputs.q[0], inputs.k[0], inputs.v[0], None, exact=exact)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize(
     ("causal", "dtype"),
@@ -47,7 +47,7 @@ def test_every_family_of_data(init, causal, dtype):
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("init", "dtype"),
     [(init, "bf16") for init in ("x16", "qk-norm", "sink", "hot", "falling")]
@@ -75,6 +75,7 @@ def products(kernel: Compiled, case: AttentionCase) -> int:
     return sum(n for op, n in report.counts.items() if op.startswith("wgmma.mma"))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("init", ["x4", "x8", "x16"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_peaked_rows_are_as_exact_as_with_a_maximum(init, dtype):
@@ -90,6 +91,7 @@ def test_peaked_rows_are_as_exact_as_with_a_maximum(init, dtype):
     assert (out[0, :, 0] - want).norm() < 1.1 * (rounded - want).norm()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 @pytest.mark.parametrize("score", [40.0, 80.0, 120.0])
 def test_a_sink_and_a_large_value_of_v(factor, score):
@@ -107,7 +109,7 @@ def test_a_sink_and_a_large_value_of_v(factor, score):
     assert (lse[0].double() - want_lse).abs().max() < 1e-4
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("column", [0, 5, 31, 63])
 @pytest.mark.parametrize("value", [1e30, float("inf")])
 def test_a_large_value_in_any_column_of_v_stays_there(column, value):
@@ -161,7 +163,7 @@ def test_a_score_mod_that_hides_keys_by_a_large_negative_score(hidden):
     assert error[shown].abs().max() < 1e-5
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e7, 1e10, 1e20])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_of_any_size(size, sign):

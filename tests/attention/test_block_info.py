@@ -124,6 +124,7 @@ def test_all_pairs_of_lengths_with_some_of_everything_else():
             hold(deck.pop(), seqlen_q, seqlen_k)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("pack", PACKS)
 def test_all_bands_around_the_edges_of_tiles(pack):
     info = BlockInfo(8, 8, pack=pack)

@@ -168,6 +168,7 @@ def test_an_argument_given_twice_is_told(stand_in):
         cutex.flash_attn_func(q, k, v, 0.0, *[None] * 8)
 
 
+@pytest.mark.slow
 def test_a_block_table_among_arguments_of_flash_attn_2():
     """0.0 in dropout_p's place, as its users and its tests have it."""
     q = normal(2, 4, 64)

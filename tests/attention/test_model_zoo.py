@@ -161,6 +161,7 @@ def test_a_decoders_logits_and_gradients(wide, kind):
     same(models, gradients)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", zoo("causal", *DECODERS))
 def test_a_decoder_generates_the_same_with_each_cache(wide, kind, cache):
@@ -455,6 +456,7 @@ def test_a_static_cache_in_the_simulator():
     assert error < 0.03, float(error)
 
 
+@pytest.mark.slow
 def test_pages_of_continuous_batching_in_the_simulator():
     """One token each of two requests, as transformers calls its function of pages."""
     in_transformers_flash.register()

@@ -13,7 +13,7 @@ KERNELS, CASES = 20, 10
 SEEDS = [(kernel, 7000 + CASES * kernel + n) for kernel in range(KERNELS) for n in range(CASES)]
 
 
-@pytest.mark.sweep(200)
+@pytest.mark.sweep(400)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("kernel", "seed"), SEEDS)
 def test_two_hundred_calls_of_spoiled_values(arch, kernel, seed):

@@ -244,6 +244,7 @@ def test_a_nested_tensor_is_refused_in_one_sentence(stand_in: StandIn) -> None:
         cutex.flash_attn_func(nested, K, V)
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_threads_simulator_is_not_run() -> None:
     made, done = threading.Event(), threading.Event()
 

@@ -140,12 +140,14 @@ def test_gemm_is_preflighted_priced_run_and_recorded_once(cloud, modal_run, tmp_
     assert row.id == cloud.runs[0][1][0]["options"]["id"]
 
 
+@pytest.mark.slow
 def test_python_can_run_it_too(cloud, modal_run, tmp_path):
     ran = modal_run("--stage", "0", *SMALL, "--no-preflight", via=())
     assert ran.code == 0, ran.out + ran.err
     assert [r.ok for r in rows(tmp_path)] == [True]
 
 
+@pytest.mark.slow
 def test_sweep_goes_over_problems_and_gpus(cloud, modal_run, tmp_path):
     sizes = ("--mnk", "64,64,64", "--mnk", "64,128,64", "--check-only")
     gpus = ("--gpu", "B200,H200,H100!")
@@ -160,6 +162,7 @@ def test_sweep_goes_over_problems_and_gpus(cloud, modal_run, tmp_path):
     assert found == {(gpu, n) for gpu in ("B200", "H200", "H100!") for n in (64, 128)}
 
 
+@pytest.mark.slow
 def test_layers_of_models_come_back_as_rows_of_a_sweep(cloud, modal_run, root, tmp_path):
     (row, *_) = sweep.read(root / "results" / "sweep" / "nvidia-h200.jsonl")
 
@@ -181,6 +184,7 @@ def test_layers_of_models_come_back_as_rows_of_a_sweep(cloud, modal_run, root, t
     assert f"all {len(found)}: " in ran.out
 
 
+@pytest.mark.slow
 def test_tests_bring_back_the_report_and_the_exit_code(cloud, modal_run, tmp_path):
     # --noconftest, which would import torch
     alone = "tests/problem/test_arch.py -q -p no:cacheprovider --noconftest"
@@ -193,6 +197,7 @@ def test_tests_bring_back_the_report_and_the_exit_code(cloud, modal_run, tmp_pat
     assert len(cloud.runs) == 2
 
 
+@pytest.mark.slow
 def test_confirm_checks_every_blackwell_stage_and_measures_what_is_open(cloud, modal_run, tmp_path):
     cloud.faults.setenv("CUTEX_CACHE", str(SHARED))
     ran = modal_run("--op", "confirm", *SMALL, "--no-preflight")
@@ -342,6 +347,7 @@ def test_the_tree_is_written_for_the_python_of_the_image(root, modal_app):
             assert not gone & {name.partition(".")[0] for name in names}, file
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -358,6 +364,7 @@ def test_bad_input_rents_nothing(cloud, modal_run, argv, says):
     assert cloud.runs == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("via", [("-m", "modal", "run"), ()], ids=["modal run", "python"])
 def test_without_a_token_the_message_says_what_to_do(cloud, modal_run, via):
     none = {"MODAL_TOKEN_ID": "", "MODAL_TOKEN_SECRET": ""}
@@ -367,6 +374,7 @@ def test_without_a_token_the_message_says_what_to_do(cloud, modal_run, via):
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("via", [("-m", "modal", "run"), ()], ids=["modal run", "python"])
 def test_without_a_server_one_sentence_says_so_at_once(modal_run, via):
     """Modal's client tries for a minute, and `modal run` prints nothing meanwhile."""

@@ -459,11 +459,13 @@ def test_a_script_runs_here_in_the_simulator_and_then_there(cloud, run, script, 
     assert "s measured, about $" in ran.out
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_a_script_comes_back(cloud, run, script):
     cloud.rent = there
     assert run("--op", "script", script, "--", "7").code == 7
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_here_rents_nothing(cloud, run, script):
     ran = run("--op", "script", script, "--", "3", preflight=True)
     assert ran.code == 1

@@ -42,7 +42,7 @@ def disassemble(compiled: Compiled) -> str:
 # the compiled code
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_stage
 def test_no_stage_spills_or_overflows_its_sm(stage: Stage, dtype: str) -> None:
@@ -88,7 +88,7 @@ def test_tracing_leaves_the_dsl_and_the_collector_as_they_were() -> None:
     assert (op._get_caller_frame_info, op._get_location_from_frame_info, gc.isenabled()) == before
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @each_stage
 def test_a_kernel_bears_the_name_of_its_stage_and_not_that_of_cutlass(stage: Stage) -> None:
     compiled = compile(stage.kernel(), "bf16", stage.arch)
@@ -98,7 +98,7 @@ def test_a_kernel_bears_the_name_of_its_stage_and_not_that_of_cutlass(stage: Sta
     assert "cutlass" not in kernel  # it makes ptxas choose registers by other rules
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @each_stage
 def test_one_compiled_kernel_serves_all_shapes(stage: Stage) -> None:
     compiled = compile(stage.kernel(), "bf16", stage.arch)
@@ -275,7 +275,7 @@ def test_without_cache_nothing_is_kept(fresh_cache: Path) -> None:
     assert not fresh_cache.exists() and compiled.object_path.exists()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("part", [*FILES.values(), "meta.json"])
 @pytest.mark.parametrize(
     "damage",

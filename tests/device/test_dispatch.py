@@ -107,6 +107,7 @@ class Walks:
 SIZES = {"one each": (1, 2, 2), "several": (2, 5, 4), "many": (3, 7, 5)}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["fifo", "eager", "starved", "random"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("dispatch", ["static", "counter"])
@@ -126,6 +127,7 @@ def test_every_tile_comes_once_and_all_roles_agree(
         assert counter.view(torch.int32).item() == 0
 
 
+@pytest.mark.slow
 def test_a_counter_gives_more_tiles_to_a_cta_that_asks_sooner() -> None:
     compiled = compile(Walks(WalkConfig("counter", 4)), "fp32", "sm_90a")
     shares = set()

@@ -27,7 +27,7 @@ def arguments(problem: BlockScaledProblem):
     return (a, b.mT, [scale_a, own[0]], [scale_b, own[1]]), recipes
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("seed", range(24))
 def test_randomized_products_are_within_the_bound(seed):
     r = random.Random(seed)
@@ -104,7 +104,7 @@ def test_epilogues_batches_and_operands_that_tma_cannot_step():
     assert torch.equal(both, torch.stack([first, first]))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "out"),
     [

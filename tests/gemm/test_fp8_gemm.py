@@ -59,7 +59,7 @@ def run(tiles: Fp8Config, problem: Fp8Problem, cache: bool = True, **order: obje
     return problem.check(a, b, *scales, out), report.findings
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_are_exact_in_any_order(name):
     tiles, mnk = CASES[name]
@@ -69,6 +69,7 @@ def test_integers_are_exact_in_any_order(name):
         assert check.ok and not findings, check.message
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("init", ["normal", "spread"])
 def test_other_data_is_as_exact_as_tensor_cores_allow(init):
     tiles, (m, n, _) = CASES["two warpgroups"]
@@ -107,6 +108,7 @@ class OneFactor(factors.TileFactors):
         return [(side, self.tile.n * 0 if side else row) for side, row in super().shared()]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("place", "name", "wrong"),
     [
@@ -155,6 +157,7 @@ def test_a_config_that_does_not_fit_says_why(more, says):
     assert replace(SQUARE).why_not(None, arch("sm_90a")) is None
 
 
+@pytest.mark.slow
 def test_alternating_warpgroups_store_sums_behind_a_bias_and_an_addition():
     """In fp32, whose parts are narrower, and with as many slots as could hold what is added."""
     tiles = replace(CASES["alternating"][0], epi_stages=2, rows=1)

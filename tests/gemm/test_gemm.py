@@ -76,14 +76,14 @@ EXACT_CASES = [
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("stage", "mnk"), EXACT_CASES)
 def test_integers_come_out_exact(stage: Stage, device: str, mnk: tuple[int, int, int]) -> None:
     found = check(stage, device, GemmProblem(*mnk, init="int"))
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("tile", [(16, 64, 8), (144, 64, 2), (240, 64, 4), (192, 128, 2)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_other_tiles_and_rings_are_as_exact(
@@ -99,7 +99,7 @@ def test_other_tiles_and_rings_are_as_exact(
 PERSISTENT = [s for s in LADDERS if isinstance(s.config(), Sm100Config) and s.config().num_acc > 1]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("mnk", [(600, 616, 136), (256, 1280, 64)], ids=["odd", "K of one tile"])
 @pytest.mark.parametrize("stage", PERSISTENT, ids=[f"{s.arch}-{s.number}" for s in PERSISTENT])
 def test_a_cta_may_work_through_many_tiles(
@@ -123,7 +123,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES.keys())
 def test_every_choice_of_stage_9_is_as_exact(changes: dict[str, int]) -> None:
     chosen = stage("sm_100a", 9)
@@ -133,6 +133,7 @@ def test_every_choice_of_stage_9_is_as_exact(changes: dict[str, int]) -> None:
     assert found.ok, found.message
 
 
+@pytest.mark.slow
 def test_a_split_of_k_gives_the_same_bits_in_any_order() -> None:
     chosen = stage("sm_100a", 9)
     config = replace(chosen.config(), **CHOICES["K split in two"])
@@ -154,6 +155,7 @@ NORMAL = [  # of both types, the first and the last stage of each ladder
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("stage", "dtype"), NORMAL)
 def test_normal_data_is_within_twice_torchs_error(stage: Stage, device: str, dtype: str) -> None:
     found = check(stage, device, GemmProblem(200, 264, 328, dtype=dtype, init="normal"))
@@ -163,7 +165,7 @@ def test_normal_data_is_within_twice_torchs_error(stage: Stage, device: str, dty
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", SEEDS)
 @each_stage
 def test_the_order_of_events_does_not_matter(stage: Stage, seed: int) -> None:

@@ -31,7 +31,7 @@ def run(stage, problem, **options):
     return report
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(60)
 @pytest.mark.parametrize("mnk", SIZES, ids=str)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))
 def test_a_stage_is_exact_on_integers_of_any_sizes(stage, mnk):
@@ -44,6 +44,7 @@ def test_the_top_takes_the_tile_with_which_the_busiest_sm_is_done_first():
         assert TOP.fitted(Fp32GemmProblem(size, size, size)).config().tile_n == n
 
 
+@pytest.mark.slow
 def test_the_larger_tile_is_exact_too():
     config = next(c for c in TILES if c.tile_n == 128).fitted(problem := Fp32GemmProblem(
         129, 131, 37, init="int"))  # fmt: skip
@@ -58,13 +59,14 @@ def test_the_top_is_as_near_as_fp32_sums_are(init):
     run(TOP, Fp32GemmProblem(40, 52, 120, init=init, seed=5))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("arch", [x for x in ARCHS if x != "sm_90a"])
 @pytest.mark.parametrize("number", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 9))])
 def test_it_runs_on_any_arch(number, arch):
     run(LADDERS.stage(arch, number), Fp32GemmProblem(20, 24, 40, init="int"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, order, seed",
     [
@@ -108,6 +110,7 @@ def test_words_of_one_bank_take_32_wavefronts_until_rows_are_padded_or_swizzled(
         assert found["wavefronts"] == found["least_wavefronts"] == tiles["least_wavefronts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7, 8)), 9]
 )

@@ -29,7 +29,7 @@ def order_of(*names: str) -> dict[str, object]:
     return {"order": ORDERS[number % len(ORDERS)], "seed": number}
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize(("tile", "kind"), PAIRS)
 def test_every_kind_is_exact_in_every_tile(tile: str, kind: str) -> None:
     """M and N are no multiple of a tile; K ends within a step, and factors beyond it are NaN."""
@@ -40,7 +40,7 @@ def test_every_kind_is_exact_in_every_tile(tile: str, kind: str) -> None:
     assert case.run(**order_of(tile, kind)) is None
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -56,7 +56,7 @@ def test_layouts(case: Case) -> None:
     assert case.run(order="random", seed=5) is None
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("dtype", BLOCK_SCALED)
 @pytest.mark.parametrize("number", range(5))
 def test_every_stage_is_right_on_every_recipe(dtype: str, number: int) -> None:
@@ -82,7 +82,7 @@ def test_nothing_spills_on_either_blackwell(kind: str, tile: str) -> None:
         assert resources(compiled).spill_bytes == 0
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", ["two accumulators", "192 columns", "shared columns"])
 def test_a_quantized_epilogue_does_not_spill(tile: str) -> None:
     ops = (Scale("a"), Bias("column", "bf16", whole=True), Activation("gelu"), QuantizeRows())

@@ -132,7 +132,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Case]] = [
 ]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize(
     ("mutant", "case"), MUTANTS, ids=[mutant.__name__ for mutant, _ in MUTANTS]
 )

@@ -38,7 +38,7 @@ def integers(rows: int, columns: int, major: str, batch: int = 0, seed: int = 0)
     return x[..., :columns] if major == "row" else x[..., :rows].mT
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("mnk", [(136, 264, 104), (1, 8, 8), (200, 72, 200)], ids=str)
 @pytest.mark.parametrize("stage", LADDER, ids=lambda s: str(s.number))
 def test_a_stage_is_exact_on_integers(stage, mnk):
@@ -46,7 +46,7 @@ def test_a_stage_is_exact_on_integers(stage, mnk):
     assert result.ok, result.message
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", [x for x in PORTABLE if x != "sm_80"])
 def test_the_others_run_the_same_kernels_within_their_shared_memory(name):
     result = run(GemmProblem(72, 80, 72, "fp16"), stage(name, 3), "sim")
@@ -59,7 +59,7 @@ def test_the_others_run_the_same_kernels_within_their_shared_memory(name):
     assert deep.why_not(None, arch("sm_80")) is None
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("order, seed", [("random", 1), ("starved", 0)])
 def test_copies_under_way_race_with_nothing_in_any_order(order, seed):
     options = Options(order=order)
@@ -93,7 +93,7 @@ def test_the_swizzle_takes_all_bank_conflicts_away():
 MAJORS = list(product(("row", "column"), repeat=3))
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("majors", MAJORS, ids="-".join)
 @pytest.mark.parametrize("batch", [0, 2])
 def test_any_majors_of_odd_sizes_are_exact(majors, batch):
@@ -111,7 +111,7 @@ def test_any_majors_of_odd_sizes_are_exact(majors, batch):
 SEEDS = [s for s in range(60) if draw(s).dtype in (bf16, torch.float16)]
 
 
-@pytest.mark.sweep(28)
+@pytest.mark.sweep(56)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_problems_are_within_twice_torchs_error(seed):
     problem = draw(seed)
@@ -120,6 +120,7 @@ def test_drawn_problems_are_within_twice_torchs_error(seed):
     assert wrong is None, f"{wrong}: {problem}"
 
 
+@pytest.mark.slow
 def test_a_residual_that_is_out_itself_and_beta_race_with_no_store():
     with ops.simulated("sm_80"):
         a, b = integers(20, 24, "row"), integers(24, 40, "row", seed=1)

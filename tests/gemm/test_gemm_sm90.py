@@ -82,7 +82,7 @@ def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, see
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("changes", COOPERATIVE.values(), ids=COOPERATIVE.keys())
 def test_cooperative_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) -> None:
     check(7, (600, 520, 200), {**PERSISTENT, "cluster_n": 1, **changes}, "random", 1)
@@ -94,7 +94,7 @@ def test_pingpong_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) ->
     check(8, (600, 520, 200), {**PERSISTENT, **changes}, "random", 2)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("k", [pytest.param(64, marks=SLOW), 200, pytest.param(1032, marks=SLOW)])
 @pytest.mark.parametrize("changes", SWAPPED.values(), ids=SWAPPED.keys())
 @pytest.mark.parametrize("m", [1, 16, 100])
@@ -103,7 +103,7 @@ def test_swapped_and_split_come_out_exact(m: int, changes: dict, k: int) -> None
     check(9, (m, 264, k), changes, "random", 3)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["eager", "random"])
 @pytest.mark.parametrize("changes", SPREAD.values(), ids=SPREAD.keys())
 def test_spread_tiles_overlap_and_come_out_exact(changes: dict, order: str) -> None:
@@ -118,7 +118,7 @@ COLUMNS = [  # each swapped or not, by turns; the rest with -m slow
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("changes", "swap_ab", "order"), COLUMNS)
 def test_a_column_of_tiles_comes_out_exact(changes: str, swap_ab: bool, order: str) -> None:
     mnk = (13, 712, 1032) if swap_ab else (712, 16, 1032)
@@ -204,13 +204,13 @@ ROUND = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", ROUND.values(), ids=ROUND.keys())
 def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict) -> None:
     check(9, (150, 264, 392), changes, "random", 5)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 @pytest.mark.parametrize("more", [{"columns": 2}, {"num_ctas": 8}], ids=["a round", "a walk"])
 def test_loads_in_turn_do_not_depend_on_the_order_of_events(more: dict, order: str) -> None:
@@ -247,7 +247,7 @@ SPLIT = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "order", ["random", "starved", *(pytest.param(x, marks=SLOW) for x in ("eager", "peer-late"))]
 )
@@ -274,7 +274,7 @@ def test_sums_sent_before_the_ring_is_free_are_found(monkeypatch: pytest.MonkeyP
             simulate(compiled, *problem.inputs(), problem.output(), order=order, seed=1)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [7, 8, 9])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=SLOW) for x in (1, 2))])
 def test_a_walk_of_several_tiles_does_not_depend_on_the_order_of_events(
@@ -295,7 +295,7 @@ class Paced(Stage9):
         return Pace(bytes_per_ns=64, least_bytes=0)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("clock", ["goes on", "stands still"])
 @pytest.mark.parametrize("order", ["eager", "random"])
 @pytest.mark.parametrize("changes", [{"spread": True, "num_ctas": 5}, {"columns": 1}])

@@ -97,7 +97,7 @@ PAIRS = [  # each layout in one tile or two, each tile with three layouts; the r
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize(("tile", "layout"), PAIRS)
 def test_every_layout_is_exact_in_every_kind_of_tile(tile: str, layout: str) -> None:
     a, b, out = (OperandLayout(**fields) for fields in LAYOUTS[layout])
@@ -112,7 +112,7 @@ def test_every_layout_is_exact_in_every_kind_of_tile(tile: str, layout: str) -> 
     assert torch.equal(z, want)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("tile", ["two accumulators", "one tile fills tensor memory"])
 def test_gates_leave_by_tma_half_as_wide(tile: str, order: str) -> None:
@@ -128,7 +128,7 @@ def test_gates_leave_by_tma_half_as_wide(tile: str, order: str) -> None:
     assert torch.equal(z, want)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES)
 def test_no_epilogue_spills(tile: str) -> None:
     for out in (OperandLayout(), OperandLayout(tma=False)):
@@ -181,7 +181,7 @@ def test_what_k_lies_across_is_copied_on_hopper_unless_of_16_bits(
     assert ("a" in notes) == ("b" in notes) == copied
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("m, n", [(1, 256), (40, 8), (256, 72), (16, 516)])
 def test_tf32_of_every_major_is_exact_on_small_tiles(m: int, n: int) -> None:
     """A tile of few columns has too few bytes of N for the swizzle, and is not proposed."""

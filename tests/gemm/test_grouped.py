@@ -42,7 +42,7 @@ def place(device: str, arch: str) -> Iterator[str]:
 # ---- numbers
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("seed", range(16))
 @each_arch
 def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
@@ -112,7 +112,7 @@ def kernel(arch: str, name: str, kind: str, config: Any) -> Any:
     return compile(getattr(module, f"Grouped{kind.capitalize()}")(config), "bf16", arch)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("order", ["fifo", "random"])
 @pytest.mark.parametrize(("arch", "name"), CONFIGS)
 def test_rows_of_no_group_and_memory_around_are_left_alone(
@@ -135,7 +135,7 @@ def test_rows_of_no_group_and_memory_around_are_left_alone(
         assert memory.isnan().all()
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("order", ["fifo", "random"])
 @pytest.mark.parametrize(("arch", "name"), CONFIGS)
 def test_sums_take_the_rows_of_their_group_alone(arch: str, name: str, order: str) -> None:
@@ -177,6 +177,7 @@ GATHER_TILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "order"), [("cooperative", "random"), ("one", "fifo"), ("ping-pong", "random")]
 )
@@ -201,7 +202,7 @@ def test_a_kernel_that_gathers_leaves_what_is_beside_alone(name: str, order: str
     assert memory.isnan().all()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("k", "activation"), [(128, "gated_silu"), (72, None)])
 @each_arch
 def test_rows_are_gathered_and_scaled(
@@ -252,7 +253,7 @@ def gradients(problem: GroupedProblem, place: str) -> None:
         assert float(error.max()) <= (2**-5 if problem.activation else 2**-7)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("form", ["rows", "padded", "sums"])
 @pytest.mark.parametrize("transposed", [False, True])
 @each_arch
@@ -265,6 +266,7 @@ def test_gradients_are_products_of_groups(
     gradients(problem, place)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("activation", ["gelu", "gated_silu"])
 def test_an_activation_is_differentiated(activation: str) -> None:
     problem = GroupedProblem((40, 0, 30), 64, 64, bias=True, activation=activation)
@@ -272,6 +274,7 @@ def test_an_activation_is_differentiated(activation: str) -> None:
         gradients(problem, "cpu")
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients() -> None:
     problem = GroupedProblem((20, 0, 9), 16, 8, dtype=torch.float16, rest=2)
     x, w = (t.nan_to_num(0).requires_grad_() for t in problem.inputs())
@@ -365,6 +368,7 @@ def test_shapes_and_strides_are_known_without_memory(activation: str | None) -> 
     assert (y.shape, y.stride(), y.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_it_as_a_whole() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def layer(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:

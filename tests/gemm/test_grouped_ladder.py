@@ -15,7 +15,7 @@ STAGES = [stage for arch in LADDERS.archs for stage in LADDERS.stages(arch)]
 PROBLEM = GroupedGemmProblem(5, 421, 264, 328, "zipf", init="int")
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: f"{s.arch}-{s.number}")
 def test_each_stage_is_exact(stage) -> None:
     skew = SKEWS[stage.number % len(SKEWS)]

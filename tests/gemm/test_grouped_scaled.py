@@ -43,7 +43,7 @@ def wrong(problem: ScaledGroupedProblem, arch: str, device: str, **orders: Any) 
 RECIPES = {"sm_90a": FP32, "sm_100a": ("mxfp8_mxfp4", "mxfp4", "mxfp8", "nvfp4")}  # of each arch
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("arch", RECIPES)
 def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
@@ -62,6 +62,7 @@ def test_a_hundred_randomized_problems_are_right(arch: str, device: str, tenth: 
         assert found is None, f"{found}: {problem}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("recipe", ["fp8_row", "fp8_tensor"])
 @pytest.mark.parametrize("arch", ["sm_100a"])
 def test_whole_rows_on_blackwell(arch: str, device: str, recipe: str) -> None:
@@ -70,6 +71,7 @@ def test_whole_rows_on_blackwell(arch: str, device: str, recipe: str) -> None:
     assert found is None, found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_a_gate_whose_result_is_fp32(arch: str, device: str) -> None:
     recipe = "fp8_block" if arch == "sm_90a" else "mxfp8"
@@ -133,7 +135,7 @@ TILES = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "order"), [("one", "fifo"), ("tall", "random"), ("shared", "random")]
 )

@@ -50,7 +50,7 @@ def close(c: Tensor, want: Tensor, by: float = 0.02) -> bool:
 # ---- numbers
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("seed", range(14))
 @each_arch
 def test_drawn_problems_are_within_twice_torchs_error(arch: str, place: str, seed: int) -> None:
@@ -81,7 +81,7 @@ def test_a_step_of_k_left_out_is_off_by_more_than_the_tolerance(
     assert "is off by" in (problem.run("cpu", without_the_last_step) or "")
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 def test_the_order_of_events_does_not_matter(order: str) -> None:
     """Few CTAs, many tiles, a batch, ping-pong, a cluster, and B shared by parts of K."""
@@ -114,7 +114,7 @@ SLOTS_IN_ORDERS = [  # each order with one of them; the rest with -m slow
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("slots", "order"), SLOTS_IN_ORDERS)
 def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: str, order: str) -> None:
     tiles = replace(stage("sm_90a", 8).config(), num_stages=3, num_ctas=4, **SLOTS[slots])
@@ -131,6 +131,7 @@ def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: str, orde
     assert torch.equal(held, want)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ["eager", "random"])
 @pytest.mark.parametrize("tma", [True, False], ids=["by TMA", "by element"])
 def test_odd_multiples_of_8_columns_go_through_the_epilogue(tma: bool, order: str) -> None:
@@ -149,7 +150,7 @@ def test_odd_multiples_of_8_columns_go_through_the_epilogue(tma: bool, order: st
     assert torch.equal(stored, F.relu(a.float() @ b.float()).half())
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [bf16, torch.float8_e4m3fn])
 def test_tiles_of_few_rows_are_spread_over_all_sms(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +170,7 @@ def test_tiles_of_few_rows_are_spread_over_all_sms(
         assert torch.equal(cutex.matmul(a, b), (a.float() @ b.float()).bfloat16())
 
 
+@pytest.mark.sweep(2)
 @each_arch
 def test_k_of_zero_leaves_what_the_epilogue_adds(arch: str, place: str) -> None:
     a, b, bias = normal(place, 24, 0), normal(place, 0, 40), normal(place, 40)
@@ -197,6 +199,7 @@ def test_an_empty_result_needs_no_launch(shape: tuple[int, int, int]) -> None:
         assert cutex.matmul(normal("cpu", m, k), normal("cpu", k, n)).shape == (m, n)
 
 
+@pytest.mark.sweep(2)
 @each_arch
 def test_a_function_of_ones_own_runs_in_the_epilogue(arch: str, place: str) -> None:
     @cute.jit
@@ -276,6 +279,7 @@ def test_tma_stores_only_rows_of_whole_units() -> None:
     assert not result(memory[:, :21])[1].tma
 
 
+@pytest.mark.sweep(2)
 @each_arch
 def test_amax_is_the_largest_magnitude_before_rounding(arch: str, place: str) -> None:
     a, b = normal(place, 40, 24), normal(place, 24, 48)
@@ -315,7 +319,7 @@ def test_gradients_are_those_of_torch(arch: str, place: str) -> None:
         assert close(got.grad.float(), want.grad, by=0.05)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gated_silu", "gated_gelu"])
 @each_arch
 def test_gates_have_the_gradients_of_torch(arch: str, place: str, name: str) -> None:
@@ -336,6 +340,7 @@ def test_gates_have_the_gradients_of_torch(arch: str, place: str, name: str) -> 
         assert close(got.grad.float() / size, want.grad / size, by=0.01)
 
 
+@pytest.mark.slow
 @one_arch
 def test_opcheck_finds_nothing(arch: str, place: str) -> None:
     a, b, bias = normal(place, 24, 40), normal(place, 40, 32, seed=1), normal(place, 32)

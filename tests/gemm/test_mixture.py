@@ -124,7 +124,7 @@ def test_rows_are_sorted_by_expert_in_the_order_of_tokens() -> None:
     assert routing.order.tolist() == [1, 2, 5, 0, 3, 7, 4, 6]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("tokens", "per_token", "experts", "kind"),
     [
@@ -234,6 +234,7 @@ def test_shapes_are_known_without_memory() -> None:
             assert t.grad is not None and t.grad.shape == t.shape and t.grad.dtype == t.dtype
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_it_as_a_whole() -> None:
     compiled = torch.compile(cutex.moe, backend="aot_eager", fullgraph=True)
     given = [t.detach().requires_grad_(t.is_floating_point()) for t in GIVEN]

@@ -59,7 +59,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize(("format", "arch", "m", "k", "dtype", "rounding", "swizzled"), CASES)
 def test_both_sides_have_the_references_bits(format, arch, m, k, dtype, rounding, swizzled):
     x = values(m, k, dtype, seed=m)
@@ -72,7 +72,7 @@ def test_both_sides_have_the_references_bits(format, arch, m, k, dtype, rounding
     check(columns, x.mT, rounding)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_either_side_alone_views_and_the_reverse(format):
     torch.manual_seed(1)

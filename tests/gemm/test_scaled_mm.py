@@ -43,6 +43,7 @@ def test_randomized_products_are_within_the_bound(seed):
     assert check.ok, check.message
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantized", [False, True], ids=["factors", "quantized"])
 def test_a_call_like_one_before_is_launched_without_its_checks(quantized, monkeypatch):
     _, args, kinds = operands(5, 136, 256)
@@ -81,7 +82,7 @@ def test_epilogues_odd_sizes_and_copied_operands():
     assert (c.double() - want).abs().max() <= 2.0**-20 * want.abs().max()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "m", "n"), [("fp8_block", 131, 200), ("fp8_1x128", 20, 136)])
 def test_batches_have_factors_of_their_own(dtype, m, n):
     """Entry by entry as matrices are, also where one b, or one matrix of factors, serves all."""
@@ -186,7 +187,7 @@ def test_blackwell_is_told_what_to_take_instead():
         cutex.scaled_mm(A, B, SA, SB, **BLOCK)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("m", "bias"), [(40, True), (16, False)])
 @pytest.mark.parametrize(("arch_name", "k", "n"), [("sm_90a", 144, 272), ("sm_100a", 160, 288)])
 def test_a_linear_layer_and_its_gradients(m, bias, arch_name, k, n):
@@ -236,6 +237,7 @@ def test_mxfp8_gradients_are_those_of_operands_quantized_both_ways():
         cutex.fp8_linear(torch.ones(4, 48), torch.ones(32, 48))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_weight_is_that_of_its_quantized_operands():
     x, dy = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
     w = torch.zeros(256, 128).bfloat16().requires_grad_()

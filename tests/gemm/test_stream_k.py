@@ -153,6 +153,7 @@ def test_tiles_that_are_cut_come_out_exact(changes: dict, swap_ab: bool) -> None
     assert torch.equal(out, (x.float() @ y.float()).bfloat16())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ["eager", "starved", *SLOW_ORDERS])
 def test_two_launches_in_a_row_are_right_in_every_order(order: str) -> None:
     """Three tiles, and six clusters of two CTAs."""
@@ -181,7 +182,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_in_the_exchange_is_found(fault: tuple[str, str, str]) -> None:
     tiles = replace(TILES, tile_n=64)
@@ -205,6 +206,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
+@pytest.mark.slow
 def test_matmul_finds_a_workspace_for_it(streamed: None) -> None:
     """A call with a bias, an activation, and a matrix that is loaded by TMA; then again, by its
     plan."""
@@ -217,6 +219,7 @@ def test_matmul_finds_a_workspace_for_it(streamed: None) -> None:
     assert not any(x.any() for x in workspace._flags.values())
 
 
+@pytest.mark.slow
 def test_a_batch_and_fp8_are_streamed(streamed: None) -> None:
     x, y = integers(2, 200, 600), integers(2, 600, 72, seed=1)
     assert torch.equal(cutex.matmul(x, y), (x.float() @ y.float()).bfloat16())

@@ -438,6 +438,7 @@ def bias_alone(bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return cutex.matmul(a, b, bias=bias, out_dtype=torch.float32, amax=amax, **options)[0], amax
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "of_minus_inf"), [("relu", 0.0), ("gelu", 0.0), ("gelu_tanh", nan), ("silu", nan)]
 )
@@ -451,6 +452,7 @@ def test_infinities_and_nan_are_those_of_torch_but_for_gelu(name: str, of_minus_
     assert amax.isnan()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_amax_of_nan_is_nan_as_torchs(arch: str) -> None:
     with cutex.ops.simulated(arch):

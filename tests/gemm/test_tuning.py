@@ -169,6 +169,7 @@ def test_tuning_takes_a_time_above_zero():
         pass
 
 
+@pytest.mark.slow
 def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu):
     arranged = call(64, 128, 64)
     first = next(candidates(classed(arranged)))
@@ -181,6 +182,7 @@ def test_processes_build_what_they_are_given_and_leave_what_does_not_compile(gpu
     assert building.build([]) == []
 
 
+@pytest.mark.slow
 def test_what_nobody_waits_for_does_not_hold_up_what_comes_next(gpu):
     some = [job(c, "sm_90a") for c in islice(candidates(classed(call(64, 128, 64))), 40)]
     done = sum(building.build(some, seconds=0.0))
@@ -193,6 +195,7 @@ def test_what_nobody_waits_for_does_not_hold_up_what_comes_next(gpu):
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_replaced(gpu):
     first, second = islice(candidates(classed(call(64, 128, 64))), 2)
     (builder,) = building.start(1)
@@ -253,6 +256,7 @@ def test_a_call_with_a_users_function_is_tuned(gpu, monkeypatch):
     assert tuner.choose_by_time(arranged, "sm_90a", 60.0, timer) == second
 
 
+@pytest.mark.slow
 def test_prints_of_the_compiler_are_no_answers(gpu, monkeypatch):
     monkeypatch.setattr(building, "START", NOISY)
     first = next(candidates(classed(call(64, 128, 64))))
@@ -348,6 +352,7 @@ def test_what_is_added_to_a_product_of_fp8_is_bfloat16(monkeypatch):
     assert [op.dtype for op in config.ops] == ["bf16", "bf16"]
 
 
+@pytest.mark.slow
 def test_after_warming_up_no_call_compiles(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTEX_CACHE", str(tmp_path))
     with simulated("sm_90a"):
@@ -382,6 +387,7 @@ def test_one_graph_serves_every_number_of_rows():
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_the_clocks_error_on_drawn_kernels_is_reported_by_kind(capsys):
     assert unseen.main(["--count", "1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out

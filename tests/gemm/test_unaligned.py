@@ -76,6 +76,7 @@ def run(a: torch.Tensor, b: torch.Tensor, tiles: Sm90Config) -> torch.Tensor:
     return out
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "case", [x if x in DEFAULT else pytest.param(x, marks=SLOW) for x in CASES]
 )

@@ -32,7 +32,7 @@ FORMATS = [
 # ---- products
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("seed", range(18))
 @pytest.mark.parametrize("arch", ARCHS)
 def test_randomized_products_are_right(arch: str, seed: int) -> None:
@@ -111,6 +111,7 @@ def test_no_rows_strided_rows_and_rows_of_more_dimensions() -> None:
     assert (out.double() - want).abs().max() <= 2.0**-7 * want.abs().max()
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_dequantized_weight() -> None:
     w = cutex.pack_w4(torch.randn(72, 128), kind="mxfp4", dtype=bf16)
     values = w.dequantize(torch.float32)

@@ -40,6 +40,7 @@ def test_every_order_is_run_with_every_seed():
     assert len(asked) == len(set(asked)) == 2 + 2 * (len(ORDERS) - 2)
 
 
+@pytest.mark.slow
 def test_what_all_orders_find_is_told_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "ORDERS", ("fifo", "random"))
     script = tmp_path / "mine.py"
@@ -85,6 +86,7 @@ launch(from_dlpack(torch.randn(32, 32, device="cuda")))
 """
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stride", [32, 33])
 def test_resources_and_bank_conflicts_are_told(stride, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "ORDERS", ("fifo",))
@@ -166,6 +168,7 @@ def test_a_script_that_fails_by_itself_is_told_once(tmp_path, capsys):
     assert "exit code 1\nwrong result" in told and "1 order, 1 report" in told
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -293,6 +296,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.slow
 def test_imports_and_the_first_compile_are_shared_and_later_kernels_compile(
     tmp_path, capsys, monkeypatch
 ):
@@ -331,6 +335,7 @@ def test_advisories_are_told_behind_findings_and_fail_nothing(tmp_path, capsys, 
     assert "copies and MMAs complete as late as the program allows" in told.err
 
 
+@pytest.mark.slow
 def test_what_an_order_adds_is_told(tmp_path, capsys, monkeypatch):
     """elect.sync may return any lane, so only the order that does finds what relies on lane 0."""
     monkeypatch.setattr(check, "ORDERS", ("fifo", "elected"))

@@ -191,6 +191,7 @@ def test_without_modal_its_command_says_so(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_path_with_an_apostrophe_is_a_path(tmp_path):
     odd = tmp_path / "it's, a path"
     odd.mkdir(mode=0o700)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import io
 import re
 import tokenize
@@ -75,26 +76,40 @@ def part(module: str) -> str:
 
 def imports(tree: ast.Module, known: set[str], *, at_run_time: bool) -> Iterator[tuple[str, bool]]:
     """The modules of cutex that `tree` imports, and whether it does so when it is loaded."""
-    skipped: set[ast.AST] = set()
-    late: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped.update(x for statement in node.body for x in ast.walk(statement))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            late.update(ast.walk(node))
-    for node in ast.walk(tree):
-        if at_run_time and node in skipped:
+    for node, late, for_types in import_statements(tree):
+        if at_run_time and for_types:
             continue
-        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0 and node.module, "imports are absolute"
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in known else node.module for name in whole]
         for name in names:
             if name.split(".")[0] == "cutex":
-                yield name, node not in late
+                yield name, not late
+
+
+@functools.cache
+def import_statements(
+    tree: ast.Module,
+) -> tuple[tuple[ast.Import | ast.ImportFrom, bool, bool], ...]:
+    """The imports in `tree`, and of each whether it stands in a function and whether it is under
+    TYPE_CHECKING."""
+    found: list[tuple[ast.Import | ast.ImportFrom, bool, bool]] = []
+
+    def walk(node: ast.AST, late: bool, for_types: bool) -> None:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append((node, late, for_types))
+        late |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        only_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                in_body = only_types and child in node.body  # type: ignore[attr-defined]
+                walk(child, late, for_types or in_body)
+
+    walk(tree, False, False)
+    return tuple(found)
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ def test_what_is_written_passes_its_own_tests(tmp_path):
     assert "4 passed" in python(tmp_path, *argv)
 
 
+@pytest.mark.slow
 def test_a_fault_in_it_is_found(tmp_path):
     scaffold.write("kernel", "my_kernel", tmp_path)
     file = tmp_path / "my_kernel.py"

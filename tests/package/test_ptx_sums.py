@@ -43,6 +43,7 @@ def test_every_instruction_register_and_parameter_counts(old: str, new: str) -> 
     assert ptx_sums.sum_of(PTX.replace(old, new)) != ptx_sums.sum_of(PTX)
 
 
+@pytest.mark.slow
 def test_stages_differ_and_a_stage_is_itself_compiled_in_another_process() -> None:
     first, second = (
         ptx_sums.sum_of(compile_stage(stage("gemm", "sm_90a", number), "bf16").ptx)

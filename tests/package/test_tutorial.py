@@ -39,6 +39,7 @@ def clone(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("block", SHOWN, ids=lambda block: block[0].line)
 def test_a_command_prints_what_the_page_shows(block, clone):
     for command in block:
@@ -177,6 +178,7 @@ PTX = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", PTX)
 def test_the_ptx_is_as_the_page_says(name, clone, monkeypatch):
     text = ptx(f"examples/{name}.py", ONLY.get(name, "sm_100a"), monkeypatch)

@@ -15,7 +15,7 @@ BOARD = bounds.BOARD
 LADDER = stages(bounds.ARCH)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("stage", LADDER, ids=lambda s: str(s.number))
 def test_the_code_does_what_the_config_says(stage: Stage) -> None:
     """The MMAs in PTX and SASS cover one tile by one tile_k, and its loads read it once."""

@@ -85,7 +85,7 @@ def test_a_row_reads_the_same_however_its_fields_are_ordered(tmp_path):
 
 def test_a_large_ledger_with_a_torn_line_and_a_duplicate_is_read_right_and_fast(tmp_path):
     path = tmp_path / "gemm.jsonl"
-    rows, stages = 100_000, 10
+    rows, stages = 20_000, 10
     with path.open("w") as file:
         for run in range(rows // stages):
             peers = [Peer(name, "1.0", took(100.0 + run)) for name in ("cublas", "quack")]
@@ -106,8 +106,8 @@ def test_a_large_ledger_with_a_torn_line_and_a_duplicate_is_read_right_and_fast(
         start = time.process_time()
         for line in text:
             json.loads(line)
-        # 2 s where json alone takes one; some machines are slower at everything
-        ratios.append(took_by_read / max(1.0, time.process_time() - start))
+        # 0.4 s where json alone takes 0.2; some machines are slower at everything
+        ratios.append(took_by_read / max(0.2, time.process_time() - start))
         if ratios[-1] < 2:
             break
     assert min(ratios) < 2

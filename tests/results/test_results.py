@@ -93,13 +93,28 @@ def clone(root, tmp_path):
 
 
 def commit_of(clone) -> str:
-    code = "from cutex.bench.run import commit; print(commit())"
+    return commits_of(clone, [])[0]
+
+
+def commits_of(clone, edited) -> list[str]:
+    """The commit of `clone` as it is, and with each of the files `edited`, one at a time."""
+    code = """
+import sys
+from pathlib import Path
+from cutex.bench.run import commit
+print(commit())
+for file in map(Path, sys.argv[1:]):
+    before = file.read_text()
+    file.write_text(before + "# edited\\n")
+    print(commit())
+    file.write_text(before)
+"""
     env = {**os.environ, "PYTHONPATH": str(clone), "CUTEX_COMMIT": ""}
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=clone, env=env, capture_output=True, text=True
+        [sys.executable, "-c", code, *edited], cwd=clone, env=env, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
+    return ran.stdout.split()
 
 
 def test_an_edit_anywhere_in_the_package_marks_the_commit_and_one_beside_it_does_not(clone):
@@ -114,12 +129,8 @@ def test_an_edit_anywhere_in_the_package_marks_the_commit_and_one_beside_it_does
     assert {"cutex/sim", "schedulers", "kernels/gemm/sm90"} <= {
         str(f.relative_to(clone)) for f in folders
     }
-    for folder in folders:
-        for file in sorted(folder.glob("*.py"))[:1]:
-            before = file.read_text()
-            file.write_text(before + "# edited\n")
-            assert commit_of(clone) == f"{clean}+edited", file
-            file.write_text(before)
+    files = [file for folder in folders for file in sorted(folder.glob("*.py"))[:1]]
+    assert commits_of(clone, files) == [clean, *[f"{clean}+edited"] * len(files)]
     assert commit_of(clone) == clean
     (clone / "schedulers" / "new.py").write_text("")
     assert commit_of(clone) == f"{clean}+edited"

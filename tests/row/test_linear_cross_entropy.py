@@ -57,7 +57,7 @@ def near(found, wanted, dtype, terms):
     assert bool((error <= bound).all()), float((error / bound).max())
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(72)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("smoothing, z_loss", OPTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -86,6 +86,7 @@ def test_loss_and_gradients(device, m, n, k, chunk, reduction, smoothing, z_loss
     near(w.grad, dw, dtype, float(dw.abs().max()))
 
 
+@pytest.mark.slow
 def test_without_gradients_it_is_the_same_loss(device):
     x, w, target = problem(device, 7, 50, 24, torch.bfloat16)
     with torch.no_grad():
@@ -147,6 +148,7 @@ def test_a_second_derivative_is_refused(device):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
 def test_torch_compile_takes_it_whole(device, reduction):
     x, w, target = problem(device, 6, 40, 16, torch.bfloat16)
@@ -180,6 +182,7 @@ def test_gradients_are_given_without_a_copy(device):
     assert made == [w.grad.data_ptr()]
 
 
+@pytest.mark.slow
 def test_sums_in_the_dtype_of_w_are_rounded_once_a_chunk(device):
     x, w, target = problem(device, 12, 40, 16, torch.bfloat16)
     options = {"reduction": "sum", "chunk_rows": 4}

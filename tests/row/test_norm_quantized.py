@@ -58,7 +58,7 @@ def same(found, wanted, rounded=True):
         assert torch.equal(found.scale.view(torch.uint8), wanted.scale.view(torch.uint8))
 
 
-@pytest.mark.sweep(36)
+@pytest.mark.sweep(144)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", NAMES)
 @pytest.mark.parametrize("n", [64, 264, 100, 1032, 4104])
@@ -74,6 +74,7 @@ def test_bits_are_those_of_two_passes(device, n, format, dtype):
     assert torch.equal(h.view(torch.uint8), summed.view(torch.uint8))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("format", ["mxfp8", "fp8"])
 def test_layer_norm_too(device, format):
     x, bias = rows(device, (130, 96), torch.bfloat16), rows(device, (96,), torch.bfloat16, 1)
@@ -108,6 +109,7 @@ def test_nothing_in_nothing_out(device):
         assert found.data.shape == (0, 64) and found.scale.numel() == 0
 
 
+@pytest.mark.slow
 def test_a_product_takes_it(device):
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("fp32 factors are Hopper's")

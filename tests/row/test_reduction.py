@@ -65,7 +65,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sweep(36)
+@pytest.mark.sweep(144)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape, dim", SHAPES)
@@ -76,6 +76,7 @@ def test_ops_over_any_dimensions(device, shape, dim, op, keepdim, dtype):
     check(rows(device, shape, dtype), op, dim, keepdim and shape != ())
 
 
+@pytest.mark.slow
 def test_equal_elements_and_zeros_of_both_signs(device):
     x = torch.tensor([[1.0, 3, 3, -5, -5, 0], [-0.0, 0.0, -0.0, -1, -1, -2]], device=device)
     assert cutex.reduce(x, "argmax", 1).tolist() == [1, 0]
@@ -85,6 +86,7 @@ def test_equal_elements_and_zeros_of_both_signs(device):
     assert cutex.reduce(large, "argmax") == 0 and cutex.reduce(large, "argmin") == 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_infinities_and_nans(device, dim):
     inf, nan = torch.inf, torch.nan
@@ -120,6 +122,7 @@ def test_the_bits_are_the_same_each_time(device):
     check(rows(device, (2, 9000, 3), torch.bfloat16), "mean", 1, deterministic=False)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 def test_gradients(device, op):
     x = torch.randint(-3, 4, (4, 6, 5), device=device).float().requires_grad_()
@@ -144,6 +147,7 @@ def test_nothing_in_nothing_out(device):
         cutex.reduce(x, "max", 0)
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_it_whole(device):
     x = rows(device, (4, 24)).requires_grad_()
 

@@ -56,7 +56,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape, turned, dtype, of_table", CASES)
 def test_rope_and_its_gradient(device, shape, turned, dtype, of_table, interleaved):

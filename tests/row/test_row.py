@@ -53,7 +53,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, terms: f
     assert bool((error <= bound.cpu()).all()), float((error / bound.cpu()).max())
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_softmax_and_its_gradient(device, n, dtype):
@@ -68,7 +68,7 @@ def test_softmax_and_its_gradient(device, n, dtype):
     near(x.grad, own * (dy.double() - (own * dy.double()).sum(-1, keepdim=True)), dtype)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("centred", [False, True])
@@ -95,7 +95,7 @@ def test_norms_and_their_gradients(device, n, dtype, centred):
         near(t.grad, w.grad, torch.float32, 64)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [2, 99, 1000])
 @pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 1e-2)])
@@ -139,6 +139,7 @@ def test_expanded_and_transposed_inputs(device):
     near(cutex.layer_norm(x), F.layer_norm(x.double(), (40,)), torch.float16, 8)
 
 
+@pytest.mark.slow
 def test_rows_that_several_ctas_share(device):
     for n, dtype in ((33_000, torch.bfloat16), (20_001, torch.float32)):
         x = rows(device, (2, n), dtype, 4.0)
@@ -187,6 +188,7 @@ def test_a_row_far_from_zero_keeps_its_variance(device):
     assert float(error) < 4 * 2**-24 * 10_000  # the mean's rounding
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("n, aligned", [(1000, True), (1001, False)])
 @pytest.mark.parametrize("smoothed", [False, True])
 def test_cross_entropy_that_walks_along_a_row(n, aligned, smoothed):
@@ -202,6 +204,7 @@ def test_cross_entropy_that_walks_along_a_row(n, aligned, smoothed):
     near(lse, x.double().logsumexp(1), torch.float32, 64)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_many_losses_are_added_up_by_many_ctas(device, monkeypatch, reduction):
     monkeypatch.setattr(cross_entropy_module, "MANY", 4)
@@ -231,6 +234,7 @@ def test_nothing_in_nothing_out(device):
     assert cutex.cross_entropy(torch.empty(0, 7, device=device), target, reduction="sum") == 0
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_them_whole(device):
     x = rows(device, (4, 96), torch.bfloat16)
     w = rows(device, (96,), torch.bfloat16)
@@ -307,6 +311,7 @@ def test_a_plan_is_of_tensors_that_begin_alike(device):
         near(cutex.softmax(x), x.double().softmax(-1), torch.bfloat16, 2**-6)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "dtype, of_weight",
     [
@@ -406,6 +411,7 @@ def test_without_a_gpu_it_says_what_to_do():
         cutex.softmax(torch.zeros(2, 2))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [x for x in ARCHS if x != "sm_90a"])
 def test_they_run_on_any_arch(name):
     with cutex.ops.simulated(name):
@@ -497,7 +503,7 @@ def test_a_long_row_is_walked_along_where_there_are_many(device, monkeypatch):
 ORDERS = [("random", 1), ("random", 2), ("starved", 0), ("peer-late", 0)]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order, seed", ORDERS)
 def test_in_every_order_of_events(order, seed):
     if torch.cuda.is_available():

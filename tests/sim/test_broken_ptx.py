@@ -270,6 +270,7 @@ COUNT = """mov.u32 %r0, 0; LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %p0, %r0, {};
 @%p0 bra LOOP; st.global.u32 [%out_i], %r0;"""
 
 
+@pytest.mark.slow
 def test_a_long_loop_is_no_deadlock(monkeypatch):
     """100,000 rounds at a thirtieth of the limit stand for 3,000,000 at the real one."""
     from cutex.sim import scheduler
@@ -289,6 +290,7 @@ def test_a_loop_without_end_is_called_endless(monkeypatch):
         simulate_ptx(COUNT.format(1 << 31), OUT)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("period", [1, 2, 3, 7])
 def test_a_loop_that_comes_back_to_where_it_was_is_a_deadlock(period):
     body = f"mov.u32 %r0, 0; L: add.u32 %r0, %r0, 1; rem.u32 %r0, %r0, {period}; bra L;"

@@ -137,6 +137,7 @@ CHAIN = f"""
 """
 
 
+@pytest.mark.slow
 def test_a_cta_may_spin_on_a_flag_that_a_later_cta_sets(execute):
     """Each waits for the CTA after it: in order of launch the first can only spin."""
     flags = np.zeros(24, np.uint32)
@@ -147,6 +148,7 @@ def test_a_cta_may_spin_on_a_flag_that_a_later_cta_sets(execute):
     each_order(body, {"flags": flags}, Shape(grid=24, block=64))
 
 
+@pytest.mark.slow
 def test_an_atomic_ticket_serialises_ctas_in_any_order(execute):
     state = np.zeros(2, np.uint32)
     body = f"""

@@ -182,6 +182,7 @@ def kinds(opcode: str) -> str:
     return "other"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("arch", "number"), [("sm_90a", 7), ("sm_100a", 6)])
 def test_the_lines_of_machine_code_are_those_of_the_disassembler(arch, number):
     compiled = compile(stage(arch, number).kernel(), "bf16", arch)

@@ -322,6 +322,7 @@ def test_smaller_floats_to_halves_are_exact(form):
         expect(F16, half, [form.decode(int(c)) for c in source], source)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("finite", ["", ".satfinite"])
 @pytest.mark.parametrize("mode", ["rz", "rp"])
 @pytest.mark.parametrize("source", ["f32", "bf16x2"])

@@ -126,7 +126,7 @@ RESIDENT = {  # by threads, shared memory, CTAs of an SM
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("shape", "per_sm"), RESIDENT.values(), ids=RESIDENT)
 def test_ctas_may_wait_for_each_other_as_far_as_the_gpu_holds_them(shape, per_sm):
     simulate_ptx(WAIT_FOR_THE_LAST, {"flag": np.zeros(1, np.uint32)}, shape)
@@ -148,6 +148,7 @@ def test_a_loop_that_can_never_end():
     assert "goes round a loop" in deadlock("L: mov.b32 %r0, 1; bra L;", {}, Shape(block=64))
 
 
+@pytest.mark.slow
 def test_long_loops_of_work_are_no_deadlock():
     a, out = np.arange(9000, dtype=np.uint32), np.zeros(32, np.uint32)
     body = """

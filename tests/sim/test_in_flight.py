@@ -78,7 +78,7 @@ COMMITTERS = {  # predicates of the thread that commits
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @each_order
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("committer", COMMITTERS)
@@ -155,7 +155,7 @@ def simulate_text(case: Mma, text: str, **order) -> None:
     simulate_ptx(text, tensors, Shape(block=128, smem=SMEM + 64), arch="sm_100a", **order)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @each_order
 @pytest.mark.parametrize("a", ["shared", "tensor"])
 def test_an_mma_comes_after_the_stores_of_other_warps(a, order):

@@ -233,8 +233,8 @@ def test_a_lock_made_of_compare_and_swap_lets_one_lane_in_at_a_time():
     st.relaxed.gpu.global.b32 [%state+4], %r1;
     atom.global.release.gpu.exch.b32 %r0, [%state], 0;
     """
-    simulate_ptx(body, {"state": state}, Shape(grid=2, block=36))
-    assert state.tolist() == [0, 72]
+    simulate_ptx(body, {"state": state}, Shape(grid=2, block=12))
+    assert state.tolist() == [0, 24]
 
 
 def test_float_atomics(execute):

@@ -34,11 +34,13 @@ def run(kernel, **order):
     return PROBLEM.check(a, b, c)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("key", RINGS)
 def test_the_unchanged_kernel_has_no_finding(kernels, key):
     assert run(kernels[key]).ok
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 @pytest.mark.parametrize("delta", [16, 16384])
@@ -80,6 +82,7 @@ def test_a_dropped_commit_is_a_deadlock_on_the_barrier_it_would_arrive_on(kernel
     assert "pipeline.py" in str(report.value)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_dropped_arrive_is_a_deadlock_on_the_empty_barrier(kernels, number, order):
@@ -100,6 +103,7 @@ def test_a_consumer_that_waits_with_the_wrong_parity_reads_what_tma_still_writes
     assert "last waited with parity 1" in text and "passed after 0 completed phases" in text
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("key", RINGS)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_every_flipped_parity_is_found(kernels, key, which):
@@ -109,7 +113,7 @@ def test_every_flipped_parity_is_found(kernels, key, which):
     assert any(tell in str(report.value) for tell in tells)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 def test_a_wrong_swizzle_names_both_swizzles(kernels, key, order):
@@ -118,7 +122,7 @@ def test_a_wrong_swizzle_names_both_swizzles(kernels, key, order):
         run(other_swizzle(kernels[key], key[0]), **order)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 def test_a_store_past_the_end_names_lane_warp_address_and_tensor(kernels, key, order):

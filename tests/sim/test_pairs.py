@@ -38,6 +38,7 @@ def test_the_unchanged_kernel_has_no_finding(kernel) -> None:
     assert run(kernel)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_a_signal_left_out_is_found(kernel, signal: str) -> None:
     places = list(re.finditer(rf"^\s*(@!?%p\d+ )?{re.escape(signal)}[^;]*;", kernel.ptx, re.M))
@@ -48,6 +49,7 @@ def test_a_signal_left_out_is_found(kernel, signal: str) -> None:
             run(Mutant(kernel.object_path, kernel.symbol, ptx))
 
 
+@pytest.mark.slow
 def test_a_wait_for_the_other_phase_is_found(kernel) -> None:
     waits = len(re.findall(r"mbarrier\.try_wait\.parity[^;]*?\], (%r\d+|\d)(, 1\d+)?;", kernel.ptx))
     assert waits >= 8
@@ -56,6 +58,7 @@ def test_a_wait_for_the_other_phase_is_found(kernel) -> None:
             run(flipped_parity(kernel, which))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("order", ["fifo", "eager", "peer-late"])
 def test_an_arrival_that_does_not_release_the_address_of_tensor_memory_is_found(
     kernel, order: str

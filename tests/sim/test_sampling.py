@@ -19,7 +19,7 @@ EIGHT = Shape(grid=8, block=32)
 ONE_EACH = "mad.wide.u32 %d0, %cta, 4, %x; "
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize(
     ("arch", "number", "clusters", "share"),

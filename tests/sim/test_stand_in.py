@@ -539,6 +539,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_cutexs_own_functions_run_in_a_script_and_are_counted(tmp_path, arch):
     found = tmp_path / "found.json"
@@ -550,6 +551,7 @@ def test_cutexs_own_functions_run_in_a_script_and_are_counted(tmp_path, arch):
     assert "no findings" in done.stderr
 
 
+@pytest.mark.slow
 def test_their_time_is_predicted(tmp_path):
     done = run(tmp_path, OWN[: OWN.index("q, k, v")], "--arch", "sm_90a", "--time")
     assert done.returncode == 0, done.stderr

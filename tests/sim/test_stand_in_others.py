@@ -144,6 +144,7 @@ print(torch.cuda.get_device_capability(),
 )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("arch", KNOWN)
 def test_mma_sync_runs_for_every_arch(arch, run_script):
     ran = run_script(MMA, "--arch", arch)

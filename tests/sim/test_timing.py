@@ -61,6 +61,7 @@ def of(arch: str) -> Gpu:
     return next(g for g in GPUS.values() if g.arch == arch)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch, number", CASES)
 def test_no_unit_is_busy_for_longer_than_the_kernel_runs(arch, number):
     timed = predict(recorded(arch, number)[0], of(arch), recorded(arch, number)[1])
@@ -94,6 +95,7 @@ def test_a_higher_clock_is_never_slower(arch, name):
     assert report == sorted(report, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, name, number", [("sm_90a", "h200", 5), ("sm_100a", "b200", 7)])
 def test_more_sms_are_never_slower(arch, name, number):
     problem = GemmProblem(4096, 4096, 4096)
@@ -241,7 +243,7 @@ def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
     assert alike.work(config) == (3 * block, 3 * block)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "head_dim, queries, keys",
     [(64, 192, 384), (64, 192, 448), (64, 70, 300), (128, 128, 256), (128, 128, 320),
@@ -259,6 +261,7 @@ def test_the_work_of_a_tile_is_what_its_warpgroups_issue(head_dim, queries, keys
     assert traced.record.flops == problem.work(one.config())[0]
 
 
+@pytest.mark.slow
 def test_a_reduction_at_a_named_barrier_is_waited_for():
     """Attention's warpgroups count threads so; the barrier is not the first operand."""
     problem = problem_class("attention").of(
@@ -431,6 +434,7 @@ def test_bad_input_to_a_script_is_one_sentence(capsys, tmp_path):
 # ---- loads past an operand's end, and from other CTAs' shared memory
 
 
+@pytest.mark.slow
 def test_of_a_box_past_the_end_the_rows_outside_cost():
     """144 rows in tiles of 80: the second tile's boxes have 16 rows outside, of 128 bytes each."""
     config = replace(
