@@ -17,7 +17,7 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.tmem_rows import ScoreRow, store_columns
 from cutex.device.pipeline import Barrier, PairRing
-from cutex.kernels.attention.forward.sm100 import mma, softmax
+from cutex.kernels.attention.forward.sm100 import mma, row_loop
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.forward import Forward
 from cutex.problem.attention.case import AttentionCase
@@ -83,34 +83,34 @@ def another_row(monkeypatch):
 
 def p_too_far(monkeypatch):
     """P written to columns where S is still to be read."""
-    store = softmax.store_columns
+    store = row_loop.store_columns
 
     def further(tmem, column, values):
         store(tmem, column + 24, values)
 
-    monkeypatch.setattr(softmax, "store_columns", further)
+    monkeypatch.setattr(row_loop, "store_columns", further)
 
 
 def late_scaling(monkeypatch):
     """O scaled after P V has been allowed to begin."""
 
     @cute.jit
-    def searched(self, n_block: Int32, state: softmax.State, masked):
-        buffer, (done, parities, backoff) = self.wait_scores(state)
-        column, row = buffer * self.config.tile_n, self.row()
+    def searched(self, n_block: Int32, state, masked):
+        buffer, state = self.wait_scores(state)
+        column, row = buffer * self.config.tile_n, self.row
         found = row.search(column, n_block, masked)
         raised = self.softmax.raise_reference(found[0], self.factors)
         row.exponentials(column, found, self.dtype, lambda p, part: self.store(buffer, p, part))
-        if raised & (done > 1):
-            self.scale_output(parities)
-        return softmax.State(done, parities, backoff), Boolean(False)
+        if raised & (state.done > 1):
+            self.scale_output(state.parities)
+        return state
 
-    monkeypatch.setattr(softmax.RowLoop, "searched", searched)
+    monkeypatch.setattr(row_loop.RowLoop, "searched", searched)
 
 
 def no_scaling(monkeypatch):
     """A scaling of O that is left out."""
-    monkeypatch.setattr(softmax.RowLoop, "scale_output", lambda self, parities: None)
+    monkeypatch.setattr(row_loop.RowLoop, "scale_output", lambda self, parities: None)
 
 
 def early_release(monkeypatch):

@@ -38,7 +38,9 @@ from cutex.kernels.attention.forward.sm100.config import O_PART, ROWS, Sm100Forw
 from cutex.kernels.attention.forward.sm100.epilogue import Epilogue
 from cutex.kernels.attention.forward.sm100.load import Load
 from cutex.kernels.attention.forward.sm100.mma import Mma, follow
+from cutex.kernels.attention.forward.sm100.row_loop import RowLoop
 from cutex.kernels.attention.forward.sm100.softmax import SoftmaxRole
+from cutex.kernels.attention.forward.sm100.tentative import TentativeRowLoop
 from cutex.kernels.attention.forward.sm100.tiles import Barriers, Shared, TileRing
 from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
@@ -122,6 +124,11 @@ class Forward:
     @property
     def name(self) -> str:
         return "sm100_attention_forward"
+
+    @property
+    def rows(self) -> type[RowLoop]:
+        """How a softmax thread takes the blocks of its row."""
+        return TentativeRowLoop if self.config.is_tentative else RowLoop
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         return arguments(self.config, dtype, counter=self.config.dispatch == "dynamic")
@@ -210,7 +217,7 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(roles.registers.softmax)
             tile = (warp - roles.softmax.first) // 4
-            SoftmaxRole(shared, tile).run()
+            SoftmaxRole(shared, tile, self.rows).run()
         # NOTE: when MMA reads that no tile is left, all roles of this CTA are done with all tiles
         if cutlass.const_expr(c.pair):
             sync_cluster()

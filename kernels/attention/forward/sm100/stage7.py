@@ -7,7 +7,8 @@ its reference by too much, S is still whole, and the block is taken again, the m
 no column has waited for another: S is read only once, and PV starts when three quarters of P are
 complete, while the rest is still S.
 
-Changed since stage 6: `tentative` and `p_first` (softmax.py).
+Changed since stage 6: `rows` (tentative.py), and after how many columns of P the second product
+starts.
 
 From S to the first P it is one pass over a row instead of two.
 """
@@ -19,13 +20,14 @@ from dataclasses import replace
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
 from cutex.kernels.attention.forward.sm100.stage6 import Stage6
+from cutex.kernels.attention.forward.sm100.tentative import TentativeRowLoop
 
 
 class Stage7(Stage6):
     """Barriers, smem, tensor memory and registers: as in forward.py."""
 
     number = 7
+    rows = TentativeRowLoop
 
-    def cut(self, config: Sm100LadderConfig) -> Sm100ForwardConfig:
-        before = super().cut(config)
-        return replace(before, tentative=True, p_first=config.tile_n * 3 // 4)
+    def with_numbers(self, config: Sm100LadderConfig) -> Sm100ForwardConfig:
+        return replace(super().with_numbers(config), p_first=config.tile_n * 3 // 4)

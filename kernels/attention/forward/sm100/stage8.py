@@ -6,7 +6,7 @@ products. 2^x is also 2^whole, which is an addition to the exponent, times 2^fra
 polynomial: ten instructions for two columns, on units that are eight times as wide
 (FlashAttention-4, after Cody and Waite).
 
-Changed since stage 7: `by_fma` (row_softmax.py, packed.py).
+Changed since stage 7: the number of each 16 exponentials by FMA (row_softmax.py, packed.py).
 
 2048 cycles of MUFU become 1536, for 1.4 more instructions for each score: 4.0 instead of 2.7, of
 which two softmax warps of a scheduler issue 1032 in the 2048 cycles of a block.
@@ -26,5 +26,5 @@ class Stage8(Stage7):
 
     number = 8
 
-    def cut(self, config: Sm100LadderConfig) -> Sm100ForwardConfig:
-        return replace(super().cut(config), by_fma=4)
+    def with_numbers(self, config: Sm100LadderConfig) -> Sm100ForwardConfig:
+        return replace(super().with_numbers(config), by_fma=4)
