@@ -26,8 +26,8 @@ from cutex.sim import SimError, simulate
 SLOW = pytest.mark.slow
 # one CTA for all tiles, so that leftovers of one reach the next; references that move often
 CONFIG = Sm100ForwardConfig(
-    head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32, slack=2.0,
-    num_ctas=1,
+    head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32,
+    rescale_threshold=2.0, num_ctas=1,
 )  # fmt: skip
 CASE = AttentionCase(
     seqlen_q=520, seqlen_k=330, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64,

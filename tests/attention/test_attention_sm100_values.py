@@ -170,8 +170,8 @@ def test_a_peaked_row_is_as_exact_as_with_a_maximum(data, dtype):
 @pytest.mark.parametrize("size", [24.0, 96.0, 250.0, 4096.0])
 @pytest.mark.parametrize(("head_dim", "queries"), [(64, 130), (64, 100), (256, 130)], ids=str)
 def test_jumps_within_and_beyond_the_range_of_float32_in_every_block(size, head_dim, queries):
-    """Of 24 and 96 powers of two, which the slack and a probability hold, and of more; with two Q
-    tiles, with one, and by a pair."""
+    """Of 24 and 96 powers of two, which the threshold and a probability hold, and of more; with
+    two Q tiles, with one, and by a pair."""
     case = replace(CASE, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=queries)
     q, k, v = case.inputs()[:3]
     q[..., 0], k[..., 0] = 8.0, 0.0

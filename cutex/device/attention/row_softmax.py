@@ -3,11 +3,12 @@ time.
 
 A row keeps a reference, the largest score that was seen when it was last set or more, and the sum
 of 2^(scale * (score - reference)). It need not be the maximum: it is raised, and sum and output are
-scaled, only where a score exceeds it by more than `slack` powers of two (as in FlashAttention-4).
+scaled, only where a score exceeds it by more than `threshold` powers of two (as in
+FlashAttention-4).
 
 A block's exponentials may be computed before its maximum is known, with the reference of the blocks
-before: while no score exceeds the reference by more than the slack, which `holds` tells, they are
-those that the maximum would have given.
+before: while no score exceeds the reference by more than the threshold, which `holds` tells, they
+are those that the maximum would have given.
 
 A share of the exponentials is computed on the FMA units (as in FlashAttention-4): for a block of
 128 keys at head dim 128, the tensor cores of an sm_100 take as long as MUFU takes for the
@@ -50,13 +51,15 @@ class RowSoftmax:
     squares: cute.Tensor  # (1) about the sum of the squares of probabilities
     unit: Float32  # what a score of 1 is as a natural exponent
     scale_log2: Float32  # and in powers of two
-    slack: float  # powers of two by which the maximum may exceed the reference
+    threshold: float  # powers of two by which the maximum may exceed the reference
     headroom: float = 0.0
     margin: float = 0.0
     by_fma: int = 0
 
     @classmethod
-    def start(cls, unit: Float32, slack: float, headroom: float = 0.0, margin: float = 0.0) -> Self:
+    def start(
+        cls, unit: Float32, threshold: float, headroom: float = 0.0, margin: float = 0.0
+    ) -> Self:
         """The state before the first block."""
         reference = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         sums = cute.make_rmem_tensor(cute.make_layout(1), Float32)
@@ -64,7 +67,7 @@ class RowSoftmax:
         squares = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         reference[0] = -Float32.inf
         sums[0], lost[0], squares[0] = Float32(0.0), Float32(0.0), Float32(0.0)
-        return cls(reference, sums, lost, squares, unit, unit * LOG2_E, slack, headroom, margin)
+        return cls(reference, sums, lost, squares, unit, unit * LOG2_E, threshold, headroom, margin)
 
     def partly_by_fma(self, share: int) -> Self:
         """A copy that computes `share` of every 16 pairs of exponentials by the FMA units."""
@@ -75,12 +78,12 @@ class RowSoftmax:
     @cute.jit
     def raise_reference(self, highest: Float32, factors: cute.Tensor) -> Boolean:
         """Raise the reference to the `highest` score of a block, if some row of this warp exceeds
-        its own by more than the slack, and scale the sum by `factors` (1). Returns whether it
+        its own by more than the threshold, and scale the sum by `factors` (1). Returns whether it
         did."""
         # NOTE: NaN, and infinity, as both would give; exponentials by FMA units might not
         self.sums[0] += at_least(highest, 0.0) * 0.0
         above = (highest - self.reference[0]) * self.scale_log2
-        raised = cute.arch.vote_any_sync(above > self.slack)
+        raised = cute.arch.vote_any_sync(above > self.threshold)
         goal = self._goal(highest)
         if raised:
             reference = cute.arch.fmax(goal, self.reference[0])
@@ -116,8 +119,8 @@ class RowSoftmax:
     @cute.jit
     def holds(self, highest: Float32) -> Boolean:
         """Whether no row of this warp, whose `highest` score of a block is NaN if one of them is,
-        exceeds its reference by more than the slack."""
-        within = (highest - self.reference[0]) * self.scale_log2 <= self.slack
+        exceeds its reference by more than the threshold."""
+        within = (highest - self.reference[0]) * self.scale_log2 <= self.threshold
         return cute.arch.vote_all_sync(within)
 
     # ---- exponentials

@@ -30,6 +30,12 @@ VALID_SUM = 2.0**30  # largest valid sum of exponentials; times V, far below the
 LOG2_E = 1.4426950408889634
 
 
+def threshold_of(dtype: type[cutlass.Numeric], powers: float, of_fp16: float) -> float:
+    """The rescale threshold in powers of two: `powers`, or at most `of_fp16` where P is float16,
+    whose range ends at 2^16."""
+    return min(powers, of_fp16) if dtype is cutlass.Float16 else powers
+
+
 def rows_of(acc: cute.Tensor) -> cute.Tensor:
     """A thread's part of a wgmma accumulator, ((2, 2, N/8), 1, 1), as (rows, columns): (2, N/4)."""
     columns = cute.size(acc) // 4

@@ -52,7 +52,7 @@ class DecodeConfig(ScoreSpec):
     start: int = 1  # the time of a unit's begin and end, in blocks of keys
     least: int = 1  # blocks of keys of a CTA, at least
     merge: int = 2  # the time of writing and merging parts, in blocks of keys
-    slack: float = 8.0  # powers of two before sums and outputs are scaled down
+    rescale_threshold: float = 8.0  # powers of two before sums and outputs are scaled down
 
     tile_m: ClassVar[int] = ROWS
 

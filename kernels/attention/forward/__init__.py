@@ -71,7 +71,7 @@ _STAGES = (
     Stage(2, "sm_100a", "warp roles", "load, MMA and softmax warps, rings of K and V", _ROLES),
     Stage(3, "sm_100a", "two Q tiles", "one's products under the other's softmax", _TWO_TILES),
     Stage(4, "sm_100a", "edges", "only the blocks at an edge are masked", _TWO_TILES),
-    Stage(5, "sm_100a", "slack", "O is scaled only where a reference moves far", _TWO_TILES),
+    Stage(5, "sm_100a", "threshold", "O is scaled only where a reference moves far", _TWO_TILES),
     Stage(6, "sm_100a", "persistent", "longest first; O leaves under the next tile", _ASKING),
     Stage(7, "sm_100a", "no maximum", "a row is one stream, P leaves in parts", _ASKING),
     Stage(8, "sm_100a", "FMA units", "a quarter of the exponentials without MUFU", _ASKING),

@@ -25,7 +25,7 @@ class MlaConfig:
     head_dim_v: ClassVar[int] = HEAD_DIM_V
     start: ClassVar[int] = 2  # the time of a unit's begin and end, in blocks of keys
     least: ClassVar[int] = 1  # blocks of keys of a CTA, at least
-    slack: ClassVar[float] = 8.0  # powers of two before sums and outputs are scaled down
+    rescale_threshold: ClassVar[float] = 8.0  # powers of two before sums and O are scaled
     # of each arch
     tile_m: ClassVar[int]  # packed rows of a unit
     tile_n: ClassVar[int]  # keys of a block

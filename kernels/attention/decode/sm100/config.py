@@ -21,7 +21,7 @@ class Sm100DecodeConfig(DecodeConfig):
     num_stages: int = 3
     ctas_per_sm: int = 1
     num_sms: int = 148
-    slack: float = 30.0  # powers of two before sums and outputs are scaled down; fp16: 15
+    rescale_threshold: float = 30.0  # powers of two before sums and O are scaled; fp16: 15
 
     tile_m: ClassVar[int] = ROWS
 

@@ -16,6 +16,7 @@ from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
+from cutex.device.attention.softmax import threshold_of
 from cutex.device.attention.tmem_rows import (
     PART,
     ScoreRow,
@@ -102,8 +103,8 @@ class Softmax:
         mask = Mask(s.info.band, c.tile_n, *lengths, (rows.query(thread),))
         heads = (rows.head_of(thread),)
         ops = ScoreOps(mask, passed.scale, passed.softcap, None, None, rows.batch, heads)
-        slack = min(c.slack, 15.0) if s.sK.element_type is cutlass.Float16 else c.slack
-        return ScoreRow(self.tmem, c.tile_n, RowSoftmax.start(ops.unit(), slack), ops)
+        threshold = threshold_of(s.sK.element_type, c.rescale_threshold, 15.0)
+        return ScoreRow(self.tmem, c.tile_n, RowSoftmax.start(ops.unit(), threshold), ops)
 
     @cute.jit
     def weigh(

@@ -14,7 +14,7 @@ from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import rows_of
+from cutex.device.attention.softmax import rows_of, threshold_of
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import UNIT, Rows, load_to_smem, units_of
 from cutex.kernels.attention.decode.shared import Shared
@@ -76,8 +76,8 @@ class Compute:
                 blocks = s.of_piece(piece)
                 unit = self.load_q(registers, rows)
                 score_ops = self.score_ops(rows, unit)
-                slack = min(c.slack, 4.0) if dtype is cutlass.Float16 else c.slack
-                softmax = GuardedSoftmax.of(score_ops.scale_log2(), slack, False)
+                threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
+                softmax = GuardedSoftmax.of(score_ops.scale_log2(), threshold, False)
                 if blocks.end > blocks.first:
                     products, rings = Products(qk, pv), KeyRings(k_ring, v_ring)
                     loop = BlockLoop(products, rings, score_ops, softmax, factors)

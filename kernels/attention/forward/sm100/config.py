@@ -26,7 +26,7 @@ class Sm100ForwardConfig(ForwardConfig):
     o_slots: int = 4  # smem slots through which O is stored
     p_first: int = 96  # columns of P after which the second product starts; tile_n: all
     by_fma: int = 4  # of 16 exponentials, those on FMA units, in blocks without a mask
-    slack: float = 30.0  # powers of two before sums and outputs are scaled down; fp16: 15
+    rescale_threshold: float = 30.0  # powers of two before sums and O are scaled; fp16: 15
     tentative: bool = True  # exponentials of blocks without a mask do not wait for their maximum
     dispatch: str = "dynamic"  # how tiles are handed out: "one", "static", "dynamic", "clc"
     num_ctas: int = 148  # CTAs of a persistent grid

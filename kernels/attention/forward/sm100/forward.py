@@ -13,8 +13,8 @@ A source gives the next tile (schedulers/dispatch.py).
 
 - Only blocks that the band cuts are masked; of the others no column waits for the maximum of its
   row, as long as that does not exceed the row's reference by far.
-- No warpgroup is needed that scales O after every block; where a reference moves, which a slack
-  makes rare, the softmax warps scale their rows of O themselves.
+- No warpgroup is needed that scales O after every block; where a reference moves, which
+  its threshold makes rare, the softmax warps scale their rows of O themselves.
 - A share of the exponentials is computed on FMA units (row_softmax.py).
 """
 

@@ -15,6 +15,7 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.attention.softmax import threshold_of
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
@@ -88,12 +89,13 @@ class SoftmaxRole:
 
     @property
     def range(self) -> tuple[float, float, float]:
-        """The slack, the headroom and the margin: of bf16, whose exponents reach as far down as
-        up, half of the slack and all of it; fp16 ends at 2^15, and is coarse far below 1."""
-        slack = self.config.slack
-        if self.shared.sQ.element_type is cutlass.Float16:
-            return min(slack, 15.0), 0.0, 0.0
-        return slack, slack / 2, slack
+        """The threshold, the headroom and the margin: of bf16, whose exponents reach as far down as
+        up, half of the threshold and all of it; fp16 ends at 2^15, and is coarse far below 1."""
+        dtype = self.shared.sQ.element_type
+        threshold = threshold_of(dtype, self.config.rescale_threshold, 15.0)
+        if dtype is cutlass.Float16:
+            return threshold, 0.0, 0.0
+        return threshold, threshold / 2, threshold
 
     def score_ops(self, work: WorkTile, row: Int32, seqlen_q: Int32, seqlen_k: Int32) -> ScoreOps:
         c, passed = self.config, self.shared.passed

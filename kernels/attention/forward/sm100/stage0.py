@@ -98,7 +98,7 @@ class Stage0(Attention):
         return LANES
 
     @property
-    def slack(self) -> float:
+    def rescale_threshold(self) -> float:
         """The powers of two by which scores may exceed their reference before O is scaled: -inf, so
         that it always is."""
         return -float("inf")
@@ -171,7 +171,7 @@ class Stage0(Attention):
         lengths = operands.seqlen_q, operands.seqlen_k
         mask = Mask(self.band, c.tile_n, *lengths, (self.query(tile, t),))
         ops = ScoreOps(mask, scale, None, None, None, tile.batch, (tile.head,))
-        softmax = RowSoftmax.start(scale, self.slack)
+        softmax = RowSoftmax.start(scale, self.rescale_threshold)
         acc_s, acc_o = qk_mma.accumulator(tmem), pv_mma.accumulator(tmem)
         return Part(
             UmmaProduct(qk_mma, tSrQ, qk_mma.b_slots(slots.sK), acc_s),

@@ -4,7 +4,7 @@ Idea: softmax is the same whatever its scores are compared with, as long as noth
 the maximum of a row exceeds its reference by less than 2^8, sums and O stay as they are
 (FlashAttention-4's conditional rescaling). After the first block that is nearly always so.
 
-Changed since stage 4: `slack`.
+Changed since stage 4: `rescale_threshold`.
 
 It saves moving a row of O from tensor memory to registers and back: 128 multiplications, 4 loads
 and 4 stores of 32 columns, and the wait for them, between S and P, where only the other Q tile's
@@ -23,5 +23,5 @@ class Stage5(Stage4):
     number = 5
 
     @property
-    def slack(self) -> float:
+    def rescale_threshold(self) -> float:
         return 8.0

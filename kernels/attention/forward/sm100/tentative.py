@@ -2,9 +2,9 @@
 
 A block without a mask is taken tentatively: exponentials with the reference of the blocks before,
 while the maximum is searched under them, so that S is read only once. Where a row of the warp
-exceeds its reference by more than `slack` powers of two, which S, not yet overwritten, shows in
-time, the block is taken again as one with a mask is, the maximum first; and so are those after it,
-until one raises no reference.
+exceeds its reference by more than `rescale_threshold` powers of two, which S, not yet overwritten,
+shows in time, the block is taken again as one with a mask is, the maximum first; and so are those
+after it, until one raises no reference.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Sm100MlaConfig(MlaConfig):
 
     num_sms: int = 148
 
-    slack: ClassVar[float] = 30.0  # fp16: 15
+    rescale_threshold: ClassVar[float] = 30.0  # fp16: 15
     tile_m: ClassVar[int] = ROWS
     tile_n: ClassVar[int] = KEYS
     ctas_of_part: ClassVar[int] = CTAS

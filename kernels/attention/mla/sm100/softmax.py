@@ -18,6 +18,7 @@ from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
+from cutex.device.attention.softmax import threshold_of
 from cutex.device.attention.tmem_rows import (
     PART,
     ScoreRow,
@@ -116,10 +117,8 @@ class Softmax:
         mask = Mask(s.info.band, KEYS_OF_CTA, rows.seq_q.length, keys, (rows.query(self.row),))
         heads = (rows.head_of(self.row),)
         ops = ScoreOps(mask, passed.scale, None, None, None, rows.batch, heads)
-        slack = (
-            min(s.config.slack, 15.0) if s.sK.element_type is cutlass.Float16 else s.config.slack
-        )
-        return ScoreRow(self.tmem, KEYS_OF_CTA, RowSoftmax.start(ops.unit(), slack), ops)
+        threshold = threshold_of(s.sK.element_type, s.config.rescale_threshold, 15.0)
+        return ScoreRow(self.tmem, KEYS_OF_CTA, RowSoftmax.start(ops.unit(), threshold), ops)
 
     @cute.jit
     def block(

@@ -18,7 +18,7 @@ from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import over_quad, row_max, rows_of
+from cutex.device.attention.softmax import over_quad, row_max, rows_of, threshold_of
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.backward.sm90.scores import write_fragment
 from cutex.kernels.attention.decode.combine import Parts
@@ -101,8 +101,8 @@ class Scores:
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         factors.fill(1.0)
         ops = self.score_ops(rows)
-        slack = min(c.slack, 4.0) if dtype is cutlass.Float16 else c.slack
-        softmax = GuardedSoftmax.of(ops.scale_log2(), slack, False)
+        threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
+        softmax = GuardedSoftmax.of(ops.scale_log2(), threshold, False)
         softmax.reference.fill(-Float32.inf)
         softmax.sums.fill(0.0)
         rounded = mma.a_registers(c.tile_n)
