@@ -88,7 +88,7 @@ def launched(problem: Problem, stage: AnyStage, how: Callable[..., T]) -> T:
 
 def time_stage(problem: Problem, stage: AnyStage, gpu: Gpu, log: bool = False) -> TimeReport:
     """The time of a stage that is one launch."""
-    from cutex.sim.timing.report import time_launch
+    from cutex.sim.timing.call import time_launch
 
     traced, whole = record(problem, stage)
     report = time_launch(traced, gpu, whole, log=log, data=problem.init)
@@ -101,7 +101,7 @@ def time_launches(
 ) -> list[TimeReport]:
     """The time of each launch of a stage. Of several launches no work is known beforehand: clusters
     spread over the grid of each are recorded whole."""
-    from cutex.sim.timing.report import time_launch
+    from cutex.sim.timing.call import time_launch
     from cutex.sim.timing.sampled import sample
 
     stage = settle(stage, problem, timed=False)

@@ -31,8 +31,8 @@ from cutex.command import Parser, answered, in_clone, refuse
 from cutex.problem import OPS, problem_class
 from cutex.problem.stage import ladders, stages
 from cutex.sim.timing import stored
+from cutex.sim.timing.call import time_launch
 from cutex.sim.timing.gpus import GPUS, SOURCES
-from cutex.sim.timing.report import time_launch
 from cutex.sim.timing.timed import Whole
 
 PAGE = Path("docs/time.md")

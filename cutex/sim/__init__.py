@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         UnknownInstruction,
     )
     from cutex.sim.finding import Finding
-    from cutex.sim.run import SimReport, simulate
+    from cutex.sim.run import simulate
+    from cutex.sim.simulation import SimReport
 
 __all__ = [
     "BadAddress", "BadOperand", "BarrierMisuse", "Deadlock", "Endless", "Finding", "Hazards",
@@ -35,7 +36,7 @@ __all__ = [
 _HOMES = {
     "Finding": "cutex.sim.finding",
     "NoCompiler": "cutex.errors",
-    "SimReport": "cutex.sim.run",
+    "SimReport": "cutex.sim.simulation",
     "simulate": "cutex.sim.run",
 }
 

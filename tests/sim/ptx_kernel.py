@@ -24,7 +24,7 @@ import numpy as np
 from cutex.sim.errors import Hazards
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.ptx.parse import parse
-from cutex.sim.run import SimReport, Simulation
+from cutex.sim.simulation import SimReport, Simulation
 
 VERSION = "8.6"
 

@@ -19,7 +19,7 @@ from cutex.sim.ptx.forms import has_form
 from cutex.sim.ptx.operands import Operands
 from cutex.sim.ptx.parse import parse
 from cutex.sim.ptx.program import Instruction
-from cutex.sim.run import Simulation
+from cutex.sim.simulation import Simulation
 
 OUT = {"out": np.zeros(32, np.uint32)}
 SHAPE = Shape(block=64, smem=4096)

@@ -12,7 +12,7 @@ from ptx_kernel import Shape, module
 from cutex.sim.finding import Finding
 from cutex.sim.host.capture import HostTensor
 from cutex.sim.ptx.parse import parse
-from cutex.sim.run import Simulation
+from cutex.sim.simulation import Simulation
 
 SHAPE = Shape(block=64, grid=2)
 LET, WAIT = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"

@@ -35,13 +35,13 @@ from cutex.problem.stage import stage
 from cutex.sim import simulate
 from cutex.sim.__main__ import main as script_main
 from cutex.sim.timing import stored
+from cutex.sim.timing.call import time_launch
 from cutex.sim.timing.events import Cluster, Event, Load, Mma, Peer, Record, Send, Work
 from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
 from cutex.sim.timing.lengths import handed_out
 from cutex.sim.timing.machine_code import costs, read
 from cutex.sim.timing.predict import predict
 from cutex.sim.timing.replay import Replay
-from cutex.sim.timing.report import time_launch
 from cutex.sim.timing.roles import distinct
 from cutex.sim.timing.sampled import Sampled, numbers, sample
 from cutex.sim.timing.timed import Whole

@@ -11,7 +11,7 @@ import pytest
 from ptx_kernel import Shape, simulate_ptx
 
 from cutex.sim import Hazards
-from cutex.sim.run import SimReport
+from cutex.sim.simulation import SimReport
 
 each_order = pytest.mark.parametrize("order", ["fifo", "starved", "random"])
 WAIT = "tcgen05.wait::ld.sync.aligned;"

@@ -21,7 +21,7 @@ from cutex.sim.host.loaded import captured
 from cutex.sim.host.torch_stand_in import DeviceMemory
 from cutex.sim.ptx.program import Program
 from cutex.sim.reports import around, folded
-from cutex.sim.run import SimReport, Simulation
+from cutex.sim.simulation import SimReport, Simulation
 
 
 class CapturedKernel(Protocol):

@@ -1,18 +1,62 @@
-"""Predicted times of the launches of one call."""
+"""Predicted times: of one recorded launch, and of the launches of one call."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from cutex.sim.host.capture import HostFunction, HostTensor
 from cutex.sim.ptx.program import Program
+from cutex.sim.timing.gpus import Gpu, of_arch
 from cutex.sim.timing.gpus import gpu as gpu_named
-from cutex.sim.timing.gpus import of_arch
-from cutex.sim.timing.report import TimeReport, time_launch
+from cutex.sim.timing.lengths import Lengths
+from cutex.sim.timing.power import clock_ghz
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.report import Role, TimeReport
 from cutex.sim.timing.sampled import Sampled, sample
 from cutex.sim.timing.timed import Whole
 from cutex.sim.timing.trace import Traced, trace
+
+
+def time_launch(
+    traced: Traced | Lengths | Sampled,
+    gpu: Gpu,
+    whole: Whole | None = None,
+    *,
+    log: bool = False,
+    data: str = "normal",
+) -> TimeReport:
+    """The time of one recorded launch."""
+    timed = predict(traced, gpu, whole)
+    ghz = clock_ghz(timed, gpu, data)
+    timed = predict(traced, gpu.at(ghz), whole, log=log)
+    record = traced.record
+    roles = []
+    for name in dict.fromkeys(record.roles.values()):
+        warps = [w for w, r in record.roles.items() if r == name]
+        count = len(warps) * max(1, timed.side_by_side)
+        waited = timed.waited.get(name, {})
+        roles.append(
+            Role(
+                name, len(warps) / (record.ctas or 1), timed.worked.get(name, 0.0) / count,
+                {k: v / count for k, v in waited.items()},
+            )
+        )  # fmt: skip
+    return TimeReport(
+        kernel=traced.name,
+        gpu=gpu.name,
+        cycles=timed.cycles,
+        clock_ghz=ghz,
+        band=math.hypot(gpu.band, timed.sampling_error),
+        clock_band=gpu.clock_band,
+        flops=timed.flops,
+        binds=timed.binds,
+        busy=timed.busy,
+        roles=roles,
+        timed=timed,
+        intervals=timed.intervals,
+    )
 
 
 def time_call(

@@ -13,15 +13,14 @@ request's effect is visible, delays that effect, not the unit.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from cutex.sim.timing.events import Event, Place, Record, Store, Wait
+from cutex.sim.timing.events import Event, Record, Store, Wait
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.units import Barrier, Interval, Memory, Sm
+from cutex.sim.timing.timeline import RunningCluster, Timeline
+from cutex.sim.timing.units import Interval, Memory
 from cutex.sim.timing.warp import Warp
 
 
@@ -41,7 +40,7 @@ class Run:
     tiles: list[float]  # for each tile, the end of the bulk stores of it and of all before it
 
 
-class Replay:
+class Replay(Timeline):
     """Runs ``record``'s clusters, each on its own SMs.
 
     ``slots`` clusters run side by side on the same SMs, each of which starts ``apart`` cycles after
@@ -59,21 +58,9 @@ class Replay:
         apart: float = 0.0,
         log: bool = False,
     ) -> None:
-        self.record, self.gpu, self.memory = record, gpu, memory
-        self.rounds, self.slots, self.apart, self.log = rounds, slots, apart, log
-        self.sms = [Sm(i) for i in range(record.cluster_size)]
-        self.heap: list[tuple[float, int, Callable[[float], None]]] = []
-        self.number = 0
-        self.flops = 0.0
-        self.mma: list[tuple[float, float]] = []
-        self.waits: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self.worked: dict[str, float] = defaultdict(float)
-        self.intervals: list[Interval] = []
-        self.end = self.stores_end = 0.0
-        self.starts: list[float] = []
-        self.stores: list[float] = []  # the end of each bulk store
-        self.left = 0
-        self.ended_by: tuple[str, float] | None = None  # the track that ended a wait, and the time
+        super().__init__(record, gpu, memory, log=log)
+        self.rounds, self.slots, self.apart = rounds, slots, apart
+        self.starts: list[float] = []  # of clusters
         clusters = record.ctas // record.cluster_size
         self.programs_of = [
             {w: p for w, p in record.programs.items() if record.cta[w] // record.cluster_size == c}
@@ -85,11 +72,8 @@ class Replay:
         for slot in range(self.slots):
             if self.queue:
                 self.queue.popleft()
-                Instance(self, self.programs_of[0], slot).start(slot * self.apart)
-        while self.heap:
-            at, _, then = heapq.heappop(self.heap)
-            self.end = max(self.end, at)
-            then(at)
+                self.start(0, slot, slot * self.apart)
+        self.play()
         units: dict[str, float] = defaultdict(float)
         for unit in self.sms[0].units:
             units[unit.name] = max(units[unit.name], unit.busy)
@@ -122,95 +106,20 @@ class Replay:
         ends = sorted(self.stores)
         return ends[each - 1 :: each] if each else []
 
-    def at(self, when: float, then: Callable[[float], None]) -> None:
-        self.number += 1
-        heapq.heappush(self.heap, (when, self.number, then))
+    def start(self, which: int, slot: int, now: float) -> None:
+        """Start a cluster with the programs of recorded cluster `which`."""
+        self.starts.append(now)
+        cluster = RunningCluster(self, self.programs_of[which], slot, self.ended)
+        for number, program in cluster.programs.items():
+            self.left += 1
+            self.at(now, Warp(cluster, number, program).go)
 
     def ended(self, now: float, slot: int) -> None:
         """Start the next cluster in ``slot``, whose cluster has left its SMs."""
         if self.queue:
             self.queue.popleft()
             which = (self.rounds - len(self.queue)) % len(self.programs_of)
-            Instance(self, self.programs_of[which], slot).start(now + self.gpu.cta_turnover)
-
-
-class Instance:
-    """One running cluster: the state of its barriers and groups."""
-
-    def __init__(self, replay: Replay, programs: dict[int, list[Event]], slot: int) -> None:
-        self.r, self.gpu, self.programs = replay, replay.gpu, programs
-        self.slot = slot
-        record = replay.record
-        self.barriers = {at: Barrier(n, n) for at, n in record.barriers.items()}
-        self.named: dict[tuple[int, int], list[Any]] = defaultdict(lambda: [0, []])
-        self.cluster_count, self.cluster_phase = 0, 0
-        self.cluster_waiting: list[tuple[int, Callable[[float], None]]] = []
-        self.warps = {w: Warp(self, w, p) for w, p in programs.items()}
-        self.alive = len(self.warps)
-        self.meeting: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-        self.done_mma: dict[tuple[int, int], list[float]] = defaultdict(list)
-        self.sm = {c: replay.sms[c % record.cluster_size] for c in set(record.cta.values())}
-
-    def start(self, now: float) -> None:
-        self.r.starts.append(now)
-        for warp in self.warps.values():
-            self.r.left += 1
-            self.r.at(now, warp.go)
-
-    def warp_ended(self, now: float) -> None:
-        self.alive -= 1
-        self.r.left -= 1
-        if not self.alive:
-            self.r.ended(now, self.slot)
-        else:
-            self.check_cluster(now)
-
-    def check_cluster(self, now: float) -> None:
-        """Complete the cluster barrier once every warp that has not ended has arrived."""
-        if 0 < self.cluster_count >= self.alive:
-            self.cluster_count = 0
-            self.cluster_phase += 1
-            ready, self.cluster_waiting = self.cluster_waiting, []
-            for _, wake in ready:
-                self.r.at(now + self.gpu.cluster_barrier, wake)
-
-    # -- mbarriers ---------------------------------------------------------------------------------
-
-    def arrive(
-        self, place: Place, count: int, expect: int, by: str, track: str, now: float
-    ) -> None:
-        b = self.barriers[place]
-        if count and not expect:
-            b.by, b.track = by, track
-        b.tx += expect
-        b.pending -= count
-        self.check(b, now)
-
-    def bytes(self, place: Place, size: int, by: str, now: float) -> None:
-        b = self.barriers[place]
-        b.by, b.track = by, "TMA in"
-        b.tx -= size
-        self.check(b, now)
-
-    def check(self, b: Barrier, now: float) -> None:
-        if b.pending <= 0 and b.tx == 0:
-            b.pending += b.arrivals
-            b.phases += 1
-            ready = [w for w in b.waiting if w[0] <= b.phases]
-            if ready:
-                b.waiting = [w for w in b.waiting if w[0] > b.phases]
-                for _, wake in ready:
-                    self.r.at(now + self.gpu.wake, self._woken(wake, b.track, now))
-
-    def _woken(
-        self, wake: Callable[[float], None], track: str, since: float
-    ) -> Callable[[float], None]:
-        def then(now: float) -> None:
-            self.r.ended_by = (track, since)
-            wake(now)
-            self.r.ended_by = None
-
-        return then
+            self.start(which, slot, now + self.gpu.cta_turnover)
 
 
 def _stores_of_a_tile(program: Sequence[Event]) -> int:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.picture import UNITS, draw
-from cutex.sim.timing.power import clock_ghz
-from cutex.sim.timing.predict import predict
-from cutex.sim.timing.sampled import Sampled
-from cutex.sim.timing.timed import Timed, Whole
-from cutex.sim.timing.trace import Traced
+from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.units import Interval
 
 
@@ -110,46 +103,6 @@ class TimeReport:
             file.write_text(draw(self.intervals, title), encoding="utf-8")
         else:
             file.write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
-
-
-def time_launch(
-    traced: Traced | Lengths | Sampled,
-    gpu: Gpu,
-    whole: Whole | None = None,
-    *,
-    log: bool = False,
-    data: str = "normal",
-) -> TimeReport:
-    """The time of one recorded launch."""
-    timed = predict(traced, gpu, whole)
-    ghz = clock_ghz(timed, gpu, data)
-    timed = predict(traced, gpu.at(ghz), whole, log=log)
-    record = traced.record
-    roles = []
-    for name in dict.fromkeys(record.roles.values()):
-        warps = [w for w, r in record.roles.items() if r == name]
-        count = len(warps) * max(1, timed.side_by_side)
-        waited = timed.waited.get(name, {})
-        roles.append(
-            Role(
-                name, len(warps) / (record.ctas or 1), timed.worked.get(name, 0.0) / count,
-                {k: v / count for k, v in waited.items()},
-            )
-        )  # fmt: skip
-    return TimeReport(
-        kernel=traced.name,
-        gpu=gpu.name,
-        cycles=timed.cycles,
-        clock_ghz=ghz,
-        band=math.hypot(gpu.band, timed.sampling_error),
-        clock_band=gpu.clock_band,
-        flops=timed.flops,
-        binds=timed.binds,
-        busy=timed.busy,
-        roles=roles,
-        timed=timed,
-        intervals=timed.intervals,
-    )
 
 
 def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:

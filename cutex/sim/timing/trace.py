@@ -16,8 +16,8 @@ from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.pending_clusters import PendingClusters
 from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, residency
 from cutex.sim.ptx.program import Program
-from cutex.sim.run import Simulation
 from cutex.sim.scheduler import Scheduler
+from cutex.sim.simulation import Simulation
 from cutex.sim.timing.counters import Counter, SharedCounters
 from cutex.sim.timing.events import Event, Load, Record, Reply
 from cutex.sim.timing.gpus import H200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutex.sim.timing.events import (
     Arrive,
@@ -29,10 +29,8 @@ from cutex.sim.timing.events import (
     Wait,
     Work,
 )
+from cutex.sim.timing.timeline import RunningCluster
 from cutex.sim.timing.units import Interval
-
-if TYPE_CHECKING:
-    from cutex.sim.timing.replay import Instance
 
 QUANTUM = 64.0  # cycles for which one warp may hold a sub-core before another's turn
 
@@ -57,12 +55,13 @@ def _settles(program: list[Event]) -> set[int]:
 class Warp:
     """A warp that replays its program."""
 
-    def __init__(self, instance: Instance, number: int, program: list[Event]) -> None:
-        self.i, self.r, self.gpu = instance, instance.r, instance.gpu
-        record = self.r.record
+    def __init__(self, cluster: RunningCluster, number: int, program: list[Event]) -> None:
+        self.running, self.timeline, self.gpu = cluster, cluster.timeline, cluster.gpu
+        self.memory = self.timeline.memory
+        record = self.timeline.record
         self.number, self.program, self.at = number, program, 0
         self.cta, self.place = record.cta[number], record.place[number]
-        self.sm = self.r.sms[self.cta % record.cluster_size]
+        self.sm = self.timeline.sms[self.cta % record.cluster_size]
         self.core = self.sm.cores[self.place % 4]
         self.role = record.roles.get(number, "") or f"warp {self.place}"
         self.track = f"{self.role} {self.place}"
@@ -89,7 +88,7 @@ class Warp:
             if self.remaining is not None:
                 work = self.remaining
             elif self.at == len(self.program):
-                self.i.warp_ended(now)
+                self.running.warp_ended(now)
                 return
             else:
                 event = self.program[self.at]
@@ -99,7 +98,7 @@ class Warp:
                     if then is None:
                         continue
                     if then >= 0:
-                        self.r.at(then, self.go)
+                        self.timeline.at(then, self.go)
                     return
                 self.at += 1
                 work = event
@@ -114,10 +113,10 @@ class Warp:
             end = max(self.core.serve(now, part.slots, pipes), now + cycles)
             if part.port:
                 end = max(end, self.sm.port.serve(now, part.port))
-            self.r.worked[self.role] += cycles
-            if self.r.log:
+            self.timeline.worked[self.role] += cycles
+            if self.timeline.log:
                 self._log("work", "", now, end)
-            self.r.at(end, self.go)
+            self.timeline.at(end, self.go)
             return
 
     def _slowed(self, work: Work) -> tuple[tuple[float, ...], float]:
@@ -143,17 +142,19 @@ class Warp:
         by: tuple[str, float] | None = None,
     ) -> None:
         # NOTE: only the first of the CTAs of an SM is logged, so that tracks do not overlap
-        if end > start and not self.i.slot:
-            self.r.intervals.append(Interval(self.track, name, start, end, kind, self.cta, by))
+        if end > start and not self.running.slot:
+            self.timeline.intervals.append(
+                Interval(self.track, name, start, end, kind, self.cta, by)
+            )
 
     def _waiter(self, whom: str | Callable[[], str], now: float) -> Callable[[float], None]:
         """The function to call when the wait of this warp ends, which ``whom`` ends."""
 
         def wake(then: float) -> None:
             what = whom if isinstance(whom, str) else whom()
-            self.r.waits[self.role][what] += then - now
-            if self.r.log:
-                self._log("wait", what, now, then, self.r.ended_by)
+            self.timeline.waits[self.role][what] += then - now
+            if self.timeline.log:
+                self._log("wait", what, now, then, self.timeline.ended_by)
             self.go(then)
 
         return wake
@@ -162,17 +163,17 @@ class Warp:
         """Wait for ``then``, a time that is known; None where it has passed."""
         if then <= now:
             return None
-        self.r.waits[self.role][what] += then - now
-        if self.r.log:
+        self.timeline.waits[self.role][what] += then - now
+        if self.timeline.log:
             self._log("wait", what, now, then)
         return then
 
     # -- events: each returns the time to go on; None: at once, -1: another event wakes the warp --
 
     def wait(self, e: Wait, now: float) -> float | None:
-        b = self.i.barriers[e.barrier]
+        b = self.running.barriers[e.barrier]
         if b.phases >= e.phases:
-            if self.r.log:
+            if self.timeline.log:
                 self._log("work", "", now, now + self.gpu.try_wait)
             return now + self.gpu.try_wait
         b.waiting.append((e.phases, self._waiter(lambda: b.by, now)))
@@ -180,16 +181,18 @@ class Warp:
 
     def arrive(self, e: Arrive, now: float) -> float | None:
         if e.remote:
-            self.r.at(
+            self.timeline.at(
                 now + self.gpu.remote_arrive,
-                partial(self.i.arrive, e.barrier, e.arrivals, e.expect, self.role, self.track),
+                partial(
+                    self.running.arrive, e.barrier, e.arrivals, e.expect, self.role, self.track
+                ),
             )
         else:
-            self.i.arrive(e.barrier, e.arrivals, e.expect, self.role, self.track, now)
+            self.running.arrive(e.barrier, e.arrivals, e.expect, self.role, self.track, now)
         return None
 
     def load(self, e: Load, now: float) -> float | None:
-        g, m, sm = self.gpu, self.r.memory, self.sm
+        g, m, sm = self.gpu, self.memory, self.sm
         issued = sm.issue.serve(now, g.tma_issue)
         share = m.sms
         at = issued
@@ -200,7 +203,7 @@ class Warp:
         l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share) - m.ahead
         hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
         for signal, cta in zip(e.signals, e.ctas, strict=True):
-            target = self.i.sm[cta]
+            target = self.running.sm[cta]
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
             latency = g.l2_latency + (g.hbm_latency * m.waits if m.miss else 0.0)
             end = max(into, l2, hbm) + latency
@@ -208,33 +211,35 @@ class Warp:
                 rate = g.tma_outside if e.outside < e.size else g.tma_zeros
                 end = max(end, target.outside.serve(at, e.outside / rate))
             ends.append(end)
-            self.r.at(end, partial(self.i.bytes, signal, e.size, "TMA"))
-            if self.r.log:
-                self.r.intervals.append(Interval("TMA in", f"{e.size} bytes", at, end, "unit", cta))
+            self.timeline.at(end, partial(self.running.bytes, signal, e.size, "TMA"))
+            if self.timeline.log:
+                self.timeline.intervals.append(
+                    Interval("TMA in", f"{e.size} bytes", at, end, "unit", cta)
+                )
         return now + g.tma_gap
 
     def store(self, e: Store, now: float) -> float | None:
         g, sm = self.gpu, self.sm
         issued = sm.issue.serve(now, g.tma_issue)
-        rate = min(g.tma_store_bytes, g.store_bytes / self.r.memory.sms)
+        rate = min(g.tma_store_bytes, g.store_bytes / self.memory.sms)
         out = sm.out.serve(issued, e.size / rate)
         if g.l2_store:  # loads wait for stores, and stores for loads
-            share = e.size * g.l2_store * self.r.memory.sms / g.l2_bytes
-            out = max(out, sm.l2.serve(issued, share) - self.r.memory.ahead)
-        if self.r.memory.write_back:
+            share = e.size * g.l2_store * self.memory.sms / g.l2_bytes
+            out = max(out, sm.l2.serve(issued, share) - self.memory.ahead)
+        if self.memory.write_back:
             out = max(
                 out,
                 sm.hbm.serve(
-                    issued, e.size * self.r.memory.write_back * self.r.memory.sms / g.hbm_bytes
+                    issued, e.size * self.memory.write_back * self.memory.sms / g.hbm_bytes
                 )
-                - g.write_buffer * self.r.memory.sms / g.hbm_bytes,
+                - g.write_buffer * self.memory.sms / g.hbm_bytes,
             )
         self.open.append(out + g.store_read)
         self.open_done.append(out + g.store_latency)
-        self.r.stores_end = max(self.r.stores_end, out + g.store_latency)
-        self.r.stores.append(out + g.store_latency)
-        if self.r.log:
-            self.r.intervals.append(
+        self.timeline.stores_end = max(self.timeline.stores_end, out + g.store_latency)
+        self.timeline.stores.append(out + g.store_latency)
+        if self.timeline.log:
+            self.timeline.intervals.append(
                 Interval("TMA out", f"{e.size} bytes", issued, out, "unit", self.cta)
             )
         return now + g.tma_gap
@@ -250,7 +255,9 @@ class Warp:
         else:
             end = max(now, self.issued_mma) + self.gpu.mma_commit
             for place in e.barriers:
-                self.r.at(end, partial(self.i.arrive, place, 1, 0, "MMA", "tensor core"))
+                self.timeline.at(
+                    end, partial(self.running.arrive, place, 1, 0, "MMA", "tensor core")
+                )
         return None
 
     def group(self, e: Group, now: float) -> float | None:
@@ -265,23 +272,23 @@ class Warp:
         at = len(self.committed) - e.pending - 1
         if at < 0 or not self.committed[at]:
             return None
-        done = self.i.done_mma[self.warpgroup]
+        done = self.running.done_mma[self.warpgroup]
         need = self.committed[at]
         if len(done) >= need:
             then = done[need - 1] + self.gpu.wgmma_latency
             return self._until("MMA", now, then)
         # others of the warpgroup have not issued it yet
-        self.r.at(now + 8.0, lambda t: self._again(e, now, t))
+        self.timeline.at(now + 8.0, lambda t: self._again(e, now, t))
         return -1.0
 
     def _again(self, e: Group, since: float, now: float) -> None:
         at = len(self.committed) - e.pending - 1
-        done, need = self.i.done_mma[self.warpgroup], self.committed[at]
+        done, need = self.running.done_mma[self.warpgroup], self.committed[at]
         if len(done) < need:
-            self.r.at(now + 8.0, lambda t: self._again(e, since, t))
+            self.timeline.at(now + 8.0, lambda t: self._again(e, since, t))
             return
         then = max(now, done[need - 1] + self.gpu.wgmma_latency)
-        self.r.at(then, self._waiter("MMA", since))
+        self.timeline.at(then, self._waiter("MMA", since))
 
     def mma(self, e: Mma, now: float) -> float | None:
         g = self.gpu
@@ -289,18 +296,18 @@ class Warp:
             return self._tcgen05(e, now)
         self.mmas += 1
         key = (*self.warpgroup, self.mmas)
-        came = self.i.meeting[key]
+        came = self.running.meeting[key]
         came.append(now)
         if len(came) == 4:
-            del self.i.meeting[key]
+            del self.running.meeting[key]
             cycles = max(e.flops / (g.mma_flops * e.rate), e.smem / g.smem_bytes)
             self.sm.port.serve(now, e.smem / g.smem_bytes)
             end = self.sm.tensor.serve(now, cycles)
-            self.i.done_mma[self.warpgroup].append(end)
-            self.r.flops += e.flops
-            self.r.mma.append((end, self.r.flops))
-            if self.r.log:
-                self.r.intervals.append(
+            self.running.done_mma[self.warpgroup].append(end)
+            self.timeline.flops += e.flops
+            self.timeline.mma.append((end, self.timeline.flops))
+            if self.timeline.log:
+                self.timeline.intervals.append(
                     Interval(
                         "tensor core",
                         f"group {self.warpgroup[1]}",
@@ -310,7 +317,7 @@ class Warp:
                         self.cta,
                     )
                 )
-        done = self.i.done_mma[self.warpgroup]
+        done = self.running.done_mma[self.warpgroup]
         behind = self.mmas - g.wgmma_queue
         if behind > 0 and len(done) >= behind and done[behind - 1] > now:
             return self._until("MMA queue", now, done[behind - 1])
@@ -321,29 +328,29 @@ class Warp:
         cycles = max(e.flops / (len(e.ctas) * g.mma_flops * e.rate), e.smem / g.smem_bytes)
         end = now
         for cta in e.ctas:
-            sm = self.i.sm[cta]
+            sm = self.running.sm[cta]
             sm.port.serve(now, e.smem / g.smem_bytes)
             end = max(end, sm.tensor.serve(max(now, end - cycles), cycles))
         self.issued_mma = end
-        self.r.flops += e.flops
-        self.r.mma.append((end, self.r.flops))
-        if self.r.log:
+        self.timeline.flops += e.flops
+        self.timeline.mma.append((end, self.timeline.flops))
+        if self.timeline.log:
             for cta in e.ctas:
-                self.r.intervals.append(
+                self.timeline.intervals.append(
                     Interval("tensor core", "tcgen05.mma", end - cycles, end, "unit", cta)
                 )
         return now + g.wgmma_issue
 
     def name_barrier(self, e: Named, now: float) -> float | None:
         key = (self.cta, e.number)
-        state = self.i.named[key]
-        needed = e.threads // 32 or self.r.record.warps_per_cta
+        state = self.running.named[key]
+        needed = e.threads // 32 or self.timeline.record.warps_per_cta
         state[0] += 1
         if state[0] >= needed:
             state[0] = 0
             waiting, state[1] = state[1], []
             for wake in waiting:
-                self.r.at(now + self.gpu.bar, wake)
+                self.timeline.at(now + self.gpu.bar, wake)
             return now + self.gpu.bar if e.waits else None
         if e.waits:
             state[1].append(self._waiter(f"barrier {e.number}", now))
@@ -351,7 +358,7 @@ class Warp:
         return None
 
     def cluster(self, e: Cluster, now: float) -> float | None:
-        i = self.i
+        i = self.running
         if not e.waits:
             self.cluster_arrived = i.cluster_phase + 1
             i.cluster_count += 1
@@ -363,13 +370,13 @@ class Warp:
         return -1.0
 
     def touch(self, e: Touch, now: float) -> float | None:
-        g, m = self.gpu, self.r.memory
+        g, m = self.gpu, self.timeline.memory
         size = 32 * e.sectors
         end = self.sm.out.serve(now, max(e.lines * g.line_cycles, size * m.sms / g.store_bytes))
         if e.waits:
             return self._until("global memory", now, end + g.global_latency)
         self.sm.hbm.serve(now, size * m.write_back * m.sms / g.hbm_bytes)
-        self.r.stores_end = max(self.r.stores_end, end + g.store_latency)
+        self.timeline.stores_end = max(self.timeline.stores_end, end + g.store_latency)
         # the warp need not wait for its first few stores
         then = end - g.store_queue * g.line_cycles
         return self._until("stores", now, then)
@@ -378,7 +385,7 @@ class Warp:
         """Start a load, after which the warp goes on until it needs the data; an SM takes one line
         after the other.
         """
-        g, m, size = self.gpu, self.r.memory, 32 * e.sectors
+        g, m, size = self.gpu, self.timeline.memory, 32 * e.sectors
         miss = m.fetched.get(e.tensor, 1.0)
         taken = self.sm.lines.serve(now, e.lines * g.line_cycles)
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
@@ -399,11 +406,11 @@ class Warp:
 
     def send(self, e: Send, now: float) -> float | None:
         """Send bytes to the smem of a CTA, which takes them from one after the other."""
-        sm, target = self.sm, self.i.sm[e.signal[0]]
+        sm, target = self.sm, self.running.sm[e.signal[0]]
         cycles = e.size / self.gpu.sent_bytes
         end = max(sm.sent.serve(now, cycles), target.received.serve(now, cycles))
-        arrive = partial(self.i.bytes, e.signal, e.size, "another CTA")
-        self.r.at(end + self.gpu.peer_latency, arrive)
+        arrive = partial(self.running.bytes, e.signal, e.size, "another CTA")
+        self.timeline.at(end + self.gpu.peer_latency, arrive)
         return None
 
     def need(self, e: Need, now: float) -> float | None:
@@ -411,8 +418,8 @@ class Warp:
 
     def landed(self, e: Landed, now: float) -> float | None:
         end = max(now, self.copying)
-        arrive = partial(self.i.arrive, e.barrier, e.arrivals, 0, self.role, self.track)
-        self.r.at(end, arrive)
+        arrive = partial(self.running.arrive, e.barrier, e.arrivals, 0, self.role, self.track)
+        self.timeline.at(end, arrive)
         return None
 
     def columns(self, e: Columns, now: float) -> float | None:
@@ -426,7 +433,7 @@ class Warp:
     def copy(self, e: Copy, now: float) -> float | None:
         cycles = e.columns * 128 * 4 / self.gpu.tmem_copy_bytes
         for cta in e.ctas:
-            self.i.sm[cta].tensor.serve(now, cycles)
+            self.running.sm[cta].tensor.serve(now, cycles)
         return now + self.gpu.wgmma_issue
 
     def settled(self, e: Settled, now: float) -> float | None:
@@ -434,9 +441,9 @@ class Warp:
 
     def reply(self, e: Reply, now: float) -> float | None:
         for place in e.barriers:
-            self.r.at(
+            self.timeline.at(
                 now + self.gpu.launch_control,
-                partial(self.i.bytes, place, 16, "launch control"),
+                partial(self.running.bytes, place, 16, "launch control"),
             )
         return None
 
