@@ -9,6 +9,8 @@ from cutex.kernels.gemm.choose import choose, cover, ranked, shortlist
 from cutex.kernels.gemm.sm90.config import Sm90Config, placed_unevenly
 from cutex.kernels.gemm.sm90.pace import Pace
 from cutex.problem.gemm import GemmProblem
+from cutex.schedulers.dispatch import SelfDispatch, Ticket
+from cutex.schedulers.order import SplitOrder, TileCounts
 from cutex.schedulers.raster import ALONG, Raster, RasterOrder, clusters
 from cutex.schedulers.spread import first_row
 
@@ -165,3 +167,34 @@ STARTED_AT_THE_END = [
 @pytest.mark.parametrize(("ctas", "k", "unevenly"), STARTED_AT_THE_END)
 def test_the_next_kernel_starts_early_but_where_it_would_be_placed_unevenly(ctas, k, unevenly):
     assert placed_unevenly(132 - ctas, 132, k) == unevenly
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_warp_that_asks_for_itself_gets_each_of_its_tiles_once(early):
+    """In Python ints, like an order: CTA 1 of 3 takes every third tile of 8."""
+
+    class ThirdOnes:
+        barriers = ()
+        asked = 0
+
+        def first(self):
+            return Ticket(1, 0)
+
+        def ask(self, ticket):
+            self.asked += 1
+            return ticket.index + 3
+
+        def next(self, ticket, asked, total):
+            assert total == 8
+            return Ticket(asked, ticket.phase)
+
+    source = ThirdOnes()
+    dispatch = SelfDispatch(
+        SplitOrder(RasterOrder.of(Raster(), TileCounts(2, 2), (1, 1)), 2), source
+    )
+    ticket, taken = dispatch.first(), []
+    while ticket.valid:
+        taken.append(dispatch.tile(ticket))
+        ticket = dispatch.next(ticket, dispatch.ask(ticket)) if early else dispatch.next(ticket)
+    assert taken == [dispatch.order.tile(i) for i in (1, 4, 7)] and source.asked == 3
+    assert ticket.moved_to(2).valid and not ticket.moved_to(8).valid

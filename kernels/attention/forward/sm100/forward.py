@@ -46,7 +46,7 @@ from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.schedulers.clc import LaunchControl
 from cutex.schedulers.counter import Counter
-from cutex.schedulers.dispatch import Source
+from cutex.schedulers.dispatch import SelfDispatch, Source
 from cutex.schedulers.one_tile import OwnNumber
 from cutex.schedulers.persistent import EqualSteps
 
@@ -210,7 +210,8 @@ class Forward:
                 self.mma(shared)
             elif warp == roles.load.first:
                 order = AttentionOrder.of(c, sizes)
-                Load(c, q, k, v, order, source).run(shared)
+                dispatch = SelfDispatch(order, source)
+                Load(c, q, k, v, dispatch, order.heads_per_kv).run(shared)
         elif warp < roles.epilogue.end:
             cute.arch.setmaxregister_decrease(roles.registers.epilogue)
             Epilogue(shared, o).run()

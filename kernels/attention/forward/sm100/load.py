@@ -17,9 +17,8 @@ from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.tiles import Shared
-from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.work_ring import NORMAL
-from cutex.schedulers.dispatch import Source
+from cutex.schedulers.dispatch import SelfDispatch
 
 Fills = tuple[PipelineState, PipelineState, PipelineState]  # states in the rings of Q, K and V
 
@@ -30,8 +29,8 @@ class Load:
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
-    order: AttentionOrder
-    source: Source
+    dispatch: SelfDispatch
+    heads_per_kv: Int32  # owners of tiles that read one head of K and V
 
     @cute.jit
     def run(self, shared: Shared) -> None:
@@ -47,9 +46,9 @@ class Load:
             b.k.producer(),
             b.v.producer(),
         )
-        turn = self.source.first()
-        while turn.index < self.order.total:
-            work = self.order.tile(turn.index)
+        ticket = self.dispatch.first()
+        while ticket.valid:
+            work = self.dispatch.tile(ticket)
             seq_q, seq_k = shared.lengths(work.batch)
             if work.m * c.tile_m < seq_q.length * c.pack:
                 tiles.q.empty.wait(fill.phase, fill.slot)
@@ -59,8 +58,7 @@ class Load:
                     shared, work, (seq_q, seq_k), (q_fill, k_fill, v_fill)
                 )
             # ask only after these loads are issued: a CTA that is late gets fewer tiles
-            asked = self.source.ask(turn)
-            turn = self.source.next(turn, asked, self.order.total)
+            ticket = self.dispatch.next(ticket)
         tiles.q.drain(fill)
         tiles.end(fill)
         if cutlass.const_expr(c.pair):
@@ -83,7 +81,7 @@ class Load:
         q_fill, k_fill, v_fill = fills
         end, count, _ = shared.spans(work, seq_q.length, seq_k.length)
         rank = shared.rank()
-        head_kv = work.head // self.order.heads_per_kv
+        head_kv = work.head // self.heads_per_kv
         of_q, of_k = Rows(self.q, c.pack, c.ragged_q), Rows(self.k, 1, c.ragged_k)
         of_v = Rows(self.v, 1, c.ragged_k)
         loads_q = tile_loads(of_q, shared.sQ, (work.head, work.batch, seq_q), 0)

@@ -43,7 +43,7 @@ from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import WorkRing
 from cutex.schedulers.counter import Counter
-from cutex.schedulers.dispatch import Source
+from cutex.schedulers.dispatch import SelfDispatch, Source
 from cutex.schedulers.one_tile import OwnNumber
 from cutex.schedulers.persistent import EqualSteps
 
@@ -184,7 +184,8 @@ class Forward:
             if warp == self.load_warps.first:
                 operands = self.rows(q, "q"), self.rows(k, "k"), self.rows(v, "k")
                 order, source = AttentionOrder.of(c, sizes), self.source(passed)
-                Load(c, order, *operands, source, vote, shared).run()
+                dispatch = SelfDispatch(order, source)
+                Load(c, *operands, order, dispatch, vote, shared).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             out = OutStore(c, self.rows(o, "q"), sO, passed.lse)

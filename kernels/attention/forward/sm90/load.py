@@ -22,7 +22,7 @@ from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
-from cutex.schedulers.dispatch import Source, Ticket
+from cutex.schedulers.dispatch import SelfDispatch, Ticket
 
 Fills = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
@@ -40,11 +40,11 @@ class TileJob(NamedTuple):
 @dataclass(frozen=True)
 class Load:
     config: Sm90ForwardConfig
-    order: AttentionOrder
     q: Rows  # with the TMA operand each
     k: Rows
     v: Rows
-    source: Source
+    order: AttentionOrder
+    dispatch: SelfDispatch
     vote: Vote | None  # of CTAs that share their loads
     shared: Shared
 
@@ -59,23 +59,23 @@ class Load:
         c, order, ring = self.config, self.order, self.shared.work
         q_fill, fills = ring.q.producer(), (self.shared.k.producer(), self.shared.v.producer())
         ring.clear()
-        turn, votes = self.source.first(), Vote.first()
+        ticket, votes = self.dispatch.first(), Vote.first()
         looked_at = Int32(0)  # slots checked and valid since the last tile was announced
-        while turn.index < order.total or looked_at < c.q_stages:
+        while ticket.valid or looked_at < c.q_stages:
             back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
             back.skip(looked_at)
             ring.q.empty.wait(back.phase, back.slot)
             failed = ring.take_back(back.slot)
-            failed, turn, votes = self.agree(failed, turn, votes)
+            failed, ticket, votes = self.agree(failed, ticket, votes)
             work, mode, forwards = ring.work(back.slot), Int32(SAFE), Int32(0)
             if cutlass.const_expr(c.alternates):
                 forwards = ring.forwards(back.slot)  # as when it failed
             if not failed:
-                work = order.tile(cutlass.min(turn.index, order.total - 1))
+                work = order.tile(cutlass.min(ticket.index, order.total - 1))
                 mode = Int32(NORMAL)
                 if cutlass.const_expr(c.alternates):
-                    forwards = order.is_forwards(turn.index, c.num_ctas // c.ctas)
-            if not failed and turn.index >= order.total:
+                    forwards = order.is_forwards(ticket.index, c.num_ctas // c.ctas)
+            if not failed and not ticket.valid:
                 looked_at += 1
             else:
                 looked_at = Int32(0)
@@ -83,29 +83,29 @@ class Load:
                 asked = Int32(0)
                 if lengths[0].length * c.pack > work.m * c.tile_m:
                     job = TileJob(work, mode, lengths, forwards if c.alternates else None)
-                    fills, asked = self.tile(job, turn, q_fill, fills)
+                    fills, asked = self.tile(job, ticket, q_fill, fills)
                     q_fill.advance()
                 else:
-                    asked = self.ask(mode, turn)
+                    asked = self.ask(mode, ticket)
                 if not failed and self.asks():
-                    turn = self.source.next(turn, asked, order.total)
+                    ticket = self.dispatch.next(ticket, asked)
         ring.end(q_fill)
         for kv, fill in zip((self.shared.k, self.shared.v), fills, strict=True):
             if cutlass.const_expr(c.share):
                 kv.drain(fill)
 
     def agree(
-        self, failed: Boolean, turn: Ticket, votes: PipelineState
+        self, failed: Boolean, ticket: Ticket, votes: PipelineState
     ) -> tuple[Boolean, Ticket, PipelineState]:
-        """Whether a tile failed in a CTA that shares these loads, and the turn of the one that
-        asks; and the state of the next vote."""
+        """Whether a tile failed in a CTA that shares these loads, and the ticket of the one
+        that asks; and the state of the next vote."""
         if self.vote is not None:
-            other = self.vote.exchange(2 * turn.index + Int32(failed), votes)
+            other = self.vote.exchange(2 * ticket.index + Int32(failed), votes)
             votes.advance()
             failed = failed | (other % 2 == 1)
             follows = cute.arch.block_idx_in_cluster()  # 0: this CTA asks
-            turn = Ticket(turn.index + follows * (other // 2 - turn.index), turn.phase)
-        return failed, turn, votes
+            ticket = ticket.moved_to(ticket.index + follows * (other // 2 - ticket.index))
+        return failed, ticket, votes
 
     def asks(self) -> Boolean:
         """Whether this CTA asks for tiles: of two that share loads the first."""
@@ -113,7 +113,7 @@ class Load:
 
     @cute.jit
     def tile(
-        self, job: TileJob, turn: Ticket, q_fill: PipelineState, fills: Fills
+        self, job: TileJob, ticket: Ticket, q_fill: PipelineState, fills: Fills
     ) -> tuple[Fills, Int32]:
         """Load Q, and K and V block by block in the order in which the products need them. Return
         the states after, and the result of `ask`.
@@ -143,18 +143,18 @@ class Load:
                 k_fill.advance()
                 loads_v.load(path.block(i), v_fill.slot, shared.v.acquire(v_fill))
                 v_fill.advance()
-            asked = self.ask(mode, turn)
+            asked = self.ask(mode, ticket)
             last = path.block(blocks.end - 1 - blocks.first)
             loads_v.load(last, v_fill.slot, shared.v.acquire(v_fill))
             v_fill.advance()
         else:
-            asked = self.ask(mode, turn)
+            asked = self.ask(mode, ticket)
         return (k_fill, v_fill), asked
 
     @cute.jit
-    def ask(self, mode: Int32, turn: Ticket) -> Int32:
+    def ask(self, mode: Int32, ticket: Ticket) -> Int32:
         """Ask for the next tile, unless this tile is a repeated one."""
         asked = Int32(0)
         if mode == NORMAL and self.asks():
-            asked = self.source.ask(turn)
+            asked = self.dispatch.ask(ticket)
         return asked

@@ -47,6 +47,7 @@ from cutex.kernels.attention.forward.sm90.stage6 import Stage6
 from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.work_ring import END, NORMAL, WorkRing
 from cutex.schedulers.counter import Counter
+from cutex.schedulers.dispatch import SelfDispatch
 
 O_BARRIER = 3  # the first of one named barrier for each warpgroup; those below are the turns'
 
@@ -177,15 +178,14 @@ class Stage7(Stage6):
         self, operands: Operands, slots: Slots, barriers: Barriers, counter: cute.Tensor
     ) -> None:
         work = barriers.work
-        order = self.order(operands)
         fills = Fills(work.q.producer(), barriers.k.producer(), barriers.v.producer())
-        source = Counter(counter)
-        turn = source.first()
-        while turn.index < order.total:
-            tile = order.tile(turn.index)
+        dispatch = SelfDispatch(self.order(operands), Counter(counter))
+        ticket = dispatch.first()
+        while ticket.valid:
+            tile = dispatch.tile(ticket)
             work.q.empty.wait(fills.q.phase, fills.q.slot)
             fills = self.load_tile(operands, slots, barriers, fills, tile, NORMAL)
-            turn = source.next(turn, source.ask(turn), order.total)
+            ticket = dispatch.next(ticket)
         work.q.empty.wait(fills.q.phase, fills.q.slot)
         work.end(fills.q)
 

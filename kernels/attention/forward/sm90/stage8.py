@@ -33,6 +33,7 @@ from cutex.kernels.attention.forward.sm90.stage4 import RingStates
 from cutex.kernels.attention.forward.sm90.stage7 import Barriers, Fills, Out, Stage7
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
 from cutex.schedulers.counter import Counter
+from cutex.schedulers.dispatch import SelfDispatch
 
 
 class Stage8(Stage7):
@@ -109,25 +110,24 @@ class Stage8(Stage7):
         """Announce and load tiles. Slots of Q are checked when they come back, also after the last
         tile: one whose tile failed is announced again before any other."""
         work = barriers.work
-        order = self.order(operands)
+        dispatch = SelfDispatch(self.order(operands), Counter(counter))
         fills = Fills(work.q.producer(), barriers.k.producer(), barriers.v.producer())
         work.clear()
-        source = Counter(counter)
-        turn = source.first()
+        ticket = dispatch.first()
         came_well = Int32(0)  # valid slots in turn since the last tile was announced
-        while turn.index < order.total or came_well < work.q.num_slots:
+        while ticket.valid or came_well < work.q.num_slots:
             back = PipelineState(work.q.num_slots, fills.q.slot, fills.q.phase)
             back.skip(came_well)
             work.q.empty.wait(back.phase, back.slot)
             failed = work.take_back(back.slot)
-            if failed or turn.index < order.total:
+            if failed or ticket.valid:
                 tile, mode = work.work(back.slot), Int32(SAFE)
                 if not failed:
-                    tile, mode = order.tile(turn.index), Int32(NORMAL)
+                    tile, mode = dispatch.tile(ticket), Int32(NORMAL)
                 fills = self.load_tile(operands, slots, barriers, fills, tile, mode)
                 came_well = Int32(0)
                 if not failed:
-                    turn = source.next(turn, source.ask(turn), order.total)
+                    ticket = dispatch.next(ticket)
             else:
                 came_well += 1
         work.end(fills.q)
