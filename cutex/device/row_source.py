@@ -69,7 +69,8 @@ class DenseRows(NamedTuple):
 
 class PagedRows(NamedTuple):
     """Rows in pages of `page_size`: page i of the sequence is page table[i] of memory, whose pages
-    begin `pitch` rows apart.
+    begin `pitch` rows apart. With `first`, row 0 is that row of the pages, and boxes are single
+    rows, since it may be anywhere in a page.
 
     NOTE: a box without rows reads the first entry of the table; without any, load nothing.
     """
@@ -78,22 +79,25 @@ class PagedRows(NamedTuple):
     length: Int32 | int
     page_size: int
     pitch: Int32 | int
+    first: Any = None  # Int32
 
     def box_rows(self, tile_rows: int) -> int:
         """The most rows that are in one page, if they are whole swizzle atoms; else 1."""
         rows = gcd(self.page_size, tile_rows)
-        return rows if rows % ATOM_ROWS == 0 else 1
+        return rows if rows % ATOM_ROWS == 0 and self.first is None else 1
 
     def box(self, row: Any, rows: int) -> Box:
         count = clamp(self.length - row, rows)
-        row = row * clamp(count, 1)
+        row = (row if self.first is None else row + self.first) * clamp(count, 1)
         return Box(self.table[row // self.page_size] * self.pitch + row % self.page_size, count)
 
 
-def cache_box_rows(page_size: int, tile_rows: int) -> int:
+def cache_box_rows(page_size: int, tile_rows: int, begins_later: bool = False) -> int:
     """The rows of a box, of which a tile of `tile_rows` has a whole number, in a cache of pages of
-    `page_size` rows or, if that is 0, without pages."""
-    source = PagedRows(None, 0, page_size, 0) if page_size else DenseRows(0, 0)
+    `page_size` rows or, if that is 0, without pages. `begins_later`: the first row may be anywhere
+    in a page."""
+    first = 0 if begins_later else None
+    source = PagedRows(None, 0, page_size, 0, first) if page_size else DenseRows(0, 0)
     return source.box_rows(tile_rows)
 
 

@@ -82,8 +82,11 @@ def arguments(
         k, v = (padded_left(x, pads) for x in (k, v))
         more["cache_leftpad"] = torch.tensor(pads, dtype=torch.int32, device=device)
     if page_size:
-        table, pages = table_of(used, page_size, case.seed)
-        k, v = (in_pages(x, table, page_size, pages, used) for x in (k, v))
+        ends = tuple(n + p for n, p in zip(used, pads, strict=True))
+        table, pages = table_of(ends, page_size, case.seed)
+        k, v = (in_pages(x, table, page_size, pages, ends) for x in (k, v))
+        for b, pad in enumerate(pads):  # before the first key
+            table[b, : pad // page_size] = -(2**30)
         if shuffled:
             order = random.Random(case.seed).sample(range(case.batch + 2), case.batch)
             rows = torch.full((case.batch + 2, table.shape[1]), -(2**30), dtype=torch.int32)

@@ -90,13 +90,19 @@ def check_lengths(lengths: Tensor, room: int, new_keys: int | Tensor = 0) -> Non
 
 
 def check_pages(
-    name: str, table: Tensor, lengths: Tensor, cache: Tensor, new_keys: int | Tensor = 0
+    name: str,
+    table: Tensor,
+    lengths: Tensor,
+    cache: Tensor,
+    new_keys: int | Tensor = 0,
+    first_keys: Tensor | None = None,
 ) -> None:
     """Raise ValueError, in one sentence, for a page table, on the CPU, of pages that `cache` does
-    not have."""
+    not have; pages before the row `first_keys` of their sequence are not read."""
     pages, size = cache.shape[:2]
+    firsts = [0] * len(table) if first_keys is None else first_keys.tolist()
     for b, length in enumerate((lengths + new_keys).tolist()):
-        used = table[b, : -(-length // size)]
+        used = table[b, firsts[b] // size : -(-length // size)]
         bad = used[(used < 0) | (used >= pages)]
         if bad.numel():
             raise ValueError(

@@ -89,8 +89,9 @@ def flash_attn_with_kvcache(
     page_table, or block_table: (batch, pages of the longest) int32, which pages a sequence has.
     cache_batch_idx: (batch,) int32, which entry of the caches, or row of the page table, is each
         sequence's.
-    cache_leftpad: (batch,) int32, the row of a cache without pages at which a sequence's keys
-        begin; cache_seqlens and appended keys count from row 0.
+    cache_leftpad: (batch,) int32, the row of a cache, or of a sequence's pages, at which its keys
+        begin; cache_seqlens and appended keys count from row 0. In pages, keys are loaded row by
+        row then.
     cu_seqlens_k_new: (batch + 1,) int32: k and v are packed, (total of new keys, heads_kv, head
         dim).
     softmax_scale, causal, window_size, softcap, learnable_sink, return_lse (or return_softmax_lse):
@@ -98,6 +99,7 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin (rows, half of the rotary dim): q and k are turned by the row of their
         position, which of new key i is cache_seqlens (or rotary_seqlens) + i, and of query i the
         same with causal or a window, else cache_seqlens; rotary_interleaved: pairs are neighbours.
+        What is appended as float8 saturates.
     num_splits: into how many parts a sequence's keys are cut, which CTAs work on at the same time;
         0 as the number of SMs and all lengths want it, 1 for results that do not depend on what
         else is in the batch.
@@ -114,14 +116,14 @@ def flash_attn_with_kvcache(
         page_table, cache_batch_idx = table_of(page_table, block_table, cache_batch_idx)
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
+    if q_descale is not None or (isinstance(k_cache, Tensor) and k_cache.dtype == FP8):
+        scales = q_descale, k_descale, v_descale
+        q, k_descale, v_descale = scaled.prepared(q, k_cache, cu_seqlens_q, *scales)
     if rotary_cos is not None or rotary_sin is not None:
         positions = cache_seqlens if rotary_seqlens is None else rotary_seqlens
         by_position = causal or any(x is not None for x in sides_of(window_size))
         tables, ends = (rotary_cos, rotary_sin), (cu_seqlens_q, cu_seqlens_k_new)
         q, k = rotated(q, k, tables, rotary_interleaved, positions, by_position, ends)
-    if q_descale is not None or (isinstance(k_cache, Tensor) and k_cache.dtype == FP8):
-        scales = q_descale, k_descale, v_descale
-        q, k_descale, v_descale = scaled.prepared(q, k_cache, cu_seqlens_q, *scales)
     rest = (
         cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_k_new,
         learnable_sink, k_descale, v_descale, k, v,
@@ -197,7 +199,7 @@ def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
     left, right = call.window
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
-    if call.page_size % ATOM_ROWS:
+    if call.page_size and (call.page_size % ATOM_ROWS or call.cache_leftpad is not None):
         dims = dims_of_single_rows(dims, call.k_cache.element_size())
     arch = OPERATOR.arch_of(call.q.device)
     sms, _ = resources(call.q.device, arch)

@@ -259,8 +259,6 @@ def _check_caches(call: KVCacheCall) -> None:
             f"k_cache has batch size {call.k_cache.shape[0]}, but q has {call.batch}; "
             "cache_batch_idx says which of them are meant"
         )
-    if call.page_table is not None and call.cache_leftpad is not None:
-        raise ValueError("cache_leftpad is of caches without pages; page_table has the pages")
 
 
 def _check_new(call: KVCacheCall) -> None:
@@ -396,7 +394,9 @@ def _check_values(call: KVCacheCall) -> None:
                 f"{entries.tolist()}"
             )
     if call.page_table is not None and lengths is not None:
-        check_pages("page_table", call.page_table, lengths, call.k_cache, call.new_keys)
+        check_pages(
+            "page_table", call.page_table, lengths, call.k_cache, call.new_keys, call.cache_leftpad
+        )
     ends = call.cu_seqlens_q
     if ends is not None:
         rows, longest = call.q.shape[0], call.longest_q

@@ -8,6 +8,8 @@ from torch import Tensor
 from cutex.ops.attention.call import DTYPES
 from cutex.ops.row.rope import rope
 
+FP8_MAX = 448.0  # of e4m3; more would be rounded to NaN
+
 
 def rotated(
     q: Tensor,
@@ -20,16 +22,19 @@ def rotated(
 ) -> tuple[Tensor, Tensor]:
     """q and k, each row turned by its position: new key i of a sequence is at `lengths` + i, and so
     is query i if queries are `aligned` with keys, by a causal mask or a window; else they are at
-    `lengths`, as in FlashAttention. `ends`: cu_seqlens of packed queries and new keys."""
-    cos, sin = tables
+    `lengths`, as in FlashAttention. `ends`: cu_seqlens of packed queries and new keys. float8 is
+    turned in float32, and saturates."""
+    cos, sin = (x.to(torch.float16) if _is_fp8(x) else x for x in tables)  # which holds every e4m3
     if cos is None or sin is None:
         raise ValueError("rotary_cos and rotary_sin must be given together")
     if not (isinstance(k, Tensor) and isinstance(lengths, Tensor)):
         raise ValueError("rotary_cos and rotary_sin need k and v, and cache_seqlens: their places")
     found = []
     for name, x, of, follow in (("q", q, ends[0], aligned), ("k", k, ends[1], True)):
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}: rotary_cos turns bfloat16 and float16")
+        if x.dtype not in DTYPES and not _is_fp8(x):
+            raise TypeError(
+                f"{name} has dtype {x.dtype}: rotary_cos turns bfloat16, float16 and float8_e4m3fn"
+            )
         batch = x.shape[0] if of is None else of.shape[0] - 1
         if x.dim() != (4 if of is None else 3) or tuple(lengths.shape) != (batch,):
             raise ValueError(
@@ -38,9 +43,15 @@ def rotated(
             )
         rows = x if of is None else x[None]
         at = _dense(rows, lengths, follow) if of is None else _packed(x, of, lengths, follow)
+        rows = rows.float() if _is_fp8(x) else rows
         turned = rope(rows, cos, sin, interleaved=interleaved, positions=at)
+        turned = turned.clamp(-FP8_MAX, FP8_MAX).to(x.dtype) if _is_fp8(x) else turned
         found.append(turned if of is None else turned[0])
     return found[0], found[1]
+
+
+def _is_fp8(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn
 
 
 def _dense(x: Tensor, lengths: Tensor, follow: bool) -> Tensor:

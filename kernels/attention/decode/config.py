@@ -83,9 +83,14 @@ class DecodeConfig(ScoreSpec):
         return self.num_sms * self.ctas_per_sm
 
     @property
+    def single_rows(self) -> bool:
+        """Whether keys are loaded row by row: a box of several could cross into another page."""
+        return bool(self.page_size and (self.page_size % ATOM_ROWS or self.leftpad))
+
+    @property
     def load_warps(self) -> int:
         """The warps that load: several for single rows, whose copies are as many as rows."""
-        return 4 if self.page_size % ATOM_ROWS else 1
+        return 4 if self.single_rows else 1
 
     @property
     def q_in_smem(self) -> bool:
@@ -138,7 +143,7 @@ class DecodeConfig(ScoreSpec):
             return "appended=True: needs the caches' lengths"
         if self.page_size < 0 or (self.page_size and self.batch_idx):
             return f"page_size={self.page_size}: at least 1, or 0; pages have no cache_batch_idx"
-        if self.page_size % ATOM_ROWS and any(x * self.cache_element % 128 for x in self.head_dims):
+        if self.single_rows and any(x * self.cache_element % 128 for x in self.head_dims):
             return f"page_size={self.page_size}: single rows of {self.head_dims} are too short"
         if (
             self.num_stages < 2

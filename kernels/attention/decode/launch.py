@@ -25,7 +25,7 @@ def launch(
     c = kernel.config
     mQ, mK, mV, mO = tensors
     sizes = Sizes.of(c, mQ, mK, passed)
-    box_rows = cache_box_rows(c.page_size, c.tile_n)
+    box_rows = cache_box_rows(c.page_size, c.tile_n, c.leftpad)
     k = box_operand(mK, (c.tile_n, c.head_dim), box_rows)
     v = box_operand(mV, (c.tile_n, c.head_dim_v), box_rows)
     if cutlass.const_expr(c.parts != "shares"):

@@ -177,13 +177,12 @@ class Walk:
         """The rows of a sequence's cache of `keys` keys; pages, or sequences, begin `pitch` rows
         apart."""
         passed, page_size = self.passed, self.config.page_size
+        pad = None if passed.leftpad is None else Int32(passed.leftpad[batch])
         if page_size:
-            return PagedRows(passed.page_table[batch, None], keys, page_size, pitch)
+            return PagedRows(passed.page_table[batch, None], keys, page_size, pitch, pad)
         entry = batch if passed.batch_idx is None else Int32(passed.batch_idx[batch])
         first = entry * pitch
-        if passed.leftpad is not None:
-            first += Int32(passed.leftpad[batch])
-        return DenseRows(first, keys)
+        return DenseRows(first if pad is None else first + pad, keys)
 
     def descale(self, scales: cute.Tensor, rows: Rows) -> Float32:
         """The scale of a unit's keys or values, of (batch, heads_kv)."""
