@@ -96,7 +96,8 @@ def main(*argv: str) -> None:
 
 def connect() -> None:
     """End with one sentence, at once, where Modal's server cannot be connected to."""
-    if why := server.why_silent(modal.config.config["server_url"]):
+    of = modal.config.config
+    if why := server.why_silent(of["server_url"], proxies=not of.get("disable_api_proxy")):
         raise SystemExit(refuse(why))
 
 
