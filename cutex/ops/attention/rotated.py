@@ -24,9 +24,10 @@ def rotated(
     is query i if queries are `aligned` with keys, by a causal mask or a window; else they are at
     `lengths`, as in FlashAttention. `ends`: cu_seqlens of packed queries and new keys. float8 is
     turned in float32, and saturates."""
-    cos, sin = (x.to(torch.float16) if _is_fp8(x) else x for x in tables)  # which holds every e4m3
+    cos, sin = tables
     if cos is None or sin is None:
         raise ValueError("rotary_cos and rotary_sin must be given together")
+    cos, sin = (x.half() if _is_fp8(x) else x for x in (cos, sin))  # which holds every e4m3
     if not (isinstance(k, Tensor) and isinstance(lengths, Tensor)):
         raise ValueError("rotary_cos and rotary_sin need k and v, and cache_seqlens: their places")
     found = []
