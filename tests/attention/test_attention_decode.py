@@ -118,6 +118,19 @@ def test_parts_are_merged_once_whoever_comes_last(order, seed, arch):
         assert outcome(case) == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_sink_has_the_name_s_aux_as_well(arch):
+    case = AttentionCase(**{**SMALL, "sink": True})
+    inputs = case.inputs()
+    given = arguments(case, inputs)
+    given["s_aux"] = given.pop("learnable_sink")
+    with cutex.ops.simulated(arch):
+        out, lse = cutex.flash_attn_with_kvcache(**given, return_lse=True)
+    found = case.check(inputs, out, lse, poisoned=False)
+    assert found.ok, found.message
+
+
 def test_varlen_takes_pages():
     case = AttentionCase(**{**SMALL, "lengths_q": (2, 1, 0), "causal": True})
     inputs = case.inputs()

@@ -94,6 +94,36 @@ def test_arguments_of_another_name_are_ours(stand_in):
     assert torch.equal(cutex.flash_attn_func(q, k, v, s_aux=sink), ours)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_s_aux_is_a_key_more_of_each_head_whose_value_is_zero(stand_in, dtype):
+    """As vLLM's and transformers' gpt-oss call it, of each function."""
+    q, k, v = operands()
+    sink = torch.tensor([3.0, -torch.inf, 0.5, -20.0]).to(dtype)
+    repeated = [x.double().repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), repeated[0]) * q.shape[-1] ** -0.5
+    column = sink.double()[:, None, None].expand(*scores.shape[:3], 1)
+    lse = torch.logsumexp(torch.cat((scores, column), -1), -1)
+    want = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), repeated[1])
+    out, found = cutex.flash_attn_func(q, k, v, s_aux=sink, return_softmax_lse=True)
+    close(out, want)
+    close(found, lse)
+    ends = torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    close(cutex.flash_attn_varlen_func(*flat, ends, ends, 40, 40, s_aux=sink), want.flatten(0, 1))
+    assert torch.equal(cutex.flash_attn_func(q, k, v, learnable_sink=sink, s_aux=None), out)
+    assert torch.equal(cutex.flash_attn_func(q, k, v, learnable_sink=sink, s_aux=sink), out)
+
+
+def test_an_argument_by_both_of_its_names_is_refused_in_a_sentence(stand_in):
+    q, k, v = operands()
+    sinks = {"learnable_sink": torch.randn(4), "s_aux": torch.randn(4)}
+    for function in (cutex.flash_attn_func, cutex.flash_attn_with_kvcache):
+        with pytest.raises(ValueError, match=r"^learnable_sink and s_aux are the same"):
+            function(q, k, v, **sinks)
+    out = cutex.flash_attn_func(q, k, v, return_lse=True, return_softmax_lse=False)
+    assert isinstance(out, tuple), "False is the other name's default"
+
+
 @pytest.mark.parametrize(
     ("window", "ours"),
     [

@@ -22,7 +22,11 @@ from cutex.ops.attention import call, own_backward
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils, modeling_flash_attention_utils  # noqa: E402
+from transformers import (  # noqa: E402
+    cache_utils,
+    masking_utils,
+    modeling_flash_attention_utils,
+)
 from transformers.generation import configuration_utils as generation  # noqa: E402
 
 from cutex.ops.attention import in_transformers, in_transformers_flash  # noqa: E402
@@ -47,6 +51,7 @@ def wide(monkeypatch):
     # gradients are by definition, too: the kernel takes no float64
     monkeypatch.setattr(own_backward, "why_not", lambda call: "by definition")
     monkeypatch.setattr(in_transformers, "flash_attn_with_kvcache", each_by_itself)
+    monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "eager", finite_mask)
     in_transformers.register()
     in_transformers_flash.register()
     with cutex.ops.simulated("sm_90a"), torch.no_grad(), warnings.catch_warnings():
@@ -55,6 +60,13 @@ def wide(monkeypatch):
     from cutex.ops.attention import planned
 
     planned.forget()
+
+
+def finite_mask(dtype=None, **made):
+    """transformers' mask for eager attention, whose softmax is float32: float64's lowest number
+    would be -inf in it, and a padded query NaN, which all others then see."""
+    mask = masking_utils.eager_mask(dtype=torch.float32, **made)
+    return None if mask is None else mask.to(dtype)
 
 
 def each_by_itself(q, k, v, cache_seqlens=None, cache_leftpad=None, **options):
@@ -136,10 +148,10 @@ def logits(model, ids, mask, **more):
     return found if mask is None or "decoder_input_ids" in more else found[mask.bool()]
 
 
-def generated(model, ids, mask, cache):
+def generated(model, ids, mask, cache=None, **more):
     found = model.generate(
-        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, cache_implementation=cache,
-        output_logits=True, return_dict_in_generate=True,
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **({"cache_implementation": cache} if cache else {}), **more,
     )  # fmt: skip
     logits = torch.stack(found.logits)
     if not logits.isfinite().all():
@@ -172,6 +184,51 @@ def test_a_decoder_generates_the_same_with_each_cache(wide, kind, cache):
     left[1, :5] = 0
     for mask in (torch.ones_like(ids), left):
         same(models, lambda model, mask=mask: generated(model, ids, mask, cache))
+
+
+class Rounded(cache_utils.QuantizedLayer):
+    """A quantised layer of groups with a scale each, as quanto's and hqq's, by torch alone: keys
+    are quantised anew whenever `residual_length` of them wait."""
+
+    def _quantize(self, x, axis):
+        groups = x.unflatten(-1, (-1, self.q_group_size))
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 7
+        return (groups / scale).round().to(torch.int8), scale
+
+    def _dequantize(self, of):
+        return (of[0] * of[1]).flatten(-2).to(self.dtype)
+
+
+GENERATIONS = {
+    "quantised to fp8": {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
+    "quantised in groups": {
+        "cache_implementation": "quantized",
+        "cache_config": {"backend": "quanto", "residual_length": 4, "q_group_size": 32},
+    },
+    "beams": {"num_beams": 3},
+    "beams of a static cache": {"num_beams": 3, "cache_implementation": "static"},
+    "candidates of the prompt": {"prompt_lookup_num_tokens": 3},
+    "prompts in chunks": {"prefill_chunk_size": 4},
+    "chunks into a static cache": {"prefill_chunk_size": 4, "cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("ours", ["cutex", "cutex_flash_3"])
+@pytest.mark.parametrize("way", GENERATIONS)
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "mistral"))]
+)
+def test_each_way_to_generate(wide, monkeypatch, kind, way, ours):
+    """transformers refuses quantised caches of windows itself, with sdpa as with ours."""
+    monkeypatch.setattr(cache_utils, "QuantoQuantizedLayer", Rounded)
+    monkeypatch.setattr(in_transformers_flash, "flash_attn_with_kvcache", each_by_itself)
+    models, ids = made(kind, ours=ours), tokens(13, batch=1 if "candidates" in way else 2)
+    left = torch.ones_like(ids)
+    left[-1, :5] = 0
+    for mask in (torch.ones_like(ids), left):
+        same(models, lambda model, mask=mask: generated(model, ids, mask, **GENERATIONS[way]))
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -348,9 +405,10 @@ def every_mask_function():
         "blockwise_overlay": (m.blockwise_overlay(ids), False),
         "padding_mask_function": (m.padding_mask_function(ids.bool()), False),
         "packed_sequence_mask_function": (m.packed_sequence_mask_function(ids), False),
-        "packed_sequence_compatibility_function": (
-            m.packed_sequence_compatibility_function(m.causal_mask_function, places, ids), True),
     }  # fmt: skip
+    name = "packed_sequence_compatibility_function"
+    if hasattr(m, name):  # of newer ones
+        plain[name] = getattr(m, name)(m.causal_mask_function, places, ids), True
     return plain
 
 
@@ -426,7 +484,7 @@ def test_models_pass_nothing_to_attention_that_we_do_not_know():
 def test_transformers_caches_and_patterns_of_layers_are_those_that_we_tried():
     tried = {"dynamic", "static", "offloaded", "offloaded_static", "quantized"}
     usual = set(generation.STATIC_CACHE_IMPLEMENTATIONS + generation.DYNAMIC_CACHE_IMPLEMENTATIONS)
-    assert usual == tried  # offloaded and quantised ones hand out tensors as the other two do
+    assert usual == tried  # offloaded ones, which want a GPU, hand out tensors as the first two do
     assert set(masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING) == {
         "full_attention", "sliding_attention", "chunked_attention", "compressed_sparse_attention",
         "heavily_compressed_attention", "minimax_m3_sparse", "indexed_attention",

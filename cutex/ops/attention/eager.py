@@ -220,7 +220,7 @@ def _translated(
     options = named(function.__name__, by_place, given)
     others = {**{name: options.pop(name) for name in NEUTRAL if name in options}, **others}
     pages = paged.taken_out(others) if function is flash_attn_varlen_func else {}
-    return function(*operands, **{**options, **taken(function.__name__, others), **pages})
+    return function(*operands, **{**options, **taken(function.__name__, others, options), **pages})
 
 
 def _of_batch(slopes: Any, q: Any, cu_seqlens_q: Any) -> Any:

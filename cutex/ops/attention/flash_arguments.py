@@ -54,19 +54,29 @@ FLASH2 = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "ali
           "deterministic", "return_attn_probs")  # fmt: skip
 
 
-def taken(function: str, others: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `function` that `others`, which it does not name, stand for. Raises
-    TypeError or ValueError for one that would change the result."""
+def taken(function: str, others: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `function` that `others`, which it does not name, stand for, beside those
+    `given` by their names. Raises TypeError or ValueError for one that would change the result, or
+    that is given by both of its names."""
     found: dict[str, Any] = {}
     for name, value in others.items():
-        if name in OTHER_NAMES:
-            found[OTHER_NAMES[name]] = value
+        if (ours := OTHER_NAMES.get(name)) is not None:
+            if value is not None and value is not False:
+                found[ours] = one_of(ours, given.get(ours), name, value)
         elif (known := NEUTRAL.get(name)) is None:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         elif isinstance(value, Tensor) or value not in known.values:
             shown = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} is {shown}: {known.instead}")
     return found
+
+
+def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The value of an argument that has two names. Raises ValueError if each has a value of its
+    own."""
+    if value is None or other is None or value is other:
+        return other if value is None else value
+    raise ValueError(f"{name} and {other_name} are the same argument: give one of them")
 
 
 def in_flash2_order(given: tuple[Any, ...], by_name: dict[str, Any]) -> bool:

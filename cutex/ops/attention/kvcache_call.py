@@ -17,6 +17,7 @@ from cutex.ops.attention.cache import (
     room_of,
 )
 from cutex.ops.attention.call import DTYPES, INTEGERS, SINK_DTYPES, Window, kernel_dims, sides_of
+from cutex.ops.attention.flash_arguments import one_of
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain
 
@@ -156,7 +157,7 @@ def other_sink(others: dict[str, Any], sink: Tensor | None) -> Tensor | None:
     for name, value in others.items():
         known = REFUSED.get(name)
         if name == "s_aux":
-            sink = value if sink is None else sink
+            sink = one_of("learnable_sink", sink, name, value)
         elif known is None:
             raise TypeError(
                 f"flash_attn_with_kvcache() got an unexpected keyword argument {name!r}"
@@ -172,10 +173,7 @@ def table_of(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The page table, by either of its names, each sequence's row of it by cache_batch_idx; and
     this if there are no pages."""
-    if block_table is not None:
-        if page_table is not None:
-            raise ValueError("page_table and block_table are the same argument: give one of them")
-        page_table = block_table
+    page_table = one_of("page_table", page_table, "block_table", block_table)
     if page_table is None or entries is None:
         return page_table, entries
     for name, x, rank in (("page_table", page_table, 2), ("cache_batch_idx", entries, 1)):
