@@ -365,7 +365,7 @@ BAD = {
         "v_cache": torch.zeros(2, 32, 2, 64).to(torch.float8_e4m3fn), "k_descale": torch.ones(2),
     },
     "unexpected keyword argument 'pages'": {"pages": 1},
-    "page_table and block_table are the same": {"page_table": TABLE, "block_table": TABLE},
+    "page_table and block_table are the same": {"page_table": TABLE, "block_table": TABLE + 0},
     "cache_seqlens must be from 0 to the 32 keys": {
         "cache_seqlens": torch.tensor([1, 33], dtype=torch.int32)
     },
