@@ -58,6 +58,12 @@ class QuantizeConfig:
         return WIDTH * (self.packed if self.single else 2)
 
     @property
+    def compares_magnitudes(self) -> bool:
+        """Whether the arch has an instruction for the larger magnitude of halves (PTX ISA, max
+        .xorsign.abs: sm_86)."""
+        return self.native_e4m3
+
+    @property
     def packed(self) -> int:
         """The elements in a byte."""
         return 8 // DTYPES[self.of.element].bits

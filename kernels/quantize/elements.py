@@ -19,6 +19,7 @@ from cutex.problem.scaled.formats import LARGEST, Format
 NAN_BITS, INF_BITS, MAGNITUDE = 0x7FC00000, 0x7F800000, 0x7FFFFFFF
 E8M0_NAN = 255
 E4M3_LEAST = 2.0**-6
+TAME = 2.0**60
 
 
 class SmallFloat(NamedTuple):
@@ -62,6 +63,27 @@ def multiply(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def fused(x: Float32, y: Float32, z: Float32, *, loc=None, ip=None) -> Float32:
+    """x * y + z rounded once, to nearest, denormals kept."""
+    return _f32("fma.rn.f32 $0, $1, $2, $3;", (x, y, z), loc, ip)
+
+
+@dsl_user_op
+def near_reciprocal(x: Float32, *, loc=None, ip=None) -> Float32:
+    """1 / x, to one unit in the last place (PTX ISA, rcp.approx)."""
+    return _f32("rcp.approx.ftz.f32 $0, $1;", (x,), loc, ip)
+
+
+def quotient(x: Float32, y: Float32, inverse: Float32) -> Float32:
+    """x / y rounded to nearest, where `inverse` is 1 / y, and nothing comes near the ends of fp32's
+    range: the second of two corrections of a product is right (Markstein 1990)."""
+    found = multiply(x, inverse)
+    for _ in range(2):
+        found = fused(fused(-y, found, x), inverse, found)
+    return found
+
+
+@dsl_user_op
 def add(x: Float32, y: Float32, *, loc=None, ip=None) -> Float32:
     """x + y rounded to nearest, never fused with a product."""
     return _f32("add.rn.f32 $0, $1, $2;", (x, y), loc, ip)
@@ -76,10 +98,12 @@ def _f32(ptx: str, operands: tuple[Any, ...], loc: Any, ip: Any) -> Float32:
 
 
 @dsl_user_op
-def larger_halves(x: Int32, y: Int32, kind: str, *, loc=None, ip=None) -> Int32:
-    """The larger of each two halves of 16 bits, of `kind` f16 or bf16; a NaN is above all (PTX ISA,
-    max)."""
-    return _b32(f"max.NaN.{kind}x2 $0, $1, $2;", (x, y), loc, ip)
+def larger_halves(x: Int32, y: Int32, kind: str, signed: bool, *, loc=None, ip=None) -> Int32:
+    """The larger of each two halves of 16 bits, of `kind` f16 or bf16, none of them negative; or,
+    if they are `signed`, the larger magnitude, with a sign of no meaning. A NaN is above all (PTX
+    ISA, max)."""
+    by = ".xorsign.abs" if signed else ""
+    return _b32(f"max.NaN{by}.{kind}x2 $0, $1, $2;", (x, y), loc, ip)
 
 
 # ---- elements
@@ -199,24 +223,29 @@ def halves_to_odd(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def e2m1_pair(x: Int32, *, loc=None, ip=None) -> Int32:
-    """The e2m1 codes of two bf16: of the low half in bits 0 to 3, of the high half in bits 16 to
-    19; other bits are of no meaning. The sum of `add_e2m1`, 2^e (64 + 3) + |x|, of both at once.
+    """The e2m1 codes, without signs, of two bf16: of the low half in byte 0, of the high one in
+    byte 2; other bytes are of no meaning.
+
+    Elements are apart by 1/2 up to 2, by 1 up to 4, by 2 up to 6, so the code of |x| is the least
+    of 2 |x|, |x| + 2, |x| / 2 + 4, rounded to even integers, and 7: as a sum with 128, whose last
+    place is 1. A NaN becomes 7.
     """
     ptx = """{
-        .reg .b32 one, six, more, size, sum, top;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 six, 0x40C040C0;
-        mov.b32 more, 0x42864286;
-        and.b32 size, $1, 0x7FFF7FFF;
-        min.bf16x2 size, size, six;
-        max.bf16x2 sum, size, one;
-        and.b32 sum, sum, 0x7F807F80;
-        fma.rn.bf16x2 sum, sum, more, size;
-        shr.u32 top, sum, 6;
-        and.b32 sum, sum, 0x000F000F;
-        add.u32 sum, sum, top;
-        shr.u32 top, $1, 12;
-        lop3.b32 $0, sum, top, 0x00070007, 0xE4;
+        .reg .b32 size, one, two, three;
+        abs.bf16x2 size, $1;
+        mov.b32 one, 0x43004300;
+        mov.b32 two, 0x40004000;
+        fma.rn.bf16x2 one, size, two, one;
+        mov.b32 two, 0x43024302;
+        mov.b32 three, 0x3F803F80;
+        fma.rn.bf16x2 two, size, three, two;
+        min.bf16x2 one, one, two;
+        mov.b32 two, 0x43044304;
+        mov.b32 three, 0x3F003F00;
+        fma.rn.bf16x2 three, size, three, two;
+        mov.b32 two, 0x43074307;
+        min.bf16x2 three, three, two;
+        min.bf16x2 $0, one, three;
     }"""
     return _b32(ptx, (x,), loc, ip)
 
@@ -236,21 +265,28 @@ def take(first: Int32, second: Int32, places: int) -> Int32:
 
 
 def row_codes(pairs: list[Int32]) -> Int32:
-    """The word of eight codes of a row, of four results of `e2m1_pair`."""
-    first, second = take(pairs[0], pairs[1], 0x6420), take(pairs[2], pairs[3], 0x6420)
+    """The word of eight e2m1 codes of a row, of four pairs of bf16."""
+    codes = [e2m1_pair(pair) for pair in pairs]
+    first, second = take(codes[0], codes[1], 0x6420), take(codes[2], codes[3], 0x6420)
+    # NOTE: the digits above 7 fill a byte with the sign of a half
+    first = first | (take(pairs[0], pairs[1], 0xFDB9) & 0x08080808)
+    second = second | (take(pairs[2], pairs[3], 0xFDB9) & 0x08080808)
     return nibbles(take(first, second, 0x6420), take(first, second, 0x7531))
 
 
 def column_codes(rows: list[Int32]) -> tuple[Int32, Int32]:
-    """The words of eight codes of two columns, of eight results of `e2m1_pair`, a row each."""
-    two = [nibbles(low, high) for low, high in zip(rows[::2], rows[1::2], strict=True)]
-    upper, lower = take(two[0], two[1], 0x6240), take(two[2], two[3], 0x6240)
+    """The words of eight e2m1 codes of two columns, of eight pairs of bf16, a row each."""
+    codes = [e2m1_pair(row) | ((row >> 12) & 0x00080008) for row in rows]
+    even, odd = (
+        [take(codes[i], codes[i + 2], 0x6240) for i in (first, first + 4)] for first in (0, 1)
+    )
+    upper, lower = (nibbles(*both) for both in zip(even, odd, strict=True))
     return take(upper, lower, 0x5410), take(upper, lower, 0x7632)
 
 
 def nibbles(low: Int32, high: Int32) -> Int32:
-    """The low nibble of each byte of two words, in one byte."""
-    return (low & 0x0F0F0F0F) | ((high << 4) & ~0x0F0F0F0F)
+    """The codes in the bytes of two words, of four bits each, in one word."""
+    return low + high * 16
 
 
 def as_bits(value: float) -> int:
@@ -297,7 +333,8 @@ def factor_of(
     if format.scale == "e8m0":
         return _e8m0(format, largest, rounding)
     if format.scale == "e4m3":
-        return _e4m3(largest, tensor_scale, native)
+        own = tensor_scale
+        return _e4m3(largest, own if isinstance(own, TensorScale) else TensorScale.of(own), native)
     scale = divide(_at_least(float_of(largest), format.least), Float32(format.largest))
     return Factor(bits_of(scale), divide(Float32(1.0), scale))
 
@@ -319,11 +356,43 @@ def _e8m0(format: Format, largest: Int32, rounding: str) -> Factor:
     return Factor(code, float_of(cutlass.select_(code == E8M0_NAN, Int32(NAN_BITS), inverse)))
 
 
-def _e4m3(largest: Int32, tensor_scale: Any, native: bool) -> Factor:
-    relative = divide(divide(float_of(largest), Float32(6.0)), tensor_scale)
-    relative = _at_least(relative, E4M3_LEAST)
-    code = Elements("e4m3", native).pair(relative, Float32(0.0)) & 0xFF
-    return Factor(code, divide(divide(Float32(1.0), tensor_scale), of_e4m3(code)))
+class TensorScale(NamedTuple):
+    """NVFP4's factor of a whole tensor."""
+
+    value: Float32
+    inverse: Float32  # 1 / value
+    tame: Any  # whether quotients with it are far from the ends of fp32's range
+
+    @staticmethod
+    def of(value: Float32) -> TensorScale:
+        bits = bits_of(value)
+        tame = (bits >= as_bits(1 / TAME)) & (bits <= as_bits(TAME))
+        return TensorScale(value, divide(Float32(1.0), value), tame)
+
+
+@cute.jit
+def _e4m3(largest: Int32, own: TensorScale, native: cutlass.Constexpr[bool]) -> Factor:
+    size, sixth = float_of(largest), Float32(6.0)
+    relative, code, inverse = Float32(0.0), Int32(0), Float32(0.0)
+    tame = (largest == 0) | ((largest >= as_bits(1 / TAME)) & (largest <= as_bits(TAME)))
+    if own.tame & tame:
+        relative = quotient(quotient(size, sixth, Float32(1.0 / 6.0)), own.value, own.inverse)
+        code = _code_of_e4m3(relative, native)
+        value = of_e4m3(code)
+        # NOTE: one step of Newton's rounds 1 / value rightly, which has four bits at most
+        near = near_reciprocal(value)
+        near = fused(fused(-value, near, Float32(1.0)), near, near)
+        inverse = quotient(own.inverse, value, near)
+    else:
+        relative = divide(divide(size, sixth), own.value)
+        code = _code_of_e4m3(relative, native)
+        inverse = divide(own.inverse, of_e4m3(code))
+    return Factor(code, inverse)
+
+
+def _code_of_e4m3(relative: Float32, native: bool) -> Int32:
+    """The code of a factor, which is at least the least normal number."""
+    return Elements("e4m3", native).pair(_at_least(relative, E4M3_LEAST), Float32(0.0)) & 0xFF
 
 
 def of_e4m3(code: Int32) -> Float32:

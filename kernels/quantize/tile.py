@@ -22,9 +22,9 @@ from cutex.kernels.quantize.elements import (
     MAGNITUDE,
     Elements,
     Factor,
+    TensorScale,
     bits_of,
     column_codes,
-    e2m1_pair,
     factor_of,
     float_of,
     halves_of,
@@ -104,9 +104,9 @@ class Quantize:
         tile, _, _ = cute.arch.block_idx()
         across = cute.ceil_div(cute.size(mX, mode=[1]), TILE)
         row_tile, column_tile = tile // across, tile % across
-        own, rest = Float32(1.0), passed
+        own, rest = None, passed
         if cutlass.const_expr(c.of.tensor_scale):
-            own, rest = passed[0][0], passed[1:]
+            own, rest = TensorScale.of(passed[0][0]), passed[1:]
         smem = SmemAllocator()
         sMax = smem.allocate_tensor(Int32, cute.make_layout((SEGMENTS, 2, PAIRS)), 16)
         sX: Any = None
@@ -169,7 +169,8 @@ class Quantize:
     def largest_of_tile(self, rX: cute.Tensor, sMax: cute.Tensor) -> Int32:
         """The bits of the largest magnitude of the whole tile."""
         thread = cute.arch.thread_idx()[0]
-        largest = vector_magnitude(cute.make_tensor(rX.iterator, cute.make_layout(cute.size(rX))))
+        every = cute.make_tensor(rX.iterator, cute.make_layout(cute.size(rX)))
+        largest = vector_magnitude(every, self.config.compares_magnitudes)
         largest = over_lanes(largest, 32)
         if thread % 32 == 0:
             sMax[thread // 32] = largest
@@ -178,7 +179,7 @@ class Quantize:
             largest = cutlass.max(largest, sMax[i])
         return largest
 
-    def factor(self, largest: Int32, own: Float32) -> Factor:
+    def factor(self, largest: Int32, own: TensorScale | None) -> Factor:
         c = self.config
         return factor_of(c.of, largest, c.rounding, c.native_e4m3, own)
 
@@ -187,7 +188,7 @@ class Quantize:
         self,
         rX: cute.Tensor,
         whole: Int32,
-        own: Float32,
+        own: TensorScale | None,
         row_tile: Int32,
         column_tile: Int32,
         mX: cute.Tensor,
@@ -206,7 +207,7 @@ class Quantize:
             values = [rX[j, i].to(Float32) for j in range(c.width)]
             largest = whole
             if cutlass.const_expr(not c.square):
-                largest = over_lanes(vector_magnitude(rX[None, i]), group)
+                largest = over_lanes(vector_magnitude(rX[None, i], c.compares_magnitudes), group)
             factor = self.factor(largest, own)
             if cutlass.const_expr(self.in_pairs):
                 pairs = self.pairs(rX[None, i], [factor, factor])
@@ -223,7 +224,7 @@ class Quantize:
         self,
         smem_tiles: tuple[cute.Tensor, cute.Tensor, Any],
         whole: Int32,
-        own: Float32,
+        own: TensorScale | None,
         row_tile: Int32,
         column_tile: Int32,
         mX: cute.Tensor,
@@ -247,7 +248,7 @@ class Quantize:
                 cute.autovec_copy(cute.local_tile(row, (2,), (here,)), rPairs[None, j])
             largest = [whole, whole]
             if cutlass.const_expr(not c.square):
-                largest = pair_magnitudes(rPairs)
+                largest = pair_magnitudes(rPairs, c.compares_magnitudes)
                 if cutlass.const_expr(at_once < c.block):
                     for n in cutlass.range_constexpr(2):
                         sMax[segment, n, here] = largest[n]
@@ -276,8 +277,8 @@ class Quantize:
                 for n in range(2)
             ]
         flat = cute.make_tensor(rPairs.iterator, cute.make_layout(2 * count))
-        codes = self.pairs(flat, factors)
-        eights = [column_codes(codes[j : j + 8]) for j in range(0, count, 8)]
+        pairs = self.pairs(flat, factors)
+        eights = [column_codes(pairs[j : j + 8]) for j in range(0, count, 8)]
         return [[pair[n] for pair in eights] for n in range(2)]
 
     @cute.jit
@@ -306,8 +307,8 @@ class Quantize:
         return c.of.element == "e2m1" and not c.native and c.native_e4m3
 
     def pairs(self, values: cute.Tensor, factors: list[Factor]) -> list[Int32]:
-        """The codes of neighbours, scaled by two factors. Products of bf16 with powers of two need
-        no conversion to fp32."""
+        """Neighbours as two bf16 with the same e2m1 codes, scaled by two factors. Products of bf16
+        with powers of two need no conversion to fp32."""
         count = cute.size(values) // 2
         low, high = (factor.inverse for factor in factors)
         both = [(values[2 * i].to(Float32), values[2 * i + 1].to(Float32)) for i in range(count)]
@@ -315,11 +316,11 @@ class Quantize:
             halves = cute.recast_tensor(values, Int32)
             if self.config.of.scale == "e8m0":
                 inverses = halves_of(low, high)
-                return [e2m1_pair(scaled_halves(halves[i], inverses)) for i in range(count)]
+                return [scaled_halves(halves[i], inverses) for i in range(count)]
             # NOTE: one instruction each; as a conversion, the high half takes two
             words = [halves[i] for i in range(count)]
             both = [(float_of(word << 16), float_of(word & ~0xFFFF)) for word in words]
-        return [e2m1_pair(halves_to_odd(x * low, y * high)) for x, y in both]
+        return [halves_to_odd(x * low, y * high) for x, y in both]
 
     def words(self, values: list[Any], factor: Factor) -> list[Int32]:
         """The words of the elements of `values`."""
@@ -428,32 +429,35 @@ def magnitude(values: list[Any]) -> Int32:
     return largest_of([bits_of(v.to(Float32)) & MAGNITUDE for v in values], cutlass.max)
 
 
-def vector_magnitude(rX: cute.Tensor) -> Int32:
+def vector_magnitude(rX: cute.Tensor, signed: bool) -> Int32:
     """The same of a vector in registers; those of 16 bits are compared in pairs."""
     if rX.element_type.width == 32:
         return magnitude([rX[i] for i in range(cute.size(rX))])
     words = cute.recast_tensor(rX, Int32)
-    halves = larger_of_halves([words[i] for i in range(cute.size(words))], rX.element_type)
+    every = [words[i] for i in range(cute.size(words))]
+    halves = larger_of_halves(every, rX.element_type, signed)
     return magnitude([halves[0], halves[1]])
 
 
-def pair_magnitudes(rPairs: cute.Tensor) -> list[Int32]:
+def pair_magnitudes(rPairs: cute.Tensor, signed: bool) -> list[Int32]:
     """The bits, as fp32, of the largest magnitudes of two columns, (COLUMN, ROW)."""
     count = cute.size(rPairs, mode=[1])
     if rPairs.element_type.width == 32:
         return [magnitude([rPairs[n, j] for j in range(count)]) for n in range(2)]
     words = cute.recast_tensor(rPairs, Int32)
-    halves = larger_of_halves([words[j] for j in range(count)], rPairs.element_type)
+    halves = larger_of_halves([words[j] for j in range(count)], rPairs.element_type, signed)
     return [magnitude([halves[n]]) for n in range(2)]
 
 
-def larger_of_halves(words: list[Int32], dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """The largest magnitudes of the low and of the high halves of words, twice each."""
+def larger_of_halves(words: list[Int32], dtype: type[cutlass.Numeric], signed: bool) -> cute.Tensor:
+    """The largest magnitudes of the low and of the high halves of words, twice each; `signed`:
+    whether the arch compares magnitudes."""
     kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     # NOTE: of two words: a tensor of one has stride 0, and so its halves
     pair = cute.make_rmem_tensor(2, Int32)
-    signless = [word & 0x7FFF7FFF for word in words]
-    pair[0] = pair[1] = largest_of(signless, partial(larger_halves, kind=kind))
+    larger = partial(larger_halves, kind=kind, signed=signed)
+    largest = largest_of(words if signed else [word & 0x7FFF7FFF for word in words], larger)
+    pair[0] = pair[1] = largest & 0x7FFF7FFF
     return cute.recast_tensor(pair, dtype)
 
 
