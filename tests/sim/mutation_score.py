@@ -1,9 +1,10 @@
 """Run mutants of our kernels, and count the outcomes of each operator's.
 
-    python tests/sim/mutation_score.py results.jsonl [--at-most 6] [--subject gemm] [--share 0/2]
+    python tests/sim/mutation_score.py results.jsonl [--at-most 6] [--subject gemm] [--processes 8]
 
 appends a line for each mutant that the file does not have yet, and prints the table of all that it
-has. A mutant is run in the default order, and without a report also in the others.
+has. A mutant is run in the default order, and without a report also in the others. With
+``--subject call`` the kernels are those of call_subjects.py, which public functions launch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -68,26 +71,62 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
+AT_ONCE = 5  # mutants of one task of a process
+
+
+@cache
+def _subject(name: str) -> Subject:
+    if name in SUBJECTS:
+        return SUBJECTS[name]
+    from call_subjects import CALLS  # NOTE: imports every operator
+
+    return CALLS[name]
+
+
+@cache
+def _mutants(name: str, at_most: int) -> list[Site]:
+    return list(mutants(_subject(name), at_most))
+
+
+def _count(name: str, at_most: int) -> tuple[str, int]:
+    """How many mutants a kernel has, which is compiled for that."""
+    return name, len(_mutants(name, at_most))
+
+
+def _rows(at_most: int, done: set[tuple[str, str, int]], task: tuple[str, int]) -> list[dict]:
+    """The outcomes of a task's mutants: those of a kernel from a number on."""
+    name, first = task
+    sites = _mutants(name, at_most)[first : first + AT_ONCE]
+    left = [s for s in sites if (name, s.operator, s.line) not in done]
+    return [run(_subject(name), site) for site in left]
+
+
+def names(part: str) -> list[str]:
+    if part != "call" and (found := [name for name in SUBJECTS if part in name]):
+        return found
+    from call_subjects import CALLS
+
+    return [name for name in CALLS if part in ("call", name) or part in name]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--at-most", type=int, default=6, help="of one operator in one kernel")
     parser.add_argument("--subject", default="", help="part of the names of the kernels to mutate")
-    parser.add_argument("--share", default="0/1", help="which of how many shares of the kernels")
+    parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
-    number, of = map(int, args.share.split("/"))
-    rows = (
-        [json.loads(t) for t in args.results.read_text().splitlines()]
-        if args.results.exists()
-        else []
-    )
+    texts = args.results.read_text().splitlines() if args.results.exists() else []
+    rows = [json.loads(text) for text in texts]
     done = {(r["subject"], r["operator"], r["line"]) for r in rows}
-    for subject in [s for s in SUBJECTS.values() if args.subject in s.name][number::of]:
-        for site in mutants(subject, args.at_most):
-            if (subject.name, site.operator, site.line) not in done:
-                rows.append(run(subject, site))
-                with args.results.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+    of = partial(_rows, args.at_most, done)
+    with get_context("spawn").Pool(args.processes) as pool:
+        counts = pool.imap_unordered(partial(_count, at_most=args.at_most), names(args.subject))
+        tasks = [(name, first) for name, n in counts for first in range(0, n, AT_ONCE)]
+        for found in pool.imap_unordered(of, tasks):
+            rows += found
+            with args.results.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in found)
     print(table(rows))
 
 
