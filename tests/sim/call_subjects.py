@@ -50,14 +50,14 @@ def _subject(name: str, arch: str, call: Call, which: int = 0) -> Subject:
 
     @cache
     def want() -> Sequence[torch.Tensor]:
-        return _here(arch, lambda compiled, given: cutex.simulate(compiled, *given), call)
+        return _here(arch, _unchecked, call)
 
     def launch(run: Callable[..., None], kernel: Any) -> str | None:
         def each(compiled: Any, given: tuple[Any, ...]) -> None:
             if compiled.symbol == kernel.symbol:
                 run(*given)
             else:
-                cutex.simulate(compiled, *given)
+                _unchecked(compiled, given)
 
         return _far_off(_here(arch, each, call), want())
 
@@ -68,20 +68,27 @@ def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _backward(head_dim: int, seqlen: int, **options: Any) -> Call:
+def _unchecked(compiled: Any, given: tuple[Any, ...]) -> None:
+    cutex.simulate(compiled, *given, checks=False)
+
+
+def _backward(arch: str, head_dim: int, seqlen: int, **options: Any) -> Call:
+    """Attention's backward, of a forward that runs once."""
+
+    @cache
+    def forward() -> Sequence[torch.Tensor]:
+        qkv = [_normal(1, seqlen, 1, head_dim, seed=i).requires_grad_() for i in range(3)]
+        return _here(arch, _unchecked, lambda: (cutex.flash_attn_func(*qkv, **options), *qkv))
+
     def call() -> Sequence[torch.Tensor]:
-        q, k, v = (
-            _normal(1, seqlen, 1, head_dim, seed=i).requires_grad_() for i in range(3)
-        )
-        out = cutex.flash_attn_func(q, k, v, **options)
-        out.backward(_normal(*out.shape, seed=3))
-        return q.grad, k.grad, v.grad
+        out, *qkv = forward()
+        return torch.autograd.grad(out, qkv, _normal(*out.shape, seed=3), retain_graph=True)
 
     return call
 
 
 def _cached(case: dict[str, Any], layout: dict[str, Any]) -> Call:
-    """Attention to a cache, in pages, by one to three launches."""
+    """Attention to a cache, by one to three launches."""
     heads, tokens, lengths = case["heads"], case["tokens"], case["lengths"]
 
     def call() -> Sequence[torch.Tensor]:
@@ -127,7 +134,8 @@ def _quantized(m: int, n: int, k: int, of_a: str, of_b: str) -> Call:
 
 
 def _w4() -> Sequence[torch.Tensor]:
-    return (cutex.matmul(_normal(40, 1024), cutex.pack_w4(_normal(264, 1024, seed=1), "int4")),)
+    packed = cutex.pack_w4(_normal(264, 1024, seed=1))
+    return (cutex.matmul(_normal(40, 1024), packed),)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> Call:
@@ -139,10 +147,11 @@ def _subjects() -> list[Subject]:
     many = {"heads": 16, "tokens": 4, "lengths": (400, 65)}
     found = []
     for arch in ("sm_90a", "sm_100a"):
-        for dim in (64, 128, 256):
-            found += [_subject(f"backward {dim}", arch, _backward(dim, 330, causal=True), 1)]
+        for dim in (64, 128):
+            call = _backward(arch, dim, 200, causal=True)
+            found.append(_subject(f"backward {dim}", arch, call))
         found += [
-            _subject("backward 128, full", arch, _backward(128, 270), 1),
+            _subject("backward 128, full", arch, _backward(arch, 128, 200)),
             _subject("decode, parts", arch, _cached(one, {"num_splits": 3})),
             _subject("decode, rows", arch, _cached(many, {})),
             _subject("MLA", arch, _mla((400, 70))),
@@ -151,18 +160,34 @@ def _subjects() -> list[Subject]:
             _subject("w4", arch, _w4),
         ]
     found += [
-        _subject("fp8 blocks", "sm_90a", _quantized(300, 264, 1024, "fp8_1x128", "fp8_128x128"), -1),
-        _subject("fp8 few rows", "sm_90a", _quantized(64, 264, 1280, "fp8_1x128", "fp8_128x128"), -1),
+        _subject(
+            "fp8 blocks", "sm_90a", _quantized(300, 264, 1024, "fp8_1x128", "fp8_128x128"), -1
+        ),
+        _subject(
+            "fp8 few rows", "sm_90a", _quantized(64, 264, 1280, "fp8_1x128", "fp8_128x128"), -1
+        ),
         _subject("mxfp8", "sm_100a", _quantized(300, 264, 1024, "mxfp8", "mxfp8"), -1),
         _subject("nvfp4", "sm_100a", _quantized(300, 264, 2048, "nvfp4", "nvfp4"), -1),
-        _subject("unaligned", "sm_90a", _product(_normal(600, 301).mT, _normal(600, 264, seed=1))),
-        _subject("mma.sync", "sm_80", _product(_normal(300, 520), _normal(520, 264, seed=1))),
-        _subject("rms_norm, long", "sm_90a", lambda: (cutex.rms_norm(_normal(3, 40_000), _normal(40_000, seed=1)),)),
+        _subject("unaligned", "sm_90a", _product(_normal(600, 201).mT, _normal(600, 136, seed=1))),
+        _subject("mma.sync", "sm_80", _product(_normal(100, 264), _normal(264, 136, seed=1))),
+        _subject(
+            "rms_norm, long",
+            "sm_90a",
+            lambda: (cutex.rms_norm(_normal(3, 40_000), _normal(40_000, seed=1)),),
+        ),
         _subject("softmax", "sm_90a", lambda: (cutex.softmax(_normal(40, 1023)),)),
-        _subject("cross_entropy", "sm_90a", lambda: (cutex.cross_entropy(_normal(5, 50_264), torch.arange(5)),)),
+        _subject(
+            "cross_entropy",
+            "sm_90a",
+            lambda: (cutex.cross_entropy(_normal(5, 50_264), torch.arange(5)),),
+        ),
         _subject("reduce", "sm_90a", lambda: (cutex.reduce(_normal(300_000)),)),
         _subject("scan", "sm_90a", lambda: (cutex.scan(_normal(3, 20_000)),)),
-        _subject("histogram", "sm_90a", lambda: (cutex.histogram(torch.arange(9000) % 77, 77),)),
+        _subject(
+            "histogram",
+            "sm_90a",
+            lambda: (cutex.histogram(_normal(2000).float(), 77, low=-2.0, high=2.0),),
+        ),
     ]
     return found
 

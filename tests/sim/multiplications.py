@@ -125,6 +125,7 @@ class Mma:
     scale: int = 0  # D * 2^-scale
     ws: str = ""  # of tcgen05.mma.ws: its collector, or " "
     seed: int = 0
+    arch: str = "sm_100a"
 
     @property
     def a_kind(self) -> str:
@@ -262,7 +263,7 @@ class Mma:
         arrays = {"s": aligned(self.shared()), "t": t.reshape(-1, self.width)}
         shape = Shape(grid=self.group, block=128, cluster=self.group, smem=SMEM + 64)
         simulate_ptx(
-            kernel(self.text(), self.group, self.width), arrays, shape, arch="sm_100a", **how
+            kernel(self.text(), self.group, self.width), arrays, shape, arch=self.arch, **how
         )
         return t
 

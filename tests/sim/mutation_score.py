@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from equivalent import why
 from mutants import ALL, Site, sites
 from subjects import ORDERS, SUBJECTS, Subject
 
@@ -37,7 +38,9 @@ def mutants(subject: Subject, at_most: int) -> Iterator[Site]:
 
 
 def run(subject: Subject, site: Site, orders: Sequence[dict[str, Any]] = ORDERS) -> dict[str, Any]:
-    """The outcome of a mutant: that of the first order with a report."""
+    """The outcome of a mutant: that of the first order with a report; where nothing is told, why it
+    may be as right as the kernel, if that can be derived.
+    """
     worst, seen = None, {}
     for order in orders:
         outcome = subject.outcome(site.mutant, **order)
@@ -54,20 +57,28 @@ def run(subject: Subject, site: Site, orders: Sequence[dict[str, Any]] = ORDERS)
         "kind": worst.kind,
         "order": " ".join(map(str, seen.values())) or "fifo",
         "message": worst.message[:400],
+        "why": why(subject, site) if worst.kind == "nothing" else "",
     }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the outcomes by operator."""
     out = [
-        "| operator | mutants | found | advisory | values | nothing |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| operator | mutants | found | advisory | values | equivalent | nothing |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for operator in ALL:
-        count = Counter(r["kind"] for r in rows if r["operator"] == operator)
-        if count:
-            cells = [count.total(), *(count[kind] for kind in KINDS)]
+        kinds = Counter(
+            "equivalent" if r.get("why") else r["kind"] for r in rows if r["operator"] == operator
+        )
+        if kinds:
+            cells = [kinds.total(), *(kinds[k] for k in (*KINDS[:-1], "equivalent", "nothing"))]
             out.append(f"| {operator} | {' | '.join(map(str, cells))} |")
+    left = [r for r in rows if r["kind"] == "nothing" and not r.get("why")]
+    out += ["", f"{len(left)} of {len(rows)} of which nothing is told or derived:"]
+    out += [f"- {r['subject']}: {r['operator']}, line {r['line']}: {r['text']}" for r in left]
+    reasons = Counter(r["why"] for r in rows if r.get("why"))
+    out += ["", *(f"- {n}: {reason}" for reason, n in reasons.most_common())]
     return "\n".join(out)
 
 

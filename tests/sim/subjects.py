@@ -5,6 +5,7 @@ to key, so that the code that scales its output runs as well.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -59,22 +60,37 @@ class Subject:
     def kernel(self) -> Any:
         return self.build()
 
+    @cached_property
+    def known(self) -> set[tuple[str, str]]:
+        """The advisories of the kernel itself, which say nothing of a mutant."""
+        return {_key(a) for a in self._run(self.kernel)[1]}
+
     def outcome(self, kernel: Any, **order: Any) -> Outcome:
         """The outcome of one run of the kernel, or of a mutant of it."""
+        try:
+            with mock.patch.object(Findings, "add", _first):
+                wrong, advisories = self._run(kernel, **order)
+        except SimError as error:
+            return Outcome("found", str(error))
+        new = [a for a in advisories if a.rule != "parked wait" and _key(a) not in self.known]
+        if new:
+            return Outcome("advisory", str(new[0]))
+        return Outcome("values", wrong) if wrong else Outcome("nothing")
+
+    def _run(self, kernel: Any, **order: Any) -> tuple[str | None, list[Finding]]:
+        """The error of the result, and the advisories."""
         advisories: list[Finding] = []
 
         def launch(*arguments: Any) -> None:
             report = simulate(kernel, *arguments, max_instructions=20_000_000, **order)
-            advisories.extend(a for a in report.advisories if a.rule != "parked wait")
+            advisories.extend(report.advisories)
 
-        try:
-            with mock.patch.object(Findings, "add", _first):
-                wrong = self.launch(launch, self.kernel)
-        except SimError as error:
-            return Outcome("found", str(error))
-        if advisories:
-            return Outcome("advisory", str(advisories[0]))
-        return Outcome("values", wrong) if wrong else Outcome("nothing")
+        return self.launch(launch, self.kernel), advisories
+
+
+def _key(finding: Finding) -> tuple[str, str]:
+    """What does not depend on the lines of the PTX, which a mutant changes."""
+    return finding.rule, re.sub(r"PTX line \d+", "", finding.where)
 
 
 def _first(
@@ -175,11 +191,11 @@ def _sm100(name: str, split_k: int, ops: tuple[Any, ...]) -> Subject:
         for c in cost_model.configs("sm_100a")
         if (c.tile_m, c.tile_n, c.split_k, c.swap_ab) == (256, 128, split_k, False)
     )
-    config = GeneralConfig(tiles, ops=ops)
+    config = GeneralConfig(replace(tiles, num_ctas=4) if split_k > 1 else tiles, ops=ops)
 
     def launch(run: Callable[..., None], kernel: Any) -> str | None:
-        m = 600 if split_k == 1 else 200
-        a, b = _integers(m, 520), _integers(520, 264, seed=1)
+        m, k = (600, 520) if split_k == 1 else (600, 1544)
+        a, b = _integers(m, k), _integers(k, 264, seed=1)
         want = a.float() @ b.float()
         passed: list[torch.Tensor] = []
         if ops:
@@ -218,9 +234,10 @@ def _attention_stage(arch: str, number: int) -> Subject:
 
 
 def _forward(name: str, arch: str, config: Any) -> Subject:
-    """A production kernel of attention with one CTA, or pair, for all tiles."""
+    """A production kernel of attention with two CTAs, or one pair, for all tiles."""
+    heads = 2 if config.dispatch == "dynamic" else 1
     case = AttentionCase(
-        seqlen_q=520 if arch == "sm_100a" else 200, seqlen_k=264, heads_q=1, heads_kv=1,
+        seqlen_q=520 if arch == "sm_100a" else 200, seqlen_k=264, heads_q=heads, heads_kv=heads,
         head_dim=64, head_dim_v=64, causal=True, window=(150, None), init="falling",
     )  # fmt: skip
 
@@ -239,10 +256,10 @@ def _forward(name: str, arch: str, config: Any) -> Subject:
 
 
 _SM90 = Sm90ForwardConfig(
-    head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, num_ctas=1
+    head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, num_ctas=2
 )
 _SM100 = Sm100ForwardConfig(
-    head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32, num_ctas=1
+    head_dim=64, head_dim_v=64, causal=True, window=(True, False), tile_n=64, p_first=32, num_ctas=2
 )
 _SM100_PAIR = replace(_SM100, pair=True, dispatch="static", num_ctas=2)
 _OPS = (Scale("scale", "row"), Add("held", "bf16"), Amax())

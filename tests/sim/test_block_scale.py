@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from multiplications import B_AT, SMEM, Mma, operand
 from operands import FORMATS, Layout, packed, small_integers
+from tensor_maps import swizzled
 
 from cutex.sim import BadOperand, Hazards, UnknownInstruction
 
@@ -136,6 +137,77 @@ class Scaled(Mma):
         return sign * product + (c if self.accumulate else 0)
 
 
+NEXT = 16384  # from an operand to the rows of 128 bytes in which its rows go on
+
+
+@dataclass
+class Long(Scaled):
+    """A 4-bit MMA of K = 96: 48 bytes of a row from the ``first`` of its eight chunks on, which may
+    go on in other rows of 128 bytes; 3 or 6 factors, which go on in the words behind.
+    """
+
+    first: int = 0
+    arch: str = "sm_103a"
+
+    @property
+    def k(self) -> int:
+        return 96
+
+    @property
+    def idesc(self) -> int:
+        return super().idesc | 1 << 31
+
+    @property
+    def b_factors_at(self) -> int:
+        return self.a_factors_at + 8
+
+    @property
+    def width(self) -> int:
+        return -(-(self.b_factors_at + 2 * -(-self.n // 32)) // 32) * 32
+
+    def codes(self, rows: int, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).integers(0, 16, (rows, 96))
+
+    def shared(self) -> np.ndarray:
+        a, b, _ = self.values()
+        images = np.zeros((self.group, SMEM), np.uint8)
+        for cta, image in enumerate(images):
+            for layout, codes in ((self.a, a), (self.b, b)):
+                mine = codes.reshape(self.group, -1, 96)[cta]
+                row, byte = np.arange(len(mine))[:, None], 16 * self.first + np.arange(48)
+                at = layout.start + row * 128 + byte + np.where(byte < 128, 0, NEXT - 128)
+                image[swizzled(at, 128)] = mine[:, ::2] | mine[:, 1::2] << 4
+        return images
+
+    def put(
+        self, t: np.ndarray, column: int, byte: int, factors: np.ndarray, halves: bool = False
+    ) -> None:
+        raw = factors.astype(FACTOR_TYPES[self.factors]).view(np.uint8)
+        words = -(-len(raw) // 32)
+        t[:, column : column + 2 * words] = 0x7F7F7F7F
+        cells = t.view(np.uint8).reshape(*t.shape, 4)
+        for row, mine in enumerate(raw):
+            for place, value in enumerate(mine.tolist(), byte):
+                at = column + row // 32 + words * (place // 4)
+                cells[row % 32 :: 32, at, place % 4] = value
+
+    def text(self) -> str:
+        text = super().text()
+        for register, layout in (("%d2", self.a), ("%d3", self.b)):
+            given = f"or.b64 {register}, {register}, {layout.descriptor('sm_100a')};"
+            assert given in text
+            text = text.replace(
+                given,
+                f"""{given}
+                add.u64 {register}, {register}, {self.first | 1 << 52};
+                add.u32 %r26, %r0, {layout.start + NEXT};
+                shl.b32 %r26, %r26, 12;
+                cvt.u64.u32 %d4, %r26;
+                or.b64 {register}, {register}, %d4;""",
+            )
+        return text
+
+
 def eight(n: int, group: int = 1, kind: str = "e4m3", **how) -> Scaled:
     a = operand(kind, mn_major=how.pop("a_mn", False))
     b = packed(kind, 128, how.pop("b_mn", False), B_AT, n // group)
@@ -260,3 +332,27 @@ def test_formats_hold_what_is_drawn():
     assert set(FORMATS) >= {"e4m3", "e5m2"}
     for name, values in FACTOR_VALUES.items():
         assert (np.array(values) == np.array(values).astype(FACTOR_TYPES[name]).astype(float)).all()
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    ("count", "factors", "a_byte", "b_byte"),
+    [(6, "ue4m3", 0, 0), (6, "ue8m0", 2, 2), (3, "ue8m0", 0, 0), (3, "ue8m0", 2, 3)],
+)
+@pytest.mark.parametrize(("first", "n", "group"), [(0, 128, 1), (3, 64, 1), (6, 128, 2)])
+def test_4_bit_operands_with_a_k_of_96(count, factors, a_byte, b_byte, first, n, group):
+    """Chunk 6 of 8: a row goes on elsewhere."""
+    a, b = packed("u8", 128), packed("u8", 128, start=B_AT, rows=n // group)
+    kind, vector = ("mxf4nvf4", ".block16") if count == 6 else ("mxf4", ".block32")
+    Long(
+        a, b, 128 * group, n, group, kind=kind, vector=vector, count=count, factors=factors,
+        a_byte=a_byte, b_byte=b_byte, first=first, seed=n,
+    ).check()  # fmt: skip
+
+
+def test_a_k_of_96_is_of_sm_103a_only():
+    with pytest.raises(BadOperand, match="does not define for kind::mxf4"):
+        Long(
+            packed("u8", 128), packed("u8", 128, start=B_AT, rows=64), 128, 64, kind="mxf4",
+            vector=".block32", count=3, arch="sm_100a",
+        ).check()  # fmt: skip

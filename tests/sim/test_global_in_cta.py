@@ -257,3 +257,19 @@ def test_two_ctas_of_a_cluster(sync, right):
     else:
         with pytest.raises(Hazards, match=r"race: .*rank 1 .*: no barrier orders the two"):
             simulate_ptx(text, arrays, shape)
+
+
+COPIED = f"""{OTHER} .reg .b32 bar; mov.u32 bar, smem; setp.eq.u32 %p2, %i, 0;
+    @%p2 mbarrier.init.shared.b64 [bar], 1; {WRITE} FENCE bar.sync 0;
+    @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 512; add.u32 %r9, bar, 512;
+    @%p2 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r9], [%x], 512, [bar];
+    W: mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra W;"""
+
+
+@pytest.mark.parametrize("fence", ["", "fence.acq_rel.gpu;"])
+def test_a_copy_of_what_ordinary_stores_wrote_takes_a_fence_of_proxies(fence):
+    with pytest.raises(Hazards) as caught:
+        run(COPIED.replace("FENCE", fence))
+    assert [f.rule for f in caught.value.findings] == ["proxy"]
+    assert not run(COPIED.replace("FENCE", "fence.proxy.async;"))
+    assert not run(COPIED.replace("FENCE", "fence.proxy.async.global;"))

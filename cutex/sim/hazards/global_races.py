@@ -100,6 +100,7 @@ class GlobalRaces(Observer):
         """Begin with other resident clusters."""
         self.clocks = self.reports.clocks = clocks
         self.at_issue: dict[int, np.ndarray] = {}  # by bulk store in flight: its thread's clock
+        self.fenced: dict[int, np.ndarray] = {}  # by warp: its clock at fence.proxy.async.global
 
     # -- accesses ----------------------------------------------------------------------------------
 
@@ -145,6 +146,11 @@ class GlobalRaces(Observer):
             written = zip(where.warps.tolist(), where.addresses.tolist(), strict=True)
             for warp, address in set(written):
                 self.order.write(warp, address, how)
+
+    def global_proxy_fenced(self, warps: np.ndarray) -> None:
+        for warp in warps.tolist():
+            self.fenced[warp] = self.clocks.known[warp].copy()
+        self.clocks.count(warps)
 
     def issued(self, ops: Sequence[Operation]) -> None:
         for op in ops:
@@ -206,6 +212,8 @@ class GlobalRaces(Observer):
         if clash := self._clash(last, places, by):
             letter = self.records.kind[clash.earlier] != PLAIN
             self.reports.race(by, clash, region, "reads", "wrote it", ins, letter)
+        else:
+            self._check_proxy(warp, last, places, region, ins)
 
     def written(self) -> dict[int, np.ndarray]:
         """The written bytes of the watched tensors, as packed bits by the regions' addresses."""
@@ -335,6 +343,27 @@ class GlobalRaces(Observer):
         if wrong is not None and wrong.any():
             k = int(wrong.reshape(-1).argmax())
             self.reports.race_of_box(read, region, int(places[k, 0]), int(last[k, 0]) >> LANE, warp)
+        elif warp is not None:
+            self._check_proxy(warp, last, places, region, read.instruction)
+
+    def _check_proxy(
+        self, warp: int, last: np.ndarray, places: np.ndarray, region: Region, ins: Instruction
+    ) -> None:
+        """Report a copy by the async proxy of what ordinary stores of its cluster have written,
+        with no fence of proxies on the way (PTX ISA 9.7.9.25.1). A fence of global memory only
+        counts where the warp that stores or the one that copies has it.
+
+        NOTE: a fence of shared memory only is taken for one of all.
+        """
+        rec, r = last >> LANE, self.records
+        slot, own = r.slot[rec], int(self._clusters(np.array([warp]))[0]) + 1
+        unseen = (last != 0) & (r.who[rec] == own) & (slot < self.clocks.warps)
+        unseen &= r.count[rec] > self.clocks.visible[warp, slot]
+        for who in {warp, *np.unique(r.warp[rec[unseen]]).tolist()} & self.fenced.keys():
+            unseen &= r.count[rec] > self.fenced[who][slot]
+        if unseen.any():
+            at = tuple(int(v[0]) for v in np.nonzero(unseen))
+            self.reports.proxy(warp, region.element(int(places[at])), int(rec[at]), ins)
 
     def _check_lanes(
         self,

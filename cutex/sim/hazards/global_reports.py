@@ -56,6 +56,17 @@ class GlobalReports:
             remedy="a load without .nc",
         )
 
+    def proxy(self, warp: int, place: str, earlier: int, ins: Instruction) -> None:
+        """A copy by TMA of what ordinary stores have written, which a barrier orders."""
+        self.m.findings.add(
+            "proxy",
+            f"a copy that {self.m.grid.name_warp(warp)} issues reads {place}, which ordinary "
+            f"stores of {self._agent(earlier)} wrote (PTX line {self.records.line[earlier]}), with "
+            "no fence.proxy.async in between",
+            ins,
+            remedy="fence_proxy('async') by the threads that store, before the barrier",
+        )
+
     def race_of_box(
         self, read: BoxRead, region: Region, place: int, earlier: int, warp: int | None
     ) -> None:

@@ -34,13 +34,15 @@ _NAMES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte", 4: "128-byte (atom
 @dataclass(frozen=True)
 class Descriptor:
     """A matrix descriptor, in byte offsets; ``bits`` of swizzle: 0 none, 1, 2, 3 for 32, 64, 128
-    bytes, ATOMS_OF_32.
+    bytes, ATOMS_OF_32. ``next``: where K-major rows go on behind their 128 bytes, at other rows of
+    128 bytes, which sm_103a takes instead of a leading offset.
     """
 
     start: int
     leading: int
     stride: int
     bits: int
+    next: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -66,7 +68,9 @@ def _decoded(value: int, blackwell: bool) -> Descriptor | str:
             return f"bits 46-48 of the descriptor 0x{value:016x} are {fixed}, not 1"
         bits = {0: 0, 1: ATOMS_OF_32, 2: 3, 4: 2, 6: 1}.get(mode)
         base = value >> 49 & 7
+        absolute = bool(value >> 52 & 1)
     else:
+        absolute = False
         bits = {0: 0, 1: 3, 2: 2, 3: 1}[value >> 62 & 3]
         base = value >> 49 & 7
     if bits is None or base:
@@ -74,9 +78,8 @@ def _decoded(value: int, blackwell: bool) -> Descriptor | str:
             f"descriptor 0x{value:016x} with a layout or base offset that the simulator does not "
             "define"
         )
-    return Descriptor(
-        (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4, bits
-    )
+    start, leading, stride = ((value >> low & 0x3FFF) << 4 for low in (0, 16, 32))
+    return Descriptor(start, leading, stride, bits, leading if absolute else None)
 
 
 def operand_chunks(
@@ -90,6 +93,9 @@ def operand_chunks(
     if not mn_major:
         r, c = np.arange(rows)[:, None], np.arange(k_bytes // 16)[None, :]
         at = r % 8 * width + r // 8 * stride + (c if desc.bits else c * lead)
+        if desc.next is not None:  # from the end of the row of 128 bytes on
+            beyond = start % 8 + c >= 8
+            at = at + np.where(beyond, (desc.next >> 4) - (start - start % 8) - 8, 0)
     else:
         k, c = np.arange(k_bytes // itemsize)[:, None], np.arange(rows * itemsize // 16)[None, :]
         if desc.bits:

@@ -192,7 +192,9 @@ def fence(d: Decoder) -> Execute:
     if "proxy" in d.mods:
         if {"tensormap", "acquire"} <= d.mods:
             return _fence_map(d)
-        if "async" in d.mods and "global" not in d.mods:
+        if "async" in d.mods and "global" in d.mods:
+            return lambda b: m.events.global_proxy_fenced(b.idx[b.any_active()])
+        if "async" in d.mods:
             return lambda b: m.events.proxy_fenced(b.idx[b.any_active()])
         return lambda b: None
     if not {"cta", "cluster", "gpu", "sys", "gl"} & d.mods:

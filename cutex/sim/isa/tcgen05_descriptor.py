@@ -42,26 +42,33 @@ class InstructionDescriptor:
     factors: str = ""
     a_byte: int = 0
     b_byte: int = 0
+    half_more: bool = False  # K = 96, of sm_103a
 
     @property
     def k(self) -> int:
-        """The elements of K in one instruction: 32 bytes of each row; padded elements count as 8
-        bits.
-        """
-        return _K.get(self.a, 32)
+        """The elements of K in one instruction; padded elements count as 8 bits."""
+        return 96 if self.half_more else _K.get(self.a, 32)
+
+    @property
+    def k_bytes(self) -> int:
+        """The bytes of K in each row."""
+        return 48 if self.half_more else 32
 
     @property
     def integer(self) -> bool:
         return self.out == "s32"
 
 
-def read_instruction(bits: int, kind: str, ins: Instruction) -> InstructionDescriptor:
+def read_instruction(
+    bits: int, kind: str, ins: Instruction, target: str = "sm_100a"
+) -> InstructionDescriptor:
     """Decode an instruction descriptor (tables 42, 43 and 44)."""
     scaled = kind in _FACTORS
+    half_more = bool(kind.startswith("mxf4") and target.startswith("sm_103") and bits >> 31)
     # NOTE: with 4-bit operands, bit 12 is of sparse ones ("version", which the DSL's builder sets)
     wide = 3 if kind.startswith("mxf4") else 7
     a, b, out = (bits >> 7 & 7, bits >> 10 & wide, bits >> 4 & 3)
-    reserved = bits >> 24 & 7 | bits >> 31 if scaled else bits >> 29 | bits >> 23 & 1
+    reserved = bits >> 24 & 7 | (bits >> 31) - half_more if scaled else bits >> 29 | bits >> 23 & 1
     odd = bits & (0b0111 if kind == "i8" else 0b1111) or bits >> 6 & 1 or reserved
     names, results = TYPES[kind], _RESULTS.get(kind, {out: "f32"})
     factors = _FACTORS[kind].get(bits >> 23 & 1) if scaled else ""
@@ -93,6 +100,7 @@ def read_instruction(bits: int, kind: str, ins: Instruction) -> InstructionDescr
         factors=factors,
         a_byte=bits >> 29 & 3 if scaled else 0,
         b_byte=out if scaled else 0,
+        half_more=half_more,
     )
 
 

@@ -31,7 +31,6 @@ from cutex.sim.machine.operation import Engine, Place, Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Vector
 
-A_COLUMNS = 8  # columns of tensor memory that A takes: 32 bytes of K
 _UPPER_POISON = np.uint32(int(POISON32) & 0xFFFF0000)  # bits of columns above a 16-bit accumulator
 
 
@@ -86,7 +85,7 @@ def mma(d: Decoder) -> Execute:
         rows, lanes = np.nonzero(b.active())
         _check_lanes(d, b, t, enabled)
         for at in zip(rows.tolist(), lanes.tolist(), strict=True):
-            desc = read_instruction(int(i_s[at]), kind, ins)
+            desc = read_instruction(int(i_s[at]), kind, ins, m.program.target)
             check_shape(desc, group, ins, ws)
             if columns is not None and b.lanes(columns(b))[at]:
                 raise d.unknown("columns of B that are zero")
@@ -160,6 +159,7 @@ class Mma:
         self.shares = 128 // self.rows if self.ws or len(self.ctas) == 2 else 1
         self.width = self.desc.n // self.shares
         self.base_lane, self.column = self.d >> 16, self.d & 0xFFFF
+        self.a_columns = self.desc.k_bytes // 4  # of tensor memory
 
     def issue(self) -> None:
         desc, ins = self.desc, self.ins
@@ -169,15 +169,17 @@ class Mma:
                     ins, f"tcgen05.mma of M={desc.m} in tensor memory from lane {lane}"
                 )
         self._check_columns(self.column, self.width)
-        b_form = Form("operand B of tcgen05.mma", desc.b, desc.n // len(self.ctas), desc.b_mn)
+        b_form = Form(
+            "operand B of tcgen05.mma", desc.b, desc.n // len(self.ctas), desc.b_mn, desc.k_bytes
+        )
         self.bs = self._shared(self.b, b_form)
         reads: list[Place] = [x.span() for x in self.bs]
         if self.a_in_tmem:
-            self._check_columns(self.a & 0xFFFF, A_COLUMNS)
+            self._check_columns(self.a & 0xFFFF, self.a_columns)
             self.a_values = [self._a_in_tmem(cta) for cta in self.ctas]
-            reads += [r for c in self.ctas for r in self._rectangles(c, self.a, A_COLUMNS)]
+            reads += [r for c in self.ctas for r in self._rectangles(c, self.a, self.a_columns)]
         else:
-            a_form = Form("operand A of tcgen05.mma", desc.a, self.rows, desc.a_mn)
+            a_form = Form("operand A of tcgen05.mma", desc.a, self.rows, desc.a_mn, desc.k_bytes)
             operands = self._shared(self.a, a_form)
             self.a_values = [x.values for x in operands]
             reads += [x.span() for x in operands]
@@ -239,6 +241,12 @@ class Mma:
 
     def _shared(self, descriptor: int, form: Form) -> list[SharedOperand]:
         desc = read_descriptor(descriptor, True, self.ins)
+        if desc.next is not None and (self.desc.k_bytes != 48 or desc.bits != 3):
+            raise BadOperand.at(
+                self.ins,
+                f"{form.what} ({desc}) goes on at an address of its own: takes K = 96 of sm_103a "
+                "and a 128-byte swizzle",
+            )
         return [SharedOperand(self.m, cta, desc, form, self.ins) for cta in self.ctas]
 
     def _a_in_tmem(self, cta: int) -> Callable[[], np.ndarray]:
@@ -251,7 +259,7 @@ class Mma:
             lanes = np.arange(128)  # the rows again for each share of N, which reads its own
 
         def values() -> np.ndarray:
-            cells = self.m.tmem.cells[cta][lanes, column : column + A_COLUMNS]
+            cells = self.m.tmem.cells[cta][lanes, column : column + self.a_columns]
             raw = np.ascontiguousarray(cells).view(np.uint8).reshape(len(lanes), -1)
             return ELEMENTS[kind](raw).reshape(len(lanes), -1)
 

@@ -1,7 +1,8 @@
 """Block scaling of tcgen05.mma: scale factors in tensor memory (PTX ISA 9.7.16.10.7).
 
 Row r of A, or of B, has its factors in lane r % 32 of column r / 32 of the operand, in 1, 2 or 4
-bytes of the word, from the byte that the instruction descriptor gives; each CTA of a pair has those
+bytes of the word, from the byte that the instruction descriptor gives; with K = 96 (sm_103a) 3 or
+6, which go on in the word behind, a column for each 32 rows further. Each CTA of a pair has those
 of its own rows of A, and all of B's. All four quarters of the lanes must hold the same factors; but
 for a pair with M = 128, the first two quarters hold those of the first half of B, the others those
 of the second, like the results (CUTLASS's 2cta_mma_blockscale_m128.py).
@@ -53,11 +54,14 @@ class BlockScales:
 
     def __post_init__(self) -> None:
         ins, step = self.issuer.ins, self.count
+        if self.desc.half_more:
+            self.count = step * 3 // 2
+            step //= 2
         for byte in (self.desc.a_byte, self.desc.b_byte):
             if byte % step:
                 raise BadOperand.at(ins, f"{step} scale factors per row from byte {byte} of a word")
-        if self.desc.factors == "ue4m3" and step != 4:
-            raise BadOperand.at(ins, f"{step} scale factors per row of type ue4m3: takes 4")
+        if self.desc.factors == "ue4m3" and self.count not in (4, 6):
+            raise BadOperand.at(ins, f"{self.count} scale factors per row of type ue4m3: takes 4")
         for address in (self.a, self.b):
             if address >> 16 & 0x3FFF:
                 raise BadOperand.at(ins, f"scale factors from lane {address >> 16 & 0x3FFF}")
@@ -73,8 +77,9 @@ class BlockScales:
         """
         m, issuer, out = self.issuer.m, self.issuer, []
         for cta in issuer.ctas:
-            for address, rows in self._rows:
-                first, width = address & 0xFFFF, -(-rows // 32)
+            bytes_of = self.desc.a_byte, self.desc.b_byte
+            for (address, rows), byte in zip(self._rows, bytes_of, strict=True):
+                first, width = address & 0xFFFF, -(-rows // 32) * -(-(byte + self.count) // 4)
                 m.tmem.check(cta, first, width, m.grid.name_warp(issuer.warp), issuer.ins)
                 out.append(Rectangle(cta, 0, 128, first, first + width))
         return out
@@ -103,9 +108,10 @@ class BlockScales:
         r = np.arange(rows)
         copies = 4 * below // rows
         lanes = r % below % 32 + r // below * 64 + 32 * np.arange(copies)[:, None]
-        words = self.issuer.m.tmem.cells[cta][lanes, column + r % below // 32]
-        words = np.ascontiguousarray(words)
-        raw = words.view(np.uint8).reshape(copies, rows, 4)[:, :, byte : byte + self.count]
+        further = -(-below // 32) * np.arange(-(-(byte + self.count) // 4))  # (words of a row,)
+        columns = column + (r % below // 32)[:, None] + further
+        words = np.ascontiguousarray(self.issuer.m.tmem.cells[cta][lanes[..., None], columns])
+        raw = words.view(np.uint8).reshape(copies, rows, -1)[:, :, byte : byte + self.count]
         if (raw != raw[0]).any():
             row = int(np.nonzero((raw != raw[0]).any((0, 2)))[0][0])
             self.issuer.m.findings.add(

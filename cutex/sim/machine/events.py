@@ -190,7 +190,10 @@ class Observer:
         """A fence with the scope of a "cta", a "cluster" or the "gpu" (or the system)."""
 
     def proxy_fenced(self, warps: np.ndarray) -> None:
-        """fence.proxy.async."""
+        """fence.proxy.async, of all memory or of shared memory."""
+
+    def global_proxy_fenced(self, warps: np.ndarray) -> None:
+        """fence.proxy.async.global."""
 
     def grids_waited(self, warps: np.ndarray) -> None:
         """griddepcontrol.wait."""

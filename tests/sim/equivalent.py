@@ -1,0 +1,331 @@
+"""Why a mutant of which nothing is told may be as right as the kernel: derived from what a run of
+the kernel did, and of the mutant where that says more; "" where nothing here shows it.
+
+Nothing of the simulator's checks is used, only the events of the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import cache
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from mutants import Site
+from subjects import Subject
+
+from cutex.sim import simulate
+from cutex.sim.hazards.checks import Checks
+from cutex.sim.machine.events import Observer
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.operation import Span
+from cutex.sim.ptx.program import Instruction
+
+_BULK = "cp.async.bulk", "cp.reduce.async.bulk"
+Thread = tuple[int, int, int]  # the clusters' turn, warp, lane
+Barrier = tuple[int, int, int]  # the clusters' turn, CTA, offset
+Phase = tuple[Barrier, int]
+
+
+class _Bulk:
+    """The bulk stores of a thread: groups, of so many stores, that it has not waited for."""
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.unread: list[list[int]] = []  # committed, not known to have read shared memory
+        self.unwritten: list[list[int]] = []
+        self.stores = 0
+        # store: how many of the run's instructions came before the waits that told that it has read
+        # and has written; before another write to what it read
+        self.read: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+        self.reused: dict[int, int] = {}
+
+    def store(self) -> None:
+        self.open.append(self.stores)
+        self.stores += 1
+
+    def commit(self) -> None:
+        self.unread.append(self.open)
+        self.unwritten.append(self.open)
+        self.open = []
+
+    def wait(self, allowed: int, read: bool, now: int) -> bool:
+        """Whether the wait was for any store."""
+        older = (self.unread if read else self.unwritten)[: -allowed or None]
+        for groups, known in ((self.unread, self.read), (self.unwritten, self.written))[: 2 - read]:
+            for store in chain(*groups[: -allowed or None]):
+                known.setdefault(store, now)
+            del groups[: -allowed or None]
+        return any(older)
+
+
+class Trace:
+    """What the instructions of a run did, by their line of the PTX."""
+
+    def __init__(self) -> None:
+        self.turn = 0  # of the clusters that were resident together
+        self.executed: set[int] = set()
+        self.phases: dict[int, set[int]] = defaultdict(set)  # complete when a wait passed
+        self.fence_phases: dict[int, set[int]] = defaultdict(
+            set
+        )  # and a tcgen05.fence stood behind
+        self.fills: dict[int, set[Phase]] = defaultdict(set)  # phases that a line may complete
+        self.waited: dict[Barrier, int] = defaultdict(int)  # the most phases that a wait has seen
+        self.bulk: dict[Thread, _Bulk] = defaultdict(_Bulk)
+        self.bulk_waits: Counter[int] = Counter()  # waits that had stores to wait for
+        self.arrivals: Counter[tuple[int, ...]] = Counter()
+        self.fenced: set[int] = set()  # wgmma.fence between accesses to registers and a wgmma
+        self.loaded: dict[int, set[str]] = defaultdict(set)  # waited for by a tcgen05.wait::ld
+
+
+class _Recorder(Observer):
+    """Writes a trace."""
+
+    def __init__(self, machine: Machine, trace: Trace) -> None:
+        self.m, self.t, self.code = machine, trace, machine.program.code
+        trace.turn += 1
+        self.pc = self.now = 0
+        self.since: dict[int, set[str]] = {}  # registers named since a warp's last wgmma
+        self.fences: dict[int, set[int]] = defaultdict(set)  # of a warp since then
+        self.unwaited: dict[int, set[str]] = defaultdict(set)  # what tcgen05.ld loads
+        self.passed: dict[int, int] = {}  # by warp: the phases that its last wait has seen
+        self.stores: list[tuple[Thread, int]] = [((0, 0, 0), 0)]  # with its number in the thread
+        self.coming: dict[int, list[int]] = defaultdict(list)  # those that a warp issues now
+        # the last of them that read each byte of shared memory
+        self.stored = np.zeros((machine.grid.num_ctas, machine.smem_bytes), np.int32)
+
+    def watched_places(self) -> set[int]:
+        return {pc for pc, ins in enumerate(self.code) if ins.op.startswith(_BULK)}
+
+    def using_registers(self, batch: Any, pc: int) -> None:
+        ins = self.code[pc]
+        if not ins.op.startswith(_BULK):
+            return
+        for row, lanes in enumerate(batch.active()):
+            for lane in lanes.nonzero()[0].tolist():
+                self._bulk((self.t.turn, int(batch.idx[row]), lane), ins)
+
+    def _bulk(self, thread: Thread, ins: Instruction) -> None:
+        of = self.t.bulk[thread]
+        if "commit_group" in ins.op:
+            of.commit()
+        elif "wait_group" in ins.op:
+            if of.wait(int(ins.text.rstrip(";").split()[-1]), ".read" in ins.op, self.now):
+                self.t.bulk_waits[ins.line] += 1
+        elif re.search(r"global\S*\.shared", ins.op):
+            self.coming[thread[1]].append(len(self.stores))
+            self.stores.append((thread, of.stores))
+            of.store()
+
+    def issued(self, ops: Any) -> None:
+        for op in ops:
+            store = self.coming[op.warp].pop(0) if op.is_store else 0
+            for place in (p for p in op.writes if isinstance(p, Span)):
+                self._written(self.stored[place.cta, place.low : place.high])
+            for place in (p for p in op.reads if store and isinstance(p, Span)):
+                self.stored[place.cta, place.low : place.high] = store
+
+    def shared(self, at: Any, write: bool, ordinary: bool, ins: Instruction) -> None:
+        if write:
+            offsets = at.offset[:, None] + np.arange(at.width)
+            self._written(self.stored[at.cta[:, None], offsets])
+
+    def _written(self, stored: np.ndarray) -> None:
+        for number in set(stored[stored > 0].tolist()):
+            thread, store = self.stores[number]
+            self.t.bulk[thread].reused.setdefault(store, self.now)
+
+    def executing(self, batch: Any, pc: int) -> None:
+        self.pc, ins = pc, self.code[pc]
+        self.now += 1
+        self.t.executed.add(ins.line)
+        for warp in batch.idx.tolist():
+            if ins.op.startswith("wgmma.mma"):
+                self._wgmma(warp, ins)
+            elif ins.op.startswith("wgmma.fence"):
+                self.fences[warp].add(ins.line)
+            elif warp in self.since:
+                self.since[warp] |= _named(ins)
+            if ins.op.startswith("tcgen05.fence::after"):
+                self.t.fence_phases[ins.line].add(self.passed.get(warp, -1))
+            if ins.op.startswith("tcgen05.ld"):
+                self.unwaited[warp] |= _named(ins)
+            elif ins.op.startswith("tcgen05.wait::ld"):
+                self.t.loaded[ins.line] |= self.unwaited.pop(warp, set())
+
+    def _wgmma(self, warp: int, ins: Instruction) -> None:
+        if warp not in self.since or self.since[warp] & _in_braces(ins):
+            self.t.fenced |= self.fences[warp]
+        self.since[warp], self.fences[warp] = set(), set()
+
+    def mbarrier_passed(self, barrier: Any, warp: int, relaxed: bool) -> None:
+        self.t.phases[self.code[self.pc].line].add(barrier.phases)
+        self.passed[warp] = barrier.phases
+        key = self.t.turn, barrier.cta, barrier.offset
+        self.t.waited[key] = max(self.t.waited[key], barrier.phases)
+
+    def mbarrier_made(self, barrier: Any, warp: int, lane: int, again: bool) -> None:
+        self._fills(barrier, self.code[self.pc].line)
+
+    def mbarrier_arrives(self, barrier: Any, warp: int, to_cluster: bool, ins: Instruction) -> None:
+        self.t.arrivals[self.t.turn, barrier.cta, barrier.offset, warp, ins.line] += 1
+        self._fills(barrier, ins.line)
+
+    def mbarrier_arrives_late(self, barrier: Any, arrival: Any) -> None:
+        self._fills(barrier, arrival.instruction.line)
+
+    def _fills(self, barrier: Any, line: int) -> None:
+        key = self.t.turn, barrier.cta, barrier.offset
+        self.t.fills[line].add((key, barrier.phases + 1))
+
+
+@cache
+def _names(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"%[a-z]+\d+", text))
+
+
+def _named(ins: Instruction) -> frozenset[str]:
+    return _names(ins.text)
+
+
+@cache
+def _braces(text: str) -> frozenset[str]:
+    return _names(" ".join(re.findall(r"\{[^}]*\}", text)))
+
+
+def _in_braces(ins: Instruction) -> frozenset[str]:
+    """The registers of a wgmma's accumulator and of A."""
+    return _braces(ins.text)
+
+
+def trace(subject: Subject, kernel: Any) -> Trace:
+    """What a run of the kernel, or of a mutant of it, does in the default order."""
+    found, observers = Trace(), Checks.observers
+
+    def with_recorder(self: Checks) -> list[Observer]:
+        return [*observers(self), _Recorder(self.m, found)]
+
+    with mock.patch.object(Checks, "observers", with_recorder):
+        subject.launch(
+            lambda *given: simulate(kernel, *given, raise_findings=False), subject.kernel
+        )
+    return found
+
+
+@cache
+def _trace_of(subject: Subject) -> Trace:
+    return trace(subject, subject.kernel)
+
+
+# ---- reasons, by operator
+
+
+def _not_executed(subject: Subject, site: Site) -> str:
+    return "" if site.line in _trace_of(subject).executed else "no run comes here at this size"
+
+
+def _first_phase(subject: Subject, site: Site) -> str:
+    known = _trace_of(subject).phases[site.line] <= {0}
+    return "it only waits for slots before their first use" if known else ""
+
+
+def _never_waited_for(subject: Subject, site: Site) -> str:
+    of = _trace_of(subject)
+    waits = any(of.waited[barrier] >= phase for barrier, phase in of.fills[site.line])
+    return "" if waits else "nobody waits for the phases that it is for: their slots' last ones"
+
+
+def _behind_first_phase(subject: Subject, site: Site) -> str:
+    first = _trace_of(subject).fence_phases[site.line] == {0}
+    return "the wait before it is for a first use" if first else ""
+
+
+def _no_store(subject: Subject, site: Site) -> str:
+    idle = not _trace_of(subject).bulk_waits[site.line]
+    return "the thread has no store to wait for here" if idle else ""
+
+
+def _waited_for(subject: Subject, site: Site) -> str:
+    """Each store is known to have read before its memory is written again, and at the end of its
+    thread to have read or written as without the change."""
+    mine, other = _trace_of(subject).bulk, trace(subject, site.mutant).bulk
+    for thread in mine.keys() | other.keys():
+        a, b = mine[thread], other[thread]
+        if a.read.keys() != b.read.keys() or a.written.keys() != b.written.keys():
+            return ""
+        if any(at < b.read.get(store, 1 << 62) for store, at in b.reused.items()):
+            return ""
+    return "each store is waited for before its memory is used again, or the thread ends"
+
+
+def _same_arrivals(subject: Subject, site: Site) -> str:
+    mine, other = _trace_of(subject).arrivals, trace(subject, site.mutant).arrivals
+    # NOTE: lines are those of the kernel; only an operand differs
+    same = mine == other and site.text.startswith("mapa")
+    return "each warp arrives on the same barriers there, in another order" if same else ""
+
+
+def _untouched(subject: Subject, site: Site) -> str:
+    needed = site.line in _trace_of(subject).fenced
+    return "" if needed else "nothing but wgmmas accesses their registers in between"
+
+
+def _releases_anyway(subject: Subject, site: Site) -> str:
+    relaxed = "barrier.cluster.arrive.relaxed" in subject.kernel.ptx
+    ours = site.text.startswith("fence.mbarrier_init")
+    return "no relaxed cluster barrier needs it" if ours and not relaxed else ""
+
+
+_HANDOVER = re.compile(r"\b(mbarrier|bar|barrier|fence|membar|tcgen05\.(commit|fence|dealloc))\.")
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters they begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+
+
+def _unused(subject: Subject, site: Site) -> str:
+    """What it waits for is neither used nor handed over by what it is moved behind."""
+    old, new = subject.kernel.ptx, site.mutant.ptx
+    low, high = _common(old, new), len(old) - _common(old[::-1], new[::-1])
+    passed = re.sub(r"//[^\n]*|\.loc[^\n]*", "", old[low:high]).replace(site.text, "")
+    loaded = _trace_of(subject).loaded[site.line]
+    if "wait::ld" not in site.text or _HANDOVER.search(passed) or loaded & _names(passed):
+        return ""
+    return "nothing that it is moved behind uses what was loaded"
+
+
+Reason = Callable[[Subject, Site], str]
+REASONS: dict[str, tuple[Reason, ...]] = {
+    "an mbarrier's wait": (_first_phase,),
+    "another parity": (_first_phase,),
+    "an arrival less": (_never_waited_for,),
+    "an mbarrier's arrival": (_never_waited_for,),
+    "a commit of tcgen05": (_never_waited_for,),
+    "a commit to one CTA less": (_never_waited_for,),
+    "a commit of tcgen05, earlier": (_never_waited_for,),
+    "a fence of tcgen05": (_behind_first_phase,),
+    "a wait for bulk stores": (_no_store, _waited_for),
+    "a wait for one bulk store more": (_no_store, _waited_for),
+    "a wait for bulk stores, later": (_no_store, _waited_for),
+    "a group of bulk stores": (_waited_for,),
+    "a group of bulk stores, earlier": (_waited_for,),
+    "an arrival in another CTA": (_same_arrivals,),
+    "a fence of wgmma": (_untouched,),
+    "a fence of wgmma, later": (_untouched,),
+    "another fence": (_releases_anyway,),
+    "a wait for tcgen05.ld or st, later": (_unused,),
+}
+
+
+def why(subject: Subject, site: Site) -> str:
+    """Why the mutant is as right as the kernel; "" if that is not known."""
+    for reason in (_not_executed, *REASONS.get(site.operator, ())):
+        if found := reason(subject, site):
+            return found
+    return ""
