@@ -21,7 +21,9 @@ _SIGNALS = re.compile(r"(?:completes on|phase \d+ of) mbarrier .*?\(initialised 
 _EARLY = re.compile(r"reads tensor memory column \d+ before ")  # see `EarlyLoads`
 _BACKWARDS = re.compile(r"overwrites tensor memory column \d+, which .* loaded at (PTX line \d+):")
 _NEVER = "on which this warp never waited"
-BYTES = "bytes announced"  # the rule of a cause that stands before whatever follows from it
+BYTES = "bytes announced"
+# the rules of causes that stand before whatever follows from them
+CAUSES = (BYTES, "tensor map")
 _TOLD = 4  # findings of one cause that its report lists
 
 
@@ -59,7 +61,7 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
     findings; see `_cause`."""
     ordered = sorted(
         findings,
-        key=lambda f: (f.rule != BYTES, not _EARLY.search(f.message), f.rule == "exit"),
+        key=lambda f: (f.rule not in CAUSES, not _EARLY.search(f.message), f.rule == "exit"),
     )
     causes, early = _barriers(ordered), _early(ordered)
     groups: dict[object, Report] = {}
@@ -75,7 +77,7 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
             groups[cause].followers.append(finding)
         else:
             groups[cause] = Report(finding)
-    return sorted(groups.values(), key=lambda r: (r.root.rule != BYTES, -len(r.followers)))
+    return sorted(groups.values(), key=lambda r: (r.root.rule not in CAUSES, -len(r.followers)))
 
 
 def _signalled(finding: Finding) -> str:

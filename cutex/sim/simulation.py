@@ -27,7 +27,7 @@ from cutex.sim.machine.residency import Residency, gpu_of, residency
 from cutex.sim.machine.sectors import GlobalSectors
 from cutex.sim.policy import policy
 from cutex.sim.ptx.program import Instruction, Program
-from cutex.sim.reports import BYTES, as_text, folded, headed
+from cutex.sim.reports import CAUSES, as_text, folded, headed
 from cutex.sim.resources import KernelResources, resources
 from cutex.sim.sampling import Sampled
 from cutex.sim.scheduler import Scheduler
@@ -275,7 +275,7 @@ def _with_cause(error: Deadlock, causes: Sequence[tuple[str, Instruction]]) -> D
 def _told(error: SimError, findings: Findings) -> SimError:
     """The error that ended a run, as a report, together with the findings before it."""
     before = [f for f in findings if not f.advisory]
-    causes = [r for r in folded(before) if r.root.rule == BYTES]
+    causes = [r for r in folded(before) if r.root.rule in CAUSES]
     text = findings.names.with_names(str(error))
     sides = sides_of(text, findings.program)
     text = headed(text, sides)

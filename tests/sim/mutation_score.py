@@ -82,7 +82,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
-AT_ONCE = 5  # mutants of one task of a process
+SHARES = 12  # of a kernel's mutants, each a task of a process
 
 
 @cache
@@ -99,46 +99,50 @@ def _mutants(name: str, at_most: int) -> list[Site]:
     return list(mutants(_subject(name), at_most))
 
 
-def _count(name: str, at_most: int) -> tuple[str, int]:
-    """How many mutants a kernel has, which is compiled for that."""
-    return name, len(_mutants(name, at_most))
+def _rows(at_most: int, rows: list[dict[str, Any]], task: tuple[int, str]) -> list[dict[str, Any]]:
+    """The outcomes of a share of a kernel's mutants, those that ``rows`` lacks."""
+    share, name = task
+    known = {(r["operator"], r["line"]): r for r in rows if r["subject"] == name}
+    out = []
+    for site in _mutants(name, at_most)[share::SHARES]:
+        row = known.get((site.operator, site.line))
+        if row is None:
+            out.append(run(_subject(name), site))
+        elif row["kind"] == "nothing" and "why" not in row:
+            out.append(row | {"why": why(_subject(name), site)})
+    return out
 
 
-def _rows(at_most: int, done: set[tuple[str, str, int]], task: tuple[str, int]) -> list[dict]:
-    """The outcomes of a task's mutants: those of a kernel from a number on."""
-    name, first = task
-    sites = _mutants(name, at_most)[first : first + AT_ONCE]
-    left = [s for s in sites if (name, s.operator, s.line) not in done]
-    return [run(_subject(name), site) for site in left]
-
-
-def names(part: str) -> list[str]:
-    if part != "call" and (found := [name for name in SUBJECTS if part in name]):
+def names(parts: str) -> list[str]:
+    """The kernels whose name contains one of the parts."""
+    each = parts.split(",")
+    found = [name for name in SUBJECTS if any(part in name for part in each)]
+    if found:
         return found
     from call_subjects import CALLS
 
-    return [name for name in CALLS if part in ("call", name) or part in name]
+    return [name for name in CALLS if any(part == "call" or part in name for part in each)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--at-most", type=int, default=6, help="of one operator in one kernel")
-    parser.add_argument("--subject", default="", help="part of the names of the kernels to mutate")
+    parser.add_argument(
+        "--subject", default="", help="parts of the names of the kernels to mutate, with commas"
+    )
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     texts = args.results.read_text().splitlines() if args.results.exists() else []
     rows = [json.loads(text) for text in texts]
-    done = {(r["subject"], r["operator"], r["line"]) for r in rows}
-    of = partial(_rows, args.at_most, done)
+    tasks = [(share, name) for share in range(SHARES) for name in names(args.subject)]
     with get_context("spawn").Pool(args.processes) as pool:
-        counts = pool.imap_unordered(partial(_count, at_most=args.at_most), names(args.subject))
-        tasks = [(name, first) for name, n in counts for first in range(0, n, AT_ONCE)]
-        for found in pool.imap_unordered(of, tasks):
-            rows += found
+        for found in pool.imap_unordered(partial(_rows, args.at_most, rows), tasks):
             with args.results.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in found)
-    print(table(rows))
+    texts = args.results.read_text().splitlines()
+    last = {(r["subject"], r["operator"], r["line"]): r for r in map(json.loads, texts)}
+    print(table(list(last.values())))
 
 
 if __name__ == "__main__":

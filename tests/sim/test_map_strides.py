@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from barriers import init, wait
 from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import aligned, encode
 
-from cutex.sim.errors import BadOperand, Hazards
+from cutex.sim.errors import BadAddress, BadOperand, Hazards
 
 LOAD = f"""{init(1)} mov.u32 %r20, smem; add.u32 %r20, %r20, 128;
     @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], BYTES;
@@ -79,6 +81,15 @@ def test_a_base_that_lost_its_low_bits_is_found():
     given = encode(floor(a.ctypes.data), "f32", [32, 8], [128], [4, 4])
     with pytest.raises(Hazards, match=r"lost the low bits of its base, 0x"):
         load(a, given, 64, z=z)
+
+
+def test_a_base_that_lost_its_low_bits_stands_before_the_bad_address_that_it_leads_to():
+    a = rows(np.float32, 8 * 32 + 3)[3:].reshape(8, 32)  # no tensor of the launch lies before it
+    given = encode(floor(a.ctypes.data), "f32", [32, 8], [128], [4, 4])
+    with pytest.raises(BadAddress) as told:
+        load(a, given, 64)
+    first = str(told.value).partition("\n")[0]
+    assert re.search(r"tensor map: .* its base, 0x.*; the run ends by bad address$", first)
 
 
 @pytest.mark.parametrize("columns", [4, 252, 256])

@@ -37,7 +37,7 @@ class Checks:
     def __init__(self, machine: Machine, launch: Launch, stream: Stream) -> None:
         self.m = machine
         self.global_races = GlobalRaces(machine)
-        self.grid_order = GridOrder(machine, launch.kernel, launch.programmatic, stream)
+        self.grid_order = GridOrder(machine, launch.programmatic, stream)
         self.of_launch = [TensorMapChanges(machine), MapStrides(machine)]
 
     def observers(self) -> list[Observer]:

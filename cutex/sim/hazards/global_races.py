@@ -100,7 +100,7 @@ class GlobalRaces(Observer):
         """Begin with other resident clusters."""
         self.clocks = self.reports.clocks = clocks
         self.at_issue: dict[int, np.ndarray] = {}  # by bulk store in flight: its thread's clock
-        self.fenced: dict[int, np.ndarray] = {}  # by warp: its clock at fence.proxy.async.global
+        self.proxy_clocks: dict[int, np.ndarray] = {}  # by warp: its clock at fence.proxy.async.global
 
     # -- accesses ----------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class GlobalRaces(Observer):
 
     def global_proxy_fenced(self, warps: np.ndarray) -> None:
         for warp in warps.tolist():
-            self.fenced[warp] = self.clocks.known[warp].copy()
+            self.proxy_clocks[warp] = self.clocks.known[warp].copy()
         self.clocks.count(warps)
 
     def issued(self, ops: Sequence[Operation]) -> None:
@@ -359,8 +359,8 @@ class GlobalRaces(Observer):
         slot, own = r.slot[rec], int(self._clusters(np.array([warp]))[0]) + 1
         unseen = (last != 0) & (r.who[rec] == own) & (slot < self.clocks.warps)
         unseen &= r.count[rec] > self.clocks.visible[warp, slot]
-        for who in {warp, *np.unique(r.warp[rec[unseen]]).tolist()} & self.fenced.keys():
-            unseen &= r.count[rec] > self.fenced[who][slot]
+        for who in {warp, *np.unique(r.warp[rec[unseen]]).tolist()} & self.proxy_clocks.keys():
+            unseen &= r.count[rec] > self.proxy_clocks[who][slot]
         if unseen.any():
             at = tuple(int(v[0]) for v in np.nonzero(unseen))
             self.reports.proxy(warp, region.element(int(places[at])), int(rec[at]), ins)

@@ -69,10 +69,10 @@ class GridOrder(Observer):
     lets the next one start.
     """
 
-    def __init__(self, machine: Machine, kernel: str, programmatic: bool, stream: Stream) -> None:
+    def __init__(self, machine: Machine, programmatic: bool, stream: Stream) -> None:
         self.m, self.programmatic, self.stream = machine, programmatic, stream
         names = [ins.op for ins in machine.program.code]
-        self.footprint = Footprint(kernel)
+        self.footprint = Footprint(machine.program.title)
         self.lets_start = "griddepcontrol.launch_dependents" in names
         self.early: set[int] = set()  # CTAs that let the next grid start before they have waited
         self.active = programmatic or self.lets_start
