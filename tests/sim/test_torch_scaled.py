@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cutex.sim.host.torch_scaled import scaled_grouped_mm, scaled_mm
+from cutex.sim.host.torch_scaled import (
+    scaled_grouped_mm,
+    scaled_grouped_mm_v2,
+    scaled_mm,
+    scaled_mm_v2,
+)
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -118,6 +123,43 @@ def test_grouped_by_rows_columns_k_and_batch():
     near(got, (c.double() * sc.double()[:, :, None]) @ (b.double() * sb.double()[:, None, :]))
 
 
+def test_functional_products_of_mxfp8_by_groups_of_rows_and_of_k():
+    sizes, k, n = [32, 0, 96], 160, 80
+    offs = torch.tensor(sizes).cumsum(0).int()
+
+    def made(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values, their factors in the order of tensor cores, and the values times these."""
+        values = torch.randn(rows, k).to(E4M3)
+        factors = torch.randint(-3, 4, (rows, k // 32)).float().exp2()
+        wide = values.double() * factors.double().repeat_interleave(32, 1)
+        return values, blocked(factors).to(E8M0), wide
+
+    each = [made(rows, k) for rows in sizes]
+    experts = [made(n, k) for _ in sizes]
+    a, sa = (torch.cat([x[i] for x in each]) for i in (0, 1))
+    b, sb = (torch.stack([x[i] for x in experts]) for i in (0, 1))
+    want = torch.cat([x[2] @ w[2].t() for x, w in zip(each, experts, strict=True)])
+    got = scaled_grouped_mm_v2(a, b.transpose(1, 2), [sa], [3], [1], [sb], [3], [1], offs,
+                               out_dtype=torch.float32)  # fmt: skip
+    near(got, want)
+    # groups of K, whose factors follow one another
+    of_a, of_b = ([made(rows, size) for size in sizes] for rows in (200, n))
+    (a, sa), (b, sb) = (
+        (torch.cat([x[0] for x in of], 1), torch.cat([x[1] for x in of])) for of in (of_a, of_b)
+    )
+    got = scaled_grouped_mm_v2(a, b.t(), [sa], [3], [1], [sb], [3], [1], offs,
+                               out_dtype=torch.float32)  # fmt: skip
+    for g, size in enumerate(sizes):
+        if size:
+            near(got[g], of_a[g][2] @ of_b[g][2].t())
+        else:
+            assert not got[g].any()
+    # one product
+    got = scaled_mm_v2(each[2][0], experts[0][0].t(), [each[2][1]], [3], [1], [experts[0][1]], [3],
+                       [1], out_dtype=torch.float32)  # fmt: skip
+    near(got, each[2][2] @ experts[0][2].t())
+
+
 SCRIPT = """
 import torch
 a = torch.randn(64, 64, device="cuda").to(torch.float8_e4m3fn)
@@ -132,6 +174,12 @@ b3 = torch.stack([b.t(), b.t()]).transpose(1, 2)
 ones = torch.ones(64, device="cuda"), torch.ones(2, 32, device="cuda")
 out = torch._scaled_grouped_mm(a, b3, *ones, offs=offs, out_dtype=torch.bfloat16)
 assert out.device.type == "cuda" and torch.equal(out, (a.float() @ b.float()).bfloat16())
+if hasattr(torch.nn.functional, "scaled_mm"):
+    from torch.nn.functional import ScalingType, scaled_mm
+    by = ScalingType.RowWise
+    scales = torch.full((64, 1), 2.0, device="cuda"), torch.full((1, 32), 2.0, device="cuda")
+    out = scaled_mm(a, b, scales[0], by, scales[1], by, output_dtype=torch.bfloat16)
+    assert out.device.type == "cuda" and torch.equal(out, want)
 print("right")
 """
 

@@ -100,7 +100,8 @@ class GlobalRaces(Observer):
         """Begin with other resident clusters."""
         self.clocks = self.reports.clocks = clocks
         self.at_issue: dict[int, np.ndarray] = {}  # by bulk store in flight: its thread's clock
-        self.proxy_clocks: dict[int, np.ndarray] = {}  # by warp: its clock at fence.proxy.async.global
+        # by warp: its clock at its last fence.proxy.async.global
+        self.proxy_clocks: dict[int, np.ndarray] = {}
 
     # -- accesses ----------------------------------------------------------------------------------
 
