@@ -40,7 +40,7 @@ MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"
 PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
 # NOTE: a row has no dtype, in which the cases of a scaled GEMM differ; of attention to caches the
 # first stage comes out faster than memory allows
-FORESEEN = ("gemm", "attention")
+PREDICTED_OPS = ("gemm", "attention")
 
 
 def constants() -> str:
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
         in_clone(PREDICTED)
-        found_ = [row for op in FORESEEN for row in predicted(op, "sm_100a")]
+        found_ = [row for op in PREDICTED_OPS for row in predicted(op, "sm_100a")]
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_), encoding="utf-8")
         print(f"wrote {PREDICTED}")
         return 0

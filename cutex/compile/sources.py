@@ -54,7 +54,7 @@ class Source(NamedTuple):
     imports: frozenset[str]  # modules, or names that a module may define: both are looked up
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The location of a module: its file, and the folders of its submodules if it is a package."""
 
     file: Path | None
@@ -209,30 +209,30 @@ def _is_fileless(name: str) -> bool:
     return _locate(name) == (None, None) and not is_built_in(name)
 
 
-def _locate(name: str) -> Place:
-    """The place that `name` was imported from or, if it was not imported yet, would be; Place(None,
-    None) if it is no module."""
+def _locate(name: str) -> Location:
+    """The location that `name` was imported from or, if it was not imported yet, would be;
+    Location(None, None) if it is no module."""
     module = sys.modules.get(name)
     if module is not None:
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
-        return Place(Path(file) if file else None, tuple(folders) if folders else None)
+        return Location(Path(file) if file else None, tuple(folders) if folders else None)
     return _search(name)
 
 
 @cache
-def _search(name: str) -> Place:
+def _search(name: str) -> Location:
     package = name.rpartition(".")[0]
     folders = _locate(package).folders if package else None
     if package and folders is None:
-        return Place(None, None)
+        return Location(None, None)
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(name, folders) if find else None
         if spec is not None:
             file = Path(spec.origin) if spec.origin and spec.has_location else None
             inside = spec.submodule_search_locations
-            return Place(file, None if inside is None else tuple(inside))
-    return Place(None, None)
+            return Location(file, None if inside is None else tuple(inside))
+    return Location(None, None)
 
 
 @cache

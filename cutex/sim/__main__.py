@@ -154,7 +154,7 @@ class _End(NamedTuple):
 
 
 def _run(script: str) -> _End:
-    """Run the script as Python would. Errors of kernels and the script's own are told later."""
+    """Run the script as Python would. Errors of kernels and the script's own are reported later."""
     from cutex.sim.errors import LaunchError, SimError
 
     try:

@@ -98,7 +98,7 @@ def simulate(
         try:
             times = time_call(host, programs, arguments, reached, gpu)
         except SimError:
-            host(arguments, run.launch)  # NOTE: it ends there too, and is told with names and calls
+            host(arguments, run.launch)  # NOTE: it ends there too, with names and calls
             raise
     host(arguments, run.launch)
     report = run.report

@@ -235,7 +235,7 @@ class Simulation:
             except SimError as error:
                 if isinstance(error, Deadlock):
                     error = _with_cause(error, machine.mbarriers.miscounted())
-                raise _told(error, machine.findings) from None
+                raise _reported(error, machine.findings) from None
             scheduler.leftovers()
             for name, (slots, phases) in machine.mbarriers.uses().items():
                 most = max(phases, self.report.rings.get(name, (0, 0))[1])
@@ -266,13 +266,13 @@ class Simulation:
 
 
 def _with_cause(error: Deadlock, causes: Sequence[tuple[str, Instruction]]) -> Deadlock:
-    """The deadlock, with the announcement of bytes that causes it told before the warps."""
+    """The deadlock, with the announcement of bytes that causes it before the warps."""
     head, _, rest = str(error).partition("\n")
     lines = [f"  {message}\n    at {ins.where()}" for message, ins in causes]
     return Deadlock("\n".join([head, *lines, rest]))
 
 
-def _told(error: SimError, findings: Findings) -> SimError:
+def _reported(error: SimError, findings: Findings) -> SimError:
     """The error that ended a run, as a report, together with the findings before it."""
     before = [f for f in findings if not f.advisory]
     causes = [r for r in folded(before) if r.root.rule in CAUSES]

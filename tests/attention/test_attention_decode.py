@@ -15,7 +15,7 @@ import cutex
 from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
-from cutex.kernels.attention.decode.splits import Place, Splits, weight
+from cutex.kernels.attention.decode.splits import EntrySpan, Splits, weight
 from cutex.ops.attention.kvcache import PLANS
 from cutex.ops.attention.rotated import rotated
 from cutex.problem.attention.case import AttentionCase
@@ -287,7 +287,7 @@ def shares(
             while begin + splits.units(lengths[entry]) <= at:
                 begin += splits.units(lengths[entry])
                 entry += 1
-            piece = splits.piece(at, Place(entry, begin, lengths[entry]))
+            piece = splits.piece(at, EntrySpan(entry, begin, lengths[entry]))
             assert piece.after > at
             at = piece.after
             if piece.end > piece.first:
@@ -324,7 +324,7 @@ def test_every_block_of_keys_is_in_one_part():
 def test_a_team_reads_neighbouring_heads_at_the_same_time():
     assert [Splits.team_of(n, 8) for n in (1, 2, 5, 8, 12, 13, 40, 64)] == [1, 2, 5, 8, 6, 1, 8, 8]
     splits = [Splits(16, 10, 1, 0, cta, 8) for cta in range(16)]
-    pieces = [x.piece(x.begin, Place(0, 0, 30)) for x in splits]
+    pieces = [x.piece(x.begin, EntrySpan(0, 0, 30)) for x in splits]
     assert [x.head for x in pieces] == [*range(8), *range(8)]
     assert [(x.first, x.end) for x in pieces] == [(0, 9)] * 8 + [(9, 19)] * 8
 

@@ -20,7 +20,7 @@ from cutex.device.pipeline import Ring
 from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.forward import Forward
-from cutex.kernels.attention.vote import Vote
+from cutex.kernels.attention.forward.sm90.load import PairExchange
 from cutex.kernels.attention.work_ring import WorkRing
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
@@ -184,8 +184,8 @@ def test_a_slot_that_only_this_cta_has_read_is_not_empty(monkeypatch):
 @pytest.mark.slow
 def test_a_failure_that_the_other_cta_is_not_told_is_found(monkeypatch):
     assert of_shared(256, fails=True) is None
-    exchange = Vote.exchange
-    monkeypatch.setattr(Vote, "exchange", lambda *of: exchange(*of) // 2 * 2)
+    send = PairExchange.send
+    monkeypatch.setattr(PairExchange, "send", lambda *of: send(*of) // 2 * 2)
     message = of_shared(256, fails=True)
     assert message is not None and "deadlock" in message, message
 

@@ -104,7 +104,7 @@ def named(
     found = dict(zip(order, given, strict=False))
     for name in found.keys() & by_name.keys():
         raise TypeError(f"{function}() got multiple values for argument {name!r}")
-    # NOTE: None is flash-attn 2's default, too; a causal of None is told by the checks
+    # NOTE: None is flash-attn 2's default, too; a causal of None is refused by the checks
     found = {name: x for name, x in found.items() if x is not None or name == "causal"}
     return {**found, **by_name}
 

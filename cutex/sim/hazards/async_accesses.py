@@ -24,7 +24,7 @@ from cutex.sim.hazards.mbarrier_order import MBarrierOrder
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.hazards.tmem_shadow import PEERS, TmemShadow
 from cutex.sim.machine.events import Observer, SharedBytes
-from cutex.sim.machine.operation import Engine, Operation, Place, Rectangle, Span
+from cutex.sim.machine.operation import Engine, Footprint, Operation, Rectangle, Span
 from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Last:
 class Track:
     """One place, in all CTAs."""
 
-    def __init__(self, place: Place, num_ctas: int) -> None:
+    def __init__(self, place: Footprint, num_ctas: int) -> None:
         self.place = place
         self.write = Last(num_ctas)
         self.reads: dict[int, Last] = {}  # by slot
@@ -83,7 +83,7 @@ class AsyncAccesses(Observer):
         self.spans: list[Track] = []  # in shared memory
         self._bounds: tuple[np.ndarray, np.ndarray] | None = None
 
-    def _track(self, place: Place) -> Track:
+    def _track(self, place: Footprint) -> Track:
         track = self.tracks.get(place.key)
         if track is None:
             track = Track(place.anywhere(), self.m.grid.num_ctas)
@@ -167,7 +167,7 @@ class AsyncAccesses(Observer):
                 last.set(ctas, slot, counts, operations)
 
     def _come_after(
-        self, track: Track, place: Place, write: bool, ctas: np.ndarray, issuers: np.ndarray
+        self, track: Track, place: Footprint, write: bool, ctas: np.ndarray, issuers: np.ndarray
     ) -> bool:
         """Whether accesses to a place in ``ctas`` (n,), by warps (n, those of an operation), are
         certainly ordered after all others there.
@@ -190,7 +190,7 @@ class AsyncAccesses(Observer):
         return track.reads[slot]
 
     def _check(
-        self, op: Operation, track: Track, place: Place, write: bool, issuers: list[int]
+        self, op: Operation, track: Track, place: Footprint, write: bool, issuers: list[int]
     ) -> None:
         """Report a race unless all ``issuers`` are ordered after earlier accesses to the place."""
         cta, known = place.cta, self.clocks.known.item
@@ -255,7 +255,7 @@ class AsyncAccesses(Observer):
                     assert op is not None
                     yield op, "writes" if did == "write" else "reads"
 
-    def _agents(self, op: Operation, place: Place) -> list[tuple[int, int]]:
+    def _agents(self, op: Operation, place: Footprint) -> list[tuple[int, int]]:
         """The slots and counts that mark the end of its access to ``place``."""
         if op.agents:
             agents = op.agents if place.part is None else [op.agents[place.part]]
@@ -371,7 +371,7 @@ class AsyncAccesses(Observer):
         verb: str,
         warp: int,
         ins: Instruction,
-        place: Place,
+        place: Footprint,
         other: Operation,
         did: str,
         advisory_reason: str,

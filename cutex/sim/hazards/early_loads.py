@@ -3,7 +3,7 @@
 Where nobody waits for an MMA, warps may load its result before it is even issued. What an observer
 of accesses sees is an MMA that overwrites what was loaded, which tells the story backwards: the
 load is at fault, and the barrier that it should have waited for is one that the MMA's warp commits
-to later. So such loads are told when their CTA ends.
+to later. So such loads are reported when their CTA ends.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ class GlobalRaces(Observer):
             last = self.writes[region.base][places]
             if clash := self._clash(last, places, by):
                 kind, slot = (f[clash.earlier] for f in (self.records.kind, self.records.slot))
-                bulk = slot >= self.clocks.warps  # NOTE: a reduction, of which nothing has told
+                bulk = slot >= self.clocks.warps  # NOTE: a reduction, which no event has reported
                 self.reports.race(by, clash, region, "reads", "wrote it", ins,
                            by.how.strong or (kind != PLAIN and not bulk))  # fmt: skip
             elif not by.how.strong:

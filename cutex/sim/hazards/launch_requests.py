@@ -14,7 +14,7 @@ from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.tmem_loads import effects
 from cutex.sim.machine.events import Observer
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.operands import Address, Place, places_of
+from cutex.sim.ptx.operands import Address, RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _ACCESSES = ("ld", "st", "atom", "red", "cp")
 class _Coordinates(NamedTuple):
     """The registers that may hold coordinates of a reply, or what is computed from them."""
 
-    columns: dict[Place, int]
+    columns: dict[RegisterId, int]
     steps: dict[int, tuple[list[int], list[int]]]  # by place in the program: written, read
 
 
@@ -58,13 +58,13 @@ def _coordinates(program: Program) -> _Coordinates:
     return _Coordinates(columns, steps)
 
 
-def _effects(ins: Instruction) -> tuple[set[Place], set[Place]]:
+def _effects(ins: Instruction) -> tuple[set[RegisterId], set[RegisterId]]:
     """As `effects`, but of a store to shared memory only the address: a warp may hand a refused
     reply on, beside the word that says so.
     """
     written, read = effects(ins)
     if ins.name == "st" and any(part.startswith("shared") for part in ins.parts):
-        read = {p for o in ins.operands if isinstance(o, Address) for p in places_of(o)}
+        read = {p for o in ins.operands if isinstance(o, Address) for p in registers_of(o)}
     return written, read
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.operands import Address, Place, places_of
+from cutex.sim.ptx.operands import Address, RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
 
 _READS_ALL = ("bar", "barrier", "nanosleep", "call")  # opcodes whose first operand is no result
@@ -80,7 +80,7 @@ def _waited(code: list[Instruction], pc: int, heads: set[int]) -> bool:
     return False
 
 
-def _copied(code: list[Instruction], filled: set[Place]) -> dict[Place, int]:
+def _copied(code: list[Instruction], filled: set[RegisterId]) -> dict[RegisterId, int]:
     """A column for each of these registers, and for each that copies of them may reach."""
     moves = [effects(ins) for ins in code if _copies(ins)] if filled else []
     reached, more = set(filled), True
@@ -91,17 +91,17 @@ def _copied(code: list[Instruction], filled: set[Place]) -> dict[Place, int]:
     return {place: i for i, place in enumerate(sorted(reached))}
 
 
-def _columns(columns: dict[Place, int], places: Iterable[Place]) -> np.ndarray:
+def _columns(columns: dict[RegisterId, int], places: Iterable[RegisterId]) -> np.ndarray:
     return np.array([columns[p] for p in places if p in columns], np.int64)
 
 
-def effects(ins: Instruction) -> tuple[set[Place], set[Place]]:
+def effects(ins: Instruction) -> tuple[set[RegisterId], set[RegisterId]]:
     """The registers that an instruction writes, and those that it reads."""
     split = int(ins.name not in _READS_ALL and ins.parts[1:2] != ("dealloc",))
-    written, read = set[Place](), set[Place]()
+    written, read = set[RegisterId](), set[RegisterId]()
     for i, operand in enumerate(ins.operands):
         into = written if i < split and not isinstance(operand, Address) else read
-        into.update(places_of(operand))
+        into.update(registers_of(operand))
     if ins.guard is not None:
         read.add((ins.guard.bank, ins.guard.index))
     return written, read

@@ -159,14 +159,16 @@ class Calls:
     def __str__(self) -> str:
         done, kernels, launches = self.report, len(self.launches), sum(self.launches.values())
         found, advised = len(self.report.findings), len(self.report.advisories)
-        told = f", {found or 'no'} finding{'s' * (found != 1)}" if found or not self.errors else ""
+        findings = (
+            f", {found or 'no'} finding{'s' * (found != 1)}" if found or not self.errors else ""
+        )
         more = f", {advised} advisor{'y' if advised == 1 else 'ies'}" if advised else ""
         names = ", ".join(dict.fromkeys(type(e).__name__ for e, _ in self.errors))
         ended = f", ended by {names}" if names else ""
         return (
             f"{launches} launch{'es' * (launches != 1)} of {kernels} "
             f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
-            f"warp-instructions, {done.seconds:.1f} s{told}{more}{ended}"
+            f"warp-instructions, {done.seconds:.1f} s{findings}{more}{ended}"
             f"{'' if self.checks else ', races unchecked'}"
             + "".join(f"; {text}" for text in dict.fromkeys(map(str, done.sampled)))
         )
@@ -192,12 +194,12 @@ class Calls:
         surrounding PTX if asked for.
         """
         texts = [str(error) for error, _ in self.errors]
-        told = [(text, ptx) for text, (_, ptx) in zip(texts, self.errors, strict=True)]
+        reported = [(text, ptx) for text, (_, ptx) in zip(texts, self.errors, strict=True)]
         for report in (*folded(self.report.findings), *folded(self.report.advisories)):
             text = str(report)
-            if not any(text.partition("\n")[0] in end for end in texts):  # told with the end
-                told.append((text, self._ptx[report.root]))
-        for text, ptx in told:
+            if not any(text.partition("\n")[0] in end for end in texts):  # reported with the end
+                reported.append((text, self._ptx[report.root]))
+        for text, ptx in reported:
             print(f"cutex: {text}", file=sys.stderr)
             if with_ptx:
                 print(around(ptx, text), file=sys.stderr)

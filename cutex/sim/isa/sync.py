@@ -184,7 +184,7 @@ def getctarank(d: Decoder) -> Execute:
 @instruction("fence", "membar")
 def fence(d: Decoder) -> Execute:
     """fence, membar (9.7.13.4): memory is sequentially consistent here, so fences change no value;
-    those who watch are told.
+    observers are notified.
     """
     m = d.m
     if "mbarrier_init" in d.mods:
@@ -231,7 +231,7 @@ def _fence_init(m: Machine, b: Batch) -> None:
 @instruction("griddepcontrol")
 def griddepcontrol(d: Decoder) -> Execute:
     """griddepcontrol (9.7.13.13): launches run one after another, so the grids before are complete;
-    who watches is told which warps have waited for them.
+    observers are notified which warps have waited for them.
     """
     if "wait" in d.mods:
         return lambda b: d.m.events.grids_waited(b.idx[b.any_active()])

@@ -17,15 +17,15 @@ from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.events import LateArrival
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import shared_addresses
-from cutex.sim.machine.operation import Engine, Kind, Operation, Place, Span
+from cutex.sim.machine.operation import Engine, Footprint, Kind, Operation, Span
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.program import Instruction
 
 
 @instruction("tcgen05.wait")
 def wait(d: Decoder) -> Execute:
-    """tcgen05.wait (9.7.16.8.3): ld and st take effect when they execute; of the wait
-    who watches is told.
+    """tcgen05.wait (9.7.16.8.3): ld and st take effect when they execute; observers
+    are notified of the wait.
     """
     d.only("wait", "ld", "st", "sync", "aligned")
     kind = Kind.LOAD if "ld" in d.mods else Kind.STORE
@@ -39,7 +39,7 @@ def wait(d: Decoder) -> Execute:
 
 @instruction("tcgen05.fence")
 def fence(d: Decoder) -> Execute:
-    """tcgen05.fence (9.7.16.11.1): who watches is told."""
+    """tcgen05.fence (9.7.16.11.1): observers are notified."""
     d.only("fence", "before_thread_sync", "after_thread_sync")
     if "before_thread_sync" in d.mods:
         return lambda b: d.m.events.tmem_fenced(True, b.idx[b.any_active()])
@@ -94,8 +94,8 @@ class Issuer:
         self,
         engine: Engine,
         complete: Callable[[], None],
-        reads: list[Place],
-        writes: list[Place],
+        reads: list[Footprint],
+        writes: list[Footprint],
         flops: int = 0,
     ) -> None:
         """Issue an mma or cp: those of one CTA, or pair, are executed in order."""

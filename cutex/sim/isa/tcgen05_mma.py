@@ -27,7 +27,7 @@ from cutex.sim.isa.tcgen05_descriptor import (
 from cutex.sim.isa.tcgen05_scale import SIZES, BlockScales, factors_per_row
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import POISON32
-from cutex.sim.machine.operation import Engine, Place, Rectangle
+from cutex.sim.machine.operation import Engine, Footprint, Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Vector
 
@@ -173,7 +173,7 @@ class Mma:
             "operand B of tcgen05.mma", desc.b, desc.n // len(self.ctas), desc.b_mn, desc.k_bytes
         )
         self.bs = self._shared(self.b, b_form)
-        reads: list[Place] = [x.span() for x in self.bs]
+        reads: list[Footprint] = [x.span() for x in self.bs]
         if self.a_in_tmem:
             self._check_columns(self.a & 0xFFFF, self.a_columns)
             self.a_values = [self._a_in_tmem(cta) for cta in self.ctas]
@@ -184,7 +184,7 @@ class Mma:
             self.a_values = [x.values for x in operands]
             reads += [x.span() for x in operands]
         reads += self.scales.places() if self.scales else []
-        writes: list[Place] = [
+        writes: list[Footprint] = [
             r for c in self.ctas for r in self._rectangles(c, self.d, self.width)
         ]
         self.lanes = self._lanes(self.base_lane)

@@ -112,8 +112,8 @@ def replace(d: Decoder) -> Execute:
 
 
 def _held(access: Access, at: Lanes) -> np.ndarray:
-    """The words of a map, (n,). Of global memory nobody is told of this load: threads that all
-    give a map the same field write the same bytes.
+    """The words of a map, (n,). Observers of global memory are not notified of this load:
+    threads that all give a map the same field write the same bytes.
     """
     if access.space == "global":
         raw = access.m.memory.load(at.addresses, 4, access.refuse(at, "loads"))

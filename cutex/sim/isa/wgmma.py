@@ -20,7 +20,7 @@ from cutex.sim.isa.matrices import (
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.events import RegisterUse
-from cutex.sim.machine.operation import Engine, Kind, Operation, Place, Span
+from cutex.sim.machine.operation import Engine, Footprint, Kind, Operation, Span
 from cutex.sim.machine.registers import Registers
 from cutex.sim.machine.waits import Wait
 from cutex.sim.machine.warpgroup import Descriptors, Group, Rendezvous
@@ -31,8 +31,8 @@ from cutex.sim.ptx.operands import Imm, Operand, Reg, Vector
 
 @instruction("wgmma.fence")
 def fence(d: Decoder) -> Execute:
-    """wgmma.fence (9.7.15.7.1): registers are written in program order here; of the fence who
-    watches is told.
+    """wgmma.fence (9.7.15.7.1): registers are written in program order here; observers are
+    notified of the fence.
     """
 
     def execute(b: Batch) -> None:
@@ -105,7 +105,7 @@ class _Operands(NamedTuple):
 
     a: SharedOperand | None  # None: A is in registers
     b: SharedOperand
-    reads: list[Place]
+    reads: list[Footprint]
     bytes: int
 
 
@@ -233,7 +233,7 @@ class Wgmma:
         warpgroup.
         """
         a, b = None, self._shared(cta, descriptors.b, self.b_form)
-        reads: list[Place] = [b.span()]
+        reads: list[Footprint] = [b.span()]
         if descriptors.a is not None:
             a = self._shared(cta, descriptors.a, self.a_form)
             # NOTE: each warp multiplies its own 16 rows of A, and NVIDIA's kernels rely on it; the

@@ -96,7 +96,7 @@ class Observer:
     def shared_stores(
         self, where: Lanes, places: np.ndarray, values: np.ndarray, ins: Instruction
     ) -> None:
-        """Lanes store ``values``, (n, width) bytes, of which `shared` has told; ``places``
+        """Lanes store ``values``, (n, width) bytes, as `shared` has reported them; ``places``
         (n,): the number of the first byte among those of all CTAs.
         """
 

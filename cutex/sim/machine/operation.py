@@ -41,7 +41,7 @@ class Span:
     def anywhere(self) -> Span:
         return replace(self, cta=0)
 
-    def meets(self, other: Place) -> bool:
+    def meets(self, other: Footprint) -> bool:
         if not isinstance(other, Span) or self.cta != other.cta:
             return False
         if self.low >= other.high or other.low >= self.high:
@@ -50,7 +50,7 @@ class Span:
             return True
         return bool(np.isin(self._pieces, other._pieces).any())
 
-    def covers(self, other: Place) -> bool:
+    def covers(self, other: Footprint) -> bool:
         if not isinstance(other, Span) or self.low > other.low:
             return False
         if self.high < other.high:
@@ -91,7 +91,7 @@ class Rectangle:
     def anywhere(self) -> Rectangle:
         return replace(self, cta=0)
 
-    def meets(self, other: Place) -> bool:
+    def meets(self, other: Footprint) -> bool:
         return (
             isinstance(other, Rectangle)
             and self.cta == other.cta
@@ -101,7 +101,7 @@ class Rectangle:
             and other.lane < self.lane_end
         )
 
-    def covers(self, other: Place) -> bool:
+    def covers(self, other: Footprint) -> bool:
         return (
             isinstance(other, Rectangle)
             and self.low <= other.low
@@ -114,7 +114,7 @@ class Rectangle:
         return f"tensor memory columns {self.low}..{self.high - 1}"
 
 
-Place = Span | Rectangle
+Footprint = Span | Rectangle
 
 
 class Engine(StrEnum):
@@ -165,8 +165,8 @@ class Operation:
     engine: Engine
     bytes: int  # bytes that it moves to or from shared memory, in all CTAs
     flops: int = 0
-    reads: list[Place] = field(default_factory=list)
-    writes: list[Place] = field(default_factory=list)
+    reads: list[Footprint] = field(default_factory=list)
+    writes: list[Footprint] = field(default_factory=list)
     signals: list[Barrier] = field(default_factory=list)
     agents: list[Agent] = field(default_factory=list)
     issuers: list[int] = field(default_factory=list)  # the warps that issue it together

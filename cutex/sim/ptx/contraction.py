@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cutex.sim.ptx.declarations import WIDTH
-from cutex.sim.ptx.operands import Minus, Operand, Operands, Place, Reg, places_of
+from cutex.sim.ptx.operands import Minus, Operand, Operands, Reg, RegisterId, registers_of
 from cutex.sim.ptx.sass_lines import ADD, FMA, Lines
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ class _Values:
     def __init__(self, code: list[Instruction]) -> None:
         self.code = code
         self.block = _blocks(code)
-        self.written: dict[Place, list[int]] = defaultdict(list)
-        self.touched: dict[Place, list[int]] = defaultdict(list)
+        self.written: dict[RegisterId, list[int]] = defaultdict(list)
+        self.touched: dict[RegisterId, list[int]] = defaultdict(list)
         for pc, ins in enumerate(code):
             if ins.guard is not None:
                 self.touched[1, ins.guard.index].append(pc)
             for k, operand in enumerate(ins.operands):
-                for place in places_of(operand):
+                for place in registers_of(operand):
                     self.touched[place].append(pc)
                     if k == 0 and ins.name != "st":
                         self.written[place].append(pc)
@@ -110,7 +110,7 @@ class _Values:
     def _lasts(self, mul: int, pc: int) -> bool:
         """Whether the factors of the product at `mul` are unchanged at `pc`."""
         alike = self.block[mul] == self.block[pc]
-        for place in (p for factor in self.code[mul].operands[1:] for p in places_of(factor)):
+        for place in (p for factor in self.code[mul].operands[1:] for p in registers_of(factor)):
             writers = self.written[place]
             if alike and any(mul <= w < pc for w in writers):
                 return False
@@ -129,7 +129,10 @@ class _Values:
         """By product, the instructions that touch it, without its own."""
         return {
             pc: [
-                at for place in places_of(ins.operands[0]) for at in self.touched[place] if at != pc
+                at
+                for place in registers_of(ins.operands[0])
+                for at in self.touched[place]
+                if at != pc
             ]
             for pc, ins in enumerate(self.code)
             if _may(ins, "mul")

@@ -74,27 +74,27 @@ class Sink:
 
 
 Operand = Reg | Imm | Special | Symbol | Address | Vector | Pair | Not | Minus | Sink
-Place = tuple[int, int]  # of a register: bank, index
+RegisterId = tuple[int, int]  # of a register: bank, index
 
 
-def places_of(operand: object) -> Iterator[Place]:
+def registers_of(operand: object) -> Iterator[RegisterId]:
     """The registers in an operand."""
     if isinstance(operand, Reg):
         yield operand.bank, operand.index
     elif isinstance(operand, Not):
         yield operand.reg.bank, operand.reg.index
     elif isinstance(operand, Minus):
-        yield from places_of(operand.of)
+        yield from registers_of(operand.of)
     elif isinstance(operand, Vector):
         for item in operand.items:
-            yield from places_of(item)
+            yield from registers_of(item)
     elif isinstance(operand, Pair):
-        yield from places_of(operand.first)
-        yield from places_of(operand.second)
+        yield from registers_of(operand.first)
+        yield from registers_of(operand.second)
     elif isinstance(operand, Address):
-        yield from places_of(operand.base)
+        yield from registers_of(operand.base)
         for item in operand.coords or ():
-            yield from places_of(item)
+            yield from registers_of(item)
 
 
 class Operands(list[Operand]):

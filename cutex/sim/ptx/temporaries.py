@@ -13,7 +13,7 @@ import numpy as np
 
 from cutex.sim.ptx.flow import LEAVES
 from cutex.sim.ptx.once import once
-from cutex.sim.ptx.operands import Place, places_of
+from cutex.sim.ptx.operands import RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
 
 # Instructions that read and write the registers of their own lane only, and immediately.
@@ -35,10 +35,10 @@ def homes(program: Program) -> dict[int, list[int]]:
     found = {bank: list(range(count)) for bank, count in program.registers.items()}
     pool: dict[int, list[int]] = {bank: [] for bank in found}
     spans = _temporaries(program)
-    last: dict[int, list[Place]] = {}
+    last: dict[int, list[RegisterId]] = {}
     for place, (_, end) in spans.items():
         last.setdefault(end, []).append(place)
-    first: dict[int, list[Place]] = {}
+    first: dict[int, list[RegisterId]] = {}
     for place, (start, _) in spans.items():
         first.setdefault(start, []).append(place)
     free: dict[int, list[int]] = {bank: [] for bank in found}
@@ -70,17 +70,17 @@ def lasting(program: Program) -> dict[int, list[int]]:
 
 
 @once
-def _temporaries(program: Program) -> dict[Place, tuple[int, int]]:
+def _temporaries(program: Program) -> dict[RegisterId, tuple[int, int]]:
     """Each temporary, with the instructions of its first write and its last use."""
     block = _blocks(program.code)
-    spans: dict[Place, tuple[int, int]] = {}
-    others: set[Place] = set()
+    spans: dict[RegisterId, tuple[int, int]] = {}
+    others: set[RegisterId] = set()
     for pc, ins in enumerate(program.code):
         local = ins.name in _LOCAL and _LATER.isdisjoint(ins.parts)
         guard = {(1, ins.guard.index)} if ins.guard is not None else set()
         written, read = touched(ins) if local else (set(), set())
         if not local:
-            others.update(p for o in ins.operands for p in places_of(o))
+            others.update(p for o in ins.operands for p in registers_of(o))
         for place in guard | read:
             if place not in spans or block[spans[place][0]] != block[pc]:
                 others.add(place)
@@ -98,12 +98,12 @@ def _temporaries(program: Program) -> dict[Place, tuple[int, int]]:
     return {place: span for place, span in spans.items() if place not in others}
 
 
-def touched(ins: Instruction) -> tuple[set[Place], set[Place]]:
+def touched(ins: Instruction) -> tuple[set[RegisterId], set[RegisterId]]:
     """The registers that an instruction writes, and those that it reads."""
     split = 0 if ins.name == "st" else 1
     operands = list(ins.operands)
-    written = {p for o in operands[:split] for p in places_of(o)}
-    return written, {p for o in operands[split:] for p in places_of(o)}
+    written = {p for o in operands[:split] for p in registers_of(o)}
+    return written, {p for o in operands[split:] for p in registers_of(o)}
 
 
 def _blocks(code: list[Instruction]) -> list[int]:

@@ -2,9 +2,9 @@
 
 `forms` has the syntax of what definitions implement. Here stand the forms beyond it: of opcodes
 without a definition, and of those whose definition takes a part of what the ISA has. An instruction
-that matches neither does not exist: it is told with its line when the PTX is read, also where no
-run reaches it. One that exists and has no definition is only told if a run does not reach it: an
-advisory, as the run's result does not depend on it.
+that matches neither does not exist: it is reported with its line when the PTX is read, also where
+no run reaches it. One that exists and has no definition is only reported if a run does not reach
+it: an advisory, as the run's result does not depend on it.
 """
 
 from __future__ import annotations

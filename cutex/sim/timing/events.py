@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-Place = tuple[int, int]  # an mbarrier: CTA, offset
+BarrierId = tuple[int, int]  # an mbarrier: CTA, offset
 
 
 class Work(NamedTuple):
@@ -33,13 +33,13 @@ class Wait(NamedTuple):
     """A wait until ``phases`` phases of an mbarrier are complete, counted from its
     initialization."""
 
-    barrier: Place
+    barrier: BarrierId
     phases: int
     line: int
 
 
 class Arrive(NamedTuple):
-    barrier: Place
+    barrier: BarrierId
     arrivals: int
     expect: int  # transaction bytes that the arrival adds, by expect_tx
     remote: bool
@@ -48,7 +48,7 @@ class Arrive(NamedTuple):
 class Load(NamedTuple):
     """A copy into shared memory by TMA."""
 
-    signals: tuple[Place, ...]
+    signals: tuple[BarrierId, ...]
     size: int  # bytes, for each of the signals
     source: tuple[Any, ...]  # the tensor map's address, and the box's coordinates
     rows: int  # rows of the box, each a request of its own
@@ -79,7 +79,7 @@ class Commit(NamedTuple):
     """
 
     what: str
-    barriers: tuple[Place, ...] = ()
+    barriers: tuple[BarrierId, ...] = ()
 
 
 class Group(NamedTuple):
@@ -133,7 +133,7 @@ class Send(NamedTuple):
     """A copy from registers or own shared memory into that of a CTA of the cluster, by st.async,
     red.async or a bulk copy, which counts on a barrier there."""
 
-    signal: Place
+    signal: BarrierId
     size: int  # bytes
 
 
@@ -146,7 +146,7 @@ class Need(NamedTuple):
 class Landed(NamedTuple):
     """Arrivals on an mbarrier when all earlier cp.async of the warp are complete."""
 
-    barrier: Place
+    barrier: BarrierId
     arrivals: int
 
 
@@ -170,7 +170,7 @@ class Copy(NamedTuple):
 class Reply(NamedTuple):
     """A cluster launch control request, with the barriers on which its response arrives."""
 
-    barriers: tuple[Place, ...]
+    barriers: tuple[BarrierId, ...]
 
 
 Event = Any  # one of the above
@@ -191,7 +191,7 @@ class Record:
     """The programs of the warps of a few clusters."""
 
     programs: dict[int, list[Event]]  # by warp
-    barriers: dict[Place, int]  # arrivals of a phase
+    barriers: dict[BarrierId, int]  # arrivals of a phase
     cta: dict[int, int]  # the CTA of each warp
     place: dict[int, int]  # the number of each warp in its CTA
     cluster_size: int

@@ -1,6 +1,6 @@
 """The events of each warp of a run, in its own order: the input of the clock.
 
-A `Recorder` observes a machine and is told of every instruction, before and after it executes.
+A `Recorder` observes a machine and is notified of every instruction, before and after it executes.
 Ordinary instructions add up to a piece of work; one that is asynchronous, signals or waits becomes
 an event of the warp's program. Waits are recorded with their values in the run: the phase of a
 barrier that a warp needed, the number of groups that it left in flight.
@@ -29,6 +29,7 @@ from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing.counters import SharedCounters
 from cutex.sim.timing.events import (
     Arrive,
+    BarrierId,
     Cluster,
     Columns,
     Commit,
@@ -39,7 +40,6 @@ from cutex.sim.timing.events import (
     Load,
     Mma,
     Named,
-    Place,
     Record,
     Reply,
     Send,
@@ -338,7 +338,7 @@ class Recorder(Observer):
 
         def add(b: Batch, verdict: Any) -> None:
             amounts = b.lanes(amount(b)) if amount else None
-            found: dict[tuple[int, Place], list[int]] = {}
+            found: dict[tuple[int, BarrierId], list[int]] = {}
             for row, lane, cta, offset in barrier.each(b):
                 n = int(amounts[row, lane]) if amounts is not None else 1
                 sums = found.setdefault((row, (cta, offset)), [0, 0])
@@ -356,7 +356,7 @@ class Recorder(Observer):
         counts = "noinc" in ins.parts  # or what it adds to the phase's arrivals it takes
 
         def add(b: Batch, verdict: Any) -> None:
-            found: dict[tuple[int, Place], int] = defaultdict(int)
+            found: dict[tuple[int, BarrierId], int] = defaultdict(int)
             for row, _, cta, offset in barrier.each(b):
                 found[row, (cta, offset)] += 1
             for (row, place), n in found.items():

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from cutex.sim.timing.events import Event, Place, Record
+from cutex.sim.timing.events import BarrierId, Event, Record
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.units import Barrier, Interval, Memory, Sm
 
@@ -86,7 +86,7 @@ class RunningCluster:
     # -- mbarriers ---------------------------------------------------------------------------------
 
     def arrive(
-        self, place: Place, count: int, expect: int, by: str, track: str, now: float
+        self, place: BarrierId, count: int, expect: int, by: str, track: str, now: float
     ) -> None:
         b = self.barriers[place]
         if count and not expect:
@@ -95,7 +95,7 @@ class RunningCluster:
         b.pending -= count
         self.check(b, now)
 
-    def bytes(self, place: Place, size: int, by: str, now: float) -> None:
+    def bytes(self, place: BarrierId, size: int, by: str, now: float) -> None:
         b = self.barriers[place]
         b.by, b.track = by, "TMA in"
         b.tx -= size

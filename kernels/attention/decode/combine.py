@@ -57,7 +57,7 @@ class Parts:
         self.words(unit).store(words.load())
 
     @cute.jit
-    def pieces(self, unit: Int32) -> Piece:
+    def whole(self, unit: Int32) -> Piece:
         """The parts of a unit, as the one number 0."""
         words = cute.make_rmem_tensor(cute.make_layout(WORDS), Int32)
         words.store(self.words(unit).load())
@@ -120,7 +120,7 @@ class Combine:
         out = self.out(self.config, mO, parts.partials, passed, None)
         cute.arch.griddepcontrol_wait()
         if row < rows.count:
-            piece = parts.pieces(unit)
+            piece = parts.whole(unit)
             if piece.parts > 1:
                 if across != WARPS:
                     out.merge_rows(rows, piece, (row,))

@@ -15,7 +15,7 @@ from cutex.device.row_source import DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
-from cutex.kernels.attention.decode.splits import Piece, Place, Splits, weight
+from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits, weight
 from cutex.schedulers.order import select
 
 WARP = 32
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     first: Int32  # block of keys
     end: Int32  # not more than `first`: there is no part left
     after: Int32  # the position behind the part
-    place: Place
+    span: EntrySpan
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Walk:
         return cta, ctas
 
     @cute.jit
-    def begin(self) -> tuple[Splits, Place, Int32]:
+    def begin(self) -> tuple[Splits, EntrySpan, Int32]:
         """This CTA's share, its first entry, and the end of the row of all units. A whole warp
         calls it: each lane looks at every 32nd entry."""
         c, team = self.config, self.sizes.team
@@ -101,7 +101,7 @@ class Walk:
                 begin += cute.arch.shuffle_sync(upto - mine, before) * owners
                 here = cute.arch.shuffle_sync(length, before)
                 searching = False
-        return splits, Place(entry, begin, here), cutlass.min(splits.end, total)
+        return splits, EntrySpan(entry, begin, here), cutlass.min(splits.end, total)
 
     @cute.jit
     def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32, Int32]:
@@ -141,27 +141,27 @@ class Walk:
         return x
 
     @cute.jit
-    def place(self, splits: Splits, at: Int32, place: Place) -> Place:
-        """The place of position `at`, which is in `place` or behind it."""
-        entry, begin, blocks = place
+    def span_at(self, splits: Splits, at: Int32, span: EntrySpan) -> EntrySpan:
+        """The entry at position `at`, which is in `span` or behind it."""
+        entry, begin, blocks = span
         while begin + splits.units(blocks) <= at:
             begin += splits.units(blocks)
             entry += 1
             blocks = self.length(entry)
-        return Place(entry, begin, blocks)
+        return EntrySpan(entry, begin, blocks)
 
     @cute.jit
-    def part(self, splits: Splits, end: Int32, at: Int32, place: Place) -> Part:
+    def part(self, splits: Splits, end: Int32, at: Int32, span: EntrySpan) -> Part:
         """The first part with keys that begins at position `at` or behind it."""
         entry, head, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         while (first >= last) & (at < end):
-            place = self.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = self.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 blocks = self.of_piece(piece)
                 entry, head, first, last = piece.entry, piece.head, blocks.first, blocks.end
-        return Part(entry, head, first, last, at, place)
+        return Part(entry, head, first, last, at, span)
 
     def rows(self, piece: Piece | Part) -> Rows:
         """The rows of a part's unit."""

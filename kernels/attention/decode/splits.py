@@ -29,7 +29,7 @@ from cutex.schedulers.order import select
 NEVER = 2**30  # blocks of a part without a border
 
 
-class Place(NamedTuple):
+class EntrySpan(NamedTuple):
     """An entry, at a position in the row of all units."""
 
     entry: Any
@@ -105,12 +105,12 @@ class Splits:
         """The length of the units of an entry in the row of all, where a team's count once."""
         return self.heads // self.team * weight(blocks, self.start)
 
-    def piece(self, at: Any, place: Place) -> Piece:
-        """The part that begins at position `at` or behind it, in one of the units of `place`."""
-        length = weight(place.blocks, self.start)
-        head = (at - place.begin) // length
-        unit = place.begin + head * length  # its position
-        cut, fixed = self._cut(at, unit, length), self._fixed(at, unit, place, head)
+    def piece(self, at: Any, span: EntrySpan) -> Piece:
+        """The part that begins at position `at` or behind it, in one of the units of `span`."""
+        length = weight(span.blocks, self.start)
+        head = (at - span.begin) // length
+        unit = span.begin + head * length  # its position
+        cut, fixed = self._cut(at, unit, length), self._fixed(at, unit, span, head)
         first, end, part, parts, slot, step, slot_0, after = (
             select(self.num_splits > 0, y, x) for x, y in zip(cut, fixed, strict=True)
         )
@@ -118,7 +118,7 @@ class Splits:
         slot, slot_0 = slot * self.team + member, slot_0 * self.team + member
         head = head * self.team + member
         step = step * self.team
-        return Piece(place.entry, head, first, end, part, parts, slot, step, slot_0, after)
+        return Piece(span.entry, head, first, end, part, parts, slot, step, slot_0, after)
 
     def _cut(self, at: Any, unit: Any, length: Any) -> tuple[Any, ...]:
         """A part that ends where the share does.
@@ -133,9 +133,9 @@ class Splits:
         slots = 2 * (front + 1), 2, 2 * front + 1
         return first, end, self.number - front, parts, *slots, unit + length
 
-    def _fixed(self, at: Any, unit: Any, place: Place, head: Any) -> tuple[Any, ...]:
+    def _fixed(self, at: Any, unit: Any, span: EntrySpan, head: Any) -> tuple[Any, ...]:
         """One of num_splits parts, if it begins in the share."""
-        blocks = place.blocks
+        blocks = span.blocks
         size = larger((blocks + self.num_splits - 1) // larger(self.num_splits, 1), 1)
         part = (larger(at - unit - self.start, 0) + size - 1) // size
         first = part * size
@@ -144,7 +144,7 @@ class Splits:
         after = select(mine, unit + self.start + smaller(first + size, blocks), self.end)
         after = select(first < blocks, after, unit + blocks + self.start)
         parts = (blocks + size - 1) // size
-        slot = (place.entry * (self.heads // self.team) + head) * self.num_splits
+        slot = (span.entry * (self.heads // self.team) + head) * self.num_splits
         return first, end, part, parts, slot + 1, 1, slot, after
 
 

@@ -41,14 +41,14 @@ class Mma:
         sVt = cute.make_tensor(s.sV.iterator, transposed.outer)  # (DV, bN, SLOT)
         acc_o = pv_mma.accumulator(self.tmem + c.o_column)
         pv = UmmaProduct(pv_mma, None, pv_mma.b_slots(sVt), acc_o)
-        splits, place, end = s.begin()
+        splits, span, end = s.begin()
         k, v = s.k.consumer(), s.v.consumer()
         to_score, to_add = self.barriers.buffers(), self.barriers.buffers()
         q_phase = Int32(0)
         at = splits.begin
         while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 blocks = s.of_piece(piece)

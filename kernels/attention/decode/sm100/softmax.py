@@ -53,12 +53,12 @@ class Softmax:
         s = self.shared
         factors = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-        splits, place, end = s.begin()
+        splits, span, end = s.begin()
         buffer, done = self.barriers.buffers(), Int32(0)  # `done`: PVs that were started
         at = splits.begin
         while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 rows, blocks = s.rows(piece), s.of_piece(piece)
@@ -70,7 +70,7 @@ class Softmax:
                         self.barriers.s_full.wait(buffer.phase, buffer.slot)
                         fence_after_sync()
                         if exist:
-                            self.weigh(row, blocks, i, buffer, done, factors)
+                            self.exponentiate(row, blocks, i, buffer, done, factors)
                         fence_before_sync()
                         with cute.arch.elect_one():
                             self.barriers.p_full.arrive(buffer.slot)
@@ -107,7 +107,7 @@ class Softmax:
         return ScoreRow(self.tmem, c.tile_n, RowSoftmax.start(ops.unit(), threshold), ops)
 
     @cute.jit
-    def weigh(
+    def exponentiate(
         self,
         row: ScoreRow,
         blocks: Blocks,

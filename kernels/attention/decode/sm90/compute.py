@@ -64,12 +64,12 @@ class Compute:
         )
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        splits, place, end = s.begin()
+        splits, span, end = s.begin()
         state = s.k.consumer(), s.v.consumer()
         at = splits.begin
         while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 rows = s.rows(piece)

@@ -35,12 +35,11 @@ from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Ring, Warps, publish_barriers
 from cutex.kernels.attention.forward.sm90.compute import Compute
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
-from cutex.kernels.attention.forward.sm90.load import Load
+from cutex.kernels.attention.forward.sm90.load import Load, PairExchange
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.forward.sm90.store import OutStore
 from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
-from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import WorkRing
 from cutex.schedulers.counter import Counter
 from cutex.schedulers.dispatch import SelfDispatch, Source
@@ -65,7 +64,7 @@ class Forward:
     k.full, v.full   1: LOAD, and the bytes by TMA          MMA
     k.empty, v.empty 1 an MMA warp, its product being done;  LOAD
                      of both CTAs that share the loads
-    vote[slot]       see vote.py                            LOAD, of CTAs that share
+    exchanged[slot]  see load.py, PairExchange              LOAD, of CTAs that share
     (turn)           the warpgroup that issued a step       the next, before it issues its own
     (warpgroup)      its threads, O being in smem           the same, before TMA stores it
 
@@ -172,9 +171,9 @@ class Forward:
         work = WorkRing.allocate(smem, c.q_stages, c.q_bytes, consumers)
         k_ring = self.ring(smem, "k", c.k_bytes)
         v_ring = self.ring(smem, "v", c.v_bytes)
-        vote = Vote.allocate(smem) if c.share else None
-        cast = () if vote is None else (vote.cast,)
-        publish_barriers((work.q, k_ring, v_ring, *cast), cluster=c.share)
+        exchange = PairExchange.allocate(smem) if c.share else None
+        exchanged = () if exchange is None else (exchange.exchanged,)
+        publish_barriers((work.q, k_ring, v_ring, *exchanged), cluster=c.share)
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), c.pack)
         shared = Shared(sQ, sK, sV, sO, work, k_ring, v_ring, info, passed, sizes, c.ctas)
 
@@ -185,7 +184,7 @@ class Forward:
                 operands = self.rows(q, "q"), self.rows(k, "k"), self.rows(v, "k")
                 order, source = AttentionOrder.of(c, sizes), self.source(passed)
                 dispatch = SelfDispatch(order, source)
-                Load(c, *operands, order, dispatch, vote, shared).run()
+                Load(c, *operands, order, dispatch, exchange, shared).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             out = OutStore(c, self.rows(o, "q"), sO, passed.lse)

@@ -12,17 +12,19 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
+from cutlass.memory import SmemAllocator
 
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
-from cutex.device.pipeline import PipelineState
+from cutex.device.pipeline import Barrier, PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder
-from cutex.kernels.attention.vote import Vote
 from cutex.kernels.attention.work_ring import NORMAL, SAFE
 from cutex.schedulers.dispatch import SelfDispatch, Ticket
+
+AHEAD = 2  # one CTA of a pair may be an exchange ahead of the other
 
 Fills = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
@@ -38,6 +40,48 @@ class TileJob(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PairExchange:
+    """The exchange of one word per tile between the load warps of two CTAs, so that both take the
+    same tiles in the same order.
+
+    barrier          arrives                                             waits
+    exchanged[slot]  1: LOAD, 1: the other CTA's, which has read the     LOAD
+                     word before, and 4 bytes from there
+    """
+
+    words: cute.Tensor  # (SLOT), written by the other CTA
+    exchanged: Barrier
+
+    @staticmethod
+    def allocate(smem: SmemAllocator) -> PairExchange:
+        words = cute.make_tensor(smem.allocate_array(Int32, AHEAD), cute.make_layout(AHEAD))
+        exchanged = Barrier.allocate(smem, "exchanged", arrivals=2, slots=AHEAD)
+        return PairExchange(words, exchanged)
+
+    @staticmethod
+    def first() -> PipelineState:
+        """The state of a load warp before its first exchange."""
+        return PipelineState(AHEAD, Int32(0), Int32(0))
+
+    @cute.jit
+    def send(self, word: Int32, state: PipelineState) -> Int32:
+        """Send `word` to the other CTA; return the one that it sends. A whole warp calls it."""
+        slot = state.slot
+        peer = cute.arch.block_idx_in_cluster() ^ 1
+        with cute.arch.elect_one():
+            self.exchanged.arrive_expecting(4, slot)
+            # NOTE: this arrival says that this warp has read the word before; st.async does not
+            cute.arch.mbarrier_arrive(self.exchanged[slot], peer)
+            cute.arch.store_async_dsmem(
+                self.words.iterator + slot, word, self.exchanged[slot], peer
+            )
+        self.exchanged.wait(state.phase, slot)
+        other = self.words[slot]
+        cute.arch.sync_warp()
+        return other
+
+
+@dataclass(frozen=True)
 class Load:
     config: Sm90ForwardConfig
     q: Rows  # with the TMA operand each
@@ -45,7 +89,7 @@ class Load:
     v: Rows
     order: AttentionOrder
     dispatch: SelfDispatch
-    vote: Vote | None  # of CTAs that share their loads
+    exchange: PairExchange | None  # of CTAs that share their loads
     shared: Shared
 
     @cute.jit
@@ -59,14 +103,14 @@ class Load:
         c, order, ring = self.config, self.order, self.shared.work
         q_fill, fills = ring.q.producer(), (self.shared.k.producer(), self.shared.v.producer())
         ring.clear()
-        ticket, votes = self.dispatch.first(), Vote.first()
+        ticket, exchanges = self.dispatch.first(), PairExchange.first()
         looked_at = Int32(0)  # slots checked and valid since the last tile was announced
         while ticket.valid or looked_at < c.q_stages:
             back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
             back.skip(looked_at)
             ring.q.empty.wait(back.phase, back.slot)
             failed = ring.take_back(back.slot)
-            failed, ticket, votes = self.agree(failed, ticket, votes)
+            failed, ticket, exchanges = self.agree(failed, ticket, exchanges)
             work, mode, forwards = ring.work(back.slot), Int32(SAFE), Int32(0)
             if cutlass.const_expr(c.alternates):
                 forwards = ring.forwards(back.slot)  # as when it failed
@@ -95,21 +139,21 @@ class Load:
                 kv.drain(fill)
 
     def agree(
-        self, failed: Boolean, ticket: Ticket, votes: PipelineState
+        self, failed: Boolean, ticket: Ticket, exchanges: PipelineState
     ) -> tuple[Boolean, Ticket, PipelineState]:
         """Whether a tile failed in a CTA that shares these loads, and the ticket of the one
-        that asks; and the state of the next vote."""
-        if self.vote is not None:
-            other = self.vote.exchange(2 * ticket.index + Int32(failed), votes)
-            votes.advance()
+        that asks; and the state of the next exchange."""
+        if self.exchange is not None:
+            other = self.exchange.send(2 * ticket.index + Int32(failed), exchanges)
+            exchanges.advance()
             failed = failed | (other % 2 == 1)
             follows = cute.arch.block_idx_in_cluster()  # 0: this CTA asks
             ticket = ticket.moved_to(ticket.index + follows * (other // 2 - ticket.index))
-        return failed, ticket, votes
+        return failed, ticket, exchanges
 
     def asks(self) -> Boolean:
         """Whether this CTA asks for tiles: of two that share loads the first."""
-        return Boolean(True) if self.vote is None else cute.arch.block_idx_in_cluster() == 0
+        return Boolean(True) if self.exchange is None else cute.arch.block_idx_in_cluster() == 0
 
     @cute.jit
     def tile(

@@ -27,7 +27,7 @@ GROUPS = KEYS // BOX  # of the keys of a block
 BLOCKS = 32 // GROUPS  # that the lanes of a warp look up
 
 
-class Places(NamedTuple):
+class KeyBoxes(NamedTuple):
     """Where the keys of a block are: the box of each 32, or its smaller boxes, one in each lane."""
 
     first: Box
@@ -40,8 +40,8 @@ def no_box() -> Box:
     return Box(Int32(0), Int32(0))
 
 
-def no_places() -> Places:
-    return Places(*(no_box() for _ in range(GROUPS)))
+def no_boxes() -> KeyBoxes:
+    return KeyBoxes(*(no_box() for _ in range(GROUPS)))
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Load:
     def run(self) -> None:
         """Load the keys of this pair's parts, the last block of each first."""
         s = self.shared
-        splits, place, end = s.begin()
+        splits, span, end = s.begin()
         fill, q_fill = s.kv.producer(), s.q.producer()
         at = splits.begin
         while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 blocks = s.of_piece(piece)
@@ -71,12 +71,12 @@ class Load:
                     batch, _ = s.entry(piece.entry)
                     source = s.source(batch, s.sizes.keys(s.passed, batch), self.pitch)
                     loads = BoxLoads(self.kv, source, s.s32, s.kv_head(piece.head))
-                    found, here = no_box(), no_places()
+                    found, here = no_box(), no_boxes()
                     for i in cutlass.range(blocks.end - blocks.first, unroll=1):
                         n_block = blocks.end - 1 - i
                         if i % BLOCKS == 0:
                             found = self.lookup(source, n_block)
-                        following = self.places(source, n_block, found, i % BLOCKS)
+                        following = self.boxes(source, n_block, found, i % BLOCKS)
                         fill = self.keys(loads, following, fill)
                         if i > 0:
                             fill = self.values(loads, here, fill)
@@ -106,27 +106,27 @@ class Load:
         return source.box(block * KEYS + lane % GROUPS * BOX, BOX)
 
     @cute.jit
-    def places(
+    def boxes(
         self, source: cutlass.Constexpr[RowSource], n_block: Int32, found: Box, number: Int32
-    ) -> Places:
+    ) -> KeyBoxes:
         """Where the keys of a block are: it is the block of this number that `found` has; or, in
         boxes of fewer rows, it is looked up."""
         rows = cache_box_rows(self.shared.config.page_size, BOX)
         if cutlass.const_expr(rows == BOX):
             lanes = [number * GROUPS + g for g in range(GROUPS)]
-            return Places(*(Box(*(cute.arch.shuffle_sync(x, i) for x in found)) for i in lanes))
+            return KeyBoxes(*(Box(*(cute.arch.shuffle_sync(x, i) for x in found)) for i in lanes))
         at = n_block * KEYS + cute.arch.lane_idx() % (BOX // rows) * rows
-        return Places(*(source.box(at + g * BOX, rows) for g in range(GROUPS)))
+        return KeyBoxes(*(source.box(at + g * BOX, rows) for g in range(GROUPS)))
 
     @cute.jit
     def keys(
-        self, loads: cutlass.Constexpr[BoxLoads], places: Places, fill: PipelineState
+        self, loads: cutlass.Constexpr[BoxLoads], boxes: KeyBoxes, fill: PipelineState
     ) -> PipelineState:
         """Load 32 of this CTA's keys of a block as K, chunk by chunk."""
         number = cute.arch.block_idx_in_cluster() * (GROUPS // CTAS) + self.number
-        mine = places[GROUPS - 1]
+        mine = boxes[GROUPS - 1]
         for g in cutlass.range_constexpr(GROUPS - 1):
-            mine = Box(*(x if number == g else y for x, y in zip(places[g], mine, strict=True)))
+            mine = Box(*(x if number == g else y for x, y in zip(boxes[g], mine, strict=True)))
         for chunk in cutlass.range_constexpr(CHUNKS):
             full = self.shared.kv.acquire(fill)
             self.box(loads, mine, chunk, fill.slot, full)
@@ -135,7 +135,7 @@ class Load:
 
     @cute.jit
     def values(
-        self, loads: cutlass.Constexpr[BoxLoads], places: Places, fill: PipelineState
+        self, loads: cutlass.Constexpr[BoxLoads], boxes: KeyBoxes, fill: PipelineState
     ) -> PipelineState:
         """Load 64 of this CTA's columns of a block as V, for each of its products, in their
         order."""
@@ -143,7 +143,7 @@ class Load:
         for half in cutlass.range_constexpr(2):
             for g in cutlass.range_constexpr(GROUPS):
                 full = self.shared.kv.acquire(fill)
-                self.box(loads, places[g], half * (DIMS // CHUNK) + mine, fill.slot, full)
+                self.box(loads, boxes[g], half * (DIMS // CHUNK) + mine, fill.slot, full)
                 fill.advance()
         return fill
 

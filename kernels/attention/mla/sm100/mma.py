@@ -39,13 +39,13 @@ class Mma:
         tOrP = pv_mma.a_slots(s.sP)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
         acc_o = pv_mma.accumulator(self.tmem + c.o_column)
         pv = UmmaProduct(pv_mma, tOrP, pv_mma.b_slots(s.sVt), acc_o)
-        splits, place, end = s.begin()
+        splits, span, end = s.begin()
         kv, q, buffer = s.kv.consumer(), s.q.consumer(), s.barriers.buffers()
         p_phase = Int32(0)
         at = splits.begin
         while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 blocks = s.of_piece(piece)

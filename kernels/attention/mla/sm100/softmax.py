@@ -53,12 +53,12 @@ class Softmax:
         s = self.shared
         factors = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-        splits, place, end = s.begin()
+        splits, span, end = s.begin()
         buffer, o_phase = s.barriers.buffers(), Int32(0)
         at = splits.begin
         while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 rows, blocks = s.own_rows(piece), s.of_piece(piece)

@@ -18,7 +18,7 @@ from cutex.device.atoms.tma import tile_loads
 from cutex.device.pipeline import PipelineState
 from cutex.device.row_source import UNROLLED, Box, BoxLoads, cache_box_rows
 from cutex.kernels.attention.decode.rows import Rows
-from cutex.kernels.attention.decode.splits import Place, Splits
+from cutex.kernels.attention.decode.splits import EntrySpan, Splits
 from cutex.kernels.attention.mla.sm90.config import SLOTS
 from cutex.kernels.attention.mla.sm90.shared import GROUPS, Shared
 
@@ -29,7 +29,7 @@ class Cursor(NamedTuple):
     """Where the loads of a slot have come to."""
 
     at: Int32  # the position behind the present part
-    place: Place
+    span: EntrySpan
     entry: Int32  # the present part: its entry,
     head: Int32  # the owner of its unit,
     first: Int32  # its first block,
@@ -47,10 +47,10 @@ class Load:
     number: Int32  # of this warp among those that load
     shared: Shared
 
-    def begin(self, splits: Splits, place: Place) -> Cursor:
+    def begin(self, splits: Splits, span: EntrySpan) -> Cursor:
         """The cursor before the first load."""
         zero = Int32(0)
-        return Cursor(splits.begin, place, zero, zero, zero, Int32(-1), zero, Int32(1))
+        return Cursor(splits.begin, span, zero, zero, zero, Int32(-1), zero, Int32(1))
 
     @cute.jit
     def queries(self, rows: Rows, fill: PipelineState) -> None:
@@ -86,17 +86,17 @@ class Load:
     def found(self, splits: Splits, end: Int32, cursor: Cursor) -> Cursor:
         """The cursor at the next part that has a block for this slot."""
         s = self.shared
-        at, place, entry, head, first, n_block, slot, phase = cursor
+        at, span, entry, head, first, n_block, slot, phase = cursor
         while (n_block < first) & (at < end):
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 blocks = s.of_piece(piece)
                 entry, head, first = piece.entry, piece.head, blocks.first
                 n_block = blocks.end - 1 - (slot ^ self.slot)
                 slot = (slot + blocks.end - blocks.first) % SLOTS
-        return Cursor(at, place, entry, head, first, n_block, slot, phase)
+        return Cursor(at, span, entry, head, first, n_block, slot, phase)
 
     @cute.jit
     def drain(self, cursor: Cursor) -> None:

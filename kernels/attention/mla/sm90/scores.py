@@ -54,13 +54,13 @@ class Scores:
         """Compute P of this CTA's parts, one after the other."""
         s = self.shared
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        splits, place, end = s.begin()
-        cursor = self.load.next(splits, end, self.load.begin(splits, place))
+        splits, span, end = s.begin()
+        cursor = self.load.next(splits, end, self.load.begin(splits, span))
         kv, q, q_fill = s.kv.consumer(), s.q.consumer(), s.q.producer()
         at = splits.begin
         while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 rows, blocks = s.rows(piece), s.of_piece(piece)

@@ -42,12 +42,12 @@ class Values:
         s = self.shared
         pv = self.product()
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        splits, place, end = s.begin()
+        splits, span, end = s.begin()
         kv = s.kv.consumer()
         at = splits.begin
         while at < end:
-            place = s.place(splits, at, place)
-            piece = splits.piece(at, place)
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
             at = piece.after
             if piece.end > piece.first:
                 rows, blocks = s.rows(piece), s.of_piece(piece)
