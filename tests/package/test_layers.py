@@ -312,3 +312,56 @@ def test_what_is_missing_on_this_machine_is_no_finding_about_a_kernel():
     for missing in (errors.NoCompiler, errors.NoDisassembler):
         assert issubclass(missing, errors.Missing) and not issubclass(missing, SimError)
     assert issubclass(SimError, errors.CutexError)
+
+
+# The production kernels, and from how many files of kernels/ with traced code each is read, beside
+# what all kernels share (cutex/device, schedulers). Six are the aim; the numbers may only shrink.
+FILES_READ = {
+    "attention.forward.sm90.forward": 7,
+    "attention.forward.sm100.forward": 9,
+    "attention.backward.sm90.backward": 12,
+    "attention.backward.sm100.backward": 13,
+    "attention.decode.sm90.decode": 12,
+    "attention.decode.sm100.decode": 11,
+    "attention.mla.sm90.mla": 11,
+    "attention.mla.sm100.mla": 10,
+    "gemm.sm80.general": 3,
+    "gemm.sm90.general": 7,
+    "gemm.sm100.general": 3,
+    "gemm.grouped.sm90.kernel": 9,
+    "gemm.grouped.sm100.kernel": 5,
+    "gemm.scaled.fp8.sm90.kernel": 11,
+    "gemm.scaled.sm100.general": 8,
+    "gemm.unaligned.sm90.kernel": 11,
+    "gemm.w4.sm90.kernel": 14,
+    "gemm.w4.sm100.kernel": 4,
+}
+
+
+def is_traced(tree: ast.AST) -> bool:
+    """Whether a module has a function that the DSL compiles."""
+    return any(
+        ast.unparse(decorator).partition("(")[0] in ("cute.jit", "cute.kernel")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+    )
+
+
+def files_read(top: str, package: dict[str, Path], trees: dict[str, ast.AST]) -> set[str]:
+    """The modules of kernels/ with traced code that `top` imports, directly or not, and itself."""
+    found, left = set(), {top}
+    while left:
+        module = left.pop()
+        found.add(module)
+        names = {name for name, _ in imports(trees[module], package.keys(), at_run_time=True)}
+        left |= {x for x in names if x.startswith("cutex.kernels.") and x in trees} - found
+    return {module for module in found if is_traced(trees[module])}
+
+
+def test_a_production_kernel_is_read_from_few_files(package, trees):
+    read = {name: len(files_read(f"cutex.kernels.{name}", package, trees)) for name in FILES_READ}
+    grown = {name: n for name, n in read.items() if n > max(6, FILES_READ[name])}
+    assert grown == {}, "more files than before, and more than six"
+    shrunk = {name: n for name, n in read.items() if n < FILES_READ[name] > 6}
+    assert shrunk == {}, "fewer files than before: list them so"

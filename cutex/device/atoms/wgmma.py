@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import cutlass
 from cutlass import Float32, Int32, TFloat32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.device.atoms.mma import INST_BYTES, as_tf32, k_block_of
 from cutex.device.atoms.scalar import pinned
@@ -211,6 +212,17 @@ def round_to(tCrA: cute.Tensor, acc: cute.Tensor) -> None:
     narrow = cute.make_tensor(tCrA.iterator, layout)
     for k_block in cutlass.range_constexpr(cute.size(acc) // 8):
         narrow[None, k_block].store(wide[None, k_block].load().to(tCrA.element_type))
+
+
+@cute.jit
+def write_fragment(rX: cute.Tensor, mma: Wgmma, sX: cute.Tensor) -> None:
+    """Write a warpgroup's accumulator, rounded, to sX (64, columns)."""
+    thread, _, _ = cute.arch.thread_idx()
+    to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sX.element_type)
+    r2s = cute.make_tiled_copy_C(to_smem, mma.tiled())
+    tRS_sX = r2s.get_slice(thread % WARPGROUP).partition_D(sX)  # (R2S, R2S_M, R2S_N)
+    layout = cute.make_rmem_tensor(tRS_sX.shape, sX.element_type).layout
+    cute.copy(r2s, cute.make_tensor(rX.iterator, layout), tRS_sX)
 
 
 @cute.jit

@@ -61,7 +61,7 @@ class Load:
             k_fill.advance()
             loads_v.load(block, v_fill.slot, s.v.acquire(v_fill), *share)
             v_fill.advance()
-        following = s.part(splits, end, part.after, part.place)
+        following = s.part(splits, end, part.after, part.span)
         loads_v.load(part.first, v_fill.slot, s.v.acquire(v_fill), *share)
         v_fill.advance()
         return (k_fill, v_fill), following

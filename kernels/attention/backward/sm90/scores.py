@@ -16,11 +16,10 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
-from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.scalar import exp2, pinned, tanh
-from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct, round_to
+from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct, round_to, write_fragment
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import KeyMask
 from cutex.device.attention.rows import Rows
@@ -327,14 +326,3 @@ def round_operand(tCrA: cute.Tensor, acc: cute.Tensor) -> None:
     words = cute.recast_tensor(tCrA, Int32)
     for i in cutlass.range_constexpr(cute.size(words)):
         words[i] = pinned(words[i])
-
-
-@cute.jit
-def write_fragment(rX: cute.Tensor, mma: Wgmma, sX: cute.Tensor) -> None:
-    """Write a warpgroup's accumulator, rounded, to sX (64, columns)."""
-    thread, _, _ = cute.arch.thread_idx()
-    to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), sX.element_type)
-    r2s = cute.make_tiled_copy_C(to_smem, mma.tiled())
-    tRS_sX = r2s.get_slice(thread % WARPGROUP).partition_D(sX)  # (R2S, R2S_M, R2S_N)
-    layout = cute.make_rmem_tensor(tRS_sX.shape, sX.element_type).layout
-    cute.copy(r2s, cute.make_tensor(rX.iterator, layout), tRS_sX)

@@ -208,7 +208,8 @@ class Compute:
     def slack(self) -> float:
         """The slack in powers of two; smaller for fp16, whose range ends at 2^16, which
         `Softmax.add` should not reach either."""
-        return min(self.config.slack, 4.0) if self.dtype is cutlass.Float16 else self.config.slack
+        threshold = self.config.rescale_threshold
+        return min(threshold, 4.0) if self.dtype is cutlass.Float16 else threshold
 
     def thread_rows(self, m_block: Int32) -> tuple[Int32, Int32]:
         """The two packed rows of a sequence's head that this thread holds."""

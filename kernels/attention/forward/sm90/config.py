@@ -28,8 +28,8 @@ class Sm90ForwardConfig(ForwardConfig):
     halves: bool = False  # of a last causal block, rows that end in its first half take only that
     share: bool = False  # two CTAs have half a tile's rows each, and each loads half of K and V
     alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
-    slack: float = 8.0  # powers of two before sums and outputs are scaled down
-    optimistic: bool = True  # blocks without a mask are not searched for a larger score
+    rescale_threshold: float = 8.0  # powers of two before sums and O are scaled down
+    speculative: bool = True  # blocks without a mask are not searched for a larger score
     dispatch: str = "dynamic"  # how tiles are handed out: "one" (a CTA each), "static", "dynamic"
     num_ctas: int = 132  # CTAs of a persistent grid
     l2_bytes: int = 50 * 2**20  # bytes that heads in work at one time should fit into
@@ -50,7 +50,7 @@ class Sm90ForwardConfig(ForwardConfig):
     def speculates(self) -> bool:
         """Whether a tile may have to be computed again. Never with a user's functions, which might
         leave a row a single key."""
-        return self.optimistic and not self.modified
+        return self.speculative and not self.modified
 
     @property
     def releases_early(self) -> bool:

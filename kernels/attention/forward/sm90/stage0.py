@@ -128,7 +128,7 @@ class Stage0(Attention):
     def num_threads(self) -> int:
         return self.config.warpgroups * WARPGROUP
 
-    def slack(self, dtype: type[cutlass.Numeric]) -> float:
+    def rescale_threshold(self, dtype: type[cutlass.Numeric]) -> float:
         """The powers of two by which scores may exceed their reference before O is scaled: -inf, so
         that it always is."""
         return -float("inf")
@@ -184,7 +184,7 @@ class Stage0(Attention):
         tSrQ = tSrQ[None, None, None, q_slot * c.warpgroups + self.warpgroup()]
         lengths = operands.seqlen_q, operands.seqlen_k
         mask = Mask(self.band, c.tile_n, *lengths, self.rows(tile), thread % 4)
-        softmax = Softmax.start(scale * LOG2_E, self.slack(dtype))
+        softmax = Softmax.start(scale * LOG2_E, self.rescale_threshold(dtype))
         softmax.reference.fill(-Float32.inf)
         softmax.sums.fill(0.0)
         acc_o = pv_mma.accumulator()

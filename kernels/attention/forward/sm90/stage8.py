@@ -7,8 +7,9 @@ no mask are not even searched for a maximum: the first ones have set the referen
 range of fp32, and the sums show at the end whether a row overflowed. Such a tile is loaded and
 computed again, with maxima.
 
-Changed since stage 7: `slack`; `exponentiate` has a third kind of block, "add"; `compute_tile`
-reports whether a tile is valid, and `load_tiles` checks that when the slot of Q comes back.
+Changed since stage 7: `rescale_threshold`; `exponentiate` has a third kind of block, "add";
+`compute_tile` reports whether a tile is valid, and `load_tiles` checks that when the slot of Q
+comes back.
 
 A step of 494 instructions becomes one of 359: without 64 FMNMX, 64 FMUL of O, shuffles and votes.
 Both warpgroups' steps are 718 issue slots a scheduler in a block's 2048 cycles instead of 988, and
@@ -49,8 +50,8 @@ class Stage8(Stage7):
 
     number = 8
 
-    def slack(self, dtype: type[cutlass.Numeric]) -> float:
-        """The slack in powers of two; smaller for fp16, whose range ends at 2^16, which "add"
+    def rescale_threshold(self, dtype: type[cutlass.Numeric]) -> float:
+        """The threshold in powers of two; smaller for fp16, whose range ends at 2^16, which "add"
         should not come near."""
         return 8.0 if dtype is BFloat16 else 4.0
 

@@ -13,14 +13,13 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.scalar import exp2
-from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, round_to
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, round_to, write_fragment
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import over_quad, row_max, rows_of, threshold_of
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.backward.sm90.scores import write_fragment
 from cutex.kernels.attention.decode.combine import Parts
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.rows import Rows
