@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cutlass import Int32, Int64, cute
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
 
 
 class SeqlenInfo(NamedTuple):
@@ -46,3 +47,14 @@ class Seqlens(NamedTuple):
                 offset = batch * self.static
             length = Int32(self.seqused[batch])
         return SeqlenInfo(offset, length)
+
+
+@cute.jit
+def store_lse(
+    mLSE: cute.Tensor, lse: Float32, batch: Int32, head: Int32, seq_q: SeqlenInfo, query: Int32
+) -> None:
+    """Store the LSE of a query to mLSE (batch, heads, seqlen_q), or (heads, total_q) if ragged."""
+    if cutlass.const_expr(cute.rank(mLSE) == 2):
+        mLSE[head, seq_q.offset + query] = lse
+    else:
+        mLSE[batch, head, query] = lse

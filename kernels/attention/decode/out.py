@@ -8,6 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
+from cutex.device.attention.seqlen_info import store_lse
 from cutex.kernels.attention.decode.partials import VECTOR, WARP, Partials, with_sink
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed
@@ -20,7 +21,7 @@ TOGETHER = 4  # rows that a warp merges at a time, where there are many
 
 @dataclass(frozen=True)
 class Out:
-    config: Any  # says `head_dim_v`, `sink`, `lse` and `varlen_q`
+    config: Any  # says `head_dim_v`, `sink` and `lse`
     mO: cute.Tensor
     partials: Partials
     passed: Passed
@@ -45,10 +46,7 @@ class Out:
         c, mLSE = self.config, self.passed.lse
         if cutlass.const_expr(c.lse):
             query, head = rows.query(row), rows.head_of(row)
-            if cutlass.const_expr(c.varlen_q):
-                mLSE[head, rows.seq_q.offset + query] = lse
-            else:
-                mLSE[rows.batch, head, query] = lse
+            store_lse(mLSE, lse, rows.batch, head, rows.seq_q, query)
 
     @cute.jit
     def announce(self, piece: Piece, unit: Int32) -> None:

@@ -14,7 +14,7 @@ from cutex.device.atoms.tmem import LANES
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.attention.seqlen_info import SeqlenInfo, store_lse
 from cutex.device.attention.softmax import threshold_of
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
@@ -114,7 +114,4 @@ class SoftmaxRole:
         c, mLSE = self.config, self.shared.passed.lse
         query, head = row // c.pack, work.head * c.pack + row % c.pack
         if query < seq_q.length:
-            if cutlass.const_expr(c.varlen_q):
-                mLSE[head, seq_q.offset + query] = lse
-            else:
-                mLSE[work.batch, head, query] = lse
+            store_lse(mLSE, lse, work.batch, head, seq_q, query)

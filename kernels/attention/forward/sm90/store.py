@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma
 from cutex.device.attention.rows import Rows
+from cutex.device.attention.seqlen_info import store_lse
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import OwnRows
 
@@ -80,7 +81,4 @@ class OutStore:
         for r in cutlass.range_constexpr(2):
             query, head = own.rows[r] // pack, own.work.head * pack + own.rows[r] % pack
             if thread % 4 == 0 and query < own.seq_q.length:
-                if cutlass.const_expr(self.config.varlen_q):
-                    mLSE[head, own.seq_q.offset + query] = lse[r]
-                else:
-                    mLSE[own.work.batch, head, query] = lse[r]
+                store_lse(mLSE, lse[r], own.work.batch, head, own.seq_q, query)
