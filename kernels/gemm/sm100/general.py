@@ -57,6 +57,36 @@ class Warp(IntEnum):
     END = SCHEDULE + 1
 
 
+def operand_slots(
+    c: Sm100Config, dtype: type[cutlass.Numeric], rows: int, k: int, k_major: bool
+) -> cute.ComposedLayout:
+    """The smem layout (bRows / ctas, bK, SLOT) of one CTA's part of `rows` of an operand, `k`
+    elements at a time."""
+    if k_major:
+        return slots_layout(dtype, rows // c.ctas, k, c.num_stages, swizzle=128)
+    return contiguous_rows_layout(dtype, rows // c.ctas, k, c.num_stages)
+
+
+def store_slots(config: GeneralConfig, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+    """The smem layout (128, epiN, SLOT) of sub-tiles of one CTA's part of out."""
+    columns, num_slots = config.out_columns, config.tiles.epi_stages
+    if config.columns_contiguous:
+        swizzle = columns * dtype.width // 8
+        return slots_layout(dtype, LANES, columns, num_slots, swizzle)
+    return contiguous_lanes_layout(columns, num_slots)
+
+
+def dispatcher_of(c: Sm100Config, smem: SmemAllocator, mProduct: cute.Tensor) -> Dispatcher:
+    """The dispatcher of the product's tiles: pairs ask the hardware, where each computes whole
+    tiles; else a cluster, or a CTA, has one tile."""
+    m, n, batch = tile_counts(c, mProduct)
+    order = RasterOrder(Raster(c.raster_group, c.raster_along), m, n, c.ctas, batch=batch)
+    if c.split_k > 1 or not c.pair:
+        return OneTilePerCluster(order, c.ctas * c.split_k)
+    load, epilogue, mma, schedule = 1, Warp.LOAD, 1, 1  # warps
+    return ClcDispatch.allocate(smem, order, CTAS * (load + epilogue) + mma + schedule)
+
+
 class General:
     """A pair of CTAs, or split_k pairs, compute tiles of out: in each CTA a load warp, an MMA warp,
     one that asks for tiles, and four that store.
@@ -128,7 +158,7 @@ class General:
         b = load_operand(mB, self.load_slots(mB.element_type, c.tile_n, k_major[1]), pair=True)
         out = mOut
         if cutlass.const_expr(self.config.out.tma):
-            out = store_operand(mOut, self.epilogue_slots(mOut.element_type))
+            out = store_operand(mOut, store_slots(self.config, mOut.element_type))
         cluster = (CTAS * c.split_k, 1, 1)
         self.kernel(a, b, out, passed).launch(
             grid=(cluster[0] * tile_counts(c, self.config.product(mOut)).total, 1, 1),
@@ -143,29 +173,9 @@ class General:
         self, dtype: type[cutlass.Numeric], rows: int, k_major: bool
     ) -> cute.ComposedLayout:
         """The smem layout (bRows / 2, bK, SLOT) of one CTA's half of `rows` of an operand."""
-        k, num_slots = self.config.k_elements, self.tiles.num_stages
-        if k_major:
-            return slots_layout(dtype, rows // CTAS, k, num_slots, swizzle=128)
-        return contiguous_rows_layout(dtype, rows // CTAS, k, num_slots)
-
-    def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """The smem layout (128, epiN, SLOT) of sub-tiles of one CTA's part of out."""
-        columns, num_slots = self.config.out_columns, self.tiles.epi_stages
-        if self.config.columns_contiguous:
-            swizzle = columns * dtype.width // 8
-            return slots_layout(dtype, LANES, columns, num_slots, swizzle)
-        return contiguous_lanes_layout(columns, num_slots)
+        return operand_slots(self.tiles, dtype, rows, self.config.k_elements, k_major)
 
     # ---- on the device
-
-    def dispatcher(self, smem: SmemAllocator, mProduct: cute.Tensor) -> Dispatcher:
-        c = self.tiles
-        m, n, batch = tile_counts(c, mProduct)
-        order = RasterOrder(Raster(c.raster_group, c.raster_along), m, n, CTAS, batch=batch)
-        if c.split_k > 1:
-            return OneTilePerCluster(order, CTAS * c.split_k)
-        load, epilogue, mma, schedule = 1, Warp.LOAD, 1, 1  # warps
-        return ClcDispatch.allocate(smem, order, CTAS * (load + epilogue) + mma + schedule)
 
     @cute.kernel
     def kernel(
@@ -188,7 +198,7 @@ class General:
         warp = cute.arch.warp_idx()
         ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
         acc = AccRing.of(smem, c.num_acc, readers=CTAS * Warp.LOAD)
-        dispatch = self.dispatcher(smem, mProduct)
+        dispatch = dispatcher_of(c, smem, mProduct)
         tmem = Tmem.allocate(smem, columns=c.tile_n * c.num_acc, pair=True)
         if warp == Warp.MMA:
             tmem.acquire()

@@ -31,6 +31,7 @@ from cutex.kernels.gemm.scaled.sm100.operands import ScaledLoads, ScaledOperands
 from cutex.kernels.gemm.scaled.sm100.roles import ScaledMma
 from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig, unpacked
 from cutex.kernels.gemm.signature import modes, tile_counts
+from cutex.kernels.gemm.sm100.general import store_slots
 from cutex.kernels.gemm.sm100.roles import Load
 from cutex.schedulers.clc import CTAS
 from cutex.schedulers.ragged import RowGroups
@@ -106,7 +107,7 @@ class GroupedBlocks(GroupedKernel):
         of_a, of_b = scaled.factor_tiles()
         factors_a = of_a.load_operand(mFA, c.num_stages, True)
         factors_b = of_b.load_operand(mFB, c.num_stages, True)
-        out = store_operand(mOut, scaled.epilogue_slots(mOut.element_type))
+        out = store_operand(mOut, store_slots(scaled.config, mOut.element_type))
         launched = self.kernel((a, b, factors_a, factors_b), out, mOut, edges, tuple(passed))
         self.start(launched, self.grid(mA, mB), stream)
 

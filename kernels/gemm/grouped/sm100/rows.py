@@ -27,7 +27,7 @@ from cutex.kernels.gemm.grouped.sm100.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand, stored_rows
 from cutex.kernels.gemm.signature import modes, tile_counts
 from cutex.kernels.gemm.sm100.epilogue import StoreTiles
-from cutex.kernels.gemm.sm100.general import General, Warp
+from cutex.kernels.gemm.sm100.general import General, Warp, store_slots
 from cutex.kernels.gemm.sm100.roles import Load, Mma
 from cutex.schedulers.ragged import RowGroups
 
@@ -94,7 +94,7 @@ class GroupedRows(GroupedKernel):
         a_k, b_k = self.config.product.k_major
         a = load_operand(mA, general.load_slots(mA.element_type, c.tile_m, a_k), pair=True)
         b = load_operand(mB, general.load_slots(mB.element_type, c.tile_n, b_k), pair=True)
-        out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
+        out = store_operand(mOut, store_slots(general.config, mOut.element_type))
         launched = self.kernel(a, b, out, mOut, edges, tuple(passed))
         self.start(launched, self.grid(mA, mB), stream)
 

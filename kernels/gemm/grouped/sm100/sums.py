@@ -31,7 +31,7 @@ from cutex.kernels.gemm.grouped.sm100.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
 from cutex.kernels.gemm.sm100.epilogue import StoreTiles
-from cutex.kernels.gemm.sm100.general import General, Warp
+from cutex.kernels.gemm.sm100.general import General, Warp, store_slots
 from cutex.kernels.gemm.sm100.roles import Load, Mma
 from cutex.schedulers.clc import CTAS
 from cutex.schedulers.order import TileCounts
@@ -125,7 +125,7 @@ class GroupedSums(GroupedKernel):
             load_operand(summed_operand(mX), layout, pair=True)
             for mX, layout in zip((mA, mB), slots, strict=True)
         )
-        out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
+        out = store_operand(mOut, store_slots(general.config, mOut.element_type))
         launched = self.kernel(a, b, out, edges, cute.size(mA, mode=[1]))
         self.start(launched, self.scheduler.grid(self.counts(mOut)), stream)
 

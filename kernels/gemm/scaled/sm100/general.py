@@ -28,13 +28,10 @@ from cutex.compile import Argument
 from cutex.device.atoms.mma import (
     MAJORS,
     allocate_slots,
-    contiguous_lanes_layout,
-    contiguous_rows_layout,
-    slots_layout,
 )
 from cutex.device.atoms.scale_factors import BlockFactors, Factors, FactorTile
 from cutex.device.atoms.tma import store_operand
-from cutex.device.atoms.tmem import LANES, Tmem, fence_after_sync
+from cutex.device.atoms.tmem import Tmem, fence_after_sync
 from cutex.device.atoms.umma import BlockScaling, Umma, UmmaProduct
 from cutex.device.epilogue.epilogue_ops import Scale
 from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
@@ -47,13 +44,9 @@ from cutex.kernels.gemm.scaled.sm100.roles import ScaledMma
 from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig, unpacked
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
 from cutex.kernels.gemm.sm100.epilogue import SplitK, StoreTiles
-from cutex.kernels.gemm.sm100.general import Warp
+from cutex.kernels.gemm.sm100.general import Warp, dispatcher_of, operand_slots, store_slots
 from cutex.kernels.gemm.sm100.roles import Load
 from cutex.problem.scaled.formats import BLOCK_SCALED
-from cutex.schedulers.clc import CTAS, ClcDispatch
-from cutex.schedulers.dispatch import Dispatcher
-from cutex.schedulers.one_tile import OneTilePerCluster
-from cutex.schedulers.raster import Raster, RasterOrder
 
 
 class Scaled:
@@ -132,7 +125,7 @@ class Scaled:
         factors_b = of_b.load_operand(mFB, c.num_stages, pair)
         out = mOut
         if cutlass.const_expr(config.out.tma):
-            out = store_operand(mOut, self.epilogue_slots(mOut.element_type))
+            out = store_operand(mOut, store_slots(config, mOut.element_type))
         cluster = (c.ctas * c.split_k, 1, 1)
         self.kernel((a, b, factors_a, factors_b), out, rest[:-1]).launch(
             grid=(cluster[0] * tile_counts(c, config.product(mOut)).total, 1, 1),
@@ -159,29 +152,10 @@ class Scaled:
 
     def load_slots(self, rows: int, k_major: bool) -> cute.ComposedLayout:
         """The smem layout (bRows / ctas, bK, SLOT) of one CTA's part of `rows` of an operand."""
-        c, dtype = self.tiles, self.slot_type()
-        if k_major:
-            return slots_layout(dtype, rows // c.ctas, c.k_elements, c.num_stages, swizzle=128)
-        return contiguous_rows_layout(dtype, rows // c.ctas, c.k_elements, c.num_stages)
-
-    def epilogue_slots(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """The smem layout (128, epiN, SLOT) of sub-tiles of one CTA's part of out."""
-        columns, num_slots = self.config.out_columns, self.tiles.epi_stages
-        if self.config.columns_contiguous:
-            swizzle = columns * dtype.width // 8
-            return slots_layout(dtype, LANES, columns, num_slots, swizzle)
-        return contiguous_lanes_layout(columns, num_slots)
+        c = self.tiles
+        return operand_slots(c, self.slot_type(), rows, c.k_elements, k_major)
 
     # ---- on the device
-
-    def dispatcher(self, smem: SmemAllocator, mProduct: cute.Tensor) -> Dispatcher:
-        c = self.tiles
-        m, n, batch = tile_counts(c, mProduct)
-        order = RasterOrder(Raster(c.raster_group, c.raster_along), m, n, c.ctas, batch=batch)
-        if c.split_k > 1 or not c.pair:
-            return OneTilePerCluster(order, c.ctas * c.split_k)
-        load, epilogue, mma, schedule = 1, Warp.LOAD, 1, 1  # warps
-        return ClcDispatch.allocate(smem, order, CTAS * (load + epilogue) + mma + schedule)
 
     @cute.kernel
     def kernel(self, maps: tuple[cpasync.TmaInfo, ...], out: Any, passed: tuple[Any, ...]) -> None:
@@ -202,7 +176,7 @@ class Scaled:
         ab = ring.allocate(smem, "ab", c.num_stages, config.loaded_bytes, consumers=1)
         num_acc = 1 if c.overlap else c.num_acc
         acc = AccRing.of(smem, num_acc, readers=c.ctas * Warp.LOAD)
-        dispatch = self.dispatcher(smem, mProduct)
+        dispatch = dispatcher_of(c, smem, mProduct)
         tmem = Tmem.allocate(smem, c.acc_columns + c.factor_columns, pair=c.pair)
         if warp == Warp.MMA:
             tmem.acquire()
