@@ -18,7 +18,7 @@ import numpy as np
 from mutants import Site
 from subjects import Subject
 
-from cutex.sim import simulate
+from cutex.sim import SimError, simulate
 from cutex.sim.hazards.checks import Checks
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.machine import Machine
@@ -29,6 +29,7 @@ _BULK = "cp.async.bulk", "cp.reduce.async.bulk"
 Thread = tuple[int, int, int]  # the clusters' turn, warp, lane
 Barrier = tuple[int, int, int]  # the clusters' turn, CTA, offset
 Phase = tuple[Barrier, int]
+Wait = tuple[int, int]  # stores of the thread before it, its line
 
 
 class _Bulk:
@@ -39,11 +40,10 @@ class _Bulk:
         self.unread: list[list[int]] = []  # committed, not known to have read shared memory
         self.unwritten: list[list[int]] = []
         self.stores = 0
-        # store: how many of the run's instructions came before the waits that told that it has read
-        # and has written; before another write to what it read
-        self.read: dict[int, int] = {}
-        self.written: dict[int, int] = {}
-        self.reused: dict[int, int] = {}
+        # store: the wait that told that it has read, and that it has written
+        self.read: dict[int, Wait] = {}
+        self.written: dict[int, Wait] = {}
+        self.reused: set[int] = set()  # stores whose shared memory something has written again
 
     def store(self) -> None:
         self.open.append(self.stores)
@@ -54,12 +54,12 @@ class _Bulk:
         self.unwritten.append(self.open)
         self.open = []
 
-    def wait(self, allowed: int, read: bool, now: int) -> bool:
-        """Whether the wait was for any store."""
+    def wait(self, allowed: int, read: bool, line: int) -> bool:
+        """Whether the wait, at a line of the PTX, was for any store."""
         older = (self.unread if read else self.unwritten)[: -allowed or None]
         for groups, known in ((self.unread, self.read), (self.unwritten, self.written))[: 2 - read]:
             for store in chain(*groups[: -allowed or None]):
-                known.setdefault(store, now)
+                known.setdefault(store, (self.stores, line))
             del groups[: -allowed or None]
         return any(older)
 
@@ -89,13 +89,14 @@ class _Recorder(Observer):
     def __init__(self, machine: Machine, trace: Trace) -> None:
         self.m, self.t, self.code = machine, trace, machine.program.code
         trace.turn += 1
-        self.pc = self.now = 0
+        self.pc = 0
         self.since: dict[int, set[str]] = {}  # registers named since a warp's last wgmma
         self.fences: dict[int, set[int]] = defaultdict(set)  # of a warp since then
         self.unwaited: dict[int, set[str]] = defaultdict(set)  # what tcgen05.ld loads
         self.passed: dict[int, int] = {}  # by warp: the phases that its last wait has seen
-        self.stores: list[tuple[Thread, int]] = [((0, 0, 0), 0)]  # with its number in the thread
-        self.coming: dict[int, list[int]] = defaultdict(list)  # those that a warp issues now
+        # stores, of a lane or of several that ask for the same, each with its number in the thread
+        self.stores: list[list[tuple[Thread, int]]] = [[]]
+        self.coming: dict[int, list[tuple[Thread, int]]] = {}  # those that a warp issues now
         # the last of them that read each byte of shared memory
         self.stored = np.zeros((machine.grid.num_ctas, machine.smem_bytes), np.int32)
 
@@ -104,6 +105,8 @@ class _Recorder(Observer):
 
     def using_registers(self, batch: Any, pc: int) -> None:
         ins = self.code[pc]
+        for warp in batch.idx.tolist():
+            self.coming.pop(warp, None)
         if not ins.op.startswith(_BULK):
             return
         for row, lanes in enumerate(batch.active()):
@@ -115,19 +118,20 @@ class _Recorder(Observer):
         if "commit_group" in ins.op:
             of.commit()
         elif "wait_group" in ins.op:
-            if of.wait(int(ins.text.rstrip(";").split()[-1]), ".read" in ins.op, self.now):
+            if of.wait(int(ins.text.rstrip(";").split()[-1]), ".read" in ins.op, ins.line):
                 self.t.bulk_waits[ins.line] += 1
         elif re.search(r"global\S*\.shared", ins.op):
-            self.coming[thread[1]].append(len(self.stores))
-            self.stores.append((thread, of.stores))
+            self.coming.setdefault(thread[1], []).append((thread, of.stores))
             of.store()
 
     def issued(self, ops: Any) -> None:
         for op in ops:
-            store = self.coming[op.warp].pop(0) if op.is_store else 0
+            store = len(self.stores)
+            if op.is_store:
+                self.stores.append(self.coming[op.warp])
             for place in (p for p in op.writes if isinstance(p, Span)):
                 self._written(self.stored[place.cta, place.low : place.high])
-            for place in (p for p in op.reads if store and isinstance(p, Span)):
+            for place in (p for p in op.reads if op.is_store and isinstance(p, Span)):
                 self.stored[place.cta, place.low : place.high] = store
 
     def shared(self, at: Any, write: bool, ordinary: bool, ins: Instruction) -> None:
@@ -137,12 +141,11 @@ class _Recorder(Observer):
 
     def _written(self, stored: np.ndarray) -> None:
         for number in set(stored[stored > 0].tolist()):
-            thread, store = self.stores[number]
-            self.t.bulk[thread].reused.setdefault(store, self.now)
+            for thread, store in self.stores[number]:
+                self.t.bulk[thread].reused.add(store)
 
     def executing(self, batch: Any, pc: int) -> None:
         self.pc, ins = pc, self.code[pc]
-        self.now += 1
         self.t.executed.add(ins.line)
         for warp in batch.idx.tolist():
             if ins.op.startswith("wgmma.mma"):
@@ -151,6 +154,8 @@ class _Recorder(Observer):
                 self.fences[warp].add(ins.line)
             elif warp in self.since:
                 self.since[warp] |= _named(ins)
+            if ins.op.startswith("mov.") and self.unwaited[warp] & _named(ins):
+                self.unwaited[warp] |= _named(ins)  # under another name
             if ins.op.startswith("tcgen05.fence::after"):
                 self.t.fence_phases[ins.line].add(self.passed.get(warp, -1))
             if ins.op.startswith("tcgen05.ld"):
@@ -251,14 +256,14 @@ def _no_store(subject: Subject, site: Site) -> str:
 
 
 def _waited_for(subject: Subject, site: Site) -> str:
-    """Each store is known to have read before its memory is written again, and at the end of its
-    thread to have read or written as without the change."""
+    """Each store is known by the same wait, or by a later one where nothing writes its memory
+    again; and at the end of its thread to have read or written as without the change."""
     mine, other = _trace_of(subject).bulk, trace(subject, site.mutant).bulk
     for thread in mine.keys() | other.keys():
         a, b = mine[thread], other[thread]
         if a.read.keys() != b.read.keys() or a.written.keys() != b.written.keys():
             return ""
-        if any(at < b.read.get(store, 1 << 62) for store, at in b.reused.items()):
+        if any(b.read.get(store) != a.read.get(store) for store in a.reused | b.reused):
             return ""
     return "each store is waited for before its memory is used again, or the thread ends"
 
@@ -295,7 +300,8 @@ def _unused(subject: Subject, site: Site) -> str:
     low, high = _common(old, new), len(old) - _common(old[::-1], new[::-1])
     passed = re.sub(r"//[^\n]*|\.loc[^\n]*", "", old[low:high]).replace(site.text, "")
     loaded = _trace_of(subject).loaded[site.line]
-    if "wait::ld" not in site.text or _HANDOVER.search(passed) or loaded & _names(passed):
+    used = not loaded or loaded & _names(passed)
+    if "wait::ld" not in site.text or _HANDOVER.search(passed) or used:
         return ""
     return "nothing that it is moved behind uses what was loaded"
 
@@ -303,8 +309,6 @@ def _unused(subject: Subject, site: Site) -> str:
 Reason = Callable[[Subject, Site], str]
 REASONS: dict[str, tuple[Reason, ...]] = {
     "an mbarrier's wait": (_first_phase,),
-    "another parity": (_first_phase,),
-    "an arrival less": (_never_waited_for,),
     "an mbarrier's arrival": (_never_waited_for,),
     "a commit of tcgen05": (_never_waited_for,),
     "a commit to one CTA less": (_never_waited_for,),
@@ -326,6 +330,9 @@ REASONS: dict[str, tuple[Reason, ...]] = {
 def why(subject: Subject, site: Site) -> str:
     """Why the mutant is as right as the kernel; "" if that is not known."""
     for reason in (_not_executed, *REASONS.get(site.operator, ())):
-        if found := reason(subject, site):
-            return found
+        try:
+            if found := reason(subject, site):
+                return found
+        except SimError:  # NOTE: a mutant's own run may end by one
+            continue
     return ""
