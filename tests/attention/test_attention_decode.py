@@ -348,6 +348,7 @@ def given(**more):
 
 TABLE = torch.zeros(2, 1, dtype=torch.int32)
 NEW = torch.zeros(2, 1, 2, 64).half()
+TWICE = torch.zeros(2, 32, 2, 64).half()
 BAD = {
     "leftpad_k is 1: it is called cache_leftpad": {"leftpad_k": 1},
     "cache_leftpad must be a torch.Tensor, got int": {"cache_leftpad": 1},
@@ -383,6 +384,13 @@ BAD = {
     },
     "cache_leftpad must be from 0 to the keys that a sequence has, [3, 32]": {
         "cache_leftpad": torch.tensor([4, 0], dtype=torch.int32)
+    },
+    "k_cache and v_cache share memory: k and v cannot be appended": {
+        "k_cache": TWICE, "v_cache": TWICE[:], "k": NEW, "v": NEW
+    },
+    "cache_batch_idx has an entry twice, [1, 1]": {
+        "cache_batch_idx": torch.tensor([1, 1], dtype=torch.int32), "k": NEW, "v": NEW,
+        "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32),
     },
     "cu_seqlens_k_new is given, but no k and v": {
         "cu_seqlens_k_new": torch.zeros(3, dtype=torch.int32)

@@ -117,6 +117,17 @@ BAD = [
     (lambda x, c: cutex.rope(x, c, c, positions=c), TypeError, "positions must be a tensor of"),
     (lambda x, c: cutex.rope(x, c, c, positions=torch.zeros(2).int()), ValueError, "have shape"),
     (lambda x, c: cutex.rope(x.requires_grad_(), c, c, inplace=True), ValueError, "inplace=True"),
+    (lambda x, c: cutex.rope(x[:, :, :1].expand_as(x), c, c, inplace=True), ValueError, "overlap"),
+    (
+        lambda x, c: cutex.rope(x.as_strided(x.shape, (64, 8, 8, 1)), c, c, inplace=True),
+        ValueError,
+        "elements overlap",
+    ),
+    (
+        lambda x, c: cutex.rope(x, x[0, :, 0, :4], x[0, :, 1, :4], inplace=True),
+        ValueError,
+        "x shares memory with cos",
+    ),
 ]
 
 

@@ -19,6 +19,7 @@ from cutex.ops.attention.cache import (
 from cutex.ops.attention.call import DTYPES, INTEGERS, SINK_DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.flash_arguments import one_of
 from cutex.ops.number import number
+from cutex.ops.overlap import share_memory
 from cutex.ops.plain import is_plain
 
 FP8 = torch.float8_e4m3fn
@@ -272,6 +273,8 @@ def _check_new(call: KVCacheCall) -> None:
         raise ValueError(
             "cache_seqlens must be given with k and v: it says where they are appended"
         )
+    if share_memory(call.k_cache, call.v_cache):
+        raise ValueError("k_cache and v_cache share memory: k and v cannot be appended to both")
     packed = call.cu_seqlens_k_new is not None
     modes = "total of new keys" if packed else "batch, new keys"
     for name, x, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):
@@ -390,6 +393,11 @@ def _check_values(call: KVCacheCall) -> None:
             raise ValueError(
                 f"cache_batch_idx must be from 0 to {call.k_cache.shape[0] - 1}, got "
                 f"{entries.tolist()}"
+            )
+        if call.k is not None and len(entries.unique()) < len(entries):
+            raise ValueError(
+                f"cache_batch_idx has an entry twice, {entries.tolist()}: k and v of two sequences "
+                "cannot be appended to it"
             )
     if call.page_table is not None and lengths is not None:
         check_pages(

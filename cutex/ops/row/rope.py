@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutex.ops.overlap import overlaps_itself, share_memory
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import VECTOR, arch_of, check, dtype_of, empty_rows
@@ -55,6 +56,12 @@ def rope(
         return ROPE(x, cos, sin, positions, bool(interleaved), offset, 1.0)
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("inplace=True: x wants a gradient, for which its values are kept")
+    if overlaps_itself(x):
+        raise ValueError(
+            f"inplace=True: x of shape {tuple(x.shape)} has strides {x.stride()}, by which its "
+            "elements overlap"
+        )
+    _check_apart(x, cos, sin, positions)
     if needs_nothing(x, cos, sin, positions) and x.stride(-1) == 1:
         return _turned(options, x, cos, sin, positions)
     return x.copy_(ROPE(x, cos, sin, positions, bool(interleaved), offset, 1.0))
@@ -98,6 +105,11 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset
         raise ValueError(f"offset={offset}: positions are given, which have it in them")
 
 
+def _check_apart(x: Tensor, *read: Tensor | None) -> None:
+    if any(y is not None and share_memory(x, y) for y in read):
+        raise ValueError("inplace=True: x shares memory with cos, sin or positions")
+
+
 def _heads(x: Tensor) -> Tensor:
     """x as (B, T, H, D), contiguous in D."""
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -132,6 +144,7 @@ def _plan(
     run = launch.run((Rope, config, arch), ("x", *given), (offset, sign), ())
 
     def turn(x: Tensor, *rest: Tensor) -> Tensor:
+        _check_apart(x, *rest)
         torch._C._increment_version((x,))
         run(x, *rest)
         return x
