@@ -16,7 +16,7 @@ import hashlib
 import inspect
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import product
@@ -93,6 +93,8 @@ def tune_kernel(
 ) -> TunedKernel:
     """`cutex.tune` of a function: see there."""
     subject = _Subject(kernel, arguments, over)
+    if check is not None and not callable(check):
+        raise TypeError(f"check must be a function or None, got {type(check).__name__}")
     if gpu and subject.on_gpu:
         raise ValueError(f"gpu={gpu!r} is for tensors on the CPU: these are timed on theirs")
     timer: _OnGpu | _ByClock = _OnGpu(subject) if subject.on_gpu else _ByClock(subject, gpu)
@@ -120,6 +122,11 @@ class _Subject:
         over: Mapping[str, Sequence[Any]],
     ) -> None:
         self.kernel, self.arguments = kernel, tuple(arguments)
+        if not isinstance(over, Mapping):
+            raise TypeError(f"over must be a dict of lists of values, got {type(over).__name__}")
+        for name, values in over.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise TypeError(f"over has {values!r} for {name}: it must be a list of values")
         self.over = {name: list(values) for name, values in over.items()}
         self.name = getattr(kernel, "__name__", type(kernel).__name__)
         target = kernel if inspect.isroutine(kernel) else type(kernel).__call__

@@ -29,7 +29,11 @@ from transformers import (  # noqa: E402
 )
 from transformers.generation import configuration_utils as generation  # noqa: E402
 
-from cutex.ops.attention import in_transformers, in_transformers_flash  # noqa: E402
+from cutex.ops.attention import (  # noqa: E402
+    in_transformers,
+    in_transformers_flash,
+    transformers_masks,
+)
 from cutex.ops.attention.transformers_masks import Mask, pattern_of  # noqa: E402
 
 # one for each kind of attention: grouped heads, windows, alternating and chunked layers, softcap,
@@ -52,6 +56,7 @@ def wide(monkeypatch):
     monkeypatch.setattr(own_backward, "why_not", lambda call: "by definition")
     monkeypatch.setattr(in_transformers, "flash_attn_with_kvcache", each_by_itself)
     monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "eager", finite_mask)
+    monkeypatch.setattr(transformers_masks, "_floats", finite_floats)
     in_transformers.register()
     in_transformers_flash.register()
     with cutex.ops.simulated("sm_90a"), torch.no_grad(), warnings.catch_warnings():
@@ -62,11 +67,17 @@ def wide(monkeypatch):
     planned.forget()
 
 
+def finite_floats(mask, dtype):
+    """A mask that is added to scores, for softmax in float32, as eager models have it of float64,
+    too: float64's lowest number, or float32's beside a bias, would be -inf in it, and a padded
+    query NaN, which all others see."""
+    return torch.where(mask, 0.0, -1e30).to(dtype)
+
+
 def finite_mask(dtype=None, **made):
-    """transformers' mask for eager attention, whose softmax is float32: float64's lowest number
-    would be -inf in it, and a padded query NaN, which all others then see."""
-    mask = masking_utils.eager_mask(dtype=torch.float32, **made)
-    return None if mask is None else mask.to(dtype)
+    """transformers' mask for eager attention by `finite_floats`."""
+    mask = masking_utils.sdpa_mask(**{**made, "allow_is_causal_skip": False})
+    return None if mask is None else finite_floats(mask, dtype)
 
 
 def each_by_itself(q, k, v, cache_seqlens=None, cache_leftpad=None, **options):

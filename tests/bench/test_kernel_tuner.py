@@ -89,6 +89,9 @@ def test_a_variant_that_does_not_compile_is_left_out(tensors):
         ({"tile": [1]}, (), "over names tile, add_up takes mA, mC, rounds, part"),
         ({"rounds": []}, (), "over has no value for rounds"),
         ({}, (), "over is empty"),
+        ({"rounds": 4}, (), "over has 4 for rounds: it must be a list of values"),
+        ({"rounds": "44"}, (), "over has '44' for rounds: it must be a list"),
+        ([("rounds", [4])], (), "over must be a dict of lists of values, got list"),
         ({"part": [4]}, (), "add_up takes mA, mC, rounds besides part, and got 2 arguments"),
         ({"rounds": [1]}, (4, 4), "add_up takes mA, mC, part besides rounds, and got 4 arguments"),
     ],
@@ -120,5 +123,7 @@ def test_other_misuse_gets_a_sentence(tensors):
         cutex.tune(add_up, *tensors)
     with pytest.raises(TypeError, match="takes no seconds"):
         cutex.tune(add_up, *tensors, over={"rounds": [1]}, seconds=3)
+    with pytest.raises(TypeError, match=r"^check must be a function"):
+        cutex.tune(add_up, *tensors, over={"rounds": [1]}, check=3)
     with pytest.raises(ValueError, match="needs tensors"):
         cutex.tune(add_up, over={"rounds": [1], "mA": [1], "mC": [2]})
