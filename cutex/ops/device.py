@@ -10,6 +10,7 @@ import torch
 
 from cutex.arch import ARCHS, KNOWN, Arch, board_named, local_arch
 from cutex.compile import Compiled, Workspace
+from cutex.ops.plain import empty_of, untraced
 from cutex.ops.workspace import buffers_of
 from cutex.simulation import SimulatedDevice, simulating
 from cutex.simulation import current as simulation_here
@@ -134,6 +135,21 @@ def on_device(device: torch.device, launch: Callable[..., None]) -> Callable[...
             launch(*arguments)
 
     return launch_there
+
+
+def allocating(function: Callable[..., None], out: torch.Tensor, place: int) -> Callable[..., Any]:
+    """`function`, which takes a tensor like `out` as its argument number `place` and writes it, as
+    a function of the others that returns it."""
+    function, empty = on_device(out.device, function), empty_of(out.device, SEVERAL_GPUS)
+    shape, strides, dtype = tuple(out.shape), out.stride(), out.dtype
+
+    @untraced
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        made = empty(shape, strides, dtype)
+        function(*given[:place], made, *given[place:])
+        return made
+
+    return run
 
 
 def launcher(

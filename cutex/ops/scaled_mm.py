@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from cutex.arch import arch as arch_named
 from cutex.ops import torchao_tensors
 from cutex.ops.block_scaled import FORMATS, VECTORS, BlockScaledOperand, block_scaled
-from cutex.ops.device import arch_of, current, launcher, other_board, per_device
+from cutex.ops.device import allocating, arch_of, current, launcher, other_board, per_device
 from cutex.ops.matmul.arrange import arrange
 from cutex.ops.matmul.checks import ACTIVATIONS, OUT_DTYPES, Call, check
 from cutex.ops.matmul.eager import matmul
@@ -121,6 +122,8 @@ def scaled_mm(
     assert isinstance(scale_a, Tensor) and isinstance(scale_b, Tensor)
     if kinds[0] in WHOLE and kinds[1] in WHOLE:
         _check_whole(a, b, scale_a, scale_b, kinds)
+        if not torch.compiler.is_dynamo_compiling() and output_scale is None:
+            _remember_whole(options, given, formats)
         return matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
                       activation=activation, out_dtype=output_dtype)  # fmt: skip
     if kinds not in RECIPES:
@@ -166,17 +169,42 @@ def _remember(
     if not needs_nothing(*given):
         return
     *_, (no_bias, no_residual, _), activation, output_dtype = options
+    a, _, _, scale_b, *_ = given
+    turned = formats[1] is not None  # b and its factors, as `cutex.quantize` has them
+    whole = kinds[1] == "BlockWise128x128" and not turned
+    padded = whole and scale_b.shape[-2] != a.shape[-1] // BLOCK
+    known: list[Callable[..., Tensor]] = []
 
     def launch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Tensor) -> Tensor:
-        if formats[1] is not None:
-            b = b.mT
-            scale_b = scale_b if kinds[1] == "BlockWise1x128" else scale_b.mT
-        bias = None if no_bias else rest[0]
-        residual = None if no_residual else rest[-1]
-        scale_b = _of_matrix(scale_b, a.shape[-1], kinds)
-        return _run(
-            a, b, scale_a, scale_b, RECIPES[kinds], bias, residual, activation, output_dtype
-        )
+        b = b.mT if turned else b
+        if padded:
+            scale_b = _of_matrix(scale_b, a.shape[-1], kinds)
+        elif whole:
+            scale_b = scale_b.mT
+        if known:
+            return known[0](a, b, scale_a, scale_b, *rest)
+        bias, residual = None if no_bias else rest[0], None if no_residual else rest[-1]
+        options = RECIPES[kinds], bias, residual, activation, output_dtype
+        out = _run(a, b, scale_a, scale_b, *options)
+        if (function := _KNOWN.get(_key(a, b, scale_a, scale_b, *options))) is not None:
+            known.append(allocating(function, out, 4))
+        return out
+
+    PLANS.remember(PLANS.key_of(options, *given), given, launch)
+
+
+def _remember_whole(options: Any, given: tuple[Any, ...], formats: tuple[Any, Any]) -> None:
+    """The same of calls with factors of rows or tensors, which `matmul` has plans for."""
+    if not all(isinstance(x, Tensor) for x in given) or not needs_nothing(*given):
+        return
+    *_, (no_bias, no_residual, _), activation, output_dtype = options
+    turned = formats[1] is not None
+
+    def launch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Tensor) -> Tensor:
+        b, scale_b = (b.mT, scale_b.mT) if turned else (b, scale_b)
+        bias, residual = None if no_bias else rest[0], None if no_residual else rest[-1]
+        return matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
+                      activation=activation, out_dtype=output_dtype)  # fmt: skip
 
     PLANS.remember(PLANS.key_of(options, *given), given, launch)
 
@@ -362,10 +390,9 @@ def _run(
     output_dtype: torch.dtype,
 ) -> Tensor:
     given = [a, b, scale_a, scale_b, *(x for x in (bias, residual) if x is not None)]
-    key = (recipe, activation, output_dtype, bias is None, *map(_layout, given))
+    key = _key(a, b, scale_a, scale_b, recipe, bias, residual, activation, output_dtype)
     if (known := _KNOWN.get(key)) is not None:
-        shape = (*a.shape[:-1], b.shape[-1])
-        out = torch.empty(shape, dtype=output_dtype, device=a.device)
+        out = _fake(a, b, scale_a, scale_b, recipe, bias, residual, activation, output_dtype)
         with current(a.device):
             known(*given[:4], out, *given[4:])
         return out
@@ -398,6 +425,15 @@ def _run(
 
 # the launches of calls whose tensors are passed as they are given, by layouts and options
 _KNOWN: dict[Any, Any] = per_device({})
+
+
+def _key(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, recipe: str, bias: Tensor | None,
+    residual: Tensor | None, activation: str | None, output_dtype: torch.dtype,
+) -> Hashable:  # fmt: skip
+    """What the launch of a call depends on."""
+    given = (a, b, scale_a, scale_b, *(x for x in (bias, residual) if x is not None))
+    return (recipe, activation, output_dtype, bias is None, *map(_layout, given))
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:

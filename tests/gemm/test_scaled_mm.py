@@ -53,9 +53,12 @@ def test_a_call_like_one_before_is_launched_without_its_checks(quantized, monkey
         if quantized:
             args, kinds = (cutex.quantize(x, "fp8_1x128"), cutex.quantize(w, "fp8_128x128")), {}
         first = cutex.scaled_mm(*args, **kinds)
+        gated = cutex.scaled_mm(*args, **kinds, activation="gated_silu")
         with_residual = cutex.scaled_mm(*args, **kinds, residual=residual)
         monkeypatch.setattr(importlib.import_module("cutex.ops.scaled_mm"), "_check", None)
-        assert torch.equal(cutex.scaled_mm(*args, **kinds), first)
+        for _ in range(2):  # by its plan, and by the launch that the plan then knows
+            assert torch.equal(cutex.scaled_mm(*args, **kinds), first)
+            assert torch.equal(cutex.scaled_mm(*args, **kinds, activation="gated_silu"), gated)
         again = cutex.scaled_mm(*args, **kinds, residual=2 * residual)
         for other in ({"activation": "relu"}, {"output_dtype": torch.float32}):
             with pytest.raises(TypeError, match="not callable"):  # no plan takes other options

@@ -312,6 +312,29 @@ def test_operators_take_plans_too(stand_in: StandIn, monkeypatch) -> None:
     torch._dynamo.reset()
 
 
+def test_vectors_of_any_form_find_their_plan(stand_in: StandIn, monkeypatch) -> None:
+    arranged = []
+    arrange = eager.arrange
+    monkeypatch.setattr(eager, "arrange", lambda *args: arranged.append(args) or arrange(*args))
+    a, b = (normal(n, 32, seed=n).to(torch.float8_e4m3fn) for n in (16, 8))
+    rows, columns = torch.rand(16, 2) + 0.5, torch.rand(8) + 0.5
+    product = a.float() @ b.mT.float()
+    for scale_a, scale_b, bias in (
+        (rows[:, :1], columns[None], columns[None]),
+        (rows[0, 0], columns[1], rows[:, 1:].contiguous()),
+        (rows[:, 1], columns, columns[None]),
+    ):
+        for _ in range(2):
+            amax = torch.zeros(())
+            fused = {"scale_a": scale_a, "scale_b": scale_b, "bias": bias, "amax": amax}
+            out = cutex.matmul(a, b.mT, **fused)
+            want = product * scale_a.reshape(-1, 1) * scale_b + bias
+            assert torch.allclose(out.float(), want, rtol=2**-7, atol=2**-7)
+            assert torch.allclose(amax, want.abs().max())
+            rows *= 2
+    assert len(arranged) == 3
+
+
 def autocasted_to_bf16(a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast("cpu", bf16):
         return cutex.matmul(a, b)

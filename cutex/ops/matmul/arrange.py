@@ -179,7 +179,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
     others = [x for x in (call.bias, call.scale_a, call.scale_b, call.amax) if x is not None]
     as_given = (
         all(
-            name == "c" or any(x is y for y in (*given, *others))
+            name == "c" or any(x is y for y in given) or any(is_flat(x, y) for y in others)
             for name, x in zip(("a", "b", "out", *names), tensors, strict=True)
             if isinstance(x, Tensor)
         )
@@ -265,3 +265,9 @@ def fused(
 
 def flat(x: Tensor) -> Tensor:
     return x if x.dim() == 1 else x.reshape(-1)
+
+
+def is_flat(x: Tensor, y: Tensor) -> bool:
+    """Whether x is y, or a view of all of y with one mode."""
+    same = x.dim() == 1 and x.data_ptr() == y.data_ptr() and x.numel() == y.numel()
+    return x is y or (same and x.dtype is y.dtype and y.dim() != 1)

@@ -26,11 +26,16 @@ def launch_of(
     """The launch of calls like `call`, by `function`, which takes the tensors of `arranged`."""
     # NOTE: with several GPUs the current one must be that of the tensors
     names, one = tuple(arranged.names), call.a is call.b
-    if not SEVERAL_GPUS and call.out is None and names in ((), () if one else ("bias",)):
+    few = names == () or (names == ("bias",) and not one and _is_vector(call.bias))
+    if not SEVERAL_GPUS and call.out is None and few:
         return _of_few(function, call, arranged.flattened)
     if not (SEVERAL_GPUS or call.out is None or names or arranged.flattened):
         return _into_out(function, call)
     return Launch(function, call, arranged)
+
+
+def _is_vector(x: Tensor | None) -> bool:
+    return x is not None and x.dim() == 1
 
 
 def _of_few(function: Callable[..., None], call: Call, flattened: bool) -> Callable[..., Tensor]:
@@ -119,6 +124,8 @@ class Launch:
         self.strides = torch.empty(call.shape, device="meta").stride()
         self.empty = empty_of(call.a.device, SEVERAL_GPUS)
         self.flattened = arranged.flattened
+        vectors = "bias", "scale_a", "scale_b", "amax"  # those of other forms are viewed as such
+        self.flat = {n for n in vectors if n in call.tensors and call.tensors[n].dim() != 1}
         self.numbers = {"alpha": float(call.alpha), "beta": float(call.beta)}
         self.names = arranged.names  # names of the arguments beside a, b and out
         passed = dict(zip(self.names, arranged.tensors[3:], strict=True))
@@ -157,6 +164,8 @@ class Launch:
         place = self.places.get(name)
         if place is not None:
             x = tensors[place]
+            if name in self.flat:
+                return x.view(-1)
             return x.view(-1, x.shape[-1]) if self.flattened and name == "residual" else x
         if name == "c":
             return out.clone() if self.copies_out else out
