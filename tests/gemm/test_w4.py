@@ -111,6 +111,33 @@ def test_no_rows_strided_rows_and_rows_of_more_dimensions() -> None:
     assert (out.double() - want).abs().max() <= 2.0**-7 * want.abs().max()
 
 
+def test_a_call_like_one_before_is_launched_without_its_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = cutex.pack_w4(torch.randn(72, 128), dtype=bf16)
+    x, bias, residual = (
+        torch.randn(2, 3, 128).to(bf16),
+        torch.randn(72).to(bf16),
+        torch.randn(6, 72),
+    )
+    with ops.simulated("sm_90a"):
+        calls: list[Callable[[], Tensor]] = [
+            lambda: cutex.matmul(x, w),
+            lambda: cutex.matmul(x[0], w, bias=bias, activation="silu"),
+            lambda: cutex.matmul(x.view(6, 128), w, residual=residual, out_dtype=torch.float32),
+        ]
+        first = [call() for call in calls]
+        monkeypatch.setattr("cutex.ops.w4.product.check", None)
+        for call, want in zip(calls, first, strict=True):
+            assert torch.equal(call(), want)
+        x.mul_(-2)
+        assert torch.equal(calls[0](), -2 * first[0])
+        with pytest.raises(TypeError, match=r"a is torch\.bfloat16, but b is packed for"):
+            cutex.matmul(x, w._replace(dtype=fp16))
+        with pytest.raises(TypeError, match="not callable"):  # no plan broadcasts a residual
+            cutex.matmul(x.view(6, 128), w, residual=residual[:1], out_dtype=torch.float32)
+
+
 @pytest.mark.slow
 def test_gradients_are_those_of_the_dequantized_weight() -> None:
     w = cutex.pack_w4(torch.randn(72, 128), kind="mxfp4", dtype=bf16)
