@@ -25,20 +25,22 @@ Tiles = TypeVar("Tiles", bound=Sm90Config)
 WARP = 32
 MOST_STAGES = 8
 WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
-# rows of a group in the mean: up to which a tile has 64; up to which memory limits; from which on
-# two tiles of rows share matrices, where K is short
-FEW_ROWS, SOME_ROWS, MANY_ROWS = 96, 160, 256
-SOME_COLUMNS = 2048  # up to which tiles of 128x128 take these
+# rows of a group in the mean: up to which a tile has 64, as most groups then have fewer, or many
+# have none; the same where rows are gathered; the same of fp8; from which on two tiles of rows
+# share matrices, where K is short
+VERY_FEW_ROWS, FEW_GATHERED, FEW_ROWS, MANY_ROWS = 32, 60, 64, 256
 LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
 SMS = 132
-GATHERED_COLUMNS = 1536  # up to which rows are gathered in the load
+GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
+TOGETHER = {256: 1.0, 192: 0.99, 128: 1.15, 64: 1.6}  # of 128 rows by two warpgroups
+FEW = {192: 1.0, 128: 1.0, 64: 1.3}  # of 64 rows
 IN_TURN = {192: 1.0, 256: 1.05, 128: 1.2, 64: 1.7}  # where ping-pong of 192 is faster
 # rows of a group in the mean between which a tile's store takes as long as its sums
-SHORT_SUMS = (100, 1500)
+SHORT_SUMS = (100, 6000)
 
 
 def choose(problem: GroupedGemmProblem, arch: Arch) -> GemmConfig:
@@ -83,20 +85,20 @@ def rows_tiles(
     k, n = matrix
     if arch == "sm_100a":
         return _sm100(n, most)
-    # NOTE: where memory limits, fewer, longer steps read it better (docs/grouped.md)
-    if mean_rows <= FEW_ROWS:
-        tiles = Sm90Config(tile_m=64, tile_n=width(n), tile_k=128, warpgroups=1)
-    elif mean_rows <= SOME_ROWS and 128 <= n <= SOME_COLUMNS:
-        tiles = Sm90Config(tile_m=128, tile_n=128, tile_k=128, warpgroups=2)
+    # NOTE: where memory limits, fewer, longer steps read it better (docs/grouped.md). What groups
+    # are empty is not known here: tiles of 64 rows take up to twice the time of those of 128 if
+    # half are, these 1.07 of the time of those if none is
+    if mean_rows <= VERY_FEW_ROWS:
+        tiles = Sm90Config(tile_m=64, tile_n=width(n, FEW), tile_k=128, warpgroups=1)
     elif mean_rows < MANY_ROWS or width(n) < 128:
-        tiles = _together(n)
+        tiles = _together(n, TOGETHER)
     elif k <= SHORT_K:
         in_turn = width(n, IN_TURN) == 192 and (mean_rows >= LONG_GROUPS or n <= SHORT_K)
-        tiles = _in_turn(192, cluster_m=2) if in_turn else _together(n)
+        tiles = _in_turn(192, cluster_m=2) if in_turn else _together(n, TOGETHER)
     elif mean_rows >= LONG_GROUPS and n >= 208 and not fused:
         tiles = _in_turn(208, cluster_m=2)
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * SMS:
-        tiles = _together(n)
+        tiles = _together(n, TOGETHER)
     else:
         tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     return _filled(tiles, fused, most)
@@ -106,7 +108,7 @@ def gathering_pays(mean_rows: int, n: int) -> bool:
     """Whether a kernel that gathers its rows is faster than a copy of them before: rows are
     gathered once for each tile of columns, by instructions beside the MMAs'
     (docs/facts/grouped.md#grouped-gather)."""
-    return n <= GATHERED_COLUMNS or mean_rows <= FEW_ROWS
+    return n <= GATHERED_COLUMNS or mean_rows <= FEW_GATHERED
 
 
 def gathered_tiles(
@@ -115,10 +117,10 @@ def gathered_tiles(
     """Hopper's tiles of a product whose rows are given by an index: each CTA gathers its own, up to
     128, so that two share matrices alone."""
     k, n = matrix
-    if mean_rows <= FEW_ROWS:
-        tiles = Sm90Config(tile_m=64, tile_n=width(n), warpgroups=1)
+    if mean_rows <= FEW_GATHERED:
+        tiles = Sm90Config(tile_m=64, tile_n=width(n, FEW), warpgroups=1)
     elif mean_rows < MANY_ROWS:
-        tiles = Sm90Config(tile_m=128, tile_n=width(n), warpgroups=2)
+        tiles = Sm90Config(tile_m=128, tile_n=width(n, TOGETHER), warpgroups=2)
     elif k <= SHORT_K and (tile_n := width(n, IN_TURN)) == 192:
         tiles = _in_turn(tile_n, cluster_m=2)
     else:
@@ -165,10 +167,10 @@ def sums_tiles(arch: str, mean_rows: int, n: int, most: int = WARP) -> GemmConfi
     return _filled(tiles, False, most)
 
 
-def _together(n: int) -> Sm90Config:
+def _together(n: int, times: dict[int, float] = WIDTHS) -> Sm90Config:
     """Tiles of 128 rows that two warpgroups compute together; two side by side share their
     rows."""
-    tile_n = width(n)
+    tile_n = width(n, times)
     return Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, cluster_n=_sharers(n, tile_n))
 
 

@@ -67,7 +67,7 @@ class GroupedKernel:
         launched.launch(
             grid=grid,
             block=(self.general.num_threads, 1, 1),
-            cluster=(c.cluster_m, c.cluster_n, 1),
+            cluster=c.cluster,
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
