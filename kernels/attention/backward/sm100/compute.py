@@ -145,7 +145,7 @@ class Compute:
             words = cute.recast_tensor(ds, Float32)
             store_columns(s.tmem, column + part * cute.size(words), words)
             mine = s.sdS[None, self.key(), 0]  # (bM)
-            to = cute.local_tile(mine, (PART,), (self.group * self.parts + part,))
+            to = cute.local_tile(mine, (PART,), (self.group * self.parts + part,))  # (PART)
             cute.autovec_copy(ds, to)
         cute.arch.fence_view_async_tmem_store()
         cute.arch.fence_view_async_shared()

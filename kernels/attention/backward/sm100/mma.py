@@ -44,9 +44,10 @@ class Products:
         of_dk = Umma(ROWS, c.dk_width, dtype, b_major=major)
         of_dq = Umma(c.tile_m, c.dq_width, dtype, a_major=major, b_major=major)
         sdOt = transposed(shared.sdO, c.do_stages)  # (DV, bM, SLOT)
-        sdOt = cute.local_tile(sdOt, (c.dv_width, c.tile_m, c.do_stages), (shared.split, 0, 0))
+        at = (shared.split, 0, 0)  # of this CTA's columns
+        sdOt = cute.local_tile(sdOt, (c.dv_width, c.tile_m, c.do_stages), at)  # (dvWidth, bM, SLOT)
         sQt = transposed(shared.sQ, c.num_stages)  # (D, bM, SLOT)
-        sQt = cute.local_tile(sQt, (c.dk_width, c.tile_m, c.num_stages), (shared.split, 0, 0))
+        sQt = cute.local_tile(sQt, (c.dk_width, c.tile_m, c.num_stages), at)  # (dkWidth, bM, SLOT)
         sKt = transposed(shared.sK, 1)  # (D, 128, 1)
         # every part of the columns is a slot
         parts = cute.flat_divide(sKt, (c.dq_width, ROWS, 1))  # (width, 128, 1, Parts, 1, 1)

@@ -275,7 +275,7 @@ class Stage0(Attention):
         block = (tile.m * self.config.warpgroups + self.warpgroup(), 0)
         thr_mma = part.pv.mma.tiled().get_slice(thread % WARPGROUP)
         tOgO = thr_mma.partition_C(cute.local_tile(mO, rows_d, block))  # (MMA, 1, 1)
-        cO = cute.local_tile(cute.make_identity_tensor(mO.shape), rows_d, block)
+        cO = cute.local_tile(cute.make_identity_tensor(mO.shape), rows_d, block)  # (64, D)
         tOcO = thr_mma.partition_C(cO)  # (MMA, 1, 1)
         tOrO = cute.make_rmem_tensor_like(acc_o, mO.element_type)
         tOrO.store(acc_o.load().to(mO.element_type))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm100.config import Sm100Config
-from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
+from cutex.kernels.gemm.w4.tiles import WeightTiles
+from cutex.problem.w4.layout import BLOCK_K, W4Format
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class W4Sm100Config(Sm100Config):
+class W4Sm100Config(WeightTiles, Sm100Config):
     """An Sm100Config of one CTA whose first operand, the rows of the product, is a packed
     weight."""
 
@@ -25,21 +25,6 @@ class W4Sm100Config(Sm100Config):
     @property
     def num_blocks(self) -> int:
         return 1
-
-    @property
-    def strips(self) -> int:
-        """The strips of weight in a tile."""
-        return self.tile_m // STRIP
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the packed weight in one slot."""
-        return self.strips * self.format.words * 4
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of x in one slot: those that TMA brings."""
-        return self.tile_n * self.tile_k * ELEMENT
 
     @property
     def smem_bytes(self) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.config import Sm90Config
-from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
+from cutex.kernels.gemm.w4.tiles import WeightTiles
+from cutex.problem.w4.layout import BLOCK_K, W4Format
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -17,26 +17,11 @@ FEW = 16  # columns that mma.sync may compute
 
 
 @dataclass(frozen=True)
-class W4Config(Sm90Config):
+class W4Config(WeightTiles, Sm90Config):
     """An Sm90Config whose first operand, the rows of the product, is a packed weight."""
 
     format: W4Format = field(default_factory=W4Format)
     few: bool = False  # columns so few that mma.sync computes them (sm90/few.py)
-
-    @property
-    def strips(self) -> int:
-        """The strips of weight in a tile."""
-        return self.tile_m // STRIP
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight in one slot."""
-        return self.strips * self.format.words * 4
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of x in one slot."""
-        return self.tile_n * self.tile_k * ELEMENT
 
     @property
     def a_bytes(self) -> int:
