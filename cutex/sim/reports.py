@@ -18,6 +18,7 @@ _WHERE = re.compile(
 )  # a PTX line with its instruction
 _PTX = re.compile(r"PTX line (\d+)")
 _SIGNALS = re.compile(r"(?:completes on|phase \d+ of) mbarrier .*?\(initialised at ([^)]*)\)")
+_LEFT = re.compile(r"at the end mbarrier .*?\(initialised at ([^)]*)\)")
 _EARLY = re.compile(r"reads tensor memory column \d+ before ")  # see `EarlyLoads`
 _BACKWARDS = re.compile(r"overwrites tensor memory column \d+, which .* loaded at (PTX line \d+):")
 _NEVER = "on which this warp never waited"
@@ -64,10 +65,13 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
         key=lambda f: (f.rule not in CAUSES, not _EARLY.search(f.message), f.rule == "exit"),
     )
     causes, early = _barriers(ordered), _early(ordered)
+    short = {_signalled(f) for f in ordered if f.rule == BYTES}
     groups: dict[object, Report] = {}
     first: object = None
     for number, finding in enumerate(ordered):
         cause = early.get(_overwritten(finding)) or causes.get(_signalled(finding))
+        if (left := _LEFT.search(finding.message)) and left[1] in short:
+            cause = causes[left[1]]  # the tx-count that too few bytes announced leave
         cause = cause or _cause(finding) or number
         if first is None and _WAITED.search(finding.message):
             first = cause

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 
 import mutants
+import numpy as np
 import pytest
 import torch
+from barriers import init, wait
 from mutations import Mutant
+from ptx_kernel import Shape, simulate_ptx
+from tensor_maps import aligned
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.sim import Deadlock, SimError, simulate
+from cutex.sim import Deadlock, Hazards, SimError, simulate
 from cutex.sim.reports import folded
 
 ANNOUNCES = r"arrive\.expect_tx\S*\s+\S+, \S+, (%r\d+|\d+);"
@@ -43,6 +47,20 @@ def test_of_two_loads_one_is_announced(arch, number, size):
     assert f"the {size} bytes that were announced for it, while 2 copies of" in first
     assert "mbarrier ab.full[" in first and "the TMA load of m" in first
     assert str(raised.value).count(": bytes announced: ") == 1
+
+
+def test_what_too_few_bytes_leave_at_the_end_is_no_report_of_its_own():
+    copy = "@%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    text = f"""{init(1)} mov.u32 %r9, smem; setp.eq.u32 %p0, %i, 0;
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;
+        {copy} [%r9+128], [%x], 128, [bar]; {copy} [%r9+256], [%x], 128, [bar];
+        {wait("bar", 0, "W")} ld.shared.u32 %r1, [%r9+256]; st.global.u32 [%out_i], %r1;"""
+    arrays = {"x": aligned(np.zeros(64, np.uint32)), "out": np.zeros(32, np.uint32)}
+    with pytest.raises(Hazards) as raised:
+        simulate_ptx(text, arrays, Shape(block=32, smem=4096))
+    reports = folded(raised.value.findings)
+    assert [r.root.rule for r in reports] == ["bytes announced"]
+    assert "tx-count" in [f.rule for f in reports[0].followers]
 
 
 def test_more_bytes_than_come_are_told_where_they_are_announced():
