@@ -7,7 +7,7 @@ a transform, a mode, a tracer or forward differentiation is active.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -57,16 +57,20 @@ def is_plain(x: Tensor) -> bool:
     return type(x) in _PLAIN and not _keys(x).raw_repr() & _FOREIGN_BITS
 
 
-def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+def guard(tensors: Sequence[Tensor], growing: Collection[int] = ()) -> Callable[..., bool]:
     """A function that returns whether other tensors have the same classes, dtypes, devices, sizes,
-    strides, requires_grad and dispatch keys, under the modes that are active.
+    strides, requires_grad and dispatch keys, under the modes that are active. Those with a number
+    in `growing` may have another size in mode 1, and other strides but the last.
 
     NOTE: the tensors must be distinct: a guard never accepts the same tensor twice.
     """
+    sizes: list[list[int | None]] = [list(x.shape) for x in tensors]
+    strides: list[list[int | None]] = [list(x.stride()) for x in tensors]
+    for i in growing:
+        sizes[i][1] = None
+        strides[i][:-1] = [None] * (len(strides[i]) - 1)
     return _guards.TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[list(x.shape) for x in tensors],
-        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
 
 

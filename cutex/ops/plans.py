@@ -126,10 +126,11 @@ class PlanCache:
         launch: Callable[..., Any],
         functions: Sequence[Any] = (),
         differentiable: bool = False,
+        takes: Callable[..., bool] | None = None,
     ) -> None:
-        """Keep a plan for calls with this key whose tensors are like `tensors`; `functions` are the
-        user's in it. A `differentiable` one is for calls of which a gradient is wanted, another
-        for all others."""
+        """Keep a plan for calls with this key whose tensors are like `tensors`, or those that it
+        `takes`; `functions` are the user's in it. A `differentiable` one is for calls of which a
+        gradient is wanted, another for all others."""
         if len(self.known) >= self.most:
             self.forget()
         wants_gradient = any(x.requires_grad for x in tensors)
@@ -139,8 +140,9 @@ class PlanCache:
             return all(f.is_current() for f in functions)
 
         places = [x.data_ptr() % ALIGN for x in tensors]
+        takes = guard_of(tensors) if takes is None else takes
         found = CachedPlan(
-            guard_of(tensors), always, wants_gradient, differentiable, is_current, launch, places
+            takes, always, wants_gradient, differentiable, is_current, launch, places
         )
         with suppress(TypeError):  # a function without a hash, as of a dataclass, is not looked up
             self.known[key] = (found, *self.known.get(key, ())[: self.most_alike - 1])

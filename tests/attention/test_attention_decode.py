@@ -16,7 +16,8 @@ from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import EntrySpan, Splits, weight
-from cutex.ops.attention.kvcache import PLANS
+from cutex.ops.attention.kvcache import PLANS, alike_rooms, config_for
+from cutex.ops.attention.kvcache_call import KVCacheCall
 from cutex.ops.attention.rotated import rotated
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.decode import DecodeProblem
@@ -260,6 +261,34 @@ def test_a_call_like_one_before_launches_with_its_own_tensors():
         with pytest.raises(ValueError, match="k_cache cannot be read in place: it starts at"):
             k = torch.empty(inputs.k.numel() + 1, dtype=inputs.k.dtype)[1:].view(inputs.k.shape)
             cutex.flash_attn_with_kvcache(inputs.q, k, inputs.v)
+
+
+def test_a_cache_that_grows_has_one_plan():
+    """As transformers' dynamic cache, (batch, heads, keys, D), which is another for each token."""
+    known = []
+    with cutex.ops.simulated("sm_90a"):
+        for keys in (70, 100, 101, 128, 129, 300):
+            case = AttentionCase(**{
+                **SMALL, "used_k": None, "batch": 1, "heads_q": 2, "heads_kv": 1,
+                "seqlen_k": keys, "seed": keys, "views": ("contiguous", "heads first", "heads first"),
+            })  # fmt: skip
+            inputs = case.inputs()
+            out = cutex.flash_attn_with_kvcache(*inputs[:3])
+            assert case.check(inputs, out, None, poisoned=False).ok
+            known.append(sum(map(len, PLANS.known.values())))
+    # the second plan is of 65 to 128 keys; a third and a fourth are of longer ones
+    assert known == [1, 2, 2, 2, 3, 4]
+
+
+def test_rooms_of_one_plan_are_those_of_one_kernel():
+    def call(room: int, left: int | None = None) -> KVCacheCall:
+        q, k = torch.empty(1, 1, 32, 64).half(), torch.empty(1, room, 8, 64).half()
+        return KVCacheCall(q, k, k.clone(), *[None] * 11, None, None, False, (left, None), 0.0, 0)
+
+    for room, left in ((1000, None), (1030, None), (300, 200), (190, 200), (200, 200), (33, 7)):
+        rooms = alike_rooms(call(room, left), False)
+        configs = {config_for(call(x, left), False) for x in rooms}
+        assert room in rooms and len(configs) == 1
 
 
 # ---- the split

@@ -13,6 +13,7 @@ from cutex.ops.attention.plan import ALIGN
 
 MOST_ROWS = 2**31 - 2**20  # of a cache: TMA counts them in 32 bits
 MOST_SPLITS = 256
+MOST_STEP = 2**32  # elements, of a mode of size 1; TMA takes strides below 2^40 bytes
 
 
 def room_of(cache: Tensor, table: Tensor | None) -> int:
@@ -38,13 +39,20 @@ def stepped(x: Tensor) -> Tensor:
     """The same cache, with strides that TMA takes also in the modes of size 1."""
     outer, row, head, one = x.stride()
     unit = x.shape[-1]
-    head = head if x.shape[2] > 1 else unit
+    if x.shape[2] == 1 and not _is_step(head, x):
+        head = unit
     row = row if x.shape[1] > 1 else unit * (x.shape[2] if x.shape[2] > 1 else 1)
     if x.shape[1] == 1 and x.shape[0] > 1:
         row = outer  # pages of one row
-    outer = outer if x.shape[0] > 1 else row * x.shape[1]
+    if x.shape[0] == 1 and (outer % row or not _is_step(outer, x)):
+        outer = row * x.shape[1]
     wanted = outer, row, head, one
     return x if wanted == x.stride() else x.as_strided(x.shape, wanted)
+
+
+def _is_step(stride: int, x: Tensor) -> bool:
+    """Whether TMA takes it."""
+    return 0 < stride < MOST_STEP and stride * x.element_size() % ALIGN == 0
 
 
 def check_tensors(given: Iterable[tuple[str, object]]) -> None:

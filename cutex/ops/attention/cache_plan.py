@@ -16,10 +16,10 @@ from torch import Tensor
 
 from cutex.arch import kernels_of
 from cutex.compile import Workspace
-from cutex.ops.attention.cache import stepped
-from cutex.ops.attention.plan import arch_name, contiguous, packed, why_copied
+from cutex.ops.attention.cache import MOST_ROWS, stepped
+from cutex.ops.attention.plan import ALIGN, arch_name, contiguous, packed, why_copied
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
-from cutex.ops.plain import empty_of, untraced
+from cutex.ops.plain import empty_of, guard, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.workspace import buffers_of
 
@@ -73,14 +73,22 @@ class CacheOperator:
             raise ValueError(f"{self.name} has no gradient: call it under torch.no_grad()")
 
     @untraced
-    def run(self, plan: Plan, tensors: dict[str, Tensor], key: tuple[Any, ...]) -> Any:
-        """Launch a new plan, and keep it for later calls with this key if these can have it."""
+    def run(
+        self,
+        plan: Plan,
+        tensors: dict[str, Tensor],
+        key: tuple[Any, ...],
+        rooms: range | None = None,
+    ) -> Any:
+        """Launch a new plan, and keep it for later calls with this key if these can have it; with
+        `rooms`, also for those whose caches have another of these numbers of keys."""
         given = list(tensors.values())
         with current(plan.device):
             result = plan(*given)
         if plan.as_given:
             assert plan.run is not None, "it was launched"
-            self.plans.remember(PlanCache.key_of(key, *given), given, plan.run)
+            takes = None if rooms is None else growing(tensors, rooms)
+            self.plans.remember(PlanCache.key_of(key, *given), given, plan.run, takes=takes)
         return result
 
 
@@ -145,6 +153,38 @@ class Plan:
             return out, lse
 
         return run
+
+
+def growing(tensors: dict[str, Tensor], rooms: range) -> Callable[..., bool]:
+    """A guard of a plan's tensors, which takes caches with room for any of `rooms` keys, as they
+    are where each token's is a new one."""
+    names = list(tensors)
+    k, v = (names.index(name) for name in ("k_cache", "v_cache"))
+    alike = guard(list(tensors.values()), (k, v))
+    pages, unit = tensors["k_cache"].shape[0], ALIGN // tensors["k_cache"].element_size()
+    least, most = rooms.start, rooms.stop - 1
+
+    def steps(x: Tensor) -> bool:
+        """Whether a kernel takes a cache as it is (cache.why_no_steps, check_in_place)."""
+        outer, row, head, _ = x.stride()
+        return (
+            outer > 0
+            and row > 0
+            and head > 0
+            and not (outer | row | head) % unit
+            and not outer % row
+            and (pages - 1) * (outer // row) + most <= MOST_ROWS
+        )
+
+    @untraced
+    def takes(*given: Tensor) -> bool:
+        if not alike(*given):
+            return False
+        keys, values = given[k], given[v]
+        room = keys.shape[1]
+        return least <= room <= most and values.shape[1] == room and steps(keys) and steps(values)
+
+    return takes
 
 
 def preparations(tensors: dict[str, Tensor]) -> dict[str, Preparation]:

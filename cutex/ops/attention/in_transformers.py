@@ -26,6 +26,7 @@ from cutex.ops.plain import is_plain, nobody_watches
 
 NAME = "cutex"
 SPARSE = ("indices", "block_indices")  # keys chosen by the model; "sdpa" gets a mask of them
+WHOLE = (None, None)  # the window of a query that sees all keys
 FOR_TORCH = ("position_bias", "cache")  # arguments that sdpa_attention_forward knows
 
 
@@ -142,21 +143,23 @@ def takes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) ->
     scale, heads, heads_kv = options["softmax_scale"], query.shape[1], key.shape[1]
     if not (scale is None or (isinstance(scale, (int, float)) and scale > 0)):
         return False
-    types = {x.dtype for x in (query, key, value)}
-    if not (autocast.is_on(query.device) or (len(types) == 1 and types <= set(DTYPES))):
+    dtype = query.dtype
+    alike = dtype in DTYPES and key.dtype is dtype and value.dtype is dtype
+    if not alike and not autocast.is_on(query.device):
         return False
     if kernel_dims(query.shape[-1], value.shape[-1]) is None or heads_kv == 0 or heads % heads_kv:
         return False
-    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    call = AttentionCall(query, key, value, **options)
-    return not (wants_gradient and why_no_gradient(call) is not None)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
+        return True
+    return why_no_gradient(AttentionCall(query, key, value, **options)) is None
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    k, v = k[:, : layout.keys], v[:, : layout.keys]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if layout.keys != k.shape[1]:
+        k, v = k[:, : layout.keys], v[:, : layout.keys]
     options = {**options, **layout.options}
     if (found := decoded(q, k, v, layout, options)) is not None:
         return found
@@ -184,7 +187,7 @@ def decoded(
     """
     if q.shape[1] > FEW or (layout.cu_seqlens_q is not None and layout.run is None):
         return None
-    if any(x is not None and x < 0 for x in layout.window):
+    if layout.window != WHOLE and any(x is not None and x < 0 for x in layout.window):
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return None

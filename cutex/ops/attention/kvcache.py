@@ -159,7 +159,25 @@ def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...]) -> Any:
         return _nothing_to_see(call, with_lse)
     with current(call.q.device):
         plan = plan_of(call, with_lse)
-    return OPERATOR.run(plan, call.tensors, key)
+    # NOTE: a cache that grows, as transformers' dynamic one, is another tensor for each token
+    others = PLANS.key_of(key, *call.tensors.values()) in PLANS.known
+    return OPERATOR.run(plan, call.tensors, key, alike_rooms(call, with_lse) if others else None)
+
+
+def alike_rooms(call: KVCacheCall, with_lse: bool) -> range | None:
+    """The rooms, with that of `call`, of caches that its plan could have, too; None if pages or one
+    tensor given twice leave no other."""
+    tensors = list(call.tensors.values())
+    if call.page_table is not None or len({id(x) for x in tensors}) < len(tensors):
+        return None
+    config = config_for(call, with_lse)
+    # NOTE: what is chosen by the room changes at some rooms, and is the same between two that agree
+    most = 1 << (call.room - 1).bit_length()
+    while most > call.room and config_for(call, with_lse, most) != config:
+        most = (most + call.room) // 2
+    least = most // 2 + 1
+    alike = least < call.room and config_for(call, with_lse, least) == config
+    return range(least if alike else call.room, most + 1)
 
 
 def _nothing_to_see(call: KVCacheCall, with_lse: bool) -> Any:
@@ -176,7 +194,7 @@ def _nothing_to_see(call: KVCacheCall, with_lse: bool) -> Any:
 def plan_of(call: KVCacheCall, with_lse: bool) -> Plan:
     c = config_for(call, with_lse)
     compiled = kernel_for(c, DTYPES[call.q.dtype], OPERATOR.arch_of(call.q.device))
-    left, right = call.window
+    left, right = call.window(call.room)
     numbers: list[float | int] = [call.scale]
     if c.softcap:
         numbers.append(float(call.softcap))
@@ -195,8 +213,10 @@ def plan_of(call: KVCacheCall, with_lse: bool) -> Plan:
     return Plan(call, compiled, 3, with_lse, tuple(numbers), needs, prepare)
 
 
-def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
-    left, right = call.window
+def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> DecodeConfig:
+    """The config of a call; `room`: if it had room for so many keys."""
+    room = call.room if room is None else room
+    left, right = call.window(room)
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
     if call.page_size and (call.page_size % ATOM_ROWS or call.cache_leftpad is not None):
@@ -221,17 +241,17 @@ def config_for(call: KVCacheCall, with_lse: bool) -> DecodeConfig:
         lse=with_lse,
         num_sms=sms,
     )
-    config = fitted(config, call.room, units_of(call, config))
-    return replace(config, combined=is_combined(call, config))
+    config = fitted(config, room, units_of(call, config))
+    return replace(config, combined=is_combined(call, config, room))
 
 
-def is_combined(call: KVCacheCall, config: DecodeConfig) -> bool:
+def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
     """Whether a kernel of its own merges parts: where the last CTA of a unit, if units are alike,
     would merge so many rows that it takes longer than the kernel's begin. With num_splits always,
     since results must not depend on how many units there are."""
     if call.num_splits:
         return call.num_splits > 1
-    parts = min(-(-config.num_sms // units_of(call, config)), -(-call.room // config.tile_n))
+    parts = min(-(-config.num_sms // units_of(call, config)), -(-room // config.tile_n))
     return min(call.rows, config.tile_m) * parts > MOST_MERGED
 
 

@@ -139,14 +139,14 @@ class KVCacheCall(NamedTuple):
         scale = self.softmax_scale
         return float(self.q.shape[-1] ** -0.5 if scale is None else scale)
 
-    @property
-    def window(self) -> Window:
-        """The window without bounds that have no effect; its right side is 0 if causal."""
+    def window(self, room: int) -> Window:
+        """The window without bounds that have no effect where sequences have room for `room` keys;
+        its right side is 0 if causal."""
         left, right = sides_of(self.window_size)
         right = 0 if self.causal else right
         if right is not None and right >= self.longest_q - 1:
             right = None
-        if left is not None and left >= self.room - 1:
+        if left is not None and left >= room - 1:
             left = None
         return left, right
 
