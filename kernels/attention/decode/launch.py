@@ -40,6 +40,7 @@ def launch(
         block=(kernel.num_threads, 1, 1),
         min_blocks_per_mp=c.ctas_per_sm,
         preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
+        use_pdl=True,
         stream=stream,
     )
     if cutlass.const_expr(c.combined):

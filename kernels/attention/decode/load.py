@@ -27,13 +27,14 @@ class Load:
     def run(self) -> None:
         """Load the keys of this CTA's parts, in the order in which the products need them."""
         s = self.shared
+        for operand in (self.k, self.v):
+            cpasync.prefetch_descriptor(operand.atom)
         splits, place, end = s.begin()
         fills = s.k.producer(), s.v.producer()
         part = s.part(splits, end, splits.begin, place)
         while part.end > part.first:
             fills, part = self.load(splits, end, part, fills)
-        if cutlass.const_expr(s.config.combined):
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def load(

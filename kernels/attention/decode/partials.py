@@ -79,6 +79,10 @@ class Partials:
         highest.fill(-Float32.inf)
         total.fill(0.0)
         o.fill(0.0)
+        together = min(max(IN_FLIGHT // cute.size(o), 1), MOST_TOGETHER)
+        parts = tuple(begin + i * step for i in range(together))
+        # NOTE: on their way while the largest LSE is looked for
+        held = self.loaded(piece, parts, rows, o, first)
         for part in cutlass.range(lane, piece.parts, WARP, unroll=1):
             for r in cutlass.range_constexpr(len(rows)):
                 lse = self.lse(piece.slot_of(part))[rows[r]]
@@ -86,33 +90,27 @@ class Partials:
         for r in cutlass.range_constexpr(len(rows)):
             over_warp = cute.arch.warp_reduction_max(highest[r])
             highest[r] = Float32(0.0) if over_warp == -Float32.inf else over_warp
-        together = min(max(IN_FLIGHT // cute.size(o), 1), MOST_TOGETHER)
-        for part in cutlass.range(begin, piece.parts, step * together, unroll=1):
-            self.add(
-                piece,
-                tuple(part + i * step for i in range(together)),
-                rows,
-                (o, total),
-                highest,
-                first,
-            )
+        self.add(piece, parts, held, (o, total), highest)
+        stride = step * together
+        for part in cutlass.range(begin + stride, piece.parts, stride, unroll=1):
+            parts = tuple(part + i * step for i in range(together))
+            self.add(piece, parts, self.loaded(piece, parts, rows, o, first), (o, total), highest)
         return total, highest
 
     @cute.jit
-    def add(
+    def loaded(
         self,
         piece: Piece,
         parts: tuple[Int32, ...],
         rows: tuple[Int32, ...],
-        sums: tuple[cute.Tensor, cute.Tensor],
-        highest: cute.Tensor,
+        o: cute.Tensor,
         first: Int32 | int,
-    ) -> None:
-        """Add `rows` of those of `parts` that exist to the sums, of O and of weights.
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """O, of the columns of this lane, and LSE of `rows` of `parts`; where one does not exist,
+        of the last.
 
         All is loaded before any is added; a loop that is unrolled would wait for each.
         """
-        o, total = sums
         lane, vectors = cute.arch.lane_idx(), self.columns // VECTOR
         size = (VECTOR, cute.size(o, mode=[1]), len(rows), len(parts))
         values = cute.make_rmem_tensor(cute.make_layout(size), Float32)
@@ -125,8 +123,21 @@ class Partials:
                 for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
                     vector = cutlass.min(first + lane + i * WARP, vectors - 1)
                     values[None, i, r, p].store(gO[None, vector].load())
+        return values, lses
+
+    @cute.jit
+    def add(
+        self,
+        piece: Piece,
+        parts: tuple[Int32, ...],
+        held: tuple[cute.Tensor, cute.Tensor],
+        sums: tuple[cute.Tensor, cute.Tensor],
+        highest: cute.Tensor,
+    ) -> None:
+        """Add those of `parts` that exist, as they are `held`, to the sums, of O and of weights."""
+        (values, lses), (o, total) = held, sums
         for p in cutlass.range_constexpr(len(parts)):
-            for r in cutlass.range_constexpr(len(rows)):
+            for r in cutlass.range_constexpr(cute.size(total)):
                 weight = exp2((lses[r, p] - highest[r]) * LOG2_E)
                 weight = weight if parts[p] < piece.parts else Float32(0.0)
                 total[r] += weight

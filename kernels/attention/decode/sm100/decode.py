@@ -116,6 +116,7 @@ class Decode:
             tmem.acquire()
         publish_barriers((k_ring, v_ring, *barriers))
         pointer = tmem.pointer()
+        cute.arch.griddepcontrol_wait()
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
         shared = Shared(c, info, passed, sizes, sQ, sK, sV, k_ring, v_ring)
         if warp >= self.load_warps.first:

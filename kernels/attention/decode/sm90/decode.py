@@ -118,6 +118,7 @@ class Decode:
         k_ring = ring(smem, "k", c, c.k_bytes, consumers)
         v_ring = ring(smem, "v", c, c.v_bytes, consumers)
         publish_barriers((k_ring, v_ring))
+        cute.arch.griddepcontrol_wait()
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
         shared = Shared(c, info, passed, sizes, sQ, sK, sV, k_ring, v_ring)
         warp = cute.arch.warp_idx()
