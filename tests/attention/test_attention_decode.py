@@ -44,6 +44,8 @@ CASES = {
          "seqlen_k": 400, "used_k": (400, 65)}, {"page_size": 16},
     ),
     "rows of two blocks": ({"seqlen_q": 33, "causal": True, "batch": 1, "used_k": (130,)}, {}),
+    "rows of three blocks": ({"seqlen_q": 20, "causal": True, "batch": 2, "heads_q": 16,
+                              "window": (60, None), "used_k": (200, 14)}, {"page_size": 16}),
     # a second kernel merges its parts
     "begun later": ({"causal": True, "seqlen_q": 3, "window": (90, None), "heads_q": 8,
                      "heads_kv": 1}, {"leftpad": (7, 0, 90), "shuffled": True}),

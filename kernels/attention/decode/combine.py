@@ -87,8 +87,8 @@ class Combine:
     def rows(self, passed: Passed, sizes: Sizes, unit: Int32) -> Rows:
         """The rows of a unit."""
         entry = unit // sizes.heads
-        batch, head = entry // sizes.m_blocks, unit - entry * sizes.heads
-        m_block = entry - batch * sizes.m_blocks
+        batch = entry // sizes.m_blocks
+        m_block, head = sizes.owner(entry - batch * sizes.m_blocks, unit - entry * sizes.heads)
         seq_q = sizes.queries(passed, batch)
         return Rows(batch, m_block, head, seq_q, sizes.pack, self.config.tile_m)
 

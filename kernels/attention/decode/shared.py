@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cutex.device.attention.block_info import BlockInfo, Blocks, larger, ordered
+from cutex.device.attention.block_info import BlockInfo, Blocks, ordered
 from cutex.device.pipeline import Ring
 from cutex.device.row_source import DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
-from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits, weight
+from cutex.kernels.attention.decode.splits import NEVER, Piece, EntrySpan, Splits, weight
 from cutex.schedulers.order import select
 
 WARP = 32
@@ -107,29 +107,29 @@ class Walk:
     def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32, Int32]:
         """The length of the row of all units, that of each team's share, and into how many parts
         units are cut (0: where shares end)."""
-        c, total, longest = self.config, Int32(0), Int32(0)
+        c, total, longest, shortest = self.config, Int32(0), Int32(0), Int32(NEVER)
         for first in cutlass.range(0, self.sizes.entries, WARP, unroll=4):
             mine = weight(self.length(first + cute.arch.lane_idx()), c.start)
             total += mine
             longest = cutlass.max(longest, mine)
+            shortest = cutlass.min(shortest, select(mine > 0, mine, NEVER))
         total = cute.arch.warp_redux_sync(total, "add") * owners
         longest = cute.arch.warp_redux_sync(longest, "max")
+        shortest = cute.arch.warp_redux_sync(shortest, "min")
         quota = Splits.quota_of(total, teams, c.least)
-        quota, num_splits = self.uncut(quota, longest)
+        quota, num_splits = self.uncut(quota, longest, shortest)
         return total, quota, num_splits
 
-    def uncut(self, quota: Int32, longest: Int32) -> tuple[Int32, Int32]:
+    def uncut(self, quota: Int32, longest: Int32, shortest: Int32) -> tuple[Int32, Int32]:
         """A share, and into how many parts units are cut: no unit is, where that makes no CTA's
-        share more than `merge` blocks longer."""
+        work more than `merge` blocks longer than a share. A CTA has the units that begin in its
+        share: none but one, if none is shorter."""
         merge, num_splits = self.config.merge, self.passed.num_splits
         if merge == 0:
             return quota, num_splits
-        few = (num_splits == 0) & (longest <= merge + 1)
-        near = longest <= quota + merge
-        return (
-            select(near, larger(longest, quota), quota),
-            select(few, Int32(1), num_splits),
-        )
+        alone = (quota <= shortest) & (longest <= quota + merge)
+        whole = (num_splits == 0) & (alone | (longest <= merge + 1))
+        return quota, select(whole, Int32(1), num_splits)
 
     @cute.jit
     def sum_to(self, x: Int32) -> Int32:
@@ -167,10 +167,12 @@ class Walk:
         """The rows of a part's unit."""
         batch, m_block = self.entry(piece.entry)
         seq_q = self.sizes.queries(self.passed, batch)
-        return Rows(batch, m_block, piece.head, seq_q, self.sizes.pack, self.info.tile_m)
+        m_block, head = self.sizes.owner(m_block, piece.head)
+        return Rows(batch, m_block, head, seq_q, self.sizes.pack, self.config.tile_m)
 
-    def kv_head(self, head: Int32) -> Int32:
+    def kv_head(self, owner: Int32) -> Int32:
         """The head of K and V that an owner of units reads."""
+        head = owner // self.sizes.row_blocks
         return head if self.config.packed else head // self.sizes.heads_per_kv
 
     def source(self, batch: Int32, keys: Int32, pitch: Int32) -> RowSource:
@@ -186,7 +188,7 @@ class Walk:
 
     def descale(self, scales: cute.Tensor, rows: Rows) -> Float32:
         """The scale of a unit's keys or values, of (batch, heads_kv)."""
-        return scales[rows.batch, self.kv_head(rows.head)]
+        return scales[rows.batch, self.kv_head(rows.head * self.sizes.row_blocks)]
 
     def of_piece(self, piece: Piece) -> Blocks:
         """The blocks of keys of a part; none of a unit that sees none."""

@@ -12,6 +12,9 @@ from cutex.device.attention.block_info import Band
 from cutex.device.attention.seqlen_info import SeqlenInfo, Seqlens
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
+from cutex.schedulers.order import select
+
+FEW_BLOCKS = 4  # of rows of a sequence and a head, of which each owns units
 
 
 def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
@@ -94,13 +97,15 @@ class Sizes(NamedTuple):
     """The extents of a problem."""
 
     batch: Int32
-    heads: Int32  # that own units: those of K and V or, not packed, of Q
+    heads: Int32  # that own units: those of K and V or, not packed, of Q; each block of rows of
+    # which, where there are few
     heads_per_kv: Int32  # owners of units that read one head of K and V
     team: Int32  # CTAs that take neighbouring heads at the same time (splits.py)
     pack: Int32  # query heads whose rows share a tile
     rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
     rows_k: Int32  # keys that a sequence has room for
-    m_blocks: Int32  # blocks of packed rows of the longest sequence
+    m_blocks: Int32  # blocks of packed rows of the longest sequence, if they own no units
+    row_blocks: Int32  # blocks of packed rows that own units
     new_keys: Int32  # of each sequence behind those that seqused_k counts; packed, of all
 
     @staticmethod
@@ -122,8 +127,12 @@ class Sizes(NamedTuple):
         if c.appended:
             new = cute.size(passed.k_new, mode=[0 if passed.cu_seqlens_k_new is not None else 1])
         per_kv = owners // heads_kv
+        row_blocks = Int32(1)
+        if not c.varlen_q:  # NOTE: blocks of one head then read the same keys at the same time
+            row_blocks = select(m_blocks <= FEW_BLOCKS, Int32(m_blocks), row_blocks)
+        owners, m_blocks = owners * row_blocks, m_blocks // row_blocks
         team = Splits.team_of(Int32(owners), c.team)
-        found = (batch, owners, per_kv, team, pack, rows_q, rows_k, m_blocks, new)
+        found = (batch, owners, per_kv, team, pack, rows_q, rows_k, m_blocks, row_blocks, new)
         return Sizes(*(Int32(x) for x in found))
 
     @property
@@ -134,6 +143,12 @@ class Sizes(NamedTuple):
     @property
     def units(self) -> Int32:
         return self.entries * self.heads
+
+    def owner(self, m_block: Int32, number: Int32) -> tuple[Int32, Int32]:
+        """The block of rows and the head of owner `number` of units, of an entry of block
+        `m_block`."""
+        head = number // self.row_blocks
+        return m_block * self.row_blocks + number - head * self.row_blocks, head
 
     def queries(self, passed: Passed, batch: Int32) -> SeqlenInfo:
         return Seqlens(self.rows_q, passed.cu_seqlens_q).of(batch)

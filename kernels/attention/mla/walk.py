@@ -32,7 +32,7 @@ class MlaWalk(Walk):
         """The head of keys that an owner of units reads."""
         return owner // blocks_of_rows(self.sizes, self.config.tile_m)
 
-    def uncut(self, quota: Int32, longest: Int32) -> tuple[Int32, Int32]:
+    def uncut(self, quota: Int32, longest: Int32, shortest: Int32) -> tuple[Int32, Int32]:
         """A share, and into how many parts units are cut: that of the longest unit, so that none is
         cut, if it is only a little longer than an equal share."""
         near = (longest > quota) & (longest * 100 <= quota * (100 + UNEVEN))

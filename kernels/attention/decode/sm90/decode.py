@@ -119,7 +119,8 @@ class Decode:
         v_ring = ring(smem, "v", c, c.v_bytes, consumers)
         publish_barriers((k_ring, v_ring))
         cute.arch.griddepcontrol_wait()
-        info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), sizes.pack)
+        rows = c.tile_m * sizes.row_blocks  # of an entry, which sees the keys that any of them does
+        info = BlockInfo(rows, c.tile_n, passed.band(c.causal), sizes.pack)
         shared = Shared(c, info, passed, sizes, sQ, sK, sV, k_ring, v_ring)
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
