@@ -272,7 +272,8 @@ def test_a_cache_that_grows_has_one_plan():
         for keys in (70, 100, 101, 128, 129, 300):
             case = AttentionCase(**{
                 **SMALL, "used_k": None, "batch": 1, "heads_q": 2, "heads_kv": 1,
-                "seqlen_k": keys, "seed": keys, "views": ("contiguous", "heads first", "heads first"),
+                "seqlen_k": keys, "seed": keys,
+                "views": ("contiguous", "heads first", "heads first"),
             })  # fmt: skip
             inputs = case.inputs()
             out = cutex.flash_attn_with_kvcache(*inputs[:3])

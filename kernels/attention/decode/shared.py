@@ -15,7 +15,7 @@ from cutex.device.row_source import DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
-from cutex.kernels.attention.decode.splits import NEVER, Piece, EntrySpan, Splits, weight
+from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, Piece, Splits, weight
 from cutex.schedulers.order import select
 
 WARP = 32
