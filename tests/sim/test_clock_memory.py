@@ -5,8 +5,10 @@ should, and loads overlap.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import styled_kernels
 import torch
@@ -14,11 +16,15 @@ from cutlass import Int32, cute
 
 from cutex.sim import simulate
 from cutex.sim.host.loaded import captured
+from cutex.sim.machine.events import SharedBytes
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_call
-from cutex.sim.timing.events import Fetch, Fetched, Load, Need
+from cutex.sim.timing.events import Fetch, Fetched, Load, Mma, Need, Record, Store, Touch
 from cutex.sim.timing.gpus import gpu
-from cutex.sim.timing.trace import trace
+from cutex.sim.timing.power import watts
+from cutex.sim.timing.predict import predict
+from cutex.sim.timing.record import port_cycles
+from cutex.sim.timing.trace import Traced, trace
 from cutex.sim.timing.traffic import fetched, held_by_l2
 
 HBM = gpu("h200").hbm_gbs * 1e3  # bytes a microsecond
@@ -62,6 +68,67 @@ def test_a_box_that_a_cluster_loads_again_soon_comes_from_l2():
     record = SimpleNamespace(programs={0: [box[0], box[1], box[0]], 1: [box[1]]})
     assert held_by_l2(record, near=1000) == {7: 0.5}
     assert held_by_l2(record, near=100) == {7: 0.25}
+
+
+def test_a_stored_record_knows_which_boxes_are_the_same(tmp_path):
+    """And one of a file that names the tensors alone has none that L2 holds."""
+    box = [Load((), 100, (7, x), 1) for x in range(2)]
+    traced = one_warp([box[0], box[1], box[0]])
+    stored.save({"one": traced}, tmp_path / "one.json.gz")
+    again = stored.load(tmp_path / "one.json.gz")["one"]
+    assert held_by_l2(again.record, near=1000) == held_by_l2(traced.record, near=1000)
+    old = SimpleNamespace(
+        programs={0: [e._replace(source=(7,)) for e in traced.record.programs[0]]}
+    )
+    assert held_by_l2(old, near=1000) == {7: 0.0}
+
+
+def one_warp(program):
+    """The record of a warp with this program."""
+    flops = sum(e.flops for e in program if isinstance(e, Mma))
+    record = Record({0: program}, {}, {0: 0}, {0: 0}, 1, 1, 1, True, flops)
+    return Traced(record, (1, 1, 1), 1, {})
+
+
+def test_sums_stay_in_l2_and_stores_go_on_to_memory():
+    """More than HBM can take: only plain stores wait for it."""
+    slow = replace(gpu("b200"), hbm_gbs=gpu("b200").hbm_gbs / 1000, write_buffer=0.0)
+    plain, added = (
+        predict(one_warp([Store(4096, adds)] * 64), slow).cycles for adds in (False, True)
+    )
+    assert plain > 5 * added
+    timed = predict(one_warp([Store(4096, True), Store(4096), Touch(1, 1, False, True)]), slow)
+    assert (timed.stored, timed.written) == (2 * 4096 + 32, 4096)
+
+
+def test_a_cycle_of_the_tensor_cores_takes_one_energy_whatever_the_operands():
+    """So twice the FLOPs of operands half as wide; 64 rows of one CTA, at half the rate, take as
+    much a FLOP as 128."""
+    board = gpu("b200")
+    timed = {
+        (flops, rate): predict(one_warp([Mma(0, 0, flops, 0, (0,), rate)] * 64), board)
+        for flops, rate in ((1 << 20, 1.0), (1 << 21, 2.0), (1 << 22, 4.0), (1 << 20, 0.5))
+    }
+    found = [watts(t, board, 1.5) for t in timed.values()]
+    assert found[:3] == [pytest.approx(found[0])] * 3
+    assert found[3] == pytest.approx(found[0]) and found[0] > board.power.idle_w + 20
+
+
+@pytest.mark.parametrize(
+    ("offsets", "cycles"),
+    [
+        (np.zeros(32, int), 2.6),  # one place for all lanes
+        (16 * (np.arange(32) // 8), 2.6),  # four places, each for neighbours
+        (16 * (np.arange(32) % 8), 4),  # eight, for lanes that are apart
+        (16 * np.arange(32), 4),  # 512 bytes
+        (128 * np.arange(32), 32),  # another row for each lane, all in four banks
+    ],
+)
+def test_the_smem_port_takes_what_a_probe_measured(offsets, cycles):
+    lanes = np.arange(32)
+    at = SharedBytes(np.full(32, 5), lanes, np.zeros(32, int), offsets, 16)
+    warps, found = port_cycles(at)
+    assert (warps.tolist(), found.tolist()) == ([5], [cycles])
 
 
 def test_what_all_ctas_load_comes_from_memory_once():

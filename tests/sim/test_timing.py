@@ -145,7 +145,7 @@ def test_two_accumulators_let_the_epilogue_run_under_the_next_tiles_mainloop():
 
 
 QUICK = {  # problems that CI reckons
-    "gemm": ("2048x2048x2048", "4096x4096x4096", "4096x14336x4096"),
+    "gemm": ("2048x2048x2048", "4096x4096x4096", "4096x14336x4096", "16x8192x8192"),
     "attention": ("4,4096,16,128", "4,4096,32,64 causal"),
 }
 LARGEST = {"gemm": (0.02, 0.10, 0.12), "attention": (0.05, 0.10, 0.18)}  # median, ninth, largest

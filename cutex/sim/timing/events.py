@@ -57,9 +57,11 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """A copy out of shared memory by TMA."""
+    """A copy out of shared memory by TMA; ``adds``: to what global memory holds, which is done in
+    L2."""
 
     size: int
+    adds: bool = False
 
 
 class Mma(NamedTuple):
@@ -107,11 +109,12 @@ class Cluster(NamedTuple):
 
 class Touch(NamedTuple):
     """An access to global memory by ordinary instructions; ``waits``: the warp waits for the
-    data."""
+    data; ``adds``: to what memory holds, as `Store` does."""
 
     sectors: int
     lines: int
     waits: bool
+    adds: bool = False
 
 
 class Fetch(NamedTuple):

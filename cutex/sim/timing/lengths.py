@@ -17,7 +17,7 @@ from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.trace import Traced
-from cutex.sim.timing.traffic import clusters_at_once, loaded, shared, stored
+from cutex.sim.timing.traffic import clusters_at_once, loaded, narrow, shared, stored
 from cutex.sim.timing.units import Memory
 
 AHEAD = 1000.0  # `Memory.ahead` of SMs out of step: cycles of a 32 KB box at an SM's share of L2
@@ -72,7 +72,7 @@ def predict_lengths(traced: Lengths, gpu: Gpu, log: bool = False) -> Timed:
     groups = clusters_at_once(gpu, size)
     both = list(zip((traced.short, traced.long), traced.tile_flops, strict=True))
     slots = min(traced.long.per_sm, math.ceil(len(tiles) / groups))
-    loads, stores = _moved(traced, both)
+    loads, stores, written = _moved(traced, both)
     total = sum(loads.values())
     # NOTE: tiles that share a sequence follow one another, so each tensor comes from memory once
     missed = sum(min(_footprint(traced.long, tmap, size), size) for tmap, size in loads.items())
@@ -108,8 +108,10 @@ def predict_lengths(traced: Lengths, gpu: Gpu, log: bool = False) -> Timed:
         miss=memory.miss,
         rounds=math.ceil(len(tiles) / groups),
         flops=traced.flops,
+        narrow=narrow(record),
         loaded=total,
         stored=stores,
+        written=written,
         dram=missed,
         side_by_side=slots,
     )
@@ -146,14 +148,25 @@ def _one_each(run: Run, slots: int, gpu: Gpu) -> TileTime:
     return TileTime(each, each, max(0.0, run.stores_end - run.end) - gpu.cta_turnover)
 
 
-def _moved(traced: Lengths, both: Sequence[tuple[Traced, float]]) -> tuple[dict[int, float], float]:
-    """The bytes that all tiles load, by tensor, and the bytes that they store."""
+def _moved(
+    traced: Lengths, both: Sequence[tuple[Traced, float]]
+) -> tuple[dict[int, float], float, float]:
+    """The bytes that all tiles load, by tensor, the bytes that they store, and those of them that
+    are not added to sums."""
     count, steps = len(traced.tiles), sum(traced.tiles)
     parts = [tile / t.record.flops for t, tile in both]
     loads = [loaded(t.record) for t, _ in both]
-    stores = [stored(t.record) * part for (t, _), part in zip(both, parts, strict=True)]
-    return {
-        tmap: count
-        * traced.at((loads[0].get(tmap, 0.0) * parts[0], size * parts[1]), steps / count)
-        for tmap, size in loads[1].items()
-    }, count * traced.at((stores[0], stores[1]), steps / count)
+    stores, written = (
+        [stored(t.record, added) * part for (t, _), part in zip(both, parts, strict=True)]
+        for added in (True, False)
+    )
+    whole = [count * traced.at((x[0], x[1]), steps / count) for x in (stores, written)]
+    return (
+        {
+            tmap: count
+            * traced.at((loads[0].get(tmap, 0.0) * parts[0], size * parts[1]), steps / count)
+            for tmap, size in loads[1].items()
+        },
+        whole[0],
+        whole[1],
+    )

@@ -2,9 +2,10 @@
 
 The watts are those of the idle board, and an energy for each FLOP of the tensor cores, each
 instruction of a warp, each byte through L2 and each byte of HBM; all but the last grow with the
-square of the voltage, which is linear in the clock. Kernels whose tensor cores run in bursts lose
-clock though they draw far less than the limit (stages 0 and 1 of the GEMM ladder: 1.80 and 1.70 GHz
-at 490 to 640 W): for those the model is a line through measurements (`Power.burst_ghz`).
+square of the voltage, which is linear in the clock. A FLOP of operands narrower than 16 bits takes
+as much less energy as it takes fewer cycles. Kernels whose tensor cores run in bursts lose clock
+though they draw far less than the limit (stages 0 and 1 of the GEMM ladder: 1.80 and 1.70 GHz at
+490 to 640 W): for those the model is a line through measurements (`Power.burst_ghz`).
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ def watts(timed: Timed, gpu: Gpu, ghz: float, data: str = "normal") -> float:
     # instructions of warps, from the issue slots of the four sub-cores of each SM
     issued = 4 * gpu.sms * timed.busy.get("issue slots", 0.0) * timed.cycles
     switching = (
-        DATA.get(data, 1.0) * p.flop_pj * timed.flops
+        DATA.get(data, 1.0) * p.flop_pj * timed.flops * timed.narrow
         + p.l2_pj * (timed.loaded + timed.stored)
         + p.issue_pj * issued
     )
-    moved = p.hbm_pj * (timed.dram + timed.stored)
+    moved = p.hbm_pj * (timed.dram + timed.written)
     return p.idle_w + (switching * volts**2 + moved) * 1e-12 / seconds
 
 
 def clock_ghz(timed: Timed, gpu: Gpu, data: str = "normal") -> float:
     """The highest clock, in steps of 15 MHz, at which the board stays below its limit."""
     ghz = gpu.clock
-    tensor = timed.flops / gpu.mma_flops / gpu.sms / timed.cycles
+    tensor = timed.flops * timed.narrow / gpu.mma_flops / gpu.sms / timed.cycles
     if tensor < BURSTS and gpu.power.limit_w != float("inf") and timed.binds not in MEMORY:
         ghz -= gpu.power.burst_ghz * tensor
     while ghz > gpu.power.lowest_ghz and watts(timed, gpu, ghz, data) > gpu.power.limit_w:

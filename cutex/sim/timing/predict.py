@@ -10,7 +10,7 @@ from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.sampled import Sampled, predict_sampled
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
-from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, shared, stored
+from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, narrow, shared, stored
 from cutex.sim.timing.units import Memory
 
 
@@ -78,8 +78,10 @@ def predict(
         miss=memory.miss,
         rounds=rounds,
         flops=whole.flops or record.flops * traced.clusters,
+        narrow=narrow(record),
         loaded=loads,
         stored=stores,
+        written=stored(record, added=False) * times,
         dram=missed,
         side_by_side=slots,
     )

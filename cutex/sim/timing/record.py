@@ -19,10 +19,11 @@ import numpy as np
 from cutex.errors import CutexError
 from cutex.sim.isa.mbarrier import BarrierOperand
 from cutex.sim.isa.tensormap import MAP_BYTES, TensorMap, decode_map
+from cutex.sim.machine.banks import BANKS
 from cutex.sim.machine.batch import RETRY, Batch
-from cutex.sim.machine.events import Observer
+from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import PARAM_WINDOW
-from cutex.sim.machine.operation import Engine, Operation, Rectangle, Span
+from cutex.sim.machine.operation import WORD, Engine, Operation, Rectangle, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address, Imm, Vector
 from cutex.sim.ptx.program import Instruction
@@ -56,6 +57,10 @@ from cutex.sim.timing.order import by_instruction
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
+PORT = Work._fields.index("port")
+# cycles of a warp's load of 16 bytes a lane where neighbouring lanes want the same, relative to
+# others: 2.6 (one place for all lanes, or for each eight) and 4.1 (lane modulo 8), a probe, H200
+ALIKE = 0.65
 PIECE = 64.0  # cycles of ordinary instructions that become one `Work`
 _RATES = (
     ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
@@ -88,7 +93,8 @@ class Recorder(Observer):
         ]
         events = [kind is not None for kind in self.kinds]
         own = by_instruction(code, events, costs)
-        port = [_port(ins) if costs else 0.0 for ins in code]
+        port = [1.0 if costs and ins.name == "shfl" else 0.0 for ins in code]
+        self.costs = bool(costs)
         self.cost = np.column_stack([own[:, :-1], port, own[:, -1]])
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
@@ -99,6 +105,12 @@ class Recorder(Observer):
         self.loads = np.zeros(machine.grid.num_ctas, int)
 
     # -- events ------------------------------------------------------------------------------------
+
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        """Add to the work of warps the cycles of the smem port for what their lanes access."""
+        if self.costs and len(at.offset):
+            warps, cycles = port_cycles(at)
+            self.work[warps, PORT] += cycles
 
     def issued(self, ops: Sequence[Operation]) -> None:
         for op in ops:
@@ -176,7 +188,7 @@ class Recorder(Observer):
             where = (*source, -self._turn)
             self._add(op.warp, Load(tuple(op.signals), size, where, rows, into))
         elif op.engine is Engine.TMA_STORE:
-            self._add(op.warp, Store(op.bytes))
+            self._add(op.warp, Store(op.bytes, "reduce" in op.instruction.op))
         elif op.engine is Engine.WGMMA:
             self.flops += op.flops
         elif op.engine is Engine.TCGEN05_MMA:
@@ -244,7 +256,7 @@ class Recorder(Observer):
         if op.startswith("tcgen05.wait"):
             return self._each(lambda b, r: Settled())
         if ins.name in ("st", "red") and "global" in ins.parts:
-            return self._global(ins, False)
+            return self._global(ins, False, ins.name == "red")
         if ins.name == "atom" and "global" in ins.parts:
             return self._global(ins, True)
         return None
@@ -406,7 +418,9 @@ class Recorder(Observer):
 
         return add
 
-    def _global(self, ins: Instruction, waits: bool) -> Callable[[Batch, Any], None]:
+    def _global(
+        self, ins: Instruction, waits: bool, adds: bool = False
+    ) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)
         address = d.address(next(i for i, o in enumerate(ins.operands) if isinstance(o, Address)))
         size = width(ins)
@@ -419,7 +433,7 @@ class Recorder(Observer):
                 ends = np.concatenate([at, at + size - 1])
                 sectors = len(np.unique(ends // SECTOR))
                 lines = len(np.unique(ends // 128))
-                self._add(int(b.idx[row]), Touch(sectors, lines, waits))
+                self._add(int(b.idx[row]), Touch(sectors, lines, waits, adds))
 
         return add
 
@@ -440,12 +454,21 @@ def _rate(op: str) -> float:
     return 1.0
 
 
-def _port(ins: Instruction) -> float:
-    """Cycles of the smem port, 128 bytes each, without bank conflicts."""
-    if ins.name in ("ld", "st") and "shared" in ins.parts:
-        return 32 * width(ins) / 128
-    if ins.name in ("ldmatrix", "stmatrix"):
-        return float(next((p[1:] for p in ins.parts if re.fullmatch(r"x\d", p)), 1))
-    if ins.name == "shfl":
-        return 1.0
-    return 0.0
+def port_cycles(at: SharedBytes) -> tuple[np.ndarray, np.ndarray]:
+    """The warps of an access and for each the cycles of the smem port. Lanes whose bytes fill a row
+    of the banks, as 8 lanes with 16 bytes each do, are a wavefront, which takes as long as the bank
+    of which it wants the most words."""
+    words = max(at.width // WORD, 1)
+    wave = at.warps.astype(np.int64) * BANKS + at.lanes // (BANKS // words)
+    word = (at.offset // WORD)[:, None] + np.arange(words)
+    high = int(word.max()) // BANKS * BANKS + BANKS
+    different = np.unique(wave[:, None] * high + word)
+    bank, count = np.unique(different // high * BANKS + different % BANKS, return_counts=True)
+    waves, first = np.unique(bank // BANKS, return_index=True)
+    most = np.maximum.reduceat(count, first).astype(float)
+    warps, first = np.unique(waves // BANKS, return_index=True)
+    cycles = np.add.reduceat(most, first)
+    if words == 4 and len(at.offset) == BANKS * len(warps):
+        pairs = at.offset.reshape(-1, BANKS // 2, 2)
+        cycles[(pairs[:, :, 0] == pairs[:, :, 1]).all(1)] *= ALIKE
+    return warps, cycles

@@ -26,7 +26,7 @@ from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.replay import Replay, Run
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.trace import Few, Traced, machine_code
-from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, shared, stored
+from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, narrow, shared, stored
 from cutex.sim.timing.units import Memory
 
 FEW, MORE = 4, 16  # clusters that are recorded, and where those differ
@@ -190,8 +190,10 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
         miss=memory.miss,
         rounds=math.ceil(count / groups),
         flops=count * sampled.mean([r.flops for r in records]),
+        narrow=narrow(first.record),
         loaded=total,
         stored=count * sampled.mean([stored(r) for r in records]),
+        written=count * sampled.mean([stored(r, added=False) for r in records]),
         dram=missed,
         side_by_side=slots,
         sampled=(len(records), count),

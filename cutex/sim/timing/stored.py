@@ -24,7 +24,7 @@ _KINDS: tuple[Any, ...] = (
 
 def save(traced: Mapping[str, Traced | Lengths], file: Path) -> None:
     """Write records by name. Programs that several warps or records share are written once; of a
-    load's source only the tensor is written.
+    load's source the tensor is written, and a number for the box.
     """
     programs: dict[str, int] = {}
     rows: dict[str, Any] = {}
@@ -44,19 +44,20 @@ def save(traced: Mapping[str, Traced | Lengths], file: Path) -> None:
 
 def _row(t: Traced, programs: dict[str, int]) -> dict[str, Any]:
     row = asdict(t)
+    boxes: dict[tuple[Any, ...], int] = {}
     row["record"]["programs"] = {
-        warp: programs.setdefault(json.dumps(_plain(program)), len(programs))
+        warp: programs.setdefault(json.dumps(_plain(program, boxes)), len(programs))
         for warp, program in t.record.programs.items()
     }
     row["record"]["barriers"] = [[*at, n] for at, n in t.record.barriers.items()]
     return row
 
 
-def _plain(program: list[Any]) -> list[Any]:
+def _plain(program: list[Any], boxes: dict[tuple[Any, ...], int]) -> list[Any]:
     found = []
     for e in program:
         if isinstance(e, Load):
-            e = e._replace(source=e.source[:1])
+            e = e._replace(source=(e.source[0], boxes.setdefault(e.source, len(boxes))))
         found.append([_KINDS.index(type(e)), *e])
     return found
 

@@ -30,8 +30,10 @@ class Timed:
     miss: float = 0.0
     rounds: int = 1
     flops: float = 0.0
+    narrow: float = 1.0  # tensor core cycles of its FLOPs, relative to those of 16-bit operands
     loaded: float = 0.0  # bytes through L2
     stored: float = 0.0
+    written: float = 0.0  # bytes of them that go to HBM
     dram: float = 0.0
     side_by_side: int = 1  # CTAs of an SM
     sampled: tuple[int, int] = (0, 0)  # recorded clusters that differ, of how many; none if alike

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import zip_longest
 from math import inf
 
-from cutex.sim.timing.events import Load, Record, Store, Touch
+from cutex.sim.timing.events import Load, Mma, Record, Store, Touch
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.trace import Traced
 
@@ -43,7 +43,8 @@ def held_by_l2(record: Record, near: float) -> dict[int, float]:
             if e is None:
                 continue
             loads[e.source[0]] += e.size
-            if total - latest.get(e.source, -inf) <= near:
+            # NOTE: records stored before boxes had numbers name the tensor alone
+            if len(e.source) > 1 and total - latest.get(e.source, -inf) <= near:
                 again[e.source[0]] += e.size
             total += e.size
             latest[e.source] = total
@@ -61,16 +62,24 @@ def fetched(traced: Traced) -> dict[int, float]:
     return missed
 
 
-def stored(record: Record) -> float:
-    """The bytes that a cluster stores."""
+def stored(record: Record, added: bool = True) -> float:
+    """The bytes that a cluster stores, with what it adds to sums in global memory or without."""
     total = 0.0
     for program in record.programs.values():
         for e in program:
             if isinstance(e, Store):
-                total += e.size
+                total += e.size if added or not e.adds else 0
             elif isinstance(e, Touch) and not e.waits:
-                total += 32 * e.sectors
+                total += 32 * e.sectors if added or not e.adds else 0
     return total
+
+
+def narrow(record: Record) -> float:
+    """The tensor core cycles of a cluster's FLOPs, relative to those of operands of 16 bits, where
+    its operands are narrower."""
+    mmas = [e for program in record.programs.values() for e in program if isinstance(e, Mma)]
+    flops = sum(e.flops for e in mmas)
+    return sum(e.flops / max(e.rate, 1.0) for e in mmas) / flops if flops else 1.0
 
 
 def shared(traced: Traced, loads: dict[int, float]) -> float:

@@ -17,7 +17,7 @@ class Memory:
     miss: float  # share of the bytes that come from HBM
     sms: int  # busy SMs
     shared: float = 0.0  # share of the bytes that other SMs request at the same time
-    write_back: float = 1.0  # share of stored bytes that go on to HBM
+    write_back: float = 1.0  # share of stored bytes that go on to HBM, those of sums aside
     waits: float = 1.0  # share of loads that wait for HBM: all where CTAs run in step
     fetched: dict[int, float] = field(default_factory=dict)  # the miss of ordinary loads, by tensor
     ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others are idle

@@ -226,7 +226,8 @@ class Warp:
         if g.l2_store:  # loads wait for stores, and stores for loads
             share = e.size * g.l2_store * self.memory.sms / g.l2_bytes
             out = max(out, sm.l2.serve(issued, share) - self.memory.ahead)
-        if self.memory.write_back:
+        # NOTE: sums stay in L2, where others add to them
+        if self.memory.write_back and not e.adds:
             out = max(
                 out,
                 sm.hbm.serve(
@@ -375,7 +376,8 @@ class Warp:
         end = self.sm.out.serve(now, max(e.lines * g.line_cycles, size * m.sms / g.store_bytes))
         if e.waits:
             return self._until("global memory", now, end + g.global_latency)
-        self.sm.hbm.serve(now, size * m.write_back * m.sms / g.hbm_bytes)
+        if not e.adds:
+            self.sm.hbm.serve(now, size * m.write_back * m.sms / g.hbm_bytes)
         self.timeline.stores_end = max(self.timeline.stores_end, end + g.store_latency)
         # the warp need not wait for its first few stores
         then = end - g.store_queue * g.line_cycles
