@@ -11,7 +11,7 @@ from typing import Any
 
 from cutex.bench.clock import record
 from cutex.bench.run import settle
-from cutex.clock_errors import b200, foreign
+from cutex.clock_errors import b200, backward, foreign
 from cutex.clock_errors import configs as clock_configs
 from cutex.clock_errors.b200 import ROWS
 from cutex.clock_errors.fit import report_b200, report_power
@@ -188,8 +188,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         list(foreign.errors(foreign.measured(MEASURED), foreign.traces(), board()))
     )
     chosen = clock_configs.table(clock_configs.found(configs))
-    print(f"{text}\n\n{others}\n\n{chosen}")
+    backwards = backward.table(stored.load(backward.TRACES))
+    print(f"{text}\n\n{others}\n\n{chosen}\n\n{backwards}")
     if args.page:
-        parts = {"constants": constants(), "errors": text, "foreign": others, "configs": chosen}
+        parts = {
+            "constants": constants(), "errors": text, "foreign": others, "configs": chosen,
+            "backward": backwards,
+        }  # fmt: skip
         return _write(parts)
     return 0

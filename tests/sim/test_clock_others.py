@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cutex.clock_errors import b200 as clock_b200
-from cutex.clock_errors import foreign
+from cutex.clock_errors import backward, foreign
 from cutex.clock_errors.fit import descend
 from cutex.clock_errors.page import MEASURED, main
 from cutex.clock_errors.rows import Summary, board
@@ -17,6 +17,7 @@ from cutex.sim.ptx.operands import Reg
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing import stored
 from cutex.sim.timing.events import Load, Record
+from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES, Sass, costs
 from cutex.sim.timing.order import FIELDS, by_instruction
 from cutex.sim.timing.regions import regions
@@ -203,3 +204,26 @@ def test_loads_that_follow_one_another_count_as_asked_for_together():
     paths = _paths(record)
     assert paths[7, 2] == [(-10 * i, 0) for i in range(TOGETHER)]
     assert paths[9, 2] == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("case", "within"),
+    [
+        (0, 0.10),
+        pytest.param(1, 0.10, marks=pytest.mark.slow),
+        pytest.param(2, 0.15, marks=pytest.mark.slow),
+        pytest.param(3, 0.25, marks=pytest.mark.slow),
+    ],
+)
+def test_flash_attention_4s_backward_takes_about_what_was_published(case, within):
+    traces, case = stored.load(backward.TRACES), backward.CASES[case]
+    assert backward.tflops("fa4", case, False, traces, gpu("b200")) == pytest.approx(
+        case.full, rel=within
+    )
+
+
+def test_causal_clusters_have_the_blocks_of_queries_that_see_their_keys():
+    case = backward.Case(128, 128, 1, 1, 512, 2, 0, 0)
+    assert backward.blocks_of(case, True, 128, 1, 1) == (4, 3, 2, 1) * 2
+    assert backward.blocks_of(case, True, 256, 1, 2) == (4, 4, 2, 2)
+    assert backward.blocks_of(case, False, 256, 2, 1) == (4,) * 8
