@@ -10,8 +10,8 @@ from cutlass import Float32, cute
 
 from cutex.compile import Argument, Scalar
 from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import RowReduction, add
-from cutex.device.row.tile import RowTile
+from cutex.device.row.reduction import RowReduction, Values, add
+from cutex.device.row.tile import VECTOR_BYTES, RowTile
 from cutex.kernels.row.kernel import (
     RowKernel,
     ThisRow,
@@ -24,6 +24,18 @@ from cutex.kernels.row.kernel import (
 )
 
 RESIDENT = 1024  # threads of an SM, of 64 registers each
+# vectors of a row whose threads meet once, by the bytes of an element
+MEETS_ONCE = {2: 4096, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-by-smem
+
+
+def merged(a: Values, b: Values) -> Values:
+    """The moments of two sets of elements together: how many, their mean, and the sum of squares of
+    the differences from it. Source: Chan, Golub and LeVeque, Updating formulae and a pairwise
+    algorithm for computing sample variances, 1979."""
+    count = a[0] + b[0]
+    apart = b[1] - a[1]
+    part = b[0] * cute.arch.rcp_approx(cute.arch.fmax(count, Float32(1)))
+    return count, a[1] + apart * part, a[2] + b[2] + apart * apart * a[0] * part
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,20 @@ class NormConfig:
         tile = self.tile
         more = self.centred or self.residual or self.bias or not tile.aligned
         return tile.ctas >= 4 and tile.vectors <= 4 and tile.num_threads == 128 and not more
+
+    @property
+    def meets_once(self) -> bool:
+        """Whether the threads of a long row of a layer norm meet once, with their moments."""
+        tile = self.tile
+        least = MEETS_ONCE.get(VECTOR_BYTES // tile.width)
+        long = least is not None and tile.threads * tile.vectors * tile.ctas >= least
+        return self.centred and tile.aligned and tile.ctas > 1 and long
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        """The values of each reduction: of the squares, and of a layer norm's elements; or of the
+        moments, all in one."""
+        return (3,) if self.meets_once else (1,) * (1 + self.centred)
 
     @property
     def vectors(self) -> tuple[str, ...]:
@@ -109,7 +135,7 @@ class Norm(RowKernel):
         self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32
     ) -> None:
         c = self.config
-        sums = reductions(c.tile, *([1] * (1 + c.centred)))
+        sums = reductions(c.tile, *c.reduced)
         found = self.normed(sums, mX, optional, eps)
         this, columns = found.this, found.columns
         if this.exists:
@@ -119,7 +145,7 @@ class Norm(RowKernel):
     def normed(
         self, sums: list[RowReduction], mX: cute.Tensor, optional: dict[str, cute.Tensor], eps: Any
     ) -> Normed:
-        """The norm of this thread's row; `sums`: of squares, and of a layer norm's elements."""
+        """The norm of this thread's row; `sums` are reductions of the config's `reduced`."""
         c, tile = self.config, self.config.tile
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
@@ -134,12 +160,7 @@ class Norm(RowKernel):
             rSum = columns.rounded(x, mX)  # (V, NumV)
             x = rSum.load().to(Float32)
         length = Float32(columns.n)
-        mean = Float32(0)
-        if c.centred:
-            (total,) = sums[1]((x.reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
-            mean = total / length
-        apart = columns.where_held(x - mean) if c.centred else x
-        (squares,) = sums[0](((apart * apart).reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)
+        apart, mean, squares = self.moments(sums, x, columns)
         rstd = cute.math.rsqrt(squares / length + eps)
         y = apart * rstd
         if c.weight:
@@ -147,6 +168,25 @@ class Norm(RowKernel):
         if c.bias:
             y = y + vectors["bias"].load().to(Float32)
         return Normed(this, columns, y, rSum, mean, rstd)
+
+    def moments(self, sums: list[RowReduction], x: Any, columns: Columns) -> tuple[Any, Any, Any]:
+        """Of the row of which this thread has x (V, NumV), 0 elsewhere: x - mean (V, NumV), the
+        mean, and the sum of squares of the differences from it; an RMS norm's mean is 0."""
+
+        def summed(which: int, values: Any) -> Float32:
+            own = values.reduce(cute.ReductionOp.ADD, Float32(0), 0)
+            return sums[which]((own,), add)[0]
+
+        if self.config.meets_once:
+            count = columns.count().to(Float32)
+            own = x.reduce(cute.ReductionOp.ADD, Float32(0), 0) / cute.arch.fmax(count, Float32(1))
+            _, mean, squares = sums[0]((count, own, columns.squares(x - own)), merged)
+            return x - mean, mean, squares
+        if not self.config.centred:
+            return x, Float32(0), summed(0, x * x)
+        mean = summed(1, x) / Float32(columns.n)
+        apart = columns.where_held(x - mean)
+        return apart, mean, summed(0, apart * apart)
 
     @cute.jit
     def store_rest(self, found: Normed, optional: dict[str, cute.Tensor]) -> None:

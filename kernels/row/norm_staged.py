@@ -1,4 +1,4 @@
-"""An RMS norm of long rows, whose elements come to smem instead of registers."""
+"""Norms of long rows, whose elements come to smem instead of registers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import add
 from cutex.device.row.tile import VECTOR_BYTES
 from cutex.kernels.row.kernel import ThisRow, reductions
 from cutex.kernels.row.norm import Norm, NormConfig, Normed
@@ -19,45 +18,48 @@ LEAST, MOST = 1536, 6144  # vectors of a CTA: docs/facts/rows.md#rows-norm-by-sm
 
 
 def is_staged(config: NormConfig, element_bytes: int) -> bool:
-    """Whether the rows of a norm come by smem: those of an RMS norm, by whole vectors, of which
-    each CTA of a cluster has many."""
+    """Whether the rows of a norm come by smem: those that come by whole vectors, of which each CTA
+    of a cluster, or of a layer norm the whole row, has many."""
     tile = config.tile
-    plain = not (config.centred or config.residual or config.out)
+    plain = not (config.residual or config.out)
     whole = tile.aligned and tile.width * element_bytes == VECTOR_BYTES
-    return plain and whole and tile.ctas > 1 and LEAST <= tile.threads * tile.vectors <= MOST
+    vectors = tile.threads * tile.vectors
+    many = config.meets_once if config.centred else vectors >= LEAST
+    return plain and whole and tile.ctas > 1 and many and vectors <= MOST
 
 
 class NormStaged(Norm):
-    """The RMS norm of aligned rows without a residual. Each thread copies its own vectors to smem
+    """The norm of aligned rows without a residual. Each thread copies its own vectors to smem
     (cp.async) and reads them there, twice: what is on its way takes no registers, so
-    that an SM has room for more of it. Weights are loaded behind the reduction."""
+    that an SM has room for more of it. The threads of a row meet once, those of a layer norm with
+    their moments. Weights are loaded behind the reduction."""
 
     title = "norm_staged"
 
     def __init__(self, config: NormConfig) -> None:
         super().__init__(config)
-        if config.centred or config.residual or not self.tile.aligned:
-            raise ValueError("rows by smem are those of an RMS norm, aligned, without a residual")
+        if config.residual or not self.tile.aligned or config.centred > config.meets_once:
+            raise ValueError("rows by smem are aligned, meet once and have no residual")
 
     @cute.kernel
     def kernel(
         self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32
     ) -> None:
         c, tile = self.config, self.tile
-        (sums,) = reductions(tile, 1)
+        sums = reductions(tile, *c.reduced)
         shape = cute.make_layout((tile.width, tile.num_threads, tile.vectors))
         words = SmemAllocator().allocate_tensor(mX.element_type, shape, VECTOR_BYTES)
         sX = words[None, cute.arch.thread_idx()[0], None]  # (V, NumV)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
         self.fetch(columns, this(mX), sX)
-        x = self.staged(columns, sX)
-        squares = ((x * x).reduce(cute.ReductionOp.ADD, Float32(0), 0),)
-        rstd = cute.math.rsqrt(sums(squares, add)[0] / Float32(columns.n) + eps)
+        _, mean, squares = self.moments(sums, self.staged(columns, sX), columns)
+        rstd = cute.math.rsqrt(squares / Float32(columns.n) + eps)
         if this.exists:
             for i in cutlass.range_constexpr(tile.vectors):
                 if columns.has(i):
-                    y = in_fp32(sX[None, i]) * rstd  # (V)
+                    y = in_fp32(sX[None, i])  # (V)
+                    y = (y - mean if c.centred else y) * rstd
                     if cutlass.const_expr(c.weight):
                         y = y * in_fp32(columns.vector(optional["weight"], i))
                     if cutlass.const_expr(c.bias):
@@ -65,7 +67,7 @@ class NormStaged(Norm):
                     rY = cute.make_rmem_tensor(tile.width, mY.element_type)
                     rY.store(y.to(mY.element_type))
                     cute.autovec_copy(rY, columns.vector(this(mY), i))
-            self.store_rest(Normed(this, columns, None, None, None, rstd), optional)
+            self.store_rest(Normed(this, columns, None, None, mean, rstd), optional)
 
     @cute.jit
     def fetch(self, columns: Columns, gX: cute.Tensor, sX: cute.Tensor) -> None:

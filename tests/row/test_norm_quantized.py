@@ -86,6 +86,15 @@ def test_layer_norm_too(device, format):
 
 
 @pytest.mark.slow
+def test_long_rows_of_a_layer_norm_meet_in_one_way(device):
+    """In one pass and in two the threads of a row meet once: the bits are the same."""
+    x = rows(device, (2, 33_024), torch.bfloat16) + 3
+    weight = rows(device, (33_024,), torch.bfloat16, 1)
+    found = cutex.layer_norm(x, weight, quantize="mxfp8")
+    same(found, of_two_passes(cutex.layer_norm(x, weight), "mxfp8", None))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", NAMES)
 def test_views_that_begin_anywhere(device, format):
     whole = rows(device, (7, 300), torch.bfloat16)

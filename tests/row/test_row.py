@@ -148,22 +148,29 @@ def test_rows_that_several_ctas_share(device):
         near(y, F.layer_norm((x + 100).double(), (n,), eps=1e-5), dtype, 8)
 
 
+@pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
 @pytest.mark.parametrize("saves", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_long_rows_of_an_rms_norm_come_by_smem(device, monkeypatch, saves):
+def test_long_rows_of_a_norm_come_by_smem(device, monkeypatch, saves, centred):
     asked = []
     kernel_for = launches.kernel_for
     monkeypatch.setattr(launches, "kernel_for", lambda *a: asked.append(a) or kernel_for(*a))
     whole = torch.full((3, 47_728), torch.nan, dtype=torch.bfloat16, device=device)
     x = whole[1:2, :47_720].copy_(rows(device, (1, 47_720), torch.bfloat16))
+    if centred:  # far from 0, and the parts of the row, which meet, differ
+        x[:, :20_000] += 64
     w = rows(device, (47_720,), torch.float32, seed=1)
     wide = x.double()
-    rstd = (wide.square().mean(-1) + 1e-6).rsqrt()
+    mean = wide.mean(-1) if centred else torch.zeros(1, dtype=torch.float64, device=device)
+    apart = wide - mean
+    rstd = (apart.square().mean(-1) + 1e-6).rsqrt()
     if saves:
-        found, _, _, kept = NORM(x, w, None, None, 1e-6, False)
+        found, _, mean_kept, kept = NORM(x, w, None, None, 1e-6, centred)
         near(kept, rstd, torch.float32, 4)
+        if centred:
+            near(mean_kept, mean, torch.float32, 4)
     else:
-        found = cutex.rms_norm(x, w, eps=1e-6)
-    near(found, wide * rstd[:, None] * w.double(), torch.bfloat16, 8)
+        found = (cutex.layer_norm if centred else cutex.rms_norm)(x, w, eps=1e-6)
+    near(found, apart * rstd[:, None] * w.double(), torch.bfloat16, 8)
     assert [kind.__name__ for kind, *_ in asked] == ["NormStaged"]
 
 

@@ -173,6 +173,29 @@ class Columns:
         column = self.first + vector * self.step - apart
         return (column >= 0) & (column + 2 * self.tile.width <= self.n)
 
+    def count(self) -> Int32:
+        """How many elements of the row this thread holds."""
+        found = Int32(0)
+        for i in range(self.tile.vectors):
+            column = self.first + i * self.step
+            end = cutlass.min(column + self.tile.width, self.n)
+            found += cutlass.max(end - cutlass.max(column, 0), 0)
+        return found
+
+    def squares(self, x: Any) -> Float32:
+        """The sum of squares of x (V, NumV) in the columns that lie in the row."""
+        tile, total = self.tile, Float32(0)
+        rX = cute.make_rmem_tensor((tile.width, tile.vectors), Float32)
+        rX.store(x)
+        for i in range(tile.vectors):
+            own = Float32(0)
+            for j in range(tile.width):
+                held = tile.aligned or self.holds(self.first + i * self.step + j)
+                element = rX[j, i] if tile.aligned else cutlass.select_(held, rX[j, i], Float32(0))
+                own += element * element
+            total += cutlass.select_(self.has(i), own, Float32(0)) if tile.aligned else own
+        return total
+
     @cute.jit
     def where_held(self, x: Any) -> Any:
         """x (V, NumV), 0 in columns that are behind the row's end or before its beginning."""
