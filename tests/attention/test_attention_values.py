@@ -91,6 +91,22 @@ def test_peaked_rows_are_as_exact_as_with_a_maximum(init, dtype):
     assert (out[0, :, 0] - want).norm() < 1.1 * (rounded - want).norm()
 
 
+@pytest.mark.parametrize("score", [16.0, 60.0])
+def test_a_lone_key_that_outweighs_all_is_as_exact_as_with_a_maximum(score):
+    """It comes last, after blocks of which none shows what scores are like."""
+    inputs = CASE.inputs()
+    inputs.q[..., 0] = 2.0
+    inputs.k[..., 0] = 0.0
+    inputs.k[:, 5, :, 0] = score / (2.0 * CASE.softmax_scale)
+    q, k, v = (x[0, :, 0].double() for x in inputs[:3])
+    scores = q @ k.T * CASE.softmax_scale
+    want = scores.softmax(1) @ v
+    p = (scores - scores.amax(1, keepdim=True)).exp()
+    rounded = (p.bfloat16().double() @ v / p.sum(1, keepdim=True)).bfloat16()
+    out, _ = computed(CASE, inputs)
+    assert (out[0, :, 0] - want).norm() <= 1.1 * (rounded - want).norm()
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 @pytest.mark.parametrize("score", [40.0, 80.0, 120.0])

@@ -12,6 +12,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
+from cutex.device.atoms.scalar import pinned
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, OperandA, Wgmma, WgmmaProduct
 
 
@@ -47,7 +48,8 @@ class Query:
         tiled_mma = self.qk.mma.tiled(warpgroup.OperandSource.RMEM)
         columns = cute.size(registers) * WARPGROUP // ROWS
         kept = sQ if self.smem is None else cute.local_tile(sQ, (ROWS, columns), (0, 0))
-        thread, _, _ = cute.arch.thread_idx()
+        # NOTE: addresses that no tile changes would be kept, where no registers are left for them
+        thread = pinned(cute.arch.thread_idx()[0])
         load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), sQ.element_type)
         s2r = cute.make_tiled_copy_A(load, tiled_mma).get_slice(thread % WARPGROUP)
         cute.copy(s2r, s2r.partition_S(kept), s2r.retile(registers))

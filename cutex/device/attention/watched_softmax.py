@@ -27,10 +27,11 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
 
 from cutex.device.atoms.scalar import exp2, largest_of, log2, power_below, reciprocal
-from cutex.device.attention.guarded_softmax import GuardedSoftmax
+from cutex.device.attention.guarded_softmax import LARGE, GuardedSoftmax
 from cutex.device.attention.softmax import LN2, row_max
 
 LEAST_SEEN = 8  # columns of a thread, in which what scores are like can be seen
+OUTWEIGHS = 0.5  # of a row's sum: the least that counts of one that outweighs others
 LEAST_TOP = 2.0**-60  # the largest exponential, below which its square would lose bits
 
 
@@ -40,13 +41,14 @@ class WatchedSoftmax(GuardedSoftmax):
 
     top: Any = None  # (rows) the largest exponential of a row, or of a thread's part of it
     squares: Any = None  # (rows) squares of the sums of a thread's parts of blocks, added up
+    part: Any = None  # (rows) the largest sum of a thread's part of a block that came by `add`
     best: Any = None  # (rows) the largest score that `guard` has found; 0 if none is positive
     peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
     raised: Any = None  # (1) whether references rose under exponentials that may be huge
     blocks: Int32 | int = 1  # in which these rows' keys come
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
-    high: ClassVar[float] = 2.0**12  # the sum from which on `lower` raises a reference
+    high: ClassVar[float] = 2.0**12  # a part's sum from which on `lower` raises a reference
     lowered: ClassVar[float] = -64.0  # the power of two that the sum then has
     room: ClassVar[float] = 60.0  # powers of two by which a score may exceed its reference
     above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
@@ -68,14 +70,23 @@ class WatchedSoftmax(GuardedSoftmax):
         squares = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
         peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
         best = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
+        part = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
         raised = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
-        if best is not None and raised is not None:
+        if best is not None and part is not None and raised is not None:
             best.fill(0.0)
+            part.fill(0.0)
             raised[0] = Boolean(False)
         tensors = kept.reference, kept.sums, scale_log2, slack, kept.shift
-        return cls(*tensors, top, squares, best, peaked, raised, blocks)
+        return cls(*tensors, top, squares, part, best, peaked, raised, blocks)
 
     # ---- blocks
+
+    @cute.jit
+    def add(self, scores: cute.Tensor) -> None:
+        for r in cutlass.range_constexpr(self.rows):
+            added = self._by_shift(scores, r, self.reference_log2(r))
+            self.sums[r] += added
+            self.part[r] = cute.arch.fmax(self.part[r], added)
 
     @cute.jit
     def first(self, scores: cute.Tensor, seen: tuple[Int32, ...] = ()) -> None:
@@ -164,7 +175,9 @@ class WatchedSoftmax(GuardedSoftmax):
 
     @cute.jit
     def forget_top(self) -> None:
-        """Keep no largest exponential, so that no register holds it."""
+        """Keep no largest exponential, so that no register holds it, but as a part's sum."""
+        for r in cutlass.range_constexpr(self.rows):
+            self.part[r] = self.top[r]
         self.top.fill(0.0)
         self.squares.fill(0.0)
 
@@ -217,58 +230,83 @@ class WatchedSoftmax(GuardedSoftmax):
         return rescale
 
     @cute.jit
-    def lower(self, factors: cute.Tensor) -> Boolean:
-        """Where a sum of some row of this warp is `high`, raise such references by whole powers of
-        two, and scale the sums by `factors` (rows). Returns whether it did: outputs, and
-        probabilities that are no part of them yet, must be scaled, too."""
-        lowers, shift = Boolean(False), self.shift
+    def has_grown(self) -> Boolean:
+        """Whether a part of some row of this warp is `high`."""
+        grown = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
-            lowers = lowers | (self.sums[r] >= self.high)
-        lowers = cute.arch.vote_any_sync(lowers)
-        if lowers:
-            self.raised[0] = Boolean(True)
-            for r in cutlass.range_constexpr(self.rows):
-                total = self.over_row(self.sums[r], cute.arch.fmax)
-                # NOTE: a factor below 2^-126 would be 0; the next time then lowers the rest
-                power = cute.arch.fmin(power_below(total) - self.lowered, 126.0)
-                power = power if total >= self.high else Float32(0.0)
-                factors[r] = exp2(-power)
-                self.sums[r] *= factors[r]
-                shift[r] += power
-                self.reference[r] = shift[r] / self.scale_log2
-        return lowers
+            grown = grown | (self.part[r] >= self.high)
+        return cute.arch.vote_any_sync(grown)
+
+    @cute.jit
+    def lower(self, factors: cute.Tensor) -> None:
+        """Where parts are `high`, raise references by whole powers of two, and scale the sums by
+        `factors` (rows). Outputs, and probabilities that are no part of them yet, must be scaled,
+        too."""
+        shift = self.shift
+        self.raised[0] = Boolean(True)
+        for r in cutlass.range_constexpr(self.rows):
+            total = self.over_row(self.part[r], cute.arch.fmax)
+            # NOTE: a factor below 2^-126 would be 0; the next time then lowers the rest
+            power = cute.arch.fmin(power_below(total) - self.lowered, 126.0)
+            power = power if total >= self.high else Float32(0.0)
+            factors[r] = exp2(-power)
+            self.sums[r] *= factors[r]
+            self.part[r] *= factors[r]
+            shift[r] += power
+            self.reference[r] = shift[r] / self.scale_log2
 
     # ---- the end
 
     @cute.jit
-    def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
-        valid, lost = Boolean(True), [Float32(0.0), Float32(0.0)]
-        if cute.arch.vote_any_sync(self.top[0] + self.top[1] > 0.0):
-            lost = [self._lost(r) for r in range(self.rows)]
+    def finish(
+        self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor
+    ) -> tuple[Boolean, Boolean]:
+        """As that of Softmax; and whether O must be looked at, since products with V may have
+        overflowed. Of rows whose sums are usual nothing is looked for."""
+        totals = [self.over_row(self.sums[r], lambda x, y: x + y) for r in range(self.rows)]
+        lost, valid, looks = [Float32(0.0), Float32(0.0)], Boolean(True), Boolean(False)
+        if self._is_unusual(totals):
+            for r in cutlass.range_constexpr(self.rows):
+                lost[r] = self._lost(r, totals[r])
+                valid = valid & (totals[r] <= self.most)
+                looks = looks | (totals[r] > self.small)
+                if cutlass.const_expr(self.shift is not None):
+                    valid = valid & ~self._is_large(r)
+            if cutlass.const_expr(self.raised is not None):
+                looks = looks | self.raised[0]
         for r in cutlass.range_constexpr(self.rows):
-            total = self.over_row(self.sums[r], lambda x, y: x + y)
-            valid = valid & (total <= self.most)
-            highest = self.reference_log2(r)
-            scaled = Float32(1.0)
+            total, highest, scaled = totals[r], self.reference_log2(r), Float32(1.0)
             if cutlass.const_expr(len(sinks) > 0):
                 total, highest, scaled = self.with_sink(total, highest, sinks[r])
             factors[r] = self.normaliser(total - lost[r] * scaled, scaled)
             lse[r] = self.log_sum(total, highest)
-            if cutlass.const_expr(self.shift is not None):
-                valid = valid & ~self._is_large(r)
-            elif cutlass.const_expr(len(sinks) == 0):  # noqa: SIM102 - known when tracing
+            if cutlass.const_expr(self.shift is None and len(sinks) == 0):  # noqa: SIM102
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
                     lse[r] = self.reference[r] * (self.scale_log2 * LN2) + log2(total) * LN2
-        return valid
+        return valid, looks
 
     @cute.jit
-    def _lost(self, r: cutlass.Constexpr[int]) -> Float32:
+    def _is_unusual(self, totals: list[Float32]) -> Boolean:
+        """Whether a row of this warp has a large sum or reference, or one key that outweighs all
+        others, or a largest exponential that is known. One vote says so."""
+        unusual = self.top[0] + self.top[1] > 0.0
+        for r in cutlass.range_constexpr(self.rows):
+            if cutlass.const_expr(self.part is not None):
+                unusual = unusual | (self.part[r] > OUTWEIGHS * totals[r])
+            unusual = unusual | ~(totals[r] <= self.small)  # NOTE: so is NaN
+            if cutlass.const_expr(self.shift is not None):
+                unusual = unusual | (cute.arch.fmax(self.shift[r], -self.shift[r]) > LARGE)
+        if cutlass.const_expr(self.raised is not None):
+            unusual = unusual | self.raised[0]
+        return cute.arch.vote_any_sync(unusual)
+
+    @cute.jit
+    def _lost(self, r: cutlass.Constexpr[int], total: Float32) -> Float32:
         """What to take from the sum of row r, so that O is nearest to what it is without the
         rounding of the largest probability, p: the share p^2 / sum of p_i^2 of what O loses by it.
 
         NOTE: sums of parts, less their mean, have about the squares that the p_i have.
         """
-        total = self.over_row(self.sums[r], lambda x, y: x + y)
         top = self.over_row(self.top[r], cute.arch.fmax)
         squares = self.over_row(self.squares[r], lambda x, y: x + y)
         scale = reciprocal(top)
@@ -277,16 +315,28 @@ class WatchedSoftmax(GuardedSoftmax):
         spread = squares * scale * scale - number * mean
         share = number * reciprocal(cute.arch.fmax(spread, 1.0))
         rounding = top - Float32(self.rounded(top))
-        return share * rounding if top > LEAST_TOP else Float32(0.0)
+        lost = share * rounding if top > LEAST_TOP else Float32(0.0)
+        if cutlass.const_expr(self.shift is not None):
+            by_one = self._lost_by_one(r, total)
+            lost = lost if top > 0.0 else by_one
+        return lost
 
     @cute.jit
-    def leaves_no_room(self, factors: cute.Tensor) -> Boolean:
-        """Whether the sum of a row of this warp, of which `finish` made `factors`, is so large, or
-        was, that its products with V may have overflowed."""
-        high = self.raised[0]
-        for r in cutlass.range_constexpr(self.rows):
-            high = high | (factors[r] < 1.0 / self.small) & (factors[r] != 0.0)
-        return cute.arch.vote_any_sync(high)
+    def _lost_by_one(self, r: cutlass.Constexpr[int], total: Float32) -> Float32:
+        """The same of a row whose probabilities came by `add`: nothing, unless one of them
+        outweighs its part of a block. It is then the largest part's sum, less what the others have
+        in the mean.
+
+        NOTE: it is seldom further off than by that; where rounding is less, as of the reference's
+        own probability, or differs so near, nothing is known."""
+        largest = self.over_row(self.part[r], cute.arch.fmax)
+        rest = (total - largest) * reciprocal(Float32(4 * self.blocks))
+        one = largest - rest
+        least, most = (Float32(self.rounded(x)) for x in (one - rest, largest))
+        rounding = one - least
+        counts = (least == most) & (cute.arch.fmax(rounding, -rounding) > 2.0 * rest)
+        lost = total * reciprocal(one) * rounding
+        return lost if counts & (one > OUTWEIGHS * total) else Float32(0.0)
 
     @staticmethod
     @cute.jit
@@ -310,7 +360,7 @@ class WatchedSoftmaxFp16(WatchedSoftmax):
     high: ClassVar[float] = 2.0**15
     lowered: ClassVar[float] = 2.0  # no lower: what each of many keys gives must not be subnormal
     room: ClassVar[float] = 15.0
-    above: ClassVar[float] = -2.0
+    above: ClassVar[float] = 5.0
     least_guarded: ClassVar[float] = -1e30
     small: ClassVar[float] = 2.0**15
     most: ClassVar[float] = 2.0**26

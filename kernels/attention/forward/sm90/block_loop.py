@@ -209,7 +209,8 @@ class BlockLoop:
     @cute.jit
     def lower(self) -> None:
         """Raise references where sums have grown, P of the last block being in registers."""
-        if self.softmax.lower(self.factors):
+        if self.softmax.has_grown():
+            self.softmax.lower(self.factors)
             self.scale_output()
             self.scale_p()
 
@@ -307,9 +308,20 @@ class BlockLoop:
     @cute.jit
     def last(self, state: State) -> State:
         """Run PV of the last block."""
-        k, v = state
+        self.issue_last(state)
+        return self.await_last(state)
+
+    @cute.jit
+    def issue_last(self, state: State) -> None:
+        """Issue PV of the last block."""
+        _, v = state
         self.v.wait_full(v)
         self.pv.issue(v.slot, accumulate=True)
+
+    @cute.jit
+    def await_last(self, state: State) -> State:
+        """Wait for that product; O is then complete, but unscaled."""
+        k, v = state
         warpgroup.wait_group(0)
         self.v.release(v)
         v.advance()

@@ -64,7 +64,9 @@ class Compute:
             score_ops = self.score_ops(own)
             kind = WatchedSoftmax.rounding_to(self.dtype)
             number = blocks.end - blocks.first
-            softmax = kind.of(score_ops.scale_log2(), self.slack, c.speculates, number)
+            # NOTE: from a constant, it would be computed again in each block, behind QK
+            scale_log2 = cute.arch.shuffle_sync(score_ops.scale_log2(), 0)
+            softmax = kind.of(scale_log2, self.slack, c.speculates, number)
             tSrQ = query.of_slot(q_slot)
             halves = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
@@ -77,11 +79,13 @@ class Compute:
             if blocks.end > blocks.first and m_block * ROWS < seq_q.length * c.pack:
                 state = loop.pass_over(around[0], state, True)
                 state = self.attend(loop, own, q_take, state, mode, forwards)
+                loop.issue_last(state)
+                in_range, looks = softmax.finish(self.sinks(own), factors, lse)
+                state = loop.await_last(state)
                 state = loop.pass_over(around[1], state, True)
-                in_range = softmax.finish(self.sinks(own), factors, lse)
                 if cutlass.const_expr(c.speculates):
                     valid = in_range
-                    if softmax.leaves_no_room(factors):
+                    if looks:
                         valid = valid & loop.is_finite()
                     valid = valid | (mode == SAFE)
                 loop.scale_output()
@@ -140,7 +144,7 @@ class Compute:
         mode: Int32,
         forwards: Int32 | None,
     ) -> State:
-        """Compute O, unscaled, over the blocks that these rows see."""
+        """Compute O, unscaled and without the last PV, over the blocks that these rows see."""
         c, half = self.config, None
         if cutlass.const_expr(c.takes_halves):
             seqlens = own.seq_q.length, own.seqlen_k
@@ -149,7 +153,7 @@ class Compute:
         state = loop.run(own.blocks, half, state, searched, forwards)
         if cutlass.const_expr(c.releases_early):
             self.shared.work.release(q_take, Boolean(True))
-        return loop.last(state)
+        return state
 
     @cute.jit
     def searched(self, own: OwnRows) -> Int32:
