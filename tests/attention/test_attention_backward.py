@@ -12,6 +12,7 @@ from flash_attn_calls import call
 
 import cutex
 from cutex.device.attention.block_info import Band, BlockInfo
+from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.tiles import Sizes, tile_order
 from cutex.kernels.attention.spec import HEAD_DIMS
@@ -193,3 +194,12 @@ def test_each_key_block_is_taken_once(sizes, causal, deterministic):
     assert len(tiles_of_pairs) == pairs.total == (num_n_blocks + 1) // 2 * heads_kv * batch
     if config.interleaved:  # m counts from the last key block
         assert tiles[0].m == num_n_blocks - 1
+
+
+def test_warpgroups_of_keys_compute_dq_where_adds_come_in_any_order():
+    config = BackwardConfig(causal=True)
+    assert fitted(config).own_dq and fitted(config).why_not() is None
+    for held in ({"deterministic": True}, {"softcap": True}):
+        assert not fitted(replace(config, **held)).own_dq
+        assert "any order, without" in replace(fitted(config), **held, overlap=False).why_not()
+    assert "through a slot each" in replace(fitted(config), dq_slots=1).why_not()

@@ -29,6 +29,7 @@ class BackwardConfig(BackwardSpec):
     dq_slots: int = 0  # slots of such columns that wait to be added; 0: added from registers
     pairs: bool = False  # CTAs of neighbouring keys add half of the columns of dQ of both each
     num_ctas: int = 132  # SMs
+    own_dq: bool = False  # the warpgroups that own keys compute dQ, too, half of its columns each
     alternate: bool = False  # the warpgroups that own keys start their products in alternation
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
@@ -55,6 +56,11 @@ class BackwardConfig(BackwardSpec):
     def warpgroups(self) -> int:
         """The warpgroups that own keys; one more computes dQ."""
         return 2 if self.wide else self.key_tiles
+
+    @property
+    def dq_warpgroups(self) -> int:
+        """The warpgroups that compute dQ."""
+        return self.key_tiles if self.own_dq else 1
 
     @property
     def key_ctas(self) -> int:
@@ -103,6 +109,14 @@ class BackwardConfig(BackwardSpec):
             return (d + 2 * m) // 2, (dv + m) // 2
         return ((d + dv + 2 * m) // 2,)
 
+    def why_not_own_dq(self) -> str | None:
+        """The reason why the warpgroups that own keys cannot compute dQ."""
+        if self.wide or self.pairs or self.deterministic or self.softcap or self.parts > 1:
+            return "for CTAs of 128 keys each, whose adds come in any order, without a soft cap"
+        if 2 * self.dq_columns != self.head_dim or self.dq_slots != 2:
+            return f"dq_columns={self.dq_columns}: half of the head dim, through a slot each"
+        return None
+
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed(problem):
@@ -121,6 +135,8 @@ class BackwardConfig(BackwardSpec):
             return f"registers={self.registers}: more than the {at_launch} of {threads} threads"
         if self.alternate and self.wide:
             return "alternate=True: two warpgroups that own 64 keys each"
+        if self.own_dq and (reason := self.why_not_own_dq()):
+            return f"own_dq=True: {reason}"
         if self.num_stages < 2:
             return f"num_stages={self.num_stages}: at least 2"
         if self.dq_width % self.dq_columns or self.dq_columns % 32:

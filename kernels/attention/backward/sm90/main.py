@@ -7,7 +7,8 @@ products during the others' exponentials:
 - two sum the gradients of keys, scores transposed, P and dS from registers as operands A: of 64
   keys each (keys.py) or, of wide head dims, dK and dV of the same 64 (wide.py);
 - the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
-  starts all loads.
+  starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too, half of
+  its columns each (own_dq.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cutex.kernels.attention.backward.config import WARPGROUP_ROWS, BackwardConf
 from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.load import Load
+from cutex.kernels.attention.backward.sm90.own_dq import AllGradients, Supply
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import Handover, Shared
 from cutex.kernels.attention.backward.sm90.wide import WideKeys, WideValues
@@ -53,12 +55,12 @@ class Main:
     q, do full       1: the load warp, and the bytes by TMA    the warpgroups that own keys
     q, do empty      1 a warp of these, its products being     the load warp
                      done
-    ds full          1 a warp of these, its dS being written   the warpgroup of dQ
+    ds full          1 a warp of these, its dS being written   those that compute dQ
     ds empty         1 a warp of that one, dQ being computed,  those that own keys
                      and of the other CTA's of a pair
     ds sent          1: the load warp, and the bytes that the  the warpgroup of dQ of a pair
                      other CTA copies
-    k read           1 a warp of that one, after its last dQ,  those that store dK through K's slots
+    k read           1 a warp of dQ, after its last dQ,        those that store dK through K's slots
                      and of the one that sums dV alone
     v read           1 a warp that sums dK alone               those that sum dV alone and store it
                                                                through V's slots
@@ -148,7 +150,16 @@ class Main:
                 )
                 kp = self.rows(operands.kp, "k") if c.pairs else None
                 load = Load(c, q, k, v, do, kp, stats, shared)
-                QueryGradients(c, shared, load, dq_sums).run()
+                if cutlass.const_expr(c.own_dq):
+                    Supply(c, shared, load).run()
+                else:
+                    QueryGradients(c, shared, load, dq_sums).run()
+            elif cutlass.const_expr(c.own_dq):
+                cute.arch.setmaxregister_increase(c.registers[0])
+                queries = QueryGradients(c, shared, None, dq_sums)
+                every = AllGradients.of_all(c, shared, queries)
+                every.run()
+                every.store(operands.dk, operands.dv)
             elif cutlass.const_expr(not c.wide):
                 cute.arch.setmaxregister_increase(c.registers[0])
                 gradients = KeyGradients.of(c, shared)
@@ -197,9 +208,10 @@ class Main:
         q = Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, self.key_warps.count)
         do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, self.key_warps.count)
         key_warps = 4 * c.key_tiles  # those that compute dS
-        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, readers, c.key_ctas)
+        dq_warps = readers * c.dq_warpgroups  # that read dS
+        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, dq_warps, c.key_ctas)
         others = self.key_warps.count - key_warps
-        k_read = Barrier.allocate(smem, "k read", arrivals=readers + others)
+        k_read = Barrier.allocate(smem, "k read", arrivals=dq_warps + others)
         v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)
         barriers = (k_loaded, v_loaded, q, do, handover, k_read, v_read)
         if cutlass.const_expr(c.pairs):

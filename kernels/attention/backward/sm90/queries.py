@@ -17,6 +17,7 @@ the block before, whose adds have landed by then, and waits for this block's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
@@ -28,7 +29,6 @@ from cutex.device.atoms.reduction import add_bulk, add_vector
 from cutex.device.atoms.wgmma import ROWS, Wgmma, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.shared import Shared, other_cta
 from cutex.kernels.attention.backward.turns import await_turn, pass_turn, turn_of
 
@@ -39,7 +39,7 @@ WIDE = 8  # columns of an accumulator of which a thread has 4 numbers
 class QueryGradients:
     config: BackwardConfig
     shared: Shared
-    load: Load
+    load: Any  # a Load; None where another role loads
     dq_sums: cute.Tensor  # (tiles, bM * D)
 
     @cute.jit
@@ -155,7 +155,7 @@ class QueryGradients:
         mine = self.shared.sdQ[None, warp, slot]  # (units * 128)
         vectors = cute.logical_divide(mine, cute.make_layout(4))  # (4, NumV)
         numbers = cute.make_tensor(acc.iterator, cute.make_layout((4, units)))
-        cute.arch.cp_async_bulk_wait_group(c.dq_slots - 1, read=True)
+        cute.arch.cp_async_bulk_wait_group(c.dq_slots // c.dq_warpgroups - 1, read=True)
         cute.arch.sync_warp()
         for j in cutlass.range_constexpr(units):
             cute.autovec_copy(numbers[None, j], vectors[None, j * 32 + lane])
