@@ -19,6 +19,7 @@ def arguments(spec: AttentionSpec, dtype: str, counter: bool) -> tuple[Argument,
     c = spec
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
     k = ("tk", "hk", "d") if c.varlen_k else ("b", "sk", "hk", "d")
+    k = ("pages", "page", "hk", "d") if c.page_size else k
     shapes = {"q": q, "k": k, "v": (*k[:-1], "dv"), "o": (*q[:-1], "dv")}
     found: list[Argument] = [Operand(name, sizes, dtype) for name, sizes in shapes.items()]
 
@@ -35,6 +36,7 @@ def arguments(spec: AttentionSpec, dtype: str, counter: bool) -> tuple[Argument,
     vector(c.varlen_k, "cu_seqlens_k", ("b1",), "int32")
     vector(c.used_q, "seqused_q", ("b",), "int32")
     vector(c.used_k, "seqused_k", ("b",), "int32")
+    vector(c.page_size > 0, "page_table", ("b", "max_pages"), "int32")
     vector(c.sink, "sink", ("h",), "fp32")
     if c.alibi:
         found.append(Operand("slopes", ("b", "h"), "fp32", None, aligned=False, whole=False))
@@ -55,6 +57,7 @@ class Passed(NamedTuple):
     cu_seqlens_k: Any = None
     seqused_q: Any = None  # (batch)
     seqused_k: Any = None
+    page_table: Any = None  # (batch, max_pages)
     sink: Any = None  # (heads)
     slopes: Any = None  # (batch, heads) of ALiBi
     counter: Any = None  # (2): tiles handed out; 0 before and after a launch
@@ -93,6 +96,8 @@ class Sizes(NamedTuple):
         else:
             batch = cute.size(mQ, mode=[0])
         rows_q, rows_k = cute.size(mQ, mode=[at_q]), cute.size(mK, mode=[at_k])
+        if c.page_size:
+            rows_k = c.page_size * cute.size(passed.page_table, mode=[1])
         longest = passed.max_seqlen_q if c.varlen_q else rows_q
         heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
         return Sizes(*(Int32(x) for x in (batch, heads, heads_kv, rows_q, rows_k, longest)))

@@ -80,6 +80,7 @@ class AttentionSpec(ScoreSpec):
     sink: bool = False
     alibi: bool = False  # slopes are passed
     lse: bool = True
+    page_size: int = 0  # keys of a page of K and V; 0: they are not in pages
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
 

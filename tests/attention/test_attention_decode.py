@@ -16,6 +16,7 @@ from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import EntrySpan, Splits, weight
+from cutex.ops.attention import prefill
 from cutex.ops.attention.kvcache import PLANS, alike_rooms, config_for
 from cutex.ops.attention.kvcache_call import KVCacheCall
 from cutex.ops.attention.rotated import rotated
@@ -292,6 +293,47 @@ def test_rooms_of_one_plan_are_those_of_one_kernel():
         rooms = alike_rooms(call(room, left), False)
         configs = {config_for(call(x, left), False) for x in rooms}
         assert room in rooms and len(configs) == 1
+
+
+CHUNKS = {
+    "pages": ({"seqlen_q": 130, "seqlen_k": 300, "used_k": (300, 171, 0)}, {"page_size": 16}),
+    "packed queries": ({"lengths_q": (140, 0, 33), "seqlen_k": 300, "used_k": (300, 0, 65)},
+                       {"page_size": 64}),
+    "odd pages, window": ({"seqlen_q": 100, "heads_q": 8, "sink": True, "window": (90, None)},
+                          {"page_size": 24}),
+    "no pages": ({"seqlen_q": 70, "head_dim": 128, "head_dim_v": 128}, {}),
+    "all of a cache": ({"seqlen_q": 70, "used_k": None, "causal": False, "softcap": 5.0}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_of_prompts_are_attended_by_the_forward_kernel(name, monkeypatch):
+    monkeypatch.setattr(prefill, "is_of_many_queries", lambda call, arch: True)
+    fields, more = CHUNKS[name]
+    with cutex.ops.simulated("sm_90a"):
+        assert outcome(AttentionCase(**{**SMALL, "causal": True, **fields}), **more) == ""
+
+
+def test_many_queries_are_told_from_few():
+    def call(batch: int, tokens: int, heads: int, page: int, **more) -> KVCacheCall:
+        q = torch.empty(batch, tokens, heads, 64).half()
+        k = torch.empty(batch * 64, page, 8, 64).half()
+        table = torch.empty(batch, 64, dtype=torch.int32)
+        lengths = torch.empty(batch, dtype=torch.int32)
+        return KVCacheCall(
+            q, k, k.clone(), None, lengths, table, *[None] * 8, None, None, True, (-1, -1), 0.0, 0
+        )._replace(**more)
+
+    chunk = call(4, 512, 32, 64)
+    assert prefill.is_of_many_queries(chunk, "sm_90a")
+    assert prefill.config_for(chunk, True, "sm_90a").page_size == 64
+    for other in (
+        call(4, 8, 32, 64), call(1, 512, 8, 64), call(4, 512, 32, 4),
+        chunk._replace(num_splits=1), chunk._replace(k=chunk.q, v=chunk.q),
+    ):  # fmt: skip
+        assert not prefill.is_of_many_queries(other, "sm_90a")
+    assert not prefill.is_of_many_queries(chunk, "sm_100a")
 
 
 # ---- the split

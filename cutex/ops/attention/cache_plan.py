@@ -96,7 +96,8 @@ class Plan:
     """A call's kernel, and what is allocated for each launch.
 
     The kernel takes the first `operands` tensors, O and, with `with_lse`, LSE, the other tensors,
-    `numbers` and a workspace; `prepare`: what is done to tensors before, by name.
+    `numbers` and a workspace; or, if that is flags alone, the counter of tiles, these first.
+    `prepare`: what is done to tensors before, by name.
     """
 
     def __init__(
@@ -138,6 +139,8 @@ class Plan:
         empty = empty_of(self.device, SEVERAL_GPUS)
         (shape, strides, dtype), *of_lse = self.outputs
         buffers = of_stream if self.needs.flags else lambda: of_stream()[:1]
+        if not self.needs.sums:
+            buffers, numbers = counter_first(self.needs, of_stream, numbers)
         outputs = [empty(*x) for x in self.outputs]
         first = [*given[:n], *outputs, *given[n:], *numbers, *buffers()]
         launch = on_device(self.device, launcher(self.compiled, first))
@@ -153,6 +156,16 @@ class Plan:
             return out, lse
 
         return run
+
+
+def counter_first(
+    needs: Workspace, of_stream: Callable[[], tuple[Tensor, Tensor]], numbers: tuple[Any, ...]
+) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
+    """A function of the counter of tiles, if a kernel needs one, and the numbers behind it; and
+    what comes before, nothing."""
+    if not needs.flags:
+        return lambda: numbers, ()
+    return lambda: (of_stream()[1], *numbers), ()
 
 
 def growing(tensors: dict[str, Tensor], rooms: range) -> Callable[..., bool]:

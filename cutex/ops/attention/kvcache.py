@@ -20,11 +20,12 @@ from cutex.kernels.attention.decode.choose import CONFIGS, fitted
 from cutex.kernels.attention.decode.config import WORDS, DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
 from cutex.kernels.attention.spec import HEAD_DIMS
-from cutex.ops.attention import scaled
+from cutex.ops.attention import prefill, scaled
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, other_sink, table_of
-from cutex.ops.attention.plan import resources
+from cutex.ops.attention.plan import COUNTER, resources
+from cutex.ops.attention.plan import kernel_for as forward_kernel_for
 from cutex.ops.attention.rotated import rotated
 from cutex.ops.device import current
 from cutex.ops.plain import untraced
@@ -168,6 +169,8 @@ def alike_rooms(call: KVCacheCall, with_lse: bool) -> range | None:
     """The rooms, with that of `call`, of caches that its plan could have, too; None if pages or one
     tensor given twice leave no other."""
     tensors = list(call.tensors.values())
+    if prefill.is_of_many_queries(call, OPERATOR.arch_of(call.q.device)):
+        return None
     if call.page_table is not None or len({id(x) for x in tensors}) < len(tensors):
         return None
     config = config_for(call, with_lse)
@@ -192,25 +195,42 @@ def _nothing_to_see(call: KVCacheCall, with_lse: bool) -> Any:
 
 
 def plan_of(call: KVCacheCall, with_lse: bool) -> Plan:
+    arch = OPERATOR.arch_of(call.q.device)
+    if prefill.is_of_many_queries(call, arch):
+        return prefill_plan(call, with_lse, arch)
     c = config_for(call, with_lse)
-    compiled = kernel_for(c, DTYPES[call.q.dtype], OPERATOR.arch_of(call.q.device))
-    left, right = call.window(call.room)
-    numbers: list[float | int] = [call.scale]
-    if c.softcap:
-        numbers.append(float(call.softcap))
-    if left is not None:
-        numbers.append(-left)
-    if right:
-        numbers.append(right)
-    if c.varlen_q:
-        numbers.append(call.longest_q)
-    numbers.append(int(call.num_splits))
+    compiled = kernel_for(c, DTYPES[call.q.dtype], arch)
+    numbers = (*numbers_of(call), int(call.num_splits))
     units = units_of(call, c)
     slots = Splits.slots(c.ctas, units, int(call.num_splits))
     words = WORDS * units if c.combined else 0
     needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), units)
     prepare = preparations(call.tensors)
-    return Plan(call, compiled, 3, with_lse, tuple(numbers), needs, prepare)
+    return Plan(call, compiled, 3, with_lse, numbers, needs, prepare)
+
+
+def prefill_plan(call: KVCacheCall, with_lse: bool, arch: str) -> Plan:
+    """The plan of a call of many queries."""
+    c = prefill.config_for(call, with_lse, arch)
+    compiled = forward_kernel_for(c, DTYPES[call.q.dtype], arch)
+    needs = Workspace(0, COUNTER if c.dispatch == "dynamic" else 0)
+    prepare = preparations(call.tensors)
+    return Plan(call, compiled, 3, with_lse, numbers_of(call), needs, prepare)
+
+
+def numbers_of(call: KVCacheCall) -> tuple[float | int, ...]:
+    """The numbers that a kernel is passed, of those that the call has."""
+    left, right = call.window(call.room)
+    numbers: list[float | int] = [call.scale]
+    if call.softcap:
+        numbers.append(float(call.softcap))
+    if left is not None:
+        numbers.append(-left)
+    if right:
+        numbers.append(right)
+    if call.cu_seqlens_q is not None:
+        numbers.append(call.longest_q)
+    return tuple(numbers)
 
 
 def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> DecodeConfig:

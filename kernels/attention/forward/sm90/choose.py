@@ -69,6 +69,8 @@ def shares(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> bool:
     keys = causal if config.causal else full
     if keys is None or shape.longest_k < keys or config.modified or any(config.window):
         return False
+    if config.page_size:  # the CTAs would look up the same pages
+        return False
     m_blocks = shape.mean_q * config.pack // config.tile_m
     tiles = m_blocks * (shape.heads_q // config.pack) * shape.batch
     return m_blocks >= MANY_BLOCKS and tiles >= 2 * num_sms

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cutex.problem.attention import AttentionProblem
 
 WARPGROUP_ROWS = 64  # of one wgmma
+ATOM_ROWS = 8  # of a swizzle: pages of fewer rows would be loaded row by row
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ class Sm90ForwardConfig(ForwardConfig):
         """The reason why this config cannot run, as one sentence, or None."""
         if reason := self.why_not_computed():
             return reason
+        if self.page_size and (self.share or not self.used_k or self.page_size % ATOM_ROWS):
+            return (
+                f"page_size={self.page_size}, used_k={self.used_k}, share={self.share}: pages have "
+                f"a multiple of {ATOM_ROWS} keys, of which lengths count, and are of one CTA"
+            )
         if self.tile_m % (WARPGROUP_ROWS * self.ctas) or not 64 <= self.rows <= 192:
             return f"tile_m={self.tile_m}: one to three warpgroups of a CTA take 64 rows each"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:

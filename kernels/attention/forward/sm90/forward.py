@@ -22,20 +22,21 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
-from cutex.device.atoms.mma import allocate_slots
+from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.atoms.wgmma import ROWS
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Ring, Warps, publish_barriers
+from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.forward.sm90.compute import Compute
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
-from cutex.kernels.attention.forward.sm90.load import Load, PairExchange
+from cutex.kernels.attention.forward.sm90.load import Load, Pages, PairExchange
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.forward.sm90.store import OutStore
 from cutex.kernels.attention.order import AttentionOrder, grid
@@ -136,10 +137,17 @@ class Forward:
         o_slots = c.warpgroups * (1 if c.own_o else c.q_stages)
         q = tma_operand(load, mQ, of_q, (ROWS, c.head_dim), c.warpgroups * c.q_stages)
         of_kv = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.share else load
-        k = tma_operand(of_kv, mK, of_k, (c.tile_n, c.head_dim), c.num_stages, c.ctas)
-        v = tma_operand(of_kv, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages, c.ctas)
+        pitches = None
+        if cutlass.const_expr(c.page_size > 0):
+            box_rows = cache_box_rows(c.page_size, c.tile_n)
+            k = box_operand(mK, (c.tile_n, c.head_dim), box_rows)
+            v = box_operand(mV, (c.tile_n, c.head_dim_v), box_rows)
+            pitches = page_pitch(mK), page_pitch(mV)
+        else:
+            k = tma_operand(of_kv, mK, of_k, (c.tile_n, c.head_dim), c.num_stages, c.ctas)
+            v = tma_operand(of_kv, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages, c.ctas)
         o = tma_operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
-        self.kernel(q, k, v, o, passed, sizes).launch(
+        self.kernel(q, k, v, o, passed, sizes, pitches).launch(
             grid=(grid(c, AttentionOrder.of(c, sizes).total), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(c.ctas, 1, 1) if c.share else None,
@@ -156,13 +164,14 @@ class Forward:
         o: cpasync.TmaInfo,
         passed: Passed,
         sizes: Sizes,
+        pitches: tuple[Int32, Int32] | None,
     ) -> None:
         c = self.config
         dtype = q.atom.value_type
         smem = SmemAllocator()
         sQ = allocate_slots(smem, dtype, q.smem_layout)
-        sK = allocate_slots(smem, dtype, k.smem_layout)
-        sV = allocate_slots(smem, dtype, v.smem_layout)
+        sK = allocate_slots(smem, dtype, self.slots(k, c.head_dim))
+        sV = allocate_slots(smem, dtype, self.slots(v, c.head_dim_v))
         if cutlass.const_expr(c.own_o):
             sO = allocate_slots(smem, dtype, o.smem_layout)
         else:
@@ -181,7 +190,7 @@ class Forward:
         if warp >= self.load_warps.first:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == self.load_warps.first:
-                operands = self.rows(q, "q"), self.rows(k, "k"), self.rows(v, "k")
+                operands = self.rows(q, "q"), *self.blocks(k, v, passed, pitches)
                 order, source = AttentionOrder.of(c, sizes), self.source(passed)
                 dispatch = SelfDispatch(order, source)
                 Load(c, *operands, order, dispatch, exchange, shared).run()
@@ -189,6 +198,27 @@ class Forward:
             cute.arch.setmaxregister_increase(self.registers.mma)
             out = OutStore(c, self.rows(o, "q"), sO, passed.lse)
             Compute(c, shared, out).run()
+
+    def blocks(
+        self,
+        k: cpasync.TmaInfo,
+        v: cpasync.TmaInfo,
+        passed: Passed,
+        pitches: tuple[Int32, Int32] | None,
+    ) -> tuple[Rows | Pages, Rows | Pages]:
+        """The rows of K and of V, as TMA sees them."""
+        if pitches is None:
+            return self.rows(k, "k"), self.rows(v, "k")
+        table, size = passed.page_table, self.config.page_size
+        return Pages(k, table, size, pitches[0]), Pages(v, table, size, pitches[1])
+
+    def slots(self, info: cpasync.TmaInfo, columns: int) -> cute.ComposedLayout:
+        """The layout of the slots of K or V, (bN, columns, SLOT)."""
+        c, dtype = self.config, info.atom.value_type
+        if not c.page_size:
+            return info.smem_layout
+        swizzle = swizzle_bytes(columns * dtype.width // 8)
+        return slots_layout(dtype, c.tile_n, columns, c.num_stages, swizzle)
 
     def ring(self, smem: SmemAllocator, name: str, slot_bytes: int) -> Ring:
         """The ring of K or V."""

@@ -8,15 +8,17 @@ both, once the consumers of both have released the slot.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Barrier, PipelineState
+from cutex.device.row_source import BoxLoads, PagedRows
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import Shared
@@ -37,6 +39,20 @@ class TileJob(NamedTuple):
     mode: Int32
     lengths: Lengths
     forwards: Int32 | None  # 1: its keys from the first to the last; None: never
+
+
+class Pages(NamedTuple):
+    """K or V in pages, the TMA operand of box_operand."""
+
+    info: cpasync.TmaInfo
+    table: cute.Tensor  # (batch, max_pages) Int32
+    page_size: int
+    pitch: Int32  # rows from one page to the next
+
+    def loads(self, sX: cute.Tensor, head: Int32, batch: Int32, seqlen: SeqlenInfo) -> BoxLoads:
+        """The loads of the blocks of one head of one sequence into sX (bN, D, SLOT)."""
+        source = PagedRows(self.table[batch, None], seqlen.length, self.page_size, self.pitch)
+        return BoxLoads(self.info, source, sX, head)
 
 
 @dataclass(frozen=True)
@@ -85,8 +101,8 @@ class PairExchange:
 class Load:
     config: Sm90ForwardConfig
     q: Rows  # with the TMA operand each
-    k: Rows
-    v: Rows
+    k: Rows | Pages
+    v: Rows | Pages
     order: AttentionOrder
     dispatch: SelfDispatch
     exchange: PairExchange | None  # of CTAs that share their loads
@@ -172,8 +188,8 @@ class Load:
         path = blocks.path(forwards)
         head_kv = work.head // self.order.heads_per_kv
         loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
-        loads_k = tile_loads(self.k, shared.sK, (head_kv, work.batch, seq_k), sharers=c.ctas)
-        loads_v = tile_loads(self.v, shared.sV, (head_kv, work.batch, seq_k), sharers=c.ctas)
+        of = head_kv, work.batch, seq_k
+        loads_k, loads_v = self.blocks(self.k, shared.sK, of), self.blocks(self.v, shared.sV, of)
         full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards)
         for wg in cutlass.range_constexpr(c.warpgroups):
             slot = q_fill.slot * c.warpgroups + wg
@@ -194,6 +210,15 @@ class Load:
         else:
             asked = self.ask(mode, ticket)
         return (k_fill, v_fill), asked
+
+    def blocks(
+        self, rows: Rows | Pages, sX: cute.Tensor, of: tuple[Int32, Int32, SeqlenInfo]
+    ) -> Any:
+        """The loads of the blocks of keys of one head of one sequence, `of` (head, batch,
+        seqlen)."""
+        if isinstance(rows, Pages):
+            return rows.loads(sX, *of)
+        return tile_loads(rows, sX, of, sharers=self.config.ctas)
 
     @cute.jit
     def ask(self, mode: Int32, ticket: Ticket) -> Int32:

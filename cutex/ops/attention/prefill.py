@@ -1,0 +1,63 @@
+"""Which calls of flash_attn_with_kvcache are of many queries, and the forward kernel that computes
+them: a chunk of a prompt is bound by tensor cores, so that keys are not split over the GPU, but
+read once for all of a tile's rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cutex.arch import arch, kernels_of
+from cutex.device.row_source import ATOM_ROWS
+from cutex.kernels.attention.forward.choose import fitted
+from cutex.kernels.attention.forward.config import ForwardConfig
+from cutex.kernels.attention.spec import AttentionSpec, Shape
+from cutex.ops.attention.call import kernel_dims
+from cutex.ops.attention.kvcache_call import KVCacheCall
+from cutex.ops.attention.plan import resources
+
+MANY_ROWS = 256  # packed rows of a sequence from which on the forward kernel is used
+ABSENT = "cache_batch_idx", "cache_leftpad", "cu_seqlens_k_new", "k", "v"
+
+
+def is_of_many_queries(call: KVCacheCall, arch_name: str) -> bool:
+    """Whether the forward kernel computes a call, and faster: there are tiles for most SMs."""
+    if kernels_of(arch_name) != "sm_90a" or call.fp8 or call.num_splits:
+        return False
+    if any(getattr(call, name) is not None for name in ABSENT) or call.page_size % ATOM_ROWS:
+        return False
+    if call.page_table is None and not _is_list(call):
+        return False
+    sms, _ = resources(call.q.device, arch_name)
+    tiles = call.batch * call.heads[1] * (call.rows // 128)
+    return call.rows >= MANY_ROWS and 4 * tiles >= 3 * sms
+
+
+def _is_list(call: KVCacheCall) -> bool:
+    """Whether the rows of all entries of the caches follow one another at one stride."""
+    caches = call.k_cache, call.v_cache
+    return all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in caches)
+
+
+def config_for(call: KVCacheCall, with_lse: bool, arch_name: str) -> ForwardConfig:
+    """The config of the forward kernel for a call."""
+    left, right = call.window(call.room)
+    dims = kernel_dims(*call.head_dims)
+    assert dims is not None, "check refuses other head dims"
+    spec = AttentionSpec(
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        causal=right == 0,
+        window=(left is not None, bool(right)),
+        varlen_q=call.cu_seqlens_q is not None,
+        used_k=call.cache_seqlens is not None,
+        softcap=call.softcap != 0,
+        sink=call.learnable_sink is not None,
+        lse=with_lse,
+        page_size=call.page_size,
+    )
+    rows = call.q.shape[-3]
+    mean = rows // call.batch if call.cu_seqlens_q is not None else rows
+    shape = Shape(call.batch, *call.heads, call.longest_q, call.room, mean)
+    sms, l2_bytes = resources(call.q.device, arch_name)
+    return fitted(spec, shape, replace(arch(arch_name), num_sms=sms, l2_bytes=l2_bytes))
