@@ -79,7 +79,15 @@ def test_what_the_simulator_lacks_is_an_advisory_where_it_is_not_reached(stateme
 
 
 @pytest.mark.parametrize(
-    "statement", ["add.u32 %r1, %r1;", "add.u32 %d0, %r1, %r1;", "mov.u32 %r1, [%r2];"]
+    "statement",
+    [
+        "add.u32 %r1, %r1;",
+        "add.u32 %d0, %r1, %r1;",
+        "mov.u32 %r1, [%r2];",
+        "st.global.u32 [%out], {%r1, %r2};",
+        "st.global.v4.u32 [%out], {%r1, %r2};",
+        "ld.global.v2.u32 %r1, [%out];",
+    ],
 )
 def test_malformed_operands_are_an_error_where_they_are_not_reached(statement):
     with pytest.raises(UnknownInstruction, match="PTX line"):
@@ -110,6 +118,46 @@ def test_what_ptxas_has_taken_is_never_refused(arch, number, monkeypatch):
         parse(changed, compiled.cubin)
     monkeypatch.setattr("cutex.sim.ptx.parse.nonexistent", lambda op: "everything")
     parse(compiled.ptx, compiled.cubin)
+
+
+# ---- what goes together: each line is as ptxas of CUDA 13.0 takes or refuses it for sm_100a
+
+TAKEN = """
+cvt.rn.f32.u32 cvt.rzi.sat.u8.f16 cvt.rni.ftz.sat.s64.f32 cvt.rmi.u16.bf16 cvt.f64.f16
+cvt.ftz.f32.f16 cvt.f32.bf16 cvt.rn.bf16.f64 cvt.rp.ftz.f16.f32 cvt.rz.relu.satfinite.bf16.f32
+cvt.rpi.f64.f64 cvt.bf16.f16 cvt.rz.f16x2.f32 cvt.rna.satfinite.tf32.f32 cvt.sat.u8.s32
+cvt.rn.relu.f16x2.e3m2x2 cvt.rn.satfinite.relu.e2m3x2.f32 cvt.rp.ue8m0x2.bf16x2 cvt.s16.u64
+fma.rz.ftz.sat.f32 fma.rn.f64 fma.rn.ftz.f32x2 fma.rn.relu.bf16x2 fma.rz.bf16 fma.rm.f32.f16
+mad.rp.f64 mad.rn.ftz.f32 add.bf16 add.rn.ftz.sat.f16 mul.rz.ftz.f32x2 sub.f64 mov.s16 mov.b128
+ld.global.cg.u32 ld.relaxed.gpu.global.L1::evict_last.u32 ld.global.acquire.gpu.u32
+ld.volatile.shared.u32 ld.param.cg.u64 ld.global.L2::128B.u32 ld.global.v8.u32 ld.const.u32
+st.release.sys.u32 st.wt.u32 st.global.L1::no_allocate.u32 st.volatile.u32 st.weak.shared.u32
+atom.gpu.relaxed.global.add.u32 atom.acquire.cta.global.add.u32 red.release.cluster.global.add.u32
+"""
+REFUSED = """
+cvt.f32.u32 cvt.u32.f32 cvt.rn.u32.f32 cvt.rni.f32.u32 cvt.rzi.u8.bf16 cvt.rni.ftz.u32.bf16
+cvt.rn.f64.f16 cvt.rn.f32.f16 cvt.f16.f32 cvt.rm.relu.f16.f32 cvt.rn.ftz.bf16.f64 cvt.f32.f64
+cvt.rn.f64.f64 cvt.f16x2.f32 cvt.rm.f16x2.f32 cvt.rna.f16x2.f32 cvt.rp.tf32.f32 cvt.rn.sat.bf16.u16
+cvt.rz.f16x2.e4m3x2 cvt.rn.e4m3x2.f32 cvt.rn.ue8m0x2.f32 cvt.rn.satfinite.f16.u32 cvt.rn.u8.u16
+fma.f32 fma.rn.sat.f64 fma.rn.sat.f32x2 fma.rz.f16 fma.rn.ftz.bf16 fma.f32.bf16
+mad.f32 mad.rn.sat.f64 mad.rn.f16 add.rz.bf16 add.sat.f64 add.ftz.bf16x2 mul.sat.f32x2 mov.u8
+ld.global.global.u32 ld.global.ca.cg.u32 ld.relaxed.gpu.global.cg.u32 ld.release.gpu.global.u32
+ld.shared.L2::128B.u32 ld.volatile.const.u32 ld.global.wb.u32 ld.shared.nc.u32 ld.relaxed.u32
+st.acquire.gpu.global.u32 st.const.u32 st.global.ca.u32 st.global.L2::128B.u32 st.volatile.local.u32
+atom.global.global.add.u32 atom.weak.global.add.u32 atom.gpu.gpu.global.add.u32
+red.acq_rel.gpu.global.add.u32 red.acquire.gpu.global.add.u32 red.global.global.max.u32
+atom.relaxed.relaxed.gpu.global.add.u32 mma.sync.aligned.m16n8k8.m16n8k8.row.col.f32.f16.f16.f32
+"""
+
+
+@pytest.mark.parametrize("op", TAKEN.split())
+def test_what_goes_together_exists(op):
+    assert not nonexistent(op)
+
+
+@pytest.mark.parametrize("op", REFUSED.split())
+def test_what_does_not_go_together_does_not_exist(op):
+    assert nonexistent(op)
 
 
 # ---- mutated texts

@@ -109,7 +109,7 @@ def elements(d: Decoder, k: int, count: int) -> tuple[Operand, ...]:
     operand = d.ins.operands[k]
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != count or isinstance(operand, Vector) != (count > 1):
-        raise d.unknown(f"{len(items)} registers, and {count} are wanted")
+        raise d.malformed(f"{len(items)} registers, and {count} are wanted")
     return items
 
 

@@ -14,28 +14,85 @@ from functools import cache, lru_cache
 BRANCHES = ("bra", "ret", "exit", "trap")  # opcodes that the scheduler itself executes
 
 _INT = r"\.[us](16|32|64)"
-_ANY = r"\.(b8|u8|s8|b16|u16|s16|b32|u32|s32|f32|b64|u64|s64|f64|b128)"
+_MOVED = r"\.(b16|u16|s16|b32|u32|s32|f32|b64|u64|s64|f64|b128)"
+_ANY = rf"({_MOVED}|\.[bus]8)"
 _ROUND = r"(\.r[nzmp])?"
 _HALF = r"\.(f16|f16x2|bf16|bf16x2)"
 _SHARED = r"\.shared(::cta|::cluster)?"
 _SCOPE = r"\.(cta|cluster|gpu|sys)"
-_ORDER = rf"(\.(weak|volatile)|\.(relaxed|acquire|release){_SCOPE})?"
 _SPACE = rf"(\.(global|local|const|generic|param(::entry|::func)?)|{_SHARED})?"
-# NOTE: NVIDIA's assembler takes both in either order, and an example of CUTLASS has
-# ld.global.acquire (cooperative_launch.py)
-_ORDERED = rf"({_ORDER}{_SPACE}|{_SPACE}{_ORDER})"
-_HINTS = (
-    r"(\.(ca|cg|cs|lu|cv|wb|wt|nc)|\.(L1::)?(evict_\w+|no_allocate)|\.L2::evict_\w+|"
-    r"\.level::eviction_priority|\.L2::cache_hint|\.L2::(64|128|256)B)*"
+_WRITABLE = rf"(\.(global|local|generic|param(::entry|::func)?)|{_SHARED})?"
+_COMMON = rf"(\.(global|generic)|{_SHARED})?"  # what several threads write to
+_PRIORITY = (
+    r"\.(L1::)?(evict_\w+|no_allocate)|\.L2::evict_\w+|\.level::eviction_priority|"
+    r"\.L2::cache_hint"
+)
+_FETCHED = rf"({_PRIORITY}|\.L2::(64|128|256)B)*"
+_KEPT = rf"({_PRIORITY})*"
+
+
+def _ordered(orders: str, space: str) -> str:
+    """An order with its scope, and a space.
+
+    NOTE: NVIDIA's assembler takes both in either order, and an example of CUTLASS has
+    ld.global.acquire (cooperative_launch.py)
+    """
+    order = rf"\.({orders}){_SCOPE}"
+    return rf"({order}{space}|{space}{order})"
+
+
+_GLOBAL = r"(\.(global|generic))?"  # what a priority is for
+# an order goes with no choice of caches
+_LOAD = (
+    rf"((\.weak)?{_SPACE}|{_SPACE}\.weak)(\.(ca|cg|cs|lu|cv))?(\.unified)?|"
+    rf"(\.weak)?{_GLOBAL}{_FETCHED}(\.(ca|cg|cs|lu|cv))?(\.unified)?{_FETCHED}|"
+    rf"\.global{_FETCHED}(\.(ca|cg|cs))?{_FETCHED}\.nc{_FETCHED}|"
+    rf"(\.volatile{_COMMON}|{_COMMON}\.volatile)|\.volatile{_GLOBAL}\.L2::(64|128|256)B|"
+    rf"{_ordered('relaxed|acquire', _COMMON)}|{_ordered('relaxed|acquire', _GLOBAL)}{_FETCHED}"
+)
+_STORE = (
+    rf"((\.weak)?{_WRITABLE}|{_WRITABLE}\.weak)(\.(wb|cg|cs|wt))?|"
+    rf"(\.weak)?{_GLOBAL}{_KEPT}(\.(wb|cg|cs|wt))?{_KEPT}|"
+    rf"(\.volatile{_COMMON}|{_COMMON}\.volatile)|"
+    rf"{_ordered('relaxed|release', _COMMON)}|{_ordered('relaxed|release', _GLOBAL)}{_KEPT}"
 )
 _GROUP = r"\.cta_group::[12]"
 _ALIGNED = r"\.sync\.aligned"
 
 _COMPARE = "eq|ne|lt|le|gt|ge|lo|ls|hi|hs|equ|neu|ltu|leu|gtu|geu|num|nan"
 _COMPARED = r"\.([bus](16|32|64)|f(32|64)|f16|f16x2|bf16|bf16x2)"
-_CONVERTED = r"\.([us](8|16|32|64)|f(16|32|64)|bf16|b?f16x2|tf32|e\wm\w(x[24])?|ue8m0x2|s2f6x2)"
-_FLOAT = rf"{_ROUND}(\.ftz)?(\.sat)?(\.f(32|64|32x2)|{_HALF})"
-_MIXED = rf"{_ROUND}(\.sat)?\.f32\.b?f16"  # f32 with a half (PTX ISA 9.7.5)
+_FLOAT = (
+    rf"{_ROUND}((\.ftz)?(\.sat)?\.f32|(\.ftz)?\.f32x2|\.f64)|"
+    r"(\.rn)?((\.ftz)?(\.sat)?\.f16(x2)?|\.bf16(x2)?)"
+)
+_MIXED = r"(\.sat)?\.f32\.b?f16"  # f32 with a half (PTX ISA 9.7.5)
+_ROUNDED = r"\.r[nzmp]"  # which an instruction must have
+_FUSED = (
+    rf"{_ROUNDED}((\.ftz)?(\.sat)?\.f32|(\.ftz)?\.f32x2|\.f64)|{_ROUNDED}{_MIXED}|"
+    r"\.rn((\.ftz)?(\.sat|\.relu|\.oob(\.relu)?)?\.f16(x2)?|(\.oob)?(\.relu)?\.bf16(x2)?)"
+)
+# conversions: their two types tell which rounding and which limits they have, or must have
+_WHOLE = r"\.[us](8|16|32|64)"
+_TO_WHOLE = rf"{_ROUNDED}i"
+_LIMITED = r"(\.relu|\.satfinite){0,2}"
+_EIGHT = r"\.e\dm\dx2"
+_CONVERT = (
+    rf"(\.sat)?{_WHOLE}{_WHOLE}|"
+    rf"{_TO_WHOLE}((\.ftz)?(\.sat)?{_WHOLE}\.f32|(\.sat)?{_WHOLE}\.f(16|64)|{_INT}\.bf16)|"
+    rf"{_ROUNDED}((\.ftz)?(\.sat)?\.f32{_WHOLE}|(\.sat)?\.f(16|64){_WHOLE}|\.bf16{_INT})|"
+    rf"{_ROUNDED}((\.sat)?\.f16\.f64|\.bf16\.f64|(\.ftz)?(\.sat)?\.f(32\.f64|16\.f32)|"
+    r"(\.ftz)?\.bf16\.f32)|"
+    rf"\.r[nz]{_LIMITED}\.b?f16\.f32|"
+    r"(\.sat)?\.f64\.f16|(\.ftz)?(\.sat)?\.f(64\.f32|32\.f16)|"
+    rf"({_TO_WHOLE})?((\.sat)?\.(f16\.f16|f64\.f64)|(\.ftz)?(\.sat)?\.f32\.f32|\.bf16\.bf16)|"
+    rf"{_ROUND}(\.(f16\.bf16|bf16\.f16|f64\.bf16)|(\.ftz)?\.f32\.bf16)|"
+    rf"\.r[nzs]{_LIMITED}\.b?f16x2\.f32|\.(r[nz]{_LIMITED}|rna(\.satfinite)?)\.tf32\.f32|"
+    rf"\.rn(\.relu)?\.f16x2{_EIGHT}|\.rn\.bf16x2\.ue8m0x2|"
+    rf"\.rn(\.relu)?\.satfinite(\.relu)?{_EIGHT}\.(f32|b?f16x2)|"
+    rf"\.rs(\.relu)?\.satfinite(\.relu)?\.e\dm\dx4\.f32|\.r[zp](\.satfinite)?\.ue8m0x2\.(f32|bf16x2)|"
+    r"\.rn(\.(relu|satfinite|scaled::n2::ue8m0))*"
+    r"\.(bf16x2\.(s2f6x2|e\dm\dx2)|s2f6x2\.(f32|bf16x2))"
+)
 _EXTREMUM = rf"(\.ftz)?(\.NaN)?(\.xorsign\.abs)?(\.relu)?(\.f(32|64)|{_HALF})"
 
 
@@ -49,12 +106,13 @@ def _matrices(shapes: str) -> str:
 
 
 FORMS = {
-    "add sub": rf"(\.sat)?\.s32|{_INT}|\.[us]16x2|(\.cc)?\.[us](32|64)|{_FLOAT}|{_MIXED}",
+    "add sub": rf"(\.sat)?\.s32|{_INT}|\.[us]16x2|(\.cc)?\.[us](32|64)|{_FLOAT}|{_ROUND}{_MIXED}",
     "addc subc": r"(\.cc)?\.[us](32|64)",
     "mul": rf"\.(lo|hi){_INT}|\.wide\.[us](16|32)|{_FLOAT}",
-    "mad": rf"\.(lo|hi)(\.cc)?{_INT}|\.wide\.[us](16|32)|\.hi\.sat\.s32|{_FLOAT}",
+    "mad": rf"\.(lo|hi)(\.cc)?{_INT}|\.wide\.[us](16|32)|\.hi\.sat\.s32|"
+    rf"{_ROUNDED}((\.ftz)?(\.sat)?\.f32|\.f64)",
     "madc": r"\.(lo|hi)(\.cc)?\.[us](32|64)",
-    "fma": rf"{_ROUND}(\.ftz)?(\.sat|\.relu|\.oob(\.relu)?)?(\.f(32|64|32x2)|{_HALF})|{_MIXED}",
+    "fma": _FUSED,
     "mul24 mad24": r"\.(hi|lo)\.[us]32",
     "sad rem": _INT,
     "div": rf"{_INT}|(\.approx|\.full|\.r[nzmp])?(\.ftz)?\.f(32|64)",
@@ -86,14 +144,13 @@ FORMS = {
     rf"\.([us]32|f32|f16|bf16|f16x2|bf16x2){_COMPARED}",
     "selp": r"\.([bus](16|32|64)|f(32|64))",
     "slct": r"(\.ftz)?\.([bus](16|32|64)|f(32|64))\.(s32|f32)",
-    "cvt": r"(\.rs|\.rna|\.r[nzmp]i?)?(\.(relu|satfinite|ftz|sat|scaled::n2::ue8m0))*"
-    rf"{_CONVERTED}{_CONVERTED}|\.pack\.sat\.([us]16\.s32|[us][248]\.s32\.b32)",
-    "mov": rf"{_ANY}|\.pred",
+    "cvt": rf"{_CONVERT}|\.pack\.sat\.([us]16\.s32|[us][248]\.s32\.b32)",
+    "mov": rf"{_MOVED}|\.pred",
     "cvta": rf"(\.to)?(\.(global|local|const|param(::entry)?)|{_SHARED})\.u(32|64)",
     "isspacep": rf"\.(global|local|const|param(::entry)?)|{_SHARED}",
-    "ld": rf"{_ORDERED}{_HINTS}(\.unified)?{_HINTS}(\.v[248])?{_ANY}",
+    "ld": rf"({_LOAD})(\.v[248])?{_ANY}",
     "ldu": rf"(\.global)?(\.v[24])?{_ANY}",
-    "st": rf"{_ORDERED}{_HINTS}(\.v[248])?{_ANY}",
+    "st": rf"({_STORE})(\.v[248])?{_ANY}",
     "prefetch": r"(\.(global|local))?\.L[12](::evict_(last|normal))?|(\.(param|const))?\.tensormap",
     "prefetchu": r"\.L1",
     "applypriority": r"(\.global)?\.L2::evict_normal",

@@ -33,6 +33,8 @@ _SCOPE = r"\.(cta|cluster|gpu|sys)"
 _SHARED = r"\.shared(::cta|::cluster)?"
 # NOTE: the assembler takes the order, the scope and the space of an atomic in any order
 _WHERE = rf"(\.(weak|relaxed|acquire|release|acq_rel)|{_SCOPE}|\.global|{_SHARED}){{0,4}}"
+_ATOMIC = rf"(\.(relaxed|acquire|release|acq_rel)|{_SCOPE}|\.global|{_SHARED}){{0,3}}"
+_REDUCED = rf"(\.(relaxed|release)|{_SCOPE}|\.global|{_SHARED}){{0,3}}"
 _HALF = r"\.(f16|f16x2|bf16|bf16x2)"
 _SUMS = (
     r"\.(and|or|xor)HINT\.b(32|64)|\.addHINT\.([us](32|64)|f(32|64))|\.(inc|dec)HINT\.u32|"
@@ -59,8 +61,8 @@ _SHAPE = r"\.(32x32b|16x64b|16x128b|16x256b|16x32bx2)\.x(1|2|4|8|16|32|64|128)"
 _VIDEO = r"(\.[us]32){2,3}(\.sat)?(\.(add|min|max|eq|ne|lt|le|gt|ge|clamp|wrap))*"
 
 BEYOND = {
-    "atom": rf"{_WHERE}({_SUMS}|\.exch{_HINT}\.b(32|64|128)|\.cas{_HINT}\.b(16|32|64|128))",
-    "red": rf"{_WHERE}({_SUMS})",
+    "atom": rf"{_ATOMIC}({_SUMS}|\.exch{_HINT}\.b(32|64|128)|\.cas{_HINT}\.b(16|32|64|128))",
+    "red": rf"{_REDUCED}({_SUMS})",
     "call": r"(\.uni)?",
     "st.async": rf"\.async(\.weak)?{_BYTES_OF}(\.v[24])?\.([bus](32|64)|f(32|64))|"
     rf"\.async(\.mmio)?\.release{_SCOPE}(\.global)?\.([bus](8|16|32|64)|f(32|64))",
@@ -74,8 +76,8 @@ BEYOND = {
     r"\.(b(32|64)|[us](32|64)|f(16|32|64)|bf16)|"
     rf"{_TENSOR}\.global\.shared::cta\.(add|min|max|inc|dec|and|or|xor)(\.(tile|im2col_no_offs))?"
     rf"\.bulk_group{_HINT})",
-    "cvt": r"(\.(rs|rna|r[nzmp]i?))?(\.(relu|satfinite|ftz|sat|scaled::n2::ue8m0))*"
-    r"\.(\w+x[24]|tf32|b?f16|f32)\.(\w+x[24]|f32|b?f16|ue8m0)",
+    "cvt": r"\.rn\.b?f16\.ue8m0",
+    "fma": r"\.r[zmp](\.relu)?\.bf16(x2)?",
     "fence": r"\.proxy\.async::generic\.(acquire|release)\.sync_restrict"
     r"::shared::(cta|cluster)\.cluster",
     "fns": r"\.b32",
@@ -128,7 +130,19 @@ BEYOND = {
 }  # fmt: skip
 
 
+_TYPE = re.compile(r"\.(pred|[bus]\d+|b?f\d+(x2)?|tf32|u?e\dm\d(x[24])?|s2f6x2)")
+
 NO_NAME = "no instruction of that name"
+# of each of these an access, an atomic or an mma has one at most
+_ONE_OF = (
+    r"\.(weak|volatile|relaxed|acquire|release|acq_rel)",
+    _SCOPE,
+    rf"\.(global|local|const|param(::entry|::func)?)|{_SHARED}",
+    r"\.(ca|cg|cs|lu|cv|wb|wt)",
+    r"\.nc",
+    r"\.m\d+n\d+k\d+",
+)
+_OF_ONE_SPACE = ("atom", "ld", "mma", "prefetch", "red", "st")
 # opcodes whose forms for their definitions say little, as these check the modifiers themselves
 _STRICT = ("cp.async", "st.async", "red.async")
 
@@ -149,9 +163,11 @@ def nonexistent(op: str) -> str:
     if not has_form(op) and beyond is None:
         return NO_NAME
     runs = has_form(op) and two not in _STRICT
+    modifiers = re.findall(r"\.\w+(?:::\w+)*", op.removeprefix(name))
+    if name in _OF_ONE_SPACE and two not in _STRICT and (doubled := _doubled(modifiers)):
+        return doubled
     if runs and not misfit(op):
         return ""
-    modifiers = re.findall(r"\.\w+(?:::\w+)*", op.removeprefix(name))
     for order in _reordered(modifiers):
         text = "".join(order)
         other = f"{name}{text}"
@@ -162,8 +178,18 @@ def nonexistent(op: str) -> str:
     return misfit(op) if runs else _first_unknown(op, name, beyond)
 
 
+def _doubled(modifiers: list[str]) -> str:
+    """Two modifiers of a kind of which there can be one; "" if there are none."""
+    for kind in _ONE_OF:
+        found = [m for m in modifiers if re.fullmatch(kind, m)]
+        if len(found) > 1:
+            return f"modifiers {' and '.join(found)}"
+    return ""
+
+
 def _reordered(modifiers: list[str]) -> Iterator[list[str]]:
-    """`modifiers`, and with one or two of them elsewhere: NVIDIA's assembler does not mind."""
+    """`modifiers`, and with one or two of them elsewhere: NVIDIA's assembler does not mind, but for
+    the order of types."""
     yield modifiers
     for once in _moved(modifiers):
         yield from _moved(once)
@@ -171,6 +197,8 @@ def _reordered(modifiers: list[str]) -> Iterator[list[str]]:
 
 def _moved(modifiers: list[str]) -> Iterator[list[str]]:
     for i, one in enumerate(modifiers):
+        if _TYPE.fullmatch(one):
+            continue
         rest = modifiers[:i] + modifiers[i + 1 :]
         for at in range(len(modifiers)):
             if at != i:
