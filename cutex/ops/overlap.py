@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import gcd
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 Term = tuple[int, int, int]  # a stride, and the least and the greatest integer to multiply it with
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
@@ -26,7 +27,10 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether a byte belongs to an element of x and to one of y."""
+    """Whether a byte belongs to an element of x and to one of y. A compiler that traces a call knows
+    no addresses: False then."""
+    if is_compiling():
+        return False
     distance = y.data_ptr() - x.data_ptr()
     if not x.numel() or not y.numel() or not -span(y) < distance < span(x):
         return False
