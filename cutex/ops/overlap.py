@@ -27,8 +27,8 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether a byte belongs to an element of x and to one of y. A compiler that traces a call knows
-    no addresses: False then."""
+    """Whether a byte belongs to an element of x and to one of y; False for a compiler that traces
+    the call, since it knows no addresses."""
     if is_compiling():
         return False
     distance = y.data_ptr() - x.data_ptr()

@@ -111,7 +111,7 @@ def test_four_hundred_randomized_cases(place, kernel):
 PLAIN = AttentionCase(heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64, causal=True)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(  # two kernels: heads of short sequences are packed into rows
     ("queries", "keys"),
     [
@@ -124,7 +124,7 @@ def test_causal_edges_of_tiles_and_rows_without_keys(place, queries, keys):
     hold(place, replace(PLAIN, seqlen_q=queries, seqlen_k=keys))
 
 
-@pytest.mark.sweep(4)  # two with the same kernel; the flags of others are in the randomized cases
+@pytest.mark.sweep(8)  # two with the same kernel; the flags of others are in the randomized cases
 @pytest.mark.parametrize("window", [(-70, 130), (None, -100), (200, -3), (-64, None)], ids=str)
 def test_bands_off_the_diagonal(place, window):
     hold(place, replace(PLAIN, causal=False, window=window, seqlen_q=300, seqlen_k=330))
@@ -251,6 +251,7 @@ def test_a_sink_of_minus_infinity_is_none(place):
     assert found.ok, found.message
 
 
+@pytest.mark.slow
 def test_orders_do_not_change_a_bit(place):
     case = replace(PLAIN, seqlen_q=300, seqlen_k=140)
     inputs = case.inputs(place.device)

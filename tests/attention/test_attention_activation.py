@@ -206,6 +206,7 @@ def test_a_model_of_transformers_runs_on_it(active, tiny):
         assert mine.shape == theirs.shape == (2, 13)
 
 
+@pytest.mark.slow
 def test_packed_sequences_of_transformers_do_not_see_each_other(active, tiny):
     model = tiny("cutex")
     ids = torch.randint(97, (1, 30), generator=torch.Generator().manual_seed(1))

@@ -87,7 +87,7 @@ def case_of(name: str, **more) -> AttentionCase:
     return AttentionCase(**{"batch": batch, **fields})
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name):
     dims = HEAD_DIMS[list(CASES).index(name) % len(HEAD_DIMS)]

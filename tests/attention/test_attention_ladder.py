@@ -90,14 +90,14 @@ def check(stage: Stage, problem: AttentionProblem, **how) -> None:
 # ---- right in every order of events
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @each({2, 8})
 def test_o_and_lse_are_float64s(stage: Stage, causal: bool) -> None:
     check(stage, sized(128, causal))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True], ids=FULL_CAUSAL)
 @some_stages
 def test_heads_of_64(stage: Stage, causal: bool) -> None:
@@ -245,6 +245,7 @@ def test_a_tile_taken_too_boldly_is_done_again(causal: bool, dtype: str) -> None
 # ---- the compiled code
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("head_dim", [128, *(pytest.param(x, marks=SLOW) for x in (64, 256))])
 @each({2, 8})  # those that another test here compiles
 def test_nothing_is_spilled_and_smem_is_what_the_config_says(stage: Stage, head_dim: int) -> None:

@@ -72,6 +72,7 @@ def test_the_unchanged_kernel_is_right(kernel, init):
     assert wrong(kernel, replace(CASE, init=init)) is None
 
 
+@pytest.mark.slow
 def test_warpgroups_compute_the_blocks_that_their_own_rows_see(kernel):
     """4 warps, each head_dim / 16 instructions for Q K^T and tile_n / 16 for P V."""
     inputs = CASE.inputs()

@@ -47,7 +47,7 @@ def test_every_family_of_data(init, causal, dtype):
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("init", "dtype"),
     [(init, "bf16") for init in ("x16", "qk-norm", "sink", "hot", "falling")]
@@ -75,7 +75,7 @@ def products(kernel: Compiled, case: AttentionCase) -> int:
     return sum(n for op, n in report.counts.items() if op.startswith("wgmma.mma"))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("init", ["x4", "x8", "x16"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_peaked_rows_are_as_exact_as_with_a_maximum(init, dtype):

@@ -311,6 +311,7 @@ KERNELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "dims"), KERNELS)
 @pytest.mark.parametrize(
     "kind", ["dense", *(pytest.param(x, marks=pytest.mark.slow) for x in ("packed", "few rows"))]

@@ -171,6 +171,7 @@ def test_the_builders_compile_what_is_asked_for(tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_is_drawn_may_be_faster_than_the_choice_and_was_not_timed(tmp_path, capsys):
     assert measuring.main(["--draw", "4", "--first", "3", "--seed", "5"]) == 0
     told = capsys.readouterr().out

@@ -98,7 +98,7 @@ def test_a_kernel_bears_the_name_of_its_stage_and_not_that_of_cutlass(stage: Sta
     assert "cutlass" not in kernel  # it makes ptxas choose registers by other rules
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @each_stage
 def test_one_compiled_kernel_serves_all_shapes(stage: Stage) -> None:
     compiled = compile(stage.kernel(), "bf16", stage.arch)

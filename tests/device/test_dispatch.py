@@ -107,7 +107,7 @@ class Walks:
 SIZES = {"one each": (1, 2, 2), "several": (2, 5, 4), "many": (3, 7, 5)}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("order", ["fifo", "eager", "starved", "random"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("dispatch", ["static", "counter"])

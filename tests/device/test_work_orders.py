@@ -70,6 +70,7 @@ ORDERS: dict[str, Callable[[], Iterator[tuple[Order, Tiles]]]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ORDERS)
 def test_every_tile_has_one_index(name: str) -> None:
     seen = 0

@@ -27,7 +27,7 @@ def arguments(problem: BlockScaledProblem):
     return (a, b.mT, [scale_a, own[0]], [scale_b, own[1]]), recipes
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("seed", range(24))
 def test_randomized_products_are_within_the_bound(seed):
     r = random.Random(seed)

@@ -76,7 +76,7 @@ EXACT_CASES = [
 ]
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize(("stage", "mnk"), EXACT_CASES)
 def test_integers_come_out_exact(stage: Stage, device: str, mnk: tuple[int, int, int]) -> None:
     found = check(stage, device, GemmProblem(*mnk, init="int"))
@@ -123,7 +123,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES.keys())
 def test_every_choice_of_stage_9_is_as_exact(changes: dict[str, int]) -> None:
     chosen = stage("sm_100a", 9)
@@ -155,7 +155,7 @@ NORMAL = [  # of both types, the first and the last stage of each ladder
 ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("stage", "dtype"), NORMAL)
 def test_normal_data_is_within_twice_torchs_error(stage: Stage, device: str, dtype: str) -> None:
     found = check(stage, device, GemmProblem(200, 264, 328, dtype=dtype, init="normal"))

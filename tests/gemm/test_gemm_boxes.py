@@ -57,7 +57,7 @@ def test_boxes_divide_a_tile_into_whole_swizzle_atoms(rows: int, most: int) -> N
     )
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("case", [pytest.param(x, marks=SLOW) if x in LONG else x for x in CASES])
 def test_a_product_whose_tiles_reach_outside_comes_out_exact(case: str) -> None:
     sizes, direction, dtype, most, more = CASES[case]

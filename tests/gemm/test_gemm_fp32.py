@@ -31,7 +31,7 @@ def run(stage, problem, **options):
     return report
 
 
-@pytest.mark.sweep(60)
+@pytest.mark.sweep(120)
 @pytest.mark.parametrize("mnk", SIZES, ids=str)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))
 def test_a_stage_is_exact_on_integers_of_any_sizes(stage, mnk):

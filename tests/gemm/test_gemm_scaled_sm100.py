@@ -29,7 +29,7 @@ def order_of(*names: str) -> dict[str, object]:
     return {"order": ORDERS[number % len(ORDERS)], "seed": number}
 
 
-@pytest.mark.sweep(64)
+@pytest.mark.sweep(128)
 @pytest.mark.parametrize(("tile", "kind"), PAIRS)
 def test_every_kind_is_exact_in_every_tile(tile: str, kind: str) -> None:
     """M and N are no multiple of a tile; K ends within a step, and factors beyond it are NaN."""
@@ -56,7 +56,7 @@ def test_layouts(case: Case) -> None:
     assert case.run(order="random", seed=5) is None
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", BLOCK_SCALED)
 @pytest.mark.parametrize("number", range(5))
 def test_every_stage_is_right_on_every_recipe(dtype: str, number: int) -> None:
@@ -73,7 +73,7 @@ def test_a_blackwell_ultra_runs_the_same_stages() -> None:
     assert result.ok, result.message
 
 
-@pytest.mark.sweep(48)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tile"), [(k, t) for t in TILES for k in ("mxfp8", "nvfp4")])
 def test_nothing_spills_on_either_blackwell(kind: str, tile: str) -> None:
     config = Case(kind, TILES[tile], (1, 1, 1), out="bf16").config

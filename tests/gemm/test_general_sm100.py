@@ -181,7 +181,7 @@ def test_what_k_lies_across_is_copied_on_hopper_unless_of_16_bits(
     assert ("a" in notes) == ("b" in notes) == copied
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("m, n", [(1, 256), (40, 8), (256, 72), (16, 516)])
 def test_tf32_of_every_major_is_exact_on_small_tiles(m: int, n: int) -> None:
     """A tile of few columns has too few bytes of N for the swizzle, and is not proposed."""

@@ -72,7 +72,7 @@ def test_both_sides_have_the_references_bits(format, arch, m, k, dtype, rounding
     check(columns, x.mT, rounding)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_either_side_alone_views_and_the_reverse(format):
     torch.manual_seed(1)

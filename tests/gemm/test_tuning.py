@@ -282,6 +282,7 @@ def test_the_number_of_tokens_is_rounded_wherever_it_stands():
 LAYERS_70B = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers",
     [LAYERS_70B[2:3], pytest.param(LAYERS_70B, marks=pytest.mark.slow)],

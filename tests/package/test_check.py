@@ -324,6 +324,7 @@ ADVISED = KERNEL.replace(
 ).replace("import torch", "import cutlass\nimport torch\nfrom cutlass.memory import SmemAllocator")
 
 
+@pytest.mark.slow
 def test_advisories_are_told_behind_findings_and_fail_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "ORDERS", ("fifo", "eager"))
     script = tmp_path / "mine.py"

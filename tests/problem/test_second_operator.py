@@ -250,7 +250,7 @@ def rowsum(monkeypatch) -> type[Problem]:
     return problem_class("rowsum")
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", KNOWN)
 def test_two_launches_run_and_are_checked_on_any_arch(rowsum, name, capsys, tmp_path):
     for dtype in rowsum.dtypes:
@@ -276,6 +276,7 @@ def test_what_is_wrong_in_the_second_launch_is_found(rowsum, capsys, tmp_path, m
     assert "off by" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_kernel_of_a_call_has_resources_of_its_own(rowsum, capsys):
     compiled = compile(Stage0(row_sum.Config(64)), "bf16", "sm_90a")
     first, second = all_resources(compiled)

@@ -32,7 +32,7 @@ def wanted_of(x, bins, low, high):
     return torch.bincount(at.clamp(max=bins - 1), minlength=bins)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape, bins", [((7, 999), 10), ((20_003,), 256)])
 def test_counts_are_exact(device, shape, bins, dtype):

@@ -62,7 +62,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("one", ROUNDING)
 @pytest.mark.parametrize("other", ROUNDING)
 @pytest.mark.parametrize("shapes", SHAPES)

@@ -102,6 +102,7 @@ def test_infinities_and_nans(device, dim):
     assert cutex.reduce(x, "argmax", dim).eq(0).all() and cutex.reduce(x, "max", dim).eq(-inf).all()
 
 
+@pytest.mark.slow
 def test_strided_views(device):
     whole = rows(device, (6, 4, 50))
     for x in (whole.mT, whole.permute(2, 0, 1), whole[:, 1:, 3:40], whole[::2, :, ::3]):

@@ -68,7 +68,7 @@ def test_softmax_and_its_gradient(device, n, dtype):
     near(x.grad, own * (dy.double() - (own * dy.double()).sum(-1, keepdim=True)), dtype)
 
 
-@pytest.mark.sweep(48)
+@pytest.mark.sweep(96)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("centred", [False, True])
@@ -95,7 +95,7 @@ def test_norms_and_their_gradients(device, n, dtype, centred):
         near(t.grad, w.grad, torch.float32, 64)
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [2, 99, 1000])
 @pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 1e-2)])
@@ -318,7 +318,7 @@ def test_a_plan_is_of_tensors_that_begin_alike(device):
         near(cutex.softmax(x), x.double().softmax(-1), torch.bfloat16, 2**-6)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "dtype, of_weight",
     [
@@ -418,7 +418,7 @@ def test_without_a_gpu_it_says_what_to_do():
         cutex.softmax(torch.zeros(2, 2))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", [x for x in ARCHS if x != "sm_90a"])
 def test_they_run_on_any_arch(name):
     with cutex.ops.simulated(name):
@@ -510,7 +510,7 @@ def test_a_long_row_is_walked_along_where_there_are_many(device, monkeypatch):
 ORDERS = [("random", 1), ("random", 2), ("starved", 0), ("peer-late", 0)]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("order, seed", ORDERS)
 def test_in_every_order_of_events(order, seed):
     if torch.cuda.is_available():

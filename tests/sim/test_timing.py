@@ -123,6 +123,7 @@ def overlap(intervals: list[Interval], a: str, b: str) -> float:
     return float((grid[0] & grid[1]).sum())
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_overlap_that_a_stage_adds():
     """Loads under the MMA: none in stage 1, which has one slot; most of the time in stage 2."""
     problem = GemmProblem(256, 512, 1024)
@@ -243,7 +244,7 @@ def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
     assert alike.work(config) == (3 * block, 3 * block)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     "head_dim, queries, keys",
     [(64, 192, 384), (64, 192, 448), (64, 70, 300), (128, 128, 256), (128, 128, 320),
@@ -461,6 +462,7 @@ def sums_of(arch: str, problem: GemmProblem, **split: Any):
     return traced, whole, [e for e in events if isinstance(e, Peer | Send)]
 
 
+@pytest.mark.slow
 def test_sums_sent_to_other_ctas_take_time():
     traced, whole, sums = sums_of(
         "sm_90a", GemmProblem(80, 64, 1024), tile_m=64, tile_n=80, tile_k=64, num_stages=6,
