@@ -35,6 +35,7 @@ def merged(a: Values, b: Values) -> Values:
     count = a[0] + b[0]
     apart = b[1] - a[1]
     part = b[0] * cute.arch.rcp_approx(cute.arch.fmax(count, Float32(1)))
+    part = cutlass.select_(a[0] == 0.0, Float32(1), part)  # then b's mean, to the bit
     return count, a[1] + apart * part, a[2] + b[2] + apart * apart * a[0] * part
 
 

@@ -184,6 +184,16 @@ print("right")
 """
 
 
+def test_what_the_cpu_does_not_compute_is_said():
+    x, one = torch.zeros(4, 32, dtype=E4M3), torch.ones(1)
+    w, offs = torch.zeros(1, 32, 16, dtype=E4M3), torch.tensor([4], dtype=torch.int32)
+    scales = [one], [0], [0]
+    with pytest.raises(NotImplementedError, match="a bias is not supported"):
+        scaled_grouped_mm_v2(x, w, *scales, *scales, offs, bias=torch.zeros(1, 16))
+    with pytest.raises(NotImplementedError, match="of 3 by 3 dimensions"):
+        scaled_grouped_mm_v2(x[None], w, *scales, *scales)
+
+
 def test_a_script_calls_them_on_its_gpu(run_script):
     ran = run_script(SCRIPT, "--arch", "sm_100a")
     assert ran.returncode == 0 and "right" in ran.stdout, ran.stderr

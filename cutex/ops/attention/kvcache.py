@@ -236,7 +236,6 @@ def numbers_of(call: KVCacheCall) -> tuple[float | int, ...]:
 def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> DecodeConfig:
     """The config of a call; `room`: if it had room for so many keys."""
     room = call.room if room is None else room
-    left, right = call.window(room)
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
     if call.page_size and (call.page_size % ATOM_ROWS or call.cache_leftpad is not None):
@@ -246,19 +245,12 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
     config = CONFIGS[kernels_of(arch)](
         head_dim=dims[0],
         head_dim_v=dims[1],
-        causal=right == 0,
-        window=(left is not None, bool(right)),
-        varlen_q=call.cu_seqlens_q is not None,
-        used_k=call.cache_seqlens is not None,
+        **call.traits(room, with_lse),
         appended=call.k is not None and call.k.shape[-3] > 0,
-        page_size=call.page_size,
         batch_idx=call.cache_batch_idx is not None,
         leftpad=call.cache_leftpad is not None,
         varlen_new=call.cu_seqlens_k_new is not None,
         fp8=call.fp8,
-        softcap=call.softcap != 0,
-        sink=call.learnable_sink is not None,
-        lse=with_lse,
         num_sms=sms,
     )
     config = fitted(config, room, units_of(call, config))

@@ -150,6 +150,21 @@ class KVCacheCall(NamedTuple):
             left = None
         return left, right
 
+    def traits(self, room: int, with_lse: bool) -> dict[str, Any]:
+        """What the config of any kernel says of a call, by its fields' names, where sequences have
+        room for `room` keys."""
+        left, right = self.window(room)
+        return {
+            "causal": right == 0,
+            "window": (left is not None, bool(right)),
+            "varlen_q": self.cu_seqlens_q is not None,
+            "used_k": self.cache_seqlens is not None,
+            "softcap": self.softcap != 0,
+            "sink": self.learnable_sink is not None,
+            "lse": with_lse,
+            "page_size": self.page_size,
+        }
+
 
 def other_sink(others: dict[str, Any], sink: Tensor | None) -> Tensor | None:
     """The sink, by its name here or vLLM's, s_aux. Raises TypeError or ValueError, in one sentence,

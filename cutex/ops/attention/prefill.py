@@ -41,21 +41,10 @@ def _is_list(call: KVCacheCall) -> bool:
 
 def config_for(call: KVCacheCall, with_lse: bool, arch_name: str) -> ForwardConfig:
     """The config of the forward kernel for a call."""
-    left, right = call.window(call.room)
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
-    spec = AttentionSpec(
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        causal=right == 0,
-        window=(left is not None, bool(right)),
-        varlen_q=call.cu_seqlens_q is not None,
-        used_k=call.cache_seqlens is not None,
-        softcap=call.softcap != 0,
-        sink=call.learnable_sink is not None,
-        lse=with_lse,
-        page_size=call.page_size,
-    )
+    traits = call.traits(call.room, with_lse)
+    spec = AttentionSpec(head_dim=dims[0], head_dim_v=dims[1], **traits)
     rows = call.q.shape[-3]
     mean = rows // call.batch if call.cu_seqlens_q is not None else rows
     shape = Shape(call.batch, *call.heads, call.longest_q, call.room, mean)

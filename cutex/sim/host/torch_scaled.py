@@ -157,6 +157,8 @@ def scaled_grouped_mm_v2(
     (2-d times 3-d), or of K (2-d times 2-d). Each group's factors in the order of tensor cores
     begin with a block of their own.
     """
+    if bias is not None:  # which torch refuses on a GPU, too
+        raise NotImplementedError("torch.nn.functional.scaled_grouped_mm: a bias is not supported")
     if a.dim() != 2 or offs is None or (b.dim() == 2 and a.dtype == torch.float4_e2m1fn_x2):
         raise NotImplementedError(
             f"torch.nn.functional.scaled_grouped_mm of {a.dim()} by {b.dim()} dimensions and "
