@@ -21,6 +21,7 @@ from cutex.compile import cache as store
 from cutex.compile.arguments import Argument, fake_arguments
 from cutex.compile.cache import FILES, canonical, digest
 from cutex.compile.compiled import Compiled
+from cutex.compile.identity import class_values, text_of
 from cutex.compile.sources import modules_of, places_of, sources_digest
 from cutex.tracing import tracing
 
@@ -234,7 +235,8 @@ def _ingredients(kernel: Kernel, dtype: str, arch: str) -> dict[str, Any]:
     return {
         "kernel": f"{cls.__module__}.{cls.__qualname__}",
         "name": kernel.name,
-        "config": repr(kernel.config),
+        "class": class_values(cls),
+        "config": text_of(kernel.config),
         "dtype": dtype,
         "arch": arch,
         "opt_level": OPT_LEVEL,

@@ -3,9 +3,14 @@
 The key of a compiled kernel holds the digest of these files, so none may be missing that the
 kernel could execute, a user's own included. The search starts at the modules that define the
 kernel's class, its bases and the objects in its config, and follows every import statement, inside
-functions too, to modules and to the packages around them. Two things are identified by their
-version: the standard library, and installed distributions other than cutex and the kernel's own.
+functions too, and importlib.import_module of a written name, to modules and to the packages around
+them. Not read are the standard library and the packages that cutex depends on, which versions
+identify, and other installed distributions, whose RECORD has a sum of each file.
 Where its file is decides what a module belongs to: a user's profile.py or code.py is the user's.
+
+Python may hold another text of a module than its file does: the file is edited while the process
+runs, before or after a reload. The digest of such files is therefore this process's own, and
+another one after each edit; no other process finds what is kept under it.
 
 Nothing is imported for the search; reading and scanning all of cutex takes some milliseconds.
 """
@@ -14,10 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import inspect
+import os
 import re
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -30,26 +38,57 @@ STANDARD = {  # folders of the standard library
     Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")
 }
 # Packages that cutex depends on: pinned by version even where a config holds one of their objects.
-DEPENDENCIES = {"cuda", "cutlass", "ml_dtypes", "numpy", "torch", "tvm_ffi"}
+DEPENDENCIES = {"cuda", "cutlass", "filelock", "ml_dtypes", "numpy", "torch", "tvm_ffi"}
 
 # `from a.b import c, d` and `import a.b as c, d`, wherever a statement may begin
 _IMPORT = re.compile(
-    r"""(?: ^ | [;:] ) [ \t]*
-    (?: from [ \t]+ (?P<dots> \.* ) [ \t]* (?P<origin> [\w.]* ) [ \t]+ import \b [ \t]*
-        (?P<names> \( (?: [^()#] | \#[^\n]* )* \) | (?: [^\n;\#\\] | \\\r?\n )* )
-      | import [ \t]+ (?P<modules> (?: [^\n;\#\\] | \\\r?\n )* ) )""",
+    r"""(?: ^ | [;:] ) [ \t\f]*
+    (?: from \b [ \t\f]* (?P<dots> [. ]* ) (?P<origin> [\w.]* ) [ \t\f]* \b import \b [ \t\f]*
+        (?P<names> \( (?: [^()#] | \#[^\n]* )* \) | [^\n;\#]* )
+      | import [ \t\f]+ (?P<modules> [^\n;\#]* ) )""",
     re.MULTILINE | re.VERBOSE,
+)
+_BY_NAME = re.compile(
+    r"""\b(?:import_module|__import__)\s*\(\s*(?:name\s*=\s*)?["'](\.*)([\w.]+)["']"""
 )
 _FOR_TYPES = re.compile(
     r"^([ \t]*)if (?:typing\.)?TYPE_CHECKING:[^\n]*\n(?:\1[ \t]+[^\n]*\n|[ \t]*\n)*", re.MULTILINE
 )
 
 
+def _began() -> float:
+    """When this process began, or the one that it is a fork of, as time.time()."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) + 1
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return booted + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.time()
+
+
+_BEGAN = _began()
+_HERE = uuid4().hex  # with the process's number, this process and no other
+
+
+class State(NamedTuple):
+    """What changes with a file."""
+
+    changed: int  # ns; of its content, name or owner
+    modified: int
+    size: int
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether the file changed since this process began."""
+        return max(self.changed, self.modified) / 1e9 > _BEGAN
+
+
 class Source(NamedTuple):
-    """One module's file as it is on disk."""
+    """One module's file as it is on disk, or the files of an installed package."""
 
     module: str
     file: Path
+    state: State
     digest: bytes
     imports: frozenset[str]  # modules, or names that a module may define: both are looked up
 
@@ -71,15 +110,23 @@ def sources_digest(modules: Iterable[str]) -> str:
     names = frozenset(modules)
     if any(_is_fileless(name) for name in names):
         return uuid4().hex
-    return _digest(names)
+    known = _digests.get(names)
+    if known is None or any(_state(file) != state for file, state in known[1]):
+        known = _digests[names] = _digest(names)
+    return known[0]
 
 
-@cache
-def _digest(modules: frozenset[str]) -> str:
+_digests: dict[frozenset[str], tuple[str, list[tuple[Path, State]]]] = {}  # and what it was made of
+
+
+def _digest(modules: frozenset[str]) -> tuple[str, list[tuple[Path, State]]]:
     digest = hashlib.sha256()
-    for source in closure(modules):
+    sources = closure(modules)
+    for source in sources:
         digest.update(source.module.encode() + b"\0" + source.digest)
-    return digest.hexdigest()
+    if newer := [(source.module, source.state) for source in sources if source.state.is_newer]:
+        digest.update(f"{_HERE} {os.getpid()} {newer}".encode())
+    return digest.hexdigest(), [(source.file, source.state) for source in sources]
 
 
 def closure(modules: Iterable[str]) -> list[Source]:
@@ -89,8 +136,13 @@ def closure(modules: Iterable[str]) -> list[Source]:
     found: dict[str, Source | None] = {}
     while waiting:
         name = waiting.pop()
-        if name in found or _is_pinned(name.partition(".")[0], own):
+        top = name.partition(".")[0]
+        if name in found or _is_pinned(top):
             continue
+        if top not in own and _is_installed(top):
+            found[top] = _recorded(top)
+            if found[top] is not None:
+                continue
         if package := name.rpartition(".")[0]:
             waiting.append(package)
         found[name] = source = _read(name)
@@ -152,11 +204,9 @@ def _parts(value: Any) -> Iterable[object]:
 # ---- finding and reading
 
 
-def _is_pinned(top: str, own: set[str]) -> bool:
-    """Whether the version of a top-level module identifies its content."""
-    if is_standard(top) or top in DEPENDENCIES:
-        return True
-    return top not in own and _is_installed(top)
+def _is_pinned(top: str) -> bool:
+    """Whether a version that is in every key identifies the content of a top-level module."""
+    return is_standard(top) or top in DEPENDENCIES
 
 
 @cache
@@ -197,12 +247,31 @@ def _is_installed(top: str) -> bool:
 def _is_recorded(top: str, place: Path) -> bool:
     """Whether `place`, a file or folder of `top`, was installed into the folder around it, under
     any name of that folder, as by pip install --target."""
+    return next(_records(top, place), None) is not None
+
+
+def _records(top: str, place: Path) -> Iterator[tuple[Path, list[str]]]:
+    """The RECORD files of the distributions that brought `place`, a file or folder of `top`, each
+    with its lines for `top`: the files, their sums and sizes."""
     root = (place if place.name in (top, f"{top}.py") else place.parent).parent
-    start = re.compile(rf"^{re.escape(top)}(/|\.py,)", re.MULTILINE)
-    records = root.glob("*.dist-info/RECORD")
-    return any(
-        start.search(record.read_text(errors="replace", encoding="utf-8")) for record in records
-    )
+    line = re.compile(rf"^{re.escape(top)}(?:/|\.\w).*$", re.MULTILINE)
+    for record in sorted(root.glob("*.dist-info/RECORD")):
+        if lines := line.findall(record.read_text(errors="replace", encoding="utf-8")):
+            yield record, lines
+
+
+@cache
+def _recorded(top: str) -> Source | None:
+    """An installed package as its distributions' RECORD has it; None without one."""
+    file, folders = _locate(top)
+    where = [*([file] if file else []), *map(Path, folders or ())]
+    found = [entry for place in where for entry in _records(top, place)]
+    if not found:
+        return None
+    listed = sorted({line for _, lines in found for line in lines if ".pyc," not in line})
+    record = found[0][0]
+    digest = hashlib.sha256("\n".join(listed).encode()).digest()
+    return Source(top, record, _state(record), digest, frozenset())
 
 
 def _is_fileless(name: str) -> bool:
@@ -227,24 +296,59 @@ def _search(name: str) -> Location:
         return Location(None, None)
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        spec = find(name, folders) if find else None
+        try:
+            spec = find(name, folders) if find else None
+        except KeyError:  # a namespace inside a package that is not imported yet
+            inner = name.rpartition(".")[2]
+            places = [Path(folder, inner) for folder in folders or ()]
+            return Location(None, tuple(str(p) for p in places if p.is_dir()) or None)
         if spec is not None:
             file = Path(spec.origin) if spec.origin and spec.has_location else None
             inside = spec.submodule_search_locations
+            # NOTE: a namespace package asks for the module around it, which may not be imported
+            inside = getattr(inside, "_path", inside)
             return Location(file, None if inside is None else tuple(inside))
     return Location(None, None)
 
 
-@cache
+def _state(file: Path) -> State:
+    try:
+        found = file.stat()
+    except OSError:
+        return State(0, 0, 0)
+    return State(found.st_ctime_ns, found.st_mtime_ns, found.st_size)
+
+
 def _read(name: str) -> Source | None:
-    """The source of a module; None if it is no module, or has no Python source."""
+    """The source of a module; None if it is no module, or has no file."""
     file, folders = _locate(name)
-    if file is None or file.suffix != ".py":
+    if file is None:
         return None
+    if not file.is_file():  # in an archive
+        return Source(name, file, _state(file), uuid4().bytes, frozenset())
+    return _read_file(name, file, folders is not None, _state(file))
+
+
+@cache
+def _read_file(name: str, file: Path, is_package: bool, state: State) -> Source:
     content = file.read_bytes()
-    package = name if folders is not None else name.rpartition(".")[0]
-    imports = frozenset(_imports(content.decode(errors="replace"), package))
-    return Source(name, file, hashlib.sha256(content).digest(), imports)
+    imports: frozenset[str] = frozenset()
+    if file.suffix == ".py":
+        imports = frozenset(_imports(_text(content), name if is_package else _around(name)))
+    return Source(name, file, state, hashlib.sha256(content).digest(), imports)
+
+
+def _around(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _text(content: bytes) -> str:
+    """The text of a Python file, each line that goes on after a backslash as one."""
+    try:
+        text = importlib.util.decode_source(content)
+    except (SyntaxError, UnicodeDecodeError, LookupError):
+        text = content.decode(errors="replace")
+    return text.replace("\\\n", " ")
 
 
 def _imports(text: str, package: str) -> Iterator[str]:
@@ -254,16 +358,23 @@ def _imports(text: str, package: str) -> Iterator[str]:
         if statement["modules"] is not None:
             yield from _names(statement["modules"])
             continue
-        origin = statement["origin"]
-        if up := len(statement["dots"]):
-            parents = package.split(".")[: package.count(".") + 2 - up]
-            origin = ".".join([*parents, *([origin] if origin else [])])
+        origin = _absolute(statement["dots"].replace(" ", ""), statement["origin"], package)
         yield origin
         yield from (f"{origin}.{name}" for name in _names(statement["names"]) if name != "*")
+    for dots, name in _BY_NAME.findall(text):
+        yield _absolute(dots, name, package)
+
+
+def _absolute(dots: str, origin: str, package: str) -> str:
+    """The whole name of a module that one of `package` names with leading dots."""
+    if not dots:
+        return origin
+    parents = package.split(".")[: package.count(".") + 2 - len(dots)]
+    return ".".join([*parents, *([origin] if origin else [])])
 
 
 def _names(listed: str) -> Iterator[str]:
     """The imported names in a list: `a.b as c, d` gives a.b and d."""
-    for part in re.sub(r"#[^\n]*|[()\\]", " ", listed).split(","):
+    for part in re.sub(r"#[^\n]*|[()]", " ", listed).split(","):
         if words := part.split():
             yield words[0]

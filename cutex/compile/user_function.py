@@ -15,6 +15,7 @@ import dis
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,6 +29,11 @@ from cutex.errors import CutexError
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, type(...))
 _FIXED = ("cutlass", "numpy", "torch")  # fixed by their versions, as the standard library is
+# attributes that the DSL gives a function
+_OF_DSL = re.compile(
+    "_dsl_|_decorator_|_preprocess|_original_code$|__wrapped__$|set_name_prefix$|_name_prefix"
+)
+_NOTHING = object()
 _EVASIVE = {"eval", "exec", "globals", "locals", "vars", "getattr", "__import__"}
 
 
@@ -149,6 +155,7 @@ class _Reader:
         if wrapped is not None and _is_of_fixed(function.__globals__):
             yield "decorated"  # by the DSL, which traces the wrapped function
             yield from self.parts(wrapped)
+            yield from self._attributes(function)
             return
         yield "function"
         code = _written(function)
@@ -166,9 +173,13 @@ class _Reader:
             yield from self.parts(held)
         if wrapped is not None:
             yield from self.parts(wrapped)
-        if own := {name: x for name, x in vars(function).items() if not name.startswith("_")}:
-            yield from self.parts(own)  # its attributes, which any code that reaches it may read
+        yield from self._attributes(function)
         yield from self._names(code, function.__globals__)
+
+    def _attributes(self, function: types.FunctionType) -> Iterator[str]:
+        """The parts of its attributes, which any code that reaches it may read."""
+        if own := {name: x for name, x in vars(function).items() if not _OF_DSL.match(name)}:
+            yield from self.parts(own)
 
     def _code(self, code: types.CodeType) -> Iterator[str]:
         yield f"code {code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}"
@@ -183,11 +194,11 @@ class _Reader:
             name, *attributes = path
             if name in _EVASIVE:
                 raise Unkeyable(f"it calls {name}")
-            home: Any = scope if name in scope else vars(builtins)
-            if name not in home:
+            look = functools.partial(_named, scope, name)
+            value = look()
+            if value is _NOTHING:
                 raise Unkeyable(f"it names {name}, which has no value")
-            value = home[name]
-            self._watch(functools.partial(home.get, name), value)
+            self._watch(look, value)
             yield f"global {'.'.join(path)}"
             while attributes and type(value) is types.ModuleType:
                 if _is_of_fixed(vars(value)):
@@ -211,6 +222,11 @@ def _written(function: types.FunctionType) -> types.CodeType:
     keeps the code that was there."""
     code: types.CodeType = getattr(function, "_original_code", None) or function.__code__
     return code
+
+
+def _named(scope: dict[str, Any], name: str) -> Any:
+    """What code in `scope` finds under a global's name; _NOTHING if it finds none."""
+    return scope[name] if name in scope else vars(builtins).get(name, _NOTHING)
 
 
 def _paths(code: types.CodeType) -> Iterator[tuple[str, ...]]:

@@ -3,6 +3,7 @@ imports."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 from cutex.arch import ARCHS
+from cutex.compile import sources
 from cutex.compile.sources import closure, modules_of, sources_digest
 from cutex.kernels.gemm import stage
 
@@ -231,6 +234,104 @@ def test_a_users_module_named_like_one_of_python_is_the_users(python, root, tmp_
         assert digests[0] != digests[1]
 
 
+WAYS_TO_IMPORT = {
+    "relative": "from .helper import f",
+    "no space": "from.helper import(f)",
+    "star": "from .helper import*",
+    "goes on": "from mine.helper \\\n    import f",
+    "goes on with \\r\\n": "from mine.helper \\\r\n    import f",
+    "old line ends": "x = 1\rfrom .helper import f\r",
+    "form feed": "\f\nif True:\n    \ffrom .helper import f",
+    "by name": "import importlib\nh = importlib.import_module('mine.helper')",
+    "by a relative name": "from importlib import *\nh = import_module('.helper', __package__)",
+    "built in": "h = __import__('mine.helper').helper",
+    "by the package": "from . import f",
+    "of a module": "import mine\nmine.f",
+    "inside a class": "class A: from .helper import f as g",
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_IMPORT)
+def test_a_helper_counts_however_it_is_imported(way, tmp_path, monkeypatch):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    of_package = "from .helper import f\n" if way in ("by the package", "of a module") else ""
+    (mine / "__init__.py").write_text(of_package)
+    (mine / "kernel.py").write_bytes(WAYS_TO_IMPORT[way].encode())
+    (mine / "helper.py").write_text("f = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sources._search.cache_clear()
+    assert "mine.helper" in {source.module for source in closure(["mine.kernel"])}
+    sources._search.cache_clear()
+
+
+def test_folders_without_an_init_are_packages(tmp_path, monkeypatch):
+    inner = tmp_path / "spaced" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "spaced" / "kernel.py").write_text("from spaced.inner.helper import f\n")
+    (inner / "helper.py").write_text("from ..other import g\n")
+    (tmp_path / "spaced" / "other.py").write_text("g = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {source.module for source in closure(["spaced.kernel"])}
+    assert found == {"spaced.kernel", "spaced.inner.helper", "spaced.other"}
+
+
+def test_an_edit_while_a_process_runs_leaves_its_keys_to_itself(tmp_path, monkeypatch):
+    """Whether Python has the old text or the new one, nothing says; other processes have the
+    new."""
+    file = tmp_path / "mine_alone.py"
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def digest(text: str, began: float, process: str) -> str:
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        monkeypatch.setattr(sources, "_BEGAN", began)
+        monkeypatch.setattr(sources, "_HERE", process)
+        sources._digests.clear()
+        return sources_digest(["mine_alone"])
+
+    old, edited, last = "A = 1\n", "A = 2\n", "A = 2\nB = 3\n"
+    long_ago, later = 0.0, time.time() + 3600
+    assert digest(old, later, "a") == digest(old, later, "b")
+    first = digest(edited, later, "a")
+    assert digest(old, later, "a") != first
+    assert digest(edited, long_ago, "a") == digest(edited, long_ago, "a") != first
+    assert digest(edited, long_ago, "a") != digest(edited, long_ago, "b")
+    assert digest(last, long_ago, "a") != digest(last, later, "a")
+    assert digest(edited, later, "a") == first
+    before = sources_digest(["mine_alone"])
+    file.write_text(last)  # with nothing else forgotten
+    assert sources_digest(["mine_alone"]) != before
+
+
+def test_the_start_of_this_process_is_known():
+    with (Path("/proc") / "uptime").open() as file:
+        booted = time.time() - float(file.read().split()[0])
+    assert booted < sources._BEGAN < time.time()
+    assert time.time() - sources._BEGAN > time.process_time() / 64
+
+
+def test_an_installed_package_that_is_upgraded_counts(tmp_path, monkeypatch):
+    (tmp_path / "mine_too.py").write_text("from of_others import tile\n")
+    site = tmp_path / "site-packages"
+    record = site / "of_others-1.0.dist-info" / "RECORD"
+    record.parent.mkdir(parents=True)
+    (site / "of_others").mkdir()
+    for folder in (tmp_path, site):
+        monkeypatch.syspath_prepend(folder)
+    digests = []
+    for tile in (64, 64, 128):
+        text = f"tile = {tile}\n".encode()
+        (site / "of_others" / "__init__.py").write_bytes(text)
+        digest = hashlib.sha256(text).hexdigest()
+        record.write_text(f"of_others/__init__.py,sha256={digest},{len(text)}\n")
+        monkeypatch.setattr(sources, "_BEGAN", time.time() + 3600)
+        sources._recorded.cache_clear()
+        sources._digests.clear()
+        digests.append(sources_digest(["mine_too"]))
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_pythons_own_modules_are_not_read(python, root, tmp_path):
     (tmp_path / "acts.py").write_text("import profile, code, token, queue, json.decoder, os, sys\n")
     code = (
@@ -315,8 +416,9 @@ from cutex.compile import compile, sources
 kernel = stage("sm_90a", 9).kernel()
 took = []
 for _ in range(5):
-    for cached in (sources._digest, sources._read, sources._search, sources._is_installed):
+    for cached in (sources._read_file, sources._search, sources._is_installed):
         cached.cache_clear()
+    sources._digests.clear()
     start = time.process_time()
     sources.sources_digest([type(kernel).__module__])
     took.append(time.process_time() - start)
