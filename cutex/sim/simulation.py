@@ -149,6 +149,7 @@ class Simulation:
                 checks.finish()
                 unreached.tell(program, scheduler.m, scheduler.executed)
             finally:  # NOTE: findings before an error count
+                checks.stop()
                 self._add_up(scheduler, what)
                 self._sample(program, what, memory, [checks.global_races.written()])
                 scheduler.m.release()

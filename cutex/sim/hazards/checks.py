@@ -19,6 +19,7 @@ from cutex.sim.hazards.mbarrier_memory import MBarrierMemory
 from cutex.sim.hazards.mbarrier_order import MBarrierOrder
 from cutex.sim.hazards.mbarrier_phases import MBarrierPhases
 from cutex.sim.hazards.one_store import OneStore
+from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.hazards.register_moves import RegisterMoves
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.hazards.tmem_accesses import TmemAccesses
@@ -36,7 +37,8 @@ class Checks:
 
     def __init__(self, machine: Machine, launch: Launch, stream: Stream) -> None:
         self.m = machine
-        self.global_races = GlobalRaces(machine)
+        self.rechecks = Rechecks(machine)
+        self.global_races = GlobalRaces(machine, self.rechecks)
         self.grid_order = GridOrder(machine, launch.programmatic, stream)
         self.of_launch = [TensorMapChanges(machine), MapStrides(machine)]
 
@@ -50,21 +52,24 @@ class Checks:
             accesses = TmemAccesses(m, clocks)
             tmem_shadow = TmemShadow(m, clocks, accesses)
             tmem = [tmem_shadow, accesses]
-        smem_shadow = SmemShadow(m, clocks)
+        smem_shadow = SmemShadow(m, clocks, self.rechecks)
         asynchronous = AsyncAccesses(m, clocks, mbarriers, smem_shadow, tmem_shadow)
         lifetimes = Lifetimes(m, clocks, mbarriers, asynchronous)
         self.global_races.start(clocks)
-        self.global_races.order.start(clocks)
+        orders = [self.global_races.lenient, self.global_races.order]
+        for order in orders:
+            order.start(clocks)
         self.grid_order.start(clocks)
         wgmma = [WgmmaRegisters(m)] if any(i.name == "wgmma" for i in m.program.code) else []
         flags = [FlagOrder(m, clocks)] if has_flags(m.program) else []
         grids = [self.grid_order] if self.grid_order.active else []
+        rechecks = [self.rechecks] if self.rechecks.active else []
         return [
             smem_shadow, *tmem, asynchronous, lifetimes, mbarriers,
             ByteCounts(m, m.mbarriers), MBarrierMemory(m),
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
-            self.global_races, *flags, self.global_races.order, *grids, *self.of_launch,
+            self.global_races, *flags, *orders, *grids, *rechecks, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
         ]  # fmt: skip
 
@@ -72,3 +77,8 @@ class Checks:
         """The grid has ended."""
         self.grid_order.finish()
         self.global_races.finish()
+        self.stop()
+
+    def stop(self) -> None:
+        """Report what was kept, also of a grid that an error has ended."""
+        self.rechecks.finish()

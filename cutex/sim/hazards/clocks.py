@@ -177,9 +177,9 @@ class Clocks(Observer):
                 self._widen()
         return self.barriers[key]
 
-    def acquire_slot(self, warp: int) -> int:
+    def acquire_slot(self, warp: int, lenient: bool = False) -> int:
         """The slot that counts the warp's acquires from other clusters (see cluster_order)."""
-        return self._more(-1, -1, int(self.slot[warp]))
+        return self._more(-1, -3 if lenient else -1, int(self.slot[warp]))
 
     def written_slot(self, warp: int) -> int:
         """The slot of the warp's bulk stores, counted up to the last that is complete in global

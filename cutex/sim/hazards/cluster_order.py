@@ -6,13 +6,18 @@ acquire reads the value of the release, or of an atomic after it on the same pla
 warp is ordered after everything that the releasing warp was ordered after (PTX ISA 8.8, 8.9.2).
 Without either an atomic orders nothing.
 
+By the letter the fence is one of the thread that writes, or reads, strongly. A fence of each thread
+before a barrier, behind which one thread counts up, and one of each behind the barrier that tells
+of its count, is as common, and works: a fence waits until what its thread wrote is performed. That
+is the ``lenient`` order: what only it allows is an advisory.
+
 Counts are those of the vector clocks, which belong to a cluster; so the clocks that a warp acquires
 from other clusters are kept separately, and the clocks of its own cluster count its acquires.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,6 +34,13 @@ ClusterClock = dict[
 ]  # a clock: by cluster of the grid, counts of its agents, by slot
 
 
+class _At(NamedTuple):
+    """A clock, and the count of the warp that has it from which on another is ordered after it."""
+
+    clock: ClusterClock
+    count: int
+
+
 def _releases(program: Program) -> bool:
     """Whether any instruction releases to other clusters, or acquires from them."""
     return any(
@@ -40,20 +52,19 @@ def _releases(program: Program) -> bool:
 class ClusterOrder(Observer):
     """The order of a grid's clusters; costs nothing if no instruction could order them."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
+    def __init__(self, machine: Machine, lenient: bool = False) -> None:
+        """``lenient``: fences count for the threads that are ordered after or before them."""
+        self.m, self.lenient = machine, lenient
         self.active = _releases(machine.program)
         self.released: dict[int, ClusterClock] = {}  # by address
 
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
         self.clocks = clocks
-        self.at_fence: dict[
-            int, ClusterClock
-        ] = {}  # by warp: the clock that its last fence released
-        self.observed: dict[
-            int, ClusterClock
-        ] = {}  # by warp: clocks read strongly since its last fence
+        # by warp: the clock that its last fence released, and its count
+        self.at_fence: dict[int, _At] = {}
+        # by warp: clocks read strongly since its last fence, and its count at the last
+        self.observed: dict[int, _At] = {}
         self.acquired: dict[int, list[ClusterClock]] = {}  # by warp: its clock after each acquire
         self.latest: dict[int, ClusterClock] = {}  # by warp: the clock that it has acquired last
 
@@ -62,10 +73,12 @@ class ClusterOrder(Observer):
         if not self.active or scope != "gpu":
             return
         for warp in warps.tolist():
-            if warp in self.observed:
-                self._acquire(warp, self.observed.pop(warp))
+            if (seen := self._before(self.observed, warp)) is not None:
+                self._acquire(warp, seen)
+                if not self.lenient:  # else other threads' fences behind a barrier count as well
+                    del self.observed[warp]
             if releases:
-                self.at_fence[warp] = self._now(warp)
+                self.at_fence[warp] = _At(self._now(warp), self.clocks.now(warp) + 1)
 
     def read(self, warp: int, address: int, how: Strength) -> None:
         """A strong read."""
@@ -76,15 +89,30 @@ class ClusterOrder(Observer):
                 self.latest[warp] = seen
                 self._acquire(warp, seen)
         else:
-            self.observed[warp] = _joined(self.observed.get(warp, {}), seen)
+            before = self.observed[warp].clock if warp in self.observed else {}
+            self.observed[warp] = _At(_joined(before, seen), self.clocks.now(warp))
 
     def write(self, warp: int, address: int, how: Strength) -> None:
         """A strong write: the clock released there before is kept, as with an atomic."""
-        given = self._now(warp) if how.releases else self.at_fence.get(warp)
-        if how.releases:
+        given = self._now(warp) if how.releases else self._before(self.at_fence, warp)
+        if how.releases and not self.lenient:
             self.clocks.count(warp)
         if given is not None:
             self.released[address] = _joined(self.released.get(address, {}), given)
+
+    def _before(self, each: dict[int, _At], warp: int) -> ClusterClock | None:
+        """The warp's own clock in ``each``; if lenient, with those of warps that it is ordered
+        after.
+        """
+        if not self.lenient:
+            return each[warp].clock if warp in each else None
+        out: ClusterClock | None = None
+        for other, at in each.items():
+            if self.m.grid.first_cta[other] != self.m.grid.first_cta[warp]:
+                continue
+            if self.clocks.known[warp, self.clocks.slot[other]] >= at.count:
+                out = _joined(out or {}, at.clock)
+        return out
 
     def known(self, warp: int, cluster: int, slot: int) -> int:
         """The count of an agent of another cluster up to which ``warp`` is ordered after it."""
@@ -105,7 +133,8 @@ class ClusterOrder(Observer):
         for other, steps in self.acquired.items():
             if m.grid.first_cta[other] != first:
                 continue
-            count = int(self.clocks.known[warp, self.clocks.acquire_slot(other)])
+            slot = self.clocks.acquire_slot(other, self.lenient)
+            count = int(self.clocks.known[warp, slot])
             if count:
                 out = _joined(out, steps[count - 1])
         return out
@@ -116,7 +145,7 @@ class ClusterOrder(Observer):
         after = _joined(before, what)
         if after is not before:
             steps.append(after)
-            self.clocks.learn(warp, self.clocks.acquire_slot(warp), len(steps))
+            self.clocks.learn(warp, self.clocks.acquire_slot(warp, self.lenient), len(steps))
 
 
 def _joined(a: ClusterClock, b: ClusterClock) -> ClusterClock:

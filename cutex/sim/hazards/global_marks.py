@@ -40,12 +40,14 @@ class By(NamedTuple):
 
 class Clash(NamedTuple):
     """Two unordered accesses of a byte: the place of the later one in its access, the number of the
-    earlier one in the records, and the byte's place in its region.
+    earlier one in the records, and the byte's place in its region. ``fenced``: whether fences of
+    other threads than by the letter order them.
     """
 
     later: int
     earlier: int
     place: int
+    fenced: bool = False
 
 
 class BoxRead(NamedTuple):

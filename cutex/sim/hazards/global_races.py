@@ -36,6 +36,7 @@ from cutex.sim.hazards.global_marks import (
     Records,
 )
 from cutex.sim.hazards.global_reports import GlobalReports
+from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.isa.boxes import box_places
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
@@ -85,13 +86,13 @@ class GlobalRaces(Observer):
     the records; by the region's address.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, rechecks: Rechecks) -> None:
         self.m = machine
         code = machine.program.code
         self.active = not any(ins.name == "multimem" for ins in code)
-        self.order = ClusterOrder(machine)
+        self.order, self.lenient = ClusterOrder(machine), ClusterOrder(machine, lenient=True)
         self.records = Records()
-        self.reports = GlobalReports(machine, self.records)
+        self.reports = GlobalReports(machine, self.records, rechecks)
         self.writes: dict[int, np.ndarray] = {}
         self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
@@ -130,9 +131,10 @@ class GlobalRaces(Observer):
             self._read(region, places, by, ins)
         if how.far and self.order.active:
             for warp, address in set(zip(warps.tolist(), addresses.tolist(), strict=True)):
-                self.order.read(warp, address, how)
-                if how.atomic:
-                    self.order.write(warp, address, how)
+                for order in (self.lenient, self.order):
+                    order.read(warp, address, how)
+                    if how.atomic:
+                        order.write(warp, address, how)
 
     def global_stores(
         self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
@@ -146,7 +148,8 @@ class GlobalRaces(Observer):
         if how.far and self.order.active:
             written = zip(where.warps.tolist(), where.addresses.tolist(), strict=True)
             for warp, address in set(written):
-                self.order.write(warp, address, how)
+                for order in (self.lenient, self.order):
+                    order.write(warp, address, how)
 
     def global_proxy_fenced(self, warps: np.ndarray) -> None:
         for warp in warps.tolist():
@@ -253,8 +256,10 @@ class GlobalRaces(Observer):
             if clash := self._clash(last, places, by):
                 kind, slot = (f[clash.earlier] for f in (self.records.kind, self.records.slot))
                 bulk = slot >= self.clocks.warps  # NOTE: a reduction, which no event has reported
-                self.reports.race(by, clash, region, "reads", "wrote it", ins,
-                           by.how.strong or (kind != PLAIN and not bulk))  # fmt: skip
+                letter = by.how.strong or (kind != PLAIN and not bulk)
+                did = "changes it by atomics" if kind == ATOMIC and letter else "wrote it"
+                load = ins.line if letter and not by.how.strong else 0
+                self.reports.race(by, clash, region, "reads", did, ins, letter, load)
             elif not by.how.strong:
                 self._check_lanes(last, places, by, region, ins)
                 self._check_constant(last, places, by, region, ins)
@@ -312,7 +317,8 @@ class GlobalRaces(Observer):
             else:
                 clash = self._clash(marks, places, by, differs)
             if clash:
-                self.reports.race(by, clash, region, "writes", "has read", ins, by.how.strong)
+                load = int(self.records.line[clash.earlier]) if by.how.strong else 0
+                self.reports.race(by, clash, region, "writes", "has read", ins, by.how.strong, load)
                 break
         if self.order.active:
             first[places] = second[places] = 0
@@ -418,8 +424,23 @@ class GlobalRaces(Observer):
         late = self._late(last, by, among)
         if late is None or not late.any():
             return None
-        at = tuple(int(v[0]) for v in np.nonzero(late))
-        return Clash(at[0], int(last[at]) >> LANE, int(places[at]))
+        sure = late & ~self._fenced(last, late, by)
+        at = tuple(int(v[0]) for v in np.nonzero(sure if sure.any() else late))
+        return Clash(at[0], int(last[at]) >> LANE, int(places[at]), not sure.any())
+
+    def _fenced(self, last: np.ndarray, late: np.ndarray, by: By) -> np.ndarray:
+        """Of the accesses ``late``, those that are before this one in the lenient order of
+        clusters.
+        """
+        out = np.zeros(late.shape, bool)
+        if self.order.active:
+            row, column = np.nonzero(late)
+            rec = last[row, column] >> LANE
+            warps = by.warps[0 * row if len(by.warps) == 1 else row]
+            other = self.records.who[rec] != self._clusters(warps) + 1
+            known = ~self._unknown(rec[other], warps[other], self.lenient)
+            out[row[other], column[other]] = known
+        return out
 
     def _late(
         self, last: np.ndarray, by: By, among: np.ndarray | None = None, reads: bool = False
@@ -459,12 +480,15 @@ class GlobalRaces(Observer):
         inside = slots < len(by.clock)  # NOTE: slots may have been added since
         return np.where(inside, by.clock[np.minimum(slots, len(by.clock) - 1)], 0)
 
-    def _unknown(self, rec: np.ndarray, warps: np.ndarray) -> np.ndarray:
+    def _unknown(
+        self, rec: np.ndarray, warps: np.ndarray, order: ClusterOrder | None = None
+    ) -> np.ndarray:
         """Which of these accesses of other clusters are not ordered before the warps'."""
+        order = order or self.order
         r = self.records
         keys = np.stack([warps, r.who[rec].astype(np.int64) - 1, r.slot[rec]])
         found, which = np.unique(keys, axis=1, return_inverse=True)
-        limits = np.array([self.order.known(*map(int, key)) for key in found.T])
+        limits = np.array([order.known(*map(int, key)) for key in found.T])
         return r.count[rec] > limits[which.reshape(-1)]
 
     # -- marks and names ---------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.global_marks import LANE, BoxRead, By, Clash, Records
+from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.machine.memory import Region
 from cutex.sim.ptx.program import Instruction
 
@@ -18,6 +20,11 @@ _WRITTEN = (
     "cp.async.bulk.wait_group without .read by the thread that stores, then a barrier of both"
 )
 _LANES = "sync_warp() in between"
+_BY_LETTER = (
+    " by the letter, as the thread that sets the flag has no fence of its own between the barrier "
+    "and that, or the one that reads it none before the next barrier"
+)
+_OWN_FENCE = "a fence of the whole GPU by the thread that sets or reads the flag, beside that"
 
 
 class GlobalReports:
@@ -25,8 +32,8 @@ class GlobalReports:
 
     clocks: Clocks  # of the resident clusters
 
-    def __init__(self, machine: Machine, records: Records) -> None:
-        self.m, self.records = machine, records
+    def __init__(self, machine: Machine, records: Records, rechecks: Rechecks) -> None:
+        self.m, self.records, self.rechecks = machine, records, rechecks
 
     def lanes(
         self, by: By, row: int, verb: str, place: str, mark: int, advisory: bool, ins: Instruction
@@ -91,8 +98,11 @@ class GlobalReports:
         did: str,
         ins: Instruction,
         letter: Any = False,
+        load: int = 0,
     ) -> None:
-        """Report a race; ``letter``: whether one of the two accesses is strong."""
+        """Report a race; ``letter``: whether one of the two accesses is strong. ``load``: the PTX
+        line of the other one, if it is an ordinary load.
+        """
         r, place = self.records, region.element(clash.place)
         warp, earlier = int(by.warps[clash.later if len(by.warps) > 1 else 0]), clash.earlier
         who = int(self.m.grid.cta_cluster[self.m.grid.warp_cta[warp]]) + 1
@@ -113,9 +123,15 @@ class GlobalReports:
         else:
             message = f"{later} {verb} {place}, and {before} {did} {line}"
         message += f": {why}"
-        if letter:
+        if clash.fenced:
+            message, remedy, letter, load = f"{message}{_BY_LETTER}", _OWN_FENCE, True, 0
+        elif letter:
             message += ", and only one of them is an atomic, volatile, relaxed or the like"
-        self.m.findings.add("race", message, ins, bool(letter), remedy=remedy)
+        if load:
+            tell = partial(self.m.findings.add, "race", message, ins, remedy=remedy)
+            self.rechecks.race(load, tell)
+        else:
+            self.m.findings.add("race", message, ins, bool(letter), remedy=remedy)
 
     def _agent(self, record: int) -> str:
         """Who made an access: a warp, or a bulk store of one."""

@@ -4,20 +4,24 @@ For each word it keeps the last agent that wrote it (a warp, or its non-bulk cp.
 warps that have read it since: the last one, and separately those whose reads are not ordered before
 the last one's. Counts are those of the vector clocks (see clocks); so an access races with another
 in every order of events, or in none. Operations of the async proxy are compared with this state
-when they are issued; their own accesses are recorded by async_accesses. Atomics, volatile, acquire
-and release accesses synchronise by themselves, and are not recorded.
+when they are issued; their own accesses are recorded by async_accesses. Atomics and other strong
+accesses (volatile, relaxed, acquire, release) do not race with each other (8.7.1), but an atomic
+does with an ordinary access, as where a counter is set to zero, counted up and read.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import CHUNK, WORD, Engine, Kind, Operation, Span
 from cutex.sim.ptx.program import Instruction
+from cutex.sim.ptx.strength import Strength, strength
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -27,6 +31,20 @@ _COPIED = np.uint8(0b10000)  # written by cp.async
 _ALONE = np.uint8(0b100000)  # accessed by one lane of its warp
 _PARTIAL = np.uint8(0b1000000)  # some lanes of the warp took no part
 _PAGE = 64  # words
+_BARRIER = "a barrier that both warps pass in between, as sync_threads()"
+
+
+def _words(at: SharedBytes) -> tuple[Any, ...]:
+    """The warps, lanes, CTAs and words of an access, (lanes * words,) each, and the bytes that it
+    touches of each word.
+    """
+    warps, lanes, cta, offset, width = at
+    word = (offset // WORD)[:, None] + np.arange(max(width // WORD, 1))
+    warps, lanes, cta = (
+        np.broadcast_to(x[:, None], word.shape).reshape(-1) for x in (warps, lanes, cta)
+    )
+    part = _WHOLE if width >= WORD else (((1 << width) - 1) << offset % WORD).astype(np.uint8)
+    return warps, lanes, cta, word.reshape(-1), part
 
 
 class _Last:
@@ -55,39 +73,71 @@ class _Last:
         self.slot[at], self.count[at] = slot, count
 
 
+class _Several:
+    """Accesses to words by warps that are not ordered among each other: a count for each warp."""
+
+    def __init__(self, shape: tuple[int, int], warps: int) -> None:
+        self.warps = warps
+        # by CTA and page, (word of the page, warp's slot) of counts
+        self.pages: dict[tuple[int, int], np.ndarray] = {}
+        self.some = np.zeros(shape, bool)  # words that have any
+
+    def add(
+        self, cta: np.ndarray, word: np.ndarray, slot: np.ndarray, count: np.ndarray | int
+    ) -> None:
+        """Add the accesses of warps to words, (n,) each."""
+        self.some[cta, word] = True
+        count = np.broadcast_to(count, slot.shape)
+        for key in set(zip(cta.tolist(), (word // _PAGE).tolist(), strict=True)):
+            mine = (cta == key[0]) & (word // _PAGE == key[1])
+            page = self.pages.setdefault(key, np.zeros((_PAGE, self.warps), np.int32))
+            page[word[mine] % _PAGE, slot[mine]] = count[mine]
+
+    def of(self, cta: int, word: int) -> np.ndarray:
+        """The counts of the warps, by slot."""
+        return self.pages[cta, word // _PAGE][word % _PAGE]
+
+    def forget(self, cta: np.ndarray, word: np.ndarray) -> None:
+        """Drop the accesses to words that are overwritten."""
+        if not len(self.pages):
+            return
+        again = self.some[cta, word]
+        if again.any():
+            for c, w in zip(cta[again].tolist(), word[again].tolist(), strict=True):
+                self.of(c, w)[:] = 0
+            self.some[cta, word] = False
+
+
 class SmemShadow(Observer):
     """The shadow of all resident CTAs' shared memory."""
 
-    def __init__(self, machine: Machine, clocks: Clocks) -> None:
-        self.m, self.clocks = machine, clocks
+    def __init__(self, machine: Machine, clocks: Clocks, rechecks: Rechecks) -> None:
+        self.m, self.clocks, self.rechecks = machine, clocks, rechecks
         shape = (machine.grid.num_ctas, machine.smem_bytes // WORD)
         self.writes, self.reads = _Last(shape, "wrote"), _Last(shape, "read")
         self.line = np.zeros(shape, np.int32)  # 32 * the PTX line of the last write + its lane
-        # further readers: by CTA and page, (word of the page, warp's slot) of counts
-        self.pages: dict[tuple[int, int], np.ndarray] = {}
-        self.crowded = np.zeros(shape, bool)  # words that have further readers
+        self.readers = _Several(shape, self.clocks.warps)  # besides the last one
+        self.changers = _Several(shape, self.clocks.warps)  # by atomics and other strong stores
+        self.change: dict[tuple[int, int], Instruction] = {}  # the last of them
+        if rechecks.active:
+            self.read_line = np.zeros(shape, np.int32)  # the PTX line of the last read
         # bounds of the words touched by ordinary accesses: most TMA and MMA spans are outside
         self.low = np.full(machine.grid.num_ctas, shape[1])
         self.high = np.full(machine.grid.num_ctas, -1)
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
-        """Check and record an access of lanes, if it is ordinary."""
+        """Check and record an access of lanes."""
         if not ordinary:
+            self._strong(at, write, ins)
             return
-        warps, lanes, cta, offset, width = at
+        warps, lanes, cta, _, width = at
         heads = np.flatnonzero(np.diff(warps, prepend=-1))
         alone, partial = len(heads) == len(warps), None
         if len(warps) < 32 * len(heads) and ins.name in ("ld", "st"):
             counts = np.diff(heads, append=len(warps))
             few = np.repeat(counts < self.m.live[warps[heads]].sum(1), counts)
             partial = np.repeat(few, max(width // WORD, 1)) if few.any() else None
-        words = max(width // WORD, 1)
-        word = (offset // WORD)[:, None] + np.arange(words)
-        warps, lanes, cta = (
-            np.broadcast_to(x[:, None], word.shape).reshape(-1) for x in (warps, lanes, cta)
-        )
-        word = word.reshape(-1)
-        part = _WHOLE if width >= WORD else (((1 << width) - 1) << offset % WORD).astype(np.uint8)
+        warps, lanes, cta, word, part = _words(at)
         self._check(warps, lanes, cta, word, part, write, "", ins, partial)
         np.minimum.at(self.low, cta, word)
         np.maximum.at(self.high, cta, word)
@@ -95,6 +145,7 @@ class SmemShadow(Observer):
         count = self.clocks.known[warps, slot]
         if write:
             self.writes.set(where, slot, count, part)
+            self.changers.forget(cta, word)
             if alone:
                 self.writes.bytes[where] |= _ALONE
             if partial is not None:
@@ -104,8 +155,93 @@ class SmemShadow(Observer):
         before, when = self.reads.slot[where], self.reads.count[where]
         other = (when > self.clocks.known[warps, before]) & (before != slot)
         self._keep(other, where, before, when)
+        if self.rechecks.active:
+            self.read_line[where] = ins.line
         self.reads.set(where, slot, count, part)
         self._keep(self.reads.slot[where] != slot, where, slot, count)  # several in one batch
+
+    def _strong(self, at: SharedBytes, write: bool, ins: Instruction) -> None:
+        """Check an atomic or another strong access against ordinary ones, and record what it
+        changes."""
+        how = strength(ins.op)
+        if how.atomic and write:
+            return  # NOTE: it was recorded when it loaded, as both
+        changes = how.atomic or write
+        warps, _, cta, word, part = _words(at)
+        own = self.clocks.slot[warps]
+        for last in (self.writes, self.reads) if changes else (self.writes,):
+            other, count = last.slot[cta, word], last.count[cta, word]
+            late = (count > self.clocks.known[warps, other]) & (other != own)
+            late &= (last.bytes[cta, word] & part) != 0
+            if late.any():
+                k = int(late.argmax())
+                place = int(cta[k]), int(word[k])
+                self._beside(int(warps[k]), int(other[k]), place, how, last.did, ins)
+        if changes and at.width >= WORD:
+            self.changers.add(cta, word, own, self.clocks.known[warps, own])
+            self.change.update(dict.fromkeys(zip(cta.tolist(), word.tolist(), strict=True), ins))
+            np.minimum.at(self.low, cta, word)
+            np.maximum.at(self.high, cta, word)
+
+    def _beside(
+        self,
+        warp: int,
+        other: int,
+        place: tuple[int, int],
+        how: Strength,
+        did: str,
+        ins: Instruction,
+    ) -> None:
+        """Report a strong access that no barrier orders after an ordinary one."""
+        line = int(self.line[place] >> 5 if did == "wrote" else self.read_line[place])
+        name, peer = self.m.grid.name_warp, self.clocks.peer(warp, other)
+        verb = "changes" if how.atomic else "reads" if ins.name == "ld" else "overwrites"
+        message = (
+            f"{name(warp)} {verb} shared memory 0x{place[1] * WORD:x}"
+            f"{' by an atomic' if how.atomic else ''}, which {name(peer)} {did} by an ordinary "
+            f"{'store' if did == 'wrote' else 'load'} at PTX line {line}: no barrier orders the two"
+        )
+        tell = partial(self.m.findings.add, "race", message, ins, remedy=_BARRIER)
+        if did == "read" and how.atomic:
+            self.rechecks.race(line, tell)
+        else:
+            tell(not how.atomic)
+
+    def _check_changed(
+        self,
+        warps: np.ndarray,
+        cta: np.ndarray,
+        word: np.ndarray,
+        write: bool,
+        what: str,
+        ins: Instruction,
+    ) -> None:
+        """Check ordinary accesses, and those of ``what``, against atomics and other strong
+        stores.
+        """
+        some = self.changers.some[cta, word]
+        for k in np.nonzero(some)[0].tolist():
+            place, warp = (int(cta[k]), int(word[k])), int(warps[k])
+            unknown = self.changers.of(*place) > self.clocks.known[warp, : self.clocks.warps]
+            unknown[self.clocks.slot[warp]] = False
+            if not unknown.any():
+                continue
+            name, change = self.m.grid.name_warp, self.change[place]
+            peer = name(self.clocks.peer(warp, int(unknown.argmax())))
+            atomic = strength(change.op).atomic
+            who = f"{what} of {name(warp)}" if what else name(warp)
+            message = (
+                f"{who} {'overwrites' if write else 'reads'} shared memory "
+                f"0x{place[1] * WORD:x}, which {peer} "
+                f"{'changes by an atomic' if atomic else 'wrote'} at PTX line {change.line}: no "
+                "barrier orders the two"
+            )
+            tell = partial(self.m.findings.add, "race", message, ins, remedy=_BARRIER)
+            if write or what:
+                tell(not atomic)
+            else:
+                self.rechecks.race(ins.line, tell)
+            return
 
     def _keep(
         self,
@@ -115,15 +251,8 @@ class SmemShadow(Observer):
         count: np.ndarray,
     ) -> None:
         """Keep readers that the last one is not ordered after."""
-        if not which.any():
-            return
-        cta, word = at[0][which], at[1][which]
-        slot, count = slot[which], count[which]
-        self.crowded[cta, word] = True
-        for key in set(zip(cta.tolist(), (word // _PAGE).tolist(), strict=True)):
-            mine = (cta == key[0]) & (word // _PAGE == key[1])
-            page = self.pages.setdefault(key, np.zeros((_PAGE, self.clocks.warps), np.int32))
-            page[word[mine] % _PAGE, slot[mine]] = count[mine]
+        if which.any():
+            self.readers.add(at[0][which], at[1][which], slot[which], count[which])
 
     def touched(self, span: Span) -> bool:
         """Whether ordinary accesses may have touched the span."""
@@ -153,7 +282,8 @@ class SmemShadow(Observer):
         if write:
             self._check_proxy(warp, (cta, word), self.reads, write, op)
             self.writes.count[cta, word] = self.reads.count[cta, word] = 0
-            self._forget(cta, word)
+            self.readers.forget(cta, word)
+            self.changers.forget(cta, word)
 
     def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
         """A cp.async of a warp writes there."""
@@ -165,21 +295,14 @@ class SmemShadow(Observer):
         warps = np.full(len(word), warp)
         self._check(warps, lanes, cta, word, _WHOLE, True, "the cp.async", ins)
         self.reads.count[cta, word] = 0
-        self._forget(cta, word)
+        self.readers.forget(cta, word)
+        self.changers.forget(cta, word)
         slot = np.full(len(word), self.clocks.agent(Kind.COPY, warp))
         self.writes.set((cta, word), slot, np.full(len(word), number), _WHOLE)
         self.writes.bytes[cta, word] |= _COPIED
         self.line[cta, word] = ins.line << 5
         self.low[cta[0]] = min(self.low[cta[0]], int(word.min()))
         self.high[cta[0]] = max(self.high[cta[0]], int(word.max()))
-
-    def _forget(self, cta: np.ndarray, word: np.ndarray) -> None:
-        """Drop the further readers of words that are overwritten."""
-        again = self.crowded[cta, word]
-        if again.any():
-            for c, w in zip(cta[again].tolist(), word[again].tolist(), strict=True):
-                self.pages[c, w // _PAGE][w % _PAGE] = 0
-            self.crowded[cta, word] = False
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -210,11 +333,12 @@ class SmemShadow(Observer):
                 self._race(int(warps[k]), int(other[k]), place, write, last.did, what, ins)
             elif last is self.writes:
                 self._check_lanes(late, warps, lanes, (cta, word), write, what, ins, partial)
-        if write and len(self.pages):
-            for k in np.nonzero(self.crowded[cta, word])[0].tolist():
+        if len(self.changers.pages):
+            self._check_changed(warps, cta, word, write, what, ins)
+        if write and len(self.readers.pages):
+            for k in np.nonzero(self.readers.some[cta, word])[0].tolist():
                 place, warp = (int(cta[k]), int(word[k])), int(warps[k])
-                counts = self.pages[place[0], place[1] // _PAGE][place[1] % _PAGE]
-                unknown = counts > self.clocks.known[warp, : self.clocks.warps]
+                unknown = self.readers.of(*place) > self.clocks.known[warp, : self.clocks.warps]
                 unknown[own[k]] = False
                 if unknown.any():
                     other = int(unknown.argmax())
@@ -288,7 +412,7 @@ class SmemShadow(Observer):
         who = f"{what} of {name(warp)}" if what else name(warp)
         peer, why = name(self.clocks.peer(warp, other)), "no barrier orders the two"
         line = f" at PTX line {self.line[place] >> 5}" if did == "wrote" else ""
-        remedy = "a barrier that both warps pass in between, as sync_threads()"
+        remedy = _BARRIER
         if other >= self.clocks.warps:
             peer = f"a cp.async of {peer}"
             why = "nothing that this warp has waited for says that it is complete"
@@ -319,23 +443,26 @@ class SmemShadow(Observer):
         visible, known = self.clocks.visible[warp], self.clocks.known[warp]
         slot, count = last.slot[at], last.count[at]
         unseen = (count > visible[slot]) & (count <= known[slot])
-        if last is self.reads and len(self.pages):
-            for k in np.nonzero(self.crowded[at])[0].tolist():
-                page = self.pages[int(at[0][k]), int(at[1][k]) // _PAGE][at[1][k] % _PAGE]
-                few = self.clocks.warps
+        several, few = self.readers if last is self.reads else self.changers, self.clocks.warps
+        if len(several.pages):
+            for k in np.nonzero(several.some[at])[0].tolist():
+                page = several.of(int(at[0][k]), int(at[1][k]))
                 unseen[k] |= ((page > visible[:few]) & (page <= known[:few])).any()
         if not unseen.any():
             return
         k = int(unseen.argmax())
-        copied = bool(last.bytes[at][k] & _COPIED)
+        place = int(at[0][k]), int(at[1][k])
+        copied = bool(last.bytes[place] & _COPIED)
         before = f"{'a cp.async' if copied else 'ordinary stores'} wrote at PTX line "
-        before += str(self.line[at][k] >> 5)
+        before += str(self.line[place] >> 5)
         if last is self.reads:
             before = "ordinary loads have read"
+        elif self.changers.some[place]:
+            copied, before = False, f"was changed at PTX line {self.change[place].line}"
         self.m.findings.add(
             "proxy",
             f"{op.what} of {self.m.grid.name_warp(warp)} {'overwrites' if write else 'reads'} "
-            f"shared memory 0x{int(at[1][k]) * WORD:x}, which {before}, with no fence.proxy.async "
+            f"shared memory 0x{place[1] * WORD:x}, which {before}, with no fence.proxy.async "
             "in between",
             op.instruction,
             advisory=copied or (write and op.engine is not Engine.LAUNCH_CONTROL),
