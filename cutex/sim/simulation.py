@@ -27,7 +27,7 @@ from cutex.sim.machine.residency import Residency, gpu_of, residency
 from cutex.sim.machine.sectors import GlobalSectors
 from cutex.sim.policy import policy
 from cutex.sim.ptx.program import Instruction, Program
-from cutex.sim.reports import CAUSES, as_text, folded, headed
+from cutex.sim.reports import as_text, folded, headed, is_cause
 from cutex.sim.resources import KernelResources, resources
 from cutex.sim.sampling import Sampled
 from cutex.sim.scheduler import Scheduler
@@ -276,7 +276,7 @@ def _with_cause(error: Deadlock, causes: Sequence[tuple[str, Instruction]]) -> D
 def _reported(error: SimError, findings: Findings) -> SimError:
     """The error that ended a run, as a report, together with the findings before it."""
     before = [f for f in findings if not f.advisory]
-    causes = [r for r in folded(before) if r.root.rule in CAUSES]
+    causes = [r for r in folded(before) if is_cause(r.root, error)]
     text = findings.names.with_names(str(error))
     sides = sides_of(text, findings.program)
     text = headed(text, sides)

@@ -36,6 +36,7 @@ _COMPLETES = {  # the wait that orders an access after an operation without an m
     Engine.TCGEN05_MMA: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
     Engine.TCGEN05_CP: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
 }
+UNCOMMITTED = "no cp.async.bulk.commit_group of its thread has come since, so no wait is for it"
 
 
 class Last:
@@ -394,6 +395,8 @@ class AsyncAccesses(Observer):
             message += f"while it is still being {doing} by {other.what} {issued}"
         if other.signals:
             message += f"; {self._last_wait(warp, other.signals[0])}"
+        elif m.bulk_groups.uncommitted(other):
+            message += f"; {UNCOMMITTED}"
         m.findings.add(
             "race", message, ins, bool(advisory_reason), remedy=self._remedy(other, place.cta)
         )
@@ -403,8 +406,13 @@ class AsyncAccesses(Observer):
         if other.signals:
             barrier = self.m.mbarriers.name(*other.signal_on(cta)).partition(" (init")[0]
             return f"a wait, by this warp or one that it waits for, for the phase of {barrier}"
-        wait = _COMPLETES.get(other.engine, "a wait for its group by the thread that issued it")
-        return f"{wait}, then a barrier with this warp if it is another"
+        return f"{self.completes(other)}, then a barrier with this warp if it is another"
+
+    def completes(self, op: Operation) -> str:
+        """The wait that tells of the end of an operation without an mbarrier."""
+        if self.m.bulk_groups.uncommitted(op):
+            return "cp.async.bulk.commit_group and wait_group by the thread that issued it"
+        return _COMPLETES.get(op.engine, "a wait for its group by the thread that issued it")
 
     def _advisory_reason(self, before: Operation, last: Last, cta: int, warp: int) -> str:
         """The reason why an access of ``warp`` after an operation breaks only the letter of the

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.hazards.async_accesses import AsyncAccesses
+from cutex.sim.hazards.async_accesses import UNCOMMITTED, AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.mbarrier_order import MBarrierOrder
 from cutex.sim.machine.events import LateArrival, Observer, SharedBytes
@@ -112,9 +112,10 @@ class Lifetimes(Observer):
                 "exit",
                 f"{m.grid.name_cta(cta)} returns, and its shared memory with it, which {op.what} "
                 f"of {m.grid.name_warp(op.warp)} {did}: no thread of the CTA has waited for that"
-                + (f"; it completes on {on}" if on else ""),
+                + (f"; it completes on {on}" if on else "")
+                + (f"; {UNCOMMITTED}" if m.bulk_groups.uncommitted(op) else ""),
                 op.instruction,
-                remedy=f"a wait for the phase of {on}" if on else "",
+                remedy=f"a wait for the phase of {on}" if on else self.async_accesses.completes(op),
             )
         for (slot, barrier), use in self.uses.pop(cta, {}).items():
             if known[0, slot] >= use.count:

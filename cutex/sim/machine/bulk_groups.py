@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cutex.sim.machine.events import Storing
-from cutex.sim.machine.operation import Kind
+from cutex.sim.machine.operation import Kind, Operation
 
 if TYPE_CHECKING:
     from cutex.sim.machine.core import Core
@@ -19,7 +19,7 @@ class BulkGroup:
 
     def __init__(self, machine: Core, thread: Thread) -> None:
         self.m, self.thread, self.in_flight = machine, thread, 0
-        self.last = 0  # number of its last operation
+        self.first = self.last = 0  # numbers of its first and last operation
 
     @property
     def storing(self) -> Storing:
@@ -49,7 +49,15 @@ class BulkGroups:
         group = self.open.setdefault(thread, BulkGroup(self.m, thread))
         group.in_flight += 1
         group.last = self.flight.issued + 1
+        group.first = group.first or group.last
         return group
+
+    def uncommitted(self, op: Operation) -> bool:
+        """Whether no commit has put an operation of a bulk store in a group."""
+        return op.is_store and any(
+            thread[0] == op.warp and group.first <= op.number <= group.last
+            for thread, group in self.open.items()
+        )
 
     def commit(self, thread: Thread) -> None:
         group = self.open.pop(thread, None)
