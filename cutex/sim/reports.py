@@ -87,8 +87,8 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
 
 def is_cause(finding: Finding, error: SimError) -> bool:
     """Whether the error that ended a run follows from what was found before: an access by a warp
-    that never waited on its mbarrier, or waited for another phase, after which warps run ahead until
-    they block or arrive too often.
+    that never waited on its mbarrier, or waited for another phase, after which warps run ahead
+    until they block or arrive too often.
     """
     if finding.rule in CAUSES:
         return True
