@@ -3,12 +3,14 @@
     git worktree add ../before main
     python tests/ptx_sums.py ../before            # against this checkout: a line for each change
     python tests/ptx_sums.py ../before --only gemm --every
+    python tests/ptx_sums.py --print --traced --every --share 0/4 > sums   # a part, elsewhere
 
 A refactoring changes no kernel. Each checkout compiles the same subjects with its own code: every
 stage of every ladder for the sizes of its sweep, and calls of the public operators with their
 options; a subject is named by what is computed, not by a config. Names, comments and lines of the
-source do not count. By default a sixth of the subjects, always the same; a compiled kernel is kept
-in the cache, so a second run takes seconds. Exit code 1 if a kernel differs or does not compile.
+source do not count. First both trace the subjects, some seconds each: of one IR and the same passes
+the compiler makes one PTX. Only those whose IR differs are compiled. By default a sixth of the
+subjects, always the same. Exit code 1 if a kernel differs or does not compile.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-SHARE = 6  # one of so many subjects is compiled by default
+SHARE = 0, 6  # the subjects of a number that has this remainder modulo this, by default
 Subject = Callable[[], str]  # compiles, and returns the PTX
 
 
@@ -45,6 +50,59 @@ def sum_of(ptx: str) -> str:
     return hashlib.sha256(normal(ptx).encode()).hexdigest()
 
 
+# ---- IR in the place of PTX
+
+
+class Traced(BaseException):
+    """What a compiler is given: the IR of a kernel and of its launch, and the passes to run."""
+
+
+def normal_ir(ir: str) -> str:
+    """IR without the names of kernels, host functions and modules, which number them instead."""
+    names = re.findall(r"(?:cuda\.kernel|func\.func|gpu\.module)[\w ]* @([\w$]+)", ir)
+    for number, name in enumerate(dict.fromkeys(names)):
+        ir = re.sub(rf"@{re.escape(name)}\b", f"@{number}", ir)
+    return ir
+
+
+@contextmanager
+def tracing_only() -> Iterator[None]:
+    """A context in which a compiled kernel's "PTX" is its IR before the first pass, kept in a cache
+    of its own.
+
+    NOTE: plans that are made meanwhile keep such kernels; the process is for nothing else.
+    """
+    from cutlass.base_dsl.compiler import Compiler
+
+    from cutex.compile import cache, compiling
+
+    build = compiling._build
+
+    def no_passes(self: Any, module: Any, pipeline: str, *others: Any, **options: Any) -> None:
+        raise Traced(normal_ir(str(module)) + re.sub(r"dump-\w+-path='[^']*'", "", pipeline))
+
+    def trace(*arguments: Any) -> None:
+        folder, entry = arguments[3:5]
+        try:
+            build(*arguments)
+        except Traced as traced:
+            contents = {"ptx": str(traced), "cubin": "", "object": ""}
+            for kind, content in contents.items():
+                (folder / cache.FILES[kind]).write_text(content, encoding="utf-8")
+            sums = {kind: cache.digest(content.encode()) for kind, content in contents.items()}
+            meta = {**entry, "dynamic_smem": {}, "compile_seconds": 0.0, "checksums": sums}
+            meta["checksum"] = cache.digest(cache.canonical(meta))
+            (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+    with (
+        tempfile.TemporaryDirectory() as cached,
+        patch.dict(os.environ, CUTEX_CACHE=cached),
+        patch.object(Compiler, "compile", no_passes),
+        patch.object(compiling, "_build", trace),
+    ):
+        yield
+
+
 # ---- subjects, of the checkout that is on the path
 
 
@@ -58,6 +116,8 @@ def subjects() -> Iterator[tuple[str, Subject]]:
         yield from grouped(arch)
         yield from scaled(arch)
         yield from attentions(arch)
+        yield from gradients(arch)
+        yield from caches(arch)
 
 
 def stages(arch: str) -> Iterator[tuple[str, Subject]]:
@@ -76,10 +136,8 @@ def stages(arch: str) -> Iterator[tuple[str, Subject]]:
                 problem = kind(**sizes, dtype=dtype)
                 if not stage.chooses and (sizes, dtype) != (kind.cases["sweep"][0], kind.dtypes[0]):
                     continue
-                yield (
-                    f"{op} {arch} stage {stage.number} {problem.size}",
-                    partial(ptx, stage, problem),
-                )
+                name = f"{op} {arch} stage {stage.number} {problem.size} {dtype}"
+                yield name, partial(ptx, stage, problem)
 
 
 def launched(arch: str, call: Callable[[], Any]) -> str:
@@ -100,7 +158,13 @@ def matmuls(arch: str) -> Iterator[tuple[str, Subject]]:
 
     import cutex
 
-    sizes = (4096, 4096, 4096), (16, 4096, 4096), (160, 8192, 1024), (104, 504, 1024)
+    sizes = (
+        (4096, 4096, 4096),
+        (16, 4096, 4096),
+        (160, 8192, 1024),
+        (104, 504, 1024),
+        (509, 1003, 777),
+    )
     dtypes = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     options: dict[str, Callable[[int, int], dict[str, Any]]] = {
         "plain": lambda m, n: {},
@@ -219,34 +283,140 @@ def attentions(arch: str) -> Iterator[tuple[str, Subject]]:
         yield name, partial(launched, arch, bound)
 
 
-def sums(only: str, every: bool) -> dict[str, str]:
-    """The sums of this checkout's subjects whose name contains `only`; an error's first line where
-    one cannot be compiled."""
-    found = {}
+def gradients(arch: str) -> Iterator[tuple[str, Subject]]:
+    """The forward and the backward of a call, one after the other."""
+    import torch
+
+    import cutex
+
+    def call(heads: int, dims: tuple[int, int], option: dict[str, Any]) -> Any:
+        shapes = (16, dims[0]), (heads, dims[0]), (heads, dims[1])
+        q, k, v = (
+            torch.empty(2, 1024, *s, dtype=torch.bfloat16, requires_grad=True) for s in shapes
+        )
+        out = cutex.flash_attn_func(q, k, v, **option)
+        return torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+
+    options: tuple[dict[str, Any], ...] = (
+        {}, {"causal": True}, {"window_size": (127, 0)}, {"deterministic": True},
+        {"softcap": 30.0},
+    )  # fmt: skip
+    dims = (64, 64), (128, 128), (192, 128), (256, 256)
+    for heads, dim, option in itertools.product((16, 4), dims, options):
+        name = f"gradients {arch} heads 16/{heads} head dim {dim[0]}/{dim[1]} {option}"
+        yield name, partial(launched, arch, partial(call, heads, dim, option))
+
+
+def caches(arch: str) -> Iterator[tuple[str, Subject]]:
+    """Attention of new queries to caches: dense, by pages, of 8 bits, of latent keys."""
+    import torch
+
+    import cutex
+
+    bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
+
+    def call(form: str, queries: int, dims: tuple[int, int]) -> Any:
+        q = torch.empty(4, queries, 16, dims[0], dtype=bf16)
+        lengths, table = torch.full((4,), 1024, dtype=torch.int32), None
+        kept = e4m3 if form == "fp8" else bf16
+        shape = (32, 256, 4) if form == "paged" else (4, 2048, 4)
+        k, v = (torch.empty(*shape, x, dtype=kept) for x in dims)
+        new: tuple[Any, ...] = ()
+        if form == "paged":
+            table = torch.zeros(4, 8, dtype=torch.int32)
+        if form == "appended":
+            new = tuple(torch.empty(4, queries, 4, x, dtype=bf16) for x in dims)
+        if form == "fp8":
+            q = q.to(e4m3)
+        return cutex.flash_attn_with_kvcache(
+            q, k, v, *new, cache_seqlens=lengths, page_table=table, causal=True
+        )
+
+    def latent(queries: int, heads: int) -> Any:
+        q = torch.empty(4, queries, heads, 576, dtype=bf16)
+        cache, table = torch.empty(64, 64, 1, 576, dtype=bf16), torch.zeros(4, 16)
+        lengths = torch.full((4,), 512, dtype=torch.int32)
+        return cutex.flash_mla_with_kvcache(q, cache, table.int(), lengths, causal=True)
+
+    forms = "dense", "paged", "fp8", "appended"
+    dims = (64, 64), (128, 128), (256, 256)
+    for form, queries, dim in itertools.product(forms, (1, 64), dims):
+        name = f"caches {arch} {form} {queries} queries head dim {dim[0]}/{dim[1]}"
+        yield name, partial(launched, arch, partial(call, form, queries, dim))
+    for queries, heads in itertools.product((1, 2), (16, 128)):
+        bound = partial(latent, queries, heads)
+        yield (
+            f"caches {arch} latent {queries} queries {heads} heads",
+            partial(launched, arch, bound),
+        )
+
+
+def selected(only: str, share: tuple[int, int]) -> Iterator[tuple[str, Subject]]:
+    """The subjects whose name contains `only`, or is a line of a file @`only`, and whose number
+    has remainder share[0] modulo share[1]."""
+    names: Collection[str] | None = None
+    if only.startswith("@"):
+        names = Path(only[1:]).read_text(encoding="utf-8").splitlines()
     for name, ptx in subjects():
         number = int(hashlib.sha256(name.encode()).hexdigest(), 16)
-        if only not in name or not (every or number % SHARE == 0):
-            continue
-        try:
-            found[name] = sum_of(ptx())
-        except (ValueError, TypeError) as error:  # what this checkout does not take
-            found[name] = str(error).partition("\n")[0]
+        if (only in name if names is None else name in names) and number % share[1] == share[0]:
+            yield name, ptx
+
+
+def sums(only: str, share: tuple[int, int], traced: bool = False) -> dict[str, str]:
+    """The sums of this checkout's subjects (selected), of their IR if `traced`; an error's first
+    line where one cannot be compiled."""
+    found: dict[str, str] = {}
+    with tracing_only() if traced else nullcontext():
+        for name, ptx in selected(only, share):
+            assert name not in found, f"two subjects have one name: {name}"
+            try:
+                found[name] = sum_of(ptx())
+            except (ValueError, TypeError) as error:  # what this checkout does not take
+                found[name] = str(error).partition("\n")[0]
     return found
 
 
 # ---- two checkouts
 
 
-def sums_in(checkout: Path, only: str, every: bool) -> dict[str, str]:
+def sums_in(
+    checkout: Path, only: str, share: tuple[int, int] = (0, 1), traced: bool = False
+) -> dict[str, str]:
     """The sums of another checkout, by this file in a process with that checkout's package."""
     command = [sys.executable, "-W", "ignore", __file__, "--print", "--only", only]
+    command += ["--share", "{}/{}".format(*share), *["--traced"] * traced]
     others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), *others])}
     ran = subprocess.run(
-        command + ["--every"] * every, cwd=checkout, env=environment, stdout=subprocess.PIPE,
-        text=True, check=True,
-    )  # fmt: skip
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(ran.stdout.splitlines()[-1])
+
+
+def sums_of_both(
+    checkouts: tuple[Path, Path], *selection: Any
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The sums of two checkouts, each by a process of its own."""
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(sums_in, path, *selection) for path in checkouts]
+        before, after = (future.result() for future in both)
+    return before, after
+
+
+def compared(
+    checkouts: tuple[Path, Path], only: str, share: tuple[int, int]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The sums of two checkouts: of IR where it is one, else of PTX."""
+    before, after = sums_of_both(checkouts, only, share, True)
+    names = [name for name in before.keys() & after.keys() if before[name] != after[name]]
+    if names:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
+            print(*names, sep="\n", file=file, flush=True)
+            of_ptx = sums_of_both(checkouts, f"@{file.name}")
+        before.update(of_ptx[0])
+        after.update(of_ptx[1])
+    return before, after
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -265,18 +435,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("before", type=Path, nargs="?", help="another checkout")
     parser.add_argument("--only", default="", help="subjects whose name contains this")
     parser.add_argument("--every", action="store_true", help="all subjects, not a sixth")
+    parser.add_argument("--share", default="", help="I/N: the subjects of number I modulo N")
     parser.add_argument("--print", action="store_true", help="print this checkout's sums instead")
+    parser.add_argument("--traced", action="store_true", help="with --print: sums of IR")
     args = parser.parse_args(argv)
+    share = (0, 1) if args.every else SHARE
+    if args.share:
+        first, _, of = args.share.partition("/")
+        share = int(first), int(of)
     if args.print:
-        print(json.dumps(sums(args.only, args.every)))
+        print(json.dumps(sums(args.only, share, args.traced)))
         return 0
     if args.before is None or not (args.before / "cutex").is_dir():
         parser.error(f"{args.before}: name another checkout of this repository")
     here = Path(__file__).resolve().parent.parent
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(sums_in, path.resolve(), args.only, args.every)
-                for path in (args.before, here)]  # fmt: skip
-        before, after = (future.result() for future in both)
+    before, after = compared((args.before.resolve(), here), args.only, share)
     found = differences(before, after)
     refused = sorted({why for why in after.values() if not re.fullmatch("[0-9a-f]{64}", why)})
     kernels = f"{len(after)} subjects, {len(found)} differences"

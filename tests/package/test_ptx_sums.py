@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 
 import ptx_sums
@@ -51,8 +53,37 @@ def test_stages_differ_and_a_stage_is_itself_compiled_in_another_process() -> No
     )
     assert first != second
     here = Path(__file__).resolve().parents[2]
-    found = ptx_sums.sums_in(here, "gemm sm_90a stage 0", every=True)
+    found = ptx_sums.sums_in(here, "gemm sm_90a stage 0")
     assert list(found.values()) == [first]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only", ["norm sm_90a stage", "sm_90a 64x2048x4096 W4Format"])
+def test_traced_kernels_differ_as_compiled_ones_do(only: str) -> None:
+    here = Path(__file__).resolve().parents[2]
+    traced, compiled = (ptx_sums.sums_in(here, only, (0, 1), traced) for traced in (True, False))
+    assert traced.keys() == compiled.keys() and len(traced) > 2
+    for sums in (traced, compiled):
+        assert all(re.fullmatch("[0-9a-f]{64}", x) for x in sums.values())
+        assert len({*sums.values()}) > 2
+    for one, other in itertools.combinations(traced, 2):  # two stages may be one kernel
+        assert (traced[one] == traced[other]) == (compiled[one] == compiled[other])
+    assert not set(traced.values()) & set(compiled.values())
+
+
+def test_names_in_ir_do_not_count_and_operands_do() -> None:
+    ir = """gpu.module @kernels {
+    cuda.kernel @sm90_gemm_bf16_stage0_0(%a: i32) { cuda.call @intrinsic(%a) } }
+    func.func @cutlass___call___0() { cuda.launch @kernels::@sm90_gemm_bf16_stage0_0 }"""
+    other = ir.replace("sm90_gemm_bf16_stage0_0", "sm90_first").replace("___call__", "_start")
+    assert other != ir and ptx_sums.normal_ir(other) == ptx_sums.normal_ir(ir)
+    for old, new in (("i32", "i64"), ("@intrinsic", "@another"), ("(%a) }", "(%b) }")):
+        assert ptx_sums.normal_ir(ir.replace(old, new)) != ptx_sums.normal_ir(ir)
+
+
+def test_each_subject_has_a_name_of_its_own() -> None:
+    names = [name for name, _ in ptx_sums.subjects()]
+    assert len({*names}) == len(names) > 600
 
 
 def test_a_report_names_what_changed_came_and_went() -> None:
