@@ -259,11 +259,14 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
 
 def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
     """Whether a kernel of its own merges parts: where the last CTA of a unit, if units are alike,
-    would merge so many rows that it takes longer than the kernel's begin. With num_splits always,
-    since results must not depend on how many units there are."""
+    would merge so many rows that it takes longer than the kernel's begin; never where no unit is
+    cut. With num_splits always, since results must not depend on how many units there are."""
     if call.num_splits:
         return call.num_splits > 1
-    parts = min(-(-config.num_sms // units_of(call, config)), -(-room // config.tile_n))
+    blocks = -(-room // config.tile_n)
+    if config.is_whole(blocks + config.start):
+        return False
+    parts = min(-(-config.num_sms // units_of(call, config)), blocks)
     return min(call.rows, config.tile_m) * parts > MOST_MERGED
 
 

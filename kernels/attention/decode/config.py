@@ -82,6 +82,11 @@ class DecodeConfig(ScoreSpec):
         """The CTAs that run at one time."""
         return self.num_sms * self.ctas_per_sm
 
+    def is_whole(self, length: Any) -> Any:
+        """Whether units of this length, their start counted, or less are not cut: merging their
+        parts would take as long."""
+        return length <= self.merge + 1
+
     @property
     def single_rows(self) -> bool:
         """Whether keys are loaded row by row: a box of several could cross into another page."""

@@ -128,7 +128,7 @@ class Walk:
         if merge == 0:
             return quota, num_splits
         alone = (quota <= shortest) & (longest <= quota + merge)
-        whole = (num_splits == 0) & (alone | (longest <= merge + 1))
+        whole = (num_splits == 0) & (alone | self.config.is_whole(longest))
         return quota, select(whole, Int32(1), num_splits)
 
     @cute.jit
