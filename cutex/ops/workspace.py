@@ -7,6 +7,7 @@ stream, beside others, so captured launches get memory of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -57,9 +58,9 @@ def flags(device: torch.device, count: int) -> Tensor:
     key = (index_of(device), stream, count)
     found = _flags.get(key)
     if found is None:
-        found = _flags[key] = _zeros(device, count)
+        found = _flags[key] = _kept(lambda: _zeros(device, count), device)
         if device.type == "cuda" and device.index not in _reserves:
-            _reserves[device.index] = _zeros(device, RESERVE)
+            _reserves[device.index] = _kept(lambda: _zeros(device, RESERVE), device)
     return found
 
 
@@ -87,13 +88,32 @@ def sums(device: torch.device, count: int) -> Tensor:
     key = (index_of(device), stream)
     found = _sums.get(key)
     if found is None or found.numel() < count:
-        found = _sums[key] = torch.empty(count, dtype=torch.float32, device=device)
+        kind = {"dtype": torch.float32, "device": device}
+        found = _sums[key] = _kept(lambda: torch.empty(count, **kind), device)
     return found
 
 
 def index_of(device: torch.device) -> int:
     """The index of a GPU; -1 for the CPU."""
     return device.index if device.type == "cuda" else -1
+
+
+def _kept(allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What `allocate` returns, on the current stream, for longer than a call.
+
+    NOTE: in a thread of its own: while torch.compile warms up its trees of CUDA graphs, all that
+    this thread allocates is taken for theirs, and must not outlive the call.
+    """
+    if device.type != "cuda":
+        return allocate()
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream() -> Tensor:
+        with torch.cuda.stream(stream):
+            return allocate()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_stream).result()
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:
