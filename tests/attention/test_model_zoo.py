@@ -32,6 +32,7 @@ from transformers.generation import configuration_utils as generation  # noqa: E
 from cutex.ops.attention import (  # noqa: E402
     in_transformers,
     in_transformers_flash,
+    registered_token,
     transformers_masks,
 )
 from cutex.ops.attention.transformers_masks import Mask, pattern_of  # noqa: E402
@@ -251,7 +252,34 @@ def test_tokens_of_padded_prompts_are_decoded_where_their_keys_are(wide, cache):
     DECODED.clear()
     same(models, lambda model: generated(model, ids, mask, cache))
     steps, layers = 5, 2
-    assert ([2] * (steps * layers) if cache == "dynamic" else []) == DECODED
+    assert [2] * (steps * layers) == DECODED
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "gpt_oss"))]
+)
+def test_a_compiled_token_of_a_static_cache_is_an_operator_of_ours(wide, monkeypatch, kind):
+    """As `generate` compiles it on a GPU."""
+    monkeypatch.setattr(registered_token, "flash_attn_with_kvcache", each_by_itself)
+    models, ids, graphs = made(kind), tokens(13), []
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    def run(model):
+        torch._dynamo.reset()
+        how = generation.CompileConfig(backend=backend, fullgraph=False, mode=None)
+        how._compile_all_devices = model is models[1]
+        return generated(model, ids, mask, "static", compile_config=how)
+
+    same(models, run)
+    assert graphs and (kind != "llama" or len(graphs) == 1)  # others' windows begin to slide
+    for graph in graphs:
+        assert sum("flash_attn_token" in x for x in graph) == models[1].config.num_hidden_layers
+        assert not any("scaled_dot" in x for x in graph)
 
 
 FLASH = ("llama", "mistral", "gemma2", "qwen3", "phi")

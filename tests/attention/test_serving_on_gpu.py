@@ -133,3 +133,29 @@ def test_a_graph_of_caches_is_replayed_with_other_lengths_and_pages(tokens):
     for case, own, (out, lse) in zip(cases, inputs, found, strict=True):
         result = case.check(own, out, lse, poisoned=False)
         assert result.ok, result.message
+
+
+def test_a_compiled_token_is_replayed_by_torchs_graphs():
+    """As the step of a static cache is, with other lengths; whose memory torch watches."""
+    if local_arch(["sm_90a"]) is None:
+        pytest.skip("a kernel for Hopper")
+    from cutex.ops.attention.registered_token import flash_attn_token
+
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    k, v = (torch.randn(2, 4, 900, 64, **kind).transpose(1, 2) for _ in range(2))
+    step = torch.compile(
+        lambda q, begins, ends: flash_attn_token(2 * q, k, v, begins, ends).sum(2),
+        mode="reduce-overhead",
+    )
+    for ends in ((1, 900), (5, 20), (640, 333), (900, 899), (77, 78)):
+        q = torch.randn(2, 1, 16, 64, **kind)
+        begins = torch.tensor([0, 19 if ends[1] > 19 else 0], device="cuda", dtype=torch.int32)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = step(q, begins, torch.tensor(ends, device="cuda", dtype=torch.int32)).double()
+        for b, end in enumerate(ends):
+            keys, values = (
+                x[b, int(begins[b]) : end].double().repeat_interleave(4, 1) for x in (k, v)
+            )
+            p = (torch.einsum("hd,khd->hk", 2 * q[b, 0].double(), keys) / 8).softmax(-1)
+            want = torch.einsum("hk,khd->hd", p, values).sum(0)
+            assert (found[b, 0] - want).abs().max() < 0.1 + 0.02 * want.abs().max()

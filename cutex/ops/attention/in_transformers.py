@@ -21,7 +21,8 @@ from cutex.ops.attention.cache import why_no_steps
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.eager import flash_attn_func, flash_attn_varlen_func
 from cutex.ops.attention.kvcache import flash_attn_with_kvcache
-from cutex.ops.attention.transformers_masks import FEW, Layout, Mask, mask_of, packed_by
+from cutex.ops.attention.registered_token import flash_attn_token
+from cutex.ops.attention.transformers_masks import FEW, RUN, Layout, Mask, mask_of, packed_by
 from cutex.ops.plain import is_plain, nobody_watches
 
 NAME = "cutex"
@@ -63,6 +64,8 @@ def attention(
     options = options_of(scaling, softcap, s_aux)
     layout = None
     if not dropout and all(more.get(name) is None for name in FOR_TORCH):
+        if (found := token_of_static(query, key, value, attention_mask, options)) is not None:
+            return found, None
         layout = _layout(query, key, attention_mask, causal, more)
     if layout is not None and takes(query, key, value, options):
         return _attend(query, key, value, layout, options), None
@@ -175,6 +178,29 @@ def _attend(
         return out.view(*q.shape[:3], v.shape[-1])
     padded = out.new_zeros(*q.shape[:3], v.shape[-1])
     return padded.masked_scatter(layout.rows_q[..., None, None], out)
+
+
+def token_of_static(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> Tensor | None:
+    """The output for one token of each sequence and a static cache, by an operator where a compiler
+    looks on; None where `mask` does not say which rows of the cache it sees, `takes` says no, or a
+    gradient is wanted."""
+    run = getattr(mask, RUN, None)
+    if run is None or mask is None or (mask.shape[0], *mask.shape[2:]) != (
+        query.shape[0], query.shape[2], key.shape[2]
+    ):  # fmt: skip
+        return None
+    if query.shape[2] != 1 or not takes(query, key, value, options):
+        return None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if not torch.compiler.is_compiling():
+        return decoded(q, k, v, Layout(WHOLE, k.shape[1], run=run), options)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return None
+    if autocast.is_on(q.device):
+        return None
+    return flash_attn_token(q, k, v, *run, *options.values())
 
 
 def decoded(

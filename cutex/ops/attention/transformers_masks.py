@@ -21,6 +21,10 @@ from transformers import masking_utils
 
 FEW = 16  # queries that are taken as those of a decoder, of which a call splits the keys
 FAR = 2**20  # a position that no edge of a mask is near to
+# the attribute of a plain mask of one token and a static cache: where the keys that it sees begin
+# (None: in row 0) and end, (batch,) int32 each; None if they do not follow one another. It is there
+# for a compiled model, too, which takes no `Mask`
+RUN = "cutex_run"
 
 
 class Band(NamedTuple):
@@ -178,11 +182,15 @@ def mask_of(
         "attention_mask": attention_mask, "device": device, **more,
     }  # fmt: skip
     compiled_later = q_length == 1 and "allow_is_bidirectional_skip" not in more
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or (
-        compiled_later and not more.get("allow_is_causal_skip", True)
-    ):  # fmt: skip
+    compiling = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if compiling or (compiled_later and not more.get("allow_is_causal_skip", True)):
         mask = masking_utils.sdpa_mask(**made)
-        return None if mask is None else _floats(mask, dtype)
+        if mask is None:
+            return None
+        floats = _floats(mask, dtype)
+        if not compiling:
+            setattr(floats, RUN, run_of_token(made))
+        return floats
     # NOTE: of a static cache it is a tensor, which the cache advances before the layers attend
     made["q_offset"] = int(q_offset)
     return Mask(made, dtype)
@@ -268,6 +276,30 @@ def _layout(pattern: Pattern, m: dict[str, Any]) -> Layout | None:
     if hi != 0 or not whole or (left is not None and not _is_one_run(rows_k)):
         return None
     return _unpadded(layout, _part(mask, m["q_offset"], queries), rows_k)
+
+
+def run_of_token(m: dict[str, Any]) -> tuple[Tensor | None, Tensor] | None:
+    """Where the keys of a cache that one token sees begin and end, for the arguments `m` of a mask
+    function; None if they do not follow one another. It waits for the GPU where there is a mask of
+    tokens, but never for the token's place, which a static cache has as a tensor."""
+    first, keys, device = m["kv_offset"], m["kv_length"], m["device"]
+    pattern = pattern_of(m["mask_function"], first + keys)
+    if pattern is None or pattern.sequences is not None:
+        return None
+    at = torch.as_tensor(m["q_offset"] - first, device=device)  # the token's row of the cache
+    lo, hi = pattern.band
+    begin = None if lo is None else (at + lo).clamp(0, keys)
+    end = at.new_full((), keys) if hi is None else (at + hi + 1).clamp(0, keys)
+    if m["attention_mask"] is None:
+        begins, ends = (
+            None if x is None else x.to(torch.int32).expand(m["batch_size"]).contiguous()
+            for x in (begin, end)
+        )
+        assert ends is not None
+        return begins, ends
+    rows = torch.arange(keys, device=device)
+    seen = rows < end if begin is None else (rows < end) & (rows >= begin)
+    return run_of(_part(m["attention_mask"], first, keys) & seen)
 
 
 def _part(mask: Tensor, begin: int, count: int) -> Tensor:
