@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 
 from cutex.device.attention.seqlen_info import SeqlenInfo
 
 UNIT = 8  # columns: 16 bytes, of which every head dim has a whole number
 WORDS = 4  # of 32 bits in a unit
 THREADS = 128  # that load Q
+UNDER_WAY = 16  # units that a thread loads before it waits for the first
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,39 @@ def load_to_smem(mQ: cute.Tensor, rows: Rows, sQ: cute.Tensor) -> None:
     it for the tensor cores."""
     tile_m, columns = cute.size(sQ, mode=[0]), cute.size(sQ, mode=[1])
     across = columns // UNIT
-    thread, _, _ = cute.arch.thread_idx()
-    units = units_of(mQ)
-    for i in cutlass.range_constexpr(tile_m * across // THREADS):
-        index = thread + i * THREADS
-        row, unit = index // across, index % across
-        gQ = rows.words(mQ, cutlass.min(row, rows.count - 1)).iterator
-        gQ = (gQ + cutlass.min(unit, units - 1) * WORDS).align(16)
-        held = cute.make_rmem_tensor(cute.make_layout(WORDS), Int32)
-        held.store(cute.make_tensor(gQ, cute.make_layout(WORDS)).load())
-        for j in cutlass.range_constexpr(WORDS):
-            held[j] = held[j] if (row < rows.count) & (unit < units) else Int32(0)
-        to = cute.local_tile(sQ[row, None], (UNIT,), (unit,))  # (bUnit)
-        cute.autovec_copy(cute.recast_tensor(held, sQ.element_type), to)
+    count = tile_m * across // THREADS
+    for first in cutlass.range_constexpr(0, count, UNDER_WAY):
+        mine = range(first, min(first + UNDER_WAY, count))
+        held = cute.make_rmem_tensor(cute.make_layout((WORDS, len(mine))), Int32)
+        for i in cutlass.range_constexpr(len(mine)):
+            held[None, i].store(_words_of_q(mQ, rows, mine[i], across).load())
+        for i in cutlass.range_constexpr(len(mine)):
+            row, unit, exists = _unit_of_q(mQ, rows, mine[i], across)
+            for j in cutlass.range_constexpr(WORDS):
+                held[j, i] = held[j, i] if exists else Int32(0)
+            to = cute.local_tile(sQ[row, None], (UNIT,), (unit,))  # (bUnit)
+            cute.autovec_copy(cute.recast_tensor(held[None, i], sQ.element_type), to)
     cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def _unit_of_q(
+    mQ: cute.Tensor, rows: Rows, number: cutlass.Constexpr[int], across: cutlass.Constexpr[int]
+) -> tuple[Int32, Int32, Boolean]:
+    """The row and the unit of columns that this thread loads as its `number`th, and whether they
+    exist."""
+    thread, _, _ = cute.arch.thread_idx()
+    index = thread + number * THREADS
+    row, unit = index // across, index % across
+    return row, unit, (row < rows.count) & (unit < units_of(mQ))
+
+
+@cute.jit
+def _words_of_q(
+    mQ: cute.Tensor, rows: Rows, number: cutlass.Constexpr[int], across: cutlass.Constexpr[int]
+) -> cute.Tensor:
+    """The words of that unit in Q, or of one that exists."""
+    row, unit, _ = _unit_of_q(mQ, rows, number, across)
+    of_row = rows.words(mQ, cutlass.min(row, rows.count - 1)).iterator
+    at = (of_row + cutlass.min(unit, units_of(mQ) - 1) * WORDS).align(16)
+    return cute.make_tensor(at, cute.make_layout(WORDS))
