@@ -26,6 +26,8 @@ from cutex.kernels.attention.decode.splits import Piece
 WARPS = 4  # of a CTA
 MIN_CTAS = 4  # of an SM
 FEW = 1024  # rows
+MOST_ROWS = 4  # of a warp
+ROW_WORDS = 32  # of its rows, in a lane, at most
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class Parts:
 
 
 class Combine:
-    """A warp for each row of each unit; or a CTA, where there are too few to fill the GPU.
+    """A warp for each row of each unit; or a CTA, where there are too few to fill the GPU; or for
+    several rows, where units fill the GPU, so that few or none are cut, and what is left to do is
+    mostly to begin and to end.
 
     An operator of other units, or results, derives its own: `rows` and `out`.
     """
@@ -83,6 +87,12 @@ class Combine:
     def by_columns(self) -> bool:
         """Whether warps that share a row have columns each, not parts."""
         return bool(self.config.head_dim_v >= WARPS * WARP * VECTOR)
+
+    @property
+    def rows_of_warp(self) -> int:
+        """The rows that a warp merges together where units fill the GPU."""
+        words = -(-self.config.head_dim_v // (VECTOR * WARP)) * VECTOR
+        return min(MOST_ROWS, max(ROW_WORDS // words, 1))
 
     def rows(self, passed: Passed, sizes: Sizes, unit: Int32) -> Rows:
         """The rows of a unit."""
@@ -99,8 +109,10 @@ class Combine:
         if cutlass.const_expr(not self.by_columns):  # NOTE: the order of sums depends on it
             few = few | (passed.num_splits > 0)
         across = Int32(WARPS) if few else Int32(1)  # warps of a row
-        self.kernel(mO, passed, sizes, across).launch(
-            grid=(sizes.units, cute.ceil_div(rows * across, WARPS), 1),
+        fill = (sizes.units * 2 >= self.config.num_sms) & (across == 1)
+        together = Int32(self.rows_of_warp) if fill else Int32(1)
+        self.kernel(mO, passed, sizes, across, together).launch(
+            grid=(sizes.units, cute.ceil_div(rows * across, WARPS * together), 1),
             block=(WARP * WARPS, 1, 1),
             # NOTE: else ptxas has each load wait where it is added (docs/facts/dsl.md#sunk-loads)
             min_blocks_per_mp=MIN_CTAS,
@@ -110,11 +122,13 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(self, mO: cute.Tensor, passed: Passed, sizes: Sizes, across: Int32) -> None:
-        """Merge rows, each by `across` warps."""
+    def kernel(
+        self, mO: cute.Tensor, passed: Passed, sizes: Sizes, across: Int32, together: Int32
+    ) -> None:
+        """Merge rows, each by `across` warps, or `together` by each warp."""
         unit, group, _ = cute.arch.block_idx()
         warp = cute.arch.warp_idx()
-        row = group if across == WARPS else group * WARPS + warp
+        row = group if across == WARPS else group * WARPS * together + warp
         rows = self.rows(passed, sizes, unit)
         parts = Parts(passed, sizes.units, self.config.tile_m, self.config.head_dim_v)
         out = self.out(self.config, mO, parts.partials, passed, None)
@@ -123,7 +137,11 @@ class Combine:
             piece = parts.whole(unit)
             if piece.parts > 1:
                 if across != WARPS:
-                    out.merge_rows(rows, piece, (row,))
+                    if together == 1:
+                        out.merge_rows(rows, piece, (row,))
+                    else:
+                        mine = tuple(row + i * WARPS for i in range(self.rows_of_warp))
+                        out.merge_rows(rows, piece, mine)
                 elif cutlass.const_expr(self.by_columns):
                     out.merge_rows(rows, piece, (row,), warp * WARP, WARPS)
                 else:
