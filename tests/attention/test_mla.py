@@ -4,6 +4,7 @@ integers; arguments that do not fit."""
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kvcache_calls import table_of
 import cutex
 from cutex.compile.resources import all_resources
 from cutex.kernels.attention.mla.choose import CONFIGS
+from cutex.kernels.attention.mla.walk import MlaWalk
 from cutex.ops.attention.mla import kernel_for
 
 D, DV = 576, 512
@@ -182,6 +184,22 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(arch):
 def test_no_register_is_spilled(arch, rows, dtype):
     compiled = kernel_for(CONFIGS[arch](causal=rows > 16).fitted(rows), dtype, arch)
     assert [x.spill_bytes for x in all_resources(compiled)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("quota", "longest", "shortest", "share"),
+    [
+        (128, 66, 66, 132),  # 128 of 4096 keys, 66 pairs of CTAs: two whole units each
+        (64, 66, 66, 66),
+        (126, 130, 7, 130),  # one each, whatever the others' lengths
+        (128, 66, 65, 128),  # shares of two of them would end in others
+        (100, 66, 66, 100),  # too much longer
+        (1, 3, 3, 1),
+    ],
+)
+def test_a_share_is_whole_units_where_it_is_hardly_longer(quota, longest, shortest, share):
+    walk = MlaWalk(None, None, SimpleNamespace(num_splits=0), None)
+    assert walk.uncut(quota, longest, shortest) == (share, 0)
 
 
 def test_without_queries_or_keys_nothing_is_launched():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
+from cutex.device.attention.block_info import larger
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.shared import Part, Walk
 from cutex.kernels.attention.decode.splits import Piece
@@ -13,7 +14,7 @@ from cutex.kernels.attention.mla.combine import rows_of
 from cutex.kernels.attention.mla.signature import blocks_of_rows
 from cutex.schedulers.order import select
 
-UNEVEN = 5  # percent by which the longest unit may exceed a share and not be cut
+UNEVEN = 5  # percent by which a share of whole units may exceed an equal one
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class MlaWalk(Walk):
         return owner // blocks_of_rows(self.sizes, self.config.tile_m)
 
     def uncut(self, quota: Int32, longest: Int32, shortest: Int32) -> tuple[Int32, Int32]:
-        """A share, and into how many parts units are cut: that of the longest unit, so that none is
-        cut, if it is only a little longer than an equal share."""
-        near = (longest > quota) & (longest * 100 <= quota * (100 + UNEVEN))
-        return select(near, longest, quota), self.passed.num_splits
+        """A share, and into how many parts units are cut: a share of whole units, so that none is
+        cut, if it is only a little longer than an equal one. Several are whole if all are as
+        long."""
+        count = select(longest == shortest, (quota + longest - 1) // larger(longest, 1), 1)
+        whole = count * longest
+        near = (whole >= quota) & (whole * 100 <= quota * (100 + UNEVEN))
+        return select(near, whole, quota), self.passed.num_splits
