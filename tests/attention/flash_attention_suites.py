@@ -3,6 +3,9 @@
     git clone https://github.com/Dao-AILab/flash-attention ../flash-attention
     pip install einops
     python tests/attention/flash_attention_suites.py ../flash-attention/hopper/test_flash_attn.py
+    python tests/attention/flash_attention_suites.py ../flash-attention/hopper/test_kvcache.py
+    python tests/attention/flash_attention_suites.py -k paged \\
+        ../flash-attention/tests/cute/test_flash_attn.py
     python tests/attention/flash_attention_suites.py ../flash-attention/tests/test_flash_attn.py \\
         --kinds 20 --lengths 4 -n 12 --gib 5 --progress found.txt
 
@@ -11,16 +14,23 @@ they want, made here. A kind is a test with all parameters but the lengths; `--k
 are drawn (`--seed`), `--lengths` of each, one process after another's compiling. What our functions
 refuse is skipped with their sentence, so that the skips list what is missing; so is a reference
 that needs more memory than `--gib`. A line for each test goes to `--progress` as it ends, and the
-counts come last.
+counts come last. hopper/test_kvcache.py is no test file, but a script that prints how far apart
+FlashAttention-3 and 2 are: it is run as such, ours in the place of 3 and the definition in that of
+2, and fails where they are further apart than rounding.
 """
 
 from __future__ import annotations
 
 import argparse
 import builtins
+import contextlib
+import inspect
+import io
 import itertools
 import os
 import random
+import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -34,7 +44,10 @@ import torch
 
 LENGTHS = ("seqlen", "seqlen_q", "seqlen_k", "seqlen_q,seqlen_k")
 # what changes no result: passed to ours where it has the argument, else dropped
-WITHOUT_EFFECT = ("num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")
+WITHOUT_EFFECT = ("num_splits", "pack_gqa", "scheduler_metadata", "sm_margin", "gqa_decoding",
+                  "gqa_parallel", "max_seqlen_k_hint", "deterministic", "tile_n", "min_seqlen_k",
+                  "seqlen_k_per_split")  # fmt: skip
+APART = 1e-3  # of O in fp16, whose values are below 0.25: four roundings
 OTHERS = ("combine", "bw_compatibility", "generator_arg", "paged_kv_num_splits")  # not ours
 LONG = 4000  # rows that are left out: their references take gigabytes each
 ROUNDS = 20  # of 1000 in tests of races
@@ -111,6 +124,87 @@ def install(test_file: Path) -> None:
     import flash_attn
 
     flash_attn.__dict__.update(ours)
+    if "cute" in test_file.parts:
+        install_cute()
+
+
+def install_cute() -> None:
+    """Put ours behind the names of FlashAttention-4, whose functions return LSE, too."""
+    import flash_attn.cute as package
+    import flash_attn.cute.interface as interface
+
+    import cutex
+
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        call = by_name(getattr(cutex, name), getattr(interface, name))
+        for module in (interface, package):
+            setattr(module, name, call)
+
+
+def by_name(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, called with the arguments of `theirs`; those of theirs alone that matter are a
+    skip."""
+    takes, names = inspect.signature(ours).parameters, [*inspect.signature(theirs).parameters]
+    stand_in = standing_in(ours)
+
+    def call(*given: Any, **more: Any) -> Any:
+        more = {**dict(zip(names, given, strict=False)), **more}
+        lacking = [
+            name
+            for name, x in more.items()
+            if name not in takes and name not in WITHOUT_EFFECT and not _is_default(x)
+        ]
+        if lacking:
+            pytest.skip(f"refused: {', '.join(lacking)}")
+        more = {name: x for name, x in more.items() if name in takes}
+        return stand_in(**{**more, "return_lse": True})
+
+    return call
+
+
+def _is_default(x: Any) -> bool:
+    return x is None or (isinstance(x, (bool, int, float)) and x == 0)
+
+
+# ---- their script
+
+
+def run_script(file: Path) -> int:
+    """Run a script of theirs that prints how far apart the results of FlashAttention-3 and 2 are,
+    ours and the definition; 1 if that is more than rounding, or it prints none."""
+    install(file)
+    import flash_attn
+
+    flash_attn.__dict__["flash_attn_with_kvcache"] = cache_by_definition
+    largest = []
+    for options in ([], ["--causal"], ["--splits", "4"], ["--causal", "--splits", "3"]):
+        sys.argv, printed = [str(file), "--validate", "--repeats", "1", *options], io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(file), run_name="__main__")
+        found = re.findall(r"^diff-max ([\d.e+-]+|nan)", printed.getvalue(), re.M)
+        print(f"passed {' '.join(options) or '(no options)'}: apart by {', '.join(found)}")
+        largest += [float(x) for x in found] or [float("nan")]
+    return int(not all(x <= APART for x in largest))
+
+
+def cache_by_definition(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, cache_seqlens: torch.Tensor,
+    cache_batch_idx: torch.Tensor, causal: bool, return_softmax_lse: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    """Their function for q (batch, queries, heads, D), in float32; 0 where a query sees no key."""
+    out, lse = torch.zeros_like(q), q.new_zeros(*q.shape[:1], q.shape[2], q.shape[1]).float()
+    group = q.shape[2] // k_cache.shape[2]
+    of_entries = zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)
+    for b, (entry, n) in enumerate(of_entries):
+        for head in range(q.shape[2]):
+            k, v = (x[entry, :n, head // group].float() for x in (k_cache, v_cache))
+            scores = q[b, :, head].float() @ k.T * q.shape[-1] ** -0.5
+            if causal:
+                seen = torch.ones_like(scores, dtype=torch.bool).tril(n - q.shape[1])
+                scores = scores.masked_fill(~seen, -torch.inf)
+            lse[b, head] = scores.logsumexp(-1)
+            out[b, :, head] = (scores.softmax(-1).nan_to_num(0.0) @ v).to(q.dtype)
+    return (out, lse) if return_softmax_lse else out
 
 
 # ---- fewer of what a test repeats
@@ -149,6 +243,8 @@ def lessen(module: ModuleType) -> None:
     module.__dict__["itertools"] = FewerPairs()
     module.__dict__["torch"] = LessMemory()
     module.__dict__["range"] = fewer
+    if "IS_SM90" in module.__dict__ and "cute" in Path(module.__file__ or "").parts:
+        module.__dict__["IS_SM90"] = False  # what FlashAttention-4 lacks on Hopper
 
 
 # ---- pytest's side
@@ -238,6 +334,8 @@ def main() -> int:
     args = parser.parse_args()
     if not args.file.is_file():
         parser.error(f"{args.file}: there is no such file; clone Dao-AILab/flash-attention")
+    if "parse_args()" in args.file.read_text(encoding="utf-8"):
+        return run_script(args.file.resolve())
     here = Path(__file__).resolve()
     env = {
         **os.environ,
