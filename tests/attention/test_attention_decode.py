@@ -16,7 +16,7 @@ from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import EntrySpan, Splits, weight
-from cutex.ops.attention import prefill
+from cutex.ops.attention import kvcache, prefill
 from cutex.ops.attention.kvcache import PLANS, alike_rooms, config_for
 from cutex.ops.attention.kvcache_call import KVCacheCall
 from cutex.ops.attention.rotated import rotated
@@ -109,6 +109,24 @@ def test_caches_of_8_bits_are_attended_to(name):
     case, layout = FP8[name]
     with cutex.ops.simulated("sm_90a"):
         assert outcome(AttentionCase(**{**SMALL, **case}), fp8=True, **layout) == ""
+
+
+@pytest.mark.slow
+def test_a_warp_combines_several_rows_where_units_fill_the_gpu(monkeypatch):
+    """Which is said of 20 SMs here; some of the 64 rows have one part, others none."""
+    monkeypatch.setattr(
+        kvcache,
+        "config_for",
+        lambda *given: replace(config_for(*given), num_sms=20, combined=True, merge=0),
+    )
+    PLANS.forget()
+    lengths = tuple(i * 37 % 400 for i in range(18))
+    case = AttentionCase(
+        **{**SMALL, "batch": 18, "heads_q": 60, "heads_kv": 1, "seqlen_k": 400, "used_k": lengths}
+    )
+    with cutex.ops.simulated("sm_90a"):
+        assert outcome(case) == ""
+    PLANS.forget()
 
 
 @pytest.mark.slow
