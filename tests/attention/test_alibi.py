@@ -138,6 +138,7 @@ def test_a_later_call_has_its_own_slopes():
             torch.testing.assert_close(out[0].double(), want, rtol=0.02, atol=0.01)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("slopes", "error", "says"),
     [

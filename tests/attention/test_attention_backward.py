@@ -167,6 +167,7 @@ BANDS = [
 BANDS = [Band(), Band(None, 0), Band(None, 30), Band(-70, None), Band(-150, 0), Band(-3, 90)]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("band", BANDS)
 def test_key_blocks_that_add_to_a_tile_of_dq_are_those_that_take_its_queries(band):
     """Else a deterministic CTA would wait for a turn that nobody passes on."""
@@ -180,6 +181,7 @@ def test_key_blocks_that_add_to_a_tile_of_dq_are_those_that_take_its_queries(ban
             assert mine == list(range(adding.first, adding.end)), (seqlen_q, seqlen_k, m)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 2, 5), (64, 8, 1), (128, 16, 2), (7, 400, 3)])

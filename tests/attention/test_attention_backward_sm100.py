@@ -97,6 +97,7 @@ def test_randomized_cases(kernel):
         assert found == [], case
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_configs_fit_a_cta(dims):
     d, dv = dims
@@ -107,6 +108,7 @@ def test_configs_fit_a_cta(dims):
         assert fitted(config).why_not(arch=arch(name)) is None
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_stages_fit_a_cta(dims):
     problem = BackwardProblem(1, 256, 256, 2, 2, head_dim=dims[0], head_dim_v=dims[1])
@@ -114,6 +116,7 @@ def test_stages_fit_a_cta(dims):
         assert stage.fitted(problem).config().why_not(problem, arch(ARCH)) is None
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_what_shares_columns_of_tensor_memory_is_meant_to(dims):
     c = fitted(Sm100BackwardConfig(head_dim=dims[0], head_dim_v=dims[1]))

@@ -80,6 +80,7 @@ WAITS = ("k loaded", "v loaded", "s full", "p full", "dp full", "ds full", "dq f
          "sums done")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "event", [x if x == "dq empty" else pytest.param(x, marks=SLOW) for x in WAITS]
 )

@@ -97,14 +97,14 @@ def test_o_and_lse_are_float64s(stage: Stage, causal: bool) -> None:
     check(stage, sized(128, causal))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True], ids=FULL_CAUSAL)
 @some_stages
 def test_heads_of_64(stage: Stage, causal: bool) -> None:
     check(stage, sized(64, causal))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True], ids=FULL_CAUSAL)
 @some_stages
 def test_nothing_depends_on_the_order_of_events(stage: Stage, causal: bool) -> None:
@@ -120,7 +120,7 @@ def test_blackwells_stages_in_a_random_order(number: int) -> None:
     check(stage("sm_100a", number), problem, order="random", seed=number)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @some_stages
 def test_fp16_is_as_right_as_bf16(stage: Stage) -> None:
     check(stage, replace(sized(64, True), dtype="fp16"))
@@ -148,7 +148,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True], ids=FULL_CAUSAL)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @some_stages
@@ -281,6 +281,7 @@ def test_no_wgmma_waits_for_the_one_before(stage: Stage, head_dim: int) -> None:
 # ---- the table and its files
 
 
+@pytest.mark.sweep(2)
 @each_stage
 def test_a_problem_that_only_the_top_takes_is_refused(stage: Stage) -> None:
     for change in ({"window": "63,0"}, {"softcap": 30.0}, {"varlen": True}, {"head_dim_v": 64}):

@@ -110,7 +110,7 @@ def test_a_passed_block_that_is_not_waited_for_is_found(monkeypatch):
     assert "the TMA load of" in message or "nothing that it has waited for says" in message
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(("side", "by"), [("upper", 1), ("upper", -1), ("lower", 1), ("lower", -1)])
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
     bounds = Mask._bounds
@@ -224,6 +224,7 @@ def test_a_slot_of_k_that_is_read_after_its_release_is_found(monkeypatch):
 NAMED = re.compile(r"^\s*(?:@!?%p\d+ )?(?:bar|barrier)\.(?:cta\.)?sync[^;]*;", re.M)
 
 
+@pytest.mark.slow
 def test_every_named_barrier_that_is_missing_is_found(kernel):
     barriers = [m for m in NAMED.finditer(kernel.ptx) if "128" in m.group()]
     assert len(barriers) >= 2

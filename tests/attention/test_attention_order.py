@@ -30,6 +30,7 @@ def places(order: AttentionOrder) -> list[tuple[int, int, int]]:
     return [(tile.m, tile.head, tile.batch) for tile in tiles]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize("l2_rows", [0, 1000, 5000, 1 << 30])
 def test_an_order_is_a_bijection(longest_first, l2_rows):
@@ -72,6 +73,7 @@ def test_an_order_in_waves_is_a_bijection(wave):
             assert sorted(places(order)) == sorted(every)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("num_m_blocks", "heads"), [(8, 256), (32, 64), (86, 32), (128, 16), (128, 7), (256, 5)]
 )

@@ -215,6 +215,7 @@ def test_nothing_is_spilled_and_smem_is_what_the_config_says(head_dims, causal):
     assert found.tmem_columns >= config.columns
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -179,7 +179,7 @@ def test_a_score_mod_that_hides_keys_by_a_large_negative_score(hidden):
     assert error[shown].abs().max() < 1e-5
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e7, 1e10, 1e20])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_of_any_size(size, sign):

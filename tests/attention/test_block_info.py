@@ -173,6 +173,7 @@ class Number(int):
     __radd__, __rmul__ = __add__, __mul__
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("info", INFOS[:: len(PACKS) + 3])
 def test_nothing_negative_is_divided(info):
     band = Band(*(x if x is None else Number(x) for x in info.band))

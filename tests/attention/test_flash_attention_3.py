@@ -54,6 +54,7 @@ def operator(*given):
     return out, lse
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "more",
     [

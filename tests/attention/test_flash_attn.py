@@ -318,6 +318,7 @@ def test_the_operator_is_what_torch_expects(stand_in):
     )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_by_torch_it_is_one_node(stand_in, dynamic):
     graphs = []

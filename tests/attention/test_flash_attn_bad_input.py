@@ -146,6 +146,7 @@ BAD_VARLEN = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("error", "sentence", "changes"), BAD_VARLEN, ids=[x[1][:40] for x in BAD_VARLEN]
 )

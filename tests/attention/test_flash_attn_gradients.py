@@ -37,7 +37,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("of_lse", [False, True], ids=["out", "out and lse"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -371,6 +371,7 @@ PACKED = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss", "opt"])
 @pytest.mark.parametrize("places", PACKED.values(), ids=PACKED)

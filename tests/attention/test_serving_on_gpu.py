@@ -23,6 +23,7 @@ def needs_hopper() -> None:
         pytest.skip("MLA has a kernel for Hopper")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CASES)
 def test_latent_caches_are_attended_to(name):
     needs_hopper()

@@ -68,6 +68,7 @@ def test_the_faster_variant_is_chosen_launched_and_remembered(tensors, monkeypat
         cutex.tune(add_up, tensors[0][64:], tensors[1][64:], over={"rounds": ROUNDS})
 
 
+@pytest.mark.slow
 def test_a_wrong_variant_is_left_out_however_fast(tensors):
     many = lambda a, c: torch.equal(c, 64 * a)
     tuned = cutex.tune(add_up, *tensors, over={"rounds": ROUNDS}, check=many)

@@ -39,6 +39,7 @@ def test_a_line_names_a_problem_and_maybe_its_configs(tmp_path: Path):
     assert 2 <= len(ranked) <= 3 and chosen not in ranked
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -26,7 +26,7 @@ TIMED = {  # opcode of the timed instruction, and how often it stands outside of
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("probe", all_probes(), ids=lambda probe: probe.name)
 def test_a_probe_runs_right_in_the_simulator_and_times_what_it_names(probe):
     compiled = compile(probe, probes.DTYPE, "sm_100a")

@@ -135,6 +135,7 @@ def test_a_row_that_was_cut_off_costs_no_other(tmp_path: Path):
     assert [r.name for r in rows.read(file)] == ["a", "b"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "line",
     [

@@ -228,6 +228,7 @@ def test_a_script_of_ones_own_runs_there(cloud, modal_run, tmp_path):
     assert [gpu for gpu, _ in cloud.runs] == ["H200"]
 
 
+@pytest.mark.slow
 def test_a_wrong_result_there_is_exit_code_1_here(cloud, modal_run, tmp_path):
     def wrong(problem, *_, **__):
         return Check(False, 1.0, 0.0, "C[0, 0] is 1, exactly 0 was due")
@@ -240,6 +241,7 @@ def test_a_wrong_result_there_is_exit_code_1_here(cloud, modal_run, tmp_path):
     assert [r.ok for r in rows(tmp_path)] == [False]
 
 
+@pytest.mark.slow
 def test_an_exception_there_is_told_here(cloud, modal_run, tmp_path):
     def broken(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -333,6 +335,7 @@ def has_wheels(python: str) -> bool:
     return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_tree_is_written_for_the_python_of_the_image(root, modal_app):
     """Where that version is not installed, at least its grammar and its library are checked."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]

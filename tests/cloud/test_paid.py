@@ -338,6 +338,7 @@ def test_the_local_command_tries_the_ledger_first(tmp_path, capsys):
     assert "Not a directory" in told.err
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_costs_no_row(tmp_path):
     code = (
         "import sys; from test_rental import Cloud, BIG; from cutex.cloud import rental;"

@@ -449,6 +449,7 @@ async def there(gpu, requests, timeout):
         yield remote.execute({**request, "source": source})
 
 
+@pytest.mark.slow
 def test_a_script_runs_here_in_the_simulator_and_then_there(cloud, run, script, tmp_path):
     cloud.rent = there
     ran = run("--op", "script", script, "--", "0", "--verbose", preflight=True)

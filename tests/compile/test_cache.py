@@ -68,6 +68,7 @@ def test_one_function_says_where_it_is(root):
 # ---- damage
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "damage",
     [

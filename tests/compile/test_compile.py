@@ -42,7 +42,7 @@ def disassemble(compiled: Compiled) -> str:
 # the compiled code
 
 
-@pytest.mark.sweep(36)
+@pytest.mark.sweep(72)
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_stage
 def test_no_stage_spills_or_overflows_its_sm(stage: Stage, dtype: str) -> None:
@@ -88,7 +88,7 @@ def test_tracing_leaves_the_dsl_and_the_collector_as_they_were() -> None:
     assert (op._get_caller_frame_info, op._get_location_from_frame_info, gc.isenabled()) == before
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @each_stage
 def test_a_kernel_bears_the_name_of_its_stage_and_not_that_of_cutlass(stage: Stage) -> None:
     compiled = compile(stage.kernel(), "bf16", stage.arch)
@@ -110,6 +110,7 @@ def test_one_compiled_kernel_serves_all_shapes(stage: Stage) -> None:
         assert problem.check(a, b, c).ok
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("number", [2, 3])
 def test_wgmma_groups_overlap(number: int) -> None:
     """ptxas waits after every single wgmma if it cannot prove the accumulators untouched."""
@@ -211,6 +212,7 @@ def test_wrong_arguments_are_refused_in_one_sentence(
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("a", "b", "sentence"),
     [
@@ -275,7 +277,7 @@ def test_without_cache_nothing_is_kept(fresh_cache: Path) -> None:
     assert not fresh_cache.exists() and compiled.object_path.exists()
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("part", [*FILES.values(), "meta.json"])
 @pytest.mark.parametrize(
     "damage",
@@ -317,6 +319,7 @@ def test_an_entry_of_another_key_is_not_trusted(
     assert not json.loads((mine.object_path.parent / "meta.json").read_text())["name"].endswith("1")
 
 
+@pytest.mark.slow
 def test_everything_that_matters_is_in_the_key(fresh_cache: Path) -> None:
     keys = {
         compile(stage(name, number).kernel(config), dtype, name).key

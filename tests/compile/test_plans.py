@@ -132,6 +132,7 @@ def described(x):
     return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_plan_passes_what_the_first_call_passed(call, launches, monkeypatch):
     a, b, more = bf16(64, 64), bf16(64, 64), bf16(64, 64)

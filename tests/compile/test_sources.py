@@ -408,6 +408,7 @@ def test_functions_and_what_they_close_over_are_part_of_a_config(users, monkeypa
         assert "mine.rows" in {source.module for source in closure(modules_of(config))}
 
 
+@pytest.mark.slow
 def test_the_search_is_cheap(python, root):
     code = """
 import time

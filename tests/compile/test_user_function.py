@@ -47,6 +47,7 @@ def jitted(x):
     return x
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("function", "count"),
     [
@@ -124,6 +125,7 @@ def test_a_helper_in_another_module_counts(monkeypatch):
 STANDARD_NAMES = ("profile", "code", "token", "queue", "statistics", "calendar")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", STANDARD_NAMES)
 def test_a_users_module_named_like_one_of_python_counts(monkeypatch, tmp_path, name):
     """Its functions, and what is read of it, whether by name, in a default or in a closure."""
@@ -261,6 +263,7 @@ class Holder:
         return x * self.value
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "function",
     [

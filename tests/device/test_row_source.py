@@ -45,6 +45,7 @@ def rows_of(source: RowSource, tile_rows: int, tiles: int) -> list[int | None]:
     return found
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("length", [1, 7, 16, 33, 64])
 @pytest.mark.parametrize("page_size", [1, 2, 8, 12, 16, 24, 48, 64, 128])
 @pytest.mark.parametrize("tile_rows", [16, 64])

@@ -39,6 +39,7 @@ def test_every_cluster_of_every_grid_comes_once(largest: int) -> None:
             assert seen <= {(m, n) for m in range(down) for n in range(across)}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: f"{c[0]}x{c[1]}")
 @pytest.mark.parametrize("along", ALONG)
 @pytest.mark.parametrize("serpentine", [True, False])
@@ -58,6 +59,7 @@ def test_a_band_goes_across_first_then_one_step_along() -> None:
     assert order[6:8] == [(2, 2), (3, 2)], "the second band runs backwards"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: f"{c[0]}x{c[1]}")
 def test_a_batch_is_ordered_entry_by_entry_and_every_tile_comes_once(
     cluster: tuple[int, int],
@@ -164,6 +166,7 @@ STARTED_AT_THE_END = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("ctas", "k", "unevenly"), STARTED_AT_THE_END)
 def test_the_next_kernel_starts_early_but_where_it_would_be_placed_unevenly(ctas, k, unevenly):
     assert placed_unevenly(132 - ctas, 132, k) == unevenly

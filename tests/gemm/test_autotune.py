@@ -110,6 +110,7 @@ def test_every_candidate_fits_the_arch_and_its_ring_turns() -> None:
         assert config.why_not(None, H200) is None and config.num_stages >= 2, config
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("m", [1, 17, 100, 160, 300, 384])
 @pytest.mark.parametrize(("n", "k"), [(5120, 5120), (8192, 8192), (4096, 14336), (576, 7168)])
 def test_tiles_that_are_not_walked_all_run_at_once(m: int, n: int, k: int) -> None:
@@ -129,6 +130,7 @@ def test_where_rows_are_contiguous_no_narrow_boxes_are_loaded() -> None:
     assert not any(c.tile_n % 32 for c in candidates(problem, H200, (False, False)))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("m", [1, 16, 64, 128, 200, 1000, 8192])
 @pytest.mark.parametrize("n", [8, 64, 136, 2048, 8192])
 def test_there_is_a_choice_for_every_problem(m: int, n: int) -> None:

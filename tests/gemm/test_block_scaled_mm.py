@@ -162,6 +162,7 @@ FP8 = torch.zeros(32, 128).to(torch.float8_e4m3fn)
 ONES = torch.ones(1, 1, 32, 4, 4).to(E8)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("args", "kinds", "error", "sentence"),
     [

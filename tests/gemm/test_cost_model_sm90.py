@@ -69,6 +69,7 @@ def geometry(c: Sm90Config) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 def test_what_the_model_ranks_first_is_close_to_the_best_that_was_timed(measured) -> None:
     assert len(measured) > 160
     losses = [x.times[x.chosen] / min(x.times.values()) - 1 for x in measured]

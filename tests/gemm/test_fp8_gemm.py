@@ -78,7 +78,7 @@ def test_other_data_is_as_exact_as_tensor_cores_allow(init):
     assert check.ok and not findings, check.message
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", LADDERS.stages("sm_90a"), ids=lambda s: f"stage {s.number}")
 def test_each_stage_of_the_ladder_is_exact(stage):
     for dtype in Fp8Problem.dtypes[: 1 if stage.number else 2]:
@@ -108,7 +108,7 @@ class OneFactor(factors.TileFactors):
         return [(side, self.tile.n * 0 if side else row) for side, row in super().shared()]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("place", "name", "wrong"),
     [
@@ -123,6 +123,7 @@ def test_a_factor_of_another_place_is_found(place, name, wrong, monkeypatch):
     assert not check.ok and check.max_error > 0
 
 
+@pytest.mark.slow
 def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
     class Late(factors.TileFactors):
         """Reads factors of the slot before, which is being filled anew."""
@@ -139,6 +140,7 @@ def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
         assert findings or not check.ok
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -76,7 +76,7 @@ EXACT_CASES = [
 ]
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize(("stage", "mnk"), EXACT_CASES)
 def test_integers_come_out_exact(stage: Stage, device: str, mnk: tuple[int, int, int]) -> None:
     found = check(stage, device, GemmProblem(*mnk, init="int"))
@@ -155,7 +155,7 @@ NORMAL = [  # of both types, the first and the last stage of each ladder
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("stage", "dtype"), NORMAL)
 def test_normal_data_is_within_twice_torchs_error(stage: Stage, device: str, dtype: str) -> None:
     found = check(stage, device, GemmProblem(200, 264, 328, dtype=dtype, init="normal"))
@@ -165,7 +165,7 @@ def test_normal_data_is_within_twice_torchs_error(stage: Stage, device: str, dty
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("seed", SEEDS)
 @each_stage
 def test_the_order_of_events_does_not_matter(stage: Stage, seed: int) -> None:
@@ -174,7 +174,7 @@ def test_the_order_of_events_does_not_matter(stage: Stage, seed: int) -> None:
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @each_stage
 def test_rows_may_be_further_apart_than_they_are_long(stage: Stage, device: str) -> None:
     """A, B and C are parts of wider matrices, and nothing outside C is written."""

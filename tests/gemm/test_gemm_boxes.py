@@ -47,6 +47,7 @@ CASES = {
 LONG = ("rows contiguous, 2x2", "stream-K", "K split in two", "in turn")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("most", [16, 32, 64])
 @pytest.mark.parametrize("rows", [8, 16, 40, 64, 88, 96, 104, 128, 176, 192, 208, 256])
 def test_boxes_divide_a_tile_into_whole_swizzle_atoms(rows: int, most: int) -> None:
@@ -57,7 +58,7 @@ def test_boxes_divide_a_tile_into_whole_swizzle_atoms(rows: int, most: int) -> N
     )
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("case", [pytest.param(x, marks=SLOW) if x in LONG else x for x in CASES])
 def test_a_product_whose_tiles_reach_outside_comes_out_exact(case: str) -> None:
     sizes, direction, dtype, most, more = CASES[case]

@@ -65,6 +65,7 @@ def test_a_config_is_refused_by_the_other_arch(name: str) -> None:
         assert name in (rung.config().why_not(None, arch(other)) or "")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -111,6 +112,7 @@ FEWER = [114, 78, 60, 16]
 SIZES = [(1, 4096, 1024), (48, 5120, 512), (96, 4096, 4096), (320, 3072, 1024), (4096, 2048, 256)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("num_sms", FEWER)
 @pytest.mark.parametrize("mnk", SIZES, ids=str)
 def test_no_config_asks_for_more_ctas_at_a_time_than_run(mnk: tuple[int, int, int], num_sms: int):
@@ -162,6 +164,7 @@ def test_the_sms_of_another_gpu_are_those_of_its_properties(monkeypatch):
     assert device.other_sms("sm_90a") == 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("device_name", "board"),
     [

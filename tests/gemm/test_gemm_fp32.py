@@ -81,6 +81,7 @@ def test_copies_under_way_race_with_nothing_in_any_order(number, order, seed):
     run(STAGES[number], Fp32GemmProblem(20, 130, 90, init="int"), order=order, seed=seed)
 
 
+@pytest.mark.slow
 def test_a_wait_that_lets_one_group_more_go_on_is_found(monkeypatch):
     problem = Fp32GemmProblem(8, 8, 64, init="int")
     wait = cute.arch.cp_async_wait_group
@@ -102,6 +103,7 @@ def test_lanes_along_k_ask_for_a_quarter_of_the_sectors():
     assert coalesced["sectors"] == 32 * 32 * (2 * 8 + 1)
 
 
+@pytest.mark.slow
 def test_words_of_one_bank_take_32_wavefronts_until_rows_are_padded_or_swizzled():
     tiles, padded, swizzled = (counts(stage, 32, 32, 32) for stage in STAGES[2:5])
     loads = 32 * 8  # of 32 warps, of 16 bytes of each of 32 rows of B: the same four banks

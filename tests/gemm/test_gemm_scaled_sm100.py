@@ -108,6 +108,7 @@ def test_scale_columns_leave_room_for_two_accumulators_or_they_share() -> None:
     assert (mxfp8.factor_columns, mxfp8.overlap) == (12, 12)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("tiles", "sentence"),
     [

@@ -46,7 +46,7 @@ def test_a_stage_is_exact_on_integers(stage, mnk):
     assert result.ok, result.message
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", [x for x in PORTABLE if x != "sm_80"])
 def test_the_others_run_the_same_kernels_within_their_shared_memory(name):
     result = run(GemmProblem(72, 80, 72, "fp16"), stage(name, 3), "sim")
@@ -93,7 +93,7 @@ def test_the_swizzle_takes_all_bank_conflicts_away():
 MAJORS = list(product(("row", "column"), repeat=3))
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("majors", MAJORS, ids="-".join)
 @pytest.mark.parametrize("batch", [0, 2])
 def test_any_majors_of_odd_sizes_are_exact(majors, batch):

@@ -82,7 +82,7 @@ def check(number: int, mnk: tuple[int, int, int], changes: dict, order: str, see
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", COOPERATIVE.values(), ids=COOPERATIVE.keys())
 def test_cooperative_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) -> None:
     check(7, (600, 520, 200), {**PERSISTENT, "cluster_n": 1, **changes}, "random", 1)
@@ -94,7 +94,7 @@ def test_pingpong_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) ->
     check(8, (600, 520, 200), {**PERSISTENT, **changes}, "random", 2)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("k", [pytest.param(64, marks=SLOW), 200, pytest.param(1032, marks=SLOW)])
 @pytest.mark.parametrize("changes", SWAPPED.values(), ids=SWAPPED.keys())
 @pytest.mark.parametrize("m", [1, 16, 100])
@@ -103,7 +103,7 @@ def test_swapped_and_split_come_out_exact(m: int, changes: dict, k: int) -> None
     check(9, (m, 264, k), changes, "random", 3)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["eager", "random"])
 @pytest.mark.parametrize("changes", SPREAD.values(), ids=SPREAD.keys())
 def test_spread_tiles_overlap_and_come_out_exact(changes: dict, order: str) -> None:
@@ -210,7 +210,7 @@ def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict) -> None:
     check(9, (150, 264, 392), changes, "random", 5)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 @pytest.mark.parametrize("more", [{"columns": 2}, {"num_ctas": 8}], ids=["a round", "a walk"])
 def test_loads_in_turn_do_not_depend_on_the_order_of_events(more: dict, order: str) -> None:
@@ -247,7 +247,7 @@ SPLIT = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", ["random", "starved", *(pytest.param(x, marks=SLOW) for x in ("eager", "peer-late"))]
 )

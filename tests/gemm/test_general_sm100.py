@@ -97,7 +97,7 @@ PAIRS = [  # each layout in one tile or two, each tile with three layouts; the r
 ]
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize(("tile", "layout"), PAIRS)
 def test_every_layout_is_exact_in_every_kind_of_tile(tile: str, layout: str) -> None:
     a, b, out = (OperandLayout(**fields) for fields in LAYOUTS[layout])
@@ -170,6 +170,7 @@ def test_randomized_problems_of_several_tiles_in_every_order(tenth: int) -> None
         assert wrong is None, f"{wrong}: {problem}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
 def test_what_k_lies_across_is_copied_on_hopper_unless_of_16_bits(

@@ -42,7 +42,7 @@ def place(device: str, arch: str) -> Iterator[str]:
 # ---- numbers
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("seed", range(16))
 @each_arch
 def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
@@ -384,6 +384,7 @@ def test_torch_compile_takes_it_as_a_whole() -> None:
     assert w.grad is not None and not w.grad[1].any() and w.grad[0].any()
 
 
+@pytest.mark.sweep(2)
 @each_arch
 @pytest.mark.parametrize("groups", [1, 33, 1024])
 def test_the_tiles_that_are_chosen_fit(arch: str, groups: int) -> None:

@@ -66,6 +66,7 @@ def check(module: ModuleType, rows: Sequence[int], tiles: Any, padded: bool) -> 
     assert max(shares) - min(shares) <= 1
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("padded", [False, True], ids=["ends", "counts"])
 def test_every_row_of_a_group_is_in_one_tile(padded: bool) -> None:
     for rows in groupings():
@@ -73,12 +74,14 @@ def test_every_row_of_a_group_is_in_one_tile(padded: bool) -> None:
         check(ragged, rows, tiles, padded)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("shape", TILES, ids=str)
 def test_tiles_of_every_shape_cover_the_groups(shape) -> None:
     for rows in ((0, 100, 1, 0, 33), (700,), (5,) * 9):
         check(ragged, rows, tiles_of(ragged, *shape), False)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "edges", [[-5, 3, 2, 99], [7, 0, 7, 7], [2**31 - 1] * 4, [-(2**31)] * 4, [4, 4, 10, 8]]
 )
@@ -140,6 +143,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_of_the_scheduler_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = MUTANTS[name]

@@ -43,7 +43,7 @@ def wrong(problem: ScaledGroupedProblem, arch: str, device: str, **orders: Any) 
 RECIPES = {"sm_90a": FP32, "sm_100a": ("mxfp8_mxfp4", "mxfp4", "mxfp8", "nvfp4")}  # of each arch
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("arch", RECIPES)
 def test_randomized_problems_are_right(arch: str, device: str, seed: int) -> None:
@@ -116,6 +116,7 @@ def without_a_block(factors: str) -> str | None:
         return ScaledGroupedProblem((70, 0, 9), 64, 256, rest=3).run("cpu", product)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("factors", ["scale_a", "scale_b"])
 def test_another_blocks_factor_is_off_by_more_than_the_tolerance(factors: str) -> None:
     assert " is " in (without_a_block(factors) or "")

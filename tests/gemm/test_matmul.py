@@ -131,7 +131,7 @@ def test_a_matrix_comes_in_through_the_slots_that_out_leaves_by(slots: str, orde
     assert torch.equal(held, want)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["eager", "random"])
 @pytest.mark.parametrize("tma", [True, False], ids=["by TMA", "by element"])
 def test_odd_multiples_of_8_columns_go_through_the_epilogue(tma: bool, order: str) -> None:
@@ -260,7 +260,7 @@ def test_a_function_is_known_by_what_it_computes(
     assert close(c, product * 5.0, by=1e-4)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", ["gated_silu", "gated_gelu"])
 @each_arch
 def test_gates_leave_half_the_columns(arch: str, place: str, name: str) -> None:

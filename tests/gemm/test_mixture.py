@@ -89,7 +89,7 @@ def test_a_layer_is_the_sum_over_its_experts(arch: str, place: str, dtype: torch
     assert torch.equal(y, cutex.moe(*given)), "deterministic"
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_gradients_of_a_layer(arch: str, place: str, transposed: bool) -> None:
@@ -124,7 +124,7 @@ def test_rows_are_sorted_by_expert_in_the_order_of_tokens() -> None:
     assert routing.order.tolist() == [1, 2, 5, 0, 3, 7, 4, 6]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "per_token", "experts", "kind"),
     [

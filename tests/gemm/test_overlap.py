@@ -64,6 +64,7 @@ def test_sizes_of_real_tensors_take_no_time():
 A, B = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("strides", [(0, 1), (1, 1), (63, 1), (1, 63), (2, 4), (33, 2), (1, 0)])
 def test_matmul_does_not_write_where_its_elements_overlap(monkeypatch, strides):
     StandIn(monkeypatch)
@@ -75,6 +76,7 @@ def test_matmul_does_not_write_where_its_elements_overlap(monkeypatch, strides):
     assert not memory.any()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("strides", [(64, 1), (1, 64), (65, 1), (128, 2), (2, 128), (1, 65)])
 def test_matmul_writes_where_they_do_not(monkeypatch, strides):
     StandIn(monkeypatch)

@@ -30,7 +30,7 @@ def operands(m: int, n: int, k: int, dtype: str = "fp8_block", init: str = "norm
     return problem, (a, b.mT, scale_a, scale_b.mT if block else scale_b), kinds
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("seed", range(6))
 def test_randomized_products_are_within_the_bound(seed):
     r = random.Random(seed)
@@ -127,6 +127,7 @@ def test_what_quantize_gives_and_torchs_padded_factors():
     assert torch.equal(c, again)
 
 
+@pytest.mark.slow
 def test_whole_rows_and_tensors_are_matmuls():
     a, b = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E4M3)
     scale_a, scale_b = torch.rand(32, 1), torch.rand(1, 48)

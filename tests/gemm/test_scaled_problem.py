@@ -58,6 +58,7 @@ def test_elements_are_rounded_to_nearest_even_and_saturate(name):
     assert got.double().tolist() == want
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("rounding", ["floor", "rceil"])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp4"])
 def test_e8m0_factors_are_those_of_the_specification(name, rounding):
@@ -83,6 +84,7 @@ def test_e8m0_factors_are_those_of_the_specification(name, rounding):
         assert (largest >= 0.8 * x.double().abs().amax(-1))[held].all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("format", BLOCKED, ids=str)
 def test_a_nan_or_an_infinity_spoils_its_own_block_alone(format):
     rows, k = 256, 2 * format.block[1]
@@ -102,6 +104,7 @@ def test_a_nan_or_an_infinity_spoils_its_own_block_alone(format):
             assert values[block].isnan().all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 def test_what_a_format_holds_is_kept_and_zeros_stay_zeros(format):
     zeros = dequantize(quantize(torch.zeros(5, 64), format))
@@ -114,6 +117,7 @@ def test_what_a_format_holds_is_kept_and_zeros_stay_zeros(format):
     assert torch.equal(dequantize(q, torch.float64), x.double())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 def test_the_error_is_that_of_an_element(format):
     x = torch.randn(200, 400) * torch.exp2(torch.randint(-9, 9, (200, 1)).float())
@@ -157,6 +161,7 @@ def test_fp32_factors_have_contiguous_rows_of_whole_units():
     assert torch.equal(found, scales) and found.stride() == (1, 132)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("kind", "dtype"), RECIPES)
 @pytest.mark.parametrize("init", INITS)
 def test_the_rounded_product_passes_and_a_wrong_one_does_not(kind, dtype, init):
@@ -172,6 +177,7 @@ def test_the_rounded_product_passes_and_a_wrong_one_does_not(kind, dtype, init):
     assert not check.ok and "C[131, 77] (tile 1, 1) is " in check.message
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("kind", "dtype"), RECIPES)
 @pytest.mark.parametrize("init", ["int", "spread"])
 def test_a_factor_of_another_block_is_found(kind, dtype, init):
@@ -203,6 +209,7 @@ def test_work_and_bytes_count_scale_factors():
     assert fp8.needs.mma == {"f8f6f4": fp8.flops} and fp8.needs.fp32 == 2 * 256 * 512 * 8
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "more", "says"),
     [

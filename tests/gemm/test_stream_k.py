@@ -52,6 +52,7 @@ def walks(tiles: int, k_tiles: int, clusters: int, rounds: int) -> list[Streamed
     return [StreamedWalk(order, shares, whole, cluster) for cluster in range(clusters)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("rounds", [1, 2, 100])
 @pytest.mark.parametrize("k_tiles", [1, 3, 8, 9, 16, 67])
 def test_every_step_comes_once_and_who_waits_was_launched_later(k_tiles: int, rounds: int) -> None:
@@ -153,7 +154,7 @@ def test_tiles_that_are_cut_come_out_exact(changes: dict, swap_ab: bool) -> None
     assert torch.equal(out, (x.float() @ y.float()).bfloat16())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["eager", "starved", *SLOW_ORDERS])
 def test_two_launches_in_a_row_are_right_in_every_order(order: str) -> None:
     """Three tiles, and six clusters of two CTAs."""
@@ -182,7 +183,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_in_the_exchange_is_found(fault: tuple[str, str, str]) -> None:
     tiles = replace(TILES, tile_n=64)

@@ -92,6 +92,7 @@ A, _ = made(torch.randn(32, 128), "mxfp8", False)
 W, _ = made(torch.randn(64, 128), "mxfp8", False)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("a", "b", "says"),
     [

@@ -70,6 +70,7 @@ def built(jobs, seconds=None) -> list[bool]:
     return [True] * len(jobs)
 
 
+@pytest.mark.slow
 def test_the_fastest_is_chosen_remembered_and_taken_by_later_calls(gpu, monkeypatch):
     monkeypatch.setattr(building, "build", built)
     monkeypatch.setattr(tuner, "CANDIDATES", 3)
@@ -221,6 +222,7 @@ worker.work()
 """
 
 
+@pytest.mark.slow
 def test_the_processes_do_without_torch(gpu):
     """Whose import takes twice as long as that of the compiler."""
     first = next(candidates(classed(call(64, 128, 64))))
@@ -298,6 +300,7 @@ def test_serving_a_70b_model_takes_few_kernels(monkeypatch, layers):
     assert count == len(asked) <= 24
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("shapes", "dtype", "error", "sentence"),
     [
@@ -370,6 +373,7 @@ def test_after_warming_up_no_call_compiles(monkeypatch, tmp_path):
     building.stop()
 
 
+@pytest.mark.slow
 def test_one_graph_serves_every_number_of_rows():
     graphs = []
 

@@ -94,6 +94,7 @@ def given() -> dict[str, tuple[Tensor, Tensor, dict]]:
     }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", list(given()))
 def test_a_tuned_call_has_the_result_of_an_untuned_one(timed: Timed, name: str) -> None:
     a, b, options = given()[name]

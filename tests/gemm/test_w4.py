@@ -32,7 +32,7 @@ FORMATS = [
 # ---- products
 
 
-@pytest.mark.sweep(36)
+@pytest.mark.sweep(72)
 @pytest.mark.parametrize("seed", range(18))
 @pytest.mark.parametrize("arch", ARCHS)
 def test_randomized_products_are_right(arch: str, seed: int) -> None:
@@ -171,6 +171,7 @@ def test_torch_compile_sees_one_operator() -> None:
 # ---- packing
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("of", FORMATS, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (72, 192), (1, 32)])
 def test_packing_has_a_reverse(of: W4Format, n: int, k: int) -> None:

@@ -351,6 +351,7 @@ def test_a_full_disk_behind_the_output_is_one_sentence(line):
     assert done.stderr.decode() == "cutex: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_sentence_that_cannot_be_written_still_has_its_exit_code():
     assert in_shell("python cutex.gemm --stage 99 2> /dev/full").returncode == 2
     assert in_shell("python cutex.gemm --stage 99 2>&-").returncode == 2
@@ -398,6 +399,7 @@ def test_a_file_whose_name_is_no_utf_8_is_named(tmp_path):
     assert done.stderr == b"cutex: /nowhere/caf\\udce9.py is not a file\n"
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_c_compiler_is_one_sentence(tmp_path):
     """Its temporary files are in the cache, whose folder the sentence names, and not in TMPDIR."""
     compiler = tmp_path / "cc"

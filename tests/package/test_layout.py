@@ -82,6 +82,7 @@ def test_it_works_in_a_bare_clone(clone, bare_python):
     check_ladder(bare_python, clone)
 
 
+@pytest.mark.slow
 def test_it_works_from_an_editable_install(clone, bare_python, tmp_path):
     pip("install", "-e", clone, into=bare_python, cwd=tmp_path)
     check_ladder(bare_python, tmp_path)

@@ -67,6 +67,7 @@ def test_each_warp_reads_its_own_quarter_of_tensor_memory():
         assert threads == list(range(128))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "argv",
     [
@@ -142,6 +143,7 @@ PICTURES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("command", PICTURES)
 def test_no_label_lies_over_another_or_leaves_the_picture(command, capsys):
     assert main([*command.split(), "--out", "-"]) == 0
@@ -161,6 +163,7 @@ def test_a_swizzle_of_too_many_rows_is_refused_at_once(rows, capsys):
     assert f"--rows {rows}: a multiple of 8 up to 1024" in capsys.readouterr().err
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("file", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda file: file.stem)
 def test_the_text_of_a_page_s_picture_can_be_read_in_a_column_of_500_px(file):
     picture = ElementTree.fromstring(file.read_text(encoding="utf-8"))

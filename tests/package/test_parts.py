@@ -15,6 +15,7 @@ def test_a_part_is_as_large_as_it_says_and_has_every_value_of_every_parameter(pa
         assert {place // values % values for place in kept} == set(range(values))
 
 
+@pytest.mark.slow
 def test_of_a_sweep_the_others_are_slow(python, tmp_path, root):
     file = tmp_path / "test_sweep.py"
     file.write_text(

@@ -125,6 +125,7 @@ def test_the_stage_of_ones_own_is_right_and_takes_what_the_page_says(tmp_path):
         assert number(cycles) == pytest.approx(number(cycles_due), rel=0.03)
 
 
+@pytest.mark.slow
 def test_its_deadlock_is_told_by_its_own_lines_and_the_name_of_the_slot(tmp_path):
     code = OWN_STAGE.replace("ab.release(take)", "pass").replace("(Stage2, InOrder)", "(InOrder,)")
     code = code.replace(", time=True", "")
@@ -242,6 +243,7 @@ def test_the_page_is_what_a_shell_gives(clone):
     assert plain(written(TEXT)) == plain(TEXT)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("prediction", PREDICTIONS, ids=lambda p: p.script)
 def test_the_numbers_of_the_clock_are_those_that_it_prints(clone, prediction):
     """`python tests/tutorial_page.py` writes them."""

@@ -19,6 +19,7 @@ def solved(problem: GemmProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return a, b, c
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("init", INITS)
 def test_torchs_own_product_passes_the_check(dtype, init):

@@ -16,6 +16,7 @@ from cutex.results.rate import rate
 H200, B200 = arch("sm_90a"), arch("sm_100a")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "dtype", "stated"),
     [

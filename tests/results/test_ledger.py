@@ -83,6 +83,7 @@ def test_a_row_reads_the_same_however_its_fields_are_ordered(tmp_path):
     assert read(path) == [row(peers=[Peer("cublas", "torch 2", took(90.0))])]
 
 
+@pytest.mark.slow
 def test_a_large_ledger_with_a_torn_line_and_a_duplicate_is_read_right_and_fast(tmp_path):
     path = tmp_path / "gemm.jsonl"
     rows, stages = 20_000, 10

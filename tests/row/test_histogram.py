@@ -50,6 +50,7 @@ def test_ends_nans_and_one_bin_for_all(device):
     assert cutex.histogram(hot[:0], 3, low=0, high=3).tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_more_bins_than_smem_has_and_strided_views(device):
     x = rows(device, (40, 50))
     for view in (x.mT, x[:, 3:40], x[::2, ::3]):

@@ -62,7 +62,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sweep(48)
+@pytest.mark.sweep(96)
 @pytest.mark.parametrize("one", ROUNDING)
 @pytest.mark.parametrize("other", ROUNDING)
 @pytest.mark.parametrize("shapes", SHAPES)
@@ -71,6 +71,7 @@ def test_shapes_broadcast_and_dtypes_mix(device, shapes, one, other):
     near(cutex.map(gated, a, b), gated_in_torch(a, b), torch.promote_types(one, other))
 
 
+@pytest.mark.slow
 def test_strided_views_and_their_order(device):
     whole = rows(device, (6, 10, 24), torch.bfloat16)
     views = whole.mT, whole.permute(2, 0, 1), whole[:, 1::2, 3:19], whole[::2, :, ::3], whole[1, 1:]

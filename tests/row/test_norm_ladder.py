@@ -31,7 +31,7 @@ def run(stage, problem, x=None, **order) -> torch.Tensor:
     return y
 
 
-@pytest.mark.sweep(64)
+@pytest.mark.sweep(128)
 @pytest.mark.parametrize("init", NormProblem.inits)
 @pytest.mark.parametrize("columns", [1, 33, 1024, 3001])
 @pytest.mark.parametrize("dtype", NormProblem.dtypes)
@@ -40,7 +40,7 @@ def test_a_stage_is_right(stage, dtype, columns, init):
     run(stage, NormProblem(3, columns, dtype, init))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("arch", [x for x in ARCHS if x != "sm_90a"])
 def test_it_runs_on_any_arch(arch):
     stage = LADDERS.stages(arch)[-1]

@@ -58,7 +58,7 @@ def same(found, wanted, rounded=True):
         assert torch.equal(found.scale.view(torch.uint8), wanted.scale.view(torch.uint8))
 
 
-@pytest.mark.sweep(144)
+@pytest.mark.sweep(288)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", NAMES)
 @pytest.mark.parametrize("n", [64, 264, 100, 1032, 4104])

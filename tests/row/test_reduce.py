@@ -30,7 +30,7 @@ def run(stage, problem, arch="sm_90a", repeats=1, **order):
     return tensors[-1]
 
 
-@pytest.mark.sweep(48)
+@pytest.mark.sweep(96)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", ReduceProblem.dtypes)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))
@@ -38,7 +38,7 @@ def test_a_stage_is_exact_on_integers(stage, dtype, n):
     run(stage, ReduceProblem(n, dtype, "int"), repeats=2)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("arch", [x for x in ARCHS if x != "sm_90a"])
 def test_it_runs_on_any_arch(arch):
     stage = LADDERS.stages(arch)[-1]
@@ -46,7 +46,7 @@ def test_it_runs_on_any_arch(arch):
     run(stage, ReduceProblem(20_003, "fp32", "normal"), arch)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("order, seed", [("random", 1), ("random", 2), ("starved", 0)])
 @pytest.mark.parametrize("number", [5, 6])
 def test_the_last_to_arrive_has_the_same_bits_in_every_order(number, order, seed):

@@ -56,7 +56,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape, turned, dtype, of_table", CASES)
 def test_rope_and_its_gradient(device, shape, turned, dtype, of_table, interleaved):
@@ -69,6 +69,7 @@ def test_rope_and_its_gradient(device, shape, turned, dtype, of_table, interleav
     near(x.grad, reference(dy, cos, -sin, interleaved), dtype)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_in_place_in_views_and_what_lies_around_them(device, interleaved):
     whole = torch.full((2, 6, 3, 40), torch.nan, dtype=torch.bfloat16, device=device)
@@ -84,6 +85,7 @@ def test_in_place_in_views_and_what_lies_around_them(device, interleaved):
         assert whole.isnan().all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_positions_and_an_offset(device, dtype):
     x = drawn(device, (2, 4, 2, 16), torch.float32)
@@ -137,6 +139,7 @@ def test_bad_input_is_one_sentence(call, error, said):
         call(torch.zeros(2, 3, 2, 8), torch.zeros(3, 4))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120a"])
 def test_it_runs_on_any_arch(arch):
     with cutex.ops.simulated(arch):

@@ -53,7 +53,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, terms: f
     assert bool((error <= bound.cpu()).all()), float((error / bound.cpu()).max())
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_softmax_and_its_gradient(device, n, dtype):
@@ -195,7 +195,7 @@ def test_a_row_far_from_zero_keeps_its_variance(device):
     assert float(error) < 4 * 2**-24 * 10_000  # the mean's rounding
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("n, aligned", [(1000, True), (1001, False)])
 @pytest.mark.parametrize("smoothed", [False, True])
 def test_cross_entropy_that_walks_along_a_row(n, aligned, smoothed):

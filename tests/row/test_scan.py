@@ -55,7 +55,7 @@ def near(found, wanted, x, dim=-1):
 SHAPES = [(3, 1), (5, 99), (2, 3, 264), (2, 1000), (1, 33_000), (2, 40_001)]
 
 
-@pytest.mark.sweep(120)
+@pytest.mark.sweep(240)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -134,7 +134,7 @@ def scanned(kernel, x, **order):
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "random", "seed": 2}, {"order": "starved"})
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("order", (*ORDERS[:2], ORDERS[3]), ids=str)
 def test_the_look_back_is_right_in_any_order_and_has_the_same_bits(order):
     x = rows("cpu", (2, 512 * 67))
@@ -168,6 +168,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_look_back_is_found(fault):
     kernel, (which, pattern, instead) = small(), FAULTS[fault]

@@ -28,7 +28,7 @@ def run(stage, problem, x=None, **order) -> torch.Tensor:
     return outputs[0]
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("columns", [1, 33, 1024, 3001])
 @pytest.mark.parametrize("dtype", SoftmaxProblem.dtypes)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: str(s.number))
@@ -45,7 +45,7 @@ def test_wherever_a_hot_score_is_and_whatever_is_infinite(stage):
     run(stage, problem, x)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("arch", [x for x in ARCHS if x != "sm_90a"])
 def test_it_runs_on_any_arch(arch):
     stage = LADDERS.stages(arch)[-1]

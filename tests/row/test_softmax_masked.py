@@ -57,7 +57,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sweep(48)
+@pytest.mark.sweep(96)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape, of_mask", SHAPES)
@@ -76,7 +76,7 @@ def test_masks_of_any_shape_and_their_gradients(device, shape, of_mask, kind, dt
     near(x.grad, dx, dtype)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("q, n", [(5, 40), (40, 24), (1, 9)])
 def test_causal_is_aligned_to_the_last_row(device, q, n):
     x = rows(device, (2, q, n)).requires_grad_()

@@ -44,6 +44,7 @@ def check(execute, op: str, form: Format, reference, count: int, limit: int = 15
 NAMES = {"add": 2, "sub": 2, "mul": 2, "fma": 3}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 @pytest.mark.parametrize("name", NAMES)
 def test_f32_in_every_rounding(execute, name, mode):
@@ -51,6 +52,7 @@ def test_f32_in_every_rounding(execute, name, mode):
     check(execute, f"{name}.{mode}.f32", F32, reference, NAMES[name])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 @pytest.mark.parametrize("name", NAMES)
 def test_f64_in_every_rounding(execute, name, mode):
@@ -58,6 +60,7 @@ def test_f64_in_every_rounding(execute, name, mode):
     check(execute, f"{name}.{mode}.f64", F64, reference, NAMES[name], limit=500)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("form", [F16, BF16], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", NAMES)
 def test_halves_round_once(execute, name, form):
@@ -167,6 +170,7 @@ def choose(name: str, nan: bool, *values: float) -> float:
     return (min if name == "min" else max)(numbers, key=key)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["min", "max"])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_min_and_max(execute, name, form):
@@ -211,6 +215,7 @@ def test_copysign_takes_the_sign_of_its_first_operand(execute, form):
 # -- packed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("form", [F16, BF16], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", [*NAMES, "min", "max", "neg", "abs"])
 def test_packed_halves_are_two_halves(execute, name, form):
@@ -276,6 +281,7 @@ APPROXIMATE = {  # function, largest error: relative, or absolute below 1 (PTX I
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", APPROXIMATE)
 def test_approximate_functions_stay_within_their_error(execute, op):
     f, relative, absolute = APPROXIMATE[op]

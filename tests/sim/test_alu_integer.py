@@ -44,6 +44,7 @@ def check(execute, op: str, kind: str, reference, *kinds: str, columns=None, out
     expect_equal(got, np.array(want, DTYPES[out]), *values)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", INTEGERS)
 @pytest.mark.parametrize(
     ("op", "reference"),
@@ -53,6 +54,7 @@ def test_add_sub_min_max(execute, op, reference, kind):
     check(execute, f"{op}.{kind}", kind, reference)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", [
     "add.s16", "sub.s16", "min.s16", "max.s16", "min.relu.s16", "max.relu.s16",
     "add.u16", "sub.u16", "min.u16", "max.u16",
@@ -81,6 +83,7 @@ def test_saturating_mad(execute):
     check(execute, "mad.hi.sat.s32", "s32", reference, "s32", "s32", "s32")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", INTEGERS)
 @pytest.mark.parametrize("half", ["lo", "hi"])
 def test_mul_halves(execute, kind, half):
@@ -94,6 +97,7 @@ def test_mul_wide(execute, kind):
     check(execute, f"mul.wide.{kind}", kind, lambda a, b: a * b, out=wide)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", INTEGERS)
 @pytest.mark.parametrize("half", ["lo", "hi"])
 def test_mad_halves(execute, kind, half):
@@ -118,6 +122,7 @@ def test_mul24_takes_24_bits(execute, kind):
     check(execute, f"mul24.hi.{kind}", kind, lambda a, b: low(a) * low(b) >> 16)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_div_rounds_to_zero_and_rem_has_the_sign_of_the_dividend(execute, kind):
     divisors = integers(DTYPES[kind], seed=1)
@@ -126,11 +131,13 @@ def test_div_rounds_to_zero_and_rem_has_the_sign_of_the_dividend(execute, kind):
     check(execute, f"rem.{kind}", kind, lambda a, b: a - b * truncated(a, b), columns=columns)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_sad(execute, kind):
     check(execute, f"sad.{kind}", kind, lambda a, b, c: c + abs(a - b), kind, kind, kind)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", SIGNED)
 @pytest.mark.parametrize(("op", "reference"), [("neg", lambda a: -a), ("abs", abs)])
 def test_neg_and_abs(execute, op, reference, kind):
@@ -165,6 +172,7 @@ def test_logic_of_predicates(execute):
     expect_equal(apply(execute, "mov.pred {d}, {a};", bool, a), a, a)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("table", [0x00, 0x01, 0x3C, 0x80, 0x96, 0xCA, 0xD8, 0xE8, 0xFE, 0xFF])
 def test_lop3_is_its_truth_table(execute, table):
     def reference(a: int, b: int, c: int) -> int:
@@ -189,6 +197,7 @@ def test_shl_clamps(execute, kind):
     check(execute, f"shl.{kind}", kind, lambda a, n: a << min(n, 64), columns=columns)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [*INTEGERS, "b32"])
 def test_shr_clamps_and_keeps_the_sign(execute, kind):
     columns = [integers(DTYPES[kind]), AMOUNTS]
@@ -312,6 +321,7 @@ PRMT_MODES = {  # byte of {b, a} for each byte of the result, by selector (PTX I
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", PRMT_MODES)
 def test_prmt_modes(execute, mode):
     def pick(a: int, b: int, selector: int) -> int:
@@ -384,6 +394,7 @@ COMPARE = {
 UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [*INTEGERS, "b16", "b32", "b64"])
 def test_setp(execute, kind):
     values = crossed(integers(DTYPES[kind]), integers(DTYPES[kind], seed=1))
@@ -395,6 +406,7 @@ def test_setp(execute, kind):
         expect_equal(got, compare(*values), *values)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("combine", ["and", "or", "xor"])
 @pytest.mark.parametrize("negated", ["", "!"])
 def test_setp_combines_both_results_with_a_predicate(execute, combine, negated):

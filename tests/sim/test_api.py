@@ -136,6 +136,7 @@ def one_sentence(error: BaseException) -> str:
     return text
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -172,6 +173,7 @@ def test_what_is_no_kernel_is_refused():
         simulate(3, *numbers())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("options", "kind", "sentence"),
     [

@@ -221,6 +221,7 @@ def four(kind: str, count: int, n: int, group: int = 1, **how) -> Scaled:
     return Scaled(a, b, m, n, group, kind=kind, count=count, seed=n, **how)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(("n", "group"), [(8, 1), (72, 1), (256, 1), (64, 2), (256, 2)])
 def test_8_bit_operands_have_a_factor_per_row(kind, n, group):
@@ -244,6 +245,7 @@ def test_8_bit_operands_may_be_mn_major(a_mn, b_mn):
     eight(64, a_mn=a_mn, b_mn=b_mn).check()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["mxf4", "mxf4nvf4"])
 @pytest.mark.parametrize(("n", "group"), [(8, 1), (136, 1), (256, 2)])
 @pytest.mark.parametrize(("a_byte", "b_byte"), [(0, 0), (2, 0), (0, 2)])
@@ -251,6 +253,7 @@ def test_4_bit_operands_with_two_factors_per_row(kind, n, group, a_byte, b_byte)
     four(kind, 2, n, group, a_byte=a_byte, b_byte=b_byte).check()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("factors", FACTOR_CODES)
 @pytest.mark.parametrize(("n", "group"), [(8, 1), (192, 1), (256, 1), (256, 2)])
 def test_4_bit_operands_with_four_factors_per_row(factors, n, group):
@@ -309,6 +312,7 @@ def test_a_copy_of_factors_is_in_order_with_the_mma_that_takes_them():
     np.testing.assert_array_equal(case.run(before), want)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("case", "error", "sentence"),
     [

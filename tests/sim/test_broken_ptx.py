@@ -162,6 +162,7 @@ def executed(texts: list[str]) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_no_instruction_passes_with_a_modifier_or_an_operand_too_many(body):
     for statement, op in executed([body]):
@@ -176,6 +177,7 @@ def test_no_instruction_passes_with_a_modifier_or_an_operand_too_many(body):
             assert told(whole) not in ("right", "finding"), wrong
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", sorted(_DEFINITIONS))
 def test_every_definition_refuses_a_modifier_that_no_instruction_has(name):
     ins = Instruction(f"{name}.zzz", Operands(), None, False, 1, f"{name}.zzz")
@@ -228,6 +230,7 @@ def test_what_the_assembler_refuses_is_refused_with_its_line(statement):
         simulate_ptx(statement, OUT, assembles=False)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("offset", ["-94040066256720", "0x7fffffffffffff00", "-0x7000000000000000"])
 @pytest.mark.parametrize("space", ["global", "shared", "local", ""])
 def test_an_address_in_the_top_half_is_a_bad_address(offset, space):
@@ -290,7 +293,7 @@ def test_a_loop_without_end_is_called_endless(monkeypatch):
         simulate_ptx(COUNT.format(1 << 31), OUT)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("period", [1, 2, 3, 7])
 def test_a_loop_that_comes_back_to_where_it_was_is_a_deadlock(period):
     body = f"mov.u32 %r0, 0; L: add.u32 %r0, %r0, 1; rem.u32 %r0, %r0, {period}; bra L;"

@@ -91,6 +91,7 @@ PLAIN_REDUCTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("op", "dtype", "function"), PLAIN_REDUCTIONS)
 def test_bulk_reductions_combine_with_what_is_there(execute, op, dtype, function):
     draw, count = np.random.default_rng(2), 256 // np.dtype(dtype).itemsize
@@ -173,6 +174,7 @@ def three_stores(wait: str, overwrite: int) -> str:
     return "".join(rows) + f"@%p0 cp.async.bulk.{wait};" + more
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ["fifo", "random"])
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_wait_group_n_frees_all_but_the_last_n(left, order):
@@ -250,6 +252,7 @@ def test_st_async_writes_and_counts_in_the_other_cta(execute, kind, value, words
     assert (got[1] == FILL).all() and (got[0, 512:] == FILL).all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "name", "function"),
     [("u32", "add", np.add), ("s32", "min", np.minimum), ("u32", "max", np.maximum),

@@ -32,7 +32,7 @@ FOREIGN = {  # rows; median, nine of ten and largest error that may be
 LONG = ("quack",)  # of which CI reckons two problems
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "library, quick",
     [
@@ -62,7 +62,7 @@ def b200() -> clock_b200.B200Model:
     return clock_b200.B200Model(stored.load(clock_b200.TRACES))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", B200_LARGEST)
 def test_errors_against_a_b200_do_not_grow(dtype):
     rows = [r for r in clock_b200.measured() if r.dtype == dtype and r.held_out][::EVERY]

@@ -46,6 +46,7 @@ def share(arch: str, number: int, a: str, b: str) -> float:
     return float((grid[0] & grid[1]).sum() / max(1, grid[0].sum()))
 
 
+@pytest.mark.slow
 def test_a_ring_puts_loads_under_mmas():
     assert share("sm_90a", 1, "tensor core", "TMA in") < 0.15
     assert share("sm_90a", 2, "tensor core", "TMA in") > 0.6

@@ -145,6 +145,7 @@ NOT_FUSED = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("body", NOT_FUSED)
 def test_what_the_assembler_does_not_fuse_stays(body):
     text = module(body, {"out": np.zeros(32, np.float32)}, Shape(), "sm_90a", "")
@@ -241,6 +242,7 @@ def fused_by_ptxas(body: str, ptxas: str, tmp_path, arch: str) -> tuple[str, byt
     return text, cubin.read_bytes()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_taken_to_be_fused_without_machine_code(seed, tmp_path):
     """ptxas's choice on random programs, where there is a ptxas: the habit is right for nine in

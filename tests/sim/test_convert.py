@@ -53,6 +53,7 @@ def expect(form: Format, got: np.ndarray, want: list[float], *sources: object) -
 # -- integers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("to", INTEGERS)
 @pytest.mark.parametrize("frm", INTEGERS)
 def test_integers_are_truncated_or_extended(execute, frm, to):
@@ -76,6 +77,7 @@ def test_a_narrow_result_is_extended_into_its_wide_register(execute, to):
     expect_equal(got, x.astype(INTEGERS[to]).astype(np.int32), x)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2"])
 def test_two_integers_are_clamped_and_packed_above_what_there_is(execute, kind):
     bits = int(kind[1:])
@@ -106,6 +108,7 @@ FROM_INTEGER = {*product(["u8", "s16", "u32", "s32", "u64", "s64"], FORMATS)} - 
 TO_INTEGER = {*product(FORMATS, ["u8", "s8", "u16", "s32", "u32", "s64", "u64"])} - ABSENT
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("frm", "to"), sorted(FROM_INTEGER))
 def test_integers_to_floats_round_once(execute, frm, to):
     x = integers(INTEGERS[frm], count=200)
@@ -115,6 +118,7 @@ def test_integers_to_floats_round_once(execute, frm, to):
         expect(form, got, [form.round(Fraction(int(v)), mode) for v in x], x)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("frm", "to"), sorted(TO_INTEGER))
 def test_floats_to_integers_clamp(execute, frm, to):
     form, info = FORMATS[frm], np.iinfo(INTEGERS[to])
@@ -227,6 +231,7 @@ def test_sat_and_relu(execute):
 # -- packed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("form", [F16, BF16], ids=lambda f: f.name)
 @pytest.mark.parametrize("mode", ["rn", "rz"])
 @pytest.mark.parametrize("relu", ["", ".relu"])
@@ -284,6 +289,7 @@ on_blackwell = partial(simulate_ptx, arch="sm_100a")
 of_ptx_9_1 = partial(on_blackwell, assembles=False)  # of later than the tests' other PTX
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("relu", ["", ".relu"])
 @pytest.mark.parametrize("form", SMALLER, ids=lambda f: f.name)
 def test_smaller_floats_saturate_and_a_nan_is_the_largest(form, relu):
@@ -364,6 +370,7 @@ def test_powers_of_two_to_bf16_are_exact():
         expect(BF16, half, want, source)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("scale", [0, 0x70, 0x7F, 0x85, 0xF0, 0xFE, 0xFF])
 @pytest.mark.parametrize("form", ["rn", "rn.satfinite", "rn.satfinite.relu"])
 def test_fixed_point_to_bf16_with_a_scale(form, scale):

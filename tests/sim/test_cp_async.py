@@ -44,6 +44,7 @@ def copied(execute, text: str, mask: int = 0, shape: Shape = SHAPE, **how) -> np
     return np.roll(out, 33, 0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("space", ["shared.global", "shared::cta.global.L2::128B"])
 @pytest.mark.parametrize(("form", "size"), [("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)])
 def test_a_copy_moves_its_bytes_and_no_others(execute, form, size, space):
@@ -89,6 +90,7 @@ def test_nothing_is_read_where_nothing_is_taken(execute):
         assert not copied(execute, text + WAIT_ALL).any()
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_two_warps_may_fill_neighbouring_words(order):
     body = """
@@ -135,6 +137,7 @@ def test_a_ring_waits_for_all_but_its_last_groups(execute):
     ring(execute, 2)
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_ring_in_any_order(order):
     for allowed in (0, 1, 2):
@@ -152,6 +155,7 @@ def test_no_wait_is_found(text):
         copied(simulate_ptx, f"cp.async.cg.shared.global [mine], [from], 16; {text}")
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_other_warps_need_a_barrier_too(order):
     text = "cp.async.cg.shared.global [mine], [from], 16; cp.async.wait_all;"
@@ -167,6 +171,7 @@ def test_the_barrier_stands_after_the_wait():
         copied(simulate_ptx, text)
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_copy_onto_what_others_read_is_found(order):
     text = f"""
@@ -248,6 +253,7 @@ def test_an_arrival_waits_for_the_copies_before_it_only():
 # -- refused operands ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("text", "error", "sentence"),
     [
@@ -273,6 +279,7 @@ def test_what_hardware_does_not_take(text, error, sentence):
 # -- the async proxy -------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_bulk_store_of_what_was_copied_is_told_without_a_fence(order):
     """cp.async is of the generic proxy; kernels of NVIDIA have no fence there: an advisory."""

@@ -24,6 +24,7 @@ def deadlock(body: str, arrays: dict, shape: Shape, **order) -> str:
     return text
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values())))
 def test_a_wait_for_an_arrival_that_never_comes(order):
     body = init(3) + "@%p0 mbarrier.arrive.shared.b64 _, [bar];" + SLEEP.replace("PARITY", "0")
@@ -89,6 +90,7 @@ def test_a_cluster_barrier_names_who_is_missing():
     assert "named barrier 1 of CTA (1,0,0): 32 of 64" in text
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", EVERY_ORDER, ids=lambda o: "-".join(map(str, o.values())))
 def test_a_spin_on_memory_that_nobody_writes(order):
     flag = np.zeros(1, np.uint32)
@@ -126,7 +128,7 @@ RESIDENT = {  # by threads, shared memory, CTAs of an SM
 }
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "per_sm"), RESIDENT.values(), ids=RESIDENT)
 def test_ctas_may_wait_for_each_other_as_far_as_the_gpu_holds_them(shape, per_sm):
     simulate_ptx(WAIT_FOR_THE_LAST, {"flag": np.zeros(1, np.uint32)}, shape)

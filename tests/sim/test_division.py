@@ -34,7 +34,7 @@ def divided(monkeypatch) -> list[bool]:
     return kept
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, number", [("sm_90a", 6), ("sm_100a", 5)])
 def test_numbers_and_counts_are_those_of_one_process(arch: str, number: int, divided) -> None:
     problem, ours = GemmProblem(512, 512, 128, dtype="bf16"), stage(arch, number)
@@ -68,6 +68,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_found_is_told_as_by_one_process(name: str, divided) -> None:
     told, left = found(BROKEN[name], 2)

@@ -58,6 +58,7 @@ def test_packed_4_bit_elements_decode_as_bytes():
 PLAIN = {"kind": 6, "address": 0, "dims": [64, 64], "strides": [128], "box": [64, 8]}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -38,6 +38,7 @@ def one_sum(old: float, a: np.ndarray, b: np.ndarray) -> Fraction:
     return cut(total, exponent(total) - 13) if total else total
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("scale", [2.0**-8, 1.0, 64.0])
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 def test_products_are_aligned_and_cut_off(dtype: type, scale: float) -> None:

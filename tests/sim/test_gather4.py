@@ -48,6 +48,7 @@ def scatter(copy: Copy) -> str:
     """
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("columns", "swizzle", "offset"), [(16, 0, 128), (64, 128, 2048)])
 def test_four_rows_come_to_lie_one_behind_the_other(rows, columns, swizzle, offset) -> None:

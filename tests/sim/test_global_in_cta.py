@@ -136,6 +136,7 @@ def run(text: str, **how) -> list[Finding]:
     return simulate_ptx(text, arrays, Shape(block=128, smem=2048), **how).advisories
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("text", RACES.values(), ids=RACES)
 def test_a_race_is_found(text):
     with pytest.raises(Hazards) as told:
@@ -145,11 +146,13 @@ def test_a_race_is_found(text):
     assert "CTA (0,0,0) warp" in first and "[" in first
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
 def test_a_kernel_that_synchronises_is_clean(text):
     assert run(text) == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ["eager", "starved", "random"])
 @pytest.mark.parametrize("name", ["write, read", "read, write", "write, write"])
 def test_races_do_not_depend_on_the_order(name, order):

@@ -101,6 +101,7 @@ def handed_over(tell: str, look: tuple[str, str], order: str) -> None:
     assert run(body, order, grid=2, block=64)[16] == 7
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["fifo", "random"])
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("tell", TELLS)
@@ -109,6 +110,7 @@ def test_a_release_that_is_acquired_orders_clusters(tell: str, look: str, order:
     handed_over(TELLS[tell], LOOKS[look], order)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ["fifo", "random"])
 @pytest.mark.parametrize("tell", NO_TELLS)
 def test_what_does_not_release_orders_nothing(tell: str, order: str) -> None:

@@ -116,6 +116,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_column_of_pixels_is_what_the_definition_says(name: str, arch: str) -> None:

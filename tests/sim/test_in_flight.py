@@ -46,6 +46,7 @@ def two_loads(waited: str, second_by: str, **order) -> np.ndarray:
     return out
 
 
+@pytest.mark.sweep(3)
 @each_order
 @pytest.mark.parametrize("second_by", ["%p0", "%p7"], ids=["one thread", "two warps"])
 def test_a_wait_for_one_copy_is_none_for_the_next(second_by, order):
@@ -78,7 +79,7 @@ COMMITTERS = {  # predicates of the thread that commits
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @each_order
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("committer", COMMITTERS)
@@ -172,6 +173,7 @@ def test_an_mma_comes_after_the_stores_of_other_warps(a, order):
         simulate_text(case, without, **order)
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_an_mma_comes_after_the_loads_of_other_warps(order):
     """For instance, loads of an accumulator that the epilogue still reads."""
@@ -191,6 +193,7 @@ def test_an_mma_comes_after_the_loads_of_other_warps(order):
         simulate_text(case, with_another(""), **order)
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_columns_that_were_given_back_are_nobodys(order):
     """Another warp may store to them at once where they are allocated again."""
@@ -208,6 +211,7 @@ def test_columns_that_were_given_back_are_nobodys(order):
     simulate_ptx(body, {}, Shape(block=64, smem=64), arch="sm_100a", **order)
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_stores_to_tensor_memory_are_waited_for_before_others_use_them(order):
     """PTX ISA 9.7.16.6.4.4: by wait::st, before the barrier."""
@@ -232,6 +236,7 @@ LOADS = """
 """
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_warp_waits_for_its_own_stores_before_it_loads(order):
     """PTX ISA 9.7.16.6.4.2, example 1"""

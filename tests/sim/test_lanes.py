@@ -31,6 +31,7 @@ def advisories(body: str, shape: Shape, **order) -> list[str]:
     return [a.message for a in report.advisories]
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_one_lane_arrives_for_all_only_behind_a_barrier_of_the_warp(order) -> None:
     assert not advisories(HAND_OVER.replace("SYNC", "bar.warp.sync -1;"), TWO_WARPS, **order)

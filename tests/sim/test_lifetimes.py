@@ -23,6 +23,7 @@ STORE = """
 """
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_the_last_store_is_waited_for(order):
     """Only the thread that issued it can wait; a wait for its reads is enough."""
@@ -38,6 +39,7 @@ def test_the_last_store_is_waited_for(order):
             simulate_ptx(STORE + left, {"out": out}, shape, **order)
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_load_that_nobody_waits_for_must_not_outlive_its_cta(order):
     name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -60,6 +62,7 @@ READ = f"""
 """
 
 
+@pytest.mark.sweep(3)
 @each_order
 @pytest.mark.parametrize("arrive", ["arrive", "arrive.relaxed"])
 def test_a_cta_stays_while_others_read_its_shared_memory(arrive, order):
@@ -78,6 +81,7 @@ ARRIVE = f"""{init(1)} .reg .b32 far, rank; mov.u32 rank, %cluster_ctarank;
 """
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_cta_stays_until_the_last_remote_arrival(order):
     """It may wait for the phase, as a producer that drains its ring, or for the cluster."""
@@ -96,6 +100,7 @@ LOADED = f"""{init(1).replace("%i, 0", "%lane, 0")} .reg .b32 far, rank;
 """
 
 
+@pytest.mark.sweep(3)
 @each_order
 @pytest.mark.parametrize(("arrive", "advisories"), [("arrive", 0), ("arrive.relaxed", 1)])
 def test_a_relaxed_barrier_after_a_wait_is_an_advisory(arrive, advisories, order):
@@ -112,6 +117,7 @@ def test_a_relaxed_barrier_after_a_wait_is_an_advisory(arrive, advisories, order
 # -- readers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_write_comes_after_all_readers_not_only_the_last(order):
     """Warps 1 and 2 read a word that warp 0 overwrites, which is ordered after one of them only."""
@@ -135,6 +141,7 @@ TURNS = "barrier.cluster.{}.aligned;"
 COME, AWAIT = TURNS.format("arrive"), TURNS.format("wait")
 
 
+@pytest.mark.sweep(4)
 @each_order
 @pytest.mark.parametrize(
     "body, sentence",

@@ -42,6 +42,7 @@ def rows(kind: type, *shape: int) -> np.ndarray:
     return aligned(np.zeros(shape, kind))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("text", [LOAD, STORE], ids=["load", "store"])
 @pytest.mark.parametrize(("kind", "name", "columns"), [
     (np.float32, "f32", 250), (np.float16, "f16", 100), (np.uint8, "u8", 24),

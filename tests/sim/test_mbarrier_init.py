@@ -43,12 +43,14 @@ def local(between: str, **order) -> None:
     assert (out == a[0]).all()
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_barrier_of_the_cta_is_enough_within_it_also_for_copies(order):
     local("bar.sync 0;", **order)
     local("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", **order)
 
 
+@pytest.mark.sweep(4)
 @each_order
 @pytest.mark.parametrize("between", ["", FENCE, "fence.proxy.async;", "bar.warp.sync -1;"])
 def test_no_barrier_is_a_race(between, order):
@@ -103,6 +105,7 @@ def remote(between: str, use: str, **order) -> None:
     simulate_ptx(body, {"a": rows(1, 64)}, shape, arch="sm_100a", **order)
 
 
+@pytest.mark.sweep(5)
 @each_order
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("between", ORDERED)
@@ -110,6 +113,7 @@ def test_what_releases_it_to_the_cluster(between, use, order):
     remote(ORDERED[between], use, **order)
 
 
+@pytest.mark.sweep(5)
 @each_order
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("between", UNORDERED)
@@ -126,6 +130,7 @@ STORE = f"""
 """
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_a_relaxed_barrier_releases_ordinary_stores_only_behind_a_fence(order):
     shape = Shape(grid=2, cluster=2, smem=256)

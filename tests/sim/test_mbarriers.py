@@ -135,6 +135,7 @@ def test_a_phase_without_bytes_of_its_own_completes_by_complete_tx(execute):
     assert out.tolist() == [0, 1]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [

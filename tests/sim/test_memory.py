@@ -28,6 +28,7 @@ def random_rows(bits: int, count: int, threads: int) -> np.ndarray:
     return raw.view(f"u{bits // 8}")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("bits", "count"), VECTORS)
 def test_every_width_through_every_space(execute, bits, count):
     """Global, shared, local, shared again and global, the last three by generic addresses."""
@@ -162,6 +163,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("space", ["global", "shared"])
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names]
@@ -271,6 +273,7 @@ ADDRESS = """
 """
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("trans", ["", ".trans"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ldmatrix_gives_each_lane_two_neighbours_of_a_row(execute, count, trans):
@@ -325,6 +328,7 @@ def test_movmatrix_transposes_across_the_warp(execute):
     assert (got[0] == a[0].T).all() and (got[1] == a[1]).all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("trans", ["", ".trans"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stmatrix_is_its_inverse(execute, count, trans):

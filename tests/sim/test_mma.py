@@ -157,12 +157,14 @@ INTEGER_PAIRS = [("s8", "s8"), ("u8", "u8"), ("s8", "u8"), ("u8", "s8")]
 B_AT = 32768  # where B starts: both operands fit, with gaps
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("n", [8, 24, 64, 104, 136, 256])
 def test_every_n(execute, n):
     a, b = packed("f16", 128), packed("f16", 128, start=B_AT)
     Wgmma(a, b, n, seed=n).check(execute)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("kind", FLOAT_KINDS)
 def test_k_major_operands_of_every_format_and_swizzle(execute, kind, swizzle):
@@ -171,6 +173,7 @@ def test_k_major_operands_of_every_format_and_swizzle(execute, kind, swizzle):
     Wgmma(a, b, 40).check(execute)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("a", "b"), INTEGER_PAIRS)
 @pytest.mark.parametrize("registers", [False, True])
 def test_integers_accumulate_in_s32(execute, a, b, registers):
@@ -190,6 +193,7 @@ def test_s32_wraps_or_saturates(execute, more):
     np.testing.assert_array_equal(case.run(execute, edge), want)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["f16", "e4m3", "e5m2"])
 @pytest.mark.parametrize("scale_d", [0, 1])
 def test_accumulators_of_f16(execute, kind, scale_d):
@@ -202,6 +206,7 @@ def test_a_in_registers(execute, kind):
     Wgmma(kind, packed(kind, 64, start=B_AT), 88).check(execute)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize(("a_mn", "b_mn"), [(False, True), (True, False), (True, True)])
@@ -216,6 +221,7 @@ def test_mn_major_b_with_a_in_registers(execute):
     Wgmma("bf16", packed("bf16", 128, True, start=B_AT, k_atoms=2), 160).check(execute)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("scale_d", [0, 1])
 @pytest.mark.parametrize("signs", [(1, 1), (-1, 1), (1, -1), (-1, -1)])
 def test_scale_d_and_negation(execute, scale_d, signs):
@@ -297,6 +303,7 @@ def edited(at: str, text: str, **order) -> None:
 COMMIT, FENCE = "wgmma.commit_group.sync.aligned;", "wgmma.fence.sync.aligned;"
 
 
+@pytest.mark.sweep(4)
 @each_order
 @pytest.mark.parametrize(
     ("access", "found"),
@@ -312,11 +319,13 @@ def test_registers_belong_to_a_wgmma_until_its_group_is_waited_for(access, found
         edited(COMMIT, COMMIT + access, **order)
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_registers_of_a_may_be_read_meanwhile(order):
     edited(COMMIT, COMMIT + "mov.b32 %r9, %r21;", **order)
 
 
+@pytest.mark.sweep(2)
 @each_order
 def test_the_first_wgmma_comes_after_a_fence(order):
     """PTX ISA 9.7.15.7.1"""
@@ -324,6 +333,7 @@ def test_the_first_wgmma_comes_after_a_fence(order):
         edited(FENCE, "", **order)
 
 
+@pytest.mark.sweep(3)
 @each_order
 @pytest.mark.parametrize("register", ["%r20", "%r64"])
 def test_a_fence_stands_between_an_access_to_registers_and_a_wgmma(register, order):
@@ -331,6 +341,7 @@ def test_a_fence_stands_between_an_access_to_registers_and_a_wgmma(register, ord
         edited(FENCE, f"{FENCE} add.u32 {register}, {register}, 0;", **order)
 
 
+@pytest.mark.sweep(3)
 @each_order
 @pytest.mark.parametrize("register", ["%r20", "%r64"])
 def test_a_read_that_no_fence_follows_is_an_advisory(register, order):

@@ -62,6 +62,7 @@ def instruction(kind: str, size: str, factor: str, types: tuple[str, str], k: in
     return f"mma.sync.aligned.{shape}.kind::{kind}{block}.f32.{types[0]}.{types[1]}.f32{end}"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("ids", [(0, 0), (2, 1)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 def test_a_scaled_product(case, ids):
@@ -130,6 +131,7 @@ def test_forms_that_do_not_exist_are_refused(op):
         simulate_ptx(text, {}, arch="sm_120a", assembles=False)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("bits", "form"), [(4, "b4x16_p64"), (6, "b6x16_p32")])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ldmatrix_unpacks_elements_of_few_bits(bits, form, count):

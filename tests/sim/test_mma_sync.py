@@ -74,6 +74,7 @@ def run(execute, kind: str, k: int, out: str, more: str = "", seed: int = 0, c=N
     return d, a @ b + c
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("kind", "k", "out"), CASES)
 def test_a_warp_multiplies(execute, kind, k, out):
     if kind in ("e4m3", "e5m2"):

@@ -54,7 +54,7 @@ def survivors(arch: str, number: int, operator: str, order: str) -> tuple[list[s
     return left, count
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("order", ["fifo", "eager"])
 @pytest.mark.parametrize("operator", LEFT_OUT)
 @pytest.mark.parametrize("key", SAMPLE, ids=lambda key: f"{key[0]}-{key[1]}")
@@ -94,7 +94,7 @@ OTHERS = (  # a fixed sample of weakened or moved instructions
 )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("subject", "operator"), OTHERS, ids=" - ".join)
 def test_what_is_weakened_or_moved_is_told(subject, operator):
     site = next(sites(SUBJECTS[subject].kernel, operator))

@@ -34,13 +34,13 @@ def run(kernel, **order):
     return PROBLEM.check(a, b, c)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("key", RINGS)
 def test_the_unchanged_kernel_has_no_finding(kernels, key):
     assert run(kernels[key]).ok
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 @pytest.mark.parametrize("delta", [16, 16384])
@@ -51,6 +51,7 @@ def test_too_large_expect_tx_names_the_missing_bytes(kernels, key, delta, order)
         run(expect_tx_plus(kernels[key], delta), **order)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 def test_too_small_expect_tx_names_the_surplus(kernels, key, order):
@@ -74,6 +75,7 @@ def test_expect_tx_without_one_operand_lets_the_mma_read_too_early(kernels):
     assert found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_dropped_commit_is_a_deadlock_on_the_barrier_it_would_arrive_on(kernels, number, order):
@@ -113,7 +115,7 @@ def test_every_flipped_parity_is_found(kernels, key, which):
     assert any(tell in str(report.value) for tell in tells)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("key", RINGS)
 def test_a_wrong_swizzle_names_both_swizzles(kernels, key, order):

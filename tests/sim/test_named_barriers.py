@@ -19,6 +19,7 @@ NEIGHBOURS = """
 """
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "barrier", ["bar.sync 0;", "bar.sync 5;", "bar.sync 3, 128;", "barrier.sync.aligned 15, 128;",
                 "barrier.sync 2;", "barrier.cta.sync.aligned 0;", "mov.b32 %r1, 9; bar.sync %r1;"],
@@ -97,6 +98,7 @@ def test_a_warp_may_count_twice_in_one_phase(order):
     simulate_ptx(COUNTED_TWICE, {}, Shape(block=64), order=order)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("threads", [1, 16, 48, 97])
 @pytest.mark.parametrize(
     "barrier", ["bar.sync 0", "barrier.sync 1", "bar.sync 2, ALL", "barrier.cta.sync 3, ALL"]

@@ -38,6 +38,7 @@ def store(text: str) -> None:
     simulate_ptx(text, {"out": np.zeros(64, np.uint32)}, Shape(smem=1024))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("text", CLASH.values(), ids=CLASH)
 def test_different_values_at_one_place_are_found(text):
     with pytest.raises(Hazards) as told:
@@ -57,6 +58,7 @@ def test_lanes_that_copy_from_different_places_to_one_are_found():
     simulate_ptx(copy.format("%x"), x, Shape(smem=64))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("text", FINE.values(), ids=FINE)
 def test_the_same_value_or_other_places_are_not(text):
     store(text)

@@ -65,7 +65,7 @@ def findings(kernel, **order) -> str:
     return ""
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("stage", STORES, ids=lambda s: f"{s.arch}-{s.number}")
 def test_a_missing_proxy_fence_is_found_in_fifo_order(stage):
     kernel = compile(stage.kernel(), "fp16", stage.arch)
@@ -73,7 +73,7 @@ def test_a_missing_proxy_fence_is_found_in_fifo_order(stage):
     assert any("no fence.proxy.async in between" in findings(m) for m in without)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("stage", STORES, ids=lambda s: f"{s.arch}-{s.number}")
 def test_a_store_issued_before_all_warps_wrote_their_part_is_found_in_fifo_order(stage):
     """The bug of a public ladder: no barrier between the writes of four warps and the TMA store."""
@@ -83,7 +83,7 @@ def test_a_store_issued_before_all_warps_wrote_their_part_is_found_in_fifo_order
     assert any(re.search(found, findings(m)) for m in without)  # until one is
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("stage", STORES, ids=lambda s: f"{s.arch}-{s.number}")
 def test_a_slot_reused_while_one_store_too_many_may_be_pending_is_found_in_fifo_order(stage):
     kernel = compile(stage.kernel(), "fp16", stage.arch)

@@ -38,7 +38,7 @@ def test_the_unchanged_kernel_has_no_finding(kernel) -> None:
     assert run(kernel)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_a_signal_left_out_is_found(kernel, signal: str) -> None:
     places = list(re.finditer(rf"^\s*(@!?%p\d+ )?{re.escape(signal)}[^;]*;", kernel.ptx, re.M))
@@ -58,7 +58,7 @@ def test_a_wait_for_the_other_phase_is_found(kernel) -> None:
             run(flipped_parity(kernel, which))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("order", ["fifo", "eager", "peer-late"])
 def test_an_arrival_that_does_not_release_the_address_of_tensor_memory_is_found(
     kernel, order: str

@@ -176,7 +176,7 @@ LATER = [  # behind the slow marker: kinds of which others run always
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] if n in LATER else []) for n in PLANTS],

@@ -16,6 +16,7 @@ from cutex.sim.machine.operation import Engine, Operation
 from cutex.sim.policy import policy
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_order_has_a_policy_of_its_own(order):
     others = {type(policy(o, 0)) for o in ORDERS if o != order}

@@ -40,6 +40,7 @@ def run(text: str) -> None:
     simulate_ptx(text, {"out": np.zeros(256, np.uint32)}, Shape(block=256, smem=64))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
 def test_a_broken_rule_is_found(text):
     with pytest.raises(Hazards) as told:

@@ -172,6 +172,7 @@ def test_an_h100_is_a_gpu_of_its_own():
     assert of_arch("sm_90a") == "h200"  # whose times are measured here
 
 
+@pytest.mark.slow
 def test_a_copy_takes_longer_on_an_h100_than_on_an_h200():
     """A kernel that streams 256 MB from memory and back is bound by it."""
     x = torch.ones(1 << 24)

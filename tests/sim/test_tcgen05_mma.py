@@ -15,18 +15,21 @@ FLOAT_KINDS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
 SHAPES = [(64, 1), (128, 1), (128, 2), (256, 2)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("m", "group"), SHAPES)
 @pytest.mark.parametrize("n", [32, 96, 256])
 def test_shapes(m, group, n):
     Mma(operand("f16"), operand("bf16", start=B_AT, rows=n // group), m, n, group, seed=n).check()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("m", [64, 128])
 @pytest.mark.parametrize("n", [8, 24, 248])
 def test_one_cta_takes_n_in_steps_of_8(m, n):
     Mma(operand("f16"), operand("f16", rows=n, start=B_AT), m, n).check()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", FLOAT_KINDS)
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 def test_k_major_operands_of_every_format_and_swizzle(kind, swizzle):
@@ -34,6 +37,7 @@ def test_k_major_operands_of_every_format_and_swizzle(kind, swizzle):
     Mma(a, b, 128, 48).check()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", "s8"])
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize(("a_mn", "b_mn"), [(False, True), (True, False), (True, True)])
@@ -44,6 +48,7 @@ def test_mn_major_operands(kind, swizzle, a_mn, b_mn):
     Mma(a, b, 128, 64, d=d).check()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("m", "group"), SHAPES)
 @pytest.mark.parametrize(("a_mn", "b_mn"), [(False, True), (True, False), (True, True)])
 def test_mn_major_tf32(m, group, a_mn, b_mn):
@@ -52,6 +57,7 @@ def test_mn_major_tf32(m, group, a_mn, b_mn):
     Mma(a, b, m, 64, group).check()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("m", "group"), SHAPES)
 @pytest.mark.parametrize("kinds", [("s8", "u8"), ("u8", "s8"), ("s8", "s8"), ("u8", "u8")])
 def test_integers_accumulate_in_s32(m, group, kinds):
@@ -65,6 +71,7 @@ def test_integers_of_few_columns(m, n):
     Mma(operand("s8"), operand("s8", start=B_AT, rows=n), m, n, d="s32").check()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("swizzle", [0, 128])
 @pytest.mark.parametrize("kinds", [("e4m3", "e2m1"), ("e2m1", "e5m2"), ("e2m3", "e3m2"),
                                    ("e3m2", "e2m1"), ("e2m1", "e2m3")])  # fmt: skip
@@ -80,6 +87,7 @@ def test_steps_of_k_of_elements_of_4_bits(m, group):
     Mma(a, b, m, 64, group, steps=4).check()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("swizzle", [0, 128])
 @pytest.mark.parametrize(
     ("kind", "form"), [("e2m1", "b4x16_p64"), ("e2m3", "b6x16_p32"), ("e3m2", "b6x16_p32")]
@@ -118,6 +126,7 @@ def test_s32_wraps_or_saturates(saturate):
     case.check()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["f16", "e4m3"])
 @pytest.mark.parametrize(("m", "group"), SHAPES)
 @pytest.mark.parametrize("accumulate", [0, 1])
@@ -126,6 +135,7 @@ def test_accumulators_of_f16_take_a_column_each(kind, m, group, accumulate):
     Mma(a, b, m, 64, group, "f16", accumulate=accumulate).check()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", [*FLOAT_KINDS, "s8"])
 @pytest.mark.parametrize(("m", "group"), SHAPES)
 def test_a_in_tensor_memory(kind, m, group):
@@ -152,6 +162,7 @@ def test_m_64_in_the_upper_half_of_each_quarter(first):
     Mma(a, operand("f16", start=B_AT), 64, 40, lane=16, column=32).check()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("m", "group"), SHAPES)
 @pytest.mark.parametrize("accumulate", [0, 1])
 def test_k_steps_and_the_first_without_accumulation(m, group, accumulate):
@@ -172,6 +183,7 @@ def test_scaled_accumulators():
     Mma(operand("f16"), operand("f16", start=B_AT), 128, 32, scale=3).check()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("m", "group"), SHAPES)
 @pytest.mark.parametrize("d", ["f32", "f16"])
 def test_disabled_lanes_keep_what_they_hold(m, group, d):
@@ -208,12 +220,14 @@ def test_every_lane_that_issues_an_mma_adds_the_product():
 WS = pytest.mark.parametrize("m", [32, 64, 128])
 
 
+@pytest.mark.sweep(2)
 @WS
 @pytest.mark.parametrize("n", [64, 128, 256])
 def test_ws_lays_its_rows_out_in_all_lanes(m, n):
     Mma(operand("f16"), operand("bf16", start=B_AT, rows=n), m, n, ws=" ", seed=m).check()
 
 
+@pytest.mark.sweep(3)
 @WS
 @pytest.mark.parametrize("kind", ["tf32", "e4m3", "s8"])
 @pytest.mark.parametrize("collector", [".collector::b0::fill", ".collector::b3::lastuse"])
@@ -261,6 +275,7 @@ COPIES = {  # rows, columns of 32 bits, and the lanes of each row
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("form", COPIES)
 @pytest.mark.parametrize("swizzle", [0, 32, 128])
 @pytest.mark.parametrize("group", [1, 2])
@@ -315,6 +330,7 @@ def test_the_4_lane_copy_is_named():
 # -- refused operands ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [

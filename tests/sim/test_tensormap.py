@@ -53,6 +53,7 @@ def test_every_field_comes_back(values, hints, rest):
     assert (got.nan_fill, got.tf32) == (values["nan"], values["tf32"])
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("bit", range(4, 40))
 def test_every_bit_of_a_stride_has_its_place(bit):
     strides = [16, 32, 48, 64]
@@ -66,6 +67,7 @@ def test_the_largest_dimension_is_2_to_the_32():
     assert decode_map(encode(0, "u8", [1 << 32], [], [16])).dims == (1 << 32,)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

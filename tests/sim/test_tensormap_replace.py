@@ -41,6 +41,7 @@ def bytes_of(raw: bytes) -> np.ndarray:
     return aligned(np.frombuffer(raw, np.uint8))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("field", "kind", "operands", "change"), CHANGES)
 def test_a_field_of_a_map_in_global_memory(execute, field, kind, operands, change):
     rest = bytes(range(64))
@@ -130,6 +131,7 @@ def load(change: str, publish: str, run=simulate_ptx, **how) -> list[int]:
     return out.tolist()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", ["fifo", "eager", "starved"])
 @pytest.mark.parametrize("change", ["in global", "in shared"])
 def test_tma_takes_the_changed_map(change, order):

@@ -61,7 +61,7 @@ def of(arch: str) -> Gpu:
     return next(g for g in GPUS.values() if g.arch == arch)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("arch, number", CASES)
 def test_no_unit_is_busy_for_longer_than_the_kernel_runs(arch, number):
     timed = predict(recorded(arch, number)[0], of(arch), recorded(arch, number)[1])
@@ -79,6 +79,7 @@ def test_time_is_never_below_what_a_unit_needs(arch, number):
     assert timed.cycles >= timed.loaded * (1 - board.l2_merged) / board.l2_bytes
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("arch, number", CASES)
 @pytest.mark.parametrize("name", ["l2_bytes", "hbm_gbs", "tma_bytes", "store_bytes", "mma_flops"])
 def test_more_of_a_rate_is_never_slower(arch, number, name):
@@ -136,6 +137,7 @@ def test_the_picture_shows_the_overlap_that_a_stage_adds():
     assert seen[2] > 0.5
 
 
+@pytest.mark.slow
 def test_two_accumulators_let_the_epilogue_run_under_the_next_tiles_mainloop():
     problem = GemmProblem(4096, 4096, 256)
     report = time_stage(problem, stage("gemm", "sm_100a", 6), gpu("b200"), log=True)
@@ -244,7 +246,7 @@ def test_causal_tiles_have_the_blocks_of_keys_that_they_see(dispatch, steps):
     assert alike.work(config) == (3 * block, 3 * block)
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head_dim, queries, keys",
     [(64, 192, 384), (64, 192, 448), (64, 70, 300), (128, 128, 256), (128, 128, 320),
@@ -475,6 +477,7 @@ def test_sums_sent_to_other_ctas_take_time():
     assert predict(traced, slow, whole).cycles > 2 * predict(traced, board(), whole).cycles
 
 
+@pytest.mark.slow
 def test_sums_read_from_other_ctas_take_time():
     traced, whole, sums = sums_of(
         "sm_100a", GemmProblem(256, 64, 1024), tile_m=256, tile_n=64, num_acc=1, split_k=2

@@ -59,16 +59,19 @@ CASES = [(dims, box, at) for dims, box, places in BOXES.values() for at in place
 STORED = [case for case in CASES if min(case[2]) >= 0]  # an H200 traps on the others
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("dims", "box", "at"), CASES)
 def test_loads_of_one_to_five_dimensions_over_every_side(execute, dims, box, at):
     check_load(execute, Copy(Tensor("f16", dims, pad=16), box, at))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dims", "box", "at"), STORED)
 def test_stores_of_one_to_five_dimensions_write_only_inside(execute, dims, box, at):
     check_store(execute, Copy(Tensor("bf16", dims, pad=16), box, at))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dims", "box", "at"), [case for case in CASES if case not in STORED])
 def test_stores_at_negative_coordinates_are_refused(dims, box, at):
     with pytest.raises(BadOperand, match="the hardware traps on negative ones"):
@@ -81,6 +84,7 @@ def test_a_store_over_a_row_that_ends_inside_16_bytes_is_found():
         check_store(simulate_ptx, copy)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("offset", [0, 128, 640])
 @pytest.mark.parametrize(
     ("swizzle", "kind"), [(32, "u8"), (64, "f16"), (128, "f32"), (ATOMS_OF_32, "f32"), (0, "u64")]
@@ -104,6 +108,7 @@ def test_loads_through_a_tf32_map_round_to_the_nearest(execute):
     check_load(execute, Copy(Tensor("f32", (16, 6)), (8, 4), (4, 1), tf32=True))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("steps", [(1, 2, 1), (1, 3, 2), (2, 1, 1), (1, 8, 3)])
 @pytest.mark.parametrize("at", [(0, 0, 0), (8, 1, 2), (0, -3, 1), (0, 5, -4)])
 def test_element_strides_skip_rows_but_not_elements_of_a_row(execute, steps, at):
@@ -135,6 +140,7 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [*product(("f32", "f16", "bf16", "s32"), ("add",)),
@@ -161,6 +167,7 @@ def test_reductions_combine_with_what_is_there(execute, kind, name):
 # -- clusters --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("order", ["fifo", "eager", "peer-late", "random"])
 @pytest.mark.parametrize("mask", [0b1111, 0b1010, 0b0001])
 def test_multicast_writes_and_signals_each_cta_of_the_mask(mask, order):
@@ -205,6 +212,7 @@ def test_multicast_on_hardware_too(execute):
         np.testing.assert_array_equal(got[rank], copy.loaded())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("leader", [0, 1])
 @pytest.mark.parametrize("order", ["fifo", "peer-late", "random"])
 def test_with_cta_group_2_both_ctas_of_a_pair_complete_on_one_barrier(leader, order):
@@ -287,6 +295,7 @@ def test_an_inner_coordinate_off_16_bytes_is_refused(kind, x):
     refused(copy, store_text(copy), sentence)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("offset", [8, 16, 32, 48, 64, 80])
 def test_a_box_in_shared_memory_off_128_bytes_is_refused(offset, swizzle):
@@ -325,6 +334,7 @@ def test_a_map_that_reaches_past_its_tensor_is_found():
         run(simulate_ptx, copy, load_text(copy) + WAIT)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -375,6 +385,7 @@ class Packed(Copy):
         return "{" + ", ".join(map(str, (2 * self.at[0], *self.at[1:]))) + "}"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("swizzle", "wide"), [(0, 16), (32, 32), (64, 64), (128, 128)])
 @pytest.mark.parametrize("at", [(0, 0), (32, 3), (-16, -2), (96, 7)])
 def test_packed_4_bit_elements_are_copied_as_bytes(swizzle, wide, at):
@@ -421,6 +432,7 @@ class Padded(Copy):
         return 8 * self.size * self.box[1]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", PADDED)
 @pytest.mark.parametrize("swizzle", [0, 128])
 @pytest.mark.parametrize("at", [(0, 0), (128, 3), (128, -2), (256, 5), (-128, 0), (0, 9)])

@@ -105,7 +105,7 @@ def whole(op: str, width: int) -> str:
     return "\n".join([*out, "tcgen05.wait::st.sync.aligned;"])
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("shape", "repeats", "packed"), CASES)
 def test_ld_and_st(shape, repeats, packed):
     split = SPLIT * (2 if packed and repeats > 32 else 1) if shape == "16x32bx2" else 0

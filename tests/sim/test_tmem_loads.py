@@ -44,12 +44,14 @@ def rules(report: SimReport) -> list[str]:
     return [a.rule for a in report.advisories]
 
 
+@pytest.mark.sweep(2)
 @each_order
 @pytest.mark.parametrize("held", [f"{WAIT} {USE}", f"{COPIES} {WAIT} {USE}"])
 def test_copies_before_the_wait_are_no_uses(held, order):
     assert rules(run(held, order)) == []
 
 
+@pytest.mark.sweep(2)
 @each_order
 @pytest.mark.parametrize("copies", ["", COPIES, f"bra ON; ON: {COPIES}"])
 def test_a_use_before_the_wait_is_told(copies, order):
@@ -67,6 +69,7 @@ def test_a_use_without_a_wait_orders_others_by_the_letter_only(order):
     assert any("a wait or a tcgen05.fence is missing" in a.message for a in report.advisories)
 
 
+@pytest.mark.sweep(2)
 @each_order
 @pytest.mark.parametrize("held", ["", COPIES])
 def test_a_load_is_in_flight_until_more_than_a_copy_uses_it(held, order):

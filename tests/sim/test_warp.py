@@ -28,6 +28,7 @@ def source_lane(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
     return (j, True) if inside else (lane, False)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("width", [32, 16, 8, 4, 2])
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
 def test_shfl(execute, mode, width):
@@ -117,6 +118,7 @@ REDUCE = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mask", [FULL, 0x00FF00F0])
 @pytest.mark.parametrize(
     ("name", "kind"), [(n, k) for n in ("add", "min", "max") for k in ("u32", "s32")]
