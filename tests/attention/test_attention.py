@@ -83,12 +83,12 @@ KERNELS = (0, 3, 13, 26, 34)
 CASES = 2
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
+@pytest.mark.parametrize("number", range(CASES))
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_randomized_cases(place, kernel):
-    for number in range(CASES):
-        case = draw(3 * kernel + number, place.largest, place.most_work, kernel)
-        hold(place, case, **place.orders[number % len(place.orders)])
+def test_randomized_cases(place, kernel, number):
+    case = draw(3 * kernel + number, place.largest, place.most_work, kernel)
+    hold(place, case, **place.orders[number % len(place.orders)])
 
 
 @pytest.mark.slow
