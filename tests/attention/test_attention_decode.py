@@ -17,6 +17,7 @@ from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import EntrySpan, Splits, weight
 from cutex.ops.attention import kvcache, prefill
+from cutex.ops.attention.cache_plan import appending
 from cutex.ops.attention.kvcache import PLANS, alike_rooms, config_for
 from cutex.ops.attention.kvcache_call import KVCacheCall
 from cutex.ops.attention.rotated import rotated
@@ -441,6 +442,8 @@ def given(**more):
 TABLE = torch.zeros(2, 1, dtype=torch.int32)
 NEW = torch.zeros(2, 1, 2, 64).half()
 TWICE = torch.zeros(2, 32, 2, 64).half()
+with torch.inference_mode():
+    INFERRED = torch.zeros(2, 32, 2, 64).half()
 BAD = {
     "leftpad_k is 1: it is called cache_leftpad": {"leftpad_k": 1},
     "cache_leftpad must be a torch.Tensor, got int": {"cache_leftpad": 1},
@@ -479,6 +482,22 @@ BAD = {
     },
     "k_cache and v_cache share memory: k and v cannot be appended": {
         "k_cache": TWICE, "v_cache": TWICE[:], "k": NEW, "v": NEW
+    },
+    "k shares memory with a cache": {
+        "k_cache": TWICE, "k": TWICE[:, 3:4], "v": NEW,
+        "cache_seqlens": torch.tensor([3, 3], dtype=torch.int32),
+    },
+    "v shares memory with a cache": {
+        "k_cache": TWICE, "k": NEW, "v": TWICE[:, 5:6],
+        "cache_seqlens": torch.tensor([3, 3], dtype=torch.int32),
+    },
+    "q shares memory with a cache": {
+        "k_cache": TWICE, "k": NEW, "v": NEW, "q": TWICE[:, 3:5].view(2, 1, 4, 64),
+        "cache_seqlens": torch.tensor([3, 3], dtype=torch.int32),
+    },
+    "k_cache is an inference tensor, which is not written to": {
+        "k_cache": INFERRED, "k": NEW, "v": NEW,
+        "cache_seqlens": torch.tensor([3, 3], dtype=torch.int32),
     },
     "cache_batch_idx has an entry twice, [1, 1]": {
         "cache_batch_idx": torch.tensor([1, 1], dtype=torch.int32), "k": NEW, "v": NEW,
@@ -523,6 +542,31 @@ def test_bad_arguments_are_named_in_one_sentence(message):
     said = str(error.value)
     assert message.replace("k has shape (2, 1, 2, 64)", "k has shape (2, 1, 1, 64)") in said
     assert "\n" not in said
+
+
+def test_a_plan_appends_only_where_nothing_is_read_and_counts_its_writes():
+    """A later call has other tensors than the one that was checked."""
+    ran = []
+    run = appending(lambda *tensors: ran.append(tensors), 3)
+    q, k, v = torch.zeros(2, 1, 4, 64), torch.zeros(2, 1, 2, 64), torch.zeros(2, 1, 2, 64)
+    both = torch.zeros(2, 2, 32, 2, 64)
+    run(q, both[0], both[1], k, v)
+    assert len(ran) == 1 and both._version == 2
+    for tensors in (
+        (q, both[0], both[0], k, v),
+        (q, both[0], both[0, :], k, v),
+        (q, both[0], both[1], both[1, :, 3:4], v),
+        (q, both[0], both[1], k, both[0, :, 31:]),
+        (both[1, :, 2:4].view(2, 1, 4, 64), both[0], both[1], k, v),
+    ):
+        with pytest.raises(ValueError, match="shares memory"):
+            run(*tensors)
+    assert len(ran) == 1 and both._version == 2
+    saved = both[0].clone().requires_grad_(False)
+    product = q.requires_grad_().sum() * saved
+    run(q.detach(), saved, both[1], k, v)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
 
 
 def test_without_a_gpu_it_says_where_it_runs():

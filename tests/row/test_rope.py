@@ -110,7 +110,17 @@ def test_torch_compile_takes_it_whole(device):
     assert float(total) == pytest.approx(float(x.square().sum()), rel=1e-5)  # a turn keeps lengths
 
 
+def inferred(x):
+    with torch.inference_mode():
+        return x.clone()
+
+
 BAD = [
+    (
+        lambda x, c: cutex.rope(inferred(x), c, c, inplace=True),
+        ValueError,
+        "x is an inference tensor",
+    ),
     (lambda x, c: cutex.rope(x[0, 0], c, c), ValueError, "x must be"),
     (lambda x, c: cutex.rope(x, c[:, :2], c), ValueError, "they must be alike"),
     (lambda x, c: cutex.rope(x, c, c.half()), ValueError, "they must be alike"),

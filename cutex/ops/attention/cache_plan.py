@@ -22,6 +22,7 @@ from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, guard, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.workspace import buffers_of
+from cutex.ops.written import are_apart, check_writable, written
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
@@ -155,7 +156,25 @@ class Plan:
             launch(*tensors[:n], out, lse, *tensors[n:], *numbers, *buffers())
             return out, lse
 
-        return run
+        return run if "k" not in self.names else appending(run, self.names.index("k"))
+
+
+def appending(run: Callable[..., Any], new: int) -> Callable[..., Any]:
+    """`run`, which writes its tensors from place `new` on to the caches, behind q: as torch has it
+    of a tensor that is written to."""
+
+    @untraced
+    def run_apart(*tensors: Tensor) -> Any:
+        q, *caches = tensors[:3]
+        if not are_apart(caches, (q, *tensors[new : new + 2])):
+            raise ValueError("a cache that k and v are appended to shares memory with an argument")
+        for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+            check_writable(name, cache)
+        result = run(*tensors)
+        written(*caches)
+        return result
+
+    return run_apart
 
 
 def counter_first(

@@ -21,6 +21,7 @@ from cutex.ops.attention.flash_arguments import one_of
 from cutex.ops.number import number
 from cutex.ops.overlap import share_memory
 from cutex.ops.plain import is_plain
+from cutex.ops.written import check_writable
 
 FP8 = torch.float8_e4m3fn
 
@@ -288,8 +289,16 @@ def _check_new(call: KVCacheCall) -> None:
         raise ValueError(
             "cache_seqlens must be given with k and v: it says where they are appended"
         )
+    check_writable("k_cache", call.k_cache)
+    check_writable("v_cache", call.v_cache)
     if share_memory(call.k_cache, call.v_cache):
         raise ValueError("k_cache and v_cache share memory: k and v cannot be appended to both")
+    caches = call.k_cache, call.v_cache
+    for name in ("q", "k", "v"):
+        if any(share_memory(getattr(call, name), cache) for cache in caches):
+            raise ValueError(
+                f"{name} shares memory with a cache, to which k and v are appended: clone it first"
+            )
     packed = call.cu_seqlens_k_new is not None
     modes = "total of new keys" if packed else "batch, new keys"
     for name, x, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):

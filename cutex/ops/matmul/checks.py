@@ -14,6 +14,7 @@ from cutex.arch import PORTABLE
 from cutex.compile.user_function import arguments_taken
 from cutex.ops.number import number
 from cutex.ops.overlap import overlaps_itself, share_memory
+from cutex.ops.written import check_writable
 
 IN_DTYPES = tuple(dtypes.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2", "fp32"))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -110,11 +111,8 @@ def check_memory(call: Call) -> None:
             raise ValueError(f"{name} has no memory: its storage was given back or never there")
     for name in ("out", "amax"):
         x = getattr(call, name)
-        if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"{name} is an inference tensor, which is not written to outside inference mode: "
-                "clone it first"
-            )
+        if x is not None:
+            check_writable(name, x)
     _check_apart("out", call)
     _check_apart("amax", call)
 

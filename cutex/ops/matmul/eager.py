@@ -29,6 +29,7 @@ from cutex.ops.plain import is_plain, nobody_watches, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.torchao_tensors import is_torchao, quantized
 from cutex.ops.w4.packed import W4Weight
+from cutex.ops.written import written
 
 ON = ARCHS | PORTABLE  # archs that have kernels for it
 Activation = str | Callable[..., Any] | None
@@ -102,11 +103,6 @@ def matmul(
     return _unplanned(
         Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta)
     )
-
-
-def written(*tensors: Tensor | None) -> None:
-    """Count a write to the tensors, so that autograd detects changes of saved tensors."""
-    _increment_version([x for x in tensors if x is not None])
 
 
 def _with_packed(

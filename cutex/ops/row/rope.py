@@ -11,6 +11,7 @@ from cutex.ops.overlap import overlaps_itself, share_memory
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import VECTOR, arch_of, check, dtype_of, empty_rows
+from cutex.ops.written import check_writable, written
 
 if TYPE_CHECKING:
     from cutex.kernels.row.rope import RopeConfig
@@ -61,6 +62,7 @@ def rope(
             f"inplace=True: x of shape {tuple(x.shape)} has strides {x.stride()}, by which its "
             "elements overlap"
         )
+    check_writable("x", x)
     _check_apart(x, cos, sin, positions)
     if needs_nothing(x, cos, sin, positions) and x.stride(-1) == 1:
         return _turned(options, x, cos, sin, positions)
@@ -145,7 +147,8 @@ def _plan(
 
     def turn(x: Tensor, *rest: Tensor) -> Tensor:
         _check_apart(x, *rest)
-        torch._C._increment_version((x,))
+        check_writable("x", x)
+        written(x)
         run(x, *rest)
         return x
 

@@ -1,0 +1,34 @@
+"""What a function owes to torch for a tensor of the caller's that it writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cutex.ops.overlap import share_memory
+
+_increment_version = torch._C._increment_version
+
+
+def written(*tensors: Tensor | None) -> None:
+    """Count a write to the tensors, so that autograd detects changes of saved tensors."""
+    _increment_version([x for x in tensors if x is not None])
+
+
+def check_writable(name: str, x: Tensor) -> None:
+    """Raise ValueError, in one sentence, for a tensor that may not be written to now."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} is an inference tensor, which is not written to outside inference mode: clone "
+            "it first"
+        )
+
+
+def are_apart(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
+    """Whether no element of the tensors in `written` is also one of another tensor."""
+    every = [*written, *read]
+    if len({x.untyped_storage().data_ptr() for x in every}) == len(every):
+        return True  # each has memory of its own, as nearly always
+    return not any(share_memory(x, y) for i, x in enumerate(written) for y in every[i + 1 :])
