@@ -57,6 +57,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     for name, size in (("N", weight.shape[0]), ("K", weight.shape[1])):
         if size % (unit := _recipe(x).unit):
             raise ValueError(f"{name}={size}: must be a multiple of {unit} on this GPU")
+    if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+        raise ValueError("fp8_linear is differentiated by autograd, not by torch.func's transforms")
     y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 

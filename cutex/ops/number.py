@@ -1,4 +1,4 @@
-"""Numbers among the arguments of a call."""
+"""Numbers and flags among the arguments of a call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from numbers import Real
 from typing import Any
 
 import torch
+
+
+def check_flag(name: str, x: Any) -> None:
+    """Raise TypeError unless x is True or False: "no" and 0.0 would count as one of them, too."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be True or False, got {x!r:.60}")
 
 
 def number(name: str, x: Any) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutex.ops.device import current, launcher, per_device
+from cutex.ops.number import check_flag
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import arch_of, as_rows, check_rows, dtype_of
 from cutex.problem.scaled import layouts
@@ -76,6 +77,7 @@ def quantize(
     if rounding not in reference.ROUNDINGS:
         raise ValueError(f"rounding={rounding!r} is not one of {', '.join(reference.ROUNDINGS)}")
     swizzled = of.swizzled if swizzled is None else swizzled
+    check_flag("swizzled", swizzled)
     if swizzled and not of.swizzled:
         raise ValueError(f"swizzled={swizzled}: factors of {format} are fp32, always plain")
     rows, columns = along != "columns", along != "rows"
@@ -97,7 +99,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tenso
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"q must be what cutex.quantize returns, got {type(q).__name__}")
     of = format_named(q.format)
-    data = q.data.view(-1, q.data.shape[-1])
+    data = q.data.flatten(0, -2)
     rows, k = data.shape[0], data.shape[1] * (2 if of.element == "e2m1" else 1)
     shape = (*q.data.shape[:-1], k)
     if not data.numel():

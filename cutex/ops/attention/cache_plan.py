@@ -69,7 +69,9 @@ class CacheOperator:
             )
 
     def check_no_gradient(self, call: CacheCall) -> None:
-        """Raise ValueError, in one sentence, if a gradient is wanted."""
+        """Raise ValueError, in one sentence, if a gradient or a transform of torch is wanted."""
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, call.tensors.values())):
+            raise ValueError(f"{self.name} cannot be called under torch.func's transforms")
         if torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors.values()):
             raise ValueError(f"{self.name} has no gradient: call it under torch.no_grad()")
 

@@ -28,6 +28,7 @@ from cutex.ops.attention.plan import COUNTER, resources
 from cutex.ops.attention.plan import kernel_for as forward_kernel_for
 from cutex.ops.attention.rotated import rotated
 from cutex.ops.device import current
+from cutex.ops.number import check_flag
 from cutex.ops.plain import untraced
 from cutex.problem.stage import package
 
@@ -116,6 +117,8 @@ def flash_attn_with_kvcache(
     if block_table is not None or cache_batch_idx is not None:
         page_table, cache_batch_idx = table_of(page_table, block_table, cache_batch_idx)
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        if not 0 <= cache_seqlens < 1 << 31:
+            raise ValueError(f"cache_seqlens={cache_seqlens}: it must be from 0 to 2^31 - 1")
         cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
     if q_descale is not None or (isinstance(k_cache, Tensor) and k_cache.dtype == FP8):
         scales = q_descale, k_descale, v_descale
@@ -125,6 +128,8 @@ def flash_attn_with_kvcache(
         by_position = causal or any(x is not None for x in sides_of(window_size))
         tables, ends = (rotary_cos, rotary_sin), (cu_seqlens_q, cu_seqlens_k_new)
         q, k = rotated(q, k, tables, rotary_interleaved, positions, by_position, ends)
+    if isinstance(window_size, list):
+        window_size = tuple(window_size)  # type: ignore[assignment]  # options are found by hash
     rest = (
         cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_k_new,
         learnable_sink, k_descale, v_descale, k, v,
@@ -151,6 +156,7 @@ def _all(length: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
 @untraced
 def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...]) -> Any:
     """Run a call that has no plan, and keep one if later calls can have it."""
+    check_flag("return_lse", with_lse)
     check(call)
     OPERATOR.check_device(call.q.device)
     if call.fp8 and OPERATOR.arch_of(call.q.device) != "sm_90a":

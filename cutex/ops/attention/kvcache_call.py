@@ -18,7 +18,7 @@ from cutex.ops.attention.cache import (
 )
 from cutex.ops.attention.call import DTYPES, INTEGERS, SINK_DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.flash_arguments import one_of
-from cutex.ops.number import number
+from cutex.ops.number import check_flag, number
 from cutex.ops.overlap import share_memory
 from cutex.ops.plain import is_plain
 from cutex.ops.written import check_writable
@@ -362,10 +362,11 @@ def _check_numbers(call: KVCacheCall) -> None:
             f"window_size={tuple(window)}: a band off the diagonal, for which flash_attn_func has "
             "a kernel, but caches have none"
         )
-    if not isinstance(call.causal, bool):
-        raise TypeError(f"causal must be True or False, got {call.causal!r}")
+    check_flag("causal", call.causal)
     for name in ("softcap", "softmax_scale"):
         x = getattr(call, name)
+        if isinstance(x, bool) or (x is None and name == "softcap"):
+            raise TypeError(f"{name} must be a number, got {x}")
         if x is not None and not abs(number(name, x)) < 3e38:
             raise ValueError(f"{name}={x}: must be finite")
     if call.softmax_scale is not None and not call.softmax_scale > 0:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cutex.ops.attention.call import DTYPES
+from cutex.ops.number import check_flag
 from cutex.ops.row.rope import rope
 
 FP8_MAX = 448.0  # of e4m3; more would be rounded to NaN
@@ -24,6 +25,7 @@ def rotated(
     is query i if queries are `aligned` with keys, by a causal mask or a window; else they are at
     `lengths`, as in FlashAttention. `ends`: cu_seqlens of packed queries and new keys. float8 is
     turned in float32, and saturates."""
+    check_flag("rotary_interleaved", interleaved)
     cos, sin = tables
     if cos is None or sin is None:
         raise ValueError("rotary_cos and rotary_sin must be given together")

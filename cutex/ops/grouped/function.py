@@ -50,7 +50,7 @@ def grouped_mm(
     offs, counts: (E,), int32, on the device of x, which alone reads them: nothing waits for the
     host, and a CUDA graph may be replayed with others. offs ascend, the last at most T; groups may
     be empty and of any length. Others are taken for the nearest that do: clamped to 0 .. T, and a
-    group that would end before it begins is empty.
+    group that would end before it begins is empty; a row that two groups then have is of either.
     bias (E, N): bfloat16 or float16. activation: as of `cutex.matmul`; gates take even columns, and
     leave N / 2. Both only where w has three dimensions and x's rows are in groups.
     index (R,), row_scale (R,): with x (T, K), w (E, K, N) and offs. Row r is x[index[r]], int32,

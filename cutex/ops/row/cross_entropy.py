@@ -81,7 +81,7 @@ def check_options(ignore_index: Any, label_smoothing: float, reduction: str) -> 
     """Raise unless the options are those of a cross-entropy."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
-    if not 0 <= label_smoothing <= 1:
+    if not 0 <= number("label_smoothing", label_smoothing) <= 1:
         raise ValueError(f"label_smoothing={label_smoothing} must be from 0 to 1")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
@@ -95,7 +95,12 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     ignored, smoothing, z_loss, reduction = options
     arch = arch_of(x.device, "cutex.cross_entropy")
     if not x.shape[0]:
-        return lambda x, target: tuple(y.zero_() for y in _fake(x, target, *options))
+
+        def of_no_rows(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+            loss, lse, count = _fake(x, target, *options)
+            return loss.fill_(torch.nan if reduction == "mean" else 0.0), lse, count.zero_()
+
+        return of_no_rows
     launch = Launch(x.device)
     rows = launch.rows(x=x)
     launch.flat(target=target)

@@ -60,21 +60,24 @@ def define(
     backward: Callable[..., Any] | None = None,
 ) -> Operator:
     """Register the operator cutex::`name`. Without `backward`, what it computes is a gradient,
-    which is not differentiated again."""
+    which may be asked for as one to differentiate, as torch.func.grad does, but has none itself."""
     library.define(f"{name}{schema}")
 
     @torch.no_grad()
     def launch(*args: Any) -> Any:
         return run(*map(bare, args))
 
-    def refuse(ctx: Any, inputs: Any, output: Any) -> None:
+    def keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    def refuse(ctx: Any, *gradients: Any) -> None:
         raise ValueError(f"cutex::{name} is a gradient, and cannot be differentiated again")
 
-    keep = setup or refuse
+    keep = setup or keep_nothing
     for key in ("CUDA", "CPU"):
         library.impl(name, launch, key)
     torch.library.register_fake(f"cutex::{name}")(fake)
-    differentiation.register(library, name, keep, backward or (lambda ctx, *g: None))
+    differentiation.register(library, name, keep, backward or refuse)
 
     class Recorded(torch.autograd.Function):
         @staticmethod
@@ -83,6 +86,5 @@ def define(
             keep(ctx, args, output)
             return output
 
-    if backward is not None:
-        Recorded.backward = staticmethod(backward)
+    Recorded.backward = staticmethod(backward or refuse)
     return Operator(getattr(torch.ops.cutex, name), run, Recorded.apply)

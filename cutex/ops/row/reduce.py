@@ -53,7 +53,7 @@ def reduce(
         if found is not None:
             return found
     check("x", x)
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"op={op!r} is not one of {', '.join(OPS)}")
     for name, flag in (("keepdim", keepdim), ("deterministic", deterministic)):
         if not isinstance(flag, bool):

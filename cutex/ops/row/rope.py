@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutex.ops.number import check_flag
 from cutex.ops.overlap import overlaps_itself, share_memory
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define, needs_nothing
@@ -53,6 +54,8 @@ def rope(
         if found is not None:
             return found
     _check(x, cos, sin, positions, offset)
+    check_flag("interleaved", interleaved)
+    check_flag("inplace", inplace)
     if not inplace:
         return ROPE(x, cos, sin, positions, bool(interleaved), offset, 1.0)
     if torch.is_grad_enabled() and x.requires_grad:

@@ -70,6 +70,8 @@ def pack_w4(
         raise ValueError(f"kind={kind!r} is not one of {', '.join(KINDS)}")
     if w.dim() != 2 or not w.numel():
         raise ValueError(f"w must be a matrix (N, K), got shape {tuple(w.shape)}")
+    if w.layout is not torch.strided or w.is_meta:
+        raise ValueError(f"w must be a strided tensor with values, got {w.layout} on {w.device}")
     w = w.detach()
     if kind in ("mxfp4", "nvfp4"):
         if w.shape[1] % 2:
