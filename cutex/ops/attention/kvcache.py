@@ -129,7 +129,7 @@ def flash_attn_with_kvcache(
         tables, ends = (rotary_cos, rotary_sin), (cu_seqlens_q, cu_seqlens_k_new)
         q, k = rotated(q, k, tables, rotary_interleaved, positions, by_position, ends)
     if isinstance(window_size, list):
-        window_size = tuple(window_size)  # type: ignore[assignment]  # options are found by hash
+        window_size = tuple(window_size)  # options are found by hash
     rest = (
         cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_k_new,
         learnable_sink, k_descale, v_descale, k, v,
