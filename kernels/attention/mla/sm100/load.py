@@ -1,5 +1,5 @@
-"""Load: the two warps of the Blackwell MLA kernel that load Q and, box by box, keys as K and as V,
-each half of a slot: one alone would issue boxes more slowly than the MMAs read them.
+"""Load: the warps of the Blackwell MLA kernel that load Q and, box by box, keys as K and as V, each
+its slots of a block: one alone would issue boxes more slowly than the MMAs read them.
 
 K and V share a ring of slots, in the order in which the MMAs read them: K of a block comes before V
 of the block before.
@@ -15,13 +15,15 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.atoms.tma import tile_loads
-from cutex.device.pipeline import PipelineState
+from cutex.device.pipeline import PipelineState, is_leader
 from cutex.device.row_source import UNROLLED, Box, BoxLoads, RowSource, cache_box_rows
 from cutex.kernels.attention.decode.splits import Piece
-from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
+from cutex.kernels.attention.mla.config import CHUNK, CHUNKS, HEAD_DIM_V
 from cutex.kernels.attention.mla.sm100.config import BOX, CTAS, DIMS, KEYS
-from cutex.kernels.attention.mla.sm100.shared import Shared
+from cutex.kernels.attention.mla.sm100.shared import LOAD_WARPS, Shared
 
+HALVES = 2  # boxes of a slot: of K 32 keys each, of V a chunk of columns each
+PRODUCTS = HEAD_DIM_V // DIMS  # of P and V
 OF_V = DIMS // CTAS // CHUNK  # chunks of a slot of V
 GROUPS = KEYS // BOX  # of the keys of a block
 BLOCKS = 32 // GROUPS  # that the lanes of a warp look up
@@ -49,7 +51,7 @@ class Load:
     q: cpasync.TmaInfo
     kv: cpasync.TmaInfo
     pitch: Int32  # rows from one page, or one sequence, to the next
-    number: Int32  # of this warp: the half of each slot that it loads
+    number: Int32  # of this warp, which loads every `LOAD_WARPS`th slot of a block
     shared: Shared
 
     @cute.jit
@@ -122,14 +124,17 @@ class Load:
     def keys(
         self, loads: cutlass.Constexpr[BoxLoads], boxes: KeyBoxes, fill: PipelineState
     ) -> PipelineState:
-        """Load 32 of this CTA's keys of a block as K, chunk by chunk."""
-        number = cute.arch.block_idx_in_cluster() * (GROUPS // CTAS) + self.number
-        mine = boxes[GROUPS - 1]
-        for g in cutlass.range_constexpr(GROUPS - 1):
-            mine = Box(*(x if number == g else y for x, y in zip(boxes[g], mine, strict=True)))
+        """Load this warp's chunks of this CTA's keys of a block as K."""
+        leads = is_leader()
+        mine = tuple(
+            Box(*(x if leads else y for x, y in zip(boxes[g], boxes[g + HALVES], strict=True)))
+            for g in range(HALVES)
+        )
         for chunk in cutlass.range_constexpr(CHUNKS):
-            full = self.shared.kv.acquire(fill)
-            self.box(loads, mine, chunk, fill.slot, full)
+            if self.number == chunk % LOAD_WARPS:
+                full = self.shared.kv.acquire(fill)
+                for half in cutlass.range_constexpr(HALVES):
+                    self.box(loads, mine[half], chunk, HALVES * fill.slot + half, full)
             fill.advance()
         return fill
 
@@ -137,14 +142,17 @@ class Load:
     def values(
         self, loads: cutlass.Constexpr[BoxLoads], boxes: KeyBoxes, fill: PipelineState
     ) -> PipelineState:
-        """Load 64 of this CTA's columns of a block as V, for each of its products, in their
-        order."""
-        mine = cute.arch.block_idx_in_cluster() * OF_V + self.number
-        for half in cutlass.range_constexpr(2):
-            for g in cutlass.range_constexpr(GROUPS):
+        """Load this warp's part of this CTA's columns of a block as V, for each of its products, in
+        their order."""
+        first = cute.arch.block_idx_in_cluster() * OF_V
+        for number in cutlass.range_constexpr(PRODUCTS * GROUPS):
+            if self.number == (CHUNKS + number) % LOAD_WARPS:
                 full = self.shared.kv.acquire(fill)
-                self.box(loads, boxes[g], half * (DIMS // CHUNK) + mine, fill.slot, full)
-                fill.advance()
+                column = number // GROUPS * (DIMS // CHUNK) + first
+                for half in cutlass.range_constexpr(HALVES):
+                    to = HALVES * fill.slot + half
+                    self.box(loads, boxes[number % GROUPS], column + half, to, full)
+            fill.advance()
         return fill
 
     @cute.jit
@@ -153,17 +161,17 @@ class Load:
         loads: cutlass.Constexpr[BoxLoads],
         found: Box,
         chunk: Int32 | int,
-        slot: Int32,
+        half_slot: Int32,
         full: cute.Pointer,
     ) -> None:
-        """Start the load of 32 keys' chunk of columns into this warp's half of a slot."""
+        """Start the load of 32 keys' chunk of columns into half of a slot."""
         count, one = BOX // loads.box[0], cute.make_layout(1)
         sX = cute.flat_divide(loads.sX, loads.box)  # (boxRows, boxD, BOX, 1, SLOT)
         for i in cutlass.range(count, unroll_full=count <= UNROLLED):
             gX = loads.columns_of(Box(*(cute.arch.shuffle_sync(x, i) for x in found)))
             tXsX, tXgX = cpasync.tma_partition(
                 self.kv.atom, 0, one,
-                cute.group_modes(sX[None, None, i, 0, 2 * slot + self.number], 0, 2),
+                cute.group_modes(sX[None, None, i, 0, half_slot], 0, 2),
                 cute.group_modes(gX[None, None, chunk], 0, 2),
             )  # (TMA), (TMA)  # fmt: skip
             cute.copy(self.kv.atom, tXgX, tXsX, tma_bar_ptr=full)

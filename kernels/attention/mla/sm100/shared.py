@@ -29,7 +29,7 @@ from cutex.kernels.attention.mla.walk import MlaWalk
 
 SWIZZLE = 128  # bytes
 BUFFERS = 2  # blocks of S
-LOAD_WARPS = 2
+LOAD_WARPS = 3  # with four, threads would have too few registers
 THREADS = 128  # of the softmax: those of lane l and l + 64 have the same row
 
 
@@ -75,7 +75,7 @@ class Shared(MlaWalk):
     sP: cute.Tensor  # (bM / 2, bN, 1)
     halves: cute.Tensor  # (THREADS, BUFFERS + 1) fp32: what threads of the same row tell each other
     q: PairRing  # of one slot
-    kv: PairRing  # whose slots both warps that load fill, half each
+    kv: PairRing  # of whose slots each warp that loads fills some
     barriers: Barriers
 
     @classmethod
@@ -102,8 +102,8 @@ class Shared(MlaWalk):
         q = PairRing.allocate(smem, "q", 1, CTAS * c.q_bytes, consumers=1)
         kv = PairRing(
             SLOTS,
-            CTAS * c.slot_bytes // LOAD_WARPS,
-            Barrier.allocate(smem, "kv full", arrivals=LOAD_WARPS, slots=SLOTS),
+            CTAS * c.slot_bytes,
+            Barrier.allocate(smem, "kv full", arrivals=1, slots=SLOTS),
             Barrier.allocate(smem, "kv empty", arrivals=1, slots=SLOTS),
         )
         barriers = Barriers.allocate(smem, softmax_warps)
