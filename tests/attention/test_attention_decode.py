@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import cutex
 from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.shared import Walk
 from cutex.kernels.attention.decode.splits import EntrySpan, Splits, weight
 from cutex.ops.attention import kvcache, prefill
 from cutex.ops.attention.cache_plan import appending
@@ -110,6 +112,24 @@ def test_caches_of_8_bits_are_attended_to(name):
     case, layout = FP8[name]
     with cutex.ops.simulated("sm_90a"):
         assert outcome(AttentionCase(**{**SMALL, **case}), fp8=True, **layout) == ""
+
+
+@pytest.mark.parametrize(
+    ("share", "longest", "shortest", "parts"),
+    [
+        (18, 22, 22, 1),  # 104 units of 2562 keys, 33 teams of four CTAs
+        (4, 7, 7, 1),
+        (6, 14, 14, 1),
+        (100, 150, 101, 1),
+        (44, 102, 102, 0),  # few CTAs would read for long
+        (1, 5, 5, 0),
+        (5, 8, 4, 0),  # a CTA would have two of them
+        (5, 3, 1, 1),  # short ones, several of them in a share
+    ],
+)
+def test_units_stay_whole_where_merging_takes_longer(share, longest, shortest, parts):
+    walk = Walk(DecodeConfig(), None, SimpleNamespace(num_splits=0), None)
+    assert walk.uncut(share, longest, shortest) == (share, parts)
 
 
 @pytest.mark.slow

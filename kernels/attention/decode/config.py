@@ -20,6 +20,7 @@ WARPGROUP, WARP = 128, 32  # threads
 REGISTERS = 65536  # of an SM
 SCALARS = 48  # registers of a thread for everything but accumulators
 MOST_REGISTERS = 255  # of a thread
+FEW_MORE = 8  # blocks of keys by which a unit may be longer than a share and not be cut
 # what the workspace has for each unit, if parts are combined: their number, and the places of part
 # 0, of part 1 and from it to the next
 WORDS = 4
@@ -86,6 +87,14 @@ class DecodeConfig(ScoreSpec):
         """Whether units of this length, their start counted, or less are not cut: merging their
         parts would take as long."""
         return length <= self.merge + 1
+
+    def are_whole_alone(self, longest: Any, share: Any) -> Any:
+        """Whether units of up to `longest` blocks, each in a CTA of its own, take less time whole
+        than in shares of `share` blocks, whose parts are merged: for memory two CTAs of three are
+        enough, and units of few blocks end before they could be merged
+        (docs/facts/decode.md#whole-alone)."""
+        of_few = (longest * 2 <= share * 5) & (longest <= share + FEW_MORE)
+        return (longest * 2 <= share * 3) | of_few | (longest <= share + self.merge)
 
     @property
     def single_rows(self) -> bool:

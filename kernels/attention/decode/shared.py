@@ -121,13 +121,13 @@ class Walk:
         return total, quota, num_splits
 
     def uncut(self, quota: Int32, longest: Int32, shortest: Int32) -> tuple[Int32, Int32]:
-        """A share, and into how many parts units are cut: no unit is, where that makes no CTA's
-        work more than `merge` blocks longer than a share. A CTA has the units that begin in its
-        share: none but one, if none is shorter."""
+        """A share, and into how many parts units are cut: no unit is, where merging its parts would
+        take longer. A CTA has the units that begin in its share: none but one, if none is
+        shorter."""
         merge, num_splits = self.config.merge, self.passed.num_splits
         if merge == 0:
             return quota, num_splits
-        alone = (quota <= shortest) & (longest <= quota + merge)
+        alone = (quota <= shortest) & self.config.are_whole_alone(longest, quota)
         whole = (num_splits == 0) & (alone | self.config.is_whole(longest))
         return quota, select(whole, Int32(1), num_splits)
 
