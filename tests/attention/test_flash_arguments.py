@@ -194,8 +194,26 @@ def test_an_argument_given_twice_is_told(stand_in):
     q, k, v = operands()
     with pytest.raises(TypeError, match=r"multiple values for argument 'causal'"):
         cutex.flash_attn_func(q, k, v, 0.0, None, True, causal=True)
-    with pytest.raises(TypeError, match=r"9 arguments behind the operands: at most 8"):
-        cutex.flash_attn_func(q, k, v, 0.0, *[None] * 8)
+    with pytest.raises(TypeError, match=r"10 arguments behind the operands: at most 9"):
+        cutex.flash_attn_func(q, k, v, 0.0, *[None] * 9)
+
+
+@pytest.mark.parametrize("given", [
+    (None, None, 0.125, True), (ENDS, ENDS, 0.125, True), (None, None, None, 0.125, True),
+    (0.125, True, 128), (0.125, True, ENDS),
+], ids=str)  # fmt: skip
+def test_an_order_of_another_version_is_told_not_misread(stand_in, given):
+    """flash-attn 3 has seqused_q and seqused_k before softmax_scale, 4 a page table, too."""
+    x = normal(20, 4, 64)
+    with pytest.raises(TypeError, match=r"arguments by place are .*; those of another order go by"):
+        cutex.flash_attn_varlen_func(x, x, x, ENDS, ENDS, 10, 10, *given)
+
+
+def test_flash_attn_2s_last_argument_by_place_is_the_block_table(stand_in):
+    flat, ends = normal(40, 4, 64), torch.tensor([0, 40], dtype=torch.int32)
+    rest = 0.0, None, True, (-1, -1), 0.0, None, False, False, None
+    out = cutex.flash_attn_varlen_func(flat, flat, flat, ends, ends, 40, 40, *rest)
+    close(out[None], reference(*(flat[None],) * 3, window=(None, 0)))
 
 
 @pytest.mark.slow
@@ -262,8 +280,8 @@ def test_packed_operands_that_are_none(stand_in):
         cutex.flash_attn_varlen_kvpacked_func(normal(9, 4, 64), normal(9, 4, 64), ENDS, ENDS)
     with pytest.raises(TypeError, match=r"qkv must be a torch.Tensor, got list"):
         cutex.flash_attn_qkvpacked_func([1])
-    with pytest.raises(TypeError, match=r"9 arguments behind the operands: at most 8"):
-        cutex.flash_attn_qkvpacked_func(normal(2, 9, 3, 4, 64), *[None] * 9)
+    with pytest.raises(TypeError, match=r"10 arguments behind the operands: at most 9"):
+        cutex.flash_attn_qkvpacked_func(normal(2, 9, 3, 4, 64), *[None] * 10)
 
 
 # ---- head dims

@@ -51,7 +51,7 @@ NEUTRAL = {
 OTHER_NAMES = {"return_softmax_lse": "return_lse", "s_aux": "learnable_sink"}
 OURS = ("softmax_scale", "causal", "window_size", "softcap", "learnable_sink", "return_lse")
 FLASH2 = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
-          "deterministic", "return_attn_probs")  # fmt: skip
+          "deterministic", "return_attn_probs", "block_table")  # fmt: skip
 
 
 def taken(function: str, others: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -104,8 +104,16 @@ def named(
     found = dict(zip(order, given, strict=False))
     for name in found.keys() & by_name.keys():
         raise TypeError(f"{function}() got multiple values for argument {name!r}")
-    # NOTE: None is flash-attn 2's default, too; a causal of None is refused by the checks
-    found = {name: x for name, x in found.items() if x is not None or name == "causal"}
+    for name, kinds in (("causal", bool), ("window_size", (tuple, list, type(None)))):
+        if not isinstance(found.get(name, False if kinds is bool else None), kinds):
+            x = found[name]
+            shown = type(x).__name__ if isinstance(x, Tensor) else f"{x!r:.40}"
+            raise TypeError(
+                f"{function}(): {name} is {shown}: arguments by place are "
+                f"{', '.join(order)}; those of another order go by name"
+            )
+    # NOTE: None is flash-attn 2's default, too
+    found = {name: x for name, x in found.items() if x is not None}
     return {**found, **by_name}
 
 
