@@ -50,6 +50,12 @@ def test_ends_nans_and_one_bin_for_all(device):
     assert cutex.histogram(hot[:0], 3, low=0, high=3).tolist() == [0, 0, 0]
 
 
+def test_vectors_with_gaps_and_of_one_element_again(device):
+    x = torch.linspace(0, 1, 90, device=device)
+    for view in (x[::3], x[:1].expand(50), x[5:80:2]):
+        assert torch.equal(cutex.histogram(view, 4, low=0, high=1), wanted_of(view, 4, 0, 1))
+
+
 @pytest.mark.slow
 def test_more_bins_than_smem_has_and_strided_views(device):
     x = rows(device, (40, 50))

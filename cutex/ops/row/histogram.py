@@ -12,7 +12,7 @@ from cutex.kernels.row import choose
 from cutex.ops.number import number
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import arch_of, check, loads_of, sms_of
+from cutex.ops.row.rows import arch_of, as_rows, check, loads_of, sms_of
 
 CTAS = 4  # of an SM
 ELEMENTS = 1 << 31
@@ -52,7 +52,7 @@ def _plan(options: tuple[int, float, float], x: Tensor) -> Run:
     if not x.numel():
         return lambda x: torch.zeros(bins, dtype=torch.int64, device=x.device)
     launch = Launch(x.device)
-    row = launch.passes("x", x, lambda x: x.reshape(1, -1))
+    row = launch.passes("x", x, lambda x: as_rows(x.reshape(1, -1)))
     launch.makes("counts", (bins,), torch.int64)
     tile = choose.walk(8 * x.element_size(), *loads_of([row], (), True))
     parts = -(-(row.shape[1] + tile.slack) // (tile.columns + tile.slack))
