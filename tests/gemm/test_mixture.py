@@ -114,6 +114,22 @@ def test_gradients_of_a_layer(arch: str, place: str, transposed: bool) -> None:
     assert not ours[1].grad[5].any() and not ours[0].grad[5].any(), "a token without experts"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a"])
+def test_gradients_of_one_expert_a_token_whose_weights_are_a_column(arch: str, place: str) -> None:
+    """As of the first column of a router's probabilities."""
+    x, weights, ids, w_up, w_down = layer(place, per_token=3, seed=3)
+    found = []
+    for tensors in ((x, weights, w_up, w_down), wide([x, weights, w_up, w_down])):
+        x_, weights_, up, down = (t.detach().requires_grad_() for t in tensors)
+        call = cutex.moe if x_.dtype == x.dtype else reference
+        y = call(x_, weights_[:, 1:2], ids[:, 1:2], up, down)
+        found.append(torch.autograd.grad(y.double().square().sum(), (x_, weights_, up, down)))
+    for one, other in zip(*found, strict=True):
+        worst = float((one.double() - other).abs().max())
+        assert worst <= 2**-5 * float(other.abs().max())
+
+
 def test_rows_are_sorted_by_expert_in_the_order_of_tokens() -> None:
     ids = torch.tensor([[2, 0], [0, 2], [-1, 0], [9, 2]])
     with ops.simulated("sm_90a"):

@@ -79,7 +79,7 @@ def _gradient(
     plain = (None, None, False)
     dz, dy = grad.index_select(0, tokens), h.new_empty((h.shape[0], h.shape[1] // 2))
     products.rows(dz, w_down.mT, offs, dy, plain)
-    scales = weights.float().reshape(-1)
+    scales = weights.float().contiguous().view(-1)
     ds = of_weights.view(-1) if of_weights.dtype == torch.float32 else torch.empty_like(scales)
     y, dh = torch.empty_like(dy), torch.empty_like(h)
     gate_gradient(h, y, offs, scales, dy, dh, ds, order)
