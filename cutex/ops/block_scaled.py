@@ -278,6 +278,7 @@ class BlockScaledProduct(NamedTuple):
 
 def _run(*given: Any) -> list[Tensor]:
     from cutex.kernels.gemm.layouts import OperandLayout
+    from cutex.kernels.gemm.scaled.sm100.signature import SWIZZLED
 
     of = BlockScaledProduct(*given)
     a, b, vector, residual, call = of.a, of.b, of.vector, of.residual, of.call
@@ -295,7 +296,12 @@ def _run(*given: Any) -> list[Tensor]:
     mixed = _is_mixed(names)
     placed = [_placed(x, mixed and name == "e2m1") for x, name in zip((a, b), names, strict=True)]
     layout = [
-        OperandLayout(name, "row" if k_contiguous == (i == 0) else "column", x.dim() == 3)
+        OperandLayout(
+            name,
+            "row" if k_contiguous == (i == 0) else "column",
+            batched=x.dim() == 3,
+            scales=SWIZZLED,
+        )
         for i, (name, (x, k_contiguous)) in enumerate(zip(names, placed, strict=True))
     ]
     words = [layouts.words(_without_padding(f, k, vector, names)) for f in of[2:4]]

@@ -449,8 +449,8 @@ def _kernel(mnkl: tuple[int, int, int, int], recipe: str, out: Any, ops: Any) ->
 
     *mnk, batch = mnkl
     for tiles in configs_for((mnk[0], mnk[1], mnk[2]), recipe, batch, other_board("sm_90a")):
-        for signature in (Fp8Signature(t, out, ops) for t in _with_slots(tiles, ops)):
-            if signature.general.why_not(None, arch_named("sm_90a")) is None:
+        for signature in (Fp8Signature.of(t, out, ops) for t in _with_slots(tiles, ops)):
+            if signature.why_not(None, arch_named("sm_90a")) is None:
                 return _compiled(signature)
     raise ValueError(f"M={mnk[0]}, N={mnk[1]}, K={mnk[2]}: no config takes these sizes")
 

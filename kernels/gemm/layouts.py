@@ -12,9 +12,36 @@ from cutex.compile.arguments import Operand
 
 
 @dataclass(frozen=True)
+class FactorLayout:
+    """The memory layout of an operand's scale factors: fp32, a matrix by rows and along K; or
+    `swizzled`, as tensor cores read them, of which 32-bit words are passed."""
+
+    rows: int = 1  # of the operand that share a factor: 1, or more, in blocks
+    swizzled: bool = False
+
+    def argument(self, side: str, rows: str, batch: str) -> Operand:
+        """The factors of operand `side`, whose numbers of rows and of batch entries, "" for none,
+        have these names: (L, rows, K), single rows contiguous at a pitch of a multiple of 16 bytes,
+        blocks of any strides; or words (L, chunks of rows, chunks along K, 128)."""
+        if self.swizzled:
+            sizes = batch, f"chunks_{rows}", "chunks_k", "words"
+            return Operand(f"factors_{side}", sizes, "int32")
+        single = self.rows == 1
+        of_matrix = rows if single else f"{rows}b", "kb"
+        return Operand(
+            f"scale_{side}",
+            (batch, *of_matrix) if batch else of_matrix,
+            "fp32",
+            contiguous=-2 if single else None,
+            aligned=single,
+            whole=False,
+        )
+
+
+@dataclass(frozen=True)
 class OperandLayout:
     """The memory layout of an argument: `major` says whether a "row" or a "column" is
-    contiguous."""
+    contiguous. Elements of 4 bits are passed as bytes of two along K."""
 
     dtype: str = "bf16"
     major: str = "row"
@@ -22,13 +49,23 @@ class OperandLayout:
     tma: bool = True  # base and strides are multiples of 16 bytes; if False, any strides
     whole: bool = False  # the contiguous size is a multiple of 16 bytes, too
     fold: int = 0  # any stride between rows of K, of which so many divide K (unaligned/config.py)
+    scales: FactorLayout | None = None  # of its scale factors, if it has any
 
     def argument(self, name: str, rows: str, columns: str, batch: str) -> Operand:
-        sizes = (batch, rows, columns) if self.batched else (rows, columns)
+        dtype, sizes = self.dtype, [batch, rows, columns] if self.batched else [rows, columns]
+        if dtype == "e2m1":
+            dtype, sizes = "uint8", ["half_k" if size == "k" else size for size in sizes]
         contiguous = None if not self.tma else -1 if self.major == "row" else -2
         return Operand(
-            name, sizes, self.dtype, contiguous, self.tma, self.whole, any_stride=self.fold > 0
+            name, tuple(sizes), dtype, contiguous, self.tma, self.whole, any_stride=self.fold > 0
         )
+
+    def factors(self, side: str, rows: str, batch: str) -> tuple[Operand, ...]:
+        """The argument of the scale factors (FactorLayout.argument); none without any."""
+        if self.scales is None:
+            return ()
+        named = self.batched or self.scales.swizzled
+        return (self.scales.argument(side, rows, batch if named else ""),)
 
 
 class Signature(Protocol):

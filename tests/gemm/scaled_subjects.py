@@ -16,7 +16,7 @@ from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.scaled.sm100.general import Scaled
-from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig
+from cutex.kernels.gemm.scaled.sm100.signature import SWIZZLED, ScaledConfig
 from cutex.problem.scaled.layouts import words
 
 FLOATS: dict[str, Any] = {
@@ -70,8 +70,8 @@ class Case:
         k_of_a, k_of_b = self.majors
         batched = self.batch > 0
         return ScaledConfig(
-            a=OperandLayout(a, "row" if k_of_a else "column", batched),
-            b=OperandLayout(b, "column" if k_of_b else "row", batched),
+            a=OperandLayout(a, "row" if k_of_a else "column", batched, scales=SWIZZLED),
+            b=OperandLayout(b, "column" if k_of_b else "row", batched, scales=SWIZZLED),
             out=OperandLayout(self.out, batched=batched, tma=not self.by_element),
             tiles=self.tiles.of(a, b, vector),
         )

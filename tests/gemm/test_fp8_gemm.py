@@ -52,7 +52,7 @@ CASES = {
 
 def run(tiles: Fp8Config, problem: Fp8Problem, cache: bool = True, **order: object):
     """The check of a simulated launch, and what the simulator found."""
-    compiled = compile(Fp8Gemm(Fp8Signature(tiles)), tiles.recipe, "sm_90a", cache=cache)
+    compiled = compile(Fp8Gemm(Fp8Signature.of(tiles)), tiles.recipe, "sm_90a", cache=cache)
     a, b, *scales = problem.inputs()
     (out,) = problem.outputs()
     report = simulate(compiled, a, b.mT, *scales, out, **order)
@@ -155,7 +155,7 @@ def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
 )
 def test_a_config_that_does_not_fit_says_why(more, says):
     with pytest.raises(ValueError, match=says):
-        Fp8Gemm(Fp8Signature(replace(SQUARE, **more)))
+        Fp8Gemm(Fp8Signature.of(replace(SQUARE, **more)))
     assert replace(SQUARE).why_not(None, arch("sm_90a")) is None
 
 
@@ -165,7 +165,7 @@ def test_alternating_warpgroups_store_sums_behind_a_bias_and_an_addition():
     tiles = replace(CASES["alternating"][0], epi_stages=2, rows=1)
     out = OperandLayout("fp32")
     ops = Bias("column", "fp32"), Add("residual", "fp32", whole=True)
-    compiled = compile(Fp8Gemm(Fp8Signature(tiles, out, ops)), tiles.recipe, "sm_90a")
+    compiled = compile(Fp8Gemm(Fp8Signature.of(tiles, out, ops)), tiles.recipe, "sm_90a")
     problem = Fp8Problem(60, 136, 384, init="int")
     a, b, *scales = problem.inputs()
     bias, residual = torch.arange(136.0), torch.arange(60 * 136.0).view(60, 136)
@@ -187,7 +187,7 @@ def test_the_promotion_adds_in_fp32():
         x.fill_(1.0)
     (out,) = problem.outputs()
     tiles = replace(SQUARE, tile_m=64, tile_n=64, warpgroups=1)
-    compiled = compile(Fp8Gemm(Fp8Signature(tiles)), tiles.recipe, "sm_90a")
+    compiled = compile(Fp8Gemm(Fp8Signature.of(tiles)), tiles.recipe, "sm_90a")
     a, b, *scales = tensors
     simulate(compiled, a, b.mT, *scales, out)
     check = problem.check(*tensors, out)

@@ -16,7 +16,7 @@ from cutex import ops
 from cutex.arch import arch as arch_named
 from cutex.compile import compile
 from cutex.kernels.gemm.grouped import choose
-from cutex.kernels.gemm.grouped.config import BlocksConfig
+from cutex.kernels.gemm.grouped.config import BLOCKS, BlocksConfig
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
@@ -28,8 +28,8 @@ from cutex.problem.scaled.layouts import rows_contiguous
 e4m3 = torch.float8_e4m3fn
 ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
 LAYOUTS = (
-    OperandLayout("e4m3"),
-    OperandLayout("e4m3", "column", batched=True),
+    OperandLayout("e4m3", scales=BLOCKS[0]),
+    OperandLayout("e4m3", "column", batched=True, scales=BLOCKS[1]),
     OperandLayout("bf16"),
 )
 

@@ -197,7 +197,7 @@ def _call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
     from cutex.kernels.gemm.grouped import choose
     from cutex.kernels.gemm.grouped.config import ScaledRowsConfig
     from cutex.kernels.gemm.layouts import OperandLayout
-    from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig
+    from cutex.kernels.gemm.scaled.sm100.signature import SWIZZLED, ScaledConfig
 
     (vector, activation, padded, no_own, no_bias), (a, b, out, *words, edges) = options, passed[:6]
     own, bias = ([] if no_own else [passed[6]]), (None if no_bias else passed[-1])
@@ -211,8 +211,8 @@ def _call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
     most = choose.most_groups(edges.shape[0])
     tiles = choose.scaled_tiles(b.shape[1], (*names, vector), bool(ops), most)
     product = ScaledConfig(
-        a=OperandLayout(names[0]),
-        b=OperandLayout(names[1], "column" if b_by_k else "row", batched=True),
+        a=OperandLayout(names[0], scales=SWIZZLED),
+        b=OperandLayout(names[1], "column" if b_by_k else "row", batched=True, scales=SWIZZLED),
         out=OperandLayout(launch.name_of(out)),
         ops=ops,
         tiles=tiles,

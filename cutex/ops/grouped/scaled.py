@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -274,7 +275,7 @@ NAME = "cutex.scaled_grouped_mm"
 def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
     """The config, arch and arguments of a call with factors of blocks."""
     from cutex.kernels.gemm.grouped import choose
-    from cutex.kernels.gemm.grouped.config import BlocksConfig
+    from cutex.kernels.gemm.grouped.config import BLOCKS, BlocksConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
     a, b, scale_a, scale_b, out, edges, *bias = passed
@@ -285,6 +286,7 @@ def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Ten
             'cores scale by themselves, with cutex.quantize(x, "mxfp8")'
         )
     a, of_a, b, of_b = _operands(a, b)
+    of_a, of_b = (replace(of, scales=x) for of, x in zip((of_a, of_b), BLOCKS, strict=True))
     ops, others = launch.fused(bias[0] if bias else None, activation=options.activation)
     most = choose.most_groups(edges.shape[0])
     tiles = choose.blocks_tiles(-(-a.shape[0] // edges.shape[0]), b.shape[2], bool(ops), most)

@@ -21,9 +21,8 @@ from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig
 from cutex.kernels.gemm.grouped.choose import WARP, WITH_CHUNKS, table_bytes
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
-from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
-from cutex.kernels.gemm.scaled.sm100.signature import k_name, packed
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
 
 MOST_GROUPS = 1024
+BLOCKS = FactorLayout(), FactorLayout(rows=128)  # of A and of B: 1x128 and 128x128
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,16 @@ class BlocksConfig(GroupedConfig):
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a, b, the factors scale_a (M, K / 128) with contiguous rows and
         scale_b (E, N / 128, K / 128) of any strides, out, edges, and those of the operations."""
-        a, b, *rest = super().arguments()
-        scale_a = Operand("scale_a", ("m", "kb"), "fp32", contiguous=-2, whole=False)
-        sizes = "e", "nb", "kb"
-        scale_b = Operand("scale_b", sizes, "fp32", contiguous=None, aligned=False, whole=False)
-        return (a, b, scale_a, scale_b, *rest)
+        (a, b, *rest), p = super().arguments(), self.product
+        return (a, b, *p.a.factors("a", "m", ""), *p.b.factors("b", "n", "e"), *rest)
 
     def why_not(self, arch: Arch) -> str | None:
         """The reason why this config does not fit `arch`, or None."""
         tiles = self.product.tiles
         if not isinstance(tiles, RowBlocksConfig) or tiles.recipe != "fp8_block":
             return f"tiles={tiles}: factors are of 1x128 of rows and 128x128 of matrices"
+        if (self.product.a.scales, self.product.b.scales) != BLOCKS:
+            return "a.scales, b.scales: factors are fp32, of single rows and of blocks of rows"
         if self.product.b.major != "column":
             return f"b.major={self.product.b.major}: wgmma reads fp8 along K"
         return super().why_not(arch)
@@ -127,16 +126,15 @@ class ScaledRowsConfig(GroupedConfig):
     ScaledConfig."""
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's arguments: a, b and out, elements of 4 bits as bytes of two along K; the
-        factors of a, each group's from a chunk of its own on, and of b, as 32-bit words (L, chunks
-        of rows, chunks along K, 128); edges, and those of the operations."""
+        """The kernel's arguments: a, b and out; the factors of a, each group's from a chunk of its
+        own on, and of b; edges, and those of the operations."""
         p = self.product
         return (
-            packed(p.a).argument("a", "m", k_name(p.a), ""),
-            packed(p.b).argument("b", k_name(p.b), "n", "e"),
+            p.a.argument("a", "m", "k", ""),
+            p.b.argument("b", "k", "n", "e"),
             p.out.argument("out", "m", "columns", ""),
-            Operand("factors_a", ("one", "chunks_m", "chunks_k", "words"), "int32"),
-            Operand("factors_b", ("e", "chunks_n", "chunks_k", "words"), "int32"),
+            *p.a.factors("a", "m", "one"),
+            *p.b.factors("b", "n", "e"),
             Operand("edges", ("e",), "int32", aligned=False, whole=False),
             *(of_groups(x) for x in op_arguments(p.ops)),
         )

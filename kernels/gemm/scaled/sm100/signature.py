@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass import Float4E2M1FN, cute
 
-from cutex.compile import Argument, Operand
+from cutex.compile import Argument
 from cutex.device.epilogue.epilogue_ops import Scale, op_arguments
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.sm100.config import Kind, ScaledTiles
 from cutex.kernels.gemm.scaled.sm100.quantized import QuantizeRows
 from cutex.kernels.gemm.signature import GeneralConfig
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
 
 NO_TILES = ScaledTiles()
+SWIZZLED = FactorLayout(swizzled=True)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class ScaledConfig(GeneralConfig):
 
     def why_not(self, problem: Any, arch: Arch) -> str | None:
         tiles, quantized = self.tiles, [op for op in self.ops if isinstance(op, QuantizeRows)]
+        if any(x.scales != SWIZZLED for x in (self.a, self.b)):
+            return "a.scales, b.scales: tensor cores read swizzled factors of both"
         if tiles.epi_n and tiles.tile_n % self.epi_columns:
             return f"tile_n={tiles.tile_n}: sub-tiles of out have {self.epi_columns} columns"
         columns = self.out_columns * (2 if any(op.halves for op in quantized) else 1)
@@ -64,15 +67,14 @@ class ScaledConfig(GeneralConfig):
         return (c.tile_m * a + c.tile_n * b) * c.k_elements // 8 + c.ctas * c.factor_bytes
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L in front if batched,
-        elements of 4 bits as bytes of two along K; the factors of a and of b, as 32-bit words (L,
-        chunks of rows, chunks along K, 128); those of the operations."""
+        """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L in front if batched;
+        the factors of a and of b; those of the operations."""
         return (
-            packed(self.a).argument("a", "m", k_name(self.a), "la"),
-            packed(self.b).argument("b", k_name(self.b), "n", "lb"),
+            self.a.argument("a", "m", "k", "la"),
+            self.b.argument("b", "k", "n", "lb"),
             self.out.argument("out", "m", "half" if self.gated else "n", "l"),
-            Operand("factors_a", ("lsa", "chunks_m", "chunks_k", "words"), "int32"),
-            Operand("factors_b", ("lsb", "chunks_n", "chunks_k", "words"), "int32"),
+            *self.a.factors("a", "m", "lsa"),
+            *self.b.factors("b", "n", "lsb"),
             *op_arguments(self.ops),
         )
 
@@ -82,23 +84,12 @@ def ladder(tiles: ScaledTiles) -> ScaledConfig:
     the tensor scale factors that NVFP4 has."""
     of_tensor = tuple(Scale(f"tensor_scale_{x}") for x in "ab")
     return ScaledConfig(
-        a=OperandLayout(tiles.a, whole=True),
-        b=OperandLayout(tiles.b, "column", whole=True),
+        a=OperandLayout(tiles.a, whole=True, scales=SWIZZLED),
+        b=OperandLayout(tiles.b, "column", whole=True, scales=SWIZZLED),
         out=OperandLayout("bf16", whole=True),
         ops=of_tensor if tiles.vector == 16 else (),
         tiles=tiles,
     )
-
-
-def packed(operand: OperandLayout) -> OperandLayout:
-    """The operand as the kernel is given it."""
-    if operand.dtype != "e2m1":
-        return operand
-    return OperandLayout("uint8", operand.major, operand.batched, operand.tma, operand.whole)
-
-
-def k_name(operand: OperandLayout) -> str:
-    return "half_k" if operand.dtype == "e2m1" else "k"
 
 
 def unpacked(mX: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:

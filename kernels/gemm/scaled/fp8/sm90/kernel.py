@@ -8,7 +8,7 @@ are as they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -22,56 +22,45 @@ from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.pipeline import Barrier, publish_barriers
+from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90.alternate import PromoteAlternating
 from cutex.kernels.gemm.scaled.fp8.sm90.factors import FactoredOperands, factors_operand
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, PromoteSplitK
-from cutex.kernels.gemm.signature import (
-    GeneralConfig,
-    OperandLayout,
-    modes,
-    transposed,
-)
+from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.mma import MmaRole
 from cutex.problem.scaled.formats import FP32_SCALED, RECIPES
 
 
 @dataclass(frozen=True)
-class Fp8Signature:
-    """What the kernel computes, and its tiles: A (M, K) row-major, B (K, N) column-major, or
-    batches of both where out is one."""
+class Fp8Signature(GeneralConfig):
+    """A GeneralConfig whose operands have fp32 factors of its tiles' recipe."""
 
     tiles: Fp8Config
-    out: OperandLayout = field(default_factory=lambda: OperandLayout(whole=True))
-    ops: tuple[EpilogueOp, ...] = ()
+
+    @staticmethod
+    def of(
+        tiles: Fp8Config,
+        out: OperandLayout = OperandLayout(whole=True),  # noqa: B008 - frozen
+        ops: tuple[EpilogueOp, ...] = (),
+    ) -> Fp8Signature:
+        """A (M, K) row-major by B (K, N) column-major, or batches of both where out is one."""
+        a, b = (
+            OperandLayout("e4m3", major, out.batched, scales=FactorLayout(format.block[0]))
+            for major, format in zip(("row", "column"), RECIPES[tiles.recipe], strict=True)
+        )
+        return Fp8Signature(tiles, a, b, out, ops)
 
     @property
-    def general(self) -> GeneralConfig:
-        """The config of the general kernel of the same operands."""
-        batched = self.out.batched
-        a, b = (OperandLayout("e4m3", major, batched) for major in ("row", "column"))
-        return GeneralConfig(self.tiles, a, b, self.out, self.ops)
+    def factors(self) -> tuple[Operand, ...]:
+        """The arguments scale_a and scale_b."""
+        return (*self.a.factors("a", "m", "lfa"), *self.b.factors("b", "n", "lfb"))
 
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a, b, the factors of each, out, and those of the operations."""
-        a, b, out, *rest = self.general.arguments()
-        factors = factor_operands(self.tiles.recipe, self.out.batched)
-        return (a, b, *factors, out, *rest)
-
-
-def factor_operands(recipe: str, batched: bool = False) -> tuple[Operand, ...]:
-    """The arguments scale_a and scale_b, (rows, K) by blocks, in a batch with L in front: 1x128
-    with contiguous rows, at a pitch of a multiple of 16 bytes; 128x128 of any strides."""
-    found = []
-    for format, side, rows in zip(RECIPES[recipe], "ab", "mn", strict=True):
-        vector, batch = format.block[0] == 1, (f"lf{side}",) if batched else ()
-        sizes = *batch, rows if vector else f"{rows}b", "kb"
-        contiguous = -2 if vector else None
-        found.append(
-            Operand(f"scale_{side}", sizes, "fp32", contiguous, aligned=vector, whole=False)
-        )
-    return tuple(found)
+        a, b, *rest = super().arguments()
+        return (a, b, *self.factors, *rest)
 
 
 class Fp8Gemm:
@@ -95,7 +84,7 @@ class Fp8Gemm:
     def __init__(self, config: Fp8Signature) -> None:
         self.config = config
         self.tiles = config.tiles
-        self.general = General(config.general)
+        self.general = General(config)
 
     @property
     def name(self) -> str:
@@ -198,7 +187,7 @@ class Fp8Gemm:
 
     def epilogue(self, out: Any, sC: Any, rows: Any, mProduct: Any, passed: Any, held: Any) -> Any:
         """The epilogue store of this thread's warpgroup, or of its warp."""
-        bound = self.config.general.bind(mProduct, passed)
+        bound = self.config.bind(mProduct, passed)
         return self.general.epilogue(out, sC, rows, bound, held)
 
     def mma_role(

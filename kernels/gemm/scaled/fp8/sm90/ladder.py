@@ -6,14 +6,14 @@ from cutlass import cute
 
 from cutex.compile import Operand
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm, Fp8Signature, factor_operands
+from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm, Fp8Signature
 
 
 class Ladder(Fp8Gemm):
     """C[M,N] = A[M,K] @ B[N,K]^T, all row-major."""
 
     def __init__(self, tiles: Fp8Config) -> None:
-        super().__init__(Fp8Signature(tiles))
+        super().__init__(Fp8Signature.of(tiles))
 
     @property
     def name(self) -> str:
@@ -24,7 +24,7 @@ class Ladder(Fp8Gemm):
         a, b = (
             Operand(name, sizes, "e4m3") for name, sizes in (("mA", ("m", "k")), ("mB", ("n", "k")))
         )
-        return a, b, *factor_operands(dtype), Operand("mC", ("m", "n"), "bf16")
+        return a, b, *self.config.factors, Operand("mC", ("m", "n"), "bf16")
 
     @cute.jit
     def __call__(
