@@ -126,8 +126,9 @@ class GroupedGemmProblem(Problem):
         return config.tile_m, config.tile_n
 
     def work(self, config: Any) -> tuple[float, float]:
-        steps = -(-self.k // config.tile_k)
-        tile = 2.0 * config.tile_m * config.tile_n * config.tile_k * steps
+        step_k = config.k_of(16)
+        steps = -(-self.k // step_k)
+        tile = 2.0 * config.tile_m * config.tile_n * step_k * steps
         return self.grid(self.tile(config)) * tile, tile / config.ctas
 
     # ---- data and judgement

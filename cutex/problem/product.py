@@ -40,7 +40,7 @@ class ProductProblem(Problem):
 
     def step_k(self, config: Any) -> int:
         """The elements along K of a step of `config`."""
-        step: int = config.tile_k
+        step: int = config.k_of(16)
         return step
 
     def work(self, config: Any) -> tuple[float, float]:

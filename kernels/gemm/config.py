@@ -3,7 +3,8 @@
 The fields of one arch alone, and the limits that a config must keep, are in sm90/config.py and
 sm100/config.py. Imports neither torch nor the DSL.
 
-Sizes are in units of 2 bytes: tile_k = 64 is 128 elements of fp8, epi_n = 64 is 32 columns of fp32.
+K counts bytes: k_bytes = 128 is 64 elements of bf16, 128 of fp8. Columns of C are in units of 2
+bytes: epi_n = 64 is 32 columns of fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_GRID = 65535  # CTAs along grid y
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """The tiling of a problem: one CTA, or a pair, computes tile_m x tile_n of C, tile_k of K at a
+    """The tiling of a problem: one CTA, or a pair, computes tile_m x tile_n of C, k_bytes of K at a
     time, from a ring of num_stages slots."""
 
     arch: ClassVar[str]  # the arch whose kernels take it
@@ -33,7 +34,7 @@ class GemmConfig:
 
     tile_m: int = 128
     tile_n: int = 128
-    tile_k: int = 64
+    k_bytes: int = 128  # of K in a tile of A and of B
     num_stages: int = 1
     epi_n: int = 0  # columns of C that are stored through smem at a time; 0: from registers
     epi_stages: int = 0  # slots of smem for that
@@ -47,9 +48,13 @@ class GemmConfig:
     def from_row(cls, row: dict[str, Any]) -> Self:
         """The config in `row` of a ledger or a cache.
 
-        Fields that the row lacks have their defaults. Rows written when both archs shared a config
-        also hold the other arch's fields, which must have no effect. ValueError otherwise.
+        Fields that the row lacks have their defaults. Older rows have `tile_k`, in units of 2
+        bytes. Rows written when both archs shared a config also hold the other arch's fields, which
+        must have no effect. ValueError otherwise.
         """
+        if "tile_k" in row:
+            row = {"k_bytes": ELEMENT * row["tile_k"], **row}
+            del row["tile_k"]
         known = {f.name for f in fields(cls)}
         for name in row.keys() - known:
             if name not in NO_EFFECT or row[name] != NO_EFFECT[name]:
@@ -61,11 +66,15 @@ class GemmConfig:
         """The number of CTAs that compute one tile."""
         return 1
 
+    def k_of(self, bits: int = 16) -> int:
+        """The elements of K in a tile, of `bits` each."""
+        return self.k_bytes * 8 // bits
+
     @property
     def stage_bytes(self) -> int:
         """Bytes of A and B in one slot of the ring, over all `ctas`: the bytes that a full barrier
         expects."""
-        return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT
+        return (self.tile_m + self.tile_n) * self.k_bytes
 
     @property
     def odd_rows(self) -> bool:
@@ -130,8 +139,8 @@ class GemmConfig:
             return f"epi_n={self.epi_n}: TMA stores 16, 32 or 64 columns, or an odd multiple of 8"
         if self.epi_n and self.tile_n % self.epi_n:
             return f"epi_n={self.epi_n}: divides tile_n"
-        if self.tile_k % 64 or self.tile_k < 64:
-            return f"tile_k={self.tile_k}: a 128-byte swizzle takes a multiple of 64"
+        if self.k_bytes % 128 or self.k_bytes < 128:
+            return f"k_bytes={self.k_bytes}: a 128-byte swizzle takes a multiple of 128"
         if self.raster_along not in ("m", "n") or self.raster_group < 1:
             return f"raster_group={self.raster_group}, raster_along={self.raster_along}: m or n"
         if self.num_stages < 1:

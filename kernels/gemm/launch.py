@@ -56,7 +56,7 @@ class Gemm:
     def slots(self, dtype: type[cutlass.Numeric], rows: int) -> cute.ComposedLayout:
         """The smem layout (bRows, bK, SLOT) of the ring of one operand's tiles."""
         c = self.config
-        return slots_layout(dtype, rows, c.tile_k, c.num_stages, self.swizzle)
+        return slots_layout(dtype, rows, c.k_of(16), c.num_stages, self.swizzle)
 
     def counts(self, mC: cute.Tensor) -> TileCounts:
         """The numbers of tiles of a CTA that cover mC (M, N)."""

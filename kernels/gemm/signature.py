@@ -36,7 +36,7 @@ class GeneralConfig:
     @property
     def k_elements(self) -> int:
         """The elements of K in a tile."""
-        return self.tiles.tile_k * 16 // DTYPES[self.a.dtype].bits
+        return self.tiles.k_of(DTYPES[self.a.dtype].bits)
 
     @property
     def gated(self) -> bool:

@@ -16,7 +16,7 @@ from cutex.measured.nearby import CAUTION
 from cutex.ops import simulated
 from cutex.problem.models import corpus
 
-NARROW = {"tile_m": 64, "tile_n": 16, "tile_k": 128, "num_stages": 3, "epi_n": 16,
+NARROW = {"tile_m": 64, "tile_n": 16, "k_bytes": 256, "num_stages": 3, "epi_n": 16,
           "epi_stages": 1, "swap_ab": True, "warpgroups": 1}  # fmt: skip
 WIDE = {"tile_n": 64, "num_stages": 3, "epi_n": 64, "epi_stages": 1, "warpgroups": 2}
 LINE = f"16x128x96 forward bf16 {json.dumps([NARROW, WIDE])}"

@@ -163,7 +163,7 @@ def test_an_unknown_dtype_is_refused() -> None:
     [
         (Sm90Config(tile_m=64), "tile_m=64"),
         (Sm90Config(tile_n=264), "tile_n=264"),
-        (Sm90Config(tile_k=32), "tile_k=32"),
+        (Sm90Config(k_bytes=64), "k_bytes=64"),
         (Sm90Config(num_stages=0), "num_stages=0"),
         (Sm90Config(tile_n=256, num_stages=5), "more than the 232448"),
     ],

@@ -64,7 +64,7 @@ def measured() -> list[Timed]:
 def geometry(c: Sm90Config) -> tuple[Any, ...]:
     """A config without its number of slots."""
     return (
-        *(c.tile_m, c.tile_n, c.tile_k, c.cluster_m, c.cluster_n, c.split_k),
+        *(c.tile_m, c.tile_n, c.k_bytes, c.cluster_m, c.cluster_n, c.split_k),
         *(c.swap_ab, c.pingpong, c.columns, c.rows, c.spread),
     )
 

@@ -145,7 +145,7 @@ def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
     ("more", "says"),
     [
         ({"recipe": "mxfp8"}, "recipe=mxfp8: takes formats with a factor for each 128 of K"),
-        ({"tile_k": 128}, "tile_k=128: a factor serves 128 bytes of K"),
+        ({"k_bytes": 256}, "k_bytes=256: a factor serves 128 bytes of K"),
         ({"pingpong": True}, "sums are scaled by tiles of all warpgroups"),
         ({"tile_m": 256, "tile_n": 256}, "384 accumulators a thread|320 accumulators a thread"),
         ({"alternating": True}, "alternating: two warpgroups, one tile a CTA"),

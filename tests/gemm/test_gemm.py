@@ -84,14 +84,14 @@ def test_integers_come_out_exact(stage: Stage, device: str, mnk: tuple[int, int,
 
 
 @pytest.mark.sweep(12)
-@pytest.mark.parametrize("tile", [(16, 64, 8), (144, 64, 2), (240, 64, 4), (192, 128, 2)])
+@pytest.mark.parametrize("tile", [(16, 128, 8), (144, 128, 2), (240, 128, 4), (192, 256, 2)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_other_tiles_and_rings_are_as_exact(
     arch: str, device: str, tile: tuple[int, int, int]
 ) -> None:
     third = stage(arch, 3)
-    tile_n, tile_k, num_stages = tile
-    config = replace(third.config(), tile_n=tile_n, tile_k=tile_k, num_stages=num_stages)
+    tile_n, k_bytes, num_stages = tile
+    config = replace(third.config(), tile_n=tile_n, k_bytes=k_bytes, num_stages=num_stages)
     found = check(third, device, GemmProblem(200, 264, 456, init="int"), config)
     assert found.ok, found.message
 

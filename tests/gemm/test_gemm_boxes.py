@@ -28,7 +28,7 @@ CASES = {
     "fp8, 1x2": ((200, 136, 320), "forward", "e4m3", 32, {"cluster_n": 2}),
     "two boxes of K": (
         (200, 136, 200), "forward", "bf16", 32,
-        {"tile_n": 32, "tile_k": 128, "epi_n": 32, "swap_ab": True},
+        {"tile_n": 32, "k_bytes": 256, "epi_n": 32, "swap_ab": True},
     ),
     "in turn": (
         (200, 136, 200), "forward", "bf16", 32,

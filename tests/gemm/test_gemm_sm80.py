@@ -155,7 +155,7 @@ def test_other_dtypes_are_refused_in_one_sentence(dtype):
     [
         ({"tile_m": 96}, "tile_m=96: a multiple of 64"),
         ({"tile_m": 256, "tile_n": 256}, "registers of a thread are more than 255"),
-        ({"tile_k": 48}, "tile_k=48: rows of smem have 32 or 64"),
+        ({"k_bytes": 96}, "k_bytes=96: rows of smem have 64 or 128"),
         ({"split_k": 2}, "split_k: mma.sync's kernels have none"),
         ({"num_stages": 0}, "num_stages=0: a ring has at least 1"),
     ],

@@ -45,7 +45,7 @@ SMALL = {
     "pingpong": False, "cluster_m": 1, "swap_ab": True, "num_stages": 6, "epi_n": 16
 }  # fmt: skip
 SWAPPED = {
-    "64x16": {**SMALL, "tile_m": 64, "tile_n": 16, "warpgroups": 1, "tile_k": 128},
+    "64x16": {**SMALL, "tile_m": 64, "tile_n": 16, "warpgroups": 1, "k_bytes": 256},
     "128x64, 1x2": {**SMALL, "tile_n": 64, "epi_n": 64, "cluster_n": 2},
     "128x64, split in two": {**SMALL, "tile_n": 64, "epi_n": 64, "split_k": 2},
     "128x64, split in four": {**SMALL, "tile_n": 64, "epi_n": 32, "split_k": 4},
@@ -59,7 +59,7 @@ SPREAD = {
 
 
 COLUMN = {
-    "64x16": {**SMALL, "tile_m": 64, "tile_n": 16, "warpgroups": 1, "tile_k": 128},
+    "64x16": {**SMALL, "tile_m": 64, "tile_n": 16, "warpgroups": 1, "k_bytes": 256},
     "128x16, 1x2": {**SMALL, "tile_n": 16, "cluster_n": 2},
     "128x32, 2x1": {**SMALL, "tile_n": 32, "cluster_m": 2, "epi_n": 32},
     "128x16, 2x2": {**SMALL, "tile_n": 16, "cluster_m": 2, "cluster_n": 2},

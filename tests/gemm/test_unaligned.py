@@ -130,7 +130,7 @@ def test_other_elements_and_other_archs_are_copied() -> None:
     ("more", "why"),
     [
         ({"fold": 4}, "fold=4"),
-        ({"tile_k": 128}, "tile_k=128"),
+        ({"k_bytes": 256}, "k_bytes=256"),
         ({"tile_m": 128}, "64 for each"),
         ({"cluster_n": 2}, "cluster_n"),
         ({"split_k": 2, "num_stages": 1}, "must hold the sums"),

@@ -18,9 +18,9 @@ LADDER = stages(bounds.ARCH)
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("stage", LADDER, ids=lambda s: str(s.number))
 def test_the_code_does_what_the_config_says(stage: Stage) -> None:
-    """The MMAs in PTX and SASS cover one tile by one tile_k, and its loads read it once."""
+    """The MMAs in PTX and SASS cover one tile by one step of K, and its loads read it once."""
     c, row = stage.config(), bounds.stage_row(stage)
-    assert row.step_flops == 2 * c.tile_m * c.tile_n * c.tile_k
+    assert row.step_flops == 2 * c.tile_m * c.tile_n * c.k_of(16)
     assert row.step_bytes == c.stage_bytes
     assert row.ctas == c.ctas
     assert row.spill_bytes == 0

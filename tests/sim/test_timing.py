@@ -441,7 +441,7 @@ def test_bad_input_to_a_script_is_one_sentence(capsys, tmp_path):
 def test_of_a_box_past_the_end_the_rows_outside_cost():
     """144 rows in tiles of 80: the second tile's boxes have 16 rows outside, of 128 bytes each."""
     config = replace(
-        stage("gemm", "sm_90a", 9).default, tile_m=64, tile_n=80, tile_k=64, num_stages=6,
+        stage("gemm", "sm_90a", 9).default, tile_m=64, tile_n=80, k_bytes=128, num_stages=6,
         epi_n=16, epi_stages=1, swap_ab=True, warpgroups=1, pingpong=False, cluster_m=1,
         cluster_n=2, columns=1, rows=0,
     )  # fmt: skip
@@ -467,7 +467,7 @@ def sums_of(arch: str, problem: GemmProblem, **split: Any):
 @pytest.mark.slow
 def test_sums_sent_to_other_ctas_take_time():
     traced, whole, sums = sums_of(
-        "sm_90a", GemmProblem(80, 64, 1024), tile_m=64, tile_n=80, tile_k=64, num_stages=6,
+        "sm_90a", GemmProblem(80, 64, 1024), tile_m=64, tile_n=80, k_bytes=128, num_stages=6,
         epi_n=16, epi_stages=1, swap_ab=True, warpgroups=1, pingpong=False, cluster_m=1,
         cluster_n=1, split_k=4, columns=1, rows=0,
     )  # fmt: skip

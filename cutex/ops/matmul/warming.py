@@ -108,7 +108,7 @@ def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> str:
     """The tiles that `cutex.matmul(a, b, out_dtype=...)` takes, as text: the sizes of a tile and
     its stages, and the fields that differ from the defaults."""
     tiles = _config(a, b, out_dtype).tiles
-    always = ("tile_m", "tile_n", "tile_k", "num_stages")
+    always = ("tile_m", "tile_n", "k_bytes", "num_stages")
     said = [f for f in fields(tiles) if f.name in always or getattr(tiles, f.name) != f.default]
     return " ".join(f"{f.name}={getattr(tiles, f.name)}" for f in said)
 

@@ -101,7 +101,7 @@ class ScaledProblem(ProductProblem):
         return Work({mma_kind(element, a.swizzled): self.flops}, fp32, bytes={"hbm": self.bytes})
 
     def step_k(self, config: Any) -> int:
-        step: int = config.tile_k * 16 // max(f.dtype.bits for f in self.recipe)
+        step: int = config.k_of(max(f.dtype.bits for f in self.recipe))
         return step
 
     # ---- data and judgement

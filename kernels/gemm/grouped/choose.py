@@ -89,7 +89,7 @@ def rows_tiles(
     # are empty is not known here: tiles of 64 rows take up to twice the time of those of 128 if
     # half are, these 1.07 of the time of those if none is
     if mean_rows <= VERY_FEW_ROWS:
-        tiles = Sm90Config(tile_m=64, tile_n=width(n, FEW), tile_k=128, warpgroups=1)
+        tiles = Sm90Config(tile_m=64, tile_n=width(n, FEW), k_bytes=256, warpgroups=1)
     elif mean_rows < MANY_ROWS or width(n) < 128:
         tiles = _together(n, TOGETHER)
     elif k <= SHORT_K:

@@ -91,7 +91,7 @@ class GatheredConfig(GroupedConfig):
             return reason
         if not isinstance(tiles, Sm90Config) or tiles.cluster_n > 1 or tiles.one_tile:
             return f"tiles={tiles}: each CTA gathers its own rows, on Hopper"
-        if tiles.tile_k != 64 or tiles.tile_m > 128 or tiles.box_rows or tiles.stream_k:
+        if tiles.k_bytes != 128 or tiles.tile_m > 128 or tiles.box_rows or tiles.stream_k:
             return f"tiles={tiles}: rows of 128 bytes are gathered, up to 128 of them"
         if DTYPES[p.a.dtype].bits != 16 or tiles.num_stages < 3:
             return f"a.dtype={p.a.dtype}, num_stages={tiles.num_stages}: 16 bits, 3 slots or more"

@@ -108,7 +108,7 @@ def predict(
     tiles = tiles_m * tiles_n * batch
     at_once = min(tiles, arch.num_sms // (c.ctas * c.split_k))  # clusters
     full, rest = divmod(tiles, at_once)
-    steps = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
+    steps = ceil_div(ceil_div(problem.k, c.k_of(16)), c.split_k)
     sub_tiles = c.tile_n // EPI_N
     blocks = c.num_blocks
 
@@ -165,7 +165,7 @@ def _mma_cycles(c: Sm100Config, arch: Arch) -> float:
     rows = c.tile_m // c.num_blocks
     mma = 2 * rows * c.tile_n * 16 / (arch.mma_flops * c.ctas)
     port = 32 * (rows + c.tile_n) / c.ctas / arch.smem_bytes_per_clock
-    return c.num_blocks * c.tile_k / 16 * max(mma, port) + c.copy_cycles
+    return c.num_blocks * c.k_bytes / 32 * max(mma, port) + c.copy_cycles
 
 
 def _step_cycles(c: Sm100Config, arch: Arch, clusters: int) -> float:

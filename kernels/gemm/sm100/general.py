@@ -109,8 +109,8 @@ class General:
                                                                again, before smem may go
 
     smem of a CTA    bytes                                     tmem   columns
-    sA               tile_m / 2 * tile_k * 2 * num_stages      acc    tile_n * num_acc
-    sB               tile_n / 2 * tile_k * 2 * num_stages
+    sA               tile_m / 2 * k_bytes * num_stages      acc    tile_n * num_acc
+    sB               tile_n / 2 * k_bytes * num_stages
     sC               128 * epi_n * 2 * epi_stages; half behind a gate; none by element
     sums             128 * tile_n * 4, with split_k
     ab, acc, CLC     16 * num_stages, 16 * num_acc, 64, and 4 for the address of tmem

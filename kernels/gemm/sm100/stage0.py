@@ -45,8 +45,8 @@ class Stage0(Gemm):
     (CTA)     all threads                       all threads, before tensor memory is freed
 
     smem      bytes                                       tmem   columns
-    sA        tile_m * tile_k * 2               16384     acc    tile_n    128
-    sB        tile_n * tile_k * 2               16384
+    sA        tile_m * k_bytes               16384     acc    tile_n    128
+    sB        tile_n * k_bytes               16384
     barriers  16, and 4 for the address of tmem
     """
 

@@ -21,8 +21,8 @@ class Stage1(Stage0):
     """The kernel of stage 1: its barriers and its memory.
 
     smem      bytes                                       tmem   columns
-    sA        tile_m * tile_k * 2               16384     acc    tile_n    256
-    sB        tile_n * tile_k * 2               32768
+    sA        tile_m * k_bytes               16384     acc    tile_n    256
+    sB        tile_n * k_bytes               32768
     barriers  16, and 4 for the address of tmem
     """
 

@@ -39,8 +39,8 @@ class Stage2(Stage1):
     (CTA)           as in stage 0
 
     smem      bytes                                       tmem   columns
-    sA        tile_m * tile_k * 2 * num_stages  65536     acc    tile_n    256
-    sB        tile_n * tile_k * 2 * num_stages  131072
+    sA        tile_m * k_bytes * num_stages  65536     acc    tile_n    256
+    sB        tile_n * k_bytes * num_stages  131072
     barriers  16 * num_stages + 8, and 4 for the address of tmem
     """
 

@@ -48,8 +48,8 @@ class Stage4(Stage3):
     others as in stage 3
 
     smem      bytes                                       tmem   columns
-    sA        tile_m * tile_k * 2 * num_stages  65536     acc    tile_n    256
-    sB        tile_n * tile_k * 2 * num_stages  131072
+    sA        tile_m * k_bytes * num_stages  65536     acc    tile_n    256
+    sB        tile_n * k_bytes * num_stages  131072
     sC        tile_m * epi_n * 2 * epi_stages   32768
     barriers  as in stage 2
     """

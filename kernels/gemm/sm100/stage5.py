@@ -48,8 +48,8 @@ class Stage5(Stage4):
                                                         until then the leader signals its peer
 
     smem of a CTA   bytes                                          tmem   columns
-    sA              tile_m / 2 * tile_k * 2 * num_stages  98304    acc    tile_n    256
-    sB              tile_n / 2 * tile_k * 2 * num_stages  98304
+    sA              tile_m / 2 * k_bytes * num_stages  98304    acc    tile_n    256
+    sB              tile_n / 2 * k_bytes * num_stages  98304
     sC              tile_m / 2 * epi_n * 2 * epi_stages   32768
     barriers        as in stage 2
     """

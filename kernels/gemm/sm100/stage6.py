@@ -117,7 +117,7 @@ class Stage6(Stage5):
             self.load_tiles(PairOperands(a, b, sA, sB), ab, dispatch)
         elif warp == Warp.MMA:
             if is_leader():
-                num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
+                num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.k_of(16))
                 self.compute_tiles(mma, ab, acc, num_k_tiles, dispatch)
         elif warp < Warp.LOAD:
             self.store_tiles(mma.acc, EpilogueStore(out, sC), acc, dispatch)

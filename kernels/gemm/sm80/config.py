@@ -27,7 +27,7 @@ class Sm80Config(GemmConfig):
 
     arch: ClassVar[str] = "sm_80"
 
-    tile_k: int = 32
+    k_bytes: int = 64
     num_stages: int = 3
     warps_m: int = 2
     warps_n: int = 2
@@ -71,8 +71,8 @@ class Sm80Config(GemmConfig):
         return None
 
     def _why_not_shape(self, arch: Arch) -> str | None:
-        if self.tile_k not in (32, 64):
-            return f"tile_k={self.tile_k}: rows of smem have 32 or 64"
+        if self.k_bytes not in (64, 128):
+            return f"k_bytes={self.k_bytes}: rows of smem have 64 or 128"
         if self.raster_along not in ("m", "n") or self.raster_group < 1:
             return f"raster_group={self.raster_group}, raster_along={self.raster_along}: m or n"
         if self.num_stages < 1:

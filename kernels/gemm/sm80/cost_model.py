@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.problem.gemm import GemmProblem
 
-# tile_m, tile_n, warps along each, tile_k: a warp has at most 64x64, 128 sums a thread; of small
-# tiles 64 of K at a time, 1.1 to 2 times as fast (docs/facts/gemm.md#mma-sync-tiles)
+# tile_m, tile_n, warps along each, k_bytes: a warp has at most 64x64, 128 sums a thread; of small
+# tiles 64 of K, 128 bytes, at a time, 1.1 to 2 times as fast (docs/facts/gemm.md#mma-sync-tiles)
 TILES = (
-    (128, 128, 2, 2, 32), (128, 128, 2, 4, 32), (128, 256, 2, 4, 32), (256, 128, 4, 2, 32),
-    (128, 64, 2, 2, 64), (64, 128, 2, 2, 64), (64, 64, 2, 2, 64), (64, 256, 1, 4, 32),
+    (128, 128, 2, 2, 64), (128, 128, 2, 4, 64), (128, 256, 2, 4, 64), (256, 128, 4, 2, 64),
+    (128, 64, 2, 2, 128), (64, 128, 2, 2, 128), (64, 64, 2, 2, 128), (64, 256, 1, 4, 64),
 )  # fmt: skip
 STAGES = (4, 3, 2)
 SYSTEM = 1024  # bytes of smem that the system keeps of each CTA
@@ -45,9 +45,9 @@ def configs(arch_name: str) -> tuple[Sm80Config, ...]:
     or else one."""
     arch = arch_named(arch_name)
     found: list[Sm80Config] = []
-    for tile_m, tile_n, warps_m, warps_n, tile_k in TILES:
+    for tile_m, tile_n, warps_m, warps_n, k_bytes in TILES:
         rings = [
-            Sm80Config(tile_m, tile_n, tile_k, n, warps_m=warps_m, warps_n=warps_n) for n in STAGES
+            Sm80Config(tile_m, tile_n, k_bytes, n, warps_m=warps_m, warps_n=warps_n) for n in STAGES
         ]
         fit = [c for c in rings if c.why_not(None, arch) is None]
         if fit:

@@ -33,7 +33,7 @@ class General:
               being there
 
     smem      bytes
-    sA, sB    tile_m * tile_k * 2 * num_stages, tile_n * tile_k * 2 * num_stages
+    sA, sB    tile_m * k_bytes * num_stages, tile_n * k_bytes * num_stages
     """
 
     archs: tuple[str, ...] = ARCHS
@@ -101,11 +101,11 @@ class General:
         for mX, rows, k_major, row in zip(
             (mA, mB), (c.tile_m, c.tile_n), self.config.k_major, corner, strict=True
         ):
-            layout = SmemLayout(rows, c.tile_k, c.num_stages, k_major, self.swizzled)
+            layout = SmemLayout(rows, c.k_of(16), c.num_stages, k_major, self.swizzled)
             operands.append(SmemOperand.allocate(smem, mX.element_type, layout))
             copies.append(TileCopies.of(operands[-1], mX, row, c.num_threads, thread))
         product = WarpProduct.of(c, operands[0], operands[1], thread)
-        self.mainloop(product, copies, cute.ceil_div(cute.size(mA, mode=[1]), c.tile_k), thread)
+        self.mainloop(product, copies, cute.ceil_div(cute.size(mA, mode=[1]), c.k_of(16)), thread)
         bound = self.config.bind(mProduct, passed)
         by_pairs = self.config.out.tma and self.config.out.major == "row"
         store(product, entry(mOut, tile.batch), bound, corner, tile.batch, by_pairs)

@@ -86,9 +86,9 @@ def _stored_at_once(config: Sm90Config, arch: Arch) -> Sm90Config:
     return next((x for x in more if x.why_not(None, arch) is None), c)
 
 
-def _tile_k(tile_m: int, tile_n: int) -> int:
-    """The K of a slot: narrow tiles take more, so that fewer slots change hands."""
-    return 128 if tile_m + tile_n <= 128 or (tile_m == 128 and tile_n <= 32) else 64
+def _k_bytes(tile_m: int, tile_n: int) -> int:
+    """The bytes of K in a slot: narrow tiles take more, so that fewer slots change hands."""
+    return 256 if tile_m + tile_n <= 128 or (tile_m == 128 and tile_n <= 32) else 128
 
 
 def _epilogue(tile_n: int) -> int:
@@ -136,7 +136,7 @@ def _walked(
                 config = Sm90Config(
                     tile_m=m,
                     tile_n=n,
-                    tile_k=_tile_k(m, n),
+                    k_bytes=_k_bytes(m, n),
                     epi_n=_epilogue(n),
                     epi_stages=1 if pingpong or n % 16 else 2,
                     num_ctas=_grid(cluster_m * cluster_n, arch),
@@ -314,7 +314,7 @@ def _tile(
     return Sm90Config(
         tile_m=tile_m,
         tile_n=tile_n,
-        tile_k=_tile_k(tile_m, tile_n),
+        k_bytes=_k_bytes(tile_m, tile_n),
         epi_n=_epilogue(tile_n),
         epi_stages=1,
         warpgroups=warpgroups,

@@ -134,7 +134,7 @@ class Sm90Config(GemmConfig):
     @property
     def a_bytes(self) -> int:
         """Bytes of A in the whole ring."""
-        return self.num_stages * self.tile_m * self.tile_k * ELEMENT
+        return self.num_stages * self.tile_m * self.k_bytes
 
     @property
     def epi_bytes(self) -> int:

@@ -203,12 +203,12 @@ def count(
     most = at_once(size, arch.num_sms)
     rounds = ctas / most if c.stream_k else ceil_div(ctas, most)
     told_apart = c.one_tile or c.split_k > 1
-    k_tiles = ceil_div(ceil_div(problem.k, c.tile_k), c.split_k)
-    asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT
+    k_tiles = ceil_div(ceil_div(problem.k, c.k_of(16)), c.split_k)
+    asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.k_bytes
     sharers = ceil_div(across, c.cluster_n) if m >= n else ceil_div(down, c.cluster_m)
     larger = max(m, n) * problem.k * ELEMENT * batch
     again = 0 if c.spread else (min(sharers, MOST_SHARERS) - 1) * larger
-    steps = c.tile_k / 16  # of a wgmma
+    steps = c.k_bytes / 32  # of a wgmma
     tpcs = arch.num_sms // 2  # pairs of SMs; the first CTAs take one SM of each
     return Counts(
         one_round=told_apart or (rounds == 1 and not c.stream_k),
@@ -230,11 +230,11 @@ def count(
         asked=asked,
         received=c.stage_bytes - asked,
         narrow=not (majors[0] if c.swap_ab else majors[1]) and c.tile_n % 64 > 0,
-        outside=_rows_outside(c, m, n, rounds) * c.tile_k / 64,
+        outside=_rows_outside(c, m, n, rounds) * c.k_bytes / 128,
         straddled=_straddled(c, problem, majors),
         elements=c.tile_m * c.tile_n,
         store=SHORT_STORES[c.swap_ab].get(c.epi_n, 1.0),
-        flops=2 * useful * c.tile_m * c.tile_n * k_tiles * c.tile_k,
+        flops=2 * useful * c.tile_m * c.tile_n * k_tiles * c.k_of(16),
         memory_bytes=problem.bytes * batch,
         again_bytes=again,
         written=problem.m
@@ -288,7 +288,7 @@ def _straddled(c: Sm90Config, problem: GemmProblem, majors: Majors) -> float:
     tiles = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
     sharers = (c.cluster_m, c.cluster_n) if c.swap_ab else (c.cluster_n, c.cluster_m)
     return sum(
-        tile / by * c.tile_k * ELEMENT / 2
+        tile / by * c.k_bytes / 2
         for tile, by, pitch in zip(tiles, sharers, pitches, strict=True)
         if pitch * ELEMENT % SECTOR
     )

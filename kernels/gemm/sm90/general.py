@@ -124,7 +124,7 @@ class General:
                     their wgmma being done                       where the ring was
 
     smem            bytes
-    sA, sB          tile_m * tile_k * 2 * num_stages, tile_n * tile_k * 2 * num_stages, adjacent;
+    sA, sB          tile_m * k_bytes * num_stages, tile_n * k_bytes * num_stages, adjacent;
                     with split_k then the sums of all CTAs, for the parts that this one stores; with
                     stream_k in sA then parts of others' sums, as many as there is room for
     sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate; none by element

@@ -12,7 +12,6 @@ from cutex.arch import arch as arch_named
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
 from cutex.device.atoms.tma import AbLoads
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, placed_unevenly
 from cutex.kernels.gemm.sm90.pace import Pace, now, wait_until
@@ -65,7 +64,7 @@ class LoadTiles:
             streamed, rows = loads.a, c.tile_m // c.cluster_n
             if cutlass.const_expr(self.streams_b):
                 streamed, rows = loads.b, c.tile_n // c.cluster_m
-            ahead = max(1, BYTES_AHEAD // (rows * c.tile_k * ELEMENT))
+            ahead = max(1, BYTES_AHEAD // (rows * c.k_bytes))
             for k_tile in cutlass.range(first, first + cutlass.min(count, ahead), unroll=1):
                 streamed.prefetch(k_tile)
 
@@ -159,7 +158,7 @@ class LoadOneTile(LoadTiles):
         if cutlass.const_expr(c.clusters_stream):
             num_sms = c.num_ctas or arch_named(c.arch).num_sms
             x, y, z = cute.arch.grid_dim()
-            if not placed_unevenly(num_sms - x * y * z, num_sms, num_k_tiles * c.tile_k):
+            if not placed_unevenly(num_sms - x * y * z, num_sms, num_k_tiles * c.k_of(16)):
                 cute.arch.griddepcontrol_launch_dependents()
         else:
             cute.arch.griddepcontrol_launch_dependents()
@@ -196,7 +195,7 @@ class LoadOneTile(LoadTiles):
         """The bytes of the streamed operand that all CTAs together read in a step."""
         c = self.tiles
         streamed = 1 if c.rows else 0  # the side of C that the streamed operand has
-        return cute.size(mC, mode=[streamed]) * (c.split_k * c.tile_k * ELEMENT)
+        return cute.size(mC, mode=[streamed]) * (c.split_k * c.k_bytes)
 
     @cute.jit
     def ask_for_b(self, loads: AbLoads) -> None:

@@ -43,8 +43,8 @@ class Stage0(Gemm):
     (CTA)     all threads                       all threads, before the next load
 
     smem      bytes
-    sA        tile_m * tile_k * 2               16384
-    sB        tile_n * tile_k * 2               16384
+    sA        tile_m * k_bytes               16384
+    sB        tile_n * k_bytes               16384
     loaded    8
     """
 

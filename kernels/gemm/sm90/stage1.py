@@ -21,8 +21,8 @@ class Stage1(Stage0):
     """The kernel of stage 1: its barriers and its memory.
 
     smem      bytes
-    sA        tile_m * tile_k * 2               16384
-    sB        tile_n * tile_k * 2               32768
+    sA        tile_m * k_bytes               16384
+    sB        tile_n * k_bytes               32768
     loaded    8
     """
 

@@ -44,8 +44,8 @@ class Stage2(Stage1):
     ab.empty[slot]  1 a warp, its wgmma being done    warp 0, before it loads
 
     smem      bytes
-    sA        tile_m * tile_k * 2 * num_stages        65536
-    sB        tile_n * tile_k * 2 * num_stages        131072
+    sA        tile_m * k_bytes * num_stages        65536
+    sB        tile_n * k_bytes * num_stages        131072
     ab        16 * num_stages                         64
     """
 

@@ -41,8 +41,8 @@ class Stage5(Stage4):
     others as in stage 3
 
     smem      bytes
-    sA        tile_m * tile_k * 2 * num_stages             65536
-    sB        tile_n * tile_k * 2 * num_stages             131072
+    sA        tile_m * k_bytes * num_stages             65536
+    sB        tile_n * k_bytes * num_stages             131072
     sC        64 * epi_n * 2 * epi_stages * warpgroups     32768
     ab        16 * num_stages                              64
     """
@@ -95,7 +95,7 @@ class Stage5(Stage4):
             warpgroups = 1 if c.pingpong else c.mma_warpgroups
             mma = wgmma(Wgmma(c.tile_n, dtype, warpgroups=warpgroups), sA, sB)
             epilogue = warpgroup_store(out, sC, c.epi_stages)
-            num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.tile_k)
+            num_k_tiles = cute.ceil_div(cute.size(a.tma_tensor, mode=[1]), c.k_of(16))
             self.compute_tiles(mma, ab, epilogue, num_k_tiles, out.tma_tensor)
             epilogue.drain()
 

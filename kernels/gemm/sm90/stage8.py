@@ -40,8 +40,8 @@ class Stage8(Stage7):
     others as in stage 6
 
     smem      bytes
-    sA        tile_m * tile_k * 2 * num_stages             81920
-    sB        tile_n * tile_k * 2 * num_stages             122880
+    sA        tile_m * k_bytes * num_stages             81920
+    sB        tile_n * k_bytes * num_stages             122880
     sC        64 * epi_n * 2 * epi_stages * warpgroups     16384
     ab        16 * num_stages                              80
     """

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.sm90.config import Sm90Config
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
     from cutex.kernels.gemm.layouts import Signature
 
-TILE_K = 64  # four wgmmas, whose operands A the threads rotate among themselves (sm90/mma.py)
+TILE_K = (
+    64  # elements: four wgmmas, whose operands A the threads rotate among themselves (sm90/mma.py)
+)
 FOLDS = (8, 16)  # rows of K that are one row of the tensor map
 
 
@@ -30,12 +31,12 @@ class UnalignedConfig(Sm90Config):
 
     @property
     def a_stage_bytes(self) -> int:
-        return self.box_columns * self.tile_k * ELEMENT
+        return self.box_columns * self.k_bytes
 
     @property
     def b_bytes(self) -> int:
         """Bytes of B in the whole ring."""
-        return self.num_stages * self.tile_n * self.tile_k * ELEMENT
+        return self.num_stages * self.tile_n * self.k_bytes
 
     @property
     def a_bytes(self) -> int:
@@ -44,11 +45,11 @@ class UnalignedConfig(Sm90Config):
 
     @property
     def stage_bytes(self) -> int:
-        return self.a_stage_bytes + self.tile_n * self.tile_k * ELEMENT
+        return self.a_stage_bytes + self.tile_n * self.k_bytes
 
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
-        if self.fold not in FOLDS or self.tile_k != TILE_K:
-            return f"fold={self.fold}, tile_k={self.tile_k}: 8 or 16, and {TILE_K}"
+        if self.fold not in FOLDS or self.k_of(16) != TILE_K:
+            return f"fold={self.fold}, k_bytes={self.k_bytes}: 8 or 16, and {2 * TILE_K}"
         if self.tile_m != 64 * self.warpgroups:
             return f"tile_m={self.tile_m}: 64 for each of the warpgroups of an unaligned operand"
         if self.swap_ab or self.pingpong or self.spread or self.cluster_n > 1 or self.box_rows:

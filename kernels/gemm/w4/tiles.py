@@ -5,7 +5,6 @@ Imports neither torch nor the DSL.
 
 from __future__ import annotations
 
-from cutex.kernels.gemm.config import ELEMENT
 from cutex.problem.w4.layout import STRIP, W4Format
 
 
@@ -15,7 +14,7 @@ class WeightTiles:
     format: W4Format
     tile_m: int
     tile_n: int
-    tile_k: int
+    k_bytes: int
 
     @property
     def strips(self) -> int:
@@ -30,4 +29,4 @@ class WeightTiles:
     @property
     def x_bytes(self) -> int:
         """Bytes of x in one slot: those that TMA brings."""
-        return self.tile_n * self.tile_k * ELEMENT
+        return self.tile_n * self.k_bytes

@@ -39,8 +39,8 @@ class GroupedKernel:
                                                                freed
 
     smem of a CTA    bytes                                     tmem   columns
-    sA               tile_m / 2 * tile_k * 2 * num_stages      acc    tile_n * num_acc
-    sB               tile_n / 2 * tile_k * 2 * num_stages
+    sA               tile_m / 2 * k_bytes * num_stages      acc    tile_n * num_acc
+    sB               tile_n / 2 * k_bytes * num_stages
     sC               128 * epi_n * 2 * epi_stages; half behind a gate
     groups           12 * most_groups + 4
     ab, acc          16 * num_stages, 16 * num_acc, and 4 for the address of tmem

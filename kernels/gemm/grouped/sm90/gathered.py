@@ -22,7 +22,6 @@ from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.pipeline import Barrier, PipelineState, publish_barriers
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.config import ELEMENT
 from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel, drain_stores, grid
 from cutex.kernels.gemm.grouped.sm90.rows import Cooperative, GroupStore, PingPong
 from cutex.kernels.gemm.grouped.views import GroupOps, store_operand
@@ -249,5 +248,5 @@ class GroupedGathered(GroupedKernel):
         )
         arrivals = readers * general.cluster.neighbours
         empty = Barrier.allocate(smem, "ab empty", arrivals=arrivals, slots=c.num_stages)
-        slot_bytes = c.tile_n * c.tile_k * ELEMENT
+        slot_bytes = c.tile_n * c.k_bytes
         return GatherRing(c.num_stages, slot_bytes, full, empty, general.cluster)

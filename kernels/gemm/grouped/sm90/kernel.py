@@ -39,7 +39,7 @@ class GroupedKernel:
                     issued its tile
 
     smem            bytes
-    sA, sB          tile_m * tile_k * 2 * num_stages, tile_n * tile_k * 2 * num_stages
+    sA, sB          tile_m * k_bytes * num_stages, tile_n * k_bytes * num_stages
     sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate
     groups          12 * most_groups + 4
     ab              16 * num_stages

@@ -95,8 +95,8 @@ class Fp8Config(Sm90Config):
     def _why_not_shape(self, arch: Arch) -> str | None:
         if self.recipe not in RECIPES or any(f.block[1] != BLOCK for f in self.formats):
             return f"recipe={self.recipe}: takes formats with a factor for each {BLOCK} of K"
-        if self.tile_k != BLOCK // 2:
-            return f"tile_k={self.tile_k}: a factor serves {BLOCK} bytes of K, tile_k={BLOCK // 2}"
+        if self.k_bytes != BLOCK:
+            return f"k_bytes={self.k_bytes}: a factor serves {BLOCK} bytes of K"
         if self.pingpong or self.spread or self.stream_k:
             return "pingpong, spread, stream_k: sums are scaled by tiles of all warpgroups"
         return super()._why_not_shape(arch)

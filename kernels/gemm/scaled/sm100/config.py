@@ -75,7 +75,7 @@ class ScaledTiles(Sm100Config):
     @property
     def k_elements(self) -> int:
         """The elements of K in a step."""
-        return self.tile_k * 16 // self.kind.bits
+        return self.k_of(self.kind.bits)
 
     @property
     def factor_steps(self) -> int:

@@ -60,5 +60,5 @@ def predict(c: ScaledTiles, mnk: tuple[int, int, int], arch: Arch, batch: int = 
     m, n, k = mnk
     steps = ceil_div(k, c.k_elements)
     # NOTE: the general model counts K in 2 bytes; a step has as many bytes of a row
-    same = GemmProblem(m, ceil_div(n, 8) * 8, steps * c.tile_k)
+    same = GemmProblem(m, ceil_div(n, 8) * 8, steps * c.k_of(16))
     return general.predict(c, same, arch_named(kernels_of(arch.name)), batch)

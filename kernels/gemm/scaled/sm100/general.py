@@ -65,7 +65,7 @@ class Scaled:
     (others)         as in the general kernel
 
     smem of a CTA    bytes
-    sA, sB           (tile_m + tile_n) / ctas * tile_k * 2 * num_stages
+    sA, sB           (tile_m + tile_n) / ctas * k_bytes * num_stages
     sFA, sFB         512 * factor_steps * (1 + b_chunks) * num_stages
     sC, sums         as in the general kernel
 

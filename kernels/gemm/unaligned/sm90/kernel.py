@@ -48,7 +48,7 @@ class Unaligned:
     Barriers and roles are the general kernel's (sm90/general.py); in place of its sA:
 
     smem            bytes
-    sA              (tile_m + fold) * tile_k * 2 * num_stages
+    sA              (tile_m + fold) * k_bytes * num_stages
 
     registers of an MMA thread beside its accumulators: 16 of operand A, and 16 that it reads.
     """

@@ -45,7 +45,7 @@ def folded(mA: cute.Tensor, tiles: cutlass.Constexpr[UnalignedConfig]) -> Folded
     shape = Int32((tiles.fold - 1) * stride) + m, k // tiles.fold
     apart = cute.assume(tiles.fold * stride, divby=tiles.fold)
     tensor = cute.make_tensor(mA.iterator, cute.make_layout(shape, stride=(1, apart)))
-    box = tiles.box_columns, tiles.tile_k // tiles.fold
+    box = tiles.box_columns, tiles.k_of(16) // tiles.fold
     layout = cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, cute.make_layout(box))
     info = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, box)
     return Folded(info.atom, info.tma_tensor, Int32(stride))
@@ -53,7 +53,7 @@ def folded(mA: cute.Tensor, tiles: cutlass.Constexpr[UnalignedConfig]) -> Folded
 
 def allocate(smem: SmemAllocator, kind: Any, tiles: UnalignedConfig) -> cute.Tensor:
     """The slots of A, (boxM, boxK, FOLD, SLOT)."""
-    shape = tiles.box_columns, tiles.tile_k // tiles.fold, tiles.fold, tiles.num_stages
+    shape = tiles.box_columns, tiles.k_of(16) // tiles.fold, tiles.fold, tiles.num_stages
     return smem.allocate_tensor(kind, cute.make_layout(shape), SMEM_ALIGN)
 
 

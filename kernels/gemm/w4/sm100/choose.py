@@ -20,7 +20,7 @@ def configs_for(mnk: tuple[int, int, int], of: W4Format) -> Iterator[W4Sm100Conf
     arch = arch_named("sm_100a")
     rows = rows_class(mnk[0])
     wide = next((n for n in WIDTHS if n >= rows), WIDTHS[-1])
-    base = W4Sm100Config(swap_ab=True, tile_k=BLOCK_K, format=of, tile_n=wide, epi_n=16)
+    base = W4Sm100Config(swap_ab=True, k_bytes=2 * BLOCK_K, format=of, tile_n=wide, epi_n=16)
     for num_stages, num_weights in SLOTS:
         found = replace(base, num_stages=num_stages, num_weights=num_weights, epi_stages=2)
         if found.why_not(None, arch) is None:

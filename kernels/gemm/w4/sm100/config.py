@@ -33,8 +33,8 @@ class W4Sm100Config(WeightTiles, Sm100Config):
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
         if reason := self.format.why_not():
             return reason
-        if self.tile_k != BLOCK_K:
-            return f"tile_k={self.tile_k}: a block of a packed weight has {BLOCK_K}"
+        if self.k_of(16) != BLOCK_K:
+            return f"k_bytes={self.k_bytes}: a block of a packed weight has {BLOCK_K} of 16 bits"
         if self.pair or not self.swap_ab or self.num_acc != 1:
             return "pair, swap_ab, num_acc: one CTA, whose rows are the weight's, has one tile"
         if epi_parts == 1:

@@ -87,7 +87,7 @@ class W4Gemm:
         *passed, stream = rest
         c = self.tiles
         mOut = transposed(mOut)
-        x = load_operand(mX, slots_layout(mX.element_type, c.tile_n, c.tile_k, c.num_stages, 128))
+        x = load_operand(mX, slots_layout(mX.element_type, c.tile_n, c.k_of(16), c.num_stages, 128))
         out = mOut
         if cutlass.const_expr(self.config.out.tma):
             out = store_operand(mOut, self.epilogue_slots(mOut.element_type))
@@ -121,7 +121,7 @@ class W4Gemm:
         c, general = self.tiles, self.config.general
         kind = x.atom.value_type
         smem = SmemAllocator()
-        a_layout = slots_layout(kind, c.tile_m, c.tile_k, c.num_stages, 128)
+        a_layout = slots_layout(kind, c.tile_m, c.k_of(16), c.num_stages, 128)
         sA = allocate_slots(smem, kind, a_layout)  # (bM, bK, SLOT)
         sX = allocate_slots(smem, kind, x.smem_layout)  # (bN, bK, SLOT)
         sW = allocate_weights(smem, c.format, c.strips, c.num_weights)  # (WORDS, STRIP, SLOT)

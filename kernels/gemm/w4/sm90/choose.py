@@ -43,7 +43,7 @@ SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one 
 
 def candidates(m: int, n: int, of: W4Format) -> Iterator[W4Config]:
     """The configs that are worth a prediction."""
-    base = W4Config(swap_ab=True, tile_k=BLOCK_K, epi_stages=1, format=of)
+    base = W4Config(swap_ab=True, k_bytes=2 * BLOCK_K, epi_stages=1, format=of)
     for tile_m, warpgroups in ((64, 1), (128, 2), (256, 2), (192, 3)):
         for tile_n in (16, 32, 48, 64, 96, 128, 192, 256):
             epi_n = next(e for e in (64, 32, 16) if tile_n % e == 0)

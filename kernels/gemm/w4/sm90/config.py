@@ -44,8 +44,8 @@ class W4Config(WeightTiles, Sm90Config):
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
         if reason := self.format.why_not():
             return reason
-        if self.tile_k != BLOCK_K:
-            return f"tile_k={self.tile_k}: a block of a packed weight has {BLOCK_K}"
+        if self.k_of(16) != BLOCK_K:
+            return f"k_bytes={self.k_bytes}: a block of a packed weight has {BLOCK_K} of 16 bits"
         if not self.swap_ab or not self.warpgroups:
             return "swap_ab, warpgroups: the weight is the MMA's first operand, in registers"
         if self.few and self.tile_n > FEW:
