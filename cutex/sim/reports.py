@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from cutex.sim.sides import Side
 
 if TYPE_CHECKING:
-    from cutex.sim.errors import SimError
     from cutex.sim.finding import Finding
 
 _WAITED = re.compile(r"on which this warp last waited with parity \d+ at (PTX line \d+)[^\n]*")
@@ -85,20 +84,20 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
     return sorted(groups.values(), key=lambda r: (r.root.rule not in CAUSES, -len(r.followers)))
 
 
-def is_cause(finding: Finding, error: SimError) -> bool:
-    """Whether the error that ended a run follows from what was found before: an access by a warp
-    that never waited on its mbarrier, or waited for another phase, after which warps run ahead
-    until they block or arrive too often.
+def is_cause(finding: Finding, rule: str, message: str) -> bool:
+    """Whether the error that ended a run, of `rule` and with `message`, follows from what was found
+    before: an access by a warp that never waited on its mbarrier, or waited for another phase,
+    after which warps run ahead until they block or arrive too often.
     """
     if finding.rule in CAUSES:
         return True
-    if error.rule not in ("deadlock", "barrier misuse") or finding.rule != "race":
+    if rule not in ("deadlock", "barrier misuse") or finding.rule != "race":
         return False
     if _NEVER in finding.message:
         return True
     # NOTE: a barrier that completes too early, as its count is too small, is misused itself
-    of_it = f"(initialised at {_signalled(finding)})" in str(error).partition("\n")[0]
-    return bool(_WAITED.search(finding.message)) and (error.rule == "deadlock" or not of_it)
+    of_it = f"(initialised at {_signalled(finding)})" in message.partition("\n")[0]
+    return bool(_WAITED.search(finding.message)) and (rule == "deadlock" or not of_it)
 
 
 def _signalled(finding: Finding) -> str:

@@ -276,7 +276,7 @@ def _with_cause(error: Deadlock, causes: Sequence[tuple[str, Instruction]]) -> D
 def _reported(error: SimError, findings: Findings) -> SimError:
     """The error that ended a run, as a report, together with the findings before it."""
     before = [f for f in findings if not f.advisory]
-    causes = [r for r in folded(before) if is_cause(r.root, error)]
+    causes = [r for r in folded(before) if is_cause(r.root, error.rule, str(error))]
     text = findings.names.with_names(str(error))
     sides = sides_of(text, findings.program)
     text = headed(text, sides)
