@@ -357,13 +357,18 @@ class Scheduler:
 
 
 def _in_brief(wait: Wait) -> str:
-    """The place and the object of a warp's wait, without its barrier's state except errors in
-    it."""
+    """The place and the object of a warp's wait; of its barrier's state the arrivals that are
+    missing and errors in it."""
     what, _, state = wait.tell().partition(": ")
     what = re.sub(r" \(that is [^)]*\)", "", what)
     wrong = re.search(r" \([^(]*expect_tx announced.*(?=, last touched)", state)
     verb = "" if what.startswith("waits") else "waits for "
-    return f"{verb}{what}, at {wait.instruction.place()}{wrong[0] if wrong else ''}"
+    missing = re.search(r"(\d+) of (\d+) arrivals pending", state)
+    came = ""
+    if missing and int(missing[1]):
+        number = int(missing[2]) - int(missing[1])
+        came = f" ({number or 'none'} of {missing[2]} arrivals came)"
+    return f"{verb}{what}, at {wait.instruction.place()}{wrong[0] if wrong else came}"
 
 
 def _lanes(lanes: np.ndarray | None) -> str:

@@ -301,6 +301,7 @@ def edited(at: str, text: str, **order) -> None:
 
 
 COMMIT, FENCE = "wgmma.commit_group.sync.aligned;", "wgmma.fence.sync.aligned;"
+WAIT = "wgmma.wait_group.sync.aligned 0;"
 
 
 @pytest.mark.sweep(4)
@@ -309,7 +310,11 @@ COMMIT, FENCE = "wgmma.commit_group.sync.aligned;", "wgmma.fence.sync.aligned;"
     ("access", "found"),
     [
         ("mov.b32 %r21, 0;", "writes an A register .*: no wgmma.wait_group says"),
-        ("mov.b32 %r9, %r64;", "reads an accumulator register before wgmma.wait_group"),
+        ("add.u32 %r9, %r64, 0;", "reads an accumulator register before wgmma.wait_group"),
+        (
+            "mov.b32 %r8, %r64; mov.b32 %r9, %r8; add.u32 %r9, %r9, 0;",
+            "reads an accumulator register before wgmma.wait_group",
+        ),
         ("mov.b32 %r64, 0;", "writes an accumulator register before wgmma.wait_group"),
     ],
 )
@@ -320,6 +325,14 @@ def test_registers_belong_to_a_wgmma_until_its_group_is_waited_for(access, found
 
 
 @pytest.mark.sweep(2)
+@each_order
+def test_an_accumulator_in_flight_may_have_other_names(order):
+    """Compilers rename where paths meet, before a wait that does not name the registers."""
+    before, after = "mov.b32 {0}, {1}; mov.b32 {1}, {2};", "mov.b32 {2}, {1}; mov.b32 {1}, {0};"
+    names = "%r9", "%r64", "%r65"
+    edited(WAIT, before.format(*names) + WAIT + after.format(*names), **order)
+
+
 @each_order
 def test_registers_of_a_may_be_read_meanwhile(order):
     edited(COMMIT, COMMIT + "mov.b32 %r9, %r21;", **order)

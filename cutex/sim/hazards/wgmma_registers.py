@@ -2,7 +2,8 @@
 
 Ordinary accesses to registers of a wgmma come before a ``wgmma.fence`` that comes before it; its
 accumulators are neither read nor written, and its A not written, before a ``wgmma.wait_group`` of
-the warp that waits for it.
+the warp that waits for it. A ``mov`` of an accumulator is no read: it gives it another name, and
+the copy is in flight as well (see ptx/renames).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cutex.sim.machine.registers import Registers
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Reg, Vector
 from cutex.sim.ptx.program import Instruction, Program
+from cutex.sim.ptx.renames import accumulators, rename
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch
@@ -40,6 +42,7 @@ class _Step(NamedTuple):
     read: set[int]
     written: set[int]
     marks: tuple[tuple[int, int], ...]  # each register and how it is accessed: SEEN or CHANGED
+    copies: tuple[int, int] | None  # a mov (to, from) of what may be an accumulator
 
 
 @dataclass
@@ -48,6 +51,7 @@ class _Warp:
 
     results: dict[Registers, _Unwaited] = field(default_factory=dict)  # accumulators
     sources: dict[Registers, _Unwaited] = field(default_factory=dict)  # A
+    names: dict[int, _Unwaited] = field(default_factory=dict)  # copies of accumulators by mov
 
 
 class WgmmaRegisters(Observer):
@@ -68,6 +72,8 @@ class WgmmaRegisters(Observer):
         self.held[at] = True
         fenced = bool(self.at_once[warps].all()) and not self.touched[at].any()
         for warp, group in zip(warps.tolist(), use.groups, strict=True):
+            if self.warps[warp].names:
+                self._check_names(warp, set(use.all.tolist()), set(), ins)
             if not fenced:
                 self._check_fence(warp, use.all, ins)
             unwaited, mine = _Unwaited(group, ins), self.warps[warp]
@@ -84,8 +90,10 @@ class WgmmaRegisters(Observer):
             for registers in [r for r, u in unwaited.items() if u.group <= number]:
                 del unwaited[registers]
         self.held[warp] = False
+        mine.names = {to: u for to, u in mine.names.items() if u.group > number}
         for registers in (*mine.results, *mine.sources):
             self.held[warp, registers.array] = True
+        self.held[warp, list(mine.names)] = True
 
     def wgmma_fenced(self, warps: np.ndarray) -> None:
         self.touched[warps] = 0
@@ -100,28 +108,52 @@ class WgmmaRegisters(Observer):
         """
         if pc not in self.steps:
             return
-        read, written, marks = self.steps[pc]
-        held = False
+        read, written, marks, copies = self.steps[pc]
         for register, mark in marks:  # NOTE: few; one at a time is faster than indexing by arrays
             self.touched[b.sel, register] = np.maximum(self.touched[b.sel, register], mark)
-            held = held or bool(self.held[b.sel, register].any())
-        if not held:
+        registers = [*read, *written]
+        if not any(self.held[b.sel, register].any() for register in registers):
             return
-        registers = [register for register, _ in marks]
         for warp in b.idx[self.held[b.idx[:, None], registers].any(1)].tolist():
-            self._check_waited(warp, read, written, self.m.program.code[pc])
+            if copies is None or not self._renamed(warp, *copies):
+                self._check_waited(warp, read, written, self.m.program.code[pc])
+
+    def _renamed(self, warp: int, to: int, of: int) -> bool:
+        """Let a mov of what is in flight name it; return whether it is."""
+        mine = self.warps[warp]
+        found = mine.names.get(of)
+        for registers, unwaited in mine.results.items():
+            if of in registers.members and found is None:
+                found = unwaited
+        if found is None:
+            return False
+        mine.names[to] = found
+        self.held[warp, to] = True
+        return True
+
+    def _check_names(self, warp: int, read: set[int], written: set[int], ins: Instruction) -> None:
+        """Report a read of a copy whose accumulator is in flight; another write ends the copy."""
+        mine = self.warps[warp]
+        for to in [to for to in mine.names if to in read | written]:
+            unwaited = mine.names.pop(to)
+            if to in read:
+                self._report("reads", warp, unwaited, ins)
+
+    def _report(self, verb: str, warp: int, unwaited: _Unwaited, ins: Instruction) -> None:
+        self.m.findings.add(
+            "race",
+            f"{self.m.grid.name_warp(warp)} {verb} an accumulator register before "
+            f"wgmma.wait_group; it is in flight since {unwaited.by.where()}",
+            ins,
+        )
 
     def _check_waited(self, warp: int, read: set[int], written: set[int], ins: Instruction) -> None:
         mine, name = self.warps[warp], self.m.grid.name_warp(warp)
         for registers, unwaited in mine.results.items():
             if not registers.members.isdisjoint(read | written):
                 verb = "writes" if registers.members.isdisjoint(read) else "reads"
-                self.m.findings.add(
-                    "race",
-                    f"{name} {verb} an accumulator register before wgmma.wait_group; it is in "
-                    f"flight since {unwaited.by.where()}",
-                    ins,
-                )
+                self._report(verb, warp, unwaited, ins)
+        self._check_names(warp, read, written, ins)
         for registers, unwaited in mine.sources.items():
             if not registers.members.isdisjoint(written):
                 self.m.findings.add(
@@ -157,20 +189,23 @@ class WgmmaRegisters(Observer):
 def _steps(program: Program) -> dict[int, _Step]:
     """The instructions, other than wgmma's own, that read or write registers used by a wgmma."""
     used = _used(program.code)
+    names = accumulators(program)
     out: dict[int, _Step] = {}
     if not used:
         return out
     for pc, ins in enumerate(program.code):
         if ins.op.startswith("wgmma"):
             continue
-        touched = [_indices(o) & used for o in ins.operands]
+        touched = [_indices(o) & (used | names) for o in ins.operands]
         if any(touched):
             stores = ins.name in ("st", "stmatrix", "red", "bar") or not ins.operands
             written = set() if stores else touched[0]
             read = set().union(*(touched if stores else touched[1:]))
             changed = set() if ins.name == "mov" else written
-            marks = {r: CHANGED if r in changed else SEEN for r in read | written}
-            out[pc] = _Step(read, written, tuple(marks.items()))
+            marks = {r: CHANGED if r in changed else SEEN for r in (read | written) & used}
+            copies = rename(ins)
+            copies = copies if copies and copies[1] in names else None
+            out[pc] = _Step(read, written, tuple(marks.items()), copies)
     return out
 
 

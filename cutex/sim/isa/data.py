@@ -12,6 +12,8 @@ from cutex.sim.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOWS, windo
 from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Operand, Reg, Vector
+from cutex.sim.ptx.renames import accumulators, rename
+from cutex.sim.ptx.temporaries import homes
 
 HINTS = {
     "nc", "weak", "relaxed", "acquire", "release", "volatile", "cta", "cluster", "gpu", "sys", "L1",
@@ -29,7 +31,16 @@ def mov(d: Decoder) -> Execute:
         return _mov_128(d)
     kind = d.type if d.type == "pred" else f"b{WIDTH[d.type]}"
     read, write = d.src(1, kind), d.dst(0, kind)
-    return lambda b: write(b, read(b))
+    pair = rename(d.ins)
+    if pair is None or pair[1] not in accumulators(d.m.program):
+        return lambda b: write(b, read(b))
+    to, of = (homes(d.m.program)[32][index] for index in pair)
+
+    def renamed(b: Batch) -> None:
+        write(b, read(b))
+        d.m.warpgroups.renamed(b.idx, int(to), int(of))
+
+    return renamed
 
 
 def _mov_128(d: Decoder) -> Execute:

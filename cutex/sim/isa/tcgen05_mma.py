@@ -163,12 +163,12 @@ class Mma:
 
     def issue(self) -> None:
         desc, ins = self.desc, self.ins
+        self._check_columns(self.column, self.width)
         for lane in (self.base_lane, self.a >> 16 if self.a_in_tmem else 0):
             if lane and (lane != 16 or desc.m != 64 or self.ws):
                 raise BadOperand.at(
                     ins, f"tcgen05.mma of M={desc.m} in tensor memory from lane {lane}"
                 )
-        self._check_columns(self.column, self.width)
         b_form = Form(
             "operand B of tcgen05.mma", desc.b, desc.n // len(self.ctas), desc.b_mn, desc.k_bytes
         )
@@ -202,7 +202,22 @@ class Mma:
                 rows = slice(None) if len(where) == 128 and on.all() else where[on[where]]
                 value = value if isinstance(rows, slice) else value[on[where]]
                 cells = self.m.tmem.cells[cta][:, self.column : self.column + self.width]
+                if self.scale is not None:
+                    self._check_written("adds to", cells, where, self.column)
                 _add(cells, rows, value, self.desc, self.scale)
+
+    def _check_written(self, does: str, cells: np.ndarray, lanes: np.ndarray, column: int) -> None:
+        """Report columns (``cells``, from ``column`` on) of which nothing was written in the first
+        of the lanes, nor in any the first column.
+        """
+        if (cells[lanes[0]] == POISON32).all() and (cells[lanes, 0] == POISON32).all():
+            self.m.findings.add(
+                "uninitialised",
+                f"tcgen05.mma of {self.m.grid.name_warp(self.issuer.warp)} {does} tensor memory "
+                f"columns {column}..{column + cells.shape[1] - 1}, which nothing has written since "
+                "they were allocated",
+                self.ins,
+            )
 
     def _products(
         self, a_rows: np.ndarray, b_all: np.ndarray
@@ -259,7 +274,9 @@ class Mma:
             lanes = np.arange(128)  # the rows again for each share of N, which reads its own
 
         def values() -> np.ndarray:
-            cells = self.m.tmem.cells[cta][lanes, column : column + self.a_columns]
+            all_lanes = self.m.tmem.cells[cta][:, column : column + self.a_columns]
+            self._check_written("reads operand A from", all_lanes, lanes, column)
+            cells = all_lanes[lanes]
             raw = np.ascontiguousarray(cells).view(np.uint8).reshape(len(lanes), -1)
             return ELEMENTS[kind](raw).reshape(len(lanes), -1)
 

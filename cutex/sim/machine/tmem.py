@@ -104,6 +104,8 @@ class TensorMemory:
         first = self._room(cta, count)
         if first is not None:
             self.owner[cta][first : first + count] = ins.line
+            if self._cells is not None:
+                self._cells[cta, :, first : first + count] = POISON32
             self.most = max(self.most, COLUMNS - self.num_free(cta))
         return first
 
@@ -128,7 +130,9 @@ class TensorMemory:
         have = "none is allocated"
         low, high, by = self.freed.get(cta, (0, 0, ""))
         gone = f": {by} has freed {low}..{high - 1}" if first < high and low < first + count else ""
-        if len(allocated):
+        if first == int(POISON32) & 0xFFFF:
+            have = "that is no address, but what memory holds before anything, as alloc, writes it"
+        elif len(allocated):
             have = f"columns {allocated[0]}..{allocated[-1]} are allocated"
         raise BadAddress.at(
             ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}{gone}"

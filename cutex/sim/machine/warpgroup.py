@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +30,8 @@ class Accumulator:
     # per warp: operations in flight, and whether its registers are loaded
     in_flight: list[int] = field(default_factory=lambda: [0] * 4)
     loaded: list[bool] = field(default_factory=lambda: [False] * 4)
+    # and by further names of its registers, whose they are (see ptx/renames)
+    names: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in range(4)])
 
 
 @dataclass
@@ -153,6 +156,30 @@ class WarpgroupMma:
             acc.in_flight[i] += 1
         return acc
 
+    def renamed(self, warps: np.ndarray, to: int, of: int) -> None:
+        """A mov of register ``of``, which may be in flight, to ``to``."""
+        for warp in warps.tolist():
+            inside, cta = divmod(warp, self.m.grid.num_ctas)
+            for acc in self.accumulators.get((cta, inside // 4), ()):
+                names = acc.names[inside % 4]
+                if acc.loaded[inside % 4] and (of in names or of in acc.registers.members):
+                    names[to] = names.get(of, of)
+
+    def _rename(self, acc: Accumulator, inside: int, warp: int) -> Callable[[], None]:
+        """A function that gives the other names of the registers their values, where nothing has
+        written them since, once those have them.
+        """
+        bank, place = self.m.registers[32], acc.registers.indices.index
+        names = [(to, place(of)) for to, of in acc.names[inside].items()]
+        here = [bank[to, warp] == POISON32 for to, _ in names]
+        acc.names[inside] = {}
+
+        def write(packed: np.ndarray) -> None:
+            for (to, row), lanes in zip(names, here, strict=True):
+                bank[to, warp] = np.where(lanes, packed[row], bank[to, warp])
+
+        return write
+
     def release(self, key: tuple[int, int], acc: Accumulator) -> None:
         """One operation of all four warps is complete: the last one writes the registers back."""
         acc.in_flight = [count - 1 for count in acc.in_flight]
@@ -164,7 +191,12 @@ class WarpgroupMma:
         row, column = fragment_coordinates(acc.values.shape[2])
         fragments = np.stack([acc.values[i][row, column] for i in done], 1)
         warps = [self.warp(key, i) for i in done]
-        self.m.registers[32][np.ix_(acc.registers.indices, warps)] = _pack(fragments, acc.kind)
+        packed = _pack(fragments, acc.kind)  # (registers, warps, 32)
+        names = [(j, i) for j, i in enumerate(done) if acc.names[i]]
+        renames = [(j, self._rename(acc, i, warps[j])) for j, i in names]
+        self.m.registers[32][np.ix_(acc.registers.indices, warps)] = packed
+        for j, write in renames:
+            write(packed[:, j])
         acc.loaded = [loaded and i not in done for i, loaded in enumerate(acc.loaded)]
         if not any(acc.loaded):
             self.accumulators[key].remove(acc)
