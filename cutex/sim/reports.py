@@ -23,6 +23,7 @@ _EARLY = re.compile(r"reads tensor memory column \d+ before ")  # see `EarlyLoad
 _BACKWARDS = re.compile(r"overwrites tensor memory column \d+, which .* loaded at (PTX line \d+):")
 _NEVER = "on which this warp never waited"
 BYTES = "bytes announced"
+UNORDERED = "nothing orders the one thread before the other"  # that issue MMAs
 # the rules of causes that stand before whatever follows from them
 CAUSES = (BYTES, "tensor map")
 _TOLD = 4  # findings of one cause that its report lists
@@ -62,7 +63,7 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
     findings; see `_cause`."""
     ordered = sorted(
         findings,
-        key=lambda f: (f.rule not in CAUSES, not _EARLY.search(f.message), f.rule == "exit"),
+        key=lambda f: (not _comes_first(f), not _EARLY.search(f.message), f.rule == "exit"),
     )
     causes, early = _barriers(ordered), _early(ordered)
     short = {_signalled(f) for f in ordered if f.rule == BYTES}
@@ -81,7 +82,12 @@ def folded(findings: Iterable[Finding]) -> list[Report]:
             groups[cause].followers.append(finding)
         else:
             groups[cause] = Report(finding)
-    return sorted(groups.values(), key=lambda r: (r.root.rule not in CAUSES, -len(r.followers)))
+    return sorted(groups.values(), key=lambda r: (not _comes_first(r.root), -len(r.followers)))
+
+
+def _comes_first(finding: Finding) -> bool:
+    """Whether others follow from it, whatever they are."""
+    return finding.rule in CAUSES or finding.message.endswith(UNORDERED)
 
 
 def is_cause(finding: Finding, rule: str, message: str) -> bool:

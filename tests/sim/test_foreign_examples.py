@@ -101,10 +101,11 @@ KERNELS = {  # with the arguments that they need
 
 def simulated(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     arch = "sm_90a" if "hopper" in script else "sm_100a"
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "cutex.sim", "--arch", arch, script, *arguments],
         cwd=EXAMPLES, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
 
 

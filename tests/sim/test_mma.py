@@ -5,6 +5,7 @@ Snippets run in the simulator, and on a Hopper GPU where there is one.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -266,7 +267,7 @@ def test_operands_that_nothing_has_written_are_found():
     setup = descriptor_text("%d2", case.a, "sm_90a") + descriptor_text("%d3", case.b, "sm_90a")
     with pytest.raises(Hazards, match="holds shared memory that nothing has written"):
         simulate_ptx(
-            "mov.u32 %r0, smem; setp.eq.u32 %p2, %r0, %r0;" + setup + "wgmma.fence.sync.aligned;"
+            "mov.u32 %r0, smem; setp.ne.u32 %p2, %r0, %r0;" + setup + "wgmma.fence.sync.aligned;"
             + text + "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;",
             {"s": np.zeros(4, np.uint8)}, Shape(block=128, smem=65536),
         )  # fmt: skip
@@ -331,6 +332,14 @@ def test_an_accumulator_in_flight_may_have_other_names(order):
     before, after = "mov.b32 {0}, {1}; mov.b32 {1}, {2};", "mov.b32 {2}, {1}; mov.b32 {1}, {0};"
     names = "%r9", "%r64", "%r65"
     edited(WAIT, before.format(*names) + WAIT + after.format(*names), **order)
+
+
+def test_registers_that_nothing_has_written_are_not_added_to():
+    def without_loads(body: str, arrays: dict, shape: Shape) -> None:
+        simulate_ptx(re.sub(r"ld\.global\.u32 %r\d+, \[%c_i[^;]*;", "", body), arrays, shape)
+
+    with pytest.raises(Hazards, match=r"uninitialised: wgmma of CTA .* adds to registers that"):
+        IN_REGISTERS.run(without_loads)
 
 
 @each_order

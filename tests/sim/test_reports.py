@@ -225,8 +225,11 @@ def test_what_was_found_before_an_error_is_told_with_it():
     with pytest.raises(SimError) as raised:
         simulate(flipped_parity(compiled, 2), *matrices())
     text = str(raised.value)
-    assert ": deadlock: no warp can run" in text.partition("\n")[0]
-    assert text.count("found before that:") == 1
+    first = text.partition("\n")[0]
+    assert ": race: " in first and "on which this warp last waited with parity" in first
+    assert first.endswith("; the run ends by deadlock")
+    assert text.count("\nthe end of the run:\n") == 1
+    assert ": deadlock: no warp can run" in text.partition("\nthe end of the run:\n")[2]
     assert text.count(": race: ") == 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from multiplications import B_AT, LANES, SMEM, Mma, kernel, operand
@@ -404,6 +406,47 @@ def test_reading_an_accumulator_before_the_commit_is_a_race():
     with pytest.raises(Hazards, match=r"reads tensor memory .* still being written by the tcgen05"):
         simulate_ptx(text.replace(wait, ""), arrays, Shape(block=128, smem=SMEM + 64),
                      arch="sm_100a")  # fmt: skip
+
+
+def ran(case: Mma, text: str) -> str:
+    """The findings of a run of the kernel's text, which is an edit of the case's."""
+    tensor = aligned(case.tensor_memory()).reshape(-1, case.width)
+    shape = Shape(block=128, smem=SMEM + 64)
+    with pytest.raises(Hazards) as told:
+        simulate_ptx(text, {"s": aligned(case.shared()), "t": tensor}, shape, arch="sm_100a")
+    return str(told.value)
+
+
+def test_columns_that_nothing_has_written_are_not_added_to():
+    case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64)
+    text = re.sub(r"tcgen05\.st\.sync[^;]*;", "", kernel(case.text(), 1, case.width))
+    assert (
+        "uninitialised: tcgen05.mma of CTA (0,0,0) warp 0 adds to tensor memory columns 16..79"
+        in (ran(case, text))
+    )
+
+
+def test_operand_a_that_nothing_has_written_to_tensor_memory_is_told():
+    case = Mma("f16", operand("f16"), 128, 64, accumulate=0, column=64)
+    text = re.sub(r"tcgen05\.st\.sync[^;]*;", "", kernel(case.text(), 1, case.width))
+    assert "warp 0 reads operand A from tensor memory columns 0..7, which nothing" in ran(
+        case, text
+    )
+
+
+def test_two_threads_issue_their_mmas_in_an_order():
+    """What they do is in the order of their issue, which a barrier makes (9.7.16.6.4.3)."""
+    case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64)
+    mma, _, commit = case.text().partition("@%p3 tcgen05.commit")
+    other = f"setp.eq.u32 %p5, %r10, 32; {mma.replace('@%p3', '@%p5')}"
+    at_once, later = (
+        kernel(f"{mma} {between} {other} @%p3 tcgen05.commit{commit}", 1, case.width)
+        for between in ("", "bar.sync 0;")
+    )
+    head = ran(case, at_once).split("\n")[1]
+    assert "race: the tcgen05.mma of CTA (0,0,0) warp 1 uses tensor memory columns 16..79" in head
+    assert head.endswith("nothing orders the one thread before the other")
+    assert "nothing orders the one thread" not in ran(case, later)  # but nobody waits for the last
 
 
 @pytest.mark.parametrize("lane", [0, 16])

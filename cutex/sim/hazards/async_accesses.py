@@ -26,6 +26,7 @@ from cutex.sim.hazards.tmem_shadow import PEERS, TmemShadow
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import Engine, Footprint, Operation, Rectangle, Span
 from cutex.sim.ptx.program import Instruction
+from cutex.sim.reports import UNORDERED
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -36,6 +37,7 @@ _COMPLETES = {  # the wait that orders an access after an operation without an m
     Engine.TCGEN05_MMA: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
     Engine.TCGEN05_CP: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
 }
+_SILENT = "in whose phase no expect_tx has announced bytes, and "
 UNCOMMITTED = "no cp.async.bulk.commit_group of its thread has come since, so no wait is for it"
 
 
@@ -83,6 +85,8 @@ class AsyncAccesses(Observer):
         self.tracks: dict[Hashable, Track] = {}
         self.spans: list[Track] = []  # in shared memory
         self._bounds: tuple[np.ndarray, np.ndarray] | None = None
+        # by operation of tcgen05: the count of the warp that issued it
+        self.issues: dict[int, int] = {}
 
     def _track(self, place: Footprint) -> Track:
         track = self.tracks.get(place.key)
@@ -107,6 +111,9 @@ class AsyncAccesses(Observer):
 
     def issued(self, ops: Sequence[Operation]) -> None:
         """Record and check operations in flight: together, if they are alike."""
+        for op in ops:
+            if op.engine in (Engine.TCGEN05_MMA, Engine.TCGEN05_CP):
+                self.issues[op.number] = self.clocks.now(op.warp)
         if len(ops) == 1:
             self._issue(ops[0])
         else:
@@ -215,6 +222,23 @@ class AsyncAccesses(Observer):
                     self._race(op.what, verb, op.warp, op.instruction, place, before, did, why)
                     if not why:
                         return
+                elif op.warp != before.warp and before.number in self.issues:
+                    self._check_issue(op, before, place)
+
+    def _check_issue(self, op: Operation, before: Operation, place: Footprint) -> None:
+        """Report operations of tcgen05 by two threads whose issue nothing orders: what they do is
+        in that order, and needs no wait (9.7.16.6.4.3).
+        """
+        m, by = self.m, self.clocks.slot[before.warp]
+        if self.clocks.follows[op.warp, by] < self.issues[before.number]:
+            m.findings.add(
+                "race",
+                f"{op.what} of {m.grid.name_warp(op.warp)} uses {place}, as does {before.what} "
+                f"issued by {m.grid.name_warp(before.warp)} at {before.instruction.where()}: "
+                + UNORDERED,
+                op.instruction,
+                remedy="one thread that issues both, or a barrier of both threads in between",
+            )
 
     @staticmethod
     def _lasts(track: Track, write: bool) -> Iterator[tuple[Last, str]]:
@@ -394,9 +418,11 @@ class AsyncAccesses(Observer):
             doing = "written" if did == "write" else "read"
             message += f"while it is still being {doing} by {other.what} {issued}"
         if other.signals:
-            message += f"; {self._last_wait(warp, other.signals[0])}"
+            message += f"; {self._last_wait(warp, other)}"
         elif m.bulk_groups.uncommitted(other):
             message += f"; {UNCOMMITTED}"
+        elif m.warpgroups.uncommitted(other):
+            message += "; no wgmma.commit_group has come since, so no wait is for it"
         m.findings.add(
             "race", message, ins, bool(advisory_reason), remedy=self._remedy(other, place.cta)
         )
@@ -432,16 +458,19 @@ class AsyncAccesses(Observer):
             return "only a barrier.cluster.arrive.relaxed is in between, which releases no memory"
         return ""
 
-    def _last_wait(self, warp: int, barrier: tuple[int, int]) -> str:
+    def _last_wait(self, warp: int, other: Operation) -> str:
         """The racing warp's last wait on the barrier on which the operation completes, as text."""
-        m = self.m
+        m, barrier = self.m, other.signals[0]
         name = m.mbarriers.name(*barrier)
-        seen = m.last_wait[warp].get(barrier)
+        seen, state = m.last_wait[warp].get(barrier), m.mbarriers.barriers.get(barrier)
         if seen is None:
             return f"it completes on {name}, on which this warp never waited"
         parity, phases, ins = seen
+        loads = other.engine in (Engine.TMA_LOAD, Engine.DSMEM) and not other.done
+        silent = loads and state is not None and not state.tx_expected
         return (
-            f"it completes on {name}, on which this warp last waited with parity {parity} at "
+            f"it completes on {name}, {_SILENT if silent else ''}on which this warp last waited "
+            f"with parity {parity} at "
             f"{ins.where()}: that passed after {phases} completed "
             f"phase{'s' if phases != 1 else ''}, {m.mbarriers.phases(*barrier)} are complete now"
         )

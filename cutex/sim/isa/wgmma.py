@@ -186,8 +186,10 @@ class Wgmma:
         """Let warps of a warpgroup, perhaps all of it, arrive at their wgmma."""
         m, key = self.m, where[:2]
         inside = [warp // m.grid.num_ctas % 4 for warp in by_warp]
-        acc = m.warpgroups.take(key, inside, self.results, self.n, self.d_kind, self.ins)
         first = next(iter(by_warp.values()))
+        acc = m.warpgroups.take(
+            key, inside, self.results, self.n, self.d_kind, self.ins, first.keep
+        )
         meeting = m.warpgroups.meeting.setdefault(where, Rendezvous(self.ins, first, acc))
         for warp, descriptors in by_warp.items():
             if descriptors != meeting.descriptors or self.ins is not meeting.ins:

@@ -131,7 +131,7 @@ class TensorMemory:
         low, high, by = self.freed.get(cta, (0, 0, ""))
         gone = f": {by} has freed {low}..{high - 1}" if first < high and low < first + count else ""
         if first == int(POISON32) & 0xFFFF:
-            have = "that is no address, but what memory holds before anything, as alloc, writes it"
+            have = "that is what memory holds before tcgen05.alloc has written an address there"
         elif len(allocated):
             have = f"columns {allocated[0]}..{allocated[-1]} are allocated"
         raise BadAddress.at(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cutex.sim.machine.memory import POISON32
-from cutex.sim.machine.operation import Agent
+from cutex.sim.machine.operation import Agent, Engine, Operation
 from cutex.sim.machine.registers import Registers
 from cutex.sim.ptx.program import Instruction
 
@@ -120,9 +120,10 @@ class WarpgroupMma:
         n: int,
         kind: str,
         ins: Instruction,
+        keep: bool,
     ) -> Accumulator:
         """The accumulator in these registers: the one in flight, or a new one, loaded for the warps
-        ``inside``.
+        ``inside``. ``keep``: whether it is added to.
 
         While it is in flight, the registers hold poison: an instruction that reads them before
         wgmma.wait_group reads NaN.
@@ -147,7 +148,15 @@ class WarpgroupMma:
         if fresh:
             bank, row, column = self.m.registers[32], *fragment_coordinates(n)
             where = np.ix_(registers.indices, [self.warp(key, i) for i in fresh])
-            fragments = _unpack(bank[where], kind)  # (N/2, warps, 32)
+            words = bank[where]  # (N/2, warps, 32)
+            if keep and (words[[0, -1]] == POISON32).all():
+                self.m.findings.add(
+                    "uninitialised",
+                    f"wgmma of {self.m.grid.name_warp(self.warp(key, fresh[0]))} adds to registers "
+                    "that nothing has written",
+                    ins,
+                )
+            fragments = _unpack(words, kind)
             for j, i in enumerate(fresh):
                 acc.values[i][row, column] = fragments[:, j]
                 acc.loaded[i] = True
@@ -155,6 +164,12 @@ class WarpgroupMma:
         for i in inside:
             acc.in_flight[i] += 1
         return acc
+
+    def uncommitted(self, op: Operation) -> bool:
+        """Whether a wgmma is in no group yet."""
+        return op.engine is Engine.WGMMA and any(
+            number > self.warps[warp].commits for warp, number in op.agents
+        )
 
     def renamed(self, warps: np.ndarray, to: int, of: int) -> None:
         """A mov of register ``of``, which may be in flight, to ``to``."""
