@@ -22,7 +22,7 @@ from cutex.sim import SimError, simulate
 from cutex.sim.hazards.checks import Checks
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.machine import Machine
-from cutex.sim.machine.operation import Span
+from cutex.sim.machine.operation import Kind, Span
 from cutex.sim.ptx.program import Instruction
 
 _BULK = "cp.async.bulk", "cp.reduce.async.bulk"
@@ -75,12 +75,14 @@ class Trace:
             set
         )  # and a tcgen05.fence stood behind
         self.fills: dict[int, set[Phase]] = defaultdict(set)  # phases that a line may complete
-        self.waited: dict[Barrier, int] = defaultdict(int)  # the most phases that a wait has seen
+        self.waited: dict[Barrier, int] = {}  # the most phases that a wait has seen
         self.bulk: dict[Thread, _Bulk] = defaultdict(_Bulk)
         self.bulk_waits: Counter[int] = Counter()  # waits that had stores to wait for
         self.arrivals: Counter[tuple[int, ...]] = Counter()
         self.fenced: set[int] = set()  # wgmma.fence between accesses to registers and a wgmma
         self.loaded: dict[int, set[str]] = defaultdict(set)  # waited for by a tcgen05.wait::ld
+        # by turn and warp: for each wgmma, the first wait that tells of its end, by number
+        self.wgmmas: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
 
 
 class _Recorder(Observer):
@@ -94,6 +96,9 @@ class _Recorder(Observer):
         self.fences: dict[int, set[int]] = defaultdict(set)  # of a warp since then
         self.unwaited: dict[int, set[str]] = defaultdict(set)  # what tcgen05.ld loads
         self.passed: dict[int, int] = {}  # by warp: the phases that its last wait has seen
+        self.groups: Counter[int] = Counter()  # of wgmma, committed by a warp
+        self.waits: Counter[int] = Counter()  # for them
+        self.pending: dict[int, list[int]] = defaultdict(list)  # the groups of a warp's wgmmas
         # stores, of a lane or of several that ask for the same, each with its number in the thread
         self.stores: list[list[tuple[Thread, int]]] = [[]]
         self.coming: dict[int, list[tuple[Thread, int]]] = {}  # those that a warp issues now
@@ -150,6 +155,8 @@ class _Recorder(Observer):
         for warp in batch.idx.tolist():
             if ins.op.startswith("wgmma.mma"):
                 self._wgmma(warp, ins)
+            elif ins.op.startswith("wgmma.commit_group"):
+                self.groups[warp] += 1
             elif ins.op.startswith("wgmma.fence"):
                 self.fences[warp].add(ins.line)
             elif warp in self.since:
@@ -167,12 +174,21 @@ class _Recorder(Observer):
         if warp not in self.since or self.since[warp] & _in_braces(ins):
             self.t.fenced |= self.fences[warp]
         self.since[warp], self.fences[warp] = set(), set()
+        self.pending[warp].append(self.groups[warp] + 1)
+
+    def waited(self, warp: int, kind: Kind, number: int) -> None:
+        if kind is Kind.TENSOR:
+            self.waits[warp] += 1
+            known = self.t.wgmmas[self.t.turn, warp]
+            for which, group in enumerate(self.pending[warp]):
+                if group <= number:
+                    known.setdefault(which, self.waits[warp])
 
     def mbarrier_passed(self, barrier: Any, warp: int, relaxed: bool) -> None:
         self.t.phases[self.code[self.pc].line].add(barrier.phases)
         self.passed[warp] = barrier.phases
         key = self.t.turn, barrier.cta, barrier.offset
-        self.t.waited[key] = max(self.t.waited[key], barrier.phases)
+        self.t.waited[key] = max(self.t.waited.get(key, 0), barrier.phases)
 
     def mbarrier_made(self, barrier: Any, warp: int, lane: int, again: bool) -> None:
         self._fills(barrier, self.code[self.pc].line)
@@ -241,8 +257,19 @@ def _first_phase(subject: Subject, site: Site) -> str:
 
 def _never_waited_for(subject: Subject, site: Site) -> str:
     of = _trace_of(subject)
-    waits = any(of.waited[barrier] >= phase for barrier, phase in of.fills[site.line])
+    waits = any(of.waited.get(b, -1) >= phase for b, phase in of.fills[site.line])
     return "" if waits else "nobody waits for the phases that it is for: their slots' last ones"
+
+
+def _nobody_waits(subject: Subject, site: Site) -> str:
+    of = _trace_of(subject)
+    waited = any(barrier in of.waited for barrier, _ in of.fills[site.line])
+    return "" if waited else "nobody waits on the barrier"
+
+
+def _same_waits(subject: Subject, site: Site) -> str:
+    mine, other = _trace_of(subject).wgmmas, trace(subject, site.mutant).wgmmas
+    return "each wgmma is known to be complete by the same wait" if mine == other else ""
 
 
 def _behind_first_phase(subject: Subject, site: Site) -> str:
@@ -310,6 +337,11 @@ Reason = Callable[[Subject, Site], str]
 REASONS: dict[str, tuple[Reason, ...]] = {
     "an mbarrier's wait": (_first_phase,),
     "an mbarrier's arrival": (_never_waited_for,),
+    "an mbarrier's arrival, earlier": (_never_waited_for,),
+    "an arrival less": (_nobody_waits,),
+    "an arrival more": (_nobody_waits,),
+    "a group of wgmma": (_same_waits,),
+    "a group of wgmma, earlier": (_same_waits,),
     "a commit of tcgen05": (_never_waited_for,),
     "a commit to one CTA less": (_never_waited_for,),
     "a commit of tcgen05, earlier": (_never_waited_for,),
