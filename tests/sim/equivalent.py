@@ -263,8 +263,8 @@ def _never_waited_for(subject: Subject, site: Site) -> str:
 
 def _nobody_waits(subject: Subject, site: Site) -> str:
     of = _trace_of(subject)
-    waited = any(barrier in of.waited for barrier, _ in of.fills[site.line])
-    return "" if waited else "nobody waits on the barrier"
+    waited = any(of.waited.get(barrier) for barrier, _ in of.fills[site.line])
+    return "" if waited else "nobody waits for the end of a phase of the barrier"
 
 
 def _same_waits(subject: Subject, site: Site) -> str:
