@@ -164,7 +164,7 @@ def _subjects() -> list[Subject]:
             "fp8 blocks", "sm_90a", _quantized(300, 264, 1024, "fp8_1x128", "fp8_128x128"), -1
         ),
         _subject(
-            "fp8 few rows", "sm_90a", _quantized(64, 264, 1280, "fp8_1x128", "fp8_128x128"), -1
+            "fp8 few rows", "sm_90a", _quantized(64, 264, 6144, "fp8_1x128", "fp8_128x128"), -1
         ),
         _subject("mxfp8", "sm_100a", _quantized(300, 264, 1024, "mxfp8", "mxfp8"), -1),
         _subject("nvfp4", "sm_100a", _quantized(300, 264, 2048, "nvfp4", "nvfp4"), -1),
