@@ -157,3 +157,21 @@ def test_each_arrival_at_the_cluster_barrier_has_its_wait(body, sentence, order)
     with pytest.raises(BarrierMisuse, match=sentence):
         simulate_ptx(body, {}, PAIR, **order)
     simulate_ptx(f"{COME} {AWAIT} {COME} {AWAIT} {COME}", {}, PAIR, **order)
+
+
+STORES = """mov.u32 %r9, smem; mov.u32 %r10, %tid.x; shl.b32 %r8, %r10, 2; add.u32 %r8, %r9, %r8;
+    mov.u32 %r7, %cluster_ctarank; xor.b32 %r7, %r7, 1; mapa.shared::cluster.u32 %r6, %r8, %r7;
+    START st.shared::cluster.u32 [%r6], %r10; barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned; ld.shared.u32 %r1, [%r8]; st.global.u32 [%out_i], %r1;"""
+
+
+@pytest.mark.parametrize("arrive", ["", "arrive", "arrive.relaxed"])
+def test_a_cta_has_started_before_others_access_its_shared_memory(arrive):
+    meet = f"barrier.cluster.{arrive}.aligned; barrier.cluster.wait.aligned;" if arrive else ""
+    arrays = {"out": np.zeros(128, np.uint32)}
+    shape = Shape(grid=2, block=64, cluster=2, smem=1024)
+    if arrive:
+        assert simulate_ptx(STORES.replace("START", meet), arrays, shape).advisories == []
+        return
+    with pytest.raises(Hazards, match=r"start: a store of CTA \(0,0,0\) .* reaches CTA \(1,0,0\)"):
+        simulate_ptx(STORES.replace("START", meet), arrays, shape)

@@ -1,6 +1,8 @@
-"""The end of a CTA: its shared memory and mbarriers must outlive all accesses to them.
+"""The start and the end of a CTA: its shared memory and mbarriers must be there for all accesses.
 
-A CTA ends with its last thread. Accesses of other CTAs of the cluster (PTX ISA 9.7.16.5, 9.7.13.4)
+Another CTA of the cluster may not have started (CUDA C++ Programming Guide, Distributed Shared
+Memory): whoever accesses its shared memory must be ordered after something that it has done, as by
+a barrier of the cluster; for mbarriers see mbarrier_order. A CTA ends with its last thread. Accesses of other CTAs of the cluster (PTX ISA 9.7.16.5, 9.7.13.4)
 and asynchronous operations on its shared memory must come before that: some warp of the CTA must be
 ordered after each of them, by the vector clocks, when that warp returns. So a missing wait is found
 whether or not the CTA ended too early in the simulated order.
@@ -87,8 +89,21 @@ class Lifetimes(Observer):
             return
         what = "a store" if write else "a load"
         for warp, target in set(zip(warps[remote].tolist(), cta[remote].tolist(), strict=True)):
+            self._check_started(warp, target, what, ins)
             use = RemoteUse(self.clocks.now(warp), 0, what, warp, ins)
             self._use(target, int(self.clocks.slot[warp]), use)
+
+    def _check_started(self, warp: int, target: int, what: str, ins: Instruction) -> None:
+        m = self.m
+        first = int(m.grid.cta_rank[target]) * m.grid.warps_per_cta
+        if not self.clocks.follows[warp, first : first + m.grid.warps_per_cta].any():
+            m.findings.add(
+                "start",
+                f"{what} of {m.grid.name_warp(warp)} reaches {m.grid.name_cta(target)}, of which "
+                "nothing that this warp has waited for says that it has started",
+                ins,
+                remedy="a barrier of the cluster before it",
+            )
 
     def warps_left(self, warps: np.ndarray) -> None:
         """Record that warps have returned, and end the CTAs whose last warps they were."""
