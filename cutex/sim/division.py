@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cutex.orders import MOST_JOBS
-from cutex.sim.hazards.global_races import LARGEST, Touched
+from cutex.sim.hazards.global_marks import Touched
+from cutex.sim.hazards.global_races import LARGEST
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.memory import GlobalMemory
 from cutex.sim.policy import Policy

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cutex.sim.hazards.global_races import orders_clusters
+from cutex.sim.hazards.cluster_order import orders_clusters
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.machine.memory import GlobalMemory
 from cutex.sim.ptx.program import Program

@@ -15,7 +15,7 @@ from cutex.sim import division, sampling, unreached
 from cutex.sim.errors import CooperativeTooLarge, Deadlock, SimError
 from cutex.sim.finding import Finding
 from cutex.sim.hazards.checks import Checks
-from cutex.sim.hazards.global_races import orders_clusters
+from cutex.sim.hazards.cluster_order import orders_clusters
 from cutex.sim.hazards.grid_order import Stream
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.machine.banks import BankConflicts

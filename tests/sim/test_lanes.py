@@ -81,6 +81,25 @@ def test_lanes_that_are_ordered_are_clean(text: str) -> None:
     assert not advisories(text, Shape(smem=128))
 
 
+# each half of a warp meets, and reads what its first lane has stored
+HALF = """.reg .b32 at; mov.u32 at, smem; and.b32 %r1, %lane, 15; setp.eq.u32 %p0, %r1, 0;
+    setp.lt.u32 %p1, %lane, 16; shr.u32 %r2, %lane, 4; mad.lo.u32 %r3, %r2, 4, at;
+    @%p0 st.shared.u32 [%r3], %i; @!%p1 bra HIGH; LOW bra ON; HIGH: bar.warp.sync 0xffff0000;
+    ON: ld.shared.u32 %r4, [%r3]; st.global.u32 [%out_i], %r4;"""
+
+
+def test_some_lanes_of_a_warp_meet() -> None:
+    """As groups of 16 threads do."""
+    assert not advisories(HALF.replace("LOW", "bar.warp.sync 0xffff;"), Shape(smem=128))
+
+
+@pytest.mark.parametrize("low", ["bar.warp.sync 0xff;", ""])
+def test_only_the_lanes_that_meet_are_ordered(low: str) -> None:
+    text = HALF.replace("LOW", f"setp.lt.u32 %p2, %lane, 8; @!%p2 bra ON; {low}")
+    with pytest.raises(Hazards, match=r"lane 0 wrote .*: no bar.warp.sync orders the two"):
+        advisories(text, Shape(smem=128))
+
+
 @pytest.mark.parametrize("sync", ["", "bar.warp.sync -1;", "bar.sync 0;"])
 def test_lanes_of_a_warp_read_each_others_stores_behind_a_barrier(sync: str) -> None:
     body = f"""

@@ -57,6 +57,10 @@ class Clocks(Observer):
         self.released = np.zeros_like(self.rows)  # the clock that a fence of the warp released
         for row in (self.known, self.follows, self.caused):
             row[warps, self.slot] = 1
+        # by warp: lanes (bits) that met by bar.warp.sync, not all, and the warp's count at the last
+        self.met: dict[int, dict[int, int]] = {}
+        # by warp: its count after the last such meeting, and before the first in a row
+        self.partly: dict[int, tuple[int, int]] = {}
 
     # -- synchronisation ---------------------------------------------------------------------------
 
@@ -150,6 +154,35 @@ class Clocks(Observer):
         """Each lane's later accesses are ordered after the others' earlier ones."""
         self.ordered[warps, self.slot[warps]] = self.known[warps, self.slot[warps]]
         self.count(warps)
+
+    def some_lanes_met(self, warp: int, lanes: int) -> None:
+        """Those lanes' later accesses are ordered after each other's earlier ones."""
+        now = self.now(warp)
+        self.met.setdefault(warp, {})[lanes] = now
+        first = self.partly.get(warp, (0, 0))
+        self.count(warp)
+        self.partly[warp] = now + 1, first[1] if first[0] == now else now
+
+    def synchronised(self, warps: np.ndarray) -> np.ndarray:
+        """The counts from which on the whole of each warp has not synchronised, (n,)."""
+        out = self.known[warps, self.slot[warps]]
+        for warp, (now, first) in self.partly.items():
+            out[(warps == warp) & (out == now)] = first
+        return out
+
+    def lanes_have_met(
+        self, warps: np.ndarray, lanes: np.ndarray, others: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """Whether a bar.warp.sync of some lanes of their warp orders ``lanes`` after what
+        ``others`` did at these counts, (n,) each.
+        """
+        out = np.zeros(len(warps), bool)
+        for warp, meetings in self.met.items():
+            for mask, count in meetings.items():
+                named = mask >> np.arange(32) & 1
+                both = named[lanes] & named[others]
+                out |= (warps == warp) & (both != 0) & (counts <= count)
+        return out
 
     # -- mbarriers ---------------------------------------------------------------------------------
 

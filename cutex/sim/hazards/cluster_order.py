@@ -49,6 +49,17 @@ def _releases(program: Program) -> bool:
     )
 
 
+def orders_clusters(program: Program) -> bool:
+    """Whether the program's clusters may communicate, or order their accesses, through global
+    memory.
+    """
+    return any(
+        (strength(ins.op).far or is_fence(ins.op) or ins.name == "multimem")
+        and "shared" not in ins.op
+        for ins in program.code
+    )
+
+
 class ClusterOrder(Observer):
     """The order of a grid's clusters; costs nothing if no instruction could order them."""
 

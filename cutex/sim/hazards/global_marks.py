@@ -59,6 +59,22 @@ class BoxRead(NamedTuple):
     instruction: Instruction
 
 
+class Touched(NamedTuple):
+    """The accesses of some clusters of a grid, by the regions' addresses; bits are packed."""
+
+    written: dict[int, np.ndarray]  # bytes
+    read: dict[int, np.ndarray]
+    loaded: set[int]  # regions loaded by TMA that these clusters do not write
+
+    def clashes(self, other: Touched) -> bool:
+        """Whether both touch a byte that one of them writes."""
+        pairs = [(self.written, other.written), (self.written, other.read)]
+        pairs += [(self.read, other.written)]
+        if self.loaded & other.written.keys() or other.loaded & self.written.keys():
+            return True
+        return any(bool((a[base] & b[base]).any()) for a, b in pairs for base in a.keys() & b)
+
+
 class Records:
     """The accesses of a launch, by number from 1: the cluster's number in the grid plus 1, the
     agent's slot and count, the warp, the PTX line, the kind, and whether some lanes of the warp

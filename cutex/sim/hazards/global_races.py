@@ -18,7 +18,7 @@ clusters have an order, only when they are issued.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from cutex.sim.hazards.global_marks import (
     By,
     Clash,
     Records,
+    Touched,
 )
 from cutex.sim.hazards.global_reports import GlobalReports
 from cutex.sim.hazards.rechecks import Rechecks
@@ -42,8 +43,8 @@ from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import Part, Region
 from cutex.sim.machine.operation import Engine, Operation
-from cutex.sim.ptx.program import Instruction, Program
-from cutex.sim.ptx.strength import WEAK, Strength, is_fence, strength
+from cutex.sim.ptx.program import Instruction
+from cutex.sim.ptx.strength import WEAK, Strength, strength
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -52,33 +53,6 @@ LARGEST = 1 << 26  # bytes of the largest watched tensor: a mark takes four time
 LARGEST_READ = 1 << 22  # bytes of the largest tensor whose loads are watched
 
 _CHANGES = Strength(True, True, False, False)
-
-
-class Touched(NamedTuple):
-    """The accesses of some clusters of a grid, by the regions' addresses; bits are packed."""
-
-    written: dict[int, np.ndarray]  # bytes
-    read: dict[int, np.ndarray]
-    loaded: set[int]  # regions loaded by TMA that these clusters do not write
-
-    def clashes(self, other: Touched) -> bool:
-        """Whether both touch a byte that one of them writes."""
-        pairs = [(self.written, other.written), (self.written, other.read)]
-        pairs += [(self.read, other.written)]
-        if self.loaded & other.written.keys() or other.loaded & self.written.keys():
-            return True
-        return any(bool((a[base] & b[base]).any()) for a, b in pairs for base in a.keys() & b)
-
-
-def orders_clusters(program: Program) -> bool:
-    """Whether the program's clusters may communicate, or order their accesses, through global
-    memory.
-    """
-    return any(
-        (strength(ins.op).far or is_fence(ins.op) or ins.name == "multimem")
-        and "shared" not in ins.op
-        for ins in program.code
-    )
 
 
 class GlobalRaces(Observer):
@@ -392,7 +366,15 @@ class GlobalRaces(Observer):
         late = (last != 0) & (r.slot[rec] == own) & (r.who[rec] == self._who(by)[:, None])
         late &= ((last & 31) != lanes) & (r.kind[rec] == PLAIN)
         late &= r.count[rec] > self.clocks.ordered[by.warps, by.slots][:, None]
-        since = r.count[rec] < by.counts[:, None]  # the warp has synchronised since
+        if self.clocks.met:
+            shape = last.shape
+            warps, of = (
+                np.broadcast_to(x[:, None], shape).reshape(-1) for x in (by.warps, by.lanes)
+            )
+            before = (last & 31).reshape(-1), r.count[rec].reshape(-1)
+            late &= ~self.clocks.lanes_have_met(warps, of, *before).reshape(shape)
+        # the warp has synchronised since
+        since = r.count[rec] < self.clocks.synchronised(by.warps)[:, None]
         late &= ~(since & (r.partial[rec] == ALONE))  # NOTE: so the lane itself has
         if not late.any():
             return

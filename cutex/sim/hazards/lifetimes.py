@@ -2,10 +2,11 @@
 
 Another CTA of the cluster may not have started (CUDA C++ Programming Guide, Distributed Shared
 Memory): whoever accesses its shared memory must be ordered after something that it has done, as by
-a barrier of the cluster; for mbarriers see mbarrier_order. A CTA ends with its last thread. Accesses of other CTAs of the cluster (PTX ISA 9.7.16.5, 9.7.13.4)
-and asynchronous operations on its shared memory must come before that: some warp of the CTA must be
-ordered after each of them, by the vector clocks, when that warp returns. So a missing wait is found
-whether or not the CTA ended too early in the simulated order.
+a barrier of the cluster; for mbarriers see mbarrier_order. A CTA ends with its last thread.
+Accesses of other CTAs of the cluster (PTX ISA 9.7.16.5, 9.7.13.4) and asynchronous operations on
+its shared memory must come before that: some warp of the CTA must be ordered after each of them, by
+the vector clocks, when that warp returns. So a missing wait is found whether or not the CTA ended
+too early in the simulated order.
 """
 
 from __future__ import annotations

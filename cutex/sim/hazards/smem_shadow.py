@@ -366,12 +366,15 @@ class SmemShadow(Observer):
         late = late & (other < self.clocks.warps)
         if lanes is not None:
             late &= ~mine | (line & 31 != lanes)
+            if self.clocks.met:
+                met = self.clocks.lanes_have_met(warps, lanes, line & 31, self.writes.count[at])
+                late &= ~(mine & met)
         sure = (
             late
             & mine
             & (how & _PARTIAL != 0 if partial is None else partial | (how & _PARTIAL != 0))
         )
-        sure &= self.writes.count[at] == self.clocks.known[warps, other]
+        sure &= self.writes.count[at] >= self.clocks.synchronised(warps)
         sure &= not (write or what or lanes is None)
         late &= (how & _ALONE) == 0
         if not (late.any() or sure.any()):

@@ -126,6 +126,8 @@ def _warp_sync(d: Decoder) -> Execute:
                 m.wake(key)
                 if not (m.live[warp] & ~wanted).any():
                     m.events.lanes_met(b.idx[row : row + 1])
+                else:
+                    m.events.some_lanes_met(warp, named)
         return out if out.any() else None
 
     return execute

@@ -186,6 +186,9 @@ class Observer:
     def lanes_met(self, warps: np.ndarray) -> None:
         """bar.warp.sync of all of their lanes."""
 
+    def some_lanes_met(self, warp: int, lanes: int) -> None:
+        """A bar.warp.sync of these lanes of a warp (bits), which are not all."""
+
     def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
         """A fence with the scope of a "cta", a "cluster" or the "gpu" (or the system)."""
 
