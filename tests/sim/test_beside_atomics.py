@@ -18,8 +18,9 @@ READ = "ld.shared.u32 %r1, [%r7]; st.global.u32 [%out_i], %r1;"
 COPY = "cp.async.bulk.global.shared::cta.bulk_group [%x], [%r9], 512;"
 COPY = f"@%p0 {COPY} @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;"
 FENCE = "fence.proxy.async.shared::cta;"
-TRY = """T: add.u32 %r3, %r2, 3; atom{space}.cas.b32 %r4, [{at}], %r2, %r3;
-    setp.ne.u32 %p1, %r4, %r2; mov.u32 %r2, %r4; @%p1 bra T; bar.sync 0;"""
+TRY = """setp.ne.u32 %p2, %lane, 0; @%p2 bra OFF; T: add.u32 %r3, %r2, 3;
+    atom{space}.cas.b32 %r4, [{at}], %r2, %r3; setp.ne.u32 %p1, %r4, %r2; mov.u32 %r2, %r4;
+    @%p1 bra T; OFF: bar.sync 0;"""
 
 RACES = {
     "counted up before the zero": f"{WORDS} {ZERO} {COUNT} bar.sync 0; {READ}",

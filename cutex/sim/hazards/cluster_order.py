@@ -38,7 +38,7 @@ class _At(NamedTuple):
     """A clock, and the count of the warp that has it from which on another is ordered after it."""
 
     clock: ClusterClock
-    count: int
+    since: int
 
 
 def _releases(program: Program) -> bool:
@@ -121,7 +121,7 @@ class ClusterOrder(Observer):
         for other, at in each.items():
             if self.m.grid.first_cta[other] != self.m.grid.first_cta[warp]:
                 continue
-            if self.clocks.known[warp, self.clocks.slot[other]] >= at.count:
+            if self.clocks.known[warp, self.clocks.slot[other]] >= at.since:
                 out = _joined(out or {}, at.clock)
         return out
 

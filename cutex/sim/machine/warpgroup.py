@@ -180,7 +180,7 @@ class WarpgroupMma:
                 if acc.loaded[inside % 4] and (of in names or of in acc.registers.members):
                     names[to] = names.get(of, of)
 
-    def _rename(self, acc: Accumulator, inside: int, warp: int) -> Callable[[], None]:
+    def _rename(self, acc: Accumulator, inside: int, warp: int) -> Callable[[np.ndarray], None]:
         """A function that gives the other names of the registers their values, where nothing has
         written them since, once those have them.
         """
