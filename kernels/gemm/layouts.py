@@ -48,7 +48,8 @@ class OperandLayout:
     batched: bool = False
     tma: bool = True  # base and strides are multiples of 16 bytes; if False, any strides
     whole: bool = False  # the contiguous size is a multiple of 16 bytes, too
-    fold: int = 0  # any stride between rows of K, of which so many divide K (unaligned/config.py)
+    # any stride between rows of K, of which so many divide K (unaligned/config.py); 1: few rows
+    fold: int = 0
     scales: FactorLayout | None = None  # of its scale factors, if it has any
 
     def argument(self, name: str, rows: str, columns: str, batch: str) -> Operand:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
 
+import cutex
 from cutex.arch import arch
 from cutex.dtypes import DTYPES
+from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.unaligned.config import UnalignedConfig
+from cutex.kernels.gemm.unaligned.few_config import FewRowsConfig
 from cutex.ops import simulated
 from cutex.ops.device import launcher
 from cutex.ops.matmul.arrange import arrange
 from cutex.ops.matmul.checks import Call
 from cutex.ops.matmul.choices import config_of, shipped
 from cutex.ops.matmul.plan import call_class, candidates, fitted, kernel_for
+from cutex.orders import ORDERS
+from cutex.problem.gemm import GemmProblem
 from cutex.problem.layer import LayerProblem
+from cutex.problem.matmul import MatmulProblem, View
 
 ARCH = "sm_90a"
 SLOW = pytest.mark.slow
@@ -63,7 +71,7 @@ def small(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randint(-4, 5, shape, generator=generator).to(torch.bfloat16)
 
 
-def run(a: torch.Tensor, b: torch.Tensor, tiles: Sm90Config) -> torch.Tensor:
+def run(a: torch.Tensor, b: torch.Tensor, tiles: GemmConfig) -> torch.Tensor:
     """a @ b by a kernel of `tiles`, in the simulator; b and a are read as they are."""
     out = torch.full((a.shape[0], b.shape[1]), torch.nan, dtype=a.dtype)
     found = arrange(Call(a, b), out, ARCH)
@@ -101,6 +109,75 @@ def test_a_product_of_few_columns_comes_out_exact(case: str) -> None:
     tiles = Sm90Config(tile_n=8, num_stages=3, epi_n=8, epi_stages=1, warpgroups=2)
     out = run(a, b, replace(tiles, **more))
     assert out.float().equal((a.float() @ b.float()).to(out.dtype).float())
+
+
+# M, N, K; the elements between rows of K beyond M; fields of FewRowsConfig
+FEW_ROWS = {
+    "a cluster of four, K that is no multiple of 16": (
+        (5, 72, 264), 2, {"tile_n": 32, "split_k": 4, "warps": 4, "steps": 3},
+    ),
+    "sixteen rows": ((13, 40, 1000), 0, {"tile_m": 16, "tile_n": 16, "warps": 8, "steps": 4}),
+    "one row, fewer steps than warps": ((1, 200, 8), 0, {"warps": 16}),
+    "a vector of sums for each of some threads": (
+        (8, 16, 344), 1, {"tile_n": 16, "split_k": 8, "warps": 4, "steps": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [x if "four" in x else pytest.param(x, marks=SLOW) for x in FEW_ROWS]
+)
+def test_few_rows_come_out_exact(case: str) -> None:
+    (m, n, k), beyond, more = FEW_ROWS[case]
+    memory = torch.full((k, m + beyond), torch.nan, dtype=torch.bfloat16)
+    memory[:, :m] = small((k, m), 0)
+    a, b = memory[:, :m].mT, small((k, n), 1)
+    out = run(a, b, FewRowsConfig(**more))
+    assert out.float().equal((a.float() @ b.float()).to(out.dtype).float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_random_few_rows_are_within_twice_torchs_error(seed: int) -> None:
+    """Any K and base, with operations, in any order of events."""
+    problem, order = few_rows(seed), random.Random(seed).choice(ORDERS)
+    with simulated(ARCH, order=order, seed=seed):
+        wrong = problem.run("cpu", cutex.matmul)
+    assert wrong is None, f"{wrong}: {problem}"
+
+
+def few_rows(seed: int) -> MatmulProblem:
+    """A random product of up to 15 rows of any stride."""
+    draw = random.Random(f"few rows {seed}")
+    m, n, k = draw.randint(1, 15), 8 * draw.randint(1, 40), draw.randint(1, 900)
+    dtype = draw.choice((torch.bfloat16, torch.float16))
+    out = View(after=draw.choice((0, 0, 3)))
+    more: dict[str, Any] = draw.choice(
+        [
+            {}, {"bias": "column"}, {"bias": "row", "alpha": 0.5}, {"activation": "gated_silu"},
+            {"activation": "gelu", "residual": True}, {"out": out, "beta": 0.5}, {"amax": True},
+        ]
+    )  # fmt: skip
+    a = View(transposed=True, before=draw.randint(0, 3), after=draw.randint(0, 9))
+    out_dtype = draw.choice((dtype, torch.float32)) if not more else dtype
+    return MatmulProblem(
+        m, n, k, dtype=dtype, dtype_b=dtype, out_dtype=out_dtype, a=a, seed=seed, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({"tile_m": 24}, "8 or 16"), ({"split_k": 3}, "1, 2, 4 or 8"), ({"warps": 5}, "4, 8 or 16"),
+     ({"num_stages": 2}, "has none"), ({"steps": 9}, "1 to 8")],
+)  # fmt: skip
+def test_a_config_of_few_rows_that_does_not_fit_says_why(more: dict, why: str) -> None:
+    reason = FewRowsConfig(**more).why_not(None, arch(ARCH))
+    assert reason is not None and why in reason
+
+
+def test_more_rows_than_a_tile_are_not_few() -> None:
+    reason = FewRowsConfig().why_not(GemmProblem(9, 64, 64), arch(ARCH))
+    assert reason is not None and "M=9" in reason
 
 
 UNREAD = {
@@ -150,7 +227,7 @@ def test_a_choice_kept_on_disk_is_read_as_the_kernel_takes_it() -> None:
     assert config_of(calls, asdict(tiles)) == tiles and shipped(calls) is None
 
 
-@pytest.mark.parametrize("mnk", [(11019, 64, 10880), (5, 3360, 6336), (1553, 1424, 2768)])
+@pytest.mark.parametrize("mnk", [(11019, 64, 10880), (1553, 1424, 2768)])
 def test_the_choice_covers_the_gpu(mnk: tuple[int, int, int]) -> None:
     m, n, k = mnk
     a = torch.empty((k, m), dtype=torch.bfloat16, device="meta").mT
@@ -161,6 +238,17 @@ def test_the_choice_covers_the_gpu(mnk: tuple[int, int, int]) -> None:
     assert isinstance(tiles, UnalignedConfig) and tiles.fold == 16
     ctas = -(-m // tiles.tile_m) * -(-n // tiles.tile_n) * tiles.split_k
     assert tiles.stream_k or ctas > 60
+
+
+def test_few_rows_take_the_kernel_of_few_rows_and_cover_the_gpu() -> None:
+    a = torch.empty((6337, 5), dtype=torch.bfloat16, device="meta").mT
+    b, out = a.new_empty((6337, 3360)), a.new_empty((5, 3360))
+    found = arrange(Call(a, b), out, ARCH)
+    calls = call_class(found.sizes, (found.a, found.b, found.out), (), ARCH)
+    tiles = next(candidates(calls)).tiles
+    assert isinstance(tiles, FewRowsConfig) and found.a.fold == 1 and not found.notes
+    assert config_of(calls, asdict(tiles)) == tiles
+    assert -(-3360 // tiles.tile_n) * tiles.split_k > 60
 
 
 @pytest.mark.parametrize(("m", "split"), [(961, True), (400, False)])

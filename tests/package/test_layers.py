@@ -318,7 +318,8 @@ def test_what_is_missing_on_this_machine_is_no_finding_about_a_kernel():
 # beside what all kernels share (cutex/device, schedulers). Six are the aim.
 FEW, MANY = 6, 14
 FILES_READ = {
-    FEW: "gemm.sm80.general gemm.sm100.general gemm.grouped.sm100.kernel gemm.w4.sm100.kernel",
+    FEW: "gemm.sm80.general gemm.sm100.general gemm.grouped.sm100.kernel gemm.w4.sm100.kernel "
+    "gemm.unaligned.sm90.few",
     MANY: "attention.forward.sm90.forward attention.forward.sm100.forward "
     "attention.backward.sm90.backward attention.backward.sm100.backward "
     "attention.decode.sm90.decode attention.decode.sm100.decode "

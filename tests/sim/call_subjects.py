@@ -169,6 +169,7 @@ def _subjects() -> list[Subject]:
         _subject("mxfp8", "sm_100a", _quantized(300, 264, 1024, "mxfp8", "mxfp8"), -1),
         _subject("nvfp4", "sm_100a", _quantized(300, 264, 2048, "nvfp4", "nvfp4"), -1),
         _subject("unaligned", "sm_90a", _product(_normal(600, 201).mT, _normal(600, 136, seed=1))),
+        _subject("few rows", "sm_90a", _product(_normal(1600, 5).mT, _normal(1600, 40, seed=1))),
         _subject("mma.sync", "sm_80", _product(_normal(100, 264), _normal(264, 136, seed=1))),
         _subject(
             "rms_norm, long",

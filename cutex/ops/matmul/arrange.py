@@ -5,7 +5,8 @@ the others:
 
 - a and b need one contiguous side, and a base and other strides that are multiples of 16 bytes;
   tf32 and fp8 on Hopper also K contiguous. Otherwise each call copies the operand first.
-- On Hopper, a of 16 bits with M contiguous has any stride (kernels/gemm/unaligned).
+- On Hopper, a of 16 bits with M contiguous has any stride (kernels/gemm/unaligned), of up to 16
+  rows also any base and K.
 - out, if its base, strides or contiguous size are no such multiples, is stored element by element.
 """
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 K_ONLY = {"sm_90a": (1, 4)}
 ANY_STRIDE = ("sm_90a",)  # where a has one
 FOLDS = (16, 8)  # what divides its K, the best first
+FEW_ROWS = 16  # of a, up to which K and its base are any, too
+MOST_PITCH = 1 << 27  # elements between rows of K: as many times a fold are counted in 32 bits
 
 
 def name_of(x: Tensor) -> str:
@@ -87,19 +90,29 @@ def operand(x: Tensor, k_side: int, k_only: bool) -> tuple[Tensor, OperandLayout
     return normal(x, side), OperandLayout(name_of(x), major, x.dim() == 3), note
 
 
-def unaligned(a: Tensor, arch_name: str) -> OperandLayout | None:
-    """The layout of a (M, K), which TMA cannot step through, for the kernel that takes any stride;
-    None if it cannot be read so."""
+def unaligned(a: Tensor, b: OperandLayout, arch_name: str) -> OperandLayout | None:
+    """The layout of a (M, K), which TMA cannot step through, for the kernels that take any stride;
+    None if it cannot be read so. Of few rows, K and the base are any, too."""
     from cutex.kernels.gemm.layouts import OperandLayout
 
-    if arch_name not in ANY_STRIDE or a.dim() != 2 or a.dtype.itemsize != 2:
+    if arch_name not in ANY_STRIDE or a.dim() != 2 or a.dtype.itemsize != 2 or b.batched:
         return None
-    if any(aligned(a, side) for side in (-1, -2)) or a.data_ptr() % ALIGN:
+    if any(aligned(a, side) for side in (-1, -2)):
+        return None
+    if a.stride(-2) != 1 or not 1 <= a.stride(-1) < MOST_PITCH:
         return None
     fold = next((n for n in FOLDS if a.shape[-1] % n == 0), 0)
-    if not fold or a.stride(-2) != 1 or a.stride(-1) < 1:
-        return None
-    return OperandLayout(name_of(a), "column", fold=fold)
+    if fold and a.data_ptr() % ALIGN == 0:
+        return OperandLayout(name_of(a), "column", fold=fold)
+    if a.shape[-2] <= FEW_ROWS and b.major == "row" and b.whole:
+        return OperandLayout(name_of(a), "column", tma=False, fold=1)
+    return None
+
+
+def is_whole(x: Tensor, layout: OperandLayout) -> bool:
+    """Whether the contiguous side of x, a matrix or several, is a multiple of 16 bytes."""
+    side = -1 if layout.major == "row" else -2
+    return x.shape[side] * x.element_size() % ALIGN == 0
 
 
 def result(x: Tensor) -> tuple[Tensor, OperandLayout, str]:
@@ -160,11 +173,12 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
     a, b = (x[:1] if x.dim() == 3 and x.stride(0) == 0 else x for x in (a, b))
 
     k_only = a.dtype.itemsize in K_ONLY.get(arch_name, ())
-    if (as_it_is := unaligned(a, arch_name)) is not None and out.dim() == 2:
-        a_layout = as_it_is
+    b, b_layout, notes["b"] = operand(b, -2, k_only)
+    whole = replace(b_layout, whole=is_whole(b, b_layout))
+    if (as_it_is := unaligned(a, whole, arch_name)) is not None and out.dim() == 2:
+        a_layout, b_layout = as_it_is, whole
     else:
         a, a_layout, notes["a"] = operand(a, -1, k_only)
-    b, b_layout, notes["b"] = operand(b, -2, k_only)
     before = out
     out, out_layout, notes["out"] = result(out)
     if call.gate and out.dtype is torch.float32 and not arch(arch_name).tmem_columns:

@@ -31,6 +31,7 @@ from cutex.dtypes import DTYPES
 from cutex.kernels.gemm import stages
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.unaligned.config import UnalignedConfig
+from cutex.kernels.gemm.unaligned.few_config import FewRowsConfig
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class CallClass:
 def _sources(arch_name: str) -> str:
     kernels = [f"{package('gemm', arch_name)}.general"]
     if arch_name == "sm_90a":
-        kernels.append("cutex.kernels.gemm.unaligned.sm90.kernel")
+        kernels += [f"cutex.kernels.gemm.unaligned.sm90.{name}" for name in ("kernel", "few")]
     return sources_digest(kernels)
 
 
@@ -105,7 +106,8 @@ def remembered(calls: CallClass) -> GemmConfig | None:
 def config_of(calls: CallClass, row: dict[str, Any]) -> GemmConfig:
     """The config in `row`, of the kernel that takes such calls. Raises ValueError for another's."""
     if calls.layouts[0].fold:
-        return UnalignedConfig.from_row(row)
+        kind = FewRowsConfig if "warps" in row else UnalignedConfig
+        return kind.from_row(row)
     config = stages(calls.arch)[-1].config_from_row(row)
     assert isinstance(config, GemmConfig)
     return config

@@ -19,6 +19,7 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.kernels.gemm.unaligned import choose as unaligned
 from cutex.kernels.gemm.unaligned.config import UnalignedConfig
+from cutex.kernels.gemm.unaligned.few_config import FewRowsConfig
 from cutex.ops import building
 from cutex.ops.device import other_board, other_sms
 from cutex.ops.matmul import choices
@@ -176,6 +177,8 @@ def kernel_of(config: GeneralConfig, arch_name: str) -> tuple[str, str]:
     """The module and the class of the kernel that takes `config`."""
     if isinstance(config.tiles, UnalignedConfig):
         return "cutex.kernels.gemm.unaligned.sm90.kernel", "Unaligned"
+    if isinstance(config.tiles, FewRowsConfig):
+        return "cutex.kernels.gemm.unaligned.sm90.few", "FewRows"
     return f"{package('gemm', arch_name)}.general", "General"
 
 

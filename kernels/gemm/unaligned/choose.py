@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.candidates import at_once
+from cutex.kernels.gemm.unaligned import few_choose as few_rows
 from cutex.kernels.gemm.unaligned.config import TILE_K, UnalignedConfig
+from cutex.kernels.gemm.unaligned.few_config import FewRowsConfig
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -105,12 +107,17 @@ def k_tile_clocks(c: UnalignedConfig) -> float:
 
 def ranked(
     problem: GemmProblem, fold: int, k_contiguous: bool, arch: Arch
-) -> list[UnalignedConfig]:
+) -> list[UnalignedConfig | FewRowsConfig]:
     """The candidate configs, fastest predicted first; `k_contiguous`: in B."""
     every = candidates(problem.n, fold, k_contiguous)
     found = (deepest(tiles, arch) for tiles in every)
-    fits = [c for c in found if c is not None and fit(c, problem)]
-    return sorted(dict.fromkeys(fits), key=lambda c: predict(c, problem, arch))
+    times: dict[UnalignedConfig | FewRowsConfig, float] = {
+        c: predict(c, problem, arch) for c in found if c is not None and fit(c, problem)
+    }
+    if not k_contiguous:
+        few = few_rows.candidates(problem, arch)
+        times |= {c: few_rows.predict(c, problem, arch) for c in few}
+    return sorted(times, key=times.__getitem__)
 
 
 def fit(c: UnalignedConfig, problem: GemmProblem) -> bool:
