@@ -26,14 +26,19 @@ WARP = 32
 MOST_STAGES = 8
 WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
 # rows of a group in the mean: up to which a tile has 64, as most groups then have fewer, or many
-# have none; the same where rows are gathered; the same of fp8; from which on two tiles of rows
-# share matrices, where K is short
-VERY_FEW_ROWS, FEW_GATHERED, FEW_ROWS, MANY_ROWS = 32, 60, 64, 256
+# have none; the same where rows are gathered; from which on two tiles of rows share matrices, where
+# K is short
+VERY_FEW_ROWS, FEW_GATHERED, MANY_ROWS = 32, 60, 256
 LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
 SMS = 132
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
+# fp8: rows of a group in the mean, below which 128 columns that two CTAs share are as fast as 192,
+# and from which on a tile has 256 rows; the time of a column of 128 beside one of 192, by whether
+# rows are so few and how many CTAs share them (docs/facts/grouped.md#grouped-fp8-widths)
+FEW_BLOCKS, LONG_BLOCKS = 136, 1000
+SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
 TOGETHER = {256: 1.0, 192: 0.99, 128: 1.15, 64: 1.6}  # of 128 rows by two warpgroups
@@ -130,10 +135,14 @@ def gathered_tiles(
 
 def blocks_tiles(mean_rows: int, n: int, fused: bool, most: int = WARP) -> RowBlocksConfig:
     """Hopper's tiles of a product of fp8 rows and matrices with factors of blocks."""
-    if mean_rows <= FEW_ROWS:
+    if mean_rows <= VERY_FEW_ROWS:
         tiles = RowBlocksConfig(tile_m=64, tile_n=128, warpgroups=1)
-    elif mean_rows < MANY_ROWS or n < 128:
-        tiles = RowBlocksConfig(tile_m=128, tile_n=128, warpgroups=2)
+    elif mean_rows < LONG_BLOCKS or n < 128:
+        # NOTE: 256 rows waste more where a group ends, which 192 columns do not where N is long
+        sharers = _sharers(n, 128)
+        tile_n = width(n, {192: 1.0, 128: SHORT_BLOCKS[mean_rows < FEW_BLOCKS, sharers]})
+        tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2)
+        tiles = replace(tiles, cluster_n=sharers if tile_n == 128 else 1)
     else:
         tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2)
     tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
