@@ -16,7 +16,15 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms import nibbles
 from cutex.device.atoms.mma import SMEM_ALIGN
 from cutex.device.atoms.wgmma import WARPGROUP
-from cutex.problem.w4.layout import CODE_WORDS, DEFAULT_ZERO, HALVES, PAIRS, W4Format
+from cutex.problem.w4.layout import (
+    BLOCK_K,
+    CODE_WORDS,
+    DEFAULT_ZERO,
+    HALF_K,
+    HALVES,
+    PAIRS,
+    W4Format,
+)
 
 WORDS = CODE_WORDS // HALVES // WARPGROUP  # of a thread in half a block: one for each wgmma
 K_OF_MMA = 16
@@ -96,6 +104,28 @@ class Fragments:
     sW: cute.Tensor  # (WORDS, STRIP, SLOT)
     format: W4Format
     kind: Any  # the element type of x
+    scales_sums: bool = False  # whether scales are for `add_scaled`, not for `widen`
+
+    @property
+    def halves_of_group(self) -> int:
+        """The halves of a block that share scales, of groups of at least one."""
+        return min(self.format.group, BLOCK_K) // HALF_K
+
+    def begins_group(self, half: int) -> bool:
+        return half % self.halves_of_group == 0
+
+    def ends_group(self, half: int) -> bool:
+        return self.begins_group(half + 1)
+
+    def add_scaled(self, sums: Any, factors: Factors, half: int, acc: Any) -> None:
+        """acc += sums (MMA, 1, MMA_N) of the group that ends with `half`, times its scales: of a
+        thread's first row, and of the row 8 below."""
+        word = factors.scales[half * HALF_K // self.format.group]
+        pair = cute.make_rmem_tensor(2, Int32)  # NOTE: a tensor of one has stride 0
+        pair[0] = pair[1] = word
+        scales = cute.recast_tensor(pair, self.kind)
+        for i in range(cute.size(sums)):
+            acc[i] = acc[i] + sums[i] * scales[i // 2 % 2].to(Float32)
 
     @cute.jit
     def codes(self, strip: Int32 | int, half: cutlass.Constexpr[int], slot: Int32) -> cute.Tensor:
@@ -140,6 +170,7 @@ class Fragments:
             if group not in known:
                 known[group] = self.of_group(factors, group)
             scales, zeros = known[group]
+            scales = None if self.scales_sums else scales
             for register, value in enumerate(self.pairs(codes[i], zeros)):
                 if scales is not None:
                     value = nibbles.times(value, scales[register % 2], self.kind)

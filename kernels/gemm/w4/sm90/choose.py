@@ -25,7 +25,7 @@ STRIP_CLOCKS, COLUMN_CLOCKS = 270, 2.2  # of 64 rows by 128 of K, and of each co
 FP4_CLOCKS = 40  # more of a strip's block, to widen fp4
 FEW_CLOCKS = 170  # of 64 rows by 128 of K with mma.sync
 ALONE_CLOCKS, FEW_ALONE_CLOCKS = 215, 120  # that one warpgroup waits while nothing else runs
-FEW_WAVES_CLOCKS = 15  # of a strip's block, where a warpgroup has two strips
+FEW_COLUMNS_TIMES = 1.35  # as long, where several tiles of few columns read the same weights
 SHALLOW = 1.15  # times as long with a ring of two slots
 CROWDED, CROWDED_TIMES = 192, 1.3  # accumulators a thread, beyond which registers are short
 LOAD_BYTES = 36  # per clock and SM, that TMA brings
@@ -98,6 +98,8 @@ def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
     memory = (weight + 2 * m * (n + k)) / MEMORY
     if tiles.num_stages < 3:
         clocks *= SHALLOW
+    if tiles.few and across > 1:
+        clocks *= FEW_COLUMNS_TIMES
     if tiles.accumulators >= CROWDED:
         clocks *= CROWDED_TIMES
     return FIXED_US + ((clocks / MHZ) ** POWER + memory**POWER) ** (1 / POWER)
@@ -108,7 +110,6 @@ def block_clocks(tiles: W4Config) -> float:
     strip = STRIP_CLOCKS + COLUMN_CLOCKS * tiles.tile_n
     if tiles.few:
         strip = FEW_CLOCKS + MMA_CLOCKS * tiles.tile_n
-        strip += FEW_WAVES_CLOCKS * (tiles.strips > tiles.warpgroups)
     alone = FEW_ALONE_CLOCKS if tiles.few else ALONE_CLOCKS
     strip += FP4_CLOCKS * (tiles.format.kind == "fp4") + alone * (tiles.warpgroups == 1)
     mma = tiles.strips * max(strip, MMA_CLOCKS * tiles.tile_n)

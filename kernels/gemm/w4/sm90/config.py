@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.w4.tiles import WeightTiles
-from cutex.problem.w4.layout import BLOCK_K, W4Format
+from cutex.problem.w4.layout import BLOCK_K, HALF_K, W4Format
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -22,6 +22,12 @@ class W4Config(WeightTiles, Sm90Config):
 
     format: W4Format = field(default_factory=W4Format)
     few: bool = False  # columns so few that mma.sync computes them (sm90/few.py)
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether scales multiply sums of their group. Not of fp4, whose values are too small for
+        fp32 to add up before they are scaled."""
+        return self.few and self.format.kind == "int4" and self.format.group >= HALF_K
 
     @property
     def a_bytes(self) -> int:

@@ -9,7 +9,7 @@ wgmma's accumulators are (PTX ISA, "Matrix Fragments for mma.m16n8k16").
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
 from cutex.device.atoms.multicast import SharedRing
@@ -31,7 +31,10 @@ def widened_few(
     count: Int32,
 ) -> PipelineState:
     """mma.acc = W @ x^T over `count` blocks of K from slot `take` on, x in slots sX (bN, bK, SLOT);
-    return the state after. All slots are released."""
+    return the state after. All slots are released.
+
+    Scales of groups of 64 and more multiply the sums of a group, which are fewer than its weights.
+    """
     total, waves = mma.acc, cute.size(mma.acc, mode=[1])
     total.fill(0.0)
     size = cute.size(total) // waves
@@ -45,6 +48,7 @@ def widened_few(
     s2r = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread % WARPGROUP)
     tXsX, tXrX = s2r.partition_S(sX), s2r.retile(tCrB)  # (CPY, CPY_N, CPY_K[, SLOT])
     tCrA = mma.mma.a_registers(HALF_K)  # (MMA, 1, MMA_K)
+    of_group = cute.make_rmem_tensor(one, Float32)  # (MMA, 1, MMA_N)
     for _ in cutlass.range(count, unroll=1):
         ab.wait_full(take)
         cute.copy(s2r, tXsX[None, None, None, take.slot], tXrX)
@@ -52,12 +56,17 @@ def widened_few(
             strip = wave * tiles.mma_warpgroups + wg
             acc = cute.make_tensor(total.iterator + wave * size, one)
             factors = weights.factors(strip, take.slot)
+            to = of_group if cutlass.const_expr(weights.scales_sums) else acc
             for half in cutlass.range_constexpr(HALVES):
+                if cutlass.const_expr(weights.scales_sums and weights.begins_group(half)):
+                    of_group.fill(0.0)
                 codes = weights.codes(strip, half, take.slot)
                 weights.widen(codes, factors, half, tCrA)
                 for k_block in cutlass.range_constexpr(WORDS):
                     b = tCrB[None, None, half * WORDS + k_block]
-                    cute.gemm(tiled_mma, acc, tCrA[None, None, k_block], b, acc)
+                    cute.gemm(tiled_mma, to, tCrA[None, None, k_block], b, to)
+                if cutlass.const_expr(weights.scales_sums and weights.ends_group(half)):
+                    weights.add_scaled(of_group, factors, half, acc)
         cute.arch.sync_warp()  # its lanes have read the slot
         ab.release(take)
         take.advance()

@@ -138,7 +138,8 @@ class W4Gemm:
     ) -> tuple[MmaRole, WgmmaProduct]:
         """The MMA role, and this warpgroup's part of W @ x^T. The MMA warps call it."""
         g, c, sX = self.general, self.tiles, operands.x.sB
-        blocks = Blocks(c, Fragments(operands.sW, c.format, sX.element_type), sX)
+        weights = Fragments(operands.sW, c.format, sX.element_type, c.scales_sums)
+        blocks = Blocks(c, weights, sX)
         what = g.config, c, g.scheduler
         mma = register_product(c, sX)
         if sums is not None:
