@@ -311,3 +311,59 @@ def test_a_graph_is_replayed_with_another_routing() -> None:
         ids.copy_(other)
         graph.replay()
         assert torch.equal(y, cutex.moe(x, weights, other, *w))
+
+
+# ---- weights of fp8
+
+
+def quantized(seed: int, tokens: int = 37) -> tuple[list[Tensor], list[Any]]:
+    """A layer of D = F = 128, with weights quantized by blocks; and the same with what they, and x,
+    are as fp8."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn((tokens, 128), generator=g).to(bf16)
+    ids = torch.randint(-1, 4, (tokens, 2), generator=g)
+    ids[ids == 1] = 2
+    weights = torch.rand(ids.shape, generator=g)
+    shapes = (3, 256, 128), (3, 128, 128)
+    w = [cutex.quantize(torch.randn(s, generator=g).to(bf16) / 11, "fp8_128x128") for s in shapes]
+    plain = [cutex.dequantize(each, torch.float64).mT for each in w]
+    as_fp8 = cutex.dequantize(cutex.quantize(x, "fp8_1x128"), torch.float64)
+    return [as_fp8, weights.double(), ids, *plain], [x, weights, ids, *w]
+
+
+def test_a_layer_of_fp8_weights_is_what_its_parts_are() -> None:
+    """Each token's terms from the same elements; the gated product is quantized as in the layer, so
+    that only roundings of what it is quantized from are left: rarely one of 16 steps."""
+    with ops.simulated("sm_90a"):
+        (x, weights, ids, up, down), given = quantized(0)
+        got = cutex.moe(*given).double()
+        want = torch.zeros_like(got)
+        for t, j in ((ids >= 0) & (ids < 3)).nonzero().tolist():
+            h = x[t] @ up[ids[t, j]]
+            y = (F.silu(h[0::2]) * h[1::2]).to(bf16)[None]
+            y = cutex.dequantize(cutex.quantize(y, "fp8_1x128"), torch.float64)
+            want[t] += weights[t, j] * (y @ down[ids[t, j]])[0]
+    assert float((got - want).norm() / want.norm()) < 0.01  # in 16 bits all along: 0.04
+
+
+UNFIT = {
+    "one alone": (lambda x, r, i, up, down: (x, r, i, up, down.data), TypeError, "w_down"),
+    "another format": (
+        lambda x, r, i, up, down: (x, r, i, up._replace(format="mxfp8"), down), ValueError, "mxfp8",
+    ),
+    "other sizes": (
+        lambda x, r, i, up, down: (x, r, i, down, down), ValueError, r"w_down must be \(E, F, D\)",
+    ),
+    "a gradient": (
+        lambda x, r, i, up, down: (x.requires_grad_(), r, i, up, down), ValueError, "gradient",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_fp8_weights_that_do_not_fit_are_refused(case: str) -> None:
+    change, error, sentence = UNFIT[case]
+    with ops.simulated("sm_90a"):
+        _, given = quantized(0, tokens=3)
+        with pytest.raises(error, match=sentence):
+            cutex.moe(*change(*given))

@@ -9,19 +9,27 @@ from torch import Tensor
 
 from cutex.ops.grouped.checks import MOST_GROUPS, check_tensor
 from cutex.ops.mixture import registered  # noqa: F401 - registers the operators
+from cutex.ops.mixture.fp8 import check_weights, moe_fp8
+from cutex.ops.quantize import QuantizedTensor
 
 UNIT = 8  # elements of 16 bytes
 MOST_EXPERTS = 32  # of a token
 
 
 def moe(
-    x: Tensor, router_weights: Tensor, expert_ids: Tensor, w_up: Tensor, w_down: Tensor
+    x: Tensor,
+    router_weights: Tensor,
+    expert_ids: Tensor,
+    w_up: Tensor | QuantizedTensor,
+    w_down: Tensor | QuantizedTensor,
 ) -> Tensor:
     """A mixture of experts: for each token t, the sum over its experts e = expert_ids[t, j] of
     router_weights[t, j] * (silu(g[:, 0::2]) * g[:, 1::2]) @ w_down[e], where g = x[t] @ w_up[e].
 
     x (T, D): bfloat16 or float16. w_up (E, D, 2 F), of which even columns are gates; w_down (E, F,
-    D): as x, of any strides. D and F are multiples of 8.
+    D): as x, of any strides. D and F are multiples of 8. Or what `cutex.quantize` returned of both
+    transposed, (E, 2 F, D) and (E, D, F), as "fp8_128x128", D and F multiples of 128: on Hopper,
+    x and the gated product are then quantized as "fp8_1x128"; not differentiable.
     router_weights (T, J): of any float dtype; used in float32. expert_ids (T, J): int32 or int64;
     an id below 0 or from E on counts nothing. J is at most 32, E at most 1024.
 
@@ -34,11 +42,26 @@ def moe(
     arguments that do not fit, and where there is no Hopper or Blackwell GPU. Source: Guo et al.,
     SonicMoE (arXiv 2512.14080).
     """
+    if isinstance(w_up, QuantizedTensor) or isinstance(w_down, QuantizedTensor):
+        check_weights(w_up, w_down)
+        check(x, router_weights, expert_ids, *(_as_plain(x, w) for w in (w_up, w_down)))
+        if torch.is_grad_enabled() and (x.requires_grad or router_weights.requires_grad):
+            raise ValueError("x or router_weights requires a gradient: fp8 weights have none")
+        return moe_fp8(x, router_weights, expert_ids, w_up, w_down)
     check(x, router_weights, expert_ids, w_up, w_down)
     given = (x, router_weights, w_up, w_down)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     out, *_ = torch.ops.cutex.moe(x, router_weights, expert_ids, w_up, w_down, keep)
     return out
+
+
+def _as_plain(x: Any, w: QuantizedTensor) -> Any:
+    """A stand-in for a quantized weight that has its shape transposed, and x's dtype and device if
+    w is there."""
+    if not isinstance(x, Tensor) or w.data.device != x.device:
+        return w.data
+    e, n, k = w.data.shape
+    return x.new_empty(1).expand(e, k, n)
 
 
 def check(x: Any, router_weights: Any, expert_ids: Any, w_up: Any, w_down: Any) -> None:
