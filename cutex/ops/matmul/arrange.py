@@ -174,7 +174,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
 
     k_only = a.dtype.itemsize in K_ONLY.get(arch_name, ())
     b, b_layout, notes["b"] = operand(b, -2, k_only)
-    whole = replace(b_layout, whole=is_whole(b, b_layout))
+    whole = replace(b_layout, whole=is_whole(b, b_layout) and b.stride(-2) < MOST_PITCH)
     if (as_it_is := unaligned(a, whole, arch_name)) is not None and out.dim() == 2:
         a_layout, b_layout = as_it_is, whole
     else:
