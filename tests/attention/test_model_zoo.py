@@ -277,9 +277,11 @@ def test_a_compiled_token_of_a_static_cache_is_an_operator_of_ours(wide, monkeyp
 
     same(models, run)
     assert graphs and (kind != "llama" or len(graphs) == 1)  # others' windows begin to slide
-    for graph in graphs:
-        assert sum("flash_attn_token" in x for x in graph) == models[1].config.num_hidden_layers
-        assert not any("scaled_dot" in x for x in graph)
+    ours = [sum("flash_attn_token" in x for x in graph) for graph in graphs]
+    layers = models[1].config.num_hidden_layers
+    whole = kind != "gpt_oss"  # whose experts break graphs, so that a layer's attention has one
+    assert {*ours} == {layers} if whole else {*ours} == {0, 1} and sum(ours) >= layers
+    assert not any("scaled_dot" in x for graph in graphs for x in graph)
 
 
 FLASH = ("llama", "mistral", "gemma2", "qwen3", "phi")
