@@ -248,7 +248,8 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
         dims = dims_of_single_rows(dims, call.k_cache.element_size())
     arch = OPERATOR.arch_of(call.q.device)
     sms, _ = resources(call.q.device, arch)
-    config = CONFIGS[kernels_of(arch)](
+    kind = CONFIGS[kernels_of(arch)]
+    config = kind(
         head_dim=dims[0],
         head_dim_v=dims[1],
         **call.traits(room, with_lse),
@@ -257,6 +258,7 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
         leftpad=call.cache_leftpad is not None,
         varlen_new=call.cu_seqlens_k_new is not None,
         fp8=call.fp8,
+        one_block=call.rows <= kind.tile_m,
         num_sms=sms,
     )
     config = fitted(config, room, units_of(call, config))

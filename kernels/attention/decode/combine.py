@@ -96,6 +96,7 @@ class Combine:
 
     def rows(self, passed: Passed, sizes: Sizes, unit: Int32) -> Rows:
         """The rows of a unit."""
+        sizes = sizes.known(self.config)
         entry = unit // sizes.heads
         batch = entry // sizes.m_blocks
         m_block, head = sizes.owner(entry - batch * sizes.m_blocks, unit - entry * sizes.heads)

@@ -40,6 +40,7 @@ class DecodeConfig(ScoreSpec):
     sink: bool = False
     lse: bool = True
 
+    one_block: bool = False  # all packed rows of a sequence and a head of K and V are one block
     packed: bool = True  # the query heads of one head of K and V share the rows of a tile
     # how keys are cut: "one" (not), "even" (each unit in as many parts as fill the GPU) or "shares"
     # (equal shares of all keys, or num_splits of each unit)
@@ -153,6 +154,11 @@ class DecodeConfig(ScoreSpec):
             return "varlen_k or used_q: keys are in caches, and all queries are used"
         if self.parts not in ("one", "even", "shares"):
             return f"parts={self.parts!r}: one, even or shares"
+        if self.one_block and problem is not None:
+            group = problem.heads_q // problem.heads_kv if self.packed else 1
+            if problem.seqlen_q * group > self.tile_m:
+                rows = problem.seqlen_q * group
+                return f"one_block=True: {rows} packed rows, a block has {self.tile_m}"
         if self.appended and not self.used_k:
             return "appended=True: needs the caches' lengths"
         if self.page_size < 0 or (self.page_size and self.batch_idx):

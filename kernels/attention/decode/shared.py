@@ -19,6 +19,7 @@ from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, Piece, Split
 from cutex.schedulers.order import select
 
 WARP = 32
+TOGETHER = 4  # entries that a lane looks at together
 
 
 class Part(NamedTuple):
@@ -108,11 +109,15 @@ class Walk:
         """The length of the row of all units, that of each team's share, and into how many parts
         units are cut (0: where shares end)."""
         c, total, longest, shortest = self.config, Int32(0), Int32(0), Int32(NEVER)
-        for first in cutlass.range(0, self.sizes.entries, WARP, unroll=4):
-            mine = weight(self.length(first + cute.arch.lane_idx()), c.start)
-            total += mine
-            longest = cutlass.max(longest, mine)
-            shortest = cutlass.min(shortest, select(mine > 0, mine, NEVER))
+        for first in cutlass.range(0, self.sizes.entries, WARP * TOGETHER, unroll=1):
+            # NOTE: all are loaded before any is used; an unrolled loop would wait for each
+            lane = first + cute.arch.lane_idx()
+            lengths = tuple(self.length(lane + i * WARP) for i in range(TOGETHER))
+            for i in cutlass.range_constexpr(TOGETHER):
+                mine = weight(lengths[i], c.start)
+                total += mine
+                longest = cutlass.max(longest, mine)
+                shortest = cutlass.min(shortest, select(mine > 0, mine, NEVER))
         total = cute.arch.warp_redux_sync(total, "add") * owners
         longest = cute.arch.warp_redux_sync(longest, "max")
         shortest = cute.arch.warp_redux_sync(shortest, "min")

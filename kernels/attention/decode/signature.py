@@ -8,12 +8,13 @@ import cutlass
 from cutlass import Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
-from cutex.device.attention.block_info import Band
+from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.device.attention.seqlen_info import SeqlenInfo, Seqlens
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
 from cutex.schedulers.order import select
 
+ALL_ROWS = 2**30  # of a block as what keys are walked over: all rows of a sequence
 FEW_BLOCKS = 4  # of rows of a sequence and a head, of which each owns units
 
 
@@ -134,6 +135,18 @@ class Sizes(NamedTuple):
         team = Splits.team_of(Int32(owners), c.team)
         found = (batch, owners, per_kv, team, pack, rows_q, rows_k, m_blocks, row_blocks, new)
         return Sizes(*(Int32(x) for x in found))
+
+    def known(self, config: Any) -> Sizes:
+        """The same, of which a kernel for one block of rows knows the numbers of blocks: what is
+        divided by them needs no division."""
+        return self._replace(m_blocks=1, row_blocks=1) if config.one_block else self
+
+    def block_info(self, config: Any, band: Band) -> BlockInfo:
+        """The relation between the rows of an entry, which sees the keys that any of them does, and
+        blocks of keys."""
+        if config.one_block:
+            return BlockInfo(ALL_ROWS, config.tile_n, band)
+        return BlockInfo(config.tile_m * self.row_blocks, config.tile_n, band, self.pack)
 
     @property
     def entries(self) -> Int32:

@@ -19,7 +19,6 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
-from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.kernels.attention.decode.append import Append
 from cutex.kernels.attention.decode.combine import Combine, out_of
@@ -117,8 +116,8 @@ class Decode:
         publish_barriers((k_ring, v_ring, *barriers))
         pointer = tmem.pointer()
         cute.arch.griddepcontrol_wait()
-        rows = c.tile_m * sizes.row_blocks  # of an entry, which sees the keys that any of them does
-        info = BlockInfo(rows, c.tile_n, passed.band(c.causal), sizes.pack)
+        sizes = sizes.known(c)
+        info = sizes.block_info(c, passed.band(c.causal))
         shared = Shared(c, info, passed, sizes, sQ, sK, sV, k_ring, v_ring)
         if warp >= self.load_warps.first:
             Load(k, v, *pitches, warp - self.load_warps.first, shared).run()

@@ -29,7 +29,7 @@ from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_cluster
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
 from cutex.kernels.attention.decode.combine import Parts
-from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.signature import ALL_ROWS, Passed, Sizes
 from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
 from cutex.kernels.attention.mla.signature import arguments, passed_of, rows_of_q, sizes_of
@@ -38,8 +38,6 @@ from cutex.kernels.attention.mla.sm100.load import Load
 from cutex.kernels.attention.mla.sm100.mma import Mma
 from cutex.kernels.attention.mla.sm100.shared import LOAD_WARPS, SWIZZLE, Shared
 from cutex.kernels.attention.mla.sm100.softmax import Softmax
-
-ALL_ROWS = 2**30  # of a block as what keys are walked over: all rows of a sequence
 
 
 class Mla:
