@@ -177,12 +177,11 @@ def box_operand(
     mX: cute.Tensor,
     tile: tuple[int, int],
     box_rows: int,
-    shared: bool = False,
     pair: bool = False,
 ) -> cpasync.TmaInfo:
     """The tensor map that loads boxes of tiles (bRows, bD) of mX, whose slots in smem are K-major
-    (slots_layout), as wide as its swizzle; for all CTAs of a mask, if `shared`; with `pair`, bytes
-    are counted on the barrier of the pair's leader."""
+    (slots_layout), as wide as its swizzle; with `pair`, bytes are counted on the barrier of the
+    pair's leader."""
     dtype = mX.element_type
     swizzle = swizzle_bytes(tile[1] * dtype.width // 8)
     box = box_rows, swizzle * 8 // dtype.width
@@ -190,8 +189,7 @@ def box_operand(
     layout = cute.make_layout((*box, 1), stride=(box[1], 1, 0))
     layout = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, layout)
     group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
-    multicast, alone = cpasync.CopyBulkTensorTileG2SMulticastOp, cpasync.CopyBulkTensorTileG2SOp
-    op = multicast(group) if shared else alone(group)
+    op = cpasync.CopyBulkTensorTileG2SOp(group)
     return cpasync.make_tiled_tma_atom(op, endless_view(row_list(mX)), layout, box)
 
 

@@ -274,7 +274,9 @@ def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
     blocks = -(-room // config.tile_n)
     if config.is_whole(blocks + config.start):
         return False
-    parts = min(-(-config.num_sms // units_of(call, config)), blocks)
+    units = units_of(call, config)
+    # NOTE: so many stay whole, if they are alike (DecodeConfig.are_whole_alone)
+    parts = 1 if 3 * units >= 2 * config.num_sms else min(-(-config.num_sms // units), blocks)
     return min(call.rows, config.tile_m) * parts > MOST_MERGED
 
 

@@ -18,7 +18,7 @@ class Sm90MlaConfig(MlaConfig):
     """The tiling: a CTA has 64 packed rows, and takes 64 keys at a time."""
 
     num_sms: int = 132
-    share: bool = False  # two CTAs load keys for each other, with an even number of blocks of rows
+    pairs: bool = False  # two CTAs have neighbouring blocks of rows, whose number is even
 
     tile_m: ClassVar[int] = ROWS
     tile_n: ClassVar[int] = KEYS
@@ -29,7 +29,7 @@ class Sm90MlaConfig(MlaConfig):
 
     @property
     def team(self) -> int:
-        return 2 if self.share else 1
+        return 2 if self.pairs else 1
 
     @property
     def load_warps(self) -> int:
@@ -38,4 +38,4 @@ class Sm90MlaConfig(MlaConfig):
         return 4 if self.page_size % ATOM_ROWS else 1
 
     def fitted(self, rows: int) -> Self:
-        return replace(self, share=-(-rows // ROWS) % 2 == 0)
+        return replace(self, pairs=-(-rows // ROWS) % 2 == 0)

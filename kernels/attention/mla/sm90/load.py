@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int16, Int32, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.atoms.tma import tile_loads
@@ -77,9 +77,6 @@ class Load:
                 fill = PipelineState(SLOTS, self.slot, cursor.phase)
                 self.block(loads, self.boxes_of(loads, cursor.n_block), fill)
                 cursor = cursor._replace(n_block=cursor.n_block - SLOTS, phase=cursor.phase ^ 1)
-                if cutlass.const_expr(s.config.share):  # noqa: SIM102 - known when tracing
-                    if cursor.n_block >= cursor.first:
-                        self.prefetch(loads, self.boxes_of(loads, cursor.n_block))
         return cursor
 
     @cute.jit
@@ -97,20 +94,6 @@ class Load:
                 n_block = blocks.end - 1 - (slot ^ self.slot)
                 slot = (slot + blocks.end - blocks.first) % SLOTS
         return Cursor(at, span, entry, head, first, n_block, slot, phase)
-
-    @cute.jit
-    def drain(self, cursor: Cursor) -> None:
-        """Wait until this slot is empty, after the last load: the other CTA then has nothing left
-        to write here or to signal."""
-        c = self.shared.config
-        if cutlass.const_expr(c.share):  # noqa: SIM102 - known when tracing
-            if self.number < c.load_warps:
-                self.await_empty(cursor)
-
-    @cute.jit
-    def await_empty(self, cursor: Cursor) -> None:
-        for group in cutlass.range_constexpr(len(GROUPS)):
-            self.shared.kv.empty.wait(cursor.phase, self.slot * len(GROUPS) + group)
 
     @property
     def boxes(self) -> int:
@@ -141,26 +124,6 @@ class Load:
                     self.chunk(gX, slot[None, None, mine + i, None], full, group, n)
 
     @cute.jit
-    def prefetch(self, loads: BoxLoads, found: Box) -> None:
-        """Have L2 load this CTA's share of a block of keys, so that it comes sooner when there is a
-        slot for it.
-
-        NOTE: where two CTAs share loads, tensor cores bind, and two slots hold too little to cover
-        the latency of memory; where memory binds it costs 9 % (docs/facts/decode.md#mla-ahead).
-        """
-        boxes = self.boxes
-        sX = cute.flat_divide(loads.sX, loads.box)[None, None, 0, None, 0]
-        for i in cutlass.range(boxes, unroll_full=boxes <= UNROLLED):
-            gX = loads.columns_of(Box(*(cute.arch.shuffle_sync(x, i) for x in found)))
-            for group in cutlass.range_constexpr(len(GROUPS)):
-                for number in cutlass.range_constexpr(len(GROUPS[group])):
-                    tXgX, _ = self.parts(gX, sX, GROUPS[group][number])
-                    if cutlass.const_expr(not self.shared.config.share) or self.is_own(
-                        number + group
-                    ):
-                        cute.prefetch(self.kv.atom, tXgX)
-
-    @cute.jit
     def chunk(
         self,
         gX: cute.Tensor,
@@ -169,25 +132,11 @@ class Load:
         group: cutlass.Constexpr[int],
         number: cutlass.Constexpr[int],
     ) -> None:
-        """Start the load of a box's chunk, gX (boxRows, boxD, CHUNK) to sX (boxRows, boxD, CHUNK);
-        of two CTAs that share their loads each has every second chunk."""
-        tXgX, tXsX = self.parts(gX, sX, GROUPS[group][number])
-        bar = full + self.shared.kv.wave_of(GROUPS[group][number])
-        if cutlass.const_expr(not self.shared.config.share):
-            cute.copy(self.kv.atom, tXgX, tXsX, tma_bar_ptr=bar)
-        elif self.is_own(number + group):
-            cute.copy(self.kv.atom, tXgX, tXsX, tma_bar_ptr=bar, mcast_mask=Int16(3))
-
-    def is_own(self, number: int) -> Boolean:
-        """Whether this CTA, of two that share their loads, has a chunk of this number."""
-        return cute.arch.block_idx_in_cluster() == number % 2
-
-    def parts(
-        self, gX: cute.Tensor, sX: cute.Tensor, chunk: int
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """What TMA copies of a chunk of gX and sX: (TMA), (TMA)."""
+        """Start the load of a chunk of a box, from gX to sX (boxRows, boxD, CHUNK)."""
+        chunk = GROUPS[group][number]
         tXsX, tXgX = cpasync.tma_partition(
             self.kv.atom, 0, cute.make_layout(1), cute.group_modes(sX[None, None, chunk], 0, 2),
             cute.group_modes(gX[None, None, chunk], 0, 2),
-        )  # fmt: skip
-        return tXgX, tXsX
+        )  # (TMA), (TMA)  # fmt: skip
+        bar = full + self.shared.kv.wave_of(chunk)
+        cute.copy(self.kv.atom, tXgX, tXsX, tma_bar_ptr=bar)

@@ -99,14 +99,11 @@ class Mla:
         sizes = sizes_of(c, mQ, mKV, passed)
         slots = slots_layout(mQ.element_type, ROWS, c.head_dim, 1, SWIZZLE)
         q = load_operand(rows_of_q(mQ), slots)
-        kv = box_operand(
-            mKV, (c.tile_n, c.head_dim), cache_box_rows(c.page_size, c.tile_n), shared=c.share
-        )
+        kv = box_operand(mKV, (c.tile_n, c.head_dim), cache_box_rows(c.page_size, c.tile_n))
         most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
         self.kernel(q, kv, mO, passed, sizes, page_pitch(mKV)).launch(
             grid=(cutlass.min(most, c.ctas), 1, 1),
             block=(self.num_threads, 1, 1),
-            cluster=(c.team, 1, 1) if c.share else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -127,7 +124,7 @@ class Mla:
         warps = self.scores_warps.count, self.values_warps.count
         walk = info, passed, sizes
         shared = Shared.allocate(SmemAllocator(), q.atom.value_type, c, warps, walk)
-        publish_barriers((shared.q, shared.kv, shared.p_full, shared.turn), cluster=c.share)
+        publish_barriers((shared.q, shared.kv, shared.p_full, shared.turn))
         parts = Parts(passed, sizes.units, c.tile_m, c.head_dim_v)
         out = MlaOut(c, mO, parts.partials, passed, None)
         warp = cute.arch.warp_idx()

@@ -84,7 +84,6 @@ class Scores:
                 if has_last:
                     self.store_lse(lse, rows, piece)
         cute.arch.griddepcontrol_launch_dependents()
-        self.load.drain(cursor)
 
     def own(self, kv: PipelineState, i: Int32) -> PipelineState:
         """The state of block `i` of a part, whose slot is this warpgroup's."""

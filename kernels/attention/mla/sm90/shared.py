@@ -32,23 +32,20 @@ class ChunkRing:
     wave of them that has come, and the next load when the first are free.
 
     full[slot, wave]:    1 arrival of each warp that loads, and the bytes by TMA
-    empty[slot, group]:  1 arrival of each VALUES warp, of both CTAs that share their loads
+    empty[slot, group]:  1 arrival of each VALUES warp
     """
 
     wave_bytes: int  # of each warp that loads
     full: Barrier
     empty: Barrier
-    sharers: int
 
     @staticmethod
     def allocate(smem: SmemAllocator, config: Sm90MlaConfig, readers: int) -> ChunkRing:
         c = config
         full = Barrier.allocate(smem, "kv full", arrivals=c.load_warps, slots=SLOTS * WAVES)
-        empty = Barrier.allocate(
-            smem, "kv empty", arrivals=readers * c.team, slots=SLOTS * len(GROUPS)
-        )
+        empty = Barrier.allocate(smem, "kv empty", arrivals=readers, slots=SLOTS * len(GROUPS))
         wave_bytes = c.kv_bytes // WAVES // c.load_warps
-        return ChunkRing(wave_bytes, full, empty, c.team)
+        return ChunkRing(wave_bytes, full, empty)
 
     def init(self) -> None:
         self.full.init()
@@ -79,15 +76,9 @@ class ChunkRing:
 
     @cute.jit
     def release(self, state: PipelineState, group: cutlass.Constexpr[int]) -> None:
-        """Arrive once for this warp, at each CTA that loads: its reads of a group are complete."""
-        at = state.slot * len(GROUPS) + group
-        if cutlass.const_expr(self.sharers == 1):
-            with cute.arch.elect_one():
-                self.empty.arrive(at)
-        else:
-            lane = cute.arch.lane_idx()
-            if lane < self.sharers:
-                cute.arch.mbarrier_arrive(self.empty[at], lane)
+        """Arrive once for this warp: its reads of a group are complete."""
+        with cute.arch.elect_one():
+            self.empty.arrive(state.slot * len(GROUPS) + group)
 
 
 @dataclass(frozen=True)
