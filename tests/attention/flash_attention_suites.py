@@ -45,7 +45,7 @@ import torch
 LENGTHS = ("seqlen", "seqlen_q", "seqlen_k", "seqlen_q,seqlen_k")
 # what changes no result: passed to ours where it has the argument, else dropped
 WITHOUT_EFFECT = ("num_splits", "pack_gqa", "scheduler_metadata", "sm_margin", "gqa_decoding",
-                  "gqa_parallel", "max_seqlen_k_hint", "deterministic", "tile_n", "min_seqlen_k",
+                  "gqa_parallel", "max_seqlen_k_hint", "tile_n", "min_seqlen_k",
                   "seqlen_k_per_split")  # fmt: skip
 APART = 1e-3  # of O in fp16, whose values are below 0.25: four roundings
 OTHERS = ("combine", "bw_compatibility", "generator_arg", "paged_kv_num_splits")  # not ours
