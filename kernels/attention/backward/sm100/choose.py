@@ -9,8 +9,9 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 
 # by head dims: what differs from Sm100BackwardConfig's defaults
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (128, 128): {"late_parts": 1},
     (64, 64): {"do_stages": 2, "dq_width": 64},
-    (96, 96): {"do_stages": 2, "dq_width": 96},
+    (96, 96): {"do_stages": 2, "dq_width": 96, "late_parts": 1},
     (192, 128): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
     (192, 192): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
     (256, 256): {"tile_m": 64, "num_stages": 1, "splits": 2, "ahead": False},

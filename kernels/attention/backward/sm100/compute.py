@@ -142,8 +142,9 @@ class Compute:
             for k in cutlass.range_constexpr(0, PART, 2):
                 row[k], row[k + 1] = mul2((row[k], row[k + 1]), (dp[k], dp[k + 1]))
             ds = rounded(row, s.sQ.element_type)
-            words = cute.recast_tensor(ds, Float32)
-            store_columns(s.tmem, column + part * cute.size(words), words)
+            if cutlass.const_expr(part < self.parts - c.late_parts):
+                words = cute.recast_tensor(ds, Float32)
+                store_columns(s.tmem, column + part * cute.size(words), words)
             mine = s.sdS[None, self.key(), 0]  # (bM)
             to = cute.local_tile(mine, (PART,), (self.group * self.parts + part,))  # (PART)
             cute.autovec_copy(ds, to)

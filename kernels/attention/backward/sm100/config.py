@@ -38,6 +38,8 @@ class Sm100BackwardConfig(BackwardSpec):
     splits: int = 1
     folded: bool = True  # LSE and delta are subtracted by one more step of K of S and dP; bf16
     ahead: bool = True  # S of the next block is started before dK and dQ of this one
+    # parts of PART queries of each share whose dK comes behind dQ, with dS from smem
+    late_parts: int = 0
     groups: int = 2  # warpgroups that compute P and dS, each of a share of the queries
     # a thread of those that add dQ; of those that compute; of the others
     registers: tuple[int, int, int] = (152, 136, 88)
@@ -107,11 +109,34 @@ class Sm100BackwardConfig(BackwardSpec):
         return self.dk_width // self.dq_width
 
     @property
+    def dq_columns(self) -> tuple[int, ...]:
+        """The first columns of the places that parts of dQ take in turn: its own, and over dP and
+        dS, whose readers are started before."""
+        if self.dq_over_dp or self.dq_parts == 1 or self.dq_width > self.tile_m:
+            return (self.dq_column,)
+        return self.dq_column, self.dp_column
+
+    def dq_use(self, i: Any, part: int) -> Any:
+        """How many parts of dQ were in the place of part `part` of block i before it."""
+        places = len(self.dq_columns)
+        in_a_block = len(range(part % places, self.dq_parts, places))
+        return i * in_a_block + part // places
+
+    @property
+    def dq_room(self) -> int:
+        """The columns of dQ that a thread has registers for."""
+        return max(PART, (self.registers[0] - 24) // PART * PART)
+
+    @property
     def dq_at_once(self) -> int:
-        """The columns of dQ that a thread has in registers at one time."""
-        room = self.registers[0] - 24
+        """The columns of a part of dQ that a thread has in registers at one time."""
         return max(x for x in range(PART, self.dq_width + 1, PART)
-                   if self.dq_width % x == 0 and (x <= room or x == PART))  # fmt: skip
+                   if self.dq_width % x == 0 and x <= self.dq_room)  # fmt: skip
+
+    @property
+    def dq_parts_at_once(self) -> int:
+        """The parts of dQ that are read, one after the other, before the first is added."""
+        return max(1, min(len(self.dq_columns), self.dq_room // self.dq_width))
 
     @property
     def dq_rows(self) -> int:
@@ -189,6 +214,8 @@ class Sm100BackwardConfig(BackwardSpec):
             )
         if min(self.num_stages, self.do_stages) < 1:
             return f"num_stages={self.num_stages}, do_stages={self.do_stages}: at least 1 each"
+        if self.late_parts not in range(self.share // PART):
+            return f"late_parts={self.late_parts}: less than the {self.share // PART} of a share"
         if self.ahead and self.num_stages < 2:
             return f"num_stages={self.num_stages}: ahead=True holds Q of two blocks"
         if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:

@@ -10,7 +10,7 @@ from cutex.kernels.attention.backward import convert
 from cutex.kernels.attention.backward.convert import THREADS, WIDE
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 
-COLUMNS = 2 * WIDE  # that a thread takes of a row: 32 bytes of dQ
+BESIDE = 4  # neighbouring threads that have neighbouring units of a row: 64 bytes of dQ
 
 
 class Convert(convert.Convert):
@@ -28,20 +28,14 @@ class Convert(convert.Convert):
     ) -> None:
         c = self.config
         vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
-        for i in cutlass.range_constexpr(c.tile_m * c.head_dim // (COLUMNS * THREADS)):
+        for i in cutlass.range_constexpr(c.tile_m * c.head_dim // (WIDE * THREADS)):
             item = i * THREADS + thread
-            row, group = item % c.tile_m, item // c.tile_m
-            numbers = cute.make_rmem_tensor(cute.make_layout((2, 1, COLUMNS // 2)), Float32)
-            flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, COLUMNS // 4)))
-            first = row // c.dq_rows * (c.head_dim // 4) + group * (COLUMNS // 4)
-            for j in cutlass.range_constexpr(COLUMNS // 4):
+            row = item // BESIDE % c.tile_m
+            unit = item // (BESIDE * c.tile_m) * BESIDE + item % BESIDE
+            numbers = cute.make_rmem_tensor(cute.make_layout((2, 1, WIDE // 2)), Float32)
+            flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, WIDE // 4)))
+            first = row // c.dq_rows * (c.head_dim // 4) + unit * (WIDE // 4)
+            for j in cutlass.range_constexpr(WIDE // 4):
                 at = (first + j) * c.dq_rows + row % c.dq_rows
                 cute.autovec_copy(vectors[None, at], flat[None, j])
-            for unit in cutlass.range_constexpr(COLUMNS // WIDE):
-                eight = cute.make_tensor(
-                    numbers.iterator + unit * WIDE, cute.make_layout((2, 1, WIDE // 2))
-                )
-                self.write(
-                    eight, 0, gdQ, seqlen, m_block * c.tile_m + row,
-                    group * (COLUMNS // WIDE) + unit, scale,
-                )  # fmt: skip
+            self.write(numbers, 0, gdQ, seqlen, m_block * c.tile_m + row, unit, scale)

@@ -3,7 +3,9 @@
     S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K
 
 P^T and dS^T are operands A in tensor memory, each warpgroup's share of the queries over the scores
-that it is computed from; dS is operand A in smem, with the queries contiguous.
+that it is computed from; dS is operand A in smem, with the queries contiguous. Where dQ is over dS^T,
+dK of the last queries of a share is started behind it, with dS^T from smem: it hides the time until
+dQ is in registers, which dP^T of the next block has to wait for.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from cutex.device.atoms.mma import contiguous_rows_layout
+from cutex.device.atoms.mma import contiguous_rows_layout, slots_layout
 from cutex.device.atoms.tmem import fence_after_sync
 from cutex.device.atoms.umma import Umma, UmmaProduct, commit
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.backward.sm100.config import ROWS, Sm100BackwardConfig
+from cutex.kernels.attention.backward.sm100.config import PART, ROWS, Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.shared import Shared
 
 
@@ -32,6 +34,7 @@ class Products:
     less: Any  # UmmaProduct of one step of K, whose A of slot 0 is S's, of slot 1 dP's
     dv: UmmaProduct
     dk: UmmaProduct
+    late_dk: Any  # UmmaProduct of the same, dS^T in smem; None if dK is never late
     dq: UmmaProduct  # B of all columns, in parts of dq_width
 
     @staticmethod
@@ -57,6 +60,14 @@ class Products:
         tVrP = shares(of_dv, tmem, 0, c)  # (MMA, MMA_M, MMA_K)
         tKrdS = shares(of_dk, tmem, c.dp_column, c)  # (MMA, MMA_M, MMA_K)
         tQrdS = of_dq.a_slots(shared.sdS)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
+        late_dk = None
+        if cutlass.const_expr(c.late_parts > 0):
+            of_keys = slots_layout(dtype, ROWS, c.tile_m, 1, 128)
+            sdSt = cute.make_tensor(shared.sdS.iterator, of_keys.outer)  # (128, bM, 1)
+            tKsdS = of_dk.a_slots(sdSt)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
+            late_dk = UmmaProduct(
+                of_dk, tKsdS, of_dk.b_slots(sQt), of_dk.accumulator(tmem + c.dk_column)
+            )
         less = None
         if cutlass.const_expr(c.folded):
             rows, minus = scores.b_slots(shared.sRows), scores.a_slots(shared.sMinus)
@@ -69,10 +80,8 @@ class Products:
             less,
             UmmaProduct(of_dv, tVrP, of_dv.b_slots(sdOt), of_dv.accumulator(tmem + c.dv_column)),
             UmmaProduct(of_dk, tKrdS, of_dk.b_slots(sQt), of_dk.accumulator(tmem + c.dk_column)),
-            UmmaProduct(
-                of_dq, tQrdS, of_dq.b_slots(sKt),
-                of_dq.accumulator(tmem + c.dq_column),
-            ),
+            late_dk,
+            UmmaProduct(of_dq, tQrdS, of_dq.b_slots(sKt), of_dq.accumulator(tmem)),
         )  # fmt: skip
 
 
@@ -128,8 +137,7 @@ class Mma:
             self.start_s(q)
             self.start_dp(i, q, do)
             self.start_dv(i, do)
-            self.start_dk(i, q)
-            self.start_dq(i)
+            self.start_dk_and_dq(i, q)
             q.advance()
             do.advance()
 
@@ -147,8 +155,7 @@ class Mma:
             do.advance()
             if i + 1 < total:
                 self.start_s(following)
-            self.start_dk(i, q)
-            self.start_dq(i)
+            self.start_dk_and_dq(i, q)
             if i + 1 < total:
                 self.start_dp(i + 1, following, do)
             q.advance()
@@ -169,8 +176,8 @@ class Mma:
         if i == 0:
             b.v_loaded.wait(0)
         b.do.wait_full(do)
-        if cutlass.const_expr(c.dq_over_dp):
-            self.wait_dq_empty(i * c.dq_parts)
+        if cutlass.const_expr(c.dp_column in c.dq_columns):
+            self.wait_dq_empty(i, c.dq_columns.index(c.dp_column))
         self.products.dp.issue(do.slot, Boolean(False))
         self.subtract(1, q)
         commit(b.dp_full[0], pair=False)
@@ -193,26 +200,53 @@ class Mma:
         commit(b.do.empty[do.slot], pair=False)
 
     @cute.jit
-    def start_dk(self, i: Int32, q: PipelineState) -> None:
-        b = self.shared.barriers
-        b.ds_full.wait(i & 1)
+    def start_dk_and_dq(self, i: Int32, q: PipelineState) -> None:
+        self.shared.barriers.ds_full.wait(i & 1)
         fence_after_sync()
-        self.products.dk.issue(q.slot, i > 0)
-        commit(b.q.empty[q.slot], pair=False)
+        self.start_dk(i, q)
+        self.start_dq(i)
+        if cutlass.const_expr(self.shared.config.late_parts > 0):
+            self.start_late_dk(q)
+
+    @cute.jit
+    def start_dk(self, i: Int32, q: PipelineState) -> None:
+        """Start dK of the queries whose dS^T is in tensor memory."""
+        early, late = self.dk_blocks()
+        self.products.dk.issue(q.slot, i > 0, early)
+        if cutlass.const_expr(not late):
+            commit(self.shared.barriers.q.empty[q.slot], pair=False)
+
+    @cute.jit
+    def start_late_dk(self, q: PipelineState) -> None:
+        """Start dK of the other queries."""
+        _, late = self.dk_blocks()
+        self.products.late_dk.issue(q.slot, Boolean(True), late)
+        commit(self.shared.barriers.q.empty[q.slot], pair=False)
+
+    def dk_blocks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The blocks of K, of queries, of dK that are started before dQ, and behind it."""
+        c, k = self.shared.config, self.products.dk.mma.k
+        of_share, late = c.share // k, c.late_parts * PART // k
+        blocks = range(c.groups * of_share)
+        behind = tuple(x for x in blocks if x % of_share >= of_share - late)
+        return tuple(x for x in blocks if x not in behind), behind
 
     @cute.jit
     def start_dq(self, i: Int32) -> None:
-        """Start dQ of the block whose dS `start_dk` has waited for."""
+        """Start dQ of a block whose dS is there."""
         s = self.shared
         c, b = s.config, s.barriers
-        dq = self.products.dq
         for part in cutlass.range_constexpr(c.dq_parts):
-            self.wait_dq_empty(i * c.dq_parts + part)
+            self.wait_dq_empty(i, part)
+            place = part % len(c.dq_columns)
+            dq = self.products.dq.at(c.dq_columns[place])
             dq.issue(s.split * c.dq_parts + part, Boolean(False))
-            commit(b.dq_full[0], pair=False)
+            commit(b.dq_full[place], pair=False)
 
     @cute.jit
-    def wait_dq_empty(self, number: Int32) -> None:
-        """Wait until the part of dQ before part `number` has been read."""
-        self.shared.barriers.dq_empty.wait((number & 1) ^ 1)
+    def wait_dq_empty(self, i: Int32, part: cutlass.Constexpr[int]) -> None:
+        """Wait until what was before part `part` of dQ of block i in its place has been read."""
+        c = self.shared.config
+        empty = self.shared.barriers.dq_empty
+        empty.wait((c.dq_use(i, part) & 1) ^ 1, part % len(c.dq_columns))
         fence_after_sync()

@@ -16,6 +16,7 @@ from cutlass import Int32, cute
 from cutex.device.atoms.reduction import add_bulk, add_vector
 from cutex.device.atoms.tmem import fence_after_sync, fence_before_sync
 from cutex.device.attention.tmem_rows import columns_of, flat
+from cutex.device.epilogue.sm100.tma_store import SubTiles
 from cutex.kernels.attention.backward.sm100.config import PART
 from cutex.kernels.attention.backward.sm100.shared import Shared
 from cutex.kernels.attention.backward.turns import await_turn, pass_turn, turn_of
@@ -39,8 +40,12 @@ class Add:
                 pass_turn(s.passed.turns, earlier, self.turn_part(), earlier_turn)
                 earlier, earlier_turn = tile + m_block, turn
                 await_turn(s.passed.turns, tile + m_block, self.turn_part(), turn)
-            for part in cutlass.range_constexpr(c.dq_parts):
-                self.add(i, tile + m_block, part)
+            for part in cutlass.range_constexpr(0, c.dq_parts, c.dq_parts_at_once):
+                parts = range(part, min(part + c.dq_parts_at_once, c.dq_parts))
+                if cutlass.const_expr(len(parts) > 1):
+                    self.add_parts(i, tile + m_block, parts)
+                else:
+                    self.add(i, tile + m_block, part)
             m_block += 1
             if m_block == blocks.end:
                 m_block = blocks.first
@@ -53,27 +58,67 @@ class Add:
     @cute.jit
     def add(self, i: Int32, tile: Int32, part: cutlass.Constexpr[int]) -> None:
         """Add part `part` of dQ of block i to tile `tile`, once it is computed."""
-        s = self.shared
-        c, b = s.config, s.barriers
-        b.dq_full.wait((i * c.dq_parts + part) & 1)
-        fence_after_sync()
-        columns = columns_of(s.tmem, c.dq_column, c.dq_width)
+        c = self.shared.config
+        columns = self.await_part(i, part)
         # NOTE: several at once, for dQ's columns, or what is over them, are waited for
         at_once = c.dq_at_once // PART
         for first in cutlass.range_constexpr(0, columns.num_parts, at_once):
             loaded = [columns.start_load(first + j) for j in range(at_once)]
             columns.wait_loads()
             if cutlass.const_expr(first + at_once == columns.num_parts):
-                fence_before_sync()
-                with cute.arch.elect_one():
-                    b.dq_empty.arrive()
+                self.release_part(part)
             for j in cutlass.range_constexpr(at_once):
                 number = (i * c.dq_parts + part) * columns.num_parts + first + j
-                column = s.split * c.dk_width + part * c.dq_width + (first + j) * PART
-                if cutlass.const_expr(c.dq_slots > 0):
-                    self.add_from_smem(flat(loaded[j]), tile, column, number % c.dq_slots)
-                else:
-                    self.add_from_registers(flat(loaded[j]), tile, column)
+                self.add_columns(flat(loaded[j]), tile, part, first + j, number)
+
+    @cute.jit
+    def add_parts(self, i: Int32, tile: Int32, parts: cutlass.Constexpr[range]) -> None:
+        """Read `parts` of dQ of block i as they are computed, then add them to tile `tile`."""
+        loaded = []
+        for part in cutlass.range_constexpr(parts.start, parts.stop):
+            columns = self.await_part(i, part)
+            loaded.append([columns.start_load(j) for j in range(columns.num_parts)])
+            columns.wait_loads()
+            self.release_part(part)
+        for part in cutlass.range_constexpr(parts.start, parts.stop):
+            of_part = loaded[part - parts.start]
+            for j in cutlass.range_constexpr(len(of_part)):
+                number = (i * self.shared.config.dq_parts + part) * len(of_part) + j
+                self.add_columns(flat(of_part[j]), tile, part, j, number)
+
+    @cute.jit
+    def await_part(self, i: Int32, part: cutlass.Constexpr[int]) -> SubTiles:
+        """The columns of part `part` of dQ of block i, once it is computed."""
+        s = self.shared
+        c = s.config
+        place = part % len(c.dq_columns)
+        s.barriers.dq_full.wait(c.dq_use(i, part) & 1, place)
+        fence_after_sync()
+        return columns_of(s.tmem, c.dq_columns[place], c.dq_width)
+
+    @cute.jit
+    def release_part(self, part: cutlass.Constexpr[int]) -> None:
+        """Tell that part `part` is in registers."""
+        fence_before_sync()
+        with cute.arch.elect_one():
+            self.shared.barriers.dq_empty.arrive(part % len(self.shared.config.dq_columns))
+
+    @cute.jit
+    def add_columns(
+        self,
+        values: cute.Tensor,
+        tile: Int32,
+        part: cutlass.Constexpr[int],
+        j: cutlass.Constexpr[int],
+        number: Int32,
+    ) -> None:
+        """Start adding PART columns, those from j * PART on of a part, the `number`-th of all."""
+        c = self.shared.config
+        column = self.shared.split * c.dk_width + part * c.dq_width + j * PART
+        if cutlass.const_expr(c.dq_slots > 0):
+            self.add_from_smem(values, tile, column, number % c.dq_slots)
+        else:
+            self.add_from_registers(values, tile, column)
 
     @cute.jit
     def add_from_smem(self, values: cute.Tensor, tile: Int32, column: Int32, slot: Int32) -> None:

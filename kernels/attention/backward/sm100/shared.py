@@ -66,8 +66,8 @@ class Barriers:
             Barrier.allocate(smem, "p full", arrivals=computing),
             Barrier.allocate(smem, "dp full", arrivals=1),
             Barrier.allocate(smem, "ds full", arrivals=computing),
-            Barrier.allocate(smem, "dq full", arrivals=1),
-            Barrier.allocate(smem, "dq empty", arrivals=adding),
+            Barrier.allocate(smem, "dq full", arrivals=1, slots=len(c.dq_columns)),
+            Barrier.allocate(smem, "dq empty", arrivals=adding, slots=len(c.dq_columns)),
             Barrier.allocate(smem, "sums done", arrivals=1),
         )
 
