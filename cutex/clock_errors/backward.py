@@ -24,6 +24,7 @@ from cutex.sim.timing.traffic import loaded
 
 TRACES = FOLDER / "traces-attention_backward-sm_100a.json.gz"
 BLOCK = 128  # queries of a step, keys of a CTA
+COMPUTING = ("compute", "compute_loop")  # our role, and theirs
 STEPS = (6, 14)  # blocks of queries of the recorded clusters
 
 
@@ -135,16 +136,22 @@ def tflops(
 
 
 def instructions(
-    library: str, case: Case, causal: bool, traces: Mapping[str, Traced | Lengths]
+    library: str,
+    case: Case,
+    causal: bool,
+    traces: Mapping[str, Traced | Lengths],
+    roles: Sequence[str] = (),
 ) -> float | None:
-    """The instructions of the machine code of all warps for each score of a block without a mask,
-    of 32 lanes each."""
+    """The instructions of the machine code of all warps, or of those of `roles`, for each score of
+    a block without a mask, of 32 lanes each."""
     slots, size = [], 1
     for n in STEPS:
         one = traces.get(key(library, case, causal, f"main {n}"))
         if not isinstance(one, Traced):
             return None
-        size, programs = one.record.cluster_size, one.record.programs.values()
+        record = one.record
+        size = record.cluster_size
+        programs = [p for w, p in record.programs.items() if not roles or record.roles[w] in roles]
         slots.append(sum(e.slots for program in programs for e in program if isinstance(e, Work)))
     scores = (STEPS[1] - STEPS[0]) * BLOCK * BLOCK * size
     return 32 * repeats(library, case) * (slots[1] - slots[0]) / scores
@@ -171,6 +178,26 @@ def table(traces: Mapping[str, Traced | Lengths], gpu: Gpu = B200) -> str:
             slots = ", ".join(f"{x:.1f}" if x else "-" for x in both)
             row = [f"{case.dims}, {case.ctas}", size, mask, *cells, error, mine, ratio, slots]
             lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def instructions_table(traces: Mapping[str, Traced | Lengths]) -> str:
+    """Markdown: the instructions for a score, of all warps and of those that compute P and dS."""
+    lines = [
+        "| head dim | mask | cutex, all warps | those that compute "
+        "| FlashAttention-4, CTAs | all warps | those that compute |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for case in CASES:
+        for causal in (False, True):
+            found = [
+                instructions(library, case, causal, traces, roles)
+                for library in ("cutex", "fa4")
+                for roles in ((), COMPUTING)
+            ]
+            ours, theirs = ([f"{x:.1f}" if x else "-" for x in found[i : i + 2]] for i in (0, 2))
+            mask = "causal" if causal else "full"
+            lines.append(f"| {' | '.join([case.dims, mask, *ours, f'{case.ctas}', *theirs])} |")
     return "\n".join(lines)
 
 

@@ -36,6 +36,7 @@ from cutex.sim.timing.gpus import GPUS, SOURCES
 from cutex.sim.timing.timed import Whole
 
 PAGE = Path("docs/time.md")
+BOUNDS = Path("docs/attention-bounds.md")
 MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"
 PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
 # NOTE: a row has no dtype, in which the cases of a scaled GEMM differ; of attention to caches the
@@ -66,7 +67,7 @@ def written(page: str, name: str, text: str) -> str:
     before, _, rest = page.partition(first)
     _, found, after = rest.partition(last)
     if not found:
-        raise ValueError(f"{PAGE} has no marks for {name}")
+        raise ValueError(f"the page has no marks for {name}")
     return f"{before}{first}\n{text}\n\n{last}{after}"
 
 
@@ -117,15 +118,15 @@ def _of_b200(file: Path, fit: bool, page: bool) -> int:
     return 0
 
 
-def _write(parts: dict[str, str]) -> int:
+def _write(parts: dict[str, str], file: Path = PAGE) -> int:
     """Write each of the parts between its marks on the page."""
     try:
-        page = PAGE.read_text(encoding="utf-8")
+        page = file.read_text(encoding="utf-8")
         for name, text in parts.items():
             page = written(page, name, text)
     except ValueError as error:
         return refuse(str(error))
-    PAGE.write_text(page, encoding="utf-8")
+    file.write_text(page, encoding="utf-8")
     return 0
 
 
@@ -188,12 +189,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         list(foreign.errors(foreign.measured(MEASURED), foreign.traces(), board()))
     )
     chosen = clock_configs.table(clock_configs.found(configs))
-    backwards = backward.table(stored.load(backward.TRACES))
-    print(f"{text}\n\n{others}\n\n{chosen}\n\n{backwards}")
+    backwards = stored.load(backward.TRACES)
+    of_backwards = backward.table(backwards)
+    print(f"{text}\n\n{others}\n\n{chosen}\n\n{of_backwards}")
     if args.page:
         parts = {
             "constants": constants(), "errors": text, "foreign": others, "configs": chosen,
-            "backward": backwards,
+            "backward": of_backwards,
         }  # fmt: skip
-        return _write(parts)
+        code = _write({"instructions": backward.instructions_table(backwards)}, BOUNDS)
+        return code or _write(parts)
     return 0

@@ -39,31 +39,69 @@ class Preprocess:
         self, tensors: Tensors, passed: Passed, tiles: RowTiles, num_m_blocks: Int32
     ) -> None:
         c = self.config
-        thread, _, _ = cute.arch.thread_idx()
         m_block, head, batch = row_block(num_m_blocks, tiles.heads)
         seqlen = queries(passed, cute.size(tensors.o, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
             tile = tiles.tile(c, head, batch, seqlen) + m_block
-            self.clear(tensors.dq_sums[tile, None])
-            if cutlass.const_expr(c.deterministic):  # noqa: SIM102 - known when tracing
-                if thread < c.turns:
-                    passed.turns[tile, thread] = Int32(0)
-            stats = tensors.stats[tile, None]  # (2 * bM)
-            mO, mdO = (rows_of(x, c.varlen_q, head, batch) for x in (tensors.o, tensors.do))
-            at_once = THREADS // LANES
-            for i in cutlass.range_constexpr(c.tile_m // at_once):
-                place = i * at_once + thread // LANES
-                row = m_block * c.tile_m + place
-                delta, lse = Float32(0.0), Float32.inf
-                if row < seqlen.length:
-                    delta = self.product(mO, mdO, seqlen, row)
-                for offset in (1, 2, 4):
-                    delta += cute.arch.shuffle_sync_bfly(delta, offset=offset)
-                if row < seqlen.length:
-                    lse, dlse = self.of_row(tensors.lse, passed, head, batch, seqlen, row)
-                    delta -= dlse
-                if thread % LANES == 0:
-                    self.keep(stats, place, lse, delta, passed)
+            self.tile(tensors, passed, tile, head, batch, seqlen, m_block)
+
+    @cute.jit
+    def tile(
+        self,
+        tensors: Tensors,
+        passed: Passed,
+        tile: Int32,
+        head: Int32,
+        batch: Int32,
+        seqlen: SeqlenInfo,
+        m_block: Int32,
+    ) -> None:
+        """Do all for the queries of a tile."""
+        self.clear(tensors.dq_sums[tile, None], 0, 1)
+        self.clear_turns(passed, tile)
+        for i in cutlass.range_constexpr(self.rounds):
+            self.rows(i, tensors, passed, tile, head, batch, seqlen, m_block)
+
+    @cute.jit
+    def clear_turns(self, passed: Passed, tile: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(self.config.deterministic):  # noqa: SIM102 - known when tracing
+            if thread < self.config.turns:
+                passed.turns[tile, thread] = Int32(0)
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of a tile's rows that a CTA's threads take together."""
+        return self.config.tile_m * LANES // THREADS
+
+    @cute.jit
+    def rows(
+        self,
+        i: cutlass.Constexpr[int],
+        tensors: Tensors,
+        passed: Passed,
+        tile: Int32,
+        head: Int32,
+        batch: Int32,
+        seqlen: SeqlenInfo,
+        m_block: Int32,
+    ) -> None:
+        """Write LSE and delta of round i of the rows of a tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        stats = tensors.stats[tile, None]  # (2 * bM)
+        mO, mdO = (rows_of(x, self.config.varlen_q, head, batch) for x in (tensors.o, tensors.do))
+        place = i * (THREADS // LANES) + thread // LANES
+        row = m_block * self.config.tile_m + place
+        delta, lse = Float32(0.0), Float32.inf
+        if row < seqlen.length:
+            delta = self.product(mO, mdO, seqlen, row)
+        for offset in (1, 2, 4):
+            delta += cute.arch.shuffle_sync_bfly(delta, offset=offset)
+        if row < seqlen.length:
+            lse, dlse = self.of_row(tensors.lse, passed, head, batch, seqlen, row)
+            delta -= dlse
+        if thread % LANES == 0:
+            self.keep(stats, place, lse, delta, passed)
 
     @cute.jit
     def keep(
@@ -74,13 +112,19 @@ class Preprocess:
         stats[self.config.tile_m + place] = delta
 
     @cute.jit
-    def clear(self, sums: cute.Tensor) -> None:
-        """Set all of a tile's sums to 0."""
+    def clear(
+        self,
+        sums: cute.Tensor,
+        part: cutlass.Constexpr[int],
+        parts: cutlass.Constexpr[int],
+    ) -> None:
+        """Set part `part` of `parts` of a tile's sums to 0."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
         zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         zeros.fill(0.0)
-        for i in cutlass.range_constexpr(self.config.tile_m * self.config.head_dim // 4 // THREADS):
+        count = self.config.tile_m * self.config.head_dim // 4 // THREADS // parts
+        for i in cutlass.range_constexpr(part * count, (part + 1) * count):
             cute.autovec_copy(zeros, vectors[None, i * THREADS + thread])
 
     @cute.jit

@@ -3,9 +3,9 @@
     S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K
 
 P^T and dS^T are operands A in tensor memory, each warpgroup's share of the queries over the scores
-that it is computed from; dS is operand A in smem, with the queries contiguous. Where dQ is over dS^T,
-dK of the last queries of a share is started behind it, with dS^T from smem: it hides the time until
-dQ is in registers, which dP^T of the next block has to wait for.
+that it is computed from; dS is operand A in smem, with the queries contiguous. Where dQ is over
+dS^T, dK of the last queries of a share is started behind it, with dS^T from smem: it hides the time
+until dQ is in registers, which dP^T of the next block has to wait for.
 """
 
 from __future__ import annotations

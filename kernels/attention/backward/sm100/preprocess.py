@@ -12,9 +12,10 @@ from __future__ import annotations
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
+from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
 from cutex.kernels.attention.backward import preprocess
-from cutex.kernels.attention.backward.signature import Passed
+from cutex.kernels.attention.backward.signature import Passed, Tensors
 from cutex.kernels.attention.backward.sm100.config import FOLDED, TERMS, Sm100BackwardConfig
 
 LARGEST = 2.0**127  # P of a row with this LSE is 0; the largest power of two of bf16
@@ -22,6 +23,22 @@ LARGEST = 2.0**127  # P of a row with this LSE is 0; the largest power of two of
 
 class Preprocess(preprocess.Preprocess):
     config: Sm100BackwardConfig
+
+    @cute.jit
+    def tile(
+        self,
+        tensors: Tensors,
+        passed: Passed,
+        tile: Int32,
+        head: Int32,
+        batch: Int32,
+        seqlen: SeqlenInfo,
+        m_block: Int32,
+    ) -> None:
+        self.clear_turns(passed, tile)
+        for i in cutlass.range_constexpr(self.rounds):
+            self.rows(i, tensors, passed, tile, head, batch, seqlen, m_block)
+            self.clear(tensors.dq_sums[tile, None], i, self.rounds)
 
     @cute.jit
     def keep(

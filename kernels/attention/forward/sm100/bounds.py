@@ -33,6 +33,7 @@ from cutex.kernels.attention.spec import HEAD_DIMS, AttentionSpec, Shape
 from cutex.peers import flash_attention, flash_attention_code
 
 ARCH = "sm_100a"
+BACKWARD = "\n# The backward\n"  # where the page's other part begins (backward/sm100/bounds.py)
 MODULE = "cutex.kernels.attention.forward.sm100.bounds"  # as `python -m` takes it
 FILE, PAGE = Path("results/attention-bounds/sm_100a.jsonl"), Path("docs/attention-bounds.md")
 SHAPE = Shape(batch=1, heads_q=16, heads_kv=16, longest_q=4096, longest_k=4096, mean_q=4096)
@@ -207,7 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows += peer_rows() or [r for r in (read(FILE) if FILE.exists() else []) if r.kernel != "cutex"]
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), encoding="utf-8")
-    PAGE.write_text(page(rows), encoding="utf-8")
+    kept = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    PAGE.write_text(page(rows) + "".join(kept.partition(BACKWARD)[1:]), encoding="utf-8")
     print(table(rows))
     return 0
 
