@@ -122,14 +122,26 @@ def test_what_shares_columns_of_tensor_memory_is_meant_to(dims):
     c = fitted(Sm100BackwardConfig(head_dim=dims[0], head_dim_v=dims[1]))
     places = [
         (0, c.tile_m), (c.dp_column, c.tile_m), (c.dv_column, c.dv_width),
-        (c.dk_column, c.dk_width), (c.dq_column, c.dq_width),
+        (c.dk_column, c.dk_width), *((column, c.dq_width) for column in c.dq_columns),
     ]  # fmt: skip
     taken = [set(range(first, first + count)) for first, count in places]
     together = set().union(*taken)
     assert max(together) < TMEM_COLUMNS
-    overlap = sum(map(len, taken)) - len(together)
-    assert overlap == (c.dq_width if c.dq_over_dp else 0)
-    assert not c.dq_over_dp or taken[4] <= taken[1]
+    over_dp = [x for x in taken[4:] if x & taken[1]]
+    assert all(x <= taken[1] for x in over_dp)
+    assert sum(map(len, taken)) - len(together) == c.dq_width * len(over_dp)
+    assert len(over_dp) == (c.dq_over_dp or len(c.dq_columns) == 2)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_parts_of_dq_take_their_places_in_turn(dims):
+    """A place's uses are counted without a gap over parts and blocks, whose parity is a phase."""
+    c = fitted(Sm100BackwardConfig(head_dim=dims[0], head_dim_v=dims[1]))
+    uses = {place: [] for place in range(len(c.dq_columns))}
+    for i in range(5):
+        for part in range(c.dq_parts):
+            uses[part % len(c.dq_columns)].append(c.dq_use(i, part))
+    assert all(found == list(range(len(found))) for found in uses.values())
 
 
 @pytest.mark.parametrize(
@@ -137,6 +149,7 @@ def test_what_shares_columns_of_tensor_memory_is_meant_to(dims):
     [
         (Sm100BackwardConfig(tile_m=96), "tile_m=96: 64 or 128 queries"),
         (Sm100BackwardConfig(num_stages=1), "num_stages=1: ahead=True holds Q of two blocks"),
+        (Sm100BackwardConfig(late_parts=2), "late_parts=2: less than the 2 of a share"),
         (Sm100BackwardConfig(dq_width=48), "dq_width=48: a multiple of 32 that divides 128"),
         (Sm100BackwardConfig(head_dim=256, head_dim_v=256), "tile_m=128: 768 columns of tensor"),
         (Sm100BackwardConfig(head_dim=80), "head dim 80/128: there are kernels for 64"),

@@ -96,6 +96,48 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch, event):
 
 
 @SLOW
+@pytest.mark.parametrize("event", ["dq full", "dq empty"])
+def test_a_wait_for_the_second_place_of_dq_is_found(monkeypatch, event):
+    wait = Barrier.wait
+
+    def careless(self, phase, slot=0):
+        if self.event != event or slot != 1:
+            wait(self, phase, slot)
+
+    monkeypatch.setattr(Barrier, "wait", careless)
+    config = fitted(replace(CONFIG, head_dim=192, head_dim_v=128))
+    assert len(config.dq_columns) == 2
+    assert wrong(config) is not None
+
+
+@SLOW
+@pytest.mark.parametrize("fault", ["slot given back", "left out", "twice"])
+def test_a_fault_in_what_comes_behind_dq_is_found(monkeypatch, fault):
+    """Q loaded over before dK of the last queries has read it; these queries missing from dK, or
+    counted twice."""
+    start, late = Mma.start_dk, Mma.start_late_dk
+
+    def early(self, i, q):
+        start(self, i, q)
+        mma.commit(self.shared.barriers.q.empty[q.slot], pair=False)
+
+    def behind(self, q):
+        blocks = self.dk_blocks()[1]
+        if fault != "left out":
+            self.products.late_dk.issue(q.slot, Boolean(True), blocks)
+        if fault != "slot given back":
+            mma.commit(self.shared.barriers.q.empty[q.slot], pair=False)
+        if fault == "twice":
+            late(self, q)
+
+    if fault == "slot given back":
+        monkeypatch.setattr(Mma, "start_dk", early)
+    monkeypatch.setattr(Mma, "start_late_dk", behind)
+    assert CONFIG.late_parts > 0
+    assert wrong() is not None
+
+
+@SLOW
 @pytest.mark.parametrize("name", ["q", "do"])
 @pytest.mark.parametrize("method", ["acquire", "wait_full"])
 def test_a_slot_that_is_not_waited_for_is_found(monkeypatch, name, method):

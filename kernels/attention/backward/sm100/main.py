@@ -64,7 +64,8 @@ class Main:
     dP, dS   tile_m, likewise                    128      128      64       64
     dV       DV / splits                         256      256      128      128
     dK       D / splits                          320      384      256      256
-    dQ       dq_width, over dP if none are left  384      128      448      384
+    dQ       dq_width, over dP if none are left, 384      128      448, 64  384
+             or in turn where it is in parts
     end                                          448      512      512      512
 
     registers        threads   of each

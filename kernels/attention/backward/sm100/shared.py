@@ -23,16 +23,18 @@ class Barriers:
     barrier       arrives                                     waits
     k, v loaded   1: LOAD, and the bytes by TMA               MMA, before it begins
     q.full        1: LOAD, and the bytes by TMA               MMA; COMPUTE, where it reads LSE
-    q.empty       1: the commit of dK                         LOAD
+    q.empty       1: the commit of dK, of the late part       LOAD
+                  where there is one
     do.full       1: LOAD, and the bytes by TMA               MMA
     do.empty      1: the commit of dV                         LOAD
     s_full        1: the commit of S^T                        COMPUTE
     p_full        1 a COMPUTE warp: P^T is in tensor memory   MMA, before dV
-    dp_full       1: the commit of dP^T, and so of dQ of the  COMPUTE, also before it writes dS
-                  block before                                over that of the block before
+    dp_full       1: the commit of dP^T, and so of dQ and     COMPUTE, also before it writes dS
+                  late dK of the block before                 over that of the block before
     ds_full       1 a COMPUTE warp: dS^T is in tensor memory  MMA, before dK and dQ
                   and in smem
-    dq_full       1: the commit of a part of dQ               ADD
+    dq_full       1: the commit of a part of dQ, each slot    ADD
+                  for a place that parts take in turn
     dq_empty      1 an ADD warp: the part is in registers     MMA, before the next, and before what
                                                               is over it
     sums_done     1: the commit of all                        COMPUTE, before it stores dK and dV
