@@ -118,21 +118,30 @@ def side_launch(one: Traced, case: Case) -> Traced:
     return replace(one, grid=grid, record=replace(record, fetched=fetched))
 
 
-def tflops(
+@dataclass(frozen=True)
+class Timed:
+    """The predicted rate of all launches of a backward, and the cycles of its main one."""
+
+    tflops: float
+    cycles: float
+
+
+def timed(
     library: str, case: Case, causal: bool, traces: Mapping[str, Traced | Lengths], gpu: Gpu
-) -> float | None:
-    """The predicted rate of all launches of a backward; None where it was not recorded."""
+) -> Timed | None:
+    """The prediction for a backward; None where it was not recorded."""
     short, long = (traces.get(key(library, case, causal, f"main {n}")) for n in STEPS)
     if not isinstance(short, Traced) or not isinstance(long, Traced):
         return None
     together = 1 if library == "fa4" else max(1, 2 * gpu.sms * BLOCK // case.seqlen)
     launch = main_launch(short, long, case, causal, repeats(library, case), together)
-    us = time_launch(launch, gpu).us
+    main = time_launch(launch, gpu)
+    us = main.us
     for number in (0, 1):
         side = traces.get(key(library, case, causal, number))
         if isinstance(side, Traced):
             us += time_launch(side_launch(side, case), gpu).us
-    return case.flops(causal) / us / 1e6
+    return Timed(case.flops(causal) / us / 1e6, main.cycles)
 
 
 def instructions(
@@ -158,26 +167,31 @@ def instructions(
 
 
 def table(traces: Mapping[str, Traced | Lengths], gpu: Gpu = B200) -> str:
-    """Markdown: each case's published and predicted rate, the error, and ours."""
+    """Markdown: each case's published and predicted rate, the error, and ours; the ratio to
+    FlashAttention-4's rate, and of its main launch's cycles to ours, which no clock changes."""
     lines = [
         "| head dim, CTAs of FlashAttention-4 | size | mask | published | predicted | error "
-        "| cutex, predicted | of FlashAttention-4 | instructions a score |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| cutex, predicted | of FlashAttention-4 | by cycles | instructions a score |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for case in CASES:
         for causal, published in ((False, case.full), (True, case.causal)):
-            theirs = tflops("fa4", case, causal, traces, gpu)
-            ours = tflops("cutex", case, causal, traces, gpu)
-            error = f"{100 * (theirs / published - 1):+.0f} %" if theirs and published else ""
-            ratio = f"{ours / theirs:.2f}" if ours and theirs else ""
+            theirs = timed("fa4", case, causal, traces, gpu)
+            ours = timed("cutex", case, causal, traces, gpu)
+            known = theirs and published
+            error = f"{100 * (theirs.tflops / published - 1):+.0f} %" if theirs and known else ""
+            ratios = ["", ""]
+            if ours and theirs:
+                faster = ours.tflops / theirs.tflops, theirs.cycles / ours.cycles
+                ratios = [f"{x:.2f}" for x in faster]
             size = f"{case.batch}x{case.seqlen}, {case.heads} heads"
-            cells = [f"{x:.0f}" if x else "" for x in (published, theirs)]
-            mine = f"{ours:.0f}" if ours else ""
+            rates = published, theirs and theirs.tflops, ours and ours.tflops
+            cells = [f"{x:.0f}" if x else "" for x in rates]
             mask = "causal" if causal else "full"
             both = (instructions(library, case, causal, traces) for library in ("fa4", "cutex"))
             slots = ", ".join(f"{x:.1f}" if x else "-" for x in both)
-            row = [f"{case.dims}, {case.ctas}", size, mask, *cells, error, mine, ratio, slots]
-            lines.append(f"| {' | '.join(row)} |")
+            row = [f"{case.dims}, {case.ctas}", size, mask, *cells[:2], error, cells[2], *ratios]
+            lines.append(f"| {' | '.join([*row, slots])} |")
     return "\n".join(lines)
 
 

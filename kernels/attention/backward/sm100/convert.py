@@ -28,10 +28,11 @@ class Convert(convert.Convert):
     ) -> None:
         c = self.config
         vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
+        at_once = THREADS // BESIDE  # rows
+        rounds = c.tile_m // at_once
         for i in cutlass.range_constexpr(c.tile_m * c.head_dim // (WIDE * THREADS)):
-            item = i * THREADS + thread
-            row = item // BESIDE % c.tile_m
-            unit = item // (BESIDE * c.tile_m) * BESIDE + item % BESIDE
+            row = i % rounds * at_once + thread // BESIDE
+            unit = i // rounds * BESIDE + thread % BESIDE
             numbers = cute.make_rmem_tensor(cute.make_layout((2, 1, WIDE // 2)), Float32)
             flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, WIDE // 4)))
             first = row // c.dq_rows * (c.head_dim // 4) + unit * (WIDE // 4)
