@@ -38,6 +38,7 @@ from cutex.sim.timing.timed import Whole
 PAGE = Path("docs/time.md")
 BOUNDS = Path("docs/attention-bounds.md")
 MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"
+MEASURED_H100 = FOLDER / "cycles-nvidia-h100.jsonl"
 PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
 # NOTE: a row has no dtype, in which the cases of a scaled GEMM differ; of attention to caches the
 # first stage comes out faster than memory allows
@@ -185,17 +186,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report_power(found, board()))
         return 0
     text = table(found)
+    of_h100 = [r for r in ladder(measured(MEASURED_H100)) if r.key in traced]
+    h100 = table(list(errors(of_h100, traced, GPUS["h100"])))
     others = foreign.table(
         list(foreign.errors(foreign.measured(MEASURED), foreign.traces(), board()))
     )
     chosen = clock_configs.table(clock_configs.found(configs))
     backwards = stored.load(backward.TRACES)
     of_backwards = backward.table(backwards)
-    print(f"{text}\n\n{others}\n\n{chosen}\n\n{of_backwards}")
+    print(f"{text}\n\n{h100}\n\n{others}\n\n{chosen}\n\n{of_backwards}")
     if args.page:
         parts = {
-            "constants": constants(), "errors": text, "foreign": others, "configs": chosen,
-            "backward": of_backwards,
+            "constants": constants(), "errors": text, "h100": h100, "foreign": others,
+            "configs": chosen, "backward": of_backwards,
         }  # fmt: skip
         code = _write({"instructions": backward.instructions_table(backwards)}, BOUNDS)
         return code or _write(parts)

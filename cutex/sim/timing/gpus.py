@@ -118,11 +118,16 @@ H200 = Gpu(
     hbm_gbs=4500.0, store_bytes=2550.0, tma_bytes=106.0, l2_latency=227.0, hbm_latency=600.0,
     launch=1800.0, cta_turnover=450.0, clusters_of_four=30, shared_registers=True,
 )  # fmt: skip
-# The same chip with another memory (vendor: 3.35 TB/s, 50 MB of L2). The rest is the H200's, by
-# whose probes it was measured, so the bands are wider.
+# The same chip with other memory and L2: rates and the latency of memory by the probes
+# (cutex/bench/clock_probes.py) on an H100 80GB HBM3 of 700 W, `l2_requests` less by as much as
+# L2's bytes are, energies fitted to clocks of the rows of cycles-nvidia-h100.jsonl that are not
+# held out. The rest is the H200's, which the probes gave again within 3 %.
 H100 = replace(
-    H200, name="H100", hbm_gbs=H200.hbm_gbs * 3.35 / 4.8, l2_capacity=H200.l2_capacity * 50 / 60,
-    band=0.15, clock_band=0.1,
+    H200, name="H100", hbm_gbs=3150.0, l2_bytes=3930.0, l2_requests=82.0, store_bytes=2120.0,
+    hbm_latency=700.0, l2_capacity=H200.l2_capacity * 50 / 60, band=0.15, clock_band=0.1,
+    power=replace(
+        H200.power, idle_w=70.0, flop_pj=0.76, issue_pj=570.0, l2_pj=32.9, burst_ghz=0.7,
+    ),
 )  # fmt: skip
 
 # By constant: the source and the error of the H200's value, then of the B200's. "probe" is a kernel
