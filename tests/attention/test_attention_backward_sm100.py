@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ import cutex
 from cutex.arch import arch
 from cutex.kernels.attention.backward import stages
 from cutex.kernels.attention.backward.choose import fitted
+from cutex.kernels.attention.backward.sm100 import bounds
 from cutex.kernels.attention.backward.sm100.config import TMEM_COLUMNS, Sm100BackwardConfig
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import own_backward
@@ -157,6 +159,33 @@ def test_parts_of_dq_take_their_places_in_turn(dims):
 )
 def test_a_config_that_does_not_fit_says_why(config, message):
     assert message in (config.why_not(arch=arch(ARCH)) or "")
+
+
+def test_bounds_of_a_block_are_those_of_the_arithmetic():
+    """Head dim 64, 128 queries: five products of 64, and twice 16 more of K to subtract."""
+    c = bounds.config_of("full", 64, 64)
+    found = bounds.cycles(c, ARCH)
+    products = 5 * 64 + 2 * 16
+    assert found["MMA"] == 2 * 128 * 128 * products / 8192
+    assert found["MUFU"] == 128 * 128 / 16 == 2 * bounds.cycles(c, "sm_103a")["MUFU"]
+    kilobytes = {
+        "S, dP": 4 * 16 + 4 * 4, "B of dV, dK": 2 * 16, "dQ": 32 + 16, "dS": 32, "TMA": 2 * 16 + 2,
+    }  # fmt: skip
+    assert found["smem"] == sum(kilobytes.values()) * 1024 / 128
+    late = bounds.cycles(replace(c, late_parts=1), ARCH)
+    assert late["smem"] - found["smem"] == 16 * 1024 / 128  # half of dS^T as A of dK
+
+
+def test_the_page_of_bounds_is_what_the_rows_render(root):
+    page, rows = (root / bounds.PAGE).read_text(), bounds.read(root / bounds.FILE)
+    assert page == bounds.with_part(page, bounds.part(rows, bounds.between_marks(page)))
+    assert all(set(r.spill_bytes) == {0} for r in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [k for k in bounds.cases() if k[1] in ("full", "causal")], ids=str)
+def test_the_rows_of_bounds_are_those_of_the_code(key, root):
+    assert bounds.row(*key) in bounds.read(root / bounds.FILE)
 
 
 class OnBlackwell:

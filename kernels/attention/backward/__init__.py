@@ -57,8 +57,10 @@ class Sm100Stage(Stage):
         )
 
 
-_ONE = Sm100BackwardConfig(num_stages=1, dq_slots=1, folded=False, ahead=False)
-_HELD = ("folded", "dq_slots", "ahead")
+_ONE = Sm100BackwardConfig(
+    num_stages=1, dq_slots=1, folded=False, ahead=False, late_parts=0, dq_in_turn=False
+)
+_HELD = ("late_parts", "dq_in_turn", "folded", "dq_slots", "ahead")
 _STAGES = (
     Stage(0, "sm_90a", "in order", "S, dP, P, dS, dV, dK, each waited for", BackwardConfig(
         num_stages=2, overlap=False)),
@@ -71,10 +73,12 @@ _STAGES = (
                held=("num_stages", "do_stages", *_HELD)),
     Sm100Stage(1, "sm_100a", "rings", "loads run a block ahead", _ONE, held=_HELD),
     Sm100Stage(2, "sm_100a", "ahead", "S of the next block under this one's dK and dQ",
-               replace(_ONE, num_stages=2, ahead=True), held=_HELD[:2]),
+               replace(_ONE, num_stages=2, ahead=True), held=_HELD[:4]),
     Sm100Stage(3, "sm_100a", "adds from registers", "dQ does not pass through smem",
-               Sm100BackwardConfig(folded=False), held=_HELD[:1]),
-    Sm100Stage(4, "sm_100a", "backward", "tensor cores subtract LSE and delta",
+               Sm100BackwardConfig(folded=False, dq_in_turn=False), held=_HELD[:3]),
+    Sm100Stage(4, "sm_100a", "subtractions", "tensor cores subtract LSE and delta",
+               Sm100BackwardConfig(dq_in_turn=False), held=_HELD[:2]),
+    Sm100Stage(5, "sm_100a", "backward", "dQ is read under dK, or under its next part",
                Sm100BackwardConfig()),
 )  # fmt: skip
 

@@ -103,7 +103,7 @@ def row(name: str, kind: str, head_dim: int, head_dim_v: int) -> Row:
     )
 
 
-def keys() -> Iterator[tuple[str, str, int, int]]:
+def cases() -> Iterator[tuple[str, str, int, int]]:
     """The arguments of `row` for all rows."""
     for name in ARCHS:
         for d, dv in HEAD_DIMS:
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--kept", action="store_true", help=f"from the rows of {FILE}, compile nothing")
     args = p.parse_args(argv)
     in_clone(PAGE)
-    rows = read(FILE) if args.kept else [row(*key) for key in keys()]
+    rows = read(FILE) if args.kept else [row(*key) for key in cases()]
     FILE.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_part(page, part(rows, between_marks(page))), encoding="utf-8")

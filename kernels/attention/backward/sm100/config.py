@@ -40,6 +40,7 @@ class Sm100BackwardConfig(BackwardSpec):
     ahead: bool = True  # S of the next block is started before dK and dQ of this one
     # parts of PART queries of each share whose dK comes behind dQ, with dS from smem
     late_parts: int = 0
+    dq_in_turn: bool = True  # parts of dQ take places in turn, its own and over dP
     groups: int = 2  # warpgroups that compute P and dS, each of a share of the queries
     # a thread of those that add dQ; of those that compute; of the others
     registers: tuple[int, int, int] = (152, 136, 88)
@@ -112,7 +113,8 @@ class Sm100BackwardConfig(BackwardSpec):
     def dq_columns(self) -> tuple[int, ...]:
         """The first columns of the places that parts of dQ take in turn: its own, and over dP and
         dS, whose readers are started before."""
-        if self.dq_over_dp or self.dq_parts == 1 or self.dq_width > self.tile_m:
+        one = self.dq_over_dp or self.dq_parts == 1 or self.dq_width > self.tile_m
+        if one or not self.dq_in_turn:
             return (self.dq_column,)
         return self.dq_column, self.dp_column
 
