@@ -9,8 +9,8 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 
 # by head dims: what differs from Sm100BackwardConfig's defaults
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {"late_parts": 1},
     (64, 64): {"do_stages": 2, "dq_width": 64},
+    (128, 128): {"late_parts": 1},
     (96, 96): {"do_stages": 2, "dq_width": 96, "late_parts": 1},
     (192, 128): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
     (192, 192): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
@@ -20,7 +20,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
 
 def fitted(config: Sm100BackwardConfig, dtype: str = "bf16") -> Sm100BackwardConfig:
     """`config`, whose fields say what is computed, with its tiles chosen."""
-    tiles = _TILES.get((config.head_dim, config.head_dim_v), {})
+    tiles = {"late_parts": 0, **_TILES.get((config.head_dim, config.head_dim_v), {})}
     if config.softcap:  # its derivative is held beside P
         tiles = {**tiles, "registers": (136, 144, 88)}
     # NOTE: LSE and delta need bf16's range
