@@ -130,15 +130,14 @@ class Mma:
 
     @cute.jit
     def in_order(self, total: Int32) -> None:
-        """Start the products of one block after those of the other: dV last, for dK waits for dS
-        anyway, and the next block for the slot of Q that dK gives back."""
+        """Start the products of one block after those of the other."""
         b = self.shared.barriers
         q, do = b.q.consumer(), b.do.consumer()
         for i in cutlass.range(total, unroll=1):
             self.start_s(q)
             self.start_dp(i, q, do)
-            self.start_dk_and_dq(i, q)
             self.start_dv(i, do)
+            self.start_dk_and_dq(i, q)
             q.advance()
             do.advance()
 
