@@ -122,13 +122,12 @@ def test_a_fault_in_what_comes_behind_dq_is_found(monkeypatch, fault):
         mma.commit(self.shared.barriers.q.empty[q.slot], pair=False)
 
     def behind(self, q):
-        blocks = self.dk_blocks()[1]
         if fault != "left out":
-            self.products.late_dk.issue(q.slot, Boolean(True), blocks)
-        if fault != "slot given back":
-            mma.commit(self.shared.barriers.q.empty[q.slot], pair=False)
+            self.products.late_dk.issue(q.slot, Boolean(True), self.dk_blocks()[1])
         if fault == "twice":
             late(self, q)
+        if fault == "left out":
+            mma.commit(self.shared.barriers.q.empty[q.slot], pair=False)
 
     if fault == "slot given back":
         monkeypatch.setattr(Mma, "start_dk", early)
