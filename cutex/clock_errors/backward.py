@@ -119,7 +119,7 @@ def side_launch(one: Traced, case: Case) -> Traced:
 
 
 @dataclass(frozen=True)
-class Timed:
+class BackwardTime:
     """The predicted rate of all launches of a backward, and the cycles of its main one."""
 
     tflops: float
@@ -128,7 +128,7 @@ class Timed:
 
 def timed(
     library: str, case: Case, causal: bool, traces: Mapping[str, Traced | Lengths], gpu: Gpu
-) -> Timed | None:
+) -> BackwardTime | None:
     """The prediction for a backward; None where it was not recorded."""
     short, long = (traces.get(key(library, case, causal, f"main {n}")) for n in STEPS)
     if not isinstance(short, Traced) or not isinstance(long, Traced):
@@ -141,7 +141,7 @@ def timed(
         side = traces.get(key(library, case, causal, number))
         if isinstance(side, Traced):
             us += time_launch(side_launch(side, case), gpu).us
-    return Timed(case.flops(causal) / us / 1e6, main.cycles)
+    return BackwardTime(case.flops(causal) / us / 1e6, main.cycles)
 
 
 def instructions(

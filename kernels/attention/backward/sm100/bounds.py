@@ -78,7 +78,7 @@ def cycles(c: Sm100BackwardConfig, name: str) -> dict[str, float]:
     macs = m * n * (c.head_dim + c.head_dim_v + 2 * folded)  # S, dP
     macs += m * n * (c.dv_width + c.dk_width) + max(m, ROWS) * n * c.dk_width
     late = c.late_parts * PART * c.groups / m  # the share of dK with dS from smem
-    reads = (m + n) * (c.head_dim + c.head_dim_v + 2 * folded)  # both operands of S and dP
+    reads: float = (m + n) * (c.head_dim + c.head_dim_v + 2 * folded)  # both operands of S and dP
     reads += m * (c.dv_width + c.dk_width) + late * m * n  # B of dV and dK, some A of dK
     reads += m * n * c.dq_parts + n * c.dk_width  # A of dQ for each part, and B
     written = m * n + m * (c.head_dim + c.head_dim_v)  # dS, and Q and dO by TMA
