@@ -66,6 +66,21 @@ def scale_columns(
         store_columns(tmem, column + part * PART, flat(values))
 
 
+@cute.jit
+def scaled_part(
+    parts: SubTiles, part: cutlass.Constexpr[int], factor: Float32, computed: Boolean
+) -> cute.Tensor:
+    """Part `part` of this thread's row of O, (PART), times `factor`; 0 if it was not computed."""
+    values = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
+    values.fill(0.0)
+    if computed:
+        parts.start_load_into(values, part)
+        parts.wait_loads()
+    for k in cutlass.range_constexpr(PART):
+        values[k] *= factor
+    return flat(values)
+
+
 def flat(columns: cute.Tensor) -> cute.Tensor:
     """A part of a row as (PART)."""
     return cute.make_tensor(columns.iterator, cute.make_layout(PART))

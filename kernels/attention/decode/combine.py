@@ -16,9 +16,10 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
+from cutex.device.attention.row_store import VECTOR
 from cutex.kernels.attention.decode.config import WORDS
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.partials import VECTOR, WARP, Partials
+from cutex.kernels.attention.decode.partials import WARP, Partials
 from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.decode.splits import Piece

@@ -8,9 +8,10 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
+from cutex.device.attention.row_store import VECTOR, RoundedRow
 from cutex.device.attention.seqlen_info import store_lse
-from cutex.kernels.attention.decode.partials import VECTOR, WARP, Partials, with_sink
-from cutex.kernels.attention.decode.rows import Rows
+from cutex.kernels.attention.decode.partials import WARP, Partials, with_sink
+from cutex.kernels.attention.decode.rows import Rows, units_of
 from cutex.kernels.attention.decode.signature import Passed
 from cutex.kernels.attention.decode.splits import Piece
 
@@ -32,6 +33,10 @@ class Out:
     def sync() -> None:
         """A barrier of the threads that write."""
         cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
+
+    def row(self, rows: Rows, row: Int32) -> RoundedRow:
+        """A row of O, to store it."""
+        return RoundedRow(rows.words(self.mO, row), units_of(self.mO))
 
     @cute.jit
     def finish_row(self, lse: Float32, rows: Rows, row: Int32) -> tuple[Float32, Float32]:

@@ -11,12 +11,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cutex.device.atoms.scalar import exp2, log2
+from cutex.device.attention.row_store import VECTOR, PartialRow
 from cutex.device.attention.softmax import LN2, LOG2_E
 from cutex.device.last_arrival import is_last_arrival
 from cutex.kernels.attention.decode.splits import Piece
 
 WARP = 32
-VECTOR = 4  # fp32 in one access
 IN_FLIGHT = 64  # words that a lane loads together, at most, and of how many parts
 MOST_TOGETHER = 8
 
@@ -36,6 +36,10 @@ class Partials:
         """A row of O, as (VECTOR, columns / VECTOR)."""
         first = (self.part(slot) + row * self.columns).align(4 * VECTOR)
         return cute.make_tensor(first, cute.make_layout((VECTOR, self.columns // VECTOR)))
+
+    def row(self, slot: Int32, row: Int32) -> PartialRow:
+        """A row of O, to store it."""
+        return PartialRow(self.o_row(slot, row))
 
     def lse(self, slot: Int32) -> cute.Tensor:
         """The LSE of all rows, (bM)."""

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
+from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.seqlen_info import SeqlenInfo
 
-UNIT = 8  # columns: 16 bytes, of which every head dim has a whole number
-WORDS = 4  # of 32 bits in a unit
 THREADS = 128  # that load Q
 UNDER_WAY = 16  # units that a thread loads before it waits for the first
 

@@ -21,15 +21,14 @@ from cutex.device.attention.tmem_rows import (
     PART,
     ScoreRow,
     columns_of,
-    flat,
     rounded,
     scale_columns,
+    scaled_part,
     store_columns,
 )
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.partials import VECTOR
-from cutex.kernels.attention.decode.rows import UNIT, WORDS, Rows, load_to_smem, units_of
+from cutex.kernels.attention.decode.rows import Rows, load_to_smem
 from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
 from cutex.kernels.attention.decode.sm100.shared import Barriers
@@ -164,36 +163,21 @@ class Softmax:
         if piece.parts != 1:
             self.out.end_part(rows, piece, unit)
 
-    @cute.jit
-    def columns(self, part: cutlass.Constexpr[int], factor: Float32, computed: Boolean):
-        """Part `part` of this thread's row of O, (PART), times `factor`; 0 if it was not
-        computed."""
+    def columns(
+        self, part: cutlass.Constexpr[int], factor: Float32, computed: Boolean
+    ) -> cute.Tensor:
+        """Part `part` of this thread's row of O (scaled_part)."""
         parts = columns_of(self.tmem, self.config.o_column, self.config.head_dim_v)
-        values = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
-        values.fill(0.0)
-        if computed:
-            parts.start_load_into(values, part)
-            parts.wait_loads()
-        for k in cutlass.range_constexpr(PART):
-            values[k] *= factor
-        return flat(values)
+        return scaled_part(parts, part, factor, computed)
 
     @cute.jit
     def store_row(self, factor: Float32, rows: Rows, computed: Boolean) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        units = units_of(self.out.mO)
-        gO = rows.words(self.out.mO, cutlass.min(thread, rows.count - 1))
+        to = self.out.row(rows, cutlass.min(thread, rows.count - 1))
         for part in cutlass.range_constexpr(self.config.head_dim_v // PART):
-            values = self.columns(part, factor, computed)
-            words = cute.recast_tensor(rounded(values, self.out.mO.element_type), Int32)
+            values = rounded(self.columns(part, factor, computed), self.out.mO.element_type)
             if thread < rows.count:
-                for j in cutlass.range_constexpr(PART // UNIT):
-                    unit = part * (PART // UNIT) + j
-                    to = (gO.iterator + unit * WORDS).align(16)
-                    if unit < units:
-                        cute.make_tensor(to, cute.make_layout(WORDS)).store(
-                            cute.local_tile(words, (WORDS,), (j,)).load()
-                        )
+                to.store(part * PART, values)
 
     @cute.jit
     def store_part(
@@ -201,14 +185,11 @@ class Softmax:
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         slot = piece.slot_of(piece.part)
-        row = self.out.partials.o_row(slot, thread)
+        row = self.out.partials.row(slot, thread)
         of_part = self.out.partials.lse(slot)
         for part in cutlass.range_constexpr(self.config.head_dim_v // PART):
             values = self.columns(part, factor, computed)
             if thread < rows.count:
-                for j in cutlass.range_constexpr(PART // VECTOR):
-                    row[None, part * (PART // VECTOR) + j].store(
-                        cute.local_tile(values, (VECTOR,), (j,)).load()
-                    )
+                row.store(part * PART, values)
         if thread < rows.count:
             of_part[thread] = lse

@@ -13,10 +13,11 @@ from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
+from cutex.device.attention.row_store import UNIT
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import rows_of, threshold_of
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.rows import UNIT, Rows, load_to_smem, units_of
+from cutex.kernels.attention.decode.rows import Rows, load_to_smem, units_of
 from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.sm90.widened import (
     WidenedRing,
@@ -165,17 +166,15 @@ class Compute:
     def store_whole(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:
         thread, _, _ = cute.arch.thread_idx()
         dtype, mine = self.out.mO.element_type, self.thread_rows()
-        units = units_of(self.out.mO)
         pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
         for r in cutlass.range_constexpr(2):
             if mine[r] < rows.count:
                 of_row, factor = self.out.finish_row(lse[r], rows, mine[r])
-                gO = rows.words(self.out.mO, mine[r])
+                to = self.out.row(rows, mine[r])
                 for unit in cutlass.range_constexpr(self.shared.config.head_dim_v // UNIT):
                     for i in cutlass.range_constexpr(2):
                         pair[i] = dtype(acc[r, 2 * unit + i] * factor)
-                    if unit < units:
-                        gO[unit * 4 + thread % 4] = cute.recast_tensor(pair, Int32)[0]
+                    to.store_pair(unit, thread % 4, pair)
                 if thread % 4 == 0:
                     self.out.store_lse(of_row, rows, mine[r])
 
@@ -185,15 +184,12 @@ class Compute:
         mine, slot = self.thread_rows(), piece.slot_of(piece.part)
         for r in cutlass.range_constexpr(2):
             if mine[r] < rows.count:
-                pairs = cute.make_tensor(
-                    self.out.partials.o_row(slot, mine[r]).iterator,
-                    cute.make_layout((2, self.shared.config.head_dim_v // 2)),
-                )
+                to = self.out.partials.row(slot, mine[r])
                 pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
                 for unit in cutlass.range_constexpr(self.shared.config.head_dim_v // UNIT):
                     for i in cutlass.range_constexpr(2):
                         pair[i] = acc[r, 2 * unit + i]
-                    pairs[None, unit * 4 + thread % 4].store(pair.load())
+                    to.store_pair(unit, thread % 4, pair)
                 of_part = self.out.partials.lse(slot)
                 if thread % 4 == 0:
                     of_part[mine[r]] = lse[r]

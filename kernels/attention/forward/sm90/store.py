@@ -7,10 +7,10 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
-from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma
+from cutex.device.attention.row_store import row_stores
 from cutex.device.attention.rows import Rows
 from cutex.device.attention.seqlen_info import store_lse
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
@@ -34,7 +34,7 @@ class OutStore:
         NOTE: the two stores of a tile that is computed again have one address; the second waits
         until the first has been written, not only read.
         """
-        c, o, sO = self.config, self.o.info, self.sO
+        c, sO = self.config, self.sO
         thread, _, _ = cute.arch.thread_idx()
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
         stores = cute.arch.warp_idx() % 4 == 0
@@ -57,15 +57,8 @@ class OutStore:
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
             if stores:
-                tile = (ROWS, columns)
-                gO = self.o.tiles(own.work.head, own.work.batch, own.seq_q, tile, part)
-                from_smem = cute.group_modes(sO, 0, 2)  # ((64, bDV), SLOT)
-                to_gmem = cute.group_modes(gO, 0, 2)  # ((64, bDV), RestRows)
-                bSG_sO, bSG_gO = cpasync.tma_partition(
-                    o.atom, 0, cute.make_layout(1), from_smem, to_gmem
-                )  # (TMA, SLOT), (TMA, RestRows)
-                cute.copy(o.atom, bSG_sO[None, slot], bSG_gO[None, own.m_block])
-                cute.arch.cp_async_bulk_commit_group()
+                of = own.work.head, own.work.batch, own.seq_q
+                row_stores(self.o, sO, of, part).store(slot, own.m_block)
 
     @cute.jit
     def wait(self) -> None:

@@ -17,21 +17,21 @@ from cutex.device.atoms.tmem import fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
+from cutex.device.attention.row_store import UNIT, RoundedRow
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import threshold_of
 from cutex.device.attention.tmem_rows import (
     PART,
     ScoreRow,
     columns_of,
-    flat,
     rounded,
     scale_columns,
+    scaled_part,
 )
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.combine import Parts
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.partials import VECTOR
-from cutex.kernels.attention.decode.rows import UNIT, WORDS, Rows
+from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.sm100.config import CTA_ROWS, CTAS, DIMS, KEYS_OF_CTA
 from cutex.kernels.attention.mla.sm100.shared import BUFFERS, THREADS, Shared
@@ -184,36 +184,22 @@ class Softmax:
             else:
                 of_unit_lse = self.parts.partials.lse(piece.slot_of(piece.part))
                 of_unit_lse[of_unit] = lse
-        gO = rows.words(self.out.mO, cutlass.min(row, cutlass.max(rows.count - 1, 0)))
-        of_part = self.parts.partials.o_row(cutlass.max(piece.slot_of(piece.part), 0), of_unit)
+        words = rows.words(self.out.mO, cutlass.min(row, cutlass.max(rows.count - 1, 0)))
+        of_row = RoundedRow(words, None)
+        of_part = self.parts.partials.row(cutlass.max(piece.slot_of(piece.part), 0), of_unit)
         for half in cutlass.range_constexpr(2):
             first = half * DIMS + self.half * COLUMNS
             for part in cutlass.range_constexpr(COLUMNS // PART):
                 values = self.columns(half * (COLUMNS // PART) + part, factor, computed)
                 column = first + part * PART
                 if exists & whole:
-                    words = cute.recast_tensor(rounded(values, self.out.mO.element_type), Int32)
-                    for j in cutlass.range_constexpr(PART // UNIT):
-                        to = (gO.iterator + (column // UNIT + j) * WORDS).align(16)
-                        cute.make_tensor(to, cute.make_layout(WORDS)).store(
-                            cute.local_tile(words, (WORDS,), (j,)).load()
-                        )
+                    of_row.store(column, rounded(values, self.out.mO.element_type))
                 elif exists:
-                    for j in cutlass.range_constexpr(PART // VECTOR):
-                        of_part[None, column // VECTOR + j].store(
-                            cute.local_tile(values, (VECTOR,), (j,)).load()
-                        )
+                    of_part.store(column, values)
 
-    @cute.jit
-    def columns(self, part: cutlass.Constexpr[int], factor: Float32, computed: cutlass.Boolean):
-        """Part `part` of this thread's columns of O, (PART), times `factor`; 0 if it was not
-        computed."""
+    def columns(
+        self, part: cutlass.Constexpr[int], factor: Float32, computed: cutlass.Boolean
+    ) -> cute.Tensor:
+        """Part `part` of this thread's columns of O (scaled_part)."""
         parts = columns_of(self.tmem, self.shared.config.o_column, 2 * COLUMNS)
-        values = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
-        values.fill(0.0)
-        if computed:
-            parts.start_load_into(values, part)
-            parts.wait_loads()
-        for k in cutlass.range_constexpr(PART):
-            values[k] *= factor
-        return flat(values)
+        return scaled_part(parts, part, factor, computed)

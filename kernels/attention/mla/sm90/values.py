@@ -14,11 +14,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
+from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.softmax import rows_of
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.combine import Parts
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.rows import UNIT, WORDS, Rows
+from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.config import CHUNK, HEAD_DIM, HEAD_DIM_V
 from cutex.kernels.attention.mla.sm90.config import SLOTS
@@ -148,9 +149,8 @@ class Values:
         pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         for r in cutlass.range_constexpr(2):
             if mine[r] < rows.count:
-                of_row = self.parts.partials.o_row(slot, mine[r])
-                pairs = cute.make_tensor(of_row.iterator, cute.make_layout((2, HEAD_DIM_V // 2)))
+                to = self.parts.partials.row(slot, mine[r])
                 for unit in cutlass.range_constexpr(COLUMNS // UNIT):
                     for i in cutlass.range_constexpr(2):
                         pair[i] = o[r, 2 * unit + i]
-                    pairs[None, (first + unit) * 4 + thread % 4].store(pair.load())
+                    to.store_pair(first + unit, thread % 4, pair)

@@ -1,0 +1,97 @@
+"""Stores of rows of O, by kind.
+
+row_stores    16 bits, a tile at a time, through smem and by TMA
+RoundedRow    16 bits, from registers
+PartialRow    fp32 parts of O in a workspace, from registers
+
+A thread that holds a whole row (tensor memory) stores some columns at a time; four threads that
+hold a row together (wgmma) store pairs of columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cutex.device.atoms.tma import TileStores
+from cutex.device.attention.rows import Rows
+from cutex.device.attention.seqlen_info import SeqlenInfo
+
+UNIT = 8  # columns: 16 bytes of 16-bit elements, of which every head dim has a whole number
+WORDS = 4  # of 32 bits in a unit
+VECTOR = 4  # fp32 in 16 bytes
+
+
+# ---- by TMA
+
+
+@cute.jit
+def row_stores(
+    rows: Rows,
+    sX: cute.Tensor,
+    of: tuple[Int32, Int32, SeqlenInfo],
+    part: Int32 | int = 0,
+) -> TileStores:
+    """The stores of sX (bRows, bColumns, SLOT) to the row tiles of one head of one sequence, `of`
+    (head, batch, seqlen), in column tile `part`; they leave out rows past the end."""
+    gX = rows.tiles(*of, (cute.size(sX, mode=[0]), cute.size(sX, mode=[1])), part)
+    bSG_sX, bSG_gX = cpasync.tma_partition(
+        rows.info.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(sX, 0, 2),
+        cute.group_modes(gX, 0, 2),
+    )  # (TMA, SLOT), (TMA, Rest)
+    return TileStores(rows.info.atom, bSG_sX, bSG_gX)
+
+
+# ---- from registers
+
+
+class RoundedRow(NamedTuple):
+    """A row of 16-bit elements in memory, as 32-bit words."""
+
+    words: cute.Tensor  # (columns / 2) Int32
+    units: Int32 | None  # of columns that exist; None: all that are stored
+
+    @cute.jit
+    def store_pair(self, unit: cutlass.Constexpr[int], word: Int32, pair: cute.Tensor) -> None:
+        """Store two columns, word `word` of `unit`."""
+        if cutlass.const_expr(self.units is None) or unit < self.units:
+            self.words[unit * WORDS + word] = cute.recast_tensor(pair, Int32)[0]
+
+    @cute.jit
+    def store(self, column: Int32 | int, rounded: cute.Tensor) -> None:
+        """Store whole units from `column` on."""
+        words = cute.recast_tensor(rounded, Int32)
+        for j in cutlass.range_constexpr(cute.size(words) // WORDS):
+            unit = column // UNIT + j
+            to = (self.words.iterator + unit * WORDS).align(16)
+            if cutlass.const_expr(self.units is None) or unit < self.units:
+                cute.make_tensor(to, cute.make_layout(WORDS)).store(
+                    cute.local_tile(words, (WORDS,), (j,)).load()
+                )
+
+
+class PartialRow(NamedTuple):
+    """A row of a part of O in a workspace, in fp32."""
+
+    vectors: cute.Tensor  # (VECTOR, columns / VECTOR)
+
+    @cute.jit
+    def store_pair(self, unit: Int32 | int, word: Int32, pair: cute.Tensor) -> None:
+        """Store two columns, pair `word` of `unit`."""
+        half = cute.size(self.vectors) // 2
+        pairs = cute.make_tensor(self.vectors.iterator, cute.make_layout((2, half)))
+        pairs[None, unit * WORDS + word].store(pair.load())
+
+    @cute.jit
+    def store(self, column: Int32 | int, values: cute.Tensor) -> None:
+        """Store whole vectors from `column` on."""
+        for j in cutlass.range_constexpr(cute.size(values) // VECTOR):
+            self.vectors[None, column // VECTOR + j].store(
+                cute.local_tile(values, (VECTOR,), (j,)).load()
+            )
