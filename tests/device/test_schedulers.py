@@ -7,7 +7,7 @@ import pytest
 from cutex.arch import arch
 from cutex.kernels.gemm.choose import choose, cover, ranked, shortlist
 from cutex.kernels.gemm.sm90.config import Sm90Config, placed_unevenly
-from cutex.kernels.gemm.sm90.pace import Pace
+from cutex.kernels.gemm.sm90.load import Pace
 from cutex.problem.gemm import GemmProblem
 from cutex.schedulers.dispatch import SelfDispatch, Ticket
 from cutex.schedulers.order import SplitOrder, TileCounts

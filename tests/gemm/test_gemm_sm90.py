@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.kernels.gemm.sm90 import roles
-from cutex.kernels.gemm.sm90.pace import LOOKS, Pace
+from cutex.kernels.gemm.sm90.load import LOOKS, Pace
 from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import simulate

@@ -18,9 +18,8 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.attention.row_store import VECTOR
 from cutex.kernels.attention.decode.config import WORDS
-from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.partials import WARP, Partials
-from cutex.kernels.attention.decode.rows import Rows
+from cutex.kernels.attention.decode.out import WARP, Out, Partials
+from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.decode.splits import Piece
 

@@ -1,17 +1,19 @@
-"""The launch of a decode kernel, the same on every arch, and the layout of its slots in smem."""
+"""The launch of a decode kernel, the same on every arch, the layout of its slots in smem, and
+Append, the kernel before it: new keys and values are written to the caches, behind those that are
+there.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import slots_layout
 from cutex.device.pipeline import Barrier, Ring
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
-from cutex.kernels.attention.decode.append import Append
 from cutex.kernels.attention.decode.combine import Combine
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.signature import Passed, Sizes
@@ -61,3 +63,82 @@ def ring(
     full = Barrier.allocate(smem, f"{name} full", arrivals=warps, slots=slots)
     empty = Barrier.allocate(smem, f"{name} empty", arrivals=consumers, slots=slots)
     return Ring(slots, slot_bytes // warps, full, empty)
+
+
+# ---- new keys
+
+
+BITS = 128  # of a vector
+THREADS = 128
+
+
+class Append:
+    """A CTA for each new row of each sequence, or of all that are packed. Rows that a cache has no
+    room for are left out."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def launch(
+        self, mK: cute.Tensor, mV: cute.Tensor, passed: Passed, sizes: Sizes, stream: Any
+    ) -> None:
+        sequences = Int32(1) if cutlass.const_expr(self.config.varlen_new) else sizes.batch
+        self.kernel(mK, mV, passed, sizes).launch(
+            grid=(sizes.new_keys, sequences, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mK: cute.Tensor, mV: cute.Tensor, passed: Passed, sizes: Sizes) -> None:
+        row, batch, _ = cute.arch.block_idx()
+        number, belongs = row, Boolean(True)  # of the row in its sequence
+        if cutlass.const_expr(self.config.varlen_new):
+            ends = passed.cu_seqlens_k_new
+            while (batch + 1 < sizes.batch) & (Int32(ends[batch + 1]) <= row):
+                batch += 1
+            number, belongs = row - Int32(ends[batch]), row < Int32(ends[batch + 1])
+        at = Int32(passed.seqused_k[batch]) + number
+        exists = belongs & (at >= 0) & (at < sizes.rows_k)
+        self.copy(passed.k_new, mK, (batch, row), at, exists, passed)
+        self.copy(passed.v_new, mV, (batch, row), at, exists, passed)
+
+    @cute.jit
+    def copy(
+        self,
+        new: cute.Tensor,
+        cache: cute.Tensor,
+        place: tuple[Int32, Int32],
+        at: Int32,
+        exists: Boolean,
+        passed: Passed,
+    ) -> None:
+        """Copy the row of all heads at `place` of `new` to row `at` of its sequence."""
+        c, (batch, row) = self.config, place
+        thread, _, _ = cute.arch.thread_idx()
+        heads, units = cute.size(cache, mode=[2]), cute.size(cache, mode=[3]) // unit_of(cache)
+        if exists:
+            entry = batch
+            if cutlass.const_expr(c.page_size):
+                entry, at = passed.page_table[batch, at // c.page_size], at % c.page_size
+            elif cutlass.const_expr(c.batch_idx):
+                entry = Int32(passed.batch_idx[batch])
+            from_row, to_row = vectors(new, batch, row), vectors(cache, entry, at)
+            for i in cutlass.range(thread, heads * units, THREADS, unroll=1):
+                head, unit = i // units, i % units
+                cute.autovec_copy(from_row[None, unit, head], to_row[None, unit, head])
+
+
+def vectors(mX: cute.Tensor, entry: Int32, row: Int32) -> cute.Tensor:
+    """A row of all heads as (UNIT, units, heads); of packed rows `entry` does not count."""
+    unit, of_heads = unit_of(mX), cute.rank(mX) - 2
+    at = mX.stride[0] * Int64(row)
+    if of_heads == 2:
+        at = mX.stride[0] * Int64(entry) + mX.stride[1] * row
+    units, heads = cute.size(mX, mode=[of_heads + 1]) // unit, cute.size(mX, mode=[of_heads])
+    layout = cute.make_layout((unit, units, heads), stride=(1, unit, mX.stride[of_heads]))
+    return cute.make_tensor((mX.iterator + at).align(16), layout)
+
+
+def unit_of(mX: cute.Tensor) -> int:
+    """The elements of a vector."""
+    return BITS // mX.element_type.width

@@ -1,5 +1,5 @@
 """What the roles of a CTA of the decode kernel share: its walk over the parts of units that are its
-own, and smem and rings."""
+own, their rows, smem and rings; and Load, the role of the warps that load K and V."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.block_info import BlockInfo, Blocks, ordered
-from cutex.device.pipeline import Ring
-from cutex.device.row_source import DenseRows, PagedRows, RowSource
+from cutex.device.attention.row_store import UNIT, WORDS
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.pipeline import PipelineState, Ring
+from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import DecodeConfig
-from cutex.kernels.attention.decode.rows import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, Piece, Splits, weight
 from cutex.schedulers.order import select
@@ -214,3 +216,150 @@ class Shared(Walk):
     sV: cute.Tensor  # (bN, DV, SLOT)
     k: Ring
     v: Ring
+
+
+# ---- rows
+
+
+THREADS = 128  # that load Q
+UNDER_WAY = 16  # units that a thread loads before it waits for the first
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a unit: row r of a sequence is query r // pack of head r % pack."""
+
+    batch: Int32
+    m_block: Int32
+    head: Int32  # owner of units
+    seq_q: SeqlenInfo
+    pack: Int32
+    tile_m: int
+
+    @property
+    def count(self) -> Int32:
+        """The rows that exist."""
+        return cutlass.min(self.seq_q.length * self.pack - self.m_block * self.tile_m, self.tile_m)
+
+    def query(self, row: Int32) -> Int32:
+        return (self.m_block * self.tile_m + row) // self.pack
+
+    def head_of(self, row: Int32) -> Int32:
+        return self.head * self.pack + (self.m_block * self.tile_m + row) % self.pack
+
+    def words(self, mX: cute.Tensor, row: Int32) -> cute.Tensor:
+        """A row of Q or O in words of 32 bits."""
+        query, head = self.query(row), self.head_of(row)
+        if cute.rank(mX) == 3:
+            at = mX.stride[0] * (self.seq_q.offset64() + query) + mX.stride[1] * head
+        else:
+            at = mX.stride[0] * Int64(self.batch) + mX.stride[1] * query + mX.stride[2] * head
+        words = cute.recast_ptr((mX.iterator + at).align(16), dtype=Int32)
+        columns = cute.size(mX, mode=[cute.rank(mX) - 1])
+        return cute.make_tensor(words, cute.make_layout(columns // 2))
+
+
+def units_of(mX: cute.Tensor) -> Int32:
+    """The units of columns of Q or O."""
+    return cute.size(mX, mode=[cute.rank(mX) - 1]) // UNIT
+
+
+@cute.jit
+def load_to_smem(mQ: cute.Tensor, rows: Rows, sQ: cute.Tensor) -> None:
+    """Load Q into sQ (bM, D) by 128 threads, zeros where there are no rows or columns, and fence
+    it for the tensor cores."""
+    tile_m, columns = cute.size(sQ, mode=[0]), cute.size(sQ, mode=[1])
+    across = columns // UNIT
+    count = tile_m * across // THREADS
+    for first in cutlass.range_constexpr(0, count, UNDER_WAY):
+        mine = range(first, min(first + UNDER_WAY, count))
+        held = cute.make_rmem_tensor(cute.make_layout((WORDS, len(mine))), Int32)
+        for i in cutlass.range_constexpr(len(mine)):
+            held[None, i].store(_words_of_q(mQ, rows, mine[i], across).load())
+        for i in cutlass.range_constexpr(len(mine)):
+            row, unit, exists = _unit_of_q(mQ, rows, mine[i], across)
+            for j in cutlass.range_constexpr(WORDS):
+                held[j, i] = held[j, i] if exists else Int32(0)
+            to = cute.local_tile(sQ[row, None], (UNIT,), (unit,))  # (bUnit)
+            cute.autovec_copy(cute.recast_tensor(held[None, i], sQ.element_type), to)
+    cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def _unit_of_q(
+    mQ: cute.Tensor, rows: Rows, number: cutlass.Constexpr[int], across: cutlass.Constexpr[int]
+) -> tuple[Int32, Int32, Boolean]:
+    """The row and the unit of columns that this thread loads as its `number`th, and whether they
+    exist."""
+    thread, _, _ = cute.arch.thread_idx()
+    index = thread + number * THREADS
+    row, unit = index // across, index % across
+    return row, unit, (row < rows.count) & (unit < units_of(mQ))
+
+
+@cute.jit
+def _words_of_q(
+    mQ: cute.Tensor, rows: Rows, number: cutlass.Constexpr[int], across: cutlass.Constexpr[int]
+) -> cute.Tensor:
+    """The words of that unit in Q, or of one that exists."""
+    row, unit, _ = _unit_of_q(mQ, rows, number, across)
+    of_row = rows.words(mQ, cutlass.min(row, rows.count - 1)).iterator
+    at = (of_row + cutlass.min(unit, units_of(mQ) - 1) * WORDS).align(16)
+    return cute.make_tensor(at, cute.make_layout(WORDS))
+
+
+# ---- loads
+
+
+@dataclass(frozen=True)
+class Load:
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    pitch_k: Int32  # rows from one page, or one sequence, to the next
+    pitch_v: Int32
+    number: Int32  # of this warp among those that load
+    shared: Shared
+
+    @cute.jit
+    def run(self) -> None:
+        """Load the keys of this CTA's parts, in the order in which the products need them."""
+        s = self.shared
+        for operand in (self.k, self.v):
+            cpasync.prefetch_descriptor(operand.atom)
+        splits, place, end = s.begin()
+        fills = s.k.producer(), s.v.producer()
+        part = s.part(splits, end, splits.begin, place)
+        while part.end > part.first:
+            fills, part = self.load(splits, end, part, fills)
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def load(
+        self,
+        splits: Splits,
+        end: Int32,
+        part: Part,
+        fills: tuple[PipelineState, PipelineState],
+    ) -> tuple[tuple[PipelineState, PipelineState], Part]:
+        """Load the keys of a part; return the next one, which is looked for while the last slot is
+        not free yet."""
+        s = self.shared
+        k_fill, v_fill = fills
+        batch, _ = s.entry(part.entry)
+        keys, head = s.sizes.keys(s.passed, batch), s.kv_head(part.head)
+        of_k, of_v = (s.source(batch, keys, x) for x in (self.pitch_k, self.pitch_v))
+        loads_k = BoxLoads(self.k, of_k, s.sK, head)
+        loads_v = BoxLoads(self.v, of_v, s.sV, head)
+        share = 0, self.number, s.config.load_warps
+        loads_k.load(part.end - 1, k_fill.slot, s.k.acquire(k_fill), *share)
+        k_fill.advance()
+        for i in cutlass.range(part.end - 1 - part.first, unroll=1):
+            block = part.end - 1 - i
+            loads_k.load(block - 1, k_fill.slot, s.k.acquire(k_fill), *share)
+            k_fill.advance()
+            loads_v.load(block, v_fill.slot, s.v.acquire(v_fill), *share)
+            v_fill.advance()
+        following = s.part(splits, end, part.after, part.span)
+        loads_v.load(part.first, v_fill.slot, s.v.acquire(v_fill), *share)
+        v_fill.advance()
+        return (k_fill, v_fill), following

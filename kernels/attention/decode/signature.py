@@ -82,7 +82,7 @@ class Passed(NamedTuple):
     hi: Any = None
     max_seqlen_q: Any = None  # no sequence has more queries
     num_splits: Any = None  # parts of a unit; 0: as the number of CTAs wants them
-    sums: Any = None  # fp32: O, then LSE, of each part of a unit (partials.py)
+    sums: Any = None  # fp32: O, then LSE, of each part of a unit (out.py)
     flags: Any = None  # one for each unit: parts that are written; 0 before and after a launch
 
     @staticmethod

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, cute
 
 from cutex.kernels.attention.decode.combine import Combine
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.rows import Rows
+from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.mla.signature import blocks_of_rows
 

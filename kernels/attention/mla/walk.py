@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from cutlass import Int32
 
 from cutex.device.attention.block_info import larger
-from cutex.kernels.attention.decode.rows import Rows
-from cutex.kernels.attention.decode.shared import Part, Walk
+from cutex.kernels.attention.decode.shared import Part, Rows, Walk
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.combine import rows_of
 from cutex.kernels.attention.mla.signature import blocks_of_rows

@@ -54,16 +54,15 @@ from cutex.device.pipeline import Barrier, Warps, publish_barriers
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, box_rows
-from cutex.kernels.gemm.sm90.exchange import Exchange
-from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Scheduler
+from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Pace, Scheduler
 from cutex.kernels.gemm.sm90.mma import (
     Cooperative,
     EpilogueStore,
+    Exchange,
     MmaRole,
     PingPong,
     StreamK,
 )
-from cutex.kernels.gemm.sm90.pace import Pace
 from cutex.kernels.gemm.sm90.split_k import SplitK
 from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
@@ -352,7 +351,7 @@ class General:
 
         `out`: a TmaInfo, or a tensor (M, N) or (M, N, L) where TMA cannot step through it. `rows`:
         the same as a tensor, if its rows are whole vectors of 16 bytes. `workspace`: with stream_k,
-        sums and flags (exchange.py).
+        sums and flags (Exchange).
         """
         c = self.tiles
         smem = SmemAllocator()

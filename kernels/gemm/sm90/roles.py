@@ -16,7 +16,7 @@ from cutex.device.work_tile import WorkTile
 from cutex.schedulers.one_round import OneStep
 from cutex.schedulers.persistent import StaticWalk
 
-# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own, 5 is exchange.py's
+# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own, 5 is Exchange's
 ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
 
 Walk = StaticWalk | OneStep

@@ -21,9 +21,8 @@ from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
 from cutex.device.pipeline import Barrier
 from cutex.kernels.gemm.config import ceil_div
 from cutex.kernels.gemm.signature import tile_counts
-from cutex.kernels.gemm.sm90.exchange import VECTOR, thread_vectors
 from cutex.kernels.gemm.sm90.load import k_share
-from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.kernels.gemm.sm90.mma import VECTOR, MmaRole, thread_vectors
 from cutex.kernels.gemm.sm90.roles import Walk, mainloop
 from cutex.schedulers.persistent import StaticWalk
 

@@ -22,7 +22,7 @@ new, and small problems need them:
 - The next kernel in the stream may start its CTAs when this one's end (programmatic dependent
   launch). Such a CTA asks at once, before its barriers, for the first 32 KB of what it streams, so
   that memory has work while one kernel ends and the other is not allowed to begin.
-- With one tile a CTA, none loads faster than memory could serve all (pace.py): SMs that get their
+- With one tile a CTA, none loads faster than memory could serve all (load.py): SMs that get their
   answers sooner would go ahead, and what two ask of B at one time comes from L2 but once. Up to 32
   columns each cluster asks L2 for another K tile of B, once its first loads are started. With more,
   a slot whose MMA is done may be loaded before the next slot is full.

@@ -28,8 +28,7 @@ from cutex.device.attention.tmem_rows import (
 )
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.rows import Rows, load_to_smem
-from cutex.kernels.attention.decode.shared import Shared
+from cutex.kernels.attention.decode.shared import Rows, Shared, load_to_smem
 from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
 from cutex.kernels.attention.decode.sm100.shared import Barriers
 from cutex.kernels.attention.decode.splits import Piece

@@ -5,7 +5,7 @@ one head of K and V. What bounds it is memory: 13.6 bytes a cycle and SM of an H
 keys at head dim 128 takes 4800 cycles to come, 1024 of tensor cores and some 1300 of softmax.
 
 Each CTA takes an equal share of all keys of all sequences (splits.py), and the last one that has
-written its part of a unit merges the parts (partials.py), or a second kernel does (combine.py).
+written its part of a unit merges the parts (out.py), or a second kernel does (Combine).
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.pipeline import Warps, publish_barriers
-from cutex.kernels.attention.decode.append import Append
 from cutex.kernels.attention.decode.combine import Combine, out_of
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
-from cutex.kernels.attention.decode.launch import kv_slots, launch, ring
-from cutex.kernels.attention.decode.load import Load
-from cutex.kernels.attention.decode.shared import Shared
+from cutex.kernels.attention.decode.launch import Append, kv_slots, launch, ring
+from cutex.kernels.attention.decode.shared import Load, Shared
 from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
-from cutex.kernels.attention.decode.sm90.compute import Compute
-from cutex.kernels.attention.decode.sm90.widened import product_dtype
+from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype
 
 
 class Decode:

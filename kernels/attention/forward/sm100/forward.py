@@ -3,11 +3,10 @@
 A CTA takes tiles of 256 rows, two Q tiles of 128, of one head, or of a group of query heads packed
 into rows, of one sequence. This file holds the kernel: its memory, and which warps run which role.
 
-    load.py      announces tiles, brings Q, K and V by TMA
+    tiles.py     barriers, and the state that the roles share; announces tiles, brings Q, K and V
     mma.py       S = Q K^T from shared memory, O += P V with P from tensor memory
     softmax.py   S to P, of each Q tile by four warps, one row per thread
     epilogue.py  O to memory, under the next tile
-    tiles.py     barriers, and the state that the roles share
 
 A source gives the next tile (schedulers/dispatch.py).
 
@@ -36,12 +35,9 @@ from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_cluster
 from cutex.kernels.attention.forward.sm100.config import O_PART, ROWS, Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.epilogue import Epilogue
-from cutex.kernels.attention.forward.sm100.load import Load
 from cutex.kernels.attention.forward.sm100.mma import Mma, follow
-from cutex.kernels.attention.forward.sm100.row_loop import RowLoop
-from cutex.kernels.attention.forward.sm100.softmax import SoftmaxRole
-from cutex.kernels.attention.forward.sm100.tentative import TentativeRowLoop
-from cutex.kernels.attention.forward.sm100.tiles import Barriers, Shared, TileRing
+from cutex.kernels.attention.forward.sm100.softmax import RowLoop, SoftmaxRole, TentativeRowLoop
+from cutex.kernels.attention.forward.sm100.tiles import Barriers, Load, Shared, TileRing
 from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.schedulers.clc import LaunchControl

@@ -5,9 +5,9 @@ hides, and tiles of a causal problem differ in length. Here a CTA per SM asks fo
 longest first, while it works; four more warps scale and store O of a tile while the others are at
 the next; and each Q tile skips the blocks that only the other one sees.
 
-Changed since stage 5: the roles, which are those of the production kernel from here on: load.py,
-mma.py, softmax.py, epilogue.py, and tiles.py, by which they agree on the tiles. Rows are taken by
-row_loop.py, as in stage 5.
+Changed since stage 5: the roles, which are those of the production kernel from here on: mma.py,
+softmax.py, epilogue.py, and tiles.py, which loads the tiles and by which all agree on them. Rows
+are taken by RowLoop, as in stage 5.
 
 The first load and the last store of a tile, some 2000 and 1500 cycles, are then under the products
 of another: with 1024 tokens a tile has but 2 to 8 blocks of 2048 cycles each.
@@ -19,7 +19,7 @@ from cutex.arch import arch as arch_named
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.forward import Forward
 from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
-from cutex.kernels.attention.forward.sm100.row_loop import RowLoop
+from cutex.kernels.attention.forward.sm100.softmax import RowLoop
 
 
 class Stage6(Forward):

@@ -7,7 +7,7 @@ its reference by too much, S is still whole, and the block is taken again, the m
 no column has waited for another: S is read only once, and PV starts when three quarters of P are
 complete, while the rest is still S.
 
-Changed since stage 6: `rows` (tentative.py), and after how many columns of P the second product
+Changed since stage 6: `rows` (TentativeRowLoop), and after how many columns of P the second product
 starts.
 
 From S to the first P it is one pass over a row instead of two.
@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
+from cutex.kernels.attention.forward.sm100.softmax import TentativeRowLoop
 from cutex.kernels.attention.forward.sm100.stage6 import Stage6
-from cutex.kernels.attention.forward.sm100.tentative import TentativeRowLoop
 
 
 class Stage7(Stage6):

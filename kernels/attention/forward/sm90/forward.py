@@ -14,7 +14,7 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
 - Tiles go to CTAs as they ask for them, the longest first, of as few heads at a time as fill the
   SMs; long causal ones take their keys so that CTAs read the same at one time (order.py). Q of the
   next tile is loaded before it begins, O of the one before is stored by TMA while it runs
-  (store.py).
+  (OutStore).
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Ring, Warps, publish_barriers
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
-from cutex.kernels.attention.forward.sm90.compute import Compute
+from cutex.kernels.attention.forward.sm90.compute import Compute, OutStore
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.load import Load, Pages, PairExchange
 from cutex.kernels.attention.forward.sm90.shared import Shared
-from cutex.kernels.attention.forward.sm90.store import OutStore
 from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.work_ring import WorkRing

@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout, slots_layout
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Barrier, PairRing, PipelineState
-from cutex.kernels.attention.decode.rows import Rows
+from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutex.device.atoms.tma import tile_loads
 from cutex.device.pipeline import PipelineState
 from cutex.device.row_source import UNROLLED, Box, BoxLoads, cache_box_rows
-from cutex.kernels.attention.decode.rows import Rows
+from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.splits import EntrySpan, Splits
 from cutex.kernels.attention.mla.sm90.config import SLOTS
 from cutex.kernels.attention.mla.sm90.shared import GROUPS, Shared

@@ -21,9 +21,8 @@ from cutex.device.atoms.multicast import AbOperands
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.pipeline import Barrier
 from cutex.kernels.gemm.signature import GeneralConfig, modes
-from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.general import Barriers, General
-from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.kernels.gemm.sm90.mma import Exchange, MmaRole
 from cutex.kernels.gemm.sm90.register_operand import (
     RegisterCooperative,
     RegisterSplitK,

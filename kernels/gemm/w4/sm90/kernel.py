@@ -22,10 +22,9 @@ from cutex.device.atoms.multicast import AbOperands
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.pipeline import Barrier
 from cutex.kernels.gemm.signature import transposed
-from cutex.kernels.gemm.sm90.exchange import Exchange
 from cutex.kernels.gemm.sm90.general import Barriers, General
 from cutex.kernels.gemm.sm90.load import LoadTiles
-from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.kernels.gemm.sm90.mma import Exchange, MmaRole
 from cutex.kernels.gemm.sm90.register_operand import (
     RegisterCooperative,
     RegisterStreamK,
@@ -34,9 +33,8 @@ from cutex.kernels.gemm.sm90.register_operand import (
 from cutex.kernels.gemm.w4.fragments import Fragments, allocate_weights
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.config import W4Config
-from cutex.kernels.gemm.w4.sm90.load import W4LoadOneTile, W4LoadSegments, W4LoadTiles
+from cutex.kernels.gemm.w4.sm90.load import W4LoadOneTile, W4LoadSegments, W4LoadTiles, W4Operands
 from cutex.kernels.gemm.w4.sm90.mma import Blocks, WidenSplitK
-from cutex.kernels.gemm.w4.sm90.operands import W4Operands
 from cutex.schedulers.stream_k import StreamedTiles
 
 

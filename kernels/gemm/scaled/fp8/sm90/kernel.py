@@ -24,9 +24,8 @@ from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.scaled.fp8.sm90.alternate import PromoteAlternating
 from cutex.kernels.gemm.scaled.fp8.sm90.factors import FactoredOperands, factors_operand
-from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, PromoteSplitK
+from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, PromoteAlternating, PromoteSplitK
 from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.mma import MmaRole
@@ -68,7 +67,7 @@ class Fp8Gemm:
 
     Barriers and roles are the general kernel's (sm90/general.py); with two warpgroups that
     alternate, those of one arrive at ab.empty[slot], and both meet twice at named barrier 5: before
-    sums overwrite the ring, and when they are written (alternate.py). Beside its memory:
+    sums overwrite the ring, and when they are written (PromoteAlternating). Beside its memory:
 
     smem            bytes
     sFA, sFB        4 * tile_m * num_stages, 4 * tile_n * num_stages, a slot's from a multiple of
