@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cutex.arch import arch
 from cutex.bench.run import compile_stage, settle
 from cutex.problem import Problem
-from cutex.problem.stage import AnyStage
+from cutex.problem.stage import AnyStage, Ways
 
 if TYPE_CHECKING:
     from cutex.sim.timing.gpus import Gpu
@@ -23,6 +23,9 @@ TILES = 2.6  # recorded tiles of a cluster, for each warpgroup that has tiles of
 DETAILED_FLOPS = 6e8  # recorded MMA FLOPs of a CTA, where tiles differ
 WALKED = 3  # recorded tiles of a CTA, where they differ in their steps
 STEPS = (6, 14)  # steps of the two tiles that are recorded, where tiles differ in their steps
+# the same where data other than Gaussian steer the kernel: what a tile has seen decides about the
+# rest of it, so that short tiles tell little
+STEERED_STEPS = (16, 32)
 
 
 def record(problem: Problem, stage: AnyStage) -> tuple[Traced | Lengths, Whole]:
@@ -51,7 +54,9 @@ def _record_lengths(problem: Problem, stage: AnyStage, tiles: tuple[int, ...]) -
     # NOTE: enough tiles that a persistent CTA computes several of them here, too
     count = min(len(tiles), WALKED * arch(stage.arch).num_sms + 1)
     records, lengths, flops = [], [], []
-    for wanted in (min(STEPS[0], max(1, longest // 2)), min(STEPS[1], longest)):
+    steered = problem.data_steers and problem.init != "normal"
+    short_steps, long_steps = STEERED_STEPS if steered else STEPS
+    for wanted in (min(short_steps, max(1, longest // 2)), min(long_steps, longest)):
         brief = problem.with_steps(config, wanted, count)
         steps, (all_flops, of_cta) = brief.tile_steps(config), brief.work(config)
         records.append(_record(brief, stage, (WALKED + 0.3) * of_cta, look=False))
@@ -93,7 +98,23 @@ def time_stage(problem: Problem, stage: AnyStage, gpu: Gpu, log: bool = False) -
     traced, whole = record(problem, stage)
     report = time_launch(traced, gpu, whole, log=log, data=problem.init)
     report.flops = problem.flops
+    report.ways = ways_of(stage.ways, traced.record.entered)
     return report
+
+
+def ways_of(ways: Ways | None, entered: dict[str, int]) -> dict[str, float]:
+    """The share of the recorded steps that came in each of a kernel's `ways`, and how often each of
+    its events happened a step; of functions that were `entered` so often."""
+    if ways is None:
+        return {}
+
+    def count(functions: tuple[str, ...]) -> int:
+        return sum(n for name, n in entered.items() if name.endswith(functions))
+
+    vain = count(ways.vain)
+    steps = sum(count(of) for of in ways.steps.values()) - vain
+    parts = {name: count(of) for name, of in (*ways.steps.items(), *ways.events.items())}
+    return {name: n / steps for name, n in parts.items()} if steps else {}
 
 
 def time_launches(

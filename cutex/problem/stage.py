@@ -8,12 +8,22 @@ DSL.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+)
 
 from cutex.arch import RELATIVES, Arch, arch, instructions_of, kernels_of
 from cutex.problem import operator
@@ -31,6 +41,15 @@ class Config(Protocol):
     def why_not(self, problem: Any, arch: Arch) -> str | None:
         """The reason why this config cannot run `problem` (or, for None, any problem) on `arch`, or
         None."""
+
+
+class Ways(NamedTuple):
+    """The ways between which data choose for each step of a kernel, by the functions of its source
+    that are a step's, or an event's: the ends of their names."""
+
+    steps: Mapping[str, tuple[str, ...]]
+    events: Mapping[str, tuple[str, ...]]  # rare ones in a step
+    vain: tuple[str, ...] = ()  # that of a step which is taken again, in another way
 
 
 P_contra = TypeVar("P_contra", bound=Problem, contravariant=True)
@@ -76,6 +95,12 @@ class Stage(Generic[P_contra, C_co]):
     @property
     def class_name(self) -> str:
         return f"Stage{self.number}"
+
+    @property
+    def ways(self) -> Ways | None:
+        """Those between which data choose in this stage's kernel; None: they choose nothing, or it
+        is not known."""
+        return None
 
     def why_no_kernel(self) -> str | None:
         """The reason why `module` has no kernel, or None. It is read, and not imported, which needs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from cutlass import Float32, cute
 
-from cutex.bench.clock import launched, record, time_stage
+from cutex.bench.clock import launched, record, time_stage, ways_of
 from cutex.bench.run import settle
 from cutex.clock_errors import configs as clock_configs
 from cutex.clock_errors.page import MEASURED, MEASURED_H100, PAGE, constants
@@ -28,10 +29,11 @@ from cutex.clock_errors.rows import (
     stored_traces,
     traces_file,
 )
+from cutex.debug_info import Call
 from cutex.gemm import main as gemm_main
 from cutex.problem import problem_class
 from cutex.problem.gemm import GemmProblem
-from cutex.problem.stage import stage
+from cutex.problem.stage import Ways, stage
 from cutex.sim import simulate
 from cutex.sim.__main__ import main as script_main
 from cutex.sim.timing import stored
@@ -41,6 +43,7 @@ from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
 from cutex.sim.timing.lengths import handed_out
 from cutex.sim.timing.machine_code import costs, read
 from cutex.sim.timing.predict import predict
+from cutex.sim.timing.record import entries
 from cutex.sim.timing.replay import Replay
 from cutex.sim.timing.roles import distinct
 from cutex.sim.timing.sampled import Sampled, numbers, sample
@@ -285,6 +288,47 @@ def test_a_reduction_at_a_named_barrier_is_waited_for():
     )  # fmt: skip
     known, whole = record(problem, settle(stage("attention", "sm_90a", 9), problem, timed=False))
     assert predict(known, gpu("h200"), whole).cycles > 2000
+
+
+def test_a_function_ran_as_often_as_its_most_frequent_instruction_in_each_inlined_copy():
+    def at(line, *calls):
+        stack = tuple(Call("k.py", n, 1, name) for name, n in (("Loop.step", line), *calls))
+        return SimpleNamespace(source=SimpleNamespace(stack=stack))
+
+    one, other = ("kernel", 50), ("kernel", 60)
+    code = [at(1, one), at(2, one), at(1, other), at(9, ("kernel", 7)), at(3)]
+    code[-1].source = None
+    counts = np.array([[3, 1, 5, 0, 8], [2, 4, 0, 0, 8]])
+    found = entries(code, counts)
+    assert found["Loop.step"] == 3 + 4 + 5 and found["kernel"] == 5 + 4
+
+
+def test_steps_taken_again_count_once():
+    ways = Ways({"first": ("A.max",), "blind": ("A.blind",)}, {"in vain": ("B.no",)}, ("B.no",))
+    found = ways_of(ways, {"x.A.max": 5, "A.blind": 9, "B.no": 4, "A.nothing": 7})
+    assert found == {"first": 0.5, "blind": 0.9, "in vain": 0.4}
+    assert ways_of(ways, {}) == {} and ways_of(None, {"A.max": 5}) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch, init, way", [
+    ("sm_90a", "normal", "tame"), ("sm_90a", "x8", "guarded"), ("sm_90a", "falling", "lowered"),
+    ("sm_100a", "normal", "tentative"), ("sm_100a", "falling", "in vain"),
+])  # fmt: skip
+def test_data_say_in_which_way_attention_takes_its_blocks(arch, init, way):
+    problem = problem_class("attention").of(
+        {"batch": 1, "seqlen_q": 128, "seqlen_k": 2048, "heads_q": 2, "heads_kv": 2,
+         "head_dim": 128, "head_dim_v": 128, "causal": False}, None, init
+    )  # fmt: skip
+    one = settle(stage("attention", arch, 9), problem, timed=False)
+    traced = launched(problem, one, lambda *call: trace(*call, look=False)[0])
+    ways = one.ways
+    found = ways_of(ways, traced.record.entered)
+    assert sum(found[name] for name in ways.steps) == pytest.approx(1 + found.get("in vain", 0))
+    least = 0.1 if way in ways.events else 0.8
+    assert found[way] >= least
+    if init == "normal":
+        assert not any(found[name] for name in ways.events)
 
 
 @pytest.mark.slow

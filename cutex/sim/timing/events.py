@@ -205,3 +205,5 @@ class Record:
     steps: int = 0
     roles: dict[int, str] = field(default_factory=dict)  # the role of each warp
     fetched: dict[int, Fetched] = field(default_factory=dict)  # by the tensor's address
+    # how often all warps ran a function of the source, by its name; see `record.entries`
+    entered: dict[str, int] = field(default_factory=dict)

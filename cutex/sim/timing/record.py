@@ -68,6 +68,24 @@ _RATES = (
 )  # fmt: skip
 
 
+def entries(code: Sequence[Instruction], counts: np.ndarray) -> dict[str, int]:
+    """How often warps ran each function of the source, from the `counts` (warps, instructions) of
+    its instructions: for each of its inlined copies the most frequent one's. Of a function with a
+    loop of its own it is the number of that loop's turns."""
+    copies: dict[tuple[Any, ...], np.ndarray] = {}
+    for pc in np.flatnonzero(counts.any(axis=0)):
+        source = code[pc].source
+        stack = source.stack if source else ()
+        for i, call in enumerate(stack):
+            copy = (call.function, *((at.file, at.line, at.column) for at in stack[i + 1 :]))
+            most = copies.get(copy)
+            copies[copy] = counts[:, pc] if most is None else np.maximum(most, counts[:, pc])
+    found: dict[str, int] = defaultdict(int)
+    for (function, *_), of_warps in copies.items():
+        found[function] += int(of_warps.sum())
+    return dict(found)
+
+
 class Enough(CutexError):
     """Ends a run whose recorder has all that it needs."""
 
@@ -153,7 +171,7 @@ class Recorder(Observer):
             {w: int(g.warp_cta[w]) for w in range(g.num_warps)},
             {w: int(g.warp_in_cta[w]) for w in range(g.num_warps)},
             g.cluster_size, g.num_ctas, g.warps_per_cta, complete, self.flops, self.steps,
-            distinct(roles, self.programs), self.fetches.fetched(),
+            distinct(roles, self.programs), self.fetches.fetched(), entries(self.code, self.counts),
         )  # fmt: skip
 
     # -- events ------------------------------------------------------------------------------------

@@ -42,6 +42,9 @@ class TimeReport:
     roles: list[Role]
     timed: Timed
     intervals: list[Interval] = field(default_factory=list, repr=False)
+    # where the data steers the kernel: the share of its steps that came in each way, and how often
+    # one of its rare events happened a step
+    ways: dict[str, float] = field(default_factory=dict)
 
     @property
     def us(self) -> float:
@@ -70,6 +73,7 @@ class TimeReport:
             + (f", {self.tflops:,.0f} TFLOPS" if self.flops else ""),
             *([f"  clusters differ: {ran} of {count} were recorded"] if ran else []),
             f"  binds: {self.binds}; {used}",
+            *([f"  steps: {_parts(self.ways)}"] if self.ways else []),
             f"  {'role':<16}{'warps':>6}{'works':>8}   waits for",
         ]
         for role in self.roles:
@@ -92,7 +96,7 @@ class TimeReport:
             "clock_ghz": self.clock_ghz, "us": self.us, "us_low": low, "us_high": high,
             "tflops": self.tflops, "binds": self.binds, "busy": self.busy,
             "clusters_recorded": self.timed.sampled[0] or None,
-            "roles": [asdict(r) for r in self.roles],
+            "roles": [asdict(r) for r in self.roles], "ways": self.ways,
         }  # fmt: skip
         return json.dumps(found)
 
@@ -103,6 +107,10 @@ class TimeReport:
             file.write_text(draw(self.intervals, title), encoding="utf-8")
         else:
             file.write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
+
+
+def _parts(ways: dict[str, float]) -> str:
+    return ", ".join(f"{name} {100 * part:.1f} %" for name, part in ways.items() if part)
 
 
 def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:

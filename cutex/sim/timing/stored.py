@@ -44,6 +44,7 @@ def save(traced: Mapping[str, Traced | Lengths], file: Path) -> None:
 
 def _row(t: Traced, programs: dict[str, int]) -> dict[str, Any]:
     row = asdict(t)
+    del row["record"]["entered"]
     boxes: dict[tuple[Any, ...], int] = {}
     row["record"]["programs"] = {
         warp: programs.setdefault(json.dumps(_plain(program, boxes)), len(programs))

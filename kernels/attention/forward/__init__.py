@@ -17,6 +17,24 @@ from cutex.kernels.attention.forward.sm100.ladder import Sm100LadderConfig
 from cutex.problem import stage as stage_of_any
 from cutex.problem.attention import AttentionProblem
 
+# the steps are blocks of keys, which a warp takes in one of these ways
+WAYS = {
+    "sm_90a": stage_of_any.Ways(
+        steps={
+            "first": ("Softmax.first",),
+            "searched": ("Softmax.next",),
+            "tame": ("Softmax.add",),
+            "guarded": ("Softmax.guard",),
+        },
+        events={"raised": ("WatchedSoftmax._raise_above",), "lowered": ("WatchedSoftmax.lower",)},
+    ),
+    "sm_100a": stage_of_any.Ways(
+        steps={"searched": ("RowLoop.searched",), "tentative": ("RowLoop.tentative",)},
+        events={"in vain": ("Backoff.after_failure",), "O scaled": ("RowLoop.scale_output",)},
+        vain=("Backoff.after_failure",),
+    ),
+}
+
 
 class Stage(stage_of_any.Stage[AttentionProblem, LadderConfig]):
     """A stage of an attention ladder."""
@@ -42,6 +60,10 @@ class Forward(stage_of_any.Stage[AttentionProblem, ForwardConfig]):
     @property
     def class_name(self) -> str:
         return "Forward"
+
+    @property
+    def ways(self) -> stage_of_any.Ways:
+        return WAYS[self.arch]
 
 
 _IN_ORDER = LadderConfig(p_in_smem=True)
