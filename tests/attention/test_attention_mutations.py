@@ -16,7 +16,7 @@ from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.device.attention.mask import Mask
-from cutex.device.pipeline import Ring
+from cutex.device.pipeline import Barrier, Ring
 from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.forward import Forward
@@ -208,6 +208,22 @@ def test_probabilities_that_are_not_scaled_with_o_are_found(monkeypatch):
     monkeypatch.setattr(BlockLoop, "scale_p", lambda self: None)
     message = wrong(compiled(), case, ({},), inputs)
     assert message is not None and "O[" in message
+
+
+@pytest.mark.slow
+def test_q_that_is_loaded_before_its_only_slot_was_read_is_found(monkeypatch):
+    def found() -> str | None:
+        one_slot = replace(CONFIG, q_stages=1)
+        assert one_slot.q_waits
+        return wrong(compile(Forward(one_slot), "bf16", "sm_90a", cache=False))
+
+    assert found() is None
+    wait = Barrier.wait
+    monkeypatch.setattr(
+        Barrier, "wait", lambda self, *at: None if self.event == "q read" else wait(self, *at)
+    )
+    message = found()
+    assert message is not None and "TMA load" in message
 
 
 def test_a_slot_of_k_that_is_read_after_its_release_is_found(monkeypatch):

@@ -63,12 +63,18 @@ class WatchedSoftmax(GuardedSoftmax):
 
     @classmethod
     def of(
-        cls, scale_log2: Float32, slack: float, optimistic: bool, blocks: Int32 | int = 1
+        cls,
+        scale_log2: Float32,
+        slack: float,
+        optimistic: bool,
+        blocks: Int32 | int = 1,
+        looks: bool = True,
     ) -> Self:
         kept = GuardedSoftmax.of(scale_log2, slack, optimistic)
         top = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
         squares = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
-        peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
+        looks = looks and optimistic
+        peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if looks else None
         best = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
         part = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
         raised = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
@@ -113,31 +119,29 @@ class WatchedSoftmax(GuardedSoftmax):
             added[r] = self._exponentials(scores, r)
             self.sums[r] += added[r]
             self.squares[r] += added[r] * added[r]
-            self.top[r] = cute.arch.fmax(self.top[r], self._exponential(highest[r], r))
+            self.top[r] = cute.arch.fmax(self.top[r], self._probability(highest[r], r))
         self.look(largest, added, seen)
         return rescale
 
     @cute.jit
     def guard(
-        self, scores: cute.Tensor, factors: cute.Tensor, seen: tuple[Int32, ...] | None = None
+        self,
+        scores: cute.Tensor,
+        factors: cute.Tensor,
+        seen: tuple[Int32, ...] | None = None,
+        low: cutlass.Constexpr[bool] = False,
     ) -> Boolean:
         """`add` after references were raised, if the block exceeds one by more than `room` powers
         of two, and `look` at it if it is told what is `seen`. Returns whether outputs so far must
-        be multiplied by `factors` (rows).
-
-        NOTE: as integers, floats are ordered as long as one is positive; else 0 is found, no less.
+        be multiplied by `factors` (rows). `low`: rows may have references far below 0 (`is_low`).
         """
         exceeds, best = Boolean(False), self.best
         for r in cutlass.range_constexpr(self.rows):
-            a, b = best[r], Float32(0.0)
-            for c in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 4):
-                a = largest_of(a, scores[r, c], scores[r, c + 1])
-                b = largest_of(b, scores[r, c + 2], scores[r, c + 3])
-            best[r] = largest_of(a, b, b)
+            best[r] = self._best_of(scores, r, low)
             exceeds = exceeds | (best[r] * self.scale_log2 - self.shift[r] > self.room)
         exceeds = cute.arch.vote_any_sync(exceeds)
         if exceeds:
-            self._raise_above(scores, factors)
+            self._raise_above(scores, factors, low)
         added = [Float32(0.0)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
             added[r] = self._by_shift(scores, r, self.reference_log2(r))
@@ -148,13 +152,51 @@ class WatchedSoftmax(GuardedSoftmax):
         return exceeds
 
     @cute.jit
-    def _raise_above(self, scores: cute.Tensor, factors: cute.Tensor) -> None:
+    def _best_of(
+        self, scores: cute.Tensor, r: cutlass.Constexpr[int], low: cutlass.Constexpr[bool]
+    ) -> Float32:
+        """The largest score of row r that `guard` has found, this block's too.
+
+        NOTE: as integers, floats are ordered as long as one is positive; else 0 is found, no less.
+        """
+        a, b = self.best[r], Float32(0.0)
+        if cutlass.const_expr(low):
+            a = cute.arch.fmax(a, row_max(scores, r))
+        else:
+            for c in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 4):
+                a = largest_of(a, scores[r, c], scores[r, c + 1])
+                b = largest_of(b, scores[r, c + 2], scores[r, c + 3])
+            a = largest_of(a, b, b)
+        return a
+
+    @cute.jit
+    def is_low(self) -> Boolean:
+        """Whether a row of this thread has a reference so far below 0 that `guard` would raise it
+        for each score below 0."""
+        low = Boolean(False)
+        for r in cutlass.range_constexpr(self.rows):
+            low = low | (self.shift[r] < -self.room)
+        return low
+
+    @cute.jit
+    def forget_zeros(self) -> None:
+        """Where no score above 0 was found, let `guard` of `low` rows find the largest of those
+        below."""
+        for r in cutlass.range_constexpr(self.rows):
+            self.best[r] = self.best[r] if self.best[r] > 0.0 else -Float32.inf
+
+    @cute.jit
+    def _raise_above(
+        self, scores: cute.Tensor, factors: cute.Tensor, low: cutlass.Constexpr[bool]
+    ) -> None:
         """Raise the references of this warp's rows above the scores that `guard` has found, or,
-        none of them being positive, above those of this block."""
+        none of them being positive and the rows not `low`, above those of this block."""
         shift, reference = self.shift, self.reference
         self.raised[0] = Boolean(True)
         for r in cutlass.range_constexpr(self.rows):
-            found = self.best[r] if self.best[r] > 0.0 else row_max(scores, r)
+            found = self.best[r]
+            if cutlass.const_expr(not low):
+                found = found if found > 0.0 else row_max(scores, r)
             highest = self.over_row(found, cute.arch.fmax) * self.scale_log2
             # NOTE: by a whole power of two, or `top` would round otherwise than it did
             power = cute.arch.fmax(highest + self.above - shift[r], 0.0)
@@ -166,11 +208,12 @@ class WatchedSoftmax(GuardedSoftmax):
             reference[r] = raised / self.scale_log2
 
     @cute.jit
-    def note_top(self) -> None:
+    def note_top(self, low: cutlass.Constexpr[bool] = False) -> None:
         """Count the largest score that `guard` has found among the largest exponentials."""
         for r in cutlass.range_constexpr(self.rows):
             found = exp2(self.best[r] * self.scale_log2 - self.shift[r])
-            found = found if self.best[r] > 0.0 else Float32(0.0)
+            if cutlass.const_expr(not low):
+                found = found if self.best[r] > 0.0 else Float32(0.0)
             self.top[r] = cute.arch.fmax(self.top[r], found)
 
     @cute.jit
@@ -191,6 +234,13 @@ class WatchedSoftmax(GuardedSoftmax):
     def _exponential(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
         """The exponential of a score of row r."""
         return exp2((score - self._finite(self.reference[r])) * self.scale_log2)
+
+    @cute.jit
+    def _probability(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
+        """The same to the bit that `_exponentials` gives, so that it is rounded to the same."""
+        large = (score - self._finite(self.reference[r])) * self.scale_log2
+        power = score * self.scale_log2 - self.reference_log2(r)
+        return exp2(large if self._is_large(r) else power)
 
     @cute.jit
     def look(self, largest: list[Float32], added: list[Float32], seen: tuple[Int32, ...]) -> None:

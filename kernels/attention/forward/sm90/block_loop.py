@@ -177,17 +177,39 @@ class BlockLoop:
     @cute.jit
     def unsearched(self, path: Path, count: Int32, state: State) -> State:
         """Run `count` steps without a mask and without a search: by "guard" if the last block has
-        shown that the scores of these rows are peaked, by "add" else."""
-        barrier = LOOK_BARRIER if self.turns is None else LOOK_BARRIER + self.turns.warpgroup
-        peaked = threads_where(self.softmax.peaked[0], barrier, WARPGROUP)
-        peaked = cute.arch.make_warp_uniform(peaked)
-        if (peaked > PEAKED_THREADS) | (count == 0):
+        shown that the scores of these rows are peaked, or if it is not asked, by "add" else."""
+        if cutlass.const_expr(self.softmax.peaked is None):
+            state = self.guarded(path, count, state)
+        else:
+            peaked = self.threads_where(self.softmax.peaked[0])
+            if (peaked > PEAKED_THREADS) | (count == 0):
+                state = self.guarded(path, count, state)
+            else:
+                self.softmax.forget_top()
+                state = self.chunks(path, count, state)
+        return state
+
+    @cute.jit
+    def guarded(self, path: Path, count: Int32, state: State) -> State:
+        """Run `count` steps by "guard", or by "guard low" where references are far below 0, of
+        which bf16's are left to "add"."""
+        low = Int32(0)
+        if cutlass.const_expr(self.is_fp16 or self.softmax.peaked is None):
+            low = self.threads_where(self.softmax.is_low())
+        if low > 0:
+            if cutlass.const_expr(self.is_fp16 or self.softmax.peaked is None):
+                self.softmax.forget_zeros()
+                state = self.steps(path, count, state, "guard low")
+                self.softmax.note_top(low=True)
+        else:
             state = self.steps(path, count, state, "guard")
             self.softmax.note_top()
-        else:
-            self.softmax.forget_top()
-            state = self.chunks(path, count, state)
         return state
+
+    def threads_where(self, condition: Boolean) -> Int32:
+        """How many of this warpgroup's threads say `condition`, a uniform number."""
+        barrier = LOOK_BARRIER if self.turns is None else LOOK_BARRIER + self.turns.warpgroup
+        return cute.arch.make_warp_uniform(threads_where(condition, barrier, WARPGROUP))
 
     @cute.jit
     def chunks(self, path: Path, count: Int32, state: State) -> State:
@@ -227,8 +249,9 @@ class BlockLoop:
         """Run QK and softmax of a block, and PV of the one before.
 
         kind: "masked"; "clean", without a mask; "add", without a mask and without looking for a
-        larger score; "guard", "add" that raises references where the block exceeds them by far; or
-        "looked", "guard" that looks whether scores are peaked.
+        larger score; "guard", "add" that raises references where the block exceeds them by far;
+        "guard low", the same of rows with references far below 0; or "looked", "guard" that looks
+        whether scores are peaked.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -249,6 +272,8 @@ class BlockLoop:
             softmax.add(scores)
         elif cutlass.const_expr(kind == "guard"):
             rescale = softmax.guard(scores, self.factors)
+        elif cutlass.const_expr(kind == "guard low"):
+            rescale = softmax.guard(scores, self.factors, low=True)
         elif cutlass.const_expr(kind == "looked"):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
             rescale = softmax.guard(scores, self.factors, seen)

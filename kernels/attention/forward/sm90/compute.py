@@ -64,14 +64,14 @@ class Compute:
             tile = shared.info.n_blocks(work.m, seq_q.length, seqlen_k)
             m_block = shared.m_block(work, wg)  # of this warpgroup's rows
             blocks = self.own_info.n_blocks(m_block, seq_q.length, seqlen_k)
-            q_slot = q_take.slot * c.warpgroups + wg
+            q_slot = wg if c.q_waits else q_take.slot * c.warpgroups + wg
             own = OwnRows(work, m_block, self.thread_rows(m_block), seq_q, seqlen_k, blocks)
             score_ops = self.score_ops(own)
             kind = WatchedSoftmax.rounding_to(self.dtype)
             number = blocks.end - blocks.first
             # NOTE: from a constant, it would be computed again in each block, behind QK
             scale_log2 = cute.arch.shuffle_sync(score_ops.scale_log2(), 0)
-            softmax = kind.of(scale_log2, self.slack, c.speculates, number)
+            softmax = kind.of(scale_log2, self.slack, c.speculates, number, not c.guards_all)
             tSrQ = query.of_slot(q_slot)
             halves = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
@@ -156,9 +156,18 @@ class Compute:
             half = self.own_info.ends_in_first_half(own.m_block, *seqlens)
         searched = Int32(MAX_BLOCKS) if mode == SAFE else self.searched(own)
         state = loop.run(own.blocks, half, state, searched, forwards)
-        if cutlass.const_expr(c.releases_early):
-            self.shared.work.release(q_take, Boolean(True))
+        self.release_q(q_take)
         return state
+
+    @cute.jit
+    def release_q(self, q_take: PipelineState) -> None:
+        """Release Q behind a tile's last QK, where its slot is free then."""
+        q_read = self.shared.q_read
+        if cutlass.const_expr(self.config.releases_early):
+            self.shared.work.release(q_take, Boolean(True))
+        elif cutlass.const_expr(q_read is not None):
+            with cute.arch.elect_one():
+                q_read.arrive()
 
     @cute.jit
     def searched(self, own: OwnRows) -> Int32:
@@ -186,8 +195,7 @@ class Compute:
         """Release the `count` blocks of a tile of which these rows see none."""
         state = loop.pass_over(cutlass.max(count - 1, 0), state, True)
         state = loop.pass_over(cutlass.min(count, 1), state, False)
-        if cutlass.const_expr(self.config.releases_early):
-            self.shared.work.release(q_take, Boolean(True))
+        self.release_q(q_take)
         return state
 
     @cute.jit

@@ -31,6 +31,7 @@ class Sm90ForwardConfig(ForwardConfig):
     alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
     rescale_threshold: float = 8.0  # powers of two before sums and O are scaled down
     speculative: bool = True  # blocks without a mask are not searched for a larger score
+    guards_all: bool = False  # those are guarded whatever the scores of the first ones are like
     dispatch: str = "dynamic"  # how tiles are handed out: "one" (a CTA each), "static", "dynamic"
     num_ctas: int = 132  # CTAs of a persistent grid
     l2_bytes: int = 50 * 2**20  # bytes that heads in work at one time should fit into
@@ -57,6 +58,17 @@ class Sm90ForwardConfig(ForwardConfig):
     def releases_early(self) -> bool:
         """Whether Q's slot is released right after the last QK, without a result of the tile."""
         return self.own_o and not self.speculates
+
+    @property
+    def work_slots(self) -> int:
+        """Tiles that are announced at one time: where results may have to be computed again, one
+        more than is being computed, even if its Q has to wait for a slot."""
+        return 2 if self.speculates else self.q_stages
+
+    @property
+    def q_waits(self) -> bool:
+        """Whether a tile is announced before Q's only slot is free."""
+        return self.work_slots > self.q_stages
 
     @property
     def alternates(self) -> bool:

@@ -32,7 +32,7 @@ from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.atoms.wgmma import ROWS
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
-from cutex.device.pipeline import Ring, Warps, publish_barriers
+from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.forward.sm90.compute import Compute, OutStore
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
@@ -61,6 +61,8 @@ class Forward:
     q.full[slot]     1: LOAD, and the bytes by TMA          MMA, before a tile's first QK
     q.empty[slot]    1 an MMA warp, done with the tile, or  LOAD
                      with its last QK (releases_early)
+    q_read           1 an MMA warp, done with the last QK   LOAD, where a tile is announced before
+                     of a tile                              Q's only slot is free (q_waits)
     k.full, v.full   1: LOAD, and the bytes by TMA          MMA
     k.empty, v.empty 1 an MMA warp, its product being done;  LOAD
                      of both CTAs that share the loads
@@ -176,14 +178,17 @@ class Forward:
         else:
             sO = cute.make_tensor(sQ.iterator, o.smem_layout.outer)
         consumers = self.mma_warps.count
-        work = WorkRing.allocate(smem, c.q_stages, c.q_bytes, consumers)
+        work = WorkRing.allocate(smem, c.work_slots, c.q_bytes, consumers)
+        q_read = Barrier.allocate(smem, "q read", consumers) if c.q_waits else None
         k_ring = self.ring(smem, "k", c.k_bytes)
         v_ring = self.ring(smem, "v", c.v_bytes)
         exchange = PairExchange.allocate(smem) if c.share else None
-        exchanged = () if exchange is None else (exchange.exchanged,)
-        publish_barriers((work.q, k_ring, v_ring, *exchanged), cluster=c.share)
+        others = () if q_read is None else (q_read,)
+        others += () if exchange is None else (exchange.exchanged,)
+        publish_barriers((work.q, k_ring, v_ring, *others), cluster=c.share)
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), c.pack)
-        shared = Shared(sQ, sK, sV, sO, work, k_ring, v_ring, info, passed, sizes, c.ctas)
+        of_call = info, passed, sizes
+        shared = Shared(sQ, sK, sV, sO, work, k_ring, v_ring, *of_call, c.ctas, q_read)
 
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:

@@ -28,7 +28,7 @@ from cutex.schedulers.dispatch import SelfDispatch, Ticket
 
 AHEAD = 2  # one CTA of a pair may be an exchange ahead of the other
 
-Fills = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
+Fills = tuple[PipelineState, ...]  # states in the rings of K and of V, and of Q's slot if it waits
 Lengths = tuple[SeqlenInfo, SeqlenInfo]  # of queries and of keys
 
 
@@ -118,11 +118,13 @@ class Load:
         """
         c, order, ring = self.config, self.order, self.shared.work
         q_fill, fills = ring.q.producer(), (self.shared.k.producer(), self.shared.v.producer())
+        if cutlass.const_expr(c.q_waits):
+            fills = (*fills, PipelineState(1, Int32(0), Int32(1)))
         ring.clear()
         ticket, exchanges = self.dispatch.first(), PairExchange.first()
         looked_at = Int32(0)  # slots checked and valid since the last tile was announced
-        while ticket.valid or looked_at < c.q_stages:
-            back = PipelineState(c.q_stages, q_fill.slot, q_fill.phase)
+        while ticket.valid or looked_at < c.work_slots:
+            back = PipelineState(c.work_slots, q_fill.slot, q_fill.phase)
             back.skip(looked_at)
             ring.q.empty.wait(back.phase, back.slot)
             failed = ring.take_back(back.slot)
@@ -150,7 +152,7 @@ class Load:
                 if not failed and self.asks():
                     ticket = self.dispatch.next(ticket, asked)
         ring.end(q_fill)
-        for kv, fill in zip((self.shared.k, self.shared.v), fills, strict=True):
+        for kv, fill in zip((self.shared.k, self.shared.v), fills[:2], strict=True):
             if cutlass.const_expr(c.share):
                 kv.drain(fill)
 
@@ -182,7 +184,7 @@ class Load:
         when the last slot is empty, and a CTA that is late still gets fewer tiles.
         """
         shared, c = self.shared, self.config
-        k_fill, v_fill = fills
+        k_fill, v_fill, *q_free = fills
         work, mode, (seq_q, seq_k), forwards = job
         blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
         path = blocks.path(forwards)
@@ -191,13 +193,17 @@ class Load:
         of = head_kv, work.batch, seq_k
         loads_k, loads_v = self.blocks(self.k, shared.sK, of), self.blocks(self.v, shared.sV, of)
         full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards)
-        for wg in cutlass.range_constexpr(c.warpgroups):
-            slot = q_fill.slot * c.warpgroups + wg
-            loads_q.load(shared.m_block(work, wg), slot, full)
+        q_slot = Int32(0) if c.q_waits else q_fill.slot
+        if cutlass.const_expr(not c.q_waits):
+            self.load_q(loads_q, work, q_slot, full)
         asked = Int32(0)
         if blocks.end > blocks.first:
             loads_k.load(path.block(0), k_fill.slot, shared.k.acquire(k_fill))
             k_fill.advance()
+            if cutlass.const_expr(c.q_waits):
+                # NOTE: behind the first K, whose slot is free before Q's
+                self.shared.q_read.wait(q_free[0].phase)
+                self.load_q(loads_q, work, q_slot, full)
             for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
                 loads_k.load(path.block(i + 1), k_fill.slot, shared.k.acquire(k_fill))
                 k_fill.advance()
@@ -208,8 +214,19 @@ class Load:
             loads_v.load(last, v_fill.slot, shared.v.acquire(v_fill))
             v_fill.advance()
         else:
+            if cutlass.const_expr(c.q_waits):
+                self.shared.q_read.wait(q_free[0].phase)
+                self.load_q(loads_q, work, q_slot, full)
             asked = self.ask(mode, ticket)
-        return (k_fill, v_fill), asked
+        for state in q_free:
+            state.advance()
+        return (k_fill, v_fill, *q_free), asked
+
+    def load_q(self, loads_q: Any, work: WorkTile, slot: Int32, full: cute.Pointer) -> None:
+        """Load the rows of all warpgroups into Q's `slot`."""
+        for wg in range(self.config.warpgroups):
+            own = slot * self.config.warpgroups + wg
+            loads_q.load(self.shared.m_block(work, wg), own, full)
 
     def blocks(
         self, rows: Rows | Pages, sX: cute.Tensor, of: tuple[Int32, Int32, SeqlenInfo]
