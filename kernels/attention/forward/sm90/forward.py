@@ -183,7 +183,7 @@ class Forward:
         k_ring = self.ring(smem, "k", c.k_bytes)
         v_ring = self.ring(smem, "v", c.v_bytes)
         exchange = PairExchange.allocate(smem) if c.share else None
-        others = () if q_read is None else (q_read,)
+        others: tuple[Barrier, ...] = () if q_read is None else (q_read,)
         others += () if exchange is None else (exchange.exchanged,)
         publish_barriers((work.q, k_ring, v_ring, *others), cluster=c.share)
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), c.pack)

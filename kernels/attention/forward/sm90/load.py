@@ -117,7 +117,8 @@ class Load:
         turn.
         """
         c, order, ring = self.config, self.order, self.shared.work
-        q_fill, fills = ring.q.producer(), (self.shared.k.producer(), self.shared.v.producer())
+        q_fill = ring.q.producer()
+        fills: Fills = (self.shared.k.producer(), self.shared.v.producer())
         if cutlass.const_expr(c.q_waits):
             fills = (*fills, PipelineState(1, Int32(0), Int32(1)))
         ring.clear()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cutlass import Int32, cute
 
 from cutex.device.atoms.wgmma import ROWS
 from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.attention.seqlen_info import SeqlenInfo
-from cutex.device.pipeline import Barrier, Ring
+from cutex.device.pipeline import Ring
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.signature import Passed, Sizes
 from cutex.kernels.attention.work_ring import WorkRing
@@ -42,7 +42,7 @@ class Shared:
     passed: Passed
     sizes: Sizes
     ctas: int  # that share K and V
-    q_read: Barrier | None  # Q's only slot, of tiles announced before it is free; None: by `work`
+    q_read: Any  # the Barrier of Q's only slot, of tiles announced before it is free; None: `work`
 
     def m_block(self, work: WorkTile, warpgroup: Int32 | int) -> Int32:
         """The block of 64 rows that a warpgroup of this CTA computes."""
