@@ -12,6 +12,9 @@ LONG_CTA = 512  # the same where a row begins in the middle of a line
 CLUSTER = 8  # the largest that every GPU with clusters takes
 SCANNERS = 512  # threads of a CTA that scans a part of a row
 MOST = 8  # vectors of a thread of the longest rows that are taken whole
+# threads of the CTA of a row by smem, and how many vectors each has at most
+STAGED = {128: 4, 256: 5, 512: 5}  # docs/facts/rows.md#rows-layer-norm-tiles
+STAGED_LEAST = 257  # vectors of such a row
 
 
 def tile(
@@ -53,6 +56,17 @@ def tile(
         )
     rows = max(1, CTA // threads) * (2 if threads <= 8 and per_thread < WIDE else 1)
     return RowTile(rows, threads, ctas, per_thread, width, not shifted)
+
+
+def by_smem(n: int, other: RowTile) -> RowTile:
+    """The tile of a layer norm's rows of `n` elements of 16 bits that come by smem: one CTA with
+    few vectors a thread, since threads that meet in a cluster take longer; `other` for rows that it
+    does not hold, or that are not aligned."""
+    vectors = -(-n // other.width)
+    for threads, most in STAGED.items():
+        if other.aligned and other.width == 8 and STAGED_LEAST <= vectors <= threads * most:
+            return RowTile(1, threads, 1, -(-vectors // threads), other.width)
+    return other
 
 
 def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:

@@ -24,8 +24,10 @@ from cutex.kernels.row.kernel import (
 )
 
 RESIDENT = 1024  # threads of an SM, of 64 registers each
-# vectors of a row whose threads meet once, by the bytes of an element
+# vectors of a row whose threads meet once, by the bytes of an element; and of a plain norm, which
+# then comes by smem
 MEETS_ONCE = {2: 4096, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-by-smem
+PLAIN_MEETS_ONCE = {2: 257, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-tiles
 
 
 def merged(a: Values, b: Values) -> Values:
@@ -63,12 +65,18 @@ class NormConfig:
         return tile.ctas >= 4 and tile.vectors <= 4 and tile.num_threads == 128 and not more
 
     @property
+    def is_plain(self) -> bool:
+        """Whether x is all that is read of a row, and y, of its dtype, all that is written."""
+        return not (self.residual or self.out)
+
+    @property
     def meets_once(self) -> bool:
         """Whether the threads of a long row of a layer norm meet once, with their moments."""
         tile = self.tile
-        least = MEETS_ONCE.get(VECTOR_BYTES // tile.width)
+        bounds = PLAIN_MEETS_ONCE if self.is_plain else MEETS_ONCE
+        least = bounds.get(VECTOR_BYTES // tile.width)
         long = least is not None and tile.threads * tile.vectors * tile.ctas >= least
-        return self.centred and tile.aligned and tile.ctas > 1 and long
+        return self.centred and tile.aligned and long
 
     @property
     def reduced(self) -> tuple[int, ...]:

@@ -21,11 +21,10 @@ def is_staged(config: NormConfig, element_bytes: int) -> bool:
     """Whether the rows of a norm come by smem: those that come by whole vectors, of which each CTA
     of a cluster, or of a layer norm the whole row, has many."""
     tile = config.tile
-    plain = not (config.residual or config.out)
     whole = tile.aligned and tile.width * element_bytes == VECTOR_BYTES
     vectors = tile.threads * tile.vectors
-    many = config.meets_once if config.centred else vectors >= LEAST
-    return plain and whole and tile.ctas > 1 and many and vectors <= MOST
+    many = config.meets_once if config.centred else tile.ctas > 1 and vectors >= LEAST
+    return config.is_plain and whole and many and vectors <= MOST
 
 
 class NormStaged(Norm):

@@ -174,6 +174,24 @@ def test_long_rows_of_a_norm_come_by_smem(device, monkeypatch, saves, centred):
     assert [kind.__name__ for kind, *_ in asked] == ["NormStaged"]
 
 
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("n", [5520, 2056, 4104, 10_240, 20_472])  # three tiles of one CTA
+def test_a_layer_norm_of_whole_vectors_comes_by_smem_to_one_cta(device, monkeypatch, n):
+    asked = []
+    kernel_for = launches.kernel_for
+    monkeypatch.setattr(launches, "kernel_for", lambda *a: asked.append(a) or kernel_for(*a))
+    x = rows(device, (3, n), torch.float16, 4.0)
+    x[1, : n // 3] += 64  # the parts of the row, which meet, differ
+    x[2, n // 2] = 6e4
+    w, b = (rows(device, (n,), torch.float16, seed=seed) for seed in (1, 2))
+    y = cutex.layer_norm(x, w, b, eps=1e-5)
+    want = F.layer_norm(x.double(), (n,), w.double(), b.double(), 1e-5)
+    bound = 2**-11 * (2 * want.abs() + b.double().abs())  # y and what b is added to, rounded
+    assert ((y.double() - want).abs() <= bound + 2**-14).all()
+    ((kind, config, *_),) = asked
+    assert kind.__name__ == "NormStaged" and config.tile.ctas == 1
+
+
 def test_special_values_are_those_of_torch(device):
     inf, nan = torch.inf, torch.nan
     x = torch.zeros(6, 200, device=device)

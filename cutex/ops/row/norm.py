@@ -75,6 +75,7 @@ def _plan(
 ) -> Run:  # fmt: skip
     """A forward pass; if it `saves`, with the results of the operator, else with those of the
     functions."""
+    from cutex.kernels.row import choose
     from cutex.kernels.row.norm import Norm, NormConfig
     from cutex.kernels.row.norm_staged import NormStaged, is_staged
 
@@ -95,6 +96,8 @@ def _plan(
         launch.makes("mean", x.shape[:-1] if centred else (0,), torch.float32, 1)
         launch.makes("rstd", x.shape[:-1], torch.float32, 1)
     tile = tile_of(rows, vectors, arch)
+    if centred and residual is None:
+        tile = choose.by_smem(x.shape[-1], tile)
     config = NormConfig(
         tile, centred, residual is not None, name_of(weight), name_of(bias), saves=saves
     )
