@@ -50,15 +50,21 @@ def probabilities(
 
 def terms(case: AttentionCase, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
     """The sums that dq, dk and dv would be if nothing in them cancelled: what a rounding error of
-    dP, delta or P is a part of, however small the gradient itself."""
+    dP, delta or P is a part of, however small the gradient itself. Of the sink's gradient, the root
+    of the sum of the squares of the products dO * O that it is the sum of: O comes in 16 bits, and
+    each product has a rounding error of its own."""
     found = {name: torch.zeros_like(getattr(inputs, name)) for name in "qkv"}
+    of_sink = torch.zeros(case.heads_q, dtype=torch.float64)
     group = case.heads_q // case.heads_kv
     for s in case.sequences:
         q, do = (case.rows(x.detach(), s, "q") for x in (inputs.q, grad_out))
         k, v = (case.rows(x.detach(), s, "k") for x in (inputs.k, inputs.v))
-        p, _ = probabilities(
-            case, s, q, k, inputs.sink if inputs.sink is None else inputs.sink.detach()
-        )
+        sink = None if inputs.sink is None else inputs.sink.detach()
+        p, lse = probabilities(case, s, q, k, sink)
+        if sink is not None:
+            out = torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(group, 1))
+            share = (sink.double()[:, None] - lse).exp()  # (heads, queries)
+            of_sink += (share * (do * out).square().sum(-1).sqrt().T).square().sum(-1)
         q, k, v, do = q.abs(), *(x.abs().repeat_interleave(group, 1) for x in (k, v)), do.abs()
         dp = torch.einsum("qhd,khd->hqk", do, v)
         ds = case.softmax_scale * p * (dp + (p * dp).sum(-1, keepdim=True))
@@ -66,7 +72,7 @@ def terms(case: AttentionCase, inputs: Inputs, grad_out: Tensor) -> dict[str, Te
         for name, x, y in (("k", ds, q), ("v", p, do)):
             of_heads = torch.einsum("hqk,qhd->khd", x, y)
             case.rows(found[name], s, "k").copy_(of_heads.unflatten(1, (-1, group)).sum(2))
-    return found
+    return found | {"sink": of_sink.sqrt()}
 
 
 def wide(inputs: Inputs) -> Inputs:

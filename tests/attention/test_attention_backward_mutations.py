@@ -179,8 +179,8 @@ def test_a_delta_that_is_forgotten_is_found(monkeypatch):
 
 @pytest.mark.slow
 def test_a_scale_that_is_forgotten_is_found(monkeypatch):
-    write = Convert.write
-    monkeypatch.setattr(Convert, "write", lambda self, *a: write(self, *a[:-1], Float32(1.0)))
+    tile = Convert.tile
+    monkeypatch.setattr(Convert, "tile", lambda self, *a: tile(self, *a[:-1], Float32(1.0)))
     message = wrong(orders=({},))
     assert message is not None and message.startswith("dq off by")
 

@@ -2,8 +2,8 @@
 
 A tile of the sums is stored as the accumulators of the warpgroup that added them lie in its
 registers: 16 rows of a warp after the other, of which each unit of 8 columns has 4 numbers of each
-of 32 threads. A thread here reads the 64 bytes of four neighbouring threads, which are 8 columns of
-two rows.
+of 32 threads. A thread here reads the same; of every four units the four threads of a row exchange
+their columns, so that each has 8 of one unit to write.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.kernels.attention.backward.preprocess import row_block, row_sizes, rows_of
 from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, queries
@@ -18,6 +19,7 @@ from cutex.kernels.attention.backward.spec import BackwardSpec
 
 THREADS = 128
 WIDE = 8  # columns of a unit
+MOST = 16  # units that a thread has in registers at one time
 
 
 class Convert:
@@ -55,28 +57,28 @@ class Convert:
         m_block: Int32,
         scale: Float32,
     ) -> None:
-        """Convert a tile of the sums."""
+        """Convert a tile of the sums: a warp the 16 rows of one that added them. All of them, or
+        half, are on their way at one time."""
         c = self.config
+        warp, lane = thread // 32, thread % 32
         units = c.head_dim // WIDE
-        for i in cutlass.range_constexpr(c.tile_m * c.head_dim // (4 * 4 * THREADS)):
-            item = i * THREADS + thread
-            unit, four = item % units, item // units  # 8 columns; four threads, of two rows
-            numbers = self.read(sums, unit, four)
-            row = m_block * c.tile_m + four // 8 * 16 + four % 8
-            self.write(numbers, 0, gdQ, seqlen, row, unit, scale)
-            self.write(numbers, 1, gdQ, seqlen, row + 8, unit, scale)
-
-    @cute.jit
-    def read(self, sums: cute.Tensor, unit: Int32, four: Int32) -> cute.Tensor:
-        """Two rows (column, row, thread) of 8 columns, of unit `unit` of a tile: what the threads 4
-        * `four` and the three after it added."""
-        numbers = cute.make_rmem_tensor(cute.make_layout((2, 2, 4)), Float32)
+        at_once = units if units <= MOST else units // 2
         vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
-        flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, 4)))
-        for t in cutlass.range_constexpr(4):
-            at = (four // 8 * (self.config.head_dim // WIDE) + unit) * 32 + four % 8 * 4 + t
-            cute.autovec_copy(vectors[None, at], flat[None, t])
-        return numbers
+        row = m_block * c.tile_m + warp * 16 + lane // 4
+        for part in cutlass.range_constexpr(units // at_once):
+            numbers = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
+            for j in cutlass.range_constexpr(at_once):
+                at = (warp * units + part * at_once + j) * 32 + lane
+                cute.autovec_copy(vectors[None, at], numbers[None, j])
+            for four in cutlass.range_constexpr(at_once // 4):
+                unit = part * at_once + 4 * four + lane % 4
+                for r in cutlass.range_constexpr(2):
+                    rounded = cute.make_rmem_tensor(WIDE, gdQ.element_type)
+                    for i in cutlass.range_constexpr(WIDE):
+                        number = numbers[2 * r + i % 2, 4 * four + i // 2]
+                        rounded[i] = (number * scale).to(gdQ.element_type)
+                    transpose_in_quad(cute.recast_tensor(rounded, Int32))
+                    self.store(rounded, gdQ, seqlen, row + 8 * r, unit)
 
     @cute.jit
     def write(
@@ -89,11 +91,18 @@ class Convert:
         unit: Int32,
         scale: Float32,
     ) -> None:
-        """Write 8 columns of a row, if the sequence has it, and dQ has them."""
-        at = seqlen.offset + row if self.config.varlen_q else row
+        """Round and write 8 columns of a row."""
         rounded = cute.make_rmem_tensor(WIDE, gdQ.element_type)
         for c in cutlass.range_constexpr(WIDE):
             rounded[c] = (numbers[c % 2, r, c // 2] * scale).to(gdQ.element_type)
+        self.store(rounded, gdQ, seqlen, row, unit)
+
+    @cute.jit
+    def store(
+        self, rounded: cute.Tensor, gdQ: cute.Tensor, seqlen: SeqlenInfo, row: Int32, unit: Int32
+    ) -> None:
+        """Write 8 columns of a row, if the sequence has it, and dQ has them."""
+        at = seqlen.offset + row if self.config.varlen_q else row
         if (row < seqlen.length) & (unit * WIDE < cute.size(gdQ, mode=[1])):
             to = cute.logical_divide(gdQ[at, None], cute.make_layout(WIDE))
             cute.autovec_copy(rounded, to[None, unit])
