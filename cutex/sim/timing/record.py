@@ -74,7 +74,7 @@ def entries(code: Sequence[Instruction], counts: np.ndarray) -> dict[str, int]:
     loop of its own it is the number of that loop's turns."""
     copies: dict[tuple[Any, ...], np.ndarray] = {}
     for pc in np.flatnonzero(counts.any(axis=0)):
-        source = code[pc].source
+        source = code[int(pc)].source
         stack = source.stack if source else ()
         for i, call in enumerate(stack):
             copy = (call.function, *((at.file, at.line, at.column) for at in stack[i + 1 :]))
