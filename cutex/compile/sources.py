@@ -59,7 +59,8 @@ _FOR_TYPES = re.compile(
 def _began() -> float:
     """When this process began, or the one that it is a fork of, as time.time()."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) + 1
+        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        ticks = int(stat.rpartition(")")[2].split()[19]) + 1
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         return booted + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

@@ -110,6 +110,7 @@ def test_packed_sequences_have_slopes_each_or_for_all(device):
             first += n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("chunk", [2**26, pytest.param(3000, marks=SLOW)])
 def test_gradients_are_those_of_float64(device, causal, chunk, monkeypatch):

@@ -83,7 +83,7 @@ KERNELS = (0, 3, 13, 26, 34)
 CASES = 2
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("number", range(CASES))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_randomized_cases(place, kernel, number):
@@ -124,7 +124,7 @@ def test_causal_edges_of_tiles_and_rows_without_keys(place, queries, keys):
     hold(place, replace(PLAIN, seqlen_q=queries, seqlen_k=keys))
 
 
-@pytest.mark.sweep(8)  # two with the same kernel; the flags of others are in the randomized cases
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [(-70, 130), (None, -100), (200, -3), (-64, None)], ids=str)
 def test_bands_off_the_diagonal(place, window):
     hold(place, replace(PLAIN, causal=False, window=window, seqlen_q=300, seqlen_k=330))

@@ -107,6 +107,7 @@ def test_deterministic_gradients_are_right(name):
     assert errors(case, order="random", seed=4, deterministic=True) == []
 
 
+@pytest.mark.slow
 def test_deterministic_adds_come_in_one_order():
     """Under any order of CTAs the bits are the same."""
     sizes = {"seqlen_q": 70, "seqlen_k": 300, "head_dim": 64, "head_dim_v": 64}

@@ -288,6 +288,7 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
     assert torch.equal(whole[:1], alone)
 
 
+@pytest.mark.slow
 def test_a_call_like_one_before_launches_with_its_own_tensors():
     case = AttentionCase(**{**SMALL, "used_k": None, "batch": 1, "heads_q": 2, "heads_kv": 1})
     with cutex.ops.simulated("sm_90a"):

@@ -148,7 +148,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True], ids=FULL_CAUSAL)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @some_stages
@@ -199,7 +199,7 @@ def test_few_ctas_walk_many_tiles(number: int, causal: bool) -> None:
     check(stage("sm_90a", number), problem, order="random", seed=number, num_ctas=3)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", PERSISTENT)
 def test_the_counter_is_left_as_it_was(number: int) -> None:
     problem = sized(64, False, seqlen_q=300)
@@ -267,6 +267,7 @@ def products(stage: Stage) -> int:
     return 2 * steps if stage.number < 4 else 2 * steps + 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=SLOW), 128])
 @each_of_hopper
 def test_no_wgmma_waits_for_the_one_before(stage: Stage, head_dim: int) -> None:

@@ -17,7 +17,7 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.tmem_rows import ScoreRow, store_columns
 from cutex.device.pipeline import Barrier, PairRing
-from cutex.kernels.attention.forward.sm100 import mma, row_loop
+from cutex.kernels.attention.forward.sm100 import mma, softmax
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
 from cutex.kernels.attention.forward.sm100.forward import Forward
 from cutex.problem.attention.case import AttentionCase
@@ -83,12 +83,12 @@ def another_row(monkeypatch):
 
 def p_too_far(monkeypatch):
     """P written to columns where S is still to be read."""
-    store = row_loop.store_columns
+    store = softmax.store_columns
 
     def further(tmem, column, values):
         store(tmem, column + 24, values)
 
-    monkeypatch.setattr(row_loop, "store_columns", further)
+    monkeypatch.setattr(softmax, "store_columns", further)
 
 
 def late_scaling(monkeypatch):
@@ -105,12 +105,12 @@ def late_scaling(monkeypatch):
             self.scale_output(state.parities)
         return state
 
-    monkeypatch.setattr(row_loop.RowLoop, "searched", searched)
+    monkeypatch.setattr(softmax.RowLoop, "searched", searched)
 
 
 def no_scaling(monkeypatch):
     """A scaling of O that is left out."""
-    monkeypatch.setattr(row_loop.RowLoop, "scale_output", lambda self, parities: None)
+    monkeypatch.setattr(softmax.RowLoop, "scale_output", lambda self, parities: None)
 
 
 def early_release(monkeypatch):

@@ -123,6 +123,7 @@ def large(size: float, dtype: torch.dtype, head_dim: int):
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e10, *(pytest.param(x, marks=SLOW) for x in (1e5, 1e7, 1e14))])
 @pytest.mark.parametrize("head_dim", [64, pytest.param(256, marks=SLOW)])
 @pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=SLOW)])

@@ -34,7 +34,7 @@ def wanted(case: AttentionCase, inputs: Inputs, exact: bool = True) -> tuple[Ten
     return attend(case, inputs.q[0], inputs.k[0], inputs.v[0], None, exact=exact)
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(72)
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize(
     ("causal", "dtype"),
@@ -75,7 +75,7 @@ def products(kernel: Compiled, case: AttentionCase) -> int:
     return sum(n for op, n in report.counts.items() if op.startswith("wgmma.mma"))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("init", ["x4", "x8", "x16"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_peaked_rows_are_as_exact_as_with_a_maximum(init, dtype):
@@ -107,7 +107,7 @@ def test_a_lone_key_that_outweighs_all_is_as_exact_as_with_a_maximum(score):
     assert (out[0, :, 0] - want).norm() <= 1.1 * (rounded - want).norm()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 @pytest.mark.parametrize("score", [40.0, 80.0, 120.0])
 def test_a_sink_and_a_large_value_of_v(factor, score):

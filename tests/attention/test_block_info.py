@@ -112,6 +112,7 @@ def hold(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> None:
         expect(blocks, touched[:, n_block], clean[:, n_block])
 
 
+@pytest.mark.slow
 def test_all_pairs_of_lengths_with_some_of_everything_else():
     """Each pair of lengths occurs with four of the other combinations, each of those with about six
     pairs."""

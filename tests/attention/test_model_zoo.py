@@ -255,6 +255,7 @@ def test_tokens_of_padded_prompts_are_decoded_where_their_keys_are(wide, cache):
     assert [2] * (steps * layers) == DECODED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "gpt_oss"))]
 )

@@ -85,6 +85,7 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> dict:
         return measuring.measured(one, measuring.configs_of(one, 0), "cpu", timer)
 
 
+@pytest.mark.slow
 def test_a_row_says_what_was_timed(row: dict):
     assert row == {
         **{"m": 16, "n": 128, "k": 96, "pass": "forward"},

@@ -55,6 +55,7 @@ def test_a_sample_of_a_short_kernel_is_long_enough_to_time():
     assert launches_per_sample(30.0, 2) * 30 == pytest.approx(timing.SAMPLE_US, rel=0.05)
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(), min_size=1, max_size=6, unique=True), st.integers(1, 20), st.integers())
 def test_every_round_runs_each_variant_once(names, rounds, seed):
     orders = list(interleave(names, rounds, seed))

@@ -218,6 +218,7 @@ def test_confirm_runs_attention(cloud, modal_run, tmp_path):
     assert [(r.op, r.stage, r.ok) for r in rows(tmp_path)] == [("attention", 9, True)]
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_runs_there(cloud, modal_run, tmp_path):
     script = tmp_path / "mine.py"
     script.write_text("import sys; print('said', sys.argv[1:]); sys.exit(7)")
@@ -253,6 +254,7 @@ def test_an_exception_there_is_told_here(cloud, modal_run, tmp_path):
     assert rows(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_remote_call(cloud, modal_run, tmp_path):
     began, go_on = threading.Event(), threading.Event()
 
@@ -350,7 +352,7 @@ def test_the_tree_is_written_for_the_python_of_the_image(root, modal_app):
             assert not gone & {name.partition(".")[0] for name in names}, file
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -377,7 +379,7 @@ def test_without_a_token_the_message_says_what_to_do(cloud, modal_run, via):
     assert "Traceback" not in ran.err
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("via", [("-m", "modal", "run"), ()], ids=["modal run", "python"])
 def test_without_a_server_one_sentence_says_so_at_once(modal_run, via):
     """Modal's client tries for a minute, and `modal run` prints nothing meanwhile."""
@@ -400,6 +402,7 @@ def test_what_needs_no_server_asks_for_none(modal_app):
 # ---- without the client
 
 
+@pytest.mark.slow
 def test_the_plan_needs_no_token(root):
     ran = subprocess.run(
         [sys.executable, "modal_app.py", "--dry-run", "--compare", "cublas"],

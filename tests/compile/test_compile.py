@@ -71,6 +71,7 @@ def test_a_compilation_does_not_look_for_a_gpu_that_torch_does_not_see(monkeypat
     assert asks or environment._arch is None, "other users of the DSL in this process may look"
 
 
+@pytest.mark.slow
 def test_what_is_traced_fast_is_what_the_dsl_traces_locations_included(monkeypatch) -> None:
     kernel = stage("sm_100a", 6).kernel()
     fast = compile(kernel, "bf16", "sm_100a", cache=False)
@@ -359,6 +360,7 @@ print(c.from_cache, c.key)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compile_a_kernel_once(fresh_cache: Path, tmp_path: Path, root: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(root)}
     processes = [

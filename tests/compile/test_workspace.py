@@ -36,6 +36,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name in ("_flags", "_sums", "_reserves", "_captured"):
         monkeypatch.setattr(workspace, name, {})
     monkeypatch.setattr(workspace, "_zeros", zeros)
+    # on a GPU in a thread of its own, on the current stream
+    monkeypatch.setattr(workspace, "_kept", lambda allocate, device: allocate())
     monkeypatch.setattr(
         torch._C, "_cuda_isCurrentStreamCapturing", lambda: now.capture > 0, raising=False
     )

@@ -65,6 +65,7 @@ def test_padding_that_is_nan_is_not_multiplied():
         assert torch.equal(c, want) and not c.isnan().any()
 
 
+@pytest.mark.slow
 def test_factors_come_swizzled_in_any_shape_or_plain():
     problem = BlockScaledProblem(40, 136, 160, "mxfp8", "int")
     (a, b, scale_a, scale_b), kinds = arguments(problem)

@@ -174,7 +174,7 @@ def test_the_order_of_events_does_not_matter(stage: Stage, seed: int) -> None:
     assert found.ok, found.message
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @each_stage
 def test_rows_may_be_further_apart_than_they_are_long(stage: Stage, device: str) -> None:
     """A, B and C are parts of wider matrices, and nothing outside C is written."""

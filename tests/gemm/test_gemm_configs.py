@@ -134,7 +134,7 @@ def test_no_config_asks_for_more_ctas_at_a_time_than_run(mnk: tuple[int, int, in
     assert len(kinds) > 1 or num_sms < 60  # few SMs walk over all tiles
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("mnk", [(1, 4096, 512), (96, 2048, 512), (520, 1024, 256)], ids=str)
 def test_calls_on_a_gpu_of_fewer_sms_take_a_config_for_it(monkeypatch, mnk: tuple[int, int, int]):
     m, n, k = mnk

@@ -65,6 +65,7 @@ def test_every_stage_is_right_on_every_recipe(dtype: str, number: int) -> None:
     assert result.ok, result.message
 
 
+@pytest.mark.slow
 def test_a_blackwell_ultra_runs_the_same_stages() -> None:
     problem = BlockScaledProblem(256, 264, 320, "nvfp4", "spread")
     stage = LADDERS.stage("sm_103a", 4)

@@ -111,7 +111,7 @@ def test_any_majors_of_odd_sizes_are_exact(majors, batch):
 SEEDS = [s for s in range(60) if draw(s).dtype in (bf16, torch.float16)]
 
 
-@pytest.mark.sweep(56)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_problems_are_within_twice_torchs_error(seed):
     problem = draw(seed)

@@ -118,7 +118,7 @@ COLUMNS = [  # each swapped or not, by turns; the rest with -m slow
 ]
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "swap_ab", "order"), COLUMNS)
 def test_a_column_of_tiles_comes_out_exact(changes: str, swap_ab: bool, order: str) -> None:
     mnk = (13, 712, 1032) if swap_ab else (712, 16, 1032)

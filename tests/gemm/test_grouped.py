@@ -266,7 +266,7 @@ def test_gradients_are_products_of_groups(
     gradients(problem, place)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["gelu", "gated_silu"])
 def test_an_activation_is_differentiated(activation: str) -> None:
     problem = GroupedProblem((40, 0, 30), 64, 64, bias=True, activation=activation)

@@ -246,6 +246,7 @@ def test_blocks_on_blackwell_get_one_sentence() -> None:
         cutex.scaled_grouped_mm(A, B, OF_A, OF_B, OFFS, **BLOCK)
 
 
+@pytest.mark.slow
 def test_factors_of_32_get_one_sentence_where_they_do_not_fit() -> None:
     x, w = torch.zeros(6, 128).bfloat16(), torch.zeros(2, 16, 128).bfloat16()
     with ops.simulated("sm_100a"):

@@ -43,7 +43,7 @@ def test_randomized_products_are_within_the_bound(seed):
     assert check.ok, check.message
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True], ids=["factors", "quantized"])
 def test_a_call_like_one_before_is_launched_without_its_checks(quantized, monkeypatch):
     _, args, kinds = operands(5, 136, 256)

@@ -489,6 +489,7 @@ def test_amax_of_nan_is_nan_as_torchs(arch: str) -> None:
 # ---- the simulator
 
 
+@pytest.mark.slow
 def test_simulators_nest_and_belong_to_their_thread() -> None:
     found: dict[str, object] = {}
 
@@ -552,6 +553,7 @@ def test_an_error_within_leaves_no_simulator_behind() -> None:
     assert cutex.ops.device.simulated_arch() is None
 
 
+@pytest.mark.slow
 def test_what_the_readme_writes_needs_one_import(python) -> None:
     lines = (
         "import cutex",

@@ -55,7 +55,7 @@ def made(x: Tensor, format: str, swizzled: bool, older: bool = False) -> tuple[A
     return (OlderNvfp4(found) if older else found), quantization.dequantize(q, torch.float64)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"])
 def test_products_are_those_of_the_values(format: str, swizzled: bool) -> None:

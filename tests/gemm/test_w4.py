@@ -111,6 +111,7 @@ def test_no_rows_strided_rows_and_rows_of_more_dimensions() -> None:
     assert (out.double() - want).abs().max() <= 2.0**-7 * want.abs().max()
 
 
+@pytest.mark.slow
 def test_a_call_like_one_before_is_launched_without_its_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

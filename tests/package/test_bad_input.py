@@ -109,6 +109,7 @@ def test_an_unknown_peer_is_refused(capsys, fake_gpu):
     assert "--compare 'mkl' is not one of cublas, quack" in sentence
 
 
+@pytest.mark.slow
 def test_no_c_compiler_is_one_sentence(python, tmp_path):
     ran = python(
         *("-m", "cutex.gemm", "--stage", "0", "--device", "sim", "--mnk", "64,64,64"),

@@ -86,7 +86,7 @@ launch(from_dlpack(torch.randn(32, 32, device="cuda")))
 """
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [32, 33])
 def test_resources_and_bank_conflicts_are_told(stride, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "ORDERS", ("fifo",))
@@ -159,6 +159,7 @@ def test_what_is_killed_leaves_no_run_behind(number):
         os.kill(runs, 0)
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_by_itself_is_told_once(tmp_path, capsys):
     """Before it has launched anything, no order can change how it ends."""
     script = tmp_path / "mine.py"
@@ -168,7 +169,7 @@ def test_a_script_that_fails_by_itself_is_told_once(tmp_path, capsys):
     assert "exit code 1\nwrong result" in told and "1 order, 1 report" in told
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -338,6 +338,7 @@ def in_shell(line, **env):
     )  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "line",
     [
@@ -385,6 +386,7 @@ def test_every_file_is_read_and_written_as_utf_8():
     assert not silent
 
 
+@pytest.mark.slow
 def test_a_cache_whose_name_is_no_utf_8_is_refused():
     line = r"CUTEX_CACHE=$'/tmp/caf\xe9' python cutex.gemm --stage 0 --device sim --mnk 64,64,64"
     done = in_shell(line)

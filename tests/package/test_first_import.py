@@ -24,6 +24,7 @@ sys.exit(len(wrong))
 """
 
 
+@pytest.mark.slow
 def test_any_name_may_be_the_first_to_be_imported() -> None:
     # NOTE: a module loads its package first, which may load what loads the module
     done = subprocess.run([sys.executable, "-c", EACH], capture_output=True, text=True, check=False)

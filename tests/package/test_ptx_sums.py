@@ -92,6 +92,7 @@ def test_a_report_names_what_changed_came_and_went() -> None:
     assert not ptx_sums.differences(before, before)
 
 
+@pytest.mark.slow
 def test_calls_of_the_operators_have_sums_of_their_own() -> None:
     named = dict(ptx_sums.subjects())
     names = [n for n in named if n.startswith("matmul sm_100a 104x504x1024 torch.bfloat16")]

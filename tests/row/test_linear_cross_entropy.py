@@ -122,6 +122,7 @@ def test_rows_that_are_ignored_give_nothing_whatever_they_hold(device):
     assert cutex.linear_cross_entropy(x, w, torch.full_like(target, -100), reduction="sum") == 0
 
 
+@pytest.mark.slow
 def test_a_target_that_is_no_class_gives_nan(device):
     x, w, target = problem(device, 5, 40, 16, torch.bfloat16)
     target[0] = 40

@@ -299,6 +299,7 @@ def test_torch_func_takes_first_derivatives(device):
         torch.func.grad(lambda x: torch.func.grad(loss, 1)(cutex.softmax, x).sum())(x)
 
 
+@pytest.mark.slow
 def test_a_call_like_another_decides_nothing(device, monkeypatch):
     """Only a first call looks for its kernel, also where a gradient is wanted."""
     asked = []

@@ -63,6 +63,7 @@ def test_two_accumulators_put_stores_under_mmas():
     assert share("sm_100a", 6, "TMA out", "tensor core") > 0.6  # all but the last tile's
 
 
+@pytest.mark.slow
 def test_ping_pong_puts_stores_under_mmas():
     assert share("sm_90a", 7, "TMA out", "tensor core") < 0.5
     assert share("sm_90a", 8, "TMA out", "tensor core") > 0.9

@@ -32,7 +32,7 @@ def test_one_barrier_is_no_ring():
     assert report.rings["acc full"] == (1, 1) and report.unwrapped == []
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_the_default_size_wraps_the_rings_of_operands(arch):
     (sizes,) = GemmProblem.cases["sim"]

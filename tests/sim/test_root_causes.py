@@ -75,6 +75,7 @@ def test_more_bytes_than_come_are_told_where_they_are_announced():
     assert announced in str(raised.value).partition("called at cutex/device/pipeline.py")[0]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("k", [64, 512])
 @pytest.mark.parametrize("number", [0, 3])
 def test_nobody_waits_for_the_mma(number, k):

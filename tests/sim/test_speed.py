@@ -59,6 +59,7 @@ def test_512_cubed_takes_less_than_a_second(stage):
     assert min(seconds) < 1
 
 
+@pytest.mark.slow
 def test_looking_for_races_costs_less_than_as_much_again():
     """The best of several runs, in turns, so that other work of the machine affects both."""
     kernel = compile(stage("sm_100a", 6).kernel(), "bf16", "sm_100a")

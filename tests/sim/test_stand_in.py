@@ -225,6 +225,7 @@ def test_the_script_has_the_last_word(run_script, end, code):
     assert ("no\n" in ran.stderr) == ("'no'" in end)
 
 
+@pytest.mark.slow
 def test_what_a_script_raises_is_pythons_to_print(tmp_path):
     ran = run(tmp_path, "assert False")
     assert ran.returncode == 1

@@ -157,6 +157,7 @@ QUICK = {  # problems that CI reckons
 LARGEST = {"gemm": (0.02, 0.10, 0.12), "attention": (0.05, 0.10, 0.18)}  # median, ninth, largest
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", QUICK)
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_errors_against_measured_cycles_do_not_grow(op, quick):

@@ -214,7 +214,7 @@ def test_mutated_modifiers_in_code_that_never_runs_are_told():
     assert verdicts["right"] < 100, verdicts
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_a_modifier_that_no_instruction_has_is_told_of_every_opcode_of_a_kernel(arch):
     compiled = compile(stage(arch, 4).kernel(), "bf16", arch)

@@ -297,7 +297,7 @@ class Backoff(NamedTuple):
 
 
 class TentativeState(NamedTuple):
-    done: Int32  # as in row_loop.State
+    done: Int32  # as in State
     parities: Int32
     backoff: Backoff
 
