@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 EACH = """
 import os, sys, torch
 from cutlass import cute
