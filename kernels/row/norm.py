@@ -12,6 +12,7 @@ from cutex.compile import Argument, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction, Values, add
 from cutex.device.row.tile import VECTOR_BYTES, RowTile
+from cutex.kernels.row.choose import STAGED_LEAST
 from cutex.kernels.row.kernel import (
     RowKernel,
     ThisRow,
@@ -27,7 +28,7 @@ RESIDENT = 1024  # threads of an SM, of 64 registers each
 # vectors of a row whose threads meet once, by the bytes of an element; and of a plain norm, which
 # then comes by smem
 MEETS_ONCE = {2: 4096, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-by-smem
-PLAIN_MEETS_ONCE = {2: 257, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-tiles
+PLAIN_MEETS_ONCE = {2: STAGED_LEAST, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-tiles
 
 
 def merged(a: Values, b: Values) -> Values:

@@ -78,7 +78,9 @@ def test_it_runs_as_it_is_and_is_right(name: str, arch: str, tmp_path: Path) -> 
     assert "Traceback" not in ran.stderr, ran.stderr
     told = json.loads(found.read_text())
     # NOTE: on Blackwell a kernel of its backward returns while its last TMA stores, of dK and of
-    # dV, may still read shared memory: it leaves out the commit and the wait behind the last ones
-    left = 2 if (name, arch) == ("attention", "sm_100a") else 0
+    # dV, may still read shared memory: it leaves out the commit and the wait behind the last ones;
+    # and warps of one warpgroup execute `setmaxnreg` with different counts
+    left = 3 if (name, arch) == ("attention", "sm_100a") else 0
     assert not told["errors"] and len(told["findings"]) == left, ran.stderr
-    assert all("TMA store of md" in json.dumps(f) for f in told["findings"])
+    for finding in map(json.dumps, told["findings"]):
+        assert "TMA store of md" in finding or "setmaxnreg" in finding

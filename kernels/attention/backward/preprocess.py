@@ -7,6 +7,8 @@ the padding of tiles get LSE = inf, so that their P is 0. It also zeroes the fp3
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Float32, Int32, cute
 
@@ -18,6 +20,16 @@ from cutex.kernels.attention.backward.spec import BackwardSpec
 THREADS = 128
 LANES = 8  # threads that read one row together
 VECTOR = 8  # elements of 16 bits in one load
+
+
+class QueryTile(NamedTuple):
+    """The queries of one head of one sequence that a CTA takes."""
+
+    number: Int32  # among all tiles of the workspace
+    head: Int32
+    batch: Int32
+    seqlen: SeqlenInfo
+    m_block: Int32
 
 
 class Preprocess:
@@ -42,25 +54,16 @@ class Preprocess:
         m_block, head, batch = row_block(num_m_blocks, tiles.heads)
         seqlen = queries(passed, cute.size(tensors.o, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
-            tile = tiles.tile(c, head, batch, seqlen) + m_block
-            self.tile(tensors, passed, tile, head, batch, seqlen, m_block)
+            number = tiles.tile(c, head, batch, seqlen) + m_block
+            self.tile(tensors, passed, QueryTile(number, head, batch, seqlen, m_block))
 
     @cute.jit
-    def tile(
-        self,
-        tensors: Tensors,
-        passed: Passed,
-        tile: Int32,
-        head: Int32,
-        batch: Int32,
-        seqlen: SeqlenInfo,
-        m_block: Int32,
-    ) -> None:
+    def tile(self, tensors: Tensors, passed: Passed, tile: QueryTile) -> None:
         """Do all for the queries of a tile."""
-        self.clear(tensors.dq_sums[tile, None], 0, 1)
-        self.clear_turns(passed, tile)
+        self.clear(tensors.dq_sums[tile.number, None], 0, 1)
+        self.clear_turns(passed, tile.number)
         for i in cutlass.range_constexpr(self.rounds):
-            self.rows(i, tensors, passed, tile, head, batch, seqlen, m_block)
+            self.rows(i, tensors, passed, tile)
 
     @cute.jit
     def clear_turns(self, passed: Passed, tile: Int32) -> None:
@@ -76,19 +79,12 @@ class Preprocess:
 
     @cute.jit
     def rows(
-        self,
-        i: cutlass.Constexpr[int],
-        tensors: Tensors,
-        passed: Passed,
-        tile: Int32,
-        head: Int32,
-        batch: Int32,
-        seqlen: SeqlenInfo,
-        m_block: Int32,
+        self, i: cutlass.Constexpr[int], tensors: Tensors, passed: Passed, tile: QueryTile
     ) -> None:
         """Write LSE and delta of round i of the rows of a tile."""
         thread, _, _ = cute.arch.thread_idx()
-        stats = tensors.stats[tile, None]  # (2 * bM)
+        _, head, batch, seqlen, m_block = tile
+        stats = tensors.stats[tile.number, None]  # (2 * bM)
         mO, mdO = (rows_of(x, self.config.varlen_q, head, batch) for x in (tensors.o, tensors.do))
         place = i * (THREADS // LANES) + thread // LANES
         row = m_block * self.config.tile_m + place

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 FIXED_US, CLUSTER_US = 1.12, 0.5  # of a launch, and of sums sent within a cluster
 LATENCY_US = 0.5  # of the steps that a warp has loaded at a time
-ISSUE_CLOCKS, SCHEDULERS, MHZ = (
-    3.15,
-    4,
-    1750,
-)  # of an instruction; of an SM; clocks in a microsecond
+ISSUE_CLOCKS = 3.15  # of an instruction
+SCHEDULERS = 4  # of an SM
+MHZ = 1750
 MEMORY = 0.95  # of the peak rate
 POWER = 1.12  # how sharply the largest of the three times counts
 SM_WARPS, SM_REGISTERS = 64, 65536

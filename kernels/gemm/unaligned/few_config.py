@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cutex.kernels.gemm.config import GemmConfig, ceil_div
+from cutex.kernels.gemm.config import ELEMENT, GemmConfig, ceil_div
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -27,7 +27,7 @@ class FewRowsConfig(GemmConfig):
 
     tile_m: int = 8
     tile_n: int = 64
-    tile_k: int = STEP_K
+    k_bytes: int = STEP_K * ELEMENT
     warps: int = 8
     steps: int = 2  # that a warp has loaded at a time
 
@@ -69,8 +69,8 @@ class FewRowsConfig(GemmConfig):
     def _why_not_shape(self, arch: Arch) -> str | None:
         if self.tile_m not in (ROWS, 2 * ROWS) or self.tile_n not in (16, 32, 64):
             return f"tile_m={self.tile_m}, tile_n={self.tile_n}: 8 or 16, and 16, 32 or 64"
-        if self.tile_k != STEP_K or not 1 <= self.steps <= 8:
-            return f"tile_k={self.tile_k}, steps={self.steps}: {STEP_K}, and 1 to 8"
+        if self.k_bytes != STEP_K * ELEMENT or not 1 <= self.steps <= 8:
+            return f"k_bytes={self.k_bytes}, steps={self.steps}: {STEP_K * ELEMENT}, and 1 to 8"
         if self.warps not in (4, 8, 16):
             return f"warps={self.warps}: 4, 8 or 16"
         if self.smem_bytes + 64 > arch.smem_per_cta:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
-from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
 from cutex.kernels.attention.backward import preprocess
 from cutex.kernels.attention.backward.signature import Passed, Tensors
@@ -25,20 +24,11 @@ class Preprocess(preprocess.Preprocess):
     config: Sm100BackwardConfig
 
     @cute.jit
-    def tile(
-        self,
-        tensors: Tensors,
-        passed: Passed,
-        tile: Int32,
-        head: Int32,
-        batch: Int32,
-        seqlen: SeqlenInfo,
-        m_block: Int32,
-    ) -> None:
-        self.clear_turns(passed, tile)
+    def tile(self, tensors: Tensors, passed: Passed, tile: preprocess.QueryTile) -> None:
+        self.clear_turns(passed, tile.number)
         for i in cutlass.range_constexpr(self.rounds):
-            self.rows(i, tensors, passed, tile, head, batch, seqlen, m_block)
-            self.clear(tensors.dq_sums[tile, None], i, self.rounds)
+            self.rows(i, tensors, passed, tile)
+            self.clear(tensors.dq_sums[tile.number, None], i, self.rounds)
 
     @cute.jit
     def keep(

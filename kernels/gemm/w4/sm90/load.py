@@ -4,13 +4,14 @@ general kernel's, with blocks of weight."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.atoms.multicast import AbOperands, Cluster
+from cutex.device.atoms.tma import AbLoads
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.sm90.load import BYTES_AHEAD, LoadOneTile, LoadSegments, LoadTiles
 from cutex.kernels.gemm.w4.fragments import WeightLoads
@@ -81,23 +82,6 @@ class W4LoadOneTile(LoadOneTile):
 # ---- operands
 
 
-class W4Loads(NamedTuple):
-    """The loads of the weight and of x, for one tile."""
-
-    a: WeightLoads
-    b: Any  # KLoads
-
-    @property
-    def num_k_tiles(self) -> Int32:
-        return self.a.num_k_tiles
-
-    @cute.jit
-    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
-        """Start all loads of K tile `k_tile` into `slot`. A whole warp calls it."""
-        self.a.load(k_tile, slot, full)
-        self.b.load(k_tile, slot, full)
-
-
 @dataclass(frozen=True)
 class W4Operands:
     """The weight with its slots, and x as the general kernel's second operand."""
@@ -115,10 +99,10 @@ class W4Operands:
         return cute.size(self.mW, mode=[1])
 
     @cute.jit
-    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> W4Loads:
+    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> AbLoads:
         """The loads that this CTA starts for `tile`: its strips, and its part of x."""
         m, _ = cluster.place()
         x, sharers = self.x, cluster.size_m
         b = x.loads_of(1, x.b, x.sB, tile.n, m, sharers, cluster.column_mask())
         first = tile.m * cute.size(self.sW, mode=[1])
-        return W4Loads(WeightLoads(self.mW, self.sW, first), b)
+        return AbLoads(WeightLoads(self.mW, self.sW, first), b)
