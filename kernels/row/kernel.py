@@ -62,10 +62,10 @@ class ThisRow:
 
     def is_between(self, mX: cute.Tensor, width: int) -> cutlass.Boolean:
         """Whether the `width` elements before and behind this row of mX (M, N) are mX's, too: those
-        of the rows beside it, or what lies between them."""
+        of the rows beside it. What lies between rows of a view is not."""
         step, n = mX.stride[0], cute.size(mX, mode=[1])
-        apart = (step >= n) & (n >= width)
-        return apart & (self.row > 0) & (self.row < self.rows - 1)
+        dense = (step == n) & (n >= width)
+        return dense & (self.row > 0) & (self.row < self.rows - 1)
 
     def __call__(self, mX: cute.Tensor) -> cute.Tensor:
         """This row of mX (M, N)."""

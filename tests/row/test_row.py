@@ -126,6 +126,15 @@ def test_views_that_begin_anywhere_and_what_lies_around_them(device):
         x.fill_(torch.nan)
 
 
+@pytest.mark.parametrize("between", [8, 16])
+def test_nothing_between_the_rows_of_a_view_is_read(device, between):
+    # a step from row to row that is the result's up to whole vectors
+    x = torch.full((5, 137 + between), torch.nan, dtype=torch.bfloat16, device=device)[:, :137]
+    x.copy_(rows(device, x.shape, torch.bfloat16))
+    near(cutex.softmax(x), x.double().softmax(-1), torch.bfloat16, 2**-6)
+    near(cutex.rms_norm(x), F.rms_norm(x.double(), (137,)), torch.bfloat16, 8)
+
+
 @pytest.mark.parametrize("dim", [0, 1, -2])
 def test_softmax_over_another_dim(device, dim):
     x = rows(device, (9, 4, 5), torch.float32)
