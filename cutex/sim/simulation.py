@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from cutex.sim.timing.report import TimeReport
 
 
+_CLUSTER_CTAS = 16  # more than 8 are a size that is not portable
+_TIME_OUTS = 4  # of each try_wait: more than the tries of a wait that does not come back
+
+
 @dataclass
 class SimReport:
     """The outcome of a simulated run. ``instructions`` counts warp-instructions, ``counts`` the
@@ -228,6 +232,7 @@ class Simulation:
     def _run_clusters(self, scheduler: Scheduler, clusters: Sequence[int]) -> None:
         """Run ``clusters`` of the grid, in the order in which they start."""
         machine = scheduler.m
+        machine.early_time_outs = _TIME_OUTS if self.checks else 0
         queue = machine.pending_clusters = PendingClusters(clusters)
         while queue:
             machine.load_clusters(queue.start(machine.grid.num_ctas // machine.grid.cluster_size))
@@ -310,6 +315,11 @@ def _check_launch(program: Program, what: Launch) -> None:
         raise ValueError(
             f"launch of {what.kernel}: grid {what.grid} is no multiple of the cluster "
             f"{what.cluster}"
+        )
+    if what.cluster_size > _CLUSTER_CTAS:
+        raise ValueError(
+            f"launch of {what.kernel}: a cluster of {what.cluster_size} CTAs, a GPU takes at most "
+            f"{_CLUSTER_CTAS}"
         )
     gpu = gpu_of(program)
     if what.smem > gpu.smem_per_cta:

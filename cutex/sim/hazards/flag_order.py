@@ -4,12 +4,13 @@ A release is an access ``.release`` (or ``.acq_rel``), or a fence and a strong w
 acquire is an access ``.acquire``, or a strong read and a fence after it. If the acquire reads what
 the release, or an atomic after it, wrote to the same place of global or shared memory, the
 acquiring warp is ordered after all that the releasing warp was ordered after (PTX ISA 8.8, 8.9.2).
-Without either a flag, relaxed or volatile, orders nothing. Between clusters see cluster_order.
+Without either a flag, relaxed or volatile, orders nothing, nor does one whose access or fence has
+the scope of a CTA between warps of two (8.7.1). Between clusters see cluster_order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,17 +41,24 @@ class FlagOrder(Observer):
 
     def __init__(self, machine: Machine, clocks: Clocks) -> None:
         self.m, self.clocks = machine, clocks
-        self.released: dict[Hashable, np.ndarray] = {}  # by place: a clock
-        self.at_fence: dict[int, np.ndarray] = {}  # by warp: the clock that its last fence released
-        self.observed: dict[int, np.ndarray] = {}  # by warp: clocks read since its last fence
-        self.latest: dict[int, np.ndarray] = {}  # by warp: the clock that it has acquired last
+        # by CTA, or by cluster of which the first CTA's number is negated, and place: a clock
+        self.released: dict[tuple[int, int], np.ndarray] = {}
+        # by warp, for its CTA alone (True) and for all: the clock that its last fence released
+        self.at_fence: dict[tuple[int, bool], np.ndarray] = {}
+        # likewise: clocks read since its last fence
+        self.observed: dict[tuple[int, bool], np.ndarray] = {}
+        # likewise: the clock that it has acquired last
+        self.latest: dict[tuple[int, bool], np.ndarray] = {}
 
     def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
         """NOTE: the clocks have to count the fence after this."""
         for warp in warps.tolist():
-            self.clocks.take(warp, self.observed.pop(warp, None))
+            self.clocks.take(warp, self.observed.pop((warp, True), None))
+            if scope != "cta":
+                self.clocks.take(warp, self.observed.pop((warp, False), None))
             if releases:
-                self.at_fence[warp] = self.clocks.rows[:, warp].copy()
+                row = self.clocks.rows[:, warp].copy()
+                self.at_fence |= {(warp, own): row for own in (True, False)[: 1 + (scope != "cta")]}
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
         self._access(where.warps, where.addresses, False, strength(ins.op))
@@ -71,25 +79,35 @@ class FlagOrder(Observer):
             return
         pairs: Iterable[tuple[int, int]] = set(zip(warps.tolist(), places.tolist(), strict=True))
         for warp, place in pairs:
-            key = self.m.grid.first_cta[warp], place
             if write:
-                self._write(warp, key, how)
+                self._write(warp, place, how)
             else:
-                self._read(warp, key, how)
+                self._read(warp, place, how)
                 if how.atomic and place >= 0:  # NOTE: one that changes nothing stores nothing
-                    self._write(warp, key, how)
+                    self._write(warp, place, how)
 
-    def _read(self, warp: int, key: Hashable, how: Strength) -> None:
-        seen = self.released.get(key)
-        if seen is None:
-            return
-        if not how.acquires:
-            self.observed[warp] = self.clocks.join(self.observed.get(warp), seen)
-        elif self.latest.get(warp) is not seen:  # else it spins
-            self.latest[warp] = seen
-            self.clocks.take(warp, seen)
+    def _groups(self, warp: int, place: int, how: Strength) -> list[tuple[bool, tuple[int, int]]]:
+        """Those whom the warp orders itself with there: its CTA, and unless the access has that
+        scope its cluster; each with the key of `released`.
+        """
+        grid = self.m.grid
+        own = True, (grid.cta_of(warp), place)
+        return [own] if how.own else [own, (False, (-1 - grid.first_cta[warp], place))]
 
-    def _write(self, warp: int, key: Hashable, how: Strength) -> None:
-        given = self.clocks.give(warp) if how.releases else self.at_fence.get(warp)
-        if given is not None:
-            self.released[key] = self.clocks.join(self.released.get(key), given)
+    def _read(self, warp: int, place: int, how: Strength) -> None:
+        for own, key in self._groups(warp, place, how):
+            seen = self.released.get(key)
+            if seen is None:
+                continue
+            if not how.acquires:
+                before = self.observed.get((warp, own))
+                self.observed[warp, own] = self.clocks.join(before, seen)
+            elif self.latest.get((warp, own)) is not seen:  # else it spins
+                self.latest[warp, own] = seen
+                self.clocks.take(warp, seen)
+
+    def _write(self, warp: int, place: int, how: Strength) -> None:
+        for own, key in self._groups(warp, place, how):
+            given = self.clocks.give(warp) if how.releases else self.at_fence.get((warp, own))
+            if given is not None:
+                self.released[key] = self.clocks.join(self.released.get(key), given)

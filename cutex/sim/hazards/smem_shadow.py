@@ -166,6 +166,8 @@ class SmemShadow(Observer):
         how = strength(ins.op)
         if how.atomic and write:
             return  # NOTE: it was recorded when it loaded, as both
+        if how.atomic:
+            self._check_written(at, ins)
         changes = how.atomic or write
         warps, _, cta, word, part = _words(at)
         own = self.clocks.slot[warps]
@@ -182,6 +184,20 @@ class SmemShadow(Observer):
             self.change.update(dict.fromkeys(zip(cta.tolist(), word.tolist(), strict=True), ins))
             np.minimum.at(self.low, cta, word)
             np.maximum.at(self.high, cta, word)
+
+    def _check_written(self, at: SharedBytes, ins: Instruction) -> None:
+        """Report an atomic on shared memory that nothing has written."""
+        unwritten = np.flatnonzero(self.m.box_swizzle[at.cta, at.offset >> 4] < 0)
+        if not len(unwritten):
+            return
+        k = int(unwritten[0])
+        self.m.findings.add(
+            "uninitialised",
+            f"{self.m.grid.name_warp(int(at.warps[k]))} lane {at.lanes[k]} changes shared memory "
+            f"0x{int(at.offset[k]):x} by an atomic, and nothing has written it",
+            ins,
+            remedy="a store of the first value, and a barrier behind it",
+        )
 
     def _beside(
         self,

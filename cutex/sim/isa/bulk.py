@@ -13,6 +13,7 @@ from cutex.sim.isa.bulk_operands import (
     MODS,
     Value,
     active_lanes,
+    check_source,
     multicast_mask,
     shared_place,
     targets,
@@ -163,9 +164,11 @@ def _mover(
     m = d.m
 
     def complete() -> None:
+        modes = m.box_swizzle[source[0], source[1] >> 4 : source[1] + n >> 4]
+        check_source(m, "the bulk copy", source[0], modes, None, d.ins)
         old = m.smem[target[0], target[1] : target[1] + n]
         old[:] = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
-        m.box_swizzle[target[0], target[1] >> 4 : target[1] + n >> 4] = 0
+        m.box_swizzle[target[0], target[1] >> 4 : target[1] + n >> 4] = modes * (reduction is None)
         m.mbarriers.complete_tx(*signal, n, "a bulk copy", d.ins)
 
     return complete
@@ -223,6 +226,8 @@ def _bulk_storer(
     copied = np.flatnonzero(byte_mask >> np.arange(n) % 16 & 1) if byte_mask != 0xFFFF else None
 
     def complete() -> None:
+        modes = m.box_swizzle[source[0], source[1] >> 4 : source[1] + n >> 4]
+        check_source(m, "the bulk store", source[0], modes, None, d.ins)
         old = m.memory.view(target, n, f"the bulk store at {d.ins.where()}")
         new = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
         region = m.memory.find(target)

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
+from cutex.sim.isa.tensormap import SWIZZLES
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import shared_address
 from cutex.sim.ptx.decode import Decoder
+from cutex.sim.ptx.program import Instruction
 
 MODS = (
     "async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "shared", "cta", "cluster", "global",
@@ -57,11 +59,18 @@ def shared_place(
 
 
 def targets(d: Decoder, cta: int, mask: int | None) -> list[int]:
-    """The CTAs that a (multicast) copy writes."""
+    """The CTAs of the cluster of ``cta`` that a multicast mask names; ``cta`` itself without."""
     if mask is None:
         return [cta]
-    first = cta - int(d.m.grid.cta_rank[cta])
-    return [first + r for r in range(d.m.grid.cluster_size) if mask >> r & 1]
+    grid, size = d.m.grid, d.m.grid.cluster_size
+    if mask >> size:
+        raise BadOperand.at(
+            d.ins,
+            f"the CTA mask 0x{mask:x} names rank {mask.bit_length() - 1}, in a cluster of {size} "
+            f"CTA{'s' * (size > 1)}",
+        )
+    first = cta - int(grid.cta_rank[cta])
+    return [first + r for r in range(size) if mask >> r & 1]
 
 
 def multicast_mask(d: Decoder) -> Callable[[Batch], np.ndarray] | None:
@@ -79,3 +88,29 @@ def signalled(m: Machine, target: int, barrier_cta: int, pair: bool) -> int:
         return target
     rank = int(m.grid.cta_rank[target])
     return target - rank + (rank & ~1 | int(m.grid.cta_rank[barrier_cta]) & 1)
+
+
+def check_source(
+    m: Machine, what: str, cta: int, modes: np.ndarray, swizzle: int | None, ins: Instruction
+) -> None:
+    """Report that a copy from shared memory takes chunks of 16 bytes that nothing has written, or
+    that a TMA load wrote with another swizzle than its own (None: it copies bytes as they lie);
+    ``modes``: those of `Machine.box_swizzle`.
+    """
+    if (modes < 0).any():
+        m.findings.add(
+            "uninitialised",
+            f"{what} reads shared memory of {m.grid.name_cta(cta)} that nothing has written: "
+            f"{16 * int((modes < 0).sum())} of {16 * modes.size} bytes",
+            ins,
+        )
+    if swizzle is None:
+        return
+    wrong = modes[(modes > 0) & (modes != swizzle + 1)]
+    if wrong.size:
+        m.findings.add(
+            "swizzle",
+            f"{what} takes its box with {SWIZZLES[swizzle]} swizzle from shared memory that a TMA "
+            f"load wrote with {SWIZZLES[int(wrong[0]) - 1]} swizzle",
+            ins,
+        )

@@ -20,15 +20,13 @@ import ml_dtypes
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.isa.tensormap import ATOMS_OF_32, swizzle_chunks
+from cutex.sim.isa.tensormap import ATOMS_OF_32, SWIZZLES, swizzle_chunks
 from cutex.sim.machine.operation import CHUNK, Span
 from cutex.sim.numerics.rounding import bf16_to_f32
 from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
-
-_NAMES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte", 4: "128-byte (atoms of 32)"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Descriptor:
     def __str__(self) -> str:
         return (
             f"start 0x{self.start:x}, leading {self.leading}, stride {self.stride}, "
-            f"{_NAMES[self.bits]} swizzle"
+            f"{SWIZZLES[self.bits]} swizzle"
         )
 
 
@@ -283,6 +281,6 @@ class SharedOperand:
             self.m.findings.add(
                 "swizzle",
                 f"{self.form.what} ({self.desc}) was written by the TMA load at PTX line {line} "
-                f"with {_NAMES[int(modes[at]) - 1]} swizzle",
+                f"with {SWIZZLES[int(modes[at]) - 1]} swizzle",
                 self.ins,
             )

@@ -108,6 +108,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
     amount = d.src(at + 1, "u32") if len(operands) > at + 1 else None
     state = d.dst(0, "b64") if at == 1 else None
     expect, drop = "expect_tx" in d.mods, "arrive_drop" in d.mods
+    stays = "noComplete" in d.mods
     to_cluster = re.search(r"\.(release|relaxed)\.(cluster|gpu|sys)", d.ins.op) is not None
 
     def execute(b: Batch) -> None:
@@ -125,6 +126,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
             events.mbarrier_arrives(at, warps[row], to_cluster, d.ins)
             who = f"{d.m.grid.name_warp(warps[row])} lane {lane}"
             n = int(amounts[row, lane]) if amounts is not None else 1
+            phases = at.phases
             if state:
                 tokens[row, lane] = at.phases
             if expect:
@@ -133,6 +135,8 @@ def mbarrier_arrive(d: Decoder) -> Execute:
                 mbarriers.expect_tx(at, n, who, d.ins)
                 n = 1
             mbarriers.arrive(at, n, who, d.ins, drop)
+            if stays and at.phases != phases:
+                mbarriers.refuse_completion(at, who, d.ins)
         if state:
             state(b, tokens)
 
@@ -165,7 +169,8 @@ def mbarrier_tx(d: Decoder) -> Execute:
 @instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def mbarrier_wait(d: Decoder) -> Execute:
     """mbarrier.test_wait, try_wait (9.7.13.15.16): true if the phase of that parity (or token) is
-    complete; try_wait may sleep until then.
+    complete; try_wait may sleep until then, and returns false a few times at first, so that who
+    does not look at its result goes on as it would after a time-out of the hardware's.
     """
     d.only(*_MBARRIER_MODS)
     barrier, write = BarrierOperand(d, 1), d.dst(0, "pred")
@@ -175,22 +180,26 @@ def mbarrier_wait(d: Decoder) -> Execute:
     if may_sleep and len(d) == 4:
         d.src(3, "u32")  # how long it may sleep, in nanoseconds
     m, ins, relaxed = d.m, d.ins, "relaxed" in d.mods
+    time_outs = 0
 
     def passed(phases: int, value: int) -> bool:
         # NOTE: on a fresh barrier, the wait for parity 1 passes
         return (phases & 1) != value & 1 if by_parity else phases > value
 
     def execute(b: Batch) -> np.ndarray | None:
+        nonlocal time_outs
         values = b.lanes(expected(b))
         result = np.zeros((b.n, 32), bool)
         out = np.zeros(b.n, np.int8)
-        failed = False
+        failed, returned, sleeps = False, False, may_sleep and time_outs >= m.early_time_outs
         warps = b.idx.tolist()
         for row, groups in barrier.by_warp(b, values):
             warp, some = warps[row], len(groups) > 1
             for lanes, cta, offset in groups:
                 value = int(values[row, lanes[0]])
                 waited = m.mbarriers.use(cta, offset, warp, ins)
+                if not by_parity and waited.phases > value + 1:
+                    m.mbarriers.refuse_token(waited, value, warp, ins)
                 if not passed(waited.phases, value):
                     continue
                 m.events.mbarrier_passed(waited, warp, relaxed)
@@ -202,12 +211,15 @@ def mbarrier_wait(d: Decoder) -> Execute:
             if some:
                 continue
             which = _all_or(lanes)
-            if may_sleep and np.count_nonzero(m.timed_out[warp, which]) < len(lanes):
+            if may_sleep and not sleeps:
+                returned = True
+            elif sleeps and np.count_nonzero(m.timed_out[warp, which]) < len(lanes):
                 out[row] = RETRY
                 failed = True
                 tell = _mbarrier_teller(m, cta, offset, value, by_parity)
                 m.sleep(warp, Wait("mbarrier", (cta, offset), ins, tell))
             m.timed_out[warp, which] = False
+        time_outs += returned
         if failed:
             keep = out == 0
             write(Batch(b.idx[keep], None if b.mask is None else b.mask[keep]), result[keep])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cutex.sim.errors import BadOperand, BarrierMisuse
+from cutex.sim.isa.bulk_operands import targets
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.events import LateArrival
@@ -157,18 +158,12 @@ def commit(d: Decoder) -> Execute:
             own = int(m.grid.warp_cta[warp])
             cta, offset = m.grid.shared_location(b.idx[row : row + 1], a[row, lane : lane + 1])
             m.check_shared(b.idx[row : row + 1], np.array([lane]), cta, offset, 8, ins)
-            first = own - int(m.grid.cta_rank[own])
-            targets = (
-                [int(cta[0])]
-                if masks is None
-                else [
-                    first + r for r in range(m.grid.cluster_size) if int(masks[row, lane]) >> r & 1
-                ]
-            )
-            for target in targets:
+            mask_here = int(masks[row, lane]) if masks is not None else None
+            on = targets(d, int(cta[0]), mask_here)
+            for target in on:
                 m.mbarriers.use(target, int(offset[0]), warp, ins)
-            barrier = own if own in targets else min(targets, default=own), int(offset[0])
-            arrive = _arriver(m, targets, int(offset[0]), warp)
+            barrier = own if own in on else min(on, default=own), int(offset[0])
+            arrive = _arriver(m, on, int(offset[0]), warp)
             Issuer(m, warp, lane, group, ins).commit(barrier, arrive)
 
     return execute

@@ -19,6 +19,7 @@ from cutex.sim.errors import BadOperand
 
 MAP_BYTES = 128
 ATOMS_OF_32 = 4  # a swizzle of 128 bytes in units of 32 bytes, not 16
+SWIZZLES = {0: "no", 1: "32-byte", 2: "64-byte", 3: "128-byte", 4: "128-byte (atoms of 32)"}
 _B4X16 = 11  # packed 4-bit elements: copied as bytes
 _PADDED = {12: 8, 13: 12}  # 16 elements of 4 or 6 bits: bytes in global memory; 16 in shared
 _TYPE_BYTES = {

@@ -14,6 +14,7 @@ from cutex.sim.isa.boxes import places_under, window, word_of
 from cutex.sim.isa.bulk_operands import (
     Value,
     active_lanes,
+    check_source,
     multicast_mask,
     shared_place,
     signalled,
@@ -341,6 +342,13 @@ def _check_stored_rows(d: Decoder, tmap: TensorMap, at: tuple[int, ...]) -> None
         )
 
 
+def _chunks_inside(box: Box) -> np.ndarray:
+    """Whether each 16 bytes of a box hold an element of the tensor, (bytes / 16,)."""
+    inside = np.zeros(box.tmap.traversed[::-1], bool)
+    inside[box.part.slices[::-1]] = True
+    return inside.reshape(-1, 16 // box.tmap.itemsize).any(1)
+
+
 def _storer(
     m: Machine,
     boxes: Sequence[Box],
@@ -368,6 +376,11 @@ def _storer(
 
     def complete() -> None:
         where = _swizzled(offset >> 4, tmap.bytes * len(boxes) // 16, tmap.swizzle)
+        modes = m.box_swizzle[cta].take(where)
+        if modes.min() < 0 or modes.max() > 0:
+            inside = np.concatenate([_chunks_inside(of) for of in boxes])
+            name = f"the TMA store of {_named(boxes)}"
+            check_source(m, name, cta, modes[inside], tmap.swizzle, ins)
         stored = m.smem_chunks[cta].take(where).view(word_of(tmap))
         for of, box in zip(boxes, np.split(stored, len(boxes)), strict=True):
             if not of.part.empty:

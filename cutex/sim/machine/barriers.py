@@ -20,6 +20,7 @@ NUM_NAMED_BARRIERS = 16
 class NamedBarrier:
     arrived: int = 0  # threads
     expected: int = 0  # threads; 0 for all live ones
+    reduces: bool = False  # those who have arrived do so by bar.red
     voters: int = 0  # of bar.red: threads that arrived
     votes: int = 0  # of bar.red: arrived threads whose predicate holds
     result: tuple[int, int] = (0, 0)  # votes and voters of the phase that completed last
@@ -59,7 +60,15 @@ class NamedBarriers:
                 f"{m.grid.name_warp(warp)} arrives at barrier {number} with a count of "
                 f"{expected or 'all'} threads, others with {barrier.expected or 'all'}",
             )
-        barrier.expected = expected
+        reduces = "red" in ins.parts
+        if barrier.arrived and barrier.reduces != reduces:
+            raise BarrierMisuse.at(
+                ins,
+                f"{m.grid.name_warp(warp)} arrives at barrier {number} by {ins.op}, others by "
+                f"{'bar.red' if barrier.reduces else 'bar.sync or bar.arrive'}: what such a "
+                "mixture does is not defined",
+            )
+        barrier.expected, barrier.reduces = expected, reduces
         whole = threads == int(m.live[warp].sum())
         barrier.arrived += 32 if expected and whole else threads
         barrier.voters += threads

@@ -70,6 +70,9 @@ class Machine(Core):
         names = SmemNames.of(program, SYSTEM_SMEM + self.static_smem, launch.smem)
         super().__init__(program, Grid(launch, residency.ctas), Findings(program, names))
         self.ticks = 0
+        # how often each try_wait of the program returns false before it sleeps, as a time limit
+        # of the hardware's may make it
+        self.early_time_outs = 0
         self.carry = np.zeros((self.grid.num_warps, 32), bool)  # the carry of add.cc and the like
         self.smem = np.empty((residency.ctas, self.smem_bytes), np.uint8)
         self.smem_chunks = self.smem.view(np.complex128)  # the same by 16 bytes

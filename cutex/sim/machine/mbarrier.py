@@ -97,6 +97,12 @@ class MBarriers:
         self, barrier: MBarrier, count: int, who: str, ins: Instruction, drop: bool = False
     ) -> None:
         barrier.last = who, ins
+        if not count:
+            raise BarrierMisuse.at(
+                ins,
+                f"{who} arrives 0 times on {self.name(barrier.cta, barrier.offset)}; an arrival "
+                f"counts 1..{MAX_COUNT}",
+            )
         if count > barrier.pending:
             raise BarrierMisuse.at(
                 ins,
@@ -108,6 +114,25 @@ class MBarriers:
         if drop:
             barrier.expected -= count
         self._advance(barrier)
+
+    def refuse_completion(self, barrier: MBarrier, who: str, ins: Instruction) -> None:
+        """Raise BarrierMisuse: an arrival .noComplete has completed a phase (9.7.13.15.13)."""
+        raise BarrierMisuse.at(
+            ins,
+            f"{who} arrives .noComplete on {self.name(barrier.cta, barrier.offset)} and is the "
+            f"last of its phase {barrier.phases - 1}: it must not complete it",
+        )
+
+    def refuse_token(self, barrier: MBarrier, phase: int, warp: int, ins: Instruction) -> None:
+        """Raise BarrierMisuse: a wait takes the state of an older phase than the one before the
+        current (9.7.13.15.16).
+        """
+        raise BarrierMisuse.at(
+            ins,
+            f"{self.machine.grid.name_warp(warp)} waits by a state of phase {phase} of "
+            f"{self.name(barrier.cta, barrier.offset)}, which is in its phase {barrier.phases}: a "
+            "state is that of the current phase or of the one before",
+        )
 
     def expect_tx(self, barrier: MBarrier, size: int, who: str, ins: Instruction) -> None:
         barrier.tx += size

@@ -9,16 +9,20 @@ from typing import NamedTuple
 _FENCE = re.compile(r"(fence(?!\.proxy)|membar)\.[\w.]*(gpu|gl|sys)")
 _NEAR_FENCE = re.compile(r"(fence(?!\.proxy)|membar)\.[\w.]*(cta|cluster)\b")
 _NARROW = re.compile(r"\.(cta|cluster)(?!::)\b")
+_OWN = re.compile(r"\.cta(?!::)\b")
 
 
 class Strength(NamedTuple):
-    """The role of an access in the order of threads; ``near``: of those of its cluster only."""
+    """The role of an access in the order of threads; ``near``: of those of its cluster only,
+    ``own``: of its CTA only.
+    """
 
     strong: bool  # another strong one does not race with it (8.7.1)
     atomic: bool
     acquires: bool
     releases: bool
     near: bool = False
+    own: bool = False
 
     @property
     def far(self) -> bool:
@@ -42,7 +46,8 @@ def strength(op: str) -> Strength:
     acquires, releases = both or "acquire" in parts, both or "release" in parts
     strong = atomic or acquires or releases or not {"relaxed", "volatile", "mmio"}.isdisjoint(parts)
     near = _NARROW.search(op) is not None or any(part.startswith("shared") for part in parts)
-    return Strength(strong, atomic, acquires, releases, near) if strong else WEAK
+    own = _OWN.search(op) is not None
+    return Strength(strong, atomic, acquires, releases, near, own) if strong else WEAK
 
 
 def is_fence(op: str) -> bool:
