@@ -462,6 +462,12 @@ class AsyncAccesses(Observer):
         """The racing warp's last wait on the barrier on which the operation completes, as text."""
         m, barrier = self.m, other.signals[0]
         name = m.mbarriers.name(*barrier)
+        failed = m.failed_wait[warp].get(barrier)
+        if failed is not None:
+            return (
+                f"it completes on {name}; the {failed.name}.{failed.parts[1]} of this warp at "
+                f"{failed.where()} returned false, and the warp went on"
+            )
         seen, state = m.last_wait[warp].get(barrier), m.mbarriers.barriers.get(barrier)
         if seen is None:
             return f"it completes on {name}, on which this warp never waited"

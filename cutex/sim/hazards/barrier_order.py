@@ -25,13 +25,14 @@ class _Known:
 
     given: np.ndarray | None = None  # the clock that the arrived warps release
     released: np.ndarray | None = None  # the clock of the last completed phase
-    # warps that have arrived in this phase with all lanes, with their counts; and for each warp,
-    # those of the last phase in which it arrived
+    # warps that have arrived in this phase with all lanes, with their counts; those of the phase
+    # before; and the warps whose last arrival was a bar.arrive
     present: dict[int, int] = field(default_factory=dict)
-    last: dict[int, dict[int, int]] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+    arrived_only: set[int] = field(default_factory=set)
 
     def complete(self) -> None:
-        self.present = {}
+        self.before, self.present = self.present, {}
         self.released, self.given = self.given, None
 
 
@@ -47,30 +48,40 @@ class BarrierOrder(Observer):
     def named_arrives(self, key: tuple[int, int], warp: int, whole: bool, ins: Instruction) -> None:
         barrier = self.named[key]
         if whole:
-            self._check_again(barrier, warp, key[1], ins)
+            if warp not in barrier.present:
+                self._check_phase(barrier, warp, key[1], ins)
             barrier.present[warp] = self.clocks.now(warp)
-            barrier.last[warp] = barrier.present
+            (set.add if "arrive" in ins.parts else set.discard)(barrier.arrived_only, warp)
         barrier.given = self.clocks.join(barrier.given, self.clocks.give(warp))
 
-    def _check_again(self, barrier: _Known, warp: int, number: int, ins: Instruction) -> None:
-        """Report a warp that did not wait at its last arrival and arrives again without being
-        ordered after that phase's completion: it may arrive twice in one phase, and not at all in
-        the next (9.7.13.1). A warp may count twice in one phase where that is intended: in
-        FlashAttention-4 one arrives as all do, then waits as the one that stores.
+    def _check_phase(self, barrier: _Known, warp: int, number: int, ins: Instruction) -> None:
+        """Report a warp that arrives and is not ordered after the completion of the phase before:
+        it may count in that phase, and not in this one (9.7.13.1). A warp may count twice in one
+        phase where that is intended: in FlashAttention-4 one arrives as all do, then waits as the
+        one that stores.
         """
-        last = barrier.last.get(warp, {})
-        for peer, count in last.items() if last is not barrier.present else ():
-            if self.clocks.known[warp, self.clocks.slot[peer]] < count:
-                self.m.findings.add(
-                    "barrier",
-                    f"{self.m.grid.name_warp(warp)} arrives at named barrier {number} again, and "
-                    "nothing that it has waited for says that the barrier has completed: its own "
-                    "last arrival was a bar.arrive, which does not wait",
-                    ins,
-                    remedy="bar.sync at the arrival before, or a wait for another barrier behind "
-                    "which all have arrived at this one",
-                )
-                return
+        known, slot, name = self.clocks.known[warp], self.clocks.slot, self.m.grid.name_warp
+        peer = next((p for p, n in barrier.before.items() if known[slot[p]] < n), None)
+        if peer is None:
+            return
+        if warp in barrier.arrived_only:
+            message = (
+                f"{name(warp)} arrives at named barrier {number} again, and nothing that it has "
+                "waited for says that the barrier has completed: its own last arrival was a "
+                "bar.arrive, which does not wait"
+            )
+            remedy = (
+                "bar.sync at the arrival before, or a wait for another barrier behind which all "
+                "have arrived at this one"
+            )
+        else:
+            message = (
+                f"{name(warp)} arrives at named barrier {number}, and nothing that it has waited "
+                f"for says that the phase before is complete, at which {name(peer)} arrived: it "
+                "may count there, in place of a warp that is meant"
+            )
+            remedy = "a barrier of its own for each group of warps, or one of all in between"
+        self.m.findings.add("barrier", message, ins, remedy=remedy)
 
     def named_completed(self, key: tuple[int, int]) -> None:
         self.named[key].complete()

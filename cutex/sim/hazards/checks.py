@@ -66,7 +66,7 @@ class Checks:
         rechecks = [self.rechecks] if self.rechecks.active else []
         return [
             smem_shadow, *tmem, asynchronous, lifetimes, mbarriers,
-            ByteCounts(m, m.mbarriers), MBarrierMemory(m),
+            ByteCounts(m, m.mbarriers), MBarrierMemory(m, clocks),
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
             self.global_races, *flags, *orders, *grids, *rechecks, *self.of_launch,

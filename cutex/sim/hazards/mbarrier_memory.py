@@ -2,16 +2,19 @@
 
 An mbarrier is an opaque object of 8 bytes: until mbarrier.inval nothing else may write there, and
 no operation on it works after that (PTX ISA 9.7.13.15.1, 9.7.13.15.10). Kernels do reuse the memory
-of barriers that they are done with, so a write is reported when the mbarrier is used again.
+of barriers that they are done with, so a write is reported when the mbarrier is used again. An
+mbarrier.inval comes after all uses of other warps.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import Operation, Span
 from cutex.sim.ptx.program import Instruction
@@ -34,8 +37,11 @@ class _Write(NamedTuple):
 class MBarrierMemory(Observer):
     """The writes to the memory of all resident CTAs' mbarriers."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.m = machine
+    def __init__(self, machine: Machine, clocks: Clocks) -> None:
+        self.m, self.clocks = machine, clocks
+        self.invalidates = any("inval" in ins.parts for ins in machine.program.code)
+        # by CTA and offset: the warps that have used the mbarrier, with their counts
+        self.uses: dict[tuple[int, int], dict[int, tuple[int, Instruction]]] = defaultdict(dict)
         self.low, self.high = machine.smem_bytes, 0  # bounds of the mbarriers of all CTAs
         self.written: dict[tuple[int, int], _Write] = {}  # by CTA and offset
 
@@ -45,6 +51,8 @@ class MBarrierMemory(Observer):
         self.high = max(self.high, barrier.offset + BYTES)
 
     def mbarrier_used(self, barrier: MBarrier, warp: int, ins: Instruction) -> None:
+        if self.invalidates:
+            self._use(barrier, warp, ins)
         wrote = self.written.pop((barrier.cta, barrier.offset), None)
         if wrote is None:
             return
@@ -57,6 +65,26 @@ class MBarrierMemory(Observer):
             wrote.instruction,
             remedy="memory of its own for what is written, or mbarrier.inval and a new init",
         )
+
+    def _use(self, barrier: MBarrier, warp: int, ins: Instruction) -> None:
+        """Keep a use; report an invalidation that is not ordered after those of other warps."""
+        uses, name = self.uses[barrier.cta, barrier.offset], self.m.grid.name_warp
+        if "inval" not in ins.parts:
+            uses[warp] = self.clocks.now(warp), ins
+            return
+        known = self.clocks.known[warp]
+        what = self.m.mbarriers.name(barrier.cta, barrier.offset)
+        for peer, (count, use) in uses.items():
+            if peer != warp and known[self.clocks.slot[peer]] < count:
+                self.m.findings.add(
+                    "race",
+                    f"{name(warp)} invalidates {what}, which {name(peer)} uses at {use.where()}: "
+                    "no barrier orders the two",
+                    ins,
+                    remedy="a barrier of all who use it before mbarrier.inval",
+                )
+                break
+        uses.clear()
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
         if not write or not self.high:

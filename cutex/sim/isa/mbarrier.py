@@ -205,6 +205,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
                 m.events.mbarrier_passed(waited, warp, relaxed)
                 some = True
                 result[row, _all_or(lanes)] = True
+                m.failed_wait[warp].pop((cta, offset), None)
                 if by_parity:
                     m.last_wait[warp][cta, offset] = PassedWait(value & 1, waited.phases, ins)
             # NOTE: where lanes wait for several barriers, those that have to get false at once
@@ -213,6 +214,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
             which = _all_or(lanes)
             if may_sleep and not sleeps:
                 returned = True
+                m.failed_wait[warp][cta, offset] = ins
             elif sleeps and np.count_nonzero(m.timed_out[warp, which]) < len(lanes):
                 out[row] = RETRY
                 failed = True

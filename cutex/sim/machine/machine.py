@@ -113,6 +113,8 @@ class Machine(Core):
         self.start()
         self.named.clear()
         self.clusters.clear()
+        # by warp and mbarrier: the try_wait that returned false, with no other there since
+        self.failed_wait: dict[int, dict[tuple[int, int], Instruction]] = defaultdict(dict)
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
         self.observers = []
