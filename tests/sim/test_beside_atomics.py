@@ -36,7 +36,7 @@ RACES = {
 }
 RIGHT = {
     "barriers": f"{WORDS} {ZERO} bar.sync 0; {COUNT} bar.sync 0; {READ} bar.sync 0; {ZERO}",
-    "counts only": f"{WORDS} {COUNT} red.shared.add.u32 [%r7], 1;",
+    "counts only": f"{WORDS} {ZERO} bar.sync 0; {COUNT} red.shared.add.u32 [%r7], 1;",
     "of one warp": f"""{WORDS} {ZERO} bar.warp.sync -1; red.shared.add.u32 [%r7], 1;
         bar.warp.sync -1; {READ}""",
     "stored by TMA": f"{WORDS} {ZERO} bar.sync 0; {COUNT} {FENCE} bar.sync 0; {COPY}",
@@ -118,6 +118,15 @@ def test_fences_of_all_threads_before_the_barrier_break_the_letter_only():
 def test_less_is_a_race(fences):
     with pytest.raises(Hazards, match=r"race: CTA .* reads out\[.*nothing orders the two"):
         run(last(**fences), grid=4)
+
+
+@pytest.mark.parametrize(
+    "op", ["red.shared.add.u32 [%r7], 1;", "atom.shared.max.u32 %r1, [%r7], 1;"]
+)
+def test_an_atomic_on_what_nothing_has_written_is_found(op):
+    run(f"{WORDS} {ZERO} bar.sync 0; {op}")
+    with pytest.raises(Hazards, match=r"uninitialised: .* lane 0 changes shared memory 0x400 by"):
+        run(f"{WORDS} {op}")
 
 
 # -- bulk stores in no group -----------------------------------------------------------------------

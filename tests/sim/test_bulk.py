@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from copies import BYTES, CLUSTER, DONE, DUMP, FILL, WAIT, Copy, Tensor, run
-from ptx_kernel import simulate_ptx
+from ptx_kernel import Shape, simulate_ptx
+from tensor_maps import aligned
 
 from cutex.sim.errors import BadOperand, Hazards
 from cutex.sim.machine.bulk_groups import BulkGroups
@@ -55,6 +56,36 @@ def test_bulk_loads_multicast(execute):
     for rank in range(2):
         np.testing.assert_array_equal(got[rank, :256], ANY.tensor.data[:256])
         assert (got[rank, 256:] == FILL).all()
+
+
+def test_a_mask_names_ctas_of_the_cluster():
+    load = f"mov.u16 %h0, 5; @%p0 {PLAIN}.multicast::cluster [%r0], [%x], 256, [%r1], %h0;"
+    with pytest.raises(BadOperand, match="the CTA mask 0x5 names rank 2, in a cluster of 2 CTAs"):
+        run(simulate_ptx, ANY, f"{CLUSTER} {load} {CLUSTER}", ctas=2)
+
+
+# A kernel that fills nothing; a store of 64 words of which the first are written.
+WRITES = """mov.u32 %r0, smem; mad.lo.u32 %r1, %i, 4, %r0; setp.lt.u32 %p1, %i, COUNT;
+    @%p1 st.shared.u32 [%r1], %i; fence.proxy.async.shared::cta; bar.sync 0;
+    setp.eq.u32 %p0, %i, 0; @%p0 """
+OUT_OF = {
+    "a store": "cp.async.bulk.global.shared::cta.bulk_group [%out], [%r0], 256;",
+    "a sum": "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%r0], 256;",
+}
+
+
+@pytest.mark.parametrize("copy", OUT_OF.values(), ids=OUT_OF)
+@pytest.mark.parametrize("count", [0, 32, 64])
+def test_what_nothing_has_written_is_not_stored(copy, count):
+    out = aligned(np.zeros(64, np.uint32))
+    text = WRITES.replace("COUNT", str(count)) + copy + DONE
+    if count == 64:
+        simulate_ptx(text, {"out": out}, Shape(block=64, smem=256))
+        assert out.tolist() == list(range(64))
+        return
+    said = rf"uninitialised: the bulk store reads shared memory .*: {256 - 4 * count} of 256 bytes"
+    with pytest.raises(Hazards, match=said):
+        simulate_ptx(text, {"out": out}, Shape(block=64, smem=256))
 
 
 def test_bulk_stores_move_bytes(execute):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from barriers import CLUSTER_SYNC, START, again, each_order
-from ptx_kernel import Shape
+from ptx_kernel import Shape, simulate_ptx
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
@@ -177,3 +177,9 @@ def test_a_loop_on_the_clock_ends(execute):
     """
     execute(body, {"out": out}, Shape(block=64))
     assert out.all()
+
+
+def test_a_cluster_has_at_most_16_ctas():
+    simulate_ptx("", {}, Shape(grid=16, cluster=16))
+    with pytest.raises(ValueError, match="a cluster of 32 CTAs, a GPU takes at most 16"):
+        simulate_ptx("", {}, Shape(grid=32, cluster=32))

@@ -262,6 +262,29 @@ def test_two_ctas_of_a_cluster(sync, right):
             simulate_ptx(text, arrays, shape)
 
 
+FLAG = """setp.ne.u32 %p0, %lane, 0; @%p0 ret; setp.eq.u32 %p1, %cta, 0; @!%p1 bra READ;
+    st.global.u32 [%x], 8; st.release.GIVES.global.u32 [%x+128], 1; ret;
+    READ: ld.acquire.TAKES.global.u32 %r0, [%x+128]; setp.eq.u32 %p2, %r0, 0; @%p2 bra READ;
+    ld.global.u32 %r1, [%x]; st.global.u32 [%out], %r1;"""
+FENCED = FLAG.replace("st.release.GIVES", "fence.acq_rel.GIVES; st.relaxed.gpu").replace(
+    "ld.acquire.TAKES.global.u32 %r0, [%x+128];",
+    "ld.relaxed.gpu.global.u32 %r0, [%x+128]; fence.acq_rel.TAKES;",
+)
+
+
+@pytest.mark.parametrize("text", [FLAG, FENCED], ids=["accesses", "fences"])
+@pytest.mark.parametrize(("gives", "takes"), [("cluster", "gpu"), ("cta", "gpu"), ("gpu", "cta")])
+def test_a_flag_between_two_ctas_has_the_scope_of_both(text, gives, takes):
+    arrays = {"x": np.zeros(64, np.uint32), "out": np.zeros(1, np.uint32)}
+    shape = Shape(grid=2, block=32, cluster=2)
+    text = text.replace("GIVES", gives).replace("TAKES", takes)
+    if "cta" not in (gives, takes):
+        assert (each_order(text, arrays, shape) == 8).all()
+        return
+    with pytest.raises(Hazards, match=r"race: CTA \(1,0,0\) .* reads x\[0\].*no barrier orders"):
+        simulate_ptx(text, arrays, shape)
+
+
 COPIED = f"""{OTHER} .reg .b32 bar; mov.u32 bar, smem; setp.eq.u32 %p2, %i, 0;
     @%p2 mbarrier.init.shared.b64 [bar], 1; {WRITE} FENCE bar.sync 0;
     @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 512; add.u32 %r9, bar, 512;

@@ -51,3 +51,12 @@ def test_a_write_to_an_mbarrier_that_is_used_again_is_found(text):
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
 def test_other_writes_are_clean(text):
     run(text)
+
+
+@pytest.mark.parametrize("order", ["fifo", "starved"])
+def test_an_mbarrier_is_invalidated_behind_the_waits_of_others(order):
+    gone = "setp.eq.u32 %p5, %i, 32; @%p5 mbarrier.inval.shared.b64 [bar];"
+    text = f"{init(1)} {ARRIVE} {wait('bar', 0, 'W0')}"
+    simulate_ptx(f"{text} bar.sync 0; {gone}", {}, Shape(block=64, smem=64), order=order)
+    with pytest.raises(Hazards, match=r"race: .* warp 1 invalidates mbarrier 0x400 .*, which CTA"):
+        simulate_ptx(f"{text} {gone}", {}, Shape(block=64, smem=64), order=order)

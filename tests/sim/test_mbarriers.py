@@ -7,7 +7,7 @@ import pytest
 from barriers import START, again, copy, each_order, init, rows, wait
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import BarrierMisuse
+from cutex.sim import BarrierMisuse, Hazards
 
 
 def test_a_phase_ends_with_the_last_arrival(execute):
@@ -150,6 +150,12 @@ def test_a_phase_without_bytes_of_its_own_completes_by_complete_tx(execute):
          "no mbarrier was initialised at shared 0x400"),
         (init(1) + "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], 1048575;"
          "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], 1;", r"leaves its range of \+-10"),
+        (init(1) + "mbarrier.arrive.shared.b64 _, [bar], %i;", "arrives 0 times on mbarrier 0x400"),
+        (init(2) + "mbarrier.arrive.noComplete.shared.b64 %d0, [bar], 2;",
+         r"arrives \.noComplete on mbarrier 0x400 .* and is the last of its phase 0"),
+        (init(1) + "mbarrier.arrive.shared.b64 %d0, [bar];" * 2 + "sub.u64 %d0, %d0, 1;"
+         "mbarrier.test_wait.shared.b64 %p1, [bar], %d0;",
+         "waits by a state of phase 0 of mbarrier 0x400 .*, which is in its phase 2"),
     ],
 )  # fmt: skip
 def test_misused_mbarriers(body, sentence):
@@ -177,3 +183,34 @@ def test_a_spin_on_test_wait_lets_the_copy_complete(execute):
     """
     execute(body, {"a": a, "out": out}, Shape(block=64, smem=1024))
     assert (out == a[0]).all()
+
+
+# -- a wait whose result nobody looks at -----------------------------------------------------------
+
+LOADED = f"""{init(1)} .reg .b32 data; add.u32 data, bar, 128;
+    @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 256; @%p0 {copy("data", "%a", 256)} WAITS
+    mad.lo.u32 data, %i, 4, data; ld.shared.b32 %r0, [data]; st.global.b32 [%out_i], %r0;"""
+TRY = "mbarrier.try_wait.parity.shared.b64 %p1, [bar], 0;"
+IGNORED = {
+    "once": TRY,
+    "twice": TRY * 2,
+    "in a loop of three": f"""mov.u32 %r9, 3; W: {TRY} sub.u32 %r9, %r9, 1;
+        setp.ne.u32 %p2, %r9, 0; @%p2 bra W;""",
+    "a loop that goes on where it should come back": f"W: {TRY} @%p1 bra W;",
+}
+
+
+@pytest.mark.parametrize("waits", IGNORED.values(), ids=IGNORED)
+def test_a_try_wait_that_has_timed_out_is_no_wait(waits):
+    """PTX ISA 9.7.13.15.16: it returns false after a time limit, so it is done again until true."""
+    arrays = {"a": rows(1, 64), "out": np.zeros(64, np.uint32)}
+    with pytest.raises(Hazards, match=r"the mbarrier.try_wait of this warp at .* returned false"):
+        simulate_ptx(LOADED.replace("WAITS", waits), arrays, Shape(block=64, smem=1024))
+
+
+def test_a_try_wait_before_a_wait_is_looked_at():
+    """As where a pipeline asks early for the slot that it needs next."""
+    arrays = {"a": rows(1, 64), "out": np.zeros(64, np.uint32)}
+    early = f"{TRY} @%p1 bra ON; {wait('bar', 0, 'W')} ON:"
+    simulate_ptx(LOADED.replace("WAITS", early), arrays, Shape(block=64, smem=1024))
+    assert (arrays["out"] == arrays["a"][0]).all()

@@ -167,8 +167,30 @@ def test_bar_red_gives_everyone_the_votes_of_all(execute, op, name):
         ("setp.lt.u32 %p0, %i, 32; @%p0 bar.sync 1, 96; @!%p0 bar.sync 1, 64;",
          "arrives at barrier 1 with a count of 64 threads, others with 96"),
         ("setp.lt.u32 %p0, %lane, 9; @%p0 bar.sync 0;", "with lanes 0,1,2,3,4,5,6,7,8 only"),
+        ("setp.lt.u32 %p0, %i, 32; @%p0 bar.red.popc.u32 %r0, 1, 64, %p0; @!%p0 bar.sync 1, 64;",
+         "arrives at barrier 1 by bar.sync, others by bar.red"),
     ],
 )  # fmt: skip
 def test_misused_barriers(body, sentence):
     with pytest.raises(BarrierMisuse, match=sentence):
         simulate_ptx(body, {}, Shape(block=64))
+
+
+GROUPS = {  # of two warps each
+    "one barrier for both": ("bar.sync 1, 64;", False),
+    "one of its own for each": ("bar.sync %r1, 64;", True),
+    "barrier 0, and then that of all": ("@%p0 bar.sync 0, 64; bar.sync 0;", False),
+    "one for both, that of all in between": (
+        "@%p0 bar.sync 1, 64; bar.sync 0; @!%p0 bar.sync 1, 64;", True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("waits", "right"), GROUPS.values(), ids=GROUPS)
+def test_groups_of_warps_that_share_a_barrier_may_meet_the_other(waits, right):
+    body = f"shr.u32 %r1, %i, 6; setp.eq.u32 %p0, %r1, 0; add.u32 %r1, %r1, 1; {waits}"
+    if right:
+        simulate_ptx(body, {}, Shape(block=128))
+        return
+    with pytest.raises(Hazards, match=r"warp 2 arrives at named barrier \d, and nothing .* may"):
+        simulate_ptx(body, {}, Shape(block=128))

@@ -18,6 +18,7 @@ from copies import (
     DUMP,
     FILL,
     LOAD,
+    SETUP,
     WAIT,
     Copy,
     Tensor,
@@ -25,7 +26,7 @@ from copies import (
     run,
     store_text,
 )  # fmt: skip
-from ptx_kernel import simulate_ptx
+from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import ATOMS_OF_32, aligned, encode, size_of, swizzled
 
 from cutex.sim.errors import BadOperand, Hazards, SimError, UnknownInstruction
@@ -491,3 +492,43 @@ def test_two_loads_to_one_place_race_unless_they_bring_the_same(order):
     assert ["both copy the same bytes" in a.message for a in reports[0].advisories] == [True]
     with pytest.raises(Hazards, match=r"race: the TMA load of .* overwrites shared memory"):
         twice(replace(copy, at=(0, 4)))
+
+
+# -- what a store takes ------------------------------------------------------------------------------
+
+OTHER_MAP = SETUP.replace("%map", "%other").split("%lane, 0;")[1].split("@%p0 mbarrier")[0]
+
+
+def test_a_store_with_another_swizzle_than_the_load_is_found():
+    """The bytes of each row would be permuted."""
+    first = Copy(Tensor("f16", (64, 16)), (64, 8), (0, 0), swizzle=128)
+    for swizzle in (128, 64, 0):
+        other = Copy(first.tensor, (64 if swizzle != 64 else 32, 8), (0, 8), swizzle=swizzle)
+        store = store_text(other).replace("%map", "%other")
+        text = SETUP + OTHER_MAP + load_text(first) + WAIT + store + DONE
+        arrays = {"map": first.map, "other": other.map, "x": first.tensor.data}
+        arrays["s"] = aligned(np.zeros(BYTES, np.uint8))
+        before = first.tensor.data.copy()
+        if swizzle == 128:
+            simulate_ptx(text, arrays, Shape(block=32, smem=BYTES + 64))
+            np.testing.assert_array_equal(first.tensor.data[1024:], before[:1024])
+            continue
+        said = r"swizzle: the TMA store of .* takes its box with (no|64-byte) swizzle .*128-byte"
+        with pytest.raises(Hazards, match=said):
+            simulate_ptx(text, arrays, Shape(block=32, smem=BYTES + 64))
+
+
+@pytest.mark.parametrize(("at", "right"), [((0, 12), True), ((0, 8), False)])
+def test_what_nothing_has_written_is_stored_outside_of_the_tensor_only(at, right):
+    """Half of the box is written: the rest may be a part behind the tensor's end."""
+    copy = Copy(Tensor("f16", (64, 16)), (64, 8), at)
+    fill = "st.shared.v4.u32 [%r9], {%i, %i, %i, %i};"
+    bare = SETUP[: SETUP.index("shl.b32")] + "mad.lo.u32 %r9, %lane, 16, %r0;" + fill
+    bare += SETUP[SETUP.index("fence.proxy.async") :]
+    arrays = {"map": copy.map, "x": copy.tensor.data}
+    shape = Shape(block=32, smem=BYTES + 64)
+    if right:
+        simulate_ptx(bare + store_text(copy) + DONE, arrays, shape)
+        return
+    with pytest.raises(Hazards, match=r"uninitialised: the TMA store of .* 512 of 1024 bytes"):
+        simulate_ptx(bare + store_text(copy) + DONE, arrays, shape)
