@@ -494,7 +494,7 @@ def test_two_loads_to_one_place_race_unless_they_bring_the_same(order):
         twice(replace(copy, at=(0, 4)))
 
 
-# -- what a store takes ------------------------------------------------------------------------------
+# -- what a store takes ----------------------------------------------------------------------------
 
 OTHER_MAP = SETUP.replace("%map", "%other").split("%lane, 0;")[1].split("@%p0 mbarrier")[0]
 
