@@ -81,8 +81,95 @@ class Trace:
         self.arrivals: Counter[tuple[int, ...]] = Counter()
         self.fenced: set[int] = set()  # wgmma.fence between accesses to registers and a wgmma
         self.loaded: dict[int, set[str]] = defaultdict(set)  # waited for by a tcgen05.wait::ld
+        self.made: dict[int, set[Barrier]] = defaultdict(set)  # by the line of their initialisation
+        self.used: set[Barrier] = set()
+        # lines of a bar.warp.sync of some lanes, or behind a store to shared memory
+        self.lanes_meet: set[int] = set()
+        # accesses to global memory by warps that know of no griddepcontrol.wait
+        self.uninformed: Counter[str] = Counter()
         # by turn and warp: for each wgmma, the first wait that tells of its end, by number
         self.wgmmas: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+
+
+class _Informed(Observer):
+    """Who knows of a griddepcontrol.wait: a warp that has executed it, and one that has waited for
+    an mbarrier, or for a barrier of the CTA or the cluster, at which such a one has arrived, or on
+    which what it issued completes.
+    """
+
+    def __init__(self, machine: Machine, trace: Trace) -> None:
+        self.m, self.t = machine, trace
+        self.warps: set[int] = set()
+        self.coming: set[Any] = (
+            set()
+        )  # barriers with an arrival of the current phase by such a warp
+        self.passed: set[Any] = set()  # with one of the last phase
+
+    def grids_waited(self, warps: np.ndarray) -> None:
+        self.warps.update(warps.tolist())
+
+    def _arrives(self, key: Any, warp: int) -> None:
+        if warp in self.warps:
+            self.coming.add(key)
+
+    def _completes(self, key: Any) -> None:
+        (self.passed.add if key in self.coming else self.passed.discard)(key)
+        self.coming.discard(key)
+
+    def _passes(self, key: Any, warp: int) -> None:
+        if key in self.passed:
+            self.warps.add(warp)
+
+    def issued(self, ops: Any) -> None:
+        for op in ops:
+            for signal in op.signals:
+                self._arrives(signal, op.warp)
+
+    def mbarrier_arrives(self, barrier: Any, warp: int, to_cluster: bool, ins: Any) -> None:
+        self._arrives((barrier.cta, barrier.offset), warp)
+
+    def mbarrier_arrives_late(self, barrier: Any, arrival: Any) -> None:
+        self._arrives((barrier.cta, barrier.offset), arrival.warp)
+
+    def mbarrier_completed(self, barrier: Any) -> None:
+        self._completes((barrier.cta, barrier.offset))
+
+    def mbarrier_passed(self, barrier: Any, warp: int, relaxed: bool) -> None:
+        self._passes((barrier.cta, barrier.offset), warp)
+
+    def named_arrives(self, key: Any, warp: int, whole: bool, ins: Any) -> None:
+        self._arrives(("named", *key), warp)
+
+    def named_completed(self, key: Any) -> None:
+        self._completes(("named", *key))
+
+    def named_passed(self, key: Any, warp: int) -> None:
+        self._passes(("named", *key), warp)
+
+    def cluster_arrives(self, which: int, warp: int, relaxed: bool, ins: Any) -> None:
+        self._arrives(("cluster", which), warp)
+
+    def cluster_completed(self, which: int) -> None:
+        self._completes(("cluster", which))
+
+    def cluster_passed(self, which: int, warp: int) -> None:
+        self._passes(("cluster", which), warp)
+
+    def _accesses(self, warps: Any, ins: Instruction) -> None:
+        if not self.warps.issuperset(warps):
+            self.t.uninformed[ins.text] += 1
+
+    def global_loaded(self, where: Any, size: int, ins: Instruction) -> None:
+        self._accesses(where.warps.tolist(), ins)
+
+    def global_stores(self, where: Any, values: Any, parts: Any, ins: Instruction) -> None:
+        self._accesses(where.warps.tolist(), ins)
+
+    def bulk_issued(self, warp: int, address: int, size: int, write: bool, ins: Any) -> None:
+        self._accesses([warp], ins)
+
+    def box_issued(self, warp: int, tmap: Any, at: Any, write: bool, ins: Any) -> None:
+        self._accesses([warp], ins)
 
 
 class _Recorder(Observer):
@@ -99,6 +186,7 @@ class _Recorder(Observer):
         self.groups: Counter[int] = Counter()  # of wgmma, committed by a warp
         self.waits: Counter[int] = Counter()  # for them
         self.pending: dict[int, list[int]] = defaultdict(list)  # the groups of a warp's wgmmas
+        self.storing: set[int] = set()  # warps that have stored since their last barrier
         # stores, of a lane or of several that ask for the same, each with its number in the thread
         self.stores: list[list[tuple[Thread, int]]] = [[]]
         self.coming: dict[int, list[tuple[Thread, int]]] = {}  # those that a warp issues now
@@ -141,6 +229,7 @@ class _Recorder(Observer):
 
     def shared(self, at: Any, write: bool, ordinary: bool, ins: Instruction) -> None:
         if write:
+            self.storing.update(at.warps.tolist())
             offsets = at.offset[:, None] + np.arange(at.width)
             self._written(self.stored[at.cta[:, None], offsets])
 
@@ -152,6 +241,8 @@ class _Recorder(Observer):
     def executing(self, batch: Any, pc: int) -> None:
         self.pc, ins = pc, self.code[pc]
         self.t.executed.add(ins.line)
+        if ins.name == "bar":
+            self._meet(batch, ins)
         for warp in batch.idx.tolist():
             if ins.op.startswith("wgmma.mma"):
                 self._wgmma(warp, ins)
@@ -169,6 +260,12 @@ class _Recorder(Observer):
                 self.unwaited[warp] |= _named(ins)
             elif ins.op.startswith("tcgen05.wait::ld"):
                 self.t.loaded[ins.line] |= self.unwaited.pop(warp, set())
+
+    def _meet(self, batch: Any, ins: Instruction) -> None:
+        apart = batch.mask is not None and (self.m.live[batch.idx] & ~batch.mask).any()
+        if apart or not self.storing.isdisjoint(batch.idx.tolist()):
+            self.t.lanes_meet.add(ins.line)
+        self.storing.difference_update(batch.idx.tolist())
 
     def _wgmma(self, warp: int, ins: Instruction) -> None:
         if warp not in self.since or self.since[warp] & _in_braces(ins):
@@ -190,7 +287,11 @@ class _Recorder(Observer):
         key = self.t.turn, barrier.cta, barrier.offset
         self.t.waited[key] = max(self.t.waited.get(key, 0), barrier.phases)
 
+    def mbarrier_used(self, barrier: Any, warp: int, ins: Instruction) -> None:
+        self.t.used.add((self.t.turn, barrier.cta, barrier.offset))
+
     def mbarrier_made(self, barrier: Any, warp: int, lane: int, again: bool) -> None:
+        self.t.made[self.code[self.pc].line].add((self.t.turn, barrier.cta, barrier.offset))
         self._fills(barrier, self.code[self.pc].line)
 
     def mbarrier_arrives(self, barrier: Any, warp: int, to_cluster: bool, ins: Instruction) -> None:
@@ -229,7 +330,7 @@ def trace(subject: Subject, kernel: Any) -> Trace:
     found, observers = Trace(), Checks.observers
 
     def with_recorder(self: Checks) -> list[Observer]:
-        return [*observers(self), _Recorder(self.m, found)]
+        return [*observers(self), _Recorder(self.m, found), _Informed(self.m, found)]
 
     with mock.patch.object(Checks, "observers", with_recorder):
         subject.launch(
@@ -265,6 +366,22 @@ def _nobody_waits(subject: Subject, site: Site) -> str:
     of = _trace_of(subject)
     waited = any(of.waited.get(barrier) for barrier, _ in of.fills[site.line])
     return "" if waited else "nobody waits for the end of a phase of the barrier"
+
+
+def _never_used(subject: Subject, site: Site) -> str:
+    of = _trace_of(subject)
+    used = not of.made[site.line] or of.made[site.line] & of.used
+    return "" if used else "nothing uses the mbarrier in a run of this size"
+
+
+def _informed(subject: Subject, site: Site) -> str:
+    early = trace(subject, site.mutant).uninformed - _trace_of(subject).uninformed
+    return "" if early else "who accesses global memory behind it knows of another warp's wait"
+
+
+def _whole_warps(subject: Subject, site: Site) -> str:
+    needed = site.line in _trace_of(subject).lanes_meet
+    return "" if needed else "whole warps come there, and have stored nothing since their last one"
 
 
 def _same_waits(subject: Subject, site: Site) -> str:
@@ -338,8 +455,12 @@ REASONS: dict[str, tuple[Reason, ...]] = {
     "an mbarrier's wait": (_first_phase,),
     "an mbarrier's arrival": (_never_waited_for,),
     "an mbarrier's arrival, earlier": (_never_waited_for,),
-    "an arrival less": (_nobody_waits,),
-    "an arrival more": (_nobody_waits,),
+    "an mbarrier's initialisation": (_never_used,),
+    "an arrival less": (_never_used, _nobody_waits),
+    "an arrival more": (_never_used, _nobody_waits),
+    "a barrier of a warp": (_whole_warps,),
+    "a wait for the grid before": (_informed,),
+    "a wait for the grid before, later": (_informed,),
     "a group of wgmma": (_same_waits,),
     "a group of wgmma, earlier": (_same_waits,),
     "a commit of tcgen05": (_never_waited_for,),

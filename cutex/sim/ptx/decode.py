@@ -15,7 +15,7 @@ import numpy as np
 
 from cutex.sim.errors import SimError, UnknownInstruction
 from cutex.sim.machine.memory import MODULE_WINDOW, PARAM_WINDOW
-from cutex.sim.ptx.declarations import WIDTH
+from cutex.sim.ptx.declarations import SPACES, WIDTH
 from cutex.sim.ptx.forms import has_form, misfit
 from cutex.sim.ptx.operands import (
     Address,
@@ -56,6 +56,13 @@ UNSIGNED: dict[int, Any] = {
     128: np.uint64,
 }
 
+_SPACES = tuple(space.removeprefix(".") for space in SPACES)
+# Instructions whose operands at these places have the (first) type that they name.
+_TYPED = {
+    **dict.fromkeys(("mov", "neg", "abs", "popc", "ld", "ldu"), (0, 1)), "st": (1,), "red": (1,),
+    **dict.fromkeys(("add", "sub", "mul", "min", "max", "div", "rem", "selp", "slct"), (0, 1, 2)),
+    **dict.fromkeys(("fma", "mad"), (0, 1, 2, 3)), "atom": (0, 2, 3), "setp": (1, 2),
+}  # fmt: skip
 WIDER = ("ld", "st", "cvt")  # whose registers may be wider than their types (PTX ISA 9.4.1)
 
 _DEFINITIONS: dict[str, Callable[[Decoder], Execute]] = {}
@@ -99,6 +106,7 @@ def decode(ins: Instruction, machine: Machine) -> Execute:
     if wrong := misfit(ins.op):
         raise d.unknown(wrong)
     d.checked = has_form(ins.op)
+    d.check_types()
     try:
         execute = define(d)
         d.account()
@@ -199,6 +207,17 @@ class Decoder:
         if isinstance(operand, Vector) and WIDTH[kind] > 1:
             return self._pack(operand, kind)
         raise self.malformed(f"operand {operand}")
+
+    def check_types(self) -> None:
+        """Raise for a register whose declared type does not agree with that of the instruction."""
+        places = _TYPED.get(self.ins.name, ())
+        if not places or not self.types or "wide" in self.mods:
+            return
+        kind = self.types[0]
+        for k in (k for k in places if k < len(self.ins.operands)):
+            reg = list.__getitem__(self.ins.operands, k)
+            if isinstance(reg, Reg) and not reg.agrees(kind):
+                raise self.malformed(f"{reg.name} is declared .{reg.declared}, not .{kind} or .b")
 
     def _read_register(self, reg: Reg, bits: int, dtype: Any) -> Read:
         array = self.m.register(reg)
@@ -343,6 +362,8 @@ class Decoder:
         if not isinstance(operand, Address) or coordinates == (operand.coords is None):
             raise self.malformed("address expected")
         base, offset = operand.base, np.uint64(operand.offset & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
+        if isinstance(base, Symbol):
+            self._check_space(base)
         if isinstance(base, Reg):
             array = self.m.register(base)
             if array.itemsize == 4:
@@ -360,6 +381,16 @@ class Decoder:
             return b.lanes(value.astype(np.uint64))
 
         return read_other
+
+    def _check_space(self, symbol: Symbol) -> None:
+        """Raise for a load or store of another space than that of the name in its address."""
+        if self.ins.name not in ("ld", "st", "atom", "red"):
+            return
+        named = next((p for p in self.ins.parts if p in (*_SPACES, "param")), None)
+        v = self.m.program.variables.get(symbol.name)
+        space = v.space if v is not None else "param"
+        if named is not None and named != space:
+            raise self.malformed(f"{symbol.name} lies in .{space}, not in .{named}")
 
     def coordinates(self, k: int) -> list[Read]:
         operand = self.ins.operands[k]

@@ -10,12 +10,21 @@ from typing import SupportsIndex, overload
 @dataclass(frozen=True)
 class Reg:
     """A virtual register: ``bank`` is its width in bits (1 for predicates), ``index`` its place in
-    that bank.
+    that bank; ``declared``: its declared type.
     """
 
     bank: int
     index: int
     name: str
+    declared: str = "b32"
+
+    def agrees(self, kind: str) -> bool:
+        """Whether an operand of the instruction type ``kind`` may be this register (PTX ISA 9.4):
+        untyped bits go with all, integers not with floats.
+        """
+        if self.declared[0] in "us":
+            return kind not in ("f16", "f32", "f64", "f16x2")
+        return kind[0] not in "us" or self.declared not in ("f16", "f32", "f64")
 
 
 @dataclass(frozen=True)

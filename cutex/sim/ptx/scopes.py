@@ -33,8 +33,10 @@ class Scopes:
     def __init__(self) -> None:
         self.banks: dict[int, dict[str, int]] = {1: {}, 16: {}, 32: {}, 64: {}, 128: {}}
         self.parents: dict[int, int] = {0: -1}
-        self.names: dict[int, dict[str, tuple[int, str]]] = {0: {}}  # -> bank, unique name
-        self.ranges: dict[tuple[int, str], tuple[int, int]] = {}  # scope, "%r": count, bank
+        # -> bank, unique name, declared type
+        self.names: dict[int, dict[str, tuple[int, str, str]]] = {0: {}}
+        # scope, "%r": count, bank, declared type
+        self.ranges: dict[tuple[int, str], tuple[int, int, str]] = {}
         self.vectors: dict[tuple[int, str], int] = {}  # scope, name: elements
         self.labels: dict[tuple[int, str], int] = {}  # scope, name: index of an instruction
         self.call_params: set[str] = set()  # .param variables of the body, which calls pass
@@ -49,7 +51,8 @@ class Scopes:
         m = re.fullmatch(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", statement)
         if not m or m.group(2) not in WIDTH:
             raise unreadable(line, statement, "the declaration")
-        bank = max(WIDTH[m.group(2)], 16) if m.group(2) != "pred" else 1
+        kind = m.group(2)
+        bank = max(WIDTH[kind], 16) if kind != "pred" else 1
         known = self.names[scope]
         for name in m.group(3).replace(" ", "").split(","):
             ranged = re.fullmatch(r"([%\w$]+)<(\d+)>", name)
@@ -63,23 +66,23 @@ class Scopes:
                 self.vectors[scope, name] = int(m.group(1))
                 for x, r in zip("xyzw"[: int(m.group(1))], "rgba", strict=False):
                     unique = f"{name}.{x}" if scope == 0 else f"{name}.{x}@{scope}"
-                    known[f"{name}.{x}"] = known[f"{name}.{r}"] = bank, unique
-                known[name] = bank, name  # the vector's own name, which no operand uses alone
+                    known[f"{name}.{x}"] = known[f"{name}.{r}"] = bank, unique, kind
+                known[name] = bank, name, kind  # the vector's own name, which no operand uses alone
             elif ranged:
-                self.ranges[scope, ranged.group(1)] = int(ranged.group(2)), bank
+                self.ranges[scope, ranged.group(1)] = int(ranged.group(2)), bank, kind
             else:
-                known[name] = (bank, name if scope == 0 else f"{name}@{scope}")
+                known[name] = bank, name if scope == 0 else f"{name}@{scope}", kind
 
-    def _in_range(self, name: str, scope: int) -> tuple[int, str] | None:
+    def _in_range(self, name: str, scope: int) -> tuple[int, str, str] | None:
         """A register of a range such as %r<100>, which declares %r0 to %r99, as (bank, unique
-        name).
+        name, declared type).
         """
         prefix = name.rstrip("0123456789")
         number = name[len(prefix) :]
         while number:
-            count, bank = self.ranges.get((scope, prefix), (0, 0))
+            count, bank, kind = self.ranges.get((scope, prefix), (0, 0, ""))
             if (number == "0" or number[0] != "0") and int(number) < count:
-                return bank, name if scope == 0 else f"{name}@{scope}"
+                return bank, name if scope == 0 else f"{name}@{scope}", kind
             prefix, number = prefix + number[0], number[1:]  # as in %r1<5>
         return None
 
@@ -91,16 +94,16 @@ class Scopes:
         if not m or m.group(1) not in WIDTH:
             raise unreadable(line, statement, "the declaration")
         unique = f"{m.group(2)}@{scope}"
-        self.names[scope][m.group(2)] = max(WIDTH[m.group(1)], 16), unique
+        self.names[scope][m.group(2)] = max(WIDTH[m.group(1)], 16), unique, m.group(1)
         self.call_params.add(unique)
 
     def register(self, name: str, scope: int) -> Reg | None:
         while scope >= 0:
             hit = self.names[scope].get(name) or self._in_range(name, scope)
             if hit:
-                bank, unique = hit
+                bank, unique, kind = hit
                 index = self.banks[bank].setdefault(unique, len(self.banks[bank]))
-                return Reg(bank, index, unique)
+                return Reg(bank, index, unique, kind)
             scope = self.parents[scope]
         return None
 
@@ -171,7 +174,7 @@ class Scopes:
             raise ValueError(f"the address [{inner}]")
         found = self.operand(base, scope)
         if not isinstance(found, Reg | Symbol | Imm) or (
-            isinstance(found, Reg) and found.bank not in (32, 64)
+            isinstance(found, Reg) and (found.bank not in (32, 64) or found.declared[0] == "f")
         ):
             raise ValueError(f"the address [{inner}]")
         return Address(found, offset, coords)
