@@ -116,10 +116,12 @@ def _mla(lengths: tuple[int, ...]) -> Call:
 
 def _grouped(sums: bool) -> Call:
     def call() -> Sequence[torch.Tensor]:
+        if sums:  # a tile of a group of K = 900 wraps the ring
+            offs = torch.tensor([130, 130, 1030, 1150], dtype=torch.int32)
+            x = _normal(1150, 600)
+            return (cutex.grouped_mm(x.mT, _normal(1150, 264, seed=1), offs),)
         offs = torch.tensor([130, 130, 400, 520], dtype=torch.int32)
         x = _normal(520, 600)
-        if sums:
-            return (cutex.grouped_mm(x.mT, _normal(520, 264, seed=1), offs),)
         return (cutex.grouped_mm(x, _normal(4, 264, 600, seed=1).mT, offs),)
 
     return call
@@ -134,8 +136,8 @@ def _quantized(m: int, n: int, k: int, of_a: str, of_b: str) -> Call:
 
 
 def _w4() -> Sequence[torch.Tensor]:
-    packed = cutex.pack_w4(_normal(264, 1024, seed=1))
-    return (cutex.matmul(_normal(40, 1024), packed),)
+    packed = cutex.pack_w4(_normal(264, 6144, seed=1))
+    return (cutex.matmul(_normal(40, 6144), packed),)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> Call:
@@ -168,7 +170,9 @@ def _subjects() -> list[Subject]:
         ),
         _subject("mxfp8", "sm_100a", _quantized(300, 264, 1024, "mxfp8", "mxfp8"), -1),
         _subject("nvfp4", "sm_100a", _quantized(300, 264, 2048, "nvfp4", "nvfp4"), -1),
-        _subject("unaligned", "sm_90a", _product(_normal(600, 201).mT, _normal(600, 136, seed=1))),
+        _subject(
+            "unaligned", "sm_90a", _product(_normal(1600, 201).mT, _normal(1600, 136, seed=1))
+        ),
         _subject("few rows", "sm_90a", _product(_normal(1600, 5).mT, _normal(1600, 40, seed=1))),
         _subject("mma.sync", "sm_80", _product(_normal(100, 264), _normal(264, 136, seed=1))),
         _subject(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -22,7 +22,7 @@ from cutex.sim import SimError, simulate
 from cutex.sim.hazards.checks import Checks
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.machine import Machine
-from cutex.sim.machine.operation import Kind, Span
+from cutex.sim.machine.operation import CHUNK, Engine, Kind, Span
 from cutex.sim.ptx.program import Instruction
 
 _BULK = "cp.async.bulk", "cp.reduce.async.bulk"
@@ -81,8 +81,16 @@ class Trace:
         self.arrivals: Counter[tuple[int, ...]] = Counter()
         self.fenced: set[int] = set()  # wgmma.fence between accesses to registers and a wgmma
         self.loaded: dict[int, set[str]] = defaultdict(set)  # waited for by a tcgen05.wait::ld
-        self.made: dict[int, set[Barrier]] = defaultdict(set)  # by the line of their initialisation
+        self.made: dict[int, set[Barrier]] = defaultdict(set)  # by the line of its initialisation
         self.used: set[Barrier] = set()
+        self.overwritten: Counter[str] = (
+            Counter()
+        )  # writes over a bulk store not known to have read
+        self.unordered: Counter[str] = Counter()  # accesses that nothing orders, by the later one
+        self.fences_used: set[int] = set()  # tcgen05.fence::after before an access by tcgen05
+        # who has waited for each phase, and who has arrived on it by a line
+        self.passers: dict[Phase, set[int]] = defaultdict(set)
+        self.arrivers: dict[int, dict[Phase, set[int]]] = defaultdict(lambda: defaultdict(set))
         # lines of a bar.warp.sync of some lanes, or behind a store to shared memory
         self.lanes_meet: set[int] = set()
         # accesses to global memory by warps that know of no griddepcontrol.wait
@@ -91,34 +99,23 @@ class Trace:
         self.wgmmas: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
 
 
-class _Informed(Observer):
-    """Who knows of a griddepcontrol.wait: a warp that has executed it, and one that has waited for
-    an mbarrier, or for a barrier of the CTA or the cluster, at which such a one has arrived, or on
-    which what it issued completes.
+Fact = Hashable  # GRID, or a bulk store: its thread and its number there
+GRID = "griddepcontrol.wait"
+
+
+class _Meetings(Observer):
+    """What warps tell each other by barriers of every kind: who arrives, or whose operation
+    completes on a barrier, tells those who pass its phase.
     """
 
-    def __init__(self, machine: Machine, trace: Trace) -> None:
-        self.m, self.t = machine, trace
-        self.warps: set[int] = set()
-        self.coming: set[Any] = (
-            set()
-        )  # barriers with an arrival of the current phase by such a warp
-        self.passed: set[Any] = set()  # with one of the last phase
+    def _arrives(self, key: Hashable, warp: int) -> None:
+        raise NotImplementedError
 
-    def grids_waited(self, warps: np.ndarray) -> None:
-        self.warps.update(warps.tolist())
+    def _completes(self, key: Hashable) -> None:
+        raise NotImplementedError
 
-    def _arrives(self, key: Any, warp: int) -> None:
-        if warp in self.warps:
-            self.coming.add(key)
-
-    def _completes(self, key: Any) -> None:
-        (self.passed.add if key in self.coming else self.passed.discard)(key)
-        self.coming.discard(key)
-
-    def _passes(self, key: Any, warp: int) -> None:
-        if key in self.passed:
-            self.warps.add(warp)
+    def _passes(self, key: Hashable, warp: int) -> None:
+        raise NotImplementedError
 
     def issued(self, ops: Any) -> None:
         for op in ops:
@@ -155,8 +152,34 @@ class _Informed(Observer):
     def cluster_passed(self, which: int, warp: int) -> None:
         self._passes(("cluster", which), warp)
 
+
+class _Facts(_Meetings):
+    """What each warp knows: that it, or another warp, has executed griddepcontrol.wait, and which
+    bulk stores have read their memory. It learns that by a wait of its own, and from those who have
+    arrived at a barrier that it passes, or whose operations complete on it.
+    """
+
+    def __init__(self, machine: Machine, trace: Trace) -> None:
+        self.m, self.t = machine, trace
+        self.known: dict[int, set[Fact]] = defaultdict(set)  # by warp
+        self.coming: dict[Hashable, set[Fact]] = defaultdict(set)  # by barrier: of this phase
+        self.passed: dict[Hashable, set[Fact]] = {}  # of the last phase
+
+    def grids_waited(self, warps: np.ndarray) -> None:
+        for warp in warps.tolist():
+            self.known[warp].add(GRID)
+
+    def _arrives(self, key: Hashable, warp: int) -> None:
+        self.coming[key] |= self.known[warp]
+
+    def _completes(self, key: Hashable) -> None:
+        self.passed[key] = self.coming.pop(key, set())
+
+    def _passes(self, key: Hashable, warp: int) -> None:
+        self.known[warp] |= self.passed.get(key, set())
+
     def _accesses(self, warps: Any, ins: Instruction) -> None:
-        if not self.warps.issuperset(warps):
+        if any(GRID not in self.known[warp] for warp in warps):
             self.t.uninformed[ins.text] += 1
 
     def global_loaded(self, where: Any, size: int, ins: Instruction) -> None:
@@ -172,11 +195,113 @@ class _Informed(Observer):
         self._accesses([warp], ins)
 
 
+class _Order(_Meetings):
+    """Accesses to shared memory by warps that nothing orders, counted by the text of the later one;
+    of each 16 bytes the last write and each warp's last read are kept. Copies in flight are the
+    issuing warp's accesses, wgmma's reads those of its warps when they have waited for it.
+    """
+
+    def __init__(self, machine: Machine, trace: Trace) -> None:
+        self.m, self.t = machine, trace
+        grid = machine.grid
+        rank = grid.cta_rank[grid.warp_cta]
+        self.slot = (rank * grid.warps_per_cta + grid.warp_in_cta).tolist()  # in its cluster
+        slots = grid.cluster_size * grid.warps_per_cta
+        self.known = np.zeros((grid.num_warps, slots), np.int32)  # by warp: how much of each
+        for warp, slot in enumerate(self.slot):
+            self.known[warp, slot] = 1
+        self.coming: dict[Hashable, np.ndarray] = {}  # by barrier: what those who arrived know
+        self.passed: dict[Hashable, np.ndarray] = {}  # of the last phase
+        chunks = grid.num_ctas, -(-machine.smem_bytes // CHUNK)
+        self.writer, self.wrote = np.zeros(chunks, np.int32), np.zeros(chunks, np.int32)
+        self.reads = np.zeros((*chunks, slots), np.int32)
+        self.groups: dict[int, list[tuple[int, Span]]] = defaultdict(list)  # by warp: wgmma's reads
+        self.words: dict[int, tuple[int, bool]] = {}  # of global memory: a warp, and if it stored
+
+    def _access(self, warp: int, cta: Any, chunk: Any, write: bool, text: str) -> None:
+        known, slot = self.known[warp], self.slot[warp]
+        late = self.wrote[cta, chunk] > known[self.writer[cta, chunk]]
+        if write:
+            late = late | (self.reads[cta, chunk] > known).any(-1)
+            self.writer[cta, chunk], self.wrote[cta, chunk] = slot, known[slot]
+        else:
+            self.reads[cta, chunk, slot] = known[slot]
+        self.t.unordered[text] += int(np.count_nonzero(late))
+
+    def _span(self, warp: int, place: Span, write: bool, text: str) -> None:
+        self._access(warp, place.cta, _chunks_of(place), write, text)
+
+    def shared(self, at: Any, write: bool, ordinary: bool, ins: Instruction) -> None:
+        for warp in set(at.warps.tolist()):
+            mine = at.warps == warp
+            for end in (0, at.width - 1):
+                chunk = (at.offset[mine] + end) // CHUNK
+                self._access(warp, at.cta[mine], chunk, write, ins.text)
+
+    def copying(self, at: Any, op: Any, ins: Instruction) -> None:
+        self.shared(at, True, True, ins)
+
+    def issued(self, ops: Any) -> None:
+        for op in ops:
+            for place in (p for p in op.reads if isinstance(p, Span)):
+                for warp in op.issuers if place.part is None else [op.issuers[place.part]]:
+                    if op.engine is Engine.WGMMA:
+                        self.groups[warp].append((dict(op.agents)[warp], place))
+                    self._span(warp, place, False, op.instruction.text)
+            for place in (p for p in op.writes if isinstance(p, Span)):
+                self._span(op.warp, place, True, op.instruction.text)
+            for signal in op.signals:
+                self._arrives(signal, op.warp)
+
+    def waited(self, warp: int, kind: Kind, number: int) -> None:
+        if kind is not Kind.TENSOR:
+            return
+        for _, place in (g for g in self.groups[warp] if g[0] <= number):
+            self._span(warp, place, False, "wgmma")
+        self.groups[warp] = [g for g in self.groups[warp] if g[0] > number]
+
+    def mbarrier_made(self, barrier: Any, warp: int, lane: int, again: bool) -> None:
+        self._access(warp, barrier.cta, barrier.offset // CHUNK, True, "mbarrier.init")
+
+    def mbarrier_used(self, barrier: Any, warp: int, ins: Instruction) -> None:
+        self._access(warp, barrier.cta, barrier.offset // CHUNK, False, ins.text)
+
+    def global_loaded(self, where: Any, size: int, ins: Instruction) -> None:
+        self._word(where, False, ins)
+
+    def global_stores(self, where: Any, values: Any, parts: Any, ins: Instruction) -> None:
+        self._word(where, True, ins)
+
+    def _word(self, where: Any, write: bool, ins: Instruction) -> None:
+        """What two warps access in global memory, one of them by a store, is not followed."""
+        for warp, at in zip(where.warps.tolist(), (where.addresses // 4).tolist(), strict=True):
+            other, stored = self.words.get(at, (warp, False))
+            self.t.unordered["global memory"] += other != warp and (write or stored)
+            self.words[at] = warp, write or (stored and other == warp)
+
+    def _arrives(self, key: Hashable, warp: int) -> None:
+        self.coming[key] = np.maximum(self.coming.get(key, 0), self.known[warp])
+        self.known[warp, self.slot[warp]] += 1
+
+    def _completes(self, key: Hashable) -> None:
+        self.passed[key] = self.coming.pop(key, np.zeros(self.known.shape[1], np.int32))
+
+    def _passes(self, key: Hashable, warp: int) -> None:
+        np.maximum(self.known[warp], self.passed.get(key, 0), out=self.known[warp])
+
+
+def _chunks_of(place: Span) -> np.ndarray:
+    if place.chunks is not None:
+        return place.chunks.reshape(-1)
+    return np.arange(place.low // CHUNK, -(-place.high // CHUNK))
+
+
 class _Recorder(Observer):
     """Writes a trace."""
 
-    def __init__(self, machine: Machine, trace: Trace) -> None:
+    def __init__(self, machine: Machine, trace: Trace, facts: _Facts) -> None:
         self.m, self.t, self.code = machine, trace, machine.program.code
+        self.facts = facts
         trace.turn += 1
         self.pc = 0
         self.since: dict[int, set[str]] = {}  # registers named since a warp's last wgmma
@@ -186,6 +311,7 @@ class _Recorder(Observer):
         self.groups: Counter[int] = Counter()  # of wgmma, committed by a warp
         self.waits: Counter[int] = Counter()  # for them
         self.pending: dict[int, list[int]] = defaultdict(list)  # the groups of a warp's wgmmas
+        self.after: dict[int, set[int]] = defaultdict(set)  # fences before no tcgen05 access yet
         self.storing: set[int] = set()  # warps that have stored since their last barrier
         # stores, of a lane or of several that ask for the same, each with its number in the thread
         self.stores: list[list[tuple[Thread, int]]] = [[]]
@@ -213,6 +339,7 @@ class _Recorder(Observer):
         elif "wait_group" in ins.op:
             if of.wait(int(ins.text.rstrip(";").split()[-1]), ".read" in ins.op, ins.line):
                 self.t.bulk_waits[ins.line] += 1
+            self.facts.known[thread[1]].update((thread, store) for store in of.read)
         elif re.search(r"global\S*\.shared", ins.op):
             self.coming.setdefault(thread[1], []).append((thread, of.stores))
             of.store()
@@ -223,7 +350,8 @@ class _Recorder(Observer):
             if op.is_store:
                 self.stores.append(self.coming[op.warp])
             for place in (p for p in op.writes if isinstance(p, Span)):
-                self._written(self.stored[place.cta, place.low : place.high])
+                stored = self.stored[place.cta, place.low : place.high]
+                self._written(stored, {op.warp}, op.instruction)
             for place in (p for p in op.reads if op.is_store and isinstance(p, Span)):
                 self.stored[place.cta, place.low : place.high] = store
 
@@ -231,12 +359,14 @@ class _Recorder(Observer):
         if write:
             self.storing.update(at.warps.tolist())
             offsets = at.offset[:, None] + np.arange(at.width)
-            self._written(self.stored[at.cta[:, None], offsets])
+            self._written(self.stored[at.cta[:, None], offsets], set(at.warps.tolist()), ins)
 
-    def _written(self, stored: np.ndarray) -> None:
+    def _written(self, stored: np.ndarray, warps: set[int], ins: Instruction) -> None:
         for number in set(stored[stored > 0].tolist()):
             for thread, store in self.stores[number]:
                 self.t.bulk[thread].reused.add(store)
+            told = [w for w in warps if self.facts.known[w].issuperset(self.stores[number])]
+            self.t.overwritten[ins.text] += len(warps) - len(told)
 
     def executing(self, batch: Any, pc: int) -> None:
         self.pc, ins = pc, self.code[pc]
@@ -254,7 +384,10 @@ class _Recorder(Observer):
                 self.since[warp] |= _named(ins)
             if ins.op.startswith("mov.") and self.unwaited[warp] & _named(ins):
                 self.unwaited[warp] |= _named(ins)  # under another name
+            if re.match(r"tcgen05\.(ld|st|mma|cp|shift)", ins.op):
+                self.t.fences_used.update(self.after.pop(warp, set()))
             if ins.op.startswith("tcgen05.fence::after"):
+                self.after[warp].add(ins.line)
                 self.t.fence_phases[ins.line].add(self.passed.get(warp, -1))
             if ins.op.startswith("tcgen05.ld"):
                 self.unwaited[warp] |= _named(ins)
@@ -286,6 +419,7 @@ class _Recorder(Observer):
         self.passed[warp] = barrier.phases
         key = self.t.turn, barrier.cta, barrier.offset
         self.t.waited[key] = max(self.t.waited.get(key, 0), barrier.phases)
+        self.t.passers[key, barrier.phases].add(warp)
 
     def mbarrier_used(self, barrier: Any, warp: int, ins: Instruction) -> None:
         self.t.used.add((self.t.turn, barrier.cta, barrier.offset))
@@ -295,7 +429,9 @@ class _Recorder(Observer):
         self._fills(barrier, self.code[self.pc].line)
 
     def mbarrier_arrives(self, barrier: Any, warp: int, to_cluster: bool, ins: Instruction) -> None:
-        self.t.arrivals[self.t.turn, barrier.cta, barrier.offset, warp, ins.line] += 1
+        key = self.t.turn, barrier.cta, barrier.offset
+        self.t.arrivals[*key, warp, ins.line] += 1
+        self.t.arrivers[ins.line][key, barrier.phases + 1].add(warp)
         self._fills(barrier, ins.line)
 
     def mbarrier_arrives_late(self, barrier: Any, arrival: Any) -> None:
@@ -330,7 +466,8 @@ def trace(subject: Subject, kernel: Any) -> Trace:
     found, observers = Trace(), Checks.observers
 
     def with_recorder(self: Checks) -> list[Observer]:
-        return [*observers(self), _Recorder(self.m, found), _Informed(self.m, found)]
+        facts = _Facts(self.m, found)
+        return [*observers(self), facts, _Recorder(self.m, found, facts), _Order(self.m, found)]
 
     with mock.patch.object(Checks, "observers", with_recorder):
         subject.launch(
@@ -377,6 +514,38 @@ def _never_used(subject: Subject, site: Site) -> str:
 def _informed(subject: Subject, site: Site) -> str:
     early = trace(subject, site.mutant).uninformed - _trace_of(subject).uninformed
     return "" if early else "who accesses global memory behind it knows of another warp's wait"
+
+
+def _own_waits(subject: Subject, site: Site) -> str:
+    of = _trace_of(subject)
+    others = any(of.passers[phase] - who for phase, who in of.arrivers[site.line].items())
+    return "" if others else "the warp that arrives is the only one that waits for it"
+
+
+def _no_tcgen05(subject: Subject, site: Site) -> str:
+    used = site.line in _trace_of(subject).fences_used
+    return "" if used else "no access by tcgen05 of the warp comes behind it, but dealloc"
+
+
+def _told_before(subject: Subject, site: Site) -> str:
+    """As without the change, whoever writes memory that a bulk store reads knows that it has."""
+    mine, other = _trace_of(subject), trace(subject, site.mutant)
+    if other.overwritten - mine.overwritten:
+        return ""
+    for thread, before in mine.bulk.items():
+        if other.bulk[thread].read.keys() != before.read.keys():
+            return ""
+    return "who writes the memory of each store knows that it has read it"
+
+
+def _ordered_anyway(subject: Subject, site: Site) -> str:
+    if "tcgen05" in subject.kernel.ptx:
+        return ""
+    mine, other = _trace_of(subject), trace(subject, site.mutant)
+    if mine.unordered["global memory"] or other.unordered - mine.unordered:
+        return ""
+    bulk = other.overwritten - mine.overwritten
+    return "" if bulk else "other barriers order all accesses that it orders"
 
 
 def _whole_warps(subject: Subject, site: Site) -> str:
@@ -454,11 +623,15 @@ Reason = Callable[[Subject, Site], str]
 REASONS: dict[str, tuple[Reason, ...]] = {
     "an mbarrier's wait": (_first_phase,),
     "an mbarrier's arrival": (_never_waited_for,),
-    "an mbarrier's arrival, earlier": (_never_waited_for,),
+    "an mbarrier's arrival, earlier": (_never_waited_for, _own_waits),
     "an mbarrier's initialisation": (_never_used,),
     "an arrival less": (_never_used, _nobody_waits),
     "an arrival more": (_never_used, _nobody_waits),
     "a barrier of a warp": (_whole_warps,),
+    "a named barrier": (_ordered_anyway,),
+    "a named barrier only arrived at": (_ordered_anyway,),
+    "a named barrier, earlier": (_ordered_anyway,),
+    "a named barrier, later": (_ordered_anyway,),
     "a wait for the grid before": (_informed,),
     "a wait for the grid before, later": (_informed,),
     "a group of wgmma": (_same_waits,),
@@ -466,12 +639,13 @@ REASONS: dict[str, tuple[Reason, ...]] = {
     "a commit of tcgen05": (_never_waited_for,),
     "a commit to one CTA less": (_never_waited_for,),
     "a commit of tcgen05, earlier": (_never_waited_for,),
-    "a fence of tcgen05": (_behind_first_phase,),
-    "a wait for bulk stores": (_no_store, _waited_for),
-    "a wait for one bulk store more": (_no_store, _waited_for),
-    "a wait for bulk stores, later": (_no_store, _waited_for),
-    "a group of bulk stores": (_waited_for,),
-    "a group of bulk stores, earlier": (_waited_for,),
+    "a fence of tcgen05": (_behind_first_phase, _no_tcgen05),
+    "a fence of tcgen05, later": (_no_tcgen05,),
+    "a wait for bulk stores": (_no_store, _waited_for, _told_before),
+    "a wait for one bulk store more": (_no_store, _waited_for, _told_before),
+    "a wait for bulk stores, later": (_no_store, _waited_for, _told_before),
+    "a group of bulk stores": (_waited_for, _told_before),
+    "a group of bulk stores, earlier": (_waited_for, _told_before),
     "an arrival in another CTA": (_same_arrivals,),
     "a fence of wgmma": (_untouched,),
     "a fence of wgmma, later": (_untouched,),

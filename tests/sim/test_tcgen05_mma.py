@@ -209,8 +209,9 @@ def test_products_of_normal_numbers_are_near_float64():
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_every_lane_that_issues_an_mma_adds_the_product():
-    case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64)
+@pytest.mark.parametrize("accumulate", [0, 1])
+def test_every_lane_that_issues_an_mma_computes_the_product(accumulate):
+    case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64, accumulate=accumulate)
     text = case.text().replace("@%p3 tcgen05.mma", "@%p1 tcgen05.mma")
     case.text = lambda: text  # type: ignore[method-assign]
     with pytest.raises(Hazards, match=r"every lane: 32 lanes of .* warp 0 issue this tcgen05.mma"):

@@ -109,18 +109,21 @@ def mma(d: Decoder) -> Execute:
 
 
 def _check_lanes(d: Decoder, b: Batch, target: np.ndarray, enabled: np.ndarray) -> None:
-    """Report lanes of a warp that add up in one accumulator by one instruction: each of them issues
-    an MMA of its own (9.7.16.5), so the product is added as often.
+    """Report lanes of a warp that write one accumulator by one instruction: each of them issues an
+    MMA of its own (9.7.16.5), so the product is added as often; or written as often, and a commit
+    tells of the committing thread's only (9.7.16.12.1).
     """
-    adds = b.active() & enabled
-    for row in np.nonzero(adds.sum(1) > 1)[0].tolist():
-        where = target[row][adds[row]]
+    active = b.active()
+    for row in np.nonzero(active.sum(1) > 1)[0].tolist():
+        where, adds = target[row][active[row]], enabled[row][active[row]].any()
         if (where == where[0]).all():
+            does = "is added" if adds else "is written"
+            more = "" if adds else ", and a commit tells of its own thread's only"
             d.m.findings.add(
                 "every lane",
                 f"{len(where)} lanes of {d.m.grid.name_warp(int(b.idx[row]))} issue this "
-                f"{d.parts[0]}.{d.parts[1]}, each for itself: the product is added "
-                f"{len(where)} times to one accumulator",
+                f"{d.parts[0]}.{d.parts[1]}, each for itself: the product {does} "
+                f"{len(where)} times to one accumulator{more}",
                 d.ins,
                 remedy="elect_one() around it, once, where the warp issues it",
             )

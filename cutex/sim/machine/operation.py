@@ -48,14 +48,14 @@ class Span:
             return False
         if self.chunks is None and other.chunks is None:
             return True
-        return bool(np.isin(self._pieces, other._pieces).any())
+        return not self._chunks.isdisjoint(other._chunks)
 
     def covers(self, other: Footprint) -> bool:
         if not isinstance(other, Span) or self.low > other.low:
             return False
         if self.high < other.high:
             return False
-        return self.chunks is None or bool(np.isin(other._pieces, self._pieces).all())
+        return self.chunks is None or other._chunks <= self._chunks
 
     def holds(self, offset: np.ndarray, width: int) -> np.ndarray:
         """Whether the ``width`` bytes at each offset overlap it, (n,)."""
@@ -68,6 +68,10 @@ class Span:
         if self.chunks is not None:
             return self.chunks.reshape(-1)
         return np.arange(self.low // CHUNK, -(-self.high // CHUNK))
+
+    @cached_property
+    def _chunks(self) -> frozenset[int]:
+        return frozenset(self._pieces.tolist())
 
     def __str__(self) -> str:
         return f"shared memory 0x{self.low:x}..0x{self.high:x}"

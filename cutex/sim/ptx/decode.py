@@ -60,6 +60,7 @@ _SPACES = tuple(space.removeprefix(".") for space in SPACES)
 # Instructions whose operands at these places have the (first) type that they name.
 _TYPED = {
     **dict.fromkeys(("mov", "neg", "abs", "popc", "ld", "ldu"), (0, 1)), "st": (1,), "red": (1,),
+    **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"), (0, 1)),
     **dict.fromkeys(("add", "sub", "mul", "min", "max", "div", "rem", "selp", "slct"), (0, 1, 2)),
     **dict.fromkeys(("fma", "mad"), (0, 1, 2, 3)), "atom": (0, 2, 3), "setp": (1, 2),
 }  # fmt: skip
