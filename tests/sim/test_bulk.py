@@ -88,6 +88,15 @@ def test_what_nothing_has_written_is_not_stored(copy, count):
         simulate_ptx(text, {"out": out}, Shape(block=64, smem=256))
 
 
+def test_a_sum_that_every_lane_asks_for_is_told():
+    text = WRITES.replace("COUNT", "64").replace("@%p0 ", "") + OUT_OF["a sum"]
+    text += DONE.replace("@%p0 ", "")
+    report = simulate_ptx(
+        text, {"out": aligned(np.zeros(64, np.uint32))}, Shape(smem=256, block=64)
+    )
+    assert "32 lanes of CTA (0,0,0) warp 0 issue this cp.reduce" in report.advisories[0].message
+
+
 def test_bulk_stores_move_bytes(execute):
     copy = Copy(Tensor("u8", (4096,)), (16,), (0,))
     smem = np.random.default_rng(1).integers(0, 256, (1, BYTES), np.uint8)

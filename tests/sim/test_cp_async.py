@@ -297,3 +297,17 @@ def test_a_bulk_store_of_what_was_copied_is_told_without_a_fence(order):
 def rows_like(array: np.ndarray) -> np.ndarray:
     """Rows of the same shape, at a multiple of 16 bytes."""
     return rows(*array.shape)
+
+
+NEIGHBOUR = """.reg .b32 at; mov.u32 at, smem; mad.lo.u32 at, %lane, 16, at; mad.wide.u32 %d1, %lane, 16, %a;
+    cp.async.cg.shared.global [at], [%d1], 16; cp.async.commit_group; cp.async.wait_group 0; SYNC
+    xor.b32 at, at, 16; ld.shared.u32 %r2, [at]; st.global.u32 [%out_i], %r2;"""
+
+
+@pytest.mark.parametrize("sync", ["", "bar.warp.sync -1;", "bar.sync 0;"])
+def test_a_lane_waits_for_its_own_copies_only(sync):
+    arrays = {"a": rows(32, 4), "out": np.zeros(32, np.uint32)}
+    report = simulate_ptx(NEIGHBOUR.replace("SYNC", sync), arrays, Shape(smem=512))
+    assert (arrays["out"] == arrays["a"][np.arange(32) ^ 1, 0]).all()
+    said = [a.message for a in report.advisories]
+    assert not said if sync else "bar.warp.sync is missing" in said[0]

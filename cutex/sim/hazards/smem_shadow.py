@@ -119,6 +119,9 @@ class SmemShadow(Observer):
         self.readers = _Several(shape, self.clocks.warps)  # besides the last one
         self.changers = _Several(shape, self.clocks.warps)  # by atomics and other strong stores
         self.change: dict[tuple[int, int], Instruction] = {}  # the last of them
+        # by warp: its count when it has waited for its copies
+        self.copies_known = np.zeros(machine.grid.num_warps, np.int32)
+        self.copies = any(ins.op.startswith("cp.async.c") for ins in machine.program.code)
         if rechecks.active:
             self.read_line = np.zeros(shape, np.int32)  # the PTX line of the last read
         # bounds of the words touched by ordinary accesses: most TMA and MMA spans are outside
@@ -152,6 +155,8 @@ class SmemShadow(Observer):
                 self.writes.bytes[where] |= partial * _PARTIAL
             self.line[where] = ins.line << 5 | lanes
             return
+        if self.copies and ins.name in ("ld", "ldmatrix"):
+            self._check_copied(warps, lanes, where, ins)
         before, when = self.reads.slot[where], self.reads.count[where]
         other = (when > self.clocks.known[warps, before]) & (before != slot)
         self._keep(other, where, before, when)
@@ -159,6 +164,34 @@ class SmemShadow(Observer):
             self.read_line[where] = ins.line
         self.reads.set(where, slot, count, part)
         self._keep(self.reads.slot[where] != slot, where, slot, count)  # several in one batch
+
+    def waited(self, warp: int, kind: Kind, number: int) -> None:
+        if kind is Kind.COPY:
+            self.copies_known[warp] = self.clocks.now(warp)
+
+    def _check_copied(
+        self, warps: np.ndarray, lanes: np.ndarray, at: tuple[np.ndarray, np.ndarray],
+        ins: Instruction,
+    ) -> None:  # fmt: skip
+        """Tell of lanes that read what another lane of their warp has copied, where the warp has
+        waited for its copies and not synchronised since: a wait tells a thread of its own copies
+        (9.7.9.25.3.3).
+        """
+        own = self.clocks.slot[warps]
+        mine = self.writes.slot[at] == Kind.COPY * self.clocks.warps + own
+        mine &= self.line[at] & 31 != lanes
+        mine &= self.clocks.ordered[warps, own] < self.copies_known[warps]
+        if mine.any():
+            k = int(mine.argmax())
+            line, name = int(self.line[at][k]), self.m.grid.name_warp(int(warps[k]))
+            self.m.findings.add(
+                "race",
+                f"{name} lane {lanes[k]} reads shared memory 0x{int(at[1][k]) * WORD:x}, which the "
+                f"cp.async of its lane {line & 31} at PTX line {line >> 5} wrote: by the letter, a "
+                "wait tells a thread of its own copies only, and a bar.warp.sync is missing",
+                ins,
+                advisory=True,
+            )
 
     def _strong(self, at: SharedBytes, write: bool, ins: Instruction) -> None:
         """Check an atomic or another strong access against ordinary ones, and record what it
@@ -316,7 +349,7 @@ class SmemShadow(Observer):
         slot = np.full(len(word), self.clocks.agent(Kind.COPY, warp))
         self.writes.set((cta, word), slot, np.full(len(word), number), _WHOLE)
         self.writes.bytes[cta, word] |= _COPIED
-        self.line[cta, word] = ins.line << 5
+        self.line[cta, word] = ins.line << 5 | lanes
         self.low[cta[0]] = min(self.low[cta[0]], int(word.min()))
         self.high[cta[0]] = max(self.high[cta[0]], int(word.max()))
 

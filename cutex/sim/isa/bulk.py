@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from cutex.sim.isa.bulk_operands import (
     multicast_mask,
     shared_place,
     targets,
+    tell_of_lanes,
 )
 from cutex.sim.isa.cp_async import copy_async
 from cutex.sim.isa.tma import tensor_load, tensor_store
@@ -193,6 +195,10 @@ def _plain_store(d: Decoder, reduction: str | None) -> Execute:
 
     def execute(b: Batch) -> None:
         t, f, s, masks = to(b), frm(b), size(b), byte_mask(b)
+        if reduction:
+            asked = Counter((r, int(t[r, i]), int(f[r, i])) for r, i in active_lanes(b))
+            for (row, *_), lanes in asked.items():
+                tell_of_lanes(d, int(b.idx[row]), lanes)
         for row, lane in active_lanes(b):
             n, target = int(s[row, lane]), int(t[row, lane])
             _check_plain(d, n, target)

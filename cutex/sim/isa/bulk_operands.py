@@ -114,3 +114,18 @@ def check_source(
             f"load wrote with {SWIZZLES[int(wrong[0]) - 1]} swizzle",
             ins,
         )
+
+
+def tell_of_lanes(d: Decoder, warp: int, lanes: int) -> None:
+    """Tell that several lanes ask for one reduction: by the letter there are as many, where the
+    hardware's uniform instruction may do it once.
+    """
+    if lanes > 1:
+        d.m.findings.add(
+            "every lane",
+            f"{lanes} lanes of {d.m.grid.name_warp(warp)} issue this {d.ins.name}.{d.parts[1]} "
+            "from one place to one place, each for itself: by the letter it is added as often",
+            d.ins,
+            advisory=True,
+            remedy="elect_one() around it, and around its commit and wait",
+        )

@@ -19,6 +19,7 @@ from cutex.sim.isa.bulk_operands import (
     shared_place,
     signalled,
     targets,
+    tell_of_lanes,
 )
 from cutex.sim.isa.im2col import PixelBox
 from cutex.sim.isa.tensormap import (
@@ -305,6 +306,8 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
             if combine and tmap.kind not in _KINDS:
                 raise BadOperand.at(ins, f"a reduction into a {tmap} is not defined")
             places, warp = places_of(tmap, tuple(at)), int(b.idx[row])
+            if combine:
+                tell_of_lanes(d, warp, len(lanes))
             found, size = [boxes.of(tmap, where) for where in places], tmap.bytes * len(places)
             for where in places:
                 _check_stored_rows(d, tmap, where)
@@ -346,7 +349,7 @@ def _chunks_inside(box: Box) -> np.ndarray:
     """Whether each 16 bytes of a box hold an element of the tensor, (bytes / 16,)."""
     inside = np.zeros(box.tmap.traversed[::-1], bool)
     inside[box.part.slices[::-1]] = True
-    return inside.reshape(-1, 16 // box.tmap.itemsize).any(1)
+    return np.asarray(inside.reshape(-1, 16 // box.tmap.itemsize).any(1))
 
 
 def _storer(
