@@ -299,7 +299,8 @@ def rows_like(array: np.ndarray) -> np.ndarray:
     return rows(*array.shape)
 
 
-NEIGHBOUR = """.reg .b32 at; mov.u32 at, smem; mad.lo.u32 at, %lane, 16, at; mad.wide.u32 %d1, %lane, 16, %a;
+NEIGHBOUR = """.reg .b32 at; mov.u32 at, smem; mad.lo.u32 at, %lane, 16, at;
+    mad.wide.u32 %d1, %lane, 16, %a;
     cp.async.cg.shared.global [at], [%d1], 16; cp.async.commit_group; cp.async.wait_group 0; SYNC
     xor.b32 at, at, 16; ld.shared.u32 %r2, [at]; st.global.u32 [%out_i], %r2;"""
 
