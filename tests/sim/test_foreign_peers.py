@@ -77,10 +77,12 @@ def test_it_runs_as_it_is_and_is_right(name: str, arch: str, tmp_path: Path) -> 
     )  # fmt: skip
     assert "Traceback" not in ran.stderr, ran.stderr
     told = json.loads(found.read_text())
+    findings = list(map(json.dumps, told["findings"]))
+    known = [f for f in findings if "TMA store of md" in f or "setmaxnreg" in f]
+    assert not told["errors"] and findings == known, ran.stderr
     # NOTE: on Blackwell a kernel of its backward returns while its last TMA stores, of dK and of
     # dV, may still read shared memory: it leaves out the commit and the wait behind the last ones;
     # and warps of one warpgroup execute `setmaxnreg` with different counts
-    left = 3 if (name, arch) == ("attention", "sm_100a") else 0
-    assert not told["errors"] and len(told["findings"]) == left, ran.stderr
-    for finding in map(json.dumps, told["findings"]):
-        assert "TMA store of md" in finding or "setmaxnreg" in finding
+    stores = [f for f in findings if "setmaxnreg" not in f]
+    broken = (name, arch) == ("attention", "sm_100a")
+    assert len(stores) == 2 * broken and (len(findings) > len(stores)) == broken, ran.stderr
