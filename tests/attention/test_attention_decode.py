@@ -565,12 +565,14 @@ def test_bad_arguments_are_named_in_one_sentence(message):
     assert "\n" not in said
 
 
-def test_a_plan_appends_only_where_nothing_is_read_and_counts_its_writes():
-    """A later call has other tensors than the one that was checked."""
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_plan_appends_only_where_nothing_is_read_and_counts_its_writes(alike):
+    """A later call has other tensors than the one that was checked; `alike`, of the same sizes."""
     ran = []
-    run = appending(lambda *tensors: ran.append(tensors), 3)
     q, k, v = torch.zeros(2, 1, 4, 64), torch.zeros(2, 1, 2, 64), torch.zeros(2, 1, 2, 64)
     both = torch.zeros(2, 2, 32, 2, 64)
+    like = [q, *torch.zeros_like(both), k, v] if alike else None
+    run = appending(lambda *tensors: ran.append(tensors), 3, like)
     run(q, both[0], both[1], k, v)
     assert len(ran) == 1 and both._version == 2
     for tensors in (
@@ -583,6 +585,9 @@ def test_a_plan_appends_only_where_nothing_is_read_and_counts_its_writes():
         with pytest.raises(ValueError, match="shares memory"):
             run(*tensors)
     assert len(ran) == 1 and both._version == 2
+    in_turn = torch.zeros(2, 32, 2, 2, 64)  # K and V of a head one after the other
+    run(q, in_turn[:, :, :, 0], in_turn[:, :, :, 1], k, v)
+    assert len(ran) == 2 and in_turn._version == 2
     saved = both[0].clone().requires_grad_(False)
     product = q.requires_grad_().sum() * saved
     run(q.detach(), saved, both[1], k, v)

@@ -7,7 +7,7 @@ lengths and pages change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +22,7 @@ from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, guard, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.workspace import buffers_of
-from cutex.ops.written import are_apart, check_writable, written
+from cutex.ops.written import are_apart, check_writable, spans_apart, written
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
@@ -86,6 +86,7 @@ class CacheOperator:
         """Launch a new plan, and keep it for later calls with this key if these can have it; with
         `rooms`, also for those whose caches have another of these numbers of keys."""
         given = list(tensors.values())
+        plan.grows = rooms is not None
         with current(plan.device):
             result = plan(*given)
         if plan.as_given:
@@ -121,6 +122,7 @@ class Plan:
         # NOTE: of lengths on the CPU the values are checked at each call
         integers = any(x.dtype == torch.int32 for x in call.tensors.values())
         self.as_given = not prepare and not (integers and call.q.is_cpu)
+        self.grows = False  # caches of later calls may have other sizes
         # of tensors that the kernel takes as they are; made at the first launch
         self.run: Callable[..., Any] | None = None
 
@@ -158,20 +160,31 @@ class Plan:
             launch(*tensors[:n], out, lse, *tensors[n:], *numbers, *buffers())
             return out, lse
 
-        return run if "k" not in self.names else appending(run, self.names.index("k"))
+        if "k" not in self.names:
+            return run
+        return appending(run, self.names.index("k"), None if self.grows else given)
 
 
-def appending(run: Callable[..., Any], new: int) -> Callable[..., Any]:
+def appending(
+    run: Callable[..., Any], new: int, like: list[Tensor] | None = None
+) -> Callable[..., Any]:
     """`run`, which writes its tensors from place `new` on to the caches, behind q: as torch has it
-    of a tensor that is written to."""
+    of a tensor that is written to. Each has the sizes and strides of that in `like`, if given."""
+
+    def read_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (tensors[0], *tensors[new : new + 2])
+
+    far = None if like is None else spans_apart(like[1:3], read_of(like))
 
     @untraced
     def run_apart(*tensors: Tensor) -> Any:
-        q, *caches = tensors[:3]
-        if not are_apart(caches, (q, *tensors[new : new + 2])):
+        caches, read = tensors[1:3], read_of(tensors)
+        if (far is None or not far(*caches, *read)) and not are_apart(caches, read):
             raise ValueError("a cache that k and v are appended to shares memory with an argument")
-        for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-            check_writable(name, cache)
+        k_cache, v_cache = caches
+        if k_cache.is_inference() or v_cache.is_inference():
+            for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+                check_writable(name, cache)
         result = run(*tensors)
         written(*caches)
         return result

@@ -120,7 +120,7 @@ def flash_attn_with_kvcache(
         if not 0 <= cache_seqlens < 1 << 31:
             raise ValueError(f"cache_seqlens={cache_seqlens}: it must be from 0 to 2^31 - 1")
         cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
-    if q_descale is not None or (isinstance(k_cache, Tensor) and k_cache.dtype == FP8):
+    if q_descale is not None or getattr(k_cache, "dtype", None) is FP8:
         scales = q_descale, k_descale, v_descale
         q, k_descale, v_descale = scaled.prepared(q, k_cache, cu_seqlens_q, *scales)
     if rotary_cos is not None or rotary_sin is not None:
@@ -134,17 +134,17 @@ def flash_attn_with_kvcache(
         cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_k_new,
         learnable_sink, k_descale, v_descale, k, v,
     )  # fmt: skip
-    options = max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits
     with_lse = return_lse or return_softmax_lse
     key = (
-        *options, with_lse, cu_seqlens_q is None, cache_seqlens is None, page_table is None,
+        max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits, with_lse,
+        cu_seqlens_q is None, cache_seqlens is None, page_table is None,
         cache_batch_idx is None, cache_leftpad is None, cu_seqlens_k_new is None,
         learnable_sink is None, k_descale is None, v_descale is None, k is None, v is None,
     )  # fmt: skip
     found = PLANS.launched(key, q, k_cache, v_cache, *[x for x in rest if x is not None])
     if found is not None:
         return found
-    return attend(KVCacheCall(q, k_cache, v_cache, *rest, *options), with_lse, key)
+    return attend(KVCacheCall(q, k_cache, v_cache, *rest, *key[:6]), with_lse, key)
 
 
 def _all(length: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
