@@ -27,7 +27,12 @@ def prepared(
         q = q.to(torch.bfloat16)
     elif q_descale is not None:
         raise ValueError(f"q_descale is given, but q has dtype {q.dtype}")
-    ones = torch.ones(shape, device=q.device)
-    k_descale = ones if k_descale is None else k_descale
-    k_descale = k_descale if q_descale is None else k_descale * q_descale
-    return q, k_descale, ones if v_descale is None else v_descale
+    if k_descale is None:
+        k_descale = q_descale
+    elif q_descale is not None:
+        k_descale = k_descale * q_descale
+    if k_descale is None or v_descale is None:
+        ones = torch.ones(shape, device=q.device)
+        k_descale = ones if k_descale is None else k_descale
+        v_descale = ones if v_descale is None else v_descale
+    return q, k_descale, v_descale
