@@ -28,8 +28,8 @@ _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (256, 256): {"tile_n": 64, "num_stages": 2},
     },
 }
-# NOTE: units of few keys take as long to begin and to end as to be read, so that with several a CTA
-# two CTAs of an SM with smaller blocks are faster (docs/facts/decode.md#short)
+# NOTE: units of few keys take as long to begin and to end as to be read, so that where there are
+# more than SMs two CTAs of an SM with smaller blocks are faster (docs/facts/decode.md#short-more)
 _SHORT: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 64, "num_stages": 6, "ctas_per_sm": 2},
@@ -45,7 +45,7 @@ def fitted(config: DecodeConfig, room: int, units: int) -> DecodeConfig:
     for `room` keys each."""
     arch = next(name for name, kind in CONFIGS.items() if kind is type(config))
     tiles = _TILES[arch].get(config.head_dims, {})
-    if room <= SHORT and 2 * units >= 3 * config.num_sms and not config.fp8:
+    if room <= SHORT and units > config.num_sms and not config.fp8:
         tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:  # a block takes half as long to come, and a place more when it is widened
         tiles = {**tiles, "num_stages": 3}
