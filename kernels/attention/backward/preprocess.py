@@ -20,6 +20,7 @@ from cutex.kernels.attention.backward.spec import BackwardSpec
 THREADS = 128
 LANES = 8  # threads that read one row together
 VECTOR = 8  # elements of 16 bits in one load
+SIDE_BY_SIDE = THREADS // LANES  # rows that are read at one time
 
 
 class QueryTile(NamedTuple):
@@ -60,10 +61,12 @@ class Preprocess:
     @cute.jit
     def tile(self, tensors: Tensors, passed: Passed, tile: QueryTile) -> None:
         """Do all for the queries of a tile."""
-        self.clear(tensors.dq_sums[tile.number, None], 0, 1)
         self.clear_turns(passed, tile.number)
-        for i in cutlass.range_constexpr(self.rounds):
-            self.rows(i, tensors, passed, tile)
+        for part in cutlass.range_constexpr(self.parts):
+            rows = self.read_rows(part, tensors, passed, tile)
+            # NOTE: behind the loads, which do not wait for these stores then
+            self.clear(tensors.dq_sums[tile.number, None], part)
+            self.keep_rows(part, rows, tensors.stats[tile.number, None], passed)
 
     @cute.jit
     def clear_turns(self, passed: Passed, tile: Int32) -> None:
@@ -73,31 +76,68 @@ class Preprocess:
                 passed.turns[tile, thread] = Int32(0)
 
     @property
-    def rounds(self) -> int:
-        """The rounds of a tile's rows that a CTA's threads take together."""
-        return self.config.tile_m * LANES // THREADS
+    def vectors(self) -> int:
+        """The vectors of a row of O that a thread reads."""
+        return -(-self.config.head_dim_v // (VECTOR * LANES))
+
+    @property
+    def at_once(self) -> int:
+        """The rows of a thread whose loads are on their way at one time."""
+        return 4 if self.vectors <= 2 else 2
+
+    @property
+    def parts(self) -> int:
+        """The parts of a tile whose rows are loaded at one time."""
+        return self.config.tile_m // (SIDE_BY_SIDE * self.at_once)
+
+    def place(self, part: int, i: int) -> Int32:
+        """The place in its tile of row i of this thread's of a part."""
+        thread, _, _ = cute.arch.thread_idx()
+        return (part * self.at_once + i) * SIDE_BY_SIDE + thread // LANES
 
     @cute.jit
-    def rows(
-        self, i: cutlass.Constexpr[int], tensors: Tensors, passed: Passed, tile: QueryTile
-    ) -> None:
-        """Write LSE and delta of round i of the rows of a tile."""
-        thread, _, _ = cute.arch.thread_idx()
+    def read_rows(
+        self, part: cutlass.Constexpr[int], tensors: Tensors, passed: Passed, tile: QueryTile
+    ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Start this thread's loads of the rows of a part: of O and dO (VECTOR, NumV, row), LSE in
+        powers of two and the gradient of LSE (2, row)."""
         _, head, batch, seqlen, m_block = tile
-        stats = tensors.stats[tile.number, None]  # (2 * bM)
         mO, mdO = (rows_of(x, self.config.varlen_q, head, batch) for x in (tensors.o, tensors.do))
-        place = i * (THREADS // LANES) + thread // LANES
-        row = m_block * self.config.tile_m + place
-        delta, lse = Float32(0.0), Float32.inf
-        if row < seqlen.length:
-            delta = self.product(mO, mdO, seqlen, row)
-        for offset in (1, 2, 4):
-            delta += cute.arch.shuffle_sync_bfly(delta, offset=offset)
-        if row < seqlen.length:
-            lse, dlse = self.of_row(tensors.lse, passed, head, batch, seqlen, row)
-            delta -= dlse
-        if thread % LANES == 0:
-            self.keep(stats, place, lse, delta, passed)
+        layout = cute.make_layout((VECTOR, self.vectors, self.at_once))
+        rO, rdO = (cute.make_rmem_tensor(layout, mO.element_type) for _ in range(2))
+        of_lse = cute.make_rmem_tensor(cute.make_layout((2, self.at_once)), Float32)
+        rO.fill(0.0)
+        rdO.fill(0.0)
+        for i in cutlass.range_constexpr(self.at_once):
+            row = m_block * self.config.tile_m + self.place(part, i)
+            lse, dlse = Float32.inf, Float32(0.0)
+            if row < seqlen.length:
+                self.read(mO, seqlen, row, rO[None, None, i])
+                self.read(mdO, seqlen, row, rdO[None, None, i])
+                lse, dlse = self.of_row(tensors.lse, passed, head, batch, seqlen, row)
+            of_lse[0, i], of_lse[1, i] = lse, dlse
+        return rO, rdO, of_lse
+
+    @cute.jit
+    def keep_rows(
+        self,
+        part: cutlass.Constexpr[int],
+        rows: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        stats: cute.Tensor,
+        passed: Passed,
+    ) -> None:
+        """Write LSE and delta of the rows of a part."""
+        thread, _, _ = cute.arch.thread_idx()
+        rO, rdO, of_lse = rows
+        for i in cutlass.range_constexpr(self.at_once):
+            delta = Float32(0.0)
+            for j in cutlass.range_constexpr(VECTOR * self.vectors):
+                x, y = rO[None, None, i][j], rdO[None, None, i][j]
+                delta += x.to(Float32) * y.to(Float32)
+            for offset in (1, 2, 4):
+                delta += cute.arch.shuffle_sync_bfly(delta, offset=offset)
+            if thread % LANES == 0:
+                self.keep(stats, self.place(part, i), of_lse[0, i], delta - of_lse[1, i], passed)
 
     @cute.jit
     def keep(
@@ -108,37 +148,26 @@ class Preprocess:
         stats[self.config.tile_m + place] = delta
 
     @cute.jit
-    def clear(
-        self,
-        sums: cute.Tensor,
-        part: cutlass.Constexpr[int],
-        parts: cutlass.Constexpr[int],
-    ) -> None:
-        """Set part `part` of `parts` of a tile's sums to 0."""
+    def clear(self, sums: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
+        """Set a part of a tile's sums to 0."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
         zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         zeros.fill(0.0)
-        count = self.config.tile_m * self.config.head_dim // 4 // THREADS // parts
+        count = self.config.tile_m * self.config.head_dim // 4 // THREADS // self.parts
         for i in cutlass.range_constexpr(part * count, (part + 1) * count):
             cute.autovec_copy(zeros, vectors[None, i * THREADS + thread])
 
     @cute.jit
-    def product(self, mO, mdO, seqlen: SeqlenInfo, row: Int32) -> Float32:
-        """This thread's part of the sum of O * dO over a row."""
+    def read(self, mX, seqlen: SeqlenInfo, row: Int32, rX: cute.Tensor) -> None:
+        """Read this thread's part (VECTOR, NumV) of a row of O or dO."""
         thread, _, _ = cute.arch.thread_idx()
         at = seqlen.offset + row if self.config.varlen_q else row
-        gO, gdO = (cute.logical_divide(x[at, None], cute.make_layout(VECTOR)) for x in (mO, mdO))
-        total = Float32(0.0)
-        for i in cutlass.range_constexpr(-(-self.config.head_dim_v // (VECTOR * LANES))):
+        gX = cute.logical_divide(mX[at, None], cute.make_layout(VECTOR))  # (VECTOR, NumV)
+        for i in cutlass.range_constexpr(cute.size(rX, mode=[1])):
             v = i * LANES + thread % LANES
-            if v < cute.size(gO, mode=[1]):
-                rO, rdO = (cute.make_rmem_tensor(VECTOR, mO.element_type) for _ in range(2))
-                cute.autovec_copy(gO[None, v], rO)
-                cute.autovec_copy(gdO[None, v], rdO)
-                for j in cutlass.range_constexpr(VECTOR):
-                    total += rO[j].to(Float32) * rdO[j].to(Float32)
-        return total
+            if v < cute.size(gX, mode=[1]):
+                cute.autovec_copy(gX[None, v], rX[None, i])
 
     @cute.jit
     def of_row(self, mLSE, passed: Passed, head, batch, seqlen: SeqlenInfo, row: Int32):

@@ -24,13 +24,6 @@ class Preprocess(preprocess.Preprocess):
     config: Sm100BackwardConfig
 
     @cute.jit
-    def tile(self, tensors: Tensors, passed: Passed, tile: preprocess.QueryTile) -> None:
-        self.clear_turns(passed, tile.number)
-        for i in cutlass.range_constexpr(self.rounds):
-            self.rows(i, tensors, passed, tile)
-            self.clear(tensors.dq_sums[tile.number, None], i, self.rounds)
-
-    @cute.jit
     def keep(
         self, stats: cute.Tensor, place: Int32, lse: Float32, delta: Float32, passed: Passed
     ) -> None:
