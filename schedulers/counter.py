@@ -104,13 +104,25 @@ class CounterDispatch:
     def schedule(self) -> None:
         """Ask for one tile after the other and announce each, until there is none. One warp calls
         it."""
-        state = PipelineState(DEPTH, Int32(0), Int32(1))
-        indices = self.indices
-        ticket = self.source.first()
-        while ticket.index < self.order.total:
-            ticket = self.source.next(ticket, self.source.ask(ticket), self.order.total)
-            self.read.wait(state.phase, state.slot)
-            with cute.arch.elect_one():
-                indices[state.slot] = ticket.index
-                self.announced.arrive(state.slot)
+        state, ticket = self.announcing(), self.first()
+        while ticket.valid:
+            ticket = self.announce(ticket, state)
             state.advance()
+
+    @staticmethod
+    def announcing() -> PipelineState:
+        """The state of the ring before the first announcement."""
+        return PipelineState(DEPTH, Int32(0), Int32(1))
+
+    @cute.jit
+    def announce(self, ticket: Ticket, state: PipelineState) -> Ticket:
+        """Ask for the next tile, announce it, and return its ticket. A warp that has other work,
+        too, calls it in place of `schedule` and `next`."""
+        indices = self.indices
+        following = self.source.next(ticket, self.source.ask(ticket), self.order.total)
+        index = following.index
+        self.read.wait(state.phase, state.slot)
+        with cute.arch.elect_one():
+            indices[state.slot] = index
+            self.announced.arrive(state.slot)
+        return Ticket(index, ticket.phase, index < self.order.total, ticket.slot)

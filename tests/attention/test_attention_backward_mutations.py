@@ -17,11 +17,14 @@ from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.convert import Convert
 from cutex.kernels.attention.backward.sm90.backward import Backward
+from cutex.kernels.attention.backward.sm90.own_dq import AllGradients
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
 from cutex.kernels.attention.backward.sm90.shared import Handover
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
+from cutex.schedulers.counter import Counter
+from cutex.schedulers.dispatch import Ticket
 from cutex.sim import SimError, simulate
 
 UNFITTED = BackwardConfig(head_dim=64, head_dim_v=64, causal=True, window=(True, False))
@@ -32,6 +35,11 @@ CASE = AttentionCase(
 )  # fmt: skip
 WIDE = fitted(BackwardConfig(head_dim=192, head_dim_v=192, causal=True, window=(True, False)))
 WIDE_CASE = replace(CASE, head_dim=192, head_dim_v=192)
+# one CTA, which takes two tiles of keys; their warpgroups compute dQ
+OWN = replace(fitted(BackwardConfig(causal=True)), num_ctas=1)
+OWN_CASE = AttentionCase(
+    seqlen_q=130, seqlen_k=200, heads_q=1, heads_kv=1, head_dim=128, head_dim_v=128, causal=True
+)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
@@ -50,6 +58,7 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
         found["stats"] = torch.full((tiles, 2 * config.tile_m), torch.nan)
         found["dq_sums"] = torch.full((tiles, config.tile_m * config.head_dim), torch.nan)
         found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)
+        found["counter"] = torch.zeros(2, dtype=torch.int32)
         values = [(given | found)[name] for name in kernel.argument_names]
         try:
             simulate(kernel, *values, **order)
@@ -59,6 +68,8 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
             message = far_off(found[f"d{name}"], getattr(exact, name).grad, 2.0**-7)
             if message is not None:
                 return f"d{name} {message}"
+        if found["counter"].any():
+            return f"the counter is left at {found['counter'].tolist()}"
     return None
 
 
@@ -75,6 +86,62 @@ def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic
     d, dv = dims
     config = replace(UNFITTED, head_dim=d, head_dim_v=dv, deterministic=deterministic)
     assert wrong(fitted(config), case=replace(CASE, head_dim=d, head_dim_v=dv)) is None
+
+
+@pytest.mark.slow
+def test_the_unchanged_kernel_of_several_tiles_is_right():
+    assert OWN.own_dq
+    for config in (OWN, replace(OWN, num_ctas=2)):
+        assert wrong(config, (*ORDERS, {"order": "random", "seed": 7}), OWN_CASE) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["k read", "v read"])
+def test_a_tile_of_keys_that_is_overwritten_by_the_next_one_is_found(monkeypatch, event):
+    wait = Barrier.wait
+
+    def careless(self, phase, slot=0):
+        if self.event != event:
+            wait(self, phase, slot)
+
+    monkeypatch.setattr(Barrier, "wait", careless)
+    message = wrong(OWN, case=OWN_CASE)
+    assert message is not None and ("race" in message or "hazard" in message), message
+
+
+@pytest.mark.slow
+def test_dv_that_is_overwritten_before_its_store_has_read_it_is_found(monkeypatch):
+    """The next tile's first dQ goes through the smem that dV is stored from."""
+    monkeypatch.setattr(AllGradients, "await_stores", lambda self: None)
+    message = wrong(OWN, case=OWN_CASE)
+    assert message is not None and ("race" in message or "hazard" in message), message
+
+
+@pytest.mark.slow
+def test_dq_from_half_of_the_keys_is_found(monkeypatch):
+    """dQ is started before the other warpgroup has handed its dS over."""
+    wait = Barrier.wait
+
+    def careless(self, phase, slot=0):
+        if self.event != "ds full":
+            wait(self, phase, slot)
+
+    monkeypatch.setattr(Barrier, "wait", careless)
+    message = wrong(OWN, case=OWN_CASE)
+    assert message is not None, message
+
+
+@pytest.mark.slow
+def test_a_counter_that_is_not_reset_is_found(monkeypatch):
+    """The next launch would begin with its last tiles."""
+
+    def ahead(self, ticket, asked, total):
+        ctas, _, _ = cute.arch.grid_dim()
+        return Ticket(ctas + cute.arch.shuffle_sync(asked, 0), ticket.phase)
+
+    monkeypatch.setattr(Counter, "next", ahead)
+    message = wrong(OWN, orders=({},), case=OWN_CASE)
+    assert message is not None and "the counter is left at" in message, message
 
 
 @pytest.mark.slow

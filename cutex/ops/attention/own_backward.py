@@ -19,6 +19,7 @@ from cutex.ops.attention import torch_backward
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.plan import (
     ALIGN,
+    COUNTER,
     arch_name,
     arch_of,
     longest_k,
@@ -28,6 +29,7 @@ from cutex.ops.attention.plan import (
     why_copied,
 )
 from cutex.ops.device import current, launcher, per_device
+from cutex.ops.workspace import flags_of
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class Plan:
         self.empty_k = torch.zeros_like if c.ragged_k else torch.empty_like
         self.tiles = num_tiles(call, c)
         self.numbers = scalars(call, c)
+        self.counter = flags_of(self.device, COUNTER)
         self.launch: Callable[..., None] | None = None
 
     def operand(self, name: str, x: Tensor) -> Tensor:
@@ -119,6 +122,8 @@ class Plan:
         sums = torch.empty((self.tiles, c.tile_m * c.head_dim), **kind)
         kind["dtype"] = torch.int32
         in_turn = [torch.empty((self.tiles, c.turns), **kind)] if c.deterministic else []
+        if c.counted:
+            in_turn.append(self.counter())
         of_lse = [] if grad_lse is None else [grad_lse.float()]
         given = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
         lengths = [x.contiguous() for x in given if x is not None]

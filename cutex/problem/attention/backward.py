@@ -146,6 +146,7 @@ class BackwardProblem(AttentionProblem):
         return {
             "stats": torch.full((tiles, 4 * TILE), torch.nan, device=device),
             "dq_sums": torch.full((tiles, TILE * self.head_dim), torch.nan, device=device),
+            "counter": torch.zeros(2, dtype=torch.int32, device=device),
         }
 
     # ---- options

@@ -67,6 +67,10 @@ class BackwardConfig(BackwardSpec):
         return 1 + self.pairs
 
     @property
+    def counted(self) -> bool:
+        return self.own_dq
+
+    @property
     def dq_width(self) -> int:
         """The columns of dQ that a CTA computes."""
         return self.head_dim // self.key_ctas
@@ -98,6 +102,7 @@ class BackwardConfig(BackwardSpec):
         block = self.q_bytes + self.stats_bytes + self.do_bytes
         of_dq = self.key_ctas * self.ds_slots * self.ds_bytes + self.dq_slots * self.dq_bytes
         of_dq += self.pairs * self.tile_n * self.dq_width * ELEMENT
+        of_dq += self.own_dq * self.tile_n * self.head_dim * ELEMENT  # dK on its way out
         return kv + self.num_stages * block + of_dq
 
     @property
@@ -115,6 +120,8 @@ class BackwardConfig(BackwardSpec):
             return "for CTAs of 128 keys each, whose adds come in any order, without a soft cap"
         if 2 * self.dq_columns != self.head_dim or self.dq_slots != 2:
             return f"dq_columns={self.dq_columns}: half of the head dim, through a slot each"
+        if self.head_dim != self.head_dim_v:
+            return f"head_dim_v={self.head_dim_v}: dV is stored through the slots of dQ"
         return None
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:

@@ -29,6 +29,8 @@ def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
         return Operand(name, *vectors[name], contiguous=None, aligned=False, whole=False)
     if name == "turns":
         return Operand(name, ("tiles", "warps"), "int32", aligned=False, whole=False)
+    if name == "counter":
+        return Operand(name, ("words",), "int32", aligned=False, whole=False)
     if name in vectors:
         return Operand(name, *vectors[name], aligned=False, whole=False)
     if name in ("stats", "dq_sums"):
@@ -44,6 +46,7 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
     found: list[Argument] = [tensor(c, name, dtype) for name in Tensors._fields]
     present = {
         "turns": c.deterministic,
+        "counter": c.counted,
         "dlse": c.dlse,
         "cu_seqlens_q": c.varlen_q,
         "cu_seqlens_k": c.varlen_k,
@@ -83,6 +86,7 @@ class Passed(NamedTuple):
     """The arguments after Tensors; None for those that the config does not have."""
 
     turns: Any = None  # (tiles, parts) how many key blocks have added to a warp's part of dQ's tile
+    counter: Any = None  # (2), of which the first is 0 before and after
     dlse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
     cu_seqlens_q: Any = None  # (batch + 1)
     cu_seqlens_k: Any = None

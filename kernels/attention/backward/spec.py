@@ -65,6 +65,11 @@ class BackwardSpec(ScoreSpec):
         return 2
 
     @property
+    def counted(self) -> bool:
+        """Whether CTAs take tiles from a counter in global memory."""
+        return False
+
+    @property
     def turns(self) -> int:
         """The parts of a tile of dQ that are added to in an order of their own."""
         return 4 * self.key_ctas

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.block_info import ceil_div
@@ -15,6 +15,7 @@ from cutex.device.row_source import END
 from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, keys, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.kernels.attention.order import AttentionOrder, Wave
+from cutex.schedulers.dispatch import Dispatcher, Ticket
 
 
 class Sizes(NamedTuple):
@@ -80,6 +81,11 @@ class Tile:
     seq_q: SeqlenInfo
     seq_k: SeqlenInfo
 
+    def has_keys(self, config: BackwardSpec) -> Boolean:
+        """Whether the sequence has keys of this CTA, or of its pair."""
+        ctas = config.key_ctas
+        return self.n_block // ctas * ctas * config.tile_n < self.seq_k.length
+
 
 @cute.jit
 def tile_of(
@@ -95,6 +101,19 @@ def tile_of(
     batch = work.batch
     seq_q, seq_k = queries(passed, sizes.rows_q).of(batch), keys(passed, sizes.rows_k).of(batch)
     return Tile(n_block, work.head, batch, seq_q, seq_k)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The tiles that a persistent CTA takes, one after the other, as its roles see them."""
+
+    config: BackwardSpec
+    dispatch: Dispatcher
+    passed: Passed
+    sizes: Sizes
+
+    def tile(self, ticket: Ticket) -> Tile:
+        return tile_of(self.config, ticket.index, self.passed, self.sizes)
 
 
 @cute.jit

@@ -21,11 +21,11 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
         "registers": (232, 208, 64),
     },
 }
-# what differs where sequences have one length, without a soft cap, and adds come in any order: full
+# what differs without a soft cap, where adds come in any order: full, of sequences of one length
 _FULL: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {"pairs": True, "ds_slots": 1, "alternate": True},
 }
-# causal
+# causal, of any lengths, with and without a window
 _CAUSAL: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {
         **{"own_dq": True, "num_stages": 2, "ds_slots": 2, "dq_columns": 64, "dq_slots": 2},
@@ -39,7 +39,13 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
     dims = config.head_dim, config.head_dim_v
     tiles = _TILES.get(dims, {})
     c = config
-    if not (c.ragged_q or c.ragged_k or c.softcap or c.deterministic or any(c.window)):
-        tiles = {**tiles, **(_CAUSAL if c.causal else _FULL).get(dims, {})}
+    if c.softcap or c.deterministic:
+        more = {}
+    elif c.causal:
+        more = _CAUSAL.get(dims, {})
+    else:
+        ragged = c.ragged_q or c.ragged_k or any(c.window)
+        more = {} if ragged else _FULL.get(dims, {})
+    tiles = {**tiles, **more}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
     return replace(config, **tiles, overlap=config.wide or not config.softcap)

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from cutex.device.attention.rows import Rows, tile_loads
-from cutex.device.pipeline import PipelineState
+from cutex.device.pipeline import Barrier, PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.shared import Shared
 from cutex.kernels.attention.backward.tiles import bulk_load
@@ -33,20 +33,43 @@ class Load:
     def keys(self) -> None:
         """Load K and V, 64 keys for each warpgroup. A whole warp calls it, as the next."""
         c, s = self.config, self.shared
-        of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
-        loads_k, loads_v = tile_loads(self.k, s.sK, of), tile_loads(self.v, s.sV, of)
-        of_pair = c.pairs * c.tile_n * c.dq_width * 2
-        with cute.arch.elect_one():
-            s.k_loaded.arrive_expecting(c.tile_n * c.head_dim * 2 + of_pair)
-            s.v_loaded.arrive_expecting(c.tile_n * c.head_dim_v * 2)
-        for wg in cutlass.range_constexpr(c.key_tiles):
-            loads_k.load(s.tile.n_block * c.key_tiles + wg, wg, s.k_loaded[0])
+        self.of_keys(self.k, s.sK, s.k_loaded, c.pairs * c.tile_n * c.dq_width * 2)
         if cutlass.const_expr(c.pairs):
+            of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
             loads = tile_loads(self.kp, s.sKp, of, part=cute.arch.block_idx_in_cluster())
             for wg in cutlass.range_constexpr(c.key_tiles):
                 loads.load((s.tile.n_block ^ 1) * c.key_tiles + wg, wg, s.k_loaded[0])
+        self.of_keys(self.v, s.sV, s.v_loaded)
+
+    @cute.jit
+    def of_keys(
+        self, rows: Rows, sX: cute.Tensor, loaded: Barrier, more: cutlass.Constexpr[int] = 0
+    ) -> None:
+        """Load K or V; `more` bytes follow behind the same barrier."""
+        c, tile = self.config, self.shared.tile
+        loads = tile_loads(rows, sX, (tile.head_kv, tile.batch, tile.seq_k))
+        with cute.arch.elect_one():
+            loaded.arrive_expecting(c.tile_n * cute.size(sX, mode=[1]) * 2 + more)
         for wg in cutlass.range_constexpr(c.key_tiles):
-            loads_v.load(s.tile.n_block * c.key_tiles + wg, wg, s.v_loaded[0])
+            loads.load(tile.n_block * c.key_tiles + wg, wg, loaded[0])
+
+    @cute.jit
+    def next_tile(self, fill: PipelineState, phase: Int32) -> PipelineState:
+        """Load one of several tiles of a CTA, of parity `phase`, and its blocks of queries; return
+        the state behind them. What the tile before does not need any more comes first."""
+        s, blocks = self.shared, self.shared.m_blocks()
+        total = (blocks.end - blocks.first) * s.heads_per_kv
+        if total > 0:
+            self.queries(Int32(0), fill)
+            fill.advance()
+        s.v_read.wait(phase ^ 1)
+        self.of_keys(self.v, s.sV, s.v_loaded)
+        s.k_read.wait(phase ^ 1)
+        self.of_keys(self.k, s.sK, s.k_loaded)
+        for i in cutlass.range(1, total, unroll=1):
+            self.queries(i, fill)
+            fill.advance()
+        return fill
 
     @cute.jit
     def queries(self, number: Int32, state: PipelineState) -> None:

@@ -8,7 +8,7 @@ products during the others' exponentials:
   keys each (keys.py) or, of wide head dims, dK and dV of the same 64 (wide.py);
 - the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
   starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too, half of
-  its columns each (own_dq.py).
+  its columns each; then CTAs are persistent, and take tiles of keys from a counter (own_dq.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import allocate_slots, slots_layout
+from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots, slots_layout
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
@@ -32,7 +32,15 @@ from cutex.kernels.attention.backward.sm90.own_dq import AllGradients, Supply
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import Handover, Shared
 from cutex.kernels.attention.backward.sm90.wide import WideKeys, WideValues
-from cutex.kernels.attention.backward.tiles import Sizes, Tile, sizes_of, tile_of, tile_order
+from cutex.kernels.attention.backward.tiles import (
+    Sizes,
+    Tile,
+    Walk,
+    sizes_of,
+    tile_of,
+    tile_order,
+)
+from cutex.schedulers.counter import CounterDispatch
 
 
 class Operands(NamedTuple):
@@ -60,10 +68,10 @@ class Main:
                      and of the other CTA's of a pair
     ds sent          1: the load warp, and the bytes that the  the warpgroup of dQ of a pair
                      other CTA copies
-    k read           1 a warp of dQ, after its last dQ,        those that store dK through K's slots
-                     and of the one that sums dV alone
+    k read           1 a warp of dQ, after its last dQ,        those that store dK in its place;
+                     and of the one that sums dV alone         the load warp, for the next tile
     v read           1 a warp that sums dK alone               those that sum dV alone and store it
-                                                               through V's slots
+                                                               through V's slots; the load warp
 
     smem       bytes                                 hd 128   hd 64    hd 256
     sK, sV     tile_n * (D + DV) * 2                 65536    32768    65536
@@ -72,6 +80,7 @@ class Main:
     sdS        tile_m * tile_n * 2 * ds_slots * CTAs 49152    32768    16384
     sKp        tile_n * D, of pairs                  0        0        16384
     sdQ        tile_m * dq_columns * 4 * dq_slots    0        32768    0
+    sdK        tile_n * D * 2, with own_dq           0        0        0
     stats      tile_m * 8 * num_stages               1536     2048     1024
 
     registers  threads    each, hd 128   of which accumulators      hd 256
@@ -118,8 +127,11 @@ class Main:
             else None,
         )
         sizes, tiles = sizes_of(c, tensors, passed)
+        total = tile_order(c, sizes).total
+        if cutlass.const_expr(c.own_dq):
+            total = cutlass.min(Int32(c.num_ctas), total)
         self.kernel(operands, tensors.stats, tensors.dq_sums, passed, sizes, tiles).launch(
-            grid=(tile_order(c, sizes).total * c.key_ctas, 1, 1),
+            grid=(total * c.key_ctas, 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(c.key_ctas, 1, 1) if c.pairs else None,
             min_blocks_per_mp=1,
@@ -136,30 +148,47 @@ class Main:
         sizes: Sizes,
         tiles: RowTiles,
     ) -> None:
+        if cutlass.const_expr(self.config.own_dq):
+            self.several_tiles(operands, stats, dq_sums, passed, sizes, tiles)
+        else:
+            self.one_tile(operands, stats, dq_sums, passed, sizes, tiles)
+
+    @cute.jit
+    def several_tiles(self, operands, stats, dq_sums, passed: Passed, sizes, tiles) -> None:
+        """Take one tile of keys after the other; their warpgroups compute dQ."""
+        c, smem = self.config, SmemAllocator()
+        order, readers = tile_order(c, sizes), self.key_warps.count
+        dispatch = CounterDispatch.allocate(smem, order, passed.counter, readers)
+        shared = self.shared(smem, operands, passed, sizes, tiles, None, dispatch.barriers)
+        walk = Walk(c, dispatch, passed, sizes)
+        if cute.arch.warp_idx() >= self.query_warps.first:
+            cute.arch.setmaxregister_decrease(c.registers[-1])
+            Supply(c, shared, self.load(operands, stats, shared)).run(walk)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            queries = QueryGradients(c, shared, None, dq_sums)
+            AllGradients.of_all(c, shared, queries).run_all(walk, operands.dk, operands.dv)
+
+    def load(self, operands: Operands, stats: cute.Tensor, shared: Shared) -> Load:
+        c = self.config
+        sides = zip(operands[:4], ("q", "k", "k", "q"), strict=True)
+        q, k, v, do = (self.rows(x, side) for x, side in sides)
+        kp = self.rows(operands.kp, "k") if c.pairs else None
+        return Load(c, q, k, v, do, kp, stats, shared)
+
+    @cute.jit
+    def one_tile(self, operands, stats, dq_sums, passed: Passed, sizes, tiles) -> None:
+        """Take the tile of keys of this CTA's number."""
         c = self.config
         index, _, _ = cute.arch.block_idx()
         tile = tile_of(c, index, passed, sizes)
-        if tile.n_block // c.key_ctas * c.key_ctas * c.tile_n < tile.seq_k.length:
-            shared = self.shared(operands, passed, sizes, tiles, tile)
+        if tile.has_keys(c):
+            shared = self.shared(SmemAllocator(), operands, passed, sizes, tiles, tile)
             warp = cute.arch.warp_idx()
             if warp >= self.query_warps.first:
                 cute.arch.setmaxregister_decrease(c.registers[-1])
-                q, k, v, do = (
-                    self.rows(x, side)
-                    for x, side in zip(operands[:4], ("q", "k", "k", "q"), strict=True)
-                )
-                kp = self.rows(operands.kp, "k") if c.pairs else None
-                load = Load(c, q, k, v, do, kp, stats, shared)
-                if cutlass.const_expr(c.own_dq):
-                    Supply(c, shared, load).run()
-                else:
-                    QueryGradients(c, shared, load, dq_sums).run()
-            elif cutlass.const_expr(c.own_dq):
-                cute.arch.setmaxregister_increase(c.registers[0])
-                queries = QueryGradients(c, shared, None, dq_sums)
-                every = AllGradients.of_all(c, shared, queries)
-                every.run()
-                every.store(operands.dk, operands.dv)
+                load = self.load(operands, stats, shared)
+                QueryGradients(c, shared, load, dq_sums).run()
             elif cutlass.const_expr(not c.wide):
                 cute.arch.setmaxregister_increase(c.registers[0])
                 gradients = KeyGradients.of(c, shared)
@@ -178,12 +207,18 @@ class Main:
 
     @cute.jit
     def shared(
-        self, operands: Operands, passed: Passed, sizes: Sizes, tiles: RowTiles, tile: Tile
+        self,
+        smem: SmemAllocator,
+        operands: Operands,
+        passed: Passed,
+        sizes: Sizes,
+        tiles: RowTiles,
+        tile: Tile | None,
+        more: tuple[Barrier, ...] = (),
     ) -> Shared:
-        """Allocate smem, and publish the barriers."""
+        """Allocate smem, and publish the barriers, and `more`."""
         c = self.config
         dtype = operands.q.atom.value_type
-        smem = SmemAllocator()
         sK = allocate_slots(smem, dtype, operands.k.smem_layout)
         sV = allocate_slots(smem, dtype, operands.v.smem_layout)
         sQ = allocate_slots(smem, dtype, operands.q.smem_layout)
@@ -199,7 +234,13 @@ class Main:
         sdQ = None
         if cutlass.const_expr(c.dq_slots > 0):
             of_dq = cute.make_layout((c.dq_bytes // 4 // readers, readers, c.dq_slots))
-            sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=128)
+            sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=SMEM_ALIGN)
+        sdK = sdV = None
+        if cutlass.const_expr(c.own_dq):
+            sdK = allocate_slots(smem, dtype, operands.dk.smem_layout)
+            of_dv = operands.dv.smem_layout
+            place = cute.recast_ptr(sdQ.iterator, of_dv.inner, dtype)
+            sdV = cute.make_tensor(place, of_dv.outer)
         stats = smem.allocate_tensor(
             Float32, cute.make_layout((2 * c.tile_m, c.num_stages)), byte_alignment=128
         )
@@ -213,13 +254,13 @@ class Main:
         others = self.key_warps.count - key_warps
         k_read = Barrier.allocate(smem, "k read", arrivals=dq_warps + others)
         v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)
-        barriers = (k_loaded, v_loaded, q, do, handover, k_read, v_read)
+        barriers = (k_loaded, v_loaded, q, do, handover, k_read, v_read, *more)
         if cutlass.const_expr(c.pairs):
             publish_barriers((*barriers, ds_sent), cluster=True)
         else:
             publish_barriers(barriers)
         info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal))
         return Shared(
-            sK, sV, sQ, sdO, sdS, sKp, sdQ, stats, k_loaded, v_loaded, q, do, handover, ds_sent,
-            k_read, v_read, info, passed, tiles, tile, sizes.heads_per_kv,
+            sK, sV, sQ, sdO, sdS, sKp, sdQ, sdK, sdV, stats, k_loaded, v_loaded, q, do, handover,
+            ds_sent, k_read, v_read, info, passed, tiles, tile, sizes.heads_per_kv,
         )  # fmt: skip

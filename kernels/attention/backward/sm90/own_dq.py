@@ -4,26 +4,28 @@ half of the columns of dQ over all keys of its CTA.
     dV += P^T dO, dQ = dS K, dK += dS^T Q
 
 Each of two such warpgroups writes its dS^T to smem, and waits for the other's before it starts dQ.
-The third warpgroup only loads.
+One warp of the third warpgroup loads, and takes tiles of keys from a counter, the next one when the
+last load of a tile is issued: so the next tile's queries, V and K come as soon as this one's have
+been read. dV goes out through the smem of dQ, dK through a place of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cutex.device.atoms.wgmma import WARPGROUP
-from cutex.device.attention.block_info import Blocks
-from cutex.device.pipeline import PipelineState
+from cutex.device.pipeline import Barrier, PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
-from cutex.kernels.attention.backward.sm90.scores import Products, round_operand
+from cutex.kernels.attention.backward.sm90.scores import STORE_BARRIER, Products, round_operand
 from cutex.kernels.attention.backward.sm90.shared import Shared
+from cutex.kernels.attention.backward.tiles import Walk
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,40 @@ class AllGradients(KeyGradients):
         return AllGradients(config, shared, products, wg, queries)
 
     @cute.jit
-    def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
-        """Sum over the blocks; dK of a block runs while its dQ goes to smem."""
+    def run_all(self, walk: Walk, dk: cpasync.TmaInfo, dv: cpasync.TmaInfo) -> None:
+        """Sum and store the gradients of one tile of keys after the other."""
+        s = self.shared
+        state, number, phase = s.q.consumer(), Int32(0), Int32(0)
+        ticket = walk.dispatch.first()
+        while ticket.valid:
+            tile = walk.tile(ticket)
+            if tile.has_keys(self.config):
+                mine = replace(self, shared=replace(s, tile=tile))
+                state, number = mine.sum_tile(state, number, phase)
+                mine.store(dk, dv)
+                phase ^= 1
+            ticket = walk.dispatch.next(ticket)
+        # NOTE: every warp has adds that read smem
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def sum_tile(
+        self, state: PipelineState, number: Int32, phase: Int32
+    ) -> tuple[PipelineState, Int32]:
+        """Sum over the blocks of a tile of parity `phase`, which begins at slot `state` of Q and dO
+        and at block `number` of all that the CTA takes; return these two behind it. dK of a block
+        runs while its dQ goes to smem."""
         s, products = self.shared, self.products[0]
-        state, m_block = s.q.consumer(), blocks.first
+        products.dv.acc.fill(0.0)
+        products.dk.acc.fill(0.0)
+        blocks, own = s.m_blocks(), self.own_blocks()
+        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, blocks.first
         tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
+        s.v_loaded.wait(phase)
+        s.k_loaded.wait(phase)
         rP, rdS = self.operands()
+        self.await_stores()
+        # NOTE: no branch while products run: ptxas would wait for each of them
         for i in cutlass.range(total, unroll=1):
             acc_s, acc_dp = self.start_s(state), self.start_dp(state)
             lse = self.of_columns(0, state, 0)
@@ -52,7 +82,7 @@ class AllGradients(KeyGradients):
             warpgroup.wait_group(0)
             round_operand(rP, acc_s)
             self.gradients(acc_s, acc_dp, rdS, state)
-            ds = s.ds.state(i)
+            ds = s.ds.state(number + i)
             self.hand_over(rdS, ds)
             products.dv.of(rP).issue(state.slot, True)
             acc_dq = self.start_dq(ds)
@@ -68,6 +98,15 @@ class AllGradients(KeyGradients):
             if m_block == blocks.end:
                 m_block = blocks.first
                 tile += s.tiles.per_head
+        self.arrive(s.v_read)
+        self.arrive(s.k_read)
+        return state, number + total
+
+    @staticmethod
+    def arrive(barrier: Barrier) -> None:
+        """Arrive once for this warp."""
+        with cute.arch.elect_one():
+            barrier.arrive()
 
     @cute.jit
     def start_dq(self, ds: PipelineState) -> cute.Tensor:
@@ -82,31 +121,43 @@ class AllGradients(KeyGradients):
         return acc
 
     @cute.jit
+    def await_stores(self) -> None:
+        """Wait until the stores of the tile before have read smem, for all warps."""
+        self.stored()
+        cute.arch.barrier(barrier_id=STORE_BARRIER + self.keys, number_of_threads=WARPGROUP)
+
+    @cute.jit
     def store(self, dk: cpasync.TmaInfo, dv: cpasync.TmaInfo) -> None:
-        """Store dV and dK, once both warpgroups have read K for the last time."""
-        with cute.arch.elect_one():
-            self.shared.k_read.arrive()
-        self.store_tile(dv, self.products[0].dv, self.shared.sV)
-        self.store_dk(dk)
-        # NOTE: every warp has adds that read smem
+        """Start the stores of dV, through this warpgroup's slot of dQ, and of dK."""
+        s, product = self.shared, self.products[0].dk
+        # NOTE: each warp's adds, and the stores of the tile before, have read what is written here
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=STORE_BARRIER + self.keys, number_of_threads=WARPGROUP)
+        self.store_tile(dv, self.products[0].dv, s.sdV)
+        product.acc.store(product.acc.load() * s.passed.scale)
+        self.store_tile(dk, product, s.sdK)
 
 
 @dataclass(frozen=True)
 class Supply:
-    """The role of the third warpgroup, of which one warp loads everything."""
+    """The role of the third warpgroup, of which one warp asks for tiles, and loads everything."""
 
     config: BackwardConfig
     shared: Shared
     load: Load
 
     @cute.jit
-    def run(self) -> None:
-        blocks = self.shared.m_blocks()
-        total = (blocks.end - blocks.first) * self.shared.heads_per_kv
+    def run(self, walk: Walk) -> None:
+        s, dispatch = self.shared, walk.dispatch
         if cute.arch.warp_idx() % 4 == 0:
-            fill = self.shared.q.producer()
-            self.load.keys()
-            for i in cutlass.range(total, unroll=1):
-                self.load.queries(i, fill)
-                fill.advance()
+            fill, phase = s.q.producer(), Int32(0)
+            ticket, announcing = dispatch.first(), dispatch.announcing()
+            while ticket.valid:
+                tile = walk.tile(ticket)
+                if tile.has_keys(self.config):
+                    load = replace(self.load, shared=replace(s, tile=tile))
+                    fill = load.next_tile(fill, phase)
+                    phase ^= 1
+                # NOTE: only when the last load is issued: a CTA that is late gets fewer tiles
+                ticket = dispatch.announce(ticket, announcing)
+                announcing.advance()

@@ -11,7 +11,6 @@ from cutlass import Int32, cute
 from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.kernels.attention.backward.signature import Passed, RowTiles
-from cutex.kernels.attention.backward.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,8 @@ class Shared:
     sdS: cute.Tensor
     sKp: Any  # (64, D / 2, WG) the other CTA's keys, of the columns that this one computes dQ of
     sdQ: cute.Tensor  # (4 * 32 * units, WARP, SLOT) a warp's part of columns of dQ
+    sdK: Any  # (64, D, WG) dK on its way out, of CTAs that take several tiles
+    sdV: Any  # (64, DV, WG) dV on its way out, in the place of sdQ
     stats: cute.Tensor  # (2 * bM, SLOT) LSE, then delta
     k_loaded: Barrier
     v_loaded: Barrier
@@ -102,7 +103,7 @@ class Shared:
     info: BlockInfo
     passed: Passed
     tiles: RowTiles
-    tile: Tile
+    tile: Any  # the Tile that a role is at; None until it has one
     heads_per_kv: Int32
 
     def m_blocks(self) -> Blocks:
