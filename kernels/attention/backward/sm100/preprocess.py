@@ -14,7 +14,7 @@ from cutlass import BFloat16, Float32, Int32, cute
 
 from cutex.device.attention.softmax import LOG2_E
 from cutex.kernels.attention.backward import preprocess
-from cutex.kernels.attention.backward.signature import Passed, Tensors
+from cutex.kernels.attention.backward.signature import Passed
 from cutex.kernels.attention.backward.sm100.config import FOLDED, TERMS, Sm100BackwardConfig
 
 LARGEST = 2.0**127  # P of a row with this LSE is 0; the largest power of two of bf16
