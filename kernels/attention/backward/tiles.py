@@ -15,7 +15,8 @@ from cutex.device.row_source import END
 from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, keys, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.kernels.attention.order import AttentionOrder, Wave
-from cutex.schedulers.dispatch import Dispatcher, Ticket
+from cutex.schedulers.counter import CounterDispatch
+from cutex.schedulers.dispatch import Ticket
 
 
 class Sizes(NamedTuple):
@@ -108,7 +109,7 @@ class Walk:
     """The tiles that a persistent CTA takes, one after the other, as its roles see them."""
 
     config: BackwardSpec
-    dispatch: Dispatcher
+    dispatch: CounterDispatch
     passed: Passed
     sizes: Sizes
 

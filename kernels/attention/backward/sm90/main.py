@@ -231,7 +231,7 @@ class Main:
         if cutlass.const_expr(c.pairs):
             sKp = allocate_slots(smem, dtype, operands.kp.smem_layout)
             ds_sent = Barrier.allocate(smem, "ds sent", arrivals=1, slots=c.ds_slots)
-        sdQ = None
+        sdQ: Any = None
         if cutlass.const_expr(c.dq_slots > 0):
             of_dq = cute.make_layout((c.dq_bytes // 4 // readers, readers, c.dq_slots))
             sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=SMEM_ALIGN)
