@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,14 @@ import torch
 from kvcache_calls import arguments, in_fp8, outcome
 
 import cutex
+from cutex.arch import ARCHS
 from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
+from cutex.kernels.attention.decode.choose import fitted
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.shared import Walk
 from cutex.kernels.attention.decode.splits import EntrySpan, Splits, weight
+from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import kvcache, prefill
 from cutex.ops.attention.cache_plan import appending
 from cutex.ops.attention.kvcache import PLANS, alike_rooms, config_for
@@ -598,6 +602,19 @@ def test_a_plan_appends_only_where_nothing_is_read_and_counts_its_writes(alike):
 def test_without_a_gpu_it_says_where_it_runs():
     with pytest.raises(ValueError, match="q is on cpu: flash_attn_with_kvcache has kernels for"):
         cutex.flash_attn_with_kvcache(**given())
+
+
+def test_every_choice_fits():
+    """Whatever is computed, for few and many units and keys."""
+    asked = product(HEAD_DIMS, (0, 1, 16, 64, 100), (False, True), (False, True))
+    for dims, page, fp8, leftpad in asked:
+        how = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page, "fp8": fp8}
+        config = DecodeConfig(**how, leftpad=leftpad, used_k=True, one_block=True)
+        if config.single_rows and any(d * config.cache_element % 128 for d in dims):
+            continue  # single rows are loaded by a kernel of larger head dims
+        for units, room in product((20, 5000), (500, 100000)):
+            found = fitted(config, room, units)
+            assert found.why_not(arch=ARCHS["sm_90a"]) is None, found
 
 
 # ---- the ladder

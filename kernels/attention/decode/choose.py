@@ -45,7 +45,9 @@ def fitted(config: DecodeConfig, room: int, units: int) -> DecodeConfig:
     for `room` keys each."""
     arch = next(name for name, kind in CONFIGS.items() if kind is type(config))
     tiles = _TILES[arch].get(config.head_dims, {})
-    if room <= SHORT and units > config.num_sms and not config.fp8:
+    # NOTE: beside the warps that load single rows, threads of two CTAs have too few registers
+    short = room <= SHORT and not config.single_rows
+    if short and units > config.num_sms and not config.fp8:
         tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:  # a block takes half as long to come, and a place more when it is widened
         tiles = {**tiles, "num_stages": 3}
