@@ -281,6 +281,7 @@ def test_a_model_of_transformers_on_a_gpu(on_gpu, tiny):
 # ---- in the simulator
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_in_the_simulator(tiny):
     model, own = tiny("eager"), tiny("eager")
     ids = torch.randint(97, (1, 30), generator=torch.Generator().manual_seed(1))

@@ -310,6 +310,7 @@ def test_a_call_like_one_before_launches_with_its_own_tensors():
             cutex.flash_attn_with_kvcache(inputs.q, k, inputs.v)
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows_has_one_plan():
     """As transformers' dynamic cache, (batch, heads, keys, D), which is another for each token."""
     known = []

@@ -39,6 +39,7 @@ def masked_by(value: float):
     return score_mod
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [

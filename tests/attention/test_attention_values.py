@@ -34,7 +34,7 @@ def wanted(case: AttentionCase, inputs: Inputs, exact: bool = True) -> tuple[Ten
     return attend(case, inputs.q[0], inputs.k[0], inputs.v[0], None, exact=exact)
 
 
-@pytest.mark.sweep(72)
+@pytest.mark.sweep(144)
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize(
     ("causal", "dtype"),

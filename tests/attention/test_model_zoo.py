@@ -171,6 +171,7 @@ def generated(model, ids, mask, cache=None, **more):
     return logits
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", zoo("causal", *DECODERS))
 def test_a_decoders_logits_and_gradients(wide, kind):
     models, ids = made(kind), tokens(21)
@@ -185,7 +186,7 @@ def test_a_decoders_logits_and_gradients(wide, kind):
     same(models, gradients)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", zoo("causal", *DECODERS))
 def test_a_decoder_generates_the_same_with_each_cache(wide, kind, cache):
@@ -288,6 +289,7 @@ def test_a_compiled_token_of_a_static_cache_is_an_operator_of_ours(wide, monkeyp
 FLASH = ("llama", "mistral", "gemma2", "qwen3", "phi")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", FLASH)
 def test_transformers_own_flash_path_on_our_functions(wide, kind, cache):
@@ -374,7 +376,7 @@ PACKED = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss", "opt"])
 @pytest.mark.parametrize("places", PACKED.values(), ids=PACKED)

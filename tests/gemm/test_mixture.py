@@ -331,6 +331,7 @@ def quantized(seed: int, tokens: int = 37) -> tuple[list[Tensor], list[Any]]:
     return [as_fp8, weights.double(), ids, *plain], [x, weights, ids, *w]
 
 
+@pytest.mark.slow
 def test_a_layer_of_fp8_weights_is_what_its_parts_are() -> None:
     """Each token's terms from the same elements; the gated product is quantized as in the layer, so
     that only roundings of what it is quantized from are left: rarely one of 16 steps."""

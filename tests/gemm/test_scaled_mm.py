@@ -218,6 +218,7 @@ def test_a_linear_layer_and_its_gradients(m, bias, arch_name, k, n):
         assert torch.allclose(b.grad.double(), dflat.sum(0), rtol=2.0**-7, atol=0.02)
 
 
+@pytest.mark.slow
 def test_mxfp8_gradients_are_those_of_operands_quantized_both_ways():
     """All three products on Blackwell, M no multiple of a block, beside float64."""
     x, dy = torch.randn(40, 128).bfloat16(), torch.randn(40, 64).bfloat16()

@@ -117,17 +117,21 @@ os._exit(7) if "die" in sys.argv else sys.exit(3)
 """
 
 
-def test_each_order_is_a_process_with_the_arguments_of_the_script(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("argument", "code"), [("die", 7), pytest.param("live", 3, marks=pytest.mark.slow)]
+)
+def test_each_order_is_a_process_with_the_arguments_of_the_script(
+    argument, code, tmp_path, capsys, monkeypatch
+):
     """A run may end in any way; the next one still runs. The libraries are imported once, before
     all."""
     monkeypatch.setattr(check, "ORDERS", ("fifo", "eager"))
     script = tmp_path / "mine.py"
     script.write_text(KERNEL.replace("SHIFT", "") + ARGUMENTS)
-    for argument, code in (("live", 3), ("die", 7)):
-        assert check.main([str(script), argument, "--seeds", "9"]) == 1
-        told = capsys.readouterr()
-        assert f"exit code {code}" in told.out and f"['{argument}', '--seeds', '9']" in told.out
-        assert os.getcwd() in told.out and "in order fifo, eager" in told.out
+    assert check.main([str(script), argument, "--seeds", "9"]) == 1
+    told = capsys.readouterr()
+    assert f"exit code {code}" in told.out and f"['{argument}', '--seeds', '9']" in told.out
+    assert os.getcwd() in told.out and "in order fifo, eager" in told.out
 
 
 def test_the_end_of_what_runs_the_orders_is_told(tmp_path, capsys, monkeypatch):
