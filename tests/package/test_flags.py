@@ -30,6 +30,10 @@ ARGUMENTS = {
         "q": torch.zeros(2, 1, 16, 576, **HALF), "k_cache": torch.zeros(2, 64, 1, 576, **HALF),
         "block_table": torch.zeros(2, 1, dtype=torch.int32), "cache_seqlens": LENGTHS,
     },
+    "grouped_mm": {
+        "x": TABLE, "w": TABLE[None], "offs": LENGTHS[:1], "out": TABLE.clone(),
+        "out_index": torch.arange(8, dtype=torch.int32),
+    },
     "quantize": {"x": TABLE, "format": "mxfp8"},
     "reduce": {"x": TABLE},
     "rope": {"x": NEW, "cos": TABLE, "sin": TABLE},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutex.ops.matmul.checks import ACTIVATIONS
+from cutex.ops.overlap import overlaps_itself
+from cutex.ops.written import are_apart, check_writable
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_GROUPS = 1024
@@ -82,6 +85,39 @@ def check_rows(x: Tensor, index: Any, row_scale: Any) -> None:
         count = given.shape[0]
     if index is not None and index.shape[0] and not x.shape[0]:
         raise ValueError(f"index has {index.shape[0]} rows, but x has none")
+
+
+def check_target(
+    x: Tensor, w: Tensor, read: Sequence[Tensor], out: Any, out_index: Any, gated: bool
+) -> None:
+    """Raise unless out (S, N) and out_index (R,) can take the rows of a product of x (R, K), none
+    of which is in memory that is `read` meanwhile."""
+    if out is None or out_index is None:
+        raise ValueError("out and out_index are given together: rows of a product, and where to")
+    for name, t in (("out", out), ("out_index", out_index)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}, not on {x.device} as x")
+    if out_index.dtype is not torch.int32:
+        raise TypeError(f"out_index must be int32, got {out_index.dtype}")
+    rows, columns = x.shape[0], w.shape[2] // 2 if gated else w.shape[2]
+    if out_index.shape != (rows,):
+        shape = tuple(out_index.shape)
+        raise ValueError(f"out_index must be ({rows},), one for each row, got {shape}")
+    if out.layout is not torch.strided:
+        raise ValueError(f"out must be a strided tensor, got {out.layout}")
+    kinds = (x.dtype,) if gated else (x.dtype, torch.float32)
+    if out.dtype not in kinds:
+        known = " or ".join(str(kind)[6:] for kind in kinds)
+        raise TypeError(f"out must be {known} with this x and activation, got {out.dtype}")
+    if out.dim() != 2 or out.shape[1] != columns:
+        raise ValueError(f"out must be (S, {columns}), got {tuple(out.shape)}")
+    if overlaps_itself(out):
+        raise ValueError("out has rows or columns that share memory")
+    check_writable("out", out)
+    if not are_apart([out], read):
+        raise ValueError("out shares memory with an argument that is read while out is written")
 
 
 def check_fused(bias: Any, activation: Any, w: Tensor) -> None:

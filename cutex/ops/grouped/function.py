@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cutex.ops.differentiation import is_wanted
 from cutex.ops.grouped.checks import (
     FORMS,
     check_edges,
@@ -14,10 +15,12 @@ from cutex.ops.grouped.checks import (
     check_groups,
     check_inner,
     check_rows,
+    check_target,
     check_tensor,
 )
 from cutex.ops.grouped.launch import repeated
 from cutex.ops.grouped.registered import GATHERED, grouped_rows, grouped_sums, run_rows
+from cutex.ops.number import check_flag
 from cutex.ops.plain import is_plain, nobody_watches
 from cutex.ops.plans import PlanCache
 
@@ -34,6 +37,9 @@ def grouped_mm(
     bias: Tensor | None = None,
     activation: str | None = None,
     row_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_index: Tensor | None = None,
+    add: bool = False,
 ) -> Tensor:
     """Products of groups, as torch.nn.functional.grouped_mm: group e is x's rows, or columns, from
     offs[e - 1], or 0, to offs[e].
@@ -57,6 +63,12 @@ def grouped_mm(
         from 0 to T - 1, gathered by the kernel's loads on a Hopper where K is a multiple of 64, and
         before it elsewhere; offs are ends among the R rows of the result. Row r of the result is
         multiplied by row_scale[r], float32, before it is rounded, such as by a router's weight.
+    out (S, N), out_index (R,): with the same. Row r of the result is stored to out[out_index[r]],
+        int32, or with `add` added to what is there; where out has no such row, it is left out. out:
+        of x's dtype or float32 (behind a gate of x's), of any strides, and returned. Of rows stored
+        to one place any stays. Rows are added by atomic instructions in no certain order, each sum
+        rounded to out's dtype: not deterministic where a row of out gets several. Not
+        differentiable.
 
     Rows of no group, from the last of offs on or from counts[e] on, are neither read nor written:
     those of the result hold whatever its memory did, as torch's; those of a gradient are zeros.
@@ -65,7 +77,8 @@ def grouped_mm(
     Blackwell GPU.
     """
     options = activation, offs is None, bias is None
-    plain = index is None and row_scale is None
+    stored = out is None and out_index is None and add is False  # to memory of its own
+    plain = index is None and row_scale is None and stored
     if plain and not torch.compiler.is_dynamo_compiling():
         edges, rest = (counts if offs is None else offs), (() if bias is None else (bias,))
         known = PLANS.find(options, x, w, edges, *rest)
@@ -86,10 +99,14 @@ def grouped_mm(
         if not plain:
             check_fused(bias, activation, w)
             check_rows(x, index, row_scale)
+            check_flag("add", add)
+            if not stored:
+                fused = bias, activation, row_scale
+                return _scattered(x, w, edges, index, fused, (out, out_index, add))
             return _gathered(x, w, edges, index, bias, activation, row_scale)
         return _rows(x, w, edges, bias, activation, padded=False)
     if not plain:
-        raise ValueError("index and row_scale take x (T, K), w (E, K, N) and offs")
+        raise ValueError("index, row_scale and out take x (T, K), w (E, K, N) and offs")
     if form == (3, 3) and counts is not None:
         check_inner(x.shape[2], w.shape[1], "x (E, M, K) and w (E, K, N)")
         check_groups(w, edges, name)
@@ -129,6 +146,31 @@ def _gathered(
     rows = x if index is None else x.index_select(0, index)
     y = _rows(rows, w, edges, bias, activation, padded=False)
     return y if row_scale is None else (y * row_scale[:, None]).to(y.dtype)
+
+
+def _scattered(
+    x: Tensor,
+    w: Tensor,
+    edges: Tensor,
+    index: Tensor | None,
+    fused: tuple[Tensor | None, str | None, Tensor | None],
+    where: tuple[Tensor | None, Tensor | None, bool],
+) -> Tensor:
+    """The rows of x[index] by their groups' matrices, to rows of out; fused: bias, activation and
+    row_scale, where: out, out_index and add."""
+    bias, activation, row_scale = fused
+    out, out_index, add = where
+    rows = x if index is None else x.index_select(0, index)
+    given = [t for t in (x, w, edges, index, bias, row_scale, out_index) if t is not None]
+    gated = (activation or "").startswith("gated_")
+    check_target(rows, w, given, out, out_index, gated)
+    assert out is not None and out_index is not None  # check_target has refused None
+    if is_wanted([*given, out]):
+        raise ValueError("out cannot be given where a gradient is wanted")
+    torch.ops.cutex.grouped_scattered(
+        out, out_index, rows, w, edges, bias, activation, row_scale, bool(add)
+    )
+    return out
 
 
 def remember(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from cutex.compile import ALIGN
 from cutex.kernels.gemm.grouped import choose
 from cutex.ops.device import allocating, arch_of, current, launcher, on_device, per_device
-from cutex.ops.matmul.arrange import aligned, name_of, normal, operand
+from cutex.ops.matmul.arrange import aligned, name_of, normal, operand, result
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
@@ -103,6 +104,39 @@ def gathered_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, 
     config = GatheredConfig(GeneralConfig(tiles, *layouts, ops), most, padded)
     given = [normal(x, -1), w, out, edges.contiguous(), index.contiguous(), *others]
     return config, arch_for(x), given
+
+
+def scattered(
+    x: Tensor,
+    w: Tensor,
+    edges: Tensor,
+    out: Tensor,
+    index: Tensor,
+    options: tuple[Any, ...],
+    row_scale: Tensor | None = None,
+) -> None:
+    """Row r of what `rows` computes stored to out[index[r]] or, with `add`, added to it; out (S, N)
+    of any strides, index (R,). options: bias, activation, add."""
+    bias, activation, add = options
+    fused_with = [t for t in (bias, row_scale) if t is not None]
+    kind = activation, add, bias is None, row_scale is None
+    again("scattered", kind, [x, w, out, edges, index, *fused_with], scattered_call)
+
+
+def scattered_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """The config, arch and arguments of a call of `scattered`."""
+    from cutex.kernels.gemm.grouped.config import ScatteredConfig
+
+    (activation, add, *without), (x, w, out, edges, index, *given) = options, passed
+    of_rows, arch, tensors = rows_call((activation, False, *without), [x, w, out, edges, *given])
+    out, layout, _ = result(out)
+    if layout.major == "column":
+        out, layout = passed[2], replace(layout, major="row", tma=False)
+    layout = replace(layout, whole=layout.tma)
+    product = replace(of_rows.product, out=layout)
+    config = ScatteredConfig(product, of_rows.most_groups, add=add)
+    x, w, _, edges, *others = tensors
+    return config, arch, [x, w, out, edges, index.contiguous(), *others]
 
 
 def sums(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, padded: bool) -> None:

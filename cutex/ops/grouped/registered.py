@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops.grouped import launch
-from cutex.ops.row.operators import define
+from cutex.ops.plain import bare
+from cutex.ops.row.operators import define, library
+from cutex.ops.written import written
 
 EIGHT = 8  # rows of ones whose product with a gradient is that of a bias
 
@@ -157,6 +159,37 @@ GATHERED = define(
     _run_gathered,
     _fake_gathered,
 )
+
+
+def _run_scattered(
+    out: Tensor, out_index: Tensor, x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None,
+    activation: str | None, row_scale: Tensor | None, add: bool,
+) -> None:  # fmt: skip
+    x, w, edges, out, out_index = (bare(t) for t in (x, w, edges, out, out_index))
+    if x.shape[0] and out.numel():
+        launch.scattered(x, w, edges, out, out_index, (bias, activation, add), row_scale)
+    else:
+        launch.arch_for(x)
+
+
+def _fake_scattered(*_: Any) -> None:
+    """Nothing: out is there."""
+
+
+def _count_write(*args: Any) -> None:
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        torch.ops.cutex.grouped_scattered(*args)
+    written(args[0])
+
+
+library.define(
+    "grouped_scattered(Tensor(a!) out, Tensor out_index, Tensor x, Tensor w, Tensor edges, "
+    "Tensor? bias, str? activation, Tensor? row_scale, bool add) -> ()"
+)
+for _key in ("CUDA", "CPU"):
+    library.impl("grouped_scattered", torch.no_grad()(_run_scattered), _key)
+library.impl("grouped_scattered", _count_write, "ADInplaceOrView")
+torch.library.register_fake("cutex::grouped_scattered")(_fake_scattered)
 
 
 def _rows_flops(x: Any, w: Any, *_: Any, **__: Any) -> int:

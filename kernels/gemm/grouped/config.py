@@ -2,6 +2,7 @@
 
 GroupedConfig:  out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, K, N), out (M, N).
 GatheredConfig: the same with rows of A by an index.
+ScatteredConfig: the same as the first, stored or added to rows of out by an index.
 BlocksConfig:   the same with factors of A's rows and of blocks of B.
 SumsConfig:     out[e] = A[:, rows of e] @ B[rows of e], with A (M, K), B (K, N), out (E, M, N).
 
@@ -65,12 +66,17 @@ class GroupedConfig:
             return "out.dtype=fp32: a gate leaves single columns of it, which TMA does not store"
         if p.a.major != "row":
             return f"a.major={p.a.major}: TMA begins at multiples of 16 bytes, groups anywhere"
-        if p.tiles.swap_ab or p.tiles.split_k > 1 or p.out.major != "row" or not p.out.tma:
+        if p.tiles.swap_ab or p.tiles.split_k > 1 or p.out.major != "row" or not self.stores:
             return (
                 f"swap_ab={p.tiles.swap_ab}, split_k={p.tiles.split_k}: rows of a group are rows "
                 "of a tile, and of out, which TMA stores"
             )
         return why_not_tables(p, self.most_groups, arch)
+
+    @property
+    def stores(self) -> bool:
+        """Whether the kernel stores to out as it lies in memory."""
+        return self.product.out.tma
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,33 @@ class GatheredConfig(GroupedConfig):
         if DTYPES[p.a.dtype].bits != 16 or tiles.num_stages < 3:
             return f"a.dtype={p.a.dtype}, num_stages={tiles.num_stages}: 16 bits, 3 slots or more"
         return None
+
+
+@dataclass(frozen=True)
+class ScatteredConfig(GroupedConfig):
+    """A GroupedConfig whose rows of out are given by an index: stored, or with `add` added to what
+    is there. Of any strides; by 16 bytes where product.out is `whole`."""
+
+    add: bool = False
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """The kernel's arguments: a (R, K), b, out (S, N), edges, index (R), and those of the
+        operations."""
+        a, b, _, edges, *rest = super().arguments()
+        out = self.product.out.argument("out", "s", "half" if self.product.gated else "n", "")
+        index = Operand("index", ("m",), "int32", aligned=False, whole=False)
+        return (a, b, out, edges, index, *rest)
+
+    @property
+    def stores(self) -> bool:
+        return self.product.out.tma == self.product.out.whole
+
+    def why_not(self, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        p = self.product
+        if p.gated and p.out.dtype == "fp32":
+            return "out.dtype=fp32: a gate leaves columns that are moved between threads in pairs"
+        return super().why_not(arch)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cutex.compile import Operand
 from cutex.device.epilogue.epilogue_ops import BoundOps, EpilogueOp, op_arguments
+from cutex.device.epilogue.scattered_rows import ScatteredRows
 from cutex.device.row_source import END, endless_view, row_list
 from cutex.schedulers.ragged import RowGroups
 
@@ -36,6 +37,13 @@ def stored_rows(out: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.TmaIn
     mX = out.tma_tensor  # (X, N, H, Y, Z)
     mX = cute.domain_offset((Int32(END) - (end - begin), 0, 0, 0, 0), mX)
     return cpasync.TmaInfo(out.atom, mX[None, None, 0, end, END], out.smem_layout)
+
+
+def scattered_rows(store: Any, group: Int32) -> ScatteredRows:
+    """The rows of out of one group, by a store's index."""
+    groups, config = store.groups, store.config
+    where = groups.begins[group], groups.rows(group)
+    return ScatteredRows(store.mOut, store.index, *where, config.add, config.product.out.whole)
 
 
 def loaded_rows(x: cpasync.TmaInfo, begin: Int32) -> cpasync.TmaInfo:

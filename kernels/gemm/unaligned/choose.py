@@ -30,7 +30,8 @@ ISSUE_CLOCKS = 115  # of the same, of the four schedulers' time
 SECTOR_CLOCKS = 0.2  # of TMA, for 32 bytes
 SHARED_CLOCKS = 1.8  # of L2, for a CTA that reads the same rows of a narrow A at the same time
 LOAD_BYTES = 29  # per clock and SM, that L2 gives
-MHZ, POWER = 1700, 1.46  # clocks in a microsecond; how sharply the larger of two limits counts
+CLOCK = 0.929  # of that at which the board's peak holds
+POWER = 1.46  # how sharply the larger of two limits counts
 FIXED_US, TILE_CLOCKS = 2.6, 553
 STREAM_CLOCKS, STREAM_BYTES = 1743, 64  # of sums through memory, and bytes of them in a clock
 PARTIAL_CLOCKS = 436  # of one CTA's sums, beside their bytes: they are added one after the other
@@ -93,7 +94,8 @@ def predict(tiles: UnalignedConfig, problem: GemmProblem, arch: Arch) -> float:
     if c.split_k > 1:
         clocks += rounds * c.partial_bytes / SPLIT_BYTES
     memory = problem.bytes / (0.88 * arch.hbm_gbs * 1e3)
-    return FIXED_US + ((clocks / MHZ) ** POWER + memory**POWER) ** (1 / POWER)
+    busy = clocks / (CLOCK * arch.clock_hz / 1e6)
+    return FIXED_US + (busy**POWER + memory**POWER) ** (1 / POWER)
 
 
 def k_tile_clocks(c: UnalignedConfig) -> float:

@@ -21,7 +21,7 @@ FIXED_US, CLUSTER_US = 1.12, 0.5  # of a launch, and of sums sent within a clust
 LATENCY_US = 0.5  # of the steps that a warp has loaded at a time
 ISSUE_CLOCKS = 3.15  # of an instruction
 SCHEDULERS = 4  # of an SM
-MHZ = 1750
+CLOCK = 0.957  # of that at which the board's peak holds
 MEMORY = 0.95  # of the peak rate
 POWER = 1.12  # how sharply the largest of the three times counts
 SM_WARPS, SM_REGISTERS = 64, 65536
@@ -52,7 +52,7 @@ def predict(c: FewRowsConfig, problem: GemmProblem, arch: Arch) -> float:
     groups = ceil_div(ceil_div(problem.k, STEP_K * c.split_k), c.warps * c.steps)
     loads = ceil_div(ctas, arch.num_sms * resident(c)) * groups * LATENCY_US
     issued = max(1.0, ctas / arch.num_sms) * c.warps * groups * instructions(c)
-    issue = issued * ISSUE_CLOCKS / SCHEDULERS / MHZ
+    issue = issued * ISSUE_CLOCKS / SCHEDULERS / (CLOCK * arch.clock_hz / 1e6)
     memory = problem.bytes / (MEMORY * arch.hbm_gbs * 1e3)
     both = sum(time**POWER for time in (loads, issue, memory)) ** (1 / POWER)
     return FIXED_US + both + (CLUSTER_US if c.split_k > 1 else 0.0)

@@ -56,6 +56,23 @@ def apply_to_part(
     return ops.apply(x, preloaded)
 
 
+@cute.jit
+def write_part(
+    x: Fragment, gated: cutlass.Constexpr[bool], r2s: cute.TiledCopy, tRS_sC: cute.Tensor
+) -> None:
+    """Round a part after its operations and write it to a slot, (R2S, R2S_M, R2S_N)."""
+    size = cute.size(x.values)  # gates leave half
+    tRS_rC = registers_of(tRS_sC, size)
+    flat = cute.make_layout(size)
+    kind = tRS_sC.element_type
+    rounded = cute.make_rmem_tensor(size, kind)  # (V)
+    rounded.store(cute.make_tensor(x.values.iterator, flat).load().to(kind))
+    if cutlass.const_expr(gated):
+        rounded = neighbours(rounded)
+    cute.make_tensor(tRS_rC.iterator, flat).store(rounded.load())
+    cute.copy(r2s, tRS_rC, tRS_sC)
+
+
 @dataclass(frozen=True)
 class PartLoads:
     """Loads of a matrix as large as out, part by part: TMA -> slots of smem -> registers. The
@@ -241,15 +258,7 @@ class FusedStore:
         plain = self.plain
         corner = row * self.part[0], column * self.part[1]
         x = apply_to_part(self.ops, values, corner, self.batch, held)
-        size = cute.size(plain.bSG_sC, mode=[0]) // WARPGROUP  # gates leave half
-        tRS_rC = registers_of(plain.tRS_sC[None, None, None, slot], size)
-        flat = cute.make_layout(size)
-        rounded = cute.make_rmem_tensor(size, plain.dtype)  # (V)
-        rounded.store(cute.make_tensor(x.values.iterator, flat).load().to(plain.dtype))
-        if cutlass.const_expr(self.ops.gated):
-            rounded = neighbours(rounded)
-        cute.make_tensor(tRS_rC.iterator, flat).store(rounded.load())
-        cute.copy(plain.r2s, tRS_rC, plain.tRS_sC[None, None, None, slot])
+        write_part(x, self.ops.gated, plain.r2s, plain.tRS_sC[None, None, None, slot])
         cute.arch.fence_view_async_shared()
 
     @cute.jit

@@ -22,7 +22,7 @@ class GroupMemory(NamedTuple):
 
     sA: cute.Tensor  # (bM / 2, bK, SLOT)
     sB: cute.Tensor  # (bN / 2, bK, SLOT)
-    sC: cute.Tensor  # (128, epiN, SLOT)
+    sC: cute.Tensor | None  # (128, epiN, SLOT)
     groups: RowGroups
     ab: PairRing
     acc: AccRing
@@ -31,13 +31,15 @@ class GroupMemory(NamedTuple):
     @staticmethod
     def allocate(
         tiles: Sm100Config,
-        maps: tuple[cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo],
+        maps: tuple[cpasync.TmaInfo, cpasync.TmaInfo],
+        out: cpasync.TmaInfo | None,
         most_groups: int,
     ) -> GroupMemory:
-        """Allocate what the tensor maps of A, B and out load and store, and the rest."""
+        """Allocate what the tensor maps of A and B load and that of out, if there is one, stores,
+        and the rest."""
         c, smem = tiles, SmemAllocator()
-        slots = (allocate_slots(smem, x.atom.value_type, x.smem_layout) for x in maps)
-        sA, sB, sC = slots
+        sA, sB = (allocate_slots(smem, x.atom.value_type, x.smem_layout) for x in maps)
+        sC = None if out is None else allocate_slots(smem, out.atom.value_type, out.smem_layout)
         groups = RowGroups.allocate(smem, most_groups)
         ab = PairRing.allocate(smem, "ab", c.num_stages, c.stage_bytes, consumers=1)
         acc = AccRing.of(smem, c.num_acc, readers=CTAS * Warp.LOAD)

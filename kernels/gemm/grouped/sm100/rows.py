@@ -113,7 +113,7 @@ class GroupedRows(GroupedKernel):
         """Run the roles."""
         c, product = self.tiles, self.config.product
         kinds = a.atom.value_type, b.atom.value_type
-        memory = GroupMemory.allocate(c, (a, b, out), self.config.most_groups)
+        memory = GroupMemory.allocate(c, (a, b), out, self.config.most_groups)
         sA, sB, sC, groups, ab, acc, tmem = memory
         scheduler = self.ragged(groups)
         mProduct = product.product(mOut)

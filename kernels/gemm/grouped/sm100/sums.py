@@ -143,7 +143,7 @@ class GroupedSums(GroupedKernel):
         """Run the roles. `rows`: of A and B, those of no group included."""
         c, product = self.tiles, self.config.product
         kinds = a.atom.value_type, b.atom.value_type
-        memory = GroupMemory.allocate(c, (a, b, out), self.config.most_groups)
+        memory = GroupMemory.allocate(c, (a, b), out, self.config.most_groups)
         sA, sB, sC, groups, ab, acc, tmem = memory
         tile_k = product.k_elements
         spans = RaggedTiles(Raster(), (tile_k, 1), (1, 1), groups)

@@ -170,7 +170,9 @@ class GroupedBlocks(GroupedKernel):
         product = self.config.product
         a, b, out = maps
         smem = SmemAllocator()
-        memory = GroupMemory.allocate(smem, self.general, (a, b, out), self.config.most_groups)
+        memory = GroupMemory.allocate(
+            smem, self.general, (a, b), out.atom.value_type, self.config.most_groups
+        )
         sA, sB, sC, groups, _ = memory
         sF = allocate_slots(smem, Float32, factors[0].smem_layout)  # (partRows + PITCH, 1, SLOT)
         of_rows = RowFactors(c, factors[0], sF, groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
@@ -27,13 +28,14 @@ class GroupMemory(NamedTuple):
     def allocate(
         smem: SmemAllocator,
         general: General,
-        maps: tuple[cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo],
+        maps: tuple[cpasync.TmaInfo, cpasync.TmaInfo],
+        out_dtype: type[cutlass.Numeric],
         most_groups: int,
     ) -> GroupMemory:
-        """Allocate what the tensor maps of A, B and out load and store, and the rest."""
+        """Allocate what the tensor maps of A and B load, slots for parts of out, and the rest."""
         c = general.tiles
-        slots = (allocate_slots(smem, x.atom.value_type, x.smem_layout) for x in maps)
-        sA, sB, sC = slots
+        sA, sB = (allocate_slots(smem, x.atom.value_type, x.smem_layout) for x in maps)
+        sC = allocate_slots(smem, out_dtype, general.epilogue_slots(out_dtype))
         groups = RowGroups.allocate(smem, most_groups)
         readers = 4 if c.pingpong else general.mma_warps.count
         cluster = general.cluster

@@ -117,8 +117,8 @@ class GroupedRows(GroupedKernel):
     ) -> None:
         """Run the roles."""
         c, product = self.tiles, self.config.product
-        most = self.config.most_groups
-        memory = GroupMemory.allocate(SmemAllocator(), self.general, (a, b, out), most)
+        most, kind = self.config.most_groups, out.atom.value_type
+        memory = GroupMemory.allocate(SmemAllocator(), self.general, (a, b), kind, most)
         sA, sB, sC, groups, _ = memory
         operands = GroupedOperands(a, b, sA, sB, product.k_major, groups=groups)
         role = (PingPong if c.pingpong else Cooperative)(product, c, self.ragged(groups))

@@ -132,8 +132,9 @@ class GroupedSums(GroupedKernel):
         """Run the roles. `rows`: of A and B, those of no group included."""
         c, general = self.tiles, self.general
         cluster = general.cluster
-        most = self.config.most_groups
-        sA, sB, sC, groups, ab = GroupMemory.allocate(SmemAllocator(), general, (a, b, out), most)
+        most, kind = self.config.most_groups, out.atom.value_type
+        memory = GroupMemory.allocate(SmemAllocator(), general, (a, b), kind, most)
+        sA, sB, sC, groups, ab = memory
         tile_k = self.config.product.k_elements
         spans = RaggedTiles(Raster(), (tile_k, 1), (1, 1), groups)
         steps = partial(groups.steps, size=tile_k)
