@@ -218,6 +218,31 @@ def test_every_lane_that_issues_an_mma_computes_the_product(accumulate):
         case.run()
 
 
+def test_columns_that_nothing_has_written_are_not_loaded():
+    """As where the MMA is forgotten, or the epilogue loads more columns than it has."""
+    case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64, accumulate=0)
+    text = re.sub(r"tcgen05\.st[^;]*;", "", kernel(case.text(), 1, case.width))
+    text = re.sub(r"@%p3 tcgen05\.mma[^;]*;", "", text)
+    tensors = {"s": aligned(case.shared()), "t": aligned(case.tensor_memory())}
+    tensors["t"] = tensors["t"].reshape(-1, case.width)
+    with pytest.raises(
+        Hazards, match=r"uninitialised: tcgen05.ld of .* warp 0 reads tensor memory"
+    ):
+        simulate_ptx(text, tensors, Shape(block=128, smem=SMEM + 64), arch="sm_100a")
+
+
+@pytest.mark.parametrize(("swizzle", "start", "told"), [
+    (128, 1024, False), (128, 32, False), (128, 512, True), (64, 256, True), (64, 512, False),
+])  # fmt: skip
+def test_a_swizzled_operand_starts_where_its_pattern_does(swizzle, start, told):
+    case = Mma(operand("f16", swizzle, start=start), operand("f16", start=B_AT), 128, 64)
+    text = kernel(case.text(), 1, case.width)
+    tensors = {"s": aligned(case.shared()), "t": aligned(case.tensor_memory())}
+    tensors["t"] = tensors["t"].reshape(-1, case.width)
+    report = simulate_ptx(text, tensors, Shape(block=128, smem=SMEM + 64), arch="sm_100a")
+    assert any(a.rule == "descriptor" for a in report.advisories) == told
+
+
 # -- weight-stationary ones ------------------------------------------------------------------------
 
 WS = pytest.mark.parametrize("m", [32, 64, 128])

@@ -232,6 +232,17 @@ class SharedOperand:
                 f"{form.what} ({desc}): MN-major tf32 takes the 128-byte swizzle with atoms of 32 "
                 "bytes, and nothing else does",
             )
+        phase = desc.start >> 7 & ((1 << desc.bits) - 1)
+        if phase and desc.bits != ATOMS_OF_32:
+            m.findings.add(
+                "descriptor",
+                f"{form.what} ({desc}) starts {128 * phase} bytes behind a multiple of "
+                f"{128 << desc.bits}, at which its swizzle repeats, and has no base offset: by the "
+                "letter the pattern begins where the matrix does",
+                ins,
+                advisory=True,
+                remedy=f"an operand at a multiple of {128 << desc.bits} bytes",
+            )
         self.shape: Shape = desc, form.rows, form.k_bytes, form.mn_major, ITEMSIZE[kind]
         self.extent = extent(self.shape)
         self.chunks = self.extent.chunks

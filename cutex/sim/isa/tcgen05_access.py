@@ -13,6 +13,7 @@ import numpy as np
 from cutex.sim.errors import BadAddress
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.memory import POISON32
 from cutex.sim.machine.operation import Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Operand, Vector
@@ -158,6 +159,16 @@ def ld(d: Decoder) -> Execute:
         rows, cta, lane, column = access.places(b)
         access.conflicts(b, rows, cta, lane, column, False)
         got = d.m.tmem.cells[cta, lane, column]  # (rows, registers, 32)
+        unwritten = np.flatnonzero((got == POISON32).all((1, 2)))
+        if len(unwritten):
+            k = int(unwritten[0])
+            d.m.findings.add(
+                "uninitialised",
+                f"tcgen05.ld of {d.m.grid.name_warp(int(b.idx[rows[k]]))} reads tensor memory "
+                f"columns {int(column[k].min())}..{int(column[k].max())}, of which nothing has "
+                "written any in its lanes since they were allocated",
+                d.ins,
+            )
         if access.packed:
             got = got[:, ::2] & np.uint32(0xFFFF) | got[:, 1::2] << np.uint32(16)
         part = (
