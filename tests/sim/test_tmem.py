@@ -328,6 +328,14 @@ def pairs(end: str, before: str = "") -> str:
     """
 
 
+def load_of(address: str) -> str:
+    """A store and a load of a column, each waited for."""
+    return f"""tcgen05.st.sync.aligned.32x32b.x1.b32 [{address}], {{%lane}};
+        tcgen05.wait::st.sync.aligned;
+        tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r15}}, [{address}]; tcgen05.wait::ld.sync.aligned;
+    """
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_pairs_deallocate_together(order):
     """Table 48 of PTX ISA 9.7.16.5: it may hang where one CTA waits for the other in between."""
@@ -359,7 +367,7 @@ def test_pairs_give_up_their_permit_together(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_deallocates_after_what_both_have_loaded(order):
-    load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r12]; tcgen05.wait::ld.sync.aligned;"
+    load = load_of("%r12")
     fence = "tcgen05.fence::before_thread_sync;"
     free = FREE.format(g=2, at=12, n=512)
     run(pairs(f"{SYNC} {free}", before=load + fence), warps=1, ctas=2, order=order)
@@ -376,7 +384,7 @@ def test_a_relaxed_cluster_barrier_orders_tensor_memory_with_a_fence_before_it(o
     body = f"""
         mov.u32 %r0, smem; mov.u32 %r1, %tid.x; setp.lt.u32 %p2, %r1, 32;
         @%p2 {ALLOC.format(g=2, at=0, n=512)} bar.sync 0; ld.shared.u32 %r12, [%r0];
-        tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r15}}, [%r12]; tcgen05.wait::ld.sync.aligned;
+        {load_of("%r12")}
         FENCE {relaxed} @%p2 {FREE.format(g=2, at=12, n=512)}
     """
     shape = Shape(grid=2, block=64, cluster=2, smem=1024)
@@ -392,7 +400,7 @@ def test_a_relaxed_cluster_barrier_orders_tensor_memory_with_a_fence_before_it(o
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_deallocates_after_all_warps_of_its_own_ctas(order):
     """The peer's deallocation does not order the CTA's own warps."""
-    load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r12]; tcgen05.wait::ld.sync.aligned;"
+    load = load_of("%r12")
     body = f"""
         mov.u32 %r0, smem; mov.u32 %r1, %tid.x; setp.lt.u32 %p2, %r1, 32;
         @%p2 {ALLOC.format(g=2, at=0, n=512)} bar.sync 0; ld.shared.u32 %r12, [%r0];
@@ -419,7 +427,7 @@ def test_a_pair_deallocates_after_what_the_peer_allocates(order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_uses_no_columns_that_one_of_its_ctas_has_begun_to_deallocate(order):
     """Rank 0 deallocates when all have loaded; rank 1 may at once, where it waits for nothing."""
-    ld = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r16]; tcgen05.wait::ld.sync.aligned;"
+    ld = load_of("%r16")
     body = f"""
         mov.u32 %r0, smem; mov.u32 %r1, %tid.x; setp.lt.u32 %p2, %r1, 32;
         .reg .b32 rank; mov.u32 rank, %cluster_ctarank; setp.eq.u32 %p1, rank, 0;
