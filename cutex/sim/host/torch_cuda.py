@@ -112,7 +112,8 @@ def cuda_functions(arch: Arch) -> dict[str, Any]:
         "can_device_access_peer": lambda *_: False,
         "is_bf16_supported": lambda *_, **__: True, "cudart": lambda: _Runtime(),
         "device": type("device", (_Nothing,), {}), "device_of": type("device_of", (_Nothing,), {}),
-        **{name: stream() for name in ("current_stream", "default_stream", "stream")},
+        **{name: stream() for name in (
+            "current_stream", "default_stream", "stream", "get_stream_from_external")},
         "Stream": _Stream, "ExternalStream": type("ExternalStream", (_Stream,), {}),
         "Event": _Event, "_lazy_init": nothing(),
         "CUDAGraph": CUDAGraph, "graph": graph, "graph_pool_handle": lambda: (0, 0),

@@ -315,6 +315,8 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
     memory = DeviceMemory()
     with ExitStack() as stack:
         stack.enter_context(patched(torch.cuda, **cuda_functions(arch)))
+        stack.enter_context(patched(torch._C, _cuda_getCurrentRawStream=lambda _: 0))
+        stack.enter_context(patched(torch.Tensor, record_stream=lambda *_: None))
         stack.enter_context(patched(torch, Generator=Generator, compile=uncompiled))
         stack.enter_context(patched(torch, load=Load(memory)))
         stack.enter_context(patched(torch.version, cuda="13.0"))

@@ -106,10 +106,10 @@ class TensorMap:
         return None if at[0] % 2 else (at[0] // 2, *at[1:])
 
     def address_of(self, part: Overlap) -> int:
-        """The address of the part's first element, modulo 2^64: the strides of ragged maps wrap
-        around.
+        """The address of the part's first element, modulo 2^57, the bits that a map's base has: the
+        strides of ragged maps wrap around, and their base may lie before the memory's beginning.
         """
-        return (self.address + part.offset) % 2**64
+        return (self.address + part.offset) % 2**57
 
     @cached_property
     def traversed(self) -> tuple[int, ...]:
@@ -263,7 +263,7 @@ class Overlap:
     """
 
     slices: tuple[slice, ...]
-    offset: int  # bytes from the tensor's address; added to it modulo 2^64, as hardware does
+    offset: int  # bytes from the tensor's address, to which it is added as in `address_of`
 
     @cached_property
     def empty(self) -> bool:
