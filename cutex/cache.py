@@ -148,7 +148,14 @@ def _refusals(folder: Path, which: Collection[int] = ()) -> Iterator[None]:
 def _swept(folder: Path) -> set[Path]:
     """The old leftovers in `folder`, listed once per process."""
     old = time.time() - _DEAD
-    return {p for p in folder.iterdir() if _unfinished(p) and p.lstat().st_mtime < old}
+    return {p for p in folder.iterdir() if _unfinished(p) and _changed(p) < old}
+
+
+def _changed(path: Path) -> float:
+    """When it was changed last; never, if another process has taken it away meanwhile."""
+    with suppress(FileNotFoundError):
+        return path.lstat().st_mtime
+    return float("inf")
 
 
 def _unfinished(path: Path) -> bool:
@@ -165,7 +172,8 @@ def _sweep(folder: Path, key: str) -> None:
 def _remove(path: Path) -> None:
     """Remove a folder, a file or a broken link, if there is one at `path`."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        with suppress(FileNotFoundError):  # NOTE: another process may remove it at the same time
+            shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 

@@ -162,6 +162,17 @@ def test_what_a_killed_process_leaves_is_swept_away(here, root):
     assert names == {"same"}
 
 
+def test_what_another_process_finishes_meanwhile_is_no_error(here, monkeypatch):
+    """Its unfinished entry is listed, and gone when it is looked at."""
+    (here / "kind").mkdir(parents=True, mode=0o700)
+    listed = Path.iterdir
+    gone = here / "kind" / ".other-1"
+    monkeypatch.setattr(
+        Path, "iterdir", lambda p: [*listed(p), *([gone] if p == here / "kind" else [])]
+    )
+    assert cache.find_or_build("kind", "key", read_word, write_word)
+
+
 def test_a_build_that_fails_leaves_nothing(here):
     def fail(folder: Path) -> None:
         write_word(folder)
