@@ -87,6 +87,8 @@ class Trace:
             Counter()
         )  # writes over a bulk store not known to have read
         self.unordered: Counter[str] = Counter()  # accesses that nothing orders, by the later one
+        # tcgen05.fence::after behind an access by tcgen05 of another warp
+        self.fences_behind_others: set[int] = set()
         self.fences_used: set[int] = set()  # tcgen05.fence::after before an access by tcgen05
         # who has waited for each phase, and who has arrived on it by a line
         self.passers: dict[Phase, set[int]] = defaultdict(set)
@@ -311,6 +313,7 @@ class _Recorder(Observer):
         self.groups: Counter[int] = Counter()  # of wgmma, committed by a warp
         self.waits: Counter[int] = Counter()  # for them
         self.pending: dict[int, list[int]] = defaultdict(list)  # the groups of a warp's wgmmas
+        self.tcgen05: set[int] = set()  # warps that have accessed tensor memory or issued an MMA
         self.after: dict[int, set[int]] = defaultdict(set)  # fences before no tcgen05 access yet
         self.storing: set[int] = set()  # warps that have stored since their last barrier
         # stores, of a lane or of several that ask for the same, each with its number in the thread
@@ -385,12 +388,16 @@ class _Recorder(Observer):
             if ins.op.startswith("mov.") and self.unwaited[warp] & _named(ins):
                 self.unwaited[warp] |= _named(ins)  # under another name
             if re.match(r"tcgen05\.(ld|st|mma|cp|shift)", ins.op):
+                self.tcgen05.add(warp)
                 self.t.fences_used.update(self.after.pop(warp, set()))
             if ins.op.startswith("tcgen05.fence::after"):
                 self.after[warp].add(ins.line)
+                cluster = self.m.grid.first_cta
+                if any(w != warp and cluster[w] == cluster[warp] for w in self.tcgen05):
+                    self.t.fences_behind_others.add(ins.line)
                 self.t.fence_phases[ins.line].add(self.passed.get(warp, -1))
             if ins.op.startswith("tcgen05.ld"):
-                self.unwaited[warp] |= _named(ins)
+                self.unwaited[warp] |= _in_braces(ins)
             elif ins.op.startswith("tcgen05.wait::ld"):
                 self.t.loaded[ins.line] |= self.unwaited.pop(warp, set())
 
@@ -527,6 +534,21 @@ def _no_tcgen05(subject: Subject, site: Site) -> str:
     return "" if used else "no access by tcgen05 of the warp comes behind it, but dealloc"
 
 
+def _no_other_tcgen05(subject: Subject, site: Site) -> str:
+    needed = site.line in _trace_of(subject).fences_behind_others
+    ours = site.text.startswith("tcgen05.fence::after")
+    return "no access by tcgen05 of another warp comes before it" if ours and not needed else ""
+
+
+def _arrival_not_waited_for(subject: Subject, site: Site) -> str:
+    """Of an arrival whose address a mapa gives."""
+    lines = subject.kernel.ptx.split("\n")
+    to = site.text.split(maxsplit=1)[1].partition(",")[0]
+    arrives = re.compile(rf"mbarrier\.arrive.*\[{re.escape(to)}[\]+]")
+    at = next((n for n in range(site.line, len(lines)) if arrives.search(lines[n])), None)
+    return "" if at is None else _never_waited_for(subject, site._replace(line=at + 1))
+
+
 def _told_before(subject: Subject, site: Site) -> str:
     """As without the change, whoever writes memory that a bulk store reads knows that it has."""
     mine, other = _trace_of(subject), trace(subject, site.mutant)
@@ -639,14 +661,14 @@ REASONS: dict[str, tuple[Reason, ...]] = {
     "a commit of tcgen05": (_never_waited_for,),
     "a commit to one CTA less": (_never_waited_for,),
     "a commit of tcgen05, earlier": (_never_waited_for,),
-    "a fence of tcgen05": (_behind_first_phase, _no_tcgen05),
-    "a fence of tcgen05, later": (_no_tcgen05,),
+    "a fence of tcgen05": (_behind_first_phase, _no_tcgen05, _no_other_tcgen05),
+    "a fence of tcgen05, later": (_no_tcgen05, _no_other_tcgen05),
     "a wait for bulk stores": (_no_store, _waited_for, _told_before),
     "a wait for one bulk store more": (_no_store, _waited_for, _told_before),
     "a wait for bulk stores, later": (_no_store, _waited_for, _told_before),
     "a group of bulk stores": (_waited_for, _told_before),
     "a group of bulk stores, earlier": (_waited_for, _told_before),
-    "an arrival in another CTA": (_same_arrivals,),
+    "an arrival in another CTA": (_same_arrivals, _arrival_not_waited_for),
     "a fence of wgmma": (_untouched,),
     "a fence of wgmma, later": (_untouched,),
     "another fence": (_releases_anyway,),

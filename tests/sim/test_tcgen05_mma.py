@@ -243,6 +243,15 @@ def test_a_swizzled_operand_starts_where_its_pattern_does(swizzle, start, told):
     assert any(a.rule == "descriptor" for a in report.advisories) == told
 
 
+def test_every_lane_that_issues_a_copy_is_told():
+    case = Mma("f16", operand("f16", start=B_AT), 128, 64, a_column=8)
+    copy = "@%p1 tcgen05.cp.cta_group::1.128x256b [%r12], %d3; @%p3 tcgen05.commit"
+    text = case.text().replace("@%p3 tcgen05.commit", copy)
+    case.text = lambda: text  # type: ignore[method-assign]
+    with pytest.raises(Hazards, match=r"every lane: 32 lanes of .* warp 0 issue this tcgen05.cp"):
+        case.run()
+
+
 # -- weight-stationary ones ------------------------------------------------------------------------
 
 WS = pytest.mark.parametrize("m", [32, 64, 128])

@@ -128,6 +128,25 @@ class Issuer:
         self.m.flight.latest[self._thread] = tracked[-1:]
 
 
+def check_lanes(d: Decoder, b: Batch, target: np.ndarray, does: str) -> None:
+    """Report lanes of a warp that issue one mma or cp to one place: each issues an operation of its
+    own (9.7.16.5), of which a commit tells only if it is of the same thread (9.7.16.12.1).
+    """
+    active = b.active()
+    for row in np.nonzero(active.sum(1) > 1)[0].tolist():
+        where = target[row][active[row]]
+        if (where == where[0]).all():
+            d.m.findings.add(
+                "every lane",
+                f"{len(where)} lanes of {d.m.grid.name_warp(int(b.idx[row]))} issue this "
+                f"{d.parts[0]}.{d.parts[1]}, each for itself: {does} {len(where)} times to one "
+                "place, and a commit tells of its own thread's only",
+                d.ins,
+                remedy="elect_one() around it, once, where the warp issues it",
+            )
+            return
+
+
 @instruction("tcgen05.commit")
 def commit(d: Decoder) -> Execute:
     """tcgen05.commit (9.7.16.12.1): arrives once on the mbarrier when all earlier mma and cp of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cutex.sim.isa.matrices import PADDED, Form, SharedOperand, read_descriptor, spread
-from cutex.sim.isa.tcgen05 import Issuer, cta_group
+from cutex.sim.isa.tcgen05 import Issuer, check_lanes, cta_group
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.operation import Engine, Rectangle
@@ -45,6 +45,7 @@ def copy(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> None:
         to, descriptors = target(b), b.lanes(source(b))
+        check_lanes(d, b, to, "it is copied")
         rows, active = np.nonzero(b.active())
         for row, lane in zip(rows.tolist(), active.tolist(), strict=True):
             warp, column = int(b.idx[row]), int(to[row, lane]) & 0xFFFF

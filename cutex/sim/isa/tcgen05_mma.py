@@ -17,7 +17,7 @@ from cutex.sim.isa.matrices import (
     accumulate,
     read_descriptor,
 )
-from cutex.sim.isa.tcgen05 import Issuer, cta_group
+from cutex.sim.isa.tcgen05 import Issuer, check_lanes, cta_group
 from cutex.sim.isa.tcgen05_descriptor import (
     TYPES,
     InstructionDescriptor,
@@ -83,7 +83,8 @@ def mma(d: Decoder) -> Execute:
         if masks and len(masks) != 4 * group:
             raise d.unknown(f"{len(masks)} words of disabled lanes")
         rows, lanes = np.nonzero(b.active())
-        _check_lanes(d, b, t, enabled)
+        adds = b.active() & enabled
+        check_lanes(d, b, t, "the product is added" if adds.any() else "the product is written")
         for at in zip(rows.tolist(), lanes.tolist(), strict=True):
             desc = read_instruction(int(i_s[at]), kind, ins, m.program.target)
             check_shape(desc, group, ins, ws)
@@ -106,28 +107,6 @@ def mma(d: Decoder) -> Execute:
             ).issue()
 
     return execute
-
-
-def _check_lanes(d: Decoder, b: Batch, target: np.ndarray, enabled: np.ndarray) -> None:
-    """Report lanes of a warp that write one accumulator by one instruction: each of them issues an
-    MMA of its own (9.7.16.5), so the product is added as often; or written as often, and a commit
-    tells of the committing thread's only (9.7.16.12.1).
-    """
-    active = b.active()
-    for row in np.nonzero(active.sum(1) > 1)[0].tolist():
-        where, adds = target[row][active[row]], enabled[row][active[row]].any()
-        if (where == where[0]).all():
-            does = "is added" if adds else "is written"
-            more = "" if adds else ", and a commit tells of its own thread's only"
-            d.m.findings.add(
-                "every lane",
-                f"{len(where)} lanes of {d.m.grid.name_warp(int(b.idx[row]))} issue this "
-                f"{d.parts[0]}.{d.parts[1]}, each for itself: the product {does} "
-                f"{len(where)} times to one accumulator{more}",
-                d.ins,
-                remedy="elect_one() around it, once, where the warp issues it",
-            )
-            return
 
 
 def _enabled_lanes(off: list[int], group: int) -> np.ndarray:
