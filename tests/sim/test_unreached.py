@@ -87,11 +87,25 @@ def test_what_the_simulator_lacks_is_an_advisory_where_it_is_not_reached(stateme
         "st.global.u32 [%out], {%r1, %r2};",
         "st.global.v4.u32 [%out], {%r1, %r2};",
         "ld.global.v2.u32 %r1, [%out];",
+        ".reg .f32 f; mov.u32 %r1, f;",
+        ".reg .s32 s; add.rn.f32 %r1, %r1, s;",
+        ".reg .u64 u; mov.f64 u, %d0;",
+        ".reg .f32 f; cvt.rn.f32.u32 %r1, f;",
+        ".reg .f32 f; st.global.u32 [%out], f;",
+        ".reg .f64 f; ld.global.u32 %r1, [f];",
+        ".shared .b32 s; ld.global.u32 %r1, [s];",
+        "ld.shared.u32 %r1, [p_out];",
     ],
 )
 def test_malformed_operands_are_an_error_where_they_are_not_reached(statement):
     with pytest.raises(UnknownInstruction, match="PTX line"):
         simulate_ptx(UNREACHED.format(statement), OUT, assembles=False)
+
+
+def test_untyped_bits_go_with_every_type():
+    right = ".reg .f32 f; .reg .u32 u; mov.b32 f, u; and.b32 f, f, u; mov.f32 f, %r1;"
+    more = ".shared .b32 s; ld.shared.u32 %r1, [s]; ld.u32 %r1, [s]; mov.u32 %r1, s;"
+    assert not simulate_ptx(UNREACHED.format(right + more), OUT).advisories
 
 
 def test_an_instruction_that_is_known_is_told_of_nothing():

@@ -57,12 +57,16 @@ UNSIGNED: dict[int, Any] = {
 }
 
 _SPACES = tuple(space.removeprefix(".") for space in SPACES)
-# Instructions whose operands at these places have the (first) type that they name.
-_TYPED = {
-    **dict.fromkeys(("mov", "neg", "abs", "popc", "ld", "ldu"), (0, 1)), "st": (1,), "red": (1,),
-    **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"), (0, 1)),
-    **dict.fromkeys(("add", "sub", "mul", "min", "max", "div", "rem", "selp", "slct"), (0, 1, 2)),
-    **dict.fromkeys(("fma", "mad"), (0, 1, 2, 3)), "atom": (0, 2, 3), "setp": (1, 2),
+# For instructions, the places of operands that have a type which the opcode names, by its number.
+_OF_TYPE = {
+    0: {
+        **dict.fromkeys(("mov", "neg", "abs", "ld", "ldu", "rcp", "sqrt", "rsqrt", "ex2"), (0, 1)),
+        **dict.fromkeys(("lg2", "sin", "cos", "tanh"), (0, 1)), "st": (1,), "red": (1,),
+        **dict.fromkeys(("add", "sub", "mul", "min", "max", "div", "rem", "selp"), (0, 1, 2)),
+        **dict.fromkeys(("fma", "mad"), (0, 1, 2, 3)), "slct": (0, 1, 2), "atom": (0, 2, 3),
+        "setp": (1, 2), "cvt": (0,), "set": (0,), "popc": (1,),
+    },
+    1: {"cvt": (1, 2), "set": (1, 2), "slct": (3,)},
 }  # fmt: skip
 WIDER = ("ld", "st", "cvt")  # whose registers may be wider than their types (PTX ISA 9.4.1)
 
@@ -211,14 +215,14 @@ class Decoder:
 
     def check_types(self) -> None:
         """Raise for a register whose declared type does not agree with that of the instruction."""
-        places = _TYPED.get(self.ins.name, ())
-        if not places or not self.types or "wide" in self.mods:
+        if "wide" in self.mods:
             return
-        kind = self.types[0]
-        for k in (k for k in places if k < len(self.ins.operands)):
-            reg = list.__getitem__(self.ins.operands, k)
-            if isinstance(reg, Reg) and not reg.agrees(kind):
-                raise self.malformed(f"{reg.name} is declared .{reg.declared}, not .{kind} or .b")
+        for kind, of in zip(self.types, _OF_TYPE.values(), strict=False):
+            for k in of.get(self.ins.name, ()):
+                reg = list.__getitem__(self.ins.operands, k) if k < len(self) else None
+                if isinstance(reg, Reg) and not reg.agrees(kind):
+                    why = f"{reg.name} is declared .{reg.declared}, not .{kind} or .b"
+                    raise self.malformed(why)
 
     def _read_register(self, reg: Reg, bits: int, dtype: Any) -> Read:
         array = self.m.register(reg)
