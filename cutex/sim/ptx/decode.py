@@ -61,7 +61,8 @@ _SPACES = tuple(space.removeprefix(".") for space in SPACES)
 _OF_TYPE = {
     0: {
         **dict.fromkeys(("mov", "neg", "abs", "ld", "ldu", "rcp", "sqrt", "rsqrt", "ex2"), (0, 1)),
-        **dict.fromkeys(("lg2", "sin", "cos", "tanh"), (0, 1)), "st": (1,), "red": (1,),
+        **dict.fromkeys(("lg2", "sin", "cos", "tanh", "shr", "bfe"), (0, 1)),
+        **dict.fromkeys(("st", "red"), (1,)),
         **dict.fromkeys(("add", "sub", "mul", "min", "max", "div", "rem", "selp"), (0, 1, 2)),
         **dict.fromkeys(("fma", "mad"), (0, 1, 2, 3)), "slct": (0, 1, 2), "atom": (0, 2, 3),
         "setp": (1, 2), "cvt": (0,), "set": (0,), "popc": (1,),

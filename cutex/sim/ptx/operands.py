@@ -24,6 +24,8 @@ class Reg:
         """
         if self.declared[0] in "us":
             return kind not in ("f16", "f32", "f64", "f16x2")
+        if {self.declared, kind} == {"f16x2", "f32"}:
+            return False
         return kind[0] not in "us" or self.declared not in ("f16", "f32", "f64")
 
 
