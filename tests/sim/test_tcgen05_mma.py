@@ -252,6 +252,16 @@ def test_every_lane_that_issues_a_copy_is_told():
         case.run()
 
 
+@pytest.mark.parametrize(("column", "right"), [(8, True), (9, False), (20, False), (80, True)])
+def test_a_product_is_not_written_over_its_own_a(column, right):
+    case = Mma("f16", operand("f16", start=B_AT), 128, 64, column=16, a_column=column)
+    if right:
+        case.check()
+        return
+    with pytest.raises(Hazards, match=r"writes tensor memory columns 16\.\.79 and reads tensor"):
+        case.run()
+
+
 # -- weight-stationary ones ------------------------------------------------------------------------
 
 WS = pytest.mark.parametrize("m", [32, 64, 128])

@@ -169,9 +169,22 @@ class Mma:
         writes: list[Footprint] = [
             r for c in self.ctas for r in self._rectangles(c, self.d, self.width)
         ]
+        self._check_overlap(reads, writes)
         self.lanes = self._lanes(self.base_lane)
         flops = 2 * desc.m * desc.n * desc.k
         self.issuer.issue(Engine.TCGEN05_MMA, self.complete, reads, writes, flops)
+
+    def _check_overlap(self, reads: list[Footprint], writes: list[Footprint]) -> None:
+        """Report an MMA that writes its D over columns of its A or of its scale factors."""
+        places = (r for r in reads if isinstance(r, Rectangle))
+        place = next((r for r in places if any(r.meets(w) for w in writes)), None)
+        if place is not None:
+            self.m.findings.add(
+                "race",
+                f"tcgen05.mma of {self.m.grid.name_warp(self.issuer.warp)} writes {writes[0]} and "
+                f"reads {place} itself: what it writes first may come before what it reads last",
+                self.ins,
+            )
 
     def complete(self) -> None:
         b_all = np.concatenate([x.values() for x in self.bs], 0)
