@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cutex.arch import arch
-from cutex.device.row.tile import VECTOR_BYTES, RowTile
+from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
 
 WIDE = 4  # vectors of a thread, from which on more threads share a row
 CTA = 128  # threads of a CTA, before a cluster shares a row
@@ -15,6 +15,12 @@ MOST = 8  # vectors of a thread of the longest rows that are taken whole
 # threads of the CTA of a row by smem, and how many vectors each has at most
 STAGED = {128: 4, 256: 5, 512: 5}  # docs/facts/rows.md#rows-layer-norm-tiles
 STAGED_LEAST = 257  # vectors of such a row
+# rows whose columns go round the threads (docs/facts/rows.md#rows-norm-by-element): the least and
+# most columns of a layer norm's or an RMS norm's; those of a thread, by the elements of a vector;
+# the rows of a thread, where a warp has a row
+BY_ELEMENT = {True: (128, 20_480), False: (256, 12_288)}
+ELEMENTS = {8: 20, 4: 12}
+TURNS = 4
 
 
 def tile(
@@ -67,6 +73,21 @@ def by_smem(n: int, other: RowTile) -> RowTile:
         if other.aligned and other.width == 8 and STAGED_LEAST <= vectors <= threads * most:
             return RowTile(1, threads, 1, -(-vectors // threads), other.width)
     return other
+
+
+def by_element(n: int, other: RowTile, centred: bool) -> tuple[RowTile, int, int] | None:
+    """The tile of a norm's rows of `n` elements that begin anywhere, as `other` has them, and
+    whose columns go round the threads; the columns and the rows of a thread. None for rows that
+    are better taken as `other` has them."""
+    least, most = BY_ELEMENT[centred]
+    each = ELEMENTS.get(other.width)
+    if other.aligned or each is None or not least <= n <= min(most, 1024 * each):
+        return None
+    threads = _power(-(-n // each), WARP, 1024)
+    vectors = -(-(n + other.slack) // (threads * other.width))
+    of_warp = threads == WARP  # else of the CTA, whose barrier is the row's
+    tile = RowTile(CTA // WARP if of_warp else 1, threads, 1, vectors, other.width, False)
+    return tile, -(-n // threads), TURNS if of_warp else 1
 
 
 def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:

@@ -578,3 +578,56 @@ def test_an_arch_without_kernels_of_its_own_is_simulated_by_those_of_8_0():
     x = torch.randn(3, 40)
     with ops.simulated("sm_89"):
         assert torch.allclose(cutex.softmax(x), x.softmax(-1), atol=1e-6)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The kernels that are asked for: kind, config, dtype, arch."""
+    found = []
+    kernel_for = launches.kernel_for
+    monkeypatch.setattr(launches, "kernel_for", lambda *a: found.append(a) or kernel_for(*a))
+    return found
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("n, centred", [(137, True), (1023, False), (1023, True)])
+def test_columns_of_rows_that_begin_anywhere_go_round_the_threads(device, asked, n, saves, centred):
+    # rows beside others, a first and a last one in the middle of a vector, NaN around them; every
+    # third row is NaN, which stays there though vectors lie across two rows
+    whole = torch.full((23 * n + 16,), torch.nan, dtype=torch.bfloat16, device=device)
+    x = whole[8 : 8 + 23 * n].view(23, n).copy_(rows(device, (23, n), torch.bfloat16))
+    x[1, : n // 3] += 64  # the parts of the row, which meet, differ
+    x[2::3] = torch.nan
+    w, b = (rows(device, (n + 1,), torch.bfloat16, seed=seed)[1:] for seed in (1, 2))
+    bias = b if centred else None
+    if saves:
+        y, _, mean, rstd = NORM(x, w, bias, None, 1e-5, centred)
+    elif centred:
+        y = cutex.layer_norm(x, w, b, eps=1e-5)
+    else:
+        y = cutex.rms_norm(x, w, eps=1e-5)
+    wide = x.double()
+    apart = wide - wide.mean(-1, keepdim=True) if centred else wide
+    inverse = (apart.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    want = apart * inverse * w.double() + (b.double() if centred else 0)
+    right = [i for i in range(23) if i % 3 != 2]
+    near(y[right], want[right], torch.bfloat16, 8)
+    assert y[2::3].isnan().all()
+    if saves:
+        near(rstd[right], inverse[right, 0], torch.float32, 4)
+        near(mean[right], wide.mean(-1)[right], torch.float32, 4) if centred else None
+    ((kind, *_),) = asked
+    assert kind.__name__ == "NormByElement"
+
+
+def test_every_tile_by_the_element_holds_its_rows():
+    for n in range(1, 24_000):
+        for width, centred in ((8, True), (8, False), (4, True)):
+            other = RowTile(1, 128, 1, 1, width, False)
+            found = choose.by_element(n, other, centred)
+            if found is None:
+                continue
+            tile, elements, _ = found
+            assert tile.columns >= n and tile.why_not() is None
+            assert (elements - 1) * tile.threads < n <= elements * tile.threads

@@ -76,6 +76,17 @@ class RowReduction:
         cluster, call it; `turn` counts the reductions of this kind from 0, `turns` are all that
         there will be."""
         values = lanes(values, combine, min(self.tile.threads, WARP))
+        return self.of_warps(values, combine, turn, turns)
+
+    @cute.jit
+    def of_warps(
+        self,
+        values: Values,
+        combine: cutlass.Constexpr[Combine],
+        turn: Int32 | int = 0,
+        turns: Int32 | int = 1,
+    ) -> Values:
+        """The same of values that all lanes of a warp, or of a row within it, have alike."""
         if cutlass.const_expr(self.words is None):
             return values
         slot = turn % SLOTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 if TYPE_CHECKING:
     from cutex.device.row.tile import RowTile
+    from cutex.kernels.row.norm import Norm, NormConfig
 
 GROUPS = 3  # CTAs of an SM that have room for rows on their way
 MOST_GROUPS = 8
@@ -76,8 +78,7 @@ def _plan(
     """A forward pass; if it `saves`, with the results of the operator, else with those of the
     functions."""
     from cutex.kernels.row import choose
-    from cutex.kernels.row.norm import Norm, NormConfig
-    from cutex.kernels.row.norm_staged import NormStaged, is_staged
+    from cutex.kernels.row.norm import NormConfig
 
     eps, centred, saves = options
     arch = arch_of(x.device, "cutex.layer_norm" if centred else "cutex.rms_norm")
@@ -101,12 +102,27 @@ def _plan(
     config = NormConfig(
         tile, centred, residual is not None, name_of(weight), name_of(bias), saves=saves
     )
-    kernel = NormStaged if is_staged(config, x.element_size()) else Norm, config, arch
+    kernel = *kernel_of(config, x.shape[-1], x.element_size()), arch
     if saves:
         returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
     else:
         returns = ("y",) if residual is None else ("y", "summed")
     return launch.run(kernel, ("x", "y", *config.optional), (eps,), returns)
+
+
+def kernel_of(config: NormConfig, n: int, element_bytes: int) -> tuple[type[Norm], NormConfig]:
+    """The kind of kernel for a norm of rows of `n` elements, and its config."""
+    from cutex.kernels.row import choose
+    from cutex.kernels.row.norm import Norm
+    from cutex.kernels.row.norm_by_element import ByElementConfig, NormByElement
+    from cutex.kernels.row.norm_staged import NormStaged, is_staged
+
+    found = choose.by_element(n, config.tile, config.centred) if config.is_plain else None
+    if found:
+        tile, elements, turns = found
+        given = vars(replace(config, tile=tile))
+        return NormByElement, ByElementConfig(**given, elements=elements, turns=turns)
+    return NormStaged if is_staged(config, element_bytes) else Norm, config
 
 
 def _nothing(

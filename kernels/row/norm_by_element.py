@@ -1,0 +1,206 @@
+"""Norms of rows that begin anywhere, in columns that go round the threads element by element.
+
+Rows come and go by whole vectors of memory, through smem. There thread t of T has the columns t,
+t + T, t + 2T and so on, whose weights neighbouring lanes load beside each other wherever the row
+begins; by vectors of memory each weight would be cut out of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.device.row.columns import Columns
+from cutex.device.row.reduction import RowReduction, add, lanes
+from cutex.device.row.tile import VECTOR_BYTES, WARP
+from cutex.kernels.row.kernel import ThisRow, reductions
+from cutex.kernels.row.norm import Norm, NormConfig, Normed, merged
+
+
+@dataclass(frozen=True)
+class ByElementConfig(NormConfig):
+    """A norm of rows of more than (elements - 1) * threads and at most elements * threads columns.
+
+    elements: the columns of a thread, the last of which may lie behind the row. turns: the rows
+    that a thread has one after the other; their weights are loaded once.
+    """
+
+    elements: int = 1
+    turns: int = 1
+
+    @property
+    def meets_once(self) -> bool:
+        return self.centred
+
+
+class NormByElement(Norm):
+    """The norm of rows that begin anywhere, without a residual. All rows of a CTA are on their way
+    to smem (cp.async) before the first is looked at; the norm takes the place of the row there."""
+
+    title = "norm_by_element"
+
+    def __init__(self, config: ByElementConfig) -> None:
+        super().__init__(config)
+        tile = config.tile
+        if config.residual or config.out or tile.aligned or tile.ctas > 1:
+            raise ValueError("rows by the element are plain, begin anywhere and have one CTA")
+        if tile.threads < WARP or (tile.rows > 1 and tile.threads > WARP):
+            raise ValueError("rows by the element have a warp, or the whole CTA")
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
+        c, tile = self.config, self.tile
+        optional = dict(zip(c.optional, rest[:-2], strict=True))
+        eps, stream = rest[-2:]
+        blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows * c.turns)
+        self.kernel(mX, mY, optional, eps).launch(
+            grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32
+    ) -> None:
+        c, tile = self.config, self.tile
+        sums = reductions(tile, *c.reduced, repeated=True)[0]
+        slot = tile.threads * tile.vectors * tile.width
+        shape = cute.make_layout((slot, tile.rows, c.turns))
+        words = SmemAllocator().allocate_tensor(mX.element_type, shape, VECTOR_BYTES)
+        own = cute.arch.thread_idx()[0] // tile.threads
+        for turn in cutlass.range_constexpr(c.turns):
+            this = self.row(mX, turn)
+            self.fetch(this, Columns.of(tile, this(mX)), mX, words[None, own, turn])
+        held = {n: self.by_element(optional[n]) for n in c.vectors} if c.turns > 1 else {}
+        cute.arch.cp_async_wait_group(0)
+        self.meet()
+        for turn in cutlass.range(c.turns, unroll=1):
+            this = self.row(mX, turn)
+            columns = Columns.of(tile, this(mX))
+            sX = words[None, own, turn]  # (columns of a slot)
+            shift = Int32(cute.arch.thread_idx()[0] % tile.threads * tile.width) - columns.first
+            self.norm(this, columns, sX, shift, sums, turn, optional, held, eps)
+            self.meet()
+            if this.exists:
+                self.store(columns, sX, this(mY))
+
+    def row(self, mX: cute.Tensor, turn: Int32 | int) -> ThisRow:
+        c, tile = self.config, self.tile
+        row = (cute.arch.block_idx()[0] * c.turns + turn) * tile.rows
+        row += cute.arch.thread_idx()[0] // tile.threads
+        return ThisRow(Int32(row), cute.size(mX, mode=[0]))
+
+    @cute.jit
+    def meet(self) -> None:
+        """Wait until the threads of the row are here."""
+        if cutlass.const_expr(self.tile.threads == WARP):
+            cute.arch.sync_warp()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def fetch(self, this: ThisRow, columns: Columns, mX: cute.Tensor, sX: cute.Tensor) -> None:
+        """Send this thread's vectors of the row to sX; those at its ends whole, too, where it lies
+        between others, else by the element."""
+        tile, gX = self.tile, this(mX)
+        between = this.is_between(mX, tile.width)
+        bits = tile.width * gX.element_type.width
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), gX.element_type, num_bits_per_copy=bits)
+        for i in cutlass.range_constexpr(tile.vectors):
+            slot, first = self.vector(sX, i), columns.first + i * columns.step
+            if columns.has(i) | (between & columns.overlaps(i)):
+                cute.copy(atom, columns.vector(gX, i), slot)
+            elif columns.is_end(i):
+                for j in range(slot.shape[0]):
+                    if columns.holds(first + j):
+                        slot[j] = gX[first + j]
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def store(self, columns: Columns, sY: cute.Tensor, gY: cute.Tensor) -> None:
+        """Write this thread's vectors of the row that sY has."""
+        rY = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), gY.element_type)
+        for i in cutlass.range_constexpr(self.tile.vectors):
+            slot = self.vector(sY, i)
+            if columns.overlaps(i):
+                cute.autovec_copy(slot, rY[None, i])
+        columns.store(rY, gY)
+
+    def vector(self, sX: cute.Tensor, i: int) -> cute.Tensor:
+        """This thread's vector i of a slot."""
+        tile = self.tile
+        number = cute.arch.thread_idx()[0] % tile.threads + i * tile.threads
+        return cute.local_tile(sX, (tile.width,), (number,))
+
+    def column(self, e: int) -> Int32:
+        return Int32(cute.arch.thread_idx()[0] % self.tile.threads + e * self.tile.threads)
+
+    def has(self, e: int, n: Int32) -> Boolean:
+        """Whether the row has this thread's column e."""
+        return Boolean(True) if e < self.config.elements - 1 else self.column(e) < n
+
+    @cute.jit
+    def by_element(self, mW: cute.Tensor) -> Any:
+        """The elements of mW (N) in this thread's columns, in fp32."""
+        rW = cute.make_rmem_tensor(self.config.elements, mW.element_type)
+        for e in cutlass.range_constexpr(self.config.elements):
+            column = self.column(e)
+            if self.has(e, cute.size(mW)):
+                rW[e] = mW[column]
+        return rW.load().to(Float32)
+
+    @cute.jit
+    def norm(
+        self, this: ThisRow, columns: Columns, sX: cute.Tensor, shift: Int32, sums: RowReduction,
+        turn: Int32, optional: dict[str, cute.Tensor], held: dict[str, Any], eps: Float32,
+    ) -> None:  # fmt: skip
+        """The norm in the place of the row, which begins at sX[shift]."""
+        c, n = self.config, columns.n
+        rX = cute.make_rmem_tensor(c.elements, sX.element_type)
+        rX.fill(0)
+        for e in cutlass.range_constexpr(c.elements):
+            at = shift + self.column(e)
+            if self.has(e, n):
+                rX[e] = sX[at]
+        x = rX.load().to(Float32)
+        mean, squares = self.moments_of(x, n, sums, turn)
+        rstd = cute.math.rsqrt(squares / Float32(n) + eps)
+        y = (x - mean if c.centred else x) * rstd
+        if cutlass.const_expr(c.weight):
+            y = y * (held["weight"] if c.turns > 1 else self.by_element(optional["weight"]))
+        if cutlass.const_expr(c.bias):
+            y = y + (held["bias"] if c.turns > 1 else self.by_element(optional["bias"]))
+        rX.store(y.to(sX.element_type))
+        for e in cutlass.range_constexpr(c.elements):
+            at = shift + self.column(e)
+            if self.has(e, n):
+                sX[at] = rX[e]
+        if this.exists:
+            self.store_rest(Normed(this, columns, None, None, mean, rstd), optional)
+
+    def moments_of(self, x: Any, n: Int32, sums: RowReduction, turn: Int32) -> tuple[Any, Any]:
+        """The mean of the row of which this thread has x (E), 0 behind its end, and the sum of
+        squares of the differences from it; an RMS norm's mean is 0. Within a warp the mean comes
+        first, then the squares; warps meet once, with both."""
+        c, last = self.config, self.config.elements - 1
+
+        def of_warp(values: Any) -> Float32:
+            own = values.reduce(cute.ReductionOp.ADD, Float32(0), 0)
+            return lanes((own,), add, WARP)[0]
+
+        if not c.centred:
+            return Float32(0), sums.of_warps((of_warp(x * x),), add, turn, c.turns)[0]
+        # of this warp's last columns as many as the row has
+        begun = n - (self.column(last) - cute.arch.lane_idx())
+        count = Float32(last * WARP + cutlass.min(cutlass.max(begun, 0), WARP))
+        mean = of_warp(x) / cute.arch.fmax(count, Float32(1))
+        apart = cute.make_rmem_tensor(c.elements, Float32)
+        apart.store(x - mean)
+        apart[last] = cutlass.select_(self.has(last, n), apart[last], Float32(0))
+        d = apart.load()
+        _, mean, squares = sums.of_warps((count, mean, of_warp(d * d)), merged, turn, c.turns)
+        return mean, squares
