@@ -81,7 +81,7 @@ def test_a_step_of_k_left_out_is_off_by_more_than_the_tolerance(
     assert "is off by" in (problem.run("cpu", without_the_last_step) or "")
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 def test_the_order_of_events_does_not_matter(order: str) -> None:
     """Few CTAs, many tiles, a batch, ping-pong, a cluster, and B shared by parts of K."""

@@ -461,7 +461,7 @@ def bias_alone(bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return cutex.matmul(a, b, bias=bias, out_dtype=torch.float32, amax=amax, **options)[0], amax
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("name", "of_minus_inf"), [("relu", 0.0), ("gelu", 0.0), ("gelu_tanh", nan), ("silu", nan)]
 )

@@ -188,6 +188,7 @@ def test_packing_has_a_reverse(of: W4Format, n: int, k: int) -> None:
     assert zeros is None or torch.equal(found[2].int(), zeros.int())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [bf16, fp16])
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
 def test_fp4_is_packed_without_a_rounding(kind: str, dtype: torch.dtype) -> None:

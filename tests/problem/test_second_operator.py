@@ -250,7 +250,7 @@ def rowsum(monkeypatch) -> type[Problem]:
     return problem_class("rowsum")
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", KNOWN)
 def test_two_launches_run_and_are_checked_on_any_arch(rowsum, name, capsys, tmp_path):
     for dtype in rowsum.dtypes:

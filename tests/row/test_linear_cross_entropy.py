@@ -132,6 +132,7 @@ def test_a_target_that_is_no_class_gives_nan(device):
     assert x.grad.isnan().all(1).tolist() == [True, False, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_kept_is_gone_through_twice(device):
     x, w, target = problem(device, 5, 40, 16, torch.bfloat16)
     loss = cutex.linear_cross_entropy(x, w, target)

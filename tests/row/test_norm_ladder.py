@@ -48,6 +48,7 @@ def test_it_runs_on_any_arch(arch):
     run(stage, NormProblem(2, 1002, "fp16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order, seed", [("random", 1), ("starved", 0), ("peer-late", 0)])
 def test_ctas_that_share_a_row_meet_in_every_order(order, seed):
     problem = NormProblem(2, 9001, "bf16")

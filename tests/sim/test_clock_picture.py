@@ -69,6 +69,7 @@ def test_ping_pong_puts_stores_under_mmas():
     assert share("sm_90a", 8, "TMA out", "tensor core") > 0.9
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("arch, number", [("sm_90a", 0), ("sm_100a", 0), ("sm_100a", 6)])
 def test_a_warp_does_one_thing_at_a_time(arch, number):
     """Stage 0 has several CTAs on an SM, of which the picture shows one."""

@@ -222,7 +222,7 @@ def test_bulk_stores_are_watched() -> None:
         run(body, block=1, smem=16)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("arch, number", [("sm_90a", 5), ("sm_100a", 4)])
 def test_tiles_stored_over_each_other_are_found(arch: str, number: int, order: str) -> None:
