@@ -198,13 +198,14 @@ def test_a_group_is_overdue_while_an_older_one_than_allowed_is_in_flight():
         made.append(groups.joined(thread))
         groups.commit(thread)
     groups.commit(thread)  # an empty one
-    assert groups.overdue(thread, 3, True) and groups.overdue(thread, 0, True)
+    assert groups.overdue(0, [5, 0], 3, True) == 0 and groups.overdue(0, [0], 0, True) == 0
+    assert groups.overdue(0, [5], 0, True) is None  # a lane that has stored nothing
     made[2].finished()
     made[1].finished()
-    assert groups.overdue(thread, 3, True)  # the oldest of four is not done
-    assert not groups.overdue(thread, 4, True)
+    assert groups.overdue(0, [0], 3, True) == 0  # the oldest of four is not done
+    assert groups.overdue(0, [0], 4, True) is None
     made[0].finished()
-    assert not groups.overdue(thread, 0, True)
+    assert groups.overdue(0, [0], 0, True) is None
 
 
 def three_stores(wait: str, overwrite: int) -> str:

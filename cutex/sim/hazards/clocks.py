@@ -23,6 +23,7 @@ in that barrier's slot: the number of its phases, acquired by the warps whose wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,12 +95,13 @@ class Clocks(Observer):
         """Include the agent's first ``count`` operations in ``given``: those of a commit."""
         given[[0, 2, 3, 4], slot] = np.maximum(given[[0, 2, 3, 4], slot], count)
 
-    def waited(self, warp: int, kind: Kind, number: int) -> None:
-        """Order ``warp`` after its operations of a kind."""
-        slot = self.agent(kind, warp)
-        self.learn(warp, slot, number)
-        if kind is Kind.COPY:
-            self.ordered[warp, slot] = max(self.ordered[warp, slot], number)
+    def waited(self, warps: Sequence[int], kind: Kind, numbers: Sequence[int]) -> None:
+        """Order each warp after its operations of a kind."""
+        for warp, number in zip(warps, numbers, strict=True):
+            slot = self.agent(kind, warp)
+            self.learn(warp, slot, number)
+            if kind is Kind.COPY:
+                self.ordered[warp, slot] = max(self.ordered[warp, slot], number)
 
     def waited_writes(self, warp: int, number: int) -> None:
         """Order it after what its bulk stores have written."""

@@ -11,6 +11,7 @@ does with an ordinary access, as where a counter is set to zero, counted up and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -165,9 +166,10 @@ class SmemShadow(Observer):
         self.reads.set(where, slot, count, part)
         self._keep(self.reads.slot[where] != slot, where, slot, count)  # several in one batch
 
-    def waited(self, warp: int, kind: Kind, number: int) -> None:
+    def waited(self, warps: Sequence[int], kind: Kind, numbers: Sequence[int]) -> None:
         if kind is Kind.COPY:
-            self.copies_known[warp] = self.clocks.now(warp)
+            for warp in warps:
+                self.copies_known[warp] = self.clocks.now(warp)
 
     def _check_copied(
         self, warps: np.ndarray, lanes: np.ndarray, at: tuple[np.ndarray, np.ndarray],

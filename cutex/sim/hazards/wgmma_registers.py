@@ -9,6 +9,7 @@ the copy is in flight as well (see ptx/renames).
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,51 +54,73 @@ class _Warp:
     sources: dict[Registers, _Unwaited] = field(default_factory=dict)  # A
     names: dict[int, _Unwaited] = field(default_factory=dict)  # copies of accumulators by mov
 
+    def forget(self, number: int) -> bool:
+        """Forget what the warp's first groups, of which it has waited for this many, use; return
+        whether that is anything.
+        """
+        held = *self.results.values(), *self.sources.values(), *self.names.values()
+        if all(u.group > number for u in held):
+            return False
+        self.results = {r: u for r, u in self.results.items() if u.group > number}
+        self.sources = {r: u for r, u in self.sources.items() if u.group > number}
+        self.names = {to: u for to, u in self.names.items() if u.group > number}
+        return True
+
 
 class WgmmaRegisters(Observer):
     """The registers that wgmmas of the resident warps use."""
 
     def __init__(self, machine: Machine) -> None:
         self.m = machine
-        shape = machine.grid.num_warps, machine.program.registers.get(32, 0)
-        self.at_once = np.zeros(machine.grid.num_warps, bool)  # fenced at least once
-        # accesses by other instructions since the last wgmma.fence: CHANGED, or SEEN (read, or mov)
-        self.touched = np.zeros(shape, np.uint8)
-        self.held = np.zeros(shape, bool)  # by wgmmas that the warp has not waited for
+        num_warps, self.steps = machine.grid.num_warps, _steps(machine.program)
+        self.numbers = {pc: number for number, pc in enumerate(self.steps)}
+        self.at_once = np.zeros(num_warps, bool)  # fenced at least once
+        # the steps executed since the last wgmma.fence, and whether there are any
+        self.ran = np.zeros((num_warps, len(self.steps)), bool)
+        self.unfenced = np.zeros(num_warps, bool)
+        # by registers of a wgmma: how each step accesses them
+        self.marks: dict[tuple[Registers, Registers | None], np.ndarray] = {}
+        # by wgmmas that the warp has not waited for
+        self.held = np.zeros((num_warps, machine.program.registers.get(32, 0)), bool)
+        self.waits = np.zeros(num_warps, bool)  # whether the warp has to wait for any
         self.warps: dict[int, _Warp] = defaultdict(_Warp)
-        self.steps = _steps(machine.program)
 
     def wgmma_executes(self, warps: np.ndarray, use: RegisterUse, ins: Instruction) -> None:
-        at = warps[:, None], use.all
-        self.held[at] = True
-        fenced = bool(self.at_once[warps].all()) and not self.touched[at].any()
+        fenced = bool(self.at_once[warps].all()) and not self.unfenced[warps].any()
+        fresh = []
         for warp, group in zip(warps.tolist(), use.groups, strict=True):
-            if self.warps[warp].names:
+            mine, unwaited = self.warps[warp], _Unwaited(group, ins)
+            if mine.names:
                 self._check_names(warp, set(use.all.tolist()), set(), ins)
             if not fenced:
-                self._check_fence(warp, use.all, ins)
-            unwaited, mine = _Unwaited(group, ins), self.warps[warp]
+                self._check_fence(warp, use, ins)
+            if use.results not in mine.results or use.sources is not None:
+                fresh.append(warp)  # NOTE: the others' registers are held already
             mine.results[use.results] = unwaited
             if use.sources is not None:
                 mine.sources[use.sources] = unwaited
+        if fresh:
+            self.held[np.array(fresh)[:, None], use.all] = True
+            self.waits[fresh] = True
 
-    def waited(self, warp: int, kind: Kind, number: int) -> None:
-        """It has, for its first groups."""
-        if kind is not Kind.TENSOR or warp not in self.warps:
+    def waited(self, warps: Sequence[int], kind: Kind, numbers: Sequence[int]) -> None:
+        """They have, each for its first groups."""
+        if kind is not Kind.TENSOR:
             return
-        mine = self.warps[warp]
-        for unwaited in (mine.results, mine.sources):
-            for registers in [r for r, u in unwaited.items() if u.group <= number]:
-                del unwaited[registers]
-        self.held[warp] = False
-        mine.names = {to: u for to, u in mine.names.items() if u.group > number}
-        for registers in (*mine.results, *mine.sources):
-            self.held[warp, registers.array] = True
-        self.held[warp, list(mine.names)] = True
+        for warp, number in zip(warps, numbers, strict=True):
+            mine = self.warps.get(warp)
+            if mine is not None and mine.forget(number):
+                self.held[warp] = False
+                for registers in (*mine.results, *mine.sources):
+                    self.held[warp, registers.array] = True
+                self.held[warp, list(mine.names)] = True
+                self.waits[warp] = bool(mine.results or mine.sources or mine.names)
 
     def wgmma_fenced(self, warps: np.ndarray) -> None:
-        self.touched[warps] = 0
         self.at_once[warps] = True
+        if self.unfenced[warps].any():
+            self.ran[warps] = False
+            self.unfenced[warps] = False
 
     def watched_places(self) -> set[int]:
         return set(self.steps)
@@ -109,9 +132,13 @@ class WgmmaRegisters(Observer):
         if pc not in self.steps:
             return
         read, written, marks, copies = self.steps[pc]
-        for register, mark in marks:  # NOTE: few; one at a time is faster than indexing by arrays
-            self.touched[b.sel, register] = np.maximum(self.touched[b.sel, register], mark)
+        if marks:
+            self.ran[b.sel, self.numbers[pc]] = True
+            self.unfenced[b.sel] = True
         registers = [*read, *written]
+        if not self.waits[b.sel].any():
+            return
+        # NOTE: few; one at a time is faster than indexing by arrays
         if not any(self.held[b.sel, register].any() for register in registers):
             return
         for warp in b.idx[self.held[b.idx[:, None], registers].any(1)].tolist():
@@ -128,7 +155,7 @@ class WgmmaRegisters(Observer):
         if found is None:
             return False
         mine.names[to] = found
-        self.held[warp, to] = True
+        self.held[warp, to] = self.waits[warp] = True
         return True
 
     def _check_names(self, warp: int, read: set[int], written: set[int], ins: Instruction) -> None:
@@ -164,7 +191,7 @@ class WgmmaRegisters(Observer):
                     ins,
                 )
 
-    def _check_fence(self, warp: int, registers: np.ndarray, ins: Instruction) -> None:
+    def _check_fence(self, warp: int, use: RegisterUse, ins: Instruction) -> None:
         """Report wgmma registers whose ordinary accesses are not followed by a wgmma.fence
         (9.7.15.7.1).
 
@@ -172,17 +199,28 @@ class WgmmaRegisters(Observer):
         end: such movs follow the fence of NVIDIA's persistent GEMM of Hopper. And its GEMM of fp8
         with two accumulators reads one, then has wgmma overwrite it, with no fence in between.
         """
-        touched = self.touched[warp, registers]
-        if self.at_once[warp] and not touched.any():
+        how = self._accessed(warp, use)
+        if self.at_once[warp] and not how:
             return
         why = "its first wgmma comes without a wgmma.fence before it"
-        if touched.any():
+        if how:
             why = (
                 "its wgmma accesses a register that the warp has accessed since its last "
                 "wgmma.fence"
             )
-        seen = bool(self.at_once[warp]) and int(touched.max()) == SEEN
+        seen = bool(self.at_once[warp]) and how == SEEN
         self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins, advisory=seen)
+
+    def _accessed(self, warp: int, use: RegisterUse) -> int:
+        """How the warp has accessed a wgmma's registers since its last fence: 0, SEEN or
+        CHANGED.
+        """
+        marks = self.marks.get((use.results, use.sources))
+        if marks is None:
+            of = set(use.all.tolist())
+            most = [max((m for r, m in s.marks if r in of), default=0) for s in self.steps.values()]
+            marks = self.marks[use.results, use.sources] = np.array(most, np.uint8)
+        return int((marks * self.ran[warp]).max(initial=0))
 
 
 @once

@@ -285,15 +285,17 @@ def _wait_group(d: Decoder) -> Execute:
     def execute(b: Batch) -> np.ndarray | None:
         out, warps = np.zeros(b.n, np.int8), b.idx.tolist()
         busy = m.bulk_groups.busy()
+        lanes: dict[int, list[int]] = {}
         for row, lane in active_lanes(b) if busy else ():
-            thread = (warps[row], lane)
-            if thread not in busy or out[row]:
-                continue
-            if m.bulk_groups.overdue(thread, allowed, written):
+            if (warps[row], lane) in busy:
+                lanes.setdefault(row, []).append(lane)
+        for row, of in lanes.items():
+            late = m.bulk_groups.overdue(warps[row], of, allowed, written)
+            if late is not None:
                 out[row] = RETRY
+                key = "bulk", warps[row], late
                 m.sleep(
-                    thread[0],
-                    Wait("bulk group", ("bulk", *thread), ins, lambda: "waits for its bulk stores"),
+                    warps[row], Wait("bulk group", key, ins, lambda: "waits for its bulk stores")
                 )
         return out if out.any() else None
 

@@ -66,6 +66,8 @@ def wait(d: Decoder) -> Execute:
         require_whole_warp(d, b)
         out = np.zeros(b.n, np.int8)
         warps = b.idx.tolist()
+        passed: list[int] = []
+        counts: list[int] = []
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = warps[row]
             state = m.warpgroups.state(warp)
@@ -79,7 +81,10 @@ def wait(d: Decoder) -> Execute:
                     Wait("wgmma group", ("wgmma", warp), ins, lambda: "waits for its wgmma groups"),
                 )
             else:
-                m.events.waited(warp, Kind.TENSOR, state.commits - n)
+                passed.append(warp)
+                counts.append(state.commits - n)
+        if passed:
+            m.events.waited(passed, Kind.TENSOR, counts)
         return out if out.any() else None
 
     return execute

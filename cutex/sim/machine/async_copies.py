@@ -101,7 +101,7 @@ class AsyncCopies:
         if not all(c.op.done for c in older):
             return True
         if older:
-            self.m.events.waited(warp, Kind.COPY, older[-1].op.number)
+            self.m.events.waited([warp], Kind.COPY, [older[-1].op.number])
             self.unwaited[warp] = [c for c in copies if c not in older]
         return False
 

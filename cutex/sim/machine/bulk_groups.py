@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from cutex.sim.machine.events import Storing
@@ -79,23 +80,29 @@ class BulkGroups:
         both = *self.committed.items(), *self.unwritten.items()
         return {thread for thread, groups in both if groups}
 
-    def overdue(self, thread: Thread, allowed: int, written: bool) -> bool:
-        """Whether a group older than the ``allowed`` most recent ones is still in flight. If none
-        is, the thread is ordered after their reads of shared memory and, if ``written``, after
-        their writes to global memory.
+    def overdue(self, warp: int, lanes: Iterable[int], allowed: int, written: bool) -> int | None:
+        """The first of a warp's ``lanes`` of which a group older than the ``allowed`` most recent
+        ones is still in flight. Before it, and if there is none, the warp is ordered after their
+        reads of shared memory and, if ``written``, after their writes to global memory.
         """
-        if self.idle(thread):
-            return False
-        groups = self.committed.setdefault(thread, [])
-        older = groups[: max(0, len(groups) - allowed)]
-        if any(g.in_flight for g in older):
-            return True
-        events, warp = self.m.events, thread[0]
-        if written and (unwritten := self.unwritten.get(thread)):
-            known = unwritten[: max(0, len(unwritten) - allowed)]
-            events.waited_writes(warp, max(known, default=0))
-            del unwritten[: len(known)]
-        if older:
-            events.waited(warp, Kind.BULK, max(g.last for g in older))
-            del groups[: len(older)]
-        return False
+        read = wrote = 0  # the last operation
+        late = None
+        for lane in lanes:
+            groups = self.committed.get((warp, lane), [])
+            older = groups[: max(0, len(groups) - allowed)]
+            if any(g.in_flight for g in older):
+                late = lane
+                break
+            unwritten = self.unwritten.get((warp, lane)) if written else None
+            if unwritten:
+                known = unwritten[: max(0, len(unwritten) - allowed)]
+                wrote = max([wrote, *known])
+                del unwritten[: len(known)]
+            if older:
+                read = max(read, max(g.last for g in older))
+                del groups[: len(older)]
+        if wrote:
+            self.m.events.waited_writes(warp, wrote)
+        if read:
+            self.m.events.waited([warp], Kind.BULK, [read])
+        return late

@@ -113,8 +113,8 @@ class Observer:
     def completing(self, op: Operation) -> None:
         """It takes effect now."""
 
-    def waited(self, warp: int, kind: Kind, number: int) -> None:
-        """The warp has waited for its operations of this kind up to ``number``; groups, of
+    def waited(self, warps: Sequence[int], kind: Kind, numbers: Sequence[int]) -> None:
+        """Warps have waited for their operations of this kind, each up to a number; groups, of
         wgmma.
         """
 
