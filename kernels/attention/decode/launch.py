@@ -14,8 +14,8 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import slots_layout
 from cutex.device.pipeline import Barrier, Ring
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
-from cutex.kernels.attention.decode.combine import Combine
 from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.out import Combine
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 
 

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from cutlass import Float32, Int32, cute
 
-from cutex.kernels.attention.decode.combine import Combine
-from cutex.kernels.attention.decode.out import Out
+from cutex.kernels.attention.decode.out import Combine, Out
 from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import Passed, Sizes
 from cutex.kernels.attention.mla.signature import blocks_of_rows

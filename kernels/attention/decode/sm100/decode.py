@@ -20,8 +20,8 @@ from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.pipeline import Warps, publish_barriers
-from cutex.kernels.attention.decode.combine import Combine, out_of
 from cutex.kernels.attention.decode.launch import Append, kv_slots, launch, ring
+from cutex.kernels.attention.decode.out import Combine, out_of
 from cutex.kernels.attention.decode.shared import Load, Shared
 from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.decode.sm100.config import ROWS, Sm100DecodeConfig

@@ -28,7 +28,7 @@ from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_cluster
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
-from cutex.kernels.attention.decode.combine import Parts
+from cutex.kernels.attention.decode.out import Parts
 from cutex.kernels.attention.decode.signature import ALL_ROWS, Passed, Sizes
 from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS

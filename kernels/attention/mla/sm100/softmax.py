@@ -29,8 +29,7 @@ from cutex.device.attention.tmem_rows import (
     scaled_part,
 )
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.decode.combine import Parts
-from cutex.kernels.attention.decode.out import Out
+from cutex.kernels.attention.decode.out import Out, Parts
 from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.sm100.config import CTA_ROWS, CTAS, DIMS, KEYS_OF_CTA

@@ -29,7 +29,7 @@ from cutex.device.atoms.tma import load_operand
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
-from cutex.kernels.attention.decode.combine import Parts
+from cutex.kernels.attention.decode.out import Parts
 from cutex.kernels.attention.decode.signature import ALL_ROWS, Passed, Sizes
 from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
 from cutex.kernels.attention.mla.signature import arguments, passed_of, rows_of_q, sizes_of

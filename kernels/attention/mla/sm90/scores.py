@@ -20,8 +20,7 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import over_quad, row_max, rows_of, threshold_of
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.decode.combine import Parts
-from cutex.kernels.attention.decode.out import Out
+from cutex.kernels.attention.decode.out import Out, Parts
 from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS

@@ -17,8 +17,7 @@ from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct
 from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.softmax import rows_of
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.decode.combine import Parts
-from cutex.kernels.attention.decode.out import Out
+from cutex.kernels.attention.decode.out import Out, Parts
 from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.config import CHUNK, HEAD_DIM, HEAD_DIM_V

@@ -27,8 +27,12 @@ from cutex.kernels.gemm.grouped.sm100.kernel import GroupedKernel
 from cutex.kernels.gemm.grouped.sm100.rows import GroupStore
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand
 from cutex.kernels.gemm.scaled.sm100.general import Scaled, Warp
-from cutex.kernels.gemm.scaled.sm100.operands import ScaledLoads, ScaledOperands, load_elements
-from cutex.kernels.gemm.scaled.sm100.roles import ScaledMma
+from cutex.kernels.gemm.scaled.sm100.roles import (
+    ScaledLoads,
+    ScaledMma,
+    ScaledOperands,
+    load_elements,
+)
 from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig, unpacked
 from cutex.kernels.gemm.signature import modes, tile_counts
 from cutex.kernels.gemm.sm100.general import store_slots

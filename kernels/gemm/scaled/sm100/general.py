@@ -39,8 +39,7 @@ from cutex.device.pipeline import AccRing, PairRing, Ring, is_leader, publish_ba
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.scaled.sm100.epilogue import StoreOverlapped
-from cutex.kernels.gemm.scaled.sm100.operands import ScaledOperands, load_elements
-from cutex.kernels.gemm.scaled.sm100.roles import ScaledMma
+from cutex.kernels.gemm.scaled.sm100.roles import ScaledMma, ScaledOperands, load_elements
 from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig, unpacked
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
 from cutex.kernels.gemm.sm100.epilogue import SplitK, StoreTiles

@@ -1,25 +1,26 @@
 """The GEMM with an unaligned first operand on Hopper: out = ops(A @ B), A (M, K) with M contiguous.
 
 The roles are the general GEMM's (kernels/gemm/sm90), with other loads of A (operand.py), and an MMA
-role that reads A into registers (mma.py); schedulers, clusters, split K, and epilogues are as they
+role that reads A into registers; schedulers, clusters, split K, and epilogues are as they
 are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
-from cutex.device.atoms.multicast import AbOperands
+from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.atoms.wgmma import WgmmaProduct
-from cutex.device.pipeline import Barrier
+from cutex.device.pipeline import Barrier, PipelineState
 from cutex.kernels.gemm.signature import GeneralConfig, modes
 from cutex.kernels.gemm.sm90.general import Barriers, General
 from cutex.kernels.gemm.sm90.mma import Exchange, MmaRole
@@ -28,17 +29,52 @@ from cutex.kernels.gemm.sm90.register_operand import (
     RegisterSplitK,
     RegisterStreamK,
     register_product,
+    release_before,
+    zero,
 )
-from cutex.kernels.gemm.unaligned.config import UnalignedConfig
-from cutex.kernels.gemm.unaligned.sm90.mma import KTiles
+from cutex.kernels.gemm.unaligned.config import TILE_K, UnalignedConfig
 from cutex.kernels.gemm.unaligned.sm90.operand import (
     Folded,
+    Rows,
     UnalignedOperands,
     allocate,
     folded,
     rows_of,
 )
 from cutex.schedulers.stream_k import StreamedTiles
+
+
+@cute.jit
+def multiplied(
+    mma: WgmmaProduct, ab: SharedRing, take: PipelineState, rows: Rows, count: Int32
+) -> PipelineState:
+    """mma.acc = A @ B^T over `count` K tiles from slot `take` on; return the state after. All slots
+    are released."""
+    mma.acc.fill(zero())
+    tCrA = mma.mma.a_registers(TILE_K)
+    for block in cutlass.range(count, unroll=1):
+        ab.wait_full(take)
+        raw = rows.read(take.slot)
+        warpgroup.wait_group(0)  # the wgmmas before have read their operand A
+        release_before(ab, take, block > 0)
+        rows.ordered(raw, tCrA)
+        mma.of(tCrA).issue(take.slot, accumulate=True)
+        take.advance()
+    warpgroup.wait_group(0)
+    release_before(ab, take, count > 0)
+    return take
+
+
+@dataclass(frozen=True)
+class KTiles:
+    """The mainloop: K tiles of A, from registers, by B."""
+
+    rows: Rows
+
+    def run(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
+    ) -> PipelineState:
+        return multiplied(mma, ab, take, self.rows, count)
 
 
 class Unaligned:
