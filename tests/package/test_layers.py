@@ -325,8 +325,7 @@ FILES_READ = {
     "attention.decode.sm90.decode attention.decode.sm100.decode",
     SOME: "attention.mla.sm90.mla attention.mla.sm100.mla gemm.scaled.fp8.sm90.kernel "
     "gemm.scaled.sm100.general gemm.unaligned.sm90.kernel",
-    MANY: "gemm.w4.sm90.kernel "
-    "attention.backward.sm90.backward attention.backward.sm100.backward",
+    MANY: "gemm.w4.sm90.kernel attention.backward.sm90.backward attention.backward.sm100.backward",
 }
 
 
