@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -217,8 +217,10 @@ class _Recorder(Observer):
         self.since[warp], self.fences[warp] = set(), set()
         self.pending[warp].append(self.groups[warp] + 1)
 
-    def waited(self, warp: int, kind: Kind, number: int) -> None:
-        if kind is Kind.TENSOR:
+    def waited(self, warps: Sequence[int], kind: Kind, numbers: Sequence[int]) -> None:
+        if kind is not Kind.TENSOR:
+            return
+        for warp, number in zip(warps, numbers, strict=True):
             self.waits[warp] += 1
             known = self.t.wgmmas[self.t.turn, warp]
             for which, group in enumerate(self.pending[warp]):

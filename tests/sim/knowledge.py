@@ -5,7 +5,7 @@ be as right as its kernel. Nothing of the simulator's checks is used, only the m
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -195,12 +195,13 @@ class Order(Meetings):
             for signal in op.signals:
                 self._arrives(signal, op.warp)
 
-    def waited(self, warp: int, kind: Kind, number: int) -> None:
+    def waited(self, warps: Sequence[int], kind: Kind, numbers: Sequence[int]) -> None:
         if kind is not Kind.TENSOR:
             return
-        for _, place in (g for g in self.groups[warp] if g[0] <= number):
-            self._span(warp, place, False, "wgmma")
-        self.groups[warp] = [g for g in self.groups[warp] if g[0] > number]
+        for warp, number in zip(warps, numbers, strict=True):
+            for _, place in (g for g in self.groups[warp] if g[0] <= number):
+                self._span(warp, place, False, "wgmma")
+            self.groups[warp] = [g for g in self.groups[warp] if g[0] > number]
 
     def mbarrier_made(self, barrier: Any, warp: int, lane: int, again: bool) -> None:
         self._access(warp, barrier.cta, barrier.offset // CHUNK, True, "mbarrier.init")
