@@ -102,6 +102,10 @@ class TmaStores(BoxProbe):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         sX = allocate_slots(SmemAllocator(), mOut.element_type, x.smem_layout)  # (bRows, bK, SLOT)
+        for i in cutlass.range(thread, cute.size(sX), 32, unroll=1):
+            sX[i] = mOut.element_type(0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
         boxes = cute.size(x.tma_tensor, mode=[0]) // c.n
         box, slot = (block * c.count) % boxes, Int32(0)
         start = clock()
