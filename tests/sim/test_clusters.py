@@ -9,6 +9,8 @@ import pytest
 from barriers import CLUSTER_SYNC, START, again, each_order
 from ptx_kernel import Shape, simulate_ptx
 
+from cutex.sim import BarrierMisuse, UnknownInstruction
+
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 def test_every_cta_writes_into_its_neighbours_shared_memory(execute, cluster):
@@ -183,3 +185,12 @@ def test_a_cluster_has_at_most_16_ctas():
     simulate_ptx("", {}, Shape(grid=16, cluster=16))
     with pytest.raises(ValueError, match="a cluster of 32 CTAs, a GPU takes at most 16"):
         simulate_ptx("", {}, Shape(grid=32, cluster=32))
+
+
+def test_some_lanes_at_the_barrier_of_a_cluster():
+    """.aligned says that all lanes execute it; without that some may, which is not defined here."""
+    shape, lane = Shape(grid=2, cluster=2), "setp.eq.u32 %p0, %lane, 0;"
+    for aligned, error in ((".aligned", BarrierMisuse), ("", UnknownInstruction)):
+        barrier = f"@%p0 barrier.cluster.arrive{aligned}; @%p0 barrier.cluster.wait{aligned};"
+        with pytest.raises(error, match="all lanes must" if aligned else "only whole warps"):
+            simulate_ptx(lane + barrier, {}, shape, assembles=False)

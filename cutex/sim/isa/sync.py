@@ -143,9 +143,11 @@ def barrier_cluster(d: Decoder) -> Execute:
     """
     d.only("cluster", "arrive", "wait", "release", "relaxed", "acquire", "aligned")
     m, ins = d.m, d.ins
-    arrive = "arrive" in d.mods
+    arrive, aligned = "arrive" in d.mods, "aligned" in d.mods
 
     def execute(b: Batch) -> np.ndarray | None:
+        if not aligned and b.mask is not None and (m.live[b.idx] & ~b.mask).any():
+            raise d.unknown("by some lanes of a warp: only whole warps arrive and wait here")
         require_whole_warp(d, b)
         out = np.zeros(b.n, np.int8)
         for row in np.nonzero(b.any_active())[0].tolist():
