@@ -1,4 +1,4 @@
-"""Scalar instructions that the compiler may move: exponentials and logarithms of base 2, tanh.
+"""Scalar instructions that the compiler may move: exponentials, logarithms, roots, tanh.
 
 NOTE: cute.arch.exp2 is marked as having side effects, which pins it where it was written; an online
 softmax is fast only if its exponentials can be scheduled between other instructions.
@@ -33,6 +33,12 @@ def tanh(x: Float32, *, loc=None, ip=None) -> Float32:
 def reciprocal(x: Float32, *, loc=None, ip=None) -> Float32:
     """1/x within 1 ulp, inf for 0 (PTX ISA, rcp)."""
     return _unary("rcp.approx.ftz.f32 $0, $1;", x, loc, ip)
+
+
+@dsl_user_op
+def sqrt(x: Float32, *, loc=None, ip=None) -> Float32:
+    """The square root of x with a relative error of 2^-23 (PTX ISA, sqrt.approx)."""
+    return _unary("sqrt.approx.ftz.f32 $0, $1;", x, loc, ip)
 
 
 def _unary(ptx: str, x: Float32, loc, ip) -> Float32:

@@ -11,7 +11,8 @@ own by more than `room` powers of two: so far that others need not follow soon.
 
 What rounding takes from a peaked row's largest probability, `top`, is most of the error. As much of
 it as O loses along itself is taken from the sum that O is divided by, too. With the maximum as
-reference, as others have it, that probability is 1, and exact.
+reference, as others have it, that probability is 1, and exact. `top` is 0 where nobody has looked
+for it in some block. Only the largest sum of a thread's part of a block, `part`, is known then.
 
 What `finish` says depends on the sums alone, never on V: up to `small` they leave room for values
 of V up to 1e30. Above, up to `most`, the caller looks whether O is finite (`leaves_no_room`). After
@@ -26,12 +27,13 @@ from typing import Any, ClassVar, Self
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
 
-from cutex.device.atoms.scalar import exp2, largest_of, log2, power_below, reciprocal
+from cutex.device.atoms.scalar import exp2, largest_of, log2, power_below, reciprocal, sqrt
 from cutex.device.attention.guarded_softmax import LARGE, GuardedSoftmax
 from cutex.device.attention.softmax import LN2, row_max
 
 LEAST_SEEN = 8  # columns of a thread, in which what scores are like can be seen
 OUTWEIGHS = 0.5  # of a row's sum: the least that counts of one that outweighs others
+ABOUT_ONE = 1.0 + 2.0**-20  # a root and a sum that differ by less are taken for the same
 LEAST_TOP = 2.0**-60  # the largest exponential, below which its square would lose bits
 
 
@@ -41,8 +43,8 @@ class WatchedSoftmax(GuardedSoftmax):
 
     top: Any = None  # (rows) the largest exponential of a row, or of a thread's part of it
     squares: Any = None  # (rows) squares of the sums of a thread's parts of blocks, added up
-    part: Any = None  # (rows) the largest sum of a thread's part of a block that came by `add`
-    best: Any = None  # (rows) the largest score that `guard` has found; 0 if none is positive
+    part: Any = None  # (rows) the largest sum of a thread's part of a block, where `top` is 0
+    best: Any = None  # (rows) the largest score that `guard` has found, or 0, if none is positive
     peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
     raised: Any = None  # (1) whether references rose under exponentials that may be huge
     blocks: Int32 | int = 1  # in which these rows' keys come
@@ -79,7 +81,7 @@ class WatchedSoftmax(GuardedSoftmax):
         part = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
         raised = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
         if best is not None and part is not None and raised is not None:
-            best.fill(0.0)
+            best.fill(-Float32.inf)
             part.fill(0.0)
             raised[0] = Boolean(False)
         tensors = kept.reference, kept.sums, scale_log2, slack, kept.shift
@@ -108,8 +110,14 @@ class WatchedSoftmax(GuardedSoftmax):
 
     @cute.jit
     def next(
-        self, scores: cute.Tensor, factors: cute.Tensor, seen: tuple[Int32, ...] = ()
+        self,
+        scores: cute.Tensor,
+        factors: cute.Tensor,
+        seen: tuple[Int32, ...] = (),
+        late: cutlass.Constexpr[bool] = False,
     ) -> Boolean:
+        """As that of Softmax. `late`: behind blocks that may have come by `add`."""
+        known = [self.top[r] > 0.0 for r in range(self.rows)]
         largest = [row_max(scores, r) for r in range(self.rows)]
         highest = [self.over_row(largest[r], cute.arch.fmax) for r in range(self.rows)]
         rescale = self.raise_references(highest, factors)
@@ -120,6 +128,12 @@ class WatchedSoftmax(GuardedSoftmax):
             self.sums[r] += added[r]
             self.squares[r] += added[r] * added[r]
             self.top[r] = cute.arch.fmax(self.top[r], self._probability(highest[r], r))
+        if cutlass.const_expr(late):
+            for r in cutlass.range_constexpr(self.rows):
+                if rescale:
+                    self.part[r] *= factors[r]
+                self.part[r] = cute.arch.fmax(self.part[r], added[r])
+                self.top[r] = self.top[r] if known[r] else Float32(0.0)
         self.look(largest, added, seen)
         return rescale
 
@@ -132,8 +146,9 @@ class WatchedSoftmax(GuardedSoftmax):
         low: cutlass.Constexpr[bool] = False,
     ) -> Boolean:
         """`add` after references were raised, if the block exceeds one by more than `room` powers
-        of two, and `look` at it if it is told what is `seen`. Returns whether outputs so far must
-        be multiplied by `factors` (rows). `low`: rows may have references far below 0 (`is_low`).
+        of two, and `look` at it if it is told what is `seen`: blocks by `add` may follow. Returns
+        whether outputs so far must be multiplied by `factors` (rows). `low`: rows may have
+        references far below 0 (`is_low`).
         """
         exceeds, best = Boolean(False), self.best
         for r in cutlass.range_constexpr(self.rows):
@@ -148,6 +163,8 @@ class WatchedSoftmax(GuardedSoftmax):
             self.sums[r] += added[r]
             self.squares[r] += added[r] * added[r]
         if cutlass.const_expr(seen is not None):
+            for r in cutlass.range_constexpr(self.rows):
+                self.part[r] = added[r]
             self.look([best[r] for r in range(self.rows)], added, seen)
         return exceeds
 
@@ -157,7 +174,8 @@ class WatchedSoftmax(GuardedSoftmax):
     ) -> Float32:
         """The largest score of row r that `guard` has found, this block's too.
 
-        NOTE: as integers, floats are ordered as long as one is positive; else 0 is found, no less.
+        NOTE: as integers, floats are ordered as long as one is positive; else, not `low`, 0 is
+        found.
         """
         a, b = self.best[r], Float32(0.0)
         if cutlass.const_expr(low):
@@ -177,13 +195,6 @@ class WatchedSoftmax(GuardedSoftmax):
         for r in cutlass.range_constexpr(self.rows):
             low = low | (self.shift[r] < -self.room)
         return low
-
-    @cute.jit
-    def forget_zeros(self) -> None:
-        """Where no score above 0 was found, let `guard` of `low` rows find the largest of those
-        below."""
-        for r in cutlass.range_constexpr(self.rows):
-            self.best[r] = self.best[r] if self.best[r] > 0.0 else -Float32.inf
 
     @cute.jit
     def _raise_above(
@@ -209,18 +220,30 @@ class WatchedSoftmax(GuardedSoftmax):
 
     @cute.jit
     def note_top(self, low: cutlass.Constexpr[bool] = False) -> None:
-        """Count the largest score that `guard` has found among the largest exponentials."""
+        """Count the largest score that `guard` has found among the largest exponentials. Where it
+        has found 0, one below may be the largest: of that only the part's sum is known."""
         for r in cutlass.range_constexpr(self.rows):
             found = exp2(self.best[r] * self.scale_log2 - self.shift[r])
+            self.part[r] = Float32(0.0)
             if cutlass.const_expr(not low):
+                known = (self.best[r] > 0.0) | (self.top[r] >= found)
                 found = found if self.best[r] > 0.0 else Float32(0.0)
+                self.top[r] = self.top[r] if known else Float32(0.0)
+                self.part[r] = self._largest_part(r)
             self.top[r] = cute.arch.fmax(self.top[r], found)
+
+    @cute.jit
+    def _largest_part(self, r: cutlass.Constexpr[int]) -> Float32:
+        """The sum of this thread's largest part of row r, if it is much larger than all others: the
+        root of the squares, or all of the thread's sum, which is exact where the root is as large.
+        """
+        return cute.arch.fmin(sqrt(self.squares[r]) * ABOUT_ONE, self.sums[r])
 
     @cute.jit
     def forget_top(self) -> None:
         """Keep no largest exponential, so that no register holds it, but as a part's sum."""
         for r in cutlass.range_constexpr(self.rows):
-            self.part[r] = self.top[r]
+            self.part[r] = cute.arch.fmax(self.part[r], self.top[r])
         self.top.fill(0.0)
         self.squares.fill(0.0)
 

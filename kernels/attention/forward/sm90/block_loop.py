@@ -148,7 +148,7 @@ class BlockLoop:
         else:
             state = self.steps(path, clean, state, "clean")
         if cutlass.const_expr(band.lo is not None or forwards is not None):
-            state = self.steps(path.after(clean), after, state, "masked")
+            state = self.steps(path.after(clean), after, state, "late")
         return state
 
     @cute.jit
@@ -198,7 +198,6 @@ class BlockLoop:
             low = self.threads_where(self.softmax.is_low())
         if low > 0:
             if cutlass.const_expr(self.is_fp16 or self.softmax.peaked is None):
-                self.softmax.forget_zeros()
                 state = self.steps(path, count, state, "guard low")
                 self.softmax.note_top(low=True)
         else:
@@ -248,10 +247,11 @@ class BlockLoop:
     def step(self, n_block: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
         """Run QK and softmax of a block, and PV of the one before.
 
-        kind: "masked"; "clean", without a mask; "add", without a mask and without looking for a
-        larger score; "guard", "add" that raises references where the block exceeds them by far;
-        "guard low", the same of rows with references far below 0; or "looked", "guard" that looks
-        whether scores are peaked.
+        kind: "masked"; "late", the same behind blocks of other kinds; "clean", without a mask;
+        "add", without a mask and without looking for a larger score; "guard", "add" that raises
+        references where the block exceeds them by far; "guard low", the same of rows with
+        references far below 0; or "looked", that of any rows, which looks whether scores are
+        peaked.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -267,7 +267,7 @@ class BlockLoop:
         self.k.release(k)
         k.advance()
         scores = rows_of(acc_s)
-        self.score_ops.apply(scores, n_block, kind == "masked")
+        self.score_ops.apply(scores, n_block, kind in ("masked", "late"))
         if cutlass.const_expr(kind == "add"):
             softmax.add(scores)
         elif cutlass.const_expr(kind == "guard"):
@@ -276,10 +276,10 @@ class BlockLoop:
             rescale = softmax.guard(scores, self.factors, low=True)
         elif cutlass.const_expr(kind == "looked"):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
-            rescale = softmax.guard(scores, self.factors, seen)
+            rescale = softmax.guard(scores, self.factors, seen, low=True)
         elif cutlass.const_expr(self.optimistic):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
-            rescale = softmax.next(scores, self.factors, seen)
+            rescale = softmax.next(scores, self.factors, seen, kind == "late")
         else:
             rescale = softmax.next(scores, self.factors)
         warpgroup.wait_group(0)
