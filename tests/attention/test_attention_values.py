@@ -107,6 +107,43 @@ def test_a_lone_key_that_outweighs_all_is_as_exact_as_with_a_maximum(score):
     assert (out[0, :, 0] - want).norm() <= 1.1 * (rounded - want).norm()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("window", [(800, 0), (700, None)])
+def test_rows_whose_last_block_is_masked_are_as_exact_as_with_a_maximum(window, dtype):
+    """Blocks before it came without anybody looking for their largest probability: that of the
+    masked one is not the row's."""
+    case = replace(CASE, dtype=dtype, seqlen_q=64, seqlen_k=1024, window=window)
+    inputs = case.inputs()
+    found, theirs = errors(case, inputs)
+    assert found < 1.1 * theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("window", [(None, 64), (None, None), (200, 0)])
+@pytest.mark.parametrize(
+    ("below", "above", "key"), [(0.0, 37.5, 400), (40.0, 35.0, 400), (45.0, 38.0, 70)]
+)
+def test_a_key_that_outweighs_all_of_any_sign_and_place(dtype, window, below, above, key):
+    """In a block whose scores too few rows show to be peaked, in one that is guarded, or behind
+    these; its score and all others may be far below 0. Its probability leaves no rounding in O."""
+    case = replace(CASE, dtype=dtype, seqlen_q=80, seqlen_k=576, window=window)
+    inputs = case.inputs()
+    inputs.q.mul_(3.0)[..., 0] = 2.0
+    inputs.k[..., 0] = -below / (2.0 * case.softmax_scale)
+    inputs.k[:, key, :, 0] = (above - below) / (2.0 * case.softmax_scale)
+    found, theirs = errors(case, inputs)
+    assert found < 1.1 * theirs + 1e-5
+
+
+def errors(case: AttentionCase, inputs: Inputs) -> tuple[float, float]:
+    """The norm of O's error, and that of torch at the same precision, relative to O."""
+    out, _ = computed(case, inputs)
+    want, torchs = (wanted(case, inputs, exact=exact)[0] for exact in (True, False))
+    return tuple(float((x - want).norm() / want.norm()) for x in (out[0].double(), torchs))
+
+
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 @pytest.mark.parametrize("score", [40.0, 80.0, 120.0])
