@@ -151,9 +151,9 @@ def test_the_model_knows_what_was_measured_to_win() -> None:
     for m, tile in ((128, (128, 64)), (160, (128, 80))):  # pairs that share the weights
         few = [c for c in ranked(GemmProblem(m, 8192, 8192), H200)[:3] if c.swap_ab]
         assert (few[0].tile_m, few[0].tile_n) == tile and few[0].cluster_n == 2
-    # 128x144 and 128x192 are within 1 % of each other at most of such sizes
+    # 128x144 asks more of L2, and loses 4 to 6 % (docs/facts/gemm.md#tiles-of-144-at-8192)
     expected = predictions(GemmProblem(8192, 8192, 8192), H200)
     wide = sorted(expected, key=expected.__getitem__)
-    assert all(c.pingpong for c in wide[:2])
+    assert all((c.tile_m, c.tile_n) != (128, 144) for c in wide[:3])
     won = next(c for c in wide if {c.tile_m, c.tile_n} == {128, 192})
     assert expected[won] < 1.03 * expected[wide[0]]

@@ -46,6 +46,10 @@ HIDING = 1.5  # exponent of a ping-pong store and the next mainloop: infinite if
 NEAR = 1.4  # configs above this multiple of the least modelled time are not corrected
 OF_BOARD = 1.5  # distance of pairs on boards of which one has twice the other's memory bandwidth
 LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
+# what runs long enough to be held at the power limit, in FLOPs, and the exponent of its time by the
+# bytes asked of L2 for an element of C beyond those of 128x192 in pairs: few such were timed
+LONG_RUN, TRAFFIC = 2.5e11, 0.2  # docs/facts/gemm.md#tiles-of-144-at-8192
+PAIRS_OF_192 = 224 / 192  # bytes asked for in a K tile per byte of its K and 128 elements of C
 
 
 @dataclass(frozen=True)
@@ -403,6 +407,9 @@ def predictions(
     times *= np.exp(trees(MEASURED).predict(features(places, every, times)))
     near = np.flatnonzero(times <= NEAR * times.min())
     times[near] *= np.exp(errors_nearby(MEASURED, places[near], caution))
+    if problem.flops * batch >= LONG_RUN:
+        asked = every.asked * 128 / every.elements / np.array([c.k_bytes for c in configs])
+        times *= np.maximum(1.0, asked / PAIRS_OF_192) ** TRAFFIC
     return times.tolist()
 
 
