@@ -52,9 +52,10 @@ class Sm100Stage(Stage):
 
     def fitted(self, problem: BackwardProblem) -> Self:
         chosen = fitted(self.default.of(problem), problem.dtype)
-        return self.with_config(
-            replace(chosen, **{name: getattr(self.default, name) for name in self.held})
-        )
+        config = replace(chosen, **{name: getattr(self.default, name) for name in self.held})
+        if config.halves and config.dq_slots:  # which leave no room for a second slot of Q
+            config = replace(config, num_stages=1, ahead=False)
+        return self.with_config(config)
 
 
 _ONE = Sm100BackwardConfig(
@@ -70,7 +71,7 @@ _STAGES = (
     Chosen(3, "sm_90a", "backward", "the kernel behind flash_attn_func's gradient",
            BackwardConfig()),
     Sm100Stage(0, "sm_100a", "in order", "one block after the other through one slot each", _ONE,
-               held=("num_stages", "do_stages", *_HELD)),
+               held=("num_stages", "do_stages", "halves", *_HELD)),
     Sm100Stage(1, "sm_100a", "rings", "loads run a block ahead", _ONE, held=_HELD),
     Sm100Stage(2, "sm_100a", "ahead", "S of the next block under this one's dK and dQ",
                replace(_ONE, num_stages=2, ahead=True), held=_HELD[:4]),

@@ -162,8 +162,8 @@ named, on one SM, by each unit alone, as the module says:
 
 {bounds_table(rows)}
 
-Bytes that a thread spills, of preprocess, main and convert, by what is compiled; `softcap` and
-`fp16` read LSE and delta instead of having tensor cores subtract them:
+Bytes that a thread spills, of preprocess, main and convert, by what is compiled; `softcap`, `fp16`
+and head dim 256 read LSE and delta instead of having tensor cores subtract them:
 
 {spills_table(rows)}
 

@@ -14,7 +14,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (96, 96): {"do_stages": 2, "dq_width": 96, "late_parts": 1},
     (192, 128): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
     (192, 192): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
-    (256, 256): {"tile_m": 64, "num_stages": 1, "splits": 2, "ahead": False},
+    (256, 256): {"tile_m": 64, "splits": 2, "halves": True},
 }
 
 
@@ -23,5 +23,6 @@ def fitted(config: Sm100BackwardConfig, dtype: str = "bf16") -> Sm100BackwardCon
     tiles = {"late_parts": 0, **_TILES.get((config.head_dim, config.head_dim_v), {})}
     if config.softcap:  # its derivative is held beside P
         tiles = {**tiles, "registers": (136, 144, 88)}
-    # NOTE: LSE and delta need bf16's range
-    return replace(config, **tiles, folded=dtype == "bf16" and not config.softcap)
+    # NOTE: LSE and delta need bf16's range, and 12 KB, which head dim 256 has not
+    folded = dtype == "bf16" and not config.softcap and not tiles.get("halves", False)
+    return replace(config, **tiles, folded=folded)

@@ -12,7 +12,6 @@ for dQ. At the end one warpgroup stores dV, another dK.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -29,6 +28,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.backward.sm100.config import PART, ROWS
 from cutex.kernels.attention.backward.sm100.shared import Shared, following
 
+CAPPED = 8  # columns of LSE that are read at a time beside a soft cap, for want of registers
 STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 
 
@@ -83,10 +83,7 @@ class Compute:
                 scores = cute.make_tensor(rows[part].iterator, cute.make_layout((1, PART)))
                 self.mask().apply(scores, self.part_of(m_block, part))
         for part in cutlass.range_constexpr(self.parts):
-            lse = None
-            if cutlass.const_expr(not c.folded):
-                lse = self.of_columns(0, state, part)  # (PART)
-            probabilities = self.exponentials(rows[part], lse)
+            probabilities = self.exponentials(rows[part], state, part)
             words = cute.recast_tensor(rounded(probabilities, s.sQ.element_type), Float32)
             store_columns(s.tmem, column + part * cute.size(words), words)
         cute.arch.fence_view_async_tmem_store()
@@ -96,8 +93,10 @@ class Compute:
         return rows
 
     @cute.jit
-    def exponentials(self, row: cute.Tensor, lse: Any) -> cute.Tensor:
-        """P^T of a part of a row; `row` turns into P^T, times the derivative of a soft cap."""
+    def exponentials(
+        self, row: cute.Tensor, state: PipelineState, part: cutlass.Constexpr[int]
+    ) -> cute.Tensor:
+        """P^T of part `part` of a row; `row` turns into P^T, times the derivative of a soft cap."""
         passed = self.shared.passed
         if cutlass.const_expr(self.shared.config.folded):
             scale = passed.scale * LOG2_E
@@ -106,18 +105,21 @@ class Compute:
                 row[k], row[k + 1] = exp2(x[0]), exp2(x[1])
             return row
         if cutlass.const_expr(not self.shared.config.softcap):
-            down = -passed.scale * LOG2_E
+            lse, down = self.of_columns(0, state, part * PART, PART), -passed.scale * LOG2_E
             for k in cutlass.range_constexpr(0, PART, 2):
                 x = fma2((row[k], row[k + 1]), (down, down), (lse[k], lse[k + 1]))
                 row[k], row[k + 1] = exp2(-x[0]), exp2(-x[1])
             return row
         found = cute.make_rmem_tensor(cute.make_layout(PART), Float32)
         scale_log2 = passed.softcap * LOG2_E
-        for k in cutlass.range_constexpr(PART):
-            x = row[k]
-            found[k] = exp2(x * scale_log2 - lse[k])
-            # NOTE: 0 also for the -inf of a score that does not count
-            row[k] = found[k] * cute.arch.fmax(1.0 - x * x, Float32(0.0))
+        for first in cutlass.range_constexpr(0, PART, CAPPED):
+            cute.arch.sync_warp()
+            lse = self.of_columns(0, state, part * PART + first, CAPPED)
+            for k in cutlass.range_constexpr(first, first + CAPPED):
+                x = row[k]
+                found[k] = exp2(x * scale_log2 - lse[k - first])
+                # NOTE: 0 also for the -inf of a score that does not count
+                row[k] = found[k] * cute.arch.fmax(1.0 - x * x, Float32(0.0))
         return found
 
     @cute.jit
@@ -136,7 +138,7 @@ class Compute:
             if cutlass.const_expr(part + 1 < self.parts):
                 loaded = parts.start_load(part + 1)
             if cutlass.const_expr(not c.folded):
-                delta = self.of_columns(1, state, part)  # (PART)
+                delta = self.of_columns(1, state, part * PART, PART)  # (PART)
                 for k in cutlass.range_constexpr(0, PART, 2):
                     dp[k], dp[k + 1] = sub2((dp[k], dp[k + 1]), (delta[k], delta[k + 1]))
             for k in cutlass.range_constexpr(0, PART, 2):
@@ -157,16 +159,21 @@ class Compute:
 
     @cute.jit
     def of_columns(
-        self, which: cutlass.Constexpr[int], state: PipelineState, part: cutlass.Constexpr[int]
+        self,
+        which: cutlass.Constexpr[int],
+        state: PipelineState,
+        column: cutlass.Constexpr[int],
+        count: cutlass.Constexpr[int],
     ) -> cute.Tensor:
-        """LSE (0) or delta (1) of a part of this thread's columns, in registers."""
+        """LSE (0) or delta (1) of `count` of this thread's columns from `column` on, in
+        registers."""
         c = self.shared.config
         stats = self.shared.stats[None, state.slot].iterator
-        first = which * c.tile_m + self.group * c.share + part * PART
-        mine = cute.make_tensor((stats + first).align(16), cute.make_layout(PART))
-        found = cute.make_rmem_tensor(cute.make_layout(PART), Float32)
+        first = which * c.tile_m + self.group * c.share + column
+        mine = cute.make_tensor((stats + first).align(16), cute.make_layout(count))
+        found = cute.make_rmem_tensor(cute.make_layout(count), Float32)
         cute.autovec_copy(mine, found)
-        return found
+        return found  # (count)
 
     def key(self) -> Int32:
         """The row of the CTA's keys that this thread has."""

@@ -30,7 +30,7 @@ class Sm100BackwardConfig(BackwardSpec):
     """
 
     tile_m: int = 128
-    num_stages: int = 2  # slots of Q, with the rows' LSE and delta
+    num_stages: int = 2  # slots of Q, with the rows' LSE and delta; by halves, of its own half
     do_stages: int = 1  # slots of dO
     dq_width: int = 128  # columns of dQ that are computed at one time
     # slots of PART columns of dQ, of each warp, that wait to be added; 0: added from registers
@@ -40,6 +40,7 @@ class Sm100BackwardConfig(BackwardSpec):
     ahead: bool = True  # S of the next block is started before dK and dQ of this one
     # parts of PART queries of each share whose dK comes behind dQ, with dS from smem
     late_parts: int = 0
+    halves: bool = False  # of two splits, Q comes by halves of its columns (mma.py)
     dq_in_turn: bool = True  # parts of dQ take places in turn, its own and over dP
     groups: int = 2  # warpgroups that compute P and dS, each of a share of the queries
     # a thread of those that add dQ; of those that compute; of the others
@@ -163,7 +164,18 @@ class Sm100BackwardConfig(BackwardSpec):
         return self.num_stages * self.stats_bytes + 2 * ROWS * 2 * FOLDED * ELEMENT
 
     @property
+    def q_width(self) -> int:
+        """The columns of a slot of Q."""
+        return self.head_dim // (2 if self.halves else 1)
+
+    @property
+    def q_slots(self) -> int:
+        """The slots of Q; by halves the last is that of the columns that are another CTA's."""
+        return self.num_stages + self.halves
+
+    @property
     def q_bytes(self) -> int:
+        """Bytes of Q of a block."""
         return self.tile_m * self.head_dim * ELEMENT
 
     @property
@@ -182,7 +194,8 @@ class Sm100BackwardConfig(BackwardSpec):
     @property
     def smem_bytes(self) -> int:
         kv = ROWS * (self.head_dim + self.head_dim_v) * ELEMENT
-        queries = self.num_stages * (self.q_bytes + self.stats_bytes)
+        queries = self.q_slots * self.tile_m * self.q_width * ELEMENT
+        queries += self.num_stages * self.stats_bytes
         of_dq = self.ds_bytes + self.dq_slots * self.dq_bytes
         return kv + queries + self.do_stages * self.do_bytes + of_dq + self.step_bytes
 
@@ -198,6 +211,8 @@ class Sm100BackwardConfig(BackwardSpec):
             return f"splits={self.splits}: 1 or 2, parts of the columns that are multiples of 32"
         if self.groups < 2 or self.share % PART:
             return f"groups={self.groups}: at least 2, which take 32 queries each or a multiple"
+        if self.halves and self.splits != 2:
+            return f"halves=True: of the columns of two CTAs, splits={self.splits}"
         add, compute, other = self.registers
         taken = WARPGROUP_THREADS * (add + self.groups * compute + other)
         at_launch = REGISTERS // self.threads // 8 * 8 * self.threads

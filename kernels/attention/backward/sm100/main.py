@@ -48,11 +48,11 @@ class Main:
 
     smem     bytes                               hd 64    hd 128   192/128  hd 256
     sK, sV   128 * (D + DV) * 2                  32768    65536    81920    131072
-    sQ       tile_m * D * 2 * num_stages         32768    65536    49152    32768
+    sQ       tile_m * q_width * 2 * q_slots      32768    65536    49152    49152
     sdO      tile_m * DV * 2 * do_stages         32768    32768    32768    32768
     sdS      tile_m * 128 * 2                    32768    32768    16384    16384
-    sRows    tile_m * 32 * num_stages            8192     8192     4096     2048
-    sMinus   128 * 32 * 2                        8192     8192     8192     8192
+    sRows    tile_m * 32 * num_stages            8192     8192     4096     -
+    sMinus   128 * 32 * 2                        8192     8192     8192     -
     barriers less than 1024
 
     Not folded, LSE and delta take tile_m * 8 * num_stages instead of the last two; sdQ, where dQ is
@@ -105,7 +105,7 @@ class Main:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
         operands = Operands(
-            tma_operand(load, tensors.q, of_q, (c.tile_m, c.head_dim), c.num_stages),
+            tma_operand(load, tensors.q, of_q, (c.tile_m, c.q_width), c.q_slots),
             tma_operand(load, tensors.k, of_k, (ROWS, c.head_dim), 1),
             tma_operand(load, tensors.v, of_k, (ROWS, c.head_dim_v), 1),
             tma_operand(load, tensors.do, of_q, (c.tile_m, c.head_dim_v), c.do_stages),

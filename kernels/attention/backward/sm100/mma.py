@@ -2,6 +2,10 @@
 
     S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K
 
+Where two CTAs own the same keys, each has half of the columns of dK, dV and dQ. Of Q the other half
+is read by S alone, so its slot is free long before dK has read this CTA's own, of which there are
+two (`halves`): S of the next block does not wait for dK of this one.
+
 P^T and dS^T are operands A in tensor memory, each warpgroup's share of the queries over the scores
 that it is computed from; dS is operand A in smem, with the queries contiguous. Where dQ is over
 dS^T, dK of the last queries of a share is started behind it, with dS^T from smem: it hides the time
@@ -49,8 +53,9 @@ class Products:
         sdOt = transposed(shared.sdO, c.do_stages)  # (DV, bM, SLOT)
         at = (shared.split, 0, 0)  # of this CTA's columns
         sdOt = cute.local_tile(sdOt, (c.dv_width, c.tile_m, c.do_stages), at)  # (dvWidth, bM, SLOT)
-        sQt = transposed(shared.sQ, c.num_stages)  # (D, bM, SLOT)
-        sQt = cute.local_tile(sQt, (c.dk_width, c.tile_m, c.num_stages), at)  # (dkWidth, bM, SLOT)
+        sQt = transposed(shared.sQ, c.q_slots)  # (D, bM, SLOT)
+        if cutlass.const_expr(not c.halves):  # else these columns have slots of their own
+            sQt = cute.local_tile(sQt, (c.dk_width, c.tile_m, c.q_slots), at)  # (dkWidth, bM, SLOT)
         sKt = transposed(shared.sK, 1)  # (D, 128, 1)
         # every part of the columns is a slot
         parts = cute.flat_divide(sKt, (c.dq_width, ROWS, 1))  # (width, 128, 1, Parts, 1, 1)
@@ -90,6 +95,13 @@ def transposed(sX: cute.Tensor, num_slots: int) -> cute.Tensor:
     rows, columns = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
     layout = contiguous_rows_layout(sX.element_type, columns, rows, num_slots)
     return cute.make_tensor(sX.iterator, layout.outer)
+
+
+def half(tXrA: cute.Tensor, which: Int32) -> cute.Tensor:
+    """Half `which` of K of an operand A (MMA, MMA_M, MMA_K)."""
+    blocks = cute.size(tXrA, mode=[2]) // 2
+    halves = cute.logical_divide(tXrA, (None, None, blocks))  # (MMA, MMA_M, (MMA_K / 2, HALF))
+    return halves[None, None, (None, which)]  # (MMA, MMA_M, MMA_K / 2)
 
 
 def shares(mma: Umma, tmem: cute.Pointer, column: int, config: Sm100BackwardConfig) -> cute.Tensor:
@@ -166,7 +178,7 @@ class Mma:
     def start_s(self, q: PipelineState) -> None:
         b = self.shared.barriers
         b.q.wait_full(q)
-        self.products.s.issue(q.slot, Boolean(False))
+        self.multiply_s(q)
         self.subtract(0, q)
         commit(b.s_full[0], pair=False)
 
@@ -181,6 +193,15 @@ class Mma:
         self.products.dp.issue(do.slot, Boolean(False))
         self.subtract(1, q)
         commit(b.dp_full[0], pair=False)
+
+    @cute.jit
+    def multiply_s(self, q: PipelineState) -> None:
+        s, product = self.shared, self.products.s
+        if cutlass.const_expr(not s.config.halves):
+            product.issue(q.slot, Boolean(False))
+        else:
+            product.of(half(product.a, s.split)).issue(q.slot, Boolean(False))
+            product.of(half(product.a, 1 - s.split)).issue(s.other_half, Boolean(True))
 
     @cute.jit
     def subtract(self, which: cutlass.Constexpr[int], q: PipelineState) -> None:

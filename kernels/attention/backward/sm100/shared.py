@@ -27,7 +27,7 @@ class Barriers:
                   where there is one
     do.full       1: LOAD, and the bytes by TMA               MMA
     do.empty      1: the commit of dV                         LOAD
-    s_full        1: the commit of S^T                        COMPUTE
+    s_full        1: the commit of S^T                        COMPUTE; by halves, LOAD
     p_full        1 a COMPUTE warp: P^T is in tensor memory   MMA, before dV
     dp_full       1: the commit of dP^T, and so of dQ and     COMPUTE, also before it writes dS
                   late dK of the block before                 over that of the block before
@@ -88,7 +88,7 @@ class Shared:
     config: Sm100BackwardConfig
     sK: cute.Tensor  # (128, D, 1)
     sV: cute.Tensor  # (128, DV, 1)
-    sQ: cute.Tensor  # (bM, D, SLOT)
+    sQ: cute.Tensor  # (bM, D, SLOT), by halves (bM, D / 2, SLOT)
     sdO: cute.Tensor  # (bM, DV, SLOT)
     sdS: cute.Tensor  # (bM, 128, 1), queries contiguous
     sdQ: cute.Tensor  # (PART * rows, WARP, SLOT) a warp's rows of columns of dQ
@@ -103,6 +103,11 @@ class Shared:
     tile: Tile
     split: Int32 | int  # which part of the columns of dK, dV and dQ is this CTA's
     heads_per_kv: Int32
+
+    @property
+    def other_half(self) -> int:
+        """The slot of the half of Q's columns that is another CTA's."""
+        return self.config.q_slots - 1
 
     def m_blocks(self) -> Blocks:
         """The blocks of queries that see one of the CTA's keys."""
