@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from attention_gradients import definition, wide
 from test_attention_backward import CASES, case_of, errors
 
 import cutex
@@ -16,7 +17,7 @@ from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.sm100 import bounds
 from cutex.kernels.attention.backward.sm100.config import TMEM_COLUMNS, Sm100BackwardConfig
 from cutex.kernels.attention.spec import HEAD_DIMS
-from cutex.ops.attention import own_backward
+from cutex.ops.attention import differentiable, own_backward
 from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.backward import BackwardProblem
 from cutex.problem.attention.case import AttentionCase
@@ -88,14 +89,37 @@ def test_gradients_on_a_b300():
     assert errors(case_of("causal"), arch="sm_103a") == []
 
 
+class Definition:
+    """A stand-in of `planned`: the forward's O and LSE are those of float64, rounded, so that only
+    backward kernels are compiled and run."""
+
+    def __init__(self, case: AttentionCase) -> None:
+        self.case = case
+
+    def attend(self, call: AttentionCall, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            out, lse = definition(self.case, wide(self.case.inputs()))
+        return out.to(call.q.dtype), lse.float()
+
+    def plan_of(self, call: AttentionCall, with_lse: bool) -> None:
+        return None
+
+
+KERNELS, CASES_EACH = 20, 10
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", range(50))
-def test_randomized_cases(kernel):
-    for number in range(4):
-        case = draw(4 * kernel + number, largest=7.5, most_work=2**22, kernel=kernel)
-        order = ("fifo", "random", "starved", "eager")[number]
-        options = {"deterministic": kernel % 3 == 0}
-        found = errors(case, number % 2 == 1, order, seed=number, arch=ARCH, **options)
+@pytest.mark.parametrize("kernel", range(KERNELS))
+def test_two_hundred_randomized_cases(kernel, monkeypatch):
+    """Ten of each kernel, every fifth with longer sequences."""
+    of_lse, options = kernel % 2 == 1, {"deterministic": kernel % 3 == 0}
+    arch = "sm_103a" if kernel % 10 == 9 else ARCH
+    for number in range(CASES_EACH):
+        order = ("fifo", "random", "starved", "eager")[number % 4]
+        sizes = (8.7, 2**23) if number % 5 == 4 else (7.5, 2**22)
+        case = draw(CASES_EACH * kernel + number, *sizes, kernel=kernel)
+        monkeypatch.setattr(differentiable, "planned", Definition(case))
+        found = errors(case, of_lse, order, seed=number, arch=arch, **options)
         assert found == [], case
 
 
@@ -180,8 +204,7 @@ def test_the_page_of_bounds_is_what_the_rows_render(root):
     page, rows = (root / bounds.PAGE).read_text(), bounds.read(root / bounds.FILE)
     assert page == bounds.with_part(page, bounds.part(rows, bounds.between_marks(page)))
     assert rows and {(r.arch, r.kind, r.head_dim, r.head_dim_v) for r in rows} == {*bounds.cases()}
-    spilling = {r.kind for r in rows if any(r.spill_bytes)}
-    assert spilling <= {"causal softcap"} and max(max(r.spill_bytes) for r in rows) <= 24
+    assert not any(any(r.spill_bytes) for r in rows)
 
 
 @pytest.mark.slow

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+import cutlass
 import pytest
 import torch
 from attention_gradients import definition, far_off, upstream, wide
 from cutlass import Boolean, Float32, cute
+from torch import Tensor
 
-from cutex.compile import compile
+from cutex.compile import Compiled, compile
 from cutex.device.attention.mask import KeyMask
 from cutex.device.pipeline import Barrier, Ring
 from cutex.kernels.attention.backward.choose import fitted
@@ -17,45 +22,74 @@ from cutex.kernels.attention.backward.sm100 import compute, mma, queries
 from cutex.kernels.attention.backward.sm100.backward import Backward
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.convert import Convert
+from cutex.kernels.attention.backward.sm100.load import Load
 from cutex.kernels.attention.backward.sm100.mma import Mma
 from cutex.kernels.attention.backward.sm100.preprocess import Preprocess
 from cutex.kernels.attention.spec import HEAD_DIMS
-from cutex.problem.attention.case import AttentionCase
+from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.sim import SimError, simulate
 
 SLOW = pytest.mark.slow
 CONFIG = fitted(Sm100BackwardConfig(causal=True, window=(True, False)))
-CASE = AttentionCase(
-    seqlen_q=300, seqlen_k=270, heads_q=2, heads_kv=1, causal=True, window=(150, None)
-)
 # two blocks of keys, and four of queries for each, of two heads: twice the slots of their ring
-SMALL = replace(CASE, seqlen_q=140, seqlen_k=140, window=(90, None))
+CASE = AttentionCase(
+    seqlen_q=140, seqlen_k=140, heads_q=2, heads_kv=1, causal=True, window=(90, None)
+)
 ORDERS = ({}, {"order": "eager"}, {"order": "starved"}, {"order": "random", "seed": 1})
+
+
+@dataclass(frozen=True)
+class Run:
+    """The kernels of a config as they are now, and a case's inputs and gradients in float64."""
+
+    config: Sm100BackwardConfig
+    case: AttentionCase
+
+    @cached_property
+    def kernel(self) -> Compiled:
+        return compile(Backward(self.config), "bf16", "sm_100a", cache=False)
+
+    @cached_property
+    def exact(self) -> tuple[dict[str, Any], Inputs]:
+        """The arguments that are read, and the exact gradients of leaves."""
+        case = self.case
+        inputs, (do, _) = case.inputs(), upstream(case, 1, False)
+        exact = wide(inputs)
+        out, lse = definition(case, exact)
+        out.backward(do.double().nan_to_num())
+        given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": do}
+        given |= {"o": out.detach().bfloat16(), "lse": lse.detach().float()}
+        given |= {"scale": case.softmax_scale, "lo": -(case.window[0] or 0)}
+        if case.lengths_q is not None:
+            given |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+            given |= {"max_seqlen_q": max(case.lengths_q), "max_seqlen_k": max(case.lengths_k)}
+        return given, exact
+
+    def gradients(self, **order: Any) -> dict[str, Tensor]:
+        """dQ, dK and dV, simulated; raises SimError."""
+        c, (given, _) = self.config, self.exact
+        rows, batch = given["q"].shape[0], self.case.batch
+        per_head = rows // c.tile_m + batch if c.varlen_q else -(-self.case.seqlen_q // c.tile_m)
+        tiles = per_head * self.case.heads_q
+        found = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
+        found["stats"] = torch.full((tiles, c.row_stats * c.tile_m), torch.nan)
+        found["dq_sums"] = torch.full((tiles, c.tile_m * c.head_dim), torch.nan)
+        found["turns"] = torch.full((tiles, c.turns), 9, dtype=torch.int32)
+        values = [(given | found)[name] for name in self.kernel.argument_names]
+        simulate(self.kernel, *values, **order)
+        return found
 
 
 def wrong(config: Sm100BackwardConfig = CONFIG, orders=ORDERS, of=CASE) -> str | None:
     """The error of the kernels as they are now, under the first order that shows one."""
-    case = replace(of, head_dim=config.head_dim, head_dim_v=config.head_dim_v)
-    kernel = compile(Backward(config), "bf16", "sm_100a", cache=False)
-    inputs, (do, _) = case.inputs(), upstream(case, 1, False)
-    exact = wide(inputs)
-    out, lse = definition(case, exact)
-    out.backward(do.double())
-    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": do, "o": out.detach().bfloat16()}
-    given |= {"lse": lse.detach().float(), "scale": case.softmax_scale, "lo": -case.window[0]}
-    tiles = -(-case.seqlen_q // config.tile_m) * case.heads_q
+    run = Run(config, replace(of, head_dim=config.head_dim, head_dim_v=config.head_dim_v))
     for order in orders:
-        found = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
-        found["stats"] = torch.full((tiles, config.row_stats * config.tile_m), torch.nan)
-        found["dq_sums"] = torch.full((tiles, config.tile_m * config.head_dim), torch.nan)
-        found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)
-        values = [(given | found)[name] for name in kernel.argument_names]
         try:
-            simulate(kernel, *values, **order)
+            found = run.gradients(**order)
         except SimError as error:
             return str(error)
         for name in "qkv":
-            message = far_off(found[f"d{name}"], getattr(exact, name).grad, 2.0**-7)
+            message = far_off(found[f"d{name}"], getattr(run.exact[1], name).grad, 2.0**-7)
             if message is not None:
                 return f"d{name} {message}"
     return None
@@ -63,7 +97,7 @@ def wrong(config: Sm100BackwardConfig = CONFIG, orders=ORDERS, of=CASE) -> str |
 
 @SLOW
 def test_the_unchanged_kernels_are_right():
-    assert wrong(orders=ORDERS[:1], of=SMALL) is None
+    assert wrong(orders=ORDERS[:1]) is None
 
 
 @SLOW
@@ -92,7 +126,7 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch, event):
             wait(self, phase, slot)
 
     monkeypatch.setattr(Barrier, "wait", careless)
-    assert wrong(of=SMALL if event == "dq empty" else CASE) is not None
+    assert wrong() is not None
 
 
 @SLOW
@@ -154,6 +188,27 @@ def test_a_slot_that_is_not_waited_for_is_found(monkeypatch, name, method):
 
     monkeypatch.setattr(Ring, method, careless)
     assert wrong() is not None
+
+
+@SLOW
+@pytest.mark.parametrize("event", ["s full", "q empty"])
+def test_a_half_of_q_that_is_still_read_is_found(monkeypatch, event):
+    """Loaded over before S, or dK, has read it; LOAD alone does not wait, others do."""
+    config = fitted(replace(CONFIG, head_dim=256, head_dim_v=256))
+    assert config.halves
+    queries, wait = Load.queries, Barrier.wait
+
+    def careless(self, phase, slot=0):
+        if self.event != event:
+            wait(self, phase, slot)
+
+    def unwaited(self, *of):
+        with monkeypatch.context() as within:
+            within.setattr(Barrier, "wait", careless)
+            queries(self, *of)
+
+    monkeypatch.setattr(Load, "queries", unwaited)
+    assert wrong(config) is not None
 
 
 @SLOW
@@ -226,7 +281,7 @@ def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
 
     monkeypatch.setattr(KeyMask, "_bounds", off)
     message = wrong(orders=ORDERS[:1])
-    assert message is not None and "off by" in message
+    assert message is not None and message.startswith("d")
 
 
 @SLOW
@@ -237,27 +292,117 @@ def test_a_scale_that_is_forgotten_is_found(monkeypatch):
     assert message is not None and message.startswith("dq off by")
 
 
+PACKED = AttentionCase(
+    batch=2, lengths_q=(70, 90), lengths_k=(70, 90), heads_q=1, heads_kv=1, causal=True,
+    window=(50, None), head_dim=64, head_dim_v=64,
+)  # fmt: skip
+
+
 @SLOW
-def test_rows_past_the_end_that_count_are_found(monkeypatch):
-    """Padding of a tile whose P is not 0."""
+@pytest.mark.parametrize("unkept", [False, True])
+def test_rows_past_the_end_without_an_lse_are_found(monkeypatch, unkept):
+    """Padding whose LSE is what was there before: Q and dO are 0 there, but P must be finite."""
     keep = Preprocess.keep
 
-    def counted(self, stats, place, lse, delta, passed):
-        lse = Float32(0.0) if lse == Float32.inf else lse
-        keep(self, stats, place, lse, delta + 1.0, passed)
+    def kept(self, stats, place, lse, delta, passed):
+        padding = cutlass.select_(lse == Float32.inf, Float32(math.nan), lse)
+        keep(self, stats, place, padding if unkept else lse, delta, passed)
 
-    monkeypatch.setattr(Preprocess, "keep", counted)
-    assert wrong(orders=ORDERS[:1]) is not None
+    monkeypatch.setattr(Preprocess, "keep", kept)
+    config = replace(CONFIG, head_dim=64, head_dim_v=64, varlen_q=True, varlen_k=True)
+    message = wrong(fitted(config), ORDERS[:1], PACKED)
+    assert message is None if not unkept else message is not None and message.startswith("d")
+
+
+IN_TURN = fitted(Sm100BackwardConfig(head_dim=64, head_dim_v=64, deterministic=True))
+# three blocks of keys that add to each of two tiles of dQ: of two, sums would not tell the order
+THREE = AttentionCase(seqlen_q=150, seqlen_k=300, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64)
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["await_turn", "pass_turn"])
-def test_a_turn_that_is_not_kept_is_found(monkeypatch, name):
-    """CTAs that do not wait for their turn, or never pass it on."""
-    monkeypatch.setattr(queries, name, lambda *of: None)
-    config = replace(CONFIG, deterministic=True)
-    message = wrong(config)
-    if name == "pass_turn":
-        assert message is not None and ("deadlock" in message or "never" in message)
-    else:
-        assert message is not None, "adds of two CTAs to a tile are not ordered"
+@pytest.mark.parametrize("careless", [False, True])
+def test_a_turn_that_is_not_waited_for_is_found(monkeypatch, careless):
+    """CTAs that add as they come: dQ has other bits in another order of CTAs."""
+    if careless:
+        monkeypatch.setattr(queries, "await_turn", lambda *of: None)
+    run = Run(IN_TURN, THREE)
+    found = [run.gradients(order="random", seed=seed)["dq"] for seed in range(4)]
+    assert all(torch.equal(found[0], x) for x in found[1:]) != careless
+
+
+@SLOW
+def test_a_turn_that_is_not_passed_on_is_found(monkeypatch):
+    monkeypatch.setattr(queries, "pass_turn", lambda *of: None)
+    message = wrong(IN_TURN, ORDERS[:1], THREE)
+    assert message is not None and ("deadlock" in message or "never" in message)
+
+
+# by the barrier of each commit in mma.py
+COMMITS = ("s full", "dp full", "q empty", "do empty", "dq full", "sums done")
+
+
+@SLOW
+@pytest.mark.parametrize("event", COMMITS)
+def test_a_commit_that_is_left_out_is_found(monkeypatch, event):
+    """Whoever waits for the products would wait for ever."""
+    last: list[str] = []  # the event of the barrier that is passed next
+    at, commit = Barrier.__getitem__, mma.commit
+
+    def noted(self, slot):
+        last[:] = [self.event]
+        return at(self, slot)
+
+    def careless(barrier, pair):
+        if last != [event]:
+            commit(barrier, pair=pair)
+
+    monkeypatch.setattr(Barrier, "__getitem__", noted)
+    monkeypatch.setattr(mma, "commit", careless)
+    message = wrong(orders=ORDERS[:1])
+    assert message is not None and "deadlock" in message
+
+
+@SLOW
+@pytest.mark.parametrize("event", ["s full", "dp full"])
+def test_a_commit_before_its_product_is_found(monkeypatch, event):
+    """Scores read before tensor cores have written them."""
+    name = {"s full": "start_s", "dp full": "start_dp"}[event]
+    start = getattr(Mma, name)
+
+    def early(self, *of):
+        barrier = self.shared.barriers.s_full if event == "s full" else self.shared.barriers.dp_full
+        mma.commit(barrier[0], pair=False)
+        with monkeypatch.context() as within:
+            within.setattr(mma, "commit", lambda barrier, pair: None)
+            start(self, *of)
+
+    monkeypatch.setattr(Mma, name, early)
+    assert wrong() is not None
+
+
+@SLOW
+def test_p_that_the_mma_may_not_see_yet_is_found(monkeypatch):
+    """Handed over without the wait behind the stores to tensor memory."""
+    probabilities = compute.Compute.probabilities
+
+    def unfenced(self, *of):
+        with monkeypatch.context() as within:
+            within.setattr(cute.arch, "fence_view_async_tmem_store", lambda: None)
+            return probabilities(self, *of)
+
+    monkeypatch.setattr(compute.Compute, "probabilities", unfenced)
+    assert wrong() is not None
+
+
+@SLOW
+@pytest.mark.parametrize("event", ["p full", "ds full", "dq empty"])
+def test_fewer_arrivals_than_warps_are_found(monkeypatch, event):
+    """A barrier that half of the warps complete."""
+    allocate = Barrier.allocate
+
+    def fewer(smem, name, arrivals, slots=1):
+        arrivals = arrivals // 2 if name == event else arrivals
+        return allocate(smem, name, arrivals=arrivals, slots=slots)
+
+    monkeypatch.setattr(Barrier, "allocate", staticmethod(fewer))
+    assert wrong() is not None
