@@ -11,7 +11,7 @@ from typing import Any
 
 from cutex.bench.clock import record
 from cutex.bench.run import settle
-from cutex.clock_errors import b200, backward, foreign
+from cutex.clock_errors import b200, backward, foreign, published
 from cutex.clock_errors import configs as clock_configs
 from cutex.clock_errors.b200 import ROWS
 from cutex.clock_errors.fit import report_b200, report_power
@@ -32,7 +32,7 @@ from cutex.problem import OPS, problem_class
 from cutex.problem.stage import ladders, stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_launch
-from cutex.sim.timing.gpus import GPUS, SOURCES
+from cutex.sim.timing.gpus import B200, GPUS, SOURCES
 from cutex.sim.timing.timed import Whole
 
 PAGE = Path("docs/time.md")
@@ -58,7 +58,9 @@ def constants() -> str:
         )
     for f in fields(a.power):
         values = getattr(a.power, f.name), getattr(b.power, f.name)
-        lines.append(f"| `power.{f.name}` | {values[0]:g} | fit, clocks | {values[1]:g} | prior |")
+        known = "fit, two published rates" if f.name == "flop_pj" else "prior"
+        cells = f"{values[0]:g} | fit, clocks | {values[1]:g} | {known}"
+        lines.append(f"| `power.{f.name}` | {cells} |")
     return "\n".join(lines)
 
 
@@ -194,11 +196,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = clock_configs.table(clock_configs.found(configs))
     backwards = stored.load(backward.TRACES)
     of_backwards = backward.table(backwards)
-    print(f"{text}\n\n{h100}\n\n{others}\n\n{chosen}\n\n{of_backwards}")
+    rates = published.table(list(published.errors(published.ROWS, published.traces(), B200)))
+    print(f"{text}\n\n{h100}\n\n{others}\n\n{chosen}\n\n{rates}\n\n{of_backwards}")
     if args.page:
         parts = {
             "constants": constants(), "errors": text, "h100": h100, "foreign": others,
-            "configs": chosen, "backward": of_backwards,
+            "configs": chosen, "published": rates, "backward": of_backwards,
         }  # fmt: skip
         code = _write({"instructions": backward.instructions_table(backwards)}, BOUNDS)
         return code or _write(parts)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cutex.clock_errors import b200 as clock_b200
-from cutex.clock_errors import backward, foreign
+from cutex.clock_errors import backward, foreign, published
 from cutex.clock_errors.fit import descend
 from cutex.clock_errors.page import MEASURED, main
 from cutex.clock_errors.rows import Summary, board
@@ -220,6 +220,20 @@ def test_flash_attention_4s_backward_takes_about_what_was_published(case, within
     found = backward.timed("fa4", case, False, traces, gpu("b200"))
     assert found is not None
     assert found.tflops == pytest.approx(case.full, rel=within)
+
+
+def test_every_published_rate_has_a_record():
+    assert {row.record for row in published.ROWS} <= published.traces().keys()
+    assert sum(row.fitted for row in published.ROWS) == 2
+
+
+@pytest.mark.slow
+def test_published_rates_of_a_b200_are_predicted_within_its_band():
+    board_ = gpu("b200")
+    within = (board_.band**2 + board_.clock_band**2) ** 0.5
+    found = list(published.errors(published.ROWS, published.traces(), board_))
+    assert len(found) == len(published.ROWS)
+    assert published.held_out(found).largest < within
 
 
 def test_causal_clusters_have_the_blocks_of_queries_that_see_their_keys():

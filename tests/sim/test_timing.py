@@ -445,6 +445,16 @@ def test_a_report_says_so_where_no_unit_is_busy():
     assert "; busy " in str(report) and f"binds: {idle.binds}; no unit is busy for" in str(idle)
 
 
+def test_a_launch_that_nothing_binds_says_what_its_time_consists_of():
+    traced, whole = recorded("sm_90a", 2)
+    far = replace(gpu("h200"), l2_latency=20000.0)
+    report = time_launch(traced, far, whole)
+    assert report.binds == "nothing" and next(iter(report.chain)) == "launch"
+    assert max(report.chain, key=report.chain.__getitem__) == "TMA loads"
+    assert sum(report.chain.values()) == pytest.approx(report.timed.detailed + far.launch)
+    assert "binds: nothing; busy " in str(report) and "its time: " in str(report)
+
+
 def test_the_command_line_predicts_and_draws(capsys, tmp_path):
     file = tmp_path / "trace.json"
     options = "--device sim --arch sm_90a --stage 3 --mnk 512,512,256 --time --trace"

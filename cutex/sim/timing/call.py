@@ -8,6 +8,7 @@ from typing import Any
 
 from cutex.sim.host.capture import HostFunction, HostTensor
 from cutex.sim.ptx.program import Program
+from cutex.sim.timing.chain import BINDS, chain
 from cutex.sim.timing.gpus import Gpu, of_arch
 from cutex.sim.timing.gpus import gpu as gpu_named
 from cutex.sim.timing.lengths import Lengths
@@ -31,6 +32,11 @@ def time_launch(
     timed = predict(traced, gpu, whole)
     ghz = clock_ghz(timed, gpu, data)
     timed = predict(traced, gpu.at(ghz), whole, log=log)
+    parts: dict[str, float] = {}
+    busiest = timed.busy[timed.binds] * (1 - gpu.launch / timed.cycles)
+    if nothing_binds := busiest < BINDS:
+        drawn = timed if log else predict(traced, gpu.at(ghz), whole, log=True)
+        parts = {"launch": gpu.launch, **chain(drawn.intervals)}
     record = traced.record
     roles = []
     for name in dict.fromkeys(record.roles.values()):
@@ -51,11 +57,12 @@ def time_launch(
         band=math.hypot(gpu.band, timed.sampling_error),
         clock_band=gpu.clock_band,
         flops=timed.flops,
-        binds=timed.binds,
+        binds="nothing" if nothing_binds else timed.binds,
         busy=timed.busy,
         roles=roles,
         timed=timed,
         intervals=timed.intervals,
+        chain=parts,
     )
 
 

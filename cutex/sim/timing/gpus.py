@@ -107,9 +107,9 @@ B200 = Gpu(
     hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=680.0,
     l2_requests=156.0, l2_merged=0.0, l2_copies=1.06, l2_store=2.95, l2_ahead=440.0,
     l2_capacity=77e6, clusters_of_four=33, try_wait=10.0, tmem_copy_bytes=170.0, mma_commit=150.0,
-    launch_control=800.0, launch=1800.0, cta_turnover=450.0, band=0.15, clock_band=0.15,
+    launch_control=800.0, launch=1800.0, cta_turnover=450.0, band=0.13, clock_band=0.11,
     power=Power(
-        limit_w=1000.0, idle_w=180.0, flop_pj=0.6, issue_pj=0.0, l2_pj=15.0, hbm_pj=40.0,
+        limit_w=1000.0, idle_w=180.0, flop_pj=0.5, issue_pj=0.0, l2_pj=15.0, hbm_pj=40.0,
         volts_slope=0.2, burst_ghz=0.84,
     ),
 )  # fmt: skip

@@ -45,6 +45,8 @@ class TimeReport:
     # where the data steers the kernel: the share of its steps that came in each way, and how often
     # one of its rare events happened a step
     ways: dict[str, float] = field(default_factory=dict)
+    # where nothing binds, the cycles of the longest chain by what they are
+    chain: dict[str, float] = field(default_factory=dict)
 
     @property
     def us(self) -> float:
@@ -73,6 +75,7 @@ class TimeReport:
             + (f", {self.tflops:,.0f} TFLOPS" if self.flops else ""),
             *([f"  clusters differ: {ran} of {count} were recorded"] if ran else []),
             f"  binds: {self.binds}; {used}",
+            *([f"  its time: {_shares(self.chain, self.cycles)}"] if self.chain else []),
             *([f"  steps: {_parts(self.ways)}"] if self.ways else []),
             f"  {'role':<16}{'warps':>6}{'works':>8}   waits for",
         ]
@@ -94,7 +97,7 @@ class TimeReport:
         found = {
             "kernel": self.kernel, "gpu": self.gpu, "predicted": True, "cycles": self.cycles,
             "clock_ghz": self.clock_ghz, "us": self.us, "us_low": low, "us_high": high,
-            "tflops": self.tflops, "binds": self.binds, "busy": self.busy,
+            "tflops": self.tflops, "binds": self.binds, "busy": self.busy, "chain": self.chain,
             "clusters_recorded": self.timed.sampled[0] or None,
             "roles": [asdict(r) for r in self.roles], "ways": self.ways,
         }  # fmt: skip
@@ -111,6 +114,15 @@ class TimeReport:
 
 def _parts(ways: dict[str, float]) -> str:
     return ", ".join(f"{name} {100 * part:.1f} %" for name, part in ways.items() if part)
+
+
+def _shares(chain: dict[str, float], cycles: float) -> str:
+    """The parts of a chain beside all cycles of a launch, the small ones together."""
+    shares = {name: part / cycles for name, part in chain.items()}
+    large = {name: part for name, part in shares.items() if part >= 0.03}
+    rest = sum(shares.values()) - sum(large.values())
+    return ", ".join(f"{name} {100 * part:.0f} %" for name, part in [*large.items(), ("rest", rest)]
+                     if part >= 0.005)  # fmt: skip
 
 
 def chrome_trace(intervals: list[Interval], title: str) -> dict[str, Any]:

@@ -60,7 +60,8 @@ class Interval:
     end: float
     kind: str = ""  # "work", "wait", "unit"
     cta: int = 0
-    by: tuple[str, float] | None = None  # the track that ended a wait, and the time
+    # the track that ended a wait, or that started what a unit does, and the time
+    by: tuple[str, float] | None = None
 
 
 class SubCore:

@@ -214,7 +214,7 @@ class Warp:
             self.timeline.at(end, partial(self.running.bytes, signal, e.size, "TMA"))
             if self.timeline.log:
                 self.timeline.intervals.append(
-                    Interval("TMA in", f"{e.size} bytes", at, end, "unit", cta)
+                    Interval("TMA in", f"{e.size} bytes", at, end, "unit", cta, (self.track, now))
                 )
         return now + g.tma_gap
 
@@ -241,7 +241,9 @@ class Warp:
         self.timeline.stores.append(out + g.store_latency)
         if self.timeline.log:
             self.timeline.intervals.append(
-                Interval("TMA out", f"{e.size} bytes", issued, out, "unit", self.cta)
+                Interval(
+                    "TMA out", f"{e.size} bytes", issued, out, "unit", self.cta, (self.track, now)
+                )
             )
         return now + g.tma_gap
 
@@ -316,6 +318,7 @@ class Warp:
                         end,
                         "unit",
                         self.cta,
+                        (self.track, now),
                     )
                 )
         done = self.running.done_mma[self.warpgroup]
@@ -338,7 +341,15 @@ class Warp:
         if self.timeline.log:
             for cta in e.ctas:
                 self.timeline.intervals.append(
-                    Interval("tensor core", "tcgen05.mma", end - cycles, end, "unit", cta)
+                    Interval(
+                        "tensor core",
+                        "tcgen05.mma",
+                        end - cycles,
+                        end,
+                        "unit",
+                        cta,
+                        (self.track, now),
+                    )
                 )
         return now + g.wgmma_issue
 
