@@ -4,7 +4,7 @@ valid.
 The load warp hands out tiles with their Q: a slot's words give its tile and the lengths of its
 sequences, so that consumers get both behind the barrier that they wait for anyway, without a read
 of global memory. On releasing a slot, each consumer warp says whether its rows are valid; a tile
-that is not is loaded again, to be computed in safe mode.
+that is not is loaded again, to be computed in retry mode.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState, Ring
 from cutex.device.work_tile import WorkTile
 
-END, NORMAL, SAFE = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
+END, NORMAL, RETRY = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
 WORDS = 8  # words of a slot; the last is read in any case, because three are loaded as four
 
 

@@ -84,7 +84,7 @@ def by_element(n: int, other: RowTile, centred: bool) -> tuple[RowTile, int, int
     if other.aligned or each is None or not least <= n <= min(most, 1024 * each):
         return None
     threads = _power(-(-n // each), WARP, 1024)
-    vectors = -(-(n + other.slack) // (threads * other.width))
+    vectors = -(-(n + other.lead) // (threads * other.width))
     of_warp = threads == WARP  # else of the CTA, whose barrier is the row's
     tile = RowTile(CTA // WARP if of_warp else 1, threads, 1, vectors, other.width, False)
     return tile, -(-n // threads), TURNS if of_warp else 1

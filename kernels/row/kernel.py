@@ -115,7 +115,7 @@ def launch_of(tile: RowTile, mX: cute.Tensor, stream: Any) -> dict[str, Any]:
 
 def parts_of(tile: RowTile, gX: cute.Tensor) -> Int32:
     """The parts of a row gX (N) that a tile holds one of."""
-    return cute.ceil_div(cute.size(gX) + tile.slack, tile.columns + tile.slack)
+    return cute.ceil_div(cute.size(gX) + tile.lead, tile.columns + tile.lead)
 
 
 def reductions(tile: RowTile, *counts: int, repeated: bool = False) -> list[RowReduction]:

@@ -36,10 +36,10 @@ def merged(a: Values, b: Values) -> Values:
     the differences from it. Source: Chan, Golub and LeVeque, Updating formulae and a pairwise
     algorithm for computing sample variances, 1979."""
     count = a[0] + b[0]
-    apart = b[1] - a[1]
+    deviation = b[1] - a[1]
     part = b[0] * cute.arch.rcp_approx(cute.arch.fmax(count, Float32(1)))
     part = cutlass.select_(a[0] == 0.0, Float32(1), part)  # then b's mean, to the bit
-    return count, a[1] + apart * part, a[2] + b[2] + apart * apart * a[0] * part
+    return count, a[1] + deviation * part, a[2] + b[2] + deviation * deviation * a[0] * part
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ class Norm(RowKernel):
             rSum = columns.rounded(x, mX)  # (V, NumV)
             x = rSum.load().to(Float32)
         length = Float32(columns.n)
-        apart, mean, squares = self.moments(sums, x, columns)
+        deviation, mean, squares = self.moments(sums, x, columns)
         rstd = cute.math.rsqrt(squares / length + eps)
-        y = apart * rstd
+        y = deviation * rstd
         if c.weight:
             y = y * vectors["weight"].load().to(Float32)
         if c.bias:
@@ -195,8 +195,8 @@ class Norm(RowKernel):
         if not self.config.centred:
             return x, Float32(0), summed(0, x * x)
         mean = summed(1, x) / Float32(columns.n)
-        apart = columns.where_held(x - mean)
-        return apart, mean, summed(0, apart * apart)
+        deviation = columns.where_held(x - mean)
+        return deviation, mean, summed(0, deviation * deviation)
 
     @cute.jit
     def store_rest(self, found: Normed, optional: dict[str, cute.Tensor]) -> None:

@@ -37,14 +37,14 @@ class GuardedSoftmax(Softmax):
     valid_sum: ClassVar[float] = 2.0**26
 
     @classmethod
-    def of(cls, scale_log2: Float32, slack: float, optimistic: bool) -> Self:
-        """The state before the first block; `optimistic`: whether blocks may come by `add`.
+    def of(cls, scale_log2: Float32, threshold: float, speculates: bool) -> Self:
+        """The state before the first block; `speculates`: whether blocks may come by `add`.
 
         NOTE: `shift` has registers of its own only then: computed in `add` from the reference,
         which LSE needs in the end, it cost 3 % at head dim 64; `next` is faster without.
         """
-        start = cls.start(scale_log2, slack)
-        if not optimistic:
+        start = cls.start(scale_log2, threshold)
+        if not speculates:
             return start
         return replace(start, shift=cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32))
 

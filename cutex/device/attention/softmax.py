@@ -4,10 +4,10 @@ Scores arrive in blocks of columns. Each row keeps a reference, the largest scor
 last set, and the sum of 2^(scale * (score - reference)). When a block raises the maximum, the sum
 so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention).
 
-The reference need not be the maximum: as long as the maximum exceeds it by less than `slack` powers
-of two, the exponentials stay below 2^slack, which fp32 sums and 16-bit probabilities hold as well
-as ones below 1; so a warp whose rows all stay within it leaves sums and outputs as they are
-(FlashAttention-4's conditional rescaling).
+The reference need not be the maximum: as long as the maximum exceeds it by less than `threshold`
+powers of two, the exponentials stay below 2^threshold, which fp32 sums and 16-bit probabilities
+hold as well as ones below 1; so a warp whose rows all stay within it leaves sums and outputs as
+they are (FlashAttention-4's conditional rescaling).
 
 Nor need the maximum be computed. Scores of one row seldom spread further than bf16's exponent
 reaches, so `add` takes the reference of the blocks before as it is and looks for no larger score;
@@ -68,7 +68,7 @@ class Softmax:
     reference: cute.Tensor  # (rows) in units of scores; -inf before the first key
     sums: cute.Tensor  # (rows) of this thread's columns alone
     scale_log2: Float32  # powers of two in a unit of scores
-    slack: float  # powers of two by which the maximum may exceed the reference
+    threshold: float  # powers of two by which the maximum may exceed the reference
     shift: cute.Tensor | None = None  # (rows) the reference in powers of two; 0, not -inf
 
     rows: ClassVar[int] = 2
@@ -76,12 +76,12 @@ class Softmax:
     over_row: ClassVar[Any] = staticmethod(over_quad)  # the reduction over the threads of a row
 
     @classmethod
-    def start(cls, scale_log2: Float32, slack: float) -> Self:
+    def start(cls, scale_log2: Float32, threshold: float) -> Self:
         """The state before the first block."""
         rows = cute.make_layout(cls.rows)
         reference = cute.make_rmem_tensor(rows, Float32)
         sums = cute.make_rmem_tensor(rows, Float32)
-        return cls(reference, sums, scale_log2, slack)
+        return cls(reference, sums, scale_log2, threshold)
 
     @cute.jit
     def first(self, scores: cute.Tensor) -> None:
@@ -104,12 +104,12 @@ class Softmax:
     @cute.jit
     def raise_references(self, highest: list[Float32], factors: cute.Tensor) -> Boolean:
         """Raise the references to the `highest` scores of a block, if some row of this warp exceeds
-        its own by more than the slack, and scale the sums by `factors` (rows). Returns whether it
-        did."""
+        its own by more than the threshold, and scale the sums by `factors` (rows). Returns whether
+        it did."""
         rescale = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
             above = (highest[r] - self.reference[r]) * self.scale_log2
-            rescale = rescale | (above > self.slack)
+            rescale = rescale | (above > self.threshold)
         rescale = cute.arch.vote_any_sync(rescale)
         if rescale:
             for r in cutlass.range_constexpr(self.rows):

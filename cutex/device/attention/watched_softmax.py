@@ -67,24 +67,24 @@ class WatchedSoftmax(GuardedSoftmax):
     def of(
         cls,
         scale_log2: Float32,
-        slack: float,
-        optimistic: bool,
+        threshold: float,
+        speculates: bool,
         blocks: Int32 | int = 1,
         looks: bool = True,
     ) -> Self:
-        kept = GuardedSoftmax.of(scale_log2, slack, optimistic)
+        kept = GuardedSoftmax.of(scale_log2, threshold, speculates)
         top = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
         squares = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
-        looks = looks and optimistic
+        looks = looks and speculates
         peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if looks else None
-        best = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
-        part = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if optimistic else None
-        raised = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if optimistic else None
+        best = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if speculates else None
+        part = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if speculates else None
+        raised = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if speculates else None
         if best is not None and part is not None and raised is not None:
             best.fill(-Float32.inf)
             part.fill(0.0)
             raised[0] = Boolean(False)
-        tensors = kept.reference, kept.sums, scale_log2, slack, kept.shift
+        tensors = kept.reference, kept.sums, scale_log2, threshold, kept.shift
         return cls(*tensors, top, squares, part, best, peaked, raised, blocks)
 
     # ---- blocks
@@ -285,11 +285,11 @@ class WatchedSoftmax(GuardedSoftmax):
     @cute.jit
     def raise_references(self, highest: list[Float32], factors: cute.Tensor) -> Boolean:
         """Raise the references of rows whose `highest` scores of a block exceed them by more than
-        the slack; others stay, and with them what `top` was rounded to."""
+        the threshold; others stay, and with them what `top` was rounded to."""
         rescale = Boolean(False)
         raised = [Boolean(False)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
-            raised[r] = (highest[r] - self.reference[r]) * self.scale_log2 > self.slack
+            raised[r] = (highest[r] - self.reference[r]) * self.scale_log2 > self.threshold
             rescale = rescale | raised[r]
         rescale = cute.arch.vote_any_sync(rescale)
         if rescale:

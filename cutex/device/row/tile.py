@@ -38,10 +38,10 @@ class RowTile:
     @property
     def columns(self) -> int:
         """The longest row that the tile holds."""
-        return self.threads * self.ctas * self.vectors * self.width - self.slack
+        return self.threads * self.ctas * self.vectors * self.width - self.lead
 
     @property
-    def slack(self) -> int:
+    def lead(self) -> int:
         """The elements of the first vector that may lie before a row."""
         return 0 if self.aligned else self.width - 1
 

@@ -55,7 +55,7 @@ def _plan(options: tuple[int, float, float], x: Tensor) -> Run:
     row = launch.passes("x", x, lambda x: as_rows(x.reshape(1, -1)))
     launch.makes("counts", (bins,), torch.int64)
     tile = choose.walk(8 * x.element_size(), *loads_of([row], (), True))
-    parts = -(-(row.shape[1] + tile.slack) // (tile.columns + tile.slack))
+    parts = -(-(row.shape[1] + tile.lead) // (tile.columns + tile.lead))
     ctas = min(parts, CTAS * sms_of(x.device, arch))
     numbers = low, high, bins / (high - low), ctas
     kernel = Histogram, HistogramConfig(tile, bins), arch

@@ -261,7 +261,7 @@ def _config(
             tile = choose.tile(
                 x.shape[1], bits, kernels_of(arch), unit, shifted, wide=2 * choose.MOST
             )
-        parts = -(-(x.shape[1] + tile.slack) // (tile.columns + tile.slack))
+        parts = -(-(x.shape[1] + tile.lead) // (tile.columns + tile.lead))
         wanted = -(-CTAS * sms // x.shape[0])
         splits = max(1, min(parts, wanted, most))
         how = shared(splits)

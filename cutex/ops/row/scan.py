@@ -71,7 +71,7 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     unit, shifted = loads_of(rows, (), True)
     n, bits = rows[0].shape[1], 8 * max(y.element_size() for y in rows)
     tile = choose.scan(n, bits, unit, shifted)
-    parts = -(-(n + tile.slack) // (tile.columns + tile.slack))
+    parts = -(-(n + tile.lead) // (tile.columns + tile.lead))
     names = ["x", "y"]
     if parts > 1:
         words = 1 + rows[0].shape[0] * (parts + -(-parts // WARP))

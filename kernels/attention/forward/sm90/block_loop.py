@@ -78,10 +78,10 @@ class BlockLoop:
     products: Products
     rings: KeyRings
     score_ops: ScoreOps
-    softmax: Any  # a GuardedSoftmax; if optimistic a WatchedSoftmax
+    softmax: Any  # a GuardedSoftmax; a WatchedSoftmax if it speculates
     factors: cute.Tensor  # (2)
     turns: Turns | None = None  # None: the only warpgroup
-    optimistic: bool = False  # blocks without a mask may be added without their maximum
+    speculates: bool = False  # blocks without a mask may be added without their maximum
 
     @property
     def qk(self) -> WgmmaProduct:
@@ -132,18 +132,18 @@ class BlockLoop:
         else:
             state = self.first(path.start, state, self.qk)
         path = path.after(1)
-        if cutlass.const_expr(self.optimistic):
+        if cutlass.const_expr(self.speculates):
             searched = cutlass.min(clean, searched)
             before = before + searched if band.hi is not None else searched
             clean -= searched
-        if cutlass.const_expr(band.hi is not None or self.optimistic):
+        if cutlass.const_expr(band.hi is not None or self.speculates):
             state = self.steps(path, before, state, "masked")
             path = path.after(before)
-        if cutlass.const_expr(self.optimistic and self.is_fp16 and band.hi is not None):
+        if cutlass.const_expr(self.speculates and self.is_fp16 and band.hi is not None):
             looked = cutlass.min(clean, 1)
             state = self.steps(path, looked, state, "looked")
             path, clean = path.after(looked), clean - looked
-        if cutlass.const_expr(self.optimistic):
+        if cutlass.const_expr(self.speculates):
             state = self.unsearched(path, clean, state)
         else:
             state = self.steps(path, clean, state, "clean")
@@ -164,7 +164,7 @@ class BlockLoop:
         k.advance()
         scores = rows_of(acc_s)
         self.score_ops.apply(scores, n_block, True)
-        if cutlass.const_expr(self.optimistic):
+        if cutlass.const_expr(self.speculates):
             self.softmax.first(scores, self.seen(n_block, cute.size(scores, mode=[1])))
         else:
             self.softmax.first(scores)
@@ -277,7 +277,7 @@ class BlockLoop:
         elif cutlass.const_expr(kind == "looked"):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
             rescale = softmax.guard(scores, self.factors, seen, low=True)
-        elif cutlass.const_expr(self.optimistic):
+        elif cutlass.const_expr(self.speculates):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
             rescale = softmax.next(scores, self.factors, seen, kind == "late")
         else:
@@ -287,7 +287,7 @@ class BlockLoop:
         v.advance()
         round_to(self.tOrP, acc_s)
         if cutlass.const_expr(kind != "add"):
-            if cutlass.const_expr(self.optimistic):
+            if cutlass.const_expr(self.speculates):
                 # NOTE: behind the branch, P is rounded behind all exponentials, not among them
                 pin(self.tOrP)
             if rescale:

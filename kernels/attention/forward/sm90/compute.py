@@ -30,7 +30,7 @@ from cutex.kernels.attention.forward.sm90.block_loop import (
 )
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
-from cutex.kernels.attention.work_ring import END, SAFE
+from cutex.kernels.attention.work_ring import END, RETRY
 
 MAX_BLOCKS = 2**30
 TURN_BARRIER = 4  # the first of one named barrier for each warpgroup's turn
@@ -71,7 +71,7 @@ class Compute:
             number = blocks.end - blocks.first
             # NOTE: from a constant, it would be computed again in each block, behind QK
             scale_log2 = cute.arch.shuffle_sync(score_ops.scale_log2(), 0)
-            softmax = kind.of(scale_log2, self.slack, c.speculates, number, not c.guards_all)
+            softmax = kind.of(scale_log2, self.threshold, c.speculates, number, not c.guards_all)
             tSrQ = query.of_slot(q_slot)
             halves = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
@@ -92,7 +92,7 @@ class Compute:
                     valid = in_range
                     if looks:
                         valid = valid & loop.is_finite()
-                    valid = valid | (mode == SAFE)
+                    valid = valid | (mode == RETRY)
                 loop.scale_output()
             else:
                 state = self.pass_tile(loop, tile.end - tile.first, q_take, state)
@@ -154,7 +154,7 @@ class Compute:
         if cutlass.const_expr(c.takes_halves):
             seqlens = own.seq_q.length, own.seqlen_k
             half = self.own_info.ends_in_first_half(own.m_block, *seqlens)
-        searched = Int32(MAX_BLOCKS) if mode == SAFE else self.searched(own)
+        searched = Int32(MAX_BLOCKS) if mode == RETRY else self.searched(own)
         state = loop.run(own.blocks, half, state, searched, forwards)
         self.release_q(q_take)
         return state
@@ -222,8 +222,8 @@ class Compute:
     # ---- rows
 
     @property
-    def slack(self) -> float:
-        """The slack in powers of two; smaller for fp16, whose range ends at 2^16, which
+    def threshold(self) -> float:
+        """The threshold in powers of two; smaller for fp16, whose range ends at 2^16, which
         `Softmax.add` should not reach either."""
         threshold = self.config.rescale_threshold
         return min(threshold, 4.0) if self.dtype is cutlass.Float16 else threshold

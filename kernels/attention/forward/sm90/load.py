@@ -23,7 +23,7 @@ from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder
-from cutex.kernels.attention.work_ring import NORMAL, SAFE
+from cutex.kernels.attention.work_ring import NORMAL, RETRY
 from cutex.schedulers.dispatch import SelfDispatch, Ticket
 
 AHEAD = 2  # one CTA of a pair may be an exchange ahead of the other
@@ -113,7 +113,7 @@ class Load:
         """Announce and load tile after tile.
 
         When a slot of Q comes back, its result is checked: a tile that failed is announced again in
-        safe mode, before any other. When no tile is left, the remaining slots are waited for in
+        retry mode, before any other. When no tile is left, the remaining slots are waited for in
         turn.
         """
         c, order, ring = self.config, self.order, self.shared.work
@@ -130,7 +130,7 @@ class Load:
             ring.q.empty.wait(back.phase, back.slot)
             failed = ring.take_back(back.slot)
             failed, ticket, exchanges = self.agree(failed, ticket, exchanges)
-            work, mode, forwards = ring.work(back.slot), Int32(SAFE), Int32(0)
+            work, mode, forwards = ring.work(back.slot), Int32(RETRY), Int32(0)
             if cutlass.const_expr(c.alternates):
                 forwards = ring.forwards(back.slot)  # as when it failed
             if not failed:

@@ -32,7 +32,7 @@ from cutex.kernels.attention.forward.launch import Operands, Slots
 from cutex.kernels.attention.forward.sm90.stage0 import Part
 from cutex.kernels.attention.forward.sm90.stage4 import RingStates
 from cutex.kernels.attention.forward.sm90.stage7 import Barriers, Fills, Out, Stage7
-from cutex.kernels.attention.work_ring import NORMAL, SAFE
+from cutex.kernels.attention.work_ring import NORMAL, RETRY
 from cutex.schedulers.counter import Counter
 from cutex.schedulers.dispatch import SelfDispatch
 
@@ -77,20 +77,20 @@ class Stage8(Stage7):
         tile: WorkTile,
         blocks: Blocks,
     ) -> RingStates:
-        safe = barriers.work.mode(take.slot) == SAFE
+        retries = barriers.work.mode(take.slot) == RETRY
         if blocks.end > blocks.first:
             at = self.first_scores(part, barriers, at, blocks.end - 1)
-            at = self.further_blocks(part, barriers, at, blocks, safe)
+            at = self.further_blocks(part, barriers, at, blocks, retries)
             at = self.last_product(part, barriers, at)
         in_range = self.normalize(part, out, tile)
         # NOTE: 0 times infinity; P of a row that overflowed makes all of its columns infinite
         finite = (part.acc_o[0] * 0.0 == 0.0) & (part.acc_o[2] * 0.0 == 0.0)
-        barriers.work.release(take, safe | (in_range & finite))
+        barriers.work.release(take, retries | (in_range & finite))
         return at
 
     @cute.jit
     def further_blocks(
-        self, part: Part, barriers: Barriers, at: RingStates, blocks: Blocks, safe: Boolean
+        self, part: Part, barriers: Barriers, at: RingStates, blocks: Blocks, retries: Boolean
     ) -> RingStates:
         n_block = blocks.end - 2
         least = 0
@@ -100,7 +100,7 @@ class Stage8(Stage7):
             n_block -= edges
             least = 1  # a row may have seen no key in the masked blocks, and have no reference
         clean = n_block + 1 - blocks.first
-        searched = clean if safe else cutlass.min(clean, least)
+        searched = clean if retries else cutlass.min(clean, least)
         at = self.steps(part, barriers, at, n_block, searched, "clean")
         return self.steps(part, barriers, at, n_block - searched, clean - searched, "add")
 
@@ -122,7 +122,7 @@ class Stage8(Stage7):
             work.q.empty.wait(back.phase, back.slot)
             failed = work.take_back(back.slot)
             if failed or ticket.valid:
-                tile, mode = work.work(back.slot), Int32(SAFE)
+                tile, mode = work.work(back.slot), Int32(RETRY)
                 if not failed:
                     tile, mode = dispatch.tile(ticket), Int32(NORMAL)
                 fills = self.load_tile(operands, slots, barriers, fills, tile, mode)
