@@ -153,8 +153,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in libraries:
         if name not in how:
             return refuse(f"{name}: takes {' or '.join(how)}")
+    if not libraries:
+        return refuse(f"which libraries: {' '.join(how)}, or one of them")
     if os.environ.get("CUTE_DSL_ARCH") != ARCH:
-        return refuse(f"CUTE_DSL_ARCH must be {ARCH}: the CuTe DSL reads it when it is imported")
+        return refuse(
+            f"CUTE_DSL_ARCH must be {ARCH}, and the CuTe DSL reads it when it is imported: run "
+            f"CUTE_DSL_ARCH={ARCH} python -m cutex.clock_errors.record_peers {' '.join(libraries)}"
+        )
     os.environ.update(NO_DISK_CACHES)
     rows = [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
     with recording() as calls:

@@ -42,6 +42,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(y).__name__}")
         if y.dtype not in DTYPES:
             raise TypeError(f"{name} must be of bfloat16, float16, float32, got {y.dtype}")
+        if y.device != x.device:
+            raise ValueError(f"{name} is on {y.device}, not on {x.device} as x")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: x is (.., K), weight "

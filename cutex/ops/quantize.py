@@ -106,7 +106,9 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tenso
         return torch.empty(shape, dtype=dtype, device=data.device)
     scale = layouts.unswizzle(q.scale, *of.factors(rows, k)) if q.swizzled else q.scale
     plain = reference.Quantized(of, data, scale, q.tensor_scale)
-    return reference.dequantize(plain, torch.float64).to(dtype).view(shape)
+    # NOTE: torch's ldexp computes on the current GPU, whichever its tensors are on
+    with current(data.device):
+        return reference.dequantize(plain, torch.float64).to(dtype).view(shape)
 
 
 def _format_of(name: str) -> Format:

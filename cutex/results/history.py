@@ -231,7 +231,7 @@ def _compare(rows: list[Result], args: argparse.Namespace) -> int:
         if len(known) < 2 and before is None:
             found = f"only {known[0]} has" if known else "none has"
             raise ValueError(f"--by {args.by}: {found} timed rows, and two are needed")
-        before, after = (before or known[-2]), known[-1] if known else ""
+        before, after = _latest(rows, args.by, known, before)
     for name in (before, after):
         same = (lambda k, n=name: _is(k, n)) if args.by == "commit" else (lambda k, n=name: k == n)
         if not any(map(same, known)):
@@ -243,6 +243,18 @@ def _compare(rows: list[Result], args: argparse.Namespace) -> int:
     print(f"{args.by} {before} -> {after}")
     _print(_changes_table(pairs))
     return 1 if any(c.verdict == "SLOWER" for c in pairs) else 0
+
+
+def _latest(
+    rows: list[Result], by: str, known: Sequence[str], before: str | None
+) -> tuple[str, str]:
+    """The last two of `known`, or `before` and the last, that timed the same; or just the last."""
+    last = known[-1] if known else ""
+    for i in range(len(known) - 1, 0, -1):
+        for name in [*reversed(known[:i])] if before is None else [before]:
+            if name != known[i] and changes(rows, by, name, known[i]):
+                return name, known[i]
+    return before or known[-2], last
 
 
 def _listed(rows: list[Result]) -> Table:

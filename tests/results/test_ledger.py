@@ -180,6 +180,19 @@ def test_a_regression_between_dsl_versions_is_exit_code_1(tmp_path, capsys):
     assert main(["compare", *where, "--by", "dsl", "4.8.1", "4.8.0"]) == 0
 
 
+def test_without_names_the_last_two_that_timed_the_same_are_compared(tmp_path, capsys):
+    where = ledger_of(
+        tmp_path,
+        row(100.0, commit="aaaa111"),
+        row(90.0, id="b", run="2026-02", commit="bbbb222", stage=4),
+        row(95.0, id="c", run="2026-03", commit="cccc333"),
+    )
+    assert main(["compare", *where]) == 0
+    assert capsys.readouterr().out.startswith("commit aaaa111 -> cccc333\n")
+    assert main(["compare", *where, "bbbb222"]) == 2
+    assert "bbbb222 and cccc333 timed no stage on the same" in capsys.readouterr().err
+
+
 def test_rows_can_be_chosen(tmp_path, capsys):
     where = ledger_of(tmp_path, row(), row(stage=4), row(device_name="NVIDIA B200", stage=5))
     assert main(["best", *where, "--stage", "4"]) == 0

@@ -191,9 +191,10 @@ def mask_of(
         if not compiling:
             setattr(floats, RUN, run_of_token(made))
         return floats
-    # NOTE: of a static cache it is a tensor, which the cache advances before the layers attend
-    made["q_offset"] = int(q_offset)
-    return Mask(made, dtype)
+    # NOTE: of a static cache q_offset is a tensor, which the cache advances before the layers
+    # attend; of a sliding one that was cropped others are, too
+    sizes = ("q_length", "kv_length", "q_offset", "kv_offset")
+    return Mask(made | {name: int(made[name]) for name in sizes}, dtype)
 
 
 def _floats(mask: Tensor, dtype: torch.dtype) -> Tensor:
