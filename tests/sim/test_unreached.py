@@ -174,6 +174,102 @@ def test_what_does_not_go_together_does_not_exist(op):
     assert nonexistent(op)
 
 
+# ---- declared types and spaces: each as ptxas of CUDA 13.0 takes or refuses it for sm_100a.
+# Behind a statement: for each of its operands b, u, s and f of the kinds of registers (.b32, .u32,
+# .s32, .f32) that it may be declared as.
+
+DECLARED = """
+mov.b32 A, B; busf busf|mov.u32 A, B; bus bus|mov.f32 A, B; bf bf|mov.f64 A, B; bf bf
+mov.b64 A, B; busf busf|mov.s64 A, B; bus bus|add.u16 A, B, C; bus bus bus
+and.b32 A, B, C; busf busf busf|shl.b32 A, B, 3; busf busf|selp.b64 A, B, C, p; busf busf busf
+selp.u32 A, B, C, p; bus bus bus|selp.f32 A, B, C, p; bf bf bf|setp.lt.u32 p, A, B; bus bus
+setp.eq.b32 p, A, B; busf busf|setp.lt.f64 p, A, B; bf bf|ld.global.b32 A, [a]; busf
+ld.global.u32 A, [a]; bus|st.global.f32 [a], A; bf|st.global.v2.f32 [a], {A, A}; busf
+ld.global.f64 A, [a]; bf|add.f32 A, B, C; bf bf bf|neg.f64 A, B; bf bf|add.f16 A, B, C; bf bf bf
+add.bf16 A, B, C; b b b|add.f16x2 A, B, C; b b b|atom.global.add.u32 A, [a], B; bus bus
+atom.global.add.f32 A, [a], B; bf bf|cvt.rn.f32.u32 A, B; bf bus|cvt.rzi.u32.f32 A, B; bus bf
+cvt.rn.bf16x2.f32 A, B, C; b bf bf|cvt.f64.f32 A, B; bf bf|mul.wide.u32 A, B, C; bus bus bus
+shr.s32 A, B, C; bus bus bus|bfe.u32 A, B, C, C; bus bus bus|ex2.approx.f32 A, B; bf bf
+shfl.sync.idx.b32 A, B, C, 31, -1; busf busf busf|prmt.b32 A, B, C, C; busf busf busf
+ld.global.u32 R, [A]; bus|st.shared.u32 [A], R; bus
+"""
+
+
+def declared_as(statement: str, place: int, kind: str) -> str:
+    """The statement with one of its registers declared as `kind`, the others with bit types."""
+    names = re.findall(r"\b[ABC]\b", statement)
+    letter = sorted(set(names))[place]
+    wide = {"mul.wide.u32": "A", "cvt.f64.f32": "A", "ld.global.u32 R": "A"}
+    sixteen = re.match(r"\w+\.(u16|f16|bf16) ", statement)
+    bits = 16 if sixteen else 64 if re.match(r"\w+(\.\w+)*?\.[busf]64 ", statement) else 32
+    only = next((x for name, x in wide.items() if statement.startswith(name)), "")
+    declared = []
+    for x in "ABC":
+        width = (64 if x == only else 32) if only else bits
+        declared.append(f".reg .{kind if x == letter else 'b'}{width} {x};")
+    return f"{' '.join(declared)} .reg .pred p; .reg .b32 R; .reg .b64 a; {statement}"
+
+
+def kinds_of_registers():
+    for line in re.split(r"[|\n]", DECLARED.strip()):
+        statement, _, taken = line.rpartition(";")
+        for place, kinds in enumerate(taken.split()):
+            for kind in "busf":
+                yield statement + ";", place, kind, kind in kinds
+
+
+SPACES = {  # of variables in each space, those that an address may name
+    "ld.u32 %r1, [X];": "shared global local",
+    "ld.global.u32 %r1, [X];": "global",
+    "ld.shared::cta.u32 %r1, [X];": "shared",
+    "ld.const.u32 %r1, [X];": "const",
+    "ld.local.u32 %r1, [X];": "local",
+    "ld.param.u32 %r1, [X];": "param",
+    "st.u32 [X], %r1;": "shared global local",
+    "st.shared.u32 [X], %r1;": "shared",
+    "st.global.u32 [X], %r1;": "global",
+    "atom.add.u32 %r1, [X], 1;": "shared global",
+    "atom.global.add.u32 %r1, [X], 1;": "global",
+    "red.shared.add.u32 [X], 1;": "shared",
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [X];": "shared",
+    "prefetch.global.L2 [X];": "global",
+}
+
+
+def is_read(body: str, head: str = "") -> bool:
+    """Whether a module is, of which no run reaches `body`."""
+    arrays = {"out": np.zeros(32, np.uint32)}
+    try:
+        simulate_ptx(UNREACHED.format(body), arrays, head=head, arch="sm_100a", assembles=False)
+    except UnknownInstruction as error:
+        assert "PTX line" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 9))]
+)
+def test_registers_are_taken_as_the_assembler_takes_their_types(part):
+    cases = [*kinds_of_registers()]
+    assert len(cases) > 300
+    for statement, place, kind, taken in cases[part::9]:
+        body = f"{{ {declared_as(statement, place, kind)} }}"
+        assert is_read(body) == taken, (statement, place, kind)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("statement", SPACES)
+def test_variables_are_taken_as_the_assembler_takes_their_spaces(statement):
+    head = "\n".join(
+        f".{space} .align 16 .b8 of_{space}[64];" for space in ("shared", "global", "const")
+    )
+    for space in ("shared", "global", "const", "local", "param"):
+        name = "p_out" if space == "param" else f"of_{space}"
+        body = f"{{ .local .align 16 .b8 of_local[64]; {statement.replace('X', name)} }}"
+        assert is_read(body, head) == (space in SPACES[statement].split()), space
+
+
 # ---- mutated texts
 
 

@@ -57,14 +57,16 @@ UNSIGNED: dict[int, Any] = {
 }
 
 _SPACES = tuple(space.removeprefix(".") for space in SPACES)
+_OF_SPACE = ("ld", "ldu", "st", "atom", "red", "ldmatrix", "stmatrix", "prefetch")
 # For instructions, the places of operands that have a type which the opcode names, by its number.
 _OF_TYPE = {
     0: {
         **dict.fromkeys(("mov", "neg", "abs", "ld", "ldu", "rcp", "sqrt", "rsqrt", "ex2"), (0, 1)),
-        **dict.fromkeys(("lg2", "sin", "cos", "tanh", "shr", "bfe"), (0, 1)),
+        **dict.fromkeys(("lg2", "sin", "cos", "tanh"), (0, 1)),
         **dict.fromkeys(("st", "red"), (1,)),
         **dict.fromkeys(("add", "sub", "mul", "min", "max", "div", "rem", "selp"), (0, 1, 2)),
-        **dict.fromkeys(("fma", "mad"), (0, 1, 2, 3)), "slct": (0, 1, 2), "atom": (0, 2, 3),
+        **dict.fromkeys(("fma", "mad", "bfe"), (0, 1, 2, 3)),
+        "shr": (0, 1, 2), "slct": (0, 1, 2), "atom": (0, 2, 3),
         "setp": (1, 2), "cvt": (0,), "set": (0,), "popc": (1,),
     },
     1: {"cvt": (1, 2), "set": (1, 2), "slct": (3,)},
@@ -216,8 +218,6 @@ class Decoder:
 
     def check_types(self) -> None:
         """Raise for a register whose declared type does not agree with that of the instruction."""
-        if "wide" in self.mods:
-            return
         for kind, of in zip(self.types, _OF_TYPE.values(), strict=False):
             for k in of.get(self.ins.name, ()):
                 reg = list.__getitem__(self.ins.operands, k) if k < len(self) else None
@@ -389,14 +389,19 @@ class Decoder:
         return read_other
 
     def _check_space(self, symbol: Symbol) -> None:
-        """Raise for a load or store of another space than that of the name in its address."""
-        if self.ins.name not in ("ld", "st", "atom", "red"):
+        """Raise for an access of another space than that of the name in its address."""
+        if self.ins.name not in _OF_SPACE or "async" in self.mods:
             return
         named = next((p for p in self.ins.parts if p in (*_SPACES, "param")), None)
         v = self.m.program.variables.get(symbol.name)
         space = v.space if v is not None else "param"
         if named is not None and named != space:
             raise self.malformed(f"{symbol.name} lies in .{space}, not in .{named}")
+        atomic = self.ins.name in ("atom", "red")
+        if named is None and space in ("const", "param", *(("local",) if atomic else ())):
+            raise self.malformed(
+                f"{symbol.name} lies in .{space}, which .{self.ins.name} must name"
+            )
 
     def coordinates(self, k: int) -> list[Read]:
         operand = self.ins.operands[k]

@@ -22,11 +22,11 @@ class Reg:
         """Whether an operand of the instruction type ``kind`` may be this register (PTX ISA 9.4):
         untyped bits go with all, integers not with floats.
         """
+        if self.declared[0] in "bp" or kind[0] in "pt" or (kind[0] == "b" and kind[1].isdigit()):
+            return True
         if self.declared[0] in "us":
-            return kind not in ("f16", "f32", "f64", "f16x2")
-        if {self.declared, kind} == {"f16x2", "f32"}:
-            return False
-        return kind[0] not in "us" or self.declared not in ("f16", "f32", "f64")
+            return kind[0] in "us"
+        return kind[0] == "f" and self.declared.endswith("x2") == kind.endswith("x2")
 
 
 @dataclass(frozen=True)
