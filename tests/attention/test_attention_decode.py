@@ -75,10 +75,13 @@ CASES = {
     "all of a cache": ({"used_k": None, "batch": 2}, {"num_splits": 1}),
     "heads first": ({"views": ("interleaved", "heads first", "padded"), "used_k": None,
                      "head_dim_v": 128, "head_dim": 192, "batch": 2}, {}),
+    "warps with other keys": ({"head_dim": 128, "head_dim_v": 128, "heads_q": 32, "seqlen_k": 500,
+                               "used_k": (500, 31, 340), "window": (300, None), "softcap": 8.0},
+                              {"page_size": 16}),
     "wide heads": ({"head_dim": 256, "head_dim_v": 256, "batch": 1, "used_k": (150,),
                     "heads_q": 3, "heads_kv": 1}, {"page_size": 32}),
 }  # fmt: skip
-QUICK = ("packed queries", "begun later")  # the first has the kernel of another test here
+QUICK = ("begun later",)
 
 
 def named(*names: str) -> list:
@@ -92,6 +95,30 @@ def test_caches_are_attended_to(name, arch):
     case, layout = CASES[name]
     with cutex.ops.simulated(arch):
         assert outcome(AttentionCase(**{**SMALL, **case}), **layout) == ""
+
+
+FEW_ROWS = (
+    "one token", "pages of 16", "odd pages, parts", "entries of a larger cache", "all of a cache",
+    "appended to pages", "appended, softcap", "packed queries", "begun later, appended",
+    "packed new keys to pages", "warps with other keys",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [x if x == "one token" else pytest.param(x, marks=pytest.mark.slow) for x in FEW_ROWS]
+)
+def test_warps_with_other_keys_each_attend_to_caches(name, monkeypatch):
+    """Two CTAs have many parts each, of which every warp begins with another block."""
+
+    def few(*given: object) -> DecodeConfig:
+        return replace(config_for(*given), few_rows=True, tile_n=32, num_stages=4, num_sms=2)
+
+    monkeypatch.setattr(kvcache, "config_for", few)
+    PLANS.forget()
+    case, layout = CASES[name]
+    with cutex.ops.simulated("sm_90a"):
+        assert outcome(AttentionCase(**{**SMALL, **case}), **layout) == ""
+    PLANS.forget()
 
 
 FP8 = {
@@ -338,6 +365,17 @@ def test_rooms_of_one_plan_are_those_of_one_kernel():
         rooms = alike_rooms(call(room, left), False)
         configs = {config_for(call(x, left), False) for x in rooms}
         assert room in rooms and len(configs) == 1
+
+
+def test_with_num_splits_the_kernel_does_not_depend_on_the_batch():
+    def call(batch: int, num_splits: int) -> KVCacheCall:
+        q, k = torch.empty(batch, 32, 8, 128).half(), torch.empty(batch, 200, 8, 128).half()
+        return KVCacheCall(
+            q, k, k.clone(), *[None] * 11, None, None, True, (None, None), 0.0, num_splits
+        )
+
+    one, many = (config_for(call(batch, 1), False) for batch in (1, 40))
+    assert one == many != config_for(call(40, 0), False)
 
 
 CHUNKS = {
@@ -605,16 +643,25 @@ def test_without_a_gpu_it_says_where_it_runs():
         cutex.flash_attn_with_kvcache(**given())
 
 
+def test_a_slot_is_one_warps_where_warps_have_other_keys_each():
+    """A warp could else take the fill before its own for it: the phase has the same parity."""
+    few = {"one_block": True, "few_rows": True, "head_dim": 64, "head_dim_v": 64}
+    assert DecodeConfig(**few, num_stages=8).why_not() is None
+    assert "num_stages=6: with few_rows a multiple of 4" in str(
+        DecodeConfig(**few, num_stages=6).why_not()
+    )
+
+
 def test_every_choice_fits():
-    """Whatever is computed, for few and many units and keys."""
+    """Whatever is computed, for few and many units, rows and keys."""
     asked = product(HEAD_DIMS, (0, 1, 16, 64, 100), (False, True), (False, True))
     for dims, page, fp8, leftpad in asked:
         how = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page, "fp8": fp8}
         config = DecodeConfig(**how, leftpad=leftpad, used_k=True, one_block=True)
         if config.single_rows and any(d * config.cache_element % 128 for d in dims):
             continue  # single rows are loaded by a kernel of larger head dims
-        for units, room in product((20, 5000), (500, 100000)):
-            found = fitted(config, room, units)
+        for rows, units, room in product((4, 40), (20, 5000), (500, 100000)):
+            found = fitted(config, room, units, rows)
             assert found.why_not(arch=ARCHS["sm_90a"]) is None, found
 
 

@@ -322,9 +322,9 @@ FILES_READ = {
     "gemm.grouped.sm90.kernel gemm.grouped.sm100.kernel gemm.w4.sm100.kernel "
     "gemm.unaligned.sm90.few "
     "attention.forward.sm90.forward attention.forward.sm100.forward "
-    "attention.decode.sm90.decode attention.decode.sm100.decode",
-    SOME: "attention.mla.sm90.mla attention.mla.sm100.mla gemm.scaled.fp8.sm90.kernel "
-    "gemm.scaled.sm100.general gemm.unaligned.sm90.kernel",
+    "attention.decode.sm100.decode",
+    SOME: "attention.decode.sm90.decode attention.mla.sm90.mla attention.mla.sm100.mla "
+    "gemm.scaled.fp8.sm90.kernel gemm.scaled.sm100.general gemm.unaligned.sm90.kernel",
     MANY: "gemm.w4.sm90.kernel attention.backward.sm90.backward attention.backward.sm100.backward",
 }
 

@@ -58,7 +58,7 @@ class RoundedRow(NamedTuple):
     units: Int32 | None  # of columns that exist; None: all that are stored
 
     @cute.jit
-    def store_pair(self, unit: cutlass.Constexpr[int], word: Int32, pair: cute.Tensor) -> None:
+    def store_pair(self, unit: Int32, word: Int32, pair: cute.Tensor) -> None:
         """Store two columns, word `word` of `unit`."""
         if cutlass.const_expr(self.units is None) or unit < self.units:
             self.words[unit * WORDS + word] = cute.recast_tensor(pair, Int32)[0]

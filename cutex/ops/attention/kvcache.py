@@ -261,7 +261,9 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
         one_block=call.rows <= kind.tile_m,
         num_sms=sms,
     )
-    config = fitted(config, room, units_of(call, config))
+    # NOTE: with num_splits results must not depend on how many units there are
+    units = 0 if call.num_splits else units_of(call, config)
+    config = fitted(config, room, units, call.rows)
     return replace(config, combined=is_combined(call, config, room))
 
 

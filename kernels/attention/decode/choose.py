@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.config import FEW_ROWS, ROWS, DecodeConfig
 from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
 
 # by arch and head dims: what differs from the config's defaults
@@ -37,18 +37,46 @@ _SHORT: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     },
 }
 SHORT = 1024  # keys that a sequence has room for
+# NOTE: of few rows a warp has every fourth block: many units of few keys wait less for each other's
+# steps, and e4m3 is widened by four warps at once (docs/facts/decode.md#few-rows, #few-e4m3)
+_FEW: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (64, 64): {"tile_n": 64, "num_stages": 4, "ctas_per_sm": 2},
+        (128, 128): {"tile_n": 32, "num_stages": 4, "ctas_per_sm": 2},
+    },
+}
+_FEW_KEYS = {(64, 64): 16384, (128, 128): SHORT}
+_FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (64, 64): {"tile_n": 128, "num_stages": 8},
+        (128, 128): {"tile_n": 64, "num_stages": 8},
+    },
+}
 CONFIGS: dict[str, type[DecodeConfig]] = {"sm_90a": DecodeConfig, "sm_100a": Sm100DecodeConfig}
 
 
-def fitted(config: DecodeConfig, room: int, units: int) -> DecodeConfig:
-    """`config`, whose fields say what is computed, with its tiles chosen for `units` that have room
-    for `room` keys each."""
+def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> DecodeConfig:
+    """`config`, whose fields say what is computed, with its tiles chosen for `units` of `rows`
+    packed rows that have room for `room` keys each."""
     arch = next(name for name, kind in CONFIGS.items() if kind is type(config))
-    tiles = _TILES[arch].get(config.head_dims, {})
+    if rows <= FEW_ROWS and (few := _few(config, arch, room, units)) is not None:
+        return replace(config, few_rows=True, **few)
     # NOTE: beside the warps that load single rows, threads of two CTAs have too few registers
     short = room <= SHORT and not config.single_rows
+    tiles = _TILES[arch].get(config.head_dims, {})
     if short and units > config.num_sms and not config.fp8:
         tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:  # a block takes half as long to come, and a place more when it is widened
         tiles = {**tiles, "num_stages": 3}
     return replace(config, **tiles)
+
+
+def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, Any] | None:
+    """What differs from the config's defaults where warps have other keys each; None if the
+    warpgroup should have them all."""
+    dims = config.head_dims
+    if config.fp8:
+        return _FEW_E4M3.get(arch, {}).get(dims)
+    if config.single_rows or units <= config.num_sms or room > _FEW_KEYS.get(dims, 0):
+        return None
+    return _FEW.get(arch, {}).get(dims)

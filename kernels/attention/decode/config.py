@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ATOM_ROWS = 8  # of a swizzle: pages of fewer rows are loaded row by row
 ELEMENT = 2  # bytes of bf16 and fp16
 ROWS = 64  # of one wgmma
+FEW_ROWS, FEW_WARPS = 16, 4  # of one mma.sync, and the warps that have other keys each
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 RESERVED = 1024  # bytes of smem that a CTA takes beside its own
 WARPGROUP, WARP = 128, 32  # threads
@@ -41,6 +42,7 @@ class DecodeConfig(ScoreSpec):
     lse: bool = True
 
     one_block: bool = False  # all packed rows of a sequence and a head of K and V are one block
+    few_rows: bool = False  # they are at most FEW_ROWS, and warps have other keys each (FewRows)
     packed: bool = True  # the query heads of one head of K and V share the rows of a tile
     # how keys are cut: "one" (not), "even" (each unit in as many parts as fill the GPU) or "shares"
     # (equal shares of all keys, or num_splits of each unit)
@@ -131,17 +133,31 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of a block of K and V that is widened to 16 bits."""
+        """Bytes of a block of K and V that is widened to 16 bits in smem."""
+        if self.few_rows:
+            return 0
         return self.fp8 * self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
 
     @property
     def smem_bytes(self) -> int:
         rings = (self.k_bytes + self.v_bytes) * self.num_stages
-        return self.q_bytes + rings + self.wide_bytes
+        return self.q_bytes + rings + self.wide_bytes + self.sums_bytes
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of O and LSE of each warp, where warps have other keys each."""
+        return self.few_rows * FEW_WARPS * 4 * (FEW_ROWS * self.head_dim_v + 2 * WARP)
+
+    @property
+    def consumers(self) -> int:
+        """The warps that read a slot."""
+        return 1 if self.few_rows else WARPGROUP // WARP
 
     @property
     def accumulators(self) -> int:
         """The registers of a thread that hold S, P, O and Q."""
+        if self.few_rows:
+            return (3 * self.tile_n + 2 * self.head_dim_v + self.head_dim) // 4
         q = 0 if self.q_in_smem else self.head_dim
         return (3 * self.tile_n + 2 * self.head_dim_v + q) // 4
 
@@ -159,6 +175,8 @@ class DecodeConfig(ScoreSpec):
             if problem.seqlen_q * group > self.tile_m:
                 rows = problem.seqlen_q * group
                 return f"one_block=True: {rows} packed rows, a block has {self.tile_m}"
+        if self.few_rows and (reason := self.why_not_few(problem)):
+            return reason
         if self.appended and not self.used_k:
             return "appended=True: needs the caches' lengths"
         if self.page_size < 0 or (self.page_size and self.batch_idx):
@@ -175,6 +193,19 @@ class DecodeConfig(ScoreSpec):
                 f"num_stages={self.num_stages}, ctas_per_sm={self.ctas_per_sm}, "
                 f"least={self.least}, start={self.start}: at least 2, 1, 1 and 0"
             )
+        return None
+
+    def why_not_few(self, problem: AttentionProblem | None) -> str | None:
+        """The reason why warps cannot have other keys each, or None."""
+        if not self.one_block or self.q_in_smem or self.head_dim_v % (8 * FEW_WARPS):
+            return f"few_rows=True: one block of rows, head dims {self.head_dims} by 32, to 192"
+        if self.num_stages % FEW_WARPS:
+            # NOTE: a slot is one warp's, which else could take a fill before for its own
+            return f"num_stages={self.num_stages}: with few_rows a multiple of {FEW_WARPS}"
+        if problem is not None:
+            rows = problem.seqlen_q * problem.heads_q // problem.heads_kv
+            if rows > FEW_ROWS:
+                return f"few_rows=True: {rows} packed rows, mma.sync has {FEW_ROWS}"
         return None
 
     def why_no_room(self, arch: Any) -> str | None:

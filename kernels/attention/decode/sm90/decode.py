@@ -4,6 +4,8 @@ A CTA has a warp that loads and a warpgroup of 64 packed rows: the queries of al
 one head of K and V. What bounds it is memory: 13.6 bytes a cycle and SM of an H100. A block of 128
 keys at head dim 128 takes 4800 cycles to come, 1024 of tensor cores and some 1300 of softmax.
 
+Of up to 16 rows each warp has other keys instead (few_rows.py).
+
 Each CTA takes an equal share of all keys of all sequences (splits.py), and the last one that has
 written its part of a unit merges the parts (out.py), or a second kernel does (Combine).
 """
@@ -26,6 +28,7 @@ from cutex.kernels.attention.decode.out import Combine, out_of
 from cutex.kernels.attention.decode.shared import Load, Shared
 from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
 from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype
+from cutex.kernels.attention.decode.sm90.few_rows import FewRows, Sums
 
 
 class Decode:
@@ -33,13 +36,15 @@ class Decode:
 
     barrier          arrives                                waits
     k.full, v.full   1: LOAD, and the bytes by TMA          COMPUTE
-    k.empty, v.empty 1 a COMPUTE warp, its product done     LOAD
+    k.empty, v.empty 1 a COMPUTE warp that reads the slot   LOAD
     (warpgroup)      its threads, a part being written      the same, before it counts as written
 
     smem       bytes                                        hd 128   hd 64    hd 256
     sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   196608   196608
     sQ         64 * D * 2, above head dim 192               -        -        32768
     wide       tile_n * (D + DV) * 2, if K and V are e4m3   65536    32768    65536
+               and rows many
+    sums       (64 * DV + 256) * 4, if rows are few         33792    17408    -
     words      less than 1024
     """
 
@@ -104,13 +109,14 @@ class Decode:
             for d in c.head_dims
         )
         wide = None
-        if cutlass.const_expr(c.fp8):
+        if cutlass.const_expr(c.wide_bytes > 0):
             kind = product_dtype(c, dtype)
             wide = tuple(
                 allocate_slots(smem, kind, kv_slots(kind, c.tile_n, d, 1)) for d in c.head_dims
             )
         last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
-        consumers = self.compute_warps.count
+        sums: Any = Sums.allocate(smem, c) if c.few_rows else None
+        consumers = c.consumers
         k_ring = ring(smem, "k", c, c.k_bytes, consumers)
         v_ring = ring(smem, "v", c, c.v_bytes, consumers)
         publish_barriers((k_ring, v_ring))
@@ -121,5 +127,7 @@ class Decode:
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
             Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
+        elif cutlass.const_expr(c.few_rows):
+            FewRows(mQ, out_of(c, mO, passed, sizes, last), shared, wide, sums).run()
         else:
             Compute(mQ, out_of(c, mO, passed, sizes, last), shared, wide).run()

@@ -1,0 +1,399 @@
+"""FewRows: the four warps of a decode kernel that have at most 16 packed rows, and compute O.
+
+wgmma multiplies 64 rows, one block of keys after the other; of 8 rows it computes 56 for nothing,
+and a block's keys, scores and sums follow one another for longer than memory takes to bring the
+next. So each warp has every fourth block of a part for itself, by mma.sync of 16 rows, and four
+blocks are under way at a time. In the end the warps merge their sums in smem.
+
+Caches of e4m3 are widened to fp16 in registers: ldmatrix brings pairs of elements as if they were
+one of 16 bits. Of K that are four neighbours along the head dim, so that a thread holds Q by fours,
+too; of V two columns of two keys, whose products are two accumulators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import cutlass
+from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, cute
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from cutex.device.atoms.mma import contiguous_rows_layout
+from cutex.device.atoms.scalar import exp2, log2
+from cutex.device.atoms.wgmma import round_to
+from cutex.device.attention.block_info import Blocks
+from cutex.device.attention.guarded_softmax import GuardedSoftmax
+from cutex.device.attention.row_store import UNIT, WORDS
+from cutex.device.attention.scores import ScoreOps
+from cutex.device.attention.softmax import LN2, LOG2_E, rows_of, threshold_of
+from cutex.device.pipeline import PipelineState
+from cutex.kernels.attention.decode.config import FEW_ROWS, DecodeConfig
+from cutex.kernels.attention.decode.launch import kv_slots
+from cutex.kernels.attention.decode.shared import Rows, units_of
+from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype
+from cutex.kernels.attention.decode.splits import Piece
+
+WARPS, WARP = 4, 32
+MMA_N, MMA_K = 8, 16
+EVEN_ODD = 0x3120  # a selector of prmt: bytes 0, 2, 1, 3
+
+State = tuple[PipelineState, PipelineState]  # of this warp in the rings of K and of V
+
+
+class WarpProduct(NamedTuple):
+    """acc += A @ B[slot]^T of one warp: 16 rows of A in registers, B in slots of smem."""
+
+    mma: cute.TiledMma
+    load: cute.TiledCopy  # by ldmatrix
+    source: cute.Tensor  # (CPY, CPY_N, CPY_K, SLOT)
+    b: cute.Tensor  # (MMA, MMA_N, MMA_K) registers
+
+    @classmethod
+    def of(cls, sB: cute.Tensor, k_major: bool) -> Self:
+        """The product with sB (bN, bK, SLOT), contiguous along K or along N."""
+        dtype, lane = sB.element_type, cute.arch.lane_idx()
+        # NOTE: two blocks of N at a time: one ldmatrix brings 8 rows of B four times
+        mma = cute.make_tiled_mma(
+            warp.MmaF16BF16Op(dtype, Float32, (FEW_ROWS, MMA_N, MMA_K)),
+            permutation_mnk=(FEW_ROWS, 2 * MMA_N, MMA_K),
+        )
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not k_major, 4), dtype)
+        load = cute.make_tiled_copy_B(atom, mma)
+        source = load.get_slice(lane).partition_S(sB)
+        tCsB = mma.get_slice(lane).partition_B(sB)  # (MMA, MMA_N, MMA_K, SLOT)
+        return cls(mma, load, source, mma.make_fragment_B(tCsB[None, None, None, 0]))
+
+    def accumulator(self, columns: int) -> cute.Tensor:
+        """Registers for 16 rows, (MMA, 1, MMA_N)."""
+        return self.mma.make_fragment_C(self.mma.partition_shape_C((FEW_ROWS, columns)))
+
+    @property
+    def k_blocks(self) -> int:
+        return cute.size(self.b, mode=[2])
+
+    def load_block(self, k_block: int, slot: Int32) -> cute.Tensor:
+        """A block of K of B, (MMA, MMA_N), by ldmatrix."""
+        to = self.load.get_slice(cute.arch.lane_idx()).retile(self.b)  # (CPY, CPY_N, CPY_K)
+        cute.copy(self.load, self.source[None, None, k_block, slot], to[None, None, k_block])
+        return self.b[None, None, k_block]
+
+    @cute.jit
+    def add(self, a: cute.Tensor, acc: cute.Tensor, slot: Int32) -> None:
+        """acc += A @ B[slot]^T, A as ((2, 2, 2), 1, MMA_K)."""
+        for k_block in cutlass.range_constexpr(self.k_blocks):
+            b = self.load_block(k_block, slot)
+            cute.gemm(self.mma, acc, a[None, None, k_block], b, acc)
+
+
+class NarrowKeys(WarpProduct):
+    """S += Q @ K[slot]^T with K of e4m3, of which two are one element of B: a thread holds four
+    neighbours of K, and must hold the same four of Q (FewRows.load_words)."""
+
+    @cute.jit
+    def add(self, a: cute.Tensor, acc: cute.Tensor, slot: Int32) -> None:
+        for k_block in cutlass.range_constexpr(self.k_blocks):
+            words = cute.recast_tensor(self.load_block(k_block, slot), Int32)
+            tiles = cute.size(words) // 2
+            b = cute.make_rmem_tensor(cute.make_layout(((2, 2), tiles, 2)), Float16)
+            for n in cutlass.range_constexpr(tiles):
+                for half in cutlass.range_constexpr(2):
+                    wide = widened(words[2 * n + half])
+                    for i in cutlass.range_constexpr(4):
+                        b[(i % 2, i // 2), n, half] = wide[i]
+            for half in cutlass.range_constexpr(2):
+                of_q = a[None, None, 2 * k_block + half]
+                cute.gemm(self.mma, acc, of_q, b[None, None, half], acc)
+
+
+class NarrowValues(WarpProduct):
+    """O += P @ V[slot] with V of e4m3, of which two columns are one element of B: the first half of
+    O's tiles has the even columns, the second the odd ones."""
+
+    @cute.jit
+    def add(self, a: cute.Tensor, acc: cute.Tensor, slot: Int32) -> None:
+        for k_block in cutlass.range_constexpr(self.k_blocks):
+            words = cute.recast_tensor(self.load_block(k_block, slot), Int32)
+            tiles = cute.size(words) // 2
+            b = cute.make_rmem_tensor(cute.make_layout(((2, 2), tiles, 2)), Float16)
+            for n in cutlass.range_constexpr(tiles):
+                for keys in cutlass.range_constexpr(2):
+                    word = words[2 * n + keys]
+                    wide = widened(Int32(cute.arch.prmt(word, word, EVEN_ODD)))
+                    for i in cutlass.range_constexpr(4):
+                        b[(i % 2, keys), n, i // 2] = wide[i]
+            for odd in cutlass.range_constexpr(2):
+                of_columns = cute.make_tensor(
+                    acc.iterator + odd * 4 * tiles, cute.make_layout(((2, 2), 1, tiles))
+                )
+                of_p = a[None, None, k_block]
+                cute.gemm(self.mma, of_columns, of_p, b[None, None, odd], of_columns)
+
+
+@cute.jit
+def widened(word: Int32) -> cute.Tensor:
+    """Four e4m3 as fp16."""
+    held = cute.make_rmem_tensor(cute.make_layout(4), Float8E4M3FN)
+    cute.recast_tensor(held, Int32)[0] = word
+    wide = cute.make_rmem_tensor(cute.make_layout(4), Float16)
+    wide.store(held.load().to(Float16))
+    return wide
+
+
+class Sums(NamedTuple):
+    """O and LSE of each warp in smem, as its lanes have them, ordered by their first blocks."""
+
+    o: cute.Tensor  # (2, lane, unit and row, WARPS)
+    lse: cute.Tensor  # (row, lane, WARPS)
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, config: DecodeConfig) -> Sums:
+        units = config.head_dim_v // UNIT
+        o = smem.allocate_tensor(Float32, cute.make_layout((2, WARP, 2 * units, WARPS)), 16)
+        lse = smem.allocate_tensor(Float32, cute.make_layout((2, WARP, WARPS)), 16)
+        return Sums(o, lse)
+
+
+@dataclass(frozen=True)
+class FewRows(Compute):
+    """The warps that compute, all with the same rows; `wide` is None."""
+
+    sums: Sums
+
+    @cute.jit
+    def run(self) -> None:
+        """Compute this CTA's parts one after the other."""
+        s, c, number = self.shared, self.shared.config, cute.arch.warp_idx()
+        dtype = product_dtype(c, self.mQ.element_type)
+        qk, pv = self.products()
+        q = cute.make_rmem_tensor(fragment_of_a(c.head_dim), dtype)
+        acc = pv.accumulator(c.head_dim_v)
+        lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        splits, span, end = s.begin()
+        k, v = s.k.consumer(), s.v.consumer()
+        k.skip(number)
+        v.skip(number)
+        at, before = splits.begin, Int32(0)  # blocks of the parts before
+        while at < end:
+            span = s.span_at(splits, at, span)
+            piece = splits.piece(at, span)
+            at = piece.after
+            if piece.end > piece.first:
+                rows, blocks = s.rows(piece), s.of_piece(piece)
+                score_ops = self.score_ops(rows, self.load_q(q, rows))
+                first = (number + WARPS - before) % WARPS  # of this warp's blocks
+                k, v = self.blocks((qk, pv), (q, acc, lse), score_ops, rows, blocks, first, (k, v))
+                before = (before + blocks.end - blocks.first) % WARPS
+                self.merge(acc, lse, first)
+                self.store(rows_of(acc), lse, rows, piece)
+
+    def products(self) -> tuple[WarpProduct, WarpProduct]:
+        """The products with the slots of K and of V."""
+        s, c = self.shared, self.shared.config
+        dtype, narrow = self.mQ.element_type, 2 if c.fp8 else 1
+        kinds: tuple[type[WarpProduct], type[WarpProduct]] = WarpProduct, WarpProduct
+        if c.fp8:
+            dtype, kinds = Float16, (NarrowKeys, NarrowValues)
+        d, dv = (x // narrow for x in c.head_dims)
+        rows_k = kv_slots(dtype, c.tile_n, d, c.num_stages)
+        sK = cute.make_tensor(cute.recast_ptr(s.sK.iterator, rows_k.inner, dtype), rows_k.outer)
+        rows_v = kv_slots(dtype, c.tile_n, dv, c.num_stages)
+        transposed = contiguous_rows_layout(dtype, dv, c.tile_n, c.num_stages)
+        of_v = cute.recast_ptr(s.sV.iterator, rows_v.inner, dtype)
+        sVt = cute.make_tensor(of_v, transposed.outer)  # (DV, bN, SLOT)
+        of_k, of_v = kinds
+        return of_k.of(sK, k_major=True), of_v.of(sVt, k_major=False)
+
+    @staticmethod
+    def thread_rows() -> tuple[Int32, Int32]:
+        row = cute.arch.lane_idx() // 4
+        return row, row + 8
+
+    @cute.jit
+    def load_words(self, registers: cute.Tensor, rows: Rows) -> None:
+        """Load this thread's part of Q, ((2, 2, 2), 1, MMA_K); for e4m3 by four neighbours."""
+        words = cute.recast_tensor(registers, Int32)  # ((1, 2, 2), 1, MMA_K)
+        units, mine, quad = units_of(self.mQ), self.thread_rows(), cute.arch.lane_idx() % 4
+        last = 2 if self.shared.config.fp8 else 1  # units at a time
+        for r in cutlass.range_constexpr(2):
+            exists = mine[r] < rows.count
+            gQ = rows.words(self.mQ, cutlass.min(mine[r], rows.count - 1))
+            for unit in cutlass.range_constexpr(self.shared.config.head_dim // UNIT):
+                first, word = place(unit, quad, self.shared.config.fp8)
+                found = gQ[cutlass.min(first, units - last) * WORDS + word]
+                kept = found if exists & (first < units) else Int32(0)
+                words[(0, r, unit % 2), 0, unit // 2] = kept
+
+    @cute.jit
+    def blocks(
+        self,
+        products: cutlass.Constexpr[tuple[WarpProduct, WarpProduct]],
+        registers: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor, cute.Tensor]],
+        score_ops: ScoreOps,
+        rows: Rows,
+        blocks: Blocks,
+        first: Int32,
+        state: State,
+    ) -> State:
+        """Compute O, scaled, and LSE of every fourth block of `blocks`."""
+        s, c = self.shared, self.shared.config
+        k, v = state
+        qk, pv = products
+        q, acc, lse = registers
+        dtype = q.element_type
+        p = cute.make_rmem_tensor(fragment_of_a(c.tile_n), dtype)
+        factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
+        softmax = GuardedSoftmax.of(score_ops.scale_log2(), threshold, False)
+        softmax.reference.fill(-Float32.inf)
+        softmax.sums.fill(0.0)
+        acc.fill(0.0)
+        last = blocks.end - 1
+        count = (blocks.end - blocks.first - first + WARPS - 1) // WARPS
+        for i in cutlass.range(count, unroll=1):
+            n_block = last - first - i * WARPS
+            acc_s = qk.accumulator(c.tile_n)
+            acc_s.fill(0.0)
+            s.k.wait_full(k)
+            qk.add(q, acc_s, k.slot)
+            s.k.release(k)
+            k.skip(WARPS)
+            scores = rows_of(acc_s)
+            score_ops.apply(scores, n_block, False)
+            clean = (n_block >= blocks.clean_first) & (n_block < blocks.clean_end)
+            if (n_block == last) | ~clean:
+                score_ops.mask.apply(scores, n_block)
+            rescale = softmax.next(scores, factors)
+            round_to(p, acc_s)
+            if rescale:
+                scale(rows_of(acc), factors)
+            s.v.wait_full(v)
+            pv.add(p, acc, v.slot)
+            s.v.release(v)
+            v.skip(WARPS)
+        softmax.finish((), factors, lse)
+        if cutlass.const_expr(c.fp8):
+            for r in cutlass.range_constexpr(2):
+                factors[r] *= s.descale(s.passed.v_descale, rows)
+        scale(rows_of(acc), factors)
+        return k, v
+
+    @cute.jit
+    def merge(self, acc: cute.Tensor, lse: cute.Tensor, number: Int32) -> None:
+        """Merge O and LSE of all warps, of which this one has the blocks from `number` on: then it
+        has its `units` of O. A part has the same bits whichever warps had which blocks."""
+        lane = cute.arch.lane_idx()
+        rows = rows_of(acc)
+        pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        self.out.sync()  # the sums of the part before have been read
+        for unit in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    pair[i] = rows[r, self.column(unit, i)]
+                self.sums.o[None, lane, 2 * unit + r, number].store(pair.load())
+        for r in cutlass.range_constexpr(2):
+            self.sums.lse[r, lane, number] = lse[r]
+        self.out.sync()
+        for r in cutlass.range_constexpr(2):
+            lses = tuple(self.sums.lse[r, lane, w] for w in range(WARPS))
+            weights, lse[r] = shares_of(lses)
+            for i in cutlass.range_constexpr(self.units):
+                total = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+                total.fill(0.0)
+                for w in cutlass.range_constexpr(WARPS):
+                    of_warp = self.sums.o[None, lane, 2 * (self.first_unit() + i) + r, w].load()
+                    total.store(total.load() + of_warp * weights[w])
+                for j in cutlass.range_constexpr(2):
+                    rows[r, 2 * i + j] = total[j]
+
+    # ---- O
+
+    @property
+    def units(self) -> int:
+        """The units of columns of O that a warp stores."""
+        return self.shared.config.head_dim_v // UNIT // WARPS
+
+    def first_unit(self) -> Int32:
+        return cute.arch.warp_idx() * self.units
+
+    def column(self, unit: int, i: int) -> int:
+        """Where a thread's accumulators have column i of its two of `unit`."""
+        if not self.shared.config.fp8:
+            return 2 * unit + i
+        tiles = self.shared.config.head_dim_v // UNIT // 2
+        return 2 * (unit // 2 + i * tiles) + unit % 2
+
+    @cute.jit
+    def store_whole(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:
+        lane, dtype, mine = cute.arch.lane_idx(), self.out.mO.element_type, self.thread_rows()
+        pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
+        for r in cutlass.range_constexpr(2):
+            if mine[r] < rows.count:
+                of_row, factor = self.out.finish_row(lse[r], rows, mine[r])
+                to = self.out.row(rows, mine[r])
+                for unit in cutlass.range_constexpr(self.units):
+                    for i in cutlass.range_constexpr(2):
+                        pair[i] = dtype(acc[r, 2 * unit + i] * factor)
+                    first, word = place(unit, lane % 4, self.shared.config.fp8)
+                    to.store_pair(self.first_unit() + first, word, pair)
+                if self.keeps_lse():
+                    self.out.store_lse(of_row, rows, mine[r])
+
+    @cute.jit
+    def store_part(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+        lane, mine, slot = cute.arch.lane_idx(), self.thread_rows(), piece.slot_of(piece.part)
+        pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        of_part = self.out.partials.lse(slot)
+        for r in cutlass.range_constexpr(2):
+            if mine[r] < rows.count:
+                to = self.out.partials.row(slot, mine[r])
+                for unit in cutlass.range_constexpr(self.units):
+                    for i in cutlass.range_constexpr(2):
+                        pair[i] = acc[r, 2 * unit + i]
+                    first, word = place(unit, lane % 4, self.shared.config.fp8)
+                    to.store_pair(self.first_unit() + first, word, pair)
+                if self.keeps_lse():
+                    of_part[mine[r]] = lse[r]
+
+    @staticmethod
+    def keeps_lse() -> Boolean:
+        """Whether this thread stores the LSE of its rows."""
+        return (cute.arch.lane_idx() % 4 == 0) & (cute.arch.warp_idx() == 0)
+
+
+def place(unit: int, quad: Int32, by_four: bool) -> tuple[int, Int32]:
+    """Where a thread's two columns of `unit` are: a unit, and a word behind its first. `by_four`:
+    those of two units are neighbours."""
+    return (unit - unit % 2, 2 * quad + unit % 2) if by_four else (unit, quad)
+
+
+def fragment_of_a(k: int) -> cute.Layout:
+    """The registers of 16 rows of an operand A: a pair of columns, rows 8 apart, columns 8 apart;
+    blocks of K (PTX ISA, "Matrix Fragments for mma.m16n8k16")."""
+    return cute.make_layout(((2, 2, 2), 1, k // MMA_K))
+
+
+@cute.jit
+def scale(rows: cute.Tensor, factors: cute.Tensor) -> None:
+    """Multiply `rows` (rows, columns) by their factors."""
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] *= factors[r]
+
+
+@cute.jit
+def shares_of(lses: tuple[Float32, ...]) -> tuple[tuple[Float32, ...], Float32]:
+    """The shares of sums of these LSE in all, 0 where there is no key, and the LSE of all."""
+    highest = lses[0]
+    for x in lses[1:]:
+        highest = cute.arch.fmax(highest, x)
+    shift = Float32(0.0) if highest == -Float32.inf else highest
+    weights = tuple(exp2((x - shift) * LOG2_E) for x in lses)
+    total = weights[0]
+    for x in weights[1:]:
+        total += x
+    empty = total == 0.0
+    factor = Float32(0.0) if empty else 1.0 / total
+    lse = -Float32.inf if empty else shift + log2(total) * LN2
+    return tuple(x * factor for x in weights), lse
