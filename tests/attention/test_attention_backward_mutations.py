@@ -96,12 +96,12 @@ def test_the_unchanged_kernel_of_several_tiles_is_right():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", ["k read", "v read"])
-def test_a_tile_of_keys_that_is_overwritten_by_the_next_one_is_found(monkeypatch, event):
+def test_a_tile_of_keys_that_is_overwritten_by_the_next_one_is_found(monkeypatch):
+    """K is loaded behind V, whose readers have read K, too: its own wait alone guards nothing."""
     wait = Barrier.wait
 
     def careless(self, phase, slot=0):
-        if self.event != event:
+        if self.event != "v read":
             wait(self, phase, slot)
 
     monkeypatch.setattr(Barrier, "wait", careless)
