@@ -15,6 +15,7 @@ from cutex.arch import arch
 from cutex.dtypes import DTYPES
 from cutex.fit import costs as fit
 from cutex.fit.trees import grown
+from cutex.kernels.gemm.choose import sizes_class
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import MEASURED as MODEL
 from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
@@ -50,7 +51,8 @@ def measured() -> list[Timed]:
     configs = [Sm90Config.from_row(row) for row in head["configs"]]
     found = []
     for row in rows[::14]:
-        problem, majors = GemmProblem(*fit.sizes_of(row)), MAJORS[row["pass"]]
+        majors = MAJORS[row["pass"]]
+        problem = GemmProblem(*sizes_class(fit.sizes_of(row), majors))  # as the choice sees it
         bits = DTYPES[fit.dtype_of(row)].bits
         allowed = {geometry(c) for c in candidates(problem, H200, majors)}
         times = {configs[int(i)]: us for i, us in row["us"].items()}

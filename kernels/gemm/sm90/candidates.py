@@ -337,7 +337,14 @@ def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) 
     if not slow:
         every = [c for c in every if not _of_slow_loads(c, problem)]
     found = (c for c in every if _shares_well(c, problem, slow) and _loads_well(c, problem, majors))
-    return [_in_boxes(c, problem, majors) for c in dict.fromkeys(found)]
+    within = dict.fromkeys(_within_k(c, problem) for c in found)
+    return [_in_boxes(c, problem, majors) for c in within]
+
+
+def _within_k(config: Sm90Config, problem: GemmProblem) -> Sm90Config:
+    """`config` with slots of 128 bytes of K where there are no more: TMA takes as long for bytes
+    that are outside (docs/facts/gemm.md#short-k)."""
+    return replace(config, k_bytes=128) if problem.k * ELEMENT <= 128 else config
 
 
 def _of_slow_loads(config: Sm90Config, problem: GemmProblem) -> bool:
