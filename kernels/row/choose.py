@@ -12,9 +12,13 @@ LONG_CTA = 512  # the same where a row begins in the middle of a line
 CLUSTER = 8  # the largest that every GPU with clusters takes
 SCANNERS = 512  # threads of a CTA that scans a part of a row
 MOST = 8  # vectors of a thread of the longest rows that are taken whole
-# threads of the CTA of a row by smem, and how many vectors each has at most
-STAGED = {128: 4, 256: 5, 512: 5}  # docs/facts/rows.md#rows-layer-norm-tiles
-STAGED_LEAST = 257  # vectors of such a row
+# a layer norm's rows by smem (docs/facts/rows.md#rows-layer-norm-tiles), by the elements of a
+# vector: threads of the CTA of a row, and how many vectors each has at most; the least and most
+# vectors of a row; threads and vectors of each of four CTAs for rows that one does not hold
+STAGED = {8: {128: 4, 256: 5, 512: 5}, 4: {128: 5, 256: 6, 512: 8}}
+STAGED_LEAST = {8: 257, 4: 513}
+STAGED_MOST = {8: 1 << 31, 4: 7168}
+STAGED_BY_FOUR = {4: (256, 7)}
 # rows whose columns go round the threads (docs/facts/rows.md#rows-norm-by-element): the least and
 # most columns of a layer norm's or an RMS norm's; those of a thread, by the elements of a vector;
 # the rows of a thread, where a warp has a row
@@ -64,14 +68,19 @@ def tile(
     return RowTile(rows, threads, ctas, per_thread, width, not shifted)
 
 
-def by_smem(n: int, other: RowTile) -> RowTile:
-    """The tile of a layer norm's rows of `n` elements of 16 bits that come by smem: one CTA with
-    few vectors a thread, since threads that meet in a cluster take longer; `other` for rows that it
-    does not hold, or that are not aligned."""
-    vectors = -(-n // other.width)
-    for threads, most in STAGED.items():
-        if other.aligned and other.width == 8 and STAGED_LEAST <= vectors <= threads * most:
-            return RowTile(1, threads, 1, -(-vectors // threads), other.width)
+def by_smem(n: int, other: RowTile) -> RowTile | None:
+    """The tile of a layer norm's rows of `n` elements that come by smem, by whole vectors: one CTA
+    with few vectors a thread, since threads that meet in a cluster take longer; `other` for long
+    rows. None for rows that better come as `other` has them, to registers."""
+    width, vectors = other.width, -(-n // other.width)
+    if not other.aligned or not STAGED_LEAST[width] <= vectors <= STAGED_MOST[width]:
+        return None
+    for threads, most in STAGED[width].items():
+        if vectors <= threads * most:
+            return RowTile(1, threads, 1, -(-vectors // threads), width)
+    threads, most = STAGED_BY_FOUR.get(width, (0, 0))
+    if other.ctas >= 4 and vectors <= 4 * threads * most:
+        return RowTile(1, threads, 4, -(-vectors // (4 * threads)), width)
     return other
 
 

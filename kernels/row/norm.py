@@ -11,8 +11,7 @@ from cutlass import Float32, cute
 from cutex.compile import Argument, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction, Values, add
-from cutex.device.row.tile import VECTOR_BYTES, RowTile
-from cutex.kernels.row.choose import STAGED_LEAST
+from cutex.device.row.tile import RowTile
 from cutex.kernels.row.kernel import (
     RowKernel,
     ThisRow,
@@ -25,10 +24,8 @@ from cutex.kernels.row.kernel import (
 )
 
 RESIDENT = 1024  # threads of an SM, of 64 registers each
-# vectors of a row whose threads meet once, by the bytes of an element; and of a plain norm, which
-# then comes by smem
-MEETS_ONCE = {2: 4096, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-by-smem
-PLAIN_MEETS_ONCE = {2: STAGED_LEAST, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-tiles
+# vectors of a row whose threads meet once, by the elements of a vector
+MEETS_ONCE = {8: 4096, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-by-smem
 
 
 def merged(a: Values, b: Values) -> Values:
@@ -57,6 +54,7 @@ class NormConfig:
     bias: str = ""
     out: str = ""  # y's dtype, if not x's
     saves: bool = False  # writes rstd, and the mean of a layer norm, for the gradient
+    by_smem: bool = False  # a layer norm's rows that come by smem though they are not long
 
     @property
     def is_light(self) -> bool:
@@ -74,10 +72,9 @@ class NormConfig:
     def meets_once(self) -> bool:
         """Whether the threads of a long row of a layer norm meet once, with their moments."""
         tile = self.tile
-        bounds = PLAIN_MEETS_ONCE if self.is_plain else MEETS_ONCE
-        least = bounds.get(VECTOR_BYTES // tile.width)
-        long = least is not None and tile.threads * tile.vectors * tile.ctas >= least
-        return self.centred and tile.aligned and long
+        vectors = tile.threads * tile.vectors * tile.ctas
+        long = vectors >= MEETS_ONCE.get(tile.width, vectors + 1)
+        return self.centred and tile.aligned and (long or self.by_smem)
 
     @property
     def reduced(self) -> tuple[int, ...]:

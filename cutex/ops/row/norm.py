@@ -12,6 +12,7 @@ from torch import Tensor
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import (
+    VECTOR,
     arch_of,
     check_alike,
     check_rows,
@@ -97,11 +98,13 @@ def _plan(
         launch.makes("mean", x.shape[:-1] if centred else (0,), torch.float32, 1)
         launch.makes("rstd", x.shape[:-1], torch.float32, 1)
     tile = tile_of(rows, vectors, arch)
-    if centred and residual is None:
-        tile = choose.by_smem(x.shape[-1], tile)
+    staged = None
+    if centred and residual is None and tile.width * x.element_size() == VECTOR:
+        staged = choose.by_smem(x.shape[-1], tile)
     config = NormConfig(
-        tile, centred, residual is not None, name_of(weight), name_of(bias), saves=saves
-    )
+        staged or tile, centred, residual is not None, name_of(weight), name_of(bias),
+        saves=saves, by_smem=staged is not None,
+    )  # fmt: skip
     kernel = *kernel_of(config, x.shape[-1], x.element_size()), arch
     if saves:
         returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
