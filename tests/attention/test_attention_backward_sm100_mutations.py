@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import cutlass
 import pytest
 import torch
 from attention_gradients import definition, far_off, upstream, wide
@@ -24,7 +22,6 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.convert import Convert
 from cutex.kernels.attention.backward.sm100.load import Load
 from cutex.kernels.attention.backward.sm100.mma import Mma
-from cutex.kernels.attention.backward.sm100.preprocess import Preprocess
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.sim import SimError, simulate
@@ -292,42 +289,9 @@ def test_a_scale_that_is_forgotten_is_found(monkeypatch):
     assert message is not None and message.startswith("dq off by")
 
 
-PACKED = AttentionCase(
-    batch=2, lengths_q=(70, 90), lengths_k=(70, 90), heads_q=1, heads_kv=1, causal=True,
-    window=(50, None), head_dim=64, head_dim_v=64,
-)  # fmt: skip
-
-
-@SLOW
-@pytest.mark.parametrize("unkept", [False, True])
-def test_rows_past_the_end_without_an_lse_are_found(monkeypatch, unkept):
-    """Padding whose LSE is what was there before: Q and dO are 0 there, but P must be finite."""
-    keep = Preprocess.keep
-
-    def kept(self, stats, place, lse, delta, passed):
-        padding = cutlass.select_(lse == Float32.inf, Float32(math.nan), lse)
-        keep(self, stats, place, padding if unkept else lse, delta, passed)
-
-    monkeypatch.setattr(Preprocess, "keep", kept)
-    config = replace(CONFIG, head_dim=64, head_dim_v=64, varlen_q=True, varlen_k=True)
-    message = wrong(fitted(config), ORDERS[:1], PACKED)
-    assert message is None if not unkept else message is not None and message.startswith("d")
-
-
 IN_TURN = fitted(Sm100BackwardConfig(head_dim=64, head_dim_v=64, deterministic=True))
-# three blocks of keys that add to each of two tiles of dQ: of two, sums would not tell the order
+# three blocks of keys that add to each of two tiles of dQ
 THREE = AttentionCase(seqlen_q=150, seqlen_k=300, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64)
-
-
-@SLOW
-@pytest.mark.parametrize("careless", [False, True])
-def test_a_turn_that_is_not_waited_for_is_found(monkeypatch, careless):
-    """CTAs that add as they come: dQ has other bits in another order of CTAs."""
-    if careless:
-        monkeypatch.setattr(queries, "await_turn", lambda *of: None)
-    run = Run(IN_TURN, THREE)
-    found = [run.gradients(order="random", seed=seed)["dq"] for seed in range(4)]
-    assert all(torch.equal(found[0], x) for x in found[1:]) != careless
 
 
 @SLOW
