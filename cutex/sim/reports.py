@@ -114,13 +114,15 @@ def _signalled(finding: Finding) -> str:
 
 def _early(findings: Iterable[Finding]) -> dict[str, object]:
     """The causes of findings about loads that came before the MMA that they wait for, by what
-    follows from them: the place of the load, which the MMA then overwrites, and a dealloc.
+    follows from them: the place of the load, which the MMA then overwrites, a dealloc, and loads
+    of what nothing has written yet.
     """
     causes: dict[str, object] = {}
     for finding in findings:
         if _EARLY.search(finding.message):
             cause = finding.advisory, _signalled(finding) or finding.where
             causes.setdefault("dealloc", cause)
+            causes.setdefault("unwritten", cause)
             causes[finding.where.partition(":")[0]] = cause
     return causes
 
@@ -129,6 +131,8 @@ def _overwritten(finding: Finding) -> str:
     """The key of a finding in `_early`."""
     if finding.rule == "race" and finding.message.startswith("tcgen05.dealloc"):
         return "dealloc"
+    if finding.rule == "uninitialised" and finding.message.startswith("tcgen05.ld"):
+        return "unwritten"
     if found := _BACKWARDS.search(finding.message):
         return found[1]
     return finding.where.partition(":")[0] if _EARLY.search(finding.message) else ""
