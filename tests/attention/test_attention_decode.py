@@ -81,7 +81,7 @@ CASES = {
     "wide heads": ({"head_dim": 256, "head_dim_v": 256, "batch": 1, "used_k": (150,),
                     "heads_q": 3, "heads_kv": 1}, {"page_size": 32}),
 }  # fmt: skip
-QUICK = ("begun later",)
+QUICK = ("packed queries",)  # whose kernel test_varlen_takes_pages has, too
 
 
 def named(*names: str) -> list:
