@@ -206,6 +206,18 @@ def test_nothing_is_written_for_no_rows() -> None:
     assert y is out and bool((out == 1).all())
 
 
+def test_a_compiled_call_refuses_what_it_would_read_and_write() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def layer(x: Tensor, w: Tensor, offs: Tensor, out: Tensor, to: Tensor) -> Tensor:
+        return cutex.grouped_mm(x, w, offs, out=out, out_index=to)
+
+    whole = torch.ones(8, 16, dtype=bf16)
+    w = torch.ones(2, 16, 16, dtype=bf16)
+    offs, to = torch.tensor([2, 4], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    with ops.simulated("sm_90a"), pytest.raises(Exception, match="out shares memory"):
+        layer(whole[:4], w, offs, whole[2:], to)
+
+
 @pytest.mark.slow
 def test_torch_compile_sees_the_write() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)

@@ -116,7 +116,14 @@ def check_target(
     if overlaps_itself(out):
         raise ValueError("out has rows or columns that share memory")
     check_writable("out", out)
-    if not are_apart([out], read):
+    check_apart(out, read)
+
+
+def check_apart(out: Tensor, read: Sequence[Tensor | None]) -> None:
+    """Raise ValueError, in one sentence, if out shares memory with what is read beside it. Where a
+    compiler traces a call, it is the operator that asks."""
+    given = [t for t in read if t is not None]
+    if not torch.compiler.is_compiling() and not are_apart([out], given):
         raise ValueError("out shares memory with an argument that is read while out is written")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops.grouped import launch
+from cutex.ops.grouped.checks import check_apart
 from cutex.ops.plain import bare
 from cutex.ops.row.operators import define, library
 from cutex.ops.written import written
@@ -166,6 +167,7 @@ def _run_scattered(
     activation: str | None, row_scale: Tensor | None, add: bool,
 ) -> None:  # fmt: skip
     x, w, edges, out, out_index = (bare(t) for t in (x, w, edges, out, out_index))
+    check_apart(out, (x, w, edges, out_index, bias, row_scale))
     if x.shape[0] and out.numel():
         launch.scattered(x, w, edges, out, out_index, (bias, activation, add), row_scale)
     else:
