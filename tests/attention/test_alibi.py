@@ -127,6 +127,7 @@ def test_gradients_are_those_of_float64(device, causal, chunk, monkeypatch):
         assert (x.double() - y).norm() < 0.01 * y.norm()
 
 
+@pytest.mark.slow
 def test_a_later_call_has_its_own_slopes():
     """The plan that a call leaves is of any slopes of that shape."""
     with cutex.ops.simulated("sm_90a"):

@@ -79,7 +79,7 @@ def hold(place: Place, case: AttentionCase, **order) -> None:
 
 # kernels that CI compiles, and how many of their three cases it runs; their seeds were chosen to
 # differ in everything that is compiled
-KERNELS = (0, 3, 13, 26, 34)
+KERNELS = (26, 0, 3, 13, 34)
 CASES = 2
 
 

@@ -104,7 +104,7 @@ def test_heads_of_64(stage: Stage, causal: bool) -> None:
     check(stage, sized(64, causal))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True], ids=FULL_CAUSAL)
 @some_stages
 def test_nothing_depends_on_the_order_of_events(stage: Stage, causal: bool) -> None:

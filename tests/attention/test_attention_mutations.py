@@ -226,6 +226,7 @@ def test_q_that_is_loaded_before_its_only_slot_was_read_is_found(monkeypatch):
     assert message is not None and "TMA load" in message
 
 
+@pytest.mark.slow
 def test_a_slot_of_k_that_is_read_after_its_release_is_found(monkeypatch):
     issue = WgmmaProduct.issue
 

@@ -36,7 +36,7 @@ def hold_drawn(kernel: int, number: int, largest: float) -> None:
     hold(PLACE, case, **ORDERS[(2 * kernel + number) % len(ORDERS)])
 
 
-@pytest.mark.parametrize("kernel", [4])
+@pytest.mark.parametrize("kernel", [9])
 def test_randomized_cases(kernel):
     hold_drawn(kernel, 0, largest=7.5)
 

@@ -88,7 +88,7 @@ def test_cooperative_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict)
     check(7, (600, 520, 200), {**PERSISTENT, "cluster_n": 1, **changes}, "random", 1)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", PINGPONG.values(), ids=PINGPONG.keys())
 def test_pingpong_tiles_come_out_exact_when_few_ctas_walk_many(changes: dict) -> None:
     check(8, (600, 520, 200), {**PERSISTENT, **changes}, "random", 2)

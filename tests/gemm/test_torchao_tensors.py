@@ -81,6 +81,7 @@ def test_names_of_older_versions_and_weights_packed_for_16_bits() -> None:
     assert cutex.pack_w4(alone).dequantize().isfinite().all()
 
 
+@pytest.mark.slow
 def test_under_torch_compile() -> None:
     (a, _), (w, _) = (made(torch.randn(n, 128), "mxfp8", True) for n in (40, 72))
     with ops.simulated("sm_100a"):

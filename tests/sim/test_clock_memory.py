@@ -42,6 +42,7 @@ def recorded(kernel: str, *tensors: torch.Tensor):
     return trace(*found, look=False)[-1]
 
 
+@pytest.mark.slow
 def test_a_large_elementwise_kernel_takes_the_time_of_its_bytes():
     n = 1 << 21
     x = torch.zeros(n)
