@@ -14,7 +14,7 @@ from cutex.kernels.attention.spec import AttentionSpec
 
 
 def arguments(spec: AttentionSpec, dtype: str, counter: bool) -> tuple[Argument, ...]:
-    """The arguments q, k, v, o, and those that `spec` adds, in the order of the fields of Passed;
+    """The arguments q, k, v, o, and those that `spec` adds, in the order of KernelArgs' fields;
     with a `counter`, if one hands out the tiles."""
     c = spec
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
@@ -49,7 +49,7 @@ def arguments(spec: AttentionSpec, dtype: str, counter: bool) -> tuple[Argument,
     return tuple(found)
 
 
-class Passed(NamedTuple):
+class KernelArgs(NamedTuple):
     """The arguments of a kernel after q, k, v and o; None for those that it does not have."""
 
     lse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
@@ -68,10 +68,10 @@ class Passed(NamedTuple):
     max_seqlen_q: Any = None
 
     @staticmethod
-    def of(given: Sequence[Argument], values: tuple[Any, ...]) -> Passed:
+    def of(given: Sequence[Argument], values: tuple[Any, ...]) -> KernelArgs:
         """The `values` of the arguments `given`, without q, k, v and o."""
         names = [a.name for a in given[4:]]
-        return Passed(**dict(zip(names, values, strict=True)))
+        return KernelArgs(**dict(zip(names, values, strict=True)))
 
     def band(self, causal: bool) -> Band:
         return Band(self.lo, 0 if causal else self.hi)
@@ -88,17 +88,17 @@ class Sizes(NamedTuple):
     longest_q: Int32  # no sequence has more queries
 
     @staticmethod
-    def of(spec: AttentionSpec, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
+    def of(spec: AttentionSpec, mQ: cute.Tensor, mK: cute.Tensor, args: KernelArgs) -> Sizes:
         c = spec
         at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
         if c.varlen_q:
-            batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
+            batch = cute.size(args.cu_seqlens_q, mode=[0]) - 1
         else:
             batch = cute.size(mQ, mode=[0])
         rows_q, rows_k = cute.size(mQ, mode=[at_q]), cute.size(mK, mode=[at_k])
         if c.page_size:
-            rows_k = c.page_size * cute.size(passed.page_table, mode=[1])
-        longest = passed.max_seqlen_q if c.varlen_q else rows_q
+            rows_k = c.page_size * cute.size(args.page_table, mode=[1])
+        longest = args.max_seqlen_q if c.varlen_q else rows_q
         heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
         return Sizes(*(Int32(x) for x in (batch, heads, heads_kv, rows_q, rows_k, longest)))
 
@@ -107,9 +107,9 @@ class Sizes(NamedTuple):
         V."""
         return self.heads // pack // self.heads_kv
 
-    def seqlens(self, passed: Passed) -> tuple[Seqlens, Seqlens]:
+    def seqlens(self, args: KernelArgs) -> tuple[Seqlens, Seqlens]:
         """The lengths of queries and of keys."""
         return (
-            Seqlens(self.rows_q, passed.cu_seqlens_q, passed.seqused_q),
-            Seqlens(self.rows_k, passed.cu_seqlens_k, passed.seqused_k),
+            Seqlens(self.rows_q, args.cu_seqlens_q, args.seqused_q),
+            Seqlens(self.rows_k, args.cu_seqlens_k, args.seqused_k),
         )

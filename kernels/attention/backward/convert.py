@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, cute
 from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.kernels.attention.backward.preprocess import row_block, row_sizes, rows_of
-from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, queries
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
 
 THREADS = 128
@@ -29,23 +29,23 @@ class Convert:
         self.config = config
 
     @cute.jit
-    def launch(self, tensors: Tensors, passed: Passed, stream) -> None:
-        batch, longest, tiles = row_sizes(self.config, tensors.dq, passed)
+    def launch(self, tensors: Tensors, args: KernelArgs, stream) -> None:
+        batch, longest, tiles = row_sizes(self.config, tensors.dq, args)
         num_m_blocks = cute.ceil_div(longest, self.config.tile_m)
-        self.kernel(tensors.dq_sums, tensors.dq, passed, tiles, Int32(num_m_blocks)).launch(
+        self.kernel(tensors.dq_sums, tensors.dq, args, tiles, Int32(num_m_blocks)).launch(
             grid=(num_m_blocks * tiles.heads * batch, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mSums, mdQ, passed: Passed, tiles: RowTiles, num_m_blocks: Int32) -> None:
+    def kernel(self, mSums, mdQ, args: KernelArgs, tiles: RowTiles, num_m_blocks: Int32) -> None:
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         m_block, head, batch = row_block(num_m_blocks, tiles.heads)
-        seqlen = queries(passed, cute.size(mdQ, mode=[0 if c.varlen_q else 1])).of(batch)
+        seqlen = queries(args, cute.size(mdQ, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
             sums = mSums[tiles.tile(c, head, batch, seqlen) + m_block, None]  # (bM * D)
             gdQ = rows_of(mdQ, c.varlen_q, head, batch)  # (seqlen, D)
-            self.tile(thread, sums, gdQ, seqlen, m_block, passed.scale)
+            self.tile(thread, sums, gdQ, seqlen, m_block, args.scale)
 
     @cute.jit
     def tile(

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, cute
 
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
-from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, queries
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
 
 THREADS = 128
@@ -40,40 +40,40 @@ class Preprocess:
         self.config = config
 
     @cute.jit
-    def launch(self, tensors: Tensors, passed: Passed, stream) -> None:
-        batch, longest, tiles = row_sizes(self.config, tensors.q, passed)
+    def launch(self, tensors: Tensors, args: KernelArgs, stream) -> None:
+        batch, longest, tiles = row_sizes(self.config, tensors.q, args)
         num_m_blocks = cute.ceil_div(longest, self.config.tile_m)
-        self.kernel(tensors, passed, tiles, Int32(num_m_blocks)).launch(
+        self.kernel(tensors, args, tiles, Int32(num_m_blocks)).launch(
             grid=(num_m_blocks * tiles.heads * batch, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, tensors: Tensors, passed: Passed, tiles: RowTiles, num_m_blocks: Int32
+        self, tensors: Tensors, args: KernelArgs, tiles: RowTiles, num_m_blocks: Int32
     ) -> None:
         c = self.config
         m_block, head, batch = row_block(num_m_blocks, tiles.heads)
-        seqlen = queries(passed, cute.size(tensors.o, mode=[0 if c.varlen_q else 1])).of(batch)
+        seqlen = queries(args, cute.size(tensors.o, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
             number = tiles.tile(c, head, batch, seqlen) + m_block
-            self.tile(tensors, passed, QueryTile(number, head, batch, seqlen, m_block))
+            self.tile(tensors, args, QueryTile(number, head, batch, seqlen, m_block))
 
     @cute.jit
-    def tile(self, tensors: Tensors, passed: Passed, tile: QueryTile) -> None:
+    def tile(self, tensors: Tensors, args: KernelArgs, tile: QueryTile) -> None:
         """Do all for the queries of a tile."""
-        self.clear_turns(passed, tile.number)
+        self.clear_turns(args, tile.number)
         for part in cutlass.range_constexpr(self.parts):
-            rows = self.read_rows(part, tensors, passed, tile)
+            rows = self.read_rows(part, tensors, args, tile)
             # NOTE: behind the loads, which do not wait for these stores then
             self.clear(tensors.dq_sums[tile.number, None], part)
-            self.keep_rows(part, rows, tensors.stats[tile.number, None], passed)
+            self.keep_rows(part, rows, tensors.stats[tile.number, None], args)
 
     @cute.jit
-    def clear_turns(self, passed: Passed, tile: Int32) -> None:
+    def clear_turns(self, args: KernelArgs, tile: Int32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         if cutlass.const_expr(self.config.deterministic):  # noqa: SIM102 - known when tracing
             if thread < self.config.turns:
-                passed.turns[tile, thread] = Int32(0)
+                args.turns[tile, thread] = Int32(0)
 
     @property
     def vectors(self) -> int:
@@ -97,7 +97,7 @@ class Preprocess:
 
     @cute.jit
     def read_rows(
-        self, part: cutlass.Constexpr[int], tensors: Tensors, passed: Passed, tile: QueryTile
+        self, part: cutlass.Constexpr[int], tensors: Tensors, args: KernelArgs, tile: QueryTile
     ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Start this thread's loads of the rows of a part: of O and dO (VECTOR, NumV, row), LSE in
         powers of two and the gradient of LSE (2, row)."""
@@ -114,7 +114,7 @@ class Preprocess:
             if row < seqlen.length:
                 self.read(mO, seqlen, row, rO[None, None, i])
                 self.read(mdO, seqlen, row, rdO[None, None, i])
-                lse, dlse = self.of_row(tensors.lse, passed, head, batch, seqlen, row)
+                lse, dlse = self.of_row(tensors.lse, args, head, batch, seqlen, row)
             of_lse[0, i], of_lse[1, i] = lse, dlse
         return rO, rdO, of_lse
 
@@ -124,7 +124,7 @@ class Preprocess:
         part: cutlass.Constexpr[int],
         rows: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         stats: cute.Tensor,
-        passed: Passed,
+        args: KernelArgs,
     ) -> None:
         """Write LSE and delta of the rows of a part."""
         thread, _, _ = cute.arch.thread_idx()
@@ -137,11 +137,11 @@ class Preprocess:
             for offset in (1, 2, 4):
                 delta += cute.arch.shuffle_sync_bfly(delta, offset=offset)
             if thread % LANES == 0:
-                self.keep(stats, self.place(part, i), of_lse[0, i], delta - of_lse[1, i], passed)
+                self.keep(stats, self.place(part, i), of_lse[0, i], delta - of_lse[1, i], args)
 
     @cute.jit
     def keep(
-        self, stats: cute.Tensor, place: Int32, lse: Float32, delta: Float32, passed: Passed
+        self, stats: cute.Tensor, place: Int32, lse: Float32, delta: Float32, args: KernelArgs
     ) -> None:
         """Write what the main kernel needs to know of a row."""
         stats[place] = lse
@@ -170,7 +170,7 @@ class Preprocess:
                 cute.autovec_copy(gX[None, v], rX[None, i])
 
     @cute.jit
-    def of_row(self, mLSE, passed: Passed, head, batch, seqlen: SeqlenInfo, row: Int32):
+    def of_row(self, mLSE, args: KernelArgs, head, batch, seqlen: SeqlenInfo, row: Int32):
         """LSE of a row in powers of two, and the gradient of LSE; inf and 0 for a row without
         keys."""
         c = self.config
@@ -178,11 +178,11 @@ class Preprocess:
         lse, dlse = mLSE[at], Float32(0.0)
         empty = lse == -Float32.inf
         if cutlass.const_expr(c.dlse):
-            dlse = Float32(0.0) if empty else passed.dlse[at]
+            dlse = Float32(0.0) if empty else args.dlse[at]
         return (Float32.inf if empty else lse * LOG2_E), dlse
 
 
-def row_sizes(config: BackwardSpec, mX: cute.Tensor, passed: Passed):
+def row_sizes(config: BackwardSpec, mX: cute.Tensor, args: KernelArgs):
     """The number of sequences, the most rows that one has, and the tiles of mX, which is laid out
     like q."""
     c = config
@@ -190,8 +190,8 @@ def row_sizes(config: BackwardSpec, mX: cute.Tensor, passed: Passed):
     rows, heads = cute.size(mX, mode=[at]), Int32(cute.size(mX, mode=[at + 1]))
     batch = cute.size(mX, mode=[0])
     if c.varlen_q:
-        batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
-    longest = passed.max_seqlen_q if c.varlen_q else rows
+        batch = cute.size(args.cu_seqlens_q, mode=[0]) - 1
+    longest = args.max_seqlen_q if c.varlen_q else rows
     tiles = RowTiles.of(c, heads, Int32(rows), Int32(batch))
     return Int32(batch), longest, tiles
 

@@ -41,7 +41,7 @@ def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
 
 
 def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
-    """The fields of Tensors, and those of Passed that `config` has."""
+    """The fields of Tensors, and those of KernelArgs that `config` has."""
     c = config
     found: list[Argument] = [tensor(c, name, dtype) for name in Tensors._fields]
     present = {
@@ -82,7 +82,7 @@ class Tensors(NamedTuple):
     dq_sums: Any  # (tiles, bM * D)
 
 
-class Passed(NamedTuple):
+class KernelArgs(NamedTuple):
     """The arguments after Tensors; None for those that the config does not have."""
 
     turns: Any = None  # (tiles, parts) how many key blocks have added to a warp's part of dQ's tile
@@ -100,9 +100,9 @@ class Passed(NamedTuple):
     max_seqlen_k: Any = None
 
     @staticmethod
-    def of(config: BackwardSpec, values: tuple[Any, ...]) -> Passed:
+    def of(config: BackwardSpec, values: tuple[Any, ...]) -> KernelArgs:
         rest = [a.name for a in arguments(config, "bf16")[len(Tensors._fields) :]]
-        return Passed(**dict(zip(rest, values, strict=True)))
+        return KernelArgs(**dict(zip(rest, values, strict=True)))
 
     def band(self, causal: bool) -> Band:
         return Band(self.lo, 0 if causal else self.hi)
@@ -133,9 +133,9 @@ class RowTiles(NamedTuple):
         return (batch * self.heads + head) * self.per_head
 
 
-def queries(passed: Passed, rows: Int32) -> Seqlens:
-    return Seqlens(rows, passed.cu_seqlens_q, passed.seqused_q)
+def queries(args: KernelArgs, rows: Int32) -> Seqlens:
+    return Seqlens(rows, args.cu_seqlens_q, args.seqused_q)
 
 
-def keys(passed: Passed, rows: Int32) -> Seqlens:
-    return Seqlens(rows, passed.cu_seqlens_k, passed.seqused_k)
+def keys(args: KernelArgs, rows: Int32) -> Seqlens:
+    return Seqlens(rows, args.cu_seqlens_k, args.seqused_k)

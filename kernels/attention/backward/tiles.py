@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutex.device.attention.block_info import ceil_div
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.row_source import END
-from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors, keys, queries
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, keys, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.kernels.attention.order import AttentionOrder, Wave
 from cutex.schedulers.counter import CounterDispatch
@@ -51,7 +51,7 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
 
 @cute.jit
 def sizes_of(
-    config: cutlass.Constexpr[BackwardSpec], tensors: Tensors, passed: Passed
+    config: cutlass.Constexpr[BackwardSpec], tensors: Tensors, args: KernelArgs
 ) -> tuple[Sizes, RowTiles]:
     """The extents of a problem, and where the tiles of its queries are."""
     c = config
@@ -61,8 +61,8 @@ def sizes_of(
     heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
     batch = cute.size(mQ, mode=[0])
     if cutlass.const_expr(c.varlen_q):
-        batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
-    longest_k = passed.max_seqlen_k if c.varlen_k else rows_k
+        batch = cute.size(args.cu_seqlens_q, mode=[0]) - 1
+    longest_k = args.max_seqlen_k if c.varlen_k else rows_k
     num_n_blocks = cute.ceil_div(longest_k, c.tile_n)
     tiles = RowTiles.of(c, Int32(heads), rows_q, Int32(batch))
     sizes = Sizes(
@@ -90,7 +90,7 @@ class Tile:
 
 @cute.jit
 def tile_of(
-    config: cutlass.Constexpr[BackwardSpec], index: Int32, passed: Passed, sizes: Sizes
+    config: cutlass.Constexpr[BackwardSpec], index: Int32, args: KernelArgs, sizes: Sizes
 ) -> Tile:
     """The keys of number `index` in the order."""
     order, ctas = tile_order(config, sizes), config.key_ctas
@@ -100,7 +100,7 @@ def tile_of(
         n_block = order.num_m_blocks - 1 - work.m
     n_block = n_block * ctas + index % ctas
     batch = work.batch
-    seq_q, seq_k = queries(passed, sizes.rows_q).of(batch), keys(passed, sizes.rows_k).of(batch)
+    seq_q, seq_k = queries(args, sizes.rows_q).of(batch), keys(args, sizes.rows_k).of(batch)
     return Tile(n_block, work.head, batch, seq_q, seq_k)
 
 
@@ -110,11 +110,11 @@ class Walk:
 
     config: BackwardSpec
     dispatch: CounterDispatch
-    passed: Passed
+    args: KernelArgs
     sizes: Sizes
 
     def tile(self, ticket: Ticket) -> Tile:
-        return tile_of(self.config, ticket.index, self.passed, self.sizes)
+        return tile_of(self.config, ticket.index, self.args, self.sizes)
 
 
 @cute.jit

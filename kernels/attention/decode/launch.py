@@ -16,28 +16,28 @@ from cutex.device.pipeline import Barrier, Ring
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.out import Combine
-from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 
 
 @cute.jit
 def launch(
-    kernel: cutlass.Constexpr[Any], tensors: tuple[cute.Tensor, ...], passed: Passed, stream
+    kernel: cutlass.Constexpr[Any], tensors: tuple[cute.Tensor, ...], args: KernelArgs, stream
 ) -> None:
     """Append the new keys, if there are any, and launch `kernel` on (q, k, v, o)."""
     c = kernel.config
     mQ, mK, mV, mO = tensors
-    sizes = Sizes.of(c, mQ, mK, passed)
+    sizes = Sizes.of(c, mQ, mK, args)
     box_rows = cache_box_rows(c.page_size, c.tile_n, c.leftpad)
     k = box_operand(mK, (c.tile_n, c.head_dim), box_rows)
     v = box_operand(mV, (c.tile_n, c.head_dim_v), box_rows)
     if cutlass.const_expr(c.parts != "shares"):
         even = cutlass.max(c.ctas // sizes.units, 1)
-        passed = passed._replace(num_splits=Int32(1) if c.parts == "one" else even)
+        args = args._replace(num_splits=Int32(1) if c.parts == "one" else even)
     most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
     if cutlass.const_expr(c.appended):
-        Append(c).launch(mK, mV, passed, sizes, stream)
+        Append(c).launch(mK, mV, args, sizes, stream)
     pitches = page_pitch(mK), page_pitch(mV)
-    kernel.kernel(mQ, k, v, mO, passed, sizes, pitches).launch(
+    kernel.kernel(mQ, k, v, mO, args, sizes, pitches).launch(
         grid=(cutlass.min(most, c.ctas // sizes.team * sizes.team), 1, 1),
         block=(kernel.num_threads, 1, 1),
         min_blocks_per_mp=c.ctas_per_sm,
@@ -46,7 +46,7 @@ def launch(
         stream=stream,
     )
     if cutlass.const_expr(c.combined):
-        Combine(c).launch(mO, passed, sizes, stream)
+        Combine(c).launch(mO, args, sizes, stream)
 
 
 def kv_slots(dtype: type[cutlass.Numeric], rows: int, columns: int, count: int):
@@ -81,26 +81,26 @@ class Append:
 
     @cute.jit
     def launch(
-        self, mK: cute.Tensor, mV: cute.Tensor, passed: Passed, sizes: Sizes, stream: Any
+        self, mK: cute.Tensor, mV: cute.Tensor, args: KernelArgs, sizes: Sizes, stream: Any
     ) -> None:
         sequences = Int32(1) if cutlass.const_expr(self.config.varlen_new) else sizes.batch
-        self.kernel(mK, mV, passed, sizes).launch(
+        self.kernel(mK, mV, args, sizes).launch(
             grid=(sizes.new_keys, sequences, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mK: cute.Tensor, mV: cute.Tensor, passed: Passed, sizes: Sizes) -> None:
+    def kernel(self, mK: cute.Tensor, mV: cute.Tensor, args: KernelArgs, sizes: Sizes) -> None:
         row, batch, _ = cute.arch.block_idx()
         number, belongs = row, Boolean(True)  # of the row in its sequence
         if cutlass.const_expr(self.config.varlen_new):
-            ends = passed.cu_seqlens_k_new
+            ends = args.cu_seqlens_k_new
             while (batch + 1 < sizes.batch) & (Int32(ends[batch + 1]) <= row):
                 batch += 1
             number, belongs = row - Int32(ends[batch]), row < Int32(ends[batch + 1])
-        at = Int32(passed.seqused_k[batch]) + number
+        at = Int32(args.seqused_k[batch]) + number
         exists = belongs & (at >= 0) & (at < sizes.rows_k)
-        self.copy(passed.k_new, mK, (batch, row), at, exists, passed)
-        self.copy(passed.v_new, mV, (batch, row), at, exists, passed)
+        self.copy(args.k_new, mK, (batch, row), at, exists, args)
+        self.copy(args.v_new, mV, (batch, row), at, exists, args)
 
     @cute.jit
     def copy(
@@ -110,7 +110,7 @@ class Append:
         place: tuple[Int32, Int32],
         at: Int32,
         exists: Boolean,
-        passed: Passed,
+        args: KernelArgs,
     ) -> None:
         """Copy the row of all heads at `place` of `new` to row `at` of its sequence."""
         c, (batch, row) = self.config, place
@@ -119,9 +119,9 @@ class Append:
         if exists:
             entry = batch
             if cutlass.const_expr(c.page_size):
-                entry, at = passed.page_table[batch, at // c.page_size], at % c.page_size
+                entry, at = args.page_table[batch, at // c.page_size], at % c.page_size
             elif cutlass.const_expr(c.batch_idx):
-                entry = Int32(passed.batch_idx[batch])
+                entry = Int32(args.batch_idx[batch])
             from_row, to_row = vectors(new, batch, row), vectors(cache, entry, at)
             for i in cutlass.range(thread, heads * units, THREADS, unroll=1):
                 head, unit = i // units, i % units

@@ -25,7 +25,7 @@ from cutex.device.attention.softmax import LN2, LOG2_E
 from cutex.device.last_arrival import is_last_arrival
 from cutex.kernels.attention.decode.config import WORDS
 from cutex.kernels.attention.decode.shared import Rows, units_of
-from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import Piece
 
 BARRIER = 1  # a named barrier of the warps that write
@@ -44,7 +44,7 @@ class Out:
     config: Any  # says `head_dim_v`, `sink` and `lse`
     mO: cute.Tensor
     partials: Partials
-    passed: Passed
+    args: KernelArgs
     last: Any  # (1) Int32 in smem: whether this CTA wrote a unit's last part; None: nobody asks
     parts: Any = None  # the Parts that a kernel combines (Combine); None: the last CTA merges
 
@@ -62,12 +62,12 @@ class Out:
         """The LSE of a row with its sink, and the factor that its O still lacks."""
         factor = Float32(1.0)
         if cutlass.const_expr(self.config.sink):
-            lse, factor = with_sink(lse, self.passed.sink[rows.head_of(row)])
+            lse, factor = with_sink(lse, self.args.sink[rows.head_of(row)])
         return lse, factor
 
     @cute.jit
     def store_lse(self, lse: Float32, rows: Rows, row: Int32) -> None:
-        c, mLSE = self.config, self.passed.lse
+        c, mLSE = self.config, self.args.lse
         if cutlass.const_expr(c.lse):
             query, head = rows.query(row), rows.head_of(row)
             store_lse(mLSE, lse, rows.batch, head, rows.seq_q, query)
@@ -325,20 +325,20 @@ def with_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
 class Parts:
     """The parts of all units in memory, behind the words that say where they are."""
 
-    passed: Passed
+    args: KernelArgs
     units: Int32
     rows: int  # of a unit
     columns: int  # DV
 
     @property
     def partials(self) -> Partials:
-        behind = self.passed.sums.iterator + self.units * WORDS
-        sums = cute.make_tensor(behind.align(16), self.passed.sums.layout)
+        behind = self.args.sums.iterator + self.units * WORDS
+        sums = cute.make_tensor(behind.align(16), self.args.sums.layout)
         return Partials(sums, None, self.rows, self.columns)
 
     def words(self, unit: Int32) -> cute.Tensor:
         """The words of a unit."""
-        words = cute.recast_ptr(self.passed.sums.iterator, dtype=Int32) + unit * WORDS
+        words = cute.recast_ptr(self.args.sums.iterator, dtype=Int32) + unit * WORDS
         return cute.make_tensor(words.align(16), cute.make_layout(WORDS))
 
     @cute.jit
@@ -385,25 +385,25 @@ class Combine:
         words = -(-self.config.head_dim_v // (VECTOR * WARP)) * VECTOR
         return min(MOST_ROWS, max(ROW_WORDS // words, 1))
 
-    def rows(self, passed: Passed, sizes: Sizes, unit: Int32) -> Rows:
+    def rows(self, args: KernelArgs, sizes: Sizes, unit: Int32) -> Rows:
         """The rows of a unit."""
         sizes = sizes.known(self.config)
         entry = unit // sizes.heads
         batch = entry // sizes.m_blocks
         m_block, head = sizes.owner(entry - batch * sizes.m_blocks, unit - entry * sizes.heads)
-        seq_q = sizes.queries(passed, batch)
+        seq_q = sizes.queries(args, batch)
         return Rows(batch, m_block, head, seq_q, sizes.pack, self.config.tile_m)
 
     @cute.jit
-    def launch(self, mO: cute.Tensor, passed: Passed, sizes: Sizes, stream: Any) -> None:
+    def launch(self, mO: cute.Tensor, args: KernelArgs, sizes: Sizes, stream: Any) -> None:
         rows = cutlass.min(sizes.rows_q * sizes.pack, self.config.tile_m)
         few = sizes.units * rows <= FEW
         if cutlass.const_expr(not self.by_columns):  # NOTE: the order of sums depends on it
-            few = few | (passed.num_splits > 0)
+            few = few | (args.num_splits > 0)
         across = Int32(WARPS) if few else Int32(1)  # warps of a row
         fill = (sizes.units * 2 >= self.config.num_sms) & (across == 1)
         together = Int32(self.rows_of_warp) if fill else Int32(1)
-        self.kernel(mO, passed, sizes, across, together).launch(
+        self.kernel(mO, args, sizes, across, together).launch(
             grid=(sizes.units, cute.ceil_div(rows * across, WARPS * together), 1),
             block=(WARP * WARPS, 1, 1),
             # NOTE: else ptxas has each load wait where it is added (docs/facts/dsl.md#sunk-loads)
@@ -415,15 +415,15 @@ class Combine:
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, passed: Passed, sizes: Sizes, across: Int32, together: Int32
+        self, mO: cute.Tensor, args: KernelArgs, sizes: Sizes, across: Int32, together: Int32
     ) -> None:
         """Merge rows, each by `across` warps, or `together` by each warp."""
         unit, group, _ = cute.arch.block_idx()
         warp = cute.arch.warp_idx()
         row = group if across == WARPS else group * WARPS * together + warp
-        rows = self.rows(passed, sizes, unit)
-        parts = Parts(passed, sizes.units, self.config.tile_m, self.config.head_dim_v)
-        out = self.out(self.config, mO, parts.partials, passed, None)
+        rows = self.rows(args, sizes, unit)
+        parts = Parts(args, sizes.units, self.config.tile_m, self.config.head_dim_v)
+        out = self.out(self.config, mO, parts.partials, args, None)
         cute.arch.griddepcontrol_wait()
         if row < rows.count:
             piece = parts.whole(unit)
@@ -466,11 +466,11 @@ class Combine:
             out.store_row(rows, row, Boolean(True), o[None, None, 0], lse, 0)
 
 
-def out_of(config: Any, mO: cute.Tensor, passed: Passed, sizes: Sizes, last: cute.Tensor) -> Out:
+def out_of(config: Any, mO: cute.Tensor, args: KernelArgs, sizes: Sizes, last: cute.Tensor) -> Out:
     """Where a decode kernel writes its results."""
     c = config
     if not c.combined:
-        partials = Partials(passed.sums, passed.flags, c.tile_m, c.head_dim_v)
-        return Out(c, mO, partials, passed, last)
-    parts = Parts(passed, sizes.units, c.tile_m, c.head_dim_v)
-    return Out(c, mO, parts.partials, passed, None, parts)
+        partials = Partials(args.sums, args.flags, c.tile_m, c.head_dim_v)
+        return Out(c, mO, partials, args, last)
+    parts = Parts(args, sizes.units, c.tile_m, c.head_dim_v)
+    return Out(c, mO, parts.partials, args, None, parts)

@@ -16,7 +16,7 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState, Ring
 from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import DecodeConfig
-from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, Piece, Splits, weight
 from cutex.schedulers.order import select
 
@@ -41,7 +41,7 @@ class Walk:
 
     config: Any  # says `start`, `least`, `packed` and `page_size`
     info: BlockInfo
-    passed: Passed
+    args: KernelArgs
     sizes: Sizes
 
     # ---- entries
@@ -55,7 +55,7 @@ class Walk:
     def blocks(self, number: Int32) -> Blocks:
         """The blocks of keys that the rows of an entry see."""
         batch, m_block = self.entry(number)
-        seq_q, keys = self.sizes.queries(self.passed, batch), self.sizes.keys(self.passed, batch)
+        seq_q, keys = self.sizes.queries(self.args, batch), self.sizes.keys(self.args, batch)
         return self.info.n_blocks(m_block, seq_q.length, keys)
 
     @cute.jit
@@ -65,7 +65,7 @@ class Walk:
         exists = number < self.sizes.entries
         number = cutlass.min(number, self.sizes.entries - 1)
         batch, m_block = self.entry(number)
-        seq_q = self.sizes.queries(self.passed, batch)
+        seq_q = self.sizes.queries(self.args, batch)
         exists = exists & (m_block * self.info.tile_m < seq_q.length * self.info.pack)
         blocks = self.blocks(number)
         return cutlass.max(blocks.end - blocks.first, 1) if exists else Int32(0)
@@ -131,7 +131,7 @@ class Walk:
         """A share, and into how many parts units are cut: no unit is, where merging its parts would
         take longer. A CTA has the units that begin in its share: none but one, if none is
         shorter."""
-        merge, num_splits = self.config.merge, self.passed.num_splits
+        merge, num_splits = self.config.merge, self.args.num_splits
         if merge == 0:
             return quota, num_splits
         alone = (quota <= shortest) & self.config.are_whole_alone(longest, quota)
@@ -173,7 +173,7 @@ class Walk:
     def rows(self, piece: Piece | Part) -> Rows:
         """The rows of a part's unit."""
         batch, m_block = self.entry(piece.entry)
-        seq_q = self.sizes.queries(self.passed, batch)
+        seq_q = self.sizes.queries(self.args, batch)
         m_block, head = self.sizes.owner(m_block, piece.head)
         return Rows(batch, m_block, head, seq_q, self.sizes.pack, self.config.tile_m)
 
@@ -185,11 +185,11 @@ class Walk:
     def source(self, batch: Int32, keys: Int32, pitch: Int32) -> RowSource:
         """The rows of a sequence's cache of `keys` keys; pages, or sequences, begin `pitch` rows
         apart."""
-        passed, page_size = self.passed, self.config.page_size
-        pad = None if passed.leftpad is None else Int32(passed.leftpad[batch])
+        args, page_size = self.args, self.config.page_size
+        pad = None if args.leftpad is None else Int32(args.leftpad[batch])
         if page_size:
-            return PagedRows(passed.page_table[batch, None], keys, page_size, pitch, pad)
-        entry = batch if passed.batch_idx is None else Int32(passed.batch_idx[batch])
+            return PagedRows(args.page_table[batch, None], keys, page_size, pitch, pad)
+        entry = batch if args.batch_idx is None else Int32(args.batch_idx[batch])
         first = entry * pitch
         return DenseRows(first if pad is None else first + pad, keys)
 
@@ -346,7 +346,7 @@ class Load:
         s = self.shared
         k_fill, v_fill = fills
         batch, _ = s.entry(part.entry)
-        keys, head = s.sizes.keys(s.passed, batch), s.kv_head(part.head)
+        keys, head = s.sizes.keys(s.args, batch), s.kv_head(part.head)
         of_k, of_v = (s.source(batch, keys, x) for x in (self.pitch_k, self.pitch_v))
         loads_k = BoxLoads(self.k, of_k, s.sK, head)
         loads_v = BoxLoads(self.v, of_v, s.sV, head)

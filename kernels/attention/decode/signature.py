@@ -20,7 +20,7 @@ FEW_BLOCKS = 4  # of rows of a sequence and a head, of which each owns units
 
 def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
     """The arguments q, k, v, o, and those that `config` adds, in the order of the fields of
-    Passed."""
+    KernelArgs."""
     c = config
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
     k = ("pages", "page", "hk", "d") if c.page_size else ("bc", "sk", "hk", "d")
@@ -60,7 +60,7 @@ def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-class Passed(NamedTuple):
+class KernelArgs(NamedTuple):
     """The arguments of a kernel after q, k, v and o; None for those that its config does not
     have."""
 
@@ -86,9 +86,9 @@ class Passed(NamedTuple):
     flags: Any = None  # one for each unit: parts that are written; 0 before and after a launch
 
     @staticmethod
-    def of(config: DecodeConfig, values: tuple[Any, ...]) -> Passed:
+    def of(config: DecodeConfig, values: tuple[Any, ...]) -> KernelArgs:
         names = [a.name for a in arguments(config, "bf16")[4:]]
-        return Passed(**dict(zip(names, values, strict=True)))
+        return KernelArgs(**dict(zip(names, values, strict=True)))
 
     def band(self, causal: bool) -> Band:
         return Band(self.lo, 0 if causal else self.hi)
@@ -110,23 +110,23 @@ class Sizes(NamedTuple):
     new_keys: Int32  # of each sequence behind those that seqused_k counts; packed, of all
 
     @staticmethod
-    def of(config: Any, mQ: cute.Tensor, mK: cute.Tensor, passed: Passed) -> Sizes:
+    def of(config: Any, mQ: cute.Tensor, mK: cute.Tensor, args: KernelArgs) -> Sizes:
         c = config
         at_q = 0 if c.varlen_q else 1
         rows_q, rows_k = cute.size(mQ, mode=[at_q]), cute.size(mK, mode=[1])
         heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[2])
         batch = cute.size(mQ, mode=[0])
         if c.varlen_q:
-            batch = cute.size(passed.cu_seqlens_q, mode=[0]) - 1
+            batch = cute.size(args.cu_seqlens_q, mode=[0]) - 1
         if c.page_size:
-            rows_k = c.page_size * cute.size(passed.page_table, mode=[1])
-        longest = passed.max_seqlen_q if c.varlen_q else rows_q
+            rows_k = c.page_size * cute.size(args.page_table, mode=[1])
+        longest = args.max_seqlen_q if c.varlen_q else rows_q
         pack = heads // heads_kv if c.packed else 1
         owners = heads // pack
         m_blocks = cute.ceil_div(longest * pack, c.tile_m)
         new = 0
         if c.appended:
-            new = cute.size(passed.k_new, mode=[0 if passed.cu_seqlens_k_new is not None else 1])
+            new = cute.size(args.k_new, mode=[0 if args.cu_seqlens_k_new is not None else 1])
         per_kv = owners // heads_kv
         row_blocks = Int32(1)
         if not c.varlen_q:  # NOTE: blocks of one head then read the same keys at the same time
@@ -163,21 +163,21 @@ class Sizes(NamedTuple):
         head = number // self.row_blocks
         return m_block * self.row_blocks + number - head * self.row_blocks, head
 
-    def queries(self, passed: Passed, batch: Int32) -> SeqlenInfo:
-        return Seqlens(self.rows_q, passed.cu_seqlens_q).of(batch)
+    def queries(self, args: KernelArgs, batch: Int32) -> SeqlenInfo:
+        return Seqlens(self.rows_q, args.cu_seqlens_q).of(batch)
 
-    def keys(self, passed: Passed, batch: Int32) -> Int32:
+    def keys(self, args: KernelArgs, batch: Int32) -> Int32:
         """The number of keys of a sequence; what its cache has no room for is not there."""
         keys = self.rows_k
-        if passed.seqused_k is not None:
-            keys = Int32(passed.seqused_k[batch])
-            if passed.k_new is not None:
-                keys += self.new_keys_of(passed, batch)
+        if args.seqused_k is not None:
+            keys = Int32(args.seqused_k[batch])
+            if args.k_new is not None:
+                keys += self.new_keys_of(args, batch)
             keys = cutlass.min(keys, self.rows_k)
-        if passed.leftpad is None:
+        if args.leftpad is None:
             return keys
-        return cutlass.max(keys - Int32(passed.leftpad[batch]), 0)
+        return cutlass.max(keys - Int32(args.leftpad[batch]), 0)
 
-    def new_keys_of(self, passed: Passed, batch: Int32) -> Int32:
-        ends = passed.cu_seqlens_k_new
+    def new_keys_of(self, args: KernelArgs, batch: Int32) -> Int32:
+        ends = args.cu_seqlens_k_new
         return self.new_keys if ends is None else Int32(ends[batch + 1]) - Int32(ends[batch])

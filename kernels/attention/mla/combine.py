@@ -8,15 +8,15 @@ from cutlass import Float32, Int32, cute
 
 from cutex.kernels.attention.decode.out import Combine, Out
 from cutex.kernels.attention.decode.shared import Rows
-from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.mla.signature import blocks_of_rows
 
 
-def rows_of(passed: Passed, sizes: Sizes, batch: Int32, owner: Int32, tile_m: int) -> Rows:
+def rows_of(args: KernelArgs, sizes: Sizes, batch: Int32, owner: Int32, tile_m: int) -> Rows:
     """The rows of a unit."""
     m_blocks = blocks_of_rows(sizes, tile_m)
     head = owner // m_blocks
-    seq_q = sizes.queries(passed, batch)
+    seq_q = sizes.queries(args, batch)
     return Rows(batch, owner - head * m_blocks, head, seq_q, sizes.pack, tile_m)
 
 
@@ -31,6 +31,6 @@ class MlaOut(Out):
 class MlaCombine(Combine):
     out: ClassVar[type[Out]] = MlaOut
 
-    def rows(self, passed: Passed, sizes: Sizes, unit: Int32) -> Rows:
+    def rows(self, args: KernelArgs, sizes: Sizes, unit: Int32) -> Rows:
         batch = unit // sizes.heads
-        return rows_of(passed, sizes, batch, unit - batch * sizes.heads, self.config.tile_m)
+        return rows_of(args, sizes, batch, unit - batch * sizes.heads, self.config.tile_m)

@@ -7,12 +7,12 @@ from typing import Any
 from cutlass import Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
-from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.mla.config import MlaConfig
 
 
 def arguments(config: MlaConfig, dtype: str) -> tuple[Argument, ...]:
-    """The arguments q, kv, o, and those that follow, by the names of the fields of Passed. The
+    """The arguments q, kv, o, and those that follow, by the names of the fields of KernelArgs. The
     heads of all tokens of q follow one another."""
     c = config
     kv = ("pages", "page", "hk", "d") if c.page_size else ("b", "sk", "hk", "d")
@@ -34,10 +34,10 @@ def arguments(config: MlaConfig, dtype: str) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-def passed_of(config: MlaConfig, values: tuple[Any, ...]) -> Passed:
+def args_of(config: MlaConfig, values: tuple[Any, ...]) -> KernelArgs:
     """The arguments behind q, kv and o."""
     names = [a.name for a in arguments(config, "bf16")[3:]]
-    return Passed(**dict(zip(names, values, strict=True)))
+    return KernelArgs(**dict(zip(names, values, strict=True)))
 
 
 def rows_of_q(mQ: cute.Tensor) -> cute.Tensor:
@@ -48,10 +48,10 @@ def rows_of_q(mQ: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(mQ.iterator, cute.make_layout(shape, stride=stride))
 
 
-def sizes_of(config: MlaConfig, mQ: cute.Tensor, mKV: cute.Tensor, passed: Passed) -> Sizes:
+def sizes_of(config: MlaConfig, mQ: cute.Tensor, mKV: cute.Tensor, args: KernelArgs) -> Sizes:
     """The extents of a problem. Blocks of rows are owners of units as heads are: all see the same
     blocks of keys, some only masked, so that CTAs with neighbouring ones take the same keys."""
-    sizes = Sizes.of(config, mQ, mKV, passed)
+    sizes = Sizes.of(config, mQ, mKV, args)
     owners = sizes.heads * sizes.m_blocks
     return sizes._replace(heads=owners, m_blocks=Int32(1), team=Int32(config.team))
 

@@ -26,7 +26,7 @@ class MlaWalk(Walk):
 
     def rows(self, piece: Piece | Part) -> Rows:
         """The rows of a part's unit."""
-        return rows_of(self.passed, self.sizes, piece.entry, piece.head, self.config.tile_m)
+        return rows_of(self.args, self.sizes, piece.entry, piece.head, self.config.tile_m)
 
     def kv_head(self, owner: Int32) -> Int32:
         """The head of keys that an owner of units reads."""
@@ -39,4 +39,4 @@ class MlaWalk(Walk):
         count = select(longest == shortest, (quota + longest - 1) // larger(longest, 1), 1)
         whole = count * longest
         near = (whole >= quota) & (whole * 100 <= quota * (100 + UNEVEN))
-        return select(near, whole, quota), self.passed.num_splits
+        return select(near, whole, quota), self.args.num_splits

@@ -7,7 +7,7 @@ from typing import Any
 from cutlass import cute
 
 from cutex.compile import Argument
-from cutex.kernels.attention.backward.signature import Passed, Tensors, arguments
+from cutex.kernels.attention.backward.signature import KernelArgs, Tensors, arguments
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.convert import Convert
 from cutex.kernels.attention.backward.sm100.main import Main
@@ -43,10 +43,10 @@ class Backward:
         tensors = tensors._replace(
             stats=stats, dq_sums=by_tiles(tensors.dq_sums, c.tile_m * c.head_dim)
         )
-        passed = Passed.of(c, rest[count - 1 : -1])
-        Preprocess(c).launch(tensors, passed, stream)
-        Main(c).launch(tensors, passed, stream)
-        Convert(c).launch(tensors, passed, stream)
+        args = KernelArgs.of(c, rest[count - 1 : -1])
+        Preprocess(c).launch(tensors, args, stream)
+        Main(c).launch(tensors, args, stream)
+        Convert(c).launch(tensors, args, stream)
 
 
 def by_tiles(mX: cute.Tensor, width: int) -> cute.Tensor:

@@ -74,7 +74,7 @@ class Compute:
         parts.wait_loads()
         rows = [flat(x) for x in loaded]
         if cutlass.const_expr(c.softcap):
-            factor = s.passed.scale / s.passed.softcap
+            factor = s.args.scale / s.args.softcap
             for row in rows:
                 for k in cutlass.range_constexpr(PART):
                     row[k] = tanh(row[k] * factor)
@@ -97,21 +97,21 @@ class Compute:
         self, row: cute.Tensor, state: PipelineState, part: cutlass.Constexpr[int]
     ) -> cute.Tensor:
         """P^T of part `part` of a row; `row` turns into P^T, times the derivative of a soft cap."""
-        passed = self.shared.passed
+        args = self.shared.args
         if cutlass.const_expr(self.shared.config.folded):
-            scale = passed.scale * LOG2_E
+            scale = args.scale * LOG2_E
             for k in cutlass.range_constexpr(0, PART, 2):
                 x = mul2((row[k], row[k + 1]), (scale, scale))
                 row[k], row[k + 1] = exp2(x[0]), exp2(x[1])
             return row
         if cutlass.const_expr(not self.shared.config.softcap):
-            lse, down = self.of_columns(0, state, part * PART, PART), -passed.scale * LOG2_E
+            lse, down = self.of_columns(0, state, part * PART, PART), -args.scale * LOG2_E
             for k in cutlass.range_constexpr(0, PART, 2):
                 x = fma2((row[k], row[k + 1]), (down, down), (lse[k], lse[k + 1]))
                 row[k], row[k + 1] = exp2(-x[0]), exp2(-x[1])
             return row
         found = cute.make_rmem_tensor(cute.make_layout(PART), Float32)
-        scale_log2 = passed.softcap * LOG2_E
+        scale_log2 = args.softcap * LOG2_E
         for first in cutlass.range_constexpr(0, PART, CAPPED):
             cute.arch.sync_warp()
             lse = self.of_columns(0, state, part * PART + first, CAPPED)
@@ -203,7 +203,7 @@ class Compute:
         if self.group == 0:
             self.store_tile(dv, s.sV, c.dv_column, any_block, Float32(1.0))
         elif self.group == 1:
-            self.store_tile(dk, s.sK, c.dk_column, any_block, s.passed.scale)
+            self.store_tile(dk, s.sK, c.dk_column, any_block, s.args.scale)
 
     @cute.jit
     def store_tile(

@@ -22,7 +22,7 @@ from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Warps, publish_barriers
-from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm100.compute import Compute
 from cutex.kernels.attention.backward.sm100.config import FOLDED, ROWS, TERMS, Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.load import Load
@@ -100,7 +100,7 @@ class Main:
         return Rows(info, 1, c.ragged_q if side == "q" else c.ragged_k)
 
     @cute.jit
-    def launch(self, tensors: Tensors, passed: Passed, stream) -> None:
+    def launch(self, tensors: Tensors, args: KernelArgs, stream) -> None:
         c = self.config
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
@@ -112,8 +112,8 @@ class Main:
             tma_operand(store, tensors.dk, of_k, (ROWS, c.dk_width), 1),
             tma_operand(store, tensors.dv, of_k, (ROWS, c.dv_width), 1),
         )
-        sizes, tiles = sizes_of(c, tensors, passed)
-        self.kernel(operands, tensors.stats, tensors.dq_sums, passed, sizes, tiles).launch(
+        sizes, tiles = sizes_of(c, tensors, args)
+        self.kernel(operands, tensors.stats, tensors.dq_sums, args, sizes, tiles).launch(
             grid=(sizes.num_n_blocks * sizes.heads_kv * sizes.batch * c.splits, 1, 1),
             block=(c.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -126,16 +126,16 @@ class Main:
         operands: Operands,
         stats: cute.Tensor,
         dq_sums: cute.Tensor,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
         tiles: RowTiles,
     ) -> None:
         c = self.config
         index, _, _ = cute.arch.block_idx()
-        tile = tile_of(c, index // c.splits, passed, sizes)
+        tile = tile_of(c, index // c.splits, args, sizes)
         if tile.n_block * ROWS < tile.seq_k.length:
             warp = cute.arch.warp_idx()
-            shared, tmem = self.shared(operands, passed, sizes, tiles, tile)
+            shared, tmem = self.shared(operands, args, sizes, tiles, tile)
             add, compute, other = c.registers
             if warp >= self.mma_warp:
                 cute.arch.setmaxregister_decrease(other)
@@ -163,7 +163,7 @@ class Main:
 
     @cute.jit
     def shared(
-        self, operands: Operands, passed: Passed, sizes: Sizes, tiles: RowTiles, tile: Tile
+        self, operands: Operands, args: KernelArgs, sizes: Sizes, tiles: RowTiles, tile: Tile
     ) -> tuple[Shared, Tmem]:
         """Allocate smem and tensor memory, and publish the barriers."""
         c = self.config
@@ -185,13 +185,13 @@ class Main:
         if cute.arch.warp_idx() == self.mma_warp:
             tmem.acquire()
         publish_barriers(barriers.all)
-        info = BlockInfo(c.tile_m, ROWS, passed.band(c.causal))
+        info = BlockInfo(c.tile_m, ROWS, args.band(c.causal))
         split = 0
         if cutlass.const_expr(c.splits > 1):
             split = cute.arch.block_idx()[0] % c.splits
         return Shared(
             c, sK, sV, sQ, sdO, sdS, sdQ, stats, sRows, sMinus, barriers, tmem.pointer(), info,
-            passed, tiles, tile, split, sizes.heads_per_kv,
+            args, tiles, tile, split, sizes.heads_per_kv,
         ), tmem  # fmt: skip
 
     @cute.jit

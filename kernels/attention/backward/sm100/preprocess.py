@@ -14,7 +14,7 @@ from cutlass import BFloat16, Float32, Int32, cute
 
 from cutex.device.attention.softmax import LOG2_E
 from cutex.kernels.attention.backward import preprocess
-from cutex.kernels.attention.backward.signature import Passed
+from cutex.kernels.attention.backward.signature import KernelArgs
 from cutex.kernels.attention.backward.sm100.config import FOLDED, TERMS, Sm100BackwardConfig
 
 LARGEST = 2.0**127  # P of a row with this LSE is 0; the largest power of two of bf16
@@ -25,7 +25,7 @@ class Preprocess(preprocess.Preprocess):
 
     @cute.jit
     def keep(
-        self, stats: cute.Tensor, place: Int32, lse: Float32, delta: Float32, passed: Passed
+        self, stats: cute.Tensor, place: Int32, lse: Float32, delta: Float32, args: KernelArgs
     ) -> None:
         if cutlass.const_expr(not self.config.folded):
             stats[place] = lse
@@ -33,7 +33,7 @@ class Preprocess(preprocess.Preprocess):
         else:
             terms = cute.make_rmem_tensor(cute.make_layout(FOLDED), BFloat16)
             terms.fill(0.0)
-            for first, x in ((0, lse / (passed.scale * LOG2_E)), (TERMS, delta)):
+            for first, x in ((0, lse / (args.scale * LOG2_E)), (TERMS, delta)):
                 rest = cutlass.min(cutlass.max(x, Float32(-LARGEST)), Float32(LARGEST))
                 rest = rest if x == x else x  # NaN stays
                 for i in cutlass.range_constexpr(TERMS):

@@ -37,9 +37,9 @@ class Add:
         for i in cutlass.range(s.total(blocks), unroll=1):
             if cutlass.const_expr(c.deterministic):
                 turn = turn_of(c, s.info, s.tile, m_block)
-                pass_turn(s.passed.turns, earlier, self.turn_part(), earlier_turn)
+                pass_turn(s.args.turns, earlier, self.turn_part(), earlier_turn)
                 earlier, earlier_turn = tile + m_block, turn
-                await_turn(s.passed.turns, tile + m_block, self.turn_part(), turn)
+                await_turn(s.args.turns, tile + m_block, self.turn_part(), turn)
             for part in cutlass.range_constexpr(0, c.dq_parts, c.dq_parts_at_once):
                 parts = range(part, min(part + c.dq_parts_at_once, c.dq_parts))
                 if cutlass.const_expr(len(parts) > 1):
@@ -51,7 +51,7 @@ class Add:
                 m_block = blocks.first
                 tile += s.tiles.per_head
         if cutlass.const_expr(c.deterministic):
-            pass_turn(s.passed.turns, earlier, self.turn_part(), earlier_turn)
+            pass_turn(s.args.turns, earlier, self.turn_part(), earlier_turn)
         else:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

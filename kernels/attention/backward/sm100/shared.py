@@ -11,7 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.pipeline import Barrier, Ring
-from cutex.kernels.attention.backward.signature import Passed, RowTiles
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.tiles import Tile
 
@@ -98,7 +98,7 @@ class Shared:
     barriers: Barriers
     tmem: cute.Pointer
     info: BlockInfo
-    passed: Passed
+    args: KernelArgs
     tiles: RowTiles
     tile: Tile
     split: Int32 | int  # which part of the columns of dK, dV and dQ is this CTA's

@@ -10,7 +10,7 @@ from cutex.compile import Argument
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.convert import Convert
 from cutex.kernels.attention.backward.preprocess import Preprocess
-from cutex.kernels.attention.backward.signature import Passed, Tensors, arguments
+from cutex.kernels.attention.backward.signature import KernelArgs, Tensors, arguments
 from cutex.kernels.attention.backward.sm90.main import Main
 
 
@@ -37,7 +37,7 @@ class Backward:
     def __call__(self, mQ, *rest) -> None:
         count = len(Tensors._fields)
         tensors, stream = Tensors(mQ, *rest[: count - 1]), rest[-1]
-        passed = Passed.of(self.config, rest[count - 1 : -1])
-        Preprocess(self.config).launch(tensors, passed, stream)
-        Main(self.config).launch(tensors, passed, stream)
-        Convert(self.config).launch(tensors, passed, stream)
+        args = KernelArgs.of(self.config, rest[count - 1 : -1])
+        Preprocess(self.config).launch(tensors, args, stream)
+        Main(self.config).launch(tensors, args, stream)
+        Convert(self.config).launch(tensors, args, stream)

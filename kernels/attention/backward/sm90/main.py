@@ -25,7 +25,7 @@ from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
 from cutex.kernels.attention.backward.config import WARPGROUP_ROWS, BackwardConfig
-from cutex.kernels.attention.backward.signature import Passed, RowTiles, Tensors
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.own_dq import AllGradients, Supply
@@ -109,7 +109,7 @@ class Main:
         return Rows(info, 1, c.ragged_q if side == "q" else c.ragged_k)
 
     @cute.jit
-    def launch(self, tensors: Tensors, passed: Passed, stream) -> None:
+    def launch(self, tensors: Tensors, args: KernelArgs, stream) -> None:
         c = self.config
         mQ, mK, mV, mdO = tensors.q, tensors.k, tensors.v, tensors.do
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -126,11 +126,11 @@ class Main:
             if c.pairs
             else None,
         )
-        sizes, tiles = sizes_of(c, tensors, passed)
+        sizes, tiles = sizes_of(c, tensors, args)
         total = tile_order(c, sizes).total
         if cutlass.const_expr(c.own_dq):
             total = cutlass.min(Int32(c.num_ctas), total)
-        self.kernel(operands, tensors.stats, tensors.dq_sums, passed, sizes, tiles).launch(
+        self.kernel(operands, tensors.stats, tensors.dq_sums, args, sizes, tiles).launch(
             grid=(total * c.key_ctas, 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(c.key_ctas, 1, 1) if c.pairs else None,
@@ -144,23 +144,23 @@ class Main:
         operands: Operands,
         stats: cute.Tensor,
         dq_sums: cute.Tensor,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
         tiles: RowTiles,
     ) -> None:
         if cutlass.const_expr(self.config.own_dq):
-            self.several_tiles(operands, stats, dq_sums, passed, sizes, tiles)
+            self.several_tiles(operands, stats, dq_sums, args, sizes, tiles)
         else:
-            self.one_tile(operands, stats, dq_sums, passed, sizes, tiles)
+            self.one_tile(operands, stats, dq_sums, args, sizes, tiles)
 
     @cute.jit
-    def several_tiles(self, operands, stats, dq_sums, passed: Passed, sizes, tiles) -> None:
+    def several_tiles(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
         """Take one tile of keys after the other; their warpgroups compute dQ."""
         c, smem = self.config, SmemAllocator()
         order, readers = tile_order(c, sizes), self.key_warps.count
-        dispatch = CounterDispatch.allocate(smem, order, passed.counter, readers)
-        shared = self.shared(smem, operands, passed, sizes, tiles, None, dispatch.barriers)
-        walk = Walk(c, dispatch, passed, sizes)
+        dispatch = CounterDispatch.allocate(smem, order, args.counter, readers)
+        shared = self.shared(smem, operands, args, sizes, tiles, None, dispatch.barriers)
+        walk = Walk(c, dispatch, args, sizes)
         if cute.arch.warp_idx() >= self.query_warps.first:
             cute.arch.setmaxregister_decrease(c.registers[-1])
             Supply(c, shared, self.load(operands, stats, shared)).run(walk)
@@ -177,13 +177,13 @@ class Main:
         return Load(c, q, k, v, do, kp, stats, shared)
 
     @cute.jit
-    def one_tile(self, operands, stats, dq_sums, passed: Passed, sizes, tiles) -> None:
+    def one_tile(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
         """Take the tile of keys of this CTA's number."""
         c = self.config
         index, _, _ = cute.arch.block_idx()
-        tile = tile_of(c, index, passed, sizes)
+        tile = tile_of(c, index, args, sizes)
         if tile.has_keys(c):
-            shared = self.shared(SmemAllocator(), operands, passed, sizes, tiles, tile)
+            shared = self.shared(SmemAllocator(), operands, args, sizes, tiles, tile)
             warp = cute.arch.warp_idx()
             if warp >= self.query_warps.first:
                 cute.arch.setmaxregister_decrease(c.registers[-1])
@@ -210,7 +210,7 @@ class Main:
         self,
         smem: SmemAllocator,
         operands: Operands,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
         tiles: RowTiles,
         tile: Tile | None,
@@ -259,8 +259,8 @@ class Main:
             publish_barriers((*barriers, ds_sent), cluster=True)
         else:
             publish_barriers(barriers)
-        info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal))
+        info = BlockInfo(c.tile_m, c.tile_n, args.band(c.causal))
         return Shared(
             sK, sV, sQ, sdO, sdS, sKp, sdQ, sdK, sdV, stats, k_loaded, v_loaded, q, do, handover,
-            ds_sent, k_read, v_read, info, passed, tiles, tile, sizes.heads_per_kv,
+            ds_sent, k_read, v_read, info, args, tiles, tile, sizes.heads_per_kv,
         )  # fmt: skip

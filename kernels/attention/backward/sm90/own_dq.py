@@ -134,7 +134,7 @@ class AllGradients(KeyGradients):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=STORE_BARRIER + self.keys, number_of_threads=WARPGROUP)
         self.store_tile(dv, self.products[0].dv, s.sdV)
-        product.acc.store(product.acc.load() * s.passed.scale)
+        product.acc.store(product.acc.load() * s.args.scale)
         self.store_tile(dk, product, s.sdK)
 
 

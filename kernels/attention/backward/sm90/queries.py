@@ -82,7 +82,7 @@ class QueryGradients:
         with cute.arch.elect_one():
             s.k_read.arrive()
         if cutlass.const_expr(c.deterministic):
-            pass_turn(s.passed.turns, earlier, self.turn_part(), earlier_turn)
+            pass_turn(s.args.turns, earlier, self.turn_part(), earlier_turn)
         else:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         if cutlass.const_expr(c.pairs):
@@ -124,8 +124,8 @@ class QueryGradients:
                     dq.of(dq.a[None, None, None, slot]).into(acc).issue(keys, True)
             if cutlass.const_expr(c.deterministic):  # noqa: SIM102 - known when tracing
                 if part == 0:
-                    pass_turn(s.passed.turns, earlier[0], self.turn_part(), earlier[1])
-                    await_turn(s.passed.turns, tile, self.turn_part(), turn)
+                    pass_turn(s.args.turns, earlier[0], self.turn_part(), earlier[1])
+                    await_turn(s.args.turns, tile, self.turn_part(), turn)
             warpgroup.wait_group(0)
             if part == parts - 1:
                 s.ds.release(ds)

@@ -171,9 +171,9 @@ class Scores:
         lse: Any = None,
     ) -> None:
         """Turn S^T into P^T; `lse` is that of the columns, if it was read before."""
-        passed = self.shared.passed
+        args = self.shared.args
         scores = rows_of(acc_s)
-        scale_log2 = passed.scale * LOG2_E
+        scale_log2 = args.scale * LOG2_E
         if (m_block < own.clean_first) | (m_block >= own.clean_end):
             self.mask().apply(scores, m_block * self.config.parts + part)
         if cutlass.const_expr(lse is None):
@@ -194,9 +194,9 @@ class Scores:
     ) -> None:
         """Round P^T into rP, if there is one; S^T turns into P^T times the derivative of the soft
         cap, by which dS^T is multiplied."""
-        passed = self.shared.passed
+        args = self.shared.args
         scores = rows_of(acc_s)
-        factor, scale_log2 = passed.scale / passed.softcap, passed.softcap * LOG2_E
+        factor, scale_log2 = args.scale / args.softcap, args.softcap * LOG2_E
         for i in cutlass.range_constexpr(cute.size(scores)):
             scores[i] = tanh(scores[i] * factor)
         if (m_block < own.clean_first) | (m_block >= own.clean_end):
@@ -302,7 +302,7 @@ class Scores:
     def store_dk(self, to: cpasync.TmaInfo) -> None:
         """Store dK, times the scale, through K's slots, once nobody reads them."""
         acc = self.products[0].dk.acc
-        acc.store(acc.load() * self.shared.passed.scale)
+        acc.store(acc.load() * self.shared.args.scale)
         self.shared.k_read.wait(0)
         self.store_tile(to, self.products[0].dk, self.shared.sK)
 

@@ -10,7 +10,7 @@ from cutlass import Int32, cute
 
 from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.pipeline import Barrier, PipelineState, Ring
-from cutex.kernels.attention.backward.signature import Passed, RowTiles
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Shared:
     k_read: Barrier  # by all but the warpgroups that store dK through its slots
     v_read: Barrier  # by the warpgroup that sums dK of wide head dims
     info: BlockInfo
-    passed: Passed
+    args: KernelArgs
     tiles: RowTiles
     tile: Any  # the Tile that a role is at; None until it has one
     heads_per_kv: Int32

@@ -23,7 +23,7 @@ from cutex.device.pipeline import Warps, publish_barriers
 from cutex.kernels.attention.decode.launch import Append, kv_slots, launch, ring
 from cutex.kernels.attention.decode.out import Combine, out_of
 from cutex.kernels.attention.decode.shared import Load, Shared
-from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes, arguments
 from cutex.kernels.attention.decode.sm100.config import ROWS, Sm100DecodeConfig
 from cutex.kernels.attention.decode.sm100.mma import Mma
 from cutex.kernels.attention.decode.sm100.shared import Barriers
@@ -84,7 +84,7 @@ class Decode:
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
     ) -> None:
-        launch(self, (mQ, mK, mV, mO), Passed.of(self.config, rest[:-1]), rest[-1])
+        launch(self, (mQ, mK, mV, mO), KernelArgs.of(self.config, rest[:-1]), rest[-1])
 
     @cute.kernel
     def kernel(
@@ -93,7 +93,7 @@ class Decode:
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
         mO: cute.Tensor,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
         pitches: tuple[Int32, Int32],
     ) -> None:
@@ -115,14 +115,14 @@ class Decode:
         pointer = tmem.pointer()
         cute.arch.griddepcontrol_wait()
         sizes = sizes.known(c)
-        info = sizes.block_info(c, passed.band(c.causal))
-        shared = Shared(c, info, passed, sizes, sQ, sK, sV, k_ring, v_ring)
+        info = sizes.block_info(c, args.band(c.causal))
+        shared = Shared(c, info, args, sizes, sQ, sK, sV, k_ring, v_ring)
         if warp >= self.load_warps.first:
             Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         elif warp == self.mma_warp.first:
             Mma(c, shared, barriers, pointer).run()
         else:
-            out = out_of(c, mO, passed, sizes, last)
+            out = out_of(c, mO, args, sizes, last)
             Softmax(c, mQ, out, shared, barriers, pointer).run()
         fence_before_sync()
         cute.arch.sync_threads()

@@ -94,13 +94,13 @@ class Softmax:
 
     def score_row(self, rows: Rows) -> ScoreRow:
         """This thread's row of scores."""
-        s, c, passed = self.shared, self.config, self.shared.passed
+        s, c, args = self.shared, self.config, self.shared.args
         thread, _, _ = cute.arch.thread_idx()
-        keys = s.sizes.keys(passed, rows.batch)
+        keys = s.sizes.keys(args, rows.batch)
         lengths = rows.seq_q.length, keys
         mask = Mask(s.info.band, c.tile_n, *lengths, (rows.query(thread),))
         heads = (rows.head_of(thread),)
-        ops = ScoreOps(mask, passed.scale, passed.softcap, None, None, rows.batch, heads)
+        ops = ScoreOps(mask, args.scale, args.softcap, None, None, rows.batch, heads)
         threshold = threshold_of(s.sK.element_type, c.rescale_threshold, 15.0)
         return ScoreRow(self.tmem, c.tile_n, RowSoftmax.start(ops.unit(), threshold), ops)
 

@@ -89,7 +89,7 @@ class Compute:
                     softmax.finish((), factors, lse)
                     if cutlass.const_expr(c.fp8):
                         for r in cutlass.range_constexpr(2):
-                            factors[r] *= s.descale(s.passed.v_descale, rows)
+                            factors[r] *= s.descale(s.args.v_descale, rows)
                     loop.scale_output()
                 else:
                     pv.acc.fill(0.0)
@@ -108,12 +108,12 @@ class Compute:
         thread, _, _ = cute.arch.thread_idx()
         mine = self.thread_rows()
         queries, heads = (tuple(f(row) for row in mine) for f in (rows.query, rows.head_of))
-        keys = s.sizes.keys(s.passed, rows.batch)
+        keys = s.sizes.keys(s.args, rows.batch)
         mask = Mask(s.info.band, s.info.tile_n, rows.seq_q.length, keys, queries, thread % 4)
-        scale = s.passed.scale
+        scale = s.args.scale
         if cutlass.const_expr(s.config.fp8):
-            scale *= unit * s.descale(s.passed.k_descale, rows)
-        return ScoreOps(mask, scale, s.passed.softcap, None, None, rows.batch, heads)
+            scale *= unit * s.descale(s.args.k_descale, rows)
+        return ScoreOps(mask, scale, s.args.softcap, None, None, rows.batch, heads)
 
     # ---- Q
 

@@ -26,7 +26,7 @@ from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
 from cutex.kernels.attention.decode.launch import Append, kv_slots, launch, ring
 from cutex.kernels.attention.decode.out import Combine, out_of
 from cutex.kernels.attention.decode.shared import Load, Shared
-from cutex.kernels.attention.decode.signature import Passed, Sizes, arguments
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes, arguments
 from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype
 from cutex.kernels.attention.decode.sm90.few_rows import FewRows, Sums
 
@@ -84,7 +84,7 @@ class Decode:
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
     ) -> None:
-        launch(self, (mQ, mK, mV, mO), Passed.of(self.config, rest[:-1]), rest[-1])
+        launch(self, (mQ, mK, mV, mO), KernelArgs.of(self.config, rest[:-1]), rest[-1])
 
     @cute.kernel
     def kernel(
@@ -93,7 +93,7 @@ class Decode:
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
         mO: cute.Tensor,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
         pitches: tuple[Int32, Int32],
     ) -> None:
@@ -122,12 +122,12 @@ class Decode:
         publish_barriers((k_ring, v_ring))
         cute.arch.griddepcontrol_wait()
         sizes = sizes.known(c)
-        info = sizes.block_info(c, passed.band(c.causal))
-        shared = Shared(c, info, passed, sizes, sQ, sK, sV, k_ring, v_ring)
+        info = sizes.block_info(c, args.band(c.causal))
+        shared = Shared(c, info, args, sizes, sQ, sK, sV, k_ring, v_ring)
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
             Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         elif cutlass.const_expr(c.few_rows):
-            FewRows(mQ, out_of(c, mO, passed, sizes, last), shared, wide, sums).run()
+            FewRows(mQ, out_of(c, mO, args, sizes, last), shared, wide, sums).run()
         else:
-            Compute(mQ, out_of(c, mO, passed, sizes, last), shared, wide).run()
+            Compute(mQ, out_of(c, mO, args, sizes, last), shared, wide).run()

@@ -275,7 +275,7 @@ class FewRows(Compute):
         softmax.finish((), factors, lse)
         if cutlass.const_expr(c.fp8):
             for r in cutlass.range_constexpr(2):
-                factors[r] *= s.descale(s.passed.v_descale, rows)
+                factors[r] *= s.descale(s.args.v_descale, rows)
         scale(rows_of(acc), factors)
         return k, v
 

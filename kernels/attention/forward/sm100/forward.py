@@ -39,7 +39,7 @@ from cutex.kernels.attention.forward.sm100.mma import Mma, follow
 from cutex.kernels.attention.forward.sm100.softmax import RowLoop, SoftmaxRole, TentativeRowLoop
 from cutex.kernels.attention.forward.sm100.tiles import Barriers, Load, Shared, TileRing
 from cutex.kernels.attention.order import AttentionOrder, grid
-from cutex.kernels.attention.signature import Passed, Sizes, arguments
+from cutex.kernels.attention.signature import KernelArgs, Sizes, arguments
 from cutex.schedulers.clc import LaunchControl
 from cutex.schedulers.counter import Counter
 from cutex.schedulers.dispatch import SelfDispatch, Source
@@ -136,8 +136,8 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
     ) -> None:
         c = self.config
-        passed, stream = Passed.of(self.operands("bf16"), rest[:-1]), rest[-1]
-        sizes = Sizes.of(c, mQ, mK, passed)
+        args, stream = KernelArgs.of(self.operands("bf16"), rest[:-1]), rest[-1]
+        sizes = Sizes.of(c, mQ, mK, args)
         q = self.load_operand(mQ, Rows(None, c.pack, c.ragged_q), (ROWS, c.head_dim), c.q_tiles)
         of_k = Rows(None, 1, c.ragged_k)
         k = self.load_operand(mK, of_k, (c.tile_n // c.ctas, c.head_dim), c.num_stages)
@@ -145,7 +145,7 @@ class Forward:
         of_o = Rows(None, c.pack, c.ragged_q)
         store = cpasync.CopyBulkTensorTileS2GOp()
         o = tma_operand(store, mO, of_o, (ROWS, O_PART), c.o_slots)
-        self.kernel(q, k, v, o, passed, sizes).launch(
+        self.kernel(q, k, v, o, args, sizes).launch(
             grid=(grid(c, AttentionOrder.of(c, sizes).total), 1, 1),
             block=(self.roles.threads, 1, 1),
             cluster=(c.ctas, 1, 1),
@@ -161,11 +161,11 @@ class Forward:
 
     # ---- on the device
 
-    def source(self, smem: SmemAllocator, passed: Passed) -> Source:
+    def source(self, smem: SmemAllocator, args: KernelArgs) -> Source:
         """The source of LOAD's tiles, the same for both LOADs of a pair."""
         c = self.config
         if c.dispatch == "dynamic":
-            return Counter(passed.counter)
+            return Counter(args.counter)
         if c.dispatch == "clc":
             return LaunchControl.allocate(smem, c.ctas)
         return OwnNumber(c.ctas) if c.dispatch == "one" else EqualSteps(c.ctas)
@@ -177,7 +177,7 @@ class Forward:
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
         o: cpasync.TmaInfo,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
     ) -> None:
         c, roles = self.config, self.roles
@@ -190,15 +190,15 @@ class Forward:
         )
         work = TileRing.allocate(smem, c.work_slots, 0, roles.mma.end)
         barriers = Barriers.allocate(smem, c)
-        source = self.source(smem, passed)
+        source = self.source(smem, args)
         tmem = Tmem.allocate(smem, columns=c.columns, pair=c.pair)
         if warp == roles.mma.first:
             tmem.acquire()
         shared_barriers = (work.q, *barriers.all, *source.barriers)
         publish_barriers(shared_barriers, cluster=c.pair, with_data=True)
         pointer = tmem.pointer()
-        info = BlockInfo(c.mma_rows, c.tile_n, passed.band(c.causal), c.pack)
-        shared = Shared(c, sQ, sK, sV, sO, factors, work, barriers, pointer, info, passed, sizes)
+        info = BlockInfo(c.mma_rows, c.tile_n, args.band(c.causal), c.pack)
+        shared = Shared(c, sQ, sK, sV, sO, factors, work, barriers, pointer, info, args, sizes)
 
         if warp >= roles.mma.first:
             cute.arch.setmaxregister_decrease(roles.registers.other)

@@ -100,20 +100,20 @@ class SoftmaxRole:
         return threshold, threshold / 2, threshold
 
     def score_ops(self, work: WorkTile, row: Int32, seqlen_q: Int32, seqlen_k: Int32) -> ScoreOps:
-        c, passed = self.config, self.shared.passed
+        c, args = self.config, self.shared.args
         mask = Mask(self.shared.info.band, c.tile_n, seqlen_q, seqlen_k, (row // c.pack,))
         functions = c.score_mod, c.mask_mod
         heads = (work.head * c.pack + row % c.pack,)
-        ops = ScoreOps(mask, passed.scale, passed.softcap, *functions, work.batch, heads)
-        return ops.with_slopes(passed.slopes)
+        ops = ScoreOps(mask, args.scale, args.softcap, *functions, work.batch, heads)
+        return ops.with_slopes(args.slopes)
 
     def sinks(self, work: WorkTile, row: Int32) -> tuple[Float32, ...]:
-        c, sink = self.config, self.shared.passed.sink
+        c, sink = self.config, self.shared.args.sink
         return () if sink is None else (sink[work.head * c.pack + row % c.pack],)
 
     @cute.jit
     def store_lse(self, lse: Float32, work: WorkTile, seq_q: SeqlenInfo, row: Int32) -> None:
-        c, mLSE = self.config, self.shared.passed.lse
+        c, mLSE = self.config, self.shared.args.lse
         query, head = row // c.pack, work.head * c.pack + row % c.pack
         if query < seq_q.length:
             store_lse(mLSE, lse, work.batch, head, seq_q, query)

@@ -22,7 +22,7 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Barrier, PairRing, PipelineState, Ring
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm100.config import Sm100ForwardConfig
-from cutex.kernels.attention.signature import Passed, Sizes
+from cutex.kernels.attention.signature import KernelArgs, Sizes
 from cutex.kernels.attention.work_ring import NORMAL, WorkRing
 from cutex.schedulers.dispatch import SelfDispatch
 
@@ -123,13 +123,13 @@ class Shared:
     barriers: Barriers
     tmem: cute.Pointer
     info: BlockInfo  # for blocks of the rows of one MMA
-    passed: Passed
+    args: KernelArgs
     sizes: Sizes
 
     @cute.jit
     def lengths(self, batch: Int32) -> tuple[SeqlenInfo, SeqlenInfo]:
         """The lengths of the queries and of the keys of a sequence."""
-        q, k = self.sizes.seqlens(self.passed)
+        q, k = self.sizes.seqlens(self.args)
         return q.of(batch), k.of(batch)
 
     @cute.jit

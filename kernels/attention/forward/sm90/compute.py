@@ -235,18 +235,18 @@ class Compute:
         return row, row + 8
 
     def score_ops(self, own: OwnRows) -> ScoreOps:
-        c, passed = self.config, self.shared.passed
+        c, args = self.config, self.shared.args
         thread, _, _ = cute.arch.thread_idx()
         queries = tuple(row // c.pack for row in own.rows)
         heads = tuple(own.work.head * c.pack + row % c.pack for row in own.rows)
         band = self.shared.info.band
         mask = Mask(band, c.tile_n, own.seq_q.length, own.seqlen_k, queries, thread % 4)
         functions = c.score_mod, c.mask_mod
-        ops = ScoreOps(mask, passed.scale, passed.softcap, *functions, own.work.batch, heads)
-        return ops.with_slopes(passed.slopes)
+        ops = ScoreOps(mask, args.scale, args.softcap, *functions, own.work.batch, heads)
+        return ops.with_slopes(args.slopes)
 
     def sinks(self, own: OwnRows) -> tuple[Float32, ...]:
-        pack, sink = self.config.pack, self.shared.passed.sink
+        pack, sink = self.config.pack, self.shared.args.sink
         if sink is None:
             return ()
         return tuple(sink[own.work.head * pack + row % pack] for row in own.rows)

@@ -39,7 +39,7 @@ from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.load import Load, Pages, PairExchange
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder, grid
-from cutex.kernels.attention.signature import Passed, Sizes, arguments
+from cutex.kernels.attention.signature import KernelArgs, Sizes, arguments
 from cutex.kernels.attention.work_ring import WorkRing
 from cutex.schedulers.counter import Counter
 from cutex.schedulers.dispatch import SelfDispatch, Source
@@ -114,10 +114,10 @@ class Forward:
             self.config.warpgroups
         ]
 
-    def source(self, passed: Passed) -> Source:
+    def source(self, args: KernelArgs) -> Source:
         """The source of LOAD's tiles."""
         if self.config.dispatch == "dynamic":
-            return Counter(passed.counter, self.config.ctas)
+            return Counter(args.counter, self.config.ctas)
         ctas = self.config.ctas
         return OwnNumber(ctas) if self.config.dispatch == "one" else EqualSteps(ctas)
 
@@ -131,8 +131,8 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
     ) -> None:
         c = self.config
-        passed, stream = Passed.of(self.operands("bf16"), rest[:-1]), rest[-1]
-        sizes = Sizes.of(c, mQ, mK, passed)
+        args, stream = KernelArgs.of(self.operands("bf16"), rest[:-1]), rest[-1]
+        sizes = Sizes.of(c, mQ, mK, args)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
         o_slots = c.warpgroups * (1 if c.own_o else c.q_stages)
@@ -148,7 +148,7 @@ class Forward:
             k = tma_operand(of_kv, mK, of_k, (c.tile_n, c.head_dim), c.num_stages, c.ctas)
             v = tma_operand(of_kv, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages, c.ctas)
         o = tma_operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
-        self.kernel(q, k, v, o, passed, sizes, pitches).launch(
+        self.kernel(q, k, v, o, args, sizes, pitches).launch(
             grid=(grid(c, AttentionOrder.of(c, sizes).total), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(c.ctas, 1, 1) if c.share else None,
@@ -163,7 +163,7 @@ class Forward:
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
         o: cpasync.TmaInfo,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
         pitches: tuple[Int32, Int32] | None,
     ) -> None:
@@ -186,34 +186,34 @@ class Forward:
         others: tuple[Barrier, ...] = () if q_read is None else (q_read,)
         others += () if exchange is None else (exchange.exchanged,)
         publish_barriers((work.q, k_ring, v_ring, *others), cluster=c.share)
-        info = BlockInfo(c.tile_m, c.tile_n, passed.band(c.causal), c.pack)
-        of_call = info, passed, sizes
+        info = BlockInfo(c.tile_m, c.tile_n, args.band(c.causal), c.pack)
+        of_call = info, args, sizes
         shared = Shared(sQ, sK, sV, sO, work, k_ring, v_ring, *of_call, c.ctas, q_read)
 
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == self.load_warps.first:
-                operands = self.rows(q, "q"), *self.blocks(k, v, passed, pitches)
-                order, source = AttentionOrder.of(c, sizes), self.source(passed)
+                operands = self.rows(q, "q"), *self.blocks(k, v, args, pitches)
+                order, source = AttentionOrder.of(c, sizes), self.source(args)
                 dispatch = SelfDispatch(order, source)
                 Load(c, *operands, order, dispatch, exchange, shared).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
-            out = OutStore(c, self.rows(o, "q"), sO, passed.lse)
+            out = OutStore(c, self.rows(o, "q"), sO, args.lse)
             Compute(c, shared, out).run()
 
     def blocks(
         self,
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
-        passed: Passed,
+        args: KernelArgs,
         pitches: tuple[Int32, Int32] | None,
     ) -> tuple[Rows | Pages, Rows | Pages]:
         """The rows of K and of V, as TMA sees them."""
         if pitches is None:
             return self.rows(k, "k"), self.rows(v, "k")
-        table, size = passed.page_table, self.config.page_size
+        table, size = args.page_table, self.config.page_size
         return Pages(k, table, size, pitches[0]), Pages(v, table, size, pitches[1])
 
     def slots(self, info: cpasync.TmaInfo, columns: int) -> cute.ComposedLayout:

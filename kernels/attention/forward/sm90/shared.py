@@ -12,7 +12,7 @@ from cutex.device.attention.block_info import BlockInfo, Blocks
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Ring
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.attention.signature import Passed, Sizes
+from cutex.kernels.attention.signature import KernelArgs, Sizes
 from cutex.kernels.attention.work_ring import WorkRing
 
 
@@ -39,7 +39,7 @@ class Shared:
     k: Ring
     v: Ring
     info: BlockInfo
-    passed: Passed
+    args: KernelArgs
     sizes: Sizes
     ctas: int  # that share K and V
     q_read: Any  # the Barrier of Q's only slot, of tiles announced before it is free; None: `work`
@@ -53,5 +53,5 @@ class Shared:
     @cute.jit
     def lengths(self, batch: Int32) -> tuple[SeqlenInfo, SeqlenInfo]:
         """The lengths of the queries and of the keys of a sequence."""
-        q, k = self.sizes.seqlens(self.passed)
+        q, k = self.sizes.seqlens(self.args)
         return q.of(batch), k.of(batch)

@@ -71,7 +71,7 @@ class Load:
                     self.queries(piece, q_fill)
                     q_fill.advance()
                     batch, _ = s.entry(piece.entry)
-                    source = s.source(batch, s.sizes.keys(s.passed, batch), self.pitch)
+                    source = s.source(batch, s.sizes.keys(s.args, batch), self.pitch)
                     loads = BoxLoads(self.kv, source, s.s32, s.kv_head(piece.head))
                     found, here = no_box(), no_boxes()
                     for i in cutlass.range(blocks.end - blocks.first, unroll=1):

@@ -29,10 +29,10 @@ from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_cluster
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
 from cutex.kernels.attention.decode.out import Parts
-from cutex.kernels.attention.decode.signature import ALL_ROWS, Passed, Sizes
+from cutex.kernels.attention.decode.signature import ALL_ROWS, KernelArgs, Sizes
 from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
-from cutex.kernels.attention.mla.signature import arguments, passed_of, rows_of_q, sizes_of
+from cutex.kernels.attention.mla.signature import args_of, arguments, rows_of_q, sizes_of
 from cutex.kernels.attention.mla.sm100.config import BOX, CTA_ROWS, CTAS, DIMS, Sm100MlaConfig
 from cutex.kernels.attention.mla.sm100.load import Load
 from cutex.kernels.attention.mla.sm100.mma import Mma
@@ -79,20 +79,20 @@ class Mla:
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mKV: cute.Tensor, mO: cute.Tensor, *rest) -> None:
         c, stream = self.config, rest[-1]
-        passed = passed_of(c, rest[:-1])
-        sizes = sizes_of(c, mQ, mKV, passed)
+        args = args_of(c, rest[:-1])
+        sizes = sizes_of(c, mQ, mKV, args)
         slots = slots_layout(mQ.element_type, CTA_ROWS, CHUNK, CHUNKS, SWIZZLE)
         q = load_operand(rows_of_q(mQ), slots, pair=True)
         kv = box_operand(mKV, (BOX, c.head_dim), cache_box_rows(c.page_size, BOX), pair=True)
         most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
-        self.kernel(q, kv, mO, passed, sizes, page_pitch(mKV)).launch(
+        self.kernel(q, kv, mO, args, sizes, page_pitch(mKV)).launch(
             grid=(cutlass.min(most * CTAS, c.ctas), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(CTAS, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
-        MlaCombine(c).launch(mO, passed, sizes, stream)
+        MlaCombine(c).launch(mO, args, sizes, stream)
 
     @cute.kernel
     def kernel(
@@ -100,14 +100,14 @@ class Mla:
         q: cpasync.TmaInfo,
         kv: cpasync.TmaInfo,
         mO: cute.Tensor,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
         pitch: Int32,
     ) -> None:
         c = self.config
-        info = BlockInfo(ALL_ROWS, c.tile_n, passed.band(c.causal), sizes.pack)
+        info = BlockInfo(ALL_ROWS, c.tile_n, args.band(c.causal), sizes.pack)
         smem = SmemAllocator()
-        walk = info, passed, sizes
+        walk = info, args, sizes
         shared = Shared.allocate(smem, q.atom.value_type, c, self.softmax_warps.count, walk)
         tmem = Tmem.allocate(smem, columns=c.o_column + DIMS, pair=True)
         warp = cute.arch.warp_idx()
@@ -121,8 +121,8 @@ class Mla:
             if is_leader():
                 Mma(shared, pointer).run()
         else:
-            parts = Parts(passed, sizes.units, c.tile_m, c.head_dim_v)
-            out = MlaOut(c, mO, parts.partials, passed, None)
+            parts = Parts(args, sizes.units, c.tile_m, c.head_dim_v)
+            out = MlaOut(c, mO, parts.partials, args, None)
             Softmax(out, parts, shared, pointer).run()
         fence_before_sync()
         sync_cluster()

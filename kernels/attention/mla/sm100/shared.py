@@ -13,7 +13,7 @@ from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout, slots
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Barrier, PairRing, PipelineState
 from cutex.kernels.attention.decode.shared import Rows
-from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
 from cutex.kernels.attention.mla.sm100.config import (
@@ -85,7 +85,7 @@ class Shared(MlaWalk):
         dtype: type,
         config: Sm100MlaConfig,
         softmax_warps: int,
-        walk: tuple[BlockInfo, Passed, Sizes],
+        walk: tuple[BlockInfo, KernelArgs, Sizes],
     ) -> Self:
         c = config
         sQ = allocate_slots(smem, dtype, slots_layout(dtype, CTA_ROWS, CHUNK, CHUNKS, SWIZZLE))

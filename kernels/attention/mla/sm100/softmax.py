@@ -111,11 +111,11 @@ class Softmax:
 
     def score_row(self, rows: Rows) -> ScoreRow:
         """This thread's part of a row of scores."""
-        s, passed = self.shared, self.shared.passed
-        keys = s.sizes.keys(passed, rows.batch)
+        s, args = self.shared, self.shared.args
+        keys = s.sizes.keys(args, rows.batch)
         mask = Mask(s.info.band, KEYS_OF_CTA, rows.seq_q.length, keys, (rows.query(self.row),))
         heads = (rows.head_of(self.row),)
-        ops = ScoreOps(mask, passed.scale, None, None, None, rows.batch, heads)
+        ops = ScoreOps(mask, args.scale, None, None, None, rows.batch, heads)
         threshold = threshold_of(s.sK.element_type, s.config.rescale_threshold, 15.0)
         return ScoreRow(self.tmem, KEYS_OF_CTA, RowSoftmax.start(ops.unit(), threshold), ops)
 

@@ -71,7 +71,7 @@ class Load:
             cursor = self.found(splits, end, cursor)
             if cursor.n_block >= cursor.first:
                 batch, _ = s.entry(cursor.entry)
-                keys = s.sizes.keys(s.passed, batch)
+                keys = s.sizes.keys(s.args, batch)
                 source = s.source(batch, keys, self.pitch)
                 loads = BoxLoads(self.kv, source, s.sKV, s.kv_head(cursor.head))
                 fill = PipelineState(SLOTS, self.slot, cursor.phase)

@@ -30,9 +30,9 @@ from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
 from cutex.kernels.attention.decode.out import Parts
-from cutex.kernels.attention.decode.signature import ALL_ROWS, Passed, Sizes
+from cutex.kernels.attention.decode.signature import ALL_ROWS, KernelArgs, Sizes
 from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
-from cutex.kernels.attention.mla.signature import arguments, passed_of, rows_of_q, sizes_of
+from cutex.kernels.attention.mla.signature import args_of, arguments, rows_of_q, sizes_of
 from cutex.kernels.attention.mla.sm90.config import ROWS, SLOTS, Sm90MlaConfig
 from cutex.kernels.attention.mla.sm90.load import Load
 from cutex.kernels.attention.mla.sm90.scores import Scores
@@ -95,19 +95,19 @@ class Mla:
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mKV: cute.Tensor, mO: cute.Tensor, *rest) -> None:
         c, stream = self.config, rest[-1]
-        passed = passed_of(c, rest[:-1])
-        sizes = sizes_of(c, mQ, mKV, passed)
+        args = args_of(c, rest[:-1])
+        sizes = sizes_of(c, mQ, mKV, args)
         slots = slots_layout(mQ.element_type, ROWS, c.head_dim, 1, SWIZZLE)
         q = load_operand(rows_of_q(mQ), slots)
         kv = box_operand(mKV, (c.tile_n, c.head_dim), cache_box_rows(c.page_size, c.tile_n))
         most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
-        self.kernel(q, kv, mO, passed, sizes, page_pitch(mKV)).launch(
+        self.kernel(q, kv, mO, args, sizes, page_pitch(mKV)).launch(
             grid=(cutlass.min(most, c.ctas), 1, 1),
             block=(self.num_threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
-        MlaCombine(c).launch(mO, passed, sizes, stream)
+        MlaCombine(c).launch(mO, args, sizes, stream)
 
     @cute.kernel
     def kernel(
@@ -115,18 +115,18 @@ class Mla:
         q: cpasync.TmaInfo,
         kv: cpasync.TmaInfo,
         mO: cute.Tensor,
-        passed: Passed,
+        args: KernelArgs,
         sizes: Sizes,
         pitch: Int32,
     ) -> None:
         c = self.config
-        info = BlockInfo(ALL_ROWS, c.tile_n, passed.band(c.causal), sizes.pack)
+        info = BlockInfo(ALL_ROWS, c.tile_n, args.band(c.causal), sizes.pack)
         warps = self.scores_warps.count, self.values_warps.count
-        walk = info, passed, sizes
+        walk = info, args, sizes
         shared = Shared.allocate(SmemAllocator(), q.atom.value_type, c, warps, walk)
         publish_barriers((shared.q, shared.kv, shared.p_full, shared.turn))
-        parts = Parts(passed, sizes.units, c.tile_m, c.head_dim_v)
-        out = MlaOut(c, mO, parts.partials, passed, None)
+        parts = Parts(args, sizes.units, c.tile_m, c.head_dim_v)
+        out = MlaOut(c, mO, parts.partials, args, None)
         warp = cute.arch.warp_idx()
         if warp < self.scores_warps.end:
             cute.arch.setmaxregister_decrease(self.registers.scores)

@@ -110,9 +110,9 @@ class Scores:
         thread, _, _ = cute.arch.thread_idx()
         mine = rows_of_thread()
         queries, heads = (tuple(f(row) for row in mine) for f in (rows.query, rows.head_of))
-        keys = s.sizes.keys(s.passed, rows.batch)
+        keys = s.sizes.keys(s.args, rows.batch)
         mask = Mask(s.info.band, s.info.tile_n, rows.seq_q.length, keys, queries, thread % 4)
-        return ScoreOps(mask, s.passed.scale, None, None, None, rows.batch, heads)
+        return ScoreOps(mask, s.args.scale, None, None, None, rows.batch, heads)
 
     @cute.jit
     def store_lse(self, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:

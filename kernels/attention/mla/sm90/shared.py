@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Barrier, PipelineState, Ring
-from cutex.kernels.attention.decode.signature import Passed, Sizes
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.mla.config import CHUNKS, ELEMENT, HEAD_DIM, HEAD_DIM_V
 from cutex.kernels.attention.mla.sm90.config import ROWS, SLOTS, Sm90MlaConfig
 from cutex.kernels.attention.mla.walk import MlaWalk
@@ -129,7 +129,7 @@ class Shared(MlaWalk):
         dtype: type,
         config: Sm90MlaConfig,
         warps: tuple[int, int],
-        walk: tuple[BlockInfo, Passed, Sizes],
+        walk: tuple[BlockInfo, KernelArgs, Sizes],
     ) -> Self:
         """Allocate smem; `warps` are those of the scores and those of the values."""
         c, (of_scores, of_values) = config, warps
