@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.kernels.gemm.sm90 import roles
+from cutex.kernels.gemm.sm90 import mma
 from cutex.kernels.gemm.sm90.load import LOOKS, Pace
 from cutex.kernels.gemm.sm90.stage9 import Stage9
 from cutex.problem.gemm import GemmProblem
@@ -333,7 +333,7 @@ class Hasty(Stage9):
 def test_a_slot_released_before_its_mma_is_done_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_group = warpgroup.wait_group
     hasty = SimpleNamespace(wait_group=lambda groups: wait_group(max(groups, 1)))
-    monkeypatch.setattr(roles, "warpgroup", hasty)
+    monkeypatch.setattr(mma, "warpgroup", hasty)
     ninth = stage("sm_90a", 9)
     config = replace(ninth.config(), **{**COLUMN["128x64, 1x2"], "columns": 1})
     problem = GemmProblem(13, 712, 1032, init="int")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int16, Int32, cute
+from cutlass import Boolean, Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -20,6 +20,7 @@ from cutex.device.atoms.boxes import BoxLoads, BoxLoadsInTurn, box_loads
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, matrix, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.work_tile import WorkTile, place_in_cluster
+from cutex.schedulers.order import select
 
 ATOM_ROWS = 8  # of a 128-byte swizzle atom
 
@@ -311,3 +312,18 @@ class SharedRing(Ring):
             if lane < self.cluster.neighbours:
                 peer = self.cluster.neighbour(lane)
                 cute.arch.mbarrier_arrive(self.empty[state.slot], peer)
+
+    @cute.jit
+    def release_before(self, state: PipelineState, exists: Boolean) -> None:
+        """Release the slot before `state`'s, whose wgmmas are done, if one `exists` in use.
+
+        NOTE: a branch here, with wgmmas in flight that have operand A in registers, would have
+        ptxas wait for each one at once; this arrival is predicated.
+        """
+        slot = select(state.slot == 0, state.num_slots, state.slot) - 1
+        lane = cute.arch.lane_idx()
+        if (lane < self.cluster.neighbours) & exists:
+            if cutlass.const_expr(self.cluster.size == 1):
+                self.empty.arrive(slot)
+            else:
+                cute.arch.mbarrier_arrive(self.empty[slot], self.cluster.neighbour(lane))

@@ -92,3 +92,12 @@ def pinned(word: Int32, *, loc=None, ip=None) -> Int32:
     return Int32(
         llvm.inline_asm(T.i32(), [value], ptx, "=r,r", has_side_effects=True, loc=loc, ip=ip)
     )
+
+
+@dsl_user_op
+def hidden_zero(*, loc=None, ip=None) -> Float32:
+    """A 0 that the compiler does not know to be one, to clear accumulators with: else it computes
+    what is done with them twice, for a loop that ends and for one that never begins, of the former
+    before the wait for its wgmmas."""
+    ptx = "mov.b32 $0, 0;"
+    return Float32(llvm.inline_asm(T.f32(), [], ptx, "=f", has_side_effects=True, loc=loc, ip=ip))

@@ -1,8 +1,8 @@
 """The general GEMM on Hopper: out = ops(A @ B) for any layout, dtype, batch and tiles.
 
 This file holds the kernel: its barriers and memory, the warps of each role, and its tensor maps.
-load.py holds the load roles, mma.py the MMA roles; a config (config.py) chooses among
-them and among the schedulers and epilogue stores.
+load.py holds the load roles, mma.py and shared_k.py the MMA roles; a config (config.py) chooses
+among them and among the schedulers and epilogue stores.
 
 - wgmma reads 16-bit operands with either side contiguous in smem. Where K is not, the CTAs that
   share a tile load parts of its K instead of its rows, so that any tile can be shared.
@@ -55,15 +55,8 @@ from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, box_rows
 from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Pace, Scheduler
-from cutex.kernels.gemm.sm90.mma import (
-    Cooperative,
-    EpilogueStore,
-    Exchange,
-    MmaRole,
-    PingPong,
-    StreamK,
-)
-from cutex.kernels.gemm.sm90.split_k import SplitK
+from cutex.kernels.gemm.sm90.mma import Cooperative, EpilogueStore, MmaRole, PingPong
+from cutex.kernels.gemm.sm90.shared_k import Exchange, SplitK, StreamK
 from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster

@@ -15,7 +15,6 @@ from cutex.device.atoms.tma import AbLoads
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, placed_unevenly
-from cutex.kernels.gemm.sm90.roles import fill_ring
 from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.spread import Spread
@@ -25,6 +24,17 @@ Scheduler = StaticPersistent | OneRound | Spread
 
 # bytes of A or B that each CTA prefetches before its kernel may begin: more delay the one before
 BYTES_AHEAD = 32 * 1024
+
+
+@cute.jit
+def fill_ring(
+    loads: AbLoads, ab: SharedRing, fill: PipelineState, first: Int32 | int, end: Int32
+) -> PipelineState:
+    """Load K tiles `first` to `end`, from slot `fill` on; return the state after."""
+    for k_tile in cutlass.range(first, end, unroll=1):
+        loads.load(k_tile, fill.slot, ab.acquire(fill))
+        fill.advance()
+    return fill
 
 
 @dataclass(frozen=True)

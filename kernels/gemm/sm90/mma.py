@@ -2,40 +2,146 @@
 
 Cooperative: all work on one tile, and store it together.
 PingPong:    each has tiles of its own, and stores while the other computes.
-SplitK:      all work on a share of one tile's K, and the CTAs of a cluster exchange their sums
-             (split_k.py).
-StreamK:     all work on a tile or a part of its K; CTAs exchange their sums in global memory.
+
+Those of CTAs that share the K of a tile are in shared_k.py. The mainloop is that of operands in the
+ring; or a kernel's own, where threads make operand A in registers (w4/, unaligned/).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import cutlass
-from cutlass import Float32, Int32, cute
-from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import warpgroup
 
+from cutex.device.atoms.mma import MAJORS
 from cutex.device.atoms.multicast import SharedRing
-from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.epilogue.sm90.fused_store import ElementStore, FusedStore
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, WarpStore
-from cutex.device.pipeline import PipelineState
+from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import GeneralConfig, tile_counts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.load import Scheduler
-from cutex.kernels.gemm.sm90.roles import (
-    Issue,
-    issue,
-    issue_as_filled,
-    mainloop,
-    ping_pong,
-)
-from cutex.schedulers.stream_k import StreamedTiles, StreamedWalk
+from cutex.schedulers.one_round import OneStep
+from cutex.schedulers.persistent import StaticWalk
 
 PartStore = FusedStore | ElementStore | WarpgroupStore
 EpilogueStore = PartStore | WarpStore
+
+# named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own, 5 is shared_k.py's
+ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
+
+Walk = StaticWalk | OneStep
+States = tuple[PipelineState, PipelineState]  # of the slot read last, and of the next
+Issue = Callable[[WgmmaProduct, SharedRing, PipelineState, Int32], States]
+Store = Callable[[WorkTile], None]  # stores this warpgroup's accumulators to its rows of a tile
+
+
+@cute.jit
+def issue(mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32) -> States:
+    """Start all MMAs and release all slots but the last; return the states of that slot and of the
+    next. An MMA is waited for when the next is issued."""
+    done = PipelineState(take.num_slots, take.slot, take.phase)
+    ab.wait_full(take)
+    mma.issue(take.slot, accumulate=False)
+    take.advance()
+    for _ in cutlass.range(1, num_k_tiles, unroll=1):
+        ab.wait_full(take)
+        mma.issue(take.slot, accumulate=True)
+        take.advance()
+        warpgroup.wait_group(1)
+        ab.release(done)
+        done.advance()
+    return done, take
+
+
+@cute.jit
+def issue_as_filled(
+    mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
+) -> States:
+    """The same where memory limits: an MMA is waited for at once if the next slot is not yet full,
+    so that its own slot can be loaded meanwhile."""
+    done = PipelineState(take.num_slots, take.slot, take.phase)
+    ab.wait_full(take)
+    mma.issue(take.slot, accumulate=False)
+    take.advance()
+    for _ in cutlass.range(1, num_k_tiles, unroll=1):
+        full = ab.is_full(take)
+        if not full:
+            warpgroup.wait_group(0)
+            ab.release(done)
+            ab.wait_full(take)
+        mma.issue(take.slot, accumulate=True)
+        take.advance()
+        if full:
+            warpgroup.wait_group(1)
+            ab.release(done)
+        done.advance()
+    return done, take
+
+
+@cute.jit
+def mainloop(
+    mma: WgmmaProduct,
+    ab: SharedRing,
+    take: PipelineState,
+    num_k_tiles: Int32,
+    issue: cutlass.Constexpr[Issue] = issue,
+) -> PipelineState:
+    """Run the MMAs over all of K, from slot `take` on; return the state after. On return the
+    accumulators are complete, and all slots are released."""
+    done, take = issue(mma, ab, take, num_k_tiles)
+    warpgroup.wait_group(0)
+    ab.release(done)
+    return take
+
+
+@cute.jit
+def ping_pong(
+    mma: WgmmaProduct,
+    ab: SharedRing,
+    num_k_tiles: Int32,
+    walk: cutlass.Constexpr[Walk],
+    store: cutlass.Constexpr[Store],
+) -> None:
+    """Two warpgroups take every second tile of the walk each: one stores while the other's wgmma
+    run.
+
+    NOTE: a warpgroup issues only when the other has issued its tile. Correctness needs this, too: a
+    wait distinguishes only odd from even phases of a slot, so at most one phase may be outstanding.
+    """
+    order = OrderedBarrier(ORDER_BARRIER)
+    mine = cute.arch.warp_idx() // 4
+    take = ab.consumer()
+    if mine == 1:
+        order.signal(0)
+        take.skip(num_k_tiles)
+    first = walk.start + mine * walk.step
+    for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
+        order.wait(mine)
+        done, take = issue(mma, ab, take, num_k_tiles)
+        if index + walk.step < walk.end:
+            order.signal(1 - mine)
+        warpgroup.wait_group(0)
+        ab.release(done)
+        take.skip(num_k_tiles)
+        store(walk.tile_at(index))
+
+
+class Mainloop(Protocol):
+    """A mainloop of a kernel's own, whose operand A threads hold in registers."""
+
+    def run(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
+    ) -> PipelineState:
+        """mma.acc = A @ B^T over `count` K tiles from slot `take` on; return the state after. All
+        slots are released."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +151,7 @@ class MmaRole:
     config: GeneralConfig
     tiles: Sm90Config
     scheduler: Scheduler
+    own: Mainloop | None = field(default=None, kw_only=True)  # None: that of operands in the ring
 
     @property
     def num_threads(self) -> int:
@@ -73,6 +180,8 @@ class MmaRole:
     ) -> PipelineState:
         """The sums of so many K tiles from slot `take` on, in mma.acc; return the state after. All
         slots are released."""
+        if self.own is not None:
+            return self.own.run(mma, ab, take, num_k_tiles)
         return mainloop(mma, ab, take, num_k_tiles, self.issue)
 
     def store(self, mma: WgmmaProduct, epilogue: EpilogueStore, tile: WorkTile) -> None:
@@ -129,169 +238,8 @@ class PingPong(MmaRole):
         ping_pong(mma, ab, num_k_tiles, walk, partial(self.store, mma, epilogue))
 
 
-@dataclass(frozen=True)
-class StreamK(MmaRole):
-    """All warpgroups compute one segment of a tile's K at a time. The CTA that has the tile's first
-    K tiles adds up the sums that other CTAs wrote of the rest, and stores it.
-
-    NOTE: a kernel earlier in the stream may still use the same memory for sums and flags. Before an
-    MMA warp touches them, it has waited for a slot of the ring that was filled after
-    griddepcontrol.wait.
-    """
-
-    scheduler: StreamedTiles
-    exchange: Exchange
-
-    @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: EpilogueStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
-        walk = self.scheduler.streamed_walk(tile_counts(self.tiles, mC), num_k_tiles)
-        take = ab.consumer()
-        for turn in cutlass.range(walk.turns, unroll=1):
-            segment = walk.segment(turn)
-            take = self.accumulate(mma, ab, take, segment.count)
-            if segment.first > 0:
-                self.exchange.leave(mma.acc, walk)
-            else:
-                if segment.count < num_k_tiles:
-                    self.exchange.add_others(mma.acc, walk)
-                self.store(mma, epilogue, walk.tile(segment))
-
-
-# ---- exchange
-#
-# The exchange of sums between CTAs that share the K of a tile, through global memory.
-#
-# A thread has the same elements of every tile, so a warp waits only for the warp of the same number
-# in another CTA, and no CTA waits as a whole.
-
-
-SUMS_BARRIER = 5  # a named barrier of all MMA warps of a CTA
-VECTOR = 4  # fp32 sums in one access: 16 bytes
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """The exchange of partial sums: each CTA writes those of at most one tile, for the CTA of the
-    same rank in another cluster."""
-
-    tiles: Sm90Config
-    sA: cute.Tensor  # (bM, bK, SLOT), the ring of A
-    sums: cute.Tensor  # fp32: one tile for each CTA
-    flags: cute.Tensor  # Int32, one for each MMA warp of each CTA; 0 before and after a launch
-
-    @cute.jit
-    def leave(self, acc: cute.Tensor, walk: StreamedWalk) -> None:
-        """Write this warp's accumulators to its CTA's place in the workspace, and set its flag."""
-        share = walk.share
-        cute.copy(vector_copy(), thread_vectors(acc), self.place(acc, share))
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.store(self.flag(share), Int32(1), sem="release", scope="gpu")
-
-    @cute.jit
-    def add_others(self, acc: cute.Tensor, walk: StreamedWalk) -> None:
-        """Add to the accumulators the sums that later shares computed of the rest of this tile, one
-        after the other, in the same order in every run.
-
-        NOTE: through the smem of A. A tile that others have a part of is the last of a share, so
-        nothing more is loaded there; and the accumulators leave too few registers for the loads
-        that hide L2's latency.
-        """
-        self.wait_for_others(walk)
-        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=self.num_threads)
-        total = thread_vectors(acc)  # (VECTOR, NumVectors)
-        count = cute.size(total, mode=[1])
-        depth = self.depth(count)
-        first = cute.recast_ptr(self.sA.iterator, dtype=Float32)
-        held = of_thread(first, depth, self.num_threads)  # (VECTOR, DEPTH)
-        past_l1 = cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL)
-        copy = cute.make_copy_atom(past_l1, Float32, num_bits_per_copy=32 * VECTOR)
-        share, tile = walk.share + 1, walk.end.tile
-        theirs = self.place(acc, share)
-        for i in cutlass.range_constexpr(depth):
-            cute.copy(copy, theirs[None, i], held[None, i])
-            cute.arch.cp_async_commit_group()
-        more = True
-        while more:
-            theirs = self.place(acc, share)
-            share += 1
-            after = self.place(acc, share)
-            more = walk.shares.cut(share).tile == tile
-            for i in cutlass.range_constexpr(count):
-                cute.arch.cp_async_wait_group(depth - 1)
-                part = total[None, i]
-                part.store(part.load() + held[None, i % depth].load())
-                if cutlass.const_expr(i + depth < count):
-                    cute.copy(copy, theirs[None, i + depth], held[None, i % depth])
-                elif more:
-                    cute.copy(copy, after[None, i + depth - count], held[None, i % depth])
-                cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def wait_for_others(self, walk: StreamedWalk) -> None:
-        """Wait until this warp's sums of the rest of its tile are written, one lane per share, and
-        reset their flags to 0."""
-        share = walk.share + 1 + cute.arch.lane_idx()
-        while walk.shares.cut(share).tile == walk.end.tile:
-            flag = self.flag(share)
-            left = Int32(0)
-            while left == 0:
-                left = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-            cute.arch.store(flag, Int32(0), sem="relaxed", scope="gpu")
-            share += 32
-        cute.arch.sync_warp()
-
-    @property
-    def num_threads(self) -> int:
-        """The number of threads that run wgmma."""
-        return self.tiles.mma_warpgroups * WARPGROUP
-
-    def depth(self, count: int) -> int:
-        """The vectors of each thread, out of `count`, that are loaded at a time: a divisor of
-        `count`, so that each has one place in the ring's A."""
-        room = self.tiles.a_bytes // (4 * VECTOR * self.num_threads)
-        return max(n for n in range(1, room + 1) if count % n == 0)
-
-    def cta(self, share: Int32) -> Int32:
-        """The index of the CTA of `share` that has this one's rank in its cluster."""
-        size = self.tiles.cluster_m * self.tiles.cluster_n
-        rank = cute.arch.block_idx_in_cluster() if size > 1 else Int32(0)
-        return share * size + rank
-
-    def flag(self, share: Int32) -> cute.Pointer:
-        """The flag of this warp in the CTA of `share`."""
-        warps = self.num_threads // 32
-        return self.flags.iterator + (self.cta(share) * warps + cute.arch.warp_idx())
-
-    def place(self, acc: cute.Tensor, share: Int32) -> cute.Tensor:
-        """The memory (VECTOR, NumVectors) of this thread's accumulators in the CTA of `share`."""
-        elements = self.tiles.tile_m * self.tiles.tile_n
-        first = self.sums.iterator + self.cta(share) * elements
-        return of_thread(first.align(4 * VECTOR), cute.size(acc) // VECTOR, self.num_threads)
-
-
-def of_thread(first: cute.Pointer, count: int, threads: int) -> cute.Tensor:
-    """This thread's vectors (VECTOR, NumVectors) in the memory from `first` on; those of all
-    threads are adjacent."""
-    thread, _, _ = cute.arch.thread_idx()
-    layout = cute.make_layout(
-        (VECTOR, count, threads), stride=(1, VECTOR * threads, VECTOR)
-    )  # (VECTOR, NumVectors, THREAD)
-    return cute.make_tensor(first, layout)[None, None, thread]
-
-
-def vector_copy() -> cute.CopyAtom:
-    """The copy atom of one vector."""
-    return cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=32 * VECTOR)
-
-
-def thread_vectors(acc: cute.Tensor) -> cute.Tensor:
-    """A thread's accumulators as (VECTOR, NumVectors)."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, cute.size(acc) // VECTOR)))
+def register_product(tiles: Sm90Config, sB: cute.Tensor, k_major: bool = True) -> WgmmaProduct:
+    """This warpgroup's part of A @ B^T, B contiguous along K or not; operand A is given later."""
+    c, kind = tiles, sB.element_type
+    mma = Wgmma(c.tile_n, kind, b_major=MAJORS[k_major], warpgroups=c.mma_warpgroups)
+    return WgmmaProduct(mma, None, mma.b_slots(sB), mma.accumulator(c.tile_m, c.tile_n))

@@ -6,7 +6,7 @@ smem of both.
 
 Changed since stage 5: the operands are loaded in parts (`AbOperands.loads` with a real cluster), a
 slot is empty when the MMA warps of all its readers say so (`SharedRing`), and a CTA stays until its
-neighbours have nothing left to send: the MMA role (`mainloop` in roles.py, as of all stages from
+neighbours have nothing left to send: the MMA role (`mainloop` in mma.py, as of all stages from
 here on) releases its last slot too, and the load role waits for all slots to be empty.
 
 Two CTAs of 128x256 side by side load 40 KB each instead of 48 for the same MMA.
@@ -25,7 +25,8 @@ from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing, shared
 from cutex.device.atoms.tma import store_operand
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
-from cutex.kernels.gemm.sm90.roles import fill_ring, mainloop
+from cutex.kernels.gemm.sm90.load import fill_ring
+from cutex.kernels.gemm.sm90.mma import mainloop
 from cutex.kernels.gemm.sm90.stage5 import Stage5
 from cutex.schedulers.one_tile import OneTilePerCta
 from cutex.schedulers.raster import clusters

@@ -21,7 +21,8 @@ from cutex.arch import arch as arch_named
 from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
-from cutex.kernels.gemm.sm90.roles import fill_ring, mainloop
+from cutex.kernels.gemm.sm90.load import fill_ring
+from cutex.kernels.gemm.sm90.mma import mainloop
 from cutex.kernels.gemm.sm90.stage6 import Stage6
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster

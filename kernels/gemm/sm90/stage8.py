@@ -6,7 +6,7 @@ keeps the tensor cores busy by itself, because the next group of wgmma is issued
 done.
 
 Changed since stage 7: the tile, 128x192 by one warpgroup (192 accumulators a thread, like 256x192
-by two), and `compute_tiles`, which is `ping_pong` (roles.py): each warpgroup walks every second
+by two), and `compute_tiles`, which is `ping_pong` (mma.py): each warpgroup walks every second
 tile, skips the other's part of the ring, and issues when the other has issued its last wgmma.
 
 Measured: 717 TFLOPS, 1.06 times stage 7, and as much as a cooperative kernel could gain by
@@ -26,7 +26,7 @@ from cutlass import Int32, cute
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.epilogue.sm90.tma_store import WarpgroupStore
-from cutex.kernels.gemm.sm90.roles import ping_pong
+from cutex.kernels.gemm.sm90.mma import ping_pong
 from cutex.kernels.gemm.sm90.stage7 import Stage7
 
 

@@ -28,8 +28,8 @@ from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import summed_operand, summed_rows
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
-from cutex.kernels.gemm.sm90.mma import MmaRole
-from cutex.kernels.gemm.sm90.roles import ORDER_BARRIER, Store, Walk, fill_ring, issue, mainloop
+from cutex.kernels.gemm.sm90.load import fill_ring
+from cutex.kernels.gemm.sm90.mma import ORDER_BARRIER, MmaRole, Store, Walk, issue, mainloop
 from cutex.schedulers.ragged import RaggedTiles
 from cutex.schedulers.raster import Raster
 

@@ -19,19 +19,13 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import AbOperands, SharedRing
+from cutex.device.atoms.scalar import hidden_zero
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.kernels.gemm.signature import GeneralConfig, modes
 from cutex.kernels.gemm.sm90.general import Barriers, General
-from cutex.kernels.gemm.sm90.mma import Exchange, MmaRole
-from cutex.kernels.gemm.sm90.register_operand import (
-    RegisterCooperative,
-    RegisterSplitK,
-    RegisterStreamK,
-    register_product,
-    release_before,
-    zero,
-)
+from cutex.kernels.gemm.sm90.mma import Cooperative, MmaRole, register_product
+from cutex.kernels.gemm.sm90.shared_k import Exchange, SplitK, StreamK
 from cutex.kernels.gemm.unaligned.config import TILE_K, UnalignedConfig
 from cutex.kernels.gemm.unaligned.sm90.operand import (
     Folded,
@@ -50,18 +44,18 @@ def multiplied(
 ) -> PipelineState:
     """mma.acc = A @ B^T over `count` K tiles from slot `take` on; return the state after. All slots
     are released."""
-    mma.acc.fill(zero())
+    mma.acc.fill(hidden_zero())
     tCrA = mma.mma.a_registers(TILE_K)
     for block in cutlass.range(count, unroll=1):
         ab.wait_full(take)
         raw = rows.read(take.slot)
         warpgroup.wait_group(0)  # the wgmmas before have read their operand A
-        release_before(ab, take, block > 0)
+        ab.release_before(take, block > 0)
         rows.ordered(raw, tCrA)
         mma.of(tCrA).issue(take.slot, accumulate=True)
         take.advance()
     warpgroup.wait_group(0)
-    release_before(ab, take, count > 0)
+    ab.release_before(take, count > 0)
     return take
 
 
@@ -155,9 +149,9 @@ class Unaligned:
         mma = register_product(c, sB, self.config.k_major[1])
         what = g.config, c, g.scheduler
         if sums is not None:
-            return RegisterSplitK(*what, g.cluster, sums, sB, k_tiles), mma
+            return SplitK(*what, g.cluster, sums, sB, own=k_tiles), mma
         if isinstance(g.scheduler, StreamedTiles):
             assert workspace is not None  # as the config has it
             exchange = Exchange(c, sB, *workspace)
-            return RegisterStreamK(g.config, c, g.scheduler, exchange, k_tiles), mma
-        return RegisterCooperative(*what, k_tiles), mma
+            return StreamK(g.config, c, g.scheduler, exchange, own=k_tiles), mma
+        return Cooperative(*what, own=k_tiles), mma

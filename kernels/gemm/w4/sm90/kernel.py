@@ -24,12 +24,8 @@ from cutex.device.pipeline import Barrier
 from cutex.kernels.gemm.signature import transposed
 from cutex.kernels.gemm.sm90.general import Barriers, General
 from cutex.kernels.gemm.sm90.load import LoadTiles
-from cutex.kernels.gemm.sm90.mma import Exchange, MmaRole
-from cutex.kernels.gemm.sm90.register_operand import (
-    RegisterCooperative,
-    RegisterStreamK,
-    register_product,
-)
+from cutex.kernels.gemm.sm90.mma import Cooperative, MmaRole, register_product
+from cutex.kernels.gemm.sm90.shared_k import Exchange, StreamK
 from cutex.kernels.gemm.w4.fragments import Fragments, allocate_weights
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.config import W4Config
@@ -143,9 +139,9 @@ class W4Gemm:
         if sums is not None:
             place = sX if own is None else own
             num_blocks = operands.num_k_tiles
-            return WidenSplitK(*what, g.cluster, sums, place, blocks, num_blocks), mma
+            return WidenSplitK(*what, g.cluster, sums, place, num_blocks, own=blocks), mma
         if isinstance(g.scheduler, StreamedTiles):
             assert workspace is not None  # as the config has it
             exchange = Exchange(c, sX, *workspace)
-            return RegisterStreamK(g.config, c, g.scheduler, exchange, blocks), mma
-        return RegisterCooperative(*what, blocks), mma
+            return StreamK(g.config, c, g.scheduler, exchange, own=blocks), mma
+        return Cooperative(*what, own=blocks), mma

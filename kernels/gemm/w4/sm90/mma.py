@@ -15,10 +15,11 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.multicast import SharedRing
+from cutex.device.atoms.scalar import hidden_zero
 from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.gemm.sm90.register_operand import RegisterSplitK, release_before, zero
-from cutex.kernels.gemm.sm90.roles import Walk
+from cutex.kernels.gemm.sm90.mma import Walk
+from cutex.kernels.gemm.sm90.shared_k import SplitK
 from cutex.kernels.gemm.w4.fragments import WORDS, Fragments
 from cutex.kernels.gemm.w4.sm90.config import W4Config
 from cutex.kernels.gemm.w4.sm90.few import widened_few
@@ -42,7 +43,7 @@ def widened(
     own.
     """
     total, waves = mma.acc, cute.size(mma.acc, mode=[1])
-    total.fill(zero())
+    total.fill(hidden_zero())
     one = mma.mma.accumulator(ROWS * tiles.mma_warpgroups, tiles.tile_n).layout  # (MMA, 1, MMA_N)
     size = cute.size(total) // waves
     wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
@@ -57,12 +58,12 @@ def widened(
                 codes = weights.codes(strip, half, take.slot)
                 warpgroup.wait_group(1)  # that which read these registers
                 if cutlass.const_expr(wave == 0 and half == 1):
-                    release_before(ab, take, block > 0)
+                    ab.release_before(take, block > 0)
                 weights.widen(codes, factors, half, halves[half])
                 issue_half(mma, halves[half], half, take.slot, acc)
         take.advance()
     warpgroup.wait_group(0)
-    release_before(ab, take, count > 0)
+    ab.release_before(take, count > 0)
     return take
 
 
@@ -97,12 +98,12 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class WidenSplitK(RegisterSplitK):
-    """A RegisterSplitK whose shares are of blocks."""
+class WidenSplitK(SplitK):
+    """A SplitK whose shares are of blocks."""
 
-    mainloop: Blocks
+    tiles: W4Config
     num_blocks: Any  # of all of K
 
     def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
-        _, mine = block_share(self.mainloop.tiles, walk.split, self.num_blocks)
-        self.mainloop.run(mma, ab, ab.consumer(), mine)
+        _, mine = block_share(self.tiles, walk.split, self.num_blocks)
+        self.accumulate(mma, ab, ab.consumer(), mine)

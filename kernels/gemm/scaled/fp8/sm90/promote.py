@@ -21,15 +21,8 @@ from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90.factors import LANES, TileFactors
 from cutex.kernels.gemm.signature import tile_counts
-from cutex.kernels.gemm.sm90.mma import (
-    SUMS_BARRIER,
-    VECTOR,
-    EpilogueStore,
-    MmaRole,
-    thread_vectors,
-)
-from cutex.kernels.gemm.sm90.roles import Walk
-from cutex.kernels.gemm.sm90.split_k import PartStore, SplitK
+from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole, PartStore, Walk
+from cutex.kernels.gemm.sm90.shared_k import SUMS_BARRIER, VECTOR, SplitK, thread_vectors
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ class Promote(MmaRole):
 
 @dataclass(frozen=True)
 class PromoteSplitK(SplitK):
-    """A CTA promotes a share of one tile's K, and exchanges sums in fp32 (sm90/split_k.py)."""
+    """A CTA promotes a share of one tile's K, and exchanges sums in fp32 (sm90/shared_k.py)."""
 
     tiles: Fp8Config
     factors: tuple[Any, Any]
