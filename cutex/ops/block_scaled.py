@@ -310,7 +310,7 @@ def _run(*given: Any) -> list[Tensor]:
     to, out_layout, _ = result(out)
     ops, passed = fused(call, out, residual, arch)
     if of.quantized is not None:
-        from cutex.kernels.gemm.scaled.sm100.epilogue import QuantizeRows
+        from cutex.kernels.gemm.scaled.sm100.roles import QuantizeRows
 
         ops = cast(Any, (*ops, QuantizeRows(of.quantized)))
         own = [] if of.output_scale is None else [("out_scale", of.output_scale)]

@@ -15,9 +15,9 @@ from cutex.compile import compile
 from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.atoms.wgmma import WgmmaProduct
 from cutex.device.attention.block_info import Band, BlockInfo
+from cutex.device.attention.block_loop import BlockLoop
 from cutex.device.attention.mask import Mask
 from cutex.device.pipeline import Barrier, Ring
-from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.forward import Forward
 from cutex.kernels.attention.forward.sm90.load import PairExchange

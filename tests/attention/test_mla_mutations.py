@@ -16,7 +16,7 @@ from cutex.kernels.attention.mla.sm90.scores import Block
 from cutex.kernels.attention.mla.sm90.shared import GROUPS, WAVES, ChunkRing
 from cutex.kernels.attention.mla.sm100 import mla as sm100
 from cutex.kernels.attention.mla.sm100.config import Sm100MlaConfig
-from cutex.kernels.attention.mla.sm100.mma import Mma
+from cutex.kernels.attention.mla.sm100.roles import Mma
 from cutex.kernels.attention.mla.sm100.softmax import Softmax
 from cutex.sim import SimError, simulate
 

@@ -14,8 +14,8 @@ from cutex.compile.resources import resources
 from cutex.device.epilogue.epilogue_ops import Activation, Bias, Scale
 from cutex.kernels.gemm.scaled import LADDERS
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles, kind_of
-from cutex.kernels.gemm.scaled.sm100.epilogue import QuantizeRows
 from cutex.kernels.gemm.scaled.sm100.general import Scaled
+from cutex.kernels.gemm.scaled.sm100.roles import QuantizeRows
 from cutex.problem.scaled import BlockScaledProblem
 from cutex.problem.scaled.formats import BLOCK_SCALED
 

@@ -11,7 +11,7 @@ from cutex.device.atoms import scale_factors
 from cutex.device.atoms.scale_factors import BlockFactors, Factors, FactorTile
 from cutex.device.atoms.umma import UmmaProduct
 from cutex.kernels.gemm.scaled.sm100 import roles
-from cutex.kernels.gemm.scaled.sm100.epilogue import StoreOverlapped
+from cutex.kernels.gemm.scaled.sm100.roles import StoreOverlapped
 from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig
 from cutex.sim import SimError
 

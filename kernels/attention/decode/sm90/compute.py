@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 
 from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct
+from cutex.device.attention.block_loop import BlockLoop, KeyRings, Products
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT
@@ -28,7 +29,6 @@ from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.shared import Rows, Shared, load_to_smem, units_of
 from cutex.kernels.attention.decode.splits import Piece
-from cutex.kernels.attention.forward.sm90.block_loop import BlockLoop, KeyRings, Products
 
 
 @dataclass(frozen=True)

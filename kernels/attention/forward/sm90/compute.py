@@ -13,6 +13,13 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
+from cutex.device.attention.block_loop import (
+    BlockLoop,
+    KeyRings,
+    Products,
+    State,
+    Turns,
+)
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.query import Query
 from cutex.device.attention.row_store import row_stores
@@ -21,13 +28,6 @@ from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import store_lse
 from cutex.device.attention.watched_softmax import LEAST_SEEN, WatchedSoftmax
 from cutex.device.pipeline import OrderedBarrier, PipelineState
-from cutex.kernels.attention.forward.sm90.block_loop import (
-    BlockLoop,
-    KeyRings,
-    Products,
-    State,
-    Turns,
-)
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
 from cutex.kernels.attention.work_ring import END, RETRY

@@ -4,7 +4,7 @@ A CTA takes tiles of 64 rows for each warpgroup, of one head, or of a group of q
 into rows, of one sequence. What makes it fast, each with its figure in docs/facts/attention.md:
 
 - K and V stream through rings; QK of a block runs under the softmax of the one before, and the
-  warpgroups alternate (compute.py, block_loop.py).
+  warpgroups alternate (compute.py, device/attention/block_loop.py).
 - Of long sequences two CTAs take neighbouring rows, and each loads half of every block of K and V
   for both (load.py): L2 reads half as much, and what power that saves goes into the clock.
 - Only blocks that the band cuts are masked, and in those that it does not cut no larger score is

@@ -34,8 +34,7 @@ from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
 from cutex.kernels.attention.mla.signature import args_of, arguments, rows_of_q, sizes_of
 from cutex.kernels.attention.mla.sm100.config import BOX, CTA_ROWS, CTAS, DIMS, Sm100MlaConfig
-from cutex.kernels.attention.mla.sm100.load import Load
-from cutex.kernels.attention.mla.sm100.mma import Mma
+from cutex.kernels.attention.mla.sm100.roles import Load, Mma
 from cutex.kernels.attention.mla.sm100.shared import LOAD_WARPS, SWIZZLE, Shared
 from cutex.kernels.attention.mla.sm100.softmax import Softmax
 

@@ -34,10 +34,8 @@ from cutex.kernels.attention.decode.signature import ALL_ROWS, KernelArgs, Sizes
 from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
 from cutex.kernels.attention.mla.signature import args_of, arguments, rows_of_q, sizes_of
 from cutex.kernels.attention.mla.sm90.config import ROWS, SLOTS, Sm90MlaConfig
-from cutex.kernels.attention.mla.sm90.load import Load
-from cutex.kernels.attention.mla.sm90.scores import Scores
-from cutex.kernels.attention.mla.sm90.shared import SCORES_WARPS, SWIZZLE, Shared
-from cutex.kernels.attention.mla.sm90.values import Values
+from cutex.kernels.attention.mla.sm90.scores import Scores, Values
+from cutex.kernels.attention.mla.sm90.shared import SCORES_WARPS, SWIZZLE, Load, Shared
 
 
 class Registers(NamedTuple):

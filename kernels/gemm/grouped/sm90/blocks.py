@@ -27,12 +27,12 @@ from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel, grid
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.grouped.sm90.rows import GroupedOperands, GroupStore, OfGroups
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand
-from cutex.kernels.gemm.scaled.fp8.sm90.factors import (
+from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
     FactoredLoads,
+    Promote,
     TileFactors,
     factors_layout,
 )
-from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote
 from cutex.kernels.gemm.signature import modes
 from cutex.schedulers.ragged import RowGroups
 

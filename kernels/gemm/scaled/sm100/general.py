@@ -2,9 +2,9 @@
 or fp8 with fp4.
 
 It is the general GEMM (kernels/gemm/sm100/general.py) with scale factors: the same load role, given
-two more operands; an MMA role that copies each step's factors to tensor memory before it multiplies
-(roles.py); the same epilogues, and one for accumulators that leave room for the factors
-(epilogue.py). What is here is its barriers and memory, and its tensor maps.
+two more operands; an MMA role that copies each step's factors to tensor memory before it
+multiplies; the same epilogues, and one for accumulators that leave room for the factors (all three
+in roles.py). What is here is its barriers and memory, and its tensor maps.
 
 - Factors come as cuBLAS, CUTLASS and torch swizzle them, chunks of 128 rows by 4 of K
   (device/atoms/scale_factors.py), and stay so: TMA loads them, tcgen05.cp copies them.
@@ -38,8 +38,12 @@ from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
 from cutex.device.pipeline import AccRing, PairRing, Ring, is_leader, publish_barriers, sync_cluster
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
-from cutex.kernels.gemm.scaled.sm100.epilogue import StoreOverlapped
-from cutex.kernels.gemm.scaled.sm100.roles import ScaledMma, ScaledOperands, load_elements
+from cutex.kernels.gemm.scaled.sm100.roles import (
+    ScaledMma,
+    ScaledOperands,
+    StoreOverlapped,
+    load_elements,
+)
 from cutex.kernels.gemm.scaled.sm100.signature import ScaledConfig, unpacked
 from cutex.kernels.gemm.signature import modes, tile_counts, transposed
 from cutex.kernels.gemm.sm100.epilogue import SplitK, StoreTiles

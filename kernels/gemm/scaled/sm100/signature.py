@@ -13,7 +13,7 @@ from cutex.device.epilogue.epilogue_ops import Scale, op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.sm100.config import Kind, ScaledTiles
-from cutex.kernels.gemm.scaled.sm100.epilogue import QuantizeRows
+from cutex.kernels.gemm.scaled.sm100.roles import QuantizeRows
 from cutex.kernels.gemm.signature import GeneralConfig
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """The fp8 GEMM with fp32 scale factors of blocks on Hopper: out = ops(A @ B), promoted.
 
 DeepSeek's recipe: e4m3, a factor for each 128 of K in each row of A, and for each 128x128 of B, or
-as in A. The roles are the general GEMM's (kernels/gemm/sm90): its load role also loads factors
-(factors.py), its MMA role promotes (promote.py); its schedulers, clusters, split K and epilogues
-are as they are.
+as in A. The roles are the general GEMM's (kernels/gemm/sm90): its load role also loads factors, its
+MMA role promotes (both promote.py); its schedulers, clusters, split K and epilogues are as they
+are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.scaled.fp8.sm90.factors import FactoredOperands, factors_operand
-from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, PromoteAlternating, PromoteSplitK
+from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
+    FactoredOperands,
+    Promote,
+    PromoteAlternating,
+    PromoteSplitK,
+    factors_operand,
+)
 from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.mma import MmaRole
