@@ -117,7 +117,7 @@ FEW_ROWS = {
         (5, 72, 264), 2, {"tile_n": 32, "split_k": 4, "warps": 4, "steps": 3},
     ),
     "sixteen rows": ((13, 40, 1000), 0, {"tile_m": 16, "tile_n": 16, "warps": 8, "steps": 4}),
-    "one row, fewer steps than warps": ((1, 200, 8), 0, {"warps": 16}),
+    "one row, fewer steps than warps": ((1, 200, 8), 1, {"warps": 16}),
     "a vector of sums for each of some threads": (
         (8, 16, 344), 1, {"tile_n": 16, "split_k": 8, "warps": 4, "steps": 1},
     ),

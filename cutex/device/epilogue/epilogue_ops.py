@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -34,6 +35,7 @@ class Fragment(NamedTuple):
     batch: Int32 | int
     bounds: tuple[Int32, Int32]  # (M, N)
     run: int  # columns in turn that are neighbours: a power of two that divides the first's index
+    own: bool = False  # a matrix that is out as well is read within the bounds alone
 
     @property
     def safe_rows(self) -> tuple[Int32, ...]:
@@ -155,10 +157,13 @@ class Add:
         if self.batched:
             matrix = matrix[x.batch, None, None]
         step = x.load_width(matrix.element_type) if self.whole else 1
-        columns = x.safe_columns
-        for r, row in enumerate(x.safe_rows):
+        own = bool(beta) and x.own
+        rows, columns = (x.rows, x.columns) if own else (x.safe_rows, x.safe_columns)
+        for r, row in enumerate(rows):
             for c in range(0, len(columns), step):
-                for e, value in enumerate(_load(matrix, row, columns[c], step)):
+                load = partial(_load_own, bounds=x.bounds) if own else _load
+                loaded = load(matrix, row, columns[c], step)
+                for e, value in enumerate(loaded):
                     value = value * beta[0] if beta else value
                     x.values[r, c + e] = x.values[r, c + e] + value
 
@@ -324,6 +329,23 @@ def _load(matrix: cute.Tensor, row: Int32, column: Int32, count: int) -> list[Fl
     if count == 1:
         return [matrix[row, column].to(Float32)]
     return _neighbours(matrix[row, None], column, count)
+
+
+@cute.jit
+def _load_own(
+    matrix: cute.Tensor,
+    row: Int32,
+    column: Int32,
+    count: cutlass.Constexpr[int],
+    bounds: tuple[Int32 | int, Int32 | int],
+) -> list[Float32]:
+    """The same, and zeros out of bounds: what is at a clamped place, another warp may store."""
+    held = cute.make_rmem_tensor(count, Float32)
+    held.fill(0.0)
+    if row < bounds[0] and column < bounds[1]:
+        for e, value in enumerate(_load(matrix, row, column, count)):
+            held[e] = value
+    return [held[e] for e in range(count)]
 
 
 def _neighbours(vector: cute.Tensor, place: Int32, count: int) -> list[Float32]:

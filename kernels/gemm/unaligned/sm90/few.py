@@ -230,7 +230,7 @@ class FewRows:
             for n in cutlass.range_constexpr(2):
                 values[r, n] = total[r + 2 * n]
         rows, columns = (row, row + 1), (column, column + 1)
-        x = bound.apply(Fragment(values, rows, columns, 0, bound.bounds, 2))
+        x = bound.apply(Fragment(values, rows, columns, 0, bound.bounds, 2, own=True))
         bound.store_elements(x, mOut)
 
 
