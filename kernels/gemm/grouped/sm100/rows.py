@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
@@ -70,15 +71,29 @@ class GroupStore:
         return store.tile(tAcc, tile._replace(batch=group), row_tile)
 
 
-class GroupedRows(GroupedKernel):
-    """The grouped kernel of A (M, K) and B (E, K, N)."""
+class RowsKernel(GroupedKernel):
+    """The grouped kernel of A (M, K) and B (E, K, N), wherever it stores."""
 
-    name = "sm100_gemm_grouped_rows"
-    dtypes = "bf16", "fp16", "e4m3"
+    slots_of_out = True  # whether the store takes smem
 
     def __init__(self, config: GroupedConfig) -> None:
         super().__init__(config)
         self.general = General(config.product)  # whose maps it has
+
+    def stored(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """What the store takes to the kernel, and the operations' arguments, of all `passed`. On
+        the host."""
+        raise NotImplementedError
+
+    def store(
+        self, stored: Any, mOut: cute.Tensor, sC: Any, ops: GroupOps, groups: RowGroups
+    ) -> Any:
+        """The store of accumulators."""
+        raise NotImplementedError
+
+    def product_like(self, stored: Any, mOut: cute.Tensor, columns: Int32) -> cute.Tensor:
+        """A tensor of the product's sizes (M, N)."""
+        raise NotImplementedError
 
     # ---- on the host
 
@@ -86,16 +101,16 @@ class GroupedRows(GroupedKernel):
     def __call__(
         self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, edges: cute.Tensor, *rest
     ) -> None:
-        """Launch with a (M, K), b (E, K, N), out (M, N), edges (E), the operations' arguments, and
-        a stream."""
+        """Launch with a (M, K), b (E, K, N), out, edges (E), what else the store takes, the
+        operations' arguments, and a stream."""
         c, general = self.tiles, self.general
         *passed, stream = rest
         mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
         a_k, b_k = self.config.product.k_major
         a = load_operand(mA, general.load_slots(mA.element_type, c.tile_m, a_k), pair=True)
         b = load_operand(mB, general.load_slots(mB.element_type, c.tile_n, b_k), pair=True)
-        out = store_operand(mOut, store_slots(general.config, mOut.element_type))
-        launched = self.kernel(a, b, out, mOut, edges, tuple(passed))
+        stored, given = self.stored(mOut, tuple(passed))
+        launched = self.kernel(a, b, stored, mOut, edges, given)
         self.start(launched, self.grid(mA, mB), stream)
 
     # ---- on the device
@@ -105,7 +120,7 @@ class GroupedRows(GroupedKernel):
         self,
         a: cpasync.TmaInfo,
         b: cpasync.TmaInfo,
-        out: cpasync.TmaInfo,
+        stored: Any,
         mOut: cute.Tensor,
         edges: cute.Tensor,
         passed: tuple[Any, ...],
@@ -113,12 +128,13 @@ class GroupedRows(GroupedKernel):
         """Run the roles."""
         c, product = self.tiles, self.config.product
         kinds = a.atom.value_type, b.atom.value_type
-        memory = GroupMemory.allocate(c, (a, b), out, self.config.most_groups)
+        slots = stored if cutlass.const_expr(self.slots_of_out) else None
+        memory = GroupMemory.allocate(c, (a, b), slots, self.config.most_groups)
         sA, sB, sC, groups, ab, acc, tmem = memory
         scheduler = self.ragged(groups)
-        mProduct = product.product(mOut)
-        sizes = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
         n = cute.size(b.tma_tensor, mode=[0])
+        mProduct = self.product_like(stored, mOut, n)
+        sizes = cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
         warp = cute.arch.warp_idx()
         pointer = self.begin((ab, acc), tmem, scheduler, edges, sizes)
         dispatch = scheduler.walk(tile_counts(c, mProduct))
@@ -127,7 +143,7 @@ class GroupedRows(GroupedKernel):
         instruction = Umma(256, c.tile_n, *kinds, a_major, b_major, pair=True)
         mma = umma(instruction, sA, sB, pointer, c.num_acc)
         ops = GroupOps(product.ops, passed, n)
-        store: Any = GroupStore(out, sC, product.epi_columns, groups, ops)
+        store: Any = self.store(stored, mOut, sC, ops, groups)
         operands: Any = GroupedOperands(PairOperands(a, b, sA, sB), groups)
         if warp == Warp.LOAD:
             Load(c).run(operands, ab, dispatch)
@@ -138,3 +154,21 @@ class GroupedRows(GroupedKernel):
         elif warp < Warp.LOAD:
             StoreTiles(c, unrolled=product.ops == ()).run(mma.acc, store, acc, dispatch)
         self.end(tmem, pointer)
+
+
+class GroupedRows(RowsKernel):
+    """The grouped kernel that stores to out (M, N) by TMA."""
+
+    name = "sm100_gemm_grouped_rows"
+    dtypes = "bf16", "fp16", "e4m3"
+
+    def stored(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        return store_operand(mOut, store_slots(self.general.config, mOut.element_type)), passed
+
+    def product_like(self, stored: Any, mOut: cute.Tensor, columns: Int32) -> cute.Tensor:
+        return self.config.product.product(mOut)
+
+    def store(
+        self, stored: Any, mOut: cute.Tensor, sC: Any, ops: GroupOps, groups: RowGroups
+    ) -> GroupStore:
+        return GroupStore(stored, sC, self.config.product.epi_columns, groups, ops)

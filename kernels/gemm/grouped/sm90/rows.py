@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -79,49 +79,77 @@ class PingPong(OfGroups, roles.PingPong):
     """Two warpgroups take every second tile each: one stores while the other's wgmma run."""
 
 
-class GroupedRows(GroupedKernel):
-    """The grouped kernel of A (M, K) and B (E, K, N)."""
+class RowsKernel(GroupedKernel):
+    """The grouped kernel of A (M, K) and B (E, K, N), wherever it stores."""
 
-    name = "sm90_gemm_grouped_rows"
-    dtypes = "bf16", "fp16", "e4m3"
+    def stored(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """What the store takes to the kernel, and the operations' arguments, of all `passed`. On
+        the host."""
+        raise NotImplementedError
 
-    # ---- on the host
+    def store(
+        self, stored: Any, mOut: cute.Tensor, sC: cute.Tensor, ops: GroupOps, groups: RowGroups
+    ) -> Any:
+        """The store of accumulators."""
+        raise NotImplementedError
+
+    def product_like(self, stored: Any, mOut: cute.Tensor, columns: Int32) -> cute.Tensor:
+        """A tensor of the product's sizes (M, N)."""
+        raise NotImplementedError
 
     @cute.jit
     def __call__(
         self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, edges: cute.Tensor, *rest
     ) -> None:
-        """Launch with a (M, K), b (E, K, N), out (M, N), edges (E), the operations' arguments, and
-        a stream."""
+        """Launch with a (M, K), b (E, K, N), out, edges (E), what else the store takes, the
+        operations' arguments, and a stream."""
         c, general = self.tiles, self.general
         *passed, stream = rest
         mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
         k_major = self.config.product.k_major
         a = general.load_operand(mA, c.tile_m, c.cluster_n, k_major[0])
         b = general.load_operand(mB, c.tile_n, c.cluster_m, k_major[1])
-        out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        launched = self.kernel(a, b, out, mOut, edges, tuple(passed))
+        stored, given = self.stored(mOut, tuple(passed))
+        launched = self.kernel(a, b, stored, mOut, edges, given)
         self.start(launched, grid(c, mA, mB), stream)
-
-    # ---- on the device
 
     @cute.kernel
     def kernel(
         self,
         a: cpasync.TmaInfo,
         b: cpasync.TmaInfo,
-        out: cpasync.TmaInfo,
+        stored: Any,
         mOut: cute.Tensor,
         edges: cute.Tensor,
         passed: tuple[Any, ...],
     ) -> None:
         """Run the roles."""
         c, product = self.tiles, self.config.product
-        most, kind = self.config.most_groups, out.atom.value_type
+        most, kind = self.config.most_groups, mOut.element_type
         memory = GroupMemory.allocate(SmemAllocator(), self.general, (a, b), kind, most)
         sA, sB, sC, groups, _ = memory
         operands = GroupedOperands(a, b, sA, sB, product.k_major, groups=groups)
         role = (PingPong if c.pingpong else Cooperative)(product, c, self.ragged(groups))
-        ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
-        store = GroupStore(out, sC, c.epi_stages, groups, ops)
-        self.run(memory, operands, role, store, edges, product.product(mOut))
+        n = cute.size(b.tma_tensor, mode=[0])
+        ops = GroupOps(product.ops, passed, n)
+        store: Any = self.store(stored, mOut, sC, ops, groups)
+        mProduct = self.product_like(stored, mOut, n)
+        self.run(memory, operands, role, store, edges, mProduct)
+
+
+class GroupedRows(RowsKernel):
+    """The grouped kernel that stores to out (M, N) by TMA."""
+
+    name = "sm90_gemm_grouped_rows"
+    dtypes = "bf16", "fp16", "e4m3"
+
+    def stored(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        return store_operand(mOut, self.general.epilogue_slots(mOut.element_type)), passed
+
+    def store(
+        self, stored: Any, mOut: cute.Tensor, sC: cute.Tensor, ops: GroupOps, groups: RowGroups
+    ) -> GroupStore:
+        return GroupStore(stored, sC, self.tiles.epi_stages, groups, ops)
+
+    def product_like(self, stored: Any, mOut: cute.Tensor, columns: Int32) -> cute.Tensor:
+        return self.config.product.product(mOut)
