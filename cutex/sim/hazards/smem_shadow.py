@@ -70,33 +70,51 @@ class _Last:
         else:
             same = (self.slot[at] == slot) & (self.count[at] == count)
             self.bytes[at] = np.where(same, self.bytes[at], 0)
-            np.bitwise_or.at(self.bytes, at, part)
+            self.slot[at], self.count[at] = slot, count
+            last = self.slot[at] == slot  # of several agents in one batch
+            np.bitwise_or.at(self.bytes, (at[0][last], at[1][last]), part[last])
         self.slot[at], self.count[at] = slot, count
 
 
 class _Several:
-    """Accesses to words by warps that are not ordered among each other: a count for each warp."""
+    """Accesses to words by warps that are not ordered among each other: for each warp a count, and
+    the bytes of the word that it touched then."""
 
     def __init__(self, shape: tuple[int, int], warps: int) -> None:
         self.warps = warps
-        # by CTA and page, (word of the page, warp's slot) of counts
+        # by CTA and page, (word of the page, warp's slot) of counts, and of bits
         self.pages: dict[tuple[int, int], np.ndarray] = {}
+        self.bytes: dict[tuple[int, int], np.ndarray] = {}
         self.some = np.zeros(shape, bool)  # words that have any
 
     def add(
-        self, cta: np.ndarray, word: np.ndarray, slot: np.ndarray, count: np.ndarray | int
+        self,
+        cta: np.ndarray,
+        word: np.ndarray,
+        slot: np.ndarray,
+        count: np.ndarray | int,
+        part: np.ndarray | np.uint8,
     ) -> None:
-        """Add the accesses of warps to words, (n,) each."""
+        """Add the accesses of warps to words, (n,) each; the bytes of those at one count add up."""
         self.some[cta, word] = True
-        count = np.broadcast_to(count, slot.shape)
+        count, part = (np.broadcast_to(x, slot.shape) for x in (count, part))
         for key in set(zip(cta.tolist(), (word // _PAGE).tolist(), strict=True)):
             mine = (cta == key[0]) & (word // _PAGE == key[1])
             page = self.pages.setdefault(key, np.zeros((_PAGE, self.warps), np.int32))
-            page[word[mine] % _PAGE, slot[mine]] = count[mine]
+            bits = self.bytes.setdefault(key, np.zeros((_PAGE, self.warps), np.uint8))
+            at = word[mine] % _PAGE, slot[mine]
+            bits[at] = np.where(page[at] == count[mine], bits[at], 0)
+            np.bitwise_or.at(bits, at, part[mine])
+            page[at] = count[mine]
 
     def of(self, cta: int, word: int) -> np.ndarray:
         """The counts of the warps, by slot."""
         return self.pages[cta, word // _PAGE][word % _PAGE]
+
+    def touching(self, cta: int, word: int, part: np.uint8) -> np.ndarray:
+        """The counts of those warps that touched any of these bytes of the word, else 0."""
+        touched = self.bytes[cta, word // _PAGE][word % _PAGE] & part != 0
+        return np.where(touched, self.of(cta, word), 0)
 
     def forget(self, cta: np.ndarray, word: np.ndarray) -> None:
         """Drop the accesses to words that are overwritten."""
@@ -118,6 +136,7 @@ class SmemShadow(Observer):
         self.writes, self.reads = _Last(shape, "wrote"), _Last(shape, "read")
         self.line = np.zeros(shape, np.int32)  # 32 * the PTX line of the last write + its lane
         self.readers = _Several(shape, self.clocks.warps)  # besides the last one
+        self.writers = _Several(shape, self.clocks.warps)  # of other bytes than the last one's
         self.changers = _Several(shape, self.clocks.warps)  # by atomics and other strong stores
         self.change: dict[tuple[int, int], Instruction] = {}  # the last of them
         # by warp: its count when it has waited for its copies
@@ -148,8 +167,12 @@ class SmemShadow(Observer):
         slot, where = self.clocks.slot[warps], (cta, word)
         count = self.clocks.known[warps, slot]
         if write:
+            self._keep_writers(where, warps, part)
             self.writes.set(where, slot, count, part)
             self.changers.forget(cta, word)
+            if part is not _WHOLE:
+                several = self.writes.slot[where] != slot  # in one batch
+                self._keep(self.writers, several, where, slot, count, part)
             if alone:
                 self.writes.bytes[where] |= _ALONE
             if partial is not None:
@@ -160,11 +183,12 @@ class SmemShadow(Observer):
             self._check_copied(warps, lanes, where, ins)
         before, when = self.reads.slot[where], self.reads.count[where]
         other = (when > self.clocks.known[warps, before]) & (before != slot)
-        self._keep(other, where, before, when)
+        self._keep(self.readers, other, where, before, when, self.reads.bytes[where])
         if self.rechecks.active:
             self.read_line[where] = ins.line
         self.reads.set(where, slot, count, part)
-        self._keep(self.reads.slot[where] != slot, where, slot, count)  # several in one batch
+        several = self.reads.slot[where] != slot  # in one batch
+        self._keep(self.readers, several, where, slot, count, part)
 
     def waited(self, warps: Sequence[int], kind: Kind, numbers: Sequence[int]) -> None:
         if kind is Kind.COPY:
@@ -215,7 +239,7 @@ class SmemShadow(Observer):
                 place = int(cta[k]), int(word[k])
                 self._beside(int(warps[k]), int(other[k]), place, how, last.did, ins)
         if changes and at.width >= WORD:
-            self.changers.add(cta, word, own, self.clocks.known[warps, own])
+            self.changers.add(cta, word, own, self.clocks.known[warps, own], _WHOLE)
             self.change.update(dict.fromkeys(zip(cta.tolist(), word.tolist(), strict=True), ins))
             np.minimum.at(self.low, cta, word)
             np.maximum.at(self.high, cta, word)
@@ -296,14 +320,30 @@ class SmemShadow(Observer):
 
     def _keep(
         self,
+        several: _Several,
         which: np.ndarray,
         at: tuple[np.ndarray, np.ndarray],
         slot: np.ndarray,
         count: np.ndarray,
+        part: np.ndarray | np.uint8,
     ) -> None:
-        """Keep readers that the last one is not ordered after."""
+        """Keep accesses that the last one is not ordered after."""
         if which.any():
-            self.readers.add(at[0][which], at[1][which], slot[which], count[which])
+            part = np.broadcast_to(part, slot.shape)[which] & _WHOLE
+            several.add(at[0][which], at[1][which], slot[which], count[which], part)
+
+    def _keep_writers(
+        self, at: tuple[np.ndarray, np.ndarray], warps: np.ndarray, part: np.ndarray | np.uint8
+    ) -> None:
+        """Keep the last stores to words of which these warps, which are not ordered after them,
+        store to other bytes."""
+        if part is _WHOLE:
+            self.writers.forget(*at)
+            return
+        before, when = self.writes.slot[at], self.writes.count[at]
+        other = (when > self.clocks.known[warps, before]) & (before != self.clocks.slot[warps])
+        other &= before < self.clocks.warps
+        self._keep(self.writers, other, at, before, when, self.writes.bytes[at])
 
     def touched(self, span: Span) -> bool:
         """Whether ordinary accesses may have touched the span."""
@@ -333,8 +373,8 @@ class SmemShadow(Observer):
         if write:
             self._check_proxy(warp, (cta, word), self.reads, write, op)
             self.writes.count[cta, word] = self.reads.count[cta, word] = 0
-            self.readers.forget(cta, word)
-            self.changers.forget(cta, word)
+            for several in (self.readers, self.writers, self.changers):
+                several.forget(cta, word)
 
     def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
         """A cp.async of a warp writes there."""
@@ -346,8 +386,8 @@ class SmemShadow(Observer):
         warps = np.full(len(word), warp)
         self._check(warps, lanes, cta, word, _WHOLE, True, "the cp.async", ins)
         self.reads.count[cta, word] = 0
-        self.readers.forget(cta, word)
-        self.changers.forget(cta, word)
+        for several in (self.readers, self.writers, self.changers):
+            several.forget(cta, word)
         slot = np.full(len(word), self.clocks.agent(Kind.COPY, warp))
         self.writes.set((cta, word), slot, np.full(len(word), number), _WHOLE)
         self.writes.bytes[cta, word] |= _COPIED
@@ -386,14 +426,17 @@ class SmemShadow(Observer):
                 self._check_lanes(late, warps, lanes, (cta, word), write, what, ins, partial)
         if len(self.changers.pages):
             self._check_changed(warps, cta, word, write, what, ins)
-        if write and len(self.readers.pages):
-            for k in np.nonzero(self.readers.some[cta, word])[0].tolist():
+        for several, did in ((self.writers, "has written"), (self.readers, "read")):
+            if not len(several.pages) or (several is self.readers and not write):
+                continue
+            parts = np.broadcast_to(part, word.shape)
+            for k in np.nonzero(several.some[cta, word])[0].tolist():
                 place, warp = (int(cta[k]), int(word[k])), int(warps[k])
-                unknown = self.readers.of(*place) > self.clocks.known[warp, : self.clocks.warps]
+                counts = several.touching(*place, parts[k])
+                unknown = counts > self.clocks.known[warp, : self.clocks.warps]
                 unknown[own[k]] = False
                 if unknown.any():
-                    other = int(unknown.argmax())
-                    self._race(warp, other, place, write, "read", what, ins)
+                    self._race(warp, int(unknown.argmax()), place, write, did, what, ins)
                     return
 
     def _check_lanes(

@@ -1,0 +1,60 @@
+"""Warps that share a word of shared memory, each a part of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ptx_kernel import Shape, simulate_ptx
+
+from cutex.sim.errors import Hazards
+
+# warp w of four has byte w of each of 32 words, of two has half w: %r7 is its own place
+BYTE = """mov.u32 %r9, smem; and.b32 %r7, %i, 31; shl.b32 %r7, %r7, 2; shr.u32 %r5, %i, 5;
+    add.u32 %r7, %r7, %r9; mov.u32 %r8, %r7; add.u32 %r7, %r7, %r5; mov.u16 %h0, 7;"""
+HALF = BYTE.replace("add.u32 %r7, %r7, %r5;", "shl.b32 %r6, %r5, 1; add.u32 %r7, %r7, %r6;")
+ZERO = "setp.lt.u32 %p0, %i, 32; mov.u32 %r1, 0; @%p0 st.shared.u32 [%r8], %r1; bar.sync 0;"
+OUT = "cvt.u32.u16 %r2, %h0; st.global.u32 [%out_i], %r2;"
+READ, WRITE = "ld.shared.{0} %h0, [%r7];", "st.shared.{0} [%r7], %h0;"
+KINDS = {"bytes": (BYTE, "u8", 4), "halves": (HALF, "u16", 2)}
+
+
+def run(text: str, warps: int) -> list:
+    arrays = {"out": np.zeros(32 * warps, np.uint32)}
+    return simulate_ptx(text, arrays, Shape(block=32 * warps, smem=256)).advisories
+
+
+@pytest.mark.parametrize("own, width, warps", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("turns", [1, 2])
+def test_each_reads_and_writes_its_own(own, width, warps, turns):
+    text = (READ + WRITE).format(width) * turns
+    assert run(f"{own} {ZERO} {text} {OUT}", warps) == []
+
+
+# the place of the warp behind, or of the first for the last
+NEXT = "add.u32 %r6, %r5, 1; and.b32 %r6, %r6, {mask}; {shift} add.u32 %r7, %r8, %r6;"
+
+
+@pytest.mark.parametrize("own, width, warps", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("first", [READ, WRITE], ids=["read", "written"])
+@pytest.mark.parametrize("second", [READ, WRITE], ids=["then read", "then written"])
+def test_anothers_part_is_a_race(own, width, warps, first, second):
+    shift = "" if warps == 4 else "shl.b32 %r6, %r6, 1;"
+    then = NEXT.format(mask=warps - 1, shift=shift)
+    text = f"{own} {ZERO} {first} {then} {second} {OUT}".format(width)
+    if first is second is READ:
+        assert run(text, warps) == []
+        return
+    with pytest.raises(Hazards, match="no barrier orders the two"):
+        run(text, warps)
+
+
+def test_a_part_that_was_written_before_the_other_one_is_not_forgotten():
+    """Half 0 by warp 0, half 1 by warp 1, which alone meets the reader."""
+    wait = "setp.eq.u32 %p1, %r5, 0; @%p1 bra END; bar.sync 1, 64;"
+    read = "setp.ne.u32 %p2, %r5, 2; @%p2 bra END; ld.shared.u32 %r3, [%r8]; END: " + OUT
+    write = "setp.eq.u32 %p3, %r5, 2; @!%p3 st.shared.u16 [%r7], %h0;"
+    text = f"{HALF} {ZERO} {write} {wait} {read}"
+    with pytest.raises(Hazards, match=r"warp 0 (has written|wrote)"):
+        run(text, 3)
+    both = text.replace("@%p1 bra END; bar.sync 1, 64;", "bar.sync 1, 96;")
+    assert run(both, 3) == []
