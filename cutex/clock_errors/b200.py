@@ -13,9 +13,12 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from cutex.clock_errors.processes import Job
 from cutex.clock_errors.rows import FOLDER, Summary
 from cutex.sim.timing.gpus import Gpu, gpu
 from cutex.sim.timing.replay import Replay, Run, when
@@ -199,6 +202,23 @@ def errors(rows: Iterable[B200Row], model: B200Model) -> Iterator[B200Error]:
     for row in rows:
         if all(row.key(k) in model.traced for k in LENGTHS[row.dtype]):
             yield B200Error(row, model.us(row))
+
+
+def by_kernel(rows: Iterable[B200Row]) -> list[list[B200Row]]:
+    """The rows of each kernel, whose replays `B200Model` shares."""
+    kernels: dict[str, list[B200Row]] = {}
+    for row in rows:
+        kernels.setdefault(row.key(0), []).append(row)
+    return list(kernels.values())
+
+
+def jobs(rows: Iterable[B200Row], traced: Mapping[str, Any]) -> list[Job[list[B200Error]]]:
+    """What computes the errors of the rows of each kernel."""
+    return [partial(_of_kernel, of, traced) for of in by_kernel(rows)]
+
+
+def _of_kernel(rows: Sequence[B200Row], traced: Mapping[str, Any]) -> list[B200Error]:
+    return list(errors(rows, B200Model(traced)))
 
 
 def losses(found: Sequence[B200Error]) -> list[float]:

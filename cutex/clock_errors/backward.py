@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
+from cutex.clock_errors.processes import Job, results
 from cutex.clock_errors.rows import FOLDER
 from cutex.command import answered
 from cutex.sim.timing import stored
@@ -24,6 +27,7 @@ from cutex.sim.timing.traffic import loaded
 
 TRACES = FOLDER / "traces-attention_backward-sm_100a.json.gz"
 BLOCK = 128  # queries of a step, keys of a CTA
+LIBRARIES = ("fa4", "cutex")
 COMPUTING = ("compute", "compute_loop")  # our role, and theirs
 STEPS = (6, 14)  # blocks of queries of the recorded clusters
 
@@ -166,7 +170,16 @@ def instructions(
     return 32 * repeats(library, case) * (slots[1] - slots[0]) / scores
 
 
-def table(traces: Mapping[str, Traced | Lengths], gpu: Gpu = B200) -> str:
+Times = Mapping[tuple[str, Case, bool], BackwardTime | None]  # by library, case, causal
+TIMED = tuple(product(LIBRARIES, CASES, (False, True)))
+
+
+def jobs(traces: Mapping[str, Traced | Lengths], gpu: Gpu = B200) -> list[Job[BackwardTime | None]]:
+    """What computes each of TIMED."""
+    return [partial(timed, *one, traces, gpu) for one in TIMED]
+
+
+def table(traces: Mapping[str, Traced | Lengths], times: Times) -> str:
     """Markdown: each case's published and predicted rate, the error, and ours; the ratio to
     FlashAttention-4's rate, and of its main launch's cycles to ours, which no clock changes."""
     lines = [
@@ -176,8 +189,7 @@ def table(traces: Mapping[str, Traced | Lengths], gpu: Gpu = B200) -> str:
     ]
     for case in CASES:
         for causal, published in ((False, case.full), (True, case.causal)):
-            theirs = timed("fa4", case, causal, traces, gpu)
-            ours = timed("cutex", case, causal, traces, gpu)
+            theirs, ours = times["fa4", case, causal], times["cutex", case, causal]
             known = theirs and published
             error = f"{100 * (theirs.tflops / published - 1):+.0f} %" if theirs and known else ""
             ratios = ["", ""]
@@ -206,7 +218,7 @@ def instructions_table(traces: Mapping[str, Traced | Lengths]) -> str:
         for causal in (False, True):
             found = [
                 instructions(library, case, causal, traces, roles)
-                for library in ("cutex", "fa4")
+                for library in reversed(LIBRARIES)
                 for roles in ((), COMPUTING)
             ]
             ours, theirs = ([f"{x:.1f}" if x else "-" for x in found[i : i + 2]] for i in (0, 2))
@@ -217,7 +229,9 @@ def instructions_table(traces: Mapping[str, Traced | Lengths]) -> str:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    print(table(stored.load(TRACES)))
+    traces = stored.load(TRACES)
+    found = results("backwards are timed", jobs(traces))
+    print(table(traces, dict(zip(TIMED, found, strict=True))))
     return 0
 
 

@@ -28,9 +28,14 @@ def store(rows: Sequence[Row]) -> None:
     stored.save({r.key: record(r.problem, r.as_stage())[0] for r in rows}, TRACES)
 
 
+def traces() -> Mapping[str, Traced | Lengths]:
+    """The stored records of configs."""
+    return stored.load(TRACES)
+
+
 def found(rows: Sequence[Row]) -> list[Error]:
     """The errors of the rows that are recorded."""
-    traced: Mapping[str, Traced | Lengths] = stored.load(TRACES)
+    traced = traces()
     return list(errors([r for r in rows if r.key in traced], traced, board()))
 
 

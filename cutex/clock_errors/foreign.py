@@ -86,13 +86,9 @@ def traces_file(library: str) -> Path:
     return FOLDER / f"traces-{library}-sm_90a.json.gz"
 
 
-def traces(libraries: Iterable[str] = LIBRARIES) -> dict[str, Traced | Lengths]:
+def traces(libraries: Iterable[str] = LIBRARIES) -> Mapping[str, Traced | Lengths]:
     """All stored records of these libraries' kernels."""
-    found: dict[str, Traced | Lengths] = {}
-    for file in map(traces_file, libraries):
-        if file.exists():
-            found |= stored.load(file)
-    return found
+    return stored.load(*(file for file in map(traces_file, libraries) if file.exists()))
 
 
 def errors(
@@ -100,9 +96,14 @@ def errors(
 ) -> Iterator[ForeignError]:
     """The errors of the rows whose kernel was recorded."""
     for row in rows:
-        if one := traced.get(row.key):
-            timed = predict(one, gpu.at(row.mhz / 1e3), row.work)
-            yield ForeignError(row, timed.cycles / row.cycles - 1)
+        if row.key in traced:
+            yield error(row, traced, gpu)
+
+
+def error(row: ForeignRow, traced: Mapping[str, Traced | Lengths], gpu: Gpu) -> ForeignError:
+    """The error of a row that was recorded."""
+    timed = predict(traced[row.key], gpu.at(row.mhz / 1e3), row.work)
+    return ForeignError(row, timed.cycles / row.cycles - 1)
 
 
 def table(found: Sequence[ForeignError]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from itertools import product
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from cutex.clock_errors import configs as clock_configs
 from cutex.clock_errors.b200 import ROWS
 from cutex.clock_errors.fit import report_b200, report_power
 from cutex.clock_errors.picture import ARCHS, timelines
+from cutex.clock_errors.processes import in_groups, results
 from cutex.clock_errors.rows import (
     FOLDER,
+    Error,
+    Row,
     board,
-    errors,
+    error,
     ladder,
     measured,
     store_traces,
@@ -32,7 +36,7 @@ from cutex.problem import OPS, problem_class
 from cutex.problem.stage import ladders, stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_launch
-from cutex.sim.timing.gpus import B200, GPUS, SOURCES
+from cutex.sim.timing.gpus import GPUS, SOURCES
 from cutex.sim.timing.timed import Whole
 
 PAGE = Path("docs/time.md")
@@ -109,16 +113,14 @@ def _of_b200(file: Path, fit: bool, page: bool) -> int:
         rows = b200.measured(file)
     except ValueError as error:
         return refuse(f"--b200: {error}")
-    traced: dict[str, Any] = stored.load(b200.TRACES)
+    traced: Mapping[str, Any] = stored.load(b200.TRACES)
     if fit:
         print(report_b200(rows, traced))
-    else:
-        model = b200.B200Model(traced)
-        found = b200.table(list(b200.errors(rows, model)))
-        print(found)
-        if page:
-            return _write({"constants": constants(), "b200": found})
-    return 0
+        return 0
+    of_kernels = results("kernels of a B200 are timed", b200.jobs(rows, traced))
+    found = b200.table(list(chain(*of_kernels)))
+    print(found)
+    return _write({"constants": constants(), "b200": found}) if page else 0
 
 
 def _write(parts: dict[str, str], file: Path = PAGE) -> int:
@@ -175,34 +177,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.store:
         store_traces(rows)
         clock_configs.store(configs)
+    return _of_h200(rows, configs, args)
+
+
+def _of_h200(rows: Sequence[Row], configs: Sequence[Row], args: Any) -> int:
+    """Print the errors of these rows of an H200, and of all others that are stored."""
     traced = stored_traces(rows)
-    found = list(errors([r for r in rows if r.key in traced], traced, board()))
-    if args.rows:
-        for e in found:
-            held = "held" if e.row.held_out else "fit"
-            print(
-                f"{e.row.key:48} {held:4} {e.row.cycles:11.0f} {e.timed.cycles:11.0f} "
-                f"{100 * e.cycles:6.1f} %  {e.row.mhz:6.0f} {e.mhz:6.0f}  {e.timed.binds}"
-            )
+    of_rows = [partial(error, r, traced, board()) for r in rows if r.key in traced]
     if args.fit:
-        print(report_power(found, board()))
+        print(report_power(results("kernels are timed", of_rows), board()))
         return 0
-    text = table(found)
-    of_h100 = [r for r in ladder(measured(MEASURED_H100)) if r.key in traced]
-    h100 = table(list(errors(of_h100, traced, GPUS["h100"])))
-    others = foreign.table(
-        list(foreign.errors(foreign.measured(MEASURED), foreign.traces(), board()))
-    )
-    chosen = clock_configs.table(clock_configs.found(configs))
+    h100 = [r for r in ladder(measured(MEASURED_H100)) if r.key in traced]
+    of_configs, of_others = clock_configs.traces(), foreign.traces()
+    others = [r for r in foreign.measured(MEASURED) if r.key in of_others]
     backwards = stored.load(backward.TRACES)
-    of_backwards = backward.table(backwards)
-    rates = published.table(list(published.errors(published.ROWS, published.traces(), B200)))
-    print(f"{text}\n\n{h100}\n\n{others}\n\n{chosen}\n\n{rates}\n\n{of_backwards}")
-    if args.page:
-        parts = {
-            "constants": constants(), "errors": text, "h100": h100, "foreign": others,
-            "configs": chosen, "published": rates, "backward": of_backwards,
-        }  # fmt: skip
-        code = _write({"instructions": backward.instructions_table(backwards)}, BOUNDS)
-        return code or _write(parts)
-    return 0
+    found, on_h100, chosen, theirs, rates, times = in_groups(
+        "kernels are timed",
+        (
+            of_rows,
+            [partial(error, r, traced, GPUS["h100"]) for r in h100],
+            [partial(error, r, of_configs, board()) for r in configs if r.key in of_configs],
+            [partial(foreign.error, r, of_others, board()) for r in others],
+            published.jobs(),
+            backward.jobs(backwards),
+        ),
+    )
+    if args.rows:
+        print("\n".join(map(_line, found)))
+    parts = {
+        "errors": table(found), "h100": table(on_h100), "foreign": foreign.table(theirs),
+        "configs": clock_configs.table(chosen), "published": published.table(rates),
+        "backward": backward.table(backwards, dict(zip(backward.TIMED, times, strict=True))),
+    }  # fmt: skip
+    print("\n\n".join(parts.values()))
+    if not args.page:
+        return 0
+    code = _write({"instructions": backward.instructions_table(backwards)}, BOUNDS)
+    return code or _write({"constants": constants(), **parts})
+
+
+def _line(e: Error) -> str:
+    """A row: its cycles and its clock, measured and predicted."""
+    held = "held" if e.row.held_out else "fit"
+    return (
+        f"{e.row.key:48} {held:4} {e.row.cycles:11.0f} {e.timed.cycles:11.0f} "
+        f"{100 * e.cycles:6.1f} %  {e.row.mhz:6.0f} {e.mhz:6.0f}  {e.timed.binds}"
+    )

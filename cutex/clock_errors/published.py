@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from cutex.clock_errors.processes import Job, results
 from cutex.clock_errors.rows import FOLDER, Summary, traces_file
 from cutex.command import answered
 from cutex.sim.timing import stored
@@ -93,10 +95,14 @@ def errors(
 ) -> Iterator[PublishedError]:
     """The error of each row that was recorded."""
     for row in rows:
-        traced = traces.get(row.record)
-        if traced is not None:
-            found = time_launch(traced, gpu, row.whole, data=row.data)
-            yield PublishedError(row, row.flops / found.us / 1e6, found.clock_ghz)
+        if row.record in traces:
+            yield error(row, traces, gpu)
+
+
+def error(row: Published, traces: Mapping[str, Traced | Lengths], gpu: Gpu) -> PublishedError:
+    """The error of a row that was recorded."""
+    found = time_launch(traces[row.record], gpu, row.whole, data=row.data)
+    return PublishedError(row, row.flops / found.us / 1e6, found.clock_ghz)
 
 
 def table(found: Sequence[PublishedError]) -> str:
@@ -117,14 +123,20 @@ def held_out(found: Iterable[PublishedError]) -> Summary:
     return Summary.of(e.rate for e in found if not e.row.fitted)
 
 
-def traces() -> dict[str, Traced | Lengths]:
+def traces() -> Mapping[str, Traced | Lengths]:
     """Our records, of those that the ladders have and of those kept for these rows."""
-    return {**stored.load(traces_file("gemm", "sm_100a")), **stored.load(TRACES)}
+    return stored.load(traces_file("gemm", "sm_100a"), TRACES)
+
+
+def jobs() -> list[Job[PublishedError]]:
+    """Of each row that was recorded, what computes its error."""
+    records = traces()
+    return [partial(error, row, records, B200) for row in ROWS if row.record in records]
 
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    print(table(list(errors(ROWS, traces(), B200))))
+    print(table(results("rates are predicted", jobs())))
     return 0
 
 

@@ -104,13 +104,10 @@ def traces_file(op: str, arch: str) -> Path:
     return FOLDER / f"traces-{op}-{arch}.json.gz"
 
 
-def stored_traces(rows: Iterable[Row]) -> dict[str, Traced | Lengths]:
+def stored_traces(rows: Iterable[Row]) -> Mapping[str, Traced | Lengths]:
     """All stored records of the operators and archs of these rows."""
-    found: dict[str, Traced | Lengths] = {}
-    for file in {traces_file(r.op, r.arch): None for r in rows}:
-        if file.exists():
-            found |= stored.load(file)
-    return found
+    files = {traces_file(r.op, r.arch): None for r in rows}
+    return stored.load(*(file for file in files if file.exists()))
 
 
 def store_traces(rows: Sequence[Row]) -> None:
@@ -124,9 +121,14 @@ def errors(
     rows: Sequence[Row], traced: Mapping[str, Traced | Lengths], board: Gpu
 ) -> Iterator[Error]:
     for row in rows:
-        whole = Whole(*row.problem.work(row.as_stage().fitted(row.problem).config()))
-        timed = predict(traced[row.key], board.at(row.mhz / 1e3), whole)
-        yield Error(row, timed, 1e3 * clock_ghz(timed, board, row.problem.init))
+        yield error(row, traced, board)
+
+
+def error(row: Row, traced: Mapping[str, Traced | Lengths], board: Gpu) -> Error:
+    """The error of a row that was recorded."""
+    whole = Whole(*row.problem.work(row.as_stage().fitted(row.problem).config()))
+    timed = predict(traced[row.key], board.at(row.mhz / 1e3), whole)
+    return Error(row, timed, 1e3 * clock_ghz(timed, board, row.problem.init))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,32 +65,78 @@ def _plain(program: list[Any], boxes: dict[tuple[Any, ...], int]) -> list[Any]:
     return found
 
 
-def load(file: Path) -> dict[str, Traced | Lengths]:
-    """The records that `save` wrote to ``file``."""
-    whole = json.loads(gzip.decompress(file.read_bytes()))
-    programs = [[_event(e) for e in program] for program in whole["programs"]]
-    found: dict[str, Traced | Lengths] = {}
-    for name, row in whole["rows"].items():
-        if "steps" in row:
-            short, long = (_traced(one, programs) for one in row["records"])
-            rest = (tuple(row[name]) for name in ("steps", "tiles", "tile_flops"))
-            found[name] = Lengths(short, long, *rest)
-        else:
-            found[name] = _traced(row, programs)
+class Records(Mapping[str, "Traced | Lengths"]):
+    """The records of some files by name; each is decoded when it is first asked for."""
+
+    def __init__(self, *files: Path) -> None:
+        self._rows: dict[str, tuple[dict[str, Any], list[Any]]] = {}  # of JSON, and its programs
+        self._decoded: dict[str, Traced | Lengths] = {}
+        with _no_collection():
+            for file in files:
+                whole = json.loads(gzip.decompress(file.read_bytes()))
+                programs = whole["programs"]
+                self._rows |= {name: (row, programs) for name, row in whole["rows"].items()}
+
+    def __getitem__(self, name: str) -> Traced | Lengths:
+        if name not in self._decoded:
+            with _no_collection():
+                self._decoded[name] = _decoded(*self._rows[name])
+        return self._decoded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def load(*files: Path) -> Records:
+    """The records that `save` wrote to these files."""
+    return Records(*files)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is looked for: there is none, among millions of new objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _decoded(row: dict[str, Any], programs: list[Any]) -> Traced | Lengths:
+    if "steps" not in row:
+        return _traced(row, programs)
+    short, long = (_traced(one, programs) for one in row["records"])
+    rest = (tuple(row[name]) for name in ("steps", "tiles", "tile_flops"))
+    return Lengths(short, long, *rest)
+
+
+def _program(programs: list[Any], number: int) -> list[Any]:
+    """A program, whose events are decoded where they are not yet, for all that share it."""
+    found = programs[number]
+    if found and isinstance(found[0], list):
+        found = programs[number] = [_event(e) for e in found]
     return found
 
 
 def _event(row: list[Any]) -> Any:
-    return _KINDS[row[0]](*(_tuple(x) for x in row[1:]))
+    return _KINDS[row[0]](*[_tuple(x) if type(x) is list else x for x in row[1:]])
 
 
-def _tuple(x: Any) -> Any:
-    return tuple(_tuple(y) for y in x) if isinstance(x, list) else x
+def _tuple(x: list[Any]) -> Any:
+    return tuple([_tuple(y) if type(y) is list else y for y in x])
 
 
-def _traced(row: dict[str, Any], programs: list[list[Any]]) -> Traced:
-    r = row["record"]
-    r["programs"] = {int(w): programs[i] for w, i in r["programs"].items()}
+def _traced(row: dict[str, Any], programs: list[Any]) -> Traced:
+    r = dict(row["record"])
+    r["programs"] = {int(w): _program(programs, i) for w, i in r["programs"].items()}
     r["barriers"] = {(cta, offset): n for cta, offset, n in r["barriers"]}
     for name in ("cta", "place", "roles"):
         r[name] = {int(w): x for w, x in r[name].items()}
