@@ -62,7 +62,7 @@ def constants() -> str:
         )
     for f in fields(a.power):
         values = getattr(a.power, f.name), getattr(b.power, f.name)
-        known = "fit, two published rates" if f.name == "flop_pj" else "prior"
+        known = "fit, two published rates" if f.name in ("flop_pj", "issue_pj") else "prior"
         cells = f"{values[0]:g} | fit, clocks | {values[1]:g} | {known}"
         lines.append(f"| `power.{f.name}` | {cells} |")
     return "\n".join(lines)

@@ -4,8 +4,9 @@
 
 prints the table of docs/time.md; `python -m cutex.clock --page` writes it. The kernels are not the
 same: others' were timed, ours are predicted. But all keep tensor cores busy most of the time, so
-that the clock that power allows on the data that they used decides. One constant was chosen by
-these rows, the energy of a FLOP (`Power.flop_pj`), by the two that say so.
+that the clock that power allows on the data that they used decides. Two constants were chosen by
+these rows, the energies of a FLOP and of an instruction (`Power.flop_pj`, `issue_pj`), by the two
+that say so.
 """
 
 from __future__ import annotations

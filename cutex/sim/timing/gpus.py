@@ -109,7 +109,7 @@ B200 = Gpu(
     l2_capacity=77e6, clusters_of_four=33, try_wait=10.0, tmem_copy_bytes=170.0, mma_commit=150.0,
     launch_control=800.0, launch=1800.0, cta_turnover=450.0, band=0.13, clock_band=0.11,
     power=Power(
-        limit_w=1000.0, idle_w=180.0, flop_pj=0.5, issue_pj=0.0, l2_pj=15.0, hbm_pj=40.0,
+        limit_w=1000.0, idle_w=180.0, flop_pj=0.46, issue_pj=175.0, l2_pj=15.0, hbm_pj=40.0,
         volts_slope=0.2, burst_ghz=0.84,
     ),
 )  # fmt: skip
