@@ -22,7 +22,6 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.convert import Convert
 from cutex.kernels.attention.backward.sm100.load import Load
 from cutex.kernels.attention.backward.sm100.mma import Mma
-from cutex.kernels.attention.backward.turns import await_turn, pass_turn
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.sim import SimError, simulate
@@ -300,39 +299,6 @@ def test_a_turn_that_is_not_passed_on_is_found(monkeypatch):
     monkeypatch.setattr(queries, "pass_turn", lambda *of: None)
     message = wrong(IN_TURN, ORDERS[:1], THREE)
     assert message is not None and ("deadlock" in message or "never" in message)
-
-
-def early(turns, tile, part, turn):
-    await_turn(turns, tile, part, turn)
-    pass_turn(turns, tile, part, turn)
-
-
-def of_no_warp(self):
-    return self.shared.split * 4
-
-
-TURNS = {  # what is changed, and where
-    "right": (queries, "await_turn", await_turn),
-    "not waited for": (queries, "await_turn", lambda *of: None),
-    "passed on before the adds": (queries, "await_turn", early),
-    "the one before": (queries, "await_turn", lambda *of: await_turn(*of[:3], of[3] - 1)),
-    "of another warp": (queries.Add, "turn_part", of_no_warp),
-    "lanes do not wait": (cute.arch, "sync_warp", lambda *of: None),
-}
-
-
-@SLOW
-@pytest.mark.parametrize("fault", TURNS)
-def test_a_turn_that_is_not_waited_for_is_found(monkeypatch, fault):
-    """Sums of three in fp32 depend on who adds first, which orders of CTAs change."""
-    monkeypatch.setattr(*TURNS[fault])
-    run = Run(IN_TURN, THREE)
-    try:
-        found = [run.gradients(order="random", seed=i)["dq_sums"].view(torch.int32) for i in (1, 2)]
-    except SimError as error:
-        assert fault != "right" and ("deadlock" in str(error) or "never" in str(error)), error
-        return
-    assert torch.equal(*found) == (fault == "right")
 
 
 # by the barrier of each commit in mma.py

@@ -65,7 +65,7 @@ def _plain(program: list[Any], boxes: dict[tuple[Any, ...], int]) -> list[Any]:
     return found
 
 
-class Records(Mapping[str, "Traced | Lengths"]):
+class StoredRecords(Mapping[str, "Traced | Lengths"]):
     """The records of some files by name; each is decoded when it is first asked for."""
 
     def __init__(self, *files: Path) -> None:
@@ -93,9 +93,9 @@ class Records(Mapping[str, "Traced | Lengths"]):
         return len(self._rows)
 
 
-def load(*files: Path) -> Records:
+def load(*files: Path) -> StoredRecords:
     """The records that `save` wrote to these files."""
-    return Records(*files)
+    return StoredRecords(*files)
 
 
 @contextmanager
