@@ -1,6 +1,6 @@
 """python -m cutex.clock: the error of the simulator's clock, and docs/time.md.
 
-python -m cutex.clock          print the table of errors, from the stored records (5 minutes of one core)
+python -m cutex.clock          print the table of errors, from the stored records
 python -m cutex.clock --page   and write it, with every constant, into docs/time.md
 python -m cutex.clock --store  record all measured rows anew first (three quarters of an hour)
 python -m cutex.clock --b200   against CUTLASS's GEMMs, from published times of a B200
