@@ -3,6 +3,7 @@
 python -m cutex.clock          print the table of errors, from the stored records
 python -m cutex.clock --page   and write it, with every constant, into docs/time.md
 python -m cutex.clock --store  record all measured rows anew first (three quarters of an hour)
+python -m cutex.clock --predict  predict the stages on a B200 anew, from their stored records
 python -m cutex.clock --b200   against CUTLASS's GEMMs, from published times of a B200
 python -m cutex.clock --fit power    fit the energies to the measured clocks that are not held out
 python -m cutex.clock --fit b200     and rates and latencies to the rows of the B200

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cutex.bench.clock import record
 from cutex.clock_errors.rows import FOLDER, Error, Row, Summary, board, errors
 from cutex.sim.timing import stored
 from cutex.sim.timing.lengths import Lengths
@@ -21,11 +20,6 @@ TRACES = FOLDER / "traces-configs-sm_90a.json.gz"
 def configs(rows: Iterable[Row]) -> list[Row]:
     """The rows that are configs of one stage."""
     return [r for r in rows if r.set == "configs"]
-
-
-def store(rows: Sequence[Row]) -> None:
-    """Record these rows again, and write the records to TRACES."""
-    stored.save({r.key: record(r.problem, r.as_stage())[0] for r in rows}, TRACES)
 
 
 def traces() -> Mapping[str, Traced | Lengths]:

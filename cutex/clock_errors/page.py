@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.bench.clock import record
+from cutex.bench.progress import progress
 from cutex.bench.run import settle
 from cutex.clock_errors import b200, backward, foreign, published
 from cutex.clock_errors import configs as clock_configs
@@ -26,18 +27,22 @@ from cutex.clock_errors.rows import (
     error,
     ladder,
     measured,
+    store,
     store_traces,
     stored_traces,
     table,
     traces_file,
 )
 from cutex.command import Parser, answered, in_clone, refuse
-from cutex.problem import OPS, problem_class
-from cutex.problem.stage import ladders, stages
+from cutex.errors import BadOption
+from cutex.problem import OPS, Problem, problem_class
+from cutex.problem.stage import AnyStage, ladders, stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_launch
 from cutex.sim.timing.gpus import GPUS, SOURCES
+from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.timed import Whole
+from cutex.sim.timing.trace import Traced
 
 PAGE = Path("docs/time.md")
 BOUNDS = Path("docs/attention-bounds.md")
@@ -78,34 +83,42 @@ def written(page: str, name: str, text: str) -> str:
     return f"{before}{first}\n{text}\n\n{last}{after}"
 
 
-def predicted(op: str, arch: str) -> list[dict[str, Any]]:
-    """For a ladder without measurements on its arch, one row for each stage of the code as it is: a
-    time, a rate, and bands."""
+def predicted(op: str, arch: str, anew: bool) -> list[dict[str, Any]]:
+    """For a ladder without measurements on its arch, one row for each stage: a time, a rate, and
+    bands, from the stored records, or `anew` of the code as it is, whose records are stored."""
     kind = problem_class(op)
-    board_, file = board(arch), traces_file(op, arch)
+    file = traces_file(op, arch)
     problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
-    traces, rows = {}, []
-    for problem in problems:
-        for one in stages(op, arch):
+    traces: dict[str, Traced | Lengths] = {} if anew else dict(stored.load(file))
+    rows, every = [], list(product(problems, stages(op, arch)))
+    with progress(f"stages of {op} are {'recorded' if anew else 'predicted'}", len(every)) as step:
+        for problem, one in every:
             key = f"{one.op}/{arch}/{one.number}/{problem.size}"
             one = settle(one, problem, timed=False)
-            traces[key] = record(problem, one)[0]
-            whole = Whole(*problem.work(one.config()))
-            report = time_launch(traces[key], board_, whole, data=problem.init)
-            report.flops = problem.flops
-            low, high = report.us_band
-            rows.append(
-                {
-                    "op": one.op, "arch": arch, "stage": one.number, "size": problem.size,
-                    "problem": problem.as_dict(), "gpu": board_.name, "predicted": True,
-                    "cycles": round(report.cycles), "ghz": round(report.clock_ghz, 3),
-                    "us": round(report.us, 1), "tflops": round(report.tflops),
-                    "low": round(problem.flops / high / 1e6),
-                    "high": round(problem.flops / low / 1e6), "binds": report.binds,
-                }
-            )  # fmt: skip
-    stored.save(traces, file)
+            if anew:
+                traces[key] = record(problem, one)[0]
+            elif key not in traces:
+                raise BadOption(f"--predict: {key} is not in {file}; --predict --store records it")
+            rows.append(_predicted_row(problem, one, traces[key]))
+            step()
+    if anew:
+        stored.save(traces, file)
     return rows
+
+
+def _predicted_row(problem: Problem, one: AnyStage, traced: Traced | Lengths) -> dict[str, Any]:
+    board_, whole = board(one.arch), Whole(*problem.work(one.config()))
+    report = time_launch(traced, board_, whole, data=problem.init)
+    report.flops = problem.flops
+    low, high = report.us_band
+    return {
+        "op": one.op, "arch": one.arch, "stage": one.number, "size": problem.size,
+        "problem": problem.as_dict(), "gpu": board_.name, "predicted": True,
+        "cycles": round(report.cycles), "ghz": round(report.clock_ghz, 3),
+        "us": round(report.us, 1), "tflops": round(report.tflops),
+        "low": round(problem.flops / high / 1e6), "high": round(problem.flops / low / 1e6),
+        "binds": report.binds,
+    }  # fmt: skip
 
 
 def _of_b200(file: Path, fit: bool, page: bool) -> int:
@@ -156,7 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument(
         "--timelines", action="store_true", help="draw a tile of each stage, for report.html"
     )
-    p.add_argument("--predict", action="store_true", help=f"write {PREDICTED}")
+    p.add_argument(
+        "--predict", action="store_true",
+        help=f"write {PREDICTED}, from stored records; with --store from the stages as they are",
+    )  # fmt: skip
     p.add_argument("--rows", action="store_true", help="print every row")
     p.add_argument("--b200", nargs="?", type=Path, const=ROWS, metavar="FILE",
                    help=f"only against published rows of a B200, by default {ROWS}")  # fmt: skip
@@ -166,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
         in_clone(PREDICTED)
-        found_ = [row for op in PREDICTED_OPS for row in predicted(op, "sm_100a")]
+        found_ = [row for op in PREDICTED_OPS for row in predicted(op, "sm_100a", args.store)]
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_), encoding="utf-8")
         print(f"wrote {PREDICTED}")
         return 0
@@ -176,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, configs = ladder(every), clock_configs.configs(every)
     if args.store:
         store_traces(rows)
-        clock_configs.store(configs)
+        store(configs, clock_configs.TRACES)
     return _of_h200(rows, configs, args)
 
 

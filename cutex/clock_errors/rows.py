@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.bench.clock import record
+from cutex.bench.progress import progress
 from cutex.problem import Problem, problem_class
 from cutex.problem.stage import AnyStage
 from cutex.problem.stage import stage as stage_of
@@ -113,8 +114,17 @@ def stored_traces(rows: Iterable[Row]) -> Mapping[str, Traced | Lengths]:
 def store_traces(rows: Sequence[Row]) -> None:
     """Record these rows again, and write the records to their files."""
     for file in {traces_file(r.op, r.arch): None for r in rows}:
-        mine = [r for r in rows if traces_file(r.op, r.arch) == file]
-        stored.save({r.key: record(r.problem, r.as_stage())[0] for r in mine}, file)
+        store([r for r in rows if traces_file(r.op, r.arch) == file], file)
+
+
+def store(rows: Sequence[Row], file: Path) -> None:
+    """Record these rows again, and write the records to `file`."""
+    traced = {}
+    with progress(f"rows of {file.name} are recorded", len(rows)) as step:
+        for r in rows:
+            traced[r.key] = record(r.problem, r.as_stage())[0]
+            step()
+    stored.save(traced, file)
 
 
 def errors(

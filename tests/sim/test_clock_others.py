@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from cutex.clock_errors import b200 as clock_b200
-from cutex.clock_errors import backward, foreign, published
+from cutex.clock_errors import backward, foreign, page, published
 from cutex.clock_errors.fit import descend
-from cutex.clock_errors.page import MEASURED, main
+from cutex.clock_errors.page import MEASURED, PREDICTED, PREDICTED_OPS, main, predicted
 from cutex.clock_errors.rows import Summary, board
+from cutex.errors import BadOption
 from cutex.sim.ptx.operands import Reg
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing import stored
@@ -234,6 +236,20 @@ def test_published_rates_of_a_b200_are_predicted_within_its_band():
     found = list(published.errors(published.ROWS, published.traces(), board_))
     assert len(found) == len(published.ROWS)
     assert published.held_out(found).largest < within
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", PREDICTED_OPS)
+def test_predicted_rows_are_those_of_the_stored_records(op, root):
+    kept = [json.loads(line) for line in (root / PREDICTED).read_text().splitlines()]
+    assert predicted(op, "sm_100a", False) == [r for r in kept if r["op"] == op]
+
+
+def test_a_stage_without_a_record_is_named(monkeypatch, tmp_path):
+    stored.save({}, tmp_path / "none.json.gz")
+    monkeypatch.setattr(page, "traces_file", lambda op, arch: tmp_path / "none.json.gz")
+    with pytest.raises(BadOption, match=r"gemm/sm_100a/0/.* is not in .*--predict --store"):
+        predicted("gemm", "sm_100a", False)
 
 
 def test_causal_clusters_have_the_blocks_of_queries_that_see_their_keys():
