@@ -73,6 +73,26 @@ def test_both_sides_have_the_references_bits(format, arch, m, k, dtype, rounding
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "own"),
+    [
+        (torch.bfloat16, 0.37),
+        (torch.float16, 0.37),
+        (torch.bfloat16, -0.5),
+        (torch.bfloat16, 1e-30),
+    ],
+)
+def test_hoppers_fp4_has_the_references_bits_in_blocks_cut_off_and_not(dtype, own):
+    x, own = values(32, 48, dtype, seed=3), torch.tensor([own])
+    factors = x.float().unflatten(1, (3, 16)).abs().amax(2).nan_to_num(torch.inf) / (6 * own)
+    assert (factors.abs() > 500).any() and (own < 0.1 or (factors.abs() < 400).any())
+    with cutex.ops.simulated("sm_90a"):
+        rows, columns = cutex.quantize(x, "nvfp4", along="both", tensor_scale=own)
+    check(rows, x)
+    check(columns, x.mT)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_either_side_alone_views_and_the_reverse(format):
     torch.manual_seed(1)
