@@ -14,6 +14,7 @@ from cutex.arch import arch
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.unaligned.choose import ranked
 from cutex.kernels.gemm.unaligned.config import UnalignedConfig
 from cutex.kernels.gemm.unaligned.few_config import FewRowsConfig
 from cutex.ops import simulated
@@ -238,6 +239,13 @@ def test_the_choice_covers_the_gpu(mnk: tuple[int, int, int]) -> None:
     assert isinstance(tiles, UnalignedConfig) and tiles.fold == 16
     ctas = -(-m // tiles.tile_m) * -(-n // tiles.tile_n) * tiles.split_k
     assert tiles.stream_k or ctas > 60
+
+
+def test_on_fewer_sms_a_grid_has_no_more_ctas() -> None:
+    pcie = replace(arch(ARCH), num_sms=114)
+    found = ranked(GemmProblem(1553, 1424, 2768), 16, False, pcie)
+    persistent = [c for c in found if isinstance(c, UnalignedConfig)]
+    assert persistent and all(0 < c.num_ctas <= 114 for c in persistent)
 
 
 def test_few_rows_take_the_kernel_of_few_rows_and_cover_the_gpu() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.candidates import at_once
 from cutex.kernels.gemm.unaligned import few_choose as few_rows
@@ -66,7 +67,7 @@ def deepest(tiles: UnalignedConfig, arch: Arch) -> UnalignedConfig | None:
     """`tiles` with as many slots as smem has room for; None if they do not fit."""
     size = tiles.cluster_m * tiles.split_k
     most = at_once(size, arch.num_sms)
-    grid = 0 if most == arch.num_sms else most // size * size
+    grid = 0 if most == arch_named(arch.name).num_sms else most // size * size
     for num_stages in (*range(DEEPEST, 2, -1), *range(DEEPEST + 1, MOST + 1)):
         found = replace(tiles, num_stages=num_stages, num_ctas=grid)
         if found.why_not(None, arch) is None:
@@ -114,7 +115,7 @@ def ranked(
     every = candidates(problem.n, fold, k_contiguous)
     found = (deepest(tiles, arch) for tiles in every)
     times: dict[UnalignedConfig | FewRowsConfig, float] = {
-        c: predict(c, problem, arch) for c in found if c is not None and fit(c, problem)
+        c: predict(c, problem, arch) for c in found if c is not None and fit(c, problem, arch)
     }
     if not k_contiguous:
         few = few_rows.candidates(problem, arch)
@@ -122,13 +123,13 @@ def ranked(
     return sorted(times, key=times.__getitem__)
 
 
-def fit(c: UnalignedConfig, problem: GemmProblem) -> bool:
+def fit(c: UnalignedConfig, problem: GemmProblem, arch: Arch) -> bool:
     """Whether no CTA of a split is without a K tile, nor one of a cluster without rows, and
     streamed tiles are as many rounds."""
     if ceil_div(problem.m, c.tile_m) < c.cluster_m:
         return False
     tiles = ceil_div(problem.m, c.tile_m * c.cluster_m) * ceil_div(problem.n, c.tile_n)
-    rounds = tiles * c.cluster_m / (c.num_ctas or 132)
+    rounds = tiles * c.cluster_m / (c.num_ctas or arch.num_sms)
     if c.stream_k and c.stream_k != min(2, ceil_div(round(rounds * 1000), 1000)):
         return False
     # NOTE: of few rows 32 columns shared by two CTAs take up to five times as long as others; why
