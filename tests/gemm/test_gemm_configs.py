@@ -79,6 +79,11 @@ def test_a_config_is_refused_by_the_other_arch(name: str) -> None:
         (Sm90Config(warpgroups=2, num_stages=6, stream_k=1, split_k=2), "stream_k=1"),
         (Sm90Config(warpgroups=2, stream_k=-1), "stream_k=-1"),
         (Sm90Config(warpgroups=2, cluster_m=4, split_k=3), "at most 8 CTAs"),
+        (Sm90Config(tile_n=88, epi_n=88, epi_stages=2, num_stages=4), "stored whole"),
+        (
+            Sm90Config(tile_n=24, epi_n=24, epi_stages=1, num_stages=4, swap_ab=True),
+            "multiples of 16 are transposed",
+        ),
         (Sm100Config(tile_n=128, epi_n=32, epi_stages=1), "epi_stages=1"),
         (Sm100Config(tile_m=512, tile_n=256, pair=True, num_acc=3), "num_acc=3"),
         (Sm100Config(tile_m=256, tile_n=256, pair=True, num_acc=3), "768 columns"),

@@ -210,6 +210,36 @@ def test_one_round_of_tiles_in_columns_comes_out_exact(changes: dict) -> None:
     check(9, (150, 264, 392), changes, "random", 5)
 
 
+ODD = {
+    "128x88, 4x1": {**SMALL, "tile_n": 88, "epi_n": 88, "cluster_m": 4, "num_ctas": 8},
+    "64x120, 1x2": {
+        **SMALL, "tile_m": 64, "tile_n": 120, "epi_n": 120, "warpgroups": 1, "cluster_n": 2,
+        "num_ctas": 6,
+    },
+    "64x168, 2x1, in boxes": {
+        **SMALL, "tile_m": 64, "tile_n": 168, "epi_n": 168, "warpgroups": 1, "cluster_m": 2,
+        "num_ctas": 6, "box_rows": 32,
+    },
+    "128x40, ping-pong": {
+        **SMALL, "tile_n": 40, "epi_n": 40, "warpgroups": 2, "pingpong": True, "num_ctas": 3
+    },
+    "192x56, split in two": {
+        **SMALL, "tile_m": 192, "tile_n": 56, "epi_n": 56, "warpgroups": 3, "split_k": 2
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(x, id=name, marks=[SLOW] if i else [])
+        for i, (name, x) in enumerate(ODD.items())
+    ],
+)
+def test_an_odd_multiple_of_eight_columns_is_stored_transposed(changes: dict) -> None:
+    check(9, (150, 264, 200), changes, "random", 5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 @pytest.mark.parametrize("more", [{"columns": 2}, {"num_ctas": 8}], ids=["a round", "a walk"])

@@ -153,8 +153,10 @@ class Sm90Config(GemmConfig):
             return f"epi_stages={self.epi_stages}: C is stored through at least one slot"
         if not self.warpgroups and self.tile_m != 128:
             return f"tile_m={self.tile_m}: without warpgroups, 128 a CTA"
-        if self.odd_rows and (self.epi_stages > 1 or self.swap_ab):
-            return f"tile_n={self.tile_n}: odd multiples of 8 are stored whole, not transposed"
+        if self.odd_rows and self.epi_stages > 1:
+            return f"tile_n={self.tile_n}: odd multiples of 8 are stored whole"
+        if self.odd_rows and self.swap_ab and self.tile_n <= FEW_COLUMNS:
+            return f"tile_n={self.tile_n}: of up to {FEW_COLUMNS}, multiples of 16 are transposed"
         if self.warpgroups and (reason := self._why_not_warpgroups()):
             return reason
         return (
@@ -259,8 +261,10 @@ class Sm90Config(GemmConfig):
         out = signature.out
         if self.odd_rows and (DTYPES[out.dtype].bits != 16 or signature.gated):
             return f"tile_n={self.tile_n}: odd multiples of 8 are stored as 16 bits, ungated"
-        if self.odd_rows and not signature.columns_contiguous:
-            return f"tile_n={self.tile_n}: odd multiples of 8 take out by rows"
+        if self.odd_rows and self.tile_n <= FEW_COLUMNS and not signature.columns_contiguous:
+            return (
+                f"tile_n={self.tile_n}: of up to {FEW_COLUMNS}, odd multiples of 8 take out by rows"
+            )
         if self.spread and (signature.ops or out.batched or not out.tma):
             return f"spread={self.spread}: out's places count from the tile's, and rows twice"
         if (self.columns or self.rows) and out.batched:
