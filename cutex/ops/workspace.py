@@ -37,9 +37,9 @@ def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Ten
     stream_of = torch._C._cuda_getCurrentRawStream
 
     def found() -> tuple[Tensor, Tensor]:
-        if is_capturing():
-            return buffers(needs, device)
         stream = stream_of(index)
+        if stream and is_capturing():  # NOTE: the default stream, 0, is never captured
+            return buffers(needs, device)
         sums, flags = _sums.get((index, stream)), _flags.get((index, stream, needs.flags))
         if sums is None or flags is None or sums.numel() < needs.sums:
             return buffers(needs, device)
@@ -74,7 +74,9 @@ def flags_of(device: torch.device, count: int) -> Callable[[], Tensor]:
     stream_of = torch._C._cuda_getCurrentRawStream
 
     def found() -> Tensor:
-        kept = None if is_capturing() else _flags.get((index, stream_of(index), count))
+        stream = stream_of(index)
+        capturing = stream and is_capturing()  # NOTE: the default stream, 0, is never captured
+        kept = None if capturing else _flags.get((index, stream, count))
         return flags(device, count) if kept is None else kept
 
     return found
