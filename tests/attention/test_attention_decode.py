@@ -20,7 +20,7 @@ from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.choose import fitted
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.shared import Walk
-from cutex.kernels.attention.decode.splits import EntrySpan, Splits, weight
+from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, Splits, WholeUnits, weight
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import kvcache, prefill
 from cutex.ops.attention.cache_plan import appending
@@ -105,13 +105,19 @@ FEW_ROWS = (
 
 
 @pytest.mark.parametrize(
-    "name", [x if x == "one token" else pytest.param(x, marks=pytest.mark.slow) for x in FEW_ROWS]
+    ("name", "whole"),
+    [
+        ("one token", False),
+        *(pytest.param(x, False, marks=pytest.mark.slow) for x in FEW_ROWS[1:]),
+        *(pytest.param(x, True, marks=pytest.mark.slow) for x in FEW_ROWS if "parts" not in x),
+    ],
 )
-def test_warps_with_other_keys_each_attend_to_caches(name, monkeypatch):
-    """Two CTAs have many parts each, of which every warp begins with another block."""
+def test_warps_with_other_keys_each_attend_to_caches(name, whole, monkeypatch):
+    """Two CTAs have many parts, or units, each, of which every warp begins with another block."""
 
     def few(*given: object) -> DecodeConfig:
-        return replace(config_for(*given), few_rows=True, tile_n=32, num_stages=4, num_sms=2)
+        tiles = {"tile_n": 32, "num_stages": 4, "num_sms": 2}
+        return replace(config_for(*given), few_rows=True, whole=whole, **tiles)
 
     monkeypatch.setattr(kvcache, "config_for", few)
     PLANS.forget()
@@ -146,21 +152,71 @@ def test_caches_of_8_bits_are_attended_to(name):
 
 
 @pytest.mark.parametrize(
-    ("share", "longest", "shortest", "parts"),
+    ("lengths", "teams", "size"),
     [
-        (18, 22, 22, 1),  # 104 units of 2562 keys, 33 teams of four CTAs
-        (4, 7, 7, 1),
-        (6, 14, 14, 1),
-        (100, 150, 101, 1),
-        (44, 102, 102, 0),  # few CTAs would read for long
-        (1, 5, 5, 0),
-        (5, 8, 4, 0),  # a CTA would have two of them
-        (5, 3, 1, 1),  # short ones, several of them in a share
+        ([21] * 26, 33, NEVER),  # 104 units of 2562 keys, teams of four CTAs
+        ([6] * 76, 132, NEVER),
+        ([8], 16, 1),  # one block each
+        ([69] * 2, 33, 5),
+        ([99] * 5, 33, 17),  # six parts each
+        ([40, *[4] * 4], 33, 2),  # more parts of the long one, by all lengths
+        ([300, *[10] * 16], 33, 0),  # a part would be twice a share
+        ([101] * 28, 66, 0),  # whole, few CTAs would read for long; two parts each are longer
+        ([2, *[1] * 64], 66, NEVER),
     ],
 )
-def test_units_stay_whole_where_merging_takes_longer(share, longest, shortest, parts):
+def test_units_are_cut_where_each_part_has_a_team_to_itself(lengths, teams, size):
+    walk = Walk(DecodeConfig(), None, None, None)
+    total, units = sum(lengths), len(lengths)
+    share = Splits.quota_of(total + units, teams, 1)
+    assert walk.best_alone(total, max(lengths), units, teams, share) == size
+
+
+def test_short_units_stay_whole_in_shares():
     walk = Walk(DecodeConfig(), None, SimpleNamespace(num_splits=0), None)
-    assert walk.uncut(share, longest, shortest) == (share, parts)
+    assert [walk.uncut(5, longest, 1) for longest in (3, 4)] == [(5, 1), (5, 0)]
+
+
+def test_a_team_has_every_so_many_th_of_whole_units():
+    for batch, heads, most, ctas in ((5, 6, 8, 20), (1, 1, 8, 3), (40, 4, 2, 6), (3, 8, 8, 8)):
+        team, found = Splits.team_of(heads, most), []
+        for cta in range(ctas // team * team):
+            units = WholeUnits(heads, cta, team, ctas // team)
+            at = units.begin
+            while at < batch * (heads // team):
+                piece = units.piece(at)
+                assert (piece.first, piece.end, piece.parts) == (0, NEVER, 1)
+                found.append((piece.entry, piece.head))
+                at = piece.after
+        assert sorted(found) == [(b, h) for b in range(batch) for h in range(heads)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "few", "whole"),
+    [
+        ((166, 1, 215, 32, 8, 64), True, True),
+        ((76, 1, 739, 8, 1, 64), True, True),
+        ((65, 4, 208, 32, 2, 128), False, True),
+        ((2, 1, 4379, 32, 8, 64), True, False),
+        ((200, 1, 900, 8, 1, 128), True, False),
+        ((1, 1, 65536, 32, 8, 128), False, False),
+    ],
+)
+def test_units_of_little_room_are_whole(sizes, few, whole):
+    batch, tokens, room, heads, heads_kv, d = sizes
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    k = empty(batch, 1, heads_kv, d).expand(-1, room, -1, -1)
+    q, lengths = empty(batch, tokens, heads, d), empty(batch, dtype=torch.int32)
+    call = KVCacheCall(
+        q, k, k, None, lengths, None, *[None] * 8, None, None, tokens > 1, (-1, -1), 0.0, 0
+    )
+    with cutex.ops.simulated("sm_90a"):
+        config = config_for(call, False)
+        assert (config.few_rows, config.whole) == (few, whole)
+        assert not config_for(call._replace(num_splits=3), False).whole
 
 
 @pytest.mark.slow
@@ -430,21 +486,23 @@ def shares(
     least: int,
     num_splits: int,
     team: int = 1,
+    size: int = 0,
 ):
     """The parts of each unit, by (entry, head): (first, end, part, parts, slot); and the blocks of
-    the CTA that has the most."""
-    total = sum(weight(n, start) for n in lengths) * heads // team
-    quota = Splits.quota_of(total, ctas // team, least)
+    the CTA that has the most. With a `size` of parts a team has one."""
+    total = sum(-(-n // size) if size else weight(n, start) for n in lengths) * heads // team
+    quota = 1 if size else Splits.quota_of(total, ctas // team, least)
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     most = 0
     for cta in range(ctas // team * team):
-        splits = Splits(heads, quota, start, num_splits, cta, team)
+        splits = Splits(heads, quota, start, num_splits, cta, team, size)
         at, entry, begin, blocks = splits.begin, 0, 0, 0
         while at < min(splits.end, total):
             while begin + splits.units(lengths[entry]) <= at:
                 begin += splits.units(lengths[entry])
                 entry += 1
-            piece = splits.piece(at, EntrySpan(entry, begin, lengths[entry]))
+            span = EntrySpan(entry, begin, lengths[entry])
+            piece = splits.piece_alone(at, span) if size else splits.piece(at, span)
             assert piece.after > at
             at = piece.after
             if piece.end > piece.first:
@@ -464,7 +522,14 @@ def test_every_block_of_keys_is_in_one_part():
         team = Splits.team_of(heads, r.choice((1, 4, 8)))
         ctas = r.randint(team, 40)
         num_splits = r.choice((0, 0, 1, 2, 3, 7))
-        found, _ = shares(lengths, heads, ctas, start, least, num_splits, team)
+        size, units, teams = 0, len(lengths) * heads // team, ctas // team
+        if num_splits == 0 and units <= teams and r.random() < 0.5:
+            lengths = [max(x, 1) for x in lengths]  # as Walk.length has them
+            total = sum(lengths) * heads // team
+            size = max(Splits.size_alone(total, max(lengths), units, teams), least)
+            assert sum(-(-x // size) for x in lengths) * heads // team <= teams
+        found, most = shares(lengths, heads, ctas, start, least, num_splits, team, size)
+        assert not size or most <= size
         slots = [x[4] for parts in found.values() for x in parts if x[4] >= 0]
         assert len(set(slots)) == len(slots)
         assert max(slots, default=0) < Splits.slots(ctas, len(lengths) * heads, num_splits)

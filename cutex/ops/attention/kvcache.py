@@ -264,7 +264,15 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
     # NOTE: with num_splits results must not depend on how many units there are
     units = 0 if call.num_splits else units_of(call, config)
     config = fitted(config, room, units, call.rows)
+    config = replace(config, whole=is_whole(call, config, room))
     return replace(config, combined=is_combined(call, config, room))
+
+
+def is_whole(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
+    """Whether no unit is cut, since none has room for so many keys. So the kernel need look at no
+    lengths but those of a CTA's own units."""
+    blocks = -(-room // config.tile_n)
+    return call.num_splits <= 1 and config.is_whole(blocks + config.start)
 
 
 def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
@@ -273,9 +281,9 @@ def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
     cut. With num_splits always, since results must not depend on how many units there are."""
     if call.num_splits:
         return call.num_splits > 1
-    blocks = -(-room // config.tile_n)
-    if config.is_whole(blocks + config.start):
+    if config.whole:
         return False
+    blocks = -(-room // config.tile_n)
     units = units_of(call, config)
     # NOTE: so many stay whole, if they are alike (DecodeConfig.are_whole_alone)
     parts = 1 if 3 * units >= 2 * config.num_sms else min(-(-config.num_sms // units), blocks)

@@ -41,11 +41,18 @@ SHORT = 1024  # keys that a sequence has room for
 # steps, and e4m3 is widened by four warps at once (docs/facts/decode.md#few-rows, #few-e4m3)
 _FEW: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
-        (64, 64): {"tile_n": 64, "num_stages": 4, "ctas_per_sm": 2},
-        (128, 128): {"tile_n": 32, "num_stages": 4, "ctas_per_sm": 2},
+        (64, 64): {"tile_n": 64, "num_stages": 4, "ctas_per_sm": 2, "merge": 12, "least": 4},
+        (128, 128): {"tile_n": 32, "num_stages": 4, "ctas_per_sm": 2, "merge": 12, "least": 4},
     },
 }
 _FEW_KEYS = {(64, 64): 16384, (128, 128): SHORT}
+_FEW_ALONE: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (64, 64): {"tile_n": 64, "num_stages": 8, "merge": 12, "least": 4},
+        (128, 128): {"tile_n": 32, "num_stages": 8, "merge": 12, "least": 4},
+    },
+}
+_FEW_ALONE_KEYS = {(64, 64): 8192, (128, 128): SHORT}
 _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 128, "num_stages": 8},
@@ -77,6 +84,9 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
     dims = config.head_dims
     if config.fp8:
         return _FEW_E4M3.get(arch, {}).get(dims)
-    if config.single_rows or units <= config.num_sms or room > _FEW_KEYS.get(dims, 0):
+    of_units, keys = _FEW, _FEW_KEYS
+    if units <= config.num_sms:
+        of_units, keys = _FEW_ALONE, _FEW_ALONE_KEYS
+    if config.single_rows or not units or room > keys.get(dims, 0):
         return None
-    return _FEW.get(arch, {}).get(dims)
+    return of_units.get(arch, {}).get(dims)

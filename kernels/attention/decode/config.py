@@ -25,6 +25,9 @@ FEW_MORE = 8  # blocks of keys by which a unit may be longer than a share and no
 # what the workspace has for each unit, if parts are combined: their number, and the places of part
 # 0, of part 1 and from it to the next
 WORDS = 4
+# blocks of keys by which a part that has a CTA to itself may be longer than a share, in which one
+# unit ends and another begins
+ALONE_MORE = 2
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class DecodeConfig(ScoreSpec):
     # how keys are cut: "one" (not), "even" (each unit in as many parts as fill the GPU) or "shares"
     # (equal shares of all keys, or num_splits of each unit)
     parts: str = "shares"
+    whole: bool = False  # no unit is cut: none has room for enough keys
     combined: bool = False  # parts are merged by a kernel of their own, not by the last CTA
     tile_n: int = 64
     num_stages: int = 3  # slots of K, and of V

@@ -33,7 +33,9 @@ def launch(
     if cutlass.const_expr(c.parts != "shares"):
         even = cutlass.max(c.ctas // sizes.units, 1)
         args = args._replace(num_splits=Int32(1) if c.parts == "one" else even)
-    most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
+    most = sizes.units
+    if cutlass.const_expr(not c.whole):
+        most *= cute.ceil_div(sizes.rows_k, c.tile_n) + c.start
     if cutlass.const_expr(c.appended):
         Append(c).launch(mK, mV, args, sizes, stream)
     pitches = page_pitch(mK), page_pitch(mV)

@@ -10,14 +10,21 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cutex.device.attention.block_info import BlockInfo, Blocks, ordered
+from cutex.device.attention.block_info import BlockInfo, Blocks, larger, ordered
 from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState, Ring
 from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource
-from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.config import ALONE_MORE, DecodeConfig
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
-from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, Piece, Splits, weight
+from cutex.kernels.attention.decode.splits import (
+    NEVER,
+    EntrySpan,
+    Piece,
+    Splits,
+    WholeUnits,
+    weight,
+)
 from cutex.schedulers.order import select
 
 WARP = 32
@@ -79,20 +86,23 @@ class Walk:
         return cta, ctas
 
     @cute.jit
-    def begin(self) -> tuple[Splits, EntrySpan, Int32]:
-        """This CTA's share, its first entry, and the end of the row of all units. A whole warp
-        calls it: each lane looks at every 32nd entry."""
+    def begin(self) -> tuple[Any, EntrySpan, Int32]:
+        """This CTA's share (Splits, or WholeUnits), its first entry, and the end of the row
+        of all units. A whole warp calls it: each lane looks at every 32nd entry."""
         c, team = self.config, self.sizes.team
         owners = self.sizes.heads // team  # of units, in a team's view
         lane = cute.arch.lane_idx()
         cta, ctas = self.worker()
-        total, quota, num_splits = self.shares(owners, ctas // team)
-        splits = Splits(self.sizes.heads, quota, c.start, num_splits, cta, team)
+        if cutlass.const_expr(c.whole):
+            units, zero = WholeUnits(self.sizes.heads, cta, team, ctas // team), Int32(0)
+            return units, EntrySpan(zero, zero, zero), self.sizes.entries * owners
+        total, quota, num_splits, size = self.shares(owners, ctas // team)
+        splits = Splits(self.sizes.heads, quota, c.start, num_splits, cta, team, size)
         entry, begin, here = Int32(0), Int32(0), Int32(0)
         searching = splits.begin < total
         while searching:
             length = self.length(entry + lane)
-            mine = weight(length, c.start)
+            mine = splits.weight(length)
             upto = self.sum_to(mine)
             behind = begin + upto * owners <= splits.begin
             before = cute.arch.popc(cute.arch.vote_ballot_sync(behind))
@@ -107,9 +117,9 @@ class Walk:
         return splits, EntrySpan(entry, begin, here), cutlass.min(splits.end, total)
 
     @cute.jit
-    def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32, Int32]:
-        """The length of the row of all units, that of each team's share, and into how many parts
-        units are cut (0: where shares end)."""
+    def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32, Int32, Any]:
+        """The length of the row of all units, that of each team's share, into how many parts
+        units are cut (0: where shares end), and the size of parts that are alone."""
         c, total, longest, shortest = self.config, Int32(0), Int32(0), Int32(NEVER)
         for first in cutlass.range(0, self.sizes.entries, WARP * TOGETHER, unroll=1):
             # NOTE: all are loaded before any is used; an unrolled loop would wait for each
@@ -124,18 +134,56 @@ class Walk:
         longest = cute.arch.warp_redux_sync(longest, "max")
         shortest = cute.arch.warp_redux_sync(shortest, "min")
         quota = Splits.quota_of(total, teams, c.least)
+        size = self.size_alone(total, longest, quota, owners, teams)
         quota, num_splits = self.uncut(quota, longest, shortest)
-        return total, quota, num_splits
+        if cutlass.const_expr(size is not None):
+            total, quota = self.row_of_parts(total, quota, size, owners)
+        return total, quota, num_splits, size
+
+    @cute.jit
+    def size_alone(
+        self, total: Int32, longest: Int32, quota: Int32, owners: Int32, teams: Int32
+    ) -> Int32 | None:
+        """The blocks, at most, of parts that have a team each to themselves; 0 where shares of
+        `quota` take less time. `total` and `longest` count what units' begin takes."""
+        c, size = self.config, Int32(0)
+        units = self.sizes.entries * owners
+        if (self.args.num_splits == 0) & (units <= teams) & (c.merge > 0):
+            longest -= c.start
+            if cutlass.const_expr(not c.varlen_q):  # else some entries may have no rows
+                total -= units * c.start
+            size = Int32(self.best_alone(total, longest, units, teams, quota))
+        return size
+
+    def best_alone(self, total: Any, longest: Any, units: Any, teams: Any, share: Any) -> Any:
+        """`size_alone` of `units`, no more than `teams`, of `longest` blocks at most and `total` in
+        all."""
+        c = self.config
+        size = larger(Splits.size_alone(total, longest, units, teams), c.least)
+        size = select(size + c.start <= share + ALONE_MORE, size, 0)
+        return select(c.are_whole_alone(longest + c.start, share), NEVER, size)
+
+    @cute.jit
+    def row_of_parts(
+        self, total: Int32, quota: Int32, size: Int32, owners: Int32
+    ) -> tuple[Int32, Int32]:
+        """The length of the row of all parts of `size` blocks at most, and the share of a team,
+        one; without a size `total` and `quota`."""
+        if size > 0:
+            total, quota = Int32(0), Int32(1)
+            for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
+                length = self.length(first + cute.arch.lane_idx())
+                total += (length + size - 1) // size
+            total = cute.arch.warp_redux_sync(total, "add") * owners
+        return total, quota
 
     def uncut(self, quota: Int32, longest: Int32, shortest: Int32) -> tuple[Int32, Int32]:
         """A share, and into how many parts units are cut: no unit is, where merging its parts would
-        take longer. A CTA has the units that begin in its share: none but one, if none is
-        shorter."""
+        take longer. A CTA has the units that begin in its share."""
         merge, num_splits = self.config.merge, self.args.num_splits
         if merge == 0:
             return quota, num_splits
-        alone = (quota <= shortest) & self.config.are_whole_alone(longest, quota)
-        whole = (num_splits == 0) & (alone | self.config.is_whole(longest))
+        whole = (num_splits == 0) & self.config.is_whole(longest)
         return quota, select(whole, Int32(1), num_splits)
 
     @cute.jit
@@ -150,6 +198,8 @@ class Walk:
     @cute.jit
     def span_at(self, splits: Splits, at: Int32, span: EntrySpan) -> EntrySpan:
         """The entry at position `at`, which is in `span` or behind it."""
+        if cutlass.const_expr(self.config.whole):
+            return span
         entry, begin, blocks = span
         while begin + splits.units(blocks) <= at:
             begin += splits.units(blocks)
@@ -158,12 +208,28 @@ class Walk:
         return EntrySpan(entry, begin, blocks)
 
     @cute.jit
+    def piece(self, splits: Any, at: Int32, span: EntrySpan) -> Piece:
+        """The part that begins at position `at` or behind it, in one of the units of `span`."""
+        # NOTE: one of the three is computed: their divisions are on the way to the first load
+        piece = Piece(*(Int32(0) for _ in Piece._fields))
+        if cutlass.const_expr(self.config.whole):
+            piece = Piece(*(Int32(x) for x in splits.piece(at)))
+            if cutlass.const_expr(self.config.varlen_q):
+                exists = self.length(piece.entry) > 0
+                piece = piece._replace(end=select(exists, piece.end, 0))
+        elif splits.size > 0:
+            piece = Piece(*(Int32(x) for x in splits.piece_alone(at, span)))
+        else:
+            piece = Piece(*(Int32(x) for x in splits.piece(at, span)))
+        return piece
+
+    @cute.jit
     def part(self, splits: Splits, end: Int32, at: Int32, span: EntrySpan) -> Part:
         """The first part with keys that begins at position `at` or behind it."""
         entry, head, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         while (first >= last) & (at < end):
             span = self.span_at(splits, at, span)
-            piece = splits.piece(at, span)
+            piece = self.piece(splits, at, span)
             at = piece.after
             if piece.end > piece.first:
                 blocks = self.of_piece(piece)

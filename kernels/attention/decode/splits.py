@@ -15,6 +15,10 @@ With `num_splits` each unit is cut into that many parts instead, at borders that
 alone decides; a part is done by the CTA in whose share it begins. So a sequence's result does not
 depend on the others in the batch.
 
+Where there are more teams than units, each part may have a team to itself instead (`size`): a share
+that ends one unit and begins another takes longer than a part that is some blocks longer. Then
+the row counts parts, and each team has one.
+
 Plain operators only: Python ints run it, and the same code traces in the DSL.
 """
 
@@ -69,6 +73,16 @@ class Splits:
     num_splits: Any  # 0: a unit is cut where shares end
     cta: Any
     team: Any = 1  # CTAs of a team, which divides the heads
+    size: Any = None  # blocks of a part that has a team to itself, at most; 0 or None: none has
+
+    @staticmethod
+    def size_alone(total: Any, longest: Any, units: Any, teams: Any) -> Any:
+        """The blocks of the longest part if units, of `total` blocks in all and `longest` at most,
+        are cut into no more parts than there are teams; of more units than teams, no size is."""
+        parts = larger(teams // larger(units, 1), 1)
+        each = (longest + parts - 1) // parts
+        spare = teams - units  # a unit has at most one part more than its blocks by the size
+        return smaller(each, select(spare > 0, (total + spare - 1) // larger(spare, 1), NEVER))
 
     @staticmethod
     def quota_of(total: Any, teams: Any, least: int) -> Any:
@@ -101,9 +115,16 @@ class Splits:
     def end(self) -> Any:
         return (self.number + 1) * self.quota
 
+    def weight(self, blocks: Any) -> Any:
+        """The length of a unit of `blocks` blocks in the row of all."""
+        if self.size is None:
+            return weight(blocks, self.start)
+        parts = (blocks + self.size - 1) // larger(self.size, 1)
+        return select(self.size > 0, parts, weight(blocks, self.start))
+
     def units(self, blocks: Any) -> Any:
         """The length of the units of an entry in the row of all, where a team's count once."""
-        return self.heads // self.team * weight(blocks, self.start)
+        return self.heads // self.team * self.weight(blocks)
 
     def piece(self, at: Any, span: EntrySpan) -> Piece:
         """The part that begins at position `at` or behind it, in one of the units of `span`."""
@@ -114,11 +135,29 @@ class Splits:
         first, end, part, parts, slot, step, slot_0, after = (
             select(self.num_splits > 0, y, x) for x, y in zip(cut, fixed, strict=True)
         )
+        return self._mine(
+            Piece(span.entry, head, first, end, part, parts, slot, step, slot_0, after)
+        )
+
+    def piece_alone(self, at: Any, span: EntrySpan) -> Piece:
+        """The part at position `at`, in one of the units of `span`, where each has a team to
+        itself: all parts of a unit are as long, but the last."""
+        parts = self.weight(span.blocks)
+        head = (at - span.begin) // parts
+        unit = span.begin + head * parts  # its position
+        part, long = at - unit, (span.blocks + parts - 1) // parts
+        first = smaller(part * long, span.blocks)
+        end = smaller(first + long, span.blocks)
+        return self._mine(
+            Piece(span.entry, head, first, end, part, parts, unit + 1, 1, unit, at + 1)
+        )
+
+    def _mine(self, piece: Piece) -> Piece:
+        """The part of this CTA, of one of its team."""
         member = self.cta - self.number * self.team
-        slot, slot_0 = slot * self.team + member, slot_0 * self.team + member
-        head = head * self.team + member
-        step = step * self.team
-        return Piece(span.entry, head, first, end, part, parts, slot, step, slot_0, after)
+        slot, slot_0 = piece.slot * self.team + member, piece.slot_0 * self.team + member
+        head, step = piece.head * self.team + member, piece.step * self.team
+        return piece._replace(head=head, slot=slot, step=step, slot_0=slot_0)
 
     def _cut(self, at: Any, unit: Any, length: Any) -> tuple[Any, ...]:
         """A part that ends where the share does.
@@ -146,6 +185,29 @@ class Splits:
         parts = (blocks + size - 1) // size
         slot = (span.entry * (self.heads // self.team) + head) * self.num_splits
         return first, end, part, parts, slot + 1, 1, slot, after
+
+
+@dataclass(frozen=True)
+class WholeUnits:
+    """Units that are never cut, whatever their lengths: a team has each so many `teams` behind the
+    one before. So no CTA need look at lengths but its own units'."""
+
+    heads: Any  # that own units
+    cta: Any
+    team: Any
+    teams: Any
+
+    @property
+    def begin(self) -> Any:
+        """The position of the first, in the row of all units, where a team's count once."""
+        return self.cta // self.team
+
+    def piece(self, at: Any) -> Piece:
+        """The unit at position `at`."""
+        owners = self.heads // self.team
+        entry = at // owners
+        head = (at - entry * owners) * self.team + self.cta - self.begin * self.team
+        return Piece(entry, head, 0, NEVER, 0, 1, 0, 0, 0, at + self.teams)
 
 
 def weight(blocks: Any, start: int) -> Any:

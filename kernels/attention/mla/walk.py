@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from cutex.device.attention.block_info import larger
 from cutex.kernels.attention.decode.shared import Part, Rows, Walk
-from cutex.kernels.attention.decode.splits import Piece
+from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits
 from cutex.kernels.attention.mla.combine import rows_of
 from cutex.kernels.attention.mla.signature import blocks_of_rows
 from cutex.schedulers.order import select
@@ -31,6 +31,13 @@ class MlaWalk(Walk):
     def kv_head(self, owner: Int32) -> Int32:
         """The head of keys that an owner of units reads."""
         return owner // blocks_of_rows(self.sizes, self.config.tile_m)
+
+    def size_alone(self, *counts: Int32) -> None:
+        """None: parts end where shares do."""
+        return None
+
+    def piece(self, splits: Splits, at: Int32, span: EntrySpan) -> Piece:
+        return splits.piece(at, span)
 
     def uncut(self, quota: Int32, longest: Int32, shortest: Int32) -> tuple[Int32, Int32]:
         """A share, and into how many parts units are cut: a share of whole units, so that none is

@@ -48,7 +48,7 @@ class Mma:
         at = splits.begin
         while at < end:
             span = s.span_at(splits, at, span)
-            piece = splits.piece(at, span)
+            piece = s.piece(splits, at, span)
             at = piece.after
             if piece.end > piece.first:
                 blocks = s.of_piece(piece)

@@ -56,7 +56,7 @@ class Softmax:
         at = splits.begin
         while at < end:
             span = s.span_at(splits, at, span)
-            piece = splits.piece(at, span)
+            piece = s.piece(splits, at, span)
             at = piece.after
             if piece.end > piece.first:
                 rows, blocks = s.rows(piece), s.of_piece(piece)

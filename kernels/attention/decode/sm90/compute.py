@@ -72,7 +72,7 @@ class Compute:
         at = splits.begin
         while at < end:
             span = s.span_at(splits, at, span)
-            piece = splits.piece(at, span)
+            piece = s.piece(splits, at, span)
             at = piece.after
             if piece.end > piece.first:
                 rows = s.rows(piece)
@@ -158,11 +158,14 @@ class Compute:
         """Store a unit that is whole; else store a part, and merge all parts if it is the last."""
         unit = piece.entry * self.shared.sizes.heads + piece.head
         self.out.announce(piece, unit)
-        if piece.parts == 1:
+        if cutlass.const_expr(self.shared.config.whole):
             self.store_whole(acc, lse, rows)
         else:
-            self.store_part(acc, lse, rows, piece)
-            self.out.end_part(rows, piece, unit)
+            if piece.parts > 1:
+                self.store_part(acc, lse, rows, piece)
+                self.out.end_part(rows, piece, unit)
+            else:
+                self.store_whole(acc, lse, rows)
 
     @cute.jit
     def store_whole(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:

@@ -32,11 +32,12 @@ from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.config import FEW_ROWS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots
 from cutex.kernels.attention.decode.shared import Rows, units_of
-from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype
-from cutex.kernels.attention.decode.splits import Piece
+from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype, to_fp16
+from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits
 
 WARPS, WARP = 4, 32
 MMA_N, MMA_K = 8, 16
+MOST_AHEAD = 136  # registers of accumulators and Q, where two CTAs are on an SM
 EVEN_ODD = 0x3120  # a selector of prmt: bytes 0, 2, 1, 3
 
 State = tuple[PipelineState, PipelineState]  # of this warp in the rings of K and of V
@@ -174,19 +175,69 @@ class FewRows(Compute):
         k, v = s.k.consumer(), s.v.consumer()
         k.skip(number)
         v.skip(number)
-        at, before = splits.begin, Int32(0)  # blocks of the parts before
-        while at < end:
+        ahead = cute.make_rmem_tensor(fragment_of_a(c.head_dim), self.mQ.element_type)
+        before = Int32(0)  # blocks of the parts before
+        span, piece = self.next_part(splits, splits.begin, end, span)
+        if cutlass.const_expr(self.has_q_ahead):
+            self.load_q_of(piece, ahead)
+        while piece.end > piece.first:
+            rows, blocks, now = s.rows(piece), s.of_piece(piece), piece
+            if cutlass.const_expr(not self.has_q_ahead):
+                self.load_words(ahead, rows)
+            score_ops = self.score_ops(rows, self.taken(ahead, q, rows))
+            span, piece = self.next_part(splits, now.after, end, span)
+            if cutlass.const_expr(self.has_q_ahead):
+                self.load_q_of(piece, ahead)
+            first = (number + WARPS - before) % WARPS  # of this warp's blocks
+            k, v = self.blocks((qk, pv), (q, acc, lse), score_ops, rows, blocks, first, (k, v))
+            before = (before + blocks.end - blocks.first) % WARPS
+            self.merge(acc, lse, first)
+            self.store(rows_of(acc), lse, rows, now)
+
+    @property
+    def has_q_ahead(self) -> bool:
+        """Whether Q of the next part comes during a part: there must be registers for it."""
+        c = self.shared.config
+        return c.ctas_per_sm == 1 or c.accumulators + c.head_dim // 4 <= MOST_AHEAD
+
+    @cute.jit
+    def next_part(
+        self, splits: Splits, at: Int32, end: Int32, span: EntrySpan
+    ) -> tuple[EntrySpan, Piece]:
+        """The first part at position `at` or behind it, and its entry; without blocks if there is
+        none."""
+        s = self.shared
+        piece = Piece(*(Int32(0) for _ in Piece._fields))
+        while (piece.end <= piece.first) & (at < end):
             span = s.span_at(splits, at, span)
-            piece = splits.piece(at, span)
+            piece = s.piece(splits, at, span)
             at = piece.after
-            if piece.end > piece.first:
-                rows, blocks = s.rows(piece), s.of_piece(piece)
-                score_ops = self.score_ops(rows, self.load_q(q, rows))
-                first = (number + WARPS - before) % WARPS  # of this warp's blocks
-                k, v = self.blocks((qk, pv), (q, acc, lse), score_ops, rows, blocks, first, (k, v))
-                before = (before + blocks.end - blocks.first) % WARPS
-                self.merge(acc, lse, first)
-                self.store(rows_of(acc), lse, rows, piece)
+        return span, piece
+
+    @cute.jit
+    def load_q_of(self, piece: Piece, registers: cute.Tensor) -> None:
+        """Load Q of a part, if there is one."""
+        if piece.end > piece.first:
+            self.load_words(registers, self.shared.rows(piece))
+
+    @cute.jit
+    def taken(self, ahead: cute.Tensor, q: cute.Tensor, rows: Rows) -> Float32:
+        """Move Q from `ahead` to `q`, as the products have it, zeros where there are no rows or
+        columns. Returns what scores have to be multiplied by."""
+        words = cute.recast_tensor(ahead, Int32)  # ((1, 2, 2), 1, MMA_K)
+        units, mine, quad = units_of(self.mQ), self.thread_rows(), cute.arch.lane_idx() % 4
+        unit = Float32(1.0)
+        for r in cutlass.range_constexpr(2):
+            exists = mine[r] < rows.count
+            for column in cutlass.range_constexpr(self.shared.config.head_dim // UNIT):
+                first, _ = place(column, quad, self.shared.config.fp8)
+                at = (0, r, column % 2), 0, column // 2
+                words[at] = words[at] if exists & (first < units) else Int32(0)
+        if cutlass.const_expr(q.element_type is ahead.element_type):
+            q.store(ahead.load())
+        else:
+            unit = to_fp16(ahead, q)
+        return unit
 
     def products(self) -> tuple[WarpProduct, WarpProduct]:
         """The products with the slots of K and of V."""
@@ -212,18 +263,17 @@ class FewRows(Compute):
 
     @cute.jit
     def load_words(self, registers: cute.Tensor, rows: Rows) -> None:
-        """Load this thread's part of Q, ((2, 2, 2), 1, MMA_K); for e4m3 by four neighbours."""
+        """Load this thread's part of Q, ((2, 2, 2), 1, MMA_K); for e4m3 by four neighbours. Where
+        there are no rows or columns, others."""
         words = cute.recast_tensor(registers, Int32)  # ((1, 2, 2), 1, MMA_K)
         units, mine, quad = units_of(self.mQ), self.thread_rows(), cute.arch.lane_idx() % 4
         last = 2 if self.shared.config.fp8 else 1  # units at a time
         for r in cutlass.range_constexpr(2):
-            exists = mine[r] < rows.count
             gQ = rows.words(self.mQ, cutlass.min(mine[r], rows.count - 1))
             for unit in cutlass.range_constexpr(self.shared.config.head_dim // UNIT):
                 first, word = place(unit, quad, self.shared.config.fp8)
                 found = gQ[cutlass.min(first, units - last) * WORDS + word]
-                kept = found if exists & (first < units) else Int32(0)
-                words[(0, r, unit % 2), 0, unit // 2] = kept
+                words[(0, r, unit % 2), 0, unit // 2] = found
 
     @cute.jit
     def blocks(
