@@ -99,18 +99,20 @@ def test_gradients_are_those_of_the_definition(name):
 @pytest.mark.parametrize(
     "name", ["full", "causal", "window", "left window", "after the diagonal", "packed"]
 )
-def test_deterministic_gradients_are_right(name):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_deterministic_gradients_are_right(name, dim):
     """CTAs wait for each other; none waits for one that never comes."""
     case = case_of(
-        name, head_dim=64, head_dim_v=64, **{} if name == "packed" else {"seqlen_k": 300}
+        name, head_dim=dim, head_dim_v=dim, **{} if name == "packed" else {"seqlen_k": 300}
     )
     assert errors(case, order="random", seed=4, deterministic=True) == []
 
 
 @pytest.mark.slow
-def test_deterministic_adds_come_in_one_order():
+@pytest.mark.parametrize("dim", [64, 128])
+def test_deterministic_adds_come_in_one_order(dim):
     """Under any order of CTAs the bits are the same."""
-    sizes = {"seqlen_q": 70, "seqlen_k": 300, "head_dim": 64, "head_dim_v": 64}
+    sizes = {"seqlen_q": 70, "seqlen_k": 300, "head_dim": dim, "head_dim_v": dim}
     case = AttentionCase(heads_q=1, heads_kv=1, **sizes)
     found = []
     for seed in range(2):
@@ -199,10 +201,13 @@ def test_each_key_block_is_taken_once(sizes, causal, deterministic):
         assert tiles[0].m == num_n_blocks - 1
 
 
-def test_warpgroups_of_keys_compute_dq_where_adds_come_in_any_order():
+def test_warpgroups_of_keys_compute_dq_without_a_soft_cap():
     config = BackwardConfig(causal=True)
-    assert fitted(config).own_dq and fitted(config).why_not() is None
-    for held in ({"deterministic": True}, {"softcap": True}):
-        assert not fitted(replace(config, **held)).own_dq
-        assert "any order, without" in replace(fitted(config), **held, overlap=False).why_not()
-    assert "through a slot each" in replace(fitted(config), dq_slots=1).why_not()
+    for more in ({}, {"deterministic": True}, {"deterministic": True, "causal": False}):
+        found = fitted(replace(config, **more))
+        assert found.own_dq and found.why_not() is None
+        assert not fitted(replace(config, **more, softcap=True)).own_dq
+        assert "without a soft cap" in replace(found, softcap=True, overlap=False).why_not()
+        assert "those of two blocks" in replace(found, dq_slots=1).why_not()
+    whole = replace(fitted(config), dq_columns=128, dq_slots=2)
+    assert "where adds come in any order" in whole.why_not()

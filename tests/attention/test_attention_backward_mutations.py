@@ -16,11 +16,14 @@ from cutex.device.pipeline import Barrier
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.convert import Convert
+from cutex.kernels.attention.backward.sm90 import sums
 from cutex.kernels.attention.backward.sm90.backward import Backward
 from cutex.kernels.attention.backward.sm90.own_dq import AllGradients
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
 from cutex.kernels.attention.backward.sm90.shared import Handover
+from cutex.kernels.attention.backward.sm90.sums import SumsQueue
+from cutex.kernels.attention.backward.turns import turn_of
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.schedulers.counter import Counter
@@ -40,6 +43,11 @@ OWN = replace(fitted(BackwardConfig(causal=True)), num_ctas=1)
 OWN_CASE = AttentionCase(
     seqlen_q=130, seqlen_k=200, heads_q=1, heads_kv=1, head_dim=128, head_dim_v=128, causal=True
 )
+# the same where adds come in one order: a warpgroup computes half of each dQ, or every other one
+HALF = replace(
+    fitted(BackwardConfig(causal=True, deterministic=True)), num_ctas=1, dq_columns=64, dq_slots=4
+)
+WHOLE = replace(HALF, dq_columns=128, dq_slots=2)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
@@ -89,10 +97,49 @@ def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic
 
 
 @pytest.mark.slow
-def test_the_unchanged_kernel_of_several_tiles_is_right():
-    assert OWN.own_dq
-    for config in (OWN, replace(OWN, num_ctas=2)):
-        assert wrong(config, (*ORDERS, {"order": "random", "seed": 7}), OWN_CASE) is None
+@pytest.mark.parametrize("ctas", [1, 2])
+@pytest.mark.parametrize("config", [OWN, HALF, WHOLE], ids=["any order", "half", "whole"])
+def test_the_unchanged_kernel_of_several_tiles_is_right(config, ctas):
+    assert config.own_dq and config.why_not() is None
+    orders = *ORDERS, {"order": "random", "seed": 7}
+    assert wrong(replace(config, num_ctas=ctas), orders, OWN_CASE) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [HALF, WHOLE], ids=["half", "whole"])
+@pytest.mark.parametrize("event", ["dq full", "dq empty"])
+def test_dq_that_is_taken_early_is_found(monkeypatch, event, config):
+    """Added before it is there, or overwritten before it was added."""
+    wait = Barrier.wait
+
+    def careless(self, phase, slot=0):
+        if self.event != event:
+            wait(self, phase, slot)
+
+    monkeypatch.setattr(Barrier, "wait", careless)
+    message = wrong(config, case=OWN_CASE)
+    assert message is not None and ("race" in message or "hazard" in message), message
+
+
+@pytest.mark.slow
+def test_adds_without_a_fence_behind_what_they_read_are_found(monkeypatch):
+    def hand_over(self, number, wg):
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.full.arrive(self.slot(number, wg))
+
+    monkeypatch.setattr(SumsQueue, "hand_over", hand_over)
+    message = wrong(HALF, case=OWN_CASE)
+    assert message is not None and "proxy" in message, message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [HALF, WHOLE], ids=["half", "whole"])
+def test_a_turn_that_an_adding_warp_counts_wrongly_is_found(monkeypatch, config):
+    """A block of keys that takes itself for the one behind it."""
+    monkeypatch.setattr(sums, "turn_of", lambda *of: turn_of(*of) + 1)
+    message = wrong(replace(config, num_ctas=2), orders=({},), case=OWN_CASE)
+    assert message is not None and ("deadlock" in message or "never" in message), message
 
 
 @pytest.mark.slow

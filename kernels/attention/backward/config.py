@@ -71,6 +71,33 @@ class BackwardConfig(BackwardSpec):
         return self.own_dq
 
     @property
+    def whole_dq(self) -> bool:
+        """Whether, with own_dq, a warpgroup computes all columns of dQ, of every other block: it
+        reads dS half as often."""
+        return self.own_dq and self.dq_columns == self.head_dim
+
+    @property
+    def adding_warps(self) -> int:
+        """The warps that only add dQ: one for each warpgroup that computes it, where adds come in
+        one order."""
+        return self.key_tiles if self.own_dq and self.deterministic else 0
+
+    @property
+    def descending(self) -> bool:
+        """Whether blocks of queries are taken from the last to the first: where the mask leaves out
+        early queries, all blocks of keys begin with the same ones, and the longest, which go first,
+        also add first."""
+        return self.adding_warps > 0
+
+    @property
+    def last_first(self) -> bool:
+        return not self.descending and super().last_first
+
+    @property
+    def turns(self) -> int:
+        return self.adding_warps or super().turns
+
+    @property
     def dq_width(self) -> int:
         """The columns of dQ that a CTA computes."""
         return self.head_dim // self.key_ctas
@@ -102,7 +129,6 @@ class BackwardConfig(BackwardSpec):
         block = self.q_bytes + self.stats_bytes + self.do_bytes
         of_dq = self.key_ctas * self.ds_slots * self.ds_bytes + self.dq_slots * self.dq_bytes
         of_dq += self.pairs * self.tile_n * self.dq_width * ELEMENT
-        of_dq += self.own_dq * self.tile_n * self.head_dim * ELEMENT  # dK on its way out
         return kv + self.num_stages * block + of_dq
 
     @property
@@ -116,12 +142,16 @@ class BackwardConfig(BackwardSpec):
 
     def why_not_own_dq(self) -> str | None:
         """The reason why the warpgroups that own keys cannot compute dQ."""
-        if self.wide or self.pairs or self.deterministic or self.softcap or self.parts > 1:
-            return "for CTAs of 128 keys each, whose adds come in any order, without a soft cap"
-        if 2 * self.dq_columns != self.head_dim or self.dq_slots != 2:
-            return f"dq_columns={self.dq_columns}: half of the head dim, through a slot each"
+        if self.wide or self.pairs or self.softcap or self.parts > 1:
+            return "for CTAs of 128 keys each, without a soft cap"
+        if self.dq_columns * self.dq_slots != 2 * self.head_dim:
+            return f"dq_columns={self.dq_columns}: those of two blocks through dq_slots"
+        if self.whole_dq and not self.deterministic:
+            return (
+                f"dq_columns={self.dq_columns}: half of the head dim where adds come in any order"
+            )
         if self.head_dim != self.head_dim_v:
-            return f"head_dim_v={self.head_dim_v}: dV is stored through the slots of dQ"
+            return f"head_dim_v={self.head_dim_v}: dK and dV are stored through the slots of dQ"
         return None
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:

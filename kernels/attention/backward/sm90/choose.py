@@ -21,16 +21,21 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
         "registers": (232, 208, 64),
     },
 }
-# what differs without a soft cap, where adds come in any order: full, of sequences of one length
+# what differs without a soft cap, full, of sequences of one length
 _FULL: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {"pairs": True, "ds_slots": 1, "alternate": True},
 }
+_OWN_DQ = {"own_dq": True, "num_stages": 2, "ds_slots": 2, "dq_columns": 64, "dq_slots": 4}
 # causal, of any lengths, with and without a window
 _CAUSAL: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {
-        **{"own_dq": True, "num_stages": 2, "ds_slots": 2, "dq_columns": 64, "dq_slots": 2},
-        "registers": (240, 24),
-    },
+    (128, 128): {**_OWN_DQ, "registers": (240, 24)},
+}
+# where adds come in one order: without and with a band
+_IN_ORDER: dict[tuple[int, int], dict[str, Any]] = {
+    (128, 128): {**_OWN_DQ, "dq_columns": 128, "dq_slots": 2, "registers": (240, 24)},
+}
+_IN_ORDER_BANDED: dict[tuple[int, int], dict[str, Any]] = {
+    (128, 128): {**_OWN_DQ, "registers": (232, 40)},
 }
 
 
@@ -39,8 +44,10 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
     dims = config.head_dim, config.head_dim_v
     tiles = _TILES.get(dims, {})
     c = config
-    if c.softcap or c.deterministic:
+    if c.softcap:
         more = {}
+    elif c.deterministic:
+        more = (_IN_ORDER_BANDED if c.causal or any(c.window) else _IN_ORDER).get(dims, {})
     elif c.causal:
         more = _CAUSAL.get(dims, {})
     else:

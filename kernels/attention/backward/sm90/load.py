@@ -80,6 +80,8 @@ class Load:
         count = blocks.end - blocks.first
         turn = number // count
         m_block = blocks.first + number - turn * count
+        if cutlass.const_expr(s.descending):
+            m_block = blocks.end - 1 - number + turn * count
         of = (s.first_head() + turn, s.tile.batch, s.tile.seq_q)
         tile = s.tiles.tile(c, *of) + m_block
         full = s.q.acquire(state)

@@ -9,10 +9,12 @@ products during the others' exponentials:
 - the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
   starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too, half of
   its columns each; then CTAs are persistent, and take tiles of keys from a counter (own_dq.py).
+  Where adds come in one order, two of its warps wait for turns, and add (sums.py).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -24,13 +26,14 @@ from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots, slots_layout
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
-from cutex.kernels.attention.backward.config import WARPGROUP_ROWS, BackwardConfig
+from cutex.kernels.attention.backward.config import ELEMENT, WARPGROUP_ROWS, BackwardConfig
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.own_dq import AllGradients, Supply
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import Handover, Shared
+from cutex.kernels.attention.backward.sm90.sums import Adds, SumsQueue
 from cutex.kernels.attention.backward.sm90.wide import WideKeys, WideValues
 from cutex.kernels.attention.backward.tiles import (
     Sizes,
@@ -80,7 +83,6 @@ class Main:
     sdS        tile_m * tile_n * 2 * ds_slots * CTAs 49152    32768    16384
     sKp        tile_n * D, of pairs                  0        0        16384
     sdQ        tile_m * dq_columns * 4 * dq_slots    0        32768    0
-    sdK        tile_n * D * 2, with own_dq           0        0        0
     stats      tile_m * 8 * num_stages               1536     2048     1024
 
     registers  threads    each, hd 128   of which accumulators      hd 256
@@ -157,13 +159,21 @@ class Main:
     def several_tiles(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
         """Take one tile of keys after the other; their warpgroups compute dQ."""
         c, smem = self.config, SmemAllocator()
-        order, readers = tile_order(c, sizes), self.key_warps.count
+        order, readers = tile_order(c, sizes), self.key_warps.count + c.adding_warps
         dispatch = CounterDispatch.allocate(smem, order, args.counter, readers)
-        shared = self.shared(smem, operands, args, sizes, tiles, None, dispatch.barriers)
+        queue = SumsQueue.allocate(smem, c) if c.adding_warps else None
+        more = dispatch.barriers if queue is None else (*dispatch.barriers, queue)
+        shared = self.shared(smem, operands, args, sizes, tiles, None, more)
+        shared = replace(shared, queue=queue, descending=c.descending)
         walk = Walk(c, dispatch, args, sizes)
-        if cute.arch.warp_idx() >= self.query_warps.first:
+        warp, first = cute.arch.warp_idx(), self.query_warps.first
+        if warp >= first:
             cute.arch.setmaxregister_decrease(c.registers[-1])
-            Supply(c, shared, self.load(operands, stats, shared)).run(walk)
+            if warp == first:
+                Supply(c, shared, self.load(operands, stats, shared)).run(walk)
+            elif cutlass.const_expr(c.adding_warps > 0):  # noqa: SIM102 - known when tracing
+                if warp <= first + c.adding_warps:
+                    Adds(c, shared, dq_sums, warp - first - 1).run(walk)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             queries = QueryGradients(c, shared, None, dq_sums)
@@ -205,6 +215,22 @@ class Main:
                 values.run()
                 values.store(operands.dv)
 
+    def ways_out(self, sdQ: cute.Tensor, operands: Operands) -> tuple[cute.Tensor, cute.Tensor]:
+        """sdV and sdK: each warpgroup's dV and dK in the place of its slots of dQ."""
+        c, found = self.config, []
+        size = WARPGROUP_ROWS * c.head_dim * ELEMENT // 4  # of one, in numbers of 32 bits
+        for at, of in ((0, operands.dv.smem_layout), (1, operands.dk.smem_layout)):
+            wide = of.outer.stride[2]
+            first, apart = at * c.key_tiles, 1
+            if c.whole_dq:
+                first, apart = at, c.key_tiles
+            stride = (*of.outer.stride[:2], cute.transform_leaf(lambda x, n=apart: x * n, wide))
+            place = cute.recast_ptr(
+                sdQ.iterator + first * size, of.inner, operands.q.atom.value_type
+            )
+            found.append(cute.make_tensor(place, cute.make_layout(of.outer.shape, stride=stride)))
+        return found[0], found[1]
+
     @cute.jit
     def shared(
         self,
@@ -214,7 +240,7 @@ class Main:
         sizes: Sizes,
         tiles: RowTiles,
         tile: Tile | None,
-        more: tuple[Barrier, ...] = (),
+        more: tuple[Any, ...] = (),
     ) -> Shared:
         """Allocate smem, and publish the barriers, and `more`."""
         c = self.config
@@ -237,10 +263,7 @@ class Main:
             sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=SMEM_ALIGN)
         sdK = sdV = None
         if cutlass.const_expr(c.own_dq):
-            sdK = allocate_slots(smem, dtype, operands.dk.smem_layout)
-            of_dv = operands.dv.smem_layout
-            place = cute.recast_ptr(sdQ.iterator, of_dv.inner, dtype)
-            sdV = cute.make_tensor(place, of_dv.outer)
+            sdV, sdK = self.ways_out(sdQ, operands)
         stats = smem.allocate_tensor(
             Float32, cute.make_layout((2 * c.tile_m, c.num_stages)), byte_alignment=128
         )
@@ -250,7 +273,8 @@ class Main:
         do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, self.key_warps.count)
         key_warps = 4 * c.key_tiles  # those that compute dS
         dq_warps = readers * c.dq_warpgroups  # that read dS
-        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, dq_warps, c.key_ctas)
+        of_ds = readers if c.whole_dq else dq_warps
+        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, of_ds, c.key_ctas)
         others = self.key_warps.count - key_warps
         k_read = Barrier.allocate(smem, "k read", arrivals=dq_warps + others)
         v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)

@@ -6,7 +6,7 @@ half of the columns of dQ over all keys of its CTA.
 Each of two such warpgroups writes its dS^T to smem, and waits for the other's before it starts dQ.
 One warp of the third warpgroup loads, and takes tiles of keys from a counter, the next one when the
 last load of a tile is issued: so the next tile's queries, V and K come as soon as this one's have
-been read. dV goes out through the smem of dQ, dK through a place of its own.
+been read. dQ goes through two slots of smem for each warpgroup, dV and dK go out through the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cutex.device.atoms.wgmma import WARPGROUP
+from cutex.device.attention.block_info import Blocks
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
@@ -50,7 +51,7 @@ class AllGradients(KeyGradients):
             if tile.has_keys(self.config):
                 mine = replace(self, shared=replace(s, tile=tile))
                 state, number = mine.sum_tile(state, number, phase)
-                mine.store(dk, dv)
+                mine.store(dk, dv, number)
                 phase ^= 1
             ticket = walk.dispatch.next(ticket)
         # NOTE: every warp has adds that read smem
@@ -61,46 +62,91 @@ class AllGradients(KeyGradients):
         self, state: PipelineState, number: Int32, phase: Int32
     ) -> tuple[PipelineState, Int32]:
         """Sum over the blocks of a tile of parity `phase`, which begins at slot `state` of Q and dO
-        and at block `number` of all that the CTA takes; return these two behind it. dK of a block
-        runs while its dQ goes to smem."""
+        and at block `number` of all that the CTA takes; return these two behind it."""
         s, products = self.shared, self.products[0]
         products.dv.acc.fill(0.0)
         products.dk.acc.fill(0.0)
         blocks, own = s.m_blocks(), self.own_blocks()
-        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, blocks.first
+        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
         tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
         s.v_loaded.wait(phase)
         s.k_loaded.wait(phase)
         rP, rdS = self.operands()
         self.await_stores()
-        # NOTE: no branch while products run: ptxas would wait for each of them
         for i in cutlass.range(total, unroll=1):
-            acc_s, acc_dp = self.start_s(state), self.start_dp(state)
-            lse = self.of_columns(0, state, 0)
-            warpgroup.wait_group(1)
-            self.probabilities(acc_s, m_block, own, state, 0, lse)
-            warpgroup.wait_group(0)
-            round_operand(rP, acc_s)
-            self.gradients(acc_s, acc_dp, rdS, state)
-            ds = s.ds.state(number + i)
-            self.hand_over(rdS, ds)
-            products.dv.of(rP).issue(state.slot, True)
-            acc_dq = self.start_dq(ds)
-            products.dk.of(rdS).issue(state.slot, True)
-            warpgroup.wait_group(1)
-            s.do.release(state)
-            s.ds.release(ds)
-            self.queries.add_from_smem(acc_dq, tile + m_block, self.keys, self.keys)
-            warpgroup.wait_group(0)
-            s.q.release(state)
+            at = state, number + i, m_block, tile + m_block
+            if cutlass.const_expr(self.config.whole_dq):
+                if at[1] % 2 == self.keys:
+                    self.block(*at, own, rP, rdS, True)
+                else:
+                    self.block(*at, own, rP, rdS, False)
+            else:
+                self.block(*at, own, rP, rdS, True)
             state.advance()
-            m_block += 1
-            if m_block == blocks.end:
-                m_block = blocks.first
+            m_block = s.block_after(m_block, blocks)
+            if m_block == s.first_block(blocks):
                 tile += s.tiles.per_head
         self.arrive(s.v_read)
         self.arrive(s.k_read)
         return state, number + total
+
+    @cute.jit
+    def block(
+        self,
+        state: PipelineState,
+        number: Int32,
+        m_block: Int32,
+        tile: Int32,
+        own: Blocks,
+        rP: cute.Tensor,
+        rdS: cute.Tensor,
+        mine: cutlass.Constexpr[bool],
+    ) -> None:
+        """Sum over block `number` of the CTA's, whose dQ belongs to a tile of the sums; if it is
+        `mine`, compute dQ, or this warpgroup's columns of it.
+
+        NOTE: no branch on a mask or the like while products run: ptxas would wait for each of them.
+        But the wait for a slot of dS stands before that for dP^T, because ptxas moves exponentials
+        and loads behind a wait for products, where nothing of this warpgroup runs, and seldom
+        behind a branch.
+        """
+        s, products = self.shared, self.products[0]
+        acc_s, acc_dp = self.start_s(state), self.start_dp(state)
+        lse = self.of_columns(0, state, 0)
+        warpgroup.wait_group(1)
+        self.probabilities(acc_s, m_block, own, state, 0, lse)
+        delta, ds = self.of_columns(1, state, 0), s.ds.state(number)
+        s.ds.wait_empty(ds)
+        warpgroup.wait_group(0)
+        round_operand(rP, acc_s)
+        self.gradients(acc_s, acc_dp, rdS, state, 0, delta)
+        self.write_ds(rdS, ds)
+        products.dv.of(rP).issue(state.slot, True)
+        if cutlass.const_expr(mine):
+            if cutlass.const_expr(self.config.whole_dq):
+                warpgroup.wait_group(0)  # for the registers of P
+            acc_dq = self.start_dq(ds)
+        products.dk.of(rdS).issue(state.slot, True)
+        warpgroup.wait_group(1)
+        s.do.release(state)
+        if cutlass.const_expr(mine):
+            s.ds.release(ds)
+            self.hand_on(acc_dq, tile, number)
+        warpgroup.wait_group(0)
+        s.q.release(state)
+
+    @cute.jit
+    def hand_on(self, acc_dq: cute.Tensor, tile: Int32, number: Int32) -> None:
+        """Start adding this warp's part of dQ of block `number` to the tile of the sums, or let the
+        warp that adds do it."""
+        queue, queries = self.shared.queue, self.queries
+        if cutlass.const_expr(queue is None):
+            slot = number % 2 * self.config.key_tiles + self.keys
+            queries.add_from_smem(acc_dq, tile, self.keys, slot)
+        else:
+            queue.await_empty(number, self.keys)
+            queries.write_slot(acc_dq, queue.slot(number, self.keys))
+            queue.hand_over(number, self.keys)
 
     @staticmethod
     def arrive(barrier: Barrier) -> None:
@@ -113,7 +159,7 @@ class AllGradients(KeyGradients):
         """Start this warpgroup's columns of dQ of a block, once both have handed dS over."""
         c, s = self.config, self.shared
         s.ds.full.wait(ds.phase, ds.slot)
-        dq = self.queries.product(s.sK, c.head_dim, self.keys)
+        dq = self.queries.product(s.sK, c.head_dim, 0 if c.whole_dq else self.keys)
         acc = dq.mma.accumulator()
         for keys in cutlass.range_constexpr(c.key_tiles):
             tQrdS = dq.a[None, None, None, ds.slot * c.key_tiles + keys]
@@ -127,9 +173,12 @@ class AllGradients(KeyGradients):
         cute.arch.barrier(barrier_id=STORE_BARRIER + self.keys, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def store(self, dk: cpasync.TmaInfo, dv: cpasync.TmaInfo) -> None:
-        """Start the stores of dV, through this warpgroup's slot of dQ, and of dK."""
+    def store(self, dk: cpasync.TmaInfo, dv: cpasync.TmaInfo, number: Int32) -> None:
+        """Start the stores of dV and dK, through this warpgroup's slots of dQ; the CTA has taken
+        `number` blocks before."""
         s, product = self.shared, self.products[0].dk
+        if cutlass.const_expr(s.queue is not None):
+            s.queue.await_all_empty(number, self.keys)
         # NOTE: each warp's adds, and the stores of the tile before, have read what is written here
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=STORE_BARRIER + self.keys, number_of_threads=WARPGROUP)
@@ -140,7 +189,7 @@ class AllGradients(KeyGradients):
 
 @dataclass(frozen=True)
 class Supply:
-    """The role of the third warpgroup, of which one warp asks for tiles, and loads everything."""
+    """The role of the warp that asks for tiles, and loads everything."""
 
     config: BackwardConfig
     shared: Shared
@@ -149,15 +198,14 @@ class Supply:
     @cute.jit
     def run(self, walk: Walk) -> None:
         s, dispatch = self.shared, walk.dispatch
-        if cute.arch.warp_idx() % 4 == 0:
-            fill, phase = s.q.producer(), Int32(0)
-            ticket, announcing = dispatch.first(), dispatch.announcing()
-            while ticket.valid:
-                tile = walk.tile(ticket)
-                if tile.has_keys(self.config):
-                    load = replace(self.load, shared=replace(s, tile=tile))
-                    fill = load.next_tile(fill, phase)
-                    phase ^= 1
-                # NOTE: only when the last load is issued: a CTA that is late gets fewer tiles
-                ticket = dispatch.announce(ticket, announcing)
-                announcing.advance()
+        fill, phase = s.q.producer(), Int32(0)
+        ticket, announcing = dispatch.first(), dispatch.announcing()
+        while ticket.valid:
+            tile = walk.tile(ticket)
+            if tile.has_keys(self.config):
+                load = replace(self.load, shared=replace(s, tile=tile))
+                fill = load.next_tile(fill, phase)
+                phase ^= 1
+            # NOTE: only when the last load is issued: a CTA that is late gets fewer tiles
+            ticket = dispatch.announce(ticket, announcing)
+            announcing.advance()

@@ -151,21 +151,27 @@ class QueryGradients:
         """Start adding this warp's part of columns of dQ, through a slot of smem."""
         c = self.config
         warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
-        units = c.dq_columns // WIDE
-        mine = self.shared.sdQ[None, warp, slot]  # (units * 128)
-        vectors = cute.logical_divide(mine, cute.make_layout(4))  # (4, NumV)
-        numbers = cute.make_tensor(acc.iterator, cute.make_layout((4, units)))
         cute.arch.cp_async_bulk_wait_group(c.dq_slots // c.dq_warpgroups - 1, read=True)
         cute.arch.sync_warp()
-        for j in cutlass.range_constexpr(units):
-            cute.autovec_copy(numbers[None, j], vectors[None, j * 32 + lane])
+        self.write_slot(acc, slot)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
+        mine = self.shared.sdQ[None, warp, slot]  # (units * 128)
         size = cute.size(mine)
         to = self.dq_sums[tile, None].iterator + (warp * (c.head_dim // c.dq_columns) + part) * size
         if lane == 0:
             add_bulk(to, mine.iterator, 4 * size)
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def write_slot(self, acc: cute.Tensor, slot: Int32) -> None:
+        """Write this warp's part of columns of dQ to a slot of smem."""
+        units = self.config.dq_columns // WIDE
+        mine = self.shared.sdQ[None, cute.arch.warp_idx() % 4, slot]  # (units * 128)
+        vectors = cute.logical_divide(mine, cute.make_layout(4))  # (4, NumV)
+        numbers = cute.make_tensor(acc.iterator, cute.make_layout((4, units)))
+        for j in cutlass.range_constexpr(units):
+            cute.autovec_copy(numbers[None, j], vectors[None, j * 32 + cute.arch.lane_idx()])
 
     @cute.jit
     def add_from_registers(self, acc: cute.Tensor, tile: Int32, part: Int32) -> None:

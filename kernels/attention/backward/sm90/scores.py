@@ -150,10 +150,18 @@ class Scores:
     def hand_over(
         self, rdS: cute.Tensor, ds: PipelineState, part: cutlass.Constexpr[int] = 0
     ) -> None:
-        """Write a part of dS^T to its slot in smem, for dQ; hand the slot over with the last."""
-        s, c = self.shared, self.config
+        """Write a part of dS^T to its slot in smem, for dQ, once that is empty; hand the slot over
+        with the last."""
         if cutlass.const_expr(part == 0):
-            s.ds.wait_empty(ds)
+            self.shared.ds.wait_empty(ds)
+        self.write_ds(rdS, ds, part)
+
+    @cute.jit
+    def write_ds(
+        self, rdS: cute.Tensor, ds: PipelineState, part: cutlass.Constexpr[int] = 0
+    ) -> None:
+        """Write a part of dS^T to its slot, which is empty; hand the slot over with the last."""
+        s, c = self.shared, self.config
         sdS = s.sdS[None, None, ds.slot * c.key_tiles + self.keys]
         sdS = cute.local_tile(sdS, (ROWS, c.score_m), (0, part))  # (bKeys, bQueries)
         write_fragment(rdS, self.products[part].s.mma, sdS)
@@ -223,10 +231,13 @@ class Scores:
         rdS: cute.Tensor,
         state: PipelineState,
         part: cutlass.Constexpr[int] = 0,
+        delta: Any = None,
     ) -> None:
-        """Round dS^T = P^T * (dP^T - delta)."""
+        """Round dS^T = P^T * (dP^T - delta); `delta` is that of the columns, if it was read
+        before."""
         scores, dp = rows_of(acc_s), rows_of(acc_dp)
-        delta = self.of_columns(1, state, part)  # (columns)
+        if cutlass.const_expr(delta is None):
+            delta = self.of_columns(1, state, part)  # (columns)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
                 scores[r, c] *= dp[r, c] - delta[c]

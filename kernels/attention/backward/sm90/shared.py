@@ -89,8 +89,8 @@ class Shared:
     sdS: cute.Tensor
     sKp: Any  # (64, D / 2, WG) the other CTA's keys, of the columns that this one computes dQ of
     sdQ: cute.Tensor  # (4 * 32 * units, WARP, SLOT) a warp's part of columns of dQ
-    sdK: Any  # (64, D, WG) dK on its way out, of CTAs that take several tiles
-    sdV: Any  # (64, DV, WG) dV on its way out, in the place of sdQ
+    sdK: Any  # (64, D, WG) dK on its way out, of CTAs that take several tiles; in the place of sdQ
+    sdV: Any  # (64, DV, WG) dV, the same
     stats: cute.Tensor  # (2 * bM, SLOT) LSE, then delta
     k_loaded: Barrier
     v_loaded: Barrier
@@ -105,12 +105,26 @@ class Shared:
     tiles: RowTiles
     tile: Any  # the Tile that a role is at; None until it has one
     heads_per_kv: Int32
+    queue: Any = None  # the SumsQueue, where warps of their own add dQ
+    descending: bool = False  # blocks of queries are taken from the last to the first
 
     def m_blocks(self) -> Blocks:
         """The blocks of queries that see one of the keys of the CTA, or of its pair."""
         lengths, ctas = (self.tile.seq_q.length, self.tile.seq_k.length), self.ds.ctas
         info = self.info._replace(tile_n=ctas * self.info.tile_n)
         return info.m_blocks(self.tile.n_block // ctas, *lengths)
+
+    def first_block(self, blocks: Blocks) -> Int32:
+        """The block of queries that is taken first."""
+        return blocks.end - 1 if self.descending else blocks.first
+
+    @cute.jit
+    def block_after(self, m_block: Int32, blocks: Blocks) -> Int32:
+        """The block after `m_block`, of the next head if it is a head's last."""
+        if cutlass.const_expr(self.descending):
+            return blocks.end - 1 if m_block == blocks.first else m_block - 1
+        else:
+            return blocks.first if m_block + 1 == blocks.end else m_block + 1
 
     def first_head(self) -> Int32:
         return self.tile.head_kv * self.heads_per_kv
