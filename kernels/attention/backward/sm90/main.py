@@ -9,7 +9,7 @@ products during the others' exponentials:
 - the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
   starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too, half of
   its columns each; then CTAs are persistent, and take tiles of keys from a counter (own_dq.py).
-  Where adds come in one order, two of its warps wait for turns, and add (sums.py).
+  Where adds come in one order, two of its warps wait for turns, and add.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from cutex.kernels.attention.backward.config import ELEMENT, WARPGROUP_ROWS, Bac
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.load import Load
-from cutex.kernels.attention.backward.sm90.own_dq import AllGradients, Supply
+from cutex.kernels.attention.backward.sm90.own_dq import Adds, AllGradients, SumsQueue, Supply
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import Handover, Shared
-from cutex.kernels.attention.backward.sm90.sums import Adds, SumsQueue
 from cutex.kernels.attention.backward.sm90.wide import WideKeys, WideValues
 from cutex.kernels.attention.backward.tiles import (
     Sizes,
