@@ -158,6 +158,8 @@ class Scheduler:
                 events.executing(batch, pc)
             if name == "bra" or name in LEAVES:
                 self.executed[pc] += batch.n
+                if pc in places:
+                    events.using_registers(batch, pc)
                 taken = self._guarded(batch, base, guard, ins.negated)
                 here = batch.active()
                 if name == "trap":

@@ -366,6 +366,8 @@ def test_stmatrix_of_8_bit_elements(count):
     names = ", ".join(f"%r{i}" for i in range(count))
     body = f"""{ADDRESS}
     ld.global.v4.b32 {{%r0, %r1, %r2, %r3}}, [%a_i];
+    st.shared.v4.b32 [here], {{0, 0, 0, 0}};
+    bar.sync 0;
     stmatrix.sync.aligned.m16n8.x{count}.trans.shared.b8 [here], {{{names}}};
     bar.sync 0;
     ld.shared.v4.b32 {{%r0, %r1, %r2, %r3}}, [here];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cutex.sim.hazards import unwritten_values
 from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.barrier_order import BarrierOrder
 from cutex.sim.hazards.byte_counts import ByteCounts
@@ -24,6 +25,7 @@ from cutex.sim.hazards.register_moves import RegisterMoves
 from cutex.sim.hazards.smem_shadow import SmemShadow
 from cutex.sim.hazards.tmem_accesses import TmemAccesses
 from cutex.sim.hazards.tmem_shadow import TmemShadow
+from cutex.sim.hazards.unwritten_values import UnwrittenValues
 from cutex.sim.hazards.wgmma_registers import WgmmaRegisters
 from cutex.sim.machine.events import Observer
 
@@ -40,6 +42,7 @@ class Checks:
         self.rechecks = Rechecks(machine)
         self.global_races = GlobalRaces(machine, self.rechecks)
         self.grid_order = GridOrder(machine, launch.programmatic, stream)
+        self.unwritten: unwritten_values.Kept = {}
         self.of_launch = [TensorMapChanges(machine), MapStrides(machine)]
 
     def observers(self) -> list[Observer]:
@@ -69,6 +72,7 @@ class Checks:
             ByteCounts(m, m.mbarriers), MBarrierMemory(m, clocks),
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
+            UnwrittenValues(m, self.unwritten),
             self.global_races, *flags, *orders, *grids, *rechecks, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
         ]  # fmt: skip
@@ -82,3 +86,4 @@ class Checks:
     def stop(self) -> None:
         """Report what was kept, also of a grid that an error has ended."""
         self.rechecks.finish()
+        unwritten_values.tell(self.m.findings, self.unwritten)

@@ -1,0 +1,248 @@
+"""Values that come from shared memory or registers which nothing has written.
+
+An ordinary load of such memory is no fault: kernels load whole vectors and drop what lies behind
+the end, and compilers leave registers undefined. A fault is what depends on the value: an address,
+or what a store puts into global memory. So the values are followed through the registers, lane by
+lane, from the first such load on; a kernel that has none pays for a look at 16 bytes with each
+load. What may choose between values, or mixes those of lanes, ends the way, except `selp`, of which
+the choice is known: what is told is sure, but it is not all. A branch is told as an advisory, as
+both ways may lead to the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cutex.sim.hazards.tmem_loads import effects
+from cutex.sim.machine.events import Observer, SharedBytes
+from cutex.sim.ptx.once import once
+from cutex.sim.ptx.operands import Address, Imm, Reg, RegisterId, registers_of
+from cutex.sim.ptx.program import Instruction, Program
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.findings import Findings
+    from cutex.sim.machine.machine import Machine
+
+# what is found: by place in the PTX and kind, the message and whether it is an advisory
+Kept = dict[tuple[int, str], tuple[str, Instruction, bool]]
+
+# A result of one of these depends on each of its sources,
+_DEPENDS = frozenset(
+    [
+        *("abs", "add", "brev", "clz", "cos", "cvt", "div", "ex2", "fma", "lg2", "mad", "mul"),
+        *("neg", "not", "popc", "rcp", "rem", "rsqrt", "setp", "shl", "shr", "sin", "sqrt", "sub"),
+        *("tanh", "xor"),
+    ]
+)
+# and of one of these perhaps on one of them only.
+_MERGES = frozenset(("and", "max", "min", "mov", "or"))
+_ACCESSES = frozenset(("ld", "st", "red", "atom"))
+_MOST = 256  # registers that are followed
+
+
+class _Origin(NamedTuple):
+    """Where a value comes from: what nothing has written, and the place of its load, if any."""
+
+    what: str
+    load: str
+
+
+class _Step(NamedTuple):
+    """The registers of an instruction: those that it writes, its sources, one set for each that is
+    not part of an address, and those of addresses.
+    """
+
+    written: frozenset[RegisterId]
+    sources: tuple[tuple[RegisterId, ...], ...]
+    addresses: frozenset[RegisterId]
+
+
+@once
+def _steps(program: Program) -> list[_Step]:
+    return [_step(ins) for ins in program.code]
+
+
+def _step(ins: Instruction) -> _Step:
+    written = frozenset(_written(ins))
+    first = 0 if ins.name in ("st", "red", "bra") else 1  # operands that are no results
+    addresses = {p for o in ins.operands if isinstance(o, Address) for p in registers_of(o)}
+    sources = [tuple(registers_of(o)) for o in list(ins.operands)[first:] if not _address(o)]
+    return _Step(written, tuple(sources), frozenset(addresses))
+
+
+def _written(ins: Instruction) -> set[RegisterId]:
+    """The registers that an instruction writes, the result of a bar.red or a call, too."""
+    written = effects(ins)[0]
+    if ins.name == "call" or "red" in ins.parts[1:]:
+        written |= set(registers_of(next(iter(ins.operands))))
+    return written
+
+
+def _address(operand: object) -> bool:
+    return isinstance(operand, Address)
+
+
+@once
+def _uses(program: Program) -> dict[RegisterId, set[int]]:
+    """The places that read or write each register."""
+    uses: dict[RegisterId, set[int]] = {}
+    for pc, ins in enumerate(program.code):
+        written, read = effects(ins)
+        for register in written | read:
+            uses.setdefault(register, set()).add(pc)
+    return uses
+
+
+@once
+def _never_written(program: Program) -> dict[RegisterId, str]:
+    """The registers that some instruction reads and none writes, and their names."""
+    written, read = set[RegisterId](), dict[RegisterId, str]()
+    for ins in program.code:
+        written |= _written(ins)
+        for operand in list(ins.operands):
+            registers = operand.items if hasattr(operand, "items") else (operand,)
+            named = [r for r in registers if isinstance(r, Reg)]
+            read |= {(r.bank, r.index): r.name.partition("@")[0] for r in named}
+    return {register: name for register, name in read.items() if register not in written}
+
+
+class UnwrittenValues(Observer):
+    """The registers of all resident warps that hold such values. What is found is kept in ``kept``
+    until the grid has ended: see `tell`.
+    """
+
+    def __init__(self, machine: Machine, kept: Kept) -> None:
+        self.m, self.kept = machine, kept
+        # by register: of each lane, (warps, 32), the number of its value's origin, or 0
+        self.holds: dict[RegisterId, np.ndarray] = {}
+        self.origins: list[_Origin] = []
+        self.added: set[int] = set()  # the places that only this watches
+        for register, name in _never_written(machine.program).items():
+            origin = self._origin(f"register {name}", "")
+            self.holds[register] = np.full((machine.grid.num_warps, 32), origin, np.int16)
+
+    def watched_places(self) -> set[int]:
+        uses = _uses(self.m.program)
+        return {pc for register in self.holds for pc in uses[register]}
+
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        if write or not ordinary or ins.name != "ld":
+            return
+        unwritten = self.m.box_swizzle[at.cta, at.offset >> 4] < 0
+        if not unwritten.any():
+            return
+        first = int(unwritten.argmax())
+        number = self._origin(f"shared memory 0x{int(at.offset[first]):x}", ins.where())
+        for register in effects(ins)[0]:
+            if register in self.holds or len(self.holds) < _MOST:
+                self._follow(register)[at.warps[unwritten], at.lanes[unwritten]] = number
+
+    def using_registers(self, b: Batch, pc: int) -> None:
+        """Follow the values through an instruction, or report it."""
+        if not self.holds:
+            return
+        ins, step = self.m.program.code[pc], _steps(self.m.program)[pc]
+        self._check(b, ins, step)
+        results = self._results(b, ins, step)
+        for register in step.written:
+            if register in self.holds or (results.any() and len(self.holds) < _MOST):
+                holds, active = self._follow(register), b.active()
+                holds[b.sel] = np.where(active, results, holds[b.sel])
+                if not holds.any():
+                    self._forget(register)
+
+    def _forget(self, register: RegisterId) -> None:
+        """Follow a register no more; with the last one, what was watched for them costs nothing."""
+        del self.holds[register]
+        if not self.holds:
+            self.m.events.places -= self.added
+            self.added.clear()
+
+    def _follow(self, register: RegisterId) -> np.ndarray:
+        """What the lanes hold in a register, which is watched from now on."""
+        if register not in self.holds:
+            self.holds[register] = np.zeros((self.m.grid.num_warps, 32), np.int16)
+            more = _uses(self.m.program)[register] - self.m.events.places
+            self.added |= more
+            self.m.events.places |= more
+        return self.holds[register]
+
+    def _origin(self, what: str, load: str) -> int:
+        """The number of an origin."""
+        known = [n for n, origin in enumerate(self.origins) if origin.load == load and load]
+        if known:
+            return known[0] + 1
+        self.origins.append(_Origin(what, load))
+        return len(self.origins)
+
+    def _of(self, b: Batch, registers: tuple[RegisterId, ...], all_: bool) -> np.ndarray:
+        """The origin of the value of an operand, (n, 32); ``all_``: of one of several registers
+        only if each has one.
+        """
+        each = [self.holds[r][b.sel] if r in self.holds else 0 for r in registers] or [0]
+        numbers = np.stack([np.broadcast_to(e, (b.n, 32)) for e in each])
+        return numbers.min(0) if all_ else numbers.max(0)
+
+    def _results(self, b: Batch, ins: Instruction, step: _Step) -> np.ndarray:
+        """The origin of an instruction's results, (n, 32)."""
+        if ins.name == "selp":
+            yes, no, _ = step.sources
+            (register,) = list(ins.operands)[3:4]
+            assert isinstance(register, Reg)
+            chosen = self.m.register(register)[b.sel]
+            return np.where(chosen, self._of(b, yes, True), self._of(b, no, True))
+        if ins.name not in _DEPENDS | _MERGES or not step.sources:
+            return np.zeros((b.n, 32), np.int16)
+        masks = ins.name == "and" and any(isinstance(o, Imm) and o.value for o in ins.operands)
+        sources = [s for s in step.sources if s] if masks else step.sources
+        merges = not masks and (ins.name in _MERGES or (ins.name == "setp" and len(sources) > 2))
+        numbers = np.stack([self._of(b, s, True) for s in sources])
+        return numbers.min(0) if merges else numbers.max(0)
+
+    def _check(self, b: Batch, ins: Instruction, step: _Step) -> None:
+        if ins.guard is not None:
+            guard = self._of(b, ((ins.guard.bank, ins.guard.index),), True)
+            if ins.name == "bra":
+                self._tell(b, guard, "takes or leaves a branch by", ins, advisory=True)
+        if ins.name not in _ACCESSES or "prefetch" in ins.parts:
+            return
+        if step.addresses:
+            addresses = self._of(b, tuple(step.addresses), False)
+            if self._tell(b, addresses, "accesses memory at an address that comes from", ins):
+                return
+        if "global" in ins.parts and ins.name != "ld":
+            values = [self._of(b, s, True) for s in step.sources if s]
+            if values:
+                numbers = np.stack(values).max(0)
+                self._tell(b, numbers, "stores into global memory a value that comes from", ins)
+
+    def _tell(
+        self, b: Batch, numbers: np.ndarray, does: str, ins: Instruction, advisory: bool = False
+    ) -> bool:
+        wrong = (numbers != 0) & b.active() & self.m.live[b.idx]
+        if not wrong.any():
+            return False
+        if (ins.line, does) in self.kept:
+            return True
+        row, lane = (int(v[0]) for v in np.nonzero(wrong))
+        origin = self.origins[int(numbers[row, lane]) - 1]
+        by = f", by the load at {origin.load}" if origin.load else ""
+        message = (
+            f"{self.m.grid.name_warp(int(b.idx[row]))} lane {lane} {does} {origin.what}, which "
+            f"nothing has written{by}"
+        )
+        self.kept[ins.line, does] = message, ins, advisory
+        return True
+
+
+def tell(findings: Findings, kept: Kept) -> None:
+    """Report what was kept, unless something else was found: a race's reader comes before the
+    writer, too.
+    """
+    if all(found.advisory for found in findings):
+        for message, ins, advisory in kept.values():
+            findings.add("uninitialised", message, ins, advisory)
+    kept.clear()
