@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _CLUSTER_CTAS = 16  # more than 8 are a size that is not portable
+# the most CTAs of a grid and threads of a CTA (CUDA C++ Programming Guide, Compute Capabilities)
+_GRID, _BLOCK = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64)
 _TIME_OUTS = 4  # of each try_wait: more than the tries of a wait that does not come back
 
 
@@ -306,6 +308,12 @@ def _check_launch(program: Program, what: Launch) -> None:
         raise ValueError(
             f"launch of {what.kernel}: grid {what.grid} or block {what.block} is not a valid size"
         )
+    for sizes, limits, of in ((what.grid, _GRID, "grid"), (what.block, _BLOCK, "block")):
+        for size, limit, mode in zip(sizes, limits, "xyz", strict=True):
+            if size > limit:
+                raise ValueError(
+                    f"launch of {what.kernel}: {of} {sizes}, a GPU takes at most {limit} in {mode}"
+                )
     if program.max_threads and threads > program.max_threads:
         raise ValueError(
             f"launch of {what.kernel}: {threads} threads, compiled for at most "
@@ -322,9 +330,10 @@ def _check_launch(program: Program, what: Launch) -> None:
             f"{_CLUSTER_CTAS}"
         )
     gpu = gpu_of(program)
-    if what.smem > gpu.smem_per_cta:
+    smem = what.smem + sum(v.size for v in program.variables.values() if v.space == "shared")
+    if smem > gpu.smem_per_cta:
         raise ValueError(
-            f"launch of {what.kernel}: {what.smem} bytes of shared memory, an SM of {gpu.name} "
+            f"launch of {what.kernel}: {smem} bytes of shared memory, an SM of {gpu.name} "
             f"gives a CTA at most {gpu.smem_per_cta}"
         )
 

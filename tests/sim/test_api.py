@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Barrier
 
 import cutlass
@@ -20,7 +21,7 @@ from ptx_kernel import Shape, simulate_ptx
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.problem.gemm import GemmProblem
-from cutex.sim import BadAddress, NoCompiler, UnknownInstruction, simulate
+from cutex.sim import BadAddress, Hazards, NoCompiler, UnknownInstruction, simulate
 from cutex.sim.host.capture import HostFunction, HostTensor
 
 THREADS = 64
@@ -225,12 +226,20 @@ def test_a_known_instruction_with_an_unknown_modifier_is_no_guess():
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(block=1056), Shape(smem=1 << 20), Shape(grid=3, cluster=2)]
-)
+    "shape", [Shape(block=1056), Shape(smem=1 << 20), Shape(grid=3, cluster=2),
+              Shape(grid=(1, 65536, 1)), Shape(block=(1, 1, 65))]
+)  # fmt: skip
 def test_a_launch_that_the_driver_would_refuse(shape):
     with pytest.raises(ValueError, match="launch of snippet: ") as error:
         simulate_ptx("mov.b32 %r0, 1;", {}, shape)
     one_sentence(error.value)
+
+
+def test_static_shared_memory_counts_too():
+    shape = Shape(smem=232448 - 4096)
+    simulate_ptx(".shared .align 4 .b8 mine[4096]; mov.b32 %r0, 1;", {}, shape)
+    with pytest.raises(ValueError, match="launch of snippet: 232452 bytes of shared memory"):
+        simulate_ptx(".shared .align 4 .b8 mine[4100]; mov.b32 %r0, 1;", {}, shape)
 
 
 def test_without_a_c_compiler_the_sentence_says_what_to_install(monkeypatch, tmp_path):
@@ -271,13 +280,17 @@ def test_an_error_inside_a_launch_comes_out_and_the_kernel_can_be_run_again():
 
 
 @pytest.mark.parametrize(
-    "read", ["mov.b32 %r0, %r77;", "ld.shared.b32 %r0, [smem+16];",
-             ".local .align 4 .b32 mine; ld.local.b32 %r0, [mine];"],
+    ("read", "told"), [
+        ("mov.b32 %r0, %r77;", True), ("ld.shared.b32 %r0, [smem+16];", True),
+        (".local .align 4 .b32 mine; ld.local.b32 %r0, [mine];", False),
+    ],
     ids=["register", "shared memory", "local memory"],
 )  # fmt: skip
-def test_what_nothing_has_written_comes_out_as_nan(read):
+def test_what_nothing_has_written_comes_out_as_nan(read, told):
     out = np.zeros(32, np.float32)
-    simulate_ptx(f"{read} st.global.b32 [%out_i], %r0;", {"out": out}, Shape(smem=64))
+    into = pytest.raises(Hazards, match="stores into global memory a value that comes from")
+    with into if told else nullcontext():
+        simulate_ptx(f"{read} st.global.b32 [%out_i], %r0;", {"out": out}, Shape(smem=64))
     assert np.isnan(out).all()
 
 
@@ -287,7 +300,8 @@ def test_registers_of_every_width_begin_as_nan():
     mov.b16 %h0, %h40; st.global.b16 [%halves_i], %h0; add.f64 %d0, %d40, %d40;
     st.global.b64 [%double_i], %d0;
     """
-    simulate_ptx(body, {"halves": halves, "double": double})
+    with pytest.raises(Hazards, match="register %h40, which nothing has written"):
+        simulate_ptx(body, {"halves": halves, "double": double})
     assert np.isnan(halves.view(np.float16)).all() and np.isnan(double).all()
 
 
