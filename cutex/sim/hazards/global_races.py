@@ -64,10 +64,12 @@ class GlobalRaces(Observer):
         self.m = machine
         code = machine.program.code
         self.active = not any(ins.name == "multimem" for ins in code)
+        self.fences_all = any(ins.op == "fence.proxy.async" for ins in code)
         self.order, self.lenient = ClusterOrder(machine), ClusterOrder(machine, lenient=True)
         self.records = Records()
         self.reports = GlobalReports(machine, self.records, rechecks)
         self.writes: dict[int, np.ndarray] = {}
+        self.beneath: dict[int, np.ndarray] = {}  # the last ordinary write before atomics
         self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
 
@@ -300,10 +302,26 @@ class GlobalRaces(Observer):
     def _atomic(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
         """An atomic, which is a read and a write; ordinary accesses must be ordered with it."""
         marks = self._marks(region)
-        if clash := self._clash(marks[places], places, by):
+        last = marks[places]
+        if clash := self._clash(last, places, by) or self._clash_beneath(region, last, places, by):
             self.reports.race(by, clash, region, "changes", "by an ordinary store", ins)
         self._after_loads(region, places, np.ones(places.shape, bool), by, ins)
         marks[places] = self._mark(by)[:, None]
+
+    def _clash_beneath(
+        self, region: Region, last: np.ndarray, places: np.ndarray, by: By
+    ) -> Clash | None:
+        """As `_clash` of an atomic, with ordinary writes that come before other atomics: these are
+        ordered after it, this one need not be.
+        """
+        plain = (last != 0) & (self.records.kind[last >> LANE] == PLAIN)
+        beneath = self.beneath.get(region.base)
+        if beneath is None:
+            if not plain.any():
+                return None
+            beneath = self.beneath[region.base] = np.zeros(len(region.data), np.uint32)
+        beneath[places[plain]] = last[plain]
+        return self._clash(np.where(plain, 0, beneath[places]), places, by)
 
     def _check_box(self, read: BoxRead, warp: int | None = None) -> None:
         """Check a TMA load against the writes so far: when it is issued by ``warp``, or at the end
@@ -334,12 +352,13 @@ class GlobalRaces(Observer):
         with no fence of proxies on the way (PTX ISA 9.7.9.25.1). A fence of global memory only
         counts where the warp that stores or the one that copies has it.
 
-        NOTE: a fence of shared memory only is taken for one of all.
+        NOTE: a fence of shared memory only is taken for one of all in a kernel that has those, too.
         """
         rec, r = last >> LANE, self.records
         slot, own = r.slot[rec], int(self._clusters(np.array([warp]))[0]) + 1
         unseen = (last != 0) & (r.who[rec] == own) & (slot < self.clocks.warps)
-        unseen &= r.count[rec] > self.clocks.visible[warp, slot]
+        if self.fences_all:
+            unseen &= r.count[rec] > self.clocks.visible[warp, slot]
         for who in {warp, *np.unique(r.warp[rec[unseen]]).tolist()} & self.proxy_clocks.keys():
             unseen &= r.count[rec] > self.proxy_clocks[who][slot]
         if unseen.any():

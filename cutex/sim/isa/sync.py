@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cutex.sim.errors import BarrierMisuse
+from cutex.sim.errors import BadOperand, BarrierMisuse
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
 from cutex.sim.machine.machine import Machine, RegisterPool
 from cutex.sim.machine.memory import SHARED_WINDOW
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
+from cutex.sim.ptx.operands import Imm
 from cutex.sim.ptx.strength import is_fence
 
 
@@ -105,8 +106,11 @@ def _warp_sync(d: Decoder) -> Execute:
     """bar.warp.sync (9.7.13.2): the lanes in the mask wait for each other."""
     d.only("warp", "sync")
     mask, m, ins = d.src(0, "b32"), d.m, d.ins
+    every = isinstance(d.ins.operands[0], Imm) and d.immediate(0) & 0xFFFFFFFF == 0xFFFFFFFF
 
     def execute(b: Batch) -> np.ndarray | None:
+        if not every:
+            _require_members(d, b, b.lanes(mask(b)))
         if b.mask is None:
             m.events.lanes_met(b.idx)
             return None
@@ -131,6 +135,21 @@ def _warp_sync(d: Decoder) -> Execute:
         return out if out.any() else None
 
     return execute
+
+
+def _require_members(d: Decoder, b: Batch, masks: np.ndarray) -> None:
+    """Raise BadOperand if a lane executes the instruction that its membermask, (n, 32), does not
+    name.
+    """
+    named = (masks >> np.arange(32, dtype=np.uint32) & np.uint32(1)).astype(bool)
+    strangers = b.active() & d.m.live[b.idx] & ~named
+    if strangers.any():
+        row, lane = (int(v[0]) for v in np.nonzero(strangers))
+        raise BadOperand.at(
+            d.ins,
+            f"the membermask of {d.ins.op} does not name lane {lane} of "
+            f"{d.m.grid.name_warp(int(b.idx[row]))}, which executes it",
+        )
 
 
 # -- clusters --------------------------------------------------------------------------------------

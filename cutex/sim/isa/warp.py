@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
+from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Operand
 
@@ -89,13 +90,32 @@ def shfl(d: Decoder) -> Execute:
         j = np.where(ok, j, lane)
         row = np.arange(b.n)[:, None]
         got = values[row, j]
-        # NOTE: reading from a lane that does not take part is undefined, and gives poison here
-        got = np.where(active[row, j], got, np.uint32(0x7FFF7FFF))
+        absent = ~active[row, j]
+        if absent.any():
+            _tell_absent(d, b, absent & active, j)
+            got = np.where(absent, POISON32, got)
         write(b, got)
         if valid:
             valid(b, ok)
 
     return execute
+
+
+def _tell_absent(d: Decoder, b: Batch, absent: np.ndarray, source: np.ndarray) -> None:
+    """Tell of the first lane, of those ``absent`` (n, 32), that reads a lane which takes no part:
+    what it gets is not defined, and poison here (9.7.9.6). That is no fault unless it is used.
+    """
+    if not absent.any():
+        return
+    row, lane = (int(v[0]) for v in np.nonzero(absent))
+    d.m.findings.add(
+        "shfl",
+        f"{d.m.grid.name_warp(int(b.idx[row]))} lane {lane} reads the register of lane "
+        f"{int(source[row, lane])}, which does not execute this {d.ins.op}: what it gets is not "
+        "defined",
+        d.ins,
+        advisory=True,
+    )
 
 
 @instruction("vote")

@@ -193,7 +193,7 @@ class MBarriers:
     def describe(self, cta: int, offset: int) -> str:
         """The state for the deadlock report, with the error of the tx-count if there is one."""
         b = self.barriers[cta, offset]
-        announced = b.announced.place() if b.announced else ""
+        announced = f", announced at {b.announced.place()}" if b.announced else ""
         last = f"{b.last[0]} at {b.last[1].where()}" if b.last else "nobody"
         text = (
             f"{self.name(cta, offset)}: {b.phases} phase{'s' if b.phases != 1 else ''} complete, "
@@ -202,12 +202,11 @@ class MBarriers:
         if b.tx > 0 and not any((cta, offset) in op.signals for op in self.flight):
             text += (
                 f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "
-                f"in flight), announced at {announced}"
+                f"in flight){announced}"
             )
         elif b.tx < 0:
             text += (
-                f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected}), "
-                f"announced at {announced}"
+                f" ({b.tx_arrived} bytes came, expect_tx announced only {b.tx_expected}){announced}"
             )
         return f"{text}, last touched by {last}"
 

@@ -1,0 +1,169 @@
+"""Faults of every kind, each beside a twin that is right: the first is found, the second clean."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from barriers import CLUSTER_SYNC, copy, init, rows, wait
+from ptx_kernel import Shape, simulate_ptx
+from tensor_maps import aligned
+
+from cutex.sim import SimError
+
+FENCE = "fence.proxy.async.shared::cta;"
+START = """.reg .b32 at, mine, thread; mov.u32 thread, %tid.x; mov.u32 at, smem;
+    mad.lo.u32 mine, thread, 4, at; setp.eq.u32 %p0, thread, 0; setp.lt.u32 %p1, thread, 32;
+    setp.eq.u32 %p2, %cta, 0; mad.wide.u32 %d1, thread, 4, %out;"""
+OUT = "st.global.u32 [%out_i], %r1;"
+STORE = """@%p0 cp.async.bulk.global.shared::cta.bulk_group [%out], [at], 256;
+    @%p0 cp.async.bulk.commit_group;"""
+LOAD = f"""@%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 256;
+    @%p0 {copy("bar+128", "%x", 256)} {wait("bar", 0, "W")}"""
+ADD = "@%p0 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [at], 128;"
+LOCK = """setp.ne.u32 %p3, thread, 0; @%p3 bra OUT;
+    L: atom.SEM.gpu.global.cas.b32 %r1, [%out], 0, 1; setp.ne.u32 %p2, %r1, 0; @%p2 bra L;
+    ld.global.u32 %r2, [%x]; add.u32 %r2, %r2, 1; st.global.u32 [%x], %r2; FREE OUT: bar.sync 0;"""
+PAIR = f"""{CLUSTER_SYNC} .reg .b32 peer, far; mov.u32 peer, %cluster_ctarank;
+    xor.b32 peer, peer, 1; mapa.shared::cluster.u32 far, mine, peer;"""
+CTAS = Shape(grid=2, block=32, smem=1024)
+CLUSTER = Shape(grid=2, block=32, cluster=2, smem=1024)
+GROUP = Shape(block=128, smem=64)
+
+
+class Pair(NamedTuple):
+    """A kernel in which ``HERE`` is replaced by ``fault`` or by ``right``; ``says``: a part of the
+    first report of the former.
+    """
+
+    text: str
+    fault: str
+    right: str
+    says: str
+    shape: Shape = Shape(block=64, smem=4096)
+    advisory: bool = False
+
+
+PAIRS = {
+    # -- values that nothing has written
+    "smem to global": Pair(
+        f"{START} HERE ld.shared.u32 %r1, [mine]; add.u32 %r1, %r1, 1; {OUT}",
+        "", "st.shared.u32 [mine], 1;", "stores into global memory a value that comes from shared"),
+    "smem as an address": Pair(
+        f"{START} HERE ld.shared.u32 %r1, [mine]; and.b32 %r1, %r1, 60;"
+        "mad.wide.u32 %d2, %r1, 4, %out; st.global.u32 [%d2], 1;",
+        "", "mov.u32 %r2, 4; st.shared.u32 [mine], %r2;", "at an address that comes from shared"),
+    "smem that decides": Pair(
+        f"{START} HERE ld.shared.u32 %r1, [mine]; setp.eq.u32 %p3, %r1, 5; @%p3 bra END;"
+        "st.global.u32 [%out_i], 1; END:",
+        "", "st.shared.u32 [mine], 1;", "takes or leaves a branch by shared", advisory=True),
+    "a register": Pair(
+        f"{START} HERE add.u32 %r1, %r77, 1; {OUT}", "", "mov.u32 %r77, 1;", "register %r77"),
+    "the lanes that nothing has filled": Pair(
+        f"{START} @%p1 st.shared.u32 [mine], 1; ld.shared.u32 %r1, [mine]; HERE"
+        f"{OUT}", "", "selp.b32 %r1, %r1, 0, %p1;", "CTA (0,0,0) warp 1 lane 0 stores into"),
+    # -- warps
+    "shfl of an absent lane": Pair(
+        f"{START} mov.u32 %r1, %lane; setp.lt.u32 %p3, %r1, 16; @!%p3 bra OVER;"
+        f"shfl.sync.idx.b32 %r1, %r1, HERE, 31, 0xffff; OVER: {OUT}",
+        "20", "5", "reads the register of lane 20, which does not", advisory=True),
+    "bar.warp.sync without a lane that is there": Pair(
+        f"bar.warp.sync HERE; mov.u32 %r1, 1; {OUT}",
+        "0xffff", "0xffffffff", "membermask of bar.warp.sync does not name lane 16"),
+    "rows of stmatrix": Pair(
+        f"{START} and.b32 %r2, %lane, HERE; mad.lo.u32 %r3, %r2, 16, at; mov.u32 %r4, %lane;"
+        "@%p1 stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r3], {%r4};",
+        "3", "31", "store different values to shared memory"),
+    # -- atomics and locks
+    "one CTA clears what all add to": Pair(
+        f"{START} HERE bar.sync 0; red.global.add.u32 [%d1], 1;",
+        "@%p2 st.global.u32 [%d1], 3;", "", "wrote another value there by an ordinary store", CTAS),
+    "one CTA clears what all add to in bulk": Pair(
+        f"{START} st.shared.u32 [mine], 1; {FENCE} HERE bar.sync 0; {ADD}"
+        "@%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;",
+        "@%p2 st.global.u32 [%d1], 3;", "", "wrote another value there by an ordinary store", CTAS),
+    "a relaxed lock": Pair(
+        f"{START} {LOCK.replace('FREE', 'st.release.gpu.global.u32 [%out], 0;')}".replace(
+            "SEM", "HERE"), "relaxed", "acquire", "reads x[0]", Shape(grid=4, block=32, smem=64)),
+    "a lock that an ordinary store frees": Pair(
+        f"{START} {LOCK.replace('FREE', 'HERE [%out], 0;').replace('SEM', 'acquire')}",
+        "st.global.u32", "st.release.gpu.global.u32", "writes out[0]",
+        Shape(grid=4, block=32, smem=64)),
+    "one thread polls": Pair(
+        f"""{START} @!%p2 bra R; st.global.u32 [%d1+512], 5; bar.sync 0; @%p0 fence.acq_rel.gpu;
+        @%p0 st.relaxed.gpu.global.u32 [%out], 1; bra END; R: @!%p0 bra GO;
+        P: ld.acquire.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra P;
+        GO: HERE ld.global.u32 %r2, [%d1+512]; END: bar.sync 1;""",
+        "", "bar.sync 0;", "reads out[160]", Shape(grid=2, block=64, smem=64)),
+    # -- proxies
+    "a fence of shared memory for global": Pair(
+        f"{init(1)} st.global.u32 [%x_i], %i; HERE bar.sync 0; {LOAD}",
+        FENCE, "fence.proxy.async.global;", "proxy: a copy that CTA (0,0,0) warp 0 issues reads x"),
+    "a fence of the thread that copies": Pair(
+        f"{START} st.shared.u32 [mine], %i; HERE {STORE} @%p0 cp.async.bulk.wait_group 0;",
+        f"@%p0 {FENCE} bar.sync 0;", f"bar.sync 0; @%p0 {FENCE}", "proxy: the bulk store of"),
+    "ld.global.nc of what a bulk store wrote": Pair(
+        f"{START} st.shared.u32 [mine], %i; {FENCE} bar.sync 0; {STORE}"
+        f"@%p0 cp.async.bulk.wait_group 0; bar.sync 0; HERE.u32 %r1, [%out_i];"
+        "st.global.u32 [%x_i], %r1;", "ld.global.nc", "ld.global", "by ld.global.nc"),
+    # -- groups and barriers
+    "another thread waits for the bulk store": Pair(
+        f"""{START} st.shared.u32 [mine], %i; {FENCE} bar.sync 0; setp.eq.u32 %p3, thread, 32;
+        {STORE} HERE cp.async.bulk.wait_group.read 0; bar.sync 0; st.shared.u32 [mine], 7;
+        @%p0 cp.async.bulk.wait_group 0;""",
+        "@%p3", "@%p0", "while it is still being read by the bulk store"),
+    "the warp that only arrived reads": Pair(
+        f"{START} st.shared.u32 [mine], %i; @%p1 bar.arrive 1, 64; @!%p1 bar.sync 1, 64;"
+        f"xor.b32 %r2, mine, 128; HERE ld.shared.u32 %r1, [%r2]; {OUT}",
+        "", "mov.u32 %r1, 0; @!%p1", "no barrier orders the two"),
+    # -- clusters
+    "a remote store to a CTA that may have returned": Pair(
+        f"{START} {PAIR} @%p2 st.shared::cluster.u32 [far], 1; HERE",
+        "", CLUSTER_SYNC, "returns without having waited for a store of", CLUSTER),
+    "a barrier of the CTA for a store of its peer": Pair(
+        f"{START} {PAIR} st.shared::cluster.u32 [far], %i; HERE ld.shared.u32 %r1, [mine]; {OUT}"
+        f"{CLUSTER_SYNC}", "bar.sync 0;", CLUSTER_SYNC, "no barrier orders the two", CLUSTER),
+    # -- registers
+    "setmaxnreg.dec to more": Pair(
+        "setmaxnreg.dec.sync.aligned.u32 24; bar.sync 0; setmaxnreg.HERE.sync.aligned.u32 40;",
+        "dec", "inc", ".dec takes no more than it has", GROUP),
+}  # fmt: skip
+
+
+def run(text: str, shape: Shape, head: str = "") -> list[str]:
+    """The first lines of what is told, advisories included."""
+    arrays = {"x": rows(1, 1024).reshape(-1), "out": aligned(np.zeros(256, np.uint32))}
+    try:
+        told = simulate_ptx(text, arrays, shape, head=head).advisories
+    except SimError as error:
+        return str(error).split("\n")[:2]
+    return [str(advisory) for advisory in told]
+
+
+SAMPLE = [pytest.param(name, marks=[] if n % 3 else [pytest.mark.slow])
+          for n, name in enumerate(PAIRS)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_fault_is_found_and_its_twin_is_clean(name: str) -> None:
+    pair = PAIRS[name]
+    told = " ".join(run(pair.text.replace("HERE", pair.fault), pair.shape))
+    assert pair.says in told and ("advisory" in told) == pair.advisory, told
+    assert not run(pair.text.replace("HERE", pair.right), pair.shape)
+
+
+@pytest.mark.parametrize("use", [
+    "@%p1 st.global.u32 [%out_i], %r1;",
+    "selp.b32 %r2, %r1, 7, %p1; st.global.u32 [%out_i], %r2;",
+    "mov.b64 %d3, {%r1, %i}; mov.b64 {%r2, %r3}, %d3; st.global.u32 [%out_i], %r3;",
+    "and.b32 %r2, %r1, 0; st.global.u32 [%out_i], %r2;",
+    "max.u32 %r2, %r1, 0xffffffff; st.global.u32 [%out_i], %r2;",
+    "shl.b32 %r2, %r1, 3; st.shared.u32 [mine], %r2;",
+    "setp.lt.and.u32 %p3, %r1, 4, %p1; @%p3 st.global.u32 [%out_i], 1;",
+    "mov.u32 %r1, 5; add.u32 %r1, %r1, 1; st.global.u32 [%out_i], %r1;",
+], ids=["left out", "other", "beside", "masked", "no matter", "kept", "and", "new"])  # fmt: skip
+def test_a_value_that_nothing_depends_on_is_clean(use: str) -> None:
+    """Of 64 threads the first warp's values are there."""
+    text = f"{START} @%p1 st.shared.u32 [mine], 1; ld.shared.u32 %r1, [mine]; {use}"
+    assert not run(text, Shape(block=64, smem=4096))
