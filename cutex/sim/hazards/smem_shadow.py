@@ -68,6 +68,7 @@ class _Last:
         if part is _WHOLE:
             self.bytes[at] = part
         else:
+            assert isinstance(part, np.ndarray)
             same = (self.slot[at] == slot) & (self.count[at] == count)
             self.bytes[at] = np.where(same, self.bytes[at], 0)
             self.slot[at], self.count[at] = slot, count
