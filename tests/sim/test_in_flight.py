@@ -56,6 +56,26 @@ def test_a_wait_for_one_copy_is_none_for_the_next(second_by, order):
         two_loads("bar", second_by, **order)
 
 
+@pytest.mark.parametrize("between", ["global", "shared"])
+def test_two_copies_of_the_same_bytes_to_one_place_break_the_letter_only(between):
+    """As where the elected thread of each warp issues one, and all are counted."""
+    body = f"""{init(2)} setp.eq.u32 %p1, %lane, 0; .reg .b32 from; add.u32 from, bar, 1024;
+        mad.lo.u32 %r21, %i, 4, from; st.shared.u32 [%r21], %i; st.shared.u32 [%r21+256], 1;
+        fence.proxy.async.shared::cta; bar.sync 0;
+        mul.lo.u32 %r2, %i, OTHER; add.u32 from, from, %r2; mad.wide.u32 %d2, %r2, 1, %x;
+        @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128; COPY
+        {wait("bar", 0, "W")} ld.shared.u32 %r1, [bar+128]; st.global.u32 [%out_i], %r1;"""
+    load = "@%p1 " + copy("bar+128", "%d2", 128)
+    own = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    text = load if between == "global" else f"@%p1 {own} [bar+128], [from], 128, [bar];"
+    arrays = {"x": rows(1, 512).reshape(-1), "out": np.zeros(64, np.uint32)}
+    body, shape = body.replace("COPY", text), Shape(block=64, smem=4096)
+    report = simulate_ptx(body.replace("OTHER", "0"), arrays, shape)
+    assert "both copy the same bytes to the same place" in str(report.advisories[0])
+    with pytest.raises(Hazards, match="while it is still being written by the bulk copy"):
+        simulate_ptx(body.replace("OTHER", "8"), arrays, shape)
+
+
 # -- tcgen05.commit --------------------------------------------------------------------------------
 
 

@@ -102,6 +102,7 @@ def _plain_load(d: Decoder) -> Execute:
                     _bulk_loader(m, source, target, offset, n, signal, ins),
                     Engine.TMA_LOAD, n,
                     writes=[Span(target, offset, offset + n)], signals=[signal],
+                    source=("global", source, n, offset),
                 )  # fmt: skip
                 m.flight.issue(op)
 
@@ -149,6 +150,7 @@ def _shared_copy(d: Decoder, reduction: str | None) -> Execute:
                 _mover(d, reduction, source, (cta, offset), n, signal), Engine.DSMEM, 2 * n,
                 reads=[Span(source[0], source[1], source[1] + n)],
                 writes=[Span(cta, offset, offset + n)], signals=[signal],
+                source=None if reduction else ("shared", source, n, offset),
             )  # fmt: skip
             m.flight.issue(op)
 

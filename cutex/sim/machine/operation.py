@@ -176,7 +176,7 @@ class Operation:
     issuers: list[int] = field(default_factory=list)  # the warps that issue it together
     number: int = 0
     done: bool = False
-    source: Hashable = None  # a key of the global memory that a copy reads, if others may read it
+    source: Hashable = None  # a key of what a copy reads, if others may copy the same to there
     then: list[Callable[[], None]] = field(default_factory=list)  # called on its completion
 
     def __post_init__(self) -> None:
