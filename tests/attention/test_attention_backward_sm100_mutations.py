@@ -22,6 +22,7 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.convert import Convert
 from cutex.kernels.attention.backward.sm100.load import Load
 from cutex.kernels.attention.backward.sm100.mma import Mma
+from cutex.kernels.attention.backward.turns import await_turn, pass_turn
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.sim import SimError, simulate
@@ -290,8 +291,9 @@ def test_a_scale_that_is_forgotten_is_found(monkeypatch):
 
 
 IN_TURN = fitted(Sm100BackwardConfig(head_dim=64, head_dim_v=64, deterministic=True))
-# three blocks of keys that add to each of two tiles of dQ
-THREE = AttentionCase(seqlen_q=150, seqlen_k=300, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64)
+# three blocks of keys that add to each of two tiles of dQ, and take equally long
+THREE = AttentionCase(seqlen_q=150, seqlen_k=384, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64)
+SEEDS = (1, 2, 7)
 
 
 @SLOW
@@ -299,6 +301,39 @@ def test_a_turn_that_is_not_passed_on_is_found(monkeypatch):
     monkeypatch.setattr(queries, "pass_turn", lambda *of: None)
     message = wrong(IN_TURN, ORDERS[:1], THREE)
     assert message is not None and ("deadlock" in message or "never" in message)
+
+
+def early(turns, tile, part, turn):
+    await_turn(turns, tile, part, turn)
+    pass_turn(turns, tile, part, turn)
+
+
+def of_no_warp(self):
+    return self.shared.split * 4
+
+
+TURNS = {  # what is changed, and where
+    "right": (queries, "await_turn", await_turn),
+    "not waited for": (queries, "await_turn", lambda *of: None),
+    "passed on before the adds": (queries, "await_turn", early),
+    "the one before": (queries, "await_turn", lambda *of: await_turn(*of[:3], of[3] - 1)),
+    "of another warp": (queries.Add, "turn_part", of_no_warp),
+    "lanes do not wait": (cute.arch, "sync_warp", lambda *of: None),
+}
+
+
+@SLOW
+@pytest.mark.parametrize("fault", TURNS)
+def test_a_turn_that_is_not_waited_for_is_found(monkeypatch, fault):
+    """Sums of three in fp32 depend on who adds first, which orders of CTAs change."""
+    monkeypatch.setattr(*TURNS[fault])
+    run = Run(IN_TURN, THREE)
+    try:
+        found = [run.gradients(order="random", seed=i)["dq_sums"].view(torch.int32) for i in SEEDS]
+    except SimError as error:
+        assert fault != "right" and ("deadlock" in str(error) or "never" in str(error)), error
+        return
+    assert all(torch.equal(found[0], x) for x in found[1:]) == (fault == "right")
 
 
 # by the barrier of each commit in mma.py
