@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -20,25 +21,30 @@ _jobs: Sequence[Job[Any]] = ()  # of the forked processes, which take them over 
 
 def results(what: str, jobs: Sequence[Job[T]]) -> list[T]:
     """The results of `jobs`, in their order, with progress; `what` says what they do. Each job runs
-    in one of as many processes as this one may use cores; what one raises is raised here."""
+    in one of as many processes as this one may use cores. Raises what a job raises, and
+    BrokenProcessPool if a process ends."""
     global _jobs
     count = min(len(jobs), len(os.sched_getaffinity(0)))
     if count < 2:
         with progress(what, len(jobs)) as step:
             return [_stepped(job, step) for job in jobs]
-    found: dict[int, T] = {}
     _jobs = jobs
     gc.freeze()  # NOTE: else each process would look through all records, and so copy them
     try:
         context = multiprocessing.get_context("fork")
-        with context.Pool(count, _in_process) as pool, progress(what, len(jobs)) as step:
-            for number, result in pool.imap_unordered(_one, range(len(jobs))):
-                found[number] = result
-                step()
+        with ProcessPoolExecutor(count, context, _in_process) as pool:
+            waiting = [pool.submit(_one, number) for number in range(len(jobs))]
+            try:
+                with progress(what, len(jobs)) as step:
+                    for done in as_completed(waiting):
+                        done.result()
+                        step()
+            finally:
+                pool.shutdown(cancel_futures=True)
+            return [one.result() for one in waiting]
     finally:
         gc.unfreeze()
         _jobs = ()
-    return [found[number] for number in range(len(jobs))]
 
 
 def in_groups(what: str, groups: Sequence[Sequence[Job[Any]]]) -> list[list[Any]]:
@@ -57,5 +63,5 @@ def _in_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
 
 
-def _one(number: int) -> tuple[int, Any]:
-    return number, _jobs[number]()
+def _one(number: int) -> Any:
+    return _jobs[number]()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 import pytest
@@ -22,6 +24,13 @@ def test_results_of_groups_are_in_order():
 def test_what_a_job_raises_is_raised(count):
     with pytest.raises(ValueError, match="invalid literal"):
         results("numbers", [partial(int, "x")] * count)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no other processes")
+def test_a_process_that_ends_is_told():
+    """As one that takes too much memory; whoever waited for it would wait for ever."""
+    with pytest.raises(BrokenProcessPool):
+        results("numbers", [partial(os._exit, 3), partial(divmod, 3, 2)] * 2)
 
 
 def test_records_of_several_files_are_decoded_when_asked_for(tmp_path):
