@@ -318,7 +318,6 @@ TURNS = {  # what is changed, and where
     "passed on before the adds": (queries, "await_turn", early),
     "the one before": (queries, "await_turn", lambda *of: await_turn(*of[:3], of[3] - 1)),
     "of another warp": (queries.Add, "turn_part", of_no_warp),
-    "lanes do not wait": (cute.arch, "sync_warp", lambda *of: None),
 }
 
 
