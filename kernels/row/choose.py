@@ -25,6 +25,12 @@ STAGED_BY_FOUR = {4: (256, 7)}
 BY_ELEMENT = {True: (128, 20_480), False: (256, 12_288)}
 ELEMENTS = {8: 20, 4: 12}
 TURNS = 4
+# rows that lie one behind the other (docs/facts/rows.md#rows-norm-dense), by the elements of a
+# vector: the longest of a layer norm's or an RMS norm's; the columns of a thread at most; the
+# elements from which on they fill a GPU
+DENSE = {8: {True: 288, False: 1152}, 4: {True: 512, False: 512}}
+DENSE_COLUMNS = 18
+DENSE_LEAST = 1 << 21
 
 
 def tile(
@@ -97,6 +103,23 @@ def by_element(n: int, other: RowTile, centred: bool) -> tuple[RowTile, int, int
     of_warp = threads == WARP  # else of the CTA, whose barrier is the row's
     tile = RowTile(CTA // WARP if of_warp else 1, threads, 1, vectors, other.width, False)
     return tile, -(-n // threads), TURNS if of_warp else 1
+
+
+def dense(
+    m: int, n: int, other: RowTile, centred: bool, least: int = DENSE_LEAST
+) -> tuple[RowTile, int, int] | None:
+    """The tile of `m` rows of `n` elements, a norm's, that lie one behind the other and begin
+    anywhere, as `other` has them; the words and the rows of a thread. None for rows that are better
+    taken as `other` has them."""
+    longest = DENSE.get(other.width)
+    if other.aligned or longest is None or n > longest[centred] or m * n < least:
+        return None
+    per = other.width // 4  # elements of a word of 32 bits
+    threads = _power(-(-(n + per - 1) // DENSE_COLUMNS), 2, CTA)
+    rows = max(2, CTA // threads)
+    vectors = -(-(rows * TURNS * n + other.lead) // (rows * threads * other.width))
+    tile = RowTile(rows, threads, 1, vectors, other.width, False)
+    return tile, -(-(n + per - 1) // (threads * per)), TURNS
 
 
 def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:

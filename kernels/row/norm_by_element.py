@@ -12,9 +12,9 @@ from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from cutex.device.row import in_smem
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction, add, lanes
 from cutex.device.row.tile import VECTOR_BYTES, WARP
@@ -74,7 +74,9 @@ class NormByElement(Norm):
         own = cute.arch.thread_idx()[0] // tile.threads
         for turn in cutlass.range_constexpr(c.turns):
             this = self.row(mX, turn)
-            self.fetch(this, Columns.of(tile, this(mX)), mX, words[None, own, turn])
+            gX = this(mX)
+            between = this.is_between(mX, tile.width)
+            in_smem.fetch(Columns.of(tile, gX), gX, words[None, own, turn], between)
         held = {n: self.by_element(optional[n]) for n in c.vectors} if c.turns > 1 else {}
         cute.arch.cp_async_wait_group(0)
         self.meet()
@@ -86,7 +88,7 @@ class NormByElement(Norm):
             self.norm(this, columns, sX, shift, sums, turn, optional, held, eps)
             self.meet()
             if this.exists:
-                self.store(columns, sX, this(mY))
+                in_smem.store(columns, sX, this(mY))
 
     def row(self, mX: cute.Tensor, turn: Int32 | int) -> ThisRow:
         c, tile = self.config, self.tile
@@ -101,40 +103,6 @@ class NormByElement(Norm):
             cute.arch.sync_warp()
         else:
             cute.arch.sync_threads()
-
-    @cute.jit
-    def fetch(self, this: ThisRow, columns: Columns, mX: cute.Tensor, sX: cute.Tensor) -> None:
-        """Send this thread's vectors of the row to sX; those at its ends whole, too, where it lies
-        between others, else by the element."""
-        tile, gX = self.tile, this(mX)
-        between = this.is_between(mX, tile.width)
-        bits = tile.width * gX.element_type.width
-        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), gX.element_type, num_bits_per_copy=bits)
-        for i in cutlass.range_constexpr(tile.vectors):
-            slot, first = self.vector(sX, i), columns.first + i * columns.step
-            if columns.has(i) | (between & columns.overlaps(i)):
-                cute.copy(atom, columns.vector(gX, i), slot)
-            elif columns.is_end(i):
-                for j in range(slot.shape[0]):
-                    if columns.holds(first + j):
-                        slot[j] = gX[first + j]
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def store(self, columns: Columns, sY: cute.Tensor, gY: cute.Tensor) -> None:
-        """Write this thread's vectors of the row that sY has."""
-        rY = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), gY.element_type)
-        for i in cutlass.range_constexpr(self.tile.vectors):
-            slot = self.vector(sY, i)
-            if columns.overlaps(i):
-                cute.autovec_copy(slot, rY[None, i])
-        columns.store(rY, gY)
-
-    def vector(self, sX: cute.Tensor, i: int) -> cute.Tensor:
-        """This thread's vector i of a slot."""
-        tile = self.tile
-        number = cute.arch.thread_idx()[0] % tile.threads + i * tile.threads
-        return cute.local_tile(sX, (tile.width,), (number,))
 
     def column(self, e: int) -> Int32:
         return Int32(cute.arch.thread_idx()[0] % self.tile.threads + e * self.tile.threads)

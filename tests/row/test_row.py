@@ -8,6 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.nn.functional as F
+from cutlass import cute
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +20,12 @@ from cutex.device.row.tile import RowTile
 from cutex.kernels.row import choose
 from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
 from cutex.kernels.row.kernel import ARCHS
+from cutex.kernels.row.norm_dense import DenseConfig, NormDense, Words
 from cutex.ops.row import launches
 from cutex.ops.row.norm import NORM, groups_of, most_clusters
 from cutex.ops.row.rows import arch_of, tile_of
 from cutex.sim import simulate
+from cutex.sim.errors import SimError
 
 cross_entropy_module = import_module("cutex.ops.row.cross_entropy")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -640,6 +643,82 @@ def test_columns_of_rows_that_begin_anywhere_go_round_the_threads(device, asked,
         near(mean[right], wide.mean(-1)[right], torch.float32, 4) if centred else None
     ((kind, *_),) = asked
     assert kind.__name__ == "NormByElement"
+
+
+@pytest.mark.sweep(32)
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "n, centred", [(33, True), (137, False), (137, True), (250, True), (3, True)]
+)
+@pytest.mark.parametrize("m", [203, 64])
+def test_norms_of_dense_rows(device, asked, monkeypatch, n, centred, dtype, saves, m):
+    # rows that begin in the middle of a vector or of a word, with NaN around them; every third
+    # row is NaN, which stays there though words lie in two rows
+    monkeypatch.setattr(choose.dense, "__defaults__", (0,))
+    whole = torch.full((m * n + 16,), torch.nan, dtype=dtype, device=device)
+    x = whole[8 : 8 + m * n].view(m, n).copy_(rows(device, (m, n), dtype))
+    x[1, : n // 3] += 64  # the parts of the row, which meet, differ
+    x[2::3] = torch.nan
+    w, b = (rows(device, (n + 1,), torch.bfloat16, seed=seed)[1:] for seed in (1, 2))
+    y, _, mean, rstd = NORM(x, w, b if centred else None, None, 1e-5, centred)
+    if not saves:
+        y = cutex.layer_norm(x, w, b, eps=1e-5) if centred else cutex.rms_norm(x, w, eps=1e-5)
+    wide = x.double()
+    apart = wide - wide.mean(-1, keepdim=True) if centred else wide
+    inverse = (apart.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    want = apart * inverse * w.double() + (b.double() if centred else 0)
+    right = [i for i in range(m) if i % 3 != 2]
+    near(y[right], want[right], dtype, 8)
+    assert y[2::3].isnan().all()
+    near(rstd[right], inverse[right, 0], torch.float32, 4)
+    if centred:
+        near(mean[right], wide.mean(-1)[right], torch.float32, 4)
+    assert {kind.__name__ for kind, *_ in asked} == {"NormDense"}
+
+
+FAULTS = {
+    "none": None,
+    "words from the row's beginning": (Words, "column", lambda w, i: w.number(i) * w.per),
+    "a column too many": (Words, "is_whole", lambda w, i: w.column(i) >= 0),
+    "an edge taken whole": (Words, "is_edge", lambda w, i: i == 0),
+    "stored before all are done": (cute.arch, "sync_threads", lambda: None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_dense_rows_is_found(fault, monkeypatch):
+    n, tile = 75, RowTile(32, 4, 1, 10, 8, False)
+    if fault is not None:
+        monkeypatch.setattr(*fault)
+    config = DenseConfig(tile, True, words=10, turns=4)
+    kernel = compile(NormDense(config), "bf16", "sm_90a", cache=False)
+    x, y = rows("cpu", (70, n), torch.bfloat16), torch.full((70, n), torch.nan).bfloat16()
+    try:
+        assert not simulate(kernel, x, y, 1e-5).findings
+        near(y, F.layer_norm(x.double(), (n,), eps=1e-5), torch.bfloat16, 8)
+        found = False
+    except (AssertionError, SimError):
+        found = True
+    assert found == (fault is not None)
+
+
+def test_every_tile_of_dense_rows_holds_them():
+    for n in range(1, 1200):
+        for width, centred in ((8, True), (8, False), (4, True), (4, False)):
+            other = RowTile(1, 128, 1, 1, width, False)
+            found = choose.dense(1 << 22, n, other, centred)
+            if found is None:
+                continue
+            tile, words, turns = found
+            assert tile.why_not() is None and tile.rows % 2 == 0
+            per = width // 4
+            assert words * per * tile.threads >= n + per - 1
+            assert words == 1 or (words - 1) * per * tile.threads <= n  # but the last one is whole
+            chunk = tile.num_threads * tile.vectors * width
+            assert chunk >= tile.rows * turns * n + tile.lead
+            assert chunk * 32 // per // 8 <= 48 * 1024
 
 
 def test_every_tile_by_the_element_holds_its_rows():

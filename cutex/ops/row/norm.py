@@ -105,7 +105,7 @@ def _plan(
         staged or tile, centred, residual is not None, name_of(weight), name_of(bias),
         saves=saves, by_smem=staged is not None,
     )  # fmt: skip
-    kernel = *kernel_of(config, x.shape[-1], x.element_size()), arch
+    kernel = *kernel_of(config, rows[0]), arch
     if saves:
         returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
     else:
@@ -113,19 +113,23 @@ def _plan(
     return launch.run(kernel, ("x", "y", *config.optional), (eps,), returns)
 
 
-def kernel_of(config: NormConfig, n: int, element_bytes: int) -> tuple[type[Norm], NormConfig]:
-    """The kind of kernel for a norm of rows of `n` elements, and its config."""
+def kernel_of(config: NormConfig, x: Tensor) -> tuple[type[Norm], NormConfig]:
+    """The kind of kernel for a norm of the rows of x (M, N), and its config."""
     from cutex.kernels.row import choose
     from cutex.kernels.row.norm import Norm
     from cutex.kernels.row.norm_by_element import ByElementConfig, NormByElement
+    from cutex.kernels.row.norm_dense import DenseConfig, NormDense
     from cutex.kernels.row.norm_staged import NormStaged, is_staged
 
-    found = choose.by_element(n, config.tile, config.centred) if config.is_plain else None
-    if found:
+    (m, n), centred = x.shape, config.centred
+    if config.is_plain and x.stride(0) == n and (found := choose.dense(m, n, config.tile, centred)):
+        tile, words, turns = found
+        return NormDense, DenseConfig(**vars(replace(config, tile=tile)), words=words, turns=turns)
+    if config.is_plain and (found := choose.by_element(n, config.tile, centred)):
         tile, elements, turns = found
         given = vars(replace(config, tile=tile))
         return NormByElement, ByElementConfig(**given, elements=elements, turns=turns)
-    return NormStaged if is_staged(config, element_bytes) else Norm, config
+    return NormStaged if is_staged(config, x.element_size()) else Norm, config
 
 
 def _nothing(
