@@ -56,6 +56,8 @@ FINDINGS = {  # the faults of these examples
         "setmaxnreg: CTA (0,0,0) warp 5", "all four warps take the same count"),
     "experimental/task_scheduling/blackwell/tutorial/02_gemm_simple_ts/01_fp16_bf16_gemm_3.py": (
         "uses mbarrier", "no barrier orders the two"),
+    "experimental/task_scheduling/blackwell/tutorial/06_gemm_split_k_fp16_ts/"
+    "01_gemm_split_k_fp16.py": ("exit: CTA", "the bulk copy of", "no thread of the CTA has waited"),
     "cute/blackwell/kernel/blockwise_gemm/masked_grouped_gemm.py": (
         "bad address", "0 bytes past the end of"),
     "cute/blackwell/kernel/attention/mixed_input_fmha/mixed_input_fmha_decode.py": (
