@@ -30,7 +30,7 @@ from cutex.kernels.gemm.sm90 import cost_model
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import ROUND, WALK, Costs, Counts, columns, count, modelled
 from cutex.measured.nearby import estimate, file_of
-from cutex.measured.trees import Trees
+from cutex.measured.trees import Trees, trees
 from cutex.problem import any_shapes
 from cutex.problem.gemm import GemmProblem
 
@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "results" / "configs"
 TIMES = FOLDER / "gemm-nvidia-h200.jsonl"
 MAJORS = {"forward": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
+FITTED_RUNS = "fitted_runs"  # later ones are neighbours only (--write-nearby)
 # costs that no measured pair depends on
 FIXED = {"WALK": {"paired", "even_sm_gbs", "waiting_us"}, "ROUND": set()}
 CLOSE = (
@@ -64,9 +65,14 @@ class Pairs(NamedTuple):
     config: np.ndarray
 
 
-def measured_rows(file: Path = TIMES) -> tuple[list[Sm90Config], list[dict[str, Any]]]:
-    """The file's configs, and its rows except those of problems that are only for reporting."""
+def measured_rows(
+    file: Path = TIMES, fitted: bool = False
+) -> tuple[list[Sm90Config], list[dict[str, Any]]]:
+    """The file's configs, and its rows except those of problems that are only for reporting.
+    `fitted`: only those of the runs that costs and trees are fitted to (`write`)."""
     head, *rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    if fitted:
+        rows = [r for r in rows if r["card"] <= head.get(FITTED_RUNS, r["card"])]
     reported = {
         (*e.problem.mnk, e.problem.direction, e.problem.dtype)
         for e in any_shapes.reported().values()
@@ -102,12 +108,13 @@ def board_of(file: Path) -> Arch:
     return BOARDS[head["board"]] if "board" in head else arch_named("sm_90a")
 
 
-def read(times: Sequence[Path] | None = None) -> Pairs:
-    """All pairs of the files whose config is a candidate for the problem."""
+def read(times: Sequence[Path] | None = None, fitted: bool = False) -> Pairs:
+    """All pairs of the files whose config is a candidate for the problem; `fitted` as of
+    measured_rows."""
     found: list[tuple[Any, ...]] = []
     numbers: dict[Any, int] = {}
     for file in files() if times is None else times:
-        (configs, rows), on = measured_rows(file), board_of(file)
+        (configs, rows), on = measured_rows(file, fitted), board_of(file)
         for row in rows:
             found += _pairs(row, configs, on, numbers)
     counts, places, *rest = zip(*found, strict=True)
@@ -279,13 +286,23 @@ def judge(pairs: Pairs, expected: np.ndarray) -> str:
     )
 
 
-def write(model: Model, pairs: Pairs) -> None:
-    """Write the costs into cost_model.py, and places and errors into cutex/measured."""
-    trees = trees_of(model, pairs)
-    trees.save(cost_model.MEASURED)
+def write_nearby(model: Model, trees: Trees, pairs: Pairs) -> None:
+    """Write the places, and the errors that are left there, into cutex/measured."""
     places, errors = known(model, trees, pairs)
     with file_of(cost_model.MEASURED).open("wb") as file:
         np.savez_compressed(file, places=places, errors=errors)
+
+
+def write(model: Model, pairs: Pairs) -> None:
+    """Write the costs into cost_model.py, trees, places and errors into cutex/measured, and into
+    the head of each file of times the number of its last run, as FITTED_RUNS."""
+    trees = trees_of(model, pairs)
+    trees.save(cost_model.MEASURED)
+    write_nearby(model, trees, pairs)
+    for file in files():
+        first, *rows = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        head = json.loads(first) | {FITTED_RUNS: max(json.loads(row)["card"] for row in rows)}
+        file.write_text("".join((json.dumps(head) + "\n", *rows)), encoding="utf-8")
     source = Path(cost_model.__file__)
     text = source.read_text(encoding="utf-8")
     for name, costs in (("ROUND", model.round), ("WALK", model.walk)):
@@ -314,8 +331,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="change cost_model.py and cutex/measured, not only look",
     )
+    parser.add_argument(
+        "--write-nearby",
+        action="store_true",
+        help="keep the costs and the trees, and add what they leave of pairs timed since: the "
+        "choice changes only near them",
+    )
     args = parser.parse_args(argv)
     pairs = read()
+    if args.write_nearby:
+        write_nearby(Model(), trees(cost_model.MEASURED), pairs)
+        return 0
     print(f"{len(pairs.times)} pairs; held out by problem, in {FOLDS} folds:")
     print(judge(pairs, held_out(Model(), pairs)))
     if args.write:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,15 +13,20 @@ import numpy as np
 import pytest
 
 from cutex.arch import arch
+from cutex.device.epilogue.epilogue_ops import Add
 from cutex.dtypes import DTYPES
 from cutex.fit import costs as fit
 from cutex.fit.trees import grown
 from cutex.kernels.gemm.choose import sizes_class
+from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.sm90 import cost_model
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import MEASURED as MODEL
 from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
 from cutex.measured.nearby import file_of
 from cutex.measured.trees import trees
+from cutex.ops.matmul.plan import call_class, fitted
+from cutex.ops.matmul.plan import candidates as of_calls
 from cutex.problem import any_shapes
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.models import corpus
@@ -110,7 +116,8 @@ def pairs() -> fit.Pairs:
 
 @pytest.mark.slow  # reads the measured pairs
 def test_what_is_known_of_pairs_is_what_was_measured(pairs: fit.Pairs) -> None:
-    """cutex/measured keeps what fit --write makes of results/configs and the present costs."""
+    """cutex/measured keeps what --write or --write-nearby makes of results/configs and the present
+    costs and trees."""
     places, errors = fit.known(fit.Model(), trees(MODEL), pairs)
     with np.load(file_of(MODEL)) as file:
         assert np.array_equal(file["places"], places)
@@ -127,10 +134,68 @@ def test_the_choice_is_good_where_nothing_of_the_problem_was_measured(pairs: fit
 
 
 @pytest.mark.slow
-def test_the_trees_are_those_that_the_fit_grows(pairs: fit.Pairs) -> None:
-    grown, kept = fit.trees_of(fit.Model(), pairs), trees(MODEL)
+def test_the_trees_are_those_that_the_fit_grows() -> None:
+    grown, kept = fit.trees_of(fit.Model(), fit.read(fitted=True)), trees(MODEL)
     assert np.array_equal(grown.features, kept.features)
     assert np.allclose(grown.values, kept.values, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mnk", "tile"),
+    [
+        ((1300, 1024, 6976), (128, 88, 4, 1, True)),
+        ((1300, 1024, 2048), (64, 168, 2, 1, True)),
+        ((1425, 704, 3328), (64, 120, 1, 2, True)),
+        ((1643, 1472, 2496), (128, 152, 1, 1, False)),
+    ],
+)
+def test_tiles_are_fitted_to_whole_rounds(mnk: tuple[int, int, int], tile: tuple) -> None:
+    """Those of one round that leave the fewest columns to a tile, on 132 SMs and on fewer."""
+    h200 = arch("sm_90a")
+    for target in (h200, replace(h200, num_sms=114)):
+        found = [c for c in candidates(GemmProblem(*mnk), target) if c.tile_n % 16 == 8]
+        tiles = {(c.tile_m, c.tile_n, c.cluster_m, c.cluster_n, c.swap_ab) for c in found}
+        assert (tile in tiles) == (target is h200)
+        persistent = [c for c in found if not (c.one_tile or c.stream_k or c.split_k > 1)]
+        assert persistent and all((c.num_ctas or 132) <= target.num_sms for c in persistent)
+
+
+def test_operations_take_no_tile_that_is_stored_whole_and_transposed() -> None:
+    """It has no slot for a matrix to add, and all its columns in registers at once."""
+    layouts = OperandLayout(), OperandLayout(major="column"), OperandLayout()
+    plain = call_class((1300, 1024, 6976, 1), layouts, (), "sm_90a")
+    added = replace(plain, ops=(Add("d", "bf16", whole=True),))
+    odd = next(c.tiles for c in of_calls(plain) if c.tiles.swap_ab and c.tiles.odd_rows)
+    assert fitted(odd, added) is None
+    assert not any(c.tiles.swap_ab and c.tiles.odd_rows for c in of_calls(added))
+
+
+def test_later_runs_are_neighbours_only(
+    pairs_of_a_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`--write-nearby` keeps the costs and the trees, and `fitted` leaves out what came after."""
+    monkeypatch.setattr(fit, "files", lambda: [pairs_of_a_file])
+    monkeypatch.setattr(fit, "file_of", lambda name: tmp_path / f"{name}.npz")
+    source = Path(cost_model.__file__).read_bytes(), trees(MODEL)
+    assert fit.main(["--write-nearby"]) == 0
+    assert (Path(cost_model.__file__).read_bytes(), trees(MODEL)) == source
+    every, fitted = fit.read(), fit.read(fitted=True)
+    assert 0 < len(fitted.times) < len(every.times)
+    with np.load(tmp_path / f"{MODEL}.npz") as file:
+        kept = every.over_best < math.log(fit.KEPT)
+        assert np.array_equal(file["places"], every.places[kept].astype(np.float16))
+
+
+@pytest.fixture
+def pairs_of_a_file(tmp_path: Path) -> Path:
+    """A file of the first problems of an H200's, and one of a later run."""
+    first, *lines = fit.TIMES.read_text(encoding="utf-8").splitlines(keepends=True)
+    head, late = json.loads(first), json.loads(lines[2])
+    file = tmp_path / fit.TIMES.name
+    late["card"] = head[fit.FITTED_RUNS] + 1
+    head = json.dumps(head) + "\n"
+    file.write_text("".join((head, *lines[:2], json.dumps(late) + "\n")), encoding="utf-8")
+    return file
 
 
 def test_trees_find_steps_of_several_features() -> None:

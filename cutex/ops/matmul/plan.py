@@ -141,6 +141,8 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
 
     ops, out = calls.ops, calls.layouts[2]
     if ops and isinstance(tiles, Sm90Config):
+        if tiles.odd_rows and tiles.swap_ab:
+            return None  # stored whole: a slot for nothing to add, and all registers in use at once
         tiles = with_slots(tiles, calls.arch)
     if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
         # NOTE: a thread then has a column of out, and an address for each row of it

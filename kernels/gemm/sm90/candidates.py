@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from cutex.arch import arch as arch_named
@@ -29,6 +30,8 @@ FLAT = [(m, n) for m in (64, 128, 192, 256) for n in (8, 16, 32)]  # for few col
 CLUSTERS = ((1, 1), (2, 1), (1, 2))  # of CTAs that take whole tiles
 FOURS = ((2, 2), (4, 1), (1, 4))  # further ones, where loads take longer than MMAs
 STREAMED_CLUSTERS = (*CLUSTERS, (4, 1), (1, 4))  # of CTAs that take shares of K (stream-K)
+FITTED_CLUSTERS = (*CLUSTERS, *FOURS)  # of those whose columns are fitted to C
+FITTED_LEAST = 40  # columns of a tile
 DEEPER = [(192, 192)]  # of COOPERATIVE: one slot for C leaves room for another of the ring
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 6  # clusters along the side of C that is cut into few, at most
@@ -177,6 +180,38 @@ def of_one_round(
         config = _stored_at_once(config, arch)
         if config.num_stages > 2 and config.why_not(problem, arch) is None:
             found[config] = None
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def in_whole_rounds(
+    mnk: tuple[int, int, int], arch_name: str, num_sms: int = SMS
+) -> tuple[Sm90Config, ...]:
+    """The persistent configs whose tiles have as few columns as leave one or two rounds of them,
+    multiples of 8 that other tiles are not. Where C is cut into few, those of one round do the
+    same."""
+    arch, (m, n, _) = _on(arch_name, num_sms), mnk
+    found: dict[Sm90Config, None] = {}
+    if min(m, n) <= SMALL:
+        return ()
+    for swap_ab in (False, True):
+        rows, columns = (n, m) if swap_ab else (m, n)
+        for tile_m, (cluster_m, cluster_n), rounds in product(WARPGROUPS, FITTED_CLUSTERS, (1, 2)):
+            size = cluster_m * cluster_n
+            across = at_once(size, num_sms) // size * rounds // ceil_div(rows, tile_m * cluster_m)
+            if not across:
+                continue
+            tile_n = ceil_div(columns, 8 * across * cluster_n) * 8
+            usual = tile_n % 16 == 0 and size < 4
+            if usual or not FITTED_LEAST <= tile_n <= 256:
+                continue
+            tile = _tile(tile_m, tile_n, WARPGROUPS[tile_m], cluster_m, cluster_n, 1,
+                         swap_ab=swap_ab, num_ctas=_grid(size, arch))  # fmt: skip
+            pingpong = replace(tile, warpgroups=2, pingpong=True)
+            for config in (tile, pingpong) if rounds == 2 and tile_m < 256 else (tile,):
+                config = _stored_at_once(_deepest(config, arch), arch)
+                if config.num_stages > 2 and config.why_not(None, arch) is None:
+                    found[config] = None
     return tuple(found)
 
 
@@ -336,7 +371,9 @@ def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) 
         every += walked_flat(*here)
     if not slow:
         every = [c for c in every if not _of_slow_loads(c, problem)]
-    found = (c for c in every if _shares_well(c, problem, slow) and _loads_well(c, problem, majors))
+    every = [c for c in every if _shares_well(c, problem, slow)]
+    every += in_whole_rounds(mnk, *here)
+    found = (c for c in every if _loads_well(c, problem, majors))
     within = dict.fromkeys(_within_k(c, problem) for c in found)
     return [_in_boxes(c, problem, majors) for c in within]
 
