@@ -3,7 +3,7 @@
   python -m cutex.fit.measuring --draw 300 > problems.txt          # what is least known
   python -m cutex.fit.measuring problems.txt --out timed.jsonl     # on a GPU
   python -m cutex.fit.measuring --merge timed.jsonl                # into results/configs
-  python -m cutex.fit.costs --write
+  python -m cutex.fit.costs --write                   # --write-nearby: choices change near them
   python -m cutex.fit.shipping --write
 
 A line of problems.txt is the name of a problem as cutex.sweep --list prints it, "MxNxK pass dtype",
