@@ -149,16 +149,23 @@ class Simulation:
         with uncollected(), _blas().limit(limits=1, user_api="blas"):
             if self.jobs > 1 and self._run_divided(program, what, memory):
                 return
-            scheduler, checks = self._scheduler(program, what, memory, where)
-            try:
-                self._run(scheduler, what)
-                checks.finish()
-                unreached.tell(program, scheduler.m, scheduler.executed)
-            finally:  # NOTE: findings before an error count
-                checks.stop()
-                self._add_up(scheduler, what)
-                self._sample(program, what, memory, [checks.global_races.written()])
-                scheduler.m.release()
+            # NOTE: a call, so that all it made is gone before the collector looks at what is left
+            self._run_whole(program, what, memory, where)
+
+    def _run_whole(
+        self, program: Program, what: Launch, memory: GlobalMemory, where: Residency
+    ) -> None:
+        """Run the launch in this process, and take up what was found."""
+        scheduler, checks = self._scheduler(program, what, memory, where)
+        try:
+            self._run(scheduler, what)
+            checks.finish()
+            unreached.tell(program, scheduler.m, scheduler.executed)
+        finally:  # NOTE: findings before an error count
+            checks.stop()
+            self._add_up(scheduler, what)
+            self._sample(program, what, memory, [checks.global_races.written()])
+            scheduler.m.release()
 
     def _clusters(self, program: Program, what: Launch) -> list[int]:
         return sampling.pick(program, what, self.clusters)

@@ -107,6 +107,12 @@ class AsyncAccesses(Observer):
                 self._bounds = None
         return track
 
+    def clusters_ended(self) -> None:
+        """Break the reference cycles between tracks, for what they keep to be released at once."""
+        for track in self.tracks.values():
+            track.meets.clear()
+            track.covers.clear()
+
     # -- operations --------------------------------------------------------------------------------
 
     def issued(self, ops: Sequence[Operation]) -> None:
@@ -136,12 +142,13 @@ class AsyncAccesses(Observer):
                         shadow.asynchronous(warp, place, write, op)
                 tracks.append(self._track(place))
                 self._check(op, tracks[-1], place, write, issuers)
+        agents = self._slots(op)
         for place, track in zip(op.reads, tracks, strict=False):
-            for slot, count in self._agents(op, place):
+            for slot, count in self._agents(op, place, agents):
                 self._reads(track, slot).set(place.cta, slot, count, op)
         for place, track in zip(op.writes, tracks[len(op.reads) :], strict=True):
             self._forget(track, place.cta)
-            ((slot, count),) = self._agents(op, place)
+            ((slot, count),) = self._agents(op, place, agents)
             track.write.set(place.cta, slot, count, op)
 
     def _issue_alike(self, ops: Sequence[Operation]) -> None:
@@ -157,7 +164,7 @@ class AsyncAccesses(Observer):
             track, ctas = self._track(place), np.array([p.cta for p in places])
             by = issuers if place.part is None else issuers[:, place.part, None]
             if of_warps is None:
-                agents = np.array([self._agents(*each) for each in zip(ops, places, strict=True)])
+                agents = np.array([self._agents(*x, []) for x in zip(ops, places, strict=True)])
             else:
                 agents = of_warps if place.part is None else of_warps[:, place.part, None]
             same = bool((agents[..., 0] == agents[0, :, 0]).all())  # slots, of other clusters
@@ -280,11 +287,17 @@ class AsyncAccesses(Observer):
                     assert op is not None
                     yield op, "writes" if did == "write" else "reads"
 
-    def _agents(self, op: Operation, place: Footprint) -> list[tuple[int, int]]:
-        """The slots and counts that mark the end of its access to ``place``."""
-        if op.agents:
-            agents = op.agents if place.part is None else [op.agents[place.part]]
-            return [(self.clocks.agent(op.kind, warp), number) for warp, number in agents]
+    def _slots(self, op: Operation) -> list[tuple[int, int]]:
+        """The slots and counts of its agents."""
+        return [(self.clocks.agent(op.kind, warp), number) for warp, number in op.agents]
+
+    def _agents(
+        self, op: Operation, place: Footprint, agents: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """The slots and counts that mark the end of its access to ``place``: of its ``agents``, or
+        of its mbarrier."""
+        if agents:
+            return agents if place.part is None else [agents[place.part]]
         barrier = self.m.mbarriers.barriers[op.signal_on(place.cta)]
         return [(self.mbarriers.slot(barrier), NEVER)]
 

@@ -138,15 +138,10 @@ class _TmemAccess:
         column: np.ndarray,
         write: bool,
     ) -> None:
-        for k, row in enumerate(rows.tolist()):
-            place = Rectangle(
-                int(cta[k, 0, 0]),
-                int(lane[k].min()),
-                int(lane[k].max()) + 1,
-                int(column[k].min()),
-                int(column[k].max()) + 1,
-            )
-            self.m.events.tmem_accessed(int(b.idx[row]), place, write, self.d.ins)
+        ends = (lane.min((1, 2)), lane.max((1, 2)) + 1, column.min((1, 2)), column.max((1, 2)) + 1)
+        places = zip(cta[:, 0, 0].tolist(), *(end.tolist() for end in ends), strict=True)
+        for warp, place in zip(b.idx[rows].tolist(), places, strict=True):
+            self.m.events.tmem_accessed(warp, Rectangle(*place), write, self.d.ins)
 
 
 @instruction("tcgen05.ld")

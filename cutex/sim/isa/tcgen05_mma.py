@@ -12,6 +12,7 @@ import numpy as np
 from cutex.sim.errors import BadOperand
 from cutex.sim.isa.matrices import (
     ELEMENTS,
+    Descriptor,
     Form,
     SharedOperand,
     accumulate,
@@ -74,6 +75,7 @@ def mma(d: Decoder) -> Execute:
     columns = d.src(last, "b64") if ws and last else None  # of B that are taken to be zero
     scale = 0.5 ** d.immediate(last) if last and not ws else 1.0  # of D
     disable_reads = [d.read(o, "b32") for o in disable]
+    known: dict[tuple[int, int, Form], SharedOperand] = {}
     m, ins = d.m, d.ins
 
     def execute(b: Batch) -> None:
@@ -102,6 +104,7 @@ def mma(d: Decoder) -> Execute:
                 from_tmem,
                 scale if enabled[at] else None,
                 _enabled_lanes(off, group),
+                known,
                 BlockScales(issuer, desc, factors, *scale_at) if factors else None,
                 ws,
             ).issue()
@@ -131,6 +134,8 @@ class Mma:
     a_in_tmem: bool
     scale: float | None  # None: D is not read
     enabled: np.ndarray  # (ctas, 128) lanes that are written
+    # operands in shared memory that this instruction has had, by CTA and descriptor
+    known: dict[tuple[int, int, Form], SharedOperand]
     scales: BlockScales | None = None
     ws: bool = False
 
@@ -205,6 +210,8 @@ class Mma:
         """Report columns (``cells``, from ``column`` on) of which nothing was written in the first
         of the lanes, nor in any the first column.
         """
+        if cells[lanes[0], 0] != POISON32:
+            return
         if (cells[lanes[0]] == POISON32).all() and (cells[lanes, 0] == POISON32).all():
             self.m.findings.add(
                 "uninitialised",
@@ -257,7 +264,15 @@ class Mma:
                 f"{form.what} ({desc}) goes on at an address of its own: takes K = 96 of sm_103a "
                 "and a 128-byte swizzle",
             )
-        return [SharedOperand(self.m, cta, desc, form, self.ins) for cta in self.ctas]
+        return [self._operand(cta, descriptor, desc, form) for cta in self.ctas]
+
+    def _operand(self, cta: int, word: int, desc: Descriptor, form: Form) -> SharedOperand:
+        """The operand at a descriptor, which is `word`."""
+        found = self.known.get((cta, word, form))
+        if found is None:
+            found = SharedOperand(self.m, cta, desc, form, self.ins)
+            self.known[cta, word, form] = found
+        return found
 
     def _a_in_tmem(self, cta: int) -> Callable[[], np.ndarray]:
         """A function that reads A from tensor memory: one row per lane, packed elements along 8

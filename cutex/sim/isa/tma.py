@@ -294,11 +294,12 @@ def tensor_store(d: Decoder, combine: str | None) -> Execute:
     def execute(b: Batch) -> None:
         maps, f, cs = tmap_at(b), frm(b), [c(b) for c in coordinates]
         same: dict[tuple[int, ...], list[int]] = {}
-        for row, lane in active_lanes(b):
-            key = (row, int(maps[row, lane]), int(f[row, lane]), *(int(c[row, lane]) for c in cs))
+        rows, lanes_of = np.nonzero(b.active())
+        values = (x[rows, lanes_of].tolist() for x in (maps, f, *cs))
+        for lane, *key in zip(lanes_of.tolist(), rows.tolist(), *values, strict=True):
             # NOTE: lanes of a warp with the same store cause it once, as the hardware's uniform
             # instruction does
-            same.setdefault(key, []).append(lane)
+            same.setdefault(tuple(key), []).append(lane)
         for (row, address, source, *at), lanes in same.items():
             tmap = map_of.read(int(b.idx[row]), address)
             if tmap.padded:

@@ -29,7 +29,8 @@ class BulkGroup:
 
     def finished(self) -> None:
         self.in_flight -= 1
-        self.m.wake(("bulk", *self.thread))
+        if not self.in_flight:
+            self.m.wake(("bulk", *self.thread))
 
 
 class BulkGroups:
@@ -47,10 +48,12 @@ class BulkGroups:
 
     def joined(self, thread: Thread) -> BulkGroup:
         """The open group, with one more operation in flight: the one that is issued next."""
-        group = self.open.setdefault(thread, BulkGroup(self.m, thread))
+        group = self.open.get(thread)
+        if group is None:
+            group = self.open[thread] = BulkGroup(self.m, thread)
+            group.first = self.flight.issued + 1
         group.in_flight += 1
         group.last = self.flight.issued + 1
-        group.first = group.first or group.last
         return group
 
     def uncommitted(self, op: Operation) -> bool:
@@ -88,19 +91,23 @@ class BulkGroups:
         read = wrote = 0  # the last operation
         late = None
         for lane in lanes:
-            groups = self.committed.get((warp, lane), [])
-            older = groups[: max(0, len(groups) - allowed)]
-            if any(g.in_flight for g in older):
-                late = lane
+            thread = warp, lane
+            groups = self.committed.get(thread, [])
+            older = groups[:-allowed] if allowed else groups[:]
+            last = 0
+            for group in older:
+                if group.in_flight:
+                    late = lane
+                    break
+                last = max(last, group.last)
+            if late is not None:
                 break
-            unwritten = self.unwritten.get((warp, lane)) if written else None
-            if unwritten:
-                known = unwritten[: max(0, len(unwritten) - allowed)]
-                wrote = max([wrote, *known])
+            if written and (unwritten := self.unwritten.get(thread)):
+                known = unwritten[:-allowed] if allowed else unwritten[:]
+                wrote = max(wrote, *known) if known else wrote
                 del unwritten[: len(known)]
-            if older:
-                read = max(read, max(g.last for g in older))
-                del groups[: len(older)]
+            read = max(read, last)
+            del groups[: len(older)]
         if wrote:
             self.m.events.waited_writes(warp, wrote)
         if read:

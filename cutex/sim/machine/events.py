@@ -88,6 +88,9 @@ class Observer:
     def warps_left(self, warps: np.ndarray) -> None:
         """Warps have returned."""
 
+    def clusters_ended(self) -> None:
+        """The resident clusters have ended: no event follows."""
+
     # -- shared memory -----------------------------------------------------------------------------
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:

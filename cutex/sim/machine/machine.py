@@ -117,6 +117,7 @@ class Machine(Core):
         self.failed_wait: dict[int, dict[tuple[int, int], Instruction]] = defaultdict(dict)
         self.last_wait: dict[int, dict[tuple[int, int], PassedWait]] = defaultdict(dict)
         self.register_pools: dict[int, RegisterPool] = {}  # by cta
+        self.events.clusters_ended()
         self.observers = []
         self.observe(*(each for observers in self.watchers for each in observers()))
 
@@ -126,6 +127,7 @@ class Machine(Core):
 
     def release(self) -> None:
         """Release its memory at once, by breaking the reference cycles between it and its parts."""
+        self.events.clusters_ended()
         self.__dict__.clear()
 
     def _place_variables(self) -> int:

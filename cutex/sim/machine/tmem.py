@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cutex.sim.machine.core import Core
 
 LANES, COLUMNS = 128, 512
+_NOBODY = np.zeros(COLUMNS, np.int32)  # of a CTA that has allocated nothing
 
 
 class TensorMemory:
@@ -122,7 +123,7 @@ class TensorMemory:
         """Raise BadAddress if one of the columns does not exist, is not allocated, or is being
         freed.
         """
-        owner = self.owner.get(cta, np.zeros(COLUMNS, np.int32))
+        owner = self.owner.get(cta, _NOBODY)
         if 0 <= first <= COLUMNS - count and owner[first : first + count].all():
             self._check_freeing(cta, first, count, who, ins)
             return
