@@ -412,8 +412,8 @@ def predict(job: Job, clock: Clock, as_json: bool) -> int:
             reports = time_launches(problem, stage, gpu(clock.gpu), log=clock.trace is not None)
             us = sum(report.us for report in reports)
             for report in reports:
-                told = f"stage {stage.number}, {problem.size}: {report}"
-                print(report.to_json() if as_json else told, flush=True)
+                text = f"stage {stage.number}, {problem.size}: {report}"
+                print(report.to_json() if as_json else text, flush=True)
             if len(reports) > 1 and not as_json:
                 print(f"{len(reports)} launches: {us:,.1f} us in all", flush=True)
             if clock.trace:

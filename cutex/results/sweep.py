@@ -60,12 +60,6 @@ class SweepRow:
             return None
         return min(self.peers.values()) / self.us
 
-    def share_of_limit(self, gbs: float, tflops: float) -> float | None:
-        """The time that memory or the tensor cores need at these rates, relative to ours."""
-        if self.us is None:
-            return None
-        return max(self.bytes / gbs / 1e3, self.flops / tflops / 1e6) / self.us
-
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
