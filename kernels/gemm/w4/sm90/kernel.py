@@ -2,36 +2,223 @@
 
 The product is computed transposed: rows of the weight are wgmma's rows, since operand A may come
 from registers, where codes are widened; rows of x are its columns, as many as there are. The roles
-are the general GEMM's (kernels/gemm/sm90): its load role also loads blocks of weight (load.py),
-its MMA role widens them (mma.py); its schedulers, clusters, split K and epilogues are as they are.
+are the general GEMM's (kernels/gemm/sm90): its load role also loads blocks of weight, its MMA role
+widens them; its schedulers, clusters, split K and epilogues are as they are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Float32, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
 from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots
-from cutex.device.atoms.multicast import AbOperands
-from cutex.device.atoms.wgmma import WgmmaProduct
-from cutex.device.pipeline import Barrier
+from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
+from cutex.device.atoms.scalar import hidden_zero
+from cutex.device.atoms.tma import AbLoads
+from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
+from cutex.device.pipeline import Barrier, PipelineState
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import transposed
 from cutex.kernels.gemm.sm90.general import Barriers, General
-from cutex.kernels.gemm.sm90.load import LoadTiles
-from cutex.kernels.gemm.sm90.mma import Cooperative, MmaRole, register_product
-from cutex.kernels.gemm.sm90.shared_k import Exchange, StreamK
-from cutex.kernels.gemm.w4.fragments import Fragments, allocate_weights
+from cutex.kernels.gemm.sm90.load import BYTES_AHEAD, LoadOneTile, LoadSegments, LoadTiles
+from cutex.kernels.gemm.sm90.mma import Cooperative, MmaRole, Walk, register_product
+from cutex.kernels.gemm.sm90.shared_k import Exchange, SplitK, StreamK
+from cutex.kernels.gemm.w4.fragments import WORDS, Fragments, WeightLoads, allocate_weights
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.config import W4Config
-from cutex.kernels.gemm.w4.sm90.load import W4LoadOneTile, W4LoadSegments, W4LoadTiles, W4Operands
-from cutex.kernels.gemm.w4.sm90.mma import Blocks, WidenSplitK
+from cutex.kernels.gemm.w4.sm90.few import widened_few
+from cutex.problem.w4.layout import HALF_K, HALVES, STRIP
 from cutex.schedulers.stream_k import StreamedTiles
+
+# ---- loads
+
+
+def block_share(tiles: W4Config, split: Int32 | int, blocks: Int32) -> tuple[Int32 | int, Int32]:
+    """The first block of share `split` of K, and the number of its blocks.
+
+    NOTE: none of a share lies behind the last block, which weights, unlike x, are not zeros behind.
+    """
+    if tiles.split_k == 1:
+        return split * 0, blocks
+    each = (blocks + (tiles.split_k - 1)) // tiles.split_k
+    first = cutlass.min(split * each, blocks)
+    return first, cutlass.min(each, blocks - first)
+
+
+@dataclass(frozen=True)
+class W4LoadTiles(LoadTiles):
+    """The load role of a CTA that loops over tiles."""
+
+    tiles: W4Config
+
+    def share(self, split: Int32 | int, num_k_tiles: Int32) -> tuple[Int32 | int, Int32]:
+        return block_share(self.tiles, split, num_k_tiles)
+
+    @cute.jit
+    def start(self, operands: W4Operands, mC: cute.Tensor) -> None:
+        """Prefetch the first blocks of weight into L2, before the kernel before this one ends.
+
+        NOTE: should that one still write them, it writes to L2, where the loads find them.
+        """
+        c = self.tiles
+        cpasync.prefetch_descriptor(operands.b.atom)
+        if cutlass.const_expr(not c.one_tile):
+            cute.arch.griddepcontrol_launch_dependents()
+        loads, first, count = self.begin(operands, mC)
+        ahead = max(1, BYTES_AHEAD // c.weight_bytes)
+        for k_tile in cutlass.range(first, first + cutlass.min(count, ahead), unroll=1):
+            loads.a.prefetch(k_tile)
+
+
+@dataclass(frozen=True)
+class W4LoadSegments(LoadSegments):
+    """The load role of a CTA that loops over segments of tiles."""
+
+    tiles: W4Config
+
+    start = W4LoadTiles.start
+
+
+@dataclass(frozen=True)
+class W4LoadOneTile(LoadOneTile):
+    """The load role of a CTA with one tile, at a pace."""
+
+    tiles: W4Config
+
+    share = W4LoadTiles.share
+    start = W4LoadTiles.start
+
+    def step_bytes(self, mC: cute.Tensor) -> Int32:
+        strips = (cute.size(mC, mode=[0]) + (STRIP - 1)) // STRIP
+        return strips * (self.tiles.split_k * self.tiles.format.words * 4)
+
+
+# ---- operands
+
+
+@dataclass(frozen=True)
+class W4Operands:
+    """The weight with its slots, and x as the general kernel's second operand."""
+
+    mW: cute.Tensor  # (STRIP, RestK, WORDS)
+    sW: cute.Tensor  # (WORDS, STRIP, SLOT)
+    x: AbOperands  # of which only b is there
+
+    @property
+    def b(self) -> Any:
+        return self.x.b
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return cute.size(self.mW, mode=[1])
+
+    @cute.jit
+    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> AbLoads:
+        """The loads that this CTA starts for `tile`: its strips, and its part of x."""
+        m, _ = cluster.place()
+        x, sharers = self.x, cluster.size_m
+        b = x.loads_of(1, x.b, x.sB, tile.n, m, sharers, cluster.column_mask())
+        first = tile.m * cute.size(self.sW, mode=[1])
+        return AbLoads(WeightLoads(self.mW, self.sW, first), b)
+
+
+# ---- mainloop
+#
+# Codes are widened in registers, which are wgmma's operand A. A thread widens half a block of K
+# while the wgmmas of the half before run: registers of two halves, and the wait for one group of
+# wgmmas comes before its registers are written again.
+
+
+@cute.jit
+def widened(
+    mma: WgmmaProduct,
+    ab: SharedRing,
+    take: PipelineState,
+    tiles: cutlass.Constexpr[W4Config],
+    weights: cutlass.Constexpr[Fragments],
+    count: Int32,
+) -> PipelineState:
+    """mma.acc = W @ x^T over `count` blocks of K from slot `take` on; return the state after. All
+    slots are released.
+
+    The accumulators of a warpgroup are of `waves` times 64 rows, each of which has wgmmas of its
+    own.
+    """
+    total, waves = mma.acc, cute.size(mma.acc, mode=[1])
+    total.fill(hidden_zero())
+    one = mma.mma.accumulator(ROWS * tiles.mma_warpgroups, tiles.tile_n).layout  # (MMA, 1, MMA_N)
+    size = cute.size(total) // waves
+    wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+    halves = [mma.mma.a_registers(HALF_K) for _ in range(HALVES)]
+    for block in cutlass.range(count, unroll=1):
+        ab.wait_full(take)
+        for wave in cutlass.range_constexpr(waves):
+            strip = wave * tiles.mma_warpgroups + wg
+            acc = cute.make_tensor(total.iterator + wave * size, one)
+            factors = weights.factors(strip, take.slot)
+            for half in cutlass.range_constexpr(HALVES):
+                codes = weights.codes(strip, half, take.slot)
+                warpgroup.wait_group(1)  # that which read these registers
+                if cutlass.const_expr(wave == 0 and half == 1):
+                    ab.release_before(take, block > 0)
+                weights.widen(codes, factors, half, halves[half])
+                issue_half(mma, halves[half], half, take.slot, acc)
+        take.advance()
+    warpgroup.wait_group(0)
+    ab.release_before(take, count > 0)
+    return take
+
+
+def issue_half(
+    mma: WgmmaProduct, tCrA: cute.Tensor, half: int, slot: Int32, acc: cute.Tensor
+) -> None:
+    """Start acc += A @ B[slot]^T of half a block of K, as one group of wgmmas."""
+    warpgroup.fence()
+    tiled_mma = mma.mma.tiled(warpgroup.OperandSource.RMEM)
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+    for k_block in range(WORDS):
+        b = mma.b[None, None, half * WORDS + k_block, slot]
+        cute.gemm(tiled_mma, acc, tCrA[None, None, k_block], b, acc)
+    warpgroup.commit_group()
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The mainloop: blocks of a weight, widened, by x."""
+
+    tiles: W4Config
+    weights: Fragments
+    sX: cute.Tensor  # (bN, bK, SLOT)
+
+    def run(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
+    ) -> PipelineState:
+        """mma.acc = W @ x^T over `count` blocks from slot `take` on; return the state after."""
+        if self.tiles.few:
+            return widened_few(mma, self.sX, ab, take, self.tiles, self.weights, count)
+        return widened(mma, ab, take, self.tiles, self.weights, count)
+
+
+@dataclass(frozen=True)
+class WidenSplitK(SplitK):
+    """A SplitK whose shares are of blocks."""
+
+    tiles: W4Config
+    num_blocks: Any  # of all of K
+
+    def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
+        _, mine = block_share(self.tiles, walk.split, self.num_blocks)
+        self.accumulate(mma, ab, ab.consumer(), mine)
+
+
+# ---- kernel
 
 
 class W4Gemm:
