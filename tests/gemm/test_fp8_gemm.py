@@ -15,7 +15,7 @@ from cutex.device.epilogue.epilogue_ops import Add, Bias
 from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.scaled.fp8 import LADDERS
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.scaled.fp8.sm90 import factors, promote
+from cutex.kernels.gemm.scaled.fp8.sm90 import promote
 from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm, Fp8Signature
 from cutex.problem.scaled import Fp8Problem
 from cutex.sim import simulate
@@ -86,14 +86,14 @@ def test_each_stage_of_the_ladder_is_exact(stage):
         assert result.ok, result.message
 
 
-class NextBlock(factors.TileFactors):
+class NextBlock(promote.TileFactors):
     """Reads the factors that 128 rows share of the next block of K."""
 
     def load_shared(self, k_tile):
         return super().load_shared(k_tile + 1)
 
 
-class OtherRow(factors.ThreadFactors):
+class OtherRow(promote.ThreadFactors):
     """Gives this thread's second row the first one's factor."""
 
     def of(self, eight):
@@ -101,7 +101,7 @@ class OtherRow(factors.ThreadFactors):
         return [first, first]
 
 
-class OneFactor(factors.TileFactors):
+class OneFactor(promote.TileFactors):
     """Takes the first 128 columns' factor for all columns of the tile."""
 
     def shared(self):
@@ -113,7 +113,7 @@ class OneFactor(factors.TileFactors):
     ("place", "name", "wrong"),
     [
         (promote, "TileFactors", NextBlock),
-        (factors, "ThreadFactors", OtherRow),
+        (promote, "ThreadFactors", OtherRow),
         (promote, "TileFactors", OneFactor),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_factor_of_another_place_is_found(place, name, wrong, monkeypatch):
 
 @pytest.mark.slow
 def test_a_slot_released_before_its_factors_are_read_is_found(monkeypatch):
-    class Late(factors.TileFactors):
+    class Late(promote.TileFactors):
         """Reads factors of the slot before, which is being filled anew."""
 
         def rows(self, slot, wave):
