@@ -19,26 +19,21 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction, add, lanes
 from cutex.device.row.tile import VECTOR_BYTES, WARP
 from cutex.kernels.row.kernel import ThisRow, reductions
-from cutex.kernels.row.norm import Norm, NormConfig, Normed, merged
+from cutex.kernels.row.norm import Normed, merged
+from cutex.kernels.row.norm_in_turns import InTurnsConfig, NormInTurns
 
 
 @dataclass(frozen=True)
-class ByElementConfig(NormConfig):
+class ByElementConfig(InTurnsConfig):
     """A norm of rows of more than (elements - 1) * threads and at most elements * threads columns.
 
-    elements: the columns of a thread, the last of which may lie behind the row. turns: the rows
-    that a thread has one after the other; their weights are loaded once.
+    elements: the columns of a thread, the last of which may lie behind the row.
     """
 
     elements: int = 1
-    turns: int = 1
-
-    @property
-    def meets_once(self) -> bool:
-        return self.centred
 
 
-class NormByElement(Norm):
+class NormByElement(NormInTurns):
     """The norm of rows that begin anywhere, without a residual. All rows of a CTA are on their way
     to smem (cp.async) before the first is looked at; the norm takes the place of the row there."""
 
@@ -47,20 +42,8 @@ class NormByElement(Norm):
     def __init__(self, config: ByElementConfig) -> None:
         super().__init__(config)
         tile = config.tile
-        if config.residual or config.out or tile.aligned or tile.ctas > 1:
-            raise ValueError("rows by the element are plain, begin anywhere and have one CTA")
         if tile.threads < WARP or (tile.rows > 1 and tile.threads > WARP):
             raise ValueError("rows by the element have a warp, or the whole CTA")
-
-    @cute.jit
-    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
-        c, tile = self.config, self.tile
-        optional = dict(zip(c.optional, rest[:-2], strict=True))
-        eps, stream = rest[-2:]
-        blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows * c.turns)
-        self.kernel(mX, mY, optional, eps).launch(
-            grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
-        )
 
     @cute.kernel
     def kernel(

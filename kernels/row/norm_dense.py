@@ -19,24 +19,19 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction, add, lanes
 from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
 from cutex.kernels.row.kernel import ThisRow, reductions
-from cutex.kernels.row.norm import Norm, NormConfig, Normed, merged
+from cutex.kernels.row.norm import Normed, merged
+from cutex.kernels.row.norm_in_turns import InTurnsConfig, NormInTurns
 
 
 @dataclass(frozen=True)
-class DenseConfig(NormConfig):
-    """A norm of dense rows of an odd number of columns.
+class DenseConfig(InTurnsConfig):
+    """A norm of dense rows, whatever their length.
 
     The tile's vectors are those of all rows of a CTA. words: of 32 bits, that a thread has of a
-    row; the first and the last of a row lie partly in its neighbours. turns: the rows that a thread
-    has one after the other; their weights are loaded once.
+    row; the first and the last of a row lie partly in its neighbours.
     """
 
     words: int = 1
-    turns: int = 1
-
-    @property
-    def meets_once(self) -> bool:
-        return self.centred
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ class Words:
         return rX.load()
 
 
-class NormDense(Norm):
+class NormDense(NormInTurns):
     """The norm of dense rows, without a residual. All rows of a CTA are on their way to smem
     (cp.async) before the first is looked at; the norm takes the place of the row there."""
 
@@ -143,8 +138,6 @@ class NormDense(Norm):
     def __init__(self, config: DenseConfig) -> None:
         super().__init__(config)
         tile = config.tile
-        if config.residual or config.out or tile.aligned or tile.ctas > 1:
-            raise ValueError("dense rows are plain, begin anywhere and have one CTA")
         if tile.rows % 2:
             raise ValueError("a CTA has an even number of dense rows at one time")
 
@@ -157,16 +150,6 @@ class NormDense(Norm):
     def group(self) -> int:
         """The threads of a warp that share a row."""
         return min(self.tile.threads, WARP)
-
-    @cute.jit
-    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
-        c, tile = self.config, self.tile
-        optional = dict(zip(c.optional, rest[:-2], strict=True))
-        eps, stream = rest[-2:]
-        blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows * c.turns)
-        self.kernel(mX, mY, optional, eps).launch(
-            grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
-        )
 
     @cute.kernel
     def kernel(
