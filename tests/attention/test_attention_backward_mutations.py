@@ -15,14 +15,14 @@ from cutex.device.attention.mask import KeyMask
 from cutex.device.pipeline import Barrier
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.convert import Convert
+from cutex.kernels.attention.backward.rows import Convert
 from cutex.kernels.attention.backward.sm90 import own_dq
 from cutex.kernels.attention.backward.sm90.backward import Backward
 from cutex.kernels.attention.backward.sm90.own_dq import AllGradients, SumsQueue
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
 from cutex.kernels.attention.backward.sm90.shared import Handover
-from cutex.kernels.attention.backward.turns import turn_of
+from cutex.kernels.attention.backward.tiles import turn_of
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.schedulers.counter import Counter

@@ -15,14 +15,14 @@ from torch import Tensor
 from cutex.compile import Compiled, compile
 from cutex.device.attention.mask import KeyMask
 from cutex.device.pipeline import Barrier, Ring
+from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.sm100 import compute, mma, queries
 from cutex.kernels.attention.backward.sm100.backward import Backward
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
-from cutex.kernels.attention.backward.sm100.convert import Convert
-from cutex.kernels.attention.backward.sm100.load import Load
 from cutex.kernels.attention.backward.sm100.mma import Mma
-from cutex.kernels.attention.backward.turns import await_turn, pass_turn
+from cutex.kernels.attention.backward.sm100.queries import Convert
+from cutex.kernels.attention.backward.sm100.shared import Load
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.sim import SimError, simulate

@@ -167,3 +167,14 @@ def tile_stores(
     if cutlass.const_expr(policy is not None):
         atom = atom.with_(cache_policy=Int64(policy))
     return TileStores(atom, tXsX, tXgX)
+
+
+@cute.jit
+def bulk_load(from_gmem: cute.Tensor, to_smem: cute.Tensor, full: cute.Pointer) -> None:
+    """Start the copy of a vector whose bytes arrive on `full`. A whole warp calls it."""
+    op = cpasync.CopyBulkG2SOp()
+    bits = cute.size(to_smem) * to_smem.element_type.width
+    atom = cute.make_copy_atom(op, from_gmem.element_type, num_bits_per_copy=bits)
+    source = cute.make_tensor(from_gmem.iterator, to_smem.layout)  # its size is known
+    with cute.arch.elect_one():
+        cute.copy(atom, source, to_smem, mbar_ptr=full)

@@ -1,8 +1,9 @@
-"""Stores of rows of O, by kind.
+"""Stores of rows of O and of dQ, by kind.
 
 row_stores    16 bits, a tile at a time, through smem and by TMA
 RoundedRow    16 bits, from registers
 PartialRow    fp32 parts of O in a workspace, from registers
+SummedTile    added to fp32 sums of dQ in a workspace, from registers or from smem
 
 A thread that holds a whole row (tensor memory) stores some columns at a time; four threads that
 hold a row together (wgmma) store pairs of columns.
@@ -13,9 +14,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from cutex.device.atoms.reduction import add_bulk, add_vector
 from cutex.device.atoms.tma import TileStores
 from cutex.device.attention.rows import Rows
 from cutex.device.attention.seqlen_info import SeqlenInfo
@@ -95,3 +97,29 @@ class PartialRow(NamedTuple):
             self.vectors[None, column // VECTOR + j].store(
                 cute.local_tile(values, (VECTOR,), (j,)).load()
             )
+
+
+# ---- added to what is there
+
+
+class SummedTile(NamedTuple):
+    """A tile of fp32 sums in a workspace, to which several CTAs add, in whatever order its numbers
+    lie."""
+
+    numbers: cute.Tensor  # (bRows * bColumns)
+
+    @cute.jit
+    def add(self, vector: Int32, values: cute.Tensor) -> None:
+        """Add four numbers in registers to vector `vector` of the tile, each atomically."""
+        vectors = cute.logical_divide(self.numbers, cute.make_layout(VECTOR))  # (VECTOR, NumV)
+        to = vectors[None, vector].iterator
+        add_vector(to, (values[0], values[1], values[2], values[3]))
+
+    @cute.jit
+    def add_slot(self, slot: cute.Tensor, first: Int32, starts: Boolean) -> None:
+        """Start adding the contiguous `slot` of smem (numbers) to the numbers from `first` on, in a
+        bulk group of the thread that `starts` it."""
+        to = self.numbers.iterator + first
+        if starts:
+            add_bulk(to, slot.iterator, 4 * cute.size(slot))
+            cute.arch.cp_async_bulk_commit_group()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cutlass
 from cutlass import Boolean, Int32, cute
-from cutlass.cute.nvgpu import cpasync
 
-from cutex.device.attention.block_info import ceil_div
+from cutex.device.attention.block_info import BlockInfo, ceil_div
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.row_source import END
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, keys, queries
@@ -49,10 +47,7 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
     )
 
 
-@cute.jit
-def sizes_of(
-    config: cutlass.Constexpr[BackwardSpec], tensors: Tensors, args: KernelArgs
-) -> tuple[Sizes, RowTiles]:
+def sizes_of(config: BackwardSpec, tensors: Tensors, args: KernelArgs) -> tuple[Sizes, RowTiles]:
     """The extents of a problem, and where the tiles of its queries are."""
     c = config
     mQ, mK = tensors.q, tensors.k
@@ -60,7 +55,7 @@ def sizes_of(
     rows_q, rows_k = Int32(cute.size(mQ, mode=[at_q])), Int32(cute.size(mK, mode=[at_k]))
     heads, heads_kv = cute.size(mQ, mode=[at_q + 1]), cute.size(mK, mode=[at_k + 1])
     batch = cute.size(mQ, mode=[0])
-    if cutlass.const_expr(c.varlen_q):
+    if c.varlen_q:
         batch = cute.size(args.cu_seqlens_q, mode=[0]) - 1
     longest_k = args.max_seqlen_k if c.varlen_k else rows_k
     num_n_blocks = cute.ceil_div(longest_k, c.tile_n)
@@ -88,20 +83,27 @@ class Tile:
         return self.n_block // ctas * ctas * config.tile_n < self.seq_k.length
 
 
-@cute.jit
-def tile_of(
-    config: cutlass.Constexpr[BackwardSpec], index: Int32, args: KernelArgs, sizes: Sizes
-) -> Tile:
+def tile_of(config: BackwardSpec, index: Int32, args: KernelArgs, sizes: Sizes) -> Tile:
     """The keys of number `index` in the order."""
     order, ctas = tile_order(config, sizes), config.key_ctas
     work = order.tile(index // ctas)
     n_block = work.m
-    if cutlass.const_expr(config.reversed):
+    if config.reversed:
         n_block = order.num_m_blocks - 1 - work.m
     n_block = n_block * ctas + index % ctas
     batch = work.batch
     seq_q, seq_k = queries(args, sizes.rows_q).of(batch), keys(args, sizes.rows_k).of(batch)
     return Tile(n_block, work.head, batch, seq_q, seq_k)
+
+
+def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -> Int32:
+    """How many key blocks, or pairs of them, add to a block of queries before the CTA's."""
+    ctas = config.key_ctas
+    info = info._replace(tile_n=ctas * info.tile_n)
+    blocks = info.n_blocks(m_block, tile.seq_q.length, tile.seq_k.length)
+    if config.last_first:
+        return blocks.end - 1 - tile.n_block // ctas
+    return tile.n_block // ctas - blocks.first
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,3 @@ class Walk:
 
     def tile(self, ticket: Ticket) -> Tile:
         return tile_of(self.config, ticket.index, self.args, self.sizes)
-
-
-@cute.jit
-def bulk_load(from_gmem: cute.Tensor, to_smem: cute.Tensor, full: cute.Pointer) -> None:
-    """Start the copy of a vector whose bytes arrive on `full`. A whole warp calls it."""
-    op = cpasync.CopyBulkG2SOp()
-    bits = cute.size(to_smem) * to_smem.element_type.width
-    atom = cute.make_copy_atom(op, from_gmem.element_type, num_bits_per_copy=bits)
-    source = cute.make_tensor(from_gmem.iterator, to_smem.layout)  # its size is known
-    with cute.arch.elect_one():
-        cute.copy(atom, source, to_smem, mbar_ptr=full)

@@ -1,9 +1,10 @@
-"""Add: the role of the four warps that add dQ to the sums in global memory, block by block.
+"""Add: the role of the four warps that add dQ to the sums in global memory, block by block; and
+Convert, the launch that reads these.
 
 A tile of the sums is stored as (WARP, D / 4, rows of a warp, 4): a thread, which has a row, writes
 16 bytes beside its neighbours', and a warp adds contiguous bytes by bulk copies.
 
-Deterministic, CTAs add to a tile one after another (turns.py).
+Deterministic, CTAs add to a tile one after another (device/turns.py).
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 
-from cutex.device.atoms.reduction import add_bulk, add_vector
 from cutex.device.atoms.tmem import fence_after_sync, fence_before_sync
+from cutex.device.attention.row_store import SummedTile
+from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.tmem_rows import columns_of, flat
 from cutex.device.epilogue.sm100.tma_store import SubTiles
-from cutex.kernels.attention.backward.sm100.config import PART
+from cutex.device.turns import await_turn, pass_turn
+from cutex.kernels.attention.backward import rows
+from cutex.kernels.attention.backward.rows import THREADS, WIDE
+from cutex.kernels.attention.backward.sm100.config import PART, Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.shared import Shared
-from cutex.kernels.attention.backward.turns import await_turn, pass_turn, turn_of
+from cutex.kernels.attention.backward.tiles import turn_of
+
+BESIDE = 4  # neighbouring threads of convert that have neighbouring units of a row: 64 bytes of dQ
 
 
 @dataclass(frozen=True)
@@ -136,23 +143,53 @@ class Add:
                 cute.autovec_copy(fours[None, j], vectors[None, j * rows + lane])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        to = self.dq_sums[tile, None].iterator + (warp * c.head_dim + column) * rows
-        if lane == 0:
-            add_bulk(to.align(16), mine.iterator, 4 * PART * rows)
-            cute.arch.cp_async_bulk_commit_group()
+        self.sums(tile).add_slot(mine, (warp * c.head_dim + column) * rows, lane == 0)
 
     @cute.jit
     def add_from_registers(self, values: cute.Tensor, tile: Int32, column: Int32) -> None:
         """Add this thread's `values`, columns from `column` on, four at a time."""
         c = self.shared.config
         warp, lane, rows = cute.arch.warp_idx() % 4, cute.arch.lane_idx(), c.dq_rows
-        vectors = cute.logical_divide(self.dq_sums[tile, None], cute.make_layout(4))  # (4, NumV)
-        first = (warp * c.head_dim + column) // 4 * rows + lane
+        fours = cute.logical_divide(values, cute.make_layout(4))  # (4, NumV)
+        sums, first = self.sums(tile), (warp * c.head_dim + column) // 4 * rows + lane
         if cutlass.const_expr(rows == 32) or lane < rows:
             for j in cutlass.range_constexpr(PART // 4):
-                to = vectors[None, first + j * rows].iterator
-                add_vector(to, tuple(values[4 * j + k] for k in range(4)))
+                sums.add(first + j * rows, fours[None, j])
+
+    def sums(self, tile: Int32) -> SummedTile:
+        return SummedTile(self.dq_sums[tile, None])
 
     def turn_part(self) -> Int32:
         """The part of a tile that this warp adds to."""
         return self.shared.split * 4 + cute.arch.warp_idx() % 4
+
+
+class Convert(rows.Convert):
+    """Convert, which reads the sums as Add stores them."""
+
+    config: Sm100BackwardConfig
+
+    @cute.jit
+    def tile(
+        self,
+        thread: Int32,
+        sums: cute.Tensor,
+        gdQ: cute.Tensor,
+        seqlen: SeqlenInfo,
+        m_block: Int32,
+        scale: Float32,
+    ) -> None:
+        c = self.config
+        vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
+        at_once = THREADS // BESIDE  # rows
+        rounds = c.tile_m // at_once
+        for i in cutlass.range_constexpr(c.tile_m * c.head_dim // (WIDE * THREADS)):
+            row = i % rounds * at_once + thread // BESIDE
+            unit = i // rounds * BESIDE + thread % BESIDE
+            numbers = cute.make_rmem_tensor(cute.make_layout((2, 1, WIDE // 2)), Float32)
+            flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, WIDE // 4)))
+            first = row // c.dq_rows * (c.head_dim // 4) + unit * (WIDE // 4)
+            for j in cutlass.range_constexpr(WIDE // 4):
+                at = (first + j) * c.dq_rows + row % c.dq_rows
+                cute.autovec_copy(vectors[None, at], flat[None, j])
+            self.write(numbers, 0, gdQ, seqlen, m_block * c.tile_m + row, unit, scale)

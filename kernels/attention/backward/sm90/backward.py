@@ -1,17 +1,53 @@
-"""The FlashAttention backward on Hopper, in three launches: preprocess, main and convert."""
+"""The FlashAttention backward on Hopper, in three launches: preprocess, main and convert.
+
+Main's three warpgroups wait for each other only through rings, so that the tensor cores have one's
+products during the others' exponentials:
+
+- two sum the gradients of keys, scores transposed, P and dS from registers as operands A: of 64
+  keys each or, of wide head dims, dK and dV of the same 64 (keys.py);
+- the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
+  starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too, half of
+  its columns each; then CTAs are persistent, and take tiles of keys from a counter (own_dq.py).
+  Where adds come in one order, two of its warps wait for turns, and add.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from cutlass import cute
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
-from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.convert import Convert
-from cutex.kernels.attention.backward.preprocess import Preprocess
-from cutex.kernels.attention.backward.signature import KernelArgs, Tensors, arguments
-from cutex.kernels.attention.backward.sm90.main import Main
+from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots, slots_layout
+from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.rows import Rows, tma_operand
+from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
+from cutex.kernels.attention.backward.config import ELEMENT, WARPGROUP_ROWS, BackwardConfig
+from cutex.kernels.attention.backward.rows import Convert, Preprocess
+from cutex.kernels.attention.backward.signature import (
+    KernelArgs,
+    RowTiles,
+    Tensors,
+    arguments,
+)
+from cutex.kernels.attention.backward.sm90.keys import KeyGradients, WideKeys, WideValues
+from cutex.kernels.attention.backward.sm90.load import Load
+from cutex.kernels.attention.backward.sm90.own_dq import Adds, AllGradients, SumsQueue, Supply
+from cutex.kernels.attention.backward.sm90.queries import QueryGradients
+from cutex.kernels.attention.backward.sm90.shared import Handover, Shared
+from cutex.kernels.attention.backward.tiles import (
+    Sizes,
+    Tile,
+    Walk,
+    sizes_of,
+    tile_of,
+    tile_order,
+)
+from cutex.schedulers.counter import CounterDispatch
 
 
 class Backward:
@@ -41,3 +77,249 @@ class Backward:
         Preprocess(self.config).launch(tensors, args, stream)
         Main(self.config).launch(tensors, args, stream)
         Convert(self.config).launch(tensors, args, stream)
+
+
+class Operands(NamedTuple):
+    """The TMA operands: those loaded, and dK and dV, which are stored."""
+
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    do: cpasync.TmaInfo
+    dk: cpasync.TmaInfo
+    dv: cpasync.TmaInfo
+    kp: Any  # half of the columns of K; None: CTAs are no pairs
+
+
+class Main:
+    """The kernel that does the work: its barriers, memory and registers. A CTA owns 128 keys, whose
+    dK and dV stay in registers; 64 of wide head dims. Of the widest, CTAs of neighbouring keys are
+    pairs.
+
+    barrier          arrives                                   waits
+    k, v loaded      1: the load warp, and the bytes by TMA    all warpgroups, before they begin
+    q, do full       1: the load warp, and the bytes by TMA    the warpgroups that own keys
+    q, do empty      1 a warp of these, its products being     the load warp
+                     done
+    ds full          1 a warp of these, its dS being written   those that compute dQ
+    ds empty         1 a warp of that one, dQ being computed,  those that own keys
+                     and of the other CTA's of a pair
+    ds sent          1: the load warp, and the bytes that the  the warpgroup of dQ of a pair
+                     other CTA copies
+    k read           1 a warp of dQ, after its last dQ,        those that store dK in its place;
+                     and of the one that sums dV alone         the load warp, for the next tile
+    v read           1 a warp that sums dK alone               those that sum dV alone and store it
+                                                               through V's slots; the load warp
+
+    smem       bytes                                 hd 128   hd 64    hd 256
+    sK, sV     tile_n * (D + DV) * 2                 65536    32768    65536
+    sQ         tile_m * D * 2 * num_stages           49152    32768    65536
+    sdO        tile_m * DV * 2 * num_stages          49152    32768    65536
+    sdS        tile_m * tile_n * 2 * ds_slots * CTAs 49152    32768    16384
+    sKp        tile_n * D, of pairs                  0        0        16384
+    sdQ        tile_m * dq_columns * 4 * dq_slots    0        32768    0
+    stats      tile_m * 8 * num_stages               1536     2048     1024
+
+    registers  threads    each, hd 128   of which accumulators      hd 256
+    keys       256        224            192: dK, dV, S^T, dP^T     232 (dK), 208 (dV)
+    queries    128        56             16: a part of dQ           64
+    """
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+
+    @property
+    def key_warps(self) -> Warps:
+        return Warps(first=0, count=4 * self.config.warpgroups)
+
+    @property
+    def query_warps(self) -> Warps:
+        return Warps(first=self.key_warps.end, count=4)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.query_warps.end
+
+    def rows(self, info: Any, side: str) -> Rows:
+        """The rows of Q and dO (side "q") or of K and V ("k"), as TMA sees them."""
+        c = self.config
+        return Rows(info, 1, c.ragged_q if side == "q" else c.ragged_k)
+
+    @cute.jit
+    def launch(self, tensors: Tensors, args: KernelArgs, stream) -> None:
+        c = self.config
+        mQ, mK, mV, mdO = tensors.q, tensors.k, tensors.v, tensors.do
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        of_q, of_k = self.rows(None, "q"), self.rows(None, "k")
+        k_tile, v_tile = (WARPGROUP_ROWS, c.head_dim), (WARPGROUP_ROWS, c.head_dim_v)
+        operands = Operands(
+            tma_operand(load, mQ, of_q, (c.tile_m, c.head_dim), c.num_stages),
+            tma_operand(load, mK, of_k, k_tile, c.key_tiles),
+            tma_operand(load, mV, of_k, v_tile, c.key_tiles),
+            tma_operand(load, mdO, of_q, (c.tile_m, c.head_dim_v), c.num_stages),
+            tma_operand(store, tensors.dk, of_k, k_tile, c.key_tiles),
+            tma_operand(store, tensors.dv, of_k, v_tile, c.key_tiles),
+            tma_operand(load, mK, of_k, (WARPGROUP_ROWS, c.dq_width), c.key_tiles)
+            if c.pairs
+            else None,
+        )
+        sizes, tiles = sizes_of(c, tensors, args)
+        total = tile_order(c, sizes).total
+        if cutlass.const_expr(c.own_dq):
+            total = cutlass.min(Int32(c.num_ctas), total)
+        self.kernel(operands, tensors.stats, tensors.dq_sums, args, sizes, tiles).launch(
+            grid=(total * c.key_ctas, 1, 1),
+            block=(self.num_threads, 1, 1),
+            cluster=(c.key_ctas, 1, 1) if c.pairs else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        stats: cute.Tensor,
+        dq_sums: cute.Tensor,
+        args: KernelArgs,
+        sizes: Sizes,
+        tiles: RowTiles,
+    ) -> None:
+        if cutlass.const_expr(self.config.own_dq):
+            self.several_tiles(operands, stats, dq_sums, args, sizes, tiles)
+        else:
+            self.one_tile(operands, stats, dq_sums, args, sizes, tiles)
+
+    @cute.jit
+    def several_tiles(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
+        """Take one tile of keys after the other; their warpgroups compute dQ."""
+        c, smem = self.config, SmemAllocator()
+        order, readers = tile_order(c, sizes), self.key_warps.count + c.adding_warps
+        dispatch = CounterDispatch.allocate(smem, order, args.counter, readers)
+        queue = SumsQueue.allocate(smem, c) if c.adding_warps else None
+        more = dispatch.barriers if queue is None else (*dispatch.barriers, queue)
+        shared = self.shared(smem, operands, args, sizes, tiles, None, more)
+        shared = replace(shared, queue=queue, descending=c.descending)
+        walk = Walk(c, dispatch, args, sizes)
+        warp, first = cute.arch.warp_idx(), self.query_warps.first
+        if warp >= first:
+            cute.arch.setmaxregister_decrease(c.registers[-1])
+            if warp == first:
+                Supply(c, shared, self.load(operands, stats, shared)).run(walk)
+            elif cutlass.const_expr(c.adding_warps > 0):  # noqa: SIM102 - known when tracing
+                if warp <= first + c.adding_warps:
+                    Adds(c, shared, dq_sums, warp - first - 1).run(walk)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            queries = QueryGradients(c, shared, None, dq_sums)
+            AllGradients.of_all(c, shared, queries).run_all(walk, operands.dk, operands.dv)
+
+    def load(self, operands: Operands, stats: cute.Tensor, shared: Shared) -> Load:
+        c = self.config
+        sides = zip(operands[:4], ("q", "k", "k", "q"), strict=True)
+        q, k, v, do = (self.rows(x, side) for x, side in sides)
+        kp = self.rows(operands.kp, "k") if c.pairs else None
+        return Load(c, q, k, v, do, kp, stats, shared)
+
+    @cute.jit
+    def one_tile(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
+        """Take the tile of keys of this CTA's number."""
+        c = self.config
+        index, _, _ = cute.arch.block_idx()
+        tile = tile_of(c, index, args, sizes)
+        if tile.has_keys(c):
+            shared = self.shared(SmemAllocator(), operands, args, sizes, tiles, tile)
+            warp = cute.arch.warp_idx()
+            if warp >= self.query_warps.first:
+                cute.arch.setmaxregister_decrease(c.registers[-1])
+                load = self.load(operands, stats, shared)
+                QueryGradients(c, shared, load, dq_sums).run()
+            elif cutlass.const_expr(not c.wide):
+                cute.arch.setmaxregister_increase(c.registers[0])
+                gradients = KeyGradients.of(c, shared)
+                gradients.run()
+                gradients.store(operands.dk, operands.dv)
+            elif warp < self.key_warps.count // 2:
+                cute.arch.setmaxregister_increase(c.registers[0])
+                keys = WideKeys.of(c, shared)
+                keys.run()
+                keys.store(operands.dk)
+            else:
+                cute.arch.setmaxregister_increase(c.registers[1])
+                values = WideValues.of(c, shared)
+                values.run()
+                values.store(operands.dv)
+
+    def ways_out(self, sdQ: cute.Tensor, operands: Operands) -> tuple[cute.Tensor, cute.Tensor]:
+        """sdV and sdK: each warpgroup's dV and dK in the place of its slots of dQ."""
+        c, found = self.config, []
+        size = WARPGROUP_ROWS * c.head_dim * ELEMENT // 4  # of one, in numbers of 32 bits
+        for at, of in ((0, operands.dv.smem_layout), (1, operands.dk.smem_layout)):
+            wide = of.outer.stride[2]
+            first, apart = at * c.key_tiles, 1
+            if c.whole_dq:
+                first, apart = at, c.key_tiles
+            stride = (*of.outer.stride[:2], cute.transform_leaf(lambda x, n=apart: x * n, wide))
+            place = cute.recast_ptr(
+                sdQ.iterator + first * size, of.inner, operands.q.atom.value_type
+            )
+            found.append(cute.make_tensor(place, cute.make_layout(of.outer.shape, stride=stride)))
+        return found[0], found[1]
+
+    @cute.jit
+    def shared(
+        self,
+        smem: SmemAllocator,
+        operands: Operands,
+        args: KernelArgs,
+        sizes: Sizes,
+        tiles: RowTiles,
+        tile: Tile | None,
+        more: tuple[Any, ...] = (),
+    ) -> Shared:
+        """Allocate smem, and publish the barriers, and `more`."""
+        c = self.config
+        dtype = operands.q.atom.value_type
+        sK = allocate_slots(smem, dtype, operands.k.smem_layout)
+        sV = allocate_slots(smem, dtype, operands.v.smem_layout)
+        sQ = allocate_slots(smem, dtype, operands.q.smem_layout)
+        sdO = allocate_slots(smem, dtype, operands.do.smem_layout)
+        ds_slots = c.key_tiles * c.ds_slots * c.key_ctas
+        ds = slots_layout(dtype, WARPGROUP_ROWS, c.tile_m, ds_slots, 128)
+        sdS = allocate_slots(smem, dtype, ds)
+        readers = self.query_warps.count
+        sKp = ds_sent = None
+        if cutlass.const_expr(c.pairs):
+            sKp = allocate_slots(smem, dtype, operands.kp.smem_layout)
+            ds_sent = Barrier.allocate(smem, "ds sent", arrivals=1, slots=c.ds_slots)
+        sdQ: Any = None
+        if cutlass.const_expr(c.dq_slots > 0):
+            of_dq = cute.make_layout((c.dq_bytes // 4 // readers, readers, c.dq_slots))
+            sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=SMEM_ALIGN)
+        sdK = sdV = None
+        if cutlass.const_expr(c.own_dq):
+            sdV, sdK = self.ways_out(sdQ, operands)
+        stats = smem.allocate_tensor(
+            Float32, cute.make_layout((2 * c.tile_m, c.num_stages)), byte_alignment=128
+        )
+        k_loaded = Barrier.allocate(smem, "k loaded", arrivals=1)
+        v_loaded = Barrier.allocate(smem, "v loaded", arrivals=1)
+        q = Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, self.key_warps.count)
+        do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, self.key_warps.count)
+        key_warps = 4 * c.key_tiles  # those that compute dS
+        dq_warps = readers * c.dq_warpgroups  # that read dS
+        of_ds = readers if c.whole_dq else dq_warps
+        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, of_ds, c.key_ctas)
+        others = self.key_warps.count - key_warps
+        k_read = Barrier.allocate(smem, "k read", arrivals=dq_warps + others)
+        v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)
+        barriers = (k_loaded, v_loaded, q, do, handover, k_read, v_read, *more)
+        if cutlass.const_expr(c.pairs):
+            publish_barriers((*barriers, ds_sent), cluster=True)
+        else:
+            publish_barriers(barriers)
+        info = BlockInfo(c.tile_m, c.tile_n, args.band(c.causal))
+        return Shared(
+            sK, sV, sQ, sdO, sdS, sKp, sdQ, sdK, sdV, stats, k_loaded, v_loaded, q, do, handover,
+            ds_sent, k_read, v_read, info, args, tiles, tile, sizes.heads_per_kv,
+        )  # fmt: skip

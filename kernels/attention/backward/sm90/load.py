@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, cute
 
+from cutex.device.atoms.tma import bulk_load
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.shared import Shared
-from cutex.kernels.attention.backward.tiles import bulk_load
 
 
 @dataclass(frozen=True)

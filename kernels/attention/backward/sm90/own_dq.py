@@ -23,22 +23,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.reduction import add_bulk
 from cutex.device.atoms.wgmma import WARPGROUP
 from cutex.device.attention.block_info import Blocks
+from cutex.device.attention.row_store import SummedTile
 from cutex.device.pipeline import Barrier, PipelineState
+from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.load import Load
 from cutex.kernels.attention.backward.sm90.queries import QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import STORE_BARRIER, Products, round_operand
 from cutex.kernels.attention.backward.sm90.shared import Shared
-from cutex.kernels.attention.backward.tiles import Walk
-from cutex.kernels.attention.backward.turns import await_turn, pass_turn, turn_of
+from cutex.kernels.attention.backward.tiles import Walk, turn_of
 
 
 @dataclass(frozen=True)
@@ -342,11 +342,9 @@ class Adds:
         parts = c.head_dim // c.dq_columns
         if lane < 4:
             mine = s.sdQ[None, lane, s.queue.slot(number, self.wg)]
-            size = cute.size(mine)
-            part = 0 if parts == 1 else self.wg
-            to = self.sums[tile, None].iterator + (lane * parts + part) * size
-            add_bulk(to, mine.iterator, 4 * size)
-            cute.arch.cp_async_bulk_commit_group()
+            number = lane * parts + (0 if parts == 1 else self.wg)  # of equal parts of the tile
+            sums = SummedTile(self.sums[tile, None])
+            sums.add_slot(mine, number * cute.size(mine), Boolean(True))
 
     @staticmethod
     def landed() -> None:

@@ -25,12 +25,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutex.device.atoms.dsmem import copy_to_cta
 from cutex.device.atoms.mma import contiguous_rows_layout
-from cutex.device.atoms.reduction import add_bulk, add_vector
 from cutex.device.atoms.wgmma import ROWS, Wgmma, WgmmaProduct
+from cutex.device.attention.row_store import SummedTile
 from cutex.device.pipeline import PipelineState
+from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.shared import Shared, other_cta
-from cutex.kernels.attention.backward.turns import await_turn, pass_turn, turn_of
+from cutex.kernels.attention.backward.tiles import turn_of
 
 WIDE = 8  # columns of an accumulator of which a thread has 4 numbers
 
@@ -157,11 +158,9 @@ class QueryGradients:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         mine = self.shared.sdQ[None, warp, slot]  # (units * 128)
-        size = cute.size(mine)
-        to = self.dq_sums[tile, None].iterator + (warp * (c.head_dim // c.dq_columns) + part) * size
-        if lane == 0:
-            add_bulk(to, mine.iterator, 4 * size)
-            cute.arch.cp_async_bulk_commit_group()
+        number = warp * (c.head_dim // c.dq_columns) + part  # of equal parts of the tile
+        sums = SummedTile(self.dq_sums[tile, None])
+        sums.add_slot(mine, number * cute.size(mine), lane == 0)
 
     @cute.jit
     def write_slot(self, acc: cute.Tensor, slot: Int32) -> None:
@@ -178,11 +177,11 @@ class QueryGradients:
         """Add this thread's numbers of columns of dQ, four at a time."""
         c = self.config
         warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
-        vectors = cute.logical_divide(self.dq_sums[tile, None], cute.make_layout(4))  # (4, NumV)
-        units = c.dq_columns // WIDE
+        sums, units = SummedTile(self.dq_sums[tile, None]), c.dq_columns // WIDE
+        numbers = cute.make_tensor(acc.iterator, cute.make_layout((4, units)))
         for j in cutlass.range_constexpr(units):
             at = (warp * (c.head_dim // WIDE) + part * units + j) * 32 + lane
-            add_vector(vectors[None, at].iterator, tuple(acc[4 * j + i] for i in range(4)))
+            sums.add(at, numbers[None, j])
 
     def product(self, sK: cute.Tensor, width: int, part: Int32) -> WgmmaProduct:
         """The product of a part of dQ's columns, of the `width` of sK; its A is dS of all slots."""
