@@ -157,31 +157,10 @@ class Scheduler:
             if steps:
                 events.executing(batch, pc)
             if name == "bra" or name in LEAVES:
-                self.executed[pc] += batch.n
-                if pc in places:
-                    events.using_registers(batch, pc)
-                taken = self._guarded(batch, base, guard, ins.negated)
-                here = batch.active()
-                if name == "trap":
-                    self._trap(batch, here if taken is None else taken, ins)
-                elif name != "bra":
-                    self._exit(batch, base, taken, pc)
+                where = self._jump(batch, pc, polled)
+                if where is None:
                     return
-                if name == "trap" or not (taken is None or taken.any()):
-                    pc += 1
-                elif taken is None or (taken == here).all():
-                    back = ins.target <= pc
-                    pc = ins.target
-                    if back and self._spins(batch, polled):
-                        self.computes[batch.idx] = not polled
-                        self.lanes.settle(batch, np.full(batch.n, pc))
-                        self.lanes.give_way(batch)
-                        return
-                else:
-                    if ins.target <= pc:
-                        self._spins(batch, polled)
-                    self.lanes.branch(batch, here, taken, pc, ins.target)
-                    return
+                pc = where
                 if pc >= stop or pc <= 0 or pc in waits:
                     break
                 continue
@@ -228,6 +207,35 @@ class Scheduler:
             self.turn[batch.idx] += 1
         batch.mask = base
         self.lanes.settle(batch, np.full(batch.n, pc))
+
+    def _jump(self, batch: Batch, pc: int, polled: bool) -> int | None:
+        """Execute a branch, a trap or an end; return where the whole batch goes on, None if it has
+        split, yielded or ended."""
+        ins, base = self.code[pc], batch.mask
+        self.executed[pc] += batch.n
+        if pc in self.m.events.places:
+            self.m.events.using_registers(batch, pc)
+        taken = self._guarded(batch, base, self.guards[pc], ins.negated)
+        if ins.name == "trap":
+            self._trap(batch, batch.active() if taken is None else taken, ins)
+            return pc + 1
+        if ins.name != "bra":
+            self._exit(batch, base, taken, pc)
+            return None
+        if taken is not None and not taken.any():
+            return pc + 1
+        back = ins.target <= pc
+        if taken is not None and (taken != (here := batch.active())).any():
+            if back:
+                self._spins(batch, polled)
+            self.lanes.branch(batch, here, taken, pc, ins.target)
+            return None
+        if back and self._spins(batch, polled):
+            self.computes[batch.idx] = not polled
+            self.lanes.settle(batch, np.full(batch.n, ins.target))
+            self.lanes.give_way(batch)
+            return None
+        return ins.target
 
     def _trap(self, batch: Batch, trapped: np.ndarray, ins: Instruction) -> None:
         if trapped.any():

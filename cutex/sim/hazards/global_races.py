@@ -24,6 +24,7 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import ClusterOrder
+from cutex.sim.hazards.global_clashes import GlobalClashes
 from cutex.sim.hazards.global_marks import (
     ALONE,
     ATOMIC,
@@ -67,6 +68,7 @@ class GlobalRaces(Observer):
         self.fences_all = any(ins.op == "fence.proxy.async" for ins in code)
         self.order, self.lenient = ClusterOrder(machine), ClusterOrder(machine, lenient=True)
         self.records = Records()
+        self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
         self.reports = GlobalReports(machine, self.records, rechecks)
         self.writes: dict[int, np.ndarray] = {}
         self.beneath: dict[int, np.ndarray] = {}  # the last ordinary write before atomics
@@ -75,7 +77,7 @@ class GlobalRaces(Observer):
 
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
-        self.clocks = self.reports.clocks = clocks
+        self.clocks = self.reports.clocks = self.clashes.clocks = clocks
         self.at_issue: dict[int, np.ndarray] = {}  # by bulk store in flight: its thread's clock
         # by warp: its clock at its last fence.proxy.async.global
         self.proxy_clocks: dict[int, np.ndarray] = {}
@@ -172,7 +174,7 @@ class GlobalRaces(Observer):
         """Record a TMA load."""
         if not self.active or write:
             return
-        read = BoxRead(tmap, at, int(self._clusters(np.array([warp]))[0]), ins)
+        read = BoxRead(tmap, at, int(self.clashes.clusters(np.array([warp]))[0]), ins)
         if not self.order.active:
             self.boxes.setdefault((id(tmap), at, read.owner), read)
         if self.writes:
@@ -189,7 +191,7 @@ class GlobalRaces(Observer):
         one = np.array([warp])
         by = self._lanes(Lanes(one, 0 * one, one), WEAK, ins)
         last = self.writes[region.base][places[0, 0] : places[0, 0] + size][None]
-        if clash := self._clash(last, places, by):
+        if clash := self.clashes.first(last, places, by):
             letter = self.records.kind[clash.earlier] != PLAIN
             self.reports.race(by, clash, region, "reads", "wrote it", ins, letter)
         else:
@@ -229,7 +231,7 @@ class GlobalRaces(Observer):
     def _read(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
         if region.base in self.writes:
             last = self.writes[region.base][places]
-            if clash := self._clash(last, places, by):
+            if clash := self.clashes.first(last, places, by):
                 kind, slot = (f[clash.earlier] for f in (self.records.kind, self.records.slot))
                 bulk = slot >= self.clocks.warps  # NOTE: a reduction, which no event has reported
                 letter = by.how.strong or (kind != PLAIN and not bulk)
@@ -243,7 +245,7 @@ class GlobalRaces(Observer):
             return
         first, second = self._readers(region)
         mine, before = self._mark(by)[:, None], first[places]
-        other = self._late(before, by, reads=True)
+        other = self.clashes.late(before, by, reads=True)
         if other is not None:
             second[places[other]] = before[other]
         first[places] = mine
@@ -265,7 +267,7 @@ class GlobalRaces(Observer):
         differs: np.ndarray | None = None
         if last.any() or region.base in self.reads:
             differs = region.data[places] != values
-            if clash := self._clash(last, places, by, differs):
+            if clash := self.clashes.first(last, places, by, differs):
                 kind = int(self.records.kind[clash.earlier])
                 did = "changes it by atomics" if kind == ATOMIC else "wrote another value there"
                 did = "set it by a strong store" if kind == STRONG else did
@@ -289,9 +291,9 @@ class GlobalRaces(Observer):
                 alone = (second[places] == 0) | (
                     who[first[places] >> LANE] == who[second[places] >> LANE]
                 )
-                clash = self._clash(marks, places, by, differs & alone)
+                clash = self.clashes.first(marks, places, by, differs & alone)
             else:
-                clash = self._clash(marks, places, by, differs)
+                clash = self.clashes.first(marks, places, by, differs)
             if clash:
                 load = int(self.records.line[clash.earlier]) if by.how.strong else 0
                 self.reports.race(by, clash, region, "writes", "has read", ins, by.how.strong, load)
@@ -303,7 +305,8 @@ class GlobalRaces(Observer):
         """An atomic, which is a read and a write; ordinary accesses must be ordered with it."""
         marks = self._marks(region)
         last = marks[places]
-        if clash := self._clash(last, places, by) or self._clash_beneath(region, last, places, by):
+        clash = self.clashes.first(last, places, by)
+        if clash := clash or self._clash_beneath(region, last, places, by):
             self.reports.race(by, clash, region, "changes", "by an ordinary store", ins)
         self._after_loads(region, places, np.ones(places.shape, bool), by, ins)
         marks[places] = self._mark(by)[:, None]
@@ -311,7 +314,7 @@ class GlobalRaces(Observer):
     def _clash_beneath(
         self, region: Region, last: np.ndarray, places: np.ndarray, by: By
     ) -> Clash | None:
-        """As `_clash` of an atomic, with ordinary writes that come before other atomics: these are
+        """As `first` of an atomic, with ordinary writes that come before other atomics: these are
         ordered after it, this one need not be.
         """
         plain = (last != 0) & (self.records.kind[last >> LANE] == PLAIN)
@@ -321,7 +324,7 @@ class GlobalRaces(Observer):
                 return None
             beneath = self.beneath[region.base] = np.zeros(len(region.data), np.uint32)
         beneath[places[plain]] = last[plain]
-        return self._clash(np.where(plain, 0, beneath[places]), places, by)
+        return self.clashes.first(np.where(plain, 0, beneath[places]), places, by)
 
     def _check_box(self, read: BoxRead, warp: int | None = None) -> None:
         """Check a TMA load against the writes so far: when it is issued by ``warp``, or at the end
@@ -338,7 +341,7 @@ class GlobalRaces(Observer):
             one = np.array([warp])
             by = self._lanes(Lanes(one, 0 * one, one), WEAK, read.instruction)
             mine = last if self.order.active else np.where(who == read.owner + 1, last, 0)
-            wrong = self._late(mine, by)
+            wrong = self.clashes.late(mine, by)
         if wrong is not None and wrong.any():
             k = int(wrong.reshape(-1).argmax())
             self.reports.race_of_box(read, region, int(places[k, 0]), int(last[k, 0]) >> LANE, warp)
@@ -355,7 +358,7 @@ class GlobalRaces(Observer):
         NOTE: a fence of shared memory only is taken for one of all in a kernel that has those, too.
         """
         rec, r = last >> LANE, self.records
-        slot, own = r.slot[rec], int(self._clusters(np.array([warp]))[0]) + 1
+        slot, own = r.slot[rec], int(self.clashes.clusters(np.array([warp]))[0]) + 1
         unseen = (last != 0) & (r.who[rec] == own) & (slot < self.clocks.warps)
         if self.fences_all:
             unseen &= r.count[rec] > self.clocks.visible[warp, slot]
@@ -382,7 +385,7 @@ class GlobalRaces(Observer):
             return
         rec, r = last >> LANE, self.records
         own, lanes = by.slots[:, None], by.lanes[:, None]
-        late = (last != 0) & (r.slot[rec] == own) & (r.who[rec] == self._who(by)[:, None])
+        late = (last != 0) & (r.slot[rec] == own) & (r.who[rec] == self.clashes.who(by)[:, None])
         late &= ((last & 31) != lanes) & (r.kind[rec] == PLAIN)
         late &= r.count[rec] > self.clocks.ordered[by.warps, by.slots][:, None]
         if self.clocks.met:
@@ -416,89 +419,7 @@ class GlobalRaces(Observer):
             place = region.element(int(places[at]))
             self.reports.constant(by, at[0], place, int(last[at]) >> LANE, ins)
 
-    def _clash(
-        self, last: np.ndarray, places: np.ndarray, by: By, among: np.ndarray | None = None
-    ) -> Clash | None:
-        """The first of the places at which the last access is not ordered before this one, of those
-        ``among``; None if there is none.
-        """
-        late = self._late(last, by, among)
-        if late is None or not late.any():
-            return None
-        sure = late & ~self._fenced(last, late, by)
-        at = tuple(int(v[0]) for v in np.nonzero(sure if sure.any() else late))
-        return Clash(at[0], int(last[at]) >> LANE, int(places[at]), not sure.any())
-
-    def _fenced(self, last: np.ndarray, late: np.ndarray, by: By) -> np.ndarray:
-        """Of the accesses ``late``, those that are before this one in the lenient order of
-        clusters.
-        """
-        out = np.zeros(late.shape, bool)
-        if self.order.active:
-            row, column = np.nonzero(late)
-            rec = last[row, column] >> LANE
-            warps = by.warps[0 * row if len(by.warps) == 1 else row]
-            other = self.records.who[rec] != self._clusters(warps) + 1
-            known = ~self._unknown(rec[other], warps[other], self.lenient)
-            out[row[other], column[other]] = known
-        return out
-
-    def _late(
-        self, last: np.ndarray, by: By, among: np.ndarray | None = None, reads: bool = False
-    ) -> np.ndarray | None:
-        """Which of the accesses ``last`` (n, bytes), as marks, are not ordered before this one, and
-        race with it; ``reads``: as readers, which do not race. None if there are none.
-        """
-        some = last != 0
-        if among is not None:
-            some &= among
-        if not some.any():
-            return None
-        row, column = np.nonzero(some)
-        rec, r, one = last[row, column] >> LANE, self.records, len(by.warps) == 1
-        row_of = 0 * row if one else row
-        other = r.who[rec] != self._who(by)[row_of]
-        late = other.copy()
-        if self.order.active and other.any():
-            late[other] = self._unknown(rec[other], by.warps[row_of[other]])
-        inside = ~other & (r.slot[rec] != by.slots[row_of])
-        if by.clock is not None:  # NOTE: two bulk stores of one thread have no order either
-            inside = ~other
-        if inside.any():
-            slots, counts = r.slot[rec[inside]], r.count[rec[inside]]
-            late[inside] = counts > self._known(by, slots, row_of[inside])
-        if not reads and by.how.strong:
-            kind = r.kind[rec]
-            late &= ~((kind != PLAIN) & (~other | (by.how.far & (kind <= ATOMIC))))
-        out = np.zeros(last.shape, bool)
-        out[row, column] = late
-        return out
-
-    def _known(self, by: By, slots: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """The counts of these agents that an access of the cluster is ordered after."""
-        if by.clock is None:
-            return self.clocks.known[by.warps[row], slots]
-        inside = slots < len(by.clock)  # NOTE: slots may have been added since
-        return np.where(inside, by.clock[np.minimum(slots, len(by.clock) - 1)], 0)
-
-    def _unknown(
-        self, rec: np.ndarray, warps: np.ndarray, order: ClusterOrder | None = None
-    ) -> np.ndarray:
-        """Which of these accesses of other clusters are not ordered before the warps'."""
-        order = order or self.order
-        r = self.records
-        keys = np.stack([warps, r.who[rec].astype(np.int64) - 1, r.slot[rec]])
-        found, which = np.unique(keys, axis=1, return_inverse=True)
-        limits = np.array([order.known(*map(int, key)) for key in found.T])
-        return r.count[rec] > limits[which.reshape(-1)]
-
     # -- marks and names ---------------------------------------------------------------------------
-
-    def _clusters(self, warps: np.ndarray) -> np.ndarray:
-        return self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]]
-
-    def _who(self, by: By) -> np.ndarray:
-        return self._clusters(by.warps) + 1
 
     def _partial(self, by: By) -> np.ndarray:
         """Whether some lanes of each warp take no part; ALONE where one lane does."""
@@ -510,7 +431,7 @@ class GlobalRaces(Observer):
 
     def _mark(self, by: By) -> np.ndarray:
         partial = self._partial(by) if by.clock is None else np.zeros(1, np.int32)
-        return self.records.add(by, self._who(by), partial)
+        return self.records.add(by, self.clashes.who(by), partial)
 
     def _marks(self, region: Region) -> np.ndarray:
         if region.base not in self.writes:

@@ -1,0 +1,167 @@
+"""The reports of races on shared memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.rechecks import Rechecks
+from cutex.sim.machine.operation import WORD, Engine, Operation
+from cutex.sim.ptx.program import Instruction
+from cutex.sim.ptx.strength import Strength, strength
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+_BARRIER = "a barrier that both warps pass in between, as sync_threads()"
+
+
+class SmemAccess(NamedTuple):
+    """An access that is checked: of a warp's lanes or, named by ``what``, of an operation that a
+    warp has issued."""
+
+    write: bool
+    instruction: Instruction
+    what: str = ""
+
+    @property
+    def verb(self) -> str:
+        return "overwrites" if self.write else "reads"
+
+
+class LastStore(NamedTuple):
+    """The last store to a word: by a lane of a warp, at a PTX line."""
+
+    slot: int
+    lane: int
+    line: int
+
+
+class SmemReports:
+    """Words the races of the resident CTAs."""
+
+    def __init__(self, machine: Machine, clocks: Clocks, rechecks: Rechecks) -> None:
+        self.m, self.clocks, self.rechecks = machine, clocks, rechecks
+
+    def race(
+        self, access: SmemAccess, warp: int, word: int, other: int, did: str, line: int | None
+    ) -> None:
+        """An access that is not ordered after that of the agent in slot ``other``, at a PTX line if
+        it was a store."""
+        peer, why = self._peer(warp, other), "no barrier orders the two"
+        remedy = _BARRIER
+        if other >= self.clocks.warps:
+            peer = f"a cp.async of {peer}"
+            why = "nothing that this warp has waited for says that it is complete"
+            remedy = "cp.async.wait_group by the thread that copies, then a barrier of both warps"
+        self.m.findings.add(
+            "race",
+            f"{self._who(access, warp)} {access.verb} {_name(word)}, which {peer} {did}"
+            f"{'' if line is None else f' at PTX line {line}'}: {why}",
+            access.instruction,
+            remedy=remedy,
+        )
+
+    def lanes(self, access: SmemAccess, warp: int, word: int, store: LastStore, sure: bool) -> None:
+        """An access ordered after a warp's store, but not after the lane's that made it."""
+        peer = self.clocks.peer(warp, store.slot)
+        same = self.m.grid.warp_cta[peer] == self.m.grid.warp_cta[warp]
+        why = "by the letter, a bar.warp.sync is missing between these lanes"
+        if store.slot != self.clocks.slot[warp]:
+            why = "by the letter, one lane's arrival does not tell of the others' stores: a "
+            why += "bar.warp.sync is missing before it"
+        if sure:
+            why = "no bar.warp.sync orders the two lanes"
+        if not same:
+            why = "by the letter, an arrival at another CTA's mbarrier has to be .release.cluster"
+        self.m.findings.add(
+            "race",
+            f"{self._who(access, warp)} {access.verb} {_name(word)}, which "
+            f"{self.m.grid.name_warp(peer)} lane {store.lane} wrote at PTX line {store.line}: "
+            f"{why}",
+            access.instruction,
+            advisory=not sure,
+            remedy="sync_warp() in between" if sure else "",
+        )
+
+    def copied(self, warp: int, lane: int, word: int, store: LastStore, ins: Instruction) -> None:
+        """A lane that reads what another lane of its warp has copied."""
+        self.m.findings.add(
+            "race",
+            f"{self.m.grid.name_warp(warp)} lane {lane} reads {_name(word)}, which the cp.async of "
+            f"its lane {store.lane} at PTX line {store.line} wrote: by the letter, a wait tells a "
+            "thread of its own copies only, and a bar.warp.sync is missing",
+            ins,
+            advisory=True,
+        )
+
+    def unwritten(self, warp: int, lane: int, offset: int, ins: Instruction) -> None:
+        """An atomic on shared memory that nothing has written."""
+        self.m.findings.add(
+            "uninitialised",
+            f"{self.m.grid.name_warp(warp)} lane {lane} changes shared memory 0x{offset:x} by an "
+            "atomic, and nothing has written it",
+            ins,
+            remedy="a store of the first value, and a barrier behind it",
+        )
+
+    def strong(
+        self, ins: Instruction, warp: int, word: int, other: int, did: str, line: int
+    ) -> None:
+        """A strong access that no barrier orders after an ordinary one, at a PTX line."""
+        how = strength(ins.op)
+        verb = "changes" if how.atomic else "reads" if ins.name == "ld" else "overwrites"
+        message = (
+            f"{self.m.grid.name_warp(warp)} {verb} {_name(word)}{_by(how)}, which "
+            f"{self._peer(warp, other)} {did} by an ordinary "
+            f"{'store' if did == 'wrote' else 'load'} at PTX line {line}: no barrier orders the two"
+        )
+        tell = partial(self.m.findings.add, "race", message, ins, remedy=_BARRIER)
+        if did == "read" and how.atomic:
+            self.rechecks.race(line, tell)
+        else:
+            tell(not how.atomic)
+
+    def changed(
+        self, access: SmemAccess, warp: int, word: int, other: int, change: Instruction
+    ) -> None:
+        """An ordinary access that no barrier orders after a strong store."""
+        atomic = strength(change.op).atomic
+        message = (
+            f"{self._who(access, warp)} {access.verb} {_name(word)}, which "
+            f"{self._peer(warp, other)} {'changes by an atomic' if atomic else 'wrote'} at PTX "
+            f"line {change.line}: no barrier orders the two"
+        )
+        tell = partial(self.m.findings.add, "race", message, access.instruction, remedy=_BARRIER)
+        if access.write or access.what:
+            tell(not atomic)
+        else:
+            self.rechecks.race(access.instruction.line, tell)
+
+    def proxy(
+        self, op: Operation, warp: int, word: int, before: str, write: bool, copied: bool
+    ) -> None:
+        """An operation of the async proxy that no fence orders after an ordinary access."""
+        self.m.findings.add(
+            "proxy",
+            f"{op.what} of {self.m.grid.name_warp(warp)} {'overwrites' if write else 'reads'} "
+            f"{_name(word)}, which {before}, with no fence.proxy.async in between",
+            op.instruction,
+            advisory=copied or (write and op.engine is not Engine.LAUNCH_CONTROL),
+        )
+
+    def _who(self, access: SmemAccess, warp: int) -> str:
+        name = self.m.grid.name_warp(warp)
+        return f"{access.what} of {name}" if access.what else name
+
+    def _peer(self, warp: int, slot: int) -> str:
+        return self.m.grid.name_warp(self.clocks.peer(warp, slot))
+
+
+def _name(word: int) -> str:
+    return f"shared memory 0x{word * WORD:x}"
+
+
+def _by(how: Strength) -> str:
+    return " by an atomic" if how.atomic else ""
