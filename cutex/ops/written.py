@@ -37,22 +37,25 @@ def are_apart(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
     return not any(share_memory(x, y) for i, x in enumerate(written) for y in every[i + 1 :])
 
 
-def spans_apart(written: Sequence[Tensor], read: Sequence[Tensor]) -> Callable[..., bool]:
+def spans_apart(written: tuple[Tensor, Tensor], read: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of tensors of these sizes and strides, in this order: whether no byte from the
-    first element to the last of one that is `written` is another's. It takes half the time of
-    `are_apart`, which also says so of tensors whose elements alternate."""
-    count, spans = len(written), [span(x) for x in (*written, *read)]
+    first element to the last of one of the two that are `written` is another's. It takes less time
+    than `are_apart`, which also says so of tensors whose elements alternate."""
+    first_size, second_size = map(span, written)
+    sizes = [span(x) for x in read]
 
-    def apart(*tensors: Tensor) -> bool:
-        taken: list[tuple[int, int]] = []
-        for x, size in zip(tensors, spans, strict=True):
+    def apart(first: Tensor, second: Tensor, *others: Tensor) -> bool:
+        first_begin, second_begin = first.data_ptr(), second.data_ptr()
+        first_end, second_end = first_begin + first_size, second_begin + second_size
+        if first_begin < second_end and second_begin < first_end:
+            return False
+        for x, size in zip(others, sizes, strict=True):
             begin = x.data_ptr()
             end = begin + size
-            for first, last in taken:
-                if begin < last and first < end:
-                    return False
-            if len(taken) < count:
-                taken.append((begin, end))
+            if begin < first_end and first_begin < end:
+                return False
+            if begin < second_end and second_begin < end:
+                return False
         return True
 
     return apart

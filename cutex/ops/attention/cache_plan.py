@@ -7,7 +7,7 @@ lengths and pages change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -171,17 +171,18 @@ def appending(
     """`run`, which writes its tensors from place `new` on to the caches, behind q: as torch has it
     of a tensor that is written to. Each has the sizes and strides of that in `like`, if given."""
 
-    def read_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return (tensors[0], *tensors[new : new + 2])
-
-    far = None if like is None else spans_apart(like[1:3], read_of(like))
+    far = None
+    if like is not None:
+        far = spans_apart((like[1], like[2]), (like[0], *like[new : new + 2]))
 
     @untraced
     def run_apart(*tensors: Tensor) -> Any:
-        caches, read = tensors[1:3], read_of(tensors)
-        if (far is None or not far(*caches, *read)) and not are_apart(caches, read):
+        q, k_cache, v_cache, *_ = tensors
+        k, v = tensors[new : new + 2]
+        caches = k_cache, v_cache
+        is_far = far is not None and far(k_cache, v_cache, q, k, v)
+        if not is_far and not are_apart(caches, (q, k, v)):
             raise ValueError("a cache that k and v are appended to shares memory with an argument")
-        k_cache, v_cache = caches
         if k_cache.is_inference() or v_cache.is_inference():
             for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
                 check_writable(name, cache)
