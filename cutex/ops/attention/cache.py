@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,32 +28,42 @@ def why_no_steps(x: Tensor) -> str | None:
     """The reason why TMA cannot step through a cache, or None."""
     if x.data_ptr() % ALIGN:
         return f"it starts at {x.data_ptr():#x}, which is no multiple of {ALIGN} bytes"
-    if x.stride(-1) != 1:
-        return f"its head dim has stride {x.stride(-1)}, not 1"
-    for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if n > 1 and (stride * x.element_size() % ALIGN or stride <= 0):
-            return f"its strides {x.stride()} are no multiples of {ALIGN} bytes"
-    return why_not_pages(stepped(x).stride())
+    return _why_no_strides(x.shape, x.stride(), x.element_size())
+
+
+@lru_cache(maxsize=4096)
+def _why_no_strides(shape: tuple[int, ...], strides: tuple[int, ...], element: int) -> str | None:
+    """`why_no_steps` of any cache of this shape, whose elements have `element` bytes."""
+    if strides[-1] != 1:
+        return f"its head dim has stride {strides[-1]}, not 1"
+    for n, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if n > 1 and (stride * element % ALIGN or stride <= 0):
+            return f"its strides {strides} are no multiples of {ALIGN} bytes"
+    return why_not_pages(_steps(shape, strides, element))
 
 
 def stepped(x: Tensor) -> Tensor:
     """The same cache, with strides that TMA takes also in the modes of size 1."""
-    outer, row, head, one = x.stride()
-    unit = x.shape[-1]
-    if x.shape[2] == 1 and not _is_step(head, x):
-        head = unit
-    row = row if x.shape[1] > 1 else unit * (x.shape[2] if x.shape[2] > 1 else 1)
-    if x.shape[1] == 1 and x.shape[0] > 1:
-        row = outer  # pages of one row
-    if x.shape[0] == 1 and (outer % row or not _is_step(outer, x)):
-        outer = row * x.shape[1]
-    wanted = outer, row, head, one
+    wanted = _steps(x.shape, x.stride(), x.element_size())
     return x if wanted == x.stride() else x.as_strided(x.shape, wanted)
 
 
-def _is_step(stride: int, x: Tensor) -> bool:
-    """Whether TMA takes it."""
-    return 0 < stride < MOST_STEP and stride * x.element_size() % ALIGN == 0
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...], element: int) -> tuple[int, ...]:
+    """The strides that TMA takes also in the modes of size 1."""
+    (outer, row, head, one), unit = strides, shape[-1]
+    if shape[2] == 1 and not _is_step(head, element):
+        head = unit
+    row = row if shape[1] > 1 else unit * (shape[2] if shape[2] > 1 else 1)
+    if shape[1] == 1 and shape[0] > 1:
+        row = outer  # pages of one row
+    if shape[0] == 1 and (outer % row or not _is_step(outer, element)):
+        outer = row * shape[1]
+    return outer, row, head, one
+
+
+def _is_step(stride: int, element: int) -> bool:
+    """Whether TMA takes a stride of elements of `element` bytes."""
+    return 0 < stride < MOST_STEP and stride * element % ALIGN == 0
 
 
 def check_tensors(given: Iterable[tuple[str, object]]) -> None:
