@@ -137,6 +137,20 @@ def test_a_key_that_outweighs_all_of_any_sign_and_place(dtype, window, below, ab
     assert found < 1.1 * theirs + 1e-5
 
 
+def test_a_lone_key_whose_rounding_is_a_tie():
+    """Its probability, known but for what the other keys of its part of a block have, lies between
+    two bf16 numbers in one row: the whole rounding would be left in O."""
+    case = replace(CASE, seqlen_q=192, seqlen_k=576, heads_q=2, seed=3)
+    inputs = case.inputs()
+    inputs.q.mul_(0.5)[..., 0] = 2.0
+    inputs.k[..., 0] = -35.0 / (2.0 * case.softmax_scale)
+    inputs.k[:, 70, :, 0] = -18.0 / (2.0 * case.softmax_scale)
+    out, _ = computed(case, inputs)
+    want, torchs = (wanted(case, inputs, exact=exact)[0] for exact in (True, False))
+    found, theirs = ((x - want).norm(dim=-1).max() for x in (out[0].double(), torchs))
+    assert found < 1.1 * theirs + 1e-5
+
+
 def errors(case: AttentionCase, inputs: Inputs) -> tuple[float, float]:
     """The norm of O's error, and that of torch at the same precision, relative to O."""
     out, _ = computed(case, inputs)

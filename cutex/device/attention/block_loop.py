@@ -29,6 +29,7 @@ from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring, threads_w
 
 LOOK_BARRIER = 8  # the first of one named barrier for each warpgroup
 PEAKED_THREADS = 28  # of a warpgroup's, more of which say that scores are peaked
+EAGER = 8  # guarded blocks, of one in so many of which the largest probabilities are exact
 CHUNK = 768  # keys, after which sums are looked at: scores may rise by 2^115 in so many
 
 State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
@@ -201,7 +202,7 @@ class BlockLoop:
                 state = self.steps(path, count, state, "guard low")
                 self.softmax.note_top(low=True)
         else:
-            state = self.steps(path, count, state, "guard")
+            state = self.steps(path, count, state, "guard", (count + EAGER - 1) // EAGER)
             self.softmax.note_top()
         return state
 
@@ -236,22 +237,35 @@ class BlockLoop:
             self.scale_p()
 
     @cute.jit
-    def steps(self, path: Path, count: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
-        """Run `count` steps along `path`."""
+    def steps(
+        self,
+        path: Path,
+        count: Int32,
+        state: State,
+        kind: cutlass.Constexpr[str],
+        eager: Int32 | int = 0,
+    ) -> State:
+        """Run `count` steps along `path`, the first ones `eager`."""
         k, v = state
         for i in cutlass.range(count, unroll=1):
-            k, v = self.step(path.block(i), (k, v), kind)
+            k, v = self.step(path.block(i), (k, v), kind, i < eager)
         return k, v
 
     @cute.jit
-    def step(self, n_block: Int32, state: State, kind: cutlass.Constexpr[str]) -> State:
+    def step(
+        self,
+        n_block: Int32,
+        state: State,
+        kind: cutlass.Constexpr[str],
+        eager: Boolean | bool = False,
+    ) -> State:
         """Run QK and softmax of a block, and PV of the one before.
 
         kind: "masked"; "late", the same behind blocks of other kinds; "clean", without a mask;
         "add", without a mask and without looking for a larger score; "guard", "add" that raises
         references where the block exceeds them by far; "guard low", the same of rows with
         references far below 0; or "looked", that of any rows, which looks whether scores are
-        peaked.
+        peaked. A "guard" that is `eager` raises references to any larger score.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -271,7 +285,7 @@ class BlockLoop:
         if cutlass.const_expr(kind == "add"):
             softmax.add(scores)
         elif cutlass.const_expr(kind == "guard"):
-            rescale = softmax.guard(scores, self.factors)
+            rescale = softmax.guard(scores, self.factors, eager=eager)
         elif cutlass.const_expr(kind == "guard low"):
             rescale = softmax.guard(scores, self.factors, low=True)
         elif cutlass.const_expr(kind == "looked"):

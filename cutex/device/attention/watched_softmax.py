@@ -27,7 +27,15 @@ from typing import Any, ClassVar, Self
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
 
-from cutex.device.atoms.scalar import exp2, largest_of, log2, power_below, reciprocal, sqrt
+from cutex.device.atoms.scalar import (
+    exp2,
+    largest_negative_of,
+    largest_of,
+    log2,
+    power_below,
+    reciprocal,
+    sqrt,
+)
 from cutex.device.attention.guarded_softmax import LARGE, GuardedSoftmax
 from cutex.device.attention.softmax import LN2, row_max
 
@@ -57,6 +65,7 @@ class WatchedSoftmax(GuardedSoftmax):
     least_guarded: ClassVar[float] = -60.0  # reference in powers of two of a row that is guarded
     small: ClassVar[float] = 2.0**26
     most: ClassVar[float] = 2.0**124
+    alone: ClassVar[float] = 2.0**-14  # share of others in a row whose error is that of one key
 
     @staticmethod
     def rounding_to(dtype: type[cutlass.Numeric]) -> type[WatchedSoftmax]:
@@ -144,19 +153,22 @@ class WatchedSoftmax(GuardedSoftmax):
         factors: cute.Tensor,
         seen: tuple[Int32, ...] | None = None,
         low: cutlass.Constexpr[bool] = False,
+        eager: Boolean | bool = False,
     ) -> Boolean:
         """`add` after references were raised, if the block exceeds one by more than `room` powers
         of two, and `look` at it if it is told what is `seen`: blocks by `add` may follow. Returns
         whether outputs so far must be multiplied by `factors` (rows). `low`: rows may have
-        references far below 0 (`is_low`).
+        references far below 0 (`is_low`). `eager`: references rise to any larger score, whose
+        probability is then exact.
         """
         exceeds, best = Boolean(False), self.best
+        room = Float32(0.0) if eager else Float32(self.room)
+        self._find_best(scores, low)
         for r in cutlass.range_constexpr(self.rows):
-            best[r] = self._best_of(scores, r, low)
-            exceeds = exceeds | (best[r] * self.scale_log2 - self.shift[r] > self.room)
+            exceeds = exceeds | (best[r] * self.scale_log2 - self.shift[r] > room)
         exceeds = cute.arch.vote_any_sync(exceeds)
         if exceeds:
-            self._raise_above(scores, factors, low)
+            self._raise_above(scores, factors, low, eager)
         added = [Float32(0.0)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
             added[r] = self._by_shift(scores, r, self.reference_log2(r))
@@ -169,23 +181,35 @@ class WatchedSoftmax(GuardedSoftmax):
         return exceeds
 
     @cute.jit
-    def _best_of(
-        self, scores: cute.Tensor, r: cutlass.Constexpr[int], low: cutlass.Constexpr[bool]
-    ) -> Float32:
-        """The largest score of row r that `guard` has found, this block's too.
+    def _find_best(self, scores: cute.Tensor, low: cutlass.Constexpr[bool]) -> None:
+        """Keep the largest scores that `guard` has found, this block's too, in `best`.
 
         NOTE: as integers, floats are ordered as long as one is positive; else, not `low`, 0 is
-        found.
+        found. `low`, those without a sign are searched for where there are any.
         """
-        a, b = self.best[r], Float32(0.0)
+        best, columns = self.best, cute.size(scores, mode=[1])
         if cutlass.const_expr(low):
-            a = cute.arch.fmax(a, row_max(scores, r))
+            found, mixed = [Float32(0.0)] * self.rows, Boolean(False)
+            for r in cutlass.range_constexpr(self.rows):
+                a, b = scores[r, 0], scores[r, 1]
+                for c in cutlass.range_constexpr(2, columns, 4):
+                    a = largest_negative_of(a, scores[r, c], scores[r, c + 1])
+                    if cutlass.const_expr(c + 3 < columns):
+                        b = largest_negative_of(b, scores[r, c + 2], scores[r, c + 3])
+                found[r] = largest_negative_of(a, b, b)
+                mixed = mixed | (found[r] >= 0.0)
+            if cute.arch.vote_any_sync(mixed):
+                for r in cutlass.range_constexpr(self.rows):
+                    found[r] = row_max(scores, r)
+            for r in cutlass.range_constexpr(self.rows):
+                best[r] = cute.arch.fmax(best[r], found[r])
         else:
-            for c in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 4):
-                a = largest_of(a, scores[r, c], scores[r, c + 1])
-                b = largest_of(b, scores[r, c + 2], scores[r, c + 3])
-            a = largest_of(a, b, b)
-        return a
+            for r in cutlass.range_constexpr(self.rows):
+                a, b = best[r], Float32(0.0)
+                for c in cutlass.range_constexpr(0, columns, 4):
+                    a = largest_of(a, scores[r, c], scores[r, c + 1])
+                    b = largest_of(b, scores[r, c + 2], scores[r, c + 3])
+                best[r] = largest_of(a, b, b)
 
     @cute.jit
     def is_low(self) -> Boolean:
@@ -198,25 +222,38 @@ class WatchedSoftmax(GuardedSoftmax):
 
     @cute.jit
     def _raise_above(
-        self, scores: cute.Tensor, factors: cute.Tensor, low: cutlass.Constexpr[bool]
+        self,
+        scores: cute.Tensor,
+        factors: cute.Tensor,
+        low: cutlass.Constexpr[bool],
+        eager: Boolean | bool,
     ) -> None:
         """Raise the references of this warp's rows above the scores that `guard` has found, or,
-        none of them being positive and the rows not `low`, above those of this block."""
+        none of them being positive and the rows not `low`, above those of this block; `eager`, to
+        them.
+
+        NOTE: a largest score that is the reference has the probability 1, which is exact. Else
+        references rise by whole powers of two: probabilities keep what they were rounded to.
+        """
         shift, reference = self.shift, self.reference
-        self.raised[0] = Boolean(True)
+        above = Float32(0.0) if eager else Float32(self.above)
+        if cutlass.const_expr(self.raised is not None):
+            self.raised[0] = self.raised[0] | ~Boolean(eager)
         for r in cutlass.range_constexpr(self.rows):
             found = self.best[r]
             if cutlass.const_expr(not low):
                 found = found if found > 0.0 else row_max(scores, r)
             highest = self.over_row(found, cute.arch.fmax) * self.scale_log2
-            # NOTE: by a whole power of two, or `top` would round otherwise than it did
-            power = cute.arch.fmax(highest + self.above - shift[r], 0.0)
+            goal = highest + above
+            power = cute.arch.fmax(goal - shift[r], 0.0)
+            leads = Boolean(eager) & (power > 0.0) & (exp2(power) > self.top[r])
             whole = Float32(Int32(power))
-            raised = shift[r] + whole if power < 2.0**20 else highest + self.above
-            factors[r] = exp2(-whole)
+            exact = leads | (power >= 2.0**20)
+            factors[r] = exp2(-(power if exact else whole))
             self._scale(r, factors[r])
-            shift[r] = raised
-            reference[r] = raised / self.scale_log2
+            self.top[r] = Float32(1.0) if leads else self.top[r]
+            shift[r] = goal if exact else shift[r] + whole
+            reference[r] = shift[r] / self.scale_log2
 
     @cute.jit
     def note_top(self, low: cutlass.Constexpr[bool] = False) -> None:
@@ -340,8 +377,8 @@ class WatchedSoftmax(GuardedSoftmax):
         lost, valid, looks = [Float32(0.0), Float32(0.0)], Boolean(True), Boolean(False)
         if self._is_unusual(totals):
             for r in cutlass.range_constexpr(self.rows):
-                lost[r] = self._lost(r, totals[r])
-                valid = valid & (totals[r] <= self.most)
+                lost[r], known = self._lost(r, totals[r])
+                valid = valid & known & (totals[r] <= self.most)
                 looks = looks | (totals[r] > self.small)
                 if cutlass.const_expr(self.shift is not None):
                     valid = valid & ~self._is_large(r)
@@ -374,9 +411,10 @@ class WatchedSoftmax(GuardedSoftmax):
         return cute.arch.vote_any_sync(unusual)
 
     @cute.jit
-    def _lost(self, r: cutlass.Constexpr[int], total: Float32) -> Float32:
+    def _lost(self, r: cutlass.Constexpr[int], total: Float32) -> tuple[Float32, Boolean]:
         """What to take from the sum of row r, so that O is nearest to what it is without the
         rounding of the largest probability, p: the share p^2 / sum of p_i^2 of what O loses by it.
+        Whether that is known, as far as it counts.
 
         NOTE: sums of parts, less their mean, have about the squares that the p_i have.
         """
@@ -388,28 +426,31 @@ class WatchedSoftmax(GuardedSoftmax):
         spread = squares * scale * scale - number * mean
         share = number * reciprocal(cute.arch.fmax(spread, 1.0))
         rounding = top - Float32(self.rounded(top))
-        lost = share * rounding if top > LEAST_TOP else Float32(0.0)
+        lost, known = share * rounding if top > LEAST_TOP else Float32(0.0), Boolean(True)
         if cutlass.const_expr(self.shift is not None):
-            by_one = self._lost_by_one(r, total)
+            by_one, known_of_one = self._lost_by_one(r, total)
             lost = lost if top > 0.0 else by_one
-        return lost
+            known = (top > 0.0) | known_of_one
+        return lost, known
 
     @cute.jit
-    def _lost_by_one(self, r: cutlass.Constexpr[int], total: Float32) -> Float32:
+    def _lost_by_one(self, r: cutlass.Constexpr[int], total: Float32) -> tuple[Float32, Boolean]:
         """The same of a row whose probabilities came by `add`: nothing, unless one of them
         outweighs its part of a block. It is then the largest part's sum, less what the others have
         in the mean.
 
-        NOTE: it is seldom further off than by that; where rounding is less, as of the reference's
-        own probability, or differs so near, nothing is known."""
+        NOTE: it is seldom further off than by half of that; where rounding is less, as of the
+        reference's own probability, nothing is lost; where it differs so near, being a tie,
+        nothing is known. That counts where the others are so few that O has no other error."""
         largest = self.over_row(self.part[r], cute.arch.fmax)
         rest = (total - largest) * reciprocal(Float32(4 * self.blocks))
         one = largest - rest
-        least, most = (Float32(self.rounded(x)) for x in (one - rest, largest))
+        least, most = (Float32(self.rounded(one + x * rest)) for x in (-0.5, 0.5))
         rounding = one - least
         counts = (least == most) & (cute.arch.fmax(rounding, -rounding) > 2.0 * rest)
         lost = total * reciprocal(one) * rounding
-        return lost if counts & (one > OUTWEIGHS * total) else Float32(0.0)
+        lost = lost if counts & (one > OUTWEIGHS * total) else Float32(0.0)
+        return lost, (least == most) | ~(total - largest < self.alone * total)
 
     @staticmethod
     @cute.jit
@@ -437,3 +478,4 @@ class WatchedSoftmaxFp16(WatchedSoftmax):
     least_guarded: ClassVar[float] = -1e30
     small: ClassVar[float] = 2.0**15
     most: ClassVar[float] = 2.0**26
+    alone: ClassVar[float] = 2.0**-17

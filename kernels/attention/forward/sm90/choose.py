@@ -20,17 +20,21 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {"tile_m": 128, "tile_n": 128, "halves": True},
     (192, 128): {"tile_m": 128, "tile_n": 128, "q_stages": 1, "o_parts": 2},
     (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
-    # not speculative where tiles are short: Q's only slot is released before the tile is known to
-    # be valid, and tensor cores are busy anyway
-    (256, 256): {"tile_m": 128, "tile_n": 64, "q_stages": 1, "o_parts": 2, "speculative": False},
+    # 64 keys tell little of the others, and leave issue slots for guarding them all
+    (256, 256): {
+        "tile_m": 128,
+        "tile_n": 64,
+        "q_stages": 1,
+        "o_parts": 2,
+        "guards_all": True,
+    },
 }
 # what is faster from a number of keys on
 _LONG: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
     (128, 128): {8192: {"q_in_registers": 128}, 16384: {"halves": False}},
     # `alternate` would give head dim 128 1 %, too; a row's last bits then depend on other tiles
     (256, 256): {
-        # 64 keys tell little of the others, and leave issue slots for guarding them all
-        4096: {"q_in_registers": 64, "speculative": True, "guards_all": True},
+        4096: {"q_in_registers": 64},
         8192: {"q_in_registers": 128},
         16384: {"alternate": True},
     },
