@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -149,6 +150,22 @@ def test_a_lone_key_whose_rounding_is_a_tie():
     want, torchs = (wanted(case, inputs, exact=exact)[0] for exact in (True, False))
     found, theirs = ((x - want).norm(dim=-1).max() for x in (out[0].double(), torchs))
     assert found < 1.1 * theirs + 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "power"), [(256, 20), (256, 25), (64, 25)])
+def test_a_lone_key_at_a_tie_among_scores_far_below_0(head_dim, power):
+    """All rows alike, the probability at the middle between two bf16 numbers, of which an estimate
+    cannot tell to which it was rounded: scores below 0 are ordered, too."""
+    for odd in (1, 3, 5):
+        scale = (power + math.log2(1.0 + odd * 2.0**-8)) * math.log(2.0) / 17.0
+        case = replace(CASE, seqlen_q=64, head_dim=head_dim, head_dim_v=head_dim, scale=scale)
+        inputs = case.inputs()
+        inputs.q.zero_()[..., 0] = 1.0
+        inputs.k.zero_()[..., 0] = -35.0
+        inputs.k[:, 70, :, 0] = -18.0
+        found, theirs = errors(case, inputs)
+        assert found < 1.1 * theirs + 1e-5
 
 
 def errors(case: AttentionCase, inputs: Inputs) -> tuple[float, float]:

@@ -42,6 +42,7 @@ from cutex.device.attention.softmax import LN2, row_max
 LEAST_SEEN = 8  # columns of a thread, in which what scores are like can be seen
 OUTWEIGHS = 0.5  # of a row's sum: the least that counts of one that outweighs others
 ABOUT_ONE = 1.0 + 2.0**-20  # a root and a sum that differ by less are taken for the same
+LOW = -15.0  # powers of two: a reference below which `guard` has to order scores below 0, too
 LEAST_TOP = 2.0**-60  # the largest exponential, below which its square would lose bits
 
 
@@ -62,7 +63,7 @@ class WatchedSoftmax(GuardedSoftmax):
     lowered: ClassVar[float] = -64.0  # the power of two that the sum then has
     room: ClassVar[float] = 60.0  # powers of two by which a score may exceed its reference
     above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
-    least_guarded: ClassVar[float] = -60.0  # reference in powers of two of a row that is guarded
+    least_guarded: ClassVar[float] = LOW  # reference in powers of two of a row that is guarded
     small: ClassVar[float] = 2.0**26
     most: ClassVar[float] = 2.0**124
     alone: ClassVar[float] = 2.0**-14  # share of others in a row whose error is that of one key
@@ -214,10 +215,10 @@ class WatchedSoftmax(GuardedSoftmax):
     @cute.jit
     def is_low(self) -> Boolean:
         """Whether a row of this thread has a reference so far below 0 that `guard` would raise it
-        for each score below 0."""
+        for each score below 0 in fp16, or miss one that outweighs all others."""
         low = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
-            low = low | (self.shift[r] < -self.room)
+            low = low | (self.shift[r] < LOW)
         return low
 
     @cute.jit
@@ -428,24 +429,27 @@ class WatchedSoftmax(GuardedSoftmax):
         rounding = top - Float32(self.rounded(top))
         lost, known = share * rounding if top > LEAST_TOP else Float32(0.0), Boolean(True)
         if cutlass.const_expr(self.shift is not None):
-            by_one, known_of_one = self._lost_by_one(r, total)
+            by_one, known_of_one = self._lost_by_one(r, total, squares)
             lost = lost if top > 0.0 else by_one
             known = (top > 0.0) | known_of_one
         return lost, known
 
     @cute.jit
-    def _lost_by_one(self, r: cutlass.Constexpr[int], total: Float32) -> tuple[Float32, Boolean]:
-        """The same of a row whose probabilities came by `add`: nothing, unless one of them
-        outweighs its part of a block. It is then the largest part's sum, less what the others have
-        in the mean.
+    def _lost_by_one(
+        self, r: cutlass.Constexpr[int], total: Float32, squares: Float32
+    ) -> tuple[Float32, Boolean]:
+        """The same of a row whose `top` is 0: nothing, unless a probability outweighs its part of a
+        block. It is then the largest part's sum, less what the others have in the mean.
 
-        NOTE: it is seldom further off than by half of that; where rounding is less, as of the
-        reference's own probability, nothing is lost; where it differs so near, being a tie,
-        nothing is known. That counts where the others are so few that O has no other error."""
+        NOTE: it is seldom further off than by half of that or, of rows whose `squares` were kept,
+        than `_largest_part` is; where rounding is less, as of the reference's own probability,
+        nothing is lost; where it differs so near, being a tie, nothing is known. That counts where
+        the others are so few that O has no other error."""
         largest = self.over_row(self.part[r], cute.arch.fmax)
         rest = (total - largest) * reciprocal(Float32(4 * self.blocks))
         one = largest - rest
-        least, most = (Float32(self.rounded(one + x * rest)) for x in (-0.5, 0.5))
+        doubt = cute.arch.fmax(rest * 0.5, one * (ABOUT_ONE - 1.0) if squares > 0.0 else 0.0)
+        least, most = (Float32(self.rounded(one + x)) for x in (-doubt, doubt))
         rounding = one - least
         counts = (least == most) & (cute.arch.fmax(rounding, -rounding) > 2.0 * rest)
         lost = total * reciprocal(one) * rounding
