@@ -429,6 +429,6 @@ def config_of(lengths: list[int], **given) -> Sm90ForwardConfig:
 
 def test_many_short_sequences_are_not_taken_for_one_long_one(stand_in):
     many, few = [512] * 10, [4096, 4096]
-    assert not config_of(many).speculative and config_of(few).speculative
-    assert not config_of(many, max_seqlen_q=512, max_seqlen_k=512).speculative
-    assert config_of([4600, *[100] * 5], max_seqlen_q=4600, max_seqlen_k=4600).speculative
+    assert not config_of(many).q_in_registers and config_of(few).q_in_registers
+    assert not config_of(many, max_seqlen_q=512, max_seqlen_k=512).q_in_registers
+    assert config_of([4600, *[100] * 5], max_seqlen_q=4600, max_seqlen_k=4600).q_in_registers

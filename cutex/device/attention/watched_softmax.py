@@ -441,15 +441,16 @@ class WatchedSoftmax(GuardedSoftmax):
         """The same of a row whose `top` is 0: nothing, unless a probability outweighs its part of a
         block. It is then the largest part's sum, less what the others have in the mean.
 
-        NOTE: it is seldom further off than by half of that or, of rows whose `squares` were kept,
-        than `_largest_part` is; where rounding is less, as of the reference's own probability,
-        nothing is lost; where it differs so near, being a tie, nothing is known. That counts where
-        the others are so few that O has no other error."""
+        NOTE: they seldom have more than half as much again, or nothing, where each is too small to
+        change the sum; of rows whose `squares` were kept, `_largest_part` is too large, too. Where
+        rounding is less, as of the reference's own probability, nothing is lost; where it differs
+        so near, being a tie, nothing is known. That counts where the others are so few that O has
+        no other error."""
         largest = self.over_row(self.part[r], cute.arch.fmax)
         rest = (total - largest) * reciprocal(Float32(4 * self.blocks))
         one = largest - rest
-        doubt = cute.arch.fmax(rest * 0.5, one * (ABOUT_ONE - 1.0) if squares > 0.0 else 0.0)
-        least, most = (Float32(self.rounded(one + x)) for x in (-doubt, doubt))
+        doubt = one - rest * 0.5 - (one * (ABOUT_ONE - 1.0) if squares > 0.0 else 0.0)
+        least, most = (Float32(self.rounded(x)) for x in (doubt, largest))
         rounding = one - least
         counts = (least == most) & (cute.arch.fmax(rounding, -rounding) > 2.0 * rest)
         lost = total * reciprocal(one) * rounding
