@@ -441,21 +441,22 @@ class WatchedSoftmax(GuardedSoftmax):
         """The same of a row whose `top` is 0: nothing, unless a probability outweighs its part of a
         block. It is then the largest part's sum, less what the others have in the mean.
 
-        NOTE: they seldom have more than half as much again, or nothing, where each is too small to
-        change the sum; of rows whose `squares` were kept, `_largest_part` is too large, too. Where
-        rounding is less, as of the reference's own probability, nothing is lost; where it differs
-        so near, being a tie, nothing is known. That counts where the others are so few that O has
-        no other error."""
+        NOTE: they seldom have more or less than that by half. Where they are `few`, so few that O
+        has no other error, they may also have left the part's sum as it is; and of rows whose
+        `squares` were kept, `_largest_part` is too large. Where rounding is less, as of the
+        reference's own probability, nothing is lost; where it differs so near, being a tie,
+        nothing is known, which counts where they are few."""
         largest = self.over_row(self.part[r], cute.arch.fmax)
         rest = (total - largest) * reciprocal(Float32(4 * self.blocks))
-        one = largest - rest
-        doubt = one - rest * 0.5 - (one * (ABOUT_ONE - 1.0) if squares > 0.0 else 0.0)
-        least, most = (Float32(self.rounded(x)) for x in (doubt, largest))
+        one, few = largest - rest, total - largest < self.alone * total
+        below = one - rest * 0.5 - (one * (ABOUT_ONE - 1.0) if squares > 0.0 else 0.0)
+        above = largest if few else one + rest * 0.5
+        least, most = (Float32(self.rounded(x)) for x in (below, above))
         rounding = one - least
         counts = (least == most) & (cute.arch.fmax(rounding, -rounding) > 2.0 * rest)
         lost = total * reciprocal(one) * rounding
         lost = lost if counts & (one > OUTWEIGHS * total) else Float32(0.0)
-        return lost, (least == most) | ~(total - largest < self.alone * total)
+        return lost, (least == most) | ~few
 
     @staticmethod
     @cute.jit
