@@ -11,6 +11,7 @@ ROUNDS, DEPTH = 150, 5
 RATE = 0.1  # share of a leaf's mean that is taken
 BINS = 32  # of a feature's values, alike in number
 LEAST = 8.0  # weight of a leaf
+TIE = 1e-7  # share of a gain by which another is no better
 SHRINK = 8.0  # weight of the assumed zero error in a leaf's mean
 
 
@@ -46,23 +47,31 @@ def _tree(
     thresholds = np.full(2**DEPTH - 1, np.inf, np.float32)
     for level in range(DEPTH):
         size = 2**level
-        gains = np.full(size, 1e-9)
-        split = np.full(size, -1), np.zeros(size, np.intp)
-        for feature in some.tolist():
-            gain = _gains(binned[feature], nodes, size, errors, weights)
-            at = gain.argmax(1)
-            better = gain[range(size), at] > gains
-            gains[better] = gain[range(size), at][better]
-            split[0][better], split[1][better] = feature, at[better]
+        split = _splits(
+            np.stack([_gains(binned[x], nodes, size, errors, weights) for x in some.tolist()])
+        )
         right = np.zeros(len(errors), bool)
-        for node in np.flatnonzero(split[0] >= 0).tolist():
-            feature, at = int(split[0][node]), int(split[1][node])
+        for node, (place, at) in split.items():
+            feature = int(some[place])
             of_node[size - 1 + node] = feature
             thresholds[size - 1 + node] = edges[feature][at]
             right |= (nodes == node) & (binned[feature] > at)
         nodes = 2 * nodes + right
     sums, weight = (np.bincount(nodes, x, 2**DEPTH) for x in (errors * weights, weights))
     return (of_node, thresholds, RATE * sums / (weight + SHRINK)), nodes
+
+
+def _splits(gains: np.ndarray) -> dict[int, tuple[int, int]]:
+    """The feature and the bin by which to split each node, where a split of `gains` (FEATURE, NODE,
+    BIN) gains anything.
+
+    NOTE: features may tell pairs apart alike, and then rounding, which differs between CPUs, would
+    decide between them: the first that is within TIE of the best is taken.
+    """
+    most = gains.max((0, 2))
+    close = gains >= (most * (1 - TIE))[None, :, None]  # (FEATURE, NODE, BIN)
+    first = {node: np.argwhere(close[:, node])[0] for node in np.flatnonzero(most > 1e-9).tolist()}
+    return {node: (int(place), int(at)) for node, (place, at) in first.items()}
 
 
 def _gains(
