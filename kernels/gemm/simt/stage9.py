@@ -9,6 +9,12 @@ last k.
 Lanes that differ in the lowest bit read the same words of B, and those that differ in the next the
 same of A: the loads of 16 bytes of such a pair are served together, 16 lanes at a time instead of 8
 (2 % more than with lanes in rows; docs/facts/gemm.md#fp32-fragments-ahead).
+
+The registers of a warp are in two banks, even and odd, and an FMA is to take one of each: its word
+of A is kept from the FMA before, so these are its sum and its word of B. Words come in fours, word
+j in an odd register if j is odd, and so do sums, as they leave. So neighbouring columns of B change
+places on their way to smem, and sum j meets the word that lies at j ^ 1; and each row goes through
+the columns the other way than the row before, whose last word of B is then kept, too.
 """
 
 from __future__ import annotations
@@ -22,9 +28,11 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cutex.kernels.gemm.simt.config import VECTOR
 from cutex.kernels.gemm.simt.stage0 import WARP
-from cutex.kernels.gemm.simt.stage5 import Lines
+from cutex.kernels.gemm.simt.stage5 import REGISTERS, Lines
 from cutex.kernels.gemm.simt.stage6 import Stage6
 from cutex.kernels.gemm.simt.stage8 import LANES_M, LANES_N
+
+OTHERS = 40  # registers of a thread for addresses and counts
 
 
 class Held(NamedTuple):
@@ -38,6 +46,14 @@ class Held(NamedTuple):
 
 class Stage9(Stage6):
     @property
+    def ctas_per_sm(self) -> int:
+        """As many as leave a thread registers for its sums, the words of two k, its part of the
+        next tile, and OTHERS."""
+        c = self.config
+        words = 2 * (c.thread_m + c.thread_n) + (c.tile_m + c.tile_n) * c.tile_k // self.num_threads
+        return REGISTERS // (self.num_threads * (c.thread_m * c.thread_n + words + OTHERS))
+
+    @property
     def width(self) -> int:
         """The elements of a load from memory."""
         return VECTOR if self.config.whole_k else 1
@@ -45,7 +61,8 @@ class Stage9(Stage6):
     @cute.jit
     def mainloop(self, mAB, sAB, corner, rAcc: cute.Tensor, thread: Int32) -> None:
         c, size_k = self.config, cute.size(mAB[0], mode=[1])
-        held = [self.held(mAB[i], (c.tile_m, c.tile_n)[i], corner[i], thread) for i in range(2)]
+        held = [self.held(mAB[0], c.tile_m, corner[0], thread)]
+        held.append(self.held(mAB[1], c.tile_n, corner[1], thread, turned=1))
         rA = cute.make_rmem_tensor((c.thread_m, 2), Float32)  # (tM, k in turn)
         rB = cute.make_rmem_tensor((c.thread_n, 2), Float32)  # (tN, k in turn)
         self.fetch(held, Int32(0), size_k)
@@ -65,18 +82,21 @@ class Stage9(Stage6):
             slot = 1 - slot
 
     def outer_product(self, rA: cute.Tensor, rB: cute.Tensor, rAcc: cute.Tensor) -> None:
+        """rAcc[i, j] += rA[i] * rB[j ^ 1], to and fro along j."""
+        columns = range(cute.size(rB))
         for i in range(cute.size(rA)):
-            for j in range(cute.size(rB)):
-                rAcc[i, j] = rAcc[i, j] + rA[i] * rB[j]
+            for j in reversed(columns) if i % 2 else columns:
+                rAcc[i, j] = rAcc[i, j] + rA[i] * rB[j ^ 1]
 
     # ---- from memory to smem
 
-    def held(self, mX: cute.Tensor, rows: int, row: Int32, thread: Int32) -> Held:
+    def held(self, mX: cute.Tensor, rows: int, row: Int32, thread: Int32, turned: int = 0) -> Held:
+        """What a thread loads of a tile: for smem's row i the tile's row i ^ turned."""
         lanes = self.config.tile_k // self.width  # along K
         lines = Lines(thread // lanes, tuple(range(0, rows, self.num_threads // lanes)))
         k, last = thread % lanes * self.width, cute.size(mX, mode=[0]) - 1
         sources = [
-            mX.iterator + cute.crd2idx((cutlass.min(row + at, last), k), mX.layout)
+            mX.iterator + cute.crd2idx((cutlass.min(row + (at ^ turned), last), k), mX.layout)
             for at in lines.all()
         ]
         values = cute.make_rmem_tensor((self.width, len(sources)), Float32)  # (V, rows)
