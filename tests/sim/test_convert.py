@@ -27,6 +27,8 @@ from softfloat import (
     sample,
 )
 
+from cutex.sim.machine.memory import POISON32
+
 INTEGERS = {
     "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": np.uint32,
     "s32": np.int32, "u64": np.uint64, "s64": np.int64,
@@ -413,3 +415,15 @@ def test_a_canonical_nan_comes_out_of_conversions_to_halves(execute):
     x = np.array([0x7FC01234, 0xFFC00001, 0x7F800001], np.uint32)
     assert apply(execute, "cvt.rn.bf16.f32 {d}, {a};", np.uint16, x).tolist() == [0x7FFF] * 3
     assert apply(execute, "cvt.rn.f16.f32 {d}, {a};", np.uint16, x).tolist() == [0x7FFF] * 3
+
+
+@pytest.mark.parametrize("to", ["f16x2", "bf16x2"])
+def test_a_pair_of_canonical_nans_is_not_what_nothing_has_written(execute, to):
+    """As P of rows that do not exist, beside keys of -inf: tcgen05.mma may read it."""
+    x = np.array([0x7FC01234], np.uint32)
+    pair = apply(execute, f"cvt.rn.{to}.f32 {{d}}, {{a}}, {{a}};", np.uint32, x)
+    assert pair.tolist() == [0x7FFF7FFF] and pair[0] != POISON32
+    halves = POISON32.reshape(1).view(np.uint16)
+    assert np.isnan(POISON32.reshape(1).view(np.float32)).all()
+    assert np.isnan(halves.view(np.float16)).all()
+    assert np.isnan((halves.astype(np.uint32) << 16).view(np.float32)).all()  # as bf16

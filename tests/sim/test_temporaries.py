@@ -11,6 +11,7 @@ from ptx_kernel import simulate_ptx
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.sim import Hazards
+from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.operands import Reg
 from cutex.sim.ptx.parse import parse
 from cutex.sim.ptx.temporaries import homes, lasting, used
@@ -106,4 +107,4 @@ def test_a_register_that_nothing_wrote_is_poisoned_though_temporaries_come_befor
     text = "mov.u32 %r0, 5;\nadd.u32 %r1, %r0, 1;\nst.global.u32 [%out_i], %r2;"
     with pytest.raises(Hazards, match="register %r2, which nothing has written"):
         simulate_ptx(text, {"out": out})
-    assert (out == 0x7FFF7FFF).all()
+    assert (out == POISON32).all()

@@ -27,8 +27,10 @@ MODULE_WINDOW = 1 << 59  # .global and .const variables of the module
 SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
 WINDOWS = ("global", "param", "shared", "local")
 
-POISON32 = np.uint32(0x7FFF7FFF)  # a NaN as f32, as two f16 and as two bf16
-POISON64 = np.uint64(0x7FFF7FFF7FFF7FFF)
+# a NaN as f32, as two f16 or bf16 and as four e4m3, and not what a conversion of two NaNs gives,
+# 0x7fff7fff, or what is written would count as unwritten
+POISON32 = np.uint32(0xFFFF7FFF)
+POISON64 = np.uint64(0xFFFF7FFFFFFF7FFF)
 POISON16 = np.uint16(0x7FFF)
 
 
