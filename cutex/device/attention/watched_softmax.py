@@ -52,7 +52,7 @@ class WatchedSoftmax(GuardedSoftmax):
 
     top: Any = None  # (rows) the largest exponential of a row, or of a thread's part of it
     squares: Any = None  # (rows) squares of the sums of a thread's parts of blocks, added up
-    part: Any = None  # (rows) the largest sum of a thread's part of a block, where `top` is 0
+    part: Any = None  # (rows) the largest sum of half a thread's part of a block, `top` being 0
     best: Any = None  # (rows) the largest score that `guard` has found, or 0, if none is positive
     peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
     raised: Any = None  # (1) whether references rose under exponentials that may be huge
@@ -66,7 +66,7 @@ class WatchedSoftmax(GuardedSoftmax):
     least_guarded: ClassVar[float] = LOW  # reference in powers of two of a row that is guarded
     small: ClassVar[float] = 2.0**26
     most: ClassVar[float] = 2.0**124
-    alone: ClassVar[float] = 2.0**-14  # share of others in a row whose error is that of one key
+    alone: ClassVar[float] = 2.0**-13  # share of others in a row whose error is that of one key
 
     @staticmethod
     def rounding_to(dtype: type[cutlass.Numeric]) -> type[WatchedSoftmax]:
@@ -102,9 +102,9 @@ class WatchedSoftmax(GuardedSoftmax):
     @cute.jit
     def add(self, scores: cute.Tensor) -> None:
         for r in cutlass.range_constexpr(self.rows):
-            added = self._by_shift(scores, r, self.reference_log2(r))
-            self.sums[r] += added
-            self.part[r] = cute.arch.fmax(self.part[r], added)
+            a, b = self._halves_by_shift(scores, r, self.reference_log2(r))
+            self.sums[r] += a + b
+            self.part[r] = largest_of(self.part[r], a, b)
 
     @cute.jit
     def first(self, scores: cute.Tensor, seen: tuple[Int32, ...] = ()) -> None:
@@ -447,10 +447,12 @@ class WatchedSoftmax(GuardedSoftmax):
         reference's own probability, nothing is lost; where it differs so near, being a tie,
         nothing is known, which counts where they are few."""
         largest = self.over_row(self.part[r], cute.arch.fmax)
-        rest = (total - largest) * reciprocal(Float32(4 * self.blocks))
-        one, few = largest - rest, total - largest < self.alone * total
-        below = one - rest * 0.5 - (one * (ABOUT_ONE - 1.0) if squares > 0.0 else 0.0)
-        above = largest if few else one + rest * 0.5
+        guarded, few = squares > 0.0, total - largest < self.alone * total
+        parts = Float32(4 * self.blocks) if guarded else Float32(8 * self.blocks)
+        rest = (total - largest) * reciprocal(parts)
+        one = largest - rest
+        below = one - rest * 0.5 - (one * (ABOUT_ONE - 1.0) if guarded else 0.0)
+        above = largest if few | guarded else one + rest * 0.5
         least, most = (Float32(self.rounded(x)) for x in (below, above))
         rounding = one - least
         counts = (least == most) & (cute.arch.fmax(rounding, -rounding) > 2.0 * rest)
@@ -484,4 +486,4 @@ class WatchedSoftmaxFp16(WatchedSoftmax):
     least_guarded: ClassVar[float] = -1e30
     small: ClassVar[float] = 2.0**15
     most: ClassVar[float] = 2.0**26
-    alone: ClassVar[float] = 2.0**-17
+    alone: ClassVar[float] = 2.0**-16
