@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cutex.problem.gemm import GemmProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
+PARTS = (16, 32, 64)  # columns of C that are stored at a time
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 MAX_INT = 2**31 - 1  # sizes and TMA coordinates are 32-bit
 MAX_GRID = 65535  # CTAs along grid y
@@ -82,6 +83,11 @@ class GemmConfig:
         return self.tile_n % 16 == 8
 
     @property
+    def stored_whole(self) -> bool:
+        """Whether all columns of the tile are stored at once, from one slot."""
+        return self.odd_rows and self.epi_n == self.tile_n
+
+    @property
     def takes_gates(self) -> bool:
         """Whether a thread has neighbouring columns of out, as the operation Gate needs."""
         return not self.swap_ab and self.epi_n >= 32
@@ -135,7 +141,7 @@ class GemmConfig:
         by = self.mma_columns
         if self.tile_n % by or not by <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: one MMA takes a multiple of {by} up to 256"
-        if self.epi_n not in (0, 16, 32, 64) and not (self.odd_rows and self.epi_n == self.tile_n):
+        if self.epi_n not in (0, *PARTS) and not self.stored_whole:
             return f"epi_n={self.epi_n}: TMA stores 16, 32 or 64 columns, or an odd multiple of 8"
         if self.epi_n and self.tile_n % self.epi_n:
             return f"epi_n={self.epi_n}: divides tile_n"

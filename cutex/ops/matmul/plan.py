@@ -15,6 +15,7 @@ from cutex.compile import worker
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.choose import ranked, sizes_class
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.sm90.candidates import in_parts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.kernels.gemm.unaligned import choose as unaligned
@@ -140,10 +141,14 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
     from cutex.kernels.gemm.signature import GeneralConfig
 
     ops, out = calls.ops, calls.layouts[2]
-    if ops and isinstance(tiles, Sm90Config):
-        if tiles.odd_rows and tiles.swap_ab:
-            return None  # stored whole: a slot for nothing to add, and all registers in use at once
-        tiles = with_slots(tiles, calls.arch)
+    if isinstance(tiles, Sm90Config):
+        # NOTE: what is stored whole has a slot for nothing to add, and all registers in use at once
+        if tiles.swap_ab and tiles.stored_whole and (ops or DTYPES[out.dtype].bits != 16):
+            if tiles.odd_rows:
+                return None
+            tiles = in_parts(tiles, calls.target)
+        if ops:
+            tiles = with_slots(tiles, calls.arch)
     if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
         # NOTE: a thread then has a column of out, and an address for each row of it
         tiles = replace(tiles, epi_n=16)

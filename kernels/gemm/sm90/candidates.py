@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
 from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120, 6: 96, 8: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
 # tiles are streamed where their rounds are fewer, and the last leaves more of the GPU without work
 FEW_ROUNDS, IDLE = 8, 0.04
+# slots of A and B that storing a tile whole has to leave, and K, in units of 2 bytes, up to which
+# ping-pong gains by it
+RING, WHOLE_K = 4, 2048
 LEAST_STEPS = 8  # of 64 along K, in a cluster's share
 MOST_STREAMED = 40
 L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
@@ -374,7 +377,7 @@ def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) 
     every = [c for c in every if _shares_well(c, problem, slow)]
     every += in_whole_rounds(mnk, *here)
     found = (c for c in every if _loads_well(c, problem, majors))
-    within = dict.fromkeys(_within_k(c, problem) for c in found)
+    within = dict.fromkeys(_stored_whole(_within_k(c, problem), problem, arch) for c in found)
     return [_in_boxes(c, problem, majors) for c in within]
 
 
@@ -382,6 +385,25 @@ def _within_k(config: Sm90Config, problem: GemmProblem) -> Sm90Config:
     """`config` with slots of 128 bytes of K where there are no more: TMA takes as long for bytes
     that are outside (docs/facts/gemm.md#short-k)."""
     return replace(config, k_bytes=128) if problem.k * ELEMENT <= 128 else config
+
+
+def _stored_whole(config: Sm90Config, problem: GemmProblem, arch: Arch) -> Sm90Config:
+    """`config`, whose CTAs walk over tiles, with one slot for all columns of a transposed C where
+    they would leave 16 at a time, if the ring keeps RING slots and, with ping-pong, K is not long
+    (docs/facts/matmul.md#transposed-whole)."""
+    c = config
+    parts = c.swap_ab and c.epi_n == 16 and c.tile_n > FEW_COLUMNS
+    walks = not c.one_tile and c.split_k == 1 and not c.stream_k
+    if not (parts and walks) or (c.pingpong and problem.k > WHOLE_K):
+        return c
+    whole = _deepest(replace(c, epi_n=c.tile_n, epi_stages=1), arch)
+    return whole if whole.num_stages >= RING and whole.why_not(None, arch) is None else c
+
+
+def in_parts(config: Sm90Config, arch: Arch) -> Sm90Config:
+    """`config`, whose tiles are stored whole, with slots for 16 columns of C instead."""
+    slots = 1 if config.pingpong else 2
+    return _deepest(replace(config, epi_n=16, epi_stages=slots), arch)
 
 
 def _of_slow_loads(config: Sm90Config, problem: GemmProblem) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cutex.arch import arch as arch_named
 from cutex.compile import Workspace
 from cutex.dtypes import DTYPES
-from cutex.kernels.gemm.config import ELEMENT, GemmConfig, ceil_div
+from cutex.kernels.gemm.config import ELEMENT, PARTS, GemmConfig, ceil_div
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -142,6 +142,12 @@ class Sm90Config(GemmConfig):
         rows = 64 * self.warpgroups or 128
         return self.epi_stages * rows * self.epi_n * ELEMENT
 
+    @property
+    def stored_whole(self) -> bool:
+        if self.epi_n != self.tile_n or self.epi_n in PARTS:
+            return False
+        return self.odd_rows or (self.swap_ab and self.tile_n > FEW_COLUMNS)
+
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
         if self.cluster_m * self.cluster_n not in (1, 2, 4, 8):
             return f"cluster {self.cluster_m}x{self.cluster_n}: 1, 2, 4 or 8 CTAs"
@@ -153,8 +159,8 @@ class Sm90Config(GemmConfig):
             return f"epi_stages={self.epi_stages}: C is stored through at least one slot"
         if not self.warpgroups and self.tile_m != 128:
             return f"tile_m={self.tile_m}: without warpgroups, 128 a CTA"
-        if self.odd_rows and self.epi_stages > 1:
-            return f"tile_n={self.tile_n}: odd multiples of 8 are stored whole"
+        if self.stored_whole and self.epi_stages > 1:
+            return f"tile_n={self.tile_n}: what is stored whole has one slot"
         if self.odd_rows and self.swap_ab and self.tile_n <= FEW_COLUMNS:
             return f"tile_n={self.tile_n}: of up to {FEW_COLUMNS}, multiples of 16 are transposed"
         if self.warpgroups and (reason := self._why_not_warpgroups()):
@@ -259,8 +265,8 @@ class Sm90Config(GemmConfig):
     def _why_not_stored(self, signature: Signature) -> str | None:
         """The reason why the tiles cannot be stored as out, or None."""
         out = signature.out
-        if self.odd_rows and (DTYPES[out.dtype].bits != 16 or signature.gated):
-            return f"tile_n={self.tile_n}: odd multiples of 8 are stored as 16 bits, ungated"
+        if self.stored_whole and (DTYPES[out.dtype].bits != 16 or signature.gated):
+            return f"tile_n={self.tile_n}: columns are stored whole as 16 bits, ungated"
         if self.odd_rows and self.tile_n <= FEW_COLUMNS and not signature.columns_contiguous:
             return (
                 f"tile_n={self.tile_n}: of up to {FEW_COLUMNS}, odd multiples of 8 take out by rows"
