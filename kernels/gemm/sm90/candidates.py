@@ -390,7 +390,7 @@ def _within_k(config: Sm90Config, problem: GemmProblem) -> Sm90Config:
 def _stored_whole(config: Sm90Config, problem: GemmProblem, arch: Arch) -> Sm90Config:
     """`config`, whose CTAs walk over tiles, with one slot for all columns of a transposed C where
     they would leave 16 at a time, if the ring keeps RING slots and, with ping-pong, K is not long
-    (docs/facts/matmul.md#transposed-whole)."""
+    (docs/facts/gemm.md#transposed-whole)."""
     c = config
     parts = c.swap_ab and c.epi_n == 16 and c.tile_n > FEW_COLUMNS
     walks = not c.one_tile and c.split_k == 1 and not c.stream_k
