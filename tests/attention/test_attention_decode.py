@@ -137,6 +137,13 @@ FP8 = {
     "e4m3 begun later in pages": (
         {"used_k": (90, 5, 66)}, {"leftpad": (7, 3, 20), "new": 2, "page_size": 64}
     ),
+    "e4m3, many rows": ({"seqlen_q": 20, "causal": True, "dtype": "fp16"}, {"page_size": 16}),
+    "e4m3, many rows in single rows": (
+        {"seqlen_q": 20, "head_dim": 128, "head_dim_v": 128, "batch": 1, "seqlen_k": 330,
+         "used_k": (330,)}, {"page_size": 1, "new": 2}),
+    "e4m3, many rows of packed queries": (
+        {"lengths_q": (1, 0, 40), "seqlen_k": 800, "used_k": (800, 5, 166), "head_dim": 192,
+         "head_dim_v": 128}, {"new": (1, 0, 9)}),
     "e4m3, wide": ({"head_dim": 256, "head_dim_v": 192, "batch": 1, "used_k": (150,)}, {}),
 }  # fmt: skip
 

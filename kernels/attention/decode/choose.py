@@ -59,6 +59,17 @@ _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 64, "num_stages": 8},
     },
 }
+# of more rows a warpgroup widens tiles of e4m3 in smem (docs/facts/decode.md#e4m3-widened)
+_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (64, 64): {"tile_n": 128, "num_stages": 8},
+        (96, 96): {"num_stages": 8},
+        (128, 128): {"num_stages": 8},
+        (192, 128): {"num_stages": 6},
+        (192, 192): {"tile_n": 32, "num_stages": 8},
+        (256, 256): {"tile_n": 32, "num_stages": 6},
+    },
+}
 CONFIGS: dict[str, type[DecodeConfig]] = {"sm_90a": DecodeConfig, "sm_100a": Sm100DecodeConfig}
 
 
@@ -73,8 +84,8 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
     tiles = _TILES[arch].get(config.head_dims, {})
     if short and units > config.num_sms and not config.fp8:
         tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
-    if config.fp8:  # a block takes half as long to come, and a place more when it is widened
-        tiles = {**tiles, "num_stages": 3}
+    if config.fp8:
+        tiles = _E4M3.get(arch, {}).get(config.head_dims, tiles)
     return replace(config, **tiles)
 
 

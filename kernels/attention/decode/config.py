@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ATOM_ROWS = 8  # of a swizzle: pages of fewer rows are loaded row by row
 ELEMENT = 2  # bytes of bf16 and fp16
 ROWS = 64  # of one wgmma
+WIDE_SLOTS = 2  # of tiles of K, and of V, that are widened to 16 bits
 FEW_ROWS, FEW_WARPS = 16, 4  # of one mma.sync, and the warps that have other keys each
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 RESERVED = 1024  # bytes of smem that a CTA takes beside its own
@@ -110,8 +111,20 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def load_warps(self) -> int:
-        """The warps that load: several for single rows, whose copies are as many as rows."""
-        return 4 if self.single_rows else 1
+        """The warps that load: several for single rows, whose copies are as many as rows; two where
+        a warpgroup more needs registers."""
+        if not self.single_rows:
+            return 1
+        return 2 if self.widens else 4
+
+    @property
+    def widens(self) -> bool:
+        """Whether a warpgroup widens K and V of 8 bits to 16, in smem."""
+        return self.fp8 and not self.few_rows
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + self.widens) + WARP * self.load_warps
 
     @property
     def q_in_smem(self) -> bool:
@@ -137,10 +150,9 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of a block of K and V that is widened to 16 bits in smem."""
-        if self.few_rows:
-            return 0
-        return self.fp8 * self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
+        """Bytes of the slots of K and V that are widened to 16 bits in smem."""
+        tile = self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
+        return self.widens * WIDE_SLOTS * tile
 
     @property
     def smem_bytes(self) -> int:
@@ -226,8 +238,7 @@ class DecodeConfig(ScoreSpec):
             return reason
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
-        threads = WARPGROUP + WARP * self.load_warps
-        registers = min(MOST_REGISTERS, REGISTERS // (threads * self.ctas_per_sm))
+        registers = min(MOST_REGISTERS, REGISTERS // (self.num_threads * self.ctas_per_sm))
         if self.accumulators > registers - SCALARS:
             return (
                 f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "

@@ -1,22 +1,24 @@
-"""Compute: the warpgroup of the decode kernel that has the queries, and computes O.
+"""Compute: the warpgroup of the decode kernel that has the queries, and computes O; Widen: the one
+that widens keys and values of 8 bits to 16 for it.
 
-Keys and values of 8 bits are widened to 16 when they are needed (WidenedRing), since wgmma takes no
-two operands of different widths, nor 8 bits of V as it lies in memory. The warpgroup widens a tile
-into the one place that its next product reads. Products are of fp16, to which one conversion leads,
-two more to bf16; queries in bf16 are scaled by a power of two, so that the largest of a warp's rows
-is around 2^8.
+wgmma takes no two operands of different widths, nor 8 bits of V as it lies in memory. So between
+the warp that loads and the warpgroup of the products stands one that copies each tile into a slot
+of 16 bits, while the products of the tile before are under way. Products are of fp16, to which one
+conversion leads, two more to bf16; queries in bf16 are scaled by a power of two, so that the
+largest of a warp's rows is around 2^8.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.mma import contiguous_rows_layout
+from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout
 from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_loop import BlockLoop, KeyRings, Products
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
@@ -24,8 +26,9 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import rows_of, threshold_of
-from cutex.device.pipeline import PipelineState, Ring
-from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.device.pipeline import Barrier, PipelineState, Ring
+from cutex.kernels.attention.decode.config import WIDE_SLOTS, DecodeConfig
+from cutex.kernels.attention.decode.launch import kv_slots
 from cutex.kernels.attention.decode.out import Out
 from cutex.kernels.attention.decode.shared import Rows, Shared, load_to_smem, units_of
 from cutex.kernels.attention.decode.splits import Piece
@@ -36,31 +39,21 @@ class Compute:
     mQ: cute.Tensor
     out: Out
     shared: Shared
-    wide: tuple[cute.Tensor, cute.Tensor] | None  # K and V widened to 16 bits, (bN, D, 1) each
+    wide: Wide | None  # K and V of 8 bits, widened
 
     @cute.jit
     def run(self) -> None:
         """Compute this CTA's parts one after the other."""
         s, c = self.shared, self.shared.config
-        dtype, slots = product_dtype(c, self.mQ.element_type), c.num_stages
+        dtype = product_dtype(c, self.mQ.element_type)
+        tiles: Any = s if self.wide is None else self.wide
+        slots = tiles.k.num_slots
         qk_mma = Wgmma(c.tile_n, dtype)
         registers = None if c.q_in_smem else qk_mma.a_registers(c.head_dim)
         a = qk_mma.a_slots(s.sQ)[None, None, None, 0] if c.q_in_smem else registers
-        k_ring: Any = s.k
-        v_ring: Any = s.v
-        sK, sV, places = s.sK, s.sV, slots
-        if cutlass.const_expr(self.wide is not None):
-            assert self.wide is not None
-            k_ring, v_ring = (
-                WidenedRing(ring, sX, wide)
-                for ring, sX, wide in zip((s.k, s.v), (s.sK, s.sV), self.wide, strict=True)
-            )
-            sK, sV, places = in_any_slot(self.wide[0], slots), self.wide[1], 1
-        qk = WgmmaProduct(qk_mma, a, qk_mma.b_slots(sK), None)
-        transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, places)
-        sVt = cute.make_tensor(sV.iterator, transposed.outer)  # (DV, bN, SLOT)
-        if cutlass.const_expr(self.wide is not None):
-            sVt = in_any_slot(sVt, slots)
+        qk = WgmmaProduct(qk_mma, a, qk_mma.b_slots(tiles.sK), None)
+        transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, slots)
+        sVt = cute.make_tensor(tiles.sV.iterator, transposed.outer)  # (DV, bN, SLOT)
         pv_mma = Wgmma(c.head_dim_v, dtype, b_major=OperandMajorMode.MN)
         pv = WgmmaProduct(
             pv_mma, pv_mma.a_registers(c.tile_n), pv_mma.b_slots(sVt), pv_mma.accumulator()
@@ -68,7 +61,7 @@ class Compute:
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         splits, span, end = s.begin()
-        state = s.k.consumer(), s.v.consumer()
+        state = tiles.k.consumer(), tiles.v.consumer()
         at = splits.begin
         while at < end:
             span = s.span_at(splits, at, span)
@@ -82,7 +75,7 @@ class Compute:
                 threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
                 softmax = GuardedSoftmax.of(score_ops.scale_log2(), threshold, False)
                 if blocks.end > blocks.first:
-                    products, rings = Products(qk, pv), KeyRings(k_ring, v_ring)
+                    products, rings = Products(qk, pv), KeyRings(tiles.k, tiles.v)
                     loop = BlockLoop(products, rings, score_ops, softmax, factors)
                     state = loop.run(blocks, None, state, Int32(0), None)
                     state = loop.last(state)
@@ -203,10 +196,8 @@ class Compute:
 # ---- 8-bit caches
 
 
-BARRIER = 2  # a named barrier of the warpgroup
 MANTISSA, BIAS, INFINITE = 23, 127, 255  # of fp32: bits; exponents of 1 and of infinity
 AIM = 8  # the exponent of the largest query
-WIDENED = 16  # elements that a thread widens at a time: 16 bytes as loaded, 32 after
 
 
 def product_dtype(config: DecodeConfig, dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
@@ -232,34 +223,88 @@ def to_fp16(held: cute.Tensor, out: cute.Tensor) -> Float32:
     return word[1]
 
 
-def in_any_slot(sX: cute.Tensor, num_slots: int) -> cute.Tensor:
-    """The tile sX (bN, bD, 1) as (bN, bD, SLOT), the same in every slot."""
-    one = sX[None, None, 0]
-    layout = cute.append(one.layout, cute.make_layout(num_slots, stride=0))
-    return cute.make_tensor(one.iterator, layout)
+WARPS = 4  # of a warpgroup
+WIDENED = 16  # elements that a thread widens at a time: 16 bytes as loaded, 32 after
+
+TileState = tuple[PipelineState, PipelineState]  # of a tile in its ring of 8 bits, and of 16
+
+
+class Wide(NamedTuple):
+    """The widened tiles, and their rings, as the products have them."""
+
+    k: Ring
+    v: Ring
+    sK: cute.Tensor  # (bN, D, SLOT)
+    sV: cute.Tensor  # (bN, DV, SLOT)
+
+    @staticmethod
+    def tiles(
+        smem: SmemAllocator, config: DecodeConfig, dtype: type[cutlass.Numeric]
+    ) -> list[cute.Tensor]:
+        """The slots of K and of V."""
+        return [
+            allocate_slots(smem, dtype, kv_slots(dtype, config.tile_n, d, WIDE_SLOTS))
+            for d in config.head_dims
+        ]
+
+    @staticmethod
+    def ring(smem: SmemAllocator, name: str) -> Ring:
+        """The ring of K or V, which a warpgroup fills and another empties."""
+        full = Barrier.allocate(smem, f"wide {name} full", arrivals=WARPS, slots=WIDE_SLOTS)
+        empty = Barrier.allocate(smem, f"wide {name} empty", arrivals=WARPS, slots=WIDE_SLOTS)
+        return Ring(WIDE_SLOTS, 0, full, empty)
 
 
 @dataclass(frozen=True)
-class WidenedRing:
-    """A Ring as the loop over blocks uses it; `wait_full` also widens."""
-
-    ring: Ring
-    sX: cute.Tensor  # (bN, D, SLOT) 8 bits
-    wide: cute.Tensor  # (bN, D, 1) 16 bits
+class Widen:
+    shared: Shared
+    wide: Wide
 
     @cute.jit
-    def wait_full(self, state: PipelineState) -> None:
-        """Wait until the slot is full, and widen it. All threads of the warpgroup call it, with no
-        product of a tile before under way."""
-        self.ring.wait_full(state)
-        # NOTE: the product of another warp may still read the tile before
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP)
-        self.widen(self.sX[None, None, state.slot], self.wide[None, None, 0])
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP)
+    def run(self) -> None:
+        """Widen the keys and values of this CTA's parts, in the order in which they are loaded."""
+        s, wide = self.shared, self.wide
+        keys = Tiles(s.k, wide.k, s.sK, wide.sK)
+        values = Tiles(s.v, wide.v, s.sV, wide.sV)
+        splits, span, end = s.begin()
+        k, v = keys.begin(), values.begin()
+        part = s.part(splits, end, splits.begin, span)
+        while part.end > part.first:
+            k = keys.widen_next(k)
+            for _ in cutlass.range(part.end - 1 - part.first, unroll=1):
+                k = keys.widen_next(k)
+                v = values.widen_next(v)
+            v = values.widen_next(v)
+            part = s.part(splits, end, part.after, part.span)
 
-    def release(self, state: PipelineState) -> None:
-        self.ring.release(state)
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of K or V, as they are loaded and widened."""
+
+    narrow: Ring
+    wide: Ring
+    sNarrow: cute.Tensor  # (bN, D, SLOT) 8 bits
+    sWide: cute.Tensor  # (bN, D, SLOT) 16 bits
+
+    def begin(self) -> TileState:
+        return self.narrow.consumer(), self.wide.producer()
+
+    @cute.jit
+    def widen_next(self, state: TileState) -> TileState:
+        """Widen the next tile, as soon as it is there and a slot is empty."""
+        of_narrow, of_wide = state
+        self.narrow.wait_full(of_narrow)
+        self.wide.empty.wait(of_wide.phase, of_wide.slot)
+        self.widen(self.sNarrow[None, None, of_narrow.slot], self.sWide[None, None, of_wide.slot])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self.narrow.release(of_narrow)
+        with cute.arch.elect_one():
+            self.wide.full.arrive(of_wide.slot)
+        of_narrow.advance()
+        of_wide.advance()
+        return of_narrow, of_wide
 
     @cute.jit
     def widen(self, narrow: cute.Tensor, wide: cute.Tensor) -> None:
@@ -269,7 +314,7 @@ class WidenedRing:
         held = cute.make_rmem_tensor(cute.make_layout(WIDENED), narrow.element_type)
         out = cute.make_rmem_tensor(cute.make_layout(WIDENED), wide.element_type)
         for i in cutlass.range_constexpr(cute.size(narrow) // WIDENED // WARPGROUP):
-            index = thread + i * WARPGROUP
+            index = thread % WARPGROUP + i * WARPGROUP
             row, unit = index // across, index % across
             cute.autovec_copy(cute.local_tile(narrow[row, None], (WIDENED,), (unit,)), held)
             kind = Float16 if wide.element_type is Float16 else Float32

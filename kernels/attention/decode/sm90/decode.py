@@ -27,7 +27,7 @@ from cutex.kernels.attention.decode.launch import Append, kv_slots, launch, ring
 from cutex.kernels.attention.decode.out import Combine, out_of
 from cutex.kernels.attention.decode.shared import Load, Shared
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes, arguments
-from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype
+from cutex.kernels.attention.decode.sm90.compute import Compute, Wide, Widen, product_dtype
 from cutex.kernels.attention.decode.sm90.few_rows import FewRows, Sums
 
 
@@ -35,14 +35,16 @@ class Decode:
     """The decode kernel: its barriers and memory.
 
     barrier          arrives                                waits
-    k.full, v.full   1: LOAD, and the bytes by TMA          COMPUTE
-    k.empty, v.empty 1 a COMPUTE warp that reads the slot   LOAD
+    k.full, v.full   1: LOAD, and the bytes by TMA          COMPUTE; of 8 bits WIDEN, but few rows
+    k.empty, v.empty 1 a warp that reads the slot           LOAD
+    wide.full        4: WIDEN's warps                       COMPUTE
+    wide.empty       4: COMPUTE's warps                     WIDEN
     (warpgroup)      its threads, a part being written      the same, before it counts as written
 
     smem       bytes                                        hd 128   hd 64    hd 256
     sK, sV     tile_n * (D + DV) * 2 * num_stages           131072   196608   196608
     sQ         64 * D * 2, above head dim 192               -        -        32768
-    wide       tile_n * (D + DV) * 2, if K and V are e4m3   65536    32768    65536
+    wide       tile_n * (D + DV) * 4, if K and V are e4m3   65536    65536    65536
                and rows many
     sums       (64 * DV + 256) * 4, if rows are few         33792    17408    -
     words      less than 1024
@@ -73,12 +75,16 @@ class Decode:
         return Warps(first=0, count=4)
 
     @property
+    def widen_warps(self) -> Warps:
+        return Warps(first=self.compute_warps.end, count=4 * self.config.widens)
+
+    @property
     def load_warps(self) -> Warps:
-        return Warps(first=self.compute_warps.end, count=self.config.load_warps)
+        return Warps(first=self.widen_warps.end, count=self.config.load_warps)
 
     @property
     def num_threads(self) -> int:
-        return self.compute_warps.threads + self.load_warps.threads
+        return self.config.num_threads
 
     @cute.jit
     def __call__(
@@ -108,18 +114,16 @@ class Decode:
             allocate_slots(smem, of_cache, kv_slots(of_cache, c.tile_n, d, c.num_stages))
             for d in c.head_dims
         )
-        wide = None
-        if cutlass.const_expr(c.wide_bytes > 0):
-            kind = product_dtype(c, dtype)
-            wide = tuple(
-                allocate_slots(smem, kind, kv_slots(kind, c.tile_n, d, 1)) for d in c.head_dims
-            )
+        wide_tiles = Wide.tiles(smem, c, product_dtype(c, dtype)) if c.widens else []
         last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
         sums: Any = Sums.allocate(smem, c) if c.few_rows else None
         consumers = c.consumers
         k_ring = ring(smem, "k", c, c.k_bytes, consumers)
         v_ring = ring(smem, "v", c, c.v_bytes, consumers)
-        publish_barriers((k_ring, v_ring))
+        wide = None
+        if cutlass.const_expr(c.widens):
+            wide = Wide(Wide.ring(smem, "k"), Wide.ring(smem, "v"), *wide_tiles)
+        publish_barriers((k_ring, v_ring) if wide is None else (k_ring, v_ring, wide.k, wide.v))
         cute.arch.griddepcontrol_wait()
         sizes = sizes.known(c)
         info = sizes.block_info(c, args.band(c.causal))
@@ -127,6 +131,9 @@ class Decode:
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
             Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
+        elif warp >= self.compute_warps.end:
+            if cutlass.const_expr(wide is not None):
+                Widen(shared, wide).run()
         elif cutlass.const_expr(c.few_rows):
             FewRows(mQ, out_of(c, mO, args, sizes, last), shared, wide, sums).run()
         else:
