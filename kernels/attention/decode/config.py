@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from cutex.kernels.attention.spec import ScoreSpec
 from cutex.problem.attention.decode import DecodeProblem
@@ -29,6 +29,18 @@ WORDS = 4
 # blocks of keys by which a part that has a CTA to itself may be longer than a share, in which one
 # unit ends and another begins
 ALONE_MORE = 2
+
+
+class RoleRegisters(NamedTuple):
+    """The registers of a thread of each warpgroup."""
+
+    compute: int
+    load: int
+    widen: int = 0
+
+
+WIDENING = RoleRegisters(240, 112, 152)  # where K and V are widened in smem
+TWO_CTAS = RoleRegisters(216, 40)  # where two CTAs are on an SM
 
 
 @dataclass(frozen=True)
@@ -111,11 +123,8 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def load_warps(self) -> int:
-        """The warps that load: several for single rows, whose copies are as many as rows; two where
-        a warpgroup more needs registers."""
-        if not self.single_rows:
-            return 1
-        return 2 if self.widens else 4
+        """The warps that load: several for single rows, whose copies are as many as rows."""
+        return 4 if self.single_rows else 1
 
     @property
     def widens(self) -> bool:
@@ -123,8 +132,29 @@ class DecodeConfig(ScoreSpec):
         return self.fp8 and not self.few_rows
 
     @property
+    def registers(self) -> RoleRegisters | None:
+        """The registers of each role, where they are not those that all threads begin with.
+
+        Of five warps of a CTA a sub-core has two, of ten of two CTAs three, which leaves 168
+        registers to each thread: ptxas then has each wgmma waited for
+        (docs/facts/decode.md#two-ctas-registers).
+        """
+        if self.widens:
+            return WIDENING
+        return TWO_CTAS if self.ctas_per_sm == 2 else None
+
+    @property
+    def most_accumulators(self) -> int:
+        """The registers of a thread that computes, but those for everything but accumulators."""
+        if self.registers is not None:
+            return self.registers.compute - SCALARS
+        return min(MOST_REGISTERS, REGISTERS // (self.num_threads * self.ctas_per_sm)) - SCALARS
+
+    @property
     def num_threads(self) -> int:
-        return WARPGROUP * (1 + self.widens) + WARP * self.load_warps
+        if self.registers is None:
+            return WARPGROUP + WARP * self.load_warps
+        return (3 if self.widens else 2) * WARPGROUP  # only a whole one has registers of its own
 
     @property
     def q_in_smem(self) -> bool:
@@ -238,10 +268,9 @@ class DecodeConfig(ScoreSpec):
             return reason
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}: a multiple of 16, up to 256"
-        registers = min(MOST_REGISTERS, REGISTERS // (self.num_threads * self.ctas_per_sm))
-        if self.accumulators > registers - SCALARS:
+        if self.accumulators > self.most_accumulators:
             return (
                 f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "
-                f"{self.ctas_per_sm} CTAs of an SM have {registers - SCALARS}"
+                f"{self.ctas_per_sm} CTAs of an SM have {self.most_accumulators}"
             )
         return None if arch is None else self.why_no_room(arch)

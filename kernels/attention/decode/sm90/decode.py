@@ -120,7 +120,7 @@ class Decode:
         consumers = c.consumers
         k_ring = ring(smem, "k", c, c.k_bytes, consumers)
         v_ring = ring(smem, "v", c, c.v_bytes, consumers)
-        wide = None
+        wide: Any = None
         if cutlass.const_expr(c.widens):
             wide = Wide(Wide.ring(smem, "k"), Wide.ring(smem, "v"), *wide_tiles)
         publish_barriers((k_ring, v_ring) if wide is None else (k_ring, v_ring, wide.k, wide.v))
@@ -130,11 +130,19 @@ class Decode:
         shared = Shared(c, info, args, sizes, sQ, sK, sV, k_ring, v_ring)
         warp = cute.arch.warp_idx()
         if warp >= self.load_warps.first:
-            Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
+            if cutlass.const_expr(c.registers is not None):
+                cute.arch.setmaxregister_decrease(c.registers.load)
+            if warp < self.load_warps.end:
+                Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         elif warp >= self.compute_warps.end:
-            if cutlass.const_expr(wide is not None):
+            if cutlass.const_expr(c.widens):
+                cute.arch.setmaxregister_decrease(c.registers.widen)
                 Widen(shared, wide).run()
-        elif cutlass.const_expr(c.few_rows):
-            FewRows(mQ, out_of(c, mO, args, sizes, last), shared, wide, sums).run()
         else:
-            Compute(mQ, out_of(c, mO, args, sizes, last), shared, wide).run()
+            if cutlass.const_expr(c.registers is not None):
+                cute.arch.setmaxregister_increase(c.registers.compute)
+            out = out_of(c, mO, args, sizes, last)
+            if cutlass.const_expr(c.few_rows):
+                FewRows(mQ, out, shared, wide, sums).run()
+            else:
+                Compute(mQ, out, shared, wide).run()

@@ -37,7 +37,6 @@ from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits
 
 WARPS, WARP = 4, 32
 MMA_N, MMA_K = 8, 16
-MOST_AHEAD = 136  # registers of accumulators and Q, where two CTAs are on an SM
 EVEN_ODD = 0x3120  # a selector of prmt: bytes 0, 2, 1, 3
 
 State = tuple[PipelineState, PipelineState]  # of this warp in the rings of K and of V
@@ -198,7 +197,7 @@ class FewRows(Compute):
     def has_q_ahead(self) -> bool:
         """Whether Q of the next part comes during a part: there must be registers for it."""
         c = self.shared.config
-        return c.ctas_per_sm == 1 or c.accumulators + c.head_dim // 4 <= MOST_AHEAD
+        return c.accumulators + c.head_dim // 4 <= c.most_accumulators
 
     @cute.jit
     def next_part(
