@@ -20,7 +20,7 @@ from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.choose import fitted
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.shared import Walk
-from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, Splits, WholeUnits, weight
+from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, EvenParts, Splits, weight
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import kvcache, prefill
 from cutex.ops.attention.cache_plan import appending
@@ -117,7 +117,7 @@ def test_warps_with_other_keys_each_attend_to_caches(name, whole, monkeypatch):
 
     def few(*given: object) -> DecodeConfig:
         tiles = {"tile_n": 32, "num_stages": 4, "num_sms": 2}
-        return replace(config_for(*given), few_rows=True, whole=whole, **tiles)
+        return replace(config_for(*given), few_rows=True, by_room=whole, whole=whole, **tiles)
 
     monkeypatch.setattr(kvcache, "config_for", few)
     PLANS.forget()
@@ -181,35 +181,50 @@ def test_units_are_cut_where_each_part_has_a_team_to_itself(lengths, teams, size
 
 def test_short_units_stay_whole_in_shares():
     walk = Walk(DecodeConfig(), None, SimpleNamespace(num_splits=0), None)
-    assert [walk.uncut(5, longest, 1) for longest in (3, 4)] == [(5, 1), (5, 0)]
+    assert [walk.uncut(5, longest, 1, False) for longest in (3, 4)] == [(5, 1), (5, 0)]
 
 
-def test_a_team_has_every_so_many_th_of_whole_units():
-    for batch, heads, most, ctas in ((5, 6, 8, 20), (1, 1, 8, 3), (40, 4, 2, 6), (3, 8, 8, 8)):
-        team, found = Splits.team_of(heads, most), []
-        for cta in range(ctas // team * team):
-            units = WholeUnits(heads, cta, team, ctas // team)
-            at = units.begin
-            while at < batch * (heads // team):
-                piece = units.piece(at)
-                assert (piece.first, piece.end, piece.parts) == (0, NEVER, 1)
-                found.append((piece.entry, piece.head))
+def test_parts_by_room_are_all_blocks_of_each_unit():
+    r = random.Random(2)
+    for _ in range(200):
+        heads, parts, merge = r.randint(1, 9), r.choice((1, 1, 2, 3, 8)), r.choice((0, 2, 12))
+        lengths = [r.randint(1, 20) for _ in range(r.randint(1, 9))]
+        team = Splits.team_of(heads, r.choice((1, 4, 8)))
+        teams, found, slots = r.randint(1, 40), {}, []
+        for cta in range(teams * team):
+            even = EvenParts(heads, cta, team, teams, parts, merge)
+            at = even.begin
+            while at < len(lengths) * (heads // team) * parts:
+                blocks = lengths[even.entry(at)]
+                piece = even.whole(at) if parts == 1 else even.piece(at, blocks)
+                if piece.end > piece.first:
+                    mine = piece.part, piece.first, min(piece.end, blocks), piece.parts
+                    found.setdefault((piece.entry, piece.head), []).append(mine)
+                    slots += [piece.slot_of(piece.part)] * (parts > 1)
                 at = piece.after
-        assert sorted(found) == [(b, h) for b in range(batch) for h in range(heads)]
+        assert len(set(slots)) == len(slots)
+        for key in ((entry, head) for entry in range(len(lengths)) for head in range(heads)):
+            of_unit = sorted(found[key])
+            assert [x[0] for x in of_unit] == list(range(of_unit[0][3]))
+            assert len(of_unit) == 1 or lengths[key[0]] > merge
+            ends = [0, *(x[2] for x in of_unit)]
+            assert [x[1] for x in of_unit] == ends[:-1] and ends[-1] == lengths[key[0]]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "few", "whole"),
+    ("sizes", "parts"),
     [
-        ((166, 1, 215, 32, 8, 64), True, True),
-        ((76, 1, 739, 8, 1, 64), True, True),
-        ((65, 4, 208, 32, 2, 128), False, True),
-        ((2, 1, 4379, 32, 8, 64), True, False),
-        ((200, 1, 900, 8, 1, 128), True, False),
-        ((1, 1, 65536, 32, 8, 128), False, False),
+        ((166, 1, 215, 32, 8, 64), 1),
+        ((76, 1, 739, 8, 1, 64), 1),
+        ((65, 4, 208, 32, 2, 128), 1),
+        ((2, 1, 4379, 32, 8, 64), 8),
+        ((1, 1, 1024, 32, 8, 128), 8),
+        ((30, 1, 900, 8, 1, 128), 4),
+        ((200, 1, 900, 8, 1, 128), 0),  # long, and more units than SMs
+        ((1, 1, 65536, 32, 8, 128), 0),
     ],
 )
-def test_units_of_little_room_are_whole(sizes, few, whole):
+def test_units_of_little_room_are_cut_by_it(sizes, parts):
     batch, tokens, room, heads, heads_kv, d = sizes
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -222,8 +237,9 @@ def test_units_of_little_room_are_whole(sizes, few, whole):
     )
     with cutex.ops.simulated("sm_90a"):
         config = config_for(call, False)
-        assert (config.few_rows, config.whole) == (few, whole)
-        assert not config_for(call._replace(num_splits=3), False).whole
+        assert kvcache.parts_by_room(call, config, room) == parts
+        assert (config.by_room, config.whole) == (parts > 0, parts == 1)
+        assert not config_for(call._replace(num_splits=3), False).by_room
 
 
 @pytest.mark.slow

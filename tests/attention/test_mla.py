@@ -199,7 +199,7 @@ def test_no_register_is_spilled(arch, rows, dtype):
 )
 def test_a_share_is_whole_units_where_it_is_hardly_longer(quota, longest, shortest, share):
     walk = MlaWalk(None, None, SimpleNamespace(num_splits=0), None)
-    assert walk.uncut(quota, longest, shortest) == (share, 0)
+    assert walk.uncut(quota, longest, shortest, False) == (share, 0)
 
 
 def test_without_queries_or_keys_nothing_is_launched():

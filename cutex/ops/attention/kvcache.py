@@ -18,7 +18,7 @@ from cutex.compile import Workspace
 from cutex.device.row_source import ATOM_ROWS
 from cutex.kernels.attention.decode.choose import CONFIGS, fitted
 from cutex.kernels.attention.decode.config import WORDS, DecodeConfig
-from cutex.kernels.attention.decode.splits import Splits
+from cutex.kernels.attention.decode.splits import Splits, are_many
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import prefill, scaled
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
@@ -206,7 +206,8 @@ def plan_of(call: KVCacheCall, with_lse: bool) -> Plan:
         return prefill_plan(call, with_lse, arch)
     c = config_for(call, with_lse)
     compiled = kernel_for(c, DTYPES[call.q.dtype], arch)
-    numbers = (*numbers_of(call), int(call.num_splits))
+    parts = parts_by_room(call, c, call.room) if c.by_room else int(call.num_splits)
+    numbers = (*numbers_of(call), parts)
     units = units_of(call, c)
     slots = Splits.slots(c.ctas, units, int(call.num_splits))
     words = WORDS * units if c.combined else 0
@@ -264,15 +265,32 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
     # NOTE: with num_splits results must not depend on how many units there are
     units = 0 if call.num_splits else units_of(call, config)
     config = fitted(config, room, units, call.rows)
-    config = replace(config, whole=is_whole(call, config, room))
+    parts = parts_by_room(call, config, room)
+    config = replace(config, by_room=parts > 0, whole=parts == 1)
     return replace(config, combined=is_combined(call, config, room))
 
 
-def is_whole(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
-    """Whether no unit is cut, since none has room for so many keys. So the kernel need look at no
-    lengths but those of a CTA's own units."""
+def parts_by_room(call: KVCacheCall, config: DecodeConfig, room: int) -> int:
+    """Into how many parts each unit is cut by its room, so that no CTA need look at lengths but its
+    own units'; 0 if by all lengths, or by num_splits."""
     blocks = -(-room // config.tile_n)
-    return call.num_splits <= 1 and config.is_whole(blocks + config.start)
+    if call.num_splits > 1:
+        return 0
+    many = not call.num_splits and are_many(units_of(call, config), config.ctas)
+    if config.is_whole(blocks + config.start) or (many and blocks <= config.most_whole):
+        return 1
+    if call.num_splits or not config.one_block:
+        return 0
+    owners = call.heads[1]
+    team = Splits.team_of(owners, config.team)
+    teams, units = config.ctas // team, call.batch * owners // team
+    if units > teams:
+        return 0
+    parts = min(teams // units, -(-blocks // config.least))
+    size = -(-blocks // parts)
+    if not config.is_short(size):
+        return 0
+    return 1 if blocks <= size + config.merge else -(-blocks // size)
 
 
 def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
@@ -287,6 +305,8 @@ def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
     units = units_of(call, config)
     # NOTE: so many stay whole, if they are alike (DecodeConfig.are_whole_alone)
     parts = 1 if 3 * units >= 2 * config.num_sms else min(-(-config.num_sms // units), blocks)
+    if config.by_room:
+        parts = parts_by_room(call, config, room)
     return min(call.rows, config.tile_m) * parts > MOST_MERGED
 
 

@@ -18,7 +18,7 @@ _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 128, "num_stages": 2},
         (192, 128): {"num_stages": 4},
         (192, 192): {"num_stages": 3},
-        (256, 256): {},
+        (256, 256): {"most_whole": 16},
     },
     "sm_100a": {
         (64, 64): {"num_stages": 6},
@@ -32,8 +32,8 @@ _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
 # more than SMs two CTAs of an SM with smaller blocks are faster (docs/facts/decode.md#short-more)
 _SHORT: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
-        (64, 64): {"tile_n": 64, "num_stages": 6, "ctas_per_sm": 2},
-        (128, 128): {"tile_n": 64, "num_stages": 3, "ctas_per_sm": 2},
+        (64, 64): {"tile_n": 64, "num_stages": 6, "ctas_per_sm": 2, "most_whole": 16},
+        (128, 128): {"tile_n": 64, "num_stages": 3, "ctas_per_sm": 2, "most_whole": 16},
     },
 }
 SHORT = 1024  # keys that a sequence has room for
@@ -86,6 +86,8 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
         tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:
         tiles = _E4M3.get(arch, {}).get(config.head_dims, tiles)
+    if rows <= FEW_ROWS:  # parts of few rows are merged in less time
+        tiles = {**tiles, "most_whole": 0}
     return replace(config, **tiles)
 
 

@@ -29,6 +29,7 @@ WORDS = 4
 # blocks of keys by which a part that has a CTA to itself may be longer than a share, in which one
 # unit ends and another begins
 ALONE_MORE = 2
+SHORT_PART = 196608  # bytes of keys and values of a part, at most, whatever the lengths
 
 
 class RoleRegisters(NamedTuple):
@@ -63,7 +64,9 @@ class DecodeConfig(ScoreSpec):
     # how keys are cut: "one" (not), "even" (each unit in as many parts as fill the GPU) or "shares"
     # (equal shares of all keys, or num_splits of each unit)
     parts: str = "shares"
-    whole: bool = False  # no unit is cut: none has room for enough keys
+    # units are cut by their room: each into num_splits parts, which have a team each to themselves
+    by_room: bool = False
+    whole: bool = False  # into one
     combined: bool = False  # parts are merged by a kernel of their own, not by the last CTA
     tile_n: int = 64
     num_stages: int = 3  # slots of K, and of V
@@ -73,6 +76,7 @@ class DecodeConfig(ScoreSpec):
     start: int = 1  # the time of a unit's begin and end, in blocks of keys
     least: int = 1  # blocks of keys of a CTA, at least
     merge: int = 2  # the time of writing and merging parts, in blocks of keys
+    most_whole: int = 0  # blocks of keys of units that are not cut where they are many
     rescale_threshold: float = 8.0  # powers of two before sums and outputs are scaled down
 
     tile_m: ClassVar[int] = ROWS
@@ -107,6 +111,10 @@ class DecodeConfig(ScoreSpec):
         """Whether units of this length, their start counted, or less are not cut: merging their
         parts would take as long."""
         return length <= self.merge + 1
+
+    def is_short(self, blocks: int) -> bool:
+        """Whether parts of so many blocks take no longer than it takes to look at all lengths."""
+        return blocks * (self.k_bytes + self.v_bytes) <= SHORT_PART
 
     def are_whole_alone(self, longest: Any, share: Any) -> Any:
         """Whether units of up to `longest` blocks, each in a CTA of its own, take less time whole

@@ -34,7 +34,9 @@ def launch(
         even = cutlass.max(c.ctas // sizes.units, 1)
         args = args._replace(num_splits=Int32(1) if c.parts == "one" else even)
     most = sizes.units
-    if cutlass.const_expr(not c.whole):
+    if cutlass.const_expr(c.by_room):
+        most *= 1 if c.whole else args.num_splits
+    else:
         most *= cute.ceil_div(sizes.rows_k, c.tile_n) + c.start
     if cutlass.const_expr(c.appended):
         Append(c).launch(mK, mV, args, sizes, stream)

@@ -20,9 +20,10 @@ from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import (
     NEVER,
     EntrySpan,
+    EvenParts,
     Piece,
     Splits,
-    WholeUnits,
+    are_many,
     weight,
 )
 from cutex.schedulers.order import select
@@ -87,15 +88,16 @@ class Walk:
 
     @cute.jit
     def begin(self) -> tuple[Any, EntrySpan, Int32]:
-        """This CTA's share (Splits, or WholeUnits), its first entry, and the end of the row
+        """This CTA's share (Splits or, by room, EvenParts), its first entry, and the end of the row
         of all units. A whole warp calls it: each lane looks at every 32nd entry."""
         c, team = self.config, self.sizes.team
         owners = self.sizes.heads // team  # of units, in a team's view
         lane = cute.arch.lane_idx()
         cta, ctas = self.worker()
-        if cutlass.const_expr(c.whole):
-            units, zero = WholeUnits(self.sizes.heads, cta, team, ctas // team), Int32(0)
-            return units, EntrySpan(zero, zero, zero), self.sizes.entries * owners
+        if cutlass.const_expr(c.by_room):
+            parts, zero = 1 if c.whole else self.args.num_splits, Int32(0)
+            even = EvenParts(self.sizes.heads, cta, team, ctas // team, parts, c.merge)
+            return even, EntrySpan(zero, zero, zero), self.sizes.entries * owners * parts
         total, quota, num_splits, size = self.shares(owners, ctas // team)
         splits = Splits(self.sizes.heads, quota, c.start, num_splits, cta, team, size)
         entry, begin, here = Int32(0), Int32(0), Int32(0)
@@ -135,7 +137,8 @@ class Walk:
         shortest = cute.arch.warp_redux_sync(shortest, "min")
         quota = Splits.quota_of(total, teams, c.least)
         size = self.size_alone(total, longest, quota, owners, teams)
-        quota, num_splits = self.uncut(quota, longest, shortest)
+        many = are_many(self.sizes.entries * owners, teams)
+        quota, num_splits = self.uncut(quota, longest, shortest, many)
         if cutlass.const_expr(size is not None):
             total, quota = self.row_of_parts(total, quota, size, owners)
         return total, quota, num_splits, size
@@ -161,7 +164,9 @@ class Walk:
         c = self.config
         size = larger(Splits.size_alone(total, longest, units, teams), c.least)
         size = select(size + c.start <= share + ALONE_MORE, size, 0)
-        return select(c.are_whole_alone(longest + c.start, share), NEVER, size)
+        whole = c.are_whole_alone(longest + c.start, share)
+        whole |= are_many(units, teams) & (longest <= c.most_whole)
+        return select(whole, NEVER, size)
 
     @cute.jit
     def row_of_parts(
@@ -177,13 +182,17 @@ class Walk:
             total = cute.arch.warp_redux_sync(total, "add") * owners
         return total, quota
 
-    def uncut(self, quota: Int32, longest: Int32, shortest: Int32) -> tuple[Int32, Int32]:
+    def uncut(
+        self, quota: Int32, longest: Int32, shortest: Int32, many: Boolean
+    ) -> tuple[Int32, Int32]:
         """A share, and into how many parts units are cut: no unit is, where merging its parts would
         take longer. A CTA has the units that begin in its share."""
         merge, num_splits = self.config.merge, self.args.num_splits
         if merge == 0:
             return quota, num_splits
-        whole = (num_splits == 0) & self.config.is_whole(longest)
+        whole = self.config.is_whole(longest)
+        whole |= many & (longest <= self.config.most_whole + self.config.start)
+        whole = (num_splits == 0) & whole
         return quota, select(whole, Int32(1), num_splits)
 
     @cute.jit
@@ -198,7 +207,7 @@ class Walk:
     @cute.jit
     def span_at(self, splits: Splits, at: Int32, span: EntrySpan) -> EntrySpan:
         """The entry at position `at`, which is in `span` or behind it."""
-        if cutlass.const_expr(self.config.whole):
+        if cutlass.const_expr(self.config.by_room):
             return span
         entry, begin, blocks = span
         while begin + splits.units(blocks) <= at:
@@ -213,10 +222,13 @@ class Walk:
         # NOTE: one of the three is computed: their divisions are on the way to the first load
         piece = Piece(*(Int32(0) for _ in Piece._fields))
         if cutlass.const_expr(self.config.whole):
-            piece = Piece(*(Int32(x) for x in splits.piece(at)))
+            piece = Piece(*(Int32(x) for x in splits.whole(at)))
             if cutlass.const_expr(self.config.varlen_q):
                 exists = self.length(piece.entry) > 0
                 piece = piece._replace(end=select(exists, piece.end, 0))
+        elif cutlass.const_expr(self.config.by_room):
+            blocks = self.length(splits.entry(at))
+            piece = Piece(*(Int32(x) for x in splits.piece(at, blocks)))
         elif splits.size > 0:
             piece = Piece(*(Int32(x) for x in splits.piece_alone(at, span)))
         else:

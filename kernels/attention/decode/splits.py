@@ -188,26 +188,56 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class WholeUnits:
-    """Units that are never cut, whatever their lengths: a team has each so many `teams` behind the
-    one before. So no CTA need look at lengths but its own units'."""
+class EvenParts:
+    """Units that may have as many `parts` each, whatever their lengths: a team has each part so
+    many `teams` behind the one before. So no CTA need look at lengths but its own units'."""
 
     heads: Any  # that own units
     cta: Any
     team: Any
     teams: Any
+    parts: Any
+    merge: int = 0  # a unit of no more than so many blocks more than its part would have is whole
+
+    @property
+    def owners(self) -> Any:
+        """The owners of units, in a team's view."""
+        return self.heads // self.team
 
     @property
     def begin(self) -> Any:
-        """The position of the first, in the row of all units, where a team's count once."""
+        """The position of the first, in the row of all parts, where a team's count once."""
         return self.cta // self.team
 
-    def piece(self, at: Any) -> Piece:
-        """The unit at position `at`."""
-        owners = self.heads // self.team
-        entry = at // owners
-        head = (at - entry * owners) * self.team + self.cta - self.begin * self.team
+    def entry(self, at: Any) -> Any:
+        return at // self.parts // self.owners
+
+    def whole(self, at: Any) -> Piece:
+        """The unit at position `at`, where units have one part."""
+        entry = at // self.owners
+        head = (at - entry * self.owners) * self.team + self.cta - self.begin * self.team
         return Piece(entry, head, 0, NEVER, 0, 1, 0, 0, 0, at + self.teams)
+
+    def piece(self, at: Any, blocks: Any) -> Piece:
+        """The part at position `at`, of a unit of `blocks` blocks; without any where all are in the
+        parts before."""
+        unit = at // self.parts
+        part, entry = at - unit * self.parts, unit // self.owners
+        long = larger((blocks + self.parts - 1) // self.parts, 1)
+        long = select(blocks <= long + self.merge, larger(blocks, 1), long)
+        first = smaller(part * long, blocks)
+        member = self.cta - self.begin * self.team
+        slot = unit * self.parts * self.team + member
+        return Piece(
+            entry, (unit - entry * self.owners) * self.team + member, first,
+            smaller(first + long, blocks), part, (blocks + long - 1) // long,
+            slot + self.team, self.team, slot, at + self.teams,
+        )  # fmt: skip
+
+
+def are_many(units: Any, teams: Any) -> Any:
+    """Whether at least two of three teams would have a unit."""
+    return units * 3 >= teams * 2
 
 
 def weight(blocks: Any, start: int) -> Any:

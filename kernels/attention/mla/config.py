@@ -35,6 +35,7 @@ class MlaConfig:
     packed: ClassVar[bool] = True
     varlen_q: ClassVar[bool] = False
     appended: ClassVar[bool] = False
+    by_room: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     sink: ClassVar[bool] = False
 

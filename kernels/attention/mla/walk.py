@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from cutex.device.attention.block_info import larger
 from cutex.kernels.attention.decode.shared import Part, Rows, Walk
@@ -39,7 +39,9 @@ class MlaWalk(Walk):
     def piece(self, splits: Splits, at: Int32, span: EntrySpan) -> Piece:
         return splits.piece(at, span)
 
-    def uncut(self, quota: Int32, longest: Int32, shortest: Int32) -> tuple[Int32, Int32]:
+    def uncut(
+        self, quota: Int32, longest: Int32, shortest: Int32, many: Boolean
+    ) -> tuple[Int32, Int32]:
         """A share, and into how many parts units are cut: a share of whole units, so that none is
         cut, if it is only a little longer than an equal one. Several are whole if all are as
         long."""
