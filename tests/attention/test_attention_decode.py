@@ -127,6 +127,25 @@ def test_warps_with_other_keys_each_attend_to_caches(name, whole, monkeypatch):
     PLANS.forget()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_by_room_are_attended_to(parts, queries, monkeypatch):
+    """By two CTAs of an SM, whose roles have registers of their own."""
+    tiles = {"tile_n": 32, "num_stages": 4, "ctas_per_sm": 2, "num_sms": 9, "merge": 1}
+
+    def short(config: DecodeConfig, *_: object) -> DecodeConfig:
+        return replace(config, few_rows=queries == 1, **tiles)
+
+    monkeypatch.setattr(kvcache, "fitted", short)
+    monkeypatch.setattr(kvcache, "parts_by_room", lambda *_: parts)
+    PLANS.forget()
+    case = {**SMALL, "seqlen_q": queries, "causal": True}
+    with cutex.ops.simulated("sm_90a"):
+        assert outcome(AttentionCase(**case), page_size=16) == ""
+    PLANS.forget()
+
+
 FP8 = {
     "e4m3": ({}, {}),
     "e4m3 in pages": ({"dtype": "fp16", "causal": True, "seqlen_q": 3}, {"page_size": 16}),
