@@ -303,10 +303,14 @@ def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
         return False
     blocks = -(-room // config.tile_n)
     units = units_of(call, config)
-    # NOTE: so many stay whole, if they are alike (DecodeConfig.are_whole_alone)
-    parts = 1 if 3 * units >= 2 * config.num_sms else min(-(-config.num_sms // units), blocks)
     if config.by_room:
         parts = parts_by_room(call, config, room)
+    elif units > config.ctas:
+        parts = 2  # of those in which shares end
+    elif 3 * units >= 2 * config.num_sms:
+        parts = 1  # so many stay whole, if they are alike (DecodeConfig.are_whole_alone)
+    else:
+        parts = min(-(-config.num_sms // units), blocks)
     return min(call.rows, config.tile_m) * parts > MOST_MERGED
 
 

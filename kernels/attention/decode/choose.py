@@ -18,7 +18,7 @@ _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 128, "num_stages": 2},
         (192, 128): {"num_stages": 4},
         (192, 192): {"num_stages": 3},
-        (256, 256): {"most_whole": 16},
+        (256, 256): {"most_whole": 32},
     },
     "sm_100a": {
         (64, 64): {"num_stages": 6},
@@ -45,14 +45,20 @@ _FEW: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 32, "num_stages": 4, "ctas_per_sm": 2, "merge": 12, "least": 4},
     },
 }
-_FEW_KEYS = {(64, 64): 16384, (128, 128): SHORT}
+_FEW_KEYS = {(64, 64): 16384, (128, 128): SHORT}  # of room, at most
+# where units are no more than SMs, and where sequences are long (docs/facts/decode.md#few-long)
 _FEW_ALONE: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 64, "num_stages": 8, "merge": 12, "least": 4},
         (128, 128): {"tile_n": 32, "num_stages": 8, "merge": 12, "least": 4},
     },
 }
-_FEW_ALONE_KEYS = {(64, 64): 8192, (128, 128): SHORT}
+_FEW_LONG: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (64, 64): {"tile_n": 64, "num_stages": 8, "merge": 12, "least": 4},
+        (128, 128): {"tile_n": 64, "num_stages": 4, "merge": 6, "least": 2},
+    },
+}
 _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 128, "num_stages": 8},
@@ -64,7 +70,7 @@ _E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 128, "num_stages": 8},
         (96, 96): {"num_stages": 8},
-        (128, 128): {"num_stages": 8},
+        (128, 128): {"tile_n": 128, "num_stages": 3},
         (192, 128): {"num_stages": 6},
         (192, 192): {"tile_n": 32, "num_stages": 8},
         (256, 256): {"tile_n": 32, "num_stages": 6},
@@ -97,9 +103,9 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
     dims = config.head_dims
     if config.fp8:
         return _FEW_E4M3.get(arch, {}).get(dims)
-    of_units, keys = _FEW, _FEW_KEYS
-    if units <= config.num_sms:
-        of_units, keys = _FEW_ALONE, _FEW_ALONE_KEYS
-    if config.single_rows or not units or room > keys.get(dims, 0):
+    if config.single_rows or not units:
         return None
+    of_units = _FEW if units > config.num_sms else _FEW_ALONE
+    if room > _FEW_KEYS.get(dims, 0) or (units <= config.num_sms and room > SHORT):
+        of_units = _FEW_LONG
     return of_units.get(arch, {}).get(dims)

@@ -40,7 +40,7 @@ class RoleRegisters(NamedTuple):
     widen: int = 0
 
 
-WIDENING = RoleRegisters(240, 112, 152)  # where K and V are widened in smem
+WIDENING = RoleRegisters(240, 40, 112)  # where K and V are widened in smem
 TWO_CTAS = RoleRegisters(216, 40)  # where two CTAs are on an SM
 
 
@@ -136,7 +136,7 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def widens(self) -> bool:
-        """Whether a warpgroup widens K and V of 8 bits to 16, in smem."""
+        """Whether a warpgroup widens K of 8 bits to 16, in smem, and another one V."""
         return self.fp8 and not self.few_rows
 
     @property
@@ -162,7 +162,8 @@ class DecodeConfig(ScoreSpec):
     def num_threads(self) -> int:
         if self.registers is None:
             return WARPGROUP + WARP * self.load_warps
-        return (3 if self.widens else 2) * WARPGROUP  # only a whole one has registers of its own
+        # NOTE: only a whole warpgroup has registers of its own
+        return (2 + 2 * self.widens) * WARPGROUP
 
     @property
     def q_in_smem(self) -> bool:

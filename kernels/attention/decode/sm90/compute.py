@@ -1,17 +1,17 @@
-"""Compute: the warpgroup of the decode kernel that has the queries, and computes O; Widen: the one
-that widens keys and values of 8 bits to 16 for it.
+"""Compute: the warpgroup of the decode kernel that has the queries, and computes O; Widen: those
+that widen keys and values of 8 bits to 16 for it.
 
 wgmma takes no two operands of different widths, nor 8 bits of V as it lies in memory. So between
-the warp that loads and the warpgroup of the products stands one that copies each tile into a slot
-of 16 bits, while the products of the tile before are under way. Products are of fp16, to which one
-conversion leads, two more to bf16; queries in bf16 are scaled by a power of two, so that the
-largest of a warp's rows is around 2^8.
+the warp that loads and the warpgroup of the products stand two, for K and for V, that copy each
+tile into a slot of 16 bits, while the products of the tile before are under way. Products are of
+fp16, to which one conversion leads, two more to bf16; queries in bf16 are scaled by a power of two,
+so that the largest of a warp's rows is around 2^8.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import cutlass
 from cutlass import Float16, Float32, Int32, cute
@@ -257,38 +257,31 @@ class Wide(NamedTuple):
 
 @dataclass(frozen=True)
 class Widen:
+    """A warpgroup that widens the tiles of K, or those of V."""
+
     shared: Shared
-    wide: Wide
-
-    @cute.jit
-    def run(self) -> None:
-        """Widen the keys and values of this CTA's parts, in the order in which they are loaded."""
-        s, wide = self.shared, self.wide
-        keys = Tiles(s.k, wide.k, s.sK, wide.sK)
-        values = Tiles(s.v, wide.v, s.sV, wide.sV)
-        splits, span, end = s.begin()
-        k, v = keys.begin(), values.begin()
-        part = s.part(splits, end, splits.begin, span)
-        while part.end > part.first:
-            k = keys.widen_next(k)
-            for _ in cutlass.range(part.end - 1 - part.first, unroll=1):
-                k = keys.widen_next(k)
-                v = values.widen_next(v)
-            v = values.widen_next(v)
-            part = s.part(splits, end, part.after, part.span)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The tiles of K or V, as they are loaded and widened."""
-
     narrow: Ring
     wide: Ring
     sNarrow: cute.Tensor  # (bN, D, SLOT) 8 bits
     sWide: cute.Tensor  # (bN, D, SLOT) 16 bits
 
-    def begin(self) -> TileState:
-        return self.narrow.consumer(), self.wide.producer()
+    @classmethod
+    def of(cls, shared: Shared, wide: Wide) -> tuple[Self, Self]:
+        """The warpgroup for K, and that for V."""
+        s = shared
+        return cls(s, s.k, wide.k, s.sK, wide.sK), cls(s, s.v, wide.v, s.sV, wide.sV)
+
+    @cute.jit
+    def run(self) -> None:
+        """Widen the tiles of this CTA's parts, in the order in which they are loaded."""
+        s = self.shared
+        splits, span, end = s.begin()
+        state = self.narrow.consumer(), self.wide.producer()
+        part = s.part(splits, end, splits.begin, span)
+        while part.end > part.first:
+            for _ in cutlass.range(part.end - part.first, unroll=1):
+                state = self.widen_next(state)
+            part = s.part(splits, end, part.after, part.span)
 
     @cute.jit
     def widen_next(self, state: TileState) -> TileState:

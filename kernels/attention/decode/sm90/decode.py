@@ -37,7 +37,7 @@ class Decode:
     barrier          arrives                                waits
     k.full, v.full   1: LOAD, and the bytes by TMA          COMPUTE; of 8 bits WIDEN, but few rows
     k.empty, v.empty 1 a warp that reads the slot           LOAD
-    wide.full        4: WIDEN's warps                       COMPUTE
+    wide.full        4: WIDEN's warps for K, or for V       COMPUTE
     wide.empty       4: COMPUTE's warps                     WIDEN
     (warpgroup)      its threads, a part being written      the same, before it counts as written
 
@@ -76,7 +76,7 @@ class Decode:
 
     @property
     def widen_warps(self) -> Warps:
-        return Warps(first=self.compute_warps.end, count=4 * self.config.widens)
+        return Warps(first=self.compute_warps.end, count=8 * self.config.widens)
 
     @property
     def load_warps(self) -> Warps:
@@ -137,7 +137,11 @@ class Decode:
         elif warp >= self.compute_warps.end:
             if cutlass.const_expr(c.widens):
                 cute.arch.setmaxregister_decrease(c.registers.widen)
-                Widen(shared, wide).run()
+                keys, values = Widen.of(shared, wide)
+                if warp < self.compute_warps.end + 4:
+                    keys.run()
+                else:
+                    values.run()
         else:
             if cutlass.const_expr(c.registers is not None):
                 cute.arch.setmaxregister_increase(c.registers.compute)
