@@ -83,6 +83,11 @@ class Decode:
         return Warps(first=self.widen_warps.end, count=self.config.load_warps)
 
     @property
+    def registers(self) -> Any:
+        """The RoleRegisters of its warpgroups; None where threads keep what they begin with."""
+        return self.config.registers
+
+    @property
     def num_threads(self) -> int:
         return self.config.num_threads
 
@@ -128,23 +133,23 @@ class Decode:
         sizes = sizes.known(c)
         info = sizes.block_info(c, args.band(c.causal))
         shared = Shared(c, info, args, sizes, sQ, sK, sV, k_ring, v_ring)
-        warp = cute.arch.warp_idx()
+        warp, registers = cute.arch.warp_idx(), self.registers
         if warp >= self.load_warps.first:
-            if cutlass.const_expr(c.registers is not None):
-                cute.arch.setmaxregister_decrease(c.registers.load)
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers.load)
             if warp < self.load_warps.end:
                 Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         elif warp >= self.compute_warps.end:
             if cutlass.const_expr(c.widens):
-                cute.arch.setmaxregister_decrease(c.registers.widen)
+                cute.arch.setmaxregister_decrease(registers.widen)
                 keys, values = Widen.of(shared, wide)
                 if warp < self.compute_warps.end + 4:
                     keys.run()
                 else:
                     values.run()
         else:
-            if cutlass.const_expr(c.registers is not None):
-                cute.arch.setmaxregister_increase(c.registers.compute)
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers.compute)
             out = out_of(c, mO, args, sizes, last)
             if cutlass.const_expr(c.few_rows):
                 FewRows(mQ, out, shared, wide, sums).run()
