@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cutex.sim.timing.events import Record
@@ -18,7 +19,7 @@ from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.traffic import clusters_at_once, loaded, narrow, shared, stored
-from cutex.sim.timing.units import Memory
+from cutex.sim.timing.units import FirstTouch, Memory
 
 AHEAD = 1000.0  # `Memory.ahead` of SMs out of step: cycles of a 32 KB box at an SM's share of L2
 APART = 1500.0  # cycles between the CTAs of an SM: half a key block, so they use different pipes
@@ -81,6 +82,8 @@ def predict_lengths(traced: Lengths, gpu: Gpu, log: bool = False) -> Timed:
     # NOTE: the first tiles of all SMs are in step, later ones are not
     waits, ahead = (miss, AHEAD) if len(tiles) > groups * slots else (1.0, 0.0)
     memory = Memory(miss, busy_sms, shared(traced.long, loads), waits=waits, ahead=ahead)
+    if not ahead and slots == 1:
+        memory.touches = touches(traced, loads)
     times = []
     for one, tile in both:
         walks = one.record.flops > 1.5 * tile
@@ -115,6 +118,34 @@ def predict_lengths(traced: Lengths, gpu: Gpu, log: bool = False) -> Timed:
         dram=missed,
         side_by_side=slots,
     )
+
+
+def touches(traced: Lengths, loads: Mapping[int, float]) -> dict[int, FirstTouch]:
+    """What comes from HBM where each CTA has one tile, all in step; `loads` are the bytes that all
+    load, by tensor.
+
+    CTAs whose tiles differ in their steps begin at keys of their own, so that all of these are
+    wanted at one time, although they are few beside all that is loaded.
+    """
+    tiles, record = traced.tiles, traced.long.record
+    of_tile = {
+        tmap: size * traced.tile_flops[1] / record.flops for tmap, size in loaded(record).items()
+    }
+    few = loaded(traced.short.record)
+    apart = len(set(tiles)) * min(Counter(tiles).values()) / len(tiles)
+    found = {}
+    for tmap, size in of_tile.items():
+        sharing = traced.long.sharing.get(tmap)
+        if sharing is None or not sharing.footprint:
+            continue
+        walks = size > few[tmap] * traced.tile_flops[0] / traced.short.record.flops
+        step = size / traced.steps[1] if walks else size
+        first = max(sharing.part, apart) if walks and len(set(tiles)) > 1 else sharing.part
+        at_once = min(sharing.footprint, first * step * len(tiles))
+        rest = loads[tmap] - step * len(tiles)
+        later = (sharing.footprint - at_once) / rest if rest > 0 else 0.0
+        found[tmap] = FirstTouch(step, at_once / (step * len(tiles)), max(0.0, later))
+    return found
 
 
 def _footprint(traced: Traced, tmap: int, loaded: float) -> float:

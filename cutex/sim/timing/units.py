@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cutex.sim.timing.machine_code import PIPES
+
+
+class FirstTouch(NamedTuple):
+    """What of a tensor's bytes comes from HBM where all CTAs run in step: of the first ones that a
+    CTA loads of it, and of all further ones."""
+
+    size: float  # bytes of the first step
+    first: float  # the share of them that no other CTA loads at the same time
+    later: float  # the share of all further ones that nobody has loaded before
+
+    def miss(self, loaded: float) -> float:
+        """The share of a box that comes from HBM, before which the CTA has `loaded` so many bytes
+        of the tensor."""
+        return self.first if loaded < self.size else self.later
 
 
 @dataclass
@@ -21,6 +36,8 @@ class Memory:
     waits: float = 1.0  # share of loads that wait for HBM: all where CTAs run in step
     fetched: dict[int, float] = field(default_factory=dict)  # the miss of ordinary loads, by tensor
     ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others are idle
+    # by tensor, in place of `miss`, where one tile a CTA is all there is
+    touches: dict[int, FirstTouch] = field(default_factory=dict)
 
 
 @dataclass

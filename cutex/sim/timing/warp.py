@@ -201,11 +201,15 @@ class Warp:
         read = e.size * copies * (1.0 - g.l2_merged * m.shared)
         # NOTE: each row of a box is a request of its own, even if short or shared
         l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share) - m.ahead
-        hbm = sm.hbm.serve(at, e.size * m.miss * share / g.hbm_bytes) if m.miss else at
+        miss = m.miss
+        if touch := m.touches.get(e.source[0]):
+            miss = touch.miss(self.running.loaded[e.source[0]])
+            self.running.loaded[e.source[0]] += e.size
+        hbm = sm.hbm.serve(at, e.size * miss * share / g.hbm_bytes) if miss else at
         for signal, cta in zip(e.signals, e.ctas, strict=True):
             target = self.running.sm[cta]
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
-            latency = g.l2_latency + (g.hbm_latency * m.waits if m.miss else 0.0)
+            latency = g.l2_latency + (g.hbm_latency * m.waits if miss else 0.0)
             end = max(into, l2, hbm) + latency
             if e.outside:  # the engine works on one such row at a time
                 rate = g.tma_outside if e.outside < e.size else g.tma_zeros
