@@ -12,7 +12,7 @@ own by more than `room` powers of two: so far that others need not follow soon.
 What rounding takes from a peaked row's largest probability, `top`, is most of the error. As much of
 it as O loses along itself is taken from the sum that O is divided by, too. With the maximum as
 reference, as others have it, that probability is 1, and exact. `top` is 0 where nobody has looked
-for it in some block. Only the largest sum of a thread's part of a block, `part`, is known then.
+for it in some block. Only the largest sum of half a thread's part of a block, `part`, is known.
 
 What `finish` says depends on the sums alone, never on V: up to `small` they leave room for values
 of V up to 1e30. Above, up to `most`, the caller looks whether O is finite (`leaves_no_room`). After
