@@ -227,7 +227,7 @@ class _Recorder(Observer):
                 if group <= number:
                     known.setdefault(which, self.waits[warp])
 
-    def mbarrier_passed(self, barrier: Any, warp: int, relaxed: bool) -> None:
+    def mbarrier_passed(self, barrier: Any, warp: int, lanes: Any, ins: Any) -> None:
         self.t.phases[self.code[self.pc].line].add(barrier.phases)
         self.passed[warp] = barrier.phases
         key = self.t.turn, barrier.cta, barrier.offset

@@ -68,7 +68,7 @@ class Meetings(Observer):
     def mbarrier_completed(self, barrier: Any) -> None:
         self._completes((barrier.cta, barrier.offset))
 
-    def mbarrier_passed(self, barrier: Any, warp: int, relaxed: bool) -> None:
+    def mbarrier_passed(self, barrier: Any, warp: int, lanes: Any, ins: Any) -> None:
         self._passes((barrier.cta, barrier.offset), warp)
 
     def named_arrives(self, key: Any, warp: int, whole: bool, ins: Any) -> None:

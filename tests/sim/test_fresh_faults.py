@@ -27,6 +27,15 @@ LOCK = """setp.ne.u32 %p3, thread, 0; @%p3 bra OUT;
     ld.global.u32 %r2, [%x]; add.u32 %r2, %r2, 1; st.global.u32 [%x], %r2; FREE OUT: bar.sync 0;"""
 PAIR = f"""{CLUSTER_SYNC} .reg .b32 peer, far; mov.u32 peer, %cluster_ctarank;
     xor.b32 peer, peer, 1; mapa.shared::cluster.u32 far, mine, peer;"""
+SIGNALS = f"""{PAIR} .reg .b32 bar, fbar; add.u32 bar, at, 512;
+    mapa.shared::cluster.u32 fbar, bar, peer; @%p0 mbarrier.init.shared.b64 [bar], COUNT;
+    @%p0 fence.mbarrier_init.release.cluster; {CLUSTER_SYNC}"""
+TO_PEER = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [fbar];"
+FROM_PEER = wait("bar", 0, "W", "acquire.cluster.shared::cta")
+COPY = "cp.async.ca.shared.global [mine], [%d2], 4;"
+BULK = f"""{init(1)} mad.lo.u32 %r3, %i, 4, bar;
+    @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 256;
+    @%p0 {copy("bar+128", "%x", 256)}"""
 CTAS = Shape(grid=2, block=32, smem=1024)
 CLUSTER = Shape(grid=2, block=32, cluster=2, smem=1024)
 GROUP = Shape(block=128, smem=64)
@@ -124,6 +133,68 @@ PAIRS = {
     "a barrier of the CTA for a store of its peer": Pair(
         f"{START} {PAIR} st.shared::cluster.u32 [far], %i; HERE ld.shared.u32 %r1, [mine]; {OUT}"
         f"{CLUSTER_SYNC}", "bar.sync 0;", CLUSTER_SYNC, "no barrier orders the two", CLUSTER),
+    "ld.shared of a peer's address": Pair(
+        f"{START} {PAIR} st.shared.u32 [mine], %i; {CLUSTER_SYNC} HERE.u32 %r1, [far]; {OUT}"
+        f"{CLUSTER_SYNC}", "ld.shared", "ld.shared::cluster", "names shared memory of", CLUSTER),
+    "an arrival by .shared at a peer's mbarrier": Pair(
+        f"{START} {SIGNALS.replace('COUNT', '32')} HERE {FROM_PEER} {CLUSTER_SYNC}",
+        "mbarrier.arrive.shared.b64 _, [fbar];", TO_PEER, "names shared memory of", CLUSTER),
+    "a wait at a peer's mbarrier": Pair(
+        f"{START} {SIGNALS.replace('COUNT', '32')} {TO_PEER} HERE {CLUSTER_SYNC}",
+        FROM_PEER.replace("[bar]", "[fbar]"), FROM_PEER, "names shared memory of", CLUSTER),
+    "an atomic of a CTA's scope beside the peer's": Pair(
+        f"{START} {PAIR} @%p0 st.shared.u32 [at], 0; {CLUSTER_SYNC} mapa.shared::cluster.u32 far,"
+        f"at, 0; red.relaxed.HERE.shared::cluster.add.u32 [far], 1; {CLUSTER_SYNC}",
+        "cta", "cluster", "so they are not atomic to each other", CLUSTER),
+    "red.async to what nothing has set": Pair(
+        f"""{START} {SIGNALS.replace("COUNT", "1")} HERE
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;
+        red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [far], %i,
+        [fbar]; {wait("bar", 0, "W")} ld.shared.u32 %r1, [mine]; {OUT} {CLUSTER_SYNC}""",
+        "", f"st.shared.u32 [mine], 0; {CLUSTER_SYNC}", "the red.async changes shared", CLUSTER),
+    "what st.async brought is stored in bulk": Pair(
+        f"""{START} {SIGNALS.replace("COUNT", "1")} mov.u32 %r3, %cta; mad.wide.u32 %d2, %r3, 128,
+        %out; @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;
+        st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [far], %i, [fbar];
+        {wait("bar", 0, "W")} HERE
+        @%p0 cp.async.bulk.global.shared::cta.bulk_group [%d2], [at], 128;
+        @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0; {CLUSTER_SYNC}""",
+        "", FENCE, "which the st.async wrote at PTX line", CLUSTER, True),
+    # -- copies, and who has waited
+    "the source of a cp.async": Pair(
+        f"{START} xor.b32 %r3, thread, 32; mad.wide.u32 %d2, %r3, 4, %x; {COPY}"
+        "cp.async.commit_group; HERE st.global.u32 [%x_i], 5; cp.async.wait_all;",
+        "bar.sync 0;", "cp.async.wait_all; bar.sync 0;", "which the cp.async of CTA (0,0,0) warp"),
+    "the source of a bulk load": Pair(
+        f"{BULK} HERE st.global.u32 [%x_i], 5; {wait('bar', 0, 'V')}",
+        "bar.sync 0;", f"{wait('bar', 0, 'W')} bar.sync 0;", "which the bulk copy of CTA (0,0,0)"),
+    "a bulk store to the source of a bulk load": Pair(
+        f"""{init(1)} mad.lo.u32 %r3, %i, 4, bar; st.shared.u32 [%r3+512], %i; {FENCE} bar.sync 0;
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 256;
+        @%p0 {copy("bar+128", "%out", 256)} HERE
+        @%p0 cp.async.bulk.global.shared::cta.bulk_group [%out], [bar+512], 256;
+        @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0; {wait("bar", 0, "V")}""",
+        "", wait("bar", 0, "W"), "issues a bulk store to out[0]"),
+    "only some lanes commit their cp.async": Pair(
+        f"{START} mad.wide.u32 %d2, thread, 4, %x; {COPY} setp.lt.u32 %p3, %lane, 16;"
+        "HERE cp.async.commit_group; cp.async.wait_group 0; cp.async.wait_all;",
+        "@%p3", "", "waits for its cp.async groups, and its copy"),
+    "one lane waits for the copy, its warp reads": Pair(
+        f"{BULK} @!%p0 bra R; {wait('bar', 0, 'W')} R: HERE ld.shared.u32 %r1, [%r3+128]; {OUT}",
+        "", "bar.warp.sync 0xffffffff;", "only lane 0 has waited", Shape(block=32, smem=4096)),
+    "a TMA load of what another CTA's stores wrote": Pair(
+        f"""{init(1)} setp.eq.u32 %p2, %cta, 0; setp.eq.u32 %p0, %lane, 0; @!%p2 bra R;
+        @%p0 st.global.u32 [%x], 5; @%p0 st.release.gpu.global.u32 [%out], 1; bra E;
+        R: @!%p0 bra E; mbarrier.init.shared.b64 [bar], 1;
+        P: ld.acquire.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra P; HERE
+        mbarrier.arrive.expect_tx.shared.b64 _, [bar], 64; {copy("bar+128", "%x", 64)}
+        {wait("bar", 0, "W")} E:""",
+        "", "fence.proxy.async;", "proxy: a copy that CTA (1,0,0)", Shape(2, 32, smem=1024)),
+    "local memory": Pair(
+        f"{START} .local .align 4 .b8 loc[64]; HERE ld.local.u32 %r1, [loc+4]; {OUT}",
+        "", "st.local.u32 [loc+4], 3;", "a value that comes from local memory at 4"),
+    "lanes that name different barriers": Pair(
+        "and.b32 %r1, %lane, HERE; bar.sync %r1, 32;", "1", "0", "name different barriers", CTAS),
     # -- registers
     "setmaxnreg.dec to more": Pair(
         "setmaxnreg.dec.sync.aligned.u32 24; bar.sync 0; setmaxnreg.HERE.sync.aligned.u32 40;",

@@ -125,17 +125,19 @@ REMOTE = f"""
     setp.eq.u32 %p1, rank, 0; @!%p1 bra reader; mapa.shared::cluster.u32 far, bar, 1;
     mad.lo.u32 %r1, %lane, 4, far; st.shared::cluster.b32 [%r1+128], %lane;
     mbarrier.arriveSCOPE.shared::cluster.b64 _, [far]; bra done;
-    reader: {wait("bar", 0, "W")} mad.lo.u32 %r1, %lane, 4, bar; ld.shared.b32 %r2, [%r1+128];
-    st.global.b32 [%out_i], %r2;
+    reader: {wait("bar", 0, "W", "WAITshared::cta")} mad.lo.u32 %r1, %lane, 4, bar;
+    ld.shared.b32 %r2, [%r1+128]; st.global.b32 [%out_i], %r2;
     done: {CLUSTER_SYNC}
 """.replace("%i, 0", "%lane, 0")
 
 
-def test_an_arrival_in_another_cta_has_the_clusters_scope() -> None:
-    shape = Shape(grid=2, cluster=2, smem=1024)
-    assert not advisories(REMOTE.replace("SCOPE", ".release.cluster"), shape)
-    (told,) = advisories(REMOTE.replace("SCOPE", ""), shape)
-    assert "has to be .release.cluster" in told
+@pytest.mark.parametrize("arrival", ["", ".release.cluster"])
+@pytest.mark.parametrize("wait", ["", "acquire.cluster."])
+def test_what_a_cta_stores_in_another_is_handed_over_in_the_clusters_scope(arrival, wait) -> None:
+    text = REMOTE.replace("SCOPE", arrival).replace("WAIT", wait)
+    told = advisories(text, Shape(grid=2, cluster=2, smem=1024))
+    assert len(told) == (not (arrival and wait))
+    assert all("has to be .release.cluster, and the wait for it .acquire" in t for t in told)
 
 
 # -- other reports ---------------------------------------------------------------------------------

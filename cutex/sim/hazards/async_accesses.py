@@ -87,6 +87,8 @@ class AsyncAccesses(Observer):
         self._bounds: tuple[np.ndarray, np.ndarray] | None = None
         # by operation of tcgen05: the count of the warp that issued it
         self.issues: dict[int, int] = {}
+        code = machine.program.code
+        self.sends = any(i.name in ("st", "red") and "async" in i.parts for i in code)
 
     def _track(self, place: Footprint) -> Track:
         track = self.tracks.get(place.key)
@@ -217,6 +219,8 @@ class AsyncAccesses(Observer):
                     if count > known(warp, slot):
                         break
                 else:
+                    if count and self.sends and not write:
+                        self._check_proxy(op, last, place, issuers[0])
                     continue
                 before = last.operation[cta]
                 assert before is not None
@@ -231,6 +235,24 @@ class AsyncAccesses(Observer):
                         return
                 elif op.warp != before.warp and before.number in self.issues:
                     self._check_issue(op, before, place)
+
+    def _check_proxy(self, op: Operation, last: Last, place: Footprint, warp: int) -> None:
+        """Tell of an operation of the async proxy that reads what st.async or red.async, which are
+        of the generic one, have written, with no fence in between (9.7.9.25.1): as an advisory, as
+        what cp.async has copied.
+        """
+        before, cta, slot = last.operation[place.cta], place.cta, last.slot[place.cta]
+        if before is None or not before.generic or op.generic:
+            return
+        if self.clocks.visible[warp, slot] < last.count[cta]:
+            self.m.findings.add(
+                "proxy",
+                f"{op.what} of {self.m.grid.name_warp(warp)} reads {place}, which {before.what} "
+                f"wrote at PTX line {before.instruction.line}, with no fence.proxy.async in "
+                "between",
+                op.instruction,
+                advisory=True,
+            )
 
     def _check_issue(self, op: Operation, before: Operation, place: Footprint) -> None:
         """Report operations of tcgen05 by two threads whose issue nothing orders: what they do is

@@ -9,9 +9,11 @@ from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.barrier_order import BarrierOrder
 from cutex.sim.hazards.byte_counts import ByteCounts
 from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.copy_sources import CopySources
 from cutex.sim.hazards.flag_order import FlagOrder, has_flags
 from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.hazards.grid_order import GridOrder, Stream
+from cutex.sim.hazards.lane_waits import LaneWaits
 from cutex.sim.hazards.launch_requests import LaunchRequests
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
@@ -72,7 +74,8 @@ class Checks:
             ByteCounts(m, m.mbarriers), MBarrierMemory(m, clocks),
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
-            UnwrittenValues(m, self.unwritten),
+            UnwrittenValues(m, self.unwritten), CopySources(m, clocks, asynchronous),
+            LaneWaits(m, asynchronous),
             self.global_races, *flags, *orders, *grids, *rechecks, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
         ]  # fmt: skip

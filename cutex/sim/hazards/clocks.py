@@ -234,6 +234,12 @@ class Clocks(Observer):
         self.known, self.visible, self.follows, self.ordered, self.caused = self.rows
         self.usable = np.concatenate([self.usable, 0 * self.usable], 1)
 
+    def of_cta(self, warp: int) -> slice:
+        """The slots of the warps of its CTA."""
+        per = self.m.grid.warps_per_cta
+        first = self._slots[warp] // per * per
+        return slice(first, first + per)
+
     def peer(self, warp: int, slot: int) -> int:
         """The warp whose agent has this slot, in the cluster of ``warp``."""
         m = self.m

@@ -66,6 +66,8 @@ class GlobalRaces(Observer):
         code = machine.program.code
         self.active = not any(ins.name == "multimem" for ins in code)
         self.fences_all = any(ins.op == "fence.proxy.async" for ins in code)
+        # whether a fence of proxies may be one of global memory
+        self.fences = self.fences_all or any(i.op == "fence.proxy.async.global" for i in code)
         self.order, self.lenient = ClusterOrder(machine), ClusterOrder(machine, lenient=True)
         self.records = Records()
         self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
@@ -359,7 +361,9 @@ class GlobalRaces(Observer):
         """
         rec, r = last >> LANE, self.records
         slot, own = r.slot[rec], int(self.clashes.clusters(np.array([warp]))[0]) + 1
-        unseen = (last != 0) & (r.who[rec] == own) & (slot < self.clocks.warps)
+        unseen = (last != 0) & (slot < self.clocks.warps)
+        if self.fences:  # NOTE: between clusters any may be the one
+            unseen &= r.who[rec] == own
         if self.fences_all:
             unseen &= r.count[rec] > self.clocks.visible[warp, slot]
         for who in {warp, *np.unique(r.warp[rec[unseen]]).tolist()} & self.proxy_clocks.keys():

@@ -8,6 +8,7 @@ at the next fence (9.7.13.15.13, 9.7.13.15.16); both order when things happen.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -22,6 +23,9 @@ from cutex.sim.ptx.program import Instruction, Program
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
     from cutex.sim.machine.phase import MBarrier
+
+
+_TO_CLUSTER = re.compile(r"\.(acquire|relaxed)\.(cluster|gpu|sys)")
 
 
 @dataclass
@@ -44,6 +48,12 @@ def _has_relaxed(program: Program) -> bool:
     return any(ins.name == "mbarrier" and "relaxed" in ins.parts for ins in program.code)
 
 
+@once
+def _stores_remotely(program: Program) -> bool:
+    """Whether any ordinary store is to shared memory of the cluster."""
+    return any(ins.name == "st" and "cluster" in ins.parts for ins in program.code)
+
+
 class MBarrierOrder(Observer):
     """The clocks of the mbarriers of all resident CTAs."""
 
@@ -53,6 +63,7 @@ class MBarrierOrder(Observer):
         self.given: dict[int, np.ndarray] = {}  # by warp: what its arrivals at hand release
         self.late: WeakKeyDictionary[LateArrival, np.ndarray] = WeakKeyDictionary()
         self.relaxed = _has_relaxed(machine.program)
+        self.remote = _stores_remotely(machine.program)
         self.at_fence: dict[int, np.ndarray] = {}  # by warp: the clock that its last fence released
         self.observed: dict[int, list[tuple[_Known, int, np.ndarray | None]]] = {}
 
@@ -144,16 +155,31 @@ class MBarrierOrder(Observer):
         known = self.barriers[barrier.cta, barrier.offset]
         known.released, known.given = known.given, None
 
-    def mbarrier_passed(self, barrier: MBarrier, warp: int, relaxed: bool) -> None:
+    def mbarrier_passed(
+        self, barrier: MBarrier, warp: int, lanes: np.ndarray, ins: Instruction
+    ) -> None:
         """Order the warp after the phase's arrivals, and after the operations that the phases
         waited for.
         """
         known = self.barriers[barrier.cta, barrier.offset]
-        if relaxed:
+        if "relaxed" in ins.parts:
             self._follow(known, barrier.phases, warp)
             return
-        self.clocks.take(warp, known.released)
+        released = known.released
+        if self.remote and released is not None and not _TO_CLUSTER.search(ins.op):
+            released = self._within_cta(released, warp)
+        self.clocks.take(warp, released)
         self.clocks.learn(warp, known.slot, barrier.phases)
+
+    def _within_cta(self, released: np.ndarray, warp: int) -> np.ndarray:
+        """The part of a clock that a wait with the scope of its CTA acquires by the letter: not
+        what warps of other CTAs have stored (8.5).
+        """
+        out, own = released.copy(), self.clocks.of_cta(warp)
+        mine = out[3, own].copy()
+        out[3, : self.clocks.warps] = 0
+        out[3, own] = mine
+        return out
 
     # -- relaxed ones ------------------------------------------------------------------------------
 

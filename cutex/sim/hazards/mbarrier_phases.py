@@ -93,7 +93,9 @@ class MBarrierPhases(Observer):
         phase.opaque = bool(barrier.tx_expected or barrier.tx_arrived)
         self.now[key] = _Phase()
 
-    def mbarrier_passed(self, barrier: MBarrier, warp: int, relaxed: bool) -> None:
+    def mbarrier_passed(
+        self, barrier: MBarrier, warp: int, lanes: np.ndarray, ins: Instruction
+    ) -> None:
         phase = self.before.get((barrier.cta, barrier.offset))
         if phase is not None and phase.caused is not None:
             mine = self.clocks.caused[warp, : len(phase.caused)]

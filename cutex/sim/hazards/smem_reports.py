@@ -74,7 +74,8 @@ class SmemReports:
         if sure:
             why = "no bar.warp.sync orders the two lanes"
         if not same:
-            why = "by the letter, an arrival at another CTA's mbarrier has to be .release.cluster"
+            why = "by the letter, an arrival at another CTA's mbarrier has to be .release.cluster, "
+            why += "and the wait for it .acquire.cluster"
         self.m.findings.add(
             "race",
             f"{self._who(access, warp)} {access.verb} {_name(word)}, which "
@@ -122,6 +123,19 @@ class SmemReports:
             self.rechecks.race(line, tell)
         else:
             tell(not how.atomic)
+
+    def scopes(
+        self, ins: Instruction, warp: int, word: int, other: int, change: Instruction
+    ) -> None:
+        """Strong accesses of two CTAs, one with the scope of its own."""
+        self.m.findings.add(
+            "race",
+            f"{self.m.grid.name_warp(warp)} changes {_name(word)}, which "
+            f"{self._peer(warp, other)} of another CTA changes at PTX line {change.line}: one of "
+            "the two has the scope of its CTA only, so they are not atomic to each other",
+            ins,
+            remedy="the scope of the cluster for both",
+        )
 
     def changed(
         self, access: SmemAccess, warp: int, word: int, other: int, change: Instruction

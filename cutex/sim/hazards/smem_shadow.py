@@ -32,7 +32,7 @@ from cutex.sim.hazards.smem_reports import LastStore, SmemAccess, SmemReports
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import CHUNK, WORD, Engine, Kind, Operation, Span
 from cutex.sim.ptx.program import Instruction
-from cutex.sim.ptx.strength import strength
+from cutex.sim.ptx.strength import Strength, strength
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -146,10 +146,27 @@ class SmemShadow(Observer):
                 line = int(self.line[place] >> 5 if wrote else self.read_line[place])
                 self.reports.strong(ins, int(warps[k]), place[1], int(other[k]), last.did, line)
         if changes and at.width >= WORD:
+            self._check_scopes(touches, how, ins)
             self.changers.add(touches.at, own, self.clocks.known[warps, own], WHOLE)
             self.change.update(dict.fromkeys(zip(cta.tolist(), word.tolist(), strict=True), ins))
             np.minimum.at(self.low, cta, word)
             np.maximum.at(self.high, cta, word)
+
+    def _check_scopes(self, touches: Touches, how: Strength, ins: Instruction) -> None:
+        """Check against strong accesses of other CTAs, where one of two has the scope of its own:
+        they race as ordinary ones do (8.7.1).
+        """
+        warps, _, cta, word, _ = touches
+        for k in np.nonzero(self.changers.some[cta, word])[0].tolist():
+            place, warp = (int(cta[k]), int(word[k])), int(warps[k])
+            if not (how.own or strength(self.change[place].op).own):
+                continue
+            unknown = self.changers.of(*place) > self.clocks.known[warp, : self.clocks.warps]
+            unknown[self.clocks.of_cta(warp)] = False
+            if unknown.any():
+                peer, change = int(unknown.argmax()), self.change[place]
+                self.reports.scopes(ins, warp, place[1], peer, change)
+                return
 
     def _check_written(self, at: SharedBytes, ins: Instruction) -> None:
         """Report an atomic on shared memory that nothing has written."""
@@ -211,9 +228,11 @@ class SmemShadow(Observer):
             SmemAccess(write, op.instruction, op.what),
         )
         self._check(touches, access)
-        self._check_proxy(warp, (cta, word), self.writes, write, op)
+        if not op.generic:
+            self._check_proxy(warp, (cta, word), self.writes, write, op)
+            if write:
+                self._check_proxy(warp, (cta, word), self.reads, write, op)
         if write:
-            self._check_proxy(warp, (cta, word), self.reads, write, op)
             self.writes.count[cta, word] = self.reads.count[cta, word] = 0
             for several in (self.readers, self.writers, self.changers):
                 several.forget(cta, word)

@@ -1,4 +1,4 @@
-"""Values that come from shared memory or registers which nothing has written.
+"""Values that come from shared or local memory or registers which nothing has written.
 
 An ordinary load of such memory is no fault: kernels load whole vectors and drop what lies behind
 the end, and compilers leave registers undefined. A fault is what depends on the value: an address,
@@ -22,7 +22,7 @@ from cutex.sim.ptx.operands import Address, Imm, Reg, RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
 
 if TYPE_CHECKING:
-    from cutex.sim.machine.batch import Batch
+    from cutex.sim.machine.batch import Batch, Lanes
     from cutex.sim.machine.findings import Findings
     from cutex.sim.machine.machine import Machine
 
@@ -135,10 +135,19 @@ class UnwrittenValues(Observer):
         if not unwritten.any():
             return
         first = int(unwritten.argmax())
-        number = self._origin(f"shared memory 0x{int(at.offset[first]):x}", ins.where())
+        what = f"shared memory 0x{int(at.offset[first]):x}"
+        self._load(what, at.warps[unwritten], at.lanes[unwritten], ins)
+
+    def local_unwritten(self, where: Lanes, offset: np.ndarray, ins: Instruction) -> None:
+        if len(offset):
+            self._load(f"local memory at {offset[0]}", where.warps, where.lanes, ins)
+
+    def _load(self, what: str, warps: np.ndarray, lanes: np.ndarray, ins: Instruction) -> None:
+        """Follow what these lanes, (n,), have loaded."""
+        number = self._origin(what, ins.where())
         for register in effects(ins)[0]:
             if register in self.holds or len(self.holds) < _MOST:
-                self._follow(register)[at.warps[unwritten], at.lanes[unwritten]] = number
+                self._follow(register)[warps, lanes] = number
 
     def using_registers(self, b: Batch, pc: int) -> None:
         """Follow the values through an instruction, or report it."""

@@ -84,7 +84,11 @@ class Access:
             return _bytes(words[first[:, None] + np.arange(self.width // words.itemsize)])
         if space == "local":
             at = self._private(where, "local", self.m.local_bytes)
-            return self.m.local[where.warps[:, None], where.lanes[:, None], at]
+            place = where.warps[:, None], where.lanes[:, None], at
+            if not self.m.local_written[place].all():
+                never = ~self.m.local_written[place].any(1)
+                self.m.events.local_unwritten(where.pick(never), at[never, 0], self.d.ins)
+            return self.m.local[place]
         if space == "param":
             return self.m.params[self._private(where, "parameter", len(self.m.params))]
         got = self.m.memory.load(where.addresses, self.width, self.refuse(where, "loads"))
@@ -100,7 +104,9 @@ class Access:
             words[first[:, None] + np.arange(self.width // words.itemsize)] = values
         elif space == "local":
             at = self._private(where, "local", self.m.local_bytes)
-            self.m.local[where.warps[:, None], where.lanes[:, None], at] = values
+            place = where.warps[:, None], where.lanes[:, None], at
+            self.m.local[place] = values
+            self.m.local_written[place] = True
         elif space == "global":
             self._put_global(where, values)
         else:

@@ -14,6 +14,7 @@ from cutex.sim.isa.bulk_operands import (
     MODS,
     Value,
     active_lanes,
+    check_reduced,
     check_source,
     multicast_mask,
     shared_place,
@@ -170,6 +171,8 @@ def _mover(
     def complete() -> None:
         modes = m.box_swizzle[source[0], source[1] >> 4 : source[1] + n >> 4]
         check_source(m, "the bulk copy", source[0], modes, None, d.ins)
+        if reduction:
+            check_reduced(m, "the bulk reduction", target[0], target[1], target[1] + n, d.ins)
         old = m.smem[target[0], target[1] : target[1] + n]
         old[:] = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
         m.box_swizzle[target[0], target[1] >> 4 : target[1] + n >> 4] = modes * (reduction is None)

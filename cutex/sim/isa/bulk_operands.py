@@ -90,6 +90,21 @@ def signalled(m: Machine, target: int, barrier_cta: int, pair: bool) -> int:
     return target - rank + (rank & ~1 | int(m.grid.cta_rank[barrier_cta]) & 1)
 
 
+def check_reduced(m: Machine, what: str, cta: int, low: int, high: int, ins: Instruction) -> None:
+    """Report a reduction into bytes ``[low, high)`` of shared memory of which nothing has written
+    some.
+    """
+    unwritten = np.flatnonzero(m.box_swizzle[cta, low >> 4 : (high + 15) >> 4] < 0)
+    if len(unwritten):
+        m.findings.add(
+            "uninitialised",
+            f"{what} changes shared memory 0x{(low >> 4) + int(unwritten[0]) << 4:x} of "
+            f"{m.grid.name_cta(cta)}, and nothing has written it",
+            ins,
+            remedy="a store of the first value, and a barrier of the cluster behind it",
+        )
+
+
 def check_source(
     m: Machine, what: str, cta: int, modes: np.ndarray, swizzle: int | None, ins: Instruction
 ) -> None:

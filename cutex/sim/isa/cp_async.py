@@ -123,6 +123,15 @@ def _wait(d: Decoder) -> Execute:
             _commit(m, b)
         for row in np.nonzero(active.any(1))[0].tolist():
             warp = int(b.idx[row])
+            if (left := m.async_copies.left_out(warp, active[row], allowed)) is not None:
+                m.findings.add(
+                    "race",
+                    f"lane {left[1]} of {m.grid.name_warp(warp)} waits for its cp.async groups, "
+                    f"and its copy by the cp.async at PTX line {left[0].instruction.line} is in "
+                    "none: other lanes have committed theirs",
+                    ins,
+                    remedy="cp.async.commit_group by each lane that copies",
+                )
             if m.async_copies.overdue(warp, active[row], allowed):
                 out[row] = RETRY
                 tell = lambda: "waits for its cp.async groups"

@@ -179,7 +179,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
     may_sleep = d.parts[1] == "try_wait"
     if may_sleep and len(d) == 4:
         d.src(3, "u32")  # how long it may sleep, in nanoseconds
-    m, ins, relaxed = d.m, d.ins, "relaxed" in d.mods
+    m, ins = d.m, d.ins
     time_outs = 0
 
     def passed(phases: int, value: int) -> bool:
@@ -202,7 +202,7 @@ def mbarrier_wait(d: Decoder) -> Execute:
                     m.mbarriers.refuse_token(waited, value, warp, ins)
                 if not passed(waited.phases, value):
                     continue
-                m.events.mbarrier_passed(waited, warp, relaxed)
+                m.events.mbarrier_passed(waited, warp, lanes, ins)
                 some = True
                 result[row, _all_or(lanes)] = True
                 m.failed_wait[warp].pop((cta, offset), None)

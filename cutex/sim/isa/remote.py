@@ -10,6 +10,7 @@ import numpy as np
 
 from cutex.sim.errors import BadOperand
 from cutex.sim.isa.atomics import combine
+from cutex.sim.isa.bulk_operands import check_reduced
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.machine.operation import Engine, Operation, Span
@@ -53,6 +54,8 @@ def _remote(d: Decoder, reduction: str | None) -> Execute:
         end = offset + new.nbytes
 
         def complete() -> None:
+            if reduction:
+                check_reduced(m, f"the {ins.name}.async", target, offset, end, ins)
             place = m.smem[target, offset:end].view(word)
             place[:] = new if reduction is None else combine(reduction, d.type, place, new)
             m.box_swizzle[target, offset >> 4 : (end + 15) >> 4] = 0

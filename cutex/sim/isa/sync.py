@@ -5,6 +5,7 @@ griddepcontrol.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -62,8 +63,8 @@ def bar(d: Decoder) -> Execute:
         here = b.active() & m.live[b.idx]
         threads = here.sum(1)
         votes = (b.lanes(vote(b)) & here).sum(1) if vote else 0 * threads
-        ids = b.one(number(b))
-        counts = b.one(count(b)) if count else np.zeros(b.n, int)
+        ids = _same_in_warp(d, b, number(b), "barrier")
+        counts = _same_in_warp(d, b, count(b), "count") if count else np.zeros(b.n, int)
         out = np.zeros(b.n, np.int8)
         m.progress += 1
         for row in np.nonzero(b.any_active())[0].tolist():
@@ -86,6 +87,21 @@ def bar(d: Decoder) -> Execute:
         return out
 
     return execute
+
+
+def _same_in_warp(d: Decoder, b: Batch, values: Any, what: str) -> np.ndarray:
+    """The value of each warp, (n,); raises BadOperand if its lanes have several."""
+    one = b.one(values)
+    if getattr(values, "ndim", 0) == 2 and (values != one[:, None]).any():
+        other = b.active() & d.m.live[b.idx] & (b.lanes(values) != one[:, None])
+        if other.any():
+            row, lane = (int(v[0]) for v in np.nonzero(other))
+            raise BadOperand.at(
+                d.ins,
+                f"lanes of {d.m.grid.name_warp(int(b.idx[row]))} name different {what}s: "
+                f"{one[row]}, and lane {lane} {b.lanes(values)[row, lane]}",
+            )
+    return one
 
 
 def _reduction(d: Decoder) -> Callable[[Batch, tuple[int, int]], None]:

@@ -105,6 +105,18 @@ class AsyncCopies:
             self.unwaited[warp] = [c for c in copies if c not in older]
         return False
 
+    def left_out(self, warp: int, lanes: np.ndarray, allowed: int) -> tuple[Operation, int] | None:
+        """A copy that a wait of ``lanes`` is for, but not for what one of these copies: that lane,
+        which has put it into no group yet.
+        """
+        groups = self.groups(warp)
+        for copy in self.unwaited.get(warp, ()):
+            mine = lanes & (copy.group >= 0)
+            out = mine & (copy.group == groups)
+            if out.any() and (mine & (copy.group < groups - allowed)).any():
+                return copy.op, int(out.argmax())
+        return None
+
     def after(
         self,
         warp: int,

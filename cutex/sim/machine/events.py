@@ -103,6 +103,9 @@ class Observer:
         (n,): the number of the first byte among those of all CTAs.
         """
 
+    def local_unwritten(self, where: Lanes, offset: np.ndarray, ins: Instruction) -> None:
+        """Lanes load local memory at these offsets, (n,), that nothing has written."""
+
     def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
         """Lanes of one warp issue a non-bulk cp.async that writes there, as a part of ``op``."""
 
@@ -161,9 +164,11 @@ class Observer:
     def mbarrier_completed(self, barrier: MBarrier) -> None:
         """A phase has."""
 
-    def mbarrier_passed(self, barrier: MBarrier, warp: int, relaxed: bool) -> None:
-        """A warp's wait for a phase that is complete has passed; ``relaxed``: it acquires
-        nothing.
+    def mbarrier_passed(
+        self, barrier: MBarrier, warp: int, lanes: np.ndarray, ins: Instruction
+    ) -> None:
+        """The wait of these lanes of a warp (their numbers) for a phase that is complete has
+        passed.
         """
 
     # -- other barriers and fences -----------------------------------------------------------------

@@ -33,6 +33,7 @@ from cutex.sim.machine.warpgroup import WarpgroupMma
 from cutex.sim.policy import Policy
 from cutex.sim.ptx.operands import Reg
 from cutex.sim.ptx.program import Instruction, Program
+from cutex.sim.ptx.strength import is_own_shared
 from cutex.sim.ptx.temporaries import homes, lasting
 from cutex.sim.sides import SmemNames
 
@@ -110,6 +111,7 @@ class Machine(Core):
         self.tmem.clear()
         self.local = np.full((num_warps, 32, self.local_bytes), 0x7F, np.uint8)
         self.local[..., ::2] = 0xFF
+        self.local_written = np.zeros(self.local.shape, bool)
         self.start()
         self.named.clear()
         self.clusters.clear()
@@ -177,6 +179,8 @@ class Machine(Core):
             | (offset + size > self.smem_end)
         )
         bad |= (offset & (size - 1)) != 0
+        if self.grid.cluster_size > 1 and is_own_shared(ins.op):
+            self._check_own(warps, lanes, cta, ins)
         if bad.any():
             k = int(np.nonzero(bad)[0][0])
             why = "not aligned" if offset[k] & (size - 1) else "outside the CTA's shared memory"
@@ -187,6 +191,22 @@ class Machine(Core):
                 ins,
                 f"{self.grid.name_warp(int(warps[k]))} lane {lanes[k]} accesses {size} bytes at "
                 f"shared 0x{address:x}, {why} (0x{SYSTEM_SMEM:x}..0x{self.smem_end:x})",
+            )
+
+    def _check_own(
+        self, warps: np.ndarray, lanes: np.ndarray, cta: np.ndarray, ins: Instruction
+    ) -> None:
+        """Raise BadAddress for an address in another CTA's shared memory, by an instruction that
+        takes those of its own only (PTX ISA 5.1.7).
+        """
+        other = cta != self.grid.warp_cta[warps]
+        if other.any():
+            k = int(other.argmax())
+            raise BadAddress.at(
+                ins,
+                f"{self.grid.name_warp(int(warps[k]))} lane {lanes[k]} names shared memory of "
+                f"{self.grid.name_cta(int(cta[k]))} by .shared, which is its own CTA's: that of "
+                "others takes .shared::cluster",
             )
 
     def shared_at(
@@ -201,6 +221,7 @@ class Machine(Core):
             or offset < SYSTEM_SMEM
             or offset + size > self.smem_end
             or offset & (size - 1)
+            or (cta != self.grid.cta_of(warp) and is_own_shared(ins.op))
         ):
             at = np.array([cta]), np.array([offset])
             self.check_shared(np.array([warp]), np.array([lane]), *at, size, ins)

@@ -188,6 +188,13 @@ class Operation:
         return Kind.BULK if self.is_store else Kind.TENSOR
 
     @property
+    def generic(self) -> bool:
+        """Whether it is of the generic proxy, as ordinary accesses are (CUDA Programming Guide,
+        Asynchronous Execution): st.async and red.async, but no bulk copy.
+        """
+        return self.engine is Engine.DSMEM and self.instruction.name in ("st", "red")
+
+    @property
     def is_store(self) -> bool:
         """Whether it goes from shared to global memory, so that bulk groups wait for it."""
         return self.engine is Engine.TMA_STORE

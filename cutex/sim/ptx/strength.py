@@ -12,6 +12,16 @@ _NARROW = re.compile(r"\.(cta|cluster)(?!::)\b")
 _OWN = re.compile(r"\.cta(?!::)\b")
 
 
+_OWN_SHARED = re.compile(r"\.shared(?!::cluster)")
+_BY_SPACE = frozenset(("ld", "st", "atom", "red", "mbarrier", "ldmatrix", "stmatrix"))
+
+
+@lru_cache(maxsize=1024)
+def is_own_shared(op: str) -> bool:
+    """Whether an opcode accesses shared memory of its own CTA only (5.1.7)."""
+    return op.partition(".")[0] in _BY_SPACE and _OWN_SHARED.search(op) is not None
+
+
 class Strength(NamedTuple):
     """The role of an access in the order of threads; ``near``: of those of its cluster only,
     ``own``: of its CTA only.

@@ -1,0 +1,184 @@
+"""Global memory that an asynchronous copy may still read.
+
+A TMA load, a bulk copy or a cp.async reads its source at some moment between its issue and its
+completion. A write to the source needs to come after that: its thread has waited for the copy, or
+for a barrier behind such a wait (PTX ISA 8.9.1, 9.7.9.25). That the copy was issued before says
+nothing. Looked at is the last copy to each place of shared memory, as a ring's slot is filled again
+only behind a wait for what was there; and writes of the copy's own cluster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from cutex.sim.hazards.async_accesses import AsyncAccesses
+from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.isa.boxes import box_places, box_range
+from cutex.sim.machine.batch import Lanes
+from cutex.sim.machine.events import Observer, SharedBytes
+from cutex.sim.machine.memory import Part, Region
+from cutex.sim.machine.operation import Engine, Kind, Operation
+from cutex.sim.ptx.program import Instruction
+
+if TYPE_CHECKING:
+    from cutex.sim.machine.machine import Machine
+
+_KEPT = 64  # cp.asyncs of a warp that are looked at, in the mean
+_REMEDY = "a wait for the copy by this warp, or a barrier behind such a wait of another"
+
+
+class _Lanes(NamedTuple):
+    """What a cp.async of a warp reads: ``width`` bytes at each of these addresses."""
+
+    op: Operation
+    addresses: np.ndarray
+    width: int
+
+
+class CopySources(Observer):
+    """The copies from global memory of the resident clusters."""
+
+    def __init__(self, machine: Machine, clocks: Clocks, copies: AsyncAccesses) -> None:
+        self.m, self.clocks, self.copies = machine, clocks, copies
+        # by CTA and first byte: the last TMA load or bulk copy there
+        self.loads: dict[int, dict[int, Operation]] = defaultdict(dict)
+        self.of_lanes: dict[int, list[_Lanes]] = defaultdict(list)  # by CTA: its cp.asyncs
+        self.read: dict[int, Region] = {}  # the regions that anything reads, by their addresses
+        self.of_maps: dict[int, Any] = {}  # the tensor maps that were looked at, by their ids
+        self.about_to: tuple[Lanes, int] | None = None  # what a cp.async reads
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def issued(self, ops: Sequence[Operation]) -> None:
+        if ops[0].engine is not Engine.TMA_LOAD:
+            return
+        for op in ops:
+            place, source = op.writes[0], cast(Any, op.source)
+            self.loads[place.cta][place.low] = op
+            if source[0] == "global":
+                self._add(source[1])
+            elif id(source[0]) not in self.of_maps:
+                self.of_maps[id(source[0])] = source[0]
+                self._add(source[0].address)
+
+    def _add(self, address: int) -> None:
+        region = self.m.memory.find(address)
+        if region is not None:
+            self.read[region.base] = region
+
+    def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
+        if ins.name == "cp":
+            self.about_to = where, size
+
+    def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
+        if self.about_to is None:
+            return
+        where, size = self.about_to
+        addresses = where.addresses[where.warps == op.warp]
+        if len(addresses):
+            self._add(int(addresses[0]))
+            copies = self.of_lanes[self.m.grid.cta_of(op.warp)]
+            copies.append(_Lanes(op, addresses, size))
+            if len(copies) > _KEPT * self.m.grid.warps_per_cta:
+                del copies[: len(copies) // 2]
+
+    # -- writes ------------------------------------------------------------------------------------
+
+    def global_stores(
+        self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
+    ) -> None:
+        for region, members, offsets in parts:
+            if region.base in self.read:
+                at = offsets[:, None] + np.arange(values.shape[1])
+                mine = where.pick(members).warps
+                for warp in np.unique(mine).tolist():
+                    self._check(warp, region, at[mine == warp].reshape(-1), "writes", ins)
+
+    def bulk_issued(
+        self, warp: int, address: int, size: int, write: bool, ins: Instruction
+    ) -> None:
+        region = self.m.memory.find(address) if write else None
+        if region is not None and region.base in self.read:
+            at = address - region.base + np.arange(size)
+            self._check(warp, region, at, "issues a bulk store to", ins)
+
+    def box_issued(
+        self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
+    ) -> None:
+        found = box_places(self.m.memory, tmap, at, self.read) if write and self.read else None
+        if found is not None:
+            region, first = found
+            places = (first[:, None] + np.arange(tmap.itemsize)).reshape(-1)
+            self._check(warp, region, places, "issues a TMA store to", ins)
+
+    def _check(
+        self, warp: int, region: Region, places: np.ndarray, verb: str, ins: Instruction
+    ) -> None:
+        """Report a write by a warp to ``places`` (n,) of a region while a copy that it does not
+        know to be complete reads them.
+        """
+        low, high = int(places.min()), int(places.max()) + 1
+        for op, first, width in self._unknown(warp, region, low, high):
+            both = np.intersect1d(places, (first[:, None] + np.arange(width)).reshape(-1))
+            if len(both):
+                self._tell(warp, op, region.element(int(both[0])), verb, ins)
+                return
+
+    def _unknown(
+        self, warp: int, region: Region, low: int, high: int
+    ) -> Iterator[tuple[Operation, np.ndarray, int]]:
+        """The copies by the warp's cluster that it does not know to be complete, which read bytes
+        ``[low, high)`` of a region: the offsets at which they read, and how many bytes of each.
+
+        NOTE: of the parts that a multicast load brings to several CTAs, one that it knows of will
+        do.
+        """
+        known, grid = self.clocks.known[warp], self.m.grid
+        first = grid.first_cta[warp]
+        late, complete = list[Operation](), list[Operation]()
+        for cta in range(first, first + grid.cluster_size):
+            for op in self.loads[cta].values():
+                last = self.copies.tracks[op.writes[0].key].write
+                unknown = last.operation[cta] is op and last.count[cta] > known[last.slot[cta]]
+                (late if unknown else complete).append(op)
+            for copy in self.of_lanes[cta]:
+                if known[self.clocks.agent(Kind.COPY, copy.op.warp)] < copy.op.number:
+                    yield copy.op, copy.addresses.astype(np.int64) - region.base, copy.width
+        for op in late:
+            for at, width in self._reads(op.source, region, low, high):
+                if not any(o.warp == op.warp and o.source == op.source for o in complete):
+                    yield op, at, width
+
+    def _reads(
+        self, source: Any, region: Region, low: int, high: int
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        """The offsets in a region at which a load reads, and the bytes from each, unless all are
+        outside of ``[low, high)``.
+        """
+        if source[0] == "global":
+            start = source[1] - region.base
+            if start < high and low < start + source[2]:
+                yield np.arange(start, start + source[2]), 1
+            return
+        tmap, boxes = source
+        for at in boxes:
+            first, size = box_range(self.m.memory, tmap, at)
+            if size and first - region.base < high and low < first - region.base + size:
+                found = box_places(self.m.memory, tmap, at, (region.base,))
+                if found is not None:
+                    yield found[1], tmap.itemsize
+
+    def _tell(self, warp: int, op: Operation, place: str, verb: str, ins: Instruction) -> None:
+        name = self.m.grid.name_warp
+        done = "it is complete, but nothing that this warp has waited for says so"
+        self.m.findings.add(
+            "race",
+            f"{name(warp)} {verb} {place}, which {op.what} of {name(op.warp)} reads (PTX line "
+            f"{op.instruction.line}): {done if op.done else 'it is not complete'}",
+            ins,
+            remedy=_REMEDY,
+        )
