@@ -190,6 +190,10 @@ PAIRS = {
         mbarrier.arrive.expect_tx.shared.b64 _, [bar], 64; {copy("bar+128", "%x", 64)}
         {wait("bar", 0, "W")} E:""",
         "", "fence.proxy.async;", "proxy: a copy that CTA (1,0,0)", Shape(2, 32, smem=1024)),
+    "a release for the store of another lane": Pair(
+        f"""{START} setp.eq.u32 %p3, thread, 1; @%p3 st.global.u32 [%x], 5; HERE
+        @%p0 red.release.gpu.global.add.u32 [%out], 1;""",
+        "", "bar.warp.sync 0xffffffff;", "and its lane 1 has stored to global", CTAS, True),
     "local memory": Pair(
         f"{START} .local .align 4 .b8 loc[64]; HERE ld.local.u32 %r1, [loc+4]; {OUT}",
         "", "st.local.u32 [loc+4], 3;", "a value that comes from local memory at 4"),

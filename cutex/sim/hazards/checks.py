@@ -13,6 +13,7 @@ from cutex.sim.hazards.copy_sources import CopySources
 from cutex.sim.hazards.flag_order import FlagOrder, has_flags
 from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.hazards.grid_order import GridOrder, Stream
+from cutex.sim.hazards.lane_releases import LaneReleases, releases
 from cutex.sim.hazards.lane_waits import LaneWaits
 from cutex.sim.hazards.launch_requests import LaunchRequests
 from cutex.sim.hazards.lifetimes import Lifetimes
@@ -66,7 +67,8 @@ class Checks:
             order.start(clocks)
         self.grid_order.start(clocks)
         wgmma = [WgmmaRegisters(m)] if any(i.name == "wgmma" for i in m.program.code) else []
-        flags = [FlagOrder(m, clocks)] if has_flags(m.program) else []
+        flags: list[Observer] = [FlagOrder(m, clocks)] if has_flags(m.program) else []
+        flags += [LaneReleases(m, clocks)] if releases(m.program) else []
         grids = [self.grid_order] if self.grid_order.active else []
         rechecks = [self.rechecks] if self.rechecks.active else []
         return [
