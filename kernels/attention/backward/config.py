@@ -31,6 +31,7 @@ class BackwardConfig(BackwardSpec):
     num_ctas: int = 132  # SMs
     own_dq: bool = False  # the warpgroups that own keys compute dQ, too, half of its columns each
     alternate: bool = False  # the warpgroups that own keys start their products in alternation
+    early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
     # a thread of those that own keys (of wide head dims those that sum dK, then dV); of dQ

@@ -146,7 +146,8 @@ class KeyGradients(Scores):
         self.start_sums(rP, rdS, *before)
         if cutlass.const_expr(c.dp_start == 0):
             self.leave()
-        lse = self.of_columns(0, state, part) if c.alternate else None
+        lse = self.of_columns(0, state, part) if c.alternate or c.early_stats else None
+        delta = self.of_columns(1, state, part) if c.early_stats else None
         warpgroup.wait_group(3 if c.dp_start == 0 else 2)
         self.probabilities(acc_s, m_block, own, state, part, lse)
         if cutlass.const_expr(c.dp_start > 0):
@@ -159,7 +160,7 @@ class KeyGradients(Scores):
         if cutlass.const_expr(c.dp_start < 2 and part == 0):
             self.release(before[0])
         round_operand(rP, acc_s)
-        self.gradients(acc_s, acc_dp, rdS, state, part)
+        self.gradients(acc_s, acc_dp, rdS, state, part, delta)
         self.hand_over(rdS, self.shared.ds.state(number), part)
 
     def operands(self) -> tuple[cute.Tensor, cute.Tensor]:
