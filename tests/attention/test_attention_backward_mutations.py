@@ -42,11 +42,8 @@ OWN = replace(fitted(BackwardConfig(causal=True)), num_ctas=1)
 OWN_CASE = AttentionCase(
     seqlen_q=130, seqlen_k=200, heads_q=1, heads_kv=1, head_dim=128, head_dim_v=128, causal=True
 )
-# the same where adds come in one order: a warpgroup computes half of each dQ, or every other one
-HALF = replace(
-    fitted(BackwardConfig(causal=True, deterministic=True)), num_ctas=1, dq_columns=64, dq_slots=4
-)
-WHOLE = replace(HALF, dq_columns=128, dq_slots=2)
+# the same where adds come in one order: a warpgroup computes dQ of every other block
+WHOLE = replace(fitted(BackwardConfig(causal=True, deterministic=True)), num_ctas=1)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
@@ -97,7 +94,11 @@ def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ctas", [1, 2])
-@pytest.mark.parametrize("config", [OWN, HALF, WHOLE], ids=["any order", "half", "whole"])
+@pytest.mark.parametrize(
+    "config",
+    [OWN, replace(OWN, alternate=False), WHOLE],
+    ids=["alternation", "any order", "one order"],
+)
 def test_the_unchanged_kernel_of_several_tiles_is_right(config, ctas):
     assert config.own_dq and config.why_not() is None
     orders = *ORDERS, {"order": "random", "seed": 7}
@@ -105,9 +106,8 @@ def test_the_unchanged_kernel_of_several_tiles_is_right(config, ctas):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [HALF, WHOLE], ids=["half", "whole"])
 @pytest.mark.parametrize("event", ["dq full", "dq empty"])
-def test_dq_that_is_taken_early_is_found(monkeypatch, event, config):
+def test_dq_that_is_taken_early_is_found(monkeypatch, event):
     """Added before it is there, or overwritten before it was added."""
     wait = Barrier.wait
 
@@ -116,28 +116,27 @@ def test_dq_that_is_taken_early_is_found(monkeypatch, event, config):
             wait(self, phase, slot)
 
     monkeypatch.setattr(Barrier, "wait", careless)
-    message = wrong(config, case=OWN_CASE)
+    message = wrong(WHOLE, case=OWN_CASE)
     assert message is not None and ("race" in message or "hazard" in message), message
 
 
 @pytest.mark.slow
 def test_adds_without_a_fence_behind_what_they_read_are_found(monkeypatch):
-    def hand_over(self, number, wg):
+    def hand_over(self, wg):
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.full.arrive(self.slot(number, wg))
+            self.full.arrive(wg)
 
     monkeypatch.setattr(SumsQueue, "hand_over", hand_over)
-    message = wrong(HALF, case=OWN_CASE)
+    message = wrong(WHOLE, case=OWN_CASE)
     assert message is not None and "proxy" in message, message
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [HALF, WHOLE], ids=["half", "whole"])
-def test_a_turn_that_an_adding_warp_counts_wrongly_is_found(monkeypatch, config):
+def test_a_turn_that_an_adding_warp_counts_wrongly_is_found(monkeypatch):
     """A block of keys that takes itself for the one behind it."""
     monkeypatch.setattr(own_dq, "turn_of", lambda *of: turn_of(*of) + 1)
-    message = wrong(replace(config, num_ctas=2), orders=({},), case=OWN_CASE)
+    message = wrong(replace(WHOLE, num_ctas=2), orders=({},), case=OWN_CASE)
     assert message is not None and ("deadlock" in message or "never" in message), message
 
 
@@ -165,7 +164,8 @@ def test_dv_that_is_overwritten_before_its_store_has_read_it_is_found(monkeypatc
 
 @pytest.mark.slow
 def test_dq_from_half_of_the_keys_is_found(monkeypatch):
-    """dQ is started before the other warpgroup has handed its dS over."""
+    """dQ is started before the other warpgroup has handed its dS over: where these alternate, their
+    turns say so, too."""
     wait = Barrier.wait
 
     def careless(self, phase, slot=0):
@@ -173,8 +173,15 @@ def test_dq_from_half_of_the_keys_is_found(monkeypatch):
             wait(self, phase, slot)
 
     monkeypatch.setattr(Barrier, "wait", careless)
-    message = wrong(OWN, case=OWN_CASE)
+    message = wrong(replace(OWN, alternate=False), case=OWN_CASE)
     assert message is not None, message
+
+
+@pytest.mark.slow
+def test_dq_of_a_last_block_that_is_forgotten_is_found(monkeypatch):
+    """dQ is computed beside the next block, which the last one does not have."""
+    monkeypatch.setattr(AllGradients, "last_dq", lambda self, tile, number: None)
+    assert wrong(OWN, orders=({},), case=OWN_CASE) is not None
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ class BackwardConfig(BackwardSpec):
     dq_slots: int = 0  # slots of such columns that wait to be added; 0: added from registers
     pairs: bool = False  # CTAs of neighbouring keys add half of the columns of dQ of both each
     num_ctas: int = 132  # SMs
-    own_dq: bool = False  # the warpgroups that own keys compute dQ, too, half of its columns each
+    own_dq: bool = False  # the warpgroups that own keys compute dQ, too
     alternate: bool = False  # the warpgroups that own keys start their products in alternation
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
@@ -73,9 +73,9 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def whole_dq(self) -> bool:
-        """Whether, with own_dq, a warpgroup computes all columns of dQ, of every other block: it
-        reads dS half as often."""
-        return self.own_dq and self.dq_columns == self.head_dim
+        """Whether, with own_dq, a warpgroup computes all columns of dQ, of every other block, where
+        adds come in one order: it reads dS half as often, and takes half as many turns."""
+        return self.own_dq and self.deterministic
 
     @property
     def adding_warps(self) -> int:
@@ -96,7 +96,7 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def turns(self) -> int:
-        return self.adding_warps or super().turns
+        return 1 if self.adding_warps else super().turns
 
     @property
     def dq_width(self) -> int:
@@ -147,10 +147,8 @@ class BackwardConfig(BackwardSpec):
             return "for CTAs of 128 keys each, without a soft cap"
         if self.dq_columns * self.dq_slots != 2 * self.head_dim:
             return f"dq_columns={self.dq_columns}: those of two blocks through dq_slots"
-        if self.whole_dq and not self.deterministic:
-            return (
-                f"dq_columns={self.dq_columns}: half of the head dim where adds come in any order"
-            )
+        if self.dq_columns != self.head_dim // (1 if self.whole_dq else 2):
+            return f"dq_columns={self.dq_columns}: all where adds come in one order, else half"
         if self.head_dim != self.head_dim_v:
             return f"head_dim_v={self.head_dim_v}: dK and dV are stored through the slots of dQ"
         return None

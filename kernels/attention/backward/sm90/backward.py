@@ -6,8 +6,8 @@ products during the others' exponentials:
 - two sum the gradients of keys, scores transposed, P and dS from registers as operands A: of 64
   keys each or, of wide head dims, dK and dV of the same 64 (keys.py);
 - the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
-  starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too, half of
-  its columns each; then CTAs are persistent, and take tiles of keys from a counter (own_dq.py).
+  starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too; then
+  CTAs are persistent, and take tiles of keys from a counter (own_dq.py).
   Where adds come in one order, two of its warps wait for turns, and add.
 """
 

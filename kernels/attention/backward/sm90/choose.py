@@ -21,21 +21,14 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
         "registers": (232, 208, 64),
     },
 }
-# what differs without a soft cap, full, of sequences of one length
-_FULL: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {"pairs": True, "ds_slots": 1, "alternate": True},
+# what differs without a soft cap, where adds come in any order (causal, or full of sequences of one
+# length), and in one
+_OWN_DQ = {"own_dq": True, "num_stages": 2, "ds_slots": 2, "registers": (240, 24)}
+_ANY_ORDER: dict[tuple[int, int], dict[str, Any]] = {
+    (128, 128): {**_OWN_DQ, "dq_columns": 64, "dq_slots": 4, "alternate": True},
 }
-_OWN_DQ = {"own_dq": True, "num_stages": 2, "ds_slots": 2, "dq_columns": 64, "dq_slots": 4}
-# causal, of any lengths, with and without a window
-_CAUSAL: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {**_OWN_DQ, "registers": (240, 24)},
-}
-# where adds come in one order: without and with a band
 _IN_ORDER: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {**_OWN_DQ, "dq_columns": 128, "dq_slots": 2, "registers": (240, 24)},
-}
-_IN_ORDER_BANDED: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {**_OWN_DQ, "registers": (232, 40)},
+    (128, 128): {**_OWN_DQ, "dq_columns": 128, "dq_slots": 2},
 }
 
 
@@ -44,15 +37,10 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
     dims = config.head_dim, config.head_dim_v
     tiles = _TILES.get(dims, {})
     c = config
-    if c.softcap:
-        more = {}
-    elif c.deterministic:
-        more = (_IN_ORDER_BANDED if c.causal or any(c.window) else _IN_ORDER).get(dims, {})
-    elif c.causal:
-        more = _CAUSAL.get(dims, {})
-    else:
-        ragged = c.ragged_q or c.ragged_k or any(c.window)
-        more = {} if ragged else _FULL.get(dims, {})
-    tiles = {**tiles, **more}
+    dense = not (c.ragged_q or c.ragged_k or any(c.window))
+    if c.deterministic and not c.softcap:
+        tiles = {**tiles, **_IN_ORDER.get(dims, {})}
+    elif (c.causal or dense) and not c.softcap:
+        tiles = {**tiles, **_ANY_ORDER.get(dims, {})}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
     return replace(config, **tiles, overlap=config.wide or not config.softcap)

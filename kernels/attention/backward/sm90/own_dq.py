@@ -1,18 +1,21 @@
-"""AllGradients: the role of a warpgroup that owns 64 keys, sums dK and dV of them, and computes
-half of the columns of dQ over all keys of its CTA.
+"""AllGradients: the role of a warpgroup that owns 64 keys, sums dK and dV of them, and computes its
+share of dQ over all keys of its CTA: half of the columns, or all of them of every other block.
 
     dV += P^T dO, dQ = dS K, dK += dS^T Q
 
 Each of two such warpgroups writes its dS^T to smem, and waits for the other's before it starts dQ.
 One warp of the third warpgroup loads, and takes tiles of keys from a counter, the next one when the
 last load of a tile is issued: so the next tile's queries, V and K come as soon as this one's have
-been read. dQ goes through two slots of smem for each warpgroup, dV and dK go out through the same.
+been read. dQ goes through two blocks' slots of smem, dV and dK go out through the same.
+
+In any order, dQ of a block is computed beside dV and dK of the next one, so that no warpgroup waits
+for the other's dS. With `alternate`, one starts S and dP when the other has started its own, then
+dV, dQ and dK in the same way: one has the tensor cores while the other has exponentials.
 
 Where adds come in one order, two more warps of the third warpgroup wait for turns, and add.
 Blocks of keys add to a tile of dQ one after another, those of the first keys first. A warp adds
-what one warpgroup computes, half of the columns of each block or all of every other one: it waits
-for its CTA's turn at these, and passes it on when its adds have landed. Nobody else waits for that,
-but for slots of smem.
+what one warpgroup computes: it waits for its CTA's turn at these, and passes it on when its adds
+have landed. Nobody else waits for that, but for slots of smem.
 
 Blocks of queries are taken from the last to the first: all blocks of keys see the last, so that
 those that begin together follow each other through the queries, each a turn behind the one before.
@@ -58,6 +61,8 @@ class AllGradients(KeyGradients):
         s = self.shared
         state, number, phase = s.q.consumer(), Int32(0), Int32(0)
         ticket = walk.dispatch.first()
+        if self.keys == 1:
+            self.leave()
         while ticket.valid:
             tile = walk.tile(ticket)
             if tile.has_keys(self.config):
@@ -66,6 +71,8 @@ class AllGradients(KeyGradients):
                 mine.store(dk, dv, number)
                 phase ^= 1
             ticket = walk.dispatch.next(ticket)
+        if self.keys == 0:
+            self.enter()  # the other's last turn is over
         # NOTE: every warp has adds that read smem
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -85,19 +92,27 @@ class AllGradients(KeyGradients):
         s.k_loaded.wait(phase)
         rP, rdS = self.operands()
         self.await_stores()
+        before = tile + m_block  # the tile of the sums of the block before
         for i in cutlass.range(total, unroll=1):
-            at = state, number + i, m_block, tile + m_block
+            at = state, number + i, m_block, own, rP, rdS
             if cutlass.const_expr(self.config.whole_dq):
                 if at[1] % 2 == self.keys:
-                    self.block(*at, own, rP, rdS, True)
+                    self.block(*at, (tile + m_block, number + i))
                 else:
-                    self.block(*at, own, rP, rdS, False)
+                    self.block(*at, None)
             else:
-                self.block(*at, own, rP, rdS, True)
+                if i > 0:
+                    self.block(*at, (before, number + i - 1))
+                else:
+                    self.block(*at, None)
             state.advance()
+            before = tile + m_block
             m_block = s.block_after(m_block, blocks)
             if m_block == s.first_block(blocks):
                 tile += s.tiles.per_head
+        if cutlass.const_expr(not self.config.whole_dq):  # noqa: SIM102 - known when tracing
+            if total > 0:
+                self.last_dq(before, number + total - 1)
         self.arrive(s.v_read)
         self.arrive(s.k_read)
         return state, number + total
@@ -108,14 +123,13 @@ class AllGradients(KeyGradients):
         state: PipelineState,
         number: Int32,
         m_block: Int32,
-        tile: Int32,
         own: Blocks,
         rP: cute.Tensor,
         rdS: cute.Tensor,
-        mine: cutlass.Constexpr[bool],
+        of_dq: tuple[Int32, Int32] | None,
     ) -> None:
-        """Sum over block `number` of the CTA's, whose dQ belongs to a tile of the sums; if it is
-        `mine`, compute dQ, or this warpgroup's columns of it.
+        """Sum over block `number` of the CTA's, and compute dQ, or this warpgroup's columns of it,
+        of the block that `of_dq` says: its tile of the sums, and its number.
 
         NOTE: no branch on a mask or the like while products run: ptxas would wait for each of them.
         But the wait for a slot of dS stands before that for dP^T, because ptxas moves exponentials
@@ -123,7 +137,9 @@ class AllGradients(KeyGradients):
         behind a branch.
         """
         s, products = self.shared, self.products[0]
+        self.enter()
         acc_s, acc_dp = self.start_s(state), self.start_dp(state)
+        self.leave()
         lse = self.of_columns(0, state, 0)
         warpgroup.wait_group(1)
         self.probabilities(acc_s, m_block, own, state, 0, lse)
@@ -133,32 +149,43 @@ class AllGradients(KeyGradients):
         round_operand(rP, acc_s)
         self.gradients(acc_s, acc_dp, rdS, state, 0, delta)
         self.write_ds(rdS, ds)
+        self.enter()
         products.dv.of(rP).issue(state.slot, True)
-        if cutlass.const_expr(mine):
+        if cutlass.const_expr(of_dq is not None):
             if cutlass.const_expr(self.config.whole_dq):
                 warpgroup.wait_group(0)  # for the registers of P
-            acc_dq = self.start_dq(ds)
+            acc_dq = self.start_dq(of_dq[1])
         products.dk.of(rdS).issue(state.slot, True)
+        self.leave()
         warpgroup.wait_group(1)
         s.do.release(state)
-        if cutlass.const_expr(mine):
-            s.ds.release(ds)
-            self.hand_on(acc_dq, tile, number)
+        if cutlass.const_expr(of_dq is not None):
+            self.hand_on(acc_dq, *of_dq)
         warpgroup.wait_group(0)
         s.q.release(state)
 
     @cute.jit
+    def last_dq(self, tile: Int32, number: Int32) -> None:
+        """Compute dQ of a tile of keys' last block."""
+        self.enter()
+        acc_dq = self.start_dq(number)
+        self.leave()
+        warpgroup.wait_group(0)
+        self.hand_on(acc_dq, tile, number)
+
+    @cute.jit
     def hand_on(self, acc_dq: cute.Tensor, tile: Int32, number: Int32) -> None:
-        """Start adding this warp's part of dQ of block `number` to the tile of the sums, or let the
-        warp that adds do it."""
-        queue, queries = self.shared.queue, self.queries
+        """Release dS of block `number`, whose dQ is computed, and start adding this warp's part of
+        it to the tile of the sums, or let the warp that adds do it."""
+        queue, queries, ds = self.shared.queue, self.queries, self.shared.ds
+        ds.release(ds.state(number))
         if cutlass.const_expr(queue is None):
             slot = number % 2 * self.config.key_tiles + self.keys
             queries.add_from_smem(acc_dq, tile, self.keys, slot)
         else:
             queue.await_empty(number, self.keys)
-            queries.write_slot(acc_dq, queue.slot(number, self.keys))
-            queue.hand_over(number, self.keys)
+            queries.write_slot(acc_dq, self.keys)
+            queue.hand_over(self.keys)
 
     @staticmethod
     def arrive(barrier: Barrier) -> None:
@@ -167,9 +194,10 @@ class AllGradients(KeyGradients):
             barrier.arrive()
 
     @cute.jit
-    def start_dq(self, ds: PipelineState) -> cute.Tensor:
-        """Start this warpgroup's columns of dQ of a block, once both have handed dS over."""
+    def start_dq(self, number: Int32) -> cute.Tensor:
+        """Start this warpgroup's columns of dQ of block `number`, once both have handed dS over."""
         c, s = self.config, self.shared
+        ds = s.ds.state(number)
         s.ds.full.wait(ds.phase, ds.slot)
         dq = self.queries.product(s.sK, c.head_dim, 0 if c.whole_dq else self.keys)
         acc = dq.mma.accumulator()
@@ -225,17 +253,16 @@ class Supply:
 
 @dataclass(frozen=True)
 class SumsQueue:
-    """The slots through which a warpgroup hands its part of dQ, block by block, to the warp that
-    adds it: of half of the columns two for each warpgroup, of all columns one.
+    """The slots, one for each warpgroup, through which it hands dQ of every other block to the warp
+    that adds it.
 
-    barrier         arrives                                     waits
-    dq full[slot]   1 a warp of the warpgroup that owns keys,   the warp that adds
-                    its part of a block's dQ being in smem
-    dq empty[slot]  1: the warp that adds, its adds having      that warpgroup
-                    read smem
+    barrier       arrives                                     waits
+    dq full[wg]   1 a warp of the warpgroup that owns keys,   the warp that adds
+                  its part of a block's dQ being in smem
+    dq empty[wg]  1: the warp that adds, its adds having      that warpgroup
+                  read smem
     """
 
-    config: BackwardConfig
     full: Barrier
     empty: Barrier
 
@@ -243,43 +270,35 @@ class SumsQueue:
     def allocate(smem: SmemAllocator, config: BackwardConfig) -> SumsQueue:
         full = Barrier.allocate(smem, "dq full", arrivals=4, slots=config.dq_slots)
         empty = Barrier.allocate(smem, "dq empty", arrivals=1, slots=config.dq_slots)
-        return SumsQueue(config, full, empty)
+        return SumsQueue(full, empty)
 
     def init(self) -> None:
         self.full.init()
         self.empty.init()
 
-    def slot(self, number: Int32, wg: Int32 | int) -> Int32:
-        """The slot of warpgroup `wg` for the CTA's block `number`."""
-        return wg if self.config.whole_dq else number % 2 * self.config.key_tiles + wg
-
     def await_full(self, number: Int32, wg: Int32) -> None:
-        """Wait until the warpgroup's part of block `number` is in smem."""
-        self.full.wait(number // 2 % 2, self.slot(number, wg))
+        """Wait until dQ of block `number` is in smem."""
+        self.full.wait(number // 2 % 2, wg)
 
     def await_empty(self, number: Int32, wg: Int32 | int) -> None:
-        """Wait until the warpgroup's part of block `number` - 2 has been read."""
+        """Wait until dQ of block `number` - 2 has been read."""
         # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
-        self.empty.wait(number // 2 % 2 ^ 1, self.slot(number, wg))
+        self.empty.wait(number // 2 % 2 ^ 1, wg)
 
     def await_all_empty(self, number: Int32, wg: Int32 | int) -> None:
         """Wait until what the warpgroup computed of the blocks before `number` has been read."""
-        if self.config.whole_dq:
-            self.await_empty(number + (number + wg) % 2, wg)
-        else:
-            self.await_empty(number, wg)
-            self.await_empty(number + 1, wg)
+        self.await_empty(number + (number + wg) % 2, wg)
 
-    def hand_over(self, number: Int32, wg: Int32 | int) -> None:
+    def hand_over(self, wg: Int32 | int) -> None:
         """Arrive once for this warp: its part of a block's dQ is in smem."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.full.arrive(self.slot(number, wg))
+            self.full.arrive(wg)
 
-    def release(self, number: Int32, wg: Int32) -> None:
+    def release(self, wg: Int32) -> None:
         with cute.arch.elect_one():
-            self.empty.arrive(self.slot(number, wg))
+            self.empty.arrive(wg)
 
 
 @dataclass(frozen=True)
@@ -309,10 +328,7 @@ class Adds:
         total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
         tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
         for i in cutlass.range(total, unroll=1):
-            if cutlass.const_expr(self.config.whole_dq):
-                if (number + i) % 2 == self.wg:
-                    self.add(tile + m_block, m_block, number + i)
-            else:
+            if (number + i) % 2 == self.wg:
                 self.add(tile + m_block, m_block, number + i)
             m_block = s.block_after(m_block, blocks)
             if m_block == s.first_block(blocks):
@@ -321,30 +337,26 @@ class Adds:
 
     @cute.jit
     def add(self, tile: Int32, m_block: Int32, number: Int32) -> None:
-        """Add this warp's part of block `number` to its tile, in the CTA's turn."""
+        """Add dQ of block `number` to its tile, in the CTA's turn."""
         s, turns = self.shared, self.shared.args.turns
-        turn, part = turn_of(self.config, s.info, s.tile, m_block), self.wg
-        if cutlass.const_expr(self.config.whole_dq):
-            part = Int32(0)
-        await_turn(turns, tile, part, turn)
+        turn = turn_of(self.config, s.info, s.tile, m_block)
+        await_turn(turns, tile, Int32(0), turn)
         s.queue.await_full(number, self.wg)
-        self.start(tile, number)
+        self.start(tile)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        s.queue.release(number, self.wg)
+        s.queue.release(self.wg)
         self.landed()
-        pass_turn(turns, tile, part, turn)
+        pass_turn(turns, tile, Int32(0), turn)
 
     @cute.jit
-    def start(self, tile: Int32, number: Int32) -> None:
-        """Start adding block `number`, a lane for each part that a warp wrote to the slot."""
-        c, s, lane = self.config, self.shared, cute.arch.lane_idx()
-        parts = c.head_dim // c.dq_columns
+    def start(self, tile: Int32) -> None:
+        """Start adding the warpgroup's slot, a lane for each part that a warp wrote to it."""
+        lane = cute.arch.lane_idx()
         if lane < 4:
-            mine = s.sdQ[None, lane, s.queue.slot(number, self.wg)]
-            number = lane * parts + (0 if parts == 1 else self.wg)  # of equal parts of the tile
+            mine = self.shared.sdQ[None, lane, self.wg]
             sums = SummedTile(self.sums[tile, None])
-            sums.add_slot(mine, number * cute.size(mine), Boolean(True))
+            sums.add_slot(mine, lane * cute.size(mine), Boolean(True))
 
     @staticmethod
     def landed() -> None:
