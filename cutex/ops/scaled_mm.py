@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cutex.arch import arch as arch_named
@@ -16,7 +17,8 @@ from cutex.ops.block_scaled import FORMATS, VECTORS, BlockScaledOperand, block_s
 from cutex.ops.device import allocating, arch_of, current, launcher, other_board, per_device
 from cutex.ops.matmul.arrange import arrange
 from cutex.ops.matmul.checks import ACTIVATIONS, OUT_DTYPES, Call, check
-from cutex.ops.matmul.eager import matmul
+from cutex.ops.matmul.eager import launch_like, matmul
+from cutex.ops.plain import untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
 from cutex.ops.row.operators import define, needs_nothing
@@ -86,14 +88,16 @@ def scaled_mm(
     fit, and where there is no such GPU.
     """
     recipes, swizzles = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
-    if not torch.compiler.is_dynamo_compiling():
-        sides, formats = tensors_of(a, b, scale_a, scale_b)
+    scale_a, scale_b = only(scale_a), only(scale_b)
+    if not _is_compiling():
+        given, formats = tensors_of(a, b, scale_a, scale_b)
         absent = bias is None, residual is None, output_scale is None
-        options = formats, recipes, swizzles, absent, activation, output_dtype
-        given = (*sides, *(x for x in (bias, residual) if x is not None))
-        known = PLANS.find(options, *given)
-        if known is not None:
-            return known.launch(*given)
+        options = formats, names_of(*recipes, *swizzles), absent, activation, output_dtype
+        if bias is not None or residual is not None:
+            given = (*given, *(x for x in (bias, residual) if x is not None))
+        found = PLANS.launched(options, *given)
+        if found is not None:
+            return found
     a, b = torchao_tensors.both(a, b)
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
         operands = _block_operands((a, b), (scale_a, scale_b), recipes, swizzles)
@@ -122,7 +126,7 @@ def scaled_mm(
     assert isinstance(scale_a, Tensor) and isinstance(scale_b, Tensor)
     if kinds[0] in WHOLE and kinds[1] in WHOLE:
         _check_whole(a, b, scale_a, scale_b, kinds)
-        if not torch.compiler.is_dynamo_compiling() and output_scale is None:
+        if not _is_compiling() and output_scale is None:
             _remember_whole(options, given, formats)
         return matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
                       activation=activation, out_dtype=output_dtype)  # fmt: skip
@@ -133,13 +137,33 @@ def scaled_mm(
         )
     _check(a, b, scale_a, scale_b, kinds, activation, output_dtype)
     check(Call(a, b, bias, residual, activation=activation, out_dtype=output_dtype))
-    if not torch.compiler.is_dynamo_compiling() and output_scale is None:
+    if not _is_compiling() and output_scale is None:
         _remember(options, given, formats, kinds)
     scale_b = _of_matrix(scale_b, a.shape[-1], kinds)
     return product(a, b, scale_a, scale_b, RECIPES[kinds], bias, residual, activation, output_dtype)
 
 
 PLANS = PlanCache()
+_is_compiling = torch.compiler.is_dynamo_compiling
+# the names of the members of torch's enumerations by their ids: to hash one takes 0.6 us
+_ENUMERATIONS = (getattr(F, name, None) for name in ("ScalingType", "SwizzleType"))
+_MEMBERS = [x for kind in _ENUMERATIONS if kind is not None for x in kind.__members__.items()]
+_NAMES = {id(member): name for name, member in _MEMBERS}
+
+
+def names_of(*members: Any) -> tuple[Any, ...]:
+    """What a plan knows recipes and swizzles by: their names, of a list those of its entries."""
+    return tuple(
+        [
+            names_of(*x) if type(x) is list or type(x) is tuple else _NAMES.get(id(x), x)
+            for x in members
+        ]
+    )
+
+
+def only(scale: Any) -> Any:
+    """The factors in a list of one, as torch takes them, too; else `scale`."""
+    return scale[0] if (type(scale) is list or type(scale) is tuple) and len(scale) == 1 else scale
 
 
 def tensors_of(
@@ -147,6 +171,8 @@ def tensors_of(
 ) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
     """The elements and factors of both sides as they are given, and the formats of those that
     `cutex.quantize` returned, or None."""
+    if scale_a is not None and scale_b is not None:
+        return (a, b, scale_a, scale_b), (None, None)
     formats = []
     sides = []
     for x, scale in ((a, scale_a), (b, scale_b)):
@@ -175,6 +201,7 @@ def _remember(
     padded = whole and scale_b.shape[-2] != a.shape[-1] // BLOCK
     known: list[Callable[..., Tensor]] = []
 
+    @untraced
     def launch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Tensor) -> Tensor:
         b = b.mT if turned else b
         if padded:
@@ -199,12 +226,20 @@ def _remember_whole(options: Any, given: tuple[Any, ...], formats: tuple[Any, An
         return
     *_, (no_bias, no_residual, _), activation, output_dtype = options
     turned = formats[1] is not None
+    known: list[Callable[..., Tensor]] = []
 
+    @untraced
     def launch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Tensor) -> Tensor:
         b, scale_b = (b.mT, scale_b.mT) if turned else (b, scale_b)
+        if known:
+            return known[0](a, b, *rest, scale_a, scale_b)
         bias, residual = None if no_bias else rest[0], None if no_residual else rest[-1]
-        return matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
-                      activation=activation, out_dtype=output_dtype)  # fmt: skip
+        call = Call(a, b, bias, residual, None, scale_a, scale_b, None, activation, output_dtype)
+        out = matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
+                     activation=activation, out_dtype=output_dtype)  # fmt: skip
+        if a is not b and (found := launch_like(call)) is not None:
+            known.append(found)
+        return out
 
     PLANS.remember(PLANS.key_of(options, *given), given, launch)
 

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from torch.nn.functional import ScalingType
 
 import cutex
 from cutex.arch import arch
@@ -44,9 +45,13 @@ def test_randomized_products_are_within_the_bound(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantized", [False, True], ids=["factors", "quantized"])
-def test_a_call_like_one_before_is_launched_without_its_checks(quantized, monkeypatch):
+@pytest.mark.parametrize("form", ["factors", "lists", "quantized"])
+def test_a_call_like_one_before_is_launched_without_its_checks(form, monkeypatch):
     _, args, kinds = operands(5, 136, 256)
+    quantized = form == "quantized"
+    if form == "lists":
+        args = (*args[:2], *([scale] for scale in args[2:]))
+        kinds = {name: [getattr(ScalingType, kind)] for name, kind in kinds.items()}
     x, w = (torch.randn(rows, 256).bfloat16() for rows in (5, 136))
     residual = torch.ones(5, 136).bfloat16()
     with cutex.ops.simulated("sm_90a"):
@@ -68,6 +73,35 @@ def test_a_call_like_one_before_is_launched_without_its_checks(quantized, monkey
         with pytest.raises(TypeError, match="not callable"):  # or other sizes
             cutex.scaled_mm(other, *args[1:], **kinds)
     assert (again.double() - with_residual.double() - 1).abs().max() <= 2.0**-7 * again.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["RowWise", "TensorWise"])
+def test_factors_of_rows_find_a_plan_however_torch_names_them(kind, monkeypatch):
+    """By a name, a member of torch's enumeration or, as torch allows, a list of one; each with a
+    plan of its own, which has the tensors of the call that it is used for."""
+    a, b = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E4M3).mT
+    scales = (torch.rand(32, 1), torch.rand(1, 48)) if kind == "RowWise" else (torch.rand(1),) * 2
+    bias = torch.randn(48).bfloat16()
+    member = getattr(ScalingType, kind)
+    forms = [(x, x) for x in (kind, member, [member], (kind,))]
+
+    def call(a, form, scales):
+        recipes = dict(zip(("scale_recipe_a", "scale_recipe_b"), form, strict=True))
+        return cutex.scaled_mm(a, b, *scales, bias=bias, **recipes)
+
+    with cutex.ops.simulated("sm_90a"):
+        for form in forms:
+            first = call(a, form, [list((x,)) for x in scales])
+        monkeypatch.setattr(importlib.import_module("cutex.ops.scaled_mm"), "_check_whole", None)
+        for form in forms:
+            assert torch.equal(call(a, form, scales), first)
+            other = torch.randn(32, 64).to(E4M3)
+            other_scales = [x + 1 for x in scales] if kind == "RowWise" else scales
+            want = (other.double() @ b.double()) * other_scales[0] * other_scales[1] + bias
+            got = call(other, form, other_scales)
+            assert (got.double() - want).abs().max() <= 2.0**-7 * want.abs().max()
+        with pytest.raises(TypeError, match="not callable"):  # another kind is no such call
+            call(a, ("RowWise", "TensorWise"), scales)
 
 
 def test_epilogues_odd_sizes_and_copied_operands():

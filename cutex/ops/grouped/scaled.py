@@ -23,6 +23,8 @@ from cutex.ops.scaled_mm import (
     _by_tensor_cores,
     _kind,
     _name_of,
+    names_of,
+    only,
     tensors_of,
 )
 from cutex.problem.matmul import ACTIVATIONS
@@ -78,14 +80,15 @@ def scaled_grouped_mm(
     """
     name, edges = ("offs", offs) if counts is None else ("counts", counts)
     kinds = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
+    scale_a, scale_b = only(scale_a), only(scale_b)
     if not torch.compiler.is_dynamo_compiling():
         sides, formats = tensors_of(a, b, scale_a, scale_b)
         forms = offs is None, counts is None, bias is None
-        options = formats, kinds, forms, activation, output_dtype
+        options = formats, names_of(*kinds[0], *kinds[1]), forms, activation, output_dtype
         given = (*sides, edges) if bias is None else (*sides, edges, bias)
-        known = PLANS.find(options, *given)
-        if known is not None:
-            return known.launch(*given)
+        found = PLANS.launched(options, *given)
+        if found is not None:
+            return found
     if (offs is None) == (counts is None):
         raise ValueError("scaled_grouped_mm takes offs or counts, one of them")
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):

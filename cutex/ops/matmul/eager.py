@@ -261,6 +261,15 @@ def _remember(function: Callable[..., None], call: Call, arranged: Arranged) -> 
     PLANS.remember(key, distinct(call), launch, user_functions(arranged.ops))
 
 
+def launch_like(call: Call) -> Callable[..., Tensor] | None:
+    """The launch of the plan that takes `call`, a function of its tensors; None without a plan."""
+    a, b, bias, residual, out, scale_a, scale_b, amax, *options = call.arguments
+    rest = (bias, residual, out, scale_a, scale_b, amax)
+    plans = _known.get((a.shape, b.shape, *options, a is b, *[x is None for x in rest]), ())
+    given = distinct(call)
+    return next((known.launch for known in plans if known.takes(*given)), None)
+
+
 def run(call: Call) -> Tensor:
     """Run a checked call on plain tensors, preparing its operands; keep its plan."""
     check_memory(call)
