@@ -90,6 +90,19 @@ def test_infinite_and_nan_scales_stay_in_their_rows() -> None:
     assert finite.sum() == 62
 
 
+def test_an_infinity_of_x_is_one_of_out_unless_a_weight_is_zero() -> None:
+    """Zeros are taken off the weights, not off the sums, where they would be inf - inf."""
+    w = cutex.pack_w4(torch.randn(64, 128, dtype=bf16), group_size=64)
+    x = torch.randn(4, 128, dtype=bf16)
+    x[1, 5], x[2, 70], x[3, :2] = torch.inf, -torch.inf, torch.tensor([torch.inf, -torch.inf])
+    want = x.double() @ w.dequantize(torch.float64).mT
+    with ops.simulated("sm_90a"):
+        out = cutex.matmul(x, w)
+    assert torch.equal(out.isnan(), want.isnan()) and want[1:].isinf().sum() > 64
+    infinite = want.isinf()
+    assert torch.equal(out[infinite].double(), want[infinite])
+
+
 def test_every_tile_of_a_split_is_its_own_in_each_run() -> None:
     problem = W4Problem(3, 64, 1024)
     x, w = problem.inputs()

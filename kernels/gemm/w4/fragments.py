@@ -32,10 +32,10 @@ K_OF_MMA = 16
 ROWS, COLUMNS, K = 16, 8, 16  # of an mma.sync
 
 
-def warpgroup_mma(kind: type[cutlass.Numeric]) -> cute.TiledMma:
-    """mma.sync of a warpgroup: each warp 16 rows, by 16 columns."""
+def warpgroup_mma(kind: type[cutlass.Numeric], columns: int = 2 * COLUMNS) -> cute.TiledMma:
+    """mma.sync of a warpgroup: each warp 16 rows, by 8 or 16 columns."""
     op = MmaF16BF16Op(kind, Float32, (ROWS, COLUMNS, K))
-    return cute.make_tiled_mma(op, (4, 1, 1), permutation_mnk=(64, 2 * COLUMNS, K))
+    return cute.make_tiled_mma(op, (4, 1, 1), permutation_mnk=(64, columns, K))
 
 
 def allocate_weights(smem: SmemAllocator, of: W4Format, strips: int, num_slots: int) -> cute.Tensor:
@@ -108,8 +108,12 @@ class Fragments:
 
     @property
     def halves_of_group(self) -> int:
-        """The halves of a block that share scales, of groups of at least one."""
-        return min(self.format.group, BLOCK_K) // HALF_K
+        """The halves of a block whose sums share scales: both, if weights are scaled before."""
+        return min(self.format.group, BLOCK_K) // HALF_K if self.scales_sums else HALVES
+
+    def group_of(self, half: int) -> int:
+        """The group of a block that `half` is in, of groups of at least a half."""
+        return half // self.halves_of_group
 
     def begins_group(self, half: int) -> bool:
         return half % self.halves_of_group == 0
@@ -120,12 +124,16 @@ class Fragments:
     def add_scaled(self, sums: Any, factors: Factors, half: int, acc: Any) -> None:
         """acc += sums (MMA, 1, MMA_N) of the group that ends with `half`, times its scales: of a
         thread's first row, and of the row 8 below."""
-        word = factors.scales[half * HALF_K // self.format.group]
+        scales = self.both(factors.scales[self.group_of(half)])
+        for i in range(cute.size(sums)):
+            acc[i] = acc[i] + sums[i] * scales[i // 2 % 2]
+
+    def both(self, word: Int32) -> list[Float32]:
+        """The numbers in a word."""
         pair = cute.make_rmem_tensor(2, Int32)  # NOTE: a tensor of one has stride 0
         pair[0] = pair[1] = word
-        scales = cute.recast_tensor(pair, self.kind)
-        for i in range(cute.size(sums)):
-            acc[i] = acc[i] + sums[i] * scales[i // 2 % 2].to(Float32)
+        halves = cute.recast_tensor(pair, self.kind)
+        return [halves[i].to(Float32) for i in range(2)]
 
     @cute.jit
     def codes(self, strip: Int32 | int, half: cutlass.Constexpr[int], slot: Int32) -> cute.Tensor:
@@ -161,7 +169,8 @@ class Fragments:
         return held
 
     def widen(self, codes: cute.Tensor, factors: Factors, half: int, tCrA: cute.Tensor) -> None:
-        """Write the values of half a block, scaled, to operand A (MMA, 1, MMA_K)."""
+        """Write the values of half a block, scaled unless `scales_sums`, to operand A (MMA, 1,
+        MMA_K)."""
         words = cute.recast_tensor(tCrA, Int32)  # (REG, 1, MMA_K)
         out = cute.make_tensor(words.iterator, cute.make_layout((4, WORDS)))
         known: dict[int, tuple[Any, Any]] = {}

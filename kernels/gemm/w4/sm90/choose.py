@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.config import ceil_div
-from cutex.kernels.gemm.w4.sm90.config import FEW, W4Config
+from cutex.kernels.gemm.w4.sm90.config import EIGHT, FEW, W4Config
 from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MMA_CLOCKS = 4.1  # of 64 rows by one column by 128 of K, where the tensor core 
 STRIP_CLOCKS, COLUMN_CLOCKS = 270, 2.2  # of 64 rows by 128 of K, and of each column, where not
 FP4_CLOCKS = 40  # more of a strip's block, to widen fp4
 FEW_CLOCKS = 170  # of 64 rows by 128 of K with mma.sync
-ALONE_CLOCKS, FEW_ALONE_CLOCKS = 215, 120  # that one warpgroup waits while nothing else runs
+ALONE_CLOCKS, FEW_ALONE_CLOCKS = 215, 60  # that one warpgroup waits while nothing else runs
 FEW_COLUMNS_TIMES = 1.35  # as long, where several tiles of few columns read the same weights
 SHALLOW = 1.15  # times as long with a ring of two slots
 CROWDED, CROWDED_TIMES = 192, 1.3  # accumulators a thread, beyond which registers are short
@@ -53,7 +53,8 @@ def candidates(m: int, n: int, of: W4Format) -> Iterator[W4Config]:
                 yield replace(tile, cluster_m=2)
             if m <= FEW_ROWS:
                 if tile_n <= FEW:
-                    yield from _of_few_rows(replace(tile, few=True), ceil_div(m, tile_n))
+                    few = replace(tile, few=True, eight=m <= EIGHT)
+                    yield from _of_few_rows(few, ceil_div(m, tile_n))
                 yield from _of_few_rows(tile, ceil_div(m, tile_n))
 
 
@@ -109,7 +110,7 @@ def block_clocks(tiles: W4Config) -> float:
     """Clocks of a CTA per block of K."""
     strip = STRIP_CLOCKS + COLUMN_CLOCKS * tiles.tile_n
     if tiles.few:
-        strip = FEW_CLOCKS + MMA_CLOCKS * tiles.tile_n
+        strip = FEW_CLOCKS + MMA_CLOCKS * tiles.columns_computed
     alone = FEW_ALONE_CLOCKS if tiles.few else ALONE_CLOCKS
     strip += FP4_CLOCKS * (tiles.format.kind == "fp4") + alone * (tiles.warpgroups == 1)
     mma = tiles.strips * max(strip, MMA_CLOCKS * tiles.tile_n)
@@ -143,4 +144,4 @@ def configs_for(mnk: tuple[int, int, int], of: W4Format) -> list[W4Config]:
     """The ranking for calls of these sizes, of which M is rounded up to its class, so that few
     kernels serve all M."""
     m, n, k = mnk
-    return ranked((rows_class(m), n, k), of, arch_named("sm_90a"))
+    return ranked((EIGHT if m <= EIGHT else rows_class(m), n, k), of, arch_named("sm_90a"))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.layouts import Signature
 
 FEW = 16  # columns that mma.sync may compute
+EIGHT = 8  # that one mma.sync does
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,18 @@ class W4Config(WeightTiles, Sm90Config):
 
     format: W4Format = field(default_factory=W4Format)
     few: bool = False  # columns so few that mma.sync computes them (sm90/few.py)
+    eight: bool = False  # of these, x has rows for the first eight alone
 
     @property
     def scales_sums(self) -> bool:
         """Whether scales multiply sums of their group. Not of fp4, whose values are too small for
         fp32 to add up before they are scaled."""
         return self.few and self.format.kind == "int4" and self.format.group >= HALF_K
+
+    @property
+    def columns_computed(self) -> int:
+        """The columns of a tile that are not left out."""
+        return EIGHT if self.eight else self.tile_n
 
     @property
     def a_bytes(self) -> int:
@@ -56,6 +63,8 @@ class W4Config(WeightTiles, Sm90Config):
             return "swap_ab, warpgroups: the weight is the MMA's first operand, in registers"
         if self.few and self.tile_n > FEW:
             return f"few={self.few}: with up to {FEW} columns"
+        if self.eight and not (self.few and self.columns in (0, 1)):
+            return f"few={self.few}, columns={self.columns}: of one tile by mma.sync"
         if self.pingpong or self.spread or self.cluster_n > 1:
             return "pingpong, spread, cluster_n: not with a packed weight"
         return super().why_not_arch(arch, epi_parts)

@@ -17,7 +17,7 @@ from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.w4.fragments import COLUMNS, WORDS, Fragments, warpgroup_mma
 from cutex.kernels.gemm.w4.sm90.config import W4Config
-from cutex.problem.w4.layout import HALF_K, HALVES
+from cutex.problem.w4.layout import BLOCK_K, HALF_K, HALVES
 
 
 @cute.jit
@@ -33,22 +33,27 @@ def widened_few(
     """mma.acc = W @ x^T over `count` blocks of K from slot `take` on, x in slots sX (bN, bK, SLOT);
     return the state after. All slots are released.
 
-    Scales of groups of 64 and more multiply the sums of a group, which are fewer than its weights.
+    An mma.sync takes some 33 cycles, and one that adds to its sums waits for it: so those of half a
+    block have sums of their own, and those of the other half add to them. Scales of groups of 64
+    and more multiply the sums of a group, which are fewer than its weights. Of up to 8 rows of x,
+    the 8 columns behind are left out.
     """
     total, waves = mma.acc, cute.size(mma.acc, mode=[1])
     total.fill(0.0)
     size = cute.size(total) // waves
-    one = cute.make_layout(((2, 2), 1, tiles.tile_n // COLUMNS))  # (MMA, 1, MMA_N)
+    one = cute.make_layout(((2, 2), 1, tiles.columns_computed // COLUMNS))  # (MMA, 1, MMA_N)
     thread, _, _ = cute.arch.thread_idx()
     wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
-    tiled_mma = warpgroup_mma(weights.kind)
+    columns = tiles.columns_computed
+    tiled_mma = warpgroup_mma(weights.kind, columns)
     thr_mma = tiled_mma.get_slice(thread % WARPGROUP)
-    tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sX[None, None, 0]))  # (MMA, MMA_N, MMA_K)
-    load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), weights.kind)
+    sB = cute.local_tile(sX, (columns, BLOCK_K), (0, 0, None))  # (N, bK, SLOT)
+    tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB[None, None, 0]))  # (MMA, MMA_N, MMA_K)
+    load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, columns // 4), weights.kind)
     s2r = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread % WARPGROUP)
-    tXsX, tXrX = s2r.partition_S(sX), s2r.retile(tCrB)  # (CPY, CPY_N, CPY_K[, SLOT])
+    tXsX, tXrX = s2r.partition_S(sB), s2r.retile(tCrB)  # (CPY, CPY_N, CPY_K[, SLOT])
     tCrA = mma.mma.a_registers(HALF_K)  # (MMA, 1, MMA_K)
-    of_group = cute.make_rmem_tensor(one, Float32)  # (MMA, 1, MMA_N)
+    sums = [cute.make_rmem_tensor(one, Float32) for _ in range(WORDS)]  # each (MMA, 1, MMA_N)
     for _ in cutlass.range(count, unroll=1):
         ab.wait_full(take)
         cute.copy(s2r, tXsX[None, None, None, take.slot], tXrX)
@@ -56,18 +61,39 @@ def widened_few(
             strip = wave * tiles.mma_warpgroups + wg
             acc = cute.make_tensor(total.iterator + wave * size, one)
             factors = weights.factors(strip, take.slot)
-            to = of_group if cutlass.const_expr(weights.scales_sums) else acc
             for half in cutlass.range_constexpr(HALVES):
-                if cutlass.const_expr(weights.scales_sums and weights.begins_group(half)):
-                    of_group.fill(0.0)
                 codes = weights.codes(strip, half, take.slot)
                 weights.widen(codes, factors, half, tCrA)
-                for k_block in cutlass.range_constexpr(WORDS):
-                    b = tCrB[None, None, half * WORDS + k_block]
-                    cute.gemm(tiled_mma, to, tCrA[None, None, k_block], b, to)
-                if cutlass.const_expr(weights.scales_sums and weights.ends_group(half)):
-                    weights.add_scaled(of_group, factors, half, acc)
+                add_half(tiled_mma, tCrA, tCrB, half, sums, weights.begins_group(half))
+                if cutlass.const_expr(weights.ends_group(half) and weights.scales_sums):
+                    weights.add_scaled(added(sums), factors, half, acc)
+                elif cutlass.const_expr(weights.ends_group(half)):
+                    acc.store(acc.load() + added(sums).load())
         cute.arch.sync_warp()  # its lanes have read the slot
         ab.release(take)
         take.advance()
     return take
+
+
+def add_half(
+    mma: cute.TiledMma,
+    tCrA: cute.Tensor,
+    tCrB: cute.Tensor,
+    half: int,
+    sums: list[cute.Tensor],
+    first: bool,
+) -> None:
+    """sums[i] (MMA, 1, MMA_N) += A @ B^T of the i-th 16 of K of half a block, A (MMA, 1, MMA_K) of
+    that half, B (MMA, MMA_N, all K); with `first` they begin at zero."""
+    for i, acc in enumerate(sums):
+        if first:
+            acc.fill(0.0)
+        cute.gemm(mma, acc, tCrA[None, None, i], tCrB[None, None, half * WORDS + i], acc)
+
+
+def added(sums: list[cute.Tensor]) -> cute.Tensor:
+    """The sum of all of `sums`, in the first of them."""
+    for step in (1, 2):
+        for i in range(0, len(sums), 2 * step):
+            sums[i].store(sums[i].load() + sums[i + step].load())
+    return sums[0]
