@@ -9,8 +9,10 @@ bytes: epi_n = 64 is 32 columns of fp32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cutex.arch import arch as arch_named
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -61,6 +63,12 @@ class GemmConfig:
             if name not in NO_EFFECT or row[name] != NO_EFFECT[name]:
                 raise ValueError(f"{name}={row[name]}: no field of {cls.__name__}")
         return cls(**{name: value for name, value in row.items() if name in known})
+
+    def on(self, num_sms: int) -> Self:
+        """The config for a GPU with so many SMs, whose persistent grid has as many CTAs."""
+        if num_sms == arch_named(self.arch).num_sms:
+            return self
+        return replace(self, num_ctas=num_sms)
 
     @property
     def ctas(self) -> int:

@@ -24,6 +24,7 @@ from cutex.kernels.gemm.grouped.zeros import Zeros, ZerosConfig
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
+from cutex.ops.grouped import launch
 from cutex.problem.grouped import GroupedProblem, draw
 
 ARCHS = ["sm_90a", "sm_100a"]
@@ -396,7 +397,9 @@ def test_the_tiles_that_are_chosen_fit(arch: str, groups: int) -> None:
                 product = GeneralConfig(
                     choose.rows_tiles(arch, mean, (n, n), fused, most), row, batch, row
                 )
-                assert GroupedConfig(product, most).why_not(arch_named(arch)) is None
+                config = GroupedConfig(product, most)
+                assert config.why_not(arch_named(arch)) is None
+                assert launch.on_sms(config, 114).product.tiles.num_ctas == 114
             column = replace(row, major="column")
             product = GeneralConfig(choose.sums_tiles(arch, mean, n, most), column, row, batch)
             assert SumsConfig(product, most).why_not(arch_named(arch)) is None

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import ScalingType
 
 import cutex
-from cutex.arch import arch
+from cutex.arch import BOARDS, arch
 from cutex.kernels.gemm.scaled.fp8.choose import choose, configs_for
 from cutex.problem.scaled import Fp8Problem
 from cutex.problem.scaled.formats import FORMATS
@@ -75,7 +75,7 @@ def test_a_call_like_one_before_is_launched_without_its_checks(form, monkeypatch
     assert (again.double() - with_residual.double() - 1).abs().max() <= 2.0**-7 * again.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["RowWise", "TensorWise"])
+@pytest.mark.parametrize("kind", ["RowWise", pytest.param("TensorWise", marks=pytest.mark.slow)])
 def test_factors_of_rows_find_a_plan_however_torch_names_them(kind, monkeypatch):
     """By a name, a member of torch's enumeration or, as torch allows, a list of one; each with a
     plan of its own, which has the tensors of the call that it is used for."""
@@ -91,7 +91,7 @@ def test_factors_of_rows_find_a_plan_however_torch_names_them(kind, monkeypatch)
 
     with cutex.ops.simulated("sm_90a"):
         for form in forms:
-            first = call(a, form, [list((x,)) for x in scales])
+            first = call(a, form, [[x] for x in scales])
         monkeypatch.setattr(importlib.import_module("cutex.ops.scaled_mm"), "_check_whole", None)
         for form in forms:
             assert torch.equal(call(a, form, scales), first)
@@ -322,3 +322,5 @@ def test_every_size_has_a_config_of_its_class():
             problem = Fp8Problem(m, n, k)
             assert found.why_not(problem, arch("sm_90a")) is None
             assert choose(problem, arch("sm_90a")).why_not(problem, arch("sm_90a")) is None
+            of_board = configs_for((m, n, k), "fp8_block", board="H100 PCIe")
+            assert {c.num_ctas for c in of_board} == {BOARDS["H100 PCIe"].num_sms}

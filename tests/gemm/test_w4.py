@@ -11,6 +11,7 @@ from torch import Tensor
 
 import cutex
 from cutex import ops
+from cutex.arch import BOARDS
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.w4.sm90.choose import configs_for, ranked
 from cutex.ops.w4.packed import W4Weight
@@ -249,7 +250,9 @@ def test_every_candidate_fits_and_large_products_take_large_tiles() -> None:
             found = ranked(mnk, of, arch)
             assert found and all(c.why_not(None, arch) is None for c in found)
     best = configs_for((4096, 4096, 4096), W4Format())[0]
-    assert best.tile_m * best.tile_n == 256 * 128
+    assert best.tile_m * best.tile_n == 256 * 128 and best.num_ctas == 0
+    of_board = configs_for((1, 57344, 8192), W4Format(), "H100 PCIe")
+    assert {c.num_ctas for c in of_board} == {BOARDS["H100 PCIe"].num_sms}
 
 
 X, W = torch.zeros(4, 128, dtype=bf16), cutex.pack_w4(torch.ones(8, 128))

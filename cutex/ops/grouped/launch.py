@@ -13,7 +13,15 @@ from torch import Tensor
 
 from cutex.compile import ALIGN
 from cutex.kernels.gemm.grouped import choose
-from cutex.ops.device import allocating, arch_of, current, launcher, on_device, per_device
+from cutex.ops.device import (
+    allocating,
+    arch_of,
+    current,
+    launcher,
+    on_device,
+    other_sms,
+    per_device,
+)
 from cutex.ops.matmul.arrange import aligned, name_of, normal, operand, result
 
 if TYPE_CHECKING:
@@ -253,6 +261,8 @@ def again(
         known(*passed)
         return
     config, arch, tensors = call(options, passed)
+    if sms := other_sms(arch):
+        config = on_sms(config, sms)
     compiled = kernel_for(kind, config, name_of(tensors[0]), arch)
     device = tensors[0].device
     with torch.no_grad(), current(device):
@@ -262,6 +272,13 @@ def again(
         if len(_known) >= MOST_KNOWN:
             _known.clear()
         _known[key] = on_device(device, launch)
+
+
+def on_sms(config: Any, num_sms: int) -> Any:
+    """The config of a grouped kernel for a GPU with so many SMs; others have no persistent grid."""
+    if (product := getattr(config, "product", None)) is None:
+        return config
+    return replace(config, product=replace(product, tiles=product.tiles.on(num_sms)))
 
 
 def repeated(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutex.arch import ARCHS
 from cutex.arch import arch as arch_named
-from cutex.ops.device import allocating, arch_of, current, launcher, per_device
+from cutex.ops.device import allocating, arch_of, current, launcher, other_board, per_device
 from cutex.ops.matmul.arrange import fused, operand, result
 from cutex.ops.matmul.checks import Call, by_row, check
 from cutex.ops.plans import PlanCache
@@ -180,7 +180,7 @@ def _config(
     from cutex.kernels.gemm.w4.signature import W4Signature
 
     choose = import_module(f"{PACKAGE[arch]}.choose")
-    for tiles in choose.configs_for(mnk, of):
+    for tiles in choose.configs_for(mnk, of, other_board(arch)):
         for epi_n in (tiles.epi_n, 16):
             signature = W4Signature(replace(tiles, epi_n=epi_n), dtype, out, ops)
             if signature.general.why_not(None, arch_named(arch)) is None:

@@ -31,7 +31,6 @@ WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
 VERY_FEW_ROWS, FEW_GATHERED, MANY_ROWS = 32, 60, 256
 LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
-SMS = 132
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # fp8: rows of a group in the mean, below which 128 columns that two CTAs share are as fast as 192,
@@ -102,7 +101,7 @@ def rows_tiles(
         tiles = _in_turn(192, cluster_m=2) if in_turn else _together(n, TOGETHER)
     elif mean_rows >= LONG_GROUPS and n >= 208 and not fused:
         tiles = _in_turn(208, cluster_m=2)
-    elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * SMS:
+    elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * arch_named(arch).num_sms:
         tiles = _together(n, TOGETHER)
     else:
         tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))

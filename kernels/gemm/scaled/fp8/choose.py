@@ -33,8 +33,8 @@ SWAPPED = 1.05  # times as long, transposed
 # clocks of a round of tiles; of an exchange of sums; of one that the next tile's loads wait for; of
 # an element that is exchanged
 ROUND, SPLIT, SPLIT_ROUND, SPLIT_ELEMENT = 1150, 570, 550, 0.41
-MHZ = 1610  # clocks in a microsecond
-L2 = 27.5e6  # bytes in a microsecond, of all SMs
+CLOCK = 0.88  # the SMs' clock, relative to that of the dense peak
+L2 = 129.4  # bytes in a clock, of an SM
 MEMORY = 0.887  # of its nominal rate
 POWER, OVERLAP = 1.76, 2.59  # how sharply the larger time counts: of two, and of them and memory
 FIXED_US = 1.45  # of a launch
@@ -133,7 +133,7 @@ def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
     for num_stages in range(DEEPEST, 1, -1):
         found = replace(tiles, num_stages=num_stages)
         if found.why_not(None, arch) is None:
-            return found
+            return found.on(arch.num_sms)
     return None
 
 
@@ -157,11 +157,12 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -
         clocks += rounds * SPLIT_ELEMENT * sent
     if tiles.alternating:
         clocks += rounds * ADD_UP * tiles.tile_m * tiles.tile_n
-    compute = clocks / MHZ * (SWAPPED if tiles.swap_ab else 1.0)
+    mhz = CLOCK * arch.clock_hz * 1e-6
+    compute = clocks / mhz * (SWAPPED if tiles.swap_ab else 1.0)
     # rows beyond the product's are not loaded
     loaded = min(tiles.tile_m, rows / down) / tiles.cluster_n
     loaded += min(tiles.tile_n, columns / across) / tiles.cluster_m
-    loads = ctas * blocks * loaded * BLOCK / L2
+    loads = ctas * blocks * loaded * BLOCK / (L2 * arch.num_sms * mhz)
     inner = (compute**POWER + loads**POWER) ** (1 / POWER)
     memory = batch * problem.bytes / (MEMORY * arch.hbm_gbs * 1e3)
     return FIXED_US + (inner**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)

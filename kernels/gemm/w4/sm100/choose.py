@@ -15,8 +15,10 @@ WIDTHS = (32, 64, 128)
 SLOTS = ((6, 8), (5, 8), (4, 6), (3, 4), (2, 4), (2, 2))  # of A and x, of packed blocks
 
 
-def configs_for(mnk: tuple[int, int, int], of: W4Format) -> Iterator[W4Sm100Config]:
-    """The configs for calls of these sizes, best first."""
+def configs_for(
+    mnk: tuple[int, int, int], of: W4Format, board: str = ""
+) -> Iterator[W4Sm100Config]:
+    """The configs for calls of these sizes, best first, the same on every board."""
     arch = arch_named("sm_100a")
     rows = rows_class(mnk[0])
     wide = next((n for n in WIDTHS if n >= rows), WIDTHS[-1])

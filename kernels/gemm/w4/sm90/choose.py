@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from cutex.arch import BOARDS
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.config import ceil_div
@@ -29,8 +30,8 @@ FEW_COLUMNS_TIMES = 1.35  # as long, where several tiles of few columns read the
 SHALLOW = 1.15  # times as long with a ring of two slots
 CROWDED, CROWDED_TIMES = 192, 1.3  # accumulators a thread, beyond which registers are short
 LOAD_BYTES = 36  # per clock and SM, that TMA brings
-MHZ = 1700  # clocks in a microsecond
-MEMORY = 2.9e6  # bytes in a microsecond
+CLOCK = 0.929  # the SMs' clock, relative to that of the dense peak
+MEMORY = 0.866  # bytes in a second, relative to memory's nominal rate
 POWER = 3.0  # how sharply the larger one of computing and memory counts
 FIXED_US, ROUND_CLOCKS, SPLIT_CLOCKS = 2.25, 1950, 2650
 SPLIT_ROUND_CLOCKS = 5400  # of an exchange that the next tile's loads wait for
@@ -72,7 +73,7 @@ def deepest(tiles: W4Config, arch: Arch) -> W4Config | None:
     for num_stages in range(DEEPEST, 1, -1):
         found = replace(tiles, num_stages=num_stages)
         if found.why_not(None, arch) is None:
-            return found
+            return found.on(arch.num_sms)
     return None
 
 
@@ -96,14 +97,15 @@ def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
         clocks += SPLIT_CLOCKS if rounds == 1 else rounds * SPLIT_ROUND_CLOCKS
     clocks += FOURS_CLOCKS * (tiles.columns > 0 and tiles.split_k > 2)
     weight = 4 * tiles.format.words * strips * blocks
-    memory = (weight + 2 * m * (n + k)) / MEMORY
+    memory = (weight + 2 * m * (n + k)) / (MEMORY * arch.hbm_gbs * 1e3)
     if tiles.num_stages < 3:
         clocks *= SHALLOW
     if tiles.few and across > 1:
         clocks *= FEW_COLUMNS_TIMES
     if tiles.accumulators >= CROWDED:
         clocks *= CROWDED_TIMES
-    return FIXED_US + ((clocks / MHZ) ** POWER + memory**POWER) ** (1 / POWER)
+    compute = clocks / (CLOCK * arch.clock_hz * 1e-6)
+    return FIXED_US + (compute**POWER + memory**POWER) ** (1 / POWER)
 
 
 def block_clocks(tiles: W4Config) -> float:
@@ -140,8 +142,9 @@ def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def configs_for(mnk: tuple[int, int, int], of: W4Format) -> list[W4Config]:
+def configs_for(mnk: tuple[int, int, int], of: W4Format, board: str = "") -> list[W4Config]:
     """The ranking for calls of these sizes, of which M is rounded up to its class, so that few
-    kernels serve all M."""
+    kernels serve all M. board: one of BOARDS, if the GPU is on another than the arch's own."""
     m, n, k = mnk
-    return ranked((EIGHT if m <= EIGHT else rows_class(m), n, k), of, arch_named("sm_90a"))
+    arch = BOARDS[board] if board else arch_named("sm_90a")
+    return ranked((EIGHT if m <= EIGHT else rows_class(m), n, k), of, arch)
