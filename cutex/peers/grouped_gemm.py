@@ -1,4 +1,4 @@
-"""Grouped GEMM by torch, and by DeepGEMM."""
+"""Grouped GEMM by torch, by DeepGEMM and by quack."""
 
 from __future__ import annotations
 
@@ -46,3 +46,20 @@ def deep_gemm(problem: Any) -> tuple[Callable[..., Any], str]:
         dg.m_grouped_bf16_gemm_nt_contiguous(x, w, out, of_rows[x.device])
 
     return launch, f"DeepGEMM {getattr(dg, '__version__', 'of vLLM')}"
+
+
+def quack() -> tuple[Callable[..., Any], str]:
+    """quack's GEMM of sequences of any length, with its default config."""
+    from importlib import metadata
+
+    import torch
+    from quack.gemm_interface import gemm
+
+    begins: dict[torch.device, torch.Tensor] = {}
+
+    def launch(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> None:
+        if x.device not in begins:
+            begins[x.device] = torch.nn.functional.pad(ends, (1, 0))
+        gemm(x, w.mT, out=out, cu_seqlens_m=begins[x.device], tuned=False)
+
+    return launch, f"quack-kernels {metadata.version('quack-kernels')}"

@@ -57,6 +57,7 @@ class GroupedGemmProblem(Problem):
     peers: ClassVar[Mapping[str, PeerKernel]] = {
         "torch": PeerKernel("torch grouped_mm", lambda _: grouped_gemm.torch_grouped()),
         "deepgemm": PeerKernel("DeepGEMM", grouped_gemm.deep_gemm, 20.0),
+        "quack": PeerKernel("quack", lambda _: grouped_gemm.quack(), 20.0),
     }
 
     groups: int
