@@ -6,6 +6,7 @@ The part of `cutex.scaled_mm` that runs on Blackwell.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -16,10 +17,12 @@ from torch import Tensor
 from cutex.arch import arch as arch_named
 from cutex.compile import ALIGN
 from cutex.dtypes import DTYPES, of_torch
-from cutex.ops.device import arch_of, current, launcher
+from cutex.ops.device import arch_of, current, launcher, on_device
 from cutex.ops.matmul.arrange import aligned, fused, normal, repacked, result
 from cutex.ops.matmul.checks import Call, check
-from cutex.ops.row.operators import define
+from cutex.ops.plain import untraced
+from cutex.ops.plans import PlanCache, arguments_of
+from cutex.ops.row.operators import define, needs_nothing
 from cutex.problem.scaled import layouts
 from cutex.problem.scaled.formats import format_named
 
@@ -67,6 +70,13 @@ def block_scaled(
     `output_scale`."""
     from cutex.kernels.gemm.scaled.sm100.config import kind_of
 
+    compiling, rest = _is_compiling(), (a.own, b.own, bias, residual, output_scale)
+    if not compiling:
+        tensors = [a.x, a.factors, b.x, b.factors, *(x for x in rest if x is not None)]
+        absent = tuple([x is None for x in rest])
+        options = a.swizzle, b.swizzle, vector, absent, activation, output_dtype
+        if (known := PLANS.launched(options, *tensors)) is not None:
+            return known
     names = _element(a), _element(b)
     kind_of(names[0], names[1], vector)  # ValueError
     (*batch_a, m, k), (*batch_b, n, k_of_b) = (_sizes(x) for x in (a, b))
@@ -100,15 +110,42 @@ def block_scaled(
             out_dtype=output_dtype,
         )
     )
-    given = (*(_bytes(x.x.detach()) for x in (a, b)), *factors, *own)
-    found = list(
-        BLOCK_SCALED_MM(
-            *given, vector, bias, residual, activation, output_dtype, quantized, output_scale
-        )
-    )
-    if quantized is not None and format_named(quantized).element == "e2m1":
-        found[0] = found[0].view(torch.float4_e2m1fn_x2)
-    return found
+    of = BlockScaledProduct(
+        _bytes(a.x.detach()), _bytes(b.x.detach()), factors[0], factors[1], own[0], own[1], vector,
+        bias, residual, activation, output_dtype, quantized, output_scale,
+    )  # fmt: skip
+    if not compiling and needs_nothing(*tensors):
+        _remember(options, tensors, of)
+    return _finished(list(BLOCK_SCALED_MM(*of)), quantized)
+
+
+PLANS = PlanCache()
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+def _remember(options: Hashable, tensors: list[Tensor], of: BlockScaledProduct) -> None:
+    """Keep a plan for such calls, if what their kernel takes are views of what they are given."""
+    _check_arch(of)
+    outputs, device = of.outputs(), of.a.device
+    if not outputs[0].numel():
+        return
+    with current(device):
+        function, passed = _launch_of(of, outputs)
+    arguments = arguments_of(passed, [*tensors, *outputs])
+    if arguments is None:
+        return
+    function, quantized = on_device(device, function), of.quantized
+    made = [(tuple(x.shape), x.dtype) for x in outputs]  # no tensor, which a plan would keep
+
+    @untraced
+    def launch(*given: Tensor) -> list[Tensor]:
+        out = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made[:1]]
+        for shape, dtype in made[1:]:  # factors, of which those that pad are zero
+            out.append(torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype))
+        function(*[x.of((*given, *out)) for x in arguments])
+        return _finished(out, quantized)
+
+    PLANS.remember(PLANS.key_of(options, *tensors), tensors, launch)
 
 
 def of_quantized(
@@ -276,22 +313,42 @@ class BlockScaledProduct(NamedTuple):
         return [data, factors.view(FACTORS[of.block[1]])]
 
 
+def _finished(outputs: list[Tensor], quantized: str | None) -> list[Tensor]:
+    """`outputs`, bytes of two elements of 4 bits as what they are."""
+    if quantized is None or format_named(quantized).element != "e2m1":
+        return outputs
+    return [outputs[0].view(torch.float4_e2m1fn_x2), *outputs[1:]]
+
+
 def _run(*given: Any) -> list[Tensor]:
+    of = BlockScaledProduct(*given)
+    outputs = of.outputs()
+    _check_arch(of)
+    if outputs[0].numel():
+        with current(of.a.device):
+            function, tensors = _launch_of(of, outputs)
+            function(*tensors)
+    return outputs
+
+
+def _check_arch(of: BlockScaledProduct) -> None:
+    arch = arch_of(of.a.device, "cutex.scaled_mm")
+    if arch != ARCH:
+        raise ValueError(
+            f"a is on {arch_named(arch).title}: factors of 1x{of.vector} take Blackwell's tensor "
+            'cores; Hopper has kernels for cutex.quantize(x, "fp8_1x128")'
+        )
+
+
+def _launch_of(
+    of: BlockScaledProduct, outputs: list[Tensor]
+) -> tuple[Callable[..., None], list[Tensor]]:
+    """The launch of a product that writes `outputs`, and its arguments."""
     from cutex.kernels.gemm.layouts import OperandLayout
     from cutex.kernels.gemm.scaled.sm100.signature import SWIZZLED
 
-    of = BlockScaledProduct(*given)
     a, b, vector, residual, call = of.a, of.b, of.vector, of.residual, of.call
-    outputs = of.outputs()
     out = outputs[0]
-    arch = arch_of(a.device, "cutex.scaled_mm")
-    if arch != ARCH:
-        raise ValueError(
-            f"a is on {arch_named(arch).title}: factors of 1x{vector} take Blackwell's tensor "
-            'cores; Hopper has kernels for cutex.quantize(x, "fp8_1x128")'
-        )
-    if not out.numel():
-        return outputs
     k, names = call.a.shape[-1], tuple(_name(x) for x in (a, b))
     mixed = _is_mixed(names)
     placed = [_placed(x, mixed and name == "e2m1") for x, name in zip((a, b), names, strict=True)]
@@ -308,7 +365,7 @@ def _run(*given: Any) -> list[Tensor]:
     if residual is not None and residual.shape != call.shape:
         residual = residual.expand(call.shape)
     to, out_layout, _ = result(out)
-    ops, passed = fused(call, out, residual, arch)
+    ops, passed = fused(call, out, residual, ARCH)
     if of.quantized is not None:
         from cutex.kernels.gemm.scaled.sm100.roles import QuantizeRows
 
@@ -319,9 +376,7 @@ def _run(*given: Any) -> list[Tensor]:
     mnk = (call.a.shape[-2], call.b.shape[-1], k)
     batch = out.shape[0] if out.dim() == 3 else 1
     compiled = _kernel(mnk, batch, (*names, vector), (*layout, out_layout), ops)
-    with current(a.device):
-        launcher(compiled, tensors)(*tensors)
-    return outputs
+    return launcher(compiled, tensors), tensors
 
 
 def _is_mixed(names: tuple[str, ...]) -> bool:

@@ -150,3 +150,41 @@ class PlanCache:
     def forget(self) -> None:
         self.known.clear()
         self.latest.clear()
+
+
+class Argument(NamedTuple):
+    """One argument of a launch as a view of one of the tensors that a call has."""
+
+    source: int  # the number of that tensor
+    dtype: torch.dtype | None  # that it is viewed in; None: its own
+    layout: tuple[tuple[int, ...], tuple[int, ...]] | None  # shape and strides; None: its own
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        x = tensors[self.source]
+        if self.dtype is not None:
+            x = x.view(self.dtype)
+        return x if self.layout is None else x.as_strided(*self.layout)
+
+
+def arguments_of(passed: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Argument] | None:
+    """How the arguments `passed` of a launch are views of a call's `tensors`, which begin where
+    these do; None if one is a copy, or if it is not sure whose view it is."""
+    begins: dict[int, int] = {}
+    for i, x in enumerate(tensors):
+        known = begins.setdefault(x.data_ptr(), i)
+        if not x.data_ptr() or tensors[known] is not x:
+            return None
+    found = []
+    for x in passed:
+        if (source := begins.get(x.data_ptr())) is None:
+            return None
+        given = tensors[source]
+        dtype = None if x.dtype == given.dtype else x.dtype
+        same = dtype is None and x.shape == given.shape and x.stride() == given.stride()
+        found.append(Argument(source, dtype, None if same else (tuple(x.shape), x.stride())))
+    with suppress(RuntimeError):  # a view in wider elements, which not every layout has
+        if all(
+            x.of(tensors).data_ptr() == y.data_ptr() for x, y in zip(found, passed, strict=True)
+        ):
+            return found
+    return None

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cutex.arch import arch as arch_named
@@ -21,6 +20,7 @@ from cutex.ops.matmul.eager import launch_like, matmul
 from cutex.ops.plain import untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
+from cutex.ops.recipes import name_of, names_of, only
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.problem.scaled import layouts
 
@@ -109,7 +109,7 @@ def scaled_mm(
     if isinstance(output_dtype, str):
         raise ValueError(f"output_dtype={output_dtype!r}: takes factors that tensor cores read")
     for name, swizzle in (("a", swizzle_a), ("b", swizzle_b)):
-        if _name_of(swizzle) not in (None, "NO_SWIZZLE"):
+        if name_of(swizzle) not in (None, "NO_SWIZZLE"):
             raise ValueError(f"swizzle_{name}={swizzle!r}: these factors are not swizzled")
     if isinstance(a, QuantizedTensor):
         a, scale_a, scale_recipe_a = _unpacked("a", a, scale_a)
@@ -145,25 +145,6 @@ def scaled_mm(
 
 PLANS = PlanCache()
 _is_compiling = torch.compiler.is_dynamo_compiling
-# the names of the members of torch's enumerations by their ids: to hash one takes 0.6 us
-_ENUMERATIONS = (getattr(F, name, None) for name in ("ScalingType", "SwizzleType"))
-_MEMBERS = [x for kind in _ENUMERATIONS if kind is not None for x in kind.__members__.items()]
-_NAMES = {id(member): name for name, member in _MEMBERS}
-
-
-def names_of(*members: Any) -> tuple[Any, ...]:
-    """What a plan knows recipes and swizzles by: their names, of a list those of its entries."""
-    return tuple(
-        [
-            names_of(*x) if type(x) is list or type(x) is tuple else _NAMES.get(id(x), x)
-            for x in members
-        ]
-    )
-
-
-def only(scale: Any) -> Any:
-    """The factors in a list of one, as torch takes them, too; else `scale`."""
-    return scale[0] if (type(scale) is list or type(scale) is tuple) and len(scale) == 1 else scale
 
 
 def tensors_of(
@@ -265,18 +246,11 @@ def product(
 # ---- checks
 
 
-def _name_of(member: Any) -> Any:
-    """The name of a member of one of torch's enumerations, the first of a list; None of None."""
-    if isinstance(member, list | tuple):
-        member = member[0] if member else None
-    return member if isinstance(member, str) else getattr(member, "name", member)
-
-
 def _by_tensor_cores(x: Any, recipe: Any) -> bool:
     """Whether an operand's factors are of those that tensor cores read."""
     if isinstance(x, QuantizedTensor):
         return x.format in FORMATS
-    return _name_of(recipe) in VECTORS
+    return name_of(recipe) in VECTORS
 
 
 def _block_operands(
@@ -301,11 +275,9 @@ def _block_operands(
         blocks, *own = scale if several else [scale]
         if len(own) > 1 or (several and not isinstance(recipe, list | tuple)):
             raise ValueError(f"scale_{name}: takes [blocks, one number] with a list of recipes")
-        kinds.append(_name_of(recipe))
+        kinds.append(name_of(recipe))
         x = x.mT if name == "b" else x
-        found.append(
-            BlockScaledOperand(name, x, blocks, own[0] if own else None, _name_of(swizzle))
-        )
+        found.append(BlockScaledOperand(name, x, blocks, own[0] if own else None, name_of(swizzle)))
     if kinds[0] != kinds[1] or kinds[0] not in VECTORS:
         raise ValueError(
             f"scale_recipe_a {kinds[0]} with scale_recipe_b {kinds[1]}: tensor cores take "

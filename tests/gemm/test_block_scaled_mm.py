@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cutex
+from cutex.ops import block_scaled
 from cutex.problem.scaled import BlockScaledProblem
 from cutex.problem.scaled.formats import BLOCK_SCALED
 from cutex.problem.scaled.layouts import unswizzle
@@ -42,8 +43,9 @@ def test_randomized_products_are_within_the_bound(seed):
     assert check.ok, f"{problem}: {check.message}"
 
 
-def test_padding_that_is_nan_is_not_multiplied():
-    """Beyond M, N and K, in whole words and within them."""
+def test_padding_that_is_nan_is_not_multiplied(monkeypatch):
+    """Beyond M, N and K, in whole words and within them; the second call by the first one's plan
+    where no factors are copied."""
     for dtype in ("mxfp8", "nvfp4"):
         problem = BlockScaledProblem(40, 72, 352, dtype, "int")
         args, kinds = arguments(problem)
@@ -61,8 +63,49 @@ def test_padding_that_is_nan_is_not_multiplied():
         )
         with cutex.ops.simulated("sm_100a"):
             c = cutex.scaled_mm(a, b.mT, *given, **kinds)
+            if dtype == "mxfp8":
+                monkeypatch.setattr(block_scaled, "check", None)
             want = cutex.scaled_mm(*args, **kinds)
+            monkeypatch.undo()
         assert torch.equal(c, want) and not c.isnan().any()
+
+
+PLANNED = {
+    "mxfp8": ("mxfp8", 352, {}),
+    "own factors": ("nvfp4", 320, {"bias": torch.ones(72).bfloat16()}),
+    "quantized": ("mxfp8", 352, {"output_dtype": "mxfp4"}),
+}
+
+
+def parts(result):
+    """The tensors of a result, which may be quantized."""
+    return [result] if isinstance(result, torch.Tensor) else [result.data, result.scale]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_call_like_one_before_is_launched_without_its_checks(name, monkeypatch):
+    """Recipes and factors in lists, too; with other tensors alike, but no others."""
+    dtype, k, rest = PLANNED[name]
+    calls = [arguments(BlockScaledProblem(40, 72, k, dtype, "int", seed)) for seed in (0, 1)]
+    with cutex.ops.simulated("sm_100a"):
+        fresh = []
+        for args, kinds in reversed(calls):  # each without a plan
+            cutex.ops.device.forget_plans()
+            fresh.insert(0, cutex.scaled_mm(*args, **kinds, **rest))
+        cutex.ops.device.forget_plans()
+        (args, kinds), (other, _) = calls
+        cutex.scaled_mm(*args, **kinds, **rest)
+        monkeypatch.setattr(block_scaled, "check", None)
+        for want, given in zip(fresh, (args, other), strict=True):
+            got = cutex.scaled_mm(*given, **kinds, **rest)
+            for x, y in zip(parts(got), parts(want), strict=True):
+                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for others in ({"activation": "relu"}, {"bias": torch.ones(72)}):
+            with pytest.raises(TypeError, match="not callable"):  # no plan takes these
+                cutex.scaled_mm(*args, **kinds, **{**rest, **others})
+        with pytest.raises(TypeError, match="not callable"):  # or other sizes
+            cutex.scaled_mm(args[0], args[1][:, :64], *args[2:], **kinds, **rest)
 
 
 @pytest.mark.slow

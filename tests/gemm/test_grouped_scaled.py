@@ -184,7 +184,9 @@ def test_a_call_like_one_before_is_launched_without_its_checks(
         given: dict[str, Any] = {"a": qx, "b": qw}
         if not quantized:
             of_w = qw.scale.unflatten(0, (2, 1)).mT
-            given = {"a": qx.data, "b": qw.data.mT, "scale_a": qx.scale, "scale_b": of_w, **BLOCK}
+            recipes = {name: [kind] for name, kind in BLOCK.items()}  # torch takes lists, too
+            given = {"a": qx.data, "b": qw.data.mT, "scale_a": [qx.scale], "scale_b": of_w}
+            given |= recipes
         first = cutex.scaled_grouped_mm(**given, offs=offs)
         with pytest.raises(ValueError, match="takes offs or counts"):
             cutex.scaled_grouped_mm(**given, offs=offs, counts=offs)

@@ -15,6 +15,7 @@ from cutex.ops.grouped.launch import repeated
 from cutex.ops.grouped.scaled_checks import BLOCK, check_epilogue, check_factors, check_operands
 from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
+from cutex.ops.recipes import name_of, names_of, only
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.scaled_mm import (
     KIND_OF_FORMAT,
@@ -22,9 +23,6 @@ from cutex.ops.scaled_mm import (
     _by_rows,
     _by_tensor_cores,
     _kind,
-    _name_of,
-    names_of,
-    only,
     tensors_of,
 )
 from cutex.problem.matmul import ACTIVATIONS
@@ -102,7 +100,7 @@ def scaled_grouped_mm(
             (both[0], both[1]), vector, edges, name, bias, activation, output_dtype
         )
     for side, swizzle in zip("ab", kinds[1], strict=True):
-        if _name_of(swizzle) not in (None, "NO_SWIZZLE"):
+        if name_of(swizzle) not in (None, "NO_SWIZZLE"):
             raise ValueError(f"swizzle_{side}={swizzle!r}: these factors are not swizzled")
     a, scale_a, kind_a = _side("a", a, scale_a, scale_recipe_a)
     b, scale_b, kind_b = _side("b", b, scale_b, scale_recipe_b)
