@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MMA_CLOCKS = 4.1  # of 64 rows by one column by 128 of K, where the tensor core limits
 STRIP_CLOCKS, COLUMN_CLOCKS = 270, 2.2  # of 64 rows by 128 of K, and of each column, where not
 FP4_CLOCKS = 40  # more of a strip's block, to widen fp4
-FEW_CLOCKS = 170  # of 64 rows by 128 of K with mma.sync
-ALONE_CLOCKS, FEW_ALONE_CLOCKS = 215, 60  # that one warpgroup waits while nothing else runs
+FEW_CLOCKS = 142  # of 64 rows by 128 of K with mma.sync
+ALONE_CLOCKS, FEW_ALONE_CLOCKS = 215, 90  # that one warpgroup waits while nothing else runs
 FEW_COLUMNS_TIMES = 1.35  # as long, where several tiles of few columns read the same weights
 SHALLOW = 1.15  # times as long with a ring of two slots
 CROWDED, CROWDED_TIMES = 192, 1.3  # accumulators a thread, beyond which registers are short
@@ -34,6 +34,9 @@ CLOCK = 0.929  # the SMs' clock, relative to that of the dense peak
 MEMORY = 0.866  # bytes in a second, relative to memory's nominal rate
 POWER = 3.0  # how sharply the larger one of computing and memory counts
 FIXED_US, ROUND_CLOCKS, SPLIT_CLOCKS = 2.25, 1950, 2650
+FEW_SPLIT_CLOCKS = (
+    600  # of an exchange of few columns by two CTAs (docs/facts/scaled.md#w4-few-h200)
+)
 SPLIT_ROUND_CLOCKS = 5400  # of an exchange that the next tile's loads wait for
 STREAM_CLOCKS, STREAM_COLUMN_CLOCKS = 9000, 0.37  # of sums through memory, and an element of them
 FOURS_CLOCKS = 2000  # of splits by four and more that have one tile each
@@ -93,8 +96,11 @@ def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
         shares = down * across * blocks / ctas
         clocks = shares * block_clocks(tiles) + rounds * ROUND_CLOCKS + STREAM_CLOCKS
         clocks += STREAM_COLUMN_CLOCKS * tiles.tile_m * tiles.tile_n
-    if tiles.split_k > 1:
-        clocks += SPLIT_CLOCKS if rounds == 1 else rounds * SPLIT_ROUND_CLOCKS
+    if tiles.split_k > 1 and rounds == 1:
+        few = tiles.few and across == 1 and tiles.split_k == 2
+        clocks += FEW_SPLIT_CLOCKS if few else SPLIT_CLOCKS
+    elif tiles.split_k > 1:
+        clocks += rounds * SPLIT_ROUND_CLOCKS
     clocks += FOURS_CLOCKS * (tiles.columns > 0 and tiles.split_k > 2)
     weight = 4 * tiles.format.words * strips * blocks
     memory = (weight + 2 * m * (n + k)) / (MEMORY * arch.hbm_gbs * 1e3)

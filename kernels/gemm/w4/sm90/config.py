@@ -37,6 +37,12 @@ class W4Config(WeightTiles, Sm90Config):
         return EIGHT if self.eight else self.tile_n
 
     @property
+    def side_by_side(self) -> int:
+        """The blocks of few columns that a warp computes side by side."""
+        # NOTE: with two warpgroups of one strip each two blocks are slower (#w4-two-blocks)
+        return 1 if self.strips == self.mma_warpgroups == 2 else 2
+
+    @property
     def a_bytes(self) -> int:
         """Bytes of the ring where sums of other CTAs may lie: those of x."""
         return self.num_stages * self.x_bytes
