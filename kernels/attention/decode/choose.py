@@ -37,6 +37,11 @@ _SHORT: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     },
 }
 SHORT = 1024  # keys that a sequence has room for
+# longer, where units are at least one for three SMs, and no more (docs/facts/decode.md#two-medium)
+_MEDIUM: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {(128, 128): {"tile_n": 64, "num_stages": 3, "ctas_per_sm": 2}},
+}
+MEDIUM = 4096
 # NOTE: of few rows a warp has every fourth block: many units of few keys wait less for each other's
 # steps, and e4m3 is widened by four warps at once (docs/facts/decode.md#few-rows, #few-e4m3)
 _FEW: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
@@ -90,6 +95,9 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
     tiles = _TILES[arch].get(config.head_dims, {})
     if short and units > config.num_sms and not config.fp8:
         tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
+    medium = SHORT < room <= MEDIUM and not (config.single_rows or config.fp8)
+    if medium and units <= config.num_sms <= 3 * units:
+        tiles = _MEDIUM.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:
         tiles = _E4M3.get(arch, {}).get(config.head_dims, tiles)
     if rows <= FEW_ROWS:  # parts of few rows are merged in less time
@@ -108,4 +116,14 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
     of_units = _FEW if units > config.num_sms else _FEW_ALONE
     if room > _FEW_KEYS.get(dims, 0) or (units <= config.num_sms and room > SHORT):
         of_units = _FEW_LONG
+        if dims == (128, 128) and _is_cut_by_room(config, _FEW[arch][dims], room, units):
+            one = _is_cut_by_room(config, _FEW_LONG[arch][dims], room, units)
+            of_units = of_units if one else _FEW
     return of_units.get(arch, {}).get(dims)
+
+
+def _is_cut_by_room(config: DecodeConfig, tiles: dict[str, Any], room: int, units: int) -> bool:
+    """Whether parts of `units` would be short, one for each CTA, with these tiles of few rows."""
+    config = replace(config, few_rows=True, **tiles)
+    parts = config.ctas // units
+    return parts > 0 and config.is_short(-(-room // (config.tile_n * parts)))
