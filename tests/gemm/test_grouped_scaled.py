@@ -129,6 +129,10 @@ TILES = {
     "tall": RowBlocksConfig(
         tile_m=256, tile_n=64, num_stages=2, epi_n=32, epi_stages=2, warpgroups=2, num_ctas=2
     ),
+    "pair": RowBlocksConfig(
+        tile_m=128, tile_n=192, num_stages=3, epi_n=64, epi_stages=3, warpgroups=2, cluster_m=2,
+        num_ctas=4,
+    ),
     "shared": RowBlocksConfig(
         tile_m=128, tile_n=64, num_stages=2, epi_n=32, epi_stages=2, warpgroups=2, cluster_n=2,
         num_ctas=4,
@@ -138,7 +142,8 @@ TILES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "order"), [("one", "fifo"), ("tall", "random"), ("shared", "random")]
+    ("name", "order"),
+    [("one", "fifo"), ("tall", "random"), ("pair", "random"), ("shared", "random")],
 )
 def test_rows_of_no_group_and_memory_around_are_left_alone(name: str, order: str) -> None:
     """Few CTAs, several tiles each; the same kernel again with other groups."""
@@ -275,9 +280,27 @@ def test_the_tiles_that_are_chosen_fit(groups: int) -> None:
     for mean in (1, 64, 97, 200, 600, 4096):
         for n in (8, 65, 192, 2880, 7168):
             for fused in (False, True):
-                tiles = choose.blocks_tiles(mean, n, fused, most)
-                config = BlocksConfig(GeneralConfig(tiles, *LAYOUTS), most)
-                assert config.why_not(arch_named("sm_90a")) is None
+                for k in (256, 7168):
+                    tiles = choose.blocks_tiles(mean, (k, n), fused, most, groups)
+                    config = BlocksConfig(GeneralConfig(tiles, *LAYOUTS), most)
+                    assert config.why_not(arch_named("sm_90a")) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "matrix", "pairs"),
+    [
+        (8192, 4, (7168, 4096), True),
+        (8192, 4, (4096, 7168), True),
+        (2048, 8, (4096, 28672), True),
+        (4096, 4, (7168, 4096), False),
+        (512, 32, (7168, 4096), False),
+        (1024, 8, (14336, 4096), False),
+        (4096, 8, (2048, 7168), False),
+    ],
+)
+def test_pairs_of_192_columns_are_taken_where_they_were_faster(rows, groups, matrix, pairs) -> None:
+    tiles = choose.blocks_tiles(rows, matrix, False, groups=groups)
+    assert (tiles.cluster_m == 2) == pairs
 
 
 @pytest.mark.gpu

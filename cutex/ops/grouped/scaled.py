@@ -290,7 +290,8 @@ def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Ten
     of_a, of_b = (replace(of, scales=x) for of, x in zip((of_a, of_b), BLOCKS, strict=True))
     ops, others = launch.fused(bias[0] if bias else None, activation=options.activation)
     most = choose.most_groups(edges.shape[0])
-    tiles = choose.blocks_tiles(-(-a.shape[0] // edges.shape[0]), b.shape[2], bool(ops), most)
+    groups, k, n = b.shape
+    tiles = choose.blocks_tiles(-(-a.shape[0] // groups), (k, n), bool(ops), most, groups)
     product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
     config = BlocksConfig(product, most, options.padded)
     factors = _by_rows(scale_a), scale_b

@@ -38,6 +38,9 @@ SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # rows are so few and how many CTAs share them (docs/facts/grouped.md#grouped-fp8-widths)
 FEW_BLOCKS, LONG_BLOCKS = 136, 1000
 SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
+# where K is not short, the time of an element in tiles of 128x192 in pairs along M, relative to
+# 256x128 (docs/facts/grouped.md#grouped-fp8-rounds)
+PAIRS_OF_192 = 0.98
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
 TOGETHER = {256: 1.0, 192: 0.99, 128: 1.15, 64: 1.6}  # of 128 rows by two warpgroups
@@ -132,8 +135,12 @@ def gathered_tiles(
     return _filled(tiles, fused, most)
 
 
-def blocks_tiles(mean_rows: int, n: int, fused: bool, most: int = WARP) -> RowBlocksConfig:
-    """Hopper's tiles of a product of fp8 rows and matrices with factors of blocks."""
+def blocks_tiles(
+    mean_rows: int, matrix: tuple[int, int], fused: bool, most: int = WARP, groups: int = WARP
+) -> RowBlocksConfig:
+    """Hopper's tiles of a product of fp8 rows in `groups` groups and matrices of (K, N) elements
+    with factors of blocks."""
+    k, n = matrix
     if mean_rows <= VERY_FEW_ROWS:
         tiles = RowBlocksConfig(tile_m=64, tile_n=128, warpgroups=1)
     elif mean_rows < LONG_BLOCKS or n < 128:
@@ -143,13 +150,24 @@ def blocks_tiles(mean_rows: int, n: int, fused: bool, most: int = WARP) -> RowBl
         tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2)
         tiles = replace(tiles, cluster_n=sharers if tile_n == 128 else 1)
     else:
-        tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2)
+        tall = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2)
+        pairs = RowBlocksConfig(tile_m=128, tile_n=192, warpgroups=2, cluster_m=2)
+        work = ceil_div(mean_rows, 256) * groups, n
+        shorter = PAIRS_OF_192 * _in_rounds(pairs, work) < _in_rounds(tall, work)
+        tiles = pairs if k >= SHORT_K and shorter and not fused else tall
     tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
-    if fused or tiles.tile_m < 256:
+    if fused or (tiles.tile_m < 256 and tiles.cluster_m == 1):
         return tiles
-    # NOTE: a warpgroup's store of 64 rows then waits for no slot (docs/facts/grouped.md)
-    tiles = replace(tiles, epi_stages=4)
+    # NOTE: a warpgroup's store then waits for no slot (docs/facts/grouped.md#grouped-fp8-store)
+    tiles = replace(tiles, epi_stages=4 if tiles.tile_m == 256 else 3)
     return replace(tiles, num_stages=_stages(tiles, most))
+
+
+def _in_rounds(tiles: RowBlocksConfig, work: tuple[int, int]) -> int:
+    """The elements of whole rounds of tiles for `work`: times 256 rows, and columns."""
+    rows, columns = work
+    count = rows * (256 // tiles.tile_m) * ceil_div(columns, tiles.tile_n)
+    return ceil_div(count, arch_named(tiles.arch).num_sms) * tiles.tile_m * tiles.tile_n
 
 
 def scaled_tiles(
