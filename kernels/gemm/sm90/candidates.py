@@ -81,6 +81,13 @@ def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
     return replace(config, num_stages=max(2, min(24, room // config.stage_bytes)))
 
 
+def _with_second_slot(config: Sm90Config, arch: Arch) -> Sm90Config:
+    """`config` with two slots for parts of C, if the ring keeps its slots
+    (docs/facts/gemm.md#second-slot)."""
+    two = _deepest(replace(config, epi_stages=2), arch)
+    return two if two.num_stages == config.num_stages else config
+
+
 def _stored_at_once(config: Sm90Config, arch: Arch) -> Sm90Config:
     """`config` with a slot for each part of C that it stores, or as many as fit in the smem that
     the ring leaves: a part then waits for no store of another."""
@@ -155,6 +162,8 @@ def _walked(
                 config = _deepest(config, arch)
                 if (m, n) in DEEPER:
                     config = _deepest(replace(config, epi_stages=1), arch)
+                if pingpong and config.epi_n == 16:
+                    config = _with_second_slot(config, arch)
                 if config.why_not(None, arch) is None:
                     found[config] = None
     return tuple(found)
