@@ -55,7 +55,13 @@ from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, box_rows
 from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Pace, Scheduler
-from cutex.kernels.gemm.sm90.mma import Cooperative, EpilogueStore, MmaRole, PingPong
+from cutex.kernels.gemm.sm90.mma import (
+    Cooperative,
+    EpilogueStore,
+    MmaRole,
+    PingPong,
+    RoleProduct,
+)
 from cutex.kernels.gemm.sm90.shared_k import Exchange, SplitK, StreamK
 from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
@@ -409,7 +415,8 @@ class General:
             out, sC, rows, passed = stored
             ops = self.config.bind(mProduct, passed)
             epilogue = self.epilogue(out, sC, rows, ops, barriers.held)
-            role.run(mma, barriers.ab, epilogue, operands.num_k_tiles, mProduct)
+            k_tiles = operands.num_k_tiles
+            role.run(RoleProduct(mma, barriers.ab, epilogue, k_tiles, mProduct))
             epilogue.drain()
 
     def from_first_row(self, a: cpasync.TmaInfo, out: Any) -> tuple[cpasync.TmaInfo, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 from cutlass import Int32, cute
@@ -144,6 +144,16 @@ class Mainloop(Protocol):
         slots are released."""
 
 
+class RoleProduct(NamedTuple):
+    """The product of whose tiles a role computes and stores this CTA's."""
+
+    mma: WgmmaProduct
+    ab: SharedRing
+    epilogue: Any  # an EpilogueStore, of those that the role takes
+    num_k_tiles: Int32
+    mC: cute.Tensor
+
+
 @dataclass(frozen=True)
 class MmaRole:
     """An MMA role: the mainloop of a tile, and the store of its accumulators."""
@@ -158,14 +168,7 @@ class MmaRole:
         """The number of threads that run wgmma."""
         return self.tiles.mma_warpgroups * WARPGROUP
 
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: EpilogueStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
+    def run(self, product: RoleProduct) -> None:
         """Compute and store this CTA's tiles of mC."""
         raise NotImplementedError
 
@@ -206,14 +209,8 @@ class Cooperative(MmaRole):
     """All warpgroups compute a tile, each its own rows, and store it."""
 
     @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: EpilogueStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
+    def run(self, product: RoleProduct) -> None:
+        mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         take = ab.consumer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
@@ -226,14 +223,8 @@ class PingPong(MmaRole):
     """Two warpgroups take every second tile each: one stores while the other's wgmma run."""
 
     @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: EpilogueStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
+    def run(self, product: RoleProduct) -> None:
+        mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         ping_pong(mma, ab, num_k_tiles, walk, partial(self.store, mma, epilogue))
 

@@ -19,7 +19,7 @@ from cutex.kernels.gemm.config import ceil_div
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.load import k_share
-from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole, PartStore, Walk
+from cutex.kernels.gemm.sm90.mma import MmaRole, PartStore, RoleProduct, Walk
 from cutex.schedulers.persistent import StaticWalk
 from cutex.schedulers.stream_k import StreamedTiles, StreamedWalk
 
@@ -49,14 +49,8 @@ class SplitK(MmaRole):
     sA: cute.Tensor  # (bM, bK, SLOT), where the ring begins
 
     @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: PartStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
+    def run(self, product: RoleProduct) -> None:
+        mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         parts = epilogue.parts(mma.acc)  # (V, PART)
         place = self.place(parts, cute.recast_ptr(self.sA.iterator, dtype=Float32))
@@ -160,14 +154,8 @@ class StreamK(MmaRole):
     exchange: Exchange
 
     @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: EpilogueStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
+    def run(self, product: RoleProduct) -> None:
+        mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.streamed_walk(tile_counts(self.tiles, mC), num_k_tiles)
         take = ab.consumer()
         for turn in cutlass.range(walk.turns, unroll=1):

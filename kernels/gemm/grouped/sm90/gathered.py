@@ -28,6 +28,7 @@ from cutex.kernels.gemm.grouped.views import GroupOps, store_operand
 from cutex.kernels.gemm.signature import modes, tile_counts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
+from cutex.kernels.gemm.sm90.mma import RoleProduct
 from cutex.schedulers.ragged import RaggedTiles, RowGroups, clamp
 
 UNIT = 8  # elements of 16 bytes, which a thread copies at a time
@@ -51,7 +52,8 @@ class TileGather:
     def load(self, k_tile: Int32, slot: Int32) -> None:
         """Start the loads of K tile `k_tile`."""
         for i in cutlass.range_constexpr(cute.size(self.rows)):
-            gRow = cute.logical_divide(self.mA[self.rows[i], None], cute.make_layout(UNIT))
+            mRow = self.mA[self.rows[i], None]  # (K)
+            gRow = cute.logical_divide(mRow, cute.make_layout(UNIT))  # (UNIT, NumUnits)
             cute.copy(
                 self.copy, gRow[None, k_tile * UNITS + self.unit], self.tAsA[None, i, 0, slot]
             )
@@ -236,7 +238,8 @@ class GroupedGathered(GroupedKernel):
             ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
             store = GroupStore(out, sC, c.epi_stages, groups, ops)
             role = PingPong if c.pingpong else Cooperative
-            role(product, c, scheduler).run(mma, ab, store, operands.num_k_tiles, mProduct)
+            of_groups = RoleProduct(mma, ab, store, operands.num_k_tiles, mProduct)
+            role(product, c, scheduler).run(of_groups)
             drain_stores()
 
     def ring(self, smem: SmemAllocator) -> GatherRing:

@@ -17,7 +17,7 @@ from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.load import LoadTiles
-from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.kernels.gemm.sm90.mma import MmaRole, RoleProduct
 from cutex.schedulers.ragged import RaggedTiles, RowGroups
 from cutex.schedulers.raster import Raster, clusters
 
@@ -116,7 +116,7 @@ class GroupedKernel:
         else:
             self.general.take_registers()
             mma = self.product(memory.sA, memory.sB)
-            role.run(mma, ab, store, operands.num_k_tiles, mProduct)
+            role.run(RoleProduct(mma, ab, store, operands.num_k_tiles, mProduct))
             drain_stores()
 
 

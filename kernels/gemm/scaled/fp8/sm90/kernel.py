@@ -33,7 +33,7 @@ from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
 )
 from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
 from cutex.kernels.gemm.sm90.general import General
-from cutex.kernels.gemm.sm90.mma import MmaRole
+from cutex.kernels.gemm.sm90.mma import MmaRole, RoleProduct
 from cutex.problem.scaled.formats import FP32_SCALED, RECIPES
 
 
@@ -186,7 +186,7 @@ class Fp8Gemm:
             self.general.take_registers()
             mma = wgmma(Wgmma(c.tile_n, *kinds, warpgroups=c.readers), sA, sB)
             epilogue = self.epilogue(out, sC, rows, mProduct, passed, held)
-            mma_role.run(mma, ab, epilogue, operands.num_k_tiles, mProduct)
+            mma_role.run(RoleProduct(mma, ab, epilogue, operands.num_k_tiles, mProduct))
             epilogue.drain()
 
     def epilogue(self, out: Any, sC: Any, rows: Any, mProduct: Any, passed: Any, held: Any) -> Any:

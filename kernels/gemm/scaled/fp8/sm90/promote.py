@@ -21,7 +21,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, Fp8Config
 from cutex.kernels.gemm.signature import tile_counts
-from cutex.kernels.gemm.sm90.mma import EpilogueStore, MmaRole, PartStore, Walk
+from cutex.kernels.gemm.sm90.mma import MmaRole, PartStore, RoleProduct, Walk
 from cutex.kernels.gemm.sm90.shared_k import SUMS_BARRIER, VECTOR, SplitK, thread_vectors
 
 
@@ -111,14 +111,8 @@ class Promote(MmaRole):
     slots: tuple[Any, Any]
 
     @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: EpilogueStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
+    def run(self, product: RoleProduct) -> None:
+        mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
         take = ab.consumer()
@@ -163,14 +157,8 @@ class PromoteAlternating(Promote):
     sA: cute.Tensor  # (bM, bK, SLOT), where the ring begins
 
     @cute.jit
-    def run(
-        self,
-        mma: WgmmaProduct,
-        ab: SharedRing,
-        epilogue: PartStore,
-        num_k_tiles: Int32,
-        mC: cute.Tensor,
-    ) -> None:
+    def run(self, product: RoleProduct) -> None:
+        mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
         tile = walk.tile_at(walk.start)
