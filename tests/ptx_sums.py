@@ -118,6 +118,7 @@ def subjects() -> Iterator[tuple[str, Subject]]:
         yield from attentions(arch)
         yield from gradients(arch)
         yield from caches(arch)
+        yield from rows(arch)
 
 
 def stages(arch: str) -> Iterator[tuple[str, Subject]]:
@@ -349,6 +350,39 @@ def caches(arch: str) -> Iterator[tuple[str, Subject]]:
             f"caches {arch} latent {queries} queries {heads} heads",
             partial(launched, arch, bound),
         )
+
+
+def rows(arch: str) -> Iterator[tuple[str, Subject]]:
+    """Operators on rows, with the gradients of those that have one."""
+    import torch
+
+    import cutex
+
+    def call(form: str, columns: int, dtype: torch.dtype) -> Any:
+        x = torch.empty(2048, columns, dtype=dtype, requires_grad=True)
+        w = torch.empty(columns, dtype=dtype, requires_grad=True)
+        match form:
+            case "rms norm" | "layer norm":
+                y = {"rms norm": cutex.rms_norm, "layer norm": cutex.layer_norm}[form](x, w)
+                return torch.autograd.grad(y, (x, w), torch.empty_like(y))
+            case "norm of a sum":
+                return cutex.rms_norm(x.detach(), w.detach(), residual=x.detach())
+            case "softmax":
+                y = cutex.softmax(x)
+                return torch.autograd.grad(y, (x,), torch.empty_like(y))
+            case "cross-entropy":
+                loss = cutex.cross_entropy(x, torch.zeros(2048, dtype=torch.int64))
+                return torch.autograd.grad(loss, (x,))
+            case "scan":
+                return cutex.scan(x.detach())
+        return cutex.reduce(x.detach(), "sum", 1 if form == "sum of rows" else 0)
+
+    forms = "rms norm", "layer norm", "norm of a sum", "softmax", "cross-entropy", "scan"
+    forms = (*forms, "sum of rows", "sum of columns")
+    sizes = itertools.product((137, 1024, 4096, 32768), (torch.bfloat16, torch.float32))
+    for form, (columns, dtype) in itertools.product(forms, sizes):
+        name = f"rows {arch} {form} 2048x{columns} {dtype}"
+        yield name, partial(launched, arch, partial(call, form, columns, dtype))
 
 
 def selected(only: str, share: tuple[int, int]) -> Iterator[tuple[str, Subject]]:
