@@ -5,18 +5,42 @@ there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
+from cutex.compile import Argument
 from cutex.device.atoms.mma import slots_layout
 from cutex.device.pipeline import Barrier, Ring
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.out import Combine
-from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes, arguments
+
+Config = TypeVar("Config", bound=DecodeConfig)
+
+
+class DecodeKernel(Generic[Config]):
+    """What the decode kernels of all archs are to who compiles and launches them."""
+
+    name: str
+    kernel: Any
+
+    def __init__(self, config: Config) -> None:
+        if reason := config.why_not():
+            raise ValueError(reason)
+        self.config = config
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return arguments(self.config, dtype)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        append = {"append": Append.kernel} if self.config.appended else {}
+        combine = {"combine": Combine.kernel} if self.config.combined else {}
+        return {**append, "decode": type(self).kernel, **combine}
 
 
 @cute.jit

@@ -1,15 +1,20 @@
-"""Combine for MLA: the merge of parts, of MLA's units and with its LSE."""
+"""What MLA's kernels of all archs share: how they are compiled, and Combine, the merge of parts, of
+MLA's units and with its LSE."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from cutlass import Float32, Int32, cute
 
+from cutex.compile import Argument
 from cutex.kernels.attention.decode.out import Combine, Out
 from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
-from cutex.kernels.attention.mla.signature import blocks_of_rows
+from cutex.kernels.attention.mla.config import MlaConfig
+from cutex.kernels.attention.mla.signature import arguments, blocks_of_rows
+
+Config = TypeVar("Config", bound=MlaConfig)
 
 
 def rows_of(args: KernelArgs, sizes: Sizes, batch: Int32, owner: Int32, tile_m: int) -> Rows:
@@ -34,3 +39,22 @@ class MlaCombine(Combine):
     def rows(self, args: KernelArgs, sizes: Sizes, unit: Int32) -> Rows:
         batch = unit // sizes.heads
         return rows_of(args, sizes, batch, unit - batch * sizes.heads, self.config.tile_m)
+
+
+class MlaKernel(Generic[Config]):
+    """What the MLA kernels of all archs are to who compiles and launches them."""
+
+    name: str
+    kernel: Any
+
+    def __init__(self, config: Config) -> None:
+        if reason := config.why_not():
+            raise ValueError(reason)
+        self.config = config
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return arguments(self.config, dtype)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        return {"mla": type(self).kernel, "combine": MlaCombine.kernel}

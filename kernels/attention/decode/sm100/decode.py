@@ -10,27 +10,24 @@ Shares, parts and their merge are those of Hopper's (splits.py, out.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.pipeline import Warps, publish_barriers
-from cutex.kernels.attention.decode.launch import Append, kv_slots, launch, ring
-from cutex.kernels.attention.decode.out import Combine, out_of
+from cutex.kernels.attention.decode.launch import DecodeKernel, kv_slots, launch, ring
+from cutex.kernels.attention.decode.out import out_of
 from cutex.kernels.attention.decode.shared import Load, Shared
-from cutex.kernels.attention.decode.signature import KernelArgs, Sizes, arguments
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.sm100.config import ROWS, Sm100DecodeConfig
 from cutex.kernels.attention.decode.sm100.mma import Mma
 from cutex.kernels.attention.decode.sm100.shared import Barriers
 from cutex.kernels.attention.decode.sm100.softmax import Softmax
 
 
-class Decode:
+class Decode(DecodeKernel[Sm100DecodeConfig]):
     """The decode kernel: its roles and memory; barriers in shared.py, rings as on Hopper, their
     slots released by the commit of the MMA that reads them.
 
@@ -46,23 +43,7 @@ class Decode:
 
     arch = "sm_100a"
 
-    def __init__(self, config: Sm100DecodeConfig) -> None:
-        if reason := config.why_not():
-            raise ValueError(reason)
-        self.config = config
-
-    @property
-    def name(self) -> str:
-        return "sm100_attention_decode"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype)
-
-    @property
-    def kernels(self) -> dict[str, Any]:
-        append = {"append": Append.kernel} if self.config.appended else {}
-        combine = {"combine": Combine.kernel} if self.config.combined else {}
-        return {**append, "decode": Decode.kernel, **combine}
+    name = "sm100_attention_decode"
 
     @property
     def softmax_warps(self) -> Warps:

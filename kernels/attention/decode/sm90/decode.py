@@ -19,19 +19,18 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
-from cutex.kernels.attention.decode.launch import Append, kv_slots, launch, ring
-from cutex.kernels.attention.decode.out import Combine, out_of
+from cutex.kernels.attention.decode.launch import DecodeKernel, kv_slots, launch, ring
+from cutex.kernels.attention.decode.out import out_of
 from cutex.kernels.attention.decode.shared import Load, Shared
-from cutex.kernels.attention.decode.signature import KernelArgs, Sizes, arguments
+from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.sm90.compute import Compute, Wide, Widen, product_dtype
 from cutex.kernels.attention.decode.sm90.few_rows import FewRows, Sums
 
 
-class Decode:
+class Decode(DecodeKernel[DecodeConfig]):
     """The decode kernel: its barriers and memory.
 
     barrier          arrives                                waits
@@ -52,23 +51,7 @@ class Decode:
 
     arch = "sm_90a"
 
-    def __init__(self, config: DecodeConfig) -> None:
-        if reason := config.why_not():
-            raise ValueError(reason)
-        self.config = config
-
-    @property
-    def name(self) -> str:
-        return "sm90_attention_decode"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype)
-
-    @property
-    def kernels(self) -> dict[str, Any]:
-        append = {"append": Append.kernel} if self.config.appended else {}
-        combine = {"combine": Combine.kernel} if self.config.combined else {}
-        return {**append, "decode": Decode.kernel, **combine}
+    name = "sm90_attention_decode"
 
     @property
     def compute_warps(self) -> Warps:

@@ -14,14 +14,11 @@ exponentials                              512
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument
 from cutex.device.atoms.mma import slots_layout
 from cutex.device.atoms.tma import load_operand
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
@@ -30,16 +27,16 @@ from cutex.device.pipeline import Warps, is_leader, publish_barriers, sync_clust
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
 from cutex.kernels.attention.decode.out import Parts
 from cutex.kernels.attention.decode.signature import ALL_ROWS, KernelArgs, Sizes
-from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
+from cutex.kernels.attention.mla.combine import MlaCombine, MlaKernel, MlaOut
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
-from cutex.kernels.attention.mla.signature import args_of, arguments, rows_of_q, sizes_of
+from cutex.kernels.attention.mla.signature import args_of, rows_of_q, sizes_of
 from cutex.kernels.attention.mla.sm100.config import BOX, CTA_ROWS, CTAS, DIMS, Sm100MlaConfig
 from cutex.kernels.attention.mla.sm100.roles import Load, Mma
 from cutex.kernels.attention.mla.sm100.shared import LOAD_WARPS, SWIZZLE, Shared
 from cutex.kernels.attention.mla.sm100.softmax import Softmax
 
 
-class Mla:
+class Mla(MlaKernel[Sm100MlaConfig]):
     """The MLA kernel: its roles and memory; barriers in shared.py.
 
     smem       bytes of a CTA
@@ -59,21 +56,7 @@ class Mla:
     load_warps = Warps(first=5, count=LOAD_WARPS)
     num_threads = load_warps.end * 32
 
-    def __init__(self, config: Sm100MlaConfig) -> None:
-        if reason := config.why_not():
-            raise ValueError(reason)
-        self.config = config
-
-    @property
-    def name(self) -> str:
-        return "sm100_mla_decode"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype)
-
-    @property
-    def kernels(self) -> dict[str, Any]:
-        return {"mla": Mla.kernel, "combine": MlaCombine.kernel}
+    name = "sm100_mla_decode"
 
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mKV: cute.Tensor, mO: cute.Tensor, *rest) -> None:

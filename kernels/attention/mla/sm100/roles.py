@@ -254,6 +254,7 @@ class Mma:
         """Start PV of a block, half by half of O's columns, 32 keys at a time."""
         s = self.shared
         fence_after_sync()
+        # (MMA, MMA_M, (STEPS, GROUP))
         parts = cute.logical_divide(pv.a, (None, None, STEPS))
         for half in cutlass.range_constexpr(O_HALVES):
             into = pv.at(half * (DIMS // 2))

@@ -16,14 +16,13 @@ slot loads it, too, as soon as PV has freed it: there are no registers for a war
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument
 from cutex.device.atoms.mma import slots_layout
 from cutex.device.atoms.tma import load_operand
 from cutex.device.attention.block_info import BlockInfo
@@ -31,8 +30,8 @@ from cutex.device.pipeline import Warps, publish_barriers
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
 from cutex.kernels.attention.decode.out import Parts
 from cutex.kernels.attention.decode.signature import ALL_ROWS, KernelArgs, Sizes
-from cutex.kernels.attention.mla.combine import MlaCombine, MlaOut
-from cutex.kernels.attention.mla.signature import args_of, arguments, rows_of_q, sizes_of
+from cutex.kernels.attention.mla.combine import MlaCombine, MlaKernel, MlaOut
+from cutex.kernels.attention.mla.signature import args_of, rows_of_q, sizes_of
 from cutex.kernels.attention.mla.sm90.config import ROWS, SLOTS, Sm90MlaConfig
 from cutex.kernels.attention.mla.sm90.scores import Scores, Values
 from cutex.kernels.attention.mla.sm90.shared import SCORES_WARPS, SWIZZLE, Load, Shared
@@ -45,7 +44,7 @@ class Registers(NamedTuple):
     values: int
 
 
-class Mla:
+class Mla(MlaKernel[Sm90MlaConfig]):
     """The MLA kernel: its barriers, memory and registers.
 
     barrier    arrives                                    waits
@@ -74,21 +73,7 @@ class Mla:
     values_warps = Warps(first=scores_warps.end, count=8)
     num_threads = values_warps.end * 32
 
-    def __init__(self, config: Sm90MlaConfig) -> None:
-        if reason := config.why_not():
-            raise ValueError(reason)
-        self.config = config
-
-    @property
-    def name(self) -> str:
-        return "sm90_mla_decode"
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype)
-
-    @property
-    def kernels(self) -> dict[str, Any]:
-        return {"mla": Mla.kernel, "combine": MlaCombine.kernel}
+    name = "sm90_mla_decode"
 
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mKV: cute.Tensor, mO: cute.Tensor, *rest) -> None:

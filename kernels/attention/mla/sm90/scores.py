@@ -376,6 +376,7 @@ class Values:
             for r in cutlass.range_constexpr(2):
                 o[r, None].store(o[r, None].load() * words.factors[mine[r], kv.slot])
         for part in cutlass.range_constexpr(PARTS):
+            # (MMA, 1, MMA_K, SLOT), (MMA, MMA_M, 1)
             b = cute.logical_divide(pv.b, (None, 1, None, None))[None, (None, part), None, None]
             acc = cute.logical_divide(pv.acc, (None, None, 1))[None, None, (None, part)]
             WgmmaProduct(pv.mma, pv.a, b, acc).issue(kv.slot, accumulate=True)
