@@ -16,12 +16,11 @@ from cutex.device.pipeline import Barrier
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.rows import Convert
-from cutex.kernels.attention.backward.sm90 import own_dq
+from cutex.kernels.attention.backward.sm90 import queries
 from cutex.kernels.attention.backward.sm90.backward import Backward
-from cutex.kernels.attention.backward.sm90.own_dq import AllGradients, SumsQueue
-from cutex.kernels.attention.backward.sm90.queries import QueryGradients
+from cutex.kernels.attention.backward.sm90.queries import AllGradients, QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
-from cutex.kernels.attention.backward.sm90.shared import Handover
+from cutex.kernels.attention.backward.sm90.shared import Handover, SumsQueue
 from cutex.kernels.attention.backward.tiles import turn_of
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
@@ -135,7 +134,7 @@ def test_adds_without_a_fence_behind_what_they_read_are_found(monkeypatch):
 @pytest.mark.slow
 def test_a_turn_that_an_adding_warp_counts_wrongly_is_found(monkeypatch):
     """A block of keys that takes itself for the one behind it."""
-    monkeypatch.setattr(own_dq, "turn_of", lambda *of: turn_of(*of) + 1)
+    monkeypatch.setattr(queries, "turn_of", lambda *of: turn_of(*of) + 1)
     message = wrong(replace(WHOLE, num_ctas=2), orders=({},), case=OWN_CASE)
     assert message is not None and ("deadlock" in message or "never" in message), message
 

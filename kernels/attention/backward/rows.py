@@ -303,5 +303,5 @@ class Convert:
         """Write 8 columns of a row, if the sequence has it, and dQ has them."""
         at = seqlen.offset + row if self.config.varlen_q else row
         if (row < seqlen.length) & (unit * WIDE < cute.size(gdQ, mode=[1])):
-            to = cute.logical_divide(gdQ[at, None], cute.make_layout(WIDE))
+            to = cute.logical_divide(gdQ[at, None], cute.make_layout(WIDE))  # (WIDE, NumUnits)
             cute.autovec_copy(rounded, to[None, unit])

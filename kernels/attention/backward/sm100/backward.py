@@ -110,7 +110,8 @@ class Preprocess(rows.Preprocess):
                     terms[first + i] = rest.to(BFloat16)
                     rest -= terms[first + i].to(Float32)
             words = cute.recast_tensor(terms, Float32)  # (FOLDED / 2)
-            folded = cute.logical_divide(stats, cute.make_layout(FOLDED // 2))
+            of_row = cute.make_layout(FOLDED // 2)
+            folded = cute.logical_divide(stats, of_row)  # (FOLDED / 2, bM)
             cute.autovec_copy(words, folded[None, place])
 
 

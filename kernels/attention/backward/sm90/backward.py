@@ -7,7 +7,7 @@ products during the others' exponentials:
   keys each or, of wide head dims, dK and dV of the same 64 (keys.py);
 - the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
   starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too; then
-  CTAs are persistent, and take tiles of keys from a counter (own_dq.py).
+  CTAs are persistent, and take tiles of keys from a counter.
   Where adds come in one order, two of its warps wait for turns, and add.
 """
 
@@ -35,10 +35,14 @@ from cutex.kernels.attention.backward.signature import (
     arguments,
 )
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients, WideKeys, WideValues
-from cutex.kernels.attention.backward.sm90.load import Load
-from cutex.kernels.attention.backward.sm90.own_dq import Adds, AllGradients, SumsQueue, Supply
-from cutex.kernels.attention.backward.sm90.queries import QueryGradients
-from cutex.kernels.attention.backward.sm90.shared import Handover, Shared
+from cutex.kernels.attention.backward.sm90.queries import Adds, AllGradients, QueryGradients
+from cutex.kernels.attention.backward.sm90.shared import (
+    Handover,
+    Load,
+    Shared,
+    SumsQueue,
+    Supply,
+)
 from cutex.kernels.attention.backward.tiles import (
     Sizes,
     Tile,

@@ -1,16 +1,23 @@
-"""The smem, rings and arguments that the roles of a CTA of the Hopper backward share."""
+"""The smem, rings and arguments that the roles of a CTA of the Hopper backward share, and the roles
+that bring what is in smem.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
 
+from cutex.device.atoms.tma import bulk_load
 from cutex.device.attention.block_info import BlockInfo, Blocks
+from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
+from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles
+from cutex.kernels.attention.backward.tiles import Walk
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,56 @@ def other_cta() -> Int32:
 
 
 @dataclass(frozen=True)
+class SumsQueue:
+    """The slots, one for each warpgroup, through which it hands dQ of every other block to the warp
+    that adds it.
+
+    barrier       arrives                                     waits
+    dq full[wg]   1 a warp of the warpgroup that owns keys,   the warp that adds
+                  its part of a block's dQ being in smem
+    dq empty[wg]  1: the warp that adds, its adds having      that warpgroup
+                  read smem
+    """
+
+    full: Barrier
+    empty: Barrier
+
+    @staticmethod
+    def allocate(smem: SmemAllocator, config: BackwardConfig) -> SumsQueue:
+        full = Barrier.allocate(smem, "dq full", arrivals=4, slots=config.dq_slots)
+        empty = Barrier.allocate(smem, "dq empty", arrivals=1, slots=config.dq_slots)
+        return SumsQueue(full, empty)
+
+    def init(self) -> None:
+        self.full.init()
+        self.empty.init()
+
+    def await_full(self, number: Int32, wg: Int32) -> None:
+        """Wait until dQ of block `number` is in smem."""
+        self.full.wait(number // 2 % 2, wg)
+
+    def await_empty(self, number: Int32, wg: Int32 | int) -> None:
+        """Wait until dQ of block `number` - 2 has been read."""
+        # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
+        self.empty.wait(number // 2 % 2 ^ 1, wg)
+
+    def await_all_empty(self, number: Int32, wg: Int32 | int) -> None:
+        """Wait until what the warpgroup computed of the blocks before `number` has been read."""
+        self.await_empty(number + (number + wg) % 2, wg)
+
+    def hand_over(self, wg: Int32 | int) -> None:
+        """Arrive once for this warp: its part of a block's dQ is in smem."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.full.arrive(wg)
+
+    def release(self, wg: Int32) -> None:
+        with cute.arch.elect_one():
+            self.empty.arrive(wg)
+
+
+@dataclass(frozen=True)
 class Shared:
     """What all roles of a CTA use."""
 
@@ -128,3 +185,107 @@ class Shared:
 
     def first_head(self) -> Int32:
         return self.tile.head_kv * self.heads_per_kv
+
+
+@dataclass(frozen=True)
+class Load:
+    """The loads of a CTA, by the first warp of the third warpgroup.
+
+    K and V once; of each block of queries, Q with its rows' LSE and delta, and dO. The warpgroup
+    that computes dQ follows the others by a block, and waits for slots that they have just
+    released.
+    """
+
+    config: BackwardConfig
+    q: Rows  # with the TMA operand each
+    k: Rows
+    v: Rows
+    do: Rows
+    kp: Rows | None  # K of which a pair's other CTA has the keys, half of the columns
+    stats: cute.Tensor  # (tiles, 2 * bM) LSE, then delta
+    shared: Shared
+
+    @cute.jit
+    def keys(self) -> None:
+        """Load K and V, 64 keys for each warpgroup. A whole warp calls it, as the next."""
+        c, s = self.config, self.shared
+        self.of_keys(self.k, s.sK, s.k_loaded, c.pairs * c.tile_n * c.dq_width * 2)
+        if cutlass.const_expr(c.pairs):
+            of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
+            loads = tile_loads(self.kp, s.sKp, of, part=cute.arch.block_idx_in_cluster())
+            for wg in cutlass.range_constexpr(c.key_tiles):
+                loads.load((s.tile.n_block ^ 1) * c.key_tiles + wg, wg, s.k_loaded[0])
+        self.of_keys(self.v, s.sV, s.v_loaded)
+
+    @cute.jit
+    def of_keys(
+        self, rows: Rows, sX: cute.Tensor, loaded: Barrier, more: cutlass.Constexpr[int] = 0
+    ) -> None:
+        """Load K or V; `more` bytes follow behind the same barrier."""
+        c, tile = self.config, self.shared.tile
+        loads = tile_loads(rows, sX, (tile.head_kv, tile.batch, tile.seq_k))
+        with cute.arch.elect_one():
+            loaded.arrive_expecting(c.tile_n * cute.size(sX, mode=[1]) * 2 + more)
+        for wg in cutlass.range_constexpr(c.key_tiles):
+            loads.load(tile.n_block * c.key_tiles + wg, wg, loaded[0])
+
+    @cute.jit
+    def next_tile(self, fill: PipelineState, phase: Int32) -> PipelineState:
+        """Load one of several tiles of a CTA, of parity `phase`, and its blocks of queries; return
+        the state behind them. What the tile before does not need any more comes first."""
+        s, blocks = self.shared, self.shared.m_blocks()
+        total = (blocks.end - blocks.first) * s.heads_per_kv
+        if total > 0:
+            self.queries(Int32(0), fill)
+            fill.advance()
+        s.v_read.wait(phase ^ 1)
+        self.of_keys(self.v, s.sV, s.v_loaded)
+        s.k_read.wait(phase ^ 1)
+        self.of_keys(self.k, s.sK, s.k_loaded)
+        for i in cutlass.range(1, total, unroll=1):
+            self.queries(i, fill)
+            fill.advance()
+        return fill
+
+    @cute.jit
+    def queries(self, number: Int32, state: PipelineState) -> None:
+        """Load block `number` of those that the CTA takes, of all its heads, once its slots are
+        empty."""
+        c, s = self.config, self.shared
+        blocks = s.m_blocks()
+        count = blocks.end - blocks.first
+        turn = number // count
+        m_block = blocks.first + number - turn * count
+        if cutlass.const_expr(s.descending):
+            m_block = blocks.end - 1 - number + turn * count
+        of = (s.first_head() + turn, s.tile.batch, s.tile.seq_q)
+        tile = s.tiles.tile(c, *of) + m_block
+        full = s.q.acquire(state)
+        tile_loads(self.q, s.sQ, of).load(m_block, state.slot, full)
+        bulk_load(self.stats[tile, None], s.stats[None, state.slot], full)
+        full = s.do.acquire(state)
+        tile_loads(self.do, s.sdO, of).load(m_block, state.slot, full)
+
+
+@dataclass(frozen=True)
+class Supply:
+    """The role of the warp that asks for tiles, and loads everything."""
+
+    config: BackwardConfig
+    shared: Shared
+    load: Load
+
+    @cute.jit
+    def run(self, walk: Walk) -> None:
+        s, dispatch = self.shared, walk.dispatch
+        fill, phase = s.q.producer(), Int32(0)
+        ticket, announcing = dispatch.first(), dispatch.announcing()
+        while ticket.valid:
+            tile = walk.tile(ticket)
+            if tile.has_keys(self.config):
+                load = replace(self.load, shared=replace(s, tile=tile))
+                fill = load.next_tile(fill, phase)
+                phase ^= 1
+            # NOTE: only when the last load is issued: a CTA that is late gets fewer tiles
+            ticket = dispatch.announce(ticket, announcing)
+            announcing.advance()
