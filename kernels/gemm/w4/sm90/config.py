@@ -22,7 +22,7 @@ class W4Config(WeightTiles, Sm90Config):
     """An Sm90Config whose first operand, the rows of the product, is a packed weight."""
 
     format: W4Format = field(default_factory=W4Format)
-    few: bool = False  # columns so few that mma.sync computes them (sm90/few.py)
+    few: bool = False  # columns so few that mma.sync computes them (widened_few)
     eight: bool = False  # of these, x has rows for the first eight alone
 
     @property
