@@ -133,9 +133,11 @@ def box_loads(
     if cutlass.const_expr(of_rows > 1):
         boxes = boxes // of_rows
         first += number * boxes
+        # (boxRows, boxK, BOX / sharers, K_BOX, SLOT)
         sX = cute.logical_divide(sX, (None, None, boxes))[None, None, (None, number), None, None]
     if cutlass.const_expr(of_k > 1):
         k_boxes = k_boxes // of_k
+        # (boxRows, boxK, BOX, K_BOX / sharers, SLOT), (boxRows, boxK, RestBox, RestK / sharers)
         sX = cute.logical_divide(sX, (None, None, None, k_boxes))[
             None, None, None, (None, number), None
         ]

@@ -47,6 +47,7 @@ class Query:
         """Load the first columns of sQ (64, D) into `registers`, as many as they hold."""
         tiled_mma = self.qk.mma.tiled(warpgroup.OperandSource.RMEM)
         columns = cute.size(registers) * WARPGROUP // ROWS
+        # (64, columns)
         kept = sQ if self.smem is None else cute.local_tile(sQ, (ROWS, columns), (0, 0))
         # NOTE: addresses that no tile changes would be kept, where no registers are left for them
         thread = pinned(cute.arch.thread_idx()[0])
