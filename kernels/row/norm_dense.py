@@ -8,18 +8,18 @@ bits in which the row begins, so that the columns of a thread are the same in ev
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.row import in_smem
 from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import RowReduction, add, lanes
-from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
+from cutex.device.row.tile import VECTOR_BYTES, RowTile
+from cutex.device.row.words import Words
 from cutex.kernels.row.kernel import ThisRow, reductions
-from cutex.kernels.row.norm import Normed, merged
+from cutex.kernels.row.norm import Normed
+from cutex.kernels.row.norm_by_words import NormByWords
 from cutex.kernels.row.norm_in_turns import InTurnsConfig, NormInTurns
 
 
@@ -32,101 +32,6 @@ class DenseConfig(InTurnsConfig):
     """
 
     words: int = 1
-
-
-@dataclass(frozen=True)
-class Words:
-    """The words of a row that one thread has: `per` elements each, the first word `lead` of them
-    before the row of `n` columns."""
-
-    threads: int
-    count: int
-    per: int
-    lead: Int32
-    n: Int32
-
-    def column(self, word: int) -> Int32:
-        """The first column of a word; -1 if that lies before the row."""
-        return Int32(self.number(word) * self.per - self.lead)
-
-    def number(self, word: int) -> Int32:
-        """Which of the row's words it is."""
-        return Int32(cute.arch.thread_idx()[0] % self.threads + word * self.threads)
-
-    def is_edge(self, word: int) -> bool:
-        """Whether elements of it may lie outside of the row."""
-        return word in (0, self.count - 1)
-
-    def is_whole(self, word: int) -> Boolean:
-        first = self.column(word)
-        return (first >= 0) & (first + self.per <= self.n)
-
-    def holds(self, word: int, element: int) -> Boolean:
-        column = self.column(word) + element
-        return (column >= 0) & (column < self.n)
-
-    def own(self) -> Float32:
-        """How many columns of the row this thread has."""
-        found = Float32(0)
-        for word in range(self.count):
-            for element in range(self.per):
-                found += self.holds(word, element).to(Float32) if self.is_edge(word) else 1.0
-        return found
-
-    @cute.jit
-    def load(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
-        """The elements of the row at sX[begin] in registers; 0 where there are none."""
-        rX = cute.make_rmem_tensor(self.count * self.per, sX.element_type)
-        rX.fill(0)
-        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
-        first = (begin - self.lead) // self.per
-        for word in cutlass.range_constexpr(self.count):
-            if cutlass.const_expr(not self.is_edge(word)):
-                if exists:
-                    rWords[word] = sWords[first + self.number(word)]
-            elif exists & self.is_whole(word):
-                rWords[word] = sWords[first + self.number(word)]
-            elif exists:
-                for i in cutlass.range_constexpr(self.per):
-                    if self.holds(word, i):
-                        rX[word * self.per + i] = sX[begin + self.column(word) + i]
-        return rX
-
-    @cute.jit
-    def store(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
-        """Write the elements of the row to sX[begin] and behind it."""
-        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
-        first = (begin - self.lead) // self.per
-        for word in cutlass.range_constexpr(self.count):
-            if cutlass.const_expr(not self.is_edge(word)) or self.is_whole(word):
-                sWords[first + self.number(word)] = rWords[word]
-            else:
-                for i in cutlass.range_constexpr(self.per):
-                    if self.holds(word, i):
-                        sX[begin + self.column(word) + i] = rX[word * self.per + i]
-
-    @cute.jit
-    def weights(self, mW: cute.Tensor) -> cute.Tensor:
-        """The elements of mW (N) in these columns, in registers; 0 where there are none."""
-        rW = cute.make_rmem_tensor(self.count * self.per, mW.element_type)
-        rW.fill(0)
-        for word in cutlass.range_constexpr(self.count):
-            for i in cutlass.range_constexpr(self.per):
-                if cutlass.const_expr(not self.is_edge(word)) or self.holds(word, i):
-                    rW[word * self.per + i] = mW[self.column(word) + i]
-        return rW
-
-    @cute.jit
-    def where_held(self, x: Any) -> Any:
-        """x, 0 outside of the row."""
-        rX = cute.make_rmem_tensor(self.count * self.per, Float32)
-        rX.store(x)
-        for word in cutlass.range_constexpr(self.count):
-            if cutlass.const_expr(self.is_edge(word)):
-                for i in cutlass.range_constexpr(self.per):
-                    at = word * self.per + i
-                    rX[at] = cutlass.select_(self.holds(word, i), rX[at], Float32(0))
-        return rX.load()
 
 
 class NormDense(NormInTurns):
@@ -145,11 +50,6 @@ class NormDense(NormInTurns):
     def chunk(self) -> RowTile:
         """The tile of all rows of a CTA as one."""
         return replace(self.tile, rows=1, threads=self.tile.num_threads)
-
-    @property
-    def group(self) -> int:
-        """The threads of a warp that share a row."""
-        return min(self.tile.threads, WARP)
 
     @cute.kernel
     def kernel(
@@ -171,49 +71,19 @@ class NormDense(NormInTurns):
         per = 32 // mX.element_type.width
         # NOTE: the same in all turns, since an even number of rows lies between them
         words = Words(tile.threads, c.words, per, (shift + own * n) % per, n)
-        held = {name: words.weights(optional[name]) for name in c.vectors}
+        norm = NormByWords.of(c, words, optional, sums, n)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        of_warp = lanes((words.own(),), add, self.group)[0] if c.centred else Float32(0)
         for turn in cutlass.range(c.turns, unroll=1):
             row = turn * tile.rows + own
             exists, begin = row < count, shift + row * n
-            rX = words.load(sX, begin, exists)
-            x = rX.load().to(Float32)
-            mean, squares = self.moments_of(x, words, of_warp, sums, turn)
-            rstd = cute.math.rsqrt(squares / Float32(n) + eps)
-            y = (x - mean if c.centred else x) * rstd
-            if cutlass.const_expr(c.weight):
-                y = y * held["weight"].load().to(Float32)
-            if cutlass.const_expr(c.bias):
-                y = y + held["bias"].load().to(Float32)
-            rX.store(y.to(sX.element_type))
+            mean, rstd = norm(sX, begin, exists, eps, turn, c.turns)
             if exists:
-                words.store(rX, sX, begin)
                 this = ThisRow(first + row, rows)
                 found = Normed(this, Columns(tile, n, Int32(0)), None, None, mean, rstd)
                 self.store_rest(found, optional)
         cute.arch.sync_threads()
         in_smem.store(columns, sX, gY)
-
-    def moments_of(
-        self, x: Any, words: Words, of_warp: Float32, sums: RowReduction, turn: Int32
-    ) -> tuple[Any, Any]:
-        """The mean of the row of which this thread has x, 0 outside of it, and its warp `of_warp`
-        columns, and the sum of squares of the differences from it; an RMS norm's mean is 0. Within
-        a warp the mean comes first, then the squares; warps meet once, with both."""
-        c = self.config
-
-        def summed(values: Any) -> Float32:
-            own = values.reduce(cute.ReductionOp.ADD, Float32(0), 0)
-            return lanes((own,), add, self.group)[0]
-
-        if not c.centred:
-            return Float32(0), sums.of_warps((summed(x * x),), add, turn, c.turns)[0]
-        mean = summed(x) / cute.arch.fmax(of_warp, Float32(1))
-        d = words.where_held(x - mean)
-        _, mean, squares = sums.of_warps((of_warp, mean, summed(d * d)), merged, turn, c.turns)
-        return mean, squares
 
 
 def run(mX: cute.Tensor, first: Int32, count: Int32) -> cute.Tensor:

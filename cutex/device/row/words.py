@@ -1,0 +1,115 @@
+"""The columns of a row in smem that begins anywhere, as words that go round its threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float32, Int32, cute
+
+HIGH = -65536  # the upper half of a word
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of a row that one thread has: `per` elements each, the first word `lead` of them
+    before the row of `n` columns, of which all words are full but the first and the last `open`."""
+
+    threads: int
+    count: int
+    per: int
+    lead: Int32
+    n: Int32
+    open: int = 1
+
+    def column(self, word: int) -> Int32:
+        """The first column of a word; -1 if that lies before the row."""
+        return Int32(self.number(word) * self.per - self.lead)
+
+    def number(self, word: int) -> Int32:
+        """Which of the row's words it is."""
+        return Int32(cute.arch.thread_idx()[0] % self.threads + word * self.threads)
+
+    def is_edge(self, word: int) -> bool:
+        """Whether elements of it may lie outside of the row."""
+        return word == 0 or word >= self.count - self.open
+
+    def is_whole(self, word: int) -> Boolean:
+        first = self.column(word)
+        return (first >= 0) & (first + self.per <= self.n)
+
+    def holds(self, word: int, element: int) -> Boolean:
+        column = self.column(word) + element
+        return (column >= 0) & (column < self.n)
+
+    def own(self) -> Float32:
+        """How many columns of the row this thread has."""
+        found = Float32(0)
+        for word in range(self.count):
+            for element in range(self.per):
+                found += self.holds(word, element).to(Float32) if self.is_edge(word) else 1.0
+        return found
+
+    @cute.jit
+    def load(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
+        """The elements of the row at sX[begin] in registers; 0 where there are none."""
+        rX = cute.make_rmem_tensor(self.count * self.per, sX.element_type)
+        rX.fill(0)
+        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
+        first = (begin - self.lead) // self.per
+        for word in cutlass.range_constexpr(self.count):
+            if cutlass.const_expr(not self.is_edge(word)):
+                if exists:
+                    rWords[word] = sWords[first + self.number(word)]
+            elif exists & self.is_whole(word):
+                rWords[word] = sWords[first + self.number(word)]
+            elif exists:
+                for i in cutlass.range_constexpr(self.per):
+                    if self.holds(word, i):
+                        rX[word * self.per + i] = sX[begin + self.column(word) + i]
+        return rX
+
+    @cute.jit
+    def store(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
+        """Write the elements of the row to sX[begin] and behind it."""
+        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
+        first = (begin - self.lead) // self.per
+        for word in cutlass.range_constexpr(self.count):
+            if cutlass.const_expr(not self.is_edge(word)) or self.is_whole(word):
+                sWords[first + self.number(word)] = rWords[word]
+            else:
+                for i in cutlass.range_constexpr(self.per):
+                    if self.holds(word, i):
+                        sX[begin + self.column(word) + i] = rX[word * self.per + i]
+
+    @cute.jit
+    def weights(self, mW: cute.Tensor) -> cute.Tensor:
+        """The elements of mW (N) in these columns, in registers; 0 where there are none."""
+        rW = cute.make_rmem_tensor(self.count * self.per, mW.element_type)
+        rW.fill(0)
+        for word in cutlass.range_constexpr(self.count):
+            for i in cutlass.range_constexpr(self.per):
+                if cutlass.const_expr(not self.is_edge(word)) or self.holds(word, i):
+                    rW[word * self.per + i] = mW[self.column(word) + i]
+        return rW
+
+    def elements(self, rX: cute.Tensor) -> list[Float32]:
+        """rX, the elements of the thread's words, in fp32."""
+        return [x for word in range(self.count) for x in self.pair(rX, word)]
+
+    def pair(self, rX: cute.Tensor, word: int) -> list[Float32]:
+        """The elements of a word of rX, in fp32: those of bf16 by an instruction each."""
+        if self.per == 2 and rX.element_type is BFloat16:
+            bits = cute.recast_tensor(rX, Int32)[word]
+            return [(bits << 16).bitcast(Float32), (bits & HIGH).bitcast(Float32)]
+        return [Float32(rX[word * self.per + i]) for i in range(self.per)]
+
+    def where_held(self, x: list[Float32]) -> list[Float32]:
+        """x, 0 outside of the row."""
+        found = [*x]
+        for word in range(self.count):
+            if self.is_edge(word):
+                for i in range(self.per):
+                    at = word * self.per + i
+                    found[at] = cutlass.select_(self.holds(word, i), x[at], Float32(0))
+        return found
