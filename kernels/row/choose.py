@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cutex.arch import arch
 from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
 
@@ -31,6 +33,31 @@ TURNS = 4
 DENSE = {8: {True: 288, False: 1152}, 4: {True: 512, False: 512}}
 DENSE_COLUMNS = 18
 DENSE_LEAST = 1 << 21
+# rows that come by bulk copies (docs/facts/rows.md#rows-norm-bulk): the columns of a thread at
+# most; threads of an SM, which have 128 registers each; the fewest threads of a CTA; slots at most,
+# by the threads of a row; bytes of an SM that rows may not have; elements that fill a GPU
+BULK_COLUMNS = 38
+BULK_THREADS = 512
+BULK_CTA = 128
+BULK_STAGES = {32: 3, 64: 4, 512: 6}
+BULK_SPARE = 8 << 10
+BULK_LEAST = 1 << 21
+# which rows: those that begin anywhere from so many columns on, of a layer norm's or an RMS norm's,
+# by the elements of a vector; of a layer norm's that begin with vectors, those of so many vectors a
+# thread from so many columns on, and those between
+BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
+BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
+BULK_LONG = (20_481, 38_912)
+
+
+class Bulk(NamedTuple):
+    """How rows come by bulk copies: see BulkConfig."""
+
+    tile: RowTile
+    words: int
+    stages: int
+    resident: int
+    ahead: bool
 
 
 def tile(
@@ -120,6 +147,58 @@ def dense(
     vectors = -(-(rows * TURNS * n + other.lead) // (rows * threads * other.width))
     tile = RowTile(rows, threads, 1, vectors, other.width, False)
     return tile, -(-(n + per - 1) // (threads * per)), TURNS
+
+
+def bulk(
+    m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST
+) -> Bulk | None:
+    """How `m` rows of `n` elements, a norm's, that lie one behind the other come by bulk copies, to
+    a part of a warp, a CTA or a cluster. None for rows that are better taken as `other` has them,
+    and where there are no bulk copies."""
+    of = arch(arch_name)
+    if of.capability < (9, 0) or m * n < least or not _is_for_bulk(n, other, centred):
+        return None
+    for ctas in (1, 2, 4, 8):
+        threads = _power(-(-n // (ctas * BULK_COLUMNS)), 4, 1024)
+        found = _bulk(n, threads, ctas, other, of.smem_per_cta)
+        if found is not None and found.resident * found.tile.num_threads <= BULK_THREADS // 2:
+            found = _bulk(n, BULK_THREADS, ctas, other, of.smem_per_cta)  # smem has room for a CTA
+        if found is not None:
+            return found
+    return None
+
+
+def _bulk(n: int, threads: int, ctas: int, other: RowTile, smem: int) -> Bulk | None:
+    """The same with so many threads for a row in each of so many CTAs; None without room."""
+    rows = max(1, BULK_CTA // threads) if ctas == 1 else 1
+    tile = RowTile(rows, threads, ctas, 1, other.width, False)
+    words = words_of(n, tile, other.aligned)
+    slot = tile.num_threads * words * 4 + 2 * VECTOR_BYTES
+    room, least_stages = smem - BULK_SPARE, min(BULK_STAGES.values())
+    resident = min(BULK_THREADS // tile.num_threads, room // (least_stages * slot))
+    if not resident:
+        return None
+    most = next(stages for t, stages in BULK_STAGES.items() if threads <= t)
+    return Bulk(tile, words, min(most, room // (resident * slot)), resident, ctas > 1)
+
+
+def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
+    """Whether a norm's rows of `n` elements are better taken by bulk copies than as `other`."""
+    least = BULK_ANYWHERE.get(other.width)
+    if least is None:
+        return False
+    if not other.aligned:
+        return n >= least[centred]
+    short = BULK_SHORT[0] <= n <= BULK_SHORT[1] and other.vectors == BULK_VECTORS
+    return centred and other.width == 8 and (short or BULK_LONG[0] <= n <= BULK_LONG[1])
+
+
+def words_of(n: int, tile: RowTile, whole: bool = False) -> int:
+    """The words of 32 bits that a thread of a tile has of a row of `n` elements, or of its CTA's
+    part of one. whole: each row begins with a word; else anywhere."""
+    per = tile.width // 4  # elements of a word
+    part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
+    return -(-(part + (per - 1) * (not whole)) // (tile.threads * per))
 
 
 def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:

@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 import cutex
 from cutex import ops
 from cutex.arch import arch
-from cutex.compile import compile
+from cutex.compile import Compiled, compile
 from cutex.device.row.tile import RowTile
+from cutex.device.row.words import Words
+from cutex.dtypes import of_torch
 from cutex.kernels.row import choose
 from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
 from cutex.kernels.row.kernel import ARCHS
-from cutex.kernels.row.norm_dense import DenseConfig, NormDense, Words
+from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
+from cutex.kernels.row.norm_dense import DenseConfig, NormDense
+from cutex.ops.device import launcher
 from cutex.ops.row import launches
 from cutex.ops.row.norm import NORM, groups_of, most_clusters
 from cutex.ops.row.rows import arch_of, tile_of
@@ -56,6 +60,14 @@ def asked(monkeypatch):
 def rows(device, shape, dtype, scale=1.0, seed=0) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(shape, generator=g)).to(dtype).to(device)
+
+
+def launched(kernel: Compiled, device: str, *arguments) -> None:
+    """Run a kernel on the device; in the simulator, without a finding."""
+    if device == "cuda":
+        launcher(kernel, arguments)(*arguments)
+    else:
+        assert not simulate(kernel, *arguments).findings
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, terms: float = 1.0) -> None:
@@ -677,6 +689,103 @@ def test_norms_of_dense_rows(device, asked, monkeypatch, n, centred, dtype, save
         near(mean[right], wide.mean(-1)[right], torch.float32, 4) if centred else None
     ((kind, *_),) = asked
     assert kind.__name__ == "NormDense"
+
+
+BULK = {  # rows, threads, CTAs; columns
+    "four rows of a warp each": ((4, 32, 1), 137),
+    "rows of half a warp": ((8, 16, 1), 75),
+    "a row of two warps": ((1, 64, 1), 301),
+    "parts of a row": ((1, 64, 4), 785),
+    "whole vectors": ((2, 32, 1), 144),
+}
+
+
+@pytest.mark.sweep(24)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("how", BULK.values(), ids=BULK)
+@pytest.mark.parametrize("m", [37, 3])
+@pytest.mark.parametrize("apart", [0, 3])
+def test_norms_by_bulk_copies(device, how, m, apart, ahead, centred, dtype):
+    # fewer CTAs than rows, slots that come round again, a first and a last row in the middle of 16
+    # bytes, NaN around them; every third row is NaN, which stays there though words lie in two rows
+    tile, n = RowTile(*how[0], 1, 16 // dtype.itemsize, False), how[1]
+    if ahead and (tile.rows > 1 or tile.threads <= 32):
+        pytest.skip("rows of one warp are not begun ahead")
+    config = BulkConfig(
+        tile, centred, weight="bf16", bias="bf16" * centred, saves=True, ahead=ahead,
+        words=choose.words_of(n, tile),
+    )  # fmt: skip
+    x, y = (
+        torch.full((m * n + 32,), torch.nan, dtype=dtype, device=device)[8 + apart :][: m * n]
+        for _ in range(2)
+    )
+    x, y = (z.view(m, n) for z in (x, y))
+    x.copy_(rows(device, (m, n), dtype))
+    x[1, : n // 3] += 64  # the parts of the row, which meet, differ
+    x[2::3] = torch.nan
+    w, b = (rows(device, (n + 1,), torch.bfloat16, seed=seed)[1:] for seed in (1, 2))
+    mean, rstd = torch.full((2, m), torch.nan, device=device)
+    optional = (w, b, mean, rstd) if centred else (w, rstd)
+    kernel = compile(
+        NormBulk(config),
+        of_torch(dtype).name,
+        "sm_90a" if device == "cpu" else arch_of(x.device, "a norm"),
+    )
+    launched(kernel, device, x, y, *optional, 1e-5, 4)
+    wide = x.double()
+    wide = wide - wide.mean(-1, keepdim=True) if centred else wide
+    inverse = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    want = wide * inverse * w.double() + (b.double() if centred else 0)
+    right = [i for i in range(m) if i % 3 != 2]
+    near(y[right], want[right], dtype, 8)
+    near(rstd[right], inverse[right, 0], torch.float32, 4)
+    if centred:
+        near(mean[right], x.double().mean(-1)[right], torch.float32, 4)
+    assert y[2::3].isnan().all()
+    whole = y.as_strided((m * n + 32,), (1,), 0)
+    assert whole[: 8 + apart].isnan().all() and whole[8 + apart + m * n :].isnan().all()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("n, centred", [(1601, True), (1203, False), (192, True), (20_489, True)])
+def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves):
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("bulk copies begin with sm_90")
+    monkeypatch.setattr(choose.bulk, "__defaults__", (0,))
+    x = rows(device, (5, n), torch.bfloat16)
+    w, b = (rows(device, (n,), torch.float32, seed=seed) for seed in (1, 2))
+    if saves:
+        y, _, _, rstd = NORM(x, w, b if centred else None, None, 1e-5, centred)
+    else:
+        y = cutex.layer_norm(x, w, b, eps=1e-5) if centred else cutex.rms_norm(x, w, eps=1e-5)
+    wide = x.double()
+    wide = wide - wide.mean(-1, keepdim=True) if centred else wide
+    inverse = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    near(y, wide * inverse * w.double() + (b.double() if centred else 0), torch.bfloat16, 8)
+    if saves:
+        near(rstd, inverse[:, 0], torch.float32, 4)
+    assert {kind.__name__ for kind, *_ in asked} == {"NormBulk"}
+
+
+def test_every_tile_by_bulk_copies_holds_its_rows():
+    smem = arch("sm_90a").smem_per_cta
+    for n in range(100, 160_000, 37):
+        for width, centred in ((8, True), (8, False), (4, True)):
+            other = choose.tile(n, 128 // width, "sm_90a", width, n % width > 0)
+            found = choose.bulk(1 << 22, n, other, centred, "sm_90a")
+            if found is None:
+                continue
+            tile, per = found.tile, width // 4
+            assert tile.why_not() is None and (tile.rows == 1 or tile.rows % 2 == 0)
+            part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
+            last, open_words = n - part * (tile.ctas - 1), 1 + (tile.ctas > 1)
+            assert found.words * per * tile.threads >= part + (per - 1) * (not other.aligned)
+            assert (found.words - open_words) * per * tile.threads <= last  # but these are whole
+            slot = tile.num_threads * found.words * 4 + 32
+            assert found.stages * found.resident * slot <= smem - choose.BULK_SPARE
 
 
 FAULTS = {

@@ -89,18 +89,35 @@ class RowReduction:
         """The same of values that all lanes of a warp, or of a row within it, have alike."""
         if cutlass.const_expr(self.words is None):
             return values
+        self.start(values, turn)
+        if cutlass.const_expr(self.full is None):
+            cute.arch.sync_threads()
+        return self.finish(combine, turn, turns)
+
+    @cute.jit
+    def start(self, values: Values, turn: Int32 | int) -> None:
+        """Write this warp's values to where all warps of the row will find them: of one CTA behind
+        its next barrier."""
         slot = turn % SLOTS
         row = cute.arch.thread_idx()[0] // self.tile.threads
         warp = cute.arch.warp_idx() % self.tile.warps
         if cutlass.const_expr(self.full is None):
             self.keep(values, row, warp, slot)
-            cute.arch.sync_threads()
         else:
-            phase = turn // SLOTS % 2
             if cutlass.const_expr(self.read is not None):
-                self.read.wait(phase ^ 1, slot)  # at once in the first round
+                self.read.wait(turn // SLOTS % 2 ^ 1, slot)  # at once in the first round
             self.send(values, row, warp, slot)
-            self.full.wait(phase, slot)
+
+    @cute.jit
+    def finish(
+        self, combine: cutlass.Constexpr[Combine], turn: Int32 | int, turns: Int32 | int
+    ) -> Values:
+        """`combine` of what all warps of the row have written in this turn. A turn may start before
+        the one before it is finished, none further ahead."""
+        slot = turn % SLOTS
+        row = cute.arch.thread_idx()[0] // self.tile.threads
+        if cutlass.const_expr(self.full is not None):
+            self.full.wait(turn // SLOTS % 2, slot)
         found = self.gathered(combine, row, slot)
         if cutlass.const_expr(self.read is not None):
             cute.arch.sync_warp()

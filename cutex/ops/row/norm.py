@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.arch import kernels_of
+from cutex.ops.occupancy import clusters_at_once
+from cutex.ops.row.launches import Calls, Launch, Run, kernel_for
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import (
     VECTOR,
@@ -28,6 +30,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 if TYPE_CHECKING:
     from cutex.device.row.tile import RowTile
     from cutex.kernels.row.norm import Norm, NormConfig
+    from cutex.kernels.row.norm_bulk import BulkConfig
 
 GROUPS = 3  # CTAs of an SM that have room for rows on their way
 MOST_GROUPS = 8
@@ -80,6 +83,7 @@ def _plan(
     functions."""
     from cutex.kernels.row import choose
     from cutex.kernels.row.norm import NormConfig
+    from cutex.kernels.row.norm_bulk import BulkConfig
 
     eps, centred, saves = options
     arch = arch_of(x.device, "cutex.layer_norm" if centred else "cutex.rms_norm")
@@ -105,24 +109,32 @@ def _plan(
         staged or tile, centred, residual is not None, name_of(weight), name_of(bias),
         saves=saves, by_smem=staged is not None,
     )  # fmt: skip
-    kernel = *kernel_of(config, rows[0]), arch
+    kind, config = kernel_of(config, rows[0], arch)
+    constants: tuple[float | int, ...] = (eps,)
+    if isinstance(config, BulkConfig):
+        constants += (bulk_groups(config, rows[0], arch),)
     if saves:
         returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
     else:
         returns = ("y",) if residual is None else ("y", "summed")
-    return launch.run(kernel, ("x", "y", *config.optional), (eps,), returns)
+    return launch.run((kind, config, arch), ("x", "y", *config.optional), constants, returns)
 
 
-def kernel_of(config: NormConfig, x: Tensor) -> tuple[type[Norm], NormConfig]:
+def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], NormConfig]:
     """The kind of kernel for a norm of the rows of x (M, N), and its config."""
     from cutex.kernels.row import choose
     from cutex.kernels.row.norm import Norm
+    from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
     from cutex.kernels.row.norm_by_element import ByElementConfig, NormByElement
     from cutex.kernels.row.norm_dense import DenseConfig, NormDense
     from cutex.kernels.row.norm_staged import NormStaged, is_staged
 
     (m, n), centred = x.shape, config.centred
-    if config.is_plain and x.stride(0) == n and (found := choose.dense(m, n, config.tile, centred)):
+    dense = config.is_plain and (x.stride(0) == n or m == 1)
+    by_words = dense and config.tile.width * x.element_size() == VECTOR
+    if by_words and (by := choose.bulk(m, n, config.tile, centred, kernels_of(arch))):
+        return NormBulk, BulkConfig(**{**vars(config), **by._asdict()})
+    if dense and (found := choose.dense(m, n, config.tile, centred)):
         tile, words, turns = found
         return NormDense, DenseConfig(**vars(replace(config, tile=tile)), words=words, turns=turns)
     if config.is_plain and (found := choose.by_element(n, config.tile, centred)):
@@ -130,6 +142,19 @@ def kernel_of(config: NormConfig, x: Tensor) -> tuple[type[Norm], NormConfig]:
         given = vars(replace(config, tile=tile))
         return NormByElement, ByElementConfig(**given, elements=elements, turns=turns)
     return NormStaged if is_staged(config, x.element_size()) else Norm, config
+
+
+def bulk_groups(config: BulkConfig, x: Tensor, arch: str) -> int:
+    """The clusters, or CTAs, that take the rows of x (M, N) in turn: as many as run at one time, an
+    even number, so that the rows of each begin alike to a word."""
+    from cutex.kernels.row.norm_bulk import NormBulk
+
+    tile = config.tile
+    compiled = kernel_for(NormBulk, config, dtype_of(x), arch)
+    at_once = clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device)
+    if at_once is None:
+        at_once = config.resident * (sms_of(x.device, arch) // tile.ctas)
+    return max(2, min(-(-len(x) // tile.rows), at_once) // 2 * 2)
 
 
 def _nothing(

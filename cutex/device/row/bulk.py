@@ -1,0 +1,119 @@
+"""Runs of memory on their way to slots of smem and back, by bulk copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.memory import SmemAllocator
+
+from cutex.device.atoms.bulk import load_bulk, store_bulk
+from cutex.device.pipeline import Barrier
+
+COPY_BYTES = 16  # a bulk copy has a whole number of these, and begins with one on both sides
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of gmem that one bulk copy brings to a slot, each as far behind a multiple of 16
+    bytes there as here. What shares the first or the last 16 bytes with them comes, too, if it is
+    `after` or `before` elements of the same tensor; else those at the end come by the element."""
+
+    gX: cute.Tensor  # (count)
+    lead: Int32  # elements from a multiple of 16 bytes to the first
+    after: Boolean
+    before: Boolean
+
+    @staticmethod
+    def of(gX: cute.Tensor, after: Boolean, before: Boolean) -> Run:
+        size = gX.element_type.width // 8
+        lead = (Int32(gX.iterator.toint()) & (COPY_BYTES - 1)) // size
+        return Run(gX, lead, after, before)
+
+    @property
+    def width(self) -> int:
+        """The elements of 16 bytes."""
+        return COPY_BYTES * 8 // self.gX.element_type.width
+
+    @property
+    def end(self) -> Int32:
+        """Where in a slot the last element lies, and one more."""
+        return self.lead + Int32(cute.size(self.gX))
+
+    @cute.jit
+    def load(self, slot: cute.Tensor, full: cute.Pointer) -> None:
+        """Start the copy to a slot; a phase of `full` completes with it. One thread calls it."""
+        width, end = self.width, self.end
+        first, last = self.inner()
+        if self.after:
+            first = Int32(0)
+        if self.before:
+            last = (end + (width - 1)) & -width
+        if (self.lead > 0) & ~self.after:
+            for i in cutlass.range(self.lead, width, unroll=1):
+                slot[i] = self.gX[i - self.lead]
+        if ~self.before:
+            for i in cutlass.range(last, end, unroll=1):
+                slot[i] = self.gX[i - self.lead]
+        num_bytes = (last - first) * (COPY_BYTES // width)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+        to = slot.iterator + first
+        load_bulk(to, self.gX.iterator + (first - self.lead), num_bytes, full)
+
+    @cute.jit
+    def store(self, slot: cute.Tensor) -> None:
+        """Start the copy of a slot to here, a bulk group of its own; but for what shares its 16
+        bytes with others, which is stored by the element. All threads call it."""
+        thread, (first, last) = Int32(cute.arch.thread_idx()[0]), self.inner()
+        if thread == 0:
+            num_bytes = (last - first) * (COPY_BYTES // self.width)
+            store_bulk(self.gX.iterator + (first - self.lead), slot.iterator + first, num_bytes)
+            cute.arch.cp_async_bulk_commit_group()
+        if thread < self.width:
+            if (thread >= self.lead) & (self.lead > 0):
+                self.gX[thread - self.lead] = slot[thread]
+            if last + thread < self.end:
+                self.gX[last + thread - self.lead] = slot[last + thread]
+
+    def inner(self) -> tuple[Int32, Int32]:
+        """From where to where in a slot all 16 bytes are this run's."""
+        width = self.width
+        return (self.lead + (width - 1)) & -width, self.end & -width
+
+
+@dataclass(frozen=True)
+class BulkRing:
+    """Slots of smem that runs come to, turn after turn.
+
+    barrier     arrives                                           waits
+    full[slot]  1: the thread that starts the copy, and its bytes  all threads
+    """
+
+    slots: cute.Tensor  # (length, STAGE)
+    full: Barrier
+
+    @staticmethod
+    def allocate(dtype: Any, elements: int, stages: int) -> BulkRing:
+        """Slots for runs of so many elements; its barriers are to be published."""
+        smem, width = SmemAllocator(), COPY_BYTES * 8 // dtype.width
+        full = Barrier.allocate(smem, "full", 1, stages)
+        shape = (elements // width + 2) * width, stages  # 16 bytes at each end are others', too
+        return BulkRing(smem.allocate_tensor(dtype, cute.make_layout(shape), COPY_BYTES), full)
+
+    @property
+    def stages(self) -> int:
+        return self.full.slots
+
+    def __getitem__(self, turn: Int32 | int) -> cute.Tensor:
+        """The slot of a turn (length)."""
+        return self.slots[None, turn % self.stages]
+
+    def load(self, run: Run, turn: Int32 | int) -> None:
+        """Start the copy of a run to the slot of a turn. One thread calls it."""
+        run.load(self[turn], self.full[turn % self.stages])
+
+    def wait(self, turn: Int32 | int) -> None:
+        """Wait for what was loaded for this turn."""
+        self.full.wait(turn // self.stages % 2, turn % self.stages)

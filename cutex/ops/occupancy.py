@@ -1,0 +1,67 @@
+"""How many clusters of a kernel a GPU runs at one time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from cutex.compile import Compiled
+
+
+def clusters_at_once(
+    compiled: Compiled, threads: int, ctas: int, device: torch.device
+) -> int | None:
+    """The clusters of `ctas` CTAs of so many threads of a compiled kernel, of one launch, that a
+    GPU runs at one time; None for none, in the simulator.
+
+    NOTE: not to be computed from the number of SMs: the parts of a GPU in which a cluster lies have
+    14 to 18 of them, differently on each card, and one cluster more than there is room for waits
+    until all others have ended.
+    """
+    if device.type != "cuda":
+        return None
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # so that there is a context
+        library = done(driver.cuLibraryLoadData(compiled.cubin, None, None, 0, None, None, 0))
+        try:
+            (kernel,) = done(driver.cuLibraryEnumerateKernels(1, library))
+            function = done(driver.cuKernelGetFunction(kernel))
+            (smem,) = compiled.dynamic_smem.values()
+            kinds = driver.CUfunction_attribute
+            most = kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            done(driver.cuFuncSetAttribute(function, most, smem))
+            share = kinds.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            done(driver.cuFuncSetAttribute(function, share, 100))
+            config = launch_config(threads, ctas, smem)
+            return done(driver.cuOccupancyMaxActiveClusters(function, config))
+        finally:
+            done(driver.cuLibraryUnload(library))
+
+
+def launch_config(threads: int, ctas: int, smem: int) -> Any:
+    """The launch of a cluster."""
+    from cuda.bindings import driver
+
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    value = driver.CUlaunchAttributeValue()
+    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = ctas, 1, 1
+    cluster.value = value
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem
+    config.attrs, config.numAttrs = [cluster], 1
+    return config
+
+
+def done(answer: tuple[Any, ...]) -> Any:
+    """What a function of the driver returned; RuntimeError if it failed."""
+    error, *values = answer
+    if error.value:
+        raise RuntimeError(f"the driver says {error.name}")
+    return values[0] if values else None

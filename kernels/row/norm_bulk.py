@@ -1,0 +1,198 @@
+"""Norms of dense rows that come and go by bulk copies, taken in turn by CTAs that stay.
+
+Rows of any length that lie one behind the other are one run of memory, of which each copy brings a
+few rows, or a CTA's part of one, while the rows before them are worked on. A CTA loads weights
+once. Threads have a row by words of 32 bits, as in norm_dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.compile import Argument, Scalar
+from cutex.device.pipeline import publish_barriers
+from cutex.device.row.bulk import BulkRing, Run
+from cutex.device.row.columns import Columns
+from cutex.device.row.reduction import RowReduction
+from cutex.device.row.tile import WARP
+from cutex.device.row.words import Words
+from cutex.kernels.row.kernel import ThisRow, reductions
+from cutex.kernels.row.norm import Norm, NormConfig, Normed
+from cutex.kernels.row.norm_by_words import NormByWords
+
+LEAST_STAGES = 2
+
+
+@dataclass(frozen=True)
+class BulkConfig(NormConfig):
+    """A norm of dense rows that come by bulk copies.
+
+    The tile's vectors are not used. words: of 32 bits, that a thread has of a row, or of its CTA's
+    part of one; stages: slots for rows on their way; resident: CTAs of an SM; ahead: the sums of a
+    row are begun before the row before it is finished, so that nobody waits for other warps.
+    """
+
+    words: int = 1
+    stages: int = 3
+    resident: int = 1
+    ahead: bool = False
+
+    @property
+    def meets_once(self) -> bool:
+        return self.centred
+
+
+class NormBulk(Norm):
+    """The norm of dense rows, without a residual. Thread 0 starts the copies."""
+
+    title = "norm_bulk"
+    archs = ("sm_90a", "sm_100a", "sm_120a")
+
+    def __init__(self, config: BulkConfig) -> None:
+        super().__init__(config)
+        tile = config.tile
+        if config.residual or config.out or tile.aligned:
+            raise ValueError("rows by bulk copies are plain, and may begin anywhere")
+        if tile.rows > 1 and (tile.rows % 2 or tile.ctas > 1):
+            raise ValueError("a CTA has a part of a row, one row, or an even number of them")
+        if config.ahead and (tile.rows > 1 or tile.threads <= WARP):
+            raise ValueError("ahead: only rows of several warps, one at a time, are begun ahead")
+        if config.stages < LEAST_STAGES + config.ahead:
+            raise ValueError(
+                f"stages={config.stages} must be at least {LEAST_STAGES + config.ahead}"
+            )
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return (*super().operands(dtype), Scalar("groups", "int32"))
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
+        c, tile = self.config, self.tile
+        optional = dict(zip(c.optional, rest[:-3], strict=True))
+        eps, groups, stream = rest[-3:]
+        self.kernel(mX, mY, optional, eps, groups).launch(
+            grid=(groups * tile.ctas, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            cluster=(tile.ctas, 1, 1) if tile.ctas > 1 else None,
+            min_blocks_per_mp=c.resident,
+            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32,
+        groups: Int32,
+    ) -> None:  # fmt: skip
+        c, tile = self.config, self.tile
+        sums = reductions(tile, *c.reduced, repeated=True)[0]
+        words = tile.num_threads * c.words
+        ring = BulkRing.allocate(mX.element_type, words * 32 // mX.element_type.width, c.stages)
+        publish_barriers((ring.full,))
+        group = Int32(cute.arch.block_idx()[0]) // tile.ctas
+        for ahead in cutlass.range_constexpr(c.stages - 1):
+            self.fetch(mX, group + ahead * groups, ring, ahead)
+        norm = self.norm(mX, group, optional, sums)
+        chunks = cute.ceil_div(Int32(cute.size(mX, mode=[0])), tile.rows)
+        turns = cute.ceil_div(chunks - group, groups)
+        if cutlass.const_expr(c.ahead):
+            if turns > 0:
+                self.start(mX, group, ring, norm, Int32(0))
+            cute.arch.sync_threads()
+        for turn in cutlass.range(turns, unroll=1):
+            chunk = group + turn * groups
+            if cutlass.const_expr(c.ahead):
+                if turn + 1 < turns:
+                    self.start(mX, chunk + groups, ring, norm, turn + 1)
+            else:
+                ring.wait(turn)
+            self.rows(mY, chunk, ring[turn], norm, (turn, turns), eps, optional)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+            self.run(mY, chunk).store(ring[turn])
+            # the slot of the turn before, whose rows are on their way out
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+            later = turn + (c.stages - 1)
+            self.fetch(mX, group + later * groups, ring, later)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def norm(
+        self, mX: cute.Tensor, group: Int32, optional: dict[str, cute.Tensor], sums: RowReduction
+    ) -> NormByWords:
+        """What this thread needs for its row of all chunks of a group, which begin alike to a word,
+        since an even number of rows lies between them."""
+        c, tile, first = self.config, self.tile, self.run(mX, group)
+        n, per = Int32(cute.size(mX, mode=[1])), 32 // mX.element_type.width
+        lead = (first.lead + self.own() * n) & (per - 1)
+        parts = tile.ctas > 1
+        columns = Int32(cute.size(first.gX)) if parts else n
+        words = Words(tile.threads, c.words, per, lead, columns, 1 + parts)
+        column = self.column(n)
+        vectors = {name: cute.domain_offset((column,), optional[name]) for name in c.vectors}
+        return NormByWords.of(c, words, vectors, sums, n)
+
+    @cute.jit
+    def start(
+        self, mX: cute.Tensor, chunk: Int32, ring: BulkRing, norm: NormByWords, turn: Int32
+    ) -> None:
+        """Begin the sums of a row, whose turn it is not yet."""
+        ring.wait(turn)
+        norm.start(ring[turn], self.run(mX, chunk).lead, turn)
+
+    @cute.jit
+    def rows(
+        self, mY: cute.Tensor, chunk: Int32, slot: cute.Tensor, norm: NormByWords,
+        turn: tuple[Int32, Int32], eps: Float32, optional: dict[str, cute.Tensor],
+    ) -> None:  # fmt: skip
+        """Put the norms of a chunk of rows in their place in a slot; store what belongs to them
+        beside. turn: which it is, and of how many."""
+        rows, n = (Int32(cute.size(mY, mode=[i])) for i in range(2))
+        own, lead = self.own(), self.run(mY, chunk).lead
+        row = chunk * self.tile.rows + own
+        exists = row < rows
+        if cutlass.const_expr(self.config.ahead):
+            mean, rstd = norm.finish(slot, lead, eps, *turn)
+        else:
+            mean, rstd = norm(slot, lead + own * n, exists, eps, *turn)
+        if exists:
+            columns = Columns(self.tile, n, Int32(0))
+            found = Normed(ThisRow(row, rows), columns, None, None, mean, rstd)
+            self.store_rest(found, optional)
+
+    @cute.jit
+    def fetch(self, mX: cute.Tensor, chunk: Int32, ring: BulkRing, turn: Int32 | int) -> None:
+        """Start the copy of a chunk to its slot; none behind the last."""
+        exists = chunk * self.tile.rows < cute.size(mX, mode=[0])
+        if exists & (cute.arch.thread_idx()[0] == 0):
+            ring.load(self.run(mX, chunk), turn)
+
+    def own(self) -> Int32:
+        """The row of a chunk that this thread has."""
+        return Int32(cute.arch.thread_idx()[0] // self.tile.threads)
+
+    def column(self, n: Int32) -> Int32:
+        """The first column of this CTA's part of a row of n."""
+        return self.part(n) * self.rank() if self.tile.ctas > 1 else Int32(0)
+
+    def part(self, n: Int32) -> Int32:
+        """The columns of a CTA's part of a row of n, but for the last part: a multiple of 8."""
+        return cute.ceil_div(cute.ceil_div(n, self.tile.ctas), 8) * 8
+
+    def rank(self) -> Int32:
+        return Int32(cute.arch.block_idx_in_cluster())
+
+    def run(self, mX: cute.Tensor, chunk: Int32) -> Run:
+        """This CTA's part of a chunk of rows of mX (M, N), which is dense."""
+        most = self.tile.rows
+        rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
+        row, column = chunk * most, self.column(n)
+        if self.tile.ctas > 1:
+            count = cutlass.min(self.part(n), n - column)
+        else:
+            count = cutlass.min(rows - row, most) * n
+        gX = cute.make_tensor(mX[row, None].iterator + column, cute.make_layout(count))
+        last = (row + most >= rows) & (column + count >= n * (rows - row))
+        return Run.of(gX, (row > 0) | (column > 0), ~last)
