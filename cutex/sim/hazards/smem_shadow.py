@@ -146,8 +146,7 @@ class SmemShadow(Observer):
                 line = int(self.line[place] >> 5 if wrote else self.read_line[place])
                 self.reports.strong(ins, int(warps[k]), place[1], int(other[k]), last.did, line)
         if changes and at.width >= WORD:
-            if self.m.grid.cluster_size > 1:
-                self._check_scopes(touches, how, ins)
+            self._check_scopes(touches, how, ins)
             self.changers.add(touches.at, own, self.clocks.known[warps, own], WHOLE)
             self.change.update(dict.fromkeys(zip(cta.tolist(), word.tolist(), strict=True), ins))
             np.minimum.at(self.low, cta, word)
