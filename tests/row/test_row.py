@@ -77,7 +77,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, terms: f
     assert bool((error <= bound.cpu()).all()), float((error / bound.cpu()).max())
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(60)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_softmax_and_its_gradient(device, n, dtype):
@@ -700,7 +700,7 @@ BULK = {  # rows, threads, CTAs; columns
 }
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(60)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
 @pytest.mark.parametrize("ahead", [False, True])
@@ -748,7 +748,7 @@ def test_norms_by_bulk_copies(device, how, m, apart, ahead, centred, dtype):
     assert whole[: 8 + apart].isnan().all() and whole[8 + apart + m * n :].isnan().all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("n, centred", [(1601, True), (1203, False), (192, True), (20_489, True)])
 def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves):
@@ -772,7 +772,7 @@ def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves)
 
 def test_every_tile_by_bulk_copies_holds_its_rows():
     smem = arch("sm_90a").smem_per_cta
-    for n in range(100, 160_000, 37):
+    for n in range(100, 160_000, 211):
         for width, centred in ((8, True), (8, False), (4, True)):
             other = choose.tile(n, 128 // width, "sm_90a", width, n % width > 0)
             found = choose.bulk(1 << 22, n, other, centred, "sm_90a")

@@ -97,10 +97,10 @@ def chunks(x: Tensor, w: Tensor, most: int, sums: bool = False) -> Iterator[slic
     rows = x.shape[0]
     if not most:
         most = max(LEAST_ROWS, LOGITS // max(1, w.shape[0] * x.element_size()) // ROWS * ROWS)
-        if sums and rows * x.element_size() <= most * x.element_size() + 4 * w.shape[1]:
-            most = max(1, rows)
         count = -(-rows // most)  # of one size, but for the last
         most = -(-rows // (ROWS * max(1, count))) * ROWS
+        if sums and rows * x.element_size() <= most * x.element_size() + 4 * w.shape[1]:
+            most = rows
     for start in range(0, rows, max(1, most)):
         yield slice(start, min(start + most, rows))
 
