@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def clusters_at_once(
     compiled: Compiled, threads: int, ctas: int, device: torch.device
 ) -> int | None:
-    """The clusters of `ctas` CTAs of so many threads of a compiled kernel, of one launch, that a
-    GPU runs at one time; None for none, in the simulator.
+    """The clusters of `ctas` CTAs of so many threads of a compiled kernel that a GPU runs at one
+    time; None in the simulator, which has none.
 
     NOTE: not to be computed from the number of SMs: the parts of a GPU in which a cluster lies have
     14 to 18 of them, differently on each card, and one cluster more than there is room for waits

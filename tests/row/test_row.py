@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.nn.functional as F
-from cutlass import cute
+from cutlass import Int32, cute
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +16,7 @@ import cutex
 from cutex import ops
 from cutex.arch import arch
 from cutex.compile import Compiled, compile
+from cutex.device.row.bulk import BulkRing, Run
 from cutex.device.row.tile import RowTile
 from cutex.device.row.words import Words
 from cutex.dtypes import of_torch
@@ -808,6 +809,38 @@ def test_a_fault_of_dense_rows_is_found(fault, monkeypatch):
     x, y = rows("cpu", (70, n), torch.bfloat16), torch.full((70, n), torch.nan).bfloat16()
     try:
         assert not simulate(kernel, x, y, 1e-5).findings
+        near(y, F.layer_norm(x.double(), (n,), eps=1e-5), torch.bfloat16, 8)
+        found = False
+    except (AssertionError, SimError):
+        found = True
+    assert found == (fault is not None)
+
+
+BULK_FAULTS = {
+    "none": None,
+    "rows not waited for": (BulkRing, "wait", lambda *_: None),
+    "stored before all are done": (cute.arch, "sync_threads", lambda: None),
+    "the async proxy is not told": (cute.arch, "fence_view_async_shared", lambda: None),
+    "a slot filled before it is read": (cute.arch, "cp_async_bulk_wait_group", lambda *_, **__: 0),
+    "ends stored that others share": (Run, "inner", lambda r: (Int32(0), (r.end + 7) & -8)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order, seed", [("fifo", 0), *ORDERS, ("eager", 0)])
+@pytest.mark.parametrize("fault", BULK_FAULTS.values(), ids=BULK_FAULTS)
+@pytest.mark.parametrize("how, n", [((4, 32, 1), 75), ((1, 64, 2), 301)], ids=["rows", "parts"])
+def test_a_fault_of_bulk_copies_is_found(how, n, fault, order, seed, monkeypatch):
+    if fault is not None and order != "fifo":
+        pytest.skip("a fault is found in the default order")
+    if fault is not None:
+        monkeypatch.setattr(*fault)
+    tile = RowTile(*how, 1, 8, False)
+    config = BulkConfig(tile, True, words=choose.words_of(n, tile), ahead=tile.ctas > 1)
+    kernel = compile(NormBulk(config), "bf16", "sm_90a", cache=False)
+    x, y = rows("cpu", (43, n), torch.bfloat16), torch.full((43, n), torch.nan).bfloat16()
+    try:
+        assert not simulate(kernel, x, y, 1e-5, 2, order=order, seed=seed).findings
         near(y, F.layer_norm(x.double(), (n,), eps=1e-5), torch.bfloat16, 8)
         found = False
     except (AssertionError, SimError):
