@@ -98,7 +98,7 @@ def in_clone(file: Path) -> None:
 
 def print_nowhere() -> None:
     """Discard all further output, whose reader has gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_RDWR), sys.stdout.fileno())
 
 
 def open_closed() -> None:

@@ -15,7 +15,7 @@ ORDER = (9, *(k for k in range(KERNELS) if k != 9))
 SEEDS = [(kernel, 7000 + CASES * kernel + n) for kernel in ORDER for n in range(CASES)]
 
 
-@pytest.mark.sweep(400)
+@pytest.mark.sweep(1000)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("kernel", "seed"), SEEDS)
 def test_two_hundred_calls_of_spoiled_values(arch, kernel, seed):

@@ -42,7 +42,7 @@ def disassemble(compiled: Compiled) -> str:
 # the compiled code
 
 
-@pytest.mark.sweep(72)
+@pytest.mark.sweep(144)
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_stage
 def test_no_stage_spills_or_overflows_its_sm(stage: Stage, dtype: str) -> None:
@@ -89,7 +89,7 @@ def test_tracing_leaves_the_dsl_and_the_collector_as_they_were() -> None:
     assert (op._get_caller_frame_info, op._get_location_from_frame_info, gc.isenabled()) == before
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @each_stage
 def test_a_kernel_bears_the_name_of_its_stage_and_not_that_of_cutlass(stage: Stage) -> None:
     compiled = compile(stage.kernel(), "bf16", stage.arch)

@@ -222,14 +222,14 @@ BLACKWELL = [
 ]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("dtype", "source", "a", "b"), HOPPER)
 def test_a_wgmma_product_takes_every_operand(dtype: str, source: str, a: str, b: str) -> None:
     found, exact = result(HopperProduct, ProductConfig(source, a, b), dtype)
     assert torch.equal(found, exact)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("dtype", "source", "a", "b"), BLACKWELL)
 def test_a_umma_product_takes_every_operand(dtype: str, source: str, a: str, b: str) -> None:
     found, exact = result(BlackwellProduct, ProductConfig(source, a, b), dtype)

@@ -211,7 +211,7 @@ CASES: dict[str, tuple[CopyConfig, int]] = {
 }
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("case", CASES)
 def test_tiles_hold_the_rows_of_their_source_and_zeros_behind_them(case: str, arch: str) -> None:

@@ -85,7 +85,7 @@ def test_what_the_model_ranks_first_is_close_to_the_best_that_was_timed(measured
     assert sum(loss > 0.1 for loss in losses) <= 0.06 * len(losses)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("least", "most", "mean"),
     [(1, 64, 1.10), (65, 128, 1.10), (129, 384, 1.05), (1025, 1 << 20, 1.0)],

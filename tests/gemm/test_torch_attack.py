@@ -247,7 +247,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("tenth", range(10))
 def test_nothing_is_silently_different_from_plain_torch(stand_in: StandIn, tenth: int) -> None:
     found = [attack(seed) for seed in range(12 * tenth, 12 * tenth + 12)]

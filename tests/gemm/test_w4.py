@@ -33,7 +33,7 @@ FORMATS = [
 # ---- products
 
 
-@pytest.mark.sweep(72)
+@pytest.mark.sweep(144)
 @pytest.mark.parametrize("seed", range(18))
 @pytest.mark.parametrize("arch", ARCHS)
 def test_randomized_products_are_right(arch: str, seed: int) -> None:

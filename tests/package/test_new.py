@@ -33,9 +33,11 @@ def test_every_kind_has_a_start_with_a_test():
         assert "test_NAME.py" in [place for place, _ in scaffold._templates(kind)]
 
 
-def test_what_is_written_passes_its_own_tests(tmp_path):
+def test_what_is_written_passes_its_own_tests(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     for kind in scaffold.KINDS:
-        assert f"wrote test_my_{kind}.py" in python(tmp_path, "-m", "cutex.new", kind, f"my_{kind}")
+        assert scaffold.main([kind, f"my_{kind}"]) == 0
+        assert f"wrote test_my_{kind}.py" in capsys.readouterr().out
     chosen = " or ".join(f"my_{kind} and ({some})" for kind, some in QUICK.items())
     argv = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen, ".")
     assert "4 passed" in python(tmp_path, *argv)

@@ -31,7 +31,7 @@ def run(stage, problem, x=None, **order) -> torch.Tensor:
     return y
 
 
-@pytest.mark.sweep(128)
+@pytest.mark.sweep(240)
 @pytest.mark.parametrize("init", NormProblem.inits)
 @pytest.mark.parametrize("columns", [1, 33, 1024, 3001])
 @pytest.mark.parametrize("dtype", NormProblem.dtypes)

@@ -46,7 +46,7 @@ def test_it_runs_on_any_arch(arch):
     run(stage, ReduceProblem(20_003, "fp32", "normal"), arch)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("order, seed", [("random", 1), ("random", 2), ("starved", 0)])
 @pytest.mark.parametrize("number", [5, 6])
 def test_the_last_to_arrive_has_the_same_bits_in_every_order(number, order, seed):

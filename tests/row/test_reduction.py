@@ -65,7 +65,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sweep(288)
+@pytest.mark.sweep(576)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape, dim", SHAPES)
@@ -123,7 +123,7 @@ def test_the_bits_are_the_same_each_time(device):
     check(rows(device, (2, 9000, 3), torch.bfloat16), "mean", 1, deterministic=False)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 def test_gradients(device, op):
     x = torch.randint(-3, 4, (4, 6, 5), device=device).float().requires_grad_()

@@ -208,7 +208,7 @@ def test_long_rows_of_a_norm_come_by_smem(device, monkeypatch, saves, centred):
     assert [kind.__name__ for kind, *_ in asked] == ["NormStaged"]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize(
     "n, dtype, ctas",
     [(n, torch.float16, 1) for n in (5520, 2056, 4104, 10_240, 20_472)]  # three tiles of one CTA
@@ -626,7 +626,7 @@ def test_an_arch_without_kernels_of_its_own_is_simulated_by_those_of_8_0():
         assert torch.allclose(cutex.softmax(x), x.softmax(-1), atol=1e-6)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("n, centred", [(137, True), (1023, False), (1023, True)])
 def test_columns_of_rows_that_begin_anywhere_go_round_the_threads(device, asked, n, saves, centred):
@@ -658,7 +658,7 @@ def test_columns_of_rows_that_begin_anywhere_go_round_the_threads(device, asked,
     assert kind.__name__ == "NormByElement"
 
 
-@pytest.mark.sweep(32)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -701,7 +701,7 @@ BULK = {  # rows, threads, CTAs; columns
 }
 
 
-@pytest.mark.sweep(60)
+@pytest.mark.sweep(120)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
 @pytest.mark.parametrize("ahead", [False, True])
@@ -749,7 +749,7 @@ def test_norms_by_bulk_copies(device, how, m, apart, ahead, centred, dtype):
     assert whole[: 8 + apart].isnan().all() and whole[8 + apart + m * n :].isnan().all()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("n, centred", [(1601, True), (1203, False), (192, True), (20_489, True)])
 def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves):

@@ -54,7 +54,7 @@ def survivors(arch: str, number: int, operator: str, order: str) -> tuple[list[s
     return left, count
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("order", ["fifo", "eager"])
 @pytest.mark.parametrize("operator", LEFT_OUT)
 @pytest.mark.parametrize("key", SAMPLE, ids=lambda key: f"{key[0]}-{key[1]}")

@@ -41,7 +41,7 @@ TURNS = [  # each stage in every second order, its neighbours in the others; the
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize(("stage", "order"), TURNS)
 def test_every_stage_is_exact_under_adversarial_orders(stage, order):
     kernel = compile(stage.kernel(), "fp16", stage.arch)

@@ -161,17 +161,27 @@ cute.compile(by_addresses, *pointers, 150, stream)(*pointers, 150, stream)
 }  # fmt: skip
 
 
-def test_a_script_runs_as_on_a_gpu(tmp_path):
+QUICK = ("compiled", "torch's, of another size than compiled for", "by TVM-FFI", "jitted")
+LAUNCHES = {"in vectors": 2, "torch's, of another size than compiled for": 2,
+            "as an operator with a backward": 3}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(CALLS), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_a_script_runs_as_on_a_gpu(tmp_path, names):
     """All ways to compile and call are in one script, since each takes seconds to start."""
-    each = [f"c.fill_(float('nan'))\n{call}\n{CHECK}print('done', {name!r})"
-            for name, call in CALLS.items()]  # fmt: skip
+    each = [f"c.fill_(float('nan'))\n{CALLS[name]}\n{CHECK}print('done', {name!r})"
+            for name in names]  # fmt: skip
     ran = run(tmp_path, HEAD + "\n".join(each), script=("--mine", "3"))
     assert ran.returncode == 0, ran.stderr
-    for name in CALLS:
+    for name in names:
         assert f"done {name}" in ran.stdout
-    assert ran.stdout.count("a[65] is 65.0") == len(CALLS) + 1
-    assert ran.stdout.count("right --mine 3 (10, 0)") == len(CALLS)
-    assert f"cutex: {len(CALLS) + 4} launches of " in ran.stderr
+    backward = "as an operator with a backward" in names
+    assert ran.stdout.count("a[65] is 65.0") == len(names) + backward
+    assert ran.stdout.count("right --mine 3 (10, 0)") == len(names)
+    launches = sum(LAUNCHES.get(name, 1) for name in names)
+    assert f"cutex: {launches} launches of " in ran.stderr
     assert ran.stderr.rstrip().endswith("no findings")
 
 

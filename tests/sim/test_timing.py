@@ -64,7 +64,7 @@ def of(arch: str) -> Gpu:
     return next(g for g in GPUS.values() if g.arch == arch)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("arch, number", CASES)
 def test_no_unit_is_busy_for_longer_than_the_kernel_runs(arch, number):
     timed = predict(recorded(arch, number)[0], of(arch), recorded(arch, number)[1])
