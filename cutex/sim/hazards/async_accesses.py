@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cutex.sim.hazards.async_reports import AsyncReports
 from cutex.sim.hazards.clocks import NEVER, Clocks
 from cutex.sim.hazards.mbarrier_order import MBarrierOrder
 from cutex.sim.hazards.smem_shadow import SmemShadow
@@ -30,15 +31,6 @@ from cutex.sim.reports import UNORDERED
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
-
-_COMPLETES = {  # the wait that orders an access after an operation without an mbarrier
-    Engine.TMA_STORE: "cp.async.bulk.wait_group by the thread that issued it",
-    Engine.WGMMA: "wgmma.wait_group by its warps",
-    Engine.TCGEN05_MMA: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
-    Engine.TCGEN05_CP: "tcgen05.commit to an mbarrier by the thread that issued it, and a wait",
-}
-_SILENT = "in whose phase no expect_tx has announced bytes, and "
-UNCOMMITTED = "no cp.async.bulk.commit_group of its thread has come since, so no wait is for it"
 
 
 class Last:
@@ -82,6 +74,7 @@ class AsyncAccesses(Observer):
         """``tmem_shadow``: None for a program without tensor memory."""
         self.m, self.clocks, self.mbarriers = machine, clocks, mbarriers
         self.smem_shadow, self.tmem_shadow = smem_shadow, tmem_shadow
+        self.reports = AsyncReports(machine, clocks)
         self.tracks: dict[Hashable, Track] = {}
         self.spans: list[Track] = []  # in shared memory
         self._bounds: tuple[np.ndarray, np.ndarray] | None = None
@@ -227,10 +220,12 @@ class AsyncAccesses(Observer):
                 if before.queue != op.queue:
                     verb = "overwrites" if write else "reads"
                     did = "write" if last is other.write else "read"
-                    why = self._advisory_reason(before, last, cta, op.warp)
+                    why = self.reports.advisory_reason(before, slot, count, op.warp)
                     if op.source is not None and op.source == before.source:
                         why = why or "both copy the same bytes to the same place"
-                    self._race(op.what, verb, op.warp, op.instruction, place, before, did, why)
+                    self.reports.race(
+                        op.what, verb, op.warp, op.instruction, place, before, did, why
+                    )
                     if not why:
                         return
                 elif op.warp != before.warp and before.number in self.issues:
@@ -356,9 +351,9 @@ class AsyncAccesses(Observer):
                 before, slot, count = last.operation[cta], last.slot[cta], last.count[cta]
                 if count > known[slot]:
                     assert before is not None
-                    why = self._advisory_reason(before, last, cta, warp)
+                    why = self.reports.advisory_reason(before, slot, count, warp)
                     why = why or (advisory_reason and f"{advisory_reason}, comes after that")
-                    self._race(what, verb, warp, ins, place, before, did, why)
+                    self.reports.race(what, verb, warp, ins, place, before, did, why)
                     return
                 if count > usable[slot]:
                     assert before is not None
@@ -409,8 +404,9 @@ class AsyncAccesses(Observer):
                     assert before is not None
                     place = Span(int(cta[k]), int(offset[k]), int(offset[k]) + width)
                     what, verb = ("a store", "overwrites") if write else ("a load", "reads")
-                    why = self._advisory_reason(before, last, int(cta[k]), int(warps[k]))
-                    self._race(what, verb, int(warps[k]), ins, place, before, did, why)
+                    slot, count = last.slot[cta[k]], last.count[cta[k]]
+                    why = self.reports.advisory_reason(before, slot, count, int(warps[k]))
+                    self.reports.race(what, verb, int(warps[k]), ins, place, before, did, why)
                     if not why:
                         return
 
@@ -422,96 +418,3 @@ class AsyncAccesses(Observer):
             self._bounds = lows, highs
         lows, highs = self._bounds
         return [self.spans[i] for i in np.nonzero((lows < high) & (highs > low))[0].tolist()]
-
-    # -- reports -----------------------------------------------------------------------------------
-
-    def _race(
-        self,
-        what: str,
-        verb: str,
-        warp: int,
-        ins: Instruction,
-        place: Footprint,
-        other: Operation,
-        did: str,
-        advisory_reason: str,
-    ) -> None:
-        """Report a race; ``advisory_reason``: the reason why it is an advisory only, if it is."""
-        m = self.m
-        issued = f"issued by {m.grid.name_warp(other.warp)} at {other.instruction.where()}"
-        message = f"{what} of {m.grid.name_warp(warp)} {verb} {place} "
-        if advisory_reason:
-            did = "wrote" if did == "write" else "read"
-            message += f"which {other.what} {issued} {did}: {advisory_reason}"
-        elif other.done:
-            done = "wrote" if did == "write" else "read"
-            message += (
-                f"which {other.what} {issued} {done}: it is complete, but nothing that this warp "
-                "has waited for says so"
-            )
-        else:
-            doing = "written" if did == "write" else "read"
-            message += f"while it is still being {doing} by {other.what} {issued}"
-        if other.signals:
-            message += f"; {self._last_wait(warp, other)}"
-        elif m.bulk_groups.uncommitted(other):
-            message += f"; {UNCOMMITTED}"
-        elif m.warpgroups.uncommitted(other):
-            message += "; no wgmma.commit_group has come since, so no wait is for it"
-        m.findings.add(
-            "race", message, ins, bool(advisory_reason), remedy=self._remedy(other, place.cta)
-        )
-
-    def _remedy(self, other: Operation, cta: int) -> str:
-        """The wait that orders an access after an operation."""
-        if other.signals:
-            barrier = self.m.mbarriers.name(*other.signal_on(cta)).partition(" (init")[0]
-            return f"a wait, by this warp or one that it waits for, for the phase of {barrier}"
-        return f"{self.completes(other)}, then a barrier with this warp if it is another"
-
-    def completes(self, op: Operation) -> str:
-        """The wait that tells of the end of an operation without an mbarrier."""
-        if self.m.bulk_groups.uncommitted(op):
-            return "cp.async.bulk.commit_group and wait_group by the thread that issued it"
-        return _COMPLETES.get(op.engine, "a wait for its group by the thread that issued it")
-
-    def _advisory_reason(self, before: Operation, last: Last, cta: int, warp: int) -> str:
-        """The reason why an access of ``warp`` after an operation breaks only the letter of the
-        ISA; "" if it is a race.
-
-        To the PTX ISA (9.7.15.7.3) a wgmma is one operation of the warpgroup, whose end one warp
-        may pass on, and NVIDIA's kernels rely on it; but its tensor cores are four.
-        """
-        clocks = self.clocks
-        agents = ((clocks.agent(before.kind, w), number) for w, number in before.agents)
-        if any(clocks.known[warp, slot] >= number for slot, number in agents):
-            return (
-                "what this warp has waited for says that it is complete for some of the four "
-                "warps, not for all"
-            )
-        if clocks.follows[warp, last.slot[cta]] >= last.count[cta]:
-            return "only a barrier.cluster.arrive.relaxed is in between, which releases no memory"
-        return ""
-
-    def _last_wait(self, warp: int, other: Operation) -> str:
-        """The racing warp's last wait on the barrier on which the operation completes, as text."""
-        m, barrier = self.m, other.signals[0]
-        name = m.mbarriers.name(*barrier)
-        failed = m.failed_wait[warp].get(barrier)
-        if failed is not None:
-            return (
-                f"it completes on {name}; the {failed.name}.{failed.parts[1]} of this warp at "
-                f"{failed.where()} returned false, and the warp went on"
-            )
-        seen, state = m.last_wait[warp].get(barrier), m.mbarriers.barriers.get(barrier)
-        if seen is None:
-            return f"it completes on {name}, on which this warp never waited"
-        parity, phases, ins = seen
-        loads = other.engine in (Engine.TMA_LOAD, Engine.DSMEM) and not other.done
-        silent = loads and state is not None and not state.tx_expected
-        return (
-            f"it completes on {name}, {_SILENT if silent else ''}on which this warp last waited "
-            f"with parity {parity} at "
-            f"{ins.where()}: that passed after {phases} completed "
-            f"phase{'s' if phases != 1 else ''}, {m.mbarriers.phases(*barrier)} are complete now"
-        )

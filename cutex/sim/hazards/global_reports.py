@@ -28,7 +28,7 @@ _OWN_FENCE = "a fence of the whole GPU by the thread that sets or reads the flag
 
 
 class GlobalReports:
-    """Words the races of a launch."""
+    """Composes the findings of races of a launch."""
 
     clocks: Clocks  # of the resident clusters
 

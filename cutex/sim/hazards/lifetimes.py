@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.hazards.async_accesses import UNCOMMITTED, AsyncAccesses
+from cutex.sim.hazards.async_accesses import AsyncAccesses
+from cutex.sim.hazards.async_reports import UNCOMMITTED
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.mbarrier_order import MBarrierOrder
 from cutex.sim.machine.events import LateArrival, Observer, SharedBytes
@@ -131,7 +132,9 @@ class Lifetimes(Observer):
                 + (f"; it completes on {on}" if on else "")
                 + (f"; {UNCOMMITTED}" if m.bulk_groups.uncommitted(op) else ""),
                 op.instruction,
-                remedy=f"a wait for the phase of {on}" if on else self.async_accesses.completes(op),
+                remedy=f"a wait for the phase of {on}"
+                if on
+                else self.async_accesses.reports.completes(op),
             )
         for (slot, barrier), use in self.uses.pop(cta, {}).items():
             if known[0, slot] >= use.count:

@@ -39,7 +39,7 @@ class LastStore(NamedTuple):
 
 
 class SmemReports:
-    """Words the races of the resident CTAs."""
+    """Composes the findings of races on the resident CTAs."""
 
     def __init__(self, machine: Machine, clocks: Clocks, rechecks: Rechecks) -> None:
         self.m, self.clocks, self.rechecks = machine, clocks, rechecks
