@@ -1,7 +1,7 @@
-"""Turns: CTAs add to a part of a tile in global memory one after another.
+"""Turns: CTAs add to a part of a tile in global memory one after another, for sums in one order.
 
-A flag in global memory counts the CTAs that have added to the part. A warp waits until it is its
-CTA's turn, and passes the turn on when its adds have landed.
+A flag in global memory, a semaphore, counts the CTAs that have added to the part. A warp waits
+until it is its CTA's turn, and passes the turn on when its adds have landed.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def test_a_passed_block_that_is_not_waited_for_is_found(monkeypatch):
         k, v = state
         for _ in cutlass.range(count, unroll=1):
             if cutlass.const_expr(in_turn):
-                self.turns.wait()
-                self.turns.end()
+                self.issue_order.wait()
+                self.issue_order.end()
             self.k.release(k)
             k.advance()
             self.v.release(v)

@@ -54,8 +54,8 @@ class KeyRings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turns:
-    """The order in which the warpgroups of a CTA issue their products, one step each."""
+class IssueOrder:
+    """The order in which the warpgroups of a CTA issue their products: ping-pong, a step each."""
 
     barrier: OrderedBarrier
     warpgroup: Int32  # this one
@@ -63,25 +63,29 @@ class Turns:
 
     @cute.jit
     def start(self) -> None:
-        """Give the first warpgroup its turn; the last one calls it."""
+        """Let the first warpgroup issue; the last one signals it."""
         if self.warpgroup == self.warpgroups - 1:
             self.barrier.signal(0)
 
     def wait(self) -> None:
+        """Wait until the warpgroup before has issued its step."""
         self.barrier.wait(self.warpgroup)
 
     def end(self) -> None:
+        """Let the next warpgroup issue."""
         self.barrier.signal((self.warpgroup + 1) % self.warpgroups)
 
 
 @dataclass(frozen=True)
 class BlockLoop:
+    """One warpgroup's loop over the blocks of keys of its 64 rows, and what it works with."""
+
     products: Products
     rings: KeyRings
     score_ops: ScoreOps
     softmax: Any  # a GuardedSoftmax; a WatchedSoftmax if it speculates
     factors: cute.Tensor  # (2)
-    turns: Turns | None = None  # None: the only warpgroup
+    issue_order: IssueOrder | None = None  # None: the only warpgroup
     speculates: bool = False  # blocks without a mask may be added without their maximum
 
     @property
@@ -208,7 +212,9 @@ class BlockLoop:
 
     def threads_where(self, condition: Boolean) -> Int32:
         """How many of this warpgroup's threads say `condition`, a uniform number."""
-        barrier = LOOK_BARRIER if self.turns is None else LOOK_BARRIER + self.turns.warpgroup
+        barrier = LOOK_BARRIER
+        if self.issue_order is not None:
+            barrier = LOOK_BARRIER + self.issue_order.warpgroup
         return cute.arch.make_warp_uniform(threads_where(condition, barrier, WARPGROUP))
 
     @cute.jit
@@ -271,11 +277,11 @@ class BlockLoop:
         # NOTE: an accumulator that outlives its step would keep its registers in the next
         acc_s = self.qk.mma.accumulator()
         self.k.wait_full(k)
-        self.await_turn()
+        self.await_issue()
         self.qk.into(acc_s).issue(k.slot, accumulate=False)
         self.v.wait_full(v)
         self.pv.issue(v.slot, accumulate=True)
-        self.end_turn()
+        self.end_issue()
         softmax, rescale = self.softmax, Boolean(False)
         warpgroup.wait_group(1)
         self.k.release(k)
@@ -318,13 +324,15 @@ class BlockLoop:
         """How many of this thread's `columns` of a block each of its rows sees."""
         return tuple(self.score_ops.mask.seen(r, n_block, columns) for r in range(2))
 
-    def await_turn(self) -> None:
-        if self.turns is not None:
-            self.turns.wait()
+    def await_issue(self) -> None:
+        """Wait until it is this warpgroup's turn to issue."""
+        if self.issue_order is not None:
+            self.issue_order.wait()
 
-    def end_turn(self) -> None:
-        if self.turns is not None:
-            self.turns.end()
+    def end_issue(self) -> None:
+        """Let the next warpgroup issue."""
+        if self.issue_order is not None:
+            self.issue_order.end()
 
     @cute.jit
     def pass_over(self, count: Int32, state: State, in_turn: cutlass.Constexpr[bool]) -> State:
@@ -333,8 +341,8 @@ class BlockLoop:
         k, v = state
         for _ in cutlass.range(count, unroll=1):
             if cutlass.const_expr(in_turn):
-                self.await_turn()
-                self.end_turn()
+                self.await_issue()
+                self.end_issue()
             # NOTE: an arrival before the slot is full could still count for its previous phase
             self.k.wait_full(k)
             self.k.release(k)

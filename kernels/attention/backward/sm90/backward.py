@@ -254,8 +254,10 @@ class Main:
                 values.run()
                 values.store(operands.dv)
 
-    def ways_out(self, sdQ: cute.Tensor, operands: Operands) -> tuple[cute.Tensor, cute.Tensor]:
-        """sdV and sdK: each warpgroup's dV and dK in the place of its slots of dQ."""
+    def gradient_slots(
+        self, sdQ: cute.Tensor, operands: Operands
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """sdV and sdK, from which dV and dK are stored: over the slots of dQ of each warpgroup."""
         c, found = self.config, []
         size = WARPGROUP_ROWS * c.head_dim * ELEMENT // 4  # of one, in numbers of 32 bits
         for at, of in ((0, operands.dv.smem_layout), (1, operands.dk.smem_layout)):
@@ -302,7 +304,7 @@ class Main:
             sdQ = smem.allocate_tensor(Float32, of_dq, byte_alignment=SMEM_ALIGN)
         sdK = sdV = None
         if cutlass.const_expr(c.own_dq):
-            sdV, sdK = self.ways_out(sdQ, operands)
+            sdV, sdK = self.gradient_slots(sdQ, operands)
         stats = smem.allocate_tensor(
             Float32, cute.make_layout((2 * c.tile_m, c.num_stages)), byte_alignment=128
         )

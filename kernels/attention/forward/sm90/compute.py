@@ -15,10 +15,10 @@ from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_loop import (
     BlockLoop,
+    IssueOrder,
     KeyRings,
     Products,
     State,
-    Turns,
 )
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.query import Query
@@ -33,11 +33,13 @@ from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
 from cutex.kernels.attention.work_ring import END, RETRY
 
 MAX_BLOCKS = 2**30
-TURN_BARRIER = 4  # the first of one named barrier for each warpgroup's turn
+ORDER_BARRIER = 4  # the first of one named barrier for each warpgroup: its turn to issue
 
 
 @dataclass(frozen=True)
 class Compute:
+    """The role of a warpgroup: O and LSE of its 64 rows of every tile, and their store."""
+
     config: Sm90ForwardConfig
     shared: Shared
     out: OutStore
@@ -50,10 +52,10 @@ class Compute:
         query, half_qk, pv = self.query(), self.half_qk(), self.pv()
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        turns = None
+        issue_order = None
         if cutlass.const_expr(c.warpgroups > 1):
-            turns = Turns(OrderedBarrier(TURN_BARRIER), wg, c.warpgroups)
-            turns.start()
+            issue_order = IssueOrder(OrderedBarrier(ORDER_BARRIER), wg, c.warpgroups)
+            issue_order.start()
         rings = KeyRings(shared.k, shared.v)
         q_take, state = ring.q.consumer(), rings.consumer()
         ring.q.wait_full(q_take)
@@ -76,7 +78,7 @@ class Compute:
             halves = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
                 Products(query.qk.of(tSrQ), pv, halves),
-                *(rings, score_ops, softmax, factors, turns, c.speculates),
+                *(rings, score_ops, softmax, factors, issue_order, c.speculates),
             )
             forwards = ring.forwards(q_take.slot) if c.alternates else None
             around = tile.around(blocks, forwards)  # what only other warpgroups' rows see
@@ -265,6 +267,8 @@ STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 
 @dataclass(frozen=True)
 class OutStore:
+    """A warpgroup's store of O, rounded and by TMA, and of its LSE."""
+
     config: Sm90ForwardConfig
     o: Rows  # of O, with its TMA operand
     sO: cute.Tensor  # (64, DV / o_parts, SLOT)
