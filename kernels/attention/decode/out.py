@@ -41,6 +41,8 @@ ROW_WORDS = 32  # of its rows, in a lane, at most
 
 @dataclass(frozen=True)
 class Out:
+    """The output of a CTA's units: O and LSE, or the partial ones of units that are split."""
+
     config: Any  # says `head_dim_v`, `sink` and `lse`
     mO: cute.Tensor
     partials: Partials
@@ -166,6 +168,8 @@ MOST_TOGETHER = 8
 
 @dataclass(frozen=True)
 class Partials:
+    """The workspace of partial results: fp32 O and LSE of each part, a flag of each unit."""
+
     sums: cute.Tensor  # (words) fp32
     flags: cute.Tensor  # (units) Int32
     rows: int  # bM

@@ -391,6 +391,8 @@ def _words_of_q(
 
 @dataclass(frozen=True)
 class Load:
+    """The role of a load warp: its share of each block of K and V, through their rings."""
+
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     pitch_k: Int32  # rows from one page, or one sequence, to the next

@@ -34,6 +34,8 @@ class MlaOut(Out):
 
 
 class MlaCombine(Combine):
+    """The merge of the parts of MLA's units, which count blocks of rows."""
+
     out: ClassVar[type[Out]] = MlaOut
 
     def rows(self, args: KernelArgs, sizes: Sizes, unit: Int32) -> Rows:

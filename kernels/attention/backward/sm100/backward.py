@@ -41,6 +41,8 @@ LARGEST = 2.0**127  # P of a row with this LSE is 0; the largest power of two of
 
 
 class Backward:
+    """The backward on Blackwell, three launches: preprocess, main, convert."""
+
     arch = "sm_100a"
 
     def __init__(self, config: Sm100BackwardConfig) -> None:

@@ -34,6 +34,8 @@ STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 
 @dataclass(frozen=True)
 class Compute:
+    """The role of a warpgroup: P^T and dS^T of its share of each block, then dV or dK."""
+
     shared: Shared
     group: Int32  # the number of the warpgroup, and of its share of a block's queries
 

@@ -31,6 +31,8 @@ BESIDE = 4  # neighbouring threads of convert that have neighbouring units of a 
 
 @dataclass(frozen=True)
 class Add:
+    """The role that adds dQ of each block, out of tensor memory, to the fp32 sums."""
+
     shared: Shared
     dq_sums: cute.Tensor  # (tiles, bM * D)
 

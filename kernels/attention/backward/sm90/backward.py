@@ -55,6 +55,8 @@ from cutex.schedulers.counter import CounterDispatch
 
 
 class Backward:
+    """The backward on Hopper, three launches: preprocess, main, convert."""
+
     arch = "sm_90a"
 
     def __init__(self, config: BackwardConfig) -> None:

@@ -23,6 +23,8 @@ from cutex.kernels.attention.decode.sm100.shared import Barriers
 
 @dataclass(frozen=True)
 class Mma:
+    """The MMA role: S = Q K^T and O += P V of every block."""
+
     config: Sm100DecodeConfig
     shared: Shared
     barriers: Barriers

@@ -38,6 +38,8 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Softmax:
+    """The softmax role: P of every block, and the store of O and LSE; a thread has a row."""
+
     config: Sm100DecodeConfig
     mQ: cute.Tensor
     out: Out

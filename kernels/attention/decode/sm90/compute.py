@@ -36,6 +36,8 @@ from cutex.kernels.attention.decode.splits import Piece
 
 @dataclass(frozen=True)
 class Compute:
+    """The role of the warpgroup that computes both products and the softmax between them."""
+
     mQ: cute.Tensor
     out: Out
     shared: Shared

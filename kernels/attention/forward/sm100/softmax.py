@@ -132,6 +132,8 @@ ALL_BLOCKS = 0b100
 
 
 class State(NamedTuple):
+    """What a row loop passes from block to block."""
+
     done: Int32  # blocks of this tile so far
     parities: Int32  # see `wait_scores`
 
@@ -150,6 +152,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class RowLoop:
+    """A thread's loop over the blocks of its row: the maximum first, then the exponentials."""
+
     shared: Shared
     tile: Int32
     softmax: RowSoftmax
@@ -297,6 +301,8 @@ class Backoff(NamedTuple):
 
 
 class TentativeState(NamedTuple):
+    """State, and when a block may be taken tentatively."""
+
     done: Int32  # as in State
     parities: Int32
     backoff: Backoff
@@ -315,6 +321,9 @@ class TentativeState(NamedTuple):
 
 
 class TentativeRowLoop(RowLoop):
+    """A RowLoop that takes blocks without a mask with the reference that it has, and takes one
+    again, maximum first, where that does not hold."""
+
     state: ClassVar[Any] = TentativeState
 
     @cute.jit

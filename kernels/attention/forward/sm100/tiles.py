@@ -186,6 +186,8 @@ Fills = tuple[PipelineState, PipelineState, PipelineState]  # states in the ring
 
 @dataclass(frozen=True)
 class Load:
+    """The load role: it announces tiles, and loads their Q, K and V."""
+
     config: Sm100ForwardConfig
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo

@@ -99,6 +99,8 @@ class PairExchange:
 
 @dataclass(frozen=True)
 class Load:
+    """The load role: it announces tiles, and loads their Q, K and V."""
+
     config: Sm90ForwardConfig
     q: Rows  # with the TMA operand each
     k: Rows | Pages

@@ -50,6 +50,8 @@ def no_boxes() -> KeyBoxes:
 
 @dataclass(frozen=True)
 class Load:
+    """The role of a load warp: its slots of every block of keys, and of Q."""
+
     q: cpasync.TmaInfo
     kv: cpasync.TmaInfo
     pitch: Int32  # rows from one page, or one sequence, to the next
@@ -192,6 +194,8 @@ STEPS = BOX // 16  # of K of a slot of V
 
 @dataclass(frozen=True)
 class Mma:
+    """The MMA role of a pair: S = Q K^T and O += P V of every block."""
+
     shared: Shared
     tmem: cute.Pointer
 

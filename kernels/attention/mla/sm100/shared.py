@@ -67,6 +67,8 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Shared(MlaWalk):
+    """The smem, barriers and arguments that all roles of a CTA use."""
+
     config: Sm100MlaConfig
     sQ: cute.Tensor  # (bM / 2, 64, CHUNK)
     sK: cute.Tensor  # (bN / 2, 64, SLOT)

@@ -41,6 +41,8 @@ BARRIER = 1  # the first of the named barriers of warps that have the same rows
 
 @dataclass(frozen=True)
 class Softmax:
+    """The softmax role: P of every block, and the store of O and LSE; two threads have a row."""
+
     out: Out
     parts: Parts
     shared: Shared

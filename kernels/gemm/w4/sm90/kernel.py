@@ -255,7 +255,7 @@ class FewRows:
         tiled_mma = warpgroup_mma(weights.kind, columns)
         thr_mma = tiled_mma.get_slice(thread % WARPGROUP)
         sB = cute.local_tile(self.sX, (columns, BLOCK_K), (0, 0, None))  # (N, bK, SLOT)
-        partitioned = thr_mma.partition_B(sB[None, None, 0])
+        partitioned = thr_mma.partition_B(sB[None, None, 0])  # (MMA, MMA_N, MMA_K)
         load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, columns // 4), weights.kind)
         s2r = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread % WARPGROUP)
         tXsX = s2r.partition_S(sB)  # (CPY, CPY_N, CPY_K, SLOT)
