@@ -35,7 +35,7 @@ WRAP = 2**34  # bytes: END times this is 2^64
 
 
 class Box(NamedTuple):
-    """Neighbouring rows of a list of rows, of which some may not count."""
+    """Consecutive rows of a list of rows, some of which may be out of range."""
 
     offset: Any  # the first row's number
     count: Any  # of the rows that count; the others are zeros

@@ -17,9 +17,10 @@ COPY_BYTES = 16  # a bulk copy has a whole number of these, and begins with one 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements of gmem that one bulk copy brings to a slot, each as far behind a multiple of 16
-    bytes there as here. What shares the first or the last 16 bytes with them comes, too, if it is
-    `after` or `before` elements of the same tensor; else those at the end come by the element."""
+    """Elements of gmem that one bulk copy brings to a slot of smem, at the same offset from a
+    multiple of 16 bytes as in gmem. What shares the first or the last 16 bytes with them comes,
+    too, if it is `after` or `before` elements of the same tensor; else those at the end come by the
+    element."""
 
     gX: cute.Tensor  # (count)
     lead: Int32  # elements from a multiple of 16 bytes to the first
@@ -39,7 +40,7 @@ class Run:
 
     @property
     def end(self) -> Int32:
-        """Where in a slot the last element lies, and one more."""
+        """The index in a slot after the last element."""
         return self.lead + Int32(cute.size(self.gX))
 
     @cute.jit
@@ -78,7 +79,7 @@ class Run:
                 self.gX[last + thread - self.lead] = slot[last + thread]
 
     def inner(self) -> tuple[Int32, Int32]:
-        """From where to where in a slot all 16 bytes are this run's."""
+        """The range in a slot whose 16-byte units are all this run's own."""
         width = self.width
         return (self.lead + (width - 1)) & -width, self.end & -width
 

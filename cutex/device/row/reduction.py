@@ -96,8 +96,8 @@ class RowReduction:
 
     @cute.jit
     def start(self, values: Values, turn: Int32 | int) -> None:
-        """Write this warp's values to where all warps of the row will find them: of one CTA behind
-        its next barrier."""
+        """Write this warp's values to where all warps of the row will find them: within one CTA,
+        after its next barrier."""
         slot = turn % SLOTS
         row = cute.arch.thread_idx()[0] // self.tile.threads
         warp = cute.arch.warp_idx() % self.tile.warps

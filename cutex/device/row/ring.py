@@ -41,8 +41,8 @@ class RowRing:
     def fetch(
         self, columns: Columns, matrices: tuple[cute.Tensor, ...], row: Int32, turn: Int32 | int
     ) -> None:
-        """Let this row of each of the matrices (M, N), for this turn, come; none behind the last.
-        Called once a turn."""
+        """Start the copies of this turn's row of each of the matrices (M, N); none past the last
+        row. Called once a turn."""
         if cutlass.const_expr(self.stages):
             thread = cute.arch.thread_idx()[0]
             if row < cute.size(matrices[0], mode=[0]):
@@ -57,13 +57,14 @@ class RowRing:
     def start(
         self, columns: Columns, matrices: tuple[cute.Tensor, ...], row: Int32, step: Int32
     ) -> None:
-        """Let the rows of the first turns come, all but the last slot's."""
+        """Start the copies of the first turns' rows: those of all slots but the last."""
         for ahead in cutlass.range_constexpr(self.stages - 1):
             self.fetch(columns, matrices, row + ahead * step, ahead)
 
     @cute.jit
     def wait(self) -> None:
-        """Wait for the rows of the oldest turn; those of stages - 2 later ones may be coming."""
+        """Wait for the rows of the oldest turn; the copies of stages - 2 later turns may be in
+        flight."""
         if cutlass.const_expr(self.stages):
             cute.arch.cp_async_wait_group(self.stages - 2)
 

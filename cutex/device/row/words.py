@@ -71,7 +71,7 @@ class Words:
 
     @cute.jit
     def store(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
-        """Write the elements of the row to sX[begin] and behind it."""
+        """Write the elements of the row to sX from sX[begin] on."""
         rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
         first = (begin - self.lead) // self.per
         for word in cutlass.range_constexpr(self.count):

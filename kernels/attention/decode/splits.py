@@ -34,7 +34,7 @@ NEVER = 2**30  # blocks of a part without a border
 
 
 class EntrySpan(NamedTuple):
-    """An entry, at a position in the row of all units."""
+    """A batch entry's range on the axis along which all units are laid end to end."""
 
     entry: Any
     begin: Any  # the position of its first unit
@@ -116,7 +116,7 @@ class Splits:
         return (self.number + 1) * self.quota
 
     def weight(self, blocks: Any) -> Any:
-        """The length of a unit of `blocks` blocks in the row of all."""
+        """The length of a unit of `blocks` blocks on that axis."""
         if self.size is None:
             return weight(blocks, self.start)
         parts = (blocks + self.size - 1) // larger(self.size, 1)

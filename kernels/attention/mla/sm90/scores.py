@@ -43,8 +43,6 @@ def rows_of_thread() -> tuple[Int32, Int32]:
 
 @dataclass(frozen=True)
 class Scores:
-    """The role of a warpgroup of scores: P of every second block, and the loads of its slot."""
-
     out: Out
     parts: Parts
     shared: Shared
@@ -308,8 +306,6 @@ PARTS = len(GROUPS)  # of these columns, one after the other
 
 @dataclass(frozen=True)
 class Values:
-    """The role of a warpgroup of values: half of the columns of O."""
-
     out: Out
     parts: Parts
     shared: Shared

@@ -107,8 +107,6 @@ class Words:
 
 @dataclass(frozen=True)
 class Shared(MlaWalk):
-    """The smem, barriers and arguments that all roles of a CTA use."""
-
     config: Sm90MlaConfig
     sQ: cute.Tensor  # (bM, D, 1)
     sKV: cute.Tensor  # (bN, D, SLOT)
@@ -177,8 +175,6 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """The loads by a warp of its part of each block of one slot, and of Q."""
-
     q: cpasync.TmaInfo
     kv: cpasync.TmaInfo
     pitch: Int32  # rows from one page, or one sequence, to the next
