@@ -1,18 +1,25 @@
-"""Preprocess and Convert: the launches before and behind main, a CTA for each tile of a head's
-queries.
+"""What the backward kernels of all archs share: their three launches, and two of these, Preprocess
+and Convert, before and after main, a CTA for each tile of a head's queries.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from cutex.compile import Argument
 from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
-from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, queries
+from cutex.kernels.attention.backward.signature import (
+    KernelArgs,
+    RowTiles,
+    Tensors,
+    arguments,
+    queries,
+)
 from cutex.kernels.attention.backward.spec import BackwardSpec
 
 THREADS = 128
@@ -21,6 +28,8 @@ VECTOR = 8  # elements of 16 bits in one load
 SIDE_BY_SIDE = THREADS // LANES  # rows that are read at one time
 WIDE = 8  # columns of a unit of dQ
 MOST = 16  # units that a thread of convert has in registers at one time
+
+Config = TypeVar("Config", bound=BackwardSpec)
 
 
 class QueryTile(NamedTuple):
@@ -305,3 +314,40 @@ class Convert:
         if (row < seqlen.length) & (unit * WIDE < cute.size(gdQ, mode=[1])):
             to = cute.logical_divide(gdQ[at, None], cute.make_layout(WIDE))  # (WIDE, NumUnits)
             cute.autovec_copy(rounded, to[None, unit])
+
+
+class BackwardKernel(Generic[Config]):
+    """What the backward kernels of all archs are to who compiles and launches them: preprocess,
+    main and convert, of which each arch has its own main."""
+
+    arch: str
+    name: str
+    preprocess: ClassVar[type[Preprocess]] = Preprocess
+    main: ClassVar[Any]
+    convert: ClassVar[type[Convert]] = Convert
+
+    def __init__(self, config: Config) -> None:
+        if reason := config.why_not():
+            raise ValueError(reason)
+        self.config = config
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        roles = {"preprocess": self.preprocess, "main": self.main, "convert": self.convert}
+        return {role: of.kernel for role, of in roles.items()}
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        return arguments(self.config, dtype)
+
+    def workspace(self, tensors: Tensors) -> Tensors:
+        """`tensors` with stats and dq_sums as the kernels of the arch have them."""
+        return tensors
+
+    @cute.jit
+    def __call__(self, mQ, *rest) -> None:
+        c, count = self.config, len(Tensors._fields)
+        tensors, stream = self.workspace(Tensors(mQ, *rest[: count - 1])), rest[-1]
+        args = KernelArgs.of(c, rest[count - 1 : -1])
+        self.preprocess(c).launch(tensors, args, stream)
+        self.main(c).launch(tensors, args, stream)
+        self.convert(c).launch(tensors, args, stream)

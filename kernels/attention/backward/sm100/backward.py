@@ -16,7 +16,6 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument
 from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout, slots_layout
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import BlockInfo
@@ -28,7 +27,6 @@ from cutex.kernels.attention.backward.signature import (
     KernelArgs,
     RowTiles,
     Tensors,
-    arguments,
 )
 from cutex.kernels.attention.backward.sm100.compute import Compute
 from cutex.kernels.attention.backward.sm100.config import FOLDED, ROWS, TERMS, Sm100BackwardConfig
@@ -38,43 +36,6 @@ from cutex.kernels.attention.backward.sm100.shared import Barriers, Load, Shared
 from cutex.kernels.attention.backward.tiles import Sizes, Tile, sizes_of, tile_of
 
 LARGEST = 2.0**127  # P of a row with this LSE is 0; the largest power of two of bf16
-
-
-class Backward:
-    """The backward on Blackwell, three launches: preprocess, main, convert."""
-
-    arch = "sm_100a"
-
-    def __init__(self, config: Sm100BackwardConfig) -> None:
-        if reason := config.why_not():
-            raise ValueError(reason)
-        self.config = config
-
-    @property
-    def name(self) -> str:
-        return "sm100_attention_backward"
-
-    @property
-    def kernels(self) -> dict[str, Any]:
-        return {"preprocess": Preprocess.kernel, "main": Main.kernel, "convert": Convert.kernel}
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype)
-
-    @cute.jit
-    def __call__(self, mQ, *rest) -> None:
-        c, count = self.config, len(Tensors._fields)
-        tensors, stream = Tensors(mQ, *rest[: count - 1]), rest[-1]
-        # NOTE: rows are padded to 128 in either case, and where a caller counts tiles of 64
-        # queries, the two of a block follow each other
-        stats = by_tiles(tensors.stats, c.row_stats * c.tile_m)
-        tensors = tensors._replace(
-            stats=stats, dq_sums=by_tiles(tensors.dq_sums, c.tile_m * c.head_dim)
-        )
-        args = KernelArgs.of(c, rest[count - 1 : -1])
-        Preprocess(c).launch(tensors, args, stream)
-        Main(c).launch(tensors, args, stream)
-        Convert(c).launch(tensors, args, stream)
 
 
 def by_tiles(mX: cute.Tensor, width: int) -> cute.Tensor:
@@ -313,3 +274,20 @@ class Main:
                 cute.autovec_copy(eight, cute.local_tile(mine, (FOLDED,), (1,)))
         cute.arch.fence_view_async_shared()
         return cute.make_tensor(numbers, layout), sRows, sMinus
+
+
+class Backward(rows.BackwardKernel[Sm100BackwardConfig]):
+    """The backward on Blackwell."""
+
+    arch = "sm_100a"
+    name = "sm100_attention_backward"
+    preprocess, main, convert = Preprocess, Main, Convert
+
+    def workspace(self, tensors: Tensors) -> Tensors:
+        # NOTE: rows are padded to 128 in either case, and where a caller counts tiles of 64
+        # queries, the two of a block follow each other
+        c = self.config
+        stats = by_tiles(tensors.stats, c.row_stats * c.tile_m)
+        return tensors._replace(
+            stats=stats, dq_sums=by_tiles(tensors.dq_sums, c.tile_m * c.head_dim)
+        )

@@ -21,19 +21,13 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument
 from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots, slots_layout
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
 from cutex.kernels.attention.backward.config import ELEMENT, WARPGROUP_ROWS, BackwardConfig
-from cutex.kernels.attention.backward.rows import Convert, Preprocess
-from cutex.kernels.attention.backward.signature import (
-    KernelArgs,
-    RowTiles,
-    Tensors,
-    arguments,
-)
+from cutex.kernels.attention.backward.rows import BackwardKernel
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients, WideKeys, WideValues
 from cutex.kernels.attention.backward.sm90.queries import Adds, AllGradients, QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import (
@@ -52,37 +46,6 @@ from cutex.kernels.attention.backward.tiles import (
     tile_order,
 )
 from cutex.schedulers.counter import CounterDispatch
-
-
-class Backward:
-    """The backward on Hopper, three launches: preprocess, main, convert."""
-
-    arch = "sm_90a"
-
-    def __init__(self, config: BackwardConfig) -> None:
-        if reason := config.why_not():
-            raise ValueError(reason)
-        self.config = config
-
-    @property
-    def name(self) -> str:
-        return "sm90_attention_backward"
-
-    @property
-    def kernels(self) -> dict[str, Any]:
-        return {"preprocess": Preprocess.kernel, "main": Main.kernel, "convert": Convert.kernel}
-
-    def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype)
-
-    @cute.jit
-    def __call__(self, mQ, *rest) -> None:
-        count = len(Tensors._fields)
-        tensors, stream = Tensors(mQ, *rest[: count - 1]), rest[-1]
-        args = KernelArgs.of(self.config, rest[count - 1 : -1])
-        Preprocess(self.config).launch(tensors, args, stream)
-        Main(self.config).launch(tensors, args, stream)
-        Convert(self.config).launch(tensors, args, stream)
 
 
 class Operands(NamedTuple):
@@ -331,3 +294,11 @@ class Main:
             sK, sV, sQ, sdO, sdS, sKp, sdQ, sdK, sdV, stats, k_loaded, v_loaded, q, do, handover,
             ds_sent, k_read, v_read, info, args, tiles, tile, sizes.heads_per_kv,
         )  # fmt: skip
+
+
+class Backward(BackwardKernel[BackwardConfig]):
+    """The backward on Hopper."""
+
+    arch = "sm_90a"
+    name = "sm90_attention_backward"
+    main = Main
