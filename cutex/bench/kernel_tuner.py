@@ -288,16 +288,16 @@ class _OnGpu:
 
         kernels = {i: len(self._recorded([lambda i=i: call(i)])) for i in launches}  # type: ignore[misc]
         flushes = len(self._recorded([l2.zero_]))
-        draw, order = random.Random(0), []
+        rng, order = random.Random(0), []
         for _ in range(WARM_UP + ROUNDS):
-            order += draw.sample(list(launches), len(launches))
+            order += rng.sample(list(launches), len(launches))
         steps: list[Callable[[], Any]] = []
         for i in order:
             steps += [l2.zero_, lambda i=i: call(i)]  # type: ignore[misc]
         spans = self._recorded(steps)
         if len(spans) != sum(flushes + kernels[i] for i in order):
             raise CutexError(
-                "the GPU's record of launches is incomplete: they cannot be told apart"
+                "the GPU's record of launches is incomplete: they cannot be distinguished"
             )
         took: dict[int, list[float]] = {i: [] for i in launches}
         at = 0

@@ -126,7 +126,7 @@ def _sustained(name: str) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One line per probe."""
-    return "\n".join(f"{_titled(row):<48} {_told(row)}" for row in rows)
+    return "\n".join(f"{_titled(row):<48} {_text_of(row)}" for row in rows)
 
 
 def _titled(row: dict[str, Any]) -> str:
@@ -134,7 +134,7 @@ def _titled(row: dict[str, Any]) -> str:
     return row["probe"] + several
 
 
-def _told(row: dict[str, Any]) -> str:
+def _text_of(row: dict[str, Any]) -> str:
     if not row["ok"]:
         return "WRONG"
     if "clock_rows" in row:

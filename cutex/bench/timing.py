@@ -84,9 +84,9 @@ def rounds_in(seconds: float, most: int, max_seconds: float = MAX_SECONDS) -> in
 
 def interleave(names: Sequence[str], rounds: int, seed: int = 0) -> Iterator[list[str]]:
     """Yield `rounds` random orders of `names`."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(rounds):
-        yield draw.sample(names, len(names))
+        yield rng.sample(names, len(names))
 
 
 def summarise(

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "was measured on H200s for the choice of tiles.",
     )
     parser.add_argument("--count", type=int, default=100, help="kernels, 3 s each; default: 100")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample; default: 0")
     args = parser.parse_args(argv)
     print(table(found(args.seed, args.count)))
     return 0

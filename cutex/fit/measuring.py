@@ -1,6 +1,6 @@
 """python -m cutex.fit.measuring: time Hopper's configs for the fit (see --help).
 
-  python -m cutex.fit.measuring --draw 300 > problems.txt          # what is least known
+  python -m cutex.fit.measuring --propose 300 > problems.txt       # what is least known
   python -m cutex.fit.measuring problems.txt --out timed.jsonl     # on a GPU
   python -m cutex.fit.measuring --merge timed.jsonl                # into results/configs
   python -m cutex.fit.costs --write                   # --write-nearby: choices change near them
@@ -269,13 +269,13 @@ def _parser() -> Parser:
     p.add_argument("problems", nargs="?", metavar="FILE", help="a problem a line: MxNxK pass dtype")
     p.add_argument("--first", type=int, default=6, metavar="N", help="configs each; default: 6")
     p.add_argument(
-        "--draw",
+        "--propose",
         type=int,
         metavar="N",
         help="time nothing: print N problems of the fitting half, and for each the configs that "
         "may be faster than the choice and were not timed",
     )
-    p.add_argument("--seed", type=int, default=0, help="of --draw; default: 0")
+    p.add_argument("--seed", type=int, default=0, help="of --propose; default: 0")
     p.add_argument("--out", default="timed.jsonl", metavar="FILE", help="default: timed.jsonl")
     p.add_argument("--seconds", type=float, metavar="S", help="stop after so many")
     p.add_argument(
@@ -295,18 +295,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         times = times_of(Path(args.merge))
         print(f"{merge(Path(args.merge), times)} rows added to {times}")
         return 0
-    if args.first < 1 or (args.draw is not None and args.draw < 1):
-        raise BadOption("--first and --draw take numbers of at least 1")
+    if args.first < 1 or (args.propose is not None and args.propose < 1):
+        raise BadOption("--first and --propose take numbers of at least 1")
     if args.seconds is not None and not args.seconds > 0:
         raise BadOption(f"--seconds {args.seconds:g}: a number above 0 is needed")
-    if args.draw:
+    if args.propose:
         in_clone(TIMES)
-        for one in proposals(args.draw, args.seed, args.first):
+        for one in proposals(args.propose, args.seed, args.first):
             tiles = json.dumps([differing(c) for c in (one.choice, *one.others)])
             print(f"{one.entry.name} {tiles}")
         return 0
     if not args.problems:
-        raise BadOption("a FILE of problems is needed, or --draw")
+        raise BadOption("a FILE of problems is needed, or --propose")
     problems = asked(Path(args.problems))
     if args.preflight:
         for folder in build(configs_of(one, args.first) for one in problems):

@@ -175,7 +175,7 @@ def test_the_builders_compile_what_is_asked_for(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_what_is_drawn_may_be_faster_than_the_choice_and_was_not_timed(tmp_path, capsys):
-    assert measuring.main(["--draw", "4", "--first", "3", "--seed", "5"]) == 0
+    assert measuring.main(["--propose", "4", "--first", "3", "--seed", "5"]) == 0
     told = capsys.readouterr().out
     drawn = measuring.asked(written(tmp_path, told))  # none of the reporting half
     assert len(drawn) == 4 and {x.problem.dtype for x in drawn} == {"bf16", "e4m3"}
@@ -190,9 +190,9 @@ def test_what_is_drawn_may_be_faster_than_the_choice_and_was_not_timed(tmp_path,
         alike = [c for c in feared if fit.tiling(c) == fit.tiling(choice)] or list(feared)
         assert hoped[others[0]] <= 1.01 * min(feared[c] for c in alike)
         assert all(hoped[c] <= feared[c] for c in alike)
-    assert measuring.main(["--draw", "4", "--first", "3", "--seed", "5"]) == 0
+    assert measuring.main(["--propose", "4", "--first", "3", "--seed", "5"]) == 0
     assert capsys.readouterr().out == told
-    assert measuring.main(["--draw", "0"]) == 2
+    assert measuring.main(["--propose", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
 
 
@@ -218,7 +218,7 @@ def test_a_problem_that_fails_does_not_cost_those_behind_it(tmp_path, monkeypatc
 def test_what_needs_the_clone_says_so_without(tmp_path, monkeypatch, capsys):
     """As installed from a wheel, which has no results."""
     monkeypatch.setattr(measuring, "TIMES", tmp_path / "results" / "configs" / "times.jsonl")
-    for options in (["--draw", "3"], ["--merge", "timed.jsonl"]):
+    for options in (["--propose", "3"], ["--merge", "timed.jsonl"]):
         assert measuring.main(options) == 2
         (told,) = capsys.readouterr().err.splitlines()
         assert "clone" in told

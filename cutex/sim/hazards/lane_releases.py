@@ -49,7 +49,7 @@ class LaneReleases(Observer):
         self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
     ) -> None:
         how = strength(ins.op)
-        if how.releases and not how.atomic:  # NOTE: an atomic was told of as a load
+        if how.releases and not how.atomic:  # NOTE: an atomic was reported as a load
             self._release(where, ins)
         elif not how.strong:
             for warp, lanes in _by_warp(where):

@@ -5,8 +5,8 @@ the end, and compilers leave registers undefined. A fault is what depends on the
 or what a store puts into global memory. So the values are followed through the registers, lane by
 lane, from the first such load on; a kernel that has none pays for a look at 16 bytes with each
 load. What may choose between values, or mixes those of lanes, ends the way, except `selp`, of which
-the choice is known: what is told is sure, but it is not all. A branch is told as an advisory, as
-both ways may lead to the same.
+the choice is known: what is reported is sure, but it is not all. A branch is reported as an
+advisory, as both ways may lead to the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Instructions of the PTX ISA that the simulator does not run, and how wrong ones are told apart.
+"""Instructions of the PTX ISA that the simulator does not run, and how wrong ones are recognised.
 
 `forms` has the syntax of what definitions implement. Here stand the forms beyond it: of opcodes
 without a definition, and of those whose definition takes a part of what the ISA has. An instruction

@@ -63,7 +63,7 @@ class RunningCluster:
         self.cluster_waiting: list[tuple[int, Callable[[float], None]]] = []
         self.alive = len(programs)
         self.meeting: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-        self.loaded: dict[Any, float] = defaultdict(float)  # bytes by tensor, where they are told
+        self.loaded: dict[Any, float] = defaultdict(float)  # bytes by tensor, where they are known
         self.done_mma: dict[tuple[int, int], list[float]] = defaultdict(list)
         self.sm = {c: timeline.sms[c % record.cluster_size] for c in set(record.cta.values())}
 

@@ -195,7 +195,7 @@ class Sm90Config(GemmConfig):
         if (self.columns or self.rows) and (self.spread or self.pingpong):
             return f"columns={self.columns}, rows={self.rows}: take no spread or pingpong beside"
         if self.columns and self.rows:
-            return f"columns={self.columns}, rows={self.rows}: one of them is told apart"
+            return f"columns={self.columns}, rows={self.rows}: at most one of the two may be set"
         return None
 
     def _why_not_split(self, epi_parts: int) -> str | None:
