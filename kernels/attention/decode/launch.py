@@ -42,6 +42,12 @@ class DecodeKernel(Generic[Config]):
         combine = {"combine": Combine.kernel} if self.config.combined else {}
         return {**append, "decode": type(self).kernel, **combine}
 
+    @cute.jit
+    def __call__(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
+    ) -> None:
+        launch(self, (mQ, mK, mV, mO), KernelArgs.of(self.config, rest[:-1]), rest[-1])
+
 
 @cute.jit
 def launch(

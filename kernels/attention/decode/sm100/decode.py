@@ -17,7 +17,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.pipeline import Warps, publish_barriers
-from cutex.kernels.attention.decode.launch import DecodeKernel, kv_slots, launch, ring
+from cutex.kernels.attention.decode.launch import DecodeKernel, kv_slots, ring
 from cutex.kernels.attention.decode.out import out_of
 from cutex.kernels.attention.decode.shared import Load, Shared
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
@@ -60,12 +60,6 @@ class Decode(DecodeKernel[Sm100DecodeConfig]):
     @property
     def num_threads(self) -> int:
         return 32 * self.load_warps.end
-
-    @cute.jit
-    def __call__(
-        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, *rest
-    ) -> None:
-        launch(self, (mQ, mK, mV, mO), KernelArgs.of(self.config, rest[:-1]), rest[-1])
 
     @cute.kernel
     def kernel(
