@@ -6,6 +6,7 @@ Imports neither torch nor the DSL.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cutex.kernels.attention.spec import ScoreSpec
 
@@ -38,6 +39,10 @@ class BackwardSpec(ScoreSpec):
         """Whether key blocks are counted from the last: the order's longest rows are its last, and
         the first keys are to go first."""
         return self.interleaved and not self.last_first
+
+    def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
+        """The reason why this config cannot run, as one sentence, or None."""
+        raise NotImplementedError
 
     @property
     def tile_m(self) -> int:
