@@ -19,6 +19,7 @@ from cutex.problem.matmul import ACTIVATIONS
 from cutex.problem.scaled import KEPT, PROMOTED_K, layouts
 from cutex.problem.scaled.formats import RECIPES
 from cutex.problem.scaled.quantization import Quantized, dequantize, quantize
+from cutex.problem.truncation import largest_loss
 
 KINDS = {
     "fp8_tensor": ("TensorWise", "TensorWise"),
@@ -167,7 +168,7 @@ class ScaledGroupedProblem:
 
     def error(self, out: Tensor) -> str | None:
         """A sentence on the first element of `out` that is off by more than what rounding it and
-        Hopper's sums of fp8 (ScaledProblem.tolerance) can explain, or None."""
+        Hopper's sums of fp8 (truncation.py) can explain, or None."""
         rows, matrices = self.operands()
         biases = self.inputs().get("bias")
         flat = out.flatten(0, -2)
@@ -175,11 +176,12 @@ class ScaledGroupedProblem:
             a, b = (dequantize(q, torch.float64) for q in (rows[e], matrices[e]))
             if self.recipe == "fp8_tensor":
                 a = rows[e].data.double() * 0.5
-            want = a @ b.mT + (0 if biases is None else biases[e].double())
-            steps = -(-(min(self.k, PROMOTED_K) if self.recipe == "fp8_block" else self.k) // 32)
+            sums = a @ b.mT
+            want = sums + (0 if biases is None else biases[e].double())
+            block_k = PROMOTED_K if self.recipe == "fp8_block" else None
             deviation = (a.square() @ b.square().mT).sqrt()
             kept = KEPT["gemm_fp8" if self.recipe in FP32 else "gemm_scaled"]
-            lost = 2.0**-kept * 6 * deviation * (34 / 3 * steps) ** 0.5 + 1e-30
+            lost = largest_loss(sums, deviation, self.k, kept, block_k) + 1e-30
             y = ACTIVATIONS[self.activation](want)
             if self.gated:  # the gate's slope is at most 1.1
                 gate = torch.nn.functional.silu(want[:, 0::2]).abs()

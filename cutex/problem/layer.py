@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from cutex.dtypes import DTYPES
 from cutex.peers import cublas, quack
 from cutex.problem.protocol import Check, Computation, Launch
+from cutex.problem.truncation import largest_loss
 
 if TYPE_CHECKING:
     import torch
@@ -110,9 +111,11 @@ class LayerProblem(Computation):
         error = (out.float() - reference).abs()  # (M, N)
         if error.isnan().any():
             return Check(False, torch.nan, 0.0, "NaN: never written, or computed from poison")
-        sums = 2.0**-13 * 6 * (11 * k / 32) ** 0.5 if self.dtype == "e4m3" else 2.0**-20
-        rounding = torch.finfo(out.dtype).eps
-        bound = rounding * reference.abs() + (sums + 2.0**-10) * k**0.5  # (M, N)
+        deviation = k**0.5  # of a sum; the square root of its squared products, too
+        bound = torch.finfo(out.dtype).eps * reference.abs()  # (M, N)
+        bound += (2.0**-20 + 2.0**-10) * deviation
+        if self.dtype == "e4m3":
+            bound += largest_loss(reference, deviation, k)
         # NOTE: torch multiplies fp32 on Hopper by tf32 or fp32, 2^-11 of an operand at worst
         bad = error > bound
         largest, worst = float(error.max()), float(bound.min())

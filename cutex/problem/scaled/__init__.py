@@ -20,6 +20,7 @@ from cutex.problem.gemm import _mnk, _parsed
 from cutex.problem.product import ProductProblem
 from cutex.problem.protocol import Check, Launch, PeerKernel, Sizes
 from cutex.problem.scaled.formats import BLOCK_SCALED, FP32_SCALED, RECIPES, Format, Recipe
+from cutex.problem.truncation import FP8_BITS, largest_loss
 from cutex.problem.work import Work
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ OUT = ELEMENTS["bf16"]
 PROMOTED_K = 128  # Hopper's sums are added up in fp32 after each so many of K
 # bits that tensor cores keep below the largest of the products and the sum that they add up at a
 # time: Hopper's fp8 (cutex/sim/numerics/fp8_sum.py), and Blackwell's scaled kinds, all of fp32
-KEPT = {"gemm_fp8": 13, "gemm_scaled": 22}
+KEPT = {"gemm_fp8": FP8_BITS, "gemm_scaled": 22}
 _TORCH = PeerKernel("torch (cuBLASLt)", scaled_gemm.cublaslt)
 
 
@@ -230,19 +231,15 @@ class ScaledProblem(ProductProblem):
     def tolerance(self, a: torch.Tensor, b: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         """The largest error of each element of C (M, N).
 
-        Half a unit of the output's last place, and what tensor cores lose: adding up 32 products
-        and the sum so far, they truncate each `KEPT` bits below the largest of them, and then the
-        sum. A loss between 0 and one such unit, of either sign, has a mean square of a third, so
-        34 / 3 units squared a step; the largest sum of random signs stays below 6 of its standard
-        deviations, which is the root of the sum of the squared products.
+        Half a unit of the output's last place, and what tensor cores lose in adding up
+        (truncation.py), `KEPT` bits below the largest of what they add.
         """
         import torch
 
         deviation = (a.square() @ b.square().mT).sqrt()
-        # NOTE: with promotion a sum begins anew at each block, and the blocks' squares add up to
-        # the whole's; without, it has grown to all of K
-        steps = -(-min(self.k, PROMOTED_K) // 32) if self.promoted else -(-self.k // 32)
-        lost = 2.0 ** -KEPT[self.op] * 6 * deviation * (34 / 3 * steps) ** 0.5
+        # NOTE: with promotion a sum begins anew at each block; without, it has grown to all of K
+        block_k = PROMOTED_K if self.promoted else None
+        lost = largest_loss(reference, deviation, self.k, KEPT[self.op], block_k)
         # of bf16, half a unit is 2^-9 of the power of two above
         half = torch.ldexp(torch.ones_like(lost), (reference.abs() + lost).frexp().exponent - 9)
         return half + lost
