@@ -41,5 +41,5 @@ def largest_loss(
     size = sums.abs()
     random = (34 / 3 * steps * (deviation**2 + size.square() / (3 * blocks))) ** 0.5
     one_sided = (size / deviation).nan_to_num(0.0)  # without a product there is no sum
-    one_sided = one_sided * k**0.5 / 4 * (size / blocks + deviation / blocks ** 0.5)
+    one_sided = one_sided * k**0.5 / 4 * (size / blocks + deviation / blocks**0.5)
     return 2.0**-kept * (DEVIATIONS * random + one_sided)

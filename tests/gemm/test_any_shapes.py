@@ -29,14 +29,14 @@ def test_sizes_are_log_uniform_and_passes_and_halves_alike():
 def test_no_operand_is_copied_and_gradients_of_odd_sides_are_read_as_they_are(dtype: str):
     unit = 128 // ELEMENTS[dtype].bits
     kinds = Counter()
-    for e in shapes(dtype, 200):
+    for e in shapes(dtype, 100):
         m, n, k = e.problem.mnk
         kinds[alignment(e.problem.mnk)] += 1
         assert n % unit == 0 and (k % unit == 0 or e.problem.direction == "wgrad")
         found, _ = arranged(*e.problem.inputs("meta"), *e.problem.outputs("meta"))
         odd = e.problem.direction == "wgrad" and m % 8 != 0 and m > 1
         assert bool(found.a.fold) == odd and not found.notes, e.name
-    assert all(kinds[a] > 20 for a in ALIGNMENTS)
+    assert all(kinds[a] > 10 for a in ALIGNMENTS)
 
 
 def test_a_longer_corpus_begins_with_a_shorter_and_another_seed_is_another():
