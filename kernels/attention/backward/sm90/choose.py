@@ -21,8 +21,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
         "registers": (232, 208, 64),
     },
 }
-# what differs without a soft cap, where adds come in any order (causal, or full of sequences of one
-# length), and in one
+# what differs without a soft cap, where adds come in any order (causal or full), and in one
 _OWN_DQ = {"own_dq": True, "num_stages": 2, "ds_slots": 2, "registers": (240, 24)}
 _ANY_ORDER: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {**_OWN_DQ, "dq_columns": 64, "dq_slots": 4, "alternate": True},
@@ -37,10 +36,9 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
     dims = config.head_dim, config.head_dim_v
     tiles = _TILES.get(dims, {})
     c = config
-    dense = not (c.ragged_q or c.ragged_k or any(c.window))
     if c.deterministic and not c.softcap:
         tiles = {**tiles, **_IN_ORDER.get(dims, {})}
-    elif (c.causal or dense) and not c.softcap:
+    elif (c.causal or not any(c.window)) and not c.softcap:
         tiles = {**tiles, **_ANY_ORDER.get(dims, {})}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
     return replace(config, **tiles, overlap=config.wide or not config.softcap)
