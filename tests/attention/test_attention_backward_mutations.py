@@ -18,6 +18,7 @@ from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.rows import Convert
 from cutex.kernels.attention.backward.sm90 import queries
 from cutex.kernels.attention.backward.sm90.backward import Backward
+from cutex.kernels.attention.backward.sm90.keys import WideKeys
 from cutex.kernels.attention.backward.sm90.queries import AllGradients, QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
 from cutex.kernels.attention.backward.sm90.shared import Handover, SumsQueue
@@ -245,17 +246,18 @@ def test_keys_that_are_overwritten_before_the_last_dq_are_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_values_that_are_overwritten_before_the_last_dp_are_found(monkeypatch):
-    """Of wide head dims dV is stored through the smem of V, which another warpgroup reads."""
-    wait = Barrier.wait
+def test_dk_of_wide_head_dims_from_ds_that_is_not_there_is_found(monkeypatch):
+    """Another warpgroup writes dS to smem; the one that sums dK reads it there."""
+    run = WideKeys.sum
 
-    def careless(self, phase, slot=0):
-        if self.event != "v read":
-            wait(self, phase, slot)
+    def early(self, *of):
+        with monkeypatch.context() as within:
+            within.setattr(Barrier, "wait", lambda *of: None)
+            run(self, *of)
 
-    monkeypatch.setattr(Barrier, "wait", careless)
+    monkeypatch.setattr(WideKeys, "sum", early)
     message = wrong(WIDE, case=WIDE_CASE)
-    assert message is not None and "race" in message, message
+    assert message is not None and ("race" in message or "hazard" in message), message
 
 
 @pytest.mark.slow

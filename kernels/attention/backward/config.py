@@ -34,14 +34,14 @@ class BackwardConfig(BackwardSpec):
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
-    # a thread of those that own keys (of wide head dims those that sum dK, then dV); of dQ
+    # a thread of those that own keys (of wide head dims those that sum dV, then dK); of dQ
     registers: tuple[int, ...] = (224, 56)
 
     tile_m: ClassVar[int] = TILE
 
     @property
     def wide(self) -> bool:
-        """Whether dK and dV of the same 64 keys are summed by two warpgroups, for their size."""
+        """Whether dV and dK of the same 64 keys are summed by two warpgroups, for their size."""
         return self.tile_n == WARPGROUP_ROWS
 
     @property
@@ -134,11 +134,11 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def accumulators(self) -> tuple[int, ...]:
-        """The registers of a thread that hold dK, dV, S and dP; of wide head dims, dK, S, dP and
-        dV, S."""
+        """The registers of a thread that hold dK, dV, S and dP; of wide head dims, dV, S, dP and
+        dK."""
         d, dv, m = self.head_dim, self.head_dim_v, self.score_m
         if self.wide:
-            return (d + 2 * m) // 2, (dv + m) // 2
+            return (dv + 2 * m) // 2, d // 2
         return ((d + dv + 2 * m) // 2,)
 
     def why_not_own_dq(self) -> str | None:

@@ -68,17 +68,17 @@ class Main:
     barrier          arrives                                   waits
     k, v loaded      1: the load warp, and the bytes by TMA    all warpgroups, before they begin
     q, do full       1: the load warp, and the bytes by TMA    the warpgroups that own keys
-    q, do empty      1 a warp of these, its products being     the load warp
-                     done
-    ds full          1 a warp of these, its dS being written   those that compute dQ
-    ds empty         1 a warp of that one, dQ being computed,  those that own keys
-                     and of the other CTA's of a pair
+    q, do empty      1 a warp of those that read them, its     the load warp
+                     products being done
+    ds full          1 a warp of those that compute scores,    those that compute dQ; of wide head
+                     its dS being written                      dims the one that sums dK, too
+    ds empty         1 a warp of these, their products being   those that compute scores
+                     done, and of dQ of a pair's other CTA
     ds sent          1: the load warp, and the bytes that the  the warpgroup of dQ of a pair
                      other CTA copies
-    k read           1 a warp of dQ, after its last dQ,        those that store dK in its place;
-                     and of the one that sums dV alone         the load warp, for the next tile
-    v read           1 a warp that sums dK alone               those that sum dV alone and store it
-                                                               through V's slots; the load warp
+    k read           1 a warp of dQ, after its last dQ, and    those that store dK in its place;
+                     of the one that sums dV alone             the load warp, for the next tile
+    v read           1 a warp that computes scores             the load warp, for the next tile
 
     smem       bytes                                 hd 128   hd 64    hd 256
     sK, sV     tile_n * (D + DV) * 2                 65536    32768    65536
@@ -90,8 +90,8 @@ class Main:
     stats      tile_m * 8 * num_stages               1536     2048     1024
 
     registers  threads    each, hd 128   of which accumulators      hd 256
-    keys       256        224            192: dK, dV, S^T, dP^T     232 (dK), 208 (dV)
-    queries    128        56             16: a part of dQ           64
+    keys       256        224            192: dK, dV, S^T, dP^T     240 (dV, S^T, dP^T), 168 (dK)
+    queries    128        56             16: a part of dQ           96
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -210,14 +210,14 @@ class Main:
                 gradients.store(operands.dk, operands.dv)
             elif warp < self.key_warps.count // 2:
                 cute.arch.setmaxregister_increase(c.registers[0])
-                keys = WideKeys.of(c, shared)
-                keys.run()
-                keys.store(operands.dk)
-            else:
-                cute.arch.setmaxregister_increase(c.registers[1])
                 values = WideValues.of(c, shared)
                 values.run()
                 values.store(operands.dv)
+            else:
+                cute.arch.setmaxregister_decrease(c.registers[1])
+                keys = WideKeys.of(c, shared)
+                keys.run()
+                keys.store(operands.dk)
 
     def gradient_slots(
         self, sdQ: cute.Tensor, operands: Operands
@@ -276,12 +276,12 @@ class Main:
         k_loaded = Barrier.allocate(smem, "k loaded", arrivals=1)
         v_loaded = Barrier.allocate(smem, "v loaded", arrivals=1)
         q = Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, self.key_warps.count)
-        do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, self.key_warps.count)
         key_warps = 4 * c.key_tiles  # those that compute dS
+        do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, key_warps)
         dq_warps = readers * c.dq_warpgroups  # that read dS
         of_ds = readers if c.whole_dq else dq_warps
-        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, of_ds, c.key_ctas)
-        others = self.key_warps.count - key_warps
+        others = self.key_warps.count - key_warps  # that read dS for dK
+        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, of_ds, c.key_ctas, others)
         k_read = Barrier.allocate(smem, "k read", arrivals=dq_warps + others)
         v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)
         barriers = (k_loaded, v_loaded, q, do, handover, k_read, v_read, *more)

@@ -15,10 +15,11 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (96, 96): {"dq_columns": 96, "dq_slots": 2, "registers": (208, 88), "alternate": True},
     (128, 128): {"ds_slots": 3, "dp_start": 1},
     (192, 128): {"score_m": 32, "num_stages": 2, "early_stats": True},
-    (192, 192): {**_WIDE, "dp_start": 0, "registers": (208, 184, 112)},
+    (192, 192): {**_WIDE, "dp_start": 0, "registers": (216, 136, 152)},
     (256, 256): {
         **{"tile_n": 64, "pairs": True, "num_stages": 2, "ds_slots": 1, "dq_columns": 64},
-        "registers": (232, 208, 64),
+        "dp_start": 1,
+        "registers": (240, 168, 96),
     },
 }
 # what differs without a soft cap, where adds come in any order (causal or full), and in one

@@ -1,11 +1,10 @@
 """The roles of the warpgroups that sum the gradients of 64 keys.
 
     KeyGradients          dK and dV
-    WideKeys, WideValues  dK, dV: of head dims of which both do not fit the registers of one
+    WideValues, WideKeys  dV, dK: of head dims of which both do not fit the registers of one
 
-Of wide head dims two warpgroups own the same keys, so S^T and P^T are computed twice, which is a
-sixth product beside the five; nothing but dS^T passes between them. The product of a block is
-computed behind S^T of the next.
+Of wide head dims two warpgroups own the same keys. One computes scores, and has P^T in registers
+for dV; the other reads dS^T from smem, where it is for dQ's sake, for dK.
 """
 
 from __future__ import annotations
@@ -189,24 +188,25 @@ class KeyGradients(Scores):
 
 
 @dataclass(frozen=True)
-class WideKeys(Scores):
-    """S^T, dP^T, P^T, dS^T, dK += dS^T Q; dS^T also goes to smem, for dQ."""
+class WideValues(Scores):
+    """S^T, dP^T, P^T, dS^T, dV += P^T dO; dS^T goes to smem, for dK and dQ."""
 
     @staticmethod
-    def of(config: BackwardConfig, shared: Shared) -> WideKeys:
-        return WideKeys(config, shared, Products.of(config, shared, Int32(0), ("dk",)), 0)
+    def of(config: BackwardConfig, shared: Shared) -> WideValues:
+        return WideValues(config, shared, Products.of(config, shared, Int32(0), ("dv",)), 0)
 
     @cute.jit
     def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
-        """Sum dK, behind S^T and dP^T of the next block."""
+        """Sum dV, behind S^T of the next block, or behind its S^T and dP^T."""
         state, m_block = self.shared.q.consumer(), blocks.first
-        dk, early = self.products[0].dk, self.config.dp_start == 0
-        rdS = dk.mma.a_registers(self.config.tile_m)
+        dv, early = self.products[0].dv, self.config.dp_start == 0
+        rP, rdS = (dv.mma.a_registers(self.config.tile_m) for _ in range(2))
         acc_s, acc_dp = self.start_s(state), self.start_dp(state)
         warpgroup.wait_group(1)
-        self.slopes(acc_s, m_block, own, state)
+        self.weights(acc_s, rP, m_block, own, state)
         warpgroup.wait_group(0)
-        self.gradients(acc_s, acc_dp, rdS, state)
+        self.shared.q.release(state)
+        self.slopes(acc_s, acc_dp, rP, rdS, state)
         self.hand_over(rdS, self.shared.ds.state(0))
         for i in cutlass.range(1, total, unroll=1):
             m_block = self.following(m_block, blocks)
@@ -215,89 +215,78 @@ class WideKeys(Scores):
             acc_s = self.start_s(state)
             if cutlass.const_expr(early):
                 acc_dp = self.start_dp(state)
-            dk.of(rdS).issue(before.slot, True)
+            dv.of(rP).issue(before.slot, True)
             warpgroup.wait_group(1 + early)
-            self.slopes(acc_s, m_block, own, state)
+            if cutlass.const_expr(self.config.softcap):
+                warpgroup.wait_group(0)  # for the registers of P
+            self.weights(acc_s, rP, m_block, own, state)
             warpgroup.wait_group(0)
-            self.release(before)
+            self.shared.q.release(state)
+            self.shared.do.release(before)
             if cutlass.const_expr(not early):
                 acc_dp = self.start_dp(state)
                 warpgroup.wait_group(0)
-            self.gradients(acc_s, acc_dp, rdS, state)
+            self.slopes(acc_s, acc_dp, rP, rdS, state)
             self.hand_over(rdS, self.shared.ds.state(i))
-        dk.of(rdS).issue(state.slot, True)
-        warpgroup.wait_group(0)
-
-    @cute.jit
-    def slopes(self, acc_s: cute.Tensor, m_block: Int32, own: Blocks, state: PipelineState) -> None:
-        """Turn S^T into what dP^T - delta is multiplied by."""
-        if cutlass.const_expr(self.config.softcap):
-            self.capped_probabilities(acc_s, None, m_block, own, state)
-        else:
-            self.probabilities(acc_s, m_block, own, state)
-
-    @cute.jit
-    def store(self, dk: cpasync.TmaInfo) -> None:
-        with cute.arch.elect_one():
-            self.shared.v_read.arrive()
-        self.store_dk(dk)
-        self.stored()
-
-
-@dataclass(frozen=True)
-class WideValues(Scores):
-    """S^T, P^T, dV += P^T dO."""
-
-    @staticmethod
-    def of(config: BackwardConfig, shared: Shared) -> WideValues:
-        return WideValues(config, shared, Products.of(config, shared, Int32(0), ("dv",)), 0)
-
-    @cute.jit
-    def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
-        """Sum dV, behind S^T of the next block."""
-        state, m_block = self.shared.q.consumer(), blocks.first
-        dv = self.products[0].dv
-        rP = dv.mma.a_registers(self.config.tile_m)
-        acc_s = self.start_s(state)
-        warpgroup.wait_group(0)
-        self.weights(acc_s, rP, m_block, own, state)
-        for _ in cutlass.range(1, total, unroll=1):
-            m_block = self.following(m_block, blocks)
-            before = PipelineState(state.num_slots, state.slot, state.phase)
-            state.advance()
-            self.shared.do.wait_full(before)
-            acc_s = self.start_s(state)
-            dv.of(rP).issue(before.slot, True)
-            warpgroup.wait_group(1)
-            self.weights(acc_s, rP, m_block, own, state)
-            self.release(before)
-        self.shared.do.wait_full(state)
         dv.of(rP).issue(state.slot, True)
         warpgroup.wait_group(0)
 
     @cute.jit
     def weights(
-        self,
-        acc_s: cute.Tensor,
-        rP: cute.Tensor,
-        m_block: Int32,
-        own: Blocks,
-        state: PipelineState,
+        self, acc_s: cute.Tensor, rP: cute.Tensor, m_block: Int32, own: Blocks, state: PipelineState
     ) -> None:
-        """Round P^T of the scores S^T into rP, once the product that reads it is done."""
+        """Turn S^T into what dP^T - delta is multiplied by; with a soft cap round P^T into rP."""
         if cutlass.const_expr(self.config.softcap):
-            warpgroup.wait_group(0)
             self.capped_probabilities(acc_s, rP, m_block, own, state)
         else:
             self.probabilities(acc_s, m_block, own, state)
-            warpgroup.wait_group(0)
+
+    @cute.jit
+    def slopes(
+        self,
+        acc_s: cute.Tensor,
+        acc_dp: cute.Tensor,
+        rP: cute.Tensor,
+        rdS: cute.Tensor,
+        state: PipelineState,
+    ) -> None:
+        """Round P^T into rP and dS^T into rdS, when no product reads them."""
+        if cutlass.const_expr(not self.config.softcap):
             round_operand(rP, acc_s)
+        self.gradients(acc_s, acc_dp, rdS, state)
 
     @cute.jit
     def store(self, dv: cpasync.TmaInfo) -> None:
-        """Store dV through V's slot, once nobody reads it."""
+        """Store dV through V's slot."""
         with cute.arch.elect_one():
             self.shared.k_read.arrive()
-        self.shared.v_read.wait(0)
         self.store_tile(dv, self.products[0].dv, self.shared.sV)
+        self.stored()
+
+
+@dataclass(frozen=True)
+class WideKeys(Scores):
+    """dK += dS^T Q, with dS^T from smem."""
+
+    @staticmethod
+    def of(config: BackwardConfig, shared: Shared) -> WideKeys:
+        return WideKeys(config, shared, Products.of(config, shared, Int32(0), ("dk",)), 0)
+
+    @cute.jit
+    def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
+        s, dk, state = self.shared, self.products[0].dk, self.shared.q.consumer()
+        tKrdS = dk.mma.a_slots(s.sdS)  # (MMA, MMA_M, MMA_K, SLOT)
+        for i in cutlass.range(total, unroll=1):
+            ds = s.ds.state(i)
+            s.q.wait_full(state)
+            s.ds.full.wait(ds.phase, ds.slot)
+            dk.of(tKrdS[None, None, None, ds.slot]).issue(state.slot, True)
+            warpgroup.wait_group(0)
+            s.ds.release_here(ds)
+            s.q.release(state)
+            state.advance()
+
+    @cute.jit
+    def store(self, dk: cpasync.TmaInfo) -> None:
+        self.store_dk(dk)
         self.stored()

@@ -25,7 +25,8 @@ class Handover:
     """A ring of slots that warps fill and other warps empty.
 
     full[slot]:  1 arrival of each warp that fills, when its part of the slot is written.
-    empty[slot]: 1 arrival of each warp that empties, when its reads are complete.
+    empty[slot]: 1 arrival of each warp that empties, when its reads are complete; of `readers` of
+    each CTA, and of `here` of this one.
     """
 
     num_slots: int
@@ -35,10 +36,11 @@ class Handover:
 
     @staticmethod
     def allocate(
-        smem, name: str, num_slots: int, fillers: int, readers: int, ctas: int = 1
+        smem, name: str, num_slots: int, fillers: int, readers: int, ctas: int = 1, here: int = 0
     ) -> Handover:
         full = Barrier.allocate(smem, f"{name} full", arrivals=fillers, slots=num_slots)
-        empty = Barrier.allocate(smem, f"{name} empty", arrivals=readers * ctas, slots=num_slots)
+        arrivals = readers * ctas + here
+        empty = Barrier.allocate(smem, f"{name} empty", arrivals=arrivals, slots=num_slots)
         return Handover(num_slots, full, empty, ctas)
 
     def init(self) -> None:
@@ -69,6 +71,11 @@ class Handover:
             if self.ctas > 1:
                 # NOTE: of CTA scope: it says that reads are complete, and publishes no data
                 cute.arch.mbarrier_arrive(self.empty[state.slot], other_cta())
+
+    def release_here(self, state: PipelineState) -> None:
+        """Release a slot that is this CTA's alone to read."""
+        with cute.arch.elect_one():
+            self.empty.arrive(state.slot)
 
     @cute.jit
     def drain(self, total: Int32) -> None:
@@ -156,7 +163,7 @@ class Shared:
     ds: Handover
     ds_sent: Any  # the other CTA's dS is there
     k_read: Barrier  # by all but the warpgroups that store dK through its slots
-    v_read: Barrier  # by the warpgroup that sums dK of wide head dims
+    v_read: Barrier  # by the warpgroups that compute scores; of CTAs that take several tiles
     info: BlockInfo
     args: KernelArgs
     tiles: RowTiles
