@@ -237,7 +237,7 @@ def product(
     output_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """a (M, K) @ b (K, N), scaled by factors of blocks: (M, K / 128), and (N / 128, K / 128) or (N,
-    K / 128), each of a batch with L in front; K is a multiple of 16, and a last block may be
+    K / 128), each of a batch with L first; K is a multiple of 16, and a last block may be
     shorter."""
     given = (x.detach() for x in (a, b, scale_a, scale_b))
     return SCALED_MM(*given, recipe, bias, residual, activation, output_dtype)

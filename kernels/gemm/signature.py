@@ -66,7 +66,7 @@ class GeneralConfig:
         return (self.out.major == "row") != self.tiles.swap_ab
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L in front if batched;
+        """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L first if batched;
         those of the operations; the workspace, if there is one."""
         return (
             self.a.argument("a", "m", "k", "la"),

@@ -66,13 +66,13 @@ def _of_few(function: Callable[..., None], call: Call, flattened: bool) -> Calla
         return out
 
     @untraced
-    def of_tall(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
+    def of_flattened(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         out = empty(shape, strides, dtype)
         function(a.view(-1, k), b, out.view(-1, n), *bias)
         return out
 
     if flattened:
-        return of_tall
+        return of_flattened
     if call.a is call.b:
         return of_one
     return of_two if call.bias is None else with_bias

@@ -140,7 +140,7 @@ class General:
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
-        """Launch with a (M, K), b (K, N), out (M, N), each with L in front where batched, then the
+        """Launch with a (M, K), b (K, N), out (M, N), each with L first where batched, then the
         operations' arguments, then a stream."""
         mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
         self.launch(mA, mB, modes(mOut, columns_first=False), rest[:-1], rest[-1])
@@ -149,7 +149,7 @@ class General:
     def launch(
         self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, passed: tuple[Any, ...], stream
     ) -> None:
-        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
+        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L last where batched."""
         c = self.tiles
         if cutlass.const_expr(c.swap_ab):
             mA, mB, mOut = mB, mA, transposed(mOut)

@@ -69,7 +69,7 @@ class General:
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
-        """Launch with a (M, K), b (K, N), out (M, N), each with L in front where batched, the
+        """Launch with a (M, K), b (K, N), out (M, N), each with L first where batched, the
         operations' arguments, and a stream."""
         mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
         *passed, stream = rest
@@ -79,7 +79,7 @@ class General:
     def launch(
         self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, passed: tuple[Any, ...], stream
     ) -> None:
-        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
+        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L last where batched."""
         total = tile_counts(self.tiles, self.config.product(mOut)).total
         self.kernel(mA, mB, mOut, passed).launch(
             grid=(total, 1, 1), block=(self.tiles.num_threads, 1, 1), min_blocks_per_mp=1,

@@ -41,10 +41,10 @@ class Sm90Config(GemmConfig):
     pingpong: bool = False  # they work on tiles of their own in turn, not on parts of one
     cluster_m: int = 1  # CTAs along M that share tiles of B by multicast
     cluster_n: int = 1  # CTAs along N that share tiles of A
-    columns: int = (
-        0  # columns of clusters with one tile each (schedulers/one_round.py); 0: a loop over tiles
-    )
-    rows: int = 0  # rows of clusters with one tile each
+    # columns, or rows, of clusters with one tile each (schedulers/one_round.py); both 0: CTAs loop
+    # over tiles
+    columns: int = 0
+    rows: int = 0
     spread: bool = False  # one tile on each SM, overlapping (schedulers/spread.py)
     stream_k: int = 0  # last rounds whose tiles are split along K (schedulers/stream_k.py)
     box_rows: int = 0  # rows that a TMA load brings, about (device/atoms/boxes.py); 0: all

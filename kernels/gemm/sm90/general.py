@@ -220,7 +220,7 @@ class General:
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
-        """Launch with a (M, K), b (K, N), out (M, N), each with L in front where batched, the
+        """Launch with a (M, K), b (K, N), out (M, N), each with L first where batched, the
         operations' arguments, with stream_k the workspace (sums, flags), and a stream."""
         mA, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
         *passed, stream = rest
@@ -241,7 +241,7 @@ class General:
         stream,
         workspace: tuple[cute.Tensor, cute.Tensor] | None = None,
     ) -> None:
-        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
+        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L last where batched."""
         c = self.tiles
         if cutlass.const_expr(c.swap_ab):
             mA, mB, mOut = mB, mA, transposed(mOut)

@@ -108,7 +108,7 @@ class Scaled:
         mFB: cute.Tensor,
         *rest,
     ) -> None:
-        """Launch with a (M, K), b (K, N), out (M, N), each with L in front where batched, the
+        """Launch with a (M, K), b (K, N), out (M, N), each with L first where batched, the
         factors of a and b (L, RestRows, RestK, WORDS), then the operations' arguments, then a
         stream."""
         c, config = self.tiles, self.config

@@ -67,7 +67,7 @@ class ScaledConfig(GeneralConfig):
         return (c.tile_m * a + c.tile_n * b) * c.k_elements // 8 + c.ctas * c.factor_bytes
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L in front if batched;
+        """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L first if batched;
         the factors of a and of b; those of the operations."""
         return (
             self.a.argument("a", "m", "k", "la"),

@@ -109,7 +109,7 @@ class Fp8Gemm:
         mOut: cute.Tensor,
         *rest,
     ) -> None:
-        """Launch with a (M, K), b (K, N), their factors, out (M, N), each with L in front where
+        """Launch with a (M, K), b (K, N), their factors, out (M, N), each with L first where
         batched, the operations' arguments and a stream."""
         *passed, stream = rest
         mA, mScaleA, mScaleB, mOut = (modes(x, False) for x in (mA, mScaleA, mScaleB, mOut))
@@ -125,7 +125,7 @@ class Fp8Gemm:
         passed: tuple[Any, ...],
         stream,
     ) -> None:
-        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L behind where batched."""
+        """Launch with mA (M, K), mB (N, K), mOut (M, N), each with L last where batched."""
         c, g = self.tiles, self.general
         if cutlass.const_expr(c.swap_ab):
             mA, mB, mOut, scales = mB, mA, transposed(mOut), scales[::-1]

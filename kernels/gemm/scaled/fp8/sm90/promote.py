@@ -232,7 +232,7 @@ def factors_layout(rows: int, num_slots: int) -> cute.ComposedLayout:
 
 def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) -> Any:
     """The factors mS of one side: a tensor map that loads those of a tile's rows, or mS itself
-    (RestRows, RestK), in a batch with L behind, where 128 rows share one."""
+    (RestRows, RestK), in a batch with L last, where 128 rows share one."""
     return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
 
 
@@ -363,7 +363,7 @@ class TileFactors:
         """
         found = []
         for side, row in self.shared():
-            mS = self.factors[side]  # (RestRows, RestK), or with L behind
+            mS = self.factors[side]  # (RestRows, RestK), or with L last
             if cute.rank(mS) == 3:
                 mS = mS[None, None, cutlass.min(self.tile.batch, cute.size(mS, mode=[2]) - 1)]
             last, last_k = (cute.size(mS, mode=[i]) - 1 for i in range(2))
