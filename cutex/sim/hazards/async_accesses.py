@@ -56,6 +56,7 @@ class Track:
         self.place = place
         self.write = Last(num_ctas)
         self.reads: dict[int, Last] = {}  # by slot
+        self.lasts = [(self.write, "write")]  # and these, each with its kind
         self.meets: list[Track] = []  # the tracks that overlap it, itself included
         self.covers: list[Track] = []  # the tracks inside of it, itself included
 
@@ -196,7 +197,8 @@ class AsyncAccesses(Observer):
 
     def _reads(self, track: Track, slot: int) -> Last:
         if slot not in track.reads:
-            track.reads[slot] = Last(self.m.grid.num_ctas)
+            last = track.reads[slot] = Last(self.m.grid.num_ctas)
+            track.lasts.append((last, "read"))
         return track.reads[slot]
 
     def _check(
@@ -265,12 +267,9 @@ class AsyncAccesses(Observer):
             )
 
     @staticmethod
-    def _lasts(track: Track, write: bool) -> Iterator[tuple[Last, str]]:
+    def _lasts(track: Track, write: bool) -> list[tuple[Last, str]]:
         """The earlier accesses that an access must be ordered after."""
-        yield track.write, "write"
-        if write:
-            for last in track.reads.values():
-                yield last, "read"
+        return track.lasts if write else track.lasts[:1]
 
     def _of_warps(self, ops: Sequence[Operation]) -> np.ndarray:
         """The slots and counts of the agents of each operation, (n, agents, 2)."""
