@@ -15,16 +15,6 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-10}
 OPTIONS = [(0.0, 0.0), (0.1, 1e-2)]
 
 
-@pytest.fixture
-def device():
-    """The device: a GPU, or the simulator."""
-    if torch.cuda.is_available():
-        yield "cuda"
-    else:
-        with cutex.ops.simulated("sm_90a"):
-            yield "cpu"
-
-
 def problem(device, m, n, k, dtype, seed=0):
     """x, w and target of small numbers, so that logits are exact before they are rounded."""
     g = torch.Generator().manual_seed(seed)

@@ -5,26 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from cutlass import Float32, cute
+from row_calls import rows
 
 import cutex
 from cutex.ops.row import launches
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
-
-
-@pytest.fixture
-def device():
-    """The device: a GPU, or the simulator."""
-    if torch.cuda.is_available():
-        yield "cuda"
-    else:
-        with cutex.ops.simulated("sm_90a"):
-            yield "cpu"
-
-
-def rows(device, shape, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=g).to(dtype).to(device)
 
 
 def gated(a, b):

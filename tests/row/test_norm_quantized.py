@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from row_calls import rows
 
 import cutex
 from cutex.ops.row.norm_quantized import NAMES
@@ -11,21 +12,6 @@ from cutex.problem.scaled import quantization
 from cutex.problem.scaled.formats import FORMATS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture
-def device():
-    """The device: a GPU, or the simulator."""
-    if torch.cuda.is_available():
-        yield "cuda"
-    else:
-        with cutex.ops.simulated("sm_90a"):
-            yield "cpu"
-
-
-def rows(device, shape, dtype, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=g).to(dtype).to(device)
 
 
 def of_two_passes(y, format, tensor_scale):

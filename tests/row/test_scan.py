@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from mutations import Mutant
+from row_calls import rows
 
 import cutex
 from cutex.compile import compile
@@ -16,21 +17,6 @@ from cutex.kernels.row.scan import Scan, ScanConfig
 from cutex.sim import SimError, simulate
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
-
-
-@pytest.fixture
-def device():
-    """The device: a GPU, or the simulator."""
-    if torch.cuda.is_available():
-        yield "cuda"
-    else:
-        with cutex.ops.simulated("sm_90a"):
-            yield "cpu"
-
-
-def rows(device, shape, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=g).to(dtype).to(device)
 
 
 def wanted_of(x, op="sum", dim=-1, reverse=False, exclusive=False):

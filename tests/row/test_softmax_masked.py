@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from row_calls import rows
 
 import cutex
 from cutex.ops.row.softmax_masked import _as_rows_of
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-19}
-
-
-@pytest.fixture
-def device():
-    """The device: a GPU, or the simulator."""
-    if torch.cuda.is_available():
-        yield "cuda"
-    else:
-        with cutex.ops.simulated("sm_90a"):
-            yield "cpu"
-
-
-def rows(device, shape, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=g).to(dtype).to(device)
 
 
 def wanted_of(x, scale=1.0, mask=None, causal=False, dim=-1):

@@ -1,0 +1,28 @@
+"""What the tests of functions of rows share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cutex
+from cutex.ops.row import launches
+
+
+@pytest.fixture
+def device():
+    """The device: a GPU, or the simulator."""
+    if torch.cuda.is_available():
+        yield "cuda"
+    else:
+        with cutex.ops.simulated("sm_90a"):
+            yield "cpu"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The kernels that are asked for: kind, config, dtype, arch."""
+    found = []
+    kernel_for = launches.kernel_for
+    monkeypatch.setattr(launches, "kernel_for", lambda *a: found.append(a) or kernel_for(*a))
+    return found
