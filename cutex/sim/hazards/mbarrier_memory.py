@@ -103,7 +103,7 @@ class MBarrierMemory(Observer):
                     self._write(place.cta, place.low, place.high, by, place)
 
     def _write(self, cta: int, low: int, high: int, by: _Write, place: Span | None = None) -> None:
-        """Keep a write of these bytes; of a ``place`` in pieces, to those only."""
+        """Keep a write of these bytes; of a ``place`` with gaps, to its chunks only."""
         barriers = self.m.mbarriers.barriers
         first = max(low, self.low) // BYTES * BYTES
         for offset in range(first, min(high, self.high), BYTES):

@@ -20,7 +20,7 @@ from cutex.sim.machine.batch import Batch, Lanes
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 
 
-class Piece(NamedTuple):
+class BitField(NamedTuple):
     """Bits of one word of a map, and the part of the operand's value that they hold."""
 
     word: int
@@ -44,39 +44,39 @@ def _ordinal(d: Decoder, most: int) -> int:
     return n
 
 
-def _pieces(d: Decoder, field: str) -> list[Piece]:
+def _bit_fields(d: Decoder, field: str) -> list[BitField]:
     if field == "global_address":
-        return [Piece(0, 0, 32, _whole), Piece(1, 0, 32, lambda v: v >> 32)]
+        return [BitField(0, 0, 32, _whole), BitField(1, 0, 32, lambda v: v >> 32)]
     if field == "global_stride":
         n = _ordinal(d, 3)
         return [
-            Piece(3 + n, 0, 32, lambda v: v >> 4),
-            Piece(7, 4 * n, 4, lambda v: v >> 36),
+            BitField(3 + n, 0, 32, lambda v: v >> 4),
+            BitField(7, 4 * n, 4, lambda v: v >> 36),
         ]
     if field == "global_dim":
-        return [Piece(8 + _ordinal(d, 4), 0, 32, _less_one)]
+        return [BitField(8 + _ordinal(d, 4), 0, 32, _less_one)]
     if field == "box_dim":
         n = _ordinal(d, 4)
-        return [Piece(14, 8 * (n - 1), 8, _less_one) if n else Piece(13, 24, 8, _less_one)]
+        return [BitField(14, 8 * (n - 1), 8, _less_one) if n else BitField(13, 24, 8, _less_one)]
     if field == "element_stride":
-        return [Piece(13, 3 * _ordinal(d, 4), 3, _less_one)]
+        return [BitField(13, 3 * _ordinal(d, 4), 3, _less_one)]
     return {
-        "rank": [Piece(2, 4, 3, _whole)],
-        "interleave_layout": [Piece(2, 11, 2, _whole)],
-        "swizzle_mode": [Piece(2, 13, 2, _whole), Piece(2, 22, 1, lambda v: v >> 2)],
-        "swizzle_atomicity": [Piece(2, 19, 3, _whole)],
-        "fill_mode": [Piece(2, 15, 1, _whole)],
-        "elemtype": _type_pieces(d.immediate(1)) if field == "elemtype" else [],
+        "rank": [BitField(2, 4, 3, _whole)],
+        "interleave_layout": [BitField(2, 11, 2, _whole)],
+        "swizzle_mode": [BitField(2, 13, 2, _whole), BitField(2, 22, 1, lambda v: v >> 2)],
+        "swizzle_atomicity": [BitField(2, 19, 3, _whole)],
+        "fill_mode": [BitField(2, 15, 1, _whole)],
+        "elemtype": _type_fields(d.immediate(1)) if field == "elemtype" else [],
     }[field]
 
 
-def _type_pieces(kind: int) -> list[Piece]:
-    """The pieces of an element type; the PTX ISA numbers two types that the map lacks: tf32 and
+def _type_fields(kind: int) -> list[BitField]:
+    """The bit fields of an element type; the PTX ISA numbers two types that the map lacks: tf32 and
     tf32.ftz.
     """
     if kind in (11, 12):
-        return [Piece(2, 16, 1, lambda v: 1), Piece(2, 7, 4, lambda v: v - 4)]
-    return [Piece(2, 7, 4, lambda v: v if v < 11 else v - 2)]
+        return [BitField(2, 16, 1, lambda v: 1), BitField(2, 7, 4, lambda v: v - 4)]
+    return [BitField(2, 7, 4, lambda v: v if v < 11 else v - 2)]
 
 
 FIELDS = (
@@ -91,16 +91,16 @@ def replace(d: Decoder) -> Execute:
     d.only("replace", "tile", *FIELDS, "global", "shared", "cta", "b1024")
     field = next(f for f in FIELDS if f in d.mods)
     value = d.src(len(d) - 1)
-    pieces, access, m = _pieces(d, field), Access(d, 0, 4), d.m
+    bit_fields, access, m = _bit_fields(d, field), Access(d, 0, 4), d.m
 
     def execute(b: Batch) -> None:
         where = access.lanes(b)
         given = b.lanes(value(b))[b.active()].tolist()
         _check_units(d, field, given)
-        for piece in pieces:
-            at = where._replace(addresses=where.addresses + np.uint64(4 * piece.word))
-            mask = (1 << piece.bits) - 1 << piece.shift
-            new = [piece.part(v) << piece.shift & mask for v in given]
+        for one in bit_fields:
+            at = where._replace(addresses=where.addresses + np.uint64(4 * one.word))
+            mask = (1 << one.bits) - 1 << one.shift
+            new = [one.part(v) << one.shift & mask for v in given]
             kept = _held(access, at) & np.uint32(~mask & 0xFFFFFFFF)
             words = kept | np.array(new, np.uint32)
             access.put(at, words.view(np.uint8).reshape(-1, 4))

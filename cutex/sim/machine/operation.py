@@ -17,9 +17,10 @@ CHUNK = 16  # bytes, the unit of swizzles
 
 @dataclass
 class Span:
-    """Bytes ``[low, high)`` of a CTA's shared memory; ``chunks`` the exact 16-byte pieces where
-    they have gaps, and ``form`` a hashable key for ``chunks``. ``part``: for an operation issued by
-    several warps together, the number of the warp that reads this part; None for all.
+    """Bytes ``[low, high)`` of a CTA's shared memory; where they have gaps, ``chunks`` has the
+    numbers of their 16-byte units, and ``form`` is a hashable key for ``chunks``. ``part``: for an
+    operation issued by several warps together, the number of the warp that reads this part; None
+    for all.
     """
 
     cta: int
@@ -61,17 +62,17 @@ class Span:
         """Whether the ``width`` bytes at each offset overlap it, (n,)."""
         if self.chunks is None:
             return (offset < self.high) & (offset + width > self.low)
-        return np.isin(offset // CHUNK, self._pieces)
+        return np.isin(offset // CHUNK, self._numbers)
 
     @cached_property
-    def _pieces(self) -> np.ndarray:
+    def _numbers(self) -> np.ndarray:
         if self.chunks is not None:
             return self.chunks.reshape(-1)
         return np.arange(self.low // CHUNK, -(-self.high // CHUNK))
 
     @cached_property
     def _chunks(self) -> frozenset[int]:
-        return frozenset(self._pieces.tolist())
+        return frozenset(self._numbers.tolist())
 
     def __str__(self) -> str:
         return f"shared memory 0x{self.low:x}..0x{self.high:x}"

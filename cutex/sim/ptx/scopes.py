@@ -161,15 +161,15 @@ class Scopes:
         return Symbol(m.group(1), offset)
 
     def _address(self, inner: str, scope: int) -> Address:
-        pieces = split_operands(inner)
-        if not 1 <= len(pieces) <= 2:
+        parts = split_operands(inner)
+        if not 1 <= len(parts) <= 2:
             raise ValueError(f"the address [{inner}]")
         coords = None
-        if len(pieces) > 1:
-            vector = self.operand(pieces[1], scope)
+        if len(parts) > 1:
+            vector = self.operand(parts[1], scope)
             coords = vector.items if isinstance(vector, Vector) else (vector,)
-        m = re.fullmatch(r"(.+?)\s*\+\s*(-?\w+)", pieces[0])
-        base, offset = (m.group(1), integer(m.group(2))) if m else (pieces[0], 0)
+        m = re.fullmatch(r"(.+?)\s*\+\s*(-?\w+)", parts[0])
+        base, offset = (m.group(1), integer(m.group(2))) if m else (parts[0], 0)
         if offset is None:
             raise ValueError(f"the address [{inner}]")
         found = self.operand(base, scope)
