@@ -75,7 +75,7 @@ class SplitOrder:
 class GroupedOrder:
     """The tiles of groups, such as the experts of a mixture, one group after the other.
 
-    starts: the index of each group's first tile, and behind them the number of all tiles: a list,
+    starts: the index of each group's first tile, and after them the number of all tiles: a list,
     or a tensor of Int32 (groups + 1). A group may be empty.
     """
 

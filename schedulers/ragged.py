@@ -33,13 +33,13 @@ CHUNK_ROWS = 128  # rows of a group whose scale factors are together (atoms/scal
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Groups of rows, in lists or in tensors of Int32: of each the first row, the row behind the
-    last, and the number of its first cluster of tiles; behind them, that of all."""
+    """Groups of rows, in lists or in tensors of Int32: of each the first row, the row after the
+    last, and the number of its first cluster of tiles; after them, that of all."""
 
     begins: Any  # (most)
     ends: Any  # (most)
     starts: Any  # (most + 1)
-    most: int  # entries; those behind the last group's are empty groups
+    most: int  # entries; those past the last group's are empty groups
     chunks: Any = None  # (most): chunks of CHUNK_ROWS rows of one group, before each group's first
 
     @staticmethod
@@ -60,7 +60,7 @@ class RowGroups:
 
     def steps(self, group: Any, size: int) -> Any:
         """The steps of `size` rows that cover a group; at least one, which an empty group begins
-        and ends behind."""
+        and ends after."""
         return cutlass.max(clusters(self.rows(group), size), 1)
 
 
@@ -163,7 +163,7 @@ def group_edges(
     edges: Any, group: Any, count: Any, rows: Any, padded: bool = False
 ) -> tuple[Any, Any]:
     """Where the rows of `group`, of `count`, begin and end, out of `rows`; both are equal for an
-    empty group, and for one behind the last.
+    empty group, and for one past the last.
 
     Plain operators only: Python ints and lists run it, and the same code traces in the DSL.
     """

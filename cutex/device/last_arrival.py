@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, cute
 def is_last_arrival(count: cute.Pointer, arrivals: Int32) -> Boolean:
     """Count an arrival; whether it is the last of `arrivals`, whose thread resets the count to 0.
 
-    One thread calls it, behind a barrier of all that wrote: it releases what they wrote, and
+    One thread calls it, after a barrier of all that wrote: it releases what they wrote, and
     acquires what those before it released.
     """
     before = cute.arch.atomic_add(count, Int32(1), sem="acq_rel", scope="gpu")

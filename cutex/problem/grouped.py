@@ -31,7 +31,7 @@ class GroupedProblem(Computation):
     n: int
     k: int  # or with "sums" M
     form: str = "rows"
-    rest: int = 0  # rows behind those of all groups; with "padded" behind the longest group's
+    rest: int = 0  # rows after those of all groups; with "padded" after the longest group's
     dtype: torch.dtype = torch.bfloat16
     transposed: bool = False  # w is a view of (E, N, K)
     before: int = 0  # elements in front of each row of x

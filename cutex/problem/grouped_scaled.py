@@ -45,7 +45,7 @@ class ScaledGroupedProblem:
     recipe: str = "fp8_block"
     padded: bool = False  # rows are those of (E, M, K), with counts
     swizzled: bool = False  # factors that tensor cores read, each group's in chunks of its own
-    rest: int = 0  # rows behind those of all groups, or behind the longest group's
+    rest: int = 0  # rows after those of all groups, or after the longest group's
     bias: bool = False
     activation: str | None = None
     dtype: torch.dtype = torch.bfloat16

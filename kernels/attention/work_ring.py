@@ -2,7 +2,7 @@
 valid.
 
 The load warp hands out tiles with their Q: a slot's words give its tile and the lengths of its
-sequences, so that consumers get both behind the barrier that they wait for anyway, without a read
+sequences, so that consumers get both after the barrier that they wait for anyway, without a read
 of global memory. On releasing a slot, each consumer warp says whether its rows are valid; a tile
 that is not is loaded again, to be computed in retry mode.
 """

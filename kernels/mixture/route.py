@@ -6,7 +6,7 @@ of a table of its own how many of them each expert has; from the counts of all w
 all experts before, follows the row of a warp's first entry of each expert; then each warp gives its
 entries their rows. Nothing depends on the order in which threads run, so the result does not.
 
-An id that is no expert's is sorted behind all of them.
+An id that is no expert's is sorted after all of them.
 """
 
 from __future__ import annotations

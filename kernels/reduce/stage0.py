@@ -61,7 +61,7 @@ class Stage0:
 
     @cute.jit
     def loaded(self, mX: cute.Tensor, block: Int32, thread: Int32) -> Float32:
-        """What this thread starts with: one element; 0 behind the last."""
+        """What this thread starts with: one element; 0 past the last."""
         at = block * self.config.threads + thread
         x = Float32(0)
         if at < cute.size(mX):

@@ -27,7 +27,7 @@ STAGED_BY_FOUR = {4: (256, 7)}
 BY_ELEMENT = {True: (128, 20_480), False: (256, 12_288)}
 ELEMENTS = {8: 20, 4: 12}
 TURNS = 4
-# rows that lie one behind the other (docs/facts/rows.md#rows-norm-dense), by the elements of a
+# rows that lie one after another (docs/facts/rows.md#rows-norm-dense), by the elements of a
 # vector: the longest of a layer norm's or an RMS norm's; the columns of a thread at most; the
 # elements from which on they fill a GPU
 DENSE = {8: {True: 288, False: 1152}, 4: {True: 512, False: 512}}
@@ -135,7 +135,7 @@ def by_element(n: int, other: RowTile, centred: bool) -> tuple[RowTile, int, int
 def dense(
     m: int, n: int, other: RowTile, centred: bool, least: int = DENSE_LEAST
 ) -> tuple[RowTile, int, int] | None:
-    """The tile of `m` rows of `n` elements, a norm's, that lie one behind the other and begin
+    """The tile of `m` rows of `n` elements, a norm's, that lie one after another and begin
     anywhere, as `other` has them; the words and the rows of a thread. None for rows that are better
     taken as `other` has them."""
     longest = DENSE.get(other.width)
@@ -152,7 +152,7 @@ def dense(
 def bulk(
     m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST
 ) -> Bulk | None:
-    """How `m` rows of `n` elements, a norm's, that lie one behind the other come by bulk copies, to
+    """How `m` rows of `n` elements, a norm's, that lie one after another come by bulk copies, to
     a part of a warp, a CTA or a cluster. None for rows that are better taken as `other` has them,
     and where there are no bulk copies."""
     of = arch(arch_name)

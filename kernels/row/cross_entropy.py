@@ -268,7 +268,7 @@ class CrossEntropyBackward(RowKernel):
         this = block // parts * tile.rows + cute.arch.thread_idx()[0] // tile.threads
         row = cutlass.min(this, rows - 1)
         gX, gdX = mX[row, None], mdX[row, None]  # (N)
-        # NOTE: behind the last row nothing is read: that row may be overwritten already
+        # NOTE: past the last row nothing is read: that row may be overwritten already
         columns = Columns.of(tile, gX).moved(part).where(this < rows)
         rX = columns.load(gX)  # (V, NumV)
         lse, target, scale = mLse[row], mTarget[row], mdLoss[row]

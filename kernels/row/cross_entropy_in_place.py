@@ -54,7 +54,7 @@ class CrossEntropyInPlace(RowKernel):
         s, z = options["s"], options["z"]
         (reduction,) = reductions(tile, 3 + c.smoothed)
         this = ThisRow.of(tile, mX)
-        # NOTE: behind the last row nothing is read: the threads of that row overwrite it
+        # NOTE: past the last row nothing is read: the threads of that row overwrite it
         columns = Columns.of(tile, this(mX)).where(this.exists)
         rX = columns.load(this(mX), -Float32.inf)  # (V, NumV)
         x = rX.load().to(Float32)  # (V, NumV)

@@ -61,7 +61,7 @@ class ThisRow:
         return self.row < self.rows
 
     def is_between(self, mX: cute.Tensor, width: int) -> cutlass.Boolean:
-        """Whether the `width` elements before and behind this row of mX (M, N) are mX's, too: those
+        """Whether the `width` elements before and after this row of mX (M, N) are mX's, too: those
         of the rows beside it. What lies between rows of a view is not."""
         step, n = mX.stride[0], cute.size(mX, mode=[1])
         dense = (step == n) & (n >= width)

@@ -86,7 +86,7 @@ class Map:
             self.store(rY, mY, places[i])
 
     def place(self, mY: cute.Tensor, vector: Int32) -> tuple[Any, ...]:
-        """The coordinates of a vector's first element; behind the end the first is too large."""
+        """The coordinates of a vector's first element; past the end the first is too large."""
         c = self.config
         across = cute.ceil_div(mY.shape[-1], c.width)
         found: list[Any] = [vector % across * c.width]

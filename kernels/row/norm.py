@@ -157,7 +157,7 @@ class Norm(RowKernel):
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
         rX = row_of(mX, this, columns)  # (V, NumV)
-        # their latency passes under that of x: behind the reduction it would be a second one
+        # their latency passes under that of x: after the reduction it would be a second one
         vectors = {name: columns.held(optional[name]) for name in c.vectors}  # (V, NumV) each
         x = rX.load().to(Float32)
         rSum = None

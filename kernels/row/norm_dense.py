@@ -1,4 +1,4 @@
-"""Norms of rows of any length that lie one behind the other, many of them as one run of memory.
+"""Norms of rows of any length that lie one after another, many of them as one run of memory.
 
 What a CTA has of them comes and goes by whole vectors, through smem, whose ends are two for all its
 rows. There thread t of T has the words t, t + T, t + 2T and so on of a row: from the word of 32

@@ -31,7 +31,7 @@ class NormStaged(Norm):
     """The norm of aligned rows without a residual. Each thread copies its own vectors to smem
     (cp.async) and reads them there, twice: what is on its way takes no registers, so
     that an SM has room for more of it. The threads of a row meet once, those of a layer norm with
-    their moments. Weights are loaded behind the reduction."""
+    their moments. Weights are loaded after the reduction."""
 
     title = "norm_staged"
 

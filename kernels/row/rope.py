@@ -34,7 +34,7 @@ class RopeConfig:
 
 class Rope:
     """y = x turned: (a cos - s b sin, b cos + s a sin) for each pair (a, b), s = 1, or -1 for its
-    gradient; what lies behind the turned elements of a head is copied.
+    gradient; what lies after the turned elements of a head is copied.
 
     A thread turns one vector of pairs, or copies one vector, of one head of one token.
     """
@@ -103,12 +103,12 @@ class Rope:
                 table = mCos[position, None], mSin[position, None]  # (R) each
                 self.turn(gX, gY, table, vector, options["sign"])
             else:
-                # behind both halves
+                # after both halves
                 self.copy(gX, gY, (vector + turned * (1 - c.interleaved)) * c.width)
 
     @cute.jit
     def copy(self, gX: cute.Tensor, gY: cute.Tensor, at: Int32) -> None:
-        """Copy the vector at `at`, of which the last of a head may lie in part behind it."""
+        """Copy the vector at `at`, of which the last of a head may lie in part after it."""
         c = self.config
         if at + c.width <= cute.size(gX):
             rX = cute.make_rmem_tensor(c.width, gX.element_type)

@@ -194,7 +194,7 @@ def test_an_argument_given_twice_is_told(stand_in):
     q, k, v = operands()
     with pytest.raises(TypeError, match=r"multiple values for argument 'causal'"):
         cutex.flash_attn_func(q, k, v, 0.0, None, True, causal=True)
-    with pytest.raises(TypeError, match=r"10 arguments behind the operands: at most 9"):
+    with pytest.raises(TypeError, match=r"10 arguments after the operands: at most 9"):
         cutex.flash_attn_func(q, k, v, 0.0, *[None] * 9)
 
 
@@ -280,7 +280,7 @@ def test_packed_operands_that_are_none(stand_in):
         cutex.flash_attn_varlen_kvpacked_func(normal(9, 4, 64), normal(9, 4, 64), ENDS, ENDS)
     with pytest.raises(TypeError, match=r"qkv must be a torch.Tensor, got list"):
         cutex.flash_attn_qkvpacked_func([1])
-    with pytest.raises(TypeError, match=r"10 arguments behind the operands: at most 9"):
+    with pytest.raises(TypeError, match=r"10 arguments after the operands: at most 9"):
         cutex.flash_attn_qkvpacked_func(normal(2, 9, 3, 4, 64), *[None] * 10)
 
 

@@ -1,7 +1,7 @@
 """cp.async: a thread's copy from global to shared memory, past its registers (any arch from sm_80).
 
 Copies belong to the group that the thread commits next (`cute.arch.cp_async_commit_group`), and are
-there once `cute.arch.cp_async_wait_group` lets it go on; other threads see them behind a barrier.
+there once `cute.arch.cp_async_wait_group` lets it go on; other threads see them after a barrier.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def load_half(at: Int64, valid: Boolean | None = None, *, loc=None, ip=None) -> 
 def _run(
     load: str, zeros: str, count: int, at: Int64, valid: Boolean | None, loc: object, ip: object
 ) -> tuple[Int32, ...]:
-    """Run `load`, whose results are $0 and on, before the address; behind `zeros` if guarded."""
+    """Run `load`, whose results are $0 and on, before the address; after `zeros` if guarded."""
     values = [Int64(at).ir_value(loc=loc, ip=ip)]
     ptx = load
     if valid is not None:
@@ -44,7 +44,7 @@ def _run(
     kind = T.i32()
     if count > 1:
         kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
-    # NOTE: what orders kernels, griddepcontrol.wait, has side effects, too: loads stay behind it
+    # NOTE: what orders kernels, griddepcontrol.wait, has side effects, too: loads stay after it
     found = llvm.inline_asm(kind, values, ptx, constraints, has_side_effects=True, loc=loc, ip=ip)
     if count == 1:
         return (Int32(found),)

@@ -150,7 +150,7 @@ class UmmaProduct(NamedTuple):
     """acc = A @ B^T over all of K, or acc += A @ B^T, as the MMA warp starts it."""
 
     mma: Umma
-    a: Any  # (MMA, MMA_M, MMA_K), SLOT behind if in slots; None: given by `of`
+    a: Any  # (MMA, MMA_M, MMA_K), then SLOT if in slots; None: given by `of`
     b: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT) descriptors
     acc: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32 in tensor memory, here maybe with a mode ACC
     factors: BlockFactors | None = None  # of a block-scaled kind

@@ -48,7 +48,7 @@ class Mask(NamedTuple):
         return n_block * self.tile_n + 2 * self.quad + self.step(c)
 
     def step(self, c: int) -> int:
-        """How many keys this thread's column c is behind its first."""
+        """How many keys this thread's column c is after its first."""
         return c if self.quad is None else 8 * (c // 2) + c % 2
 
     def diagonal(self, r: int) -> Int32:

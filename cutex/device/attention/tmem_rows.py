@@ -194,7 +194,7 @@ class ScoreRow:
             if part == 0:
                 highest = self.highest_of(scores, n_block, 0, highest)
             total += softmax.exponentials(scores, (0, PART // 2), exact=False)
-            # NOTE: half a part early, so that the vote is under exponentials, not behind them
+            # NOTE: half a part early, so that the vote is under exponentials, not after them
             parts.wait_loads()
             for i in following:
                 highest = self.highest_of(flat(loaded[i]), n_block, i, highest)

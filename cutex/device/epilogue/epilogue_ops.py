@@ -137,7 +137,7 @@ class Add:
     batched: bool = False
     beta: bool = False
     whole: bool = False
-    gated: bool = False  # added behind a Gate
+    gated: bool = False  # added after a Gate
 
     def arguments(self) -> tuple[Argument, ...]:
         n = "half" if self.gated else "n"

@@ -17,7 +17,7 @@ LOW_HALVES, MIDDLE_HALVES = 0x3210, 0x5432  # selectors of prmt: a word, and the
 class Columns:
     """The vectors of a row of `n` elements that this thread holds.
 
-    A row that is not `aligned` begins somewhere behind a multiple of a vector; its vectors are
+    A row that is not `aligned` begins somewhere after a multiple of a vector; its vectors are
     those of memory, and those at its ends are stored by the element. They are loaded whole where
     what lies beside the row may be read, since loads by the element wait until the warp's vectors
     have come (docs/facts/rows.md#rows-ends-loaded-whole).
@@ -76,7 +76,7 @@ class Columns:
         self, gX: cute.Tensor, fill: cutlass.Constexpr[Any] = 0, between: Boolean | None = None
     ) -> cute.Tensor:
         """The elements of gX (N) in registers (V, NumV); `fill` where there are none. between:
-        whether a vector's worth of elements before and behind the row may be read, too."""
+        whether a vector's worth of elements before and after the row may be read, too."""
         rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), gX.element_type)
         rX.fill(fill)
         if cutlass.const_expr(self.tile.aligned or between is None):
@@ -198,7 +198,7 @@ class Columns:
 
     @cute.jit
     def where_held(self, x: Any) -> Any:
-        """x (V, NumV), 0 in columns that are behind the row's end or before its beginning."""
+        """x (V, NumV), 0 in columns that are past the row's end or before its beginning."""
         rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), Float32)
         rX.store(x)
         for i in cutlass.range_constexpr(self.tile.vectors):

@@ -168,7 +168,7 @@ class Plan:
 def appending(
     run: Callable[..., Any], new: int, like: list[Tensor] | None = None
 ) -> Callable[..., Any]:
-    """`run`, which writes its tensors from place `new` on to the caches, behind q: as torch has it
+    """`run`, which writes its tensors from place `new` on to the caches, after q: as torch has it
     of a tensor that is written to. Each has the sizes and strides of that in `like`, if given."""
 
     far = None
@@ -196,7 +196,7 @@ def appending(
 def counter_first(
     needs: Workspace, of_stream: Callable[[], tuple[Tensor, Tensor]], numbers: tuple[Any, ...]
 ) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
-    """A function of the counter of tiles, if a kernel needs one, and the numbers behind it; and
+    """A function of the counter of tiles, if a kernel needs one, and the numbers after it; and
     what comes before, nothing."""
     if not needs.flags:
         return lambda: numbers, ()

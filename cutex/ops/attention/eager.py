@@ -214,7 +214,7 @@ def _translated(
     by_name: dict[str, Any],
     others: dict[str, Any],
 ) -> Any:
-    """`function` with the arguments behind the operands: `by_place`, in our order or flash-attn
+    """`function` with the arguments after the operands: `by_place`, in our order or flash-attn
     2's; `by_name`; and `others`, which only FlashAttention's functions have."""
     given = {name: x for name, x in by_name.items() if not is_default(x)}
     options = named(function.__name__, by_place, given)

@@ -80,7 +80,7 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
 
 
 def in_flash2_order(given: tuple[Any, ...], by_name: dict[str, Any]) -> bool:
-    """Whether `given`, the arguments behind the operands, are in the order of flash-attn 2, which
+    """Whether `given`, the arguments after the operands, are in the order of flash-attn 2, which
     begins with dropout_p and softmax_scale, and not in ours, softmax_scale and causal."""
     first, second, third = (*given, *(_ABSENT,) * 3)[:3]
     a_dropout = isinstance(first, int | float) and not isinstance(first, bool) and first == 0
@@ -95,12 +95,12 @@ _ABSENT = object()
 def named(
     function: str, given: tuple[Any, ...], by_name: dict[str, Any], flash2: bool = False
 ) -> dict[str, Any]:
-    """Arguments behind the operands by their names: `given` by place, in our order or flash-attn
+    """Arguments after the operands by their names: `given` by place, in our order or flash-attn
     2's (always in that with `flash2`), and `by_name`. Raises TypeError for too many, or for one
     that is given twice."""
     order = FLASH2 if flash2 or in_flash2_order(given, by_name) else OURS
     if len(given) > len(order):
-        raise TypeError(f"{len(given)} arguments behind the operands: at most {len(order)}")
+        raise TypeError(f"{len(given)} arguments after the operands: at most {len(order)}")
     found = dict(zip(order, given, strict=False))
     for name in found.keys() & by_name.keys():
         raise TypeError(f"{function}() got multiple values for argument {name!r}")

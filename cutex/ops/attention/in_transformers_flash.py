@@ -110,7 +110,7 @@ _latest: list[Any] = [None, None]  # the mask that all layers of a step have, an
 
 
 def _of_token(mask: Tensor | None, keys: int, sliding_window: int | None) -> Layout | None:
-    """Which keys the last token sees; None if padding is in between or behind. It waits for the GPU
+    """Which keys the last token sees; None if padding is in between or after. It waits for the GPU
     once for each mask."""
     left = None if sliding_window is None or sliding_window > keys else sliding_window - 1
     if mask is None:

@@ -83,11 +83,11 @@ def flash_attn_with_kvcache(
         Or, on Hopper, float8_e4m3fn, with head dims by 16, and k_descale and v_descale (batch,
         heads_kv) float32, by which they are multiplied; q may be float8, too, times q_descale, and
         out is bfloat16 then.
-    k, v (batch, new keys, heads_kv, head dim): written to the caches behind those that
+    k, v (batch, new keys, heads_kv, head dim): written to the caches after those that
     cache_seqlens counts, before attention, which sees them too. Rows beyond a cache's room are left
     out.
     cache_seqlens: (batch,) int32, or a number, the keys of each sequence; all of k_cache by
-        default. Not read on the host; what lies behind in the caches may be anything.
+        default. Not read on the host; what lies after in the caches may be anything.
     page_table, or block_table: (batch, pages of the longest) int32, which pages a sequence has.
     cache_batch_idx: (batch,) int32, which entry of the caches, or row of the page table, is each
         sequence's.

@@ -55,7 +55,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _named(options: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
-    """The arguments behind the operands by their names."""
+    """The arguments after the operands by their names."""
     return named("flash_attn_func", options, more, flash2=True)
 
 

@@ -65,7 +65,7 @@ def grouped_mm(
         multiplied by row_scale[r], float32, before it is rounded, such as by a router's weight.
     out (S, N), out_index (R,): with the same. Row r of the result is stored to out[out_index[r]],
         int32, or with `add` added to what is there; where out has no such row, it is left out. out:
-        of x's dtype or float32 (behind a gate of x's), of any strides, and returned. Of rows stored
+        of x's dtype or float32 (after a gate of x's), of any strides, and returned. Of rows stored
         to one place any stays. Rows are added by atomic instructions in no certain order, each sum
         rounded to out's dtype: not deterministic where a row of out gets several. Not
         differentiable.

@@ -125,7 +125,7 @@ def _spaces(x: Tensor, dims: Sequence[int], flat: bool) -> Spaces:
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    """x (A, R, B) with a stride of 1 in its last size above 1, and in those behind."""
+    """x (A, R, B) with a stride of 1 in its last size above 1, and in those after."""
     outer, reduced, inner = x.shape
     if (inner > 1 and x.stride(2) != 1) or (inner == 1 < reduced and x.stride(1) != 1):
         x = x.contiguous()

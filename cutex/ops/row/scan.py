@@ -30,7 +30,7 @@ def scan(
 
     x: bfloat16, float16 or float32, of any shape and strides; added up in float32, read and written
         once, however long; a dim that is not contiguous is copied first.
-    reverse: of each element and those behind it. exclusive: without the element itself, so that the
+    reverse: of each element and those after it. exclusive: without the element itself, so that the
         first one is 0, or -inf of max and inf of min. out_dtype: by default x's.
 
     The order of sums is fixed, so that the bits are the same each time. A sum is differentiable

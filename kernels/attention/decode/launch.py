@@ -1,5 +1,5 @@
 """The launch of a decode kernel, the same on every arch, the layout of its slots in smem, and
-Append, the kernel before it: new keys and values are written to the caches, behind those that are
+Append, the kernel before it: new keys and values are written to the caches, after those that are
 there.
 """
 

@@ -1,7 +1,7 @@
 """Out: what a unit's results are written to, whole, or in parts; Partials: the parts of a unit's O
 and LSE in memory; Combine: the kernel that merges them, where the last CTA of a unit does not.
 
-A part is O (bM, DV) in fp32, of which the rows that exist are written, and behind it LSE (bM).
+A part is O (bM, DV) in fp32, of which the rows that exist are written, and after it LSE (bM).
 
 A unit may be in a hundred parts, of 64 rows each, which one CTA would read for longer than all CTAs
 compute. So a warp for each row merges them, in a launch of its own, whose CTAs start while those of
@@ -196,7 +196,7 @@ class Partials:
     @cute.jit
     def arrive(self, unit: Int32, parts: Int32) -> Boolean:
         """Count a part of `unit` as written; return whether it was the last. One thread calls it,
-        behind a barrier of all that wrote."""
+        after a barrier of all that wrote."""
         return is_last_arrival(self.flags.iterator + unit, parts)
 
     @cute.jit
@@ -327,7 +327,7 @@ def with_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of all units in memory, behind the words that say where they are."""
+    """The parts of all units in memory, after the words that say where they are."""
 
     args: KernelArgs
     units: Int32

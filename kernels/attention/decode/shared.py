@@ -39,7 +39,7 @@ class Part(NamedTuple):
     head: Int32
     first: Int32  # block of keys
     end: Int32  # not more than `first`: there is no part left
-    after: Int32  # the position behind the part
+    after: Int32  # the position after the part
     span: EntrySpan
 
 
@@ -206,7 +206,7 @@ class Walk:
 
     @cute.jit
     def span_at(self, splits: Splits, at: Int32, span: EntrySpan) -> EntrySpan:
-        """The entry at position `at`, which is in `span` or behind it."""
+        """The entry at position `at`, which is in `span` or after it."""
         if cutlass.const_expr(self.config.by_room):
             return span
         entry, begin, blocks = span
@@ -218,7 +218,7 @@ class Walk:
 
     @cute.jit
     def piece(self, splits: Any, at: Int32, span: EntrySpan) -> Piece:
-        """The part that begins at position `at` or behind it, in one of the units of `span`."""
+        """The part that begins at position `at` or after it, in one of the units of `span`."""
         # NOTE: one of the three is computed: their divisions are on the way to the first load
         piece = Piece(*(Int32(0) for _ in Piece._fields))
         if cutlass.const_expr(self.config.whole):
@@ -237,7 +237,7 @@ class Walk:
 
     @cute.jit
     def part(self, splits: Splits, end: Int32, at: Int32, span: EntrySpan) -> Part:
-        """The first part with keys that begins at position `at` or behind it."""
+        """The first part with keys that begins at position `at` or after it."""
         entry, head, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         while (first >= last) & (at < end):
             span = self.span_at(splits, at, span)

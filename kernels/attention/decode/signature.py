@@ -107,7 +107,7 @@ class Sizes(NamedTuple):
     rows_k: Int32  # keys that a sequence has room for
     m_blocks: Int32  # blocks of packed rows of the longest sequence, if they own no units
     row_blocks: Int32  # blocks of packed rows that own units
-    new_keys: Int32  # of each sequence behind those that seqused_k counts; packed, of all
+    new_keys: Int32  # of each sequence after those that seqused_k counts; packed, of all
 
     @staticmethod
     def of(config: Any, mQ: cute.Tensor, mK: cute.Tensor, args: KernelArgs) -> Sizes:

@@ -127,7 +127,7 @@ class Splits:
         return self.heads // self.team * self.weight(blocks)
 
     def piece(self, at: Any, span: EntrySpan) -> Piece:
-        """The part that begins at position `at` or behind it, in one of the units of `span`."""
+        """The part that begins at position `at` or after it, in one of the units of `span`."""
         length = weight(span.blocks, self.start)
         head = (at - span.begin) // length
         unit = span.begin + head * length  # its position
@@ -190,7 +190,7 @@ class Splits:
 @dataclass(frozen=True)
 class EvenParts:
     """Units that may have as many `parts` each, whatever their lengths: a team has each part so
-    many `teams` behind the one before. So no CTA need look at lengths but its own units'."""
+    many `teams` after the one before. So no CTA need look at lengths but its own units'."""
 
     heads: Any  # that own units
     cta: Any

@@ -2,11 +2,11 @@
 
 A is loaded through one tensor map over all rows, from the group's first row on: what a tile has of
 later groups is computed and never stored. Out is stored through one map, too: a view in which a
-group's rows end where the map's rows do, so that TMA leaves out those behind them, whatever their
+group's rows end where the map's rows do, so that TMA leaves out those after them, whatever their
 number is (device/row_source.py).
 
-Where the rows are K, A and B are loaded through such views: behind a group's rows come zeros, so
-that neither later groups nor what lies behind all of them is added up.
+Where the rows are K, A and B are loaded through such views: after a group's rows come zeros, so
+that neither later groups nor what lies after all of them is added up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def store_operand(mOut: cute.Tensor, slots: cute.ComposedLayout) -> cpasync.TmaI
 
 
 def stored_rows(out: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.TmaInfo:
-    """The rows from `begin` to `end` of a `store_operand`, (rows, N): those behind them are out of
+    """The rows from `begin` to `end` of a `store_operand`, (rows, N): those after them are out of
     bounds."""
     mX = out.tma_tensor  # (X, N, H, Y, Z)
     mX = cute.domain_offset((Int32(END) - (end - begin), 0, 0, 0, 0), mX)
@@ -60,7 +60,7 @@ def summed_operand(mX: cute.Tensor) -> cute.Tensor:
 
 
 def summed_rows(x: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.TmaInfo:
-    """The rows from `begin` to `end` along K of a map of `summed_operand`, (M, K), and zeros behind
+    """The rows from `begin` to `end` along K of a map of `summed_operand`, (M, K), and zeros past
     them."""
     mX = x.tma_tensor  # (M, X, H, Y, Z)
     mX = cute.domain_offset((0, Int32(END) - (end - begin), 0, 0, 0), mX)

@@ -25,8 +25,8 @@ class ZerosConfig:
 
 
 class Zeros:
-    """A CTA writes zeros to one row after the other: those behind the last group's, or with
-    `padded` behind each one's."""
+    """A CTA writes zeros to one row after the other: those past the last group's, or with
+    `padded` after each one's."""
 
     archs = ("sm_90a", "sm_100a")
 

@@ -1,4 +1,4 @@
-"""Stage 3: a word of padding behind each row of a tile.
+"""Stage 3: a word of padding after each row of a tile.
 
 Rows that lie 33 words apart begin in 32 different banks: a load of a column of the tile takes one
 wavefront, as one of a row does. It costs 1/32 of the smem, and rows that begin at no multiple of 16

@@ -60,7 +60,7 @@ class Stage7(Stage5):
         return Lines(thread // lanes, tuple(steps)), thread % lanes * self.width
 
     def sources(self, mX: cute.Tensor, sX: cute.Tensor, row: Int32, thread: Int32) -> list:
-        """The addresses of these in the first tile at `row` of mX; behind the last row, its own,
+        """The addresses of these in the first tile at `row` of mX; past the last row, its own,
         whose products are not stored."""
         lines, k = self.places(sX, thread)
         last = cute.size(mX, mode=[0]) - 1
@@ -69,7 +69,7 @@ class Stage7(Stage5):
 
     @cute.jit
     def fill(self, mAB, sAB, sources, k_tile, slot, thread: Int32) -> None:
-        """Have the tiles of A and B copied into a slot, as one group; zeros behind the last k."""
+        """Have the tiles of A and B copied into a slot, as one group; zeros past the last k."""
         size = self.width * Float32.width // 8
         for i in cutlass.range_constexpr(2):
             lines, k = self.places(sAB[i], thread)

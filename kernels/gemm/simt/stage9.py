@@ -105,7 +105,7 @@ class Stage9(Stage6):
 
     @cute.jit
     def fetch(self, held: list[Held], k_tile: Int32, size_k: Int32) -> None:
-        """Load a tile's parts; zeros behind the last k."""
+        """Load a tile's parts; zeros past the last k."""
         for i in cutlass.range_constexpr(2):
             x, from_k = held[i], k_tile * self.config.tile_k
             if from_k + x.k < size_k:

@@ -111,7 +111,7 @@ class General:
     smem of a CTA    bytes                                     tmem   columns
     sA               tile_m / 2 * k_bytes * num_stages      acc    tile_n * num_acc
     sB               tile_n / 2 * k_bytes * num_stages
-    sC               128 * epi_n * 2 * epi_stages; half behind a gate; none by element
+    sC               128 * epi_n * 2 * epi_stages; half after a gate; none by element
     sums             128 * tile_n * 4, with split_k
     ab, acc, CLC     16 * num_stages, 16 * num_acc, 64, and 4 for the address of tmem
     """

@@ -76,7 +76,7 @@ class WarpProduct(NamedTuple):
         self, slot: Int32 | int, thread: Int32, meanwhile: Callable[[], None]
     ) -> None:
         """Add the product of the tiles in `slot`; each block is loaded before the one ahead of it
-        is multiplied, and `meanwhile` called behind the first."""
+        is multiplied, and `meanwhile` called after the first."""
         self.load(0, slot, thread)
         for k_block in range(self.k_blocks):
             if k_block + 1 < self.k_blocks:

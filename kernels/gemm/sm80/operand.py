@@ -67,7 +67,7 @@ class SmemOperand(NamedTuple):
 class TileCopies(NamedTuple):
     """The copies by which a CTA's threads fill slots with the tiles of a row of tiles of mX.
 
-    A thread copies one chunk of several lines. K-major: rows behind the last are copied from it,
+    A thread copies one chunk of several lines. K-major: rows past the last are copied from it,
     and their products are not stored.
     """
 

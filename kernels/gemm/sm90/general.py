@@ -125,7 +125,7 @@ class General:
     sA, sB          tile_m * k_bytes * num_stages, tile_n * k_bytes * num_stages, adjacent;
                     with split_k then the sums of all CTAs, for the parts that this one stores; with
                     stream_k in sA then parts of others' sums, as many as there is room for
-    sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate; none by element
+    sC              64 * epi_n * 2 * epi_stages * warpgroups; half after a gate; none by element
     ab, held, sums  16 * num_stages, 8 * epi_stages * warpgroups, 8
 
     registers       threads             of each with 1, 2, 3 warpgroups (config.py)

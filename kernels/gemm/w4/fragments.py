@@ -45,7 +45,7 @@ def allocate_weights(smem: SmemAllocator, of: W4Format, strips: int, num_slots: 
 
 
 class WeightLoads(NamedTuple):
-    """The loads of a tile's strips, a block of each for a K tile; those behind the last strip are
+    """The loads of a tile's strips, a block of each for a K tile; those past the last strip are
     the last one's again, and never stored."""
 
     mW: cute.Tensor  # (STRIP, RestK, WORDS)

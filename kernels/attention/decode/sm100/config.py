@@ -35,7 +35,7 @@ class Sm100DecodeConfig(DecodeConfig):
 
     @property
     def o_column(self) -> int:
-        """The first column of tensor memory behind S."""
+        """The first column of tensor memory after S."""
         return 2 * self.tile_n
 
     @property

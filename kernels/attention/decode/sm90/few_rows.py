@@ -203,7 +203,7 @@ class FewRows(Compute):
     def next_part(
         self, splits: Splits, at: Int32, end: Int32, span: EntrySpan
     ) -> tuple[EntrySpan, Piece]:
-        """The first part at position `at` or behind it, and its entry; without blocks if there is
+        """The first part at position `at` or after it, and its entry; without blocks if there is
         none."""
         s = self.shared
         piece = Piece(*(Int32(0) for _ in Piece._fields))
@@ -412,7 +412,7 @@ class FewRows(Compute):
 
 
 def place(unit: int, quad: Int32, by_four: bool) -> tuple[int, Int32]:
-    """Where a thread's two columns of `unit` are: a unit, and a word behind its first. `by_four`:
+    """Where a thread's two columns of `unit` are: a unit, and a word after its first. `by_four`:
     those of two units are neighbours."""
     return (unit - unit % 2, 2 * quad + unit % 2) if by_four else (unit, quad)
 

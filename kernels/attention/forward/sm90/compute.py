@@ -71,7 +71,7 @@ class Compute:
             score_ops = self.score_ops(own)
             kind = WatchedSoftmax.rounding_to(self.dtype)
             number = blocks.end - blocks.first
-            # NOTE: from a constant, it would be computed again in each block, behind QK
+            # NOTE: from a constant, it would be computed again in each block, after QK
             scale_log2 = cute.arch.shuffle_sync(score_ops.scale_log2(), 0)
             softmax = kind.of(scale_log2, self.threshold, c.speculates, number, not c.guards_all)
             tSrQ = query.of_slot(q_slot)
@@ -163,7 +163,7 @@ class Compute:
 
     @cute.jit
     def release_q(self, q_take: PipelineState) -> None:
-        """Release Q behind a tile's last QK, where its slot is free then."""
+        """Release Q after a tile's last QK, where its slot is free then."""
         q_read = self.shared.q_read
         if cutlass.const_expr(self.config.releases_early):
             self.shared.work.release(q_take, Boolean(True))

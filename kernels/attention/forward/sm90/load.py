@@ -204,7 +204,7 @@ class Load:
             loads_k.load(path.block(0), k_fill.slot, shared.k.acquire(k_fill))
             k_fill.advance()
             if cutlass.const_expr(c.q_waits):
-                # NOTE: behind the first K, whose slot is free before Q's
+                # NOTE: after the first K, whose slot is free before Q's
                 self.shared.q_read.wait(q_free[0].phase)
                 self.load_q(loads_q, work, q_slot, full)
             for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):

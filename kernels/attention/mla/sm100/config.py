@@ -33,6 +33,6 @@ class Sm100MlaConfig(MlaConfig):
     p_bytes: ClassVar[int] = CTA_ROWS * KEYS * ELEMENT
     slot_bytes: ClassVar[int] = KEYS_OF_CTA * CHUNK * ELEMENT  # or BOX * DIMS / CTAS of V
     smem_bytes: ClassVar[int] = q_bytes + p_bytes + slot_bytes * SLOTS
-    # the first column of tensor memory behind two blocks of S, half of whose keys are in the upper
+    # the first column of tensor memory after two blocks of S, half of whose keys are in the upper
     # lanes
     o_column: ClassVar[int] = 2 * KEYS_OF_CTA

@@ -41,7 +41,7 @@ class GroupedKernel:
     smem of a CTA    bytes                                     tmem   columns
     sA               tile_m / 2 * k_bytes * num_stages      acc    tile_n * num_acc
     sB               tile_n / 2 * k_bytes * num_stages
-    sC               128 * epi_n * 2 * epi_stages; half behind a gate
+    sC               128 * epi_n * 2 * epi_stages; half after a gate
     groups           12 * most_groups + 4
     ab, acc          16 * num_stages, 16 * num_acc, and 4 for the address of tmem
     """

@@ -41,7 +41,7 @@ class GroupScatter:
 
 
 class GroupedScattered(RowsKernel):
-    """The grouped kernel that stores to rows of out (S, N) by an index (R), which it takes behind
+    """The grouped kernel that stores to rows of out (S, N) by an index (R), which it takes after
     the edges: without sC, and so without barrier 1."""
 
     name = "sm100_gemm_grouped_scattered"

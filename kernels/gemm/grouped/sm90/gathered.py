@@ -74,7 +74,7 @@ class GatheredOperands:
 
     @cute.jit
     def gather(self, tile: WorkTile, tile_rows: cutlass.Constexpr[int]) -> TileGather:
-        """The loads of a tile's rows of A. Rows behind the last are others, and never stored."""
+        """The loads of a tile's rows of A. Rows past the last are others, and never stored."""
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % LOADERS
         mine, unit = thread // UNITS, thread % UNITS

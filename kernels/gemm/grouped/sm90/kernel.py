@@ -40,7 +40,7 @@ class GroupedKernel:
 
     smem            bytes
     sA, sB          tile_m * k_bytes * num_stages, tile_n * k_bytes * num_stages
-    sC              64 * epi_n * 2 * epi_stages * warpgroups; half behind a gate
+    sC              64 * epi_n * 2 * epi_stages * warpgroups; half after a gate
     groups          12 * most_groups + 4
     ab              16 * num_stages
     """

@@ -38,7 +38,7 @@ class GroupScatter:
 
 
 class GroupedScattered(RowsKernel):
-    """The grouped kernel that stores to rows of out (S, N) by an index (R), which it takes behind
+    """The grouped kernel that stores to rows of out (S, N) by an index (R), which it takes after
     the edges. Of barriers it has none for slots of sC, which belong to a warp each."""
 
     name = "sm90_gemm_grouped_scattered"

@@ -253,7 +253,7 @@ class RowsOfK:
         lane = cute.arch.lane_idx()
         m, n = cute.size(mA, mode=[0]), cute.size(mB, mode=[1])
         width = 2 * c.tile_n // COLUMNS
-        # NOTE: rows of A behind the last, and columns of B, are never stored: others will do
+        # NOTE: rows of A past the last, and columns of B, are never stored: others will do
         column = cutlass.min(tile * c.tile_n + lane // 4 * width, n - width)
         rows = [cutlass.min(lane // 4 + r * ROWS, m - 1) for r in range(c.tile_m // ROWS)]
         first = LANE_K * (lane % 4)
@@ -265,7 +265,7 @@ class RowsOfK:
     @cute.jit
     def load(self, k: Int32, end: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """The words of the steps of this warp from row `k` of K on: of A single elements (LANE_K,
-        RestM, STEP), of B pairs of columns (LANE_K, RestN, STEP). What is behind `end` is 0."""
+        RestM, STEP), of B pairs of columns (LANE_K, RestN, STEP). What is after `end` is 0."""
         c = self.tiles
         down, across = c.tile_m // ROWS, c.tile_n // COLUMNS
         of_a = cute.make_rmem_tensor((LANE_K, down, c.steps), Int32)

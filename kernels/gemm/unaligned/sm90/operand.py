@@ -128,7 +128,7 @@ class Rows(NamedTuple):
     """What this thread reads of its warpgroup's 64 rows of A in a slot.
 
     wgmma's operand A has, in lane l of a warp and of each 16 of K, rows l / 4 and 8 below, and of K
-    2 (l % 4), the next, and 8 behind each (PTX ISA, "Register Fragments for wgmma.mma_async"). All
+    2 (l % 4), the next, and 8 after each (PTX ISA, "Register Fragments for wgmma.mma_async"). All
     boxes begin in the same bank: the four lanes of a row read the K blocks of a tile in four
     orders, so that a warp reads from all banks, and exchange registers after.
     """
