@@ -11,6 +11,7 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.machine.events import Observer
+from cutex.sim.machine.machine import registers_at_start
 from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
@@ -56,12 +57,12 @@ class RegisterMoves(Observer):
                     "a barrier of the warpgroup's warps between the two setmaxnreg",
                 )
                 break
-        more = registers - mine[-1].registers if mine else 0
+        held, whence = self._held(mine)
+        more = registers - held if held else 0
         if more > 0 if "dec" in ins.parts else more < 0:
             self._add(
-                f"{name(warp)} has {mine[-1].registers} registers, by the setmaxnreg at "
-                f"{mine[-1].instruction.where()}, and {ins.op} gives it {registers}: .dec takes "
-                "no more than it has, .inc no fewer",
+                f"{name(warp)} has {held} registers, {whence}, and {ins.op} gives it {registers}: "
+                ".dec takes no more than it has, .inc no fewer",
                 ins,
             )
         mine.append(_Move(registers, self.clocks.now(warp), ins))
@@ -80,6 +81,16 @@ class RegisterMoves(Observer):
                     left[0].instruction,
                 )
                 break
+
+    def _held(self, moves: list[_Move]) -> tuple[int, str]:
+        """The registers per thread of a warp, and why; 0 if they are not known: a CTA of few
+        threads starts with what the kernel needs.
+        """
+        if moves:
+            return moves[-1].registers, f"by the setmaxnreg at {moves[-1].instruction.where()}"
+        warps = self.m.grid.warps_per_cta
+        start = registers_at_start(warps) if 32 * warps > 256 else 0
+        return start, f"as CTAs of {32 * warps} threads start with"
 
     def _group(self, warp: int) -> list[int]:
         """The other warps of its warpgroup."""

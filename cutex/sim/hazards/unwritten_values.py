@@ -3,10 +3,10 @@
 An ordinary load of such memory is no fault: kernels load whole vectors and drop what lies behind
 the end, and compilers leave registers undefined. A fault is what depends on the value: an address,
 or what a store puts into global memory. So the values are followed through the registers, lane by
-lane, from the first such load on; a kernel that has none pays for a look at 16 bytes with each
-load. What may choose between values, or mixes those of lanes, ends the way, except `selp`, of which
-the choice is known: what is reported is sure, but it is not all. A branch is reported as an
-advisory, as both ways may lead to the same.
+lane, from the first such load on, and from lane to lane by `shfl`, `ldmatrix` and `mma.sync`; a
+kernel that has none pays for a look at the words with each load. What may choose between values ends
+the way, except `selp`, of which the choice is known: what is reported is sure, but it is not all. A
+branch is reported as an advisory, as both ways may lead to the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from cutex.sim.hazards.lane_values import loaded_matrices, products, shuffled
 from cutex.sim.hazards.tmem_loads import effects
 from cutex.sim.machine.events import Observer, SharedBytes
+from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, Imm, Reg, RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
+from cutex.sim.ptx.unassigned import unassigned
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch, Lanes
@@ -39,7 +42,6 @@ _DEPENDS = frozenset(
 )
 # and of one of these perhaps on one of them only.
 _MERGES = frozenset(("and", "max", "min", "mov", "or"))
-_ACCESSES = frozenset(("ld", "st", "red", "atom"))
 _MOST = 256  # registers that are followed
 
 
@@ -67,7 +69,8 @@ def _steps(program: Program) -> list[_Step]:
 
 def _step(ins: Instruction) -> _Step:
     written = frozenset(_written(ins))
-    first = 0 if ins.name in ("st", "red", "bra") else 1  # operands that are no results
+    results = ins.name not in ("st", "red", "bra", "bar", "barrier") or "red" in ins.parts[1:]
+    first = int(results)  # of the operands that are no results
     addresses = {p for o in ins.operands if isinstance(o, Address) for p in registers_of(o)}
     sources = [tuple(registers_of(o)) for o in list(ins.operands)[first:] if not _address(o)]
     return _Step(written, tuple(sources), frozenset(addresses))
@@ -97,16 +100,16 @@ def _uses(program: Program) -> dict[RegisterId, set[int]]:
 
 
 @once
-def _never_written(program: Program) -> dict[RegisterId, str]:
-    """The registers that some instruction reads and none writes, and their names."""
-    written, read = set[RegisterId](), dict[RegisterId, str]()
-    for ins in program.code:
-        written |= _written(ins)
+def _unassigned(program: Program) -> dict[RegisterId, str]:
+    """The registers that may be read before they are written, and their names."""
+    wanted = unassigned(program)
+    read = dict[RegisterId, str]()
+    for ins in program.code if wanted else ():
         for operand in list(ins.operands):
             registers = operand.items if hasattr(operand, "items") else (operand,)
             named = [r for r in registers if isinstance(r, Reg)]
             read |= {(r.bank, r.index): r.name.partition("@")[0] for r in named}
-    return {register: name for register, name in read.items() if register not in written}
+    return {register: read.get(register, "") for register in wanted}
 
 
 class UnwrittenValues(Observer):
@@ -120,7 +123,7 @@ class UnwrittenValues(Observer):
         self.holds: dict[RegisterId, np.ndarray] = {}
         self.origins: list[_Origin] = []
         self.added: set[int] = set()  # the places that only this watches
-        for register, name in _never_written(machine.program).items():
+        for register, name in _unassigned(machine.program).items():
             origin = self._origin(f"register {name}", "")
             self.holds[register] = np.full((machine.grid.num_warps, 32), origin, np.int16)
 
@@ -129,14 +132,46 @@ class UnwrittenValues(Observer):
         return {pc for register in self.holds for pc in uses[register]}
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
-        if write or not ordinary or ins.name != "ld":
+        if write or not ordinary or ins.name not in ("ld", "ldmatrix"):
             return
-        unwritten = self.m.box_swizzle[at.cta, at.offset >> 4] < 0
-        if not unwritten.any():
+        if at.width < 4:
+            unwritten = self.m.box_swizzle[at.cta, at.offset >> 4] < 0
+            if unwritten.any():
+                mine = at.warps[unwritten], at.lanes[unwritten]
+                self._load(self._place(at, unwritten), *mine, ins)
             return
-        first = int(unwritten.argmax())
-        what = f"shared memory 0x{int(at.offset[first]):x}"
-        self._load(what, at.warps[unwritten], at.lanes[unwritten], ins)
+        # NOTE: a word that something else has written is the poison by a chance of 2^-32
+        words = at.offset[:, None] // 4 + np.arange(at.width // 4)
+        poison = self.m.smem.view(np.uint32)[at.cta[:, None], words] == POISON32
+        if not poison.any():
+            return
+        number = self._origin(self._place(at, poison.any(1)), ins.where())
+        if ins.name == "ldmatrix":
+            self._load_matrices(poison, at, number, ins)
+            return
+        registers = list(registers_of(next(iter(ins.operands))))
+        for register, never in zip(registers, np.split(poison, len(registers), 1), strict=True):
+            lanes = never.all(1)
+            if lanes.any() and (register in self.holds or len(self.holds) < _MOST):
+                self._follow(register)[at.warps[lanes], at.lanes[lanes]] = number
+
+    def _load_matrices(
+        self, poison: np.ndarray, at: SharedBytes, number: int, ins: Instruction
+    ) -> None:
+        """Follow what ldmatrix takes from rows that lack these words, (n, 4)."""
+        registers = list(registers_of(next(iter(ins.operands))))
+        if not {"m8n8", "b16"} <= set(ins.parts) or len(self.holds) + len(registers) > _MOST:
+            return
+        rows = poison.astype(np.int16).reshape(-1, len(registers), 8, 4) * np.int16(number)
+        each = loaded_matrices(rows, "trans" in ins.parts)
+        warps = at.warps[:: 8 * len(registers)]
+        for k, register in enumerate(registers):
+            if each[:, k].any():
+                self._follow(register)[warps] = each[:, k]
+
+    @staticmethod
+    def _place(at: SharedBytes, which: np.ndarray) -> str:
+        return f"shared memory 0x{int(at.offset[int(which.argmax())]):x}"
 
     def local_unwritten(self, where: Lanes, offset: np.ndarray, ins: Instruction) -> None:
         if len(offset):
@@ -156,10 +191,10 @@ class UnwrittenValues(Observer):
         ins, step = self.m.program.code[pc], _steps(self.m.program)[pc]
         self._check(b, ins, step)
         results = self._results(b, ins, step)
-        for register in step.written:
-            if register in self.holds or (results.any() and len(self.holds) < _MOST):
+        for register, result in results.items():
+            if register in self.holds or (result.any() and len(self.holds) < _MOST):
                 holds, active = self._follow(register), b.active()
-                holds[b.sel] = np.where(active, results, holds[b.sel])
+                holds[b.sel] = np.where(active, result, holds[b.sel])
                 if not holds.any():
                     self._forget(register)
 
@@ -195,8 +230,22 @@ class UnwrittenValues(Observer):
         numbers = np.stack([np.broadcast_to(e, (b.n, 32)) for e in each])
         return numbers.min(0) if all_ else numbers.max(0)
 
-    def _results(self, b: Batch, ins: Instruction, step: _Step) -> np.ndarray:
-        """The origin of an instruction's results, (n, 32)."""
+    def _results(self, b: Batch, ins: Instruction, step: _Step) -> dict[RegisterId, np.ndarray]:
+        """The origin of each of an instruction's results, (n, 32)."""
+        if ins.name == "mma" and "m16n8" in ins.op:
+            vectors = [[self._of(b, (r,), True) for r in source] for source in step.sources[:3]]
+            results = registers_of(next(iter(ins.operands)))
+            return dict(zip(results, products(*vectors), strict=True))
+        of_first = self._result(b, ins, step)
+        if ins.name == "shfl":  # NOTE: its predicate depends on no lane's value
+            return {next(registers_of(next(iter(ins.operands)))): of_first}
+        return dict.fromkeys(step.written, of_first)
+
+    def _result(self, b: Batch, ins: Instruction, step: _Step) -> np.ndarray:
+        if ins.name == "shfl":
+            mode = next(m for m in ("idx", "up", "down", "bfly") if m in ins.parts)
+            values = self._of(b, step.sources[0], True)
+            return shuffled(mode, values, *(self._value(b, o) for o in list(ins.operands)[2:4]))
         if ins.name == "selp":
             yes, no, _ = step.sources
             (register,) = list(ins.operands)[3:4]
@@ -207,22 +256,34 @@ class UnwrittenValues(Observer):
             return np.zeros((b.n, 32), np.int16)
         masks = ins.name == "and" and any(isinstance(o, Imm) and o.value for o in ins.operands)
         sources = [s for s in step.sources if s] if masks else step.sources
-        merges = not masks and (ins.name in _MERGES or (ins.name == "setp" and len(sources) > 2))
+        several = len(sources) > (2 if ins.name == "setp" else 1)
+        packs = ins.name in ("setp", "cvt") and several
         numbers = np.stack([self._of(b, s, True) for s in sources])
+        merges = not masks and (ins.name in _MERGES or packs)
         return numbers.min(0) if merges else numbers.max(0)
+
+    def _value(self, b: Batch, operand: object) -> np.ndarray:
+        """An integer operand of each lane, (n, 32)."""
+        if isinstance(operand, Reg):
+            return b.lanes(self.m.register(operand)[b.sel])
+        assert isinstance(operand, Imm)
+        return b.lanes(np.int64(operand.value))
 
     def _check(self, b: Batch, ins: Instruction, step: _Step) -> None:
         if ins.guard is not None:
             guard = self._of(b, ((ins.guard.bank, ins.guard.index),), True)
             if ins.name == "bra":
                 self._tell(b, guard, "takes or leaves a branch by", ins, advisory=True)
-        if ins.name not in _ACCESSES or "prefetch" in ins.parts:
+        if ins.name in ("bar", "barrier") and step.sources and step.sources[0]:
+            barriers = self._of(b, step.sources[0], False)
+            self._tell(b, barriers, "names a barrier by", ins)
+        if "prefetch" in ins.parts:
             return
         if step.addresses:
             addresses = self._of(b, tuple(step.addresses), False)
             if self._tell(b, addresses, "accesses memory at an address that comes from", ins):
                 return
-        if "global" in ins.parts and ins.name != "ld":
+        if "global" in ins.parts and ins.name in ("st", "red", "atom"):
             values = [self._of(b, s, True) for s in step.sources if s]
             if values:
                 numbers = np.stack(values).max(0)

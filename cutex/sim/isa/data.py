@@ -8,7 +8,7 @@ import numpy as np
 
 from cutex.sim.isa.access import SPACES, Access
 from cutex.sim.machine.batch import Batch
-from cutex.sim.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOWS, window_of
+from cutex.sim.machine.memory import LOCAL_WINDOW, POISON32, SHARED_WINDOW, WINDOWS, window_of
 from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Operand, Reg, Vector
@@ -176,7 +176,22 @@ def st(d: Decoder) -> Execute:
     return execute
 
 
-@instruction("prefetch", "prefetchu", "applypriority", "discard", "createpolicy")
+@instruction("discard")
+def discard(d: Decoder) -> Execute:
+    """discard (9.7.9.17): 128 bytes of global memory lose their values, and hold poison here."""
+    access, poison = Access(d, 0, 16), np.full(4, POISON32).view(np.uint8)
+    d.ins.operands[1:]
+
+    def execute(b: Batch) -> None:
+        where = access.lanes(b)
+        for at in range(0, 128, 16):
+            place = where._replace(addresses=where.addresses + np.uint64(at))
+            access.put(place, np.tile(poison, (len(where.addresses), 1)))
+
+    return execute
+
+
+@instruction("prefetch", "prefetchu", "applypriority", "createpolicy")
 def cache_control(d: Decoder) -> Execute:
     """prefetch and other cache control (9.7.9.15 and on): no effect on values."""
     if d.ins.name == "createpolicy":

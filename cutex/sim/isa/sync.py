@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand, BarrierMisuse
+from cutex.sim.isa.warp import by_mask
 from cutex.sim.machine.batch import ARRIVED, RETRY, Batch
-from cutex.sim.machine.machine import Machine, RegisterPool
+from cutex.sim.machine.machine import Machine, RegisterPool, registers_at_start
 from cutex.sim.machine.memory import SHARED_WINDOW
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
@@ -125,18 +126,30 @@ def _warp_sync(d: Decoder) -> Execute:
     every = isinstance(d.ins.operands[0], Imm) and d.immediate(0) & 0xFFFFFFFF == 0xFFFFFFFF
 
     def execute(b: Batch) -> np.ndarray | None:
+        parts = [b]
         if not every:
             _require_members(d, b, b.lanes(mask(b)))
+            parts = by_mask(d, b, mask(b))
+        if len(parts) > 1:
+            # NOTE: of lanes that come with several masks each group is taken to be whole
+            m.progress += 1
+            for part in parts:
+                for warp, named in zip(part.idx.tolist(), part.one(mask(part)).tolist(), strict=True):
+                    m.events.some_lanes_met(warp, named)
+            return None
         if b.mask is None:
             m.events.lanes_met(b.idx)
             return None
-        masks, out = b.one(mask(b)), np.zeros(b.n, np.int8)
+        return meet(b, b.one(mask(b)), b.mask)
+
+    def meet(b: Batch, masks: np.ndarray, lanes: np.ndarray) -> np.ndarray | None:
+        out = np.zeros(b.n, np.int8)
         for row in np.nonzero(b.any_active())[0].tolist():
             warp, named = int(b.idx[row]), int(masks[row])
             key = ("warp", warp, named)
             wanted = (named >> np.arange(32) & 1).astype(bool) & m.live[warp]
             waiting = [s.lanes for _, s in m.sleepers.get(key, ()) if s.lanes is not None]
-            here = b.mask[row] | np.any([*waiting, np.zeros(32, bool)], axis=0)
+            here = lanes[row] | np.any([*waiting, np.zeros(32, bool)], axis=0)
             if (wanted & ~here).any():
                 out[row] = ARRIVED
                 tell = lambda named=named: f"waits for the lanes of its warp that 0x{named:x} names"
@@ -288,15 +301,14 @@ def nanosleep(d: Decoder) -> Execute:
 def setmaxnreg(d: Decoder) -> Execute:
     """setmaxnreg (9.7.19.5): .inc waits until the CTA's pool has the registers that .dec released.
 
-    A CTA starts with 65536 / threads registers per thread, rounded down to 8, as ptxas allots with
-    one CTA per SM. The rounding's remainder is not in its pool: on an H200 four warpgroups that
+    The remainder of `registers_at_start` is not in a CTA's pool: on an H200 four warpgroups that
     request 120 hang where one released all but 24 of its 96, though 65536 would suffice.
     """
     d.only("inc", "dec", "sync", "aligned")
     wanted, m, ins = d.immediate(0), d.m, d.ins
     if wanted % 8 or not 24 <= wanted <= 256:
         raise BarrierMisuse.at(ins, f"setmaxnreg {wanted}: takes 24..256 in steps of 8")
-    start = min(65536 // (m.grid.warps_per_cta * 32) // 8 * 8, 248)
+    start = registers_at_start(m.grid.warps_per_cta)
 
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)

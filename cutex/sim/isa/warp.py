@@ -4,17 +4,18 @@ activemask.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from cutex.sim.errors import BadOperand
+from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
-from cutex.sim.ptx.operands import Operand
+from cutex.sim.ptx.operands import Imm, Operand
 
-if TYPE_CHECKING:
-    from cutex.sim.machine.batch import Batch
+_LANE = np.arange(32)
 
 
 class _Members:
@@ -22,6 +23,20 @@ class _Members:
 
     def __init__(self, d: Decoder, operand: Operand) -> None:
         self.d, self.read = d, d.read(operand, "u32")
+        self.one = isinstance(operand, Imm)
+
+    def each(self, execute: Callable[[Batch], None]) -> Execute:
+        """``execute``, for the lanes of each membermask alone where those of a warp have several,
+        as behind a branch whose sides both named themselves.
+        """
+        if self.one:
+            return execute
+
+        def execute_each(b: Batch) -> None:
+            for part in by_mask(self.d, b, self.read(b)):
+                execute(part)
+
+        return execute_each
 
     def __call__(self, b: Batch) -> np.ndarray:
         """The lanes that take part, (n, 32) bool. Raises BadOperand if one in the mask is
@@ -52,8 +67,49 @@ class _Members:
         return active
 
 
+def by_mask(d: Decoder, b: Batch, masks: np.ndarray) -> list[Batch]:
+    """The batch in parts of which the lanes of a warp have one membermask of ``masks``. Raises
+    BadOperand if a mask names a lane that executes the instruction with another.
+    """
+    masks, active = b.lanes(masks), b.active()
+    several = ((masks != b.one(masks)[:, None]) & active).any(1)
+    if not several.any():
+        return [b]
+    parts = [b.pick(~several)] if not several.all() else []
+    for row in np.nonzero(several)[0].tolist():
+        for mask in np.unique(masks[row][active[row]]).tolist():
+            mine = active[row] & (masks[row] == mask)
+            others = active[row] & ~mine & (mask >> np.arange(32) & 1).astype(bool)
+            if others.any():
+                lane, other = int(mine.argmax()), int(others.argmax())
+                raise BadOperand.at(
+                    d.ins,
+                    f"lane {lane} of {d.m.grid.name_warp(int(b.idx[row]))} executes {d.ins.op} "
+                    f"with membermask 0x{mask:x}, which names lane {other}; that one has "
+                    f"0x{int(masks[row, other]):x}",
+                )
+            parts.append(Batch(b.idx[row : row + 1], mine[None]))
+    return parts
+
+
 def _lanes(row: np.ndarray) -> str:
     return ",".join(map(str, np.nonzero(row)[0]))
+
+
+def shfl_sources(
+    mode: str, distance: np.ndarray, control: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The lane whose register each lane reads, (n, 32), and whether it is in its segment.
+
+    ``control`` holds the clamp (bits 0-4) and the segment mask (bits 8-12).
+    """
+    n = distance.astype(np.int64) & 31
+    clamp, segment = control.astype(np.int64) & 31, control.astype(np.int64) >> 8 & 31
+    top, low = (_LANE & segment) | (clamp & ~segment), _LANE & segment
+    if mode == "up":
+        return _LANE - n, _LANE - n >= top
+    source = {"idx": low | (n & ~segment), "down": _LANE + n, "bfly": _LANE ^ n}[mode]
+    return source, source <= top
 
 
 @instruction("shfl")
@@ -65,29 +121,12 @@ def shfl(d: Decoder) -> Execute:
     write, valid = d.write(first, "b32"), d.write(second, "pred") if second is not None else None
     a, distance, c = d.src(1, "b32"), d.src(2, "u32"), d.src(3, "u32")
     members = _Members(d, d.ins.operands[4])
-    lane = np.arange(32)
 
     def execute(b: Batch) -> None:
         active = members(b)
         values = b.lanes(a(b))
-        n = b.lanes(distance(b)).astype(np.int64) & 31
-        control = b.lanes(c(b)).astype(np.int64)
-        clamp, segment = control & 31, control >> 8 & 31
-        top = (lane & segment) | (clamp & ~segment)
-        low = lane & segment
-        if mode == "idx":
-            j = low | (n & ~segment)
-            ok = j <= top
-        elif mode == "up":
-            j = lane - n
-            ok = j >= top
-        elif mode == "down":
-            j = lane + n
-            ok = j <= top
-        else:
-            j = lane ^ n
-            ok = j <= top
-        j = np.where(ok, j, lane)
+        j, ok = shfl_sources(mode, b.lanes(distance(b)), b.lanes(c(b)))
+        j = np.where(ok, j, _LANE)
         row = np.arange(b.n)[:, None]
         got = values[row, j]
         absent = ~active[row, j]
@@ -98,7 +137,7 @@ def shfl(d: Decoder) -> Execute:
         if valid:
             valid(b, ok)
 
-    return execute
+    return members.each(execute)
 
 
 def _tell_absent(d: Decoder, b: Batch, absent: np.ndarray, source: np.ndarray) -> None:
@@ -135,7 +174,7 @@ def vote(d: Decoder) -> Execute:
         else:
             write(b, {"all": every, "any": some, "uni": every | ~some}[mode][:, None])
 
-    return execute
+    return members.each(execute)
 
 
 def _bits(rows: np.ndarray) -> np.ndarray:
@@ -161,7 +200,7 @@ def elect(d: Decoder) -> Execute:
         lane_out(b, leader.astype(np.uint32)[:, None])
         leads(b, lane[None, :] == leader[:, None])
 
-    return execute
+    return members.each(execute)
 
 
 @instruction("activemask")
@@ -193,7 +232,7 @@ def redux(d: Decoder) -> Execute:
                 out[i] = reduce.reduce(values[i][active[i]], dtype=values.dtype)
         write(b, out)
 
-    return execute
+    return members.each(execute)
 
 
 @instruction("match")
@@ -217,4 +256,4 @@ def match(d: Decoder) -> Execute:
                 same(b, whole[:, None])
         write(b, bits)
 
-    return execute
+    return members.each(execute)

@@ -49,6 +49,13 @@ class RegisterPool:
     held: dict[int, int] = field(default_factory=dict)
 
 
+def registers_at_start(warps: int) -> int:
+    """The registers per thread with which a CTA of so many warps starts, as ptxas allots them with
+    one CTA per SM: 65536 divided by its threads, rounded down to 8.
+    """
+    return min(65536 // (32 * warps) // 8 * 8, 248)
+
+
 class Machine(Core):
     """The state that instructions read and write while a set of CTAs is resident."""
 
