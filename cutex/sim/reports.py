@@ -39,7 +39,8 @@ class Report:
     def __str__(self) -> str:
         text = headed(str(self.root), self.root.sides)
         if self.root.remedy:
-            text += f"\n  what would order the two: {self.root.remedy}"
+            two = self.root.rule in ("race", "proxy", "exit", "start")
+            text += f"\n  what would {'order the two' if two else 'mend it'}: {self.root.remedy}"
         if not self.followers:
             return text
         same = "wait" if _WAITED.search(self.root.message) else "cause"

@@ -156,4 +156,6 @@ class Lifetimes(Observer):
                 ),
                 use.instruction,
                 advisory=relaxed,
+                remedy="a barrier of the cluster behind the access, before the CTA returns, as "
+                "cluster_arrive() and cluster_wait()",
             )

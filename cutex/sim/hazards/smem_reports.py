@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 _BARRIER = "a barrier that both warps pass in between, as sync_threads()"
+_CLUSTER = (
+    "a barrier of the cluster that both pass in between, as cluster_arrive() and cluster_wait()"
+)
+_FREED = "an arrival of the reader behind its read on an mbarrier for which the thread that issues "
+_FREED += "the copy waits, as that of an empty slot; or a barrier of both"
+_FENCE = "fence.proxy.async of shared memory, as fence_view_async_shared(), by each thread that "
 
 
 class SmemAccess(NamedTuple):
@@ -48,9 +54,9 @@ class SmemReports:
         self, access: SmemAccess, warp: int, word: int, other: int, did: str, line: int | None
     ) -> None:
         """An access that is not ordered after that of the agent in slot ``other``, at a PTX line if
-        it was a store."""
+        that is known."""
         peer, why = self._peer(warp, other), "no barrier orders the two"
-        remedy = _BARRIER
+        remedy = _FREED if access.what and did == "read" else self._barrier(warp, other)
         if other >= self.clocks.warps:
             peer = f"a cp.async of {peer}"
             why = "nothing that this warp has waited for says that it is complete"
@@ -118,7 +124,7 @@ class SmemReports:
             f"{self._peer(warp, other)} {did} by an ordinary "
             f"{'store' if did == 'wrote' else 'load'} at PTX line {line}: no barrier orders the two"
         )
-        tell = partial(self.m.findings.add, "race", message, ins, remedy=_BARRIER)
+        tell = partial(self.m.findings.add, "race", message, ins, remedy=self._barrier(warp, other))
         if did == "read" and how.atomic:
             self.rechecks.race(line, tell)
         else:
@@ -147,7 +153,8 @@ class SmemReports:
             f"{self._peer(warp, other)} {'changes by an atomic' if atomic else 'wrote'} at PTX "
             f"line {change.line}: no barrier orders the two"
         )
-        tell = partial(self.m.findings.add, "race", message, access.instruction, remedy=_BARRIER)
+        remedy = self._barrier(warp, other)
+        tell = partial(self.m.findings.add, "race", message, access.instruction, remedy=remedy)
         if access.write or access.what:
             tell(not atomic)
         else:
@@ -163,11 +170,18 @@ class SmemReports:
             f"{_name(word)}, which {before}, with no fence.proxy.async in between",
             op.instruction,
             advisory=copied or (write and op.engine is not Engine.LAUNCH_CONTROL),
+            remedy=f"{_FENCE}{'copied' if copied else 'read' if write else 'stored'}, before the "
+            "barrier or the arrival that tells of it",
         )
 
     def _who(self, access: SmemAccess, warp: int) -> str:
         name = self.m.grid.name_warp(warp)
         return f"{access.what} of {name}" if access.what else name
+
+    def _barrier(self, warp: int, slot: int) -> str:
+        """A barrier that would order a warp's access after that of the agent in a slot."""
+        ctas = self.m.grid.warp_cta[[warp, self.clocks.peer(warp, slot)]]
+        return _BARRIER if ctas[0] == ctas[1] else _CLUSTER
 
     def _peer(self, warp: int, slot: int) -> str:
         return self.m.grid.name_warp(self.clocks.peer(warp, slot))

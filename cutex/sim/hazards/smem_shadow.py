@@ -42,7 +42,7 @@ class SmemShadow(Observer):
     """The shadow of all resident CTAs' shared memory."""
 
     def __init__(self, machine: Machine, clocks: Clocks, rechecks: Rechecks) -> None:
-        self.m, self.clocks, self.rechecks = machine, clocks, rechecks
+        self.m, self.clocks = machine, clocks
         self.reports = SmemReports(machine, clocks, rechecks)
         shape = (machine.grid.num_ctas, machine.smem_bytes // WORD)
         self.writes, self.reads = LastAccess(shape, "wrote"), LastAccess(shape, "read")
@@ -54,8 +54,7 @@ class SmemShadow(Observer):
         # by warp: its count when it has waited for its copies
         self.copies_known = np.zeros(machine.grid.num_warps, np.int32)
         self.copies = any(ins.op.startswith("cp.async.c") for ins in machine.program.code)
-        if rechecks.active:
-            self.read_line = np.zeros(shape, np.int32)  # the PTX line of the last read
+        self.read_line = np.zeros(shape, np.int32)  # the PTX line of the last read
         # bounds of the words touched by ordinary accesses: most TMA and MMA spans are outside
         self.low = np.full(machine.grid.num_ctas, shape[1])
         self.high = np.full(machine.grid.num_ctas, -1)
@@ -97,8 +96,7 @@ class SmemShadow(Observer):
         before, when = self.reads.slot[where], self.reads.count[where]
         other = (when > self.clocks.known[warps, before]) & (before != slot)
         self.readers.add_some(other, where, before, when, self.reads.bytes[where])
-        if self.rechecks.active:
-            self.read_line[where] = ins.line
+        self.read_line[where] = ins.line
         self.reads.set(where, slot, count, part)
         several = self.reads.slot[where] != slot  # in one batch
         self.readers.add_some(several, where, slot, count, part)
@@ -275,7 +273,8 @@ class SmemShadow(Observer):
             if unknown.any():
                 k = int(unknown.argmax())
                 place = int(cta[k]), int(word[k])
-                self._race(access, int(warps[k]), place, int(other[k]), last.did)
+                line = int(self.read_line[place] if last is self.reads else self.line[place] >> 5)
+                self.reports.race(access, int(warps[k]), place[1], int(other[k]), last.did, line)
             elif last is self.writes:
                 self._check_lanes(late, touches, access, partial)
         if len(self.changers.pages):
@@ -290,7 +289,7 @@ class SmemShadow(Observer):
                 unknown = counts > self.clocks.known[warp, : self.clocks.warps]
                 unknown[own[k]] = False
                 if unknown.any():
-                    self._race(access, warp, place, int(unknown.argmax()), did)
+                    self.reports.race(access, warp, place[1], int(unknown.argmax()), did, None)
                     return
 
     def _check_lanes(
@@ -324,12 +323,6 @@ class SmemShadow(Observer):
         place = int(at[0][k]), int(at[1][k])
         self.reports.lanes(access, int(warps[k]), place[1], self._store(*place), bool(sure[k]))
 
-    def _race(
-        self, access: SmemAccess, warp: int, place: tuple[int, int], other: int, did: str
-    ) -> None:
-        line = int(self.line[place] >> 5) if did == "wrote" else None
-        self.reports.race(access, warp, place[1], other, did, line)
-
     def _store(self, cta: int, word: int) -> LastStore:
         """The last store to a word."""
         line = int(self.line[cta, word])
@@ -361,7 +354,7 @@ class SmemShadow(Observer):
         before = f"{'a cp.async' if copied else 'ordinary stores'} wrote at PTX line "
         before += str(self.line[place] >> 5)
         if last is self.reads:
-            before = "ordinary loads have read"
+            before = f"ordinary loads have read at PTX line {self.read_line[place]}"
         elif self.changers.some[place]:
             copied, before = False, f"was changed at PTX line {self.change[place].line}"
         self.reports.proxy(op, warp, place[1], before, write, copied)

@@ -4,9 +4,9 @@ An ordinary load of such memory is no fault: kernels load whole vectors and drop
 the end, and compilers leave registers undefined. A fault is what depends on the value: an address,
 or what a store puts into global memory. So the values are followed through the registers, lane by
 lane, from the first such load on, and from lane to lane by `shfl`, `ldmatrix` and `mma.sync`; a
-kernel that has none pays for a look at the words with each load. What may choose between values ends
-the way, except `selp`, of which the choice is known: what is reported is sure, but it is not all. A
-branch is reported as an advisory, as both ways may lead to the same.
+kernel that has none pays for a look at the words with each load. What may choose between values
+ends the way, except `selp`, of which the choice is known: what is reported is sure, but it is not
+all. A branch is reported as an advisory, as both ways may lead to the same.
 """
 
 from __future__ import annotations
@@ -150,8 +150,10 @@ class UnwrittenValues(Observer):
             self._load_matrices(poison, at, number, ins)
             return
         registers = list(registers_of(next(iter(ins.operands))))
-        for register, never in zip(registers, np.split(poison, len(registers), 1), strict=True):
-            lanes = never.all(1)
+        per = at.width // len(registers)  # bytes
+        for k, register in enumerate(registers):
+            first = k * per // 4
+            lanes = poison[:, first : max((k + 1) * per // 4, first + 1)].all(1)
             if lanes.any() and (register in self.holds or len(self.holds) < _MOST):
                 self._follow(register)[at.warps[lanes], at.lanes[lanes]] = number
 

@@ -209,7 +209,13 @@ class WgmmaRegisters(Observer):
                 "wgmma.fence"
             )
         seen = bool(self.at_once[warp]) and how == SEEN
-        self.m.findings.add("race", f"{self.m.grid.name_warp(warp)}: {why}", ins, advisory=seen)
+        self.m.findings.add(
+            "race",
+            f"{self.m.grid.name_warp(warp)}: {why}",
+            ins,
+            advisory=seen,
+            remedy="wgmma.fence, as warpgroup.fence(), by all four warps before it",
+        )
 
     def _accessed(self, warp: int, use: RegisterUse) -> int:
         """How the warp has accessed a wgmma's registers since its last fence: 0, SEEN or

@@ -8,7 +8,7 @@ import numpy as np
 
 from cutex.sim.isa.access import SPACES, Access
 from cutex.sim.isa.data import HINTS, elements, vector_length, words_128
-from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.batch import Batch, Lanes
 from cutex.sim.numerics.rounding import narrow, widen
 from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
@@ -35,7 +35,9 @@ def combine(name: str, kind: str, old: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 @instruction("atom", "red")
 def atomic(d: Decoder) -> Execute:
-    """atom, red (9.7.13.6, 9.7.13.7): lane by lane, in lane order, each element atomically."""
+    """atom, red (9.7.13.6, 9.7.13.7): in the order of lanes, each element atomically. Lanes of a
+    warp that name different places, or add up in one, are computed together.
+    """
     d.only(*SPACES, *_COMBINE, "cas", *HINTS, "acq_rel", "noftz", "v2", "v4", "v8")
     at = 1 if d.ins.name == "atom" else 0
     count, word = vector_length(d), f"b{WIDTH[d.type]}"
@@ -59,18 +61,58 @@ def atomic(d: Decoder) -> Execute:
             return np.where((old == x).all(1, keepdims=True), y, old)
         return combine(name, d.type, old, x)
 
+    def together(where: Lanes, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The old values of lanes of different places."""
+        old = access.fetch(where).view(dtype)  # (lanes, count)
+        new = np.ascontiguousarray(updated(old, x, y))
+        changed = (new != old).any(1)  # NOTE: a lane that changes nothing may spin
+        if changed.any():
+            access.put(where.pick(changed), new[changed].view(np.uint8))
+        return old
+
+    def in_turn(where: Lanes, x: np.ndarray, first: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """The old values of lanes that share places, numbered by ``place``; ``first``: a lane of
+        each.
+        """
+        before = access.fetch(where).view(TYPES[d.type])[:, 0]
+        old, last, new = np.empty_like(before), first.copy(), before[first].copy()
+        values = np.ascontiguousarray(x).view(TYPES[d.type])[:, 0]
+        for number, lane in enumerate(first.tolist()):
+            mine = np.flatnonzero(place == number)
+            steps = np.append(before[lane], values[mine])
+            steps = _COMBINE[name].accumulate(steps, dtype=steps.dtype)
+            old[mine], new[number], last[number] = steps[:-1], steps[-1], mine[-1]
+        changed = new != before[first]
+        if changed.any():
+            access.put(where.pick(last[changed]), new[changed, None].view(np.uint8))
+        return old.view(dtype)[:, None]
+
+    adds_up = isinstance(_COMBINE.get(name), np.ufunc) and count == 1 and d.type not in _HALVES
+
+    def of_warp(where: Lanes, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The old values of the lanes of one warp, (lanes, count), which come in lane order."""
+        places, first, place = np.unique(where.addresses, return_index=True, return_inverse=True)
+        if len(places) == len(place):
+            return together(where, x, y)
+        if adds_up:
+            return in_turn(where, x, first, place)
+        old = np.empty_like(x)
+        left = np.ones(len(place), bool)
+        while left.any():
+            lanes = np.flatnonzero(left)
+            lanes = lanes[np.unique(place[lanes], return_index=True)[1]]
+            old[lanes] = together(where.pick(lanes), x[lanes], y[lanes])
+            left[lanes] = False
+        return old
+
     def execute(b: Batch) -> None:
         where = access.lanes(b)
         row = np.searchsorted(b.idx, where.warps)
         x, y = (_by_lane(b, reads, dtype)[row, where.lanes] for reads in (xs, ys or xs))
         olds = np.zeros((b.n, 32, count), dtype)
-        for k in range(len(row)):
-            one = where.pick(slice(k, k + 1))
-            old = access.fetch(one).view(dtype)  # (1, count)
-            new = np.ascontiguousarray(updated(old, x[k : k + 1], y[k : k + 1]))
-            if not (new == old).all():  # NOTE: a lane that changes nothing may spin
-                access.put(one, new.view(np.uint8))
-            olds[row[k], where.lanes[k]] = old[0]
+        for warp in np.unique(row).tolist():
+            mine = row == warp
+            olds[warp, where.lanes[mine]] = of_warp(where.pick(mine), x[mine], y[mine])
         for i, write in enumerate(writes):
             write(b, olds[:, :, i])
 

@@ -280,9 +280,11 @@ class SharedOperand:
             return
         wrong = modes != self.desc.bits + 1
         if (modes < 0).any():
+            first = 16 * int(self.chunks[modes < 0].min())
             self.m.findings.add(
                 "uninitialised",
-                f"{self.form.what} ({self.desc}) holds shared memory that nothing has written",
+                f"{self.form.what} ({self.desc}) holds shared memory that nothing has written, "
+                f"first at shared memory 0x{first:x}",
                 self.ins,
             )
         wrong &= modes > 0
@@ -294,4 +296,5 @@ class SharedOperand:
                 f"{self.form.what} ({self.desc}) was written by the TMA load at PTX line {line} "
                 f"with {SWIZZLES[int(modes[at]) - 1]} swizzle",
                 self.ins,
+                remedy="one layout for the tensor map's box and for the MMA's operand",
             )

@@ -134,7 +134,9 @@ def _warp_sync(d: Decoder) -> Execute:
             # NOTE: of lanes that come with several masks each group is taken to be whole
             m.progress += 1
             for part in parts:
-                for warp, named in zip(part.idx.tolist(), part.one(mask(part)).tolist(), strict=True):
+                for warp, named in zip(
+                    part.idx.tolist(), part.one(mask(part)).tolist(), strict=True
+                ):
                     m.events.some_lanes_met(warp, named)
             return None
         if b.mask is None:

@@ -108,7 +108,8 @@ class MBarriers:
                 ins,
                 f"{who} arrives {count} time{'s' if count > 1 else ''} on "
                 f"{self.name(barrier.cta, barrier.offset)}, which expects only "
-                f"{barrier.pending} more of {barrier.expected} in phase {barrier.phases}",
+                f"{barrier.pending} more of {barrier.expected} in phase {barrier.phases}: a wait "
+                "for that phase's end is missing before it, or the mbarrier counts too few",
             )
         barrier.pending -= count
         if drop:

@@ -130,7 +130,11 @@ class TensorMemory:
         allocated = np.nonzero(owner)[0]
         have = "none is allocated"
         low, high, by = self.freed.get(cta, (0, 0, ""))
-        gone = f": {by} has freed {low}..{high - 1}" if first < high and low < first + count else ""
+        gone = ""
+        if first < high and low < first + count:
+            gone = (
+                f": {by} has freed {low}..{high - 1}, and no barrier behind this use comes before"
+            )
         if first == int(POISON32) & 0xFFFF:
             have = "that is what memory holds before tcgen05.alloc has written an address there"
         elif len(allocated):
