@@ -336,6 +336,11 @@ class Scheduler:
                 f"  {m.grid.name_warp(warp)}{_lanes(wait.lanes)}{more} {wait.tell()}\n"
                 f"    at {wait.instruction.where()}"
             )
+        lines += [
+            f"  no tcgen05.commit of its thread comes behind {op.what} of "
+            f"{m.grid.name_warp(op.warp)} at {op.instruction.where()}"
+            for op in m.flight.uncommitted()[:4]
+        ]
         spinning = np.nonzero(self.lanes.state == YIELDED)[0]
         for pc in np.unique(self.lanes.pc[spinning])[:12].tolist():
             what = "goes round a loop in which nothing changes"

@@ -117,6 +117,7 @@ class Issuer:
         self.require_peer()
         tracked = self.m.flight.latest.get(self._thread)
         number = tracked[-1].number if tracked else 0
+        self.m.flight.committed[self._thread] = number
         arrival = LateArrival(self.warp, Kind.TENSOR, number, self.ins)
         self.m.events.arrives_late(arrival)
         if not tracked or tracked[-1].done:

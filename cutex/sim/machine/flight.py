@@ -36,6 +36,7 @@ class Flight:
         # the operations that a thread (warp, lane, cta_group) issued to the tensor cores since its
         # last commit; if there are none, the last one before it
         self.latest: dict[tuple[int, int, int], list[Operation]] = {}
+        self.committed: dict[tuple[int, int, int], int] = {}  # the number of that last one
 
     def __iter__(self) -> Iterator[Operation]:
         for queue in self.queues.values():
@@ -76,6 +77,14 @@ class Flight:
             if line:
                 found.append(line[0])
         return sorted(found, key=_number)
+
+    def uncommitted(self) -> list[Operation]:
+        """The first operation of each thread on the tensor cores of which no commit tells."""
+        left = (
+            [op for op in ops if op.number > self.committed.get(thread, 0)]
+            for thread, ops in self.latest.items()
+        )
+        return [ops[0] for ops in left if ops]
 
     def complete(self, op: Operation) -> None:
         queue = self.queues[op.queue]
