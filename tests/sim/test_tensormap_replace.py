@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from barriers import init, wait
+from copies import WAIT, Copy, Tensor, load_text, run
 from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import aligned, encode
 
@@ -55,6 +56,21 @@ def test_a_field_of_a_map_in_global_memory(execute, field, kind, operands, chang
     """
     execute(body, {"map": given}, Shape())
     assert given.tobytes() == encode(**{**BEFORE, **change}, rest=rest)
+
+
+def test_a_map_that_ordinary_stores_wrote_takes_an_acquire():
+    copy = Copy(Tensor("f32", (64, 32)), (32, 16), (0, 0))
+    acquire = "@%p0 fence.proxy.tensormap::generic.acquire.gpu [%map], 128;"
+
+    def without(body: str, *arrays, **how) -> None:
+        assert acquire in body
+        simulate_ptx(body.replace(acquire, ""), *arrays, **how)
+
+    run(simulate_ptx, copy, load_text(copy) + WAIT)
+    with pytest.raises(
+        Hazards, match=r"which PTX line .* wrote by an ordinary store, with no fence"
+    ):
+        run(without, copy, load_text(copy) + WAIT)
 
 
 WARPS = """setp.eq.u32 %p0, %lane, 0; mov.u64 %d0, 4096; shr.u32 %r0, %i, 5; cvt.u64.u32 %d1, %r0;

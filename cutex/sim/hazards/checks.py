@@ -46,7 +46,7 @@ class Checks:
         self.global_races = GlobalRaces(machine, self.rechecks)
         self.grid_order = GridOrder(machine, launch.programmatic, stream)
         self.unwritten: unwritten_values.Kept = {}
-        self.of_launch = [TensorMapChanges(machine), MapStrides(machine)]
+        self.of_launch = [TensorMapChanges(machine, self.global_races), MapStrides(machine)]
 
     def observers(self) -> list[Observer]:
         """The observers of the clusters that become resident now."""

@@ -199,6 +199,15 @@ class GlobalRaces(Observer):
         else:
             self._check_proxy(warp, last, places, region, ins)
 
+    def last_store(self, address: int, size: int) -> int:
+        """The PTX line of the last store of this launch to bytes of a watched tensor; 0: none."""
+        region = self.m.memory.find(address)
+        if region is None or region.base not in self.writes:
+            return 0
+        at = address - region.base
+        last = int(self.writes[region.base][at : at + size].max(initial=0)) >> LANE
+        return int(self.records.line[last]) if last else 0
+
     def written(self) -> dict[int, np.ndarray]:
         """The written bytes of the watched tensors, as packed bits by the regions' addresses."""
         return {base: np.packbits(marks != 0) for base, marks in self.writes.items()}
