@@ -139,6 +139,37 @@ def test_a_key_that_outweighs_all_of_any_sign_and_place(dtype, window, below, ab
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("rise", [20.0, 50.0, 80.0, 87.0, 110.0])
+def test_peaked_scores_that_rise_at_once(dtype, rise):
+    """By powers of two that fp32 holds, by more than one factor can take back, and by more than it
+    holds; two keys of the next block are larger by little."""
+    case = replace(CASE, dtype=dtype, seqlen_q=64, seqlen_k=704)
+    inputs = case.inputs()
+    inputs.q.mul_(3.0)[..., 0] = 2.0
+    inputs.k[..., 0] = 0.0
+    for key, above in ((300, 0.0), (310, -1.0), (100, 0.5), (101, 1.0)):
+        inputs.k[:, key, :, 0] = (rise + above) / (2.0 * case.softmax_scale)
+    found, theirs = errors(case, inputs)
+    assert found < 1.1 * theirs + 1e-5
+
+
+@pytest.mark.slow
+def test_a_large_key_at_a_tie_beside_another_one():
+    """All rows alike, in blocks of which none is peaked: what the largest key's part of a block has
+    beside it is less than the mean, most of which is one key elsewhere. O is off by no more than
+    half a unit of that probability."""
+    power = math.log2((1.0 + 1.5 * 2.0**-7) * 2.0**17 + 10.0)  # rounded up
+    case = replace(CASE, scale=power * math.log(2.0) / 17.0)
+    inputs = case.inputs()
+    inputs.q.zero_()[..., 0] = 1.0
+    inputs.k.zero_()[:, 70, :, 0] = 17.0
+    inputs.k[:, 300, :, 0] = 10.625
+    found, _ = errors(case, inputs)
+    assert found < 1.5 * 2.0**-8
+
+
+@pytest.mark.slow
 def test_a_lone_key_whose_rounding_is_a_tie():
     """Its probability, known but for what the other keys of its part of a block have, lies between
     two bf16 numbers in one row: the whole rounding would be left in O."""

@@ -206,9 +206,19 @@ class BlockLoop:
                 state = self.steps(path, count, state, "guard low")
                 self.softmax.note_top(low=True)
         else:
-            state = self.steps(path, count, state, "guard", (count + EAGER - 1) // EAGER)
+            state = self.steps(path, count, state, "guard", self.eager(count))
             self.softmax.note_top()
         return state
+
+    @cute.jit
+    def eager(self, count: Int32) -> Int32:
+        """In how many of `count` guarded blocks the largest probabilities are exact. In none of few
+        of causal rows, in bf16: a large share of them would raise references."""
+        eager = (count + EAGER - 1) // EAGER
+        causal = self.score_ops.mask.band.hi is not None
+        if cutlass.const_expr(causal and not self.is_fp16 and self.softmax.peaked is not None):
+            eager = eager if count >= EAGER else Int32(0)
+        return eager
 
     def threads_where(self, condition: Boolean) -> Int32:
         """How many of this warpgroup's threads say `condition`, a uniform number."""

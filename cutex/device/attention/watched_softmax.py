@@ -441,19 +441,18 @@ class WatchedSoftmax(GuardedSoftmax):
         """The same of a row whose `top` is 0: nothing, unless a probability outweighs its part of a
         block. It is then the largest part's sum, less what the others have in the mean.
 
-        NOTE: they seldom have more or less than that by half. Where they are `few`, so few that O
-        has no other error, they may also have left the part's sum as it is; and of rows whose
-        `squares` were kept, `_largest_part` is too large. Where rounding is less, as of the
-        reference's own probability, nothing is lost; where it differs so near, being a tie,
-        nothing is known, which counts where they are few."""
+        NOTE: they seldom have more than that by half, but none where they are few keys that lie
+        elsewhere; of rows whose `squares` were kept, `_largest_part` is too large. Where rounding
+        is less, as of the reference's own probability, nothing is lost; where it differs so near,
+        being a tie, nothing is known, which counts where the others are so `few` that O has no
+        other error."""
         largest = self.over_row(self.part[r], cute.arch.fmax)
         guarded, few = squares > 0.0, total - largest < self.alone * total
         parts = Float32(4 * self.blocks) if guarded else Float32(8 * self.blocks)
         rest = (total - largest) * reciprocal(parts)
         one = largest - rest
         below = one - rest * 0.5 - (one * (ABOUT_ONE - 1.0) if guarded else 0.0)
-        above = largest if few | guarded else one + rest * 0.5
-        least, most = (Float32(self.rounded(x)) for x in (below, above))
+        least, most = (Float32(self.rounded(x)) for x in (below, largest))
         rounding = one - least
         counts = (least == most) & (cute.arch.fmax(rounding, -rounding) > 2.0 * rest)
         lost = total * reciprocal(one) * rounding
