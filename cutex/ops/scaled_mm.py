@@ -32,6 +32,7 @@ KINDS = (*WHOLE, *FP32_BLOCKS, *VECTORS)
 RECIPES = {
     ("BlockWise1x128", "BlockWise128x128"): "fp8_block",
     ("BlockWise1x128", "BlockWise1x128"): "fp8_1x128",
+    ("BlockWise128x128", "BlockWise1x128"): "fp8_1x128",  # a's for each row (`_of_rows`)
 }
 KIND_OF_FORMAT = {
     "fp8_1x128": "BlockWise1x128",
@@ -67,9 +68,10 @@ def scaled_mm(
         "TensorWise" one float32; "RowWise" (M, 1) and (1, N), as `cutex.matmul`;
         "BlockWise1x128" (M, K / 128) of a, (N, K / 128) of b; best with contiguous rows at a pitch
         of a multiple of 16 bytes, as torch and DeepGEMM have them, else copied at each call;
-        "BlockWise128x128" of b alone, (K / 128, N / 128), or with K / 128 padded to a multiple of
-        4. K is a multiple of 128 with these; N may be any. a and b may be batches of as many, (L,
-        M, K) and (L, K, N), and their factors with them.
+        "BlockWise128x128" of b, or of a where b's are 1x128: (K / 128, N / 128), or (K / 128,
+        M / 128), or with K / 128 padded to a multiple of 4. K is a multiple of 128 with these; M
+        and N may be any. a and b may be batches of as many, (L, M, K) and (L, K, N), and their
+        factors with them.
         "BlockWise1x32" (E8M0) and "BlockWise1x16" (e4m3) of both, which Blackwell's tensor cores
         read: swizzled, (M / 128, K / (4 block), 32, 4, 4), rounded up; a and b float8 or
         float4_e2m1fn_x2 (b transposed, K contiguous), matrices or batches. With 1x16 a tensor's
@@ -113,6 +115,7 @@ def scaled_mm(
             raise ValueError(f"swizzle_{name}={swizzle!r}: these factors are not swizzled")
     if isinstance(a, QuantizedTensor):
         a, scale_a, scale_recipe_a = _unpacked("a", a, scale_a)
+        scale_a = scale_a.mT if scale_recipe_a == "BlockWise128x128" else scale_a
     if isinstance(b, QuantizedTensor):
         b, scale_b, scale_recipe_b = _unpacked("b", b, scale_b)
         b = b.mT
@@ -133,13 +136,13 @@ def scaled_mm(
     if kinds not in RECIPES:
         raise ValueError(
             f"scale_recipe_a {kinds[0]} with scale_recipe_b {kinds[1]}: takes TensorWise or RowWise"
-            " of both, or BlockWise1x128 with BlockWise128x128 or BlockWise1x128"
+            " of both, or BlockWise1x128 of one with BlockWise128x128 or BlockWise1x128"
         )
     _check(a, b, scale_a, scale_b, kinds, activation, output_dtype)
     check(Call(a, b, bias, residual, activation=activation, out_dtype=output_dtype))
     if not _is_compiling() and output_scale is None:
         _remember(options, given, formats, kinds)
-    scale_b = _of_matrix(scale_b, a.shape[-1], kinds)
+    scale_a, scale_b = _of_rows(scale_a, a, kinds), _of_matrix(scale_b, a.shape[-1], kinds)
     return product(a, b, scale_a, scale_b, RECIPES[kinds], bias, residual, activation, output_dtype)
 
 
@@ -169,6 +172,15 @@ def _of_matrix(scale_b: Tensor, k: int, kinds: tuple[str, str]) -> Tensor:
     return scale_b[..., : k // BLOCK, :].mT if kinds[1] == "BlockWise128x128" else scale_b
 
 
+def _of_rows(scale_a: Tensor, a: Tensor, kinds: tuple[str, str]) -> Tensor:
+    """The factors (.., M, K / 128) of a's rows, which 128 of them share where they are of
+    128x128."""
+    if kinds[0] != "BlockWise128x128":
+        return scale_a
+    *_, m, k = a.shape
+    return scale_a[..., : k // BLOCK, :].repeat_interleave(BLOCK, -1)[..., :m].mT
+
+
 def _remember(
     options: Any, given: tuple[Any, ...], formats: tuple[Any, Any], kinds: tuple[str, str]
 ) -> None:
@@ -180,11 +192,15 @@ def _remember(
     turned = formats[1] is not None  # b and its factors, as `cutex.quantize` has them
     whole = kinds[1] == "BlockWise128x128" and not turned
     padded = whole and scale_b.shape[-2] != a.shape[-1] // BLOCK
+    shared = kinds[0] == "BlockWise128x128"  # by rows of a
+    turned_a = formats[0] is not None
     known: list[Callable[..., Tensor]] = []
 
     @untraced
     def launch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Tensor) -> Tensor:
         b = b.mT if turned else b
+        if shared:
+            scale_a = _of_rows(scale_a.mT if turned_a else scale_a, a, kinds)
         if padded:
             scale_b = _of_matrix(scale_b, a.shape[-1], kinds)
         elif whole:
@@ -345,15 +361,16 @@ def _check(
         raise ValueError(f"b has K={kb} (its first size), but a has K={k} (its last)")
     if k % BLOCK or not k:
         raise ValueError(f"K={k}: factors of {BLOCK} along K take a multiple of {BLOCK}")
-    blocks, across = k // BLOCK, -(-n // BLOCK)
-    due_b, what_b = [(n, blocks)], f"N, K / {BLOCK}"
-    if kinds[1] == "BlockWise128x128":
-        due_b = [(blocks, across), (-(-blocks // 4) * 4, across)]
-        what_b = f"K / {BLOCK}, N / {BLOCK}"
-    for name, scale, due, what, kind in (
-        ("scale_a", scale_a, [(m, blocks)], f"M, K / {BLOCK}", kinds[0]),
-        ("scale_b", scale_b, due_b, what_b, kinds[1]),
+    blocks = k // BLOCK
+    for name, scale, side, rows, kind in (
+        ("scale_a", scale_a, "M", m, kinds[0]),
+        ("scale_b", scale_b, "N", n, kinds[1]),
     ):
+        due, what = [(rows, blocks)], f"{side}, K / {BLOCK}"
+        if kind == "BlockWise128x128":
+            across = -(-rows // BLOCK)
+            due = [(blocks, across), (-(-blocks // 4) * 4, across)]
+            what = f"K / {BLOCK}, {side} / {BLOCK}"
         whole = [(*batch, *shape) for shape in due]
         if tuple(scale.shape) not in whole:
             what = f"({'L, ' if batch else ''}{what}) = {whole[0]}"

@@ -98,8 +98,12 @@ W, _ = made(torch.randn(64, 128), "mxfp8", False)
     ("a", "b", "says"),
     [
         (A, W, r"b has blocks along its other side: takes b \(K, N\), the weight's .t\(\)"),
-        (torch.zeros(32, 128).bfloat16(), W.t(), "a is torch.bfloat16, and the other one of"),
-        (A, torch.zeros(128, 64).bfloat16(), "b is torch.bfloat16, and the other one of"),
+        (
+            torch.zeros(32, 128).bfloat16(),
+            W.t(),
+            "a is torch.bfloat16, and the other one is quantized",
+        ),
+        (A, torch.zeros(128, 64).bfloat16(), "b is torch.bfloat16, and the other one is quantized"),
         (replace(A, block_size=64), W.t(), "a has blocks of 64: mxfp8 has 32"),
         (replace(A, scale=A.scale[:3]), W.t(), r"a has 12 scales: \(32, 4\) were due"),
         (replace(A, scale=A.scale.float()), W.t(), "a has elements .* with scales torch.float32"),
@@ -111,5 +115,8 @@ def test_what_does_not_fit_is_answered_in_a_sentence(a: Any, b: Any, says: str) 
 
 
 def test_other_arguments_are_refused() -> None:
-    with ops.simulated("sm_100a"), pytest.raises(ValueError, match="alpha is given: with torchao"):
+    with (
+        ops.simulated("sm_100a"),
+        pytest.raises(ValueError, match="alpha is given: with quantized"),
+    ):
         cutex.matmul(A, W.t(), alpha=2.0)

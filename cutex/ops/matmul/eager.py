@@ -55,7 +55,9 @@ def matmul(
     b may be what `cutex.pack_w4` made of a weight (N, K) of 4 bits: the product is a @ b^T, of a
         bfloat16 or float16 a, with bias, a named activation, residual and out_dtype alone.
         Differentiable in a, bias and residual.
-    a and b may be torchao's MXTensor or NVFP4Tensor, (M, K) and (K, N): `cutex.scaled_mm`.
+    a and b may be torchao's MXTensor or NVFP4Tensor, (M, K) and (K, N), or what `cutex.quantize`
+        returned of x (M, K) and of a weight (N, K): `cutex.scaled_mm`, with bias, a named
+        activation, residual and out_dtype alone.
     a (.., M, K) and b (.., K, N): bfloat16, float16 or float32, both alike, or float8_e4m3fn /
     float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
     a first call warns where torch would not. Batch sizes broadcast. Any strides; a tensor that TMA
@@ -82,9 +84,9 @@ def matmul(
         others = out, scale_a, scale_b, amax, alpha, beta
         return _with_packed(a, b, bias, activation, residual, out_dtype, others)
     if _is_compiling():
-        if is_torchao(a) or is_torchao(b):
+        if _is_quantized(a) or _is_quantized(b):
             others = out, scale_a, scale_b, amax, alpha, beta
-            return _of_torchao(a, b, bias, activation, residual, out_dtype, others)
+            return _of_quantized(a, b, bias, activation, residual, out_dtype, others)
         return _through_operator(
             Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype,
                  alpha, beta)
@@ -97,9 +99,9 @@ def matmul(
             if out is not None or amax is not None:
                 _increment_version((result,) if amax is None else (result, amax))
             return result
-    if is_torchao(a) or is_torchao(b):
+    if _is_quantized(a) or _is_quantized(b):
         others = out, scale_a, scale_b, amax, alpha, beta
-        return _of_torchao(a, b, bias, activation, residual, out_dtype, others)
+        return _of_quantized(a, b, bias, activation, residual, out_dtype, others)
     return _unplanned(
         Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta)
     )
@@ -123,7 +125,14 @@ def _with_packed(
     return w4_matmul(a, b, bias, activation, residual, out_dtype)
 
 
-def _of_torchao(
+def _is_quantized(x: Any) -> bool:
+    """Whether x has its scale factors with it."""
+    from cutex.ops.quantize import QuantizedTensor
+
+    return isinstance(x, QuantizedTensor) or is_torchao(x)
+
+
+def _of_quantized(
     a: Any,
     b: Any,
     bias: Tensor | None,
@@ -132,19 +141,24 @@ def _of_torchao(
     out_dtype: torch.dtype | None,
     others: tuple[Any, ...],
 ) -> Tensor:
-    """The product of torchao's quantized tensors."""
+    """The product of quantized tensors: torchao's, or those of `cutex.quantize`."""
     from cutex.ops.block_scaled import of_quantized
+    from cutex.ops.scaled_mm import scaled_mm
 
-    _check_others(others, "torchao's quantized tensors")
+    _check_others(others, "quantized tensors")
     for name, x in (("a", a), ("b", b)):
-        if not is_torchao(x):
+        if not _is_quantized(x):
             got = getattr(x, "dtype", type(x).__name__)
             raise TypeError(
-                f"{name} is {got}, and the other one of torchao's quantized tensors: takes both, "
-                "or a weight packed by cutex.pack_w4"
+                f"{name} is {got}, and the other one is quantized: takes both, or a weight packed "
+                "by cutex.pack_w4"
             )
     dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    return of_quantized(quantized("a", a), quantized("b", b), bias, residual, activation, dtype)[0]
+    if is_torchao(a) and is_torchao(b):
+        q_a, q_b = quantized("a", a), quantized("b", b)
+        return of_quantized(q_a, q_b, bias, residual, activation, dtype)[0]
+    fused = {"bias": bias, "residual": residual, "activation": activation}
+    return scaled_mm(a, b, **fused, output_dtype=dtype)
 
 
 def _check_others(others: tuple[Any, ...], beside: str) -> None:
