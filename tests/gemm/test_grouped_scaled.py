@@ -209,6 +209,40 @@ def test_a_call_like_one_before_is_launched_without_its_checks(
     assert torch.allclose(again[12:33].float(), want, atol=0.2, rtol=0.01)
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "m", "n"),
+    [
+        ("sm_90a", torch.float32, 72, 104),
+        pytest.param("sm_90a", torch.bfloat16, 31, 203, marks=pytest.mark.slow),
+        pytest.param("sm_100a", torch.float16, 130, 9, marks=pytest.mark.slow),
+    ],
+)
+def test_sums_over_the_rows_of_groups(
+    arch: str, device: str, dtype: torch.dtype, m: int, n: int
+) -> None:
+    """A group may begin anywhere; NaN of rows of no group, and factors of an empty one, are not
+    read."""
+    a, b = (torch.randn(size, 200).to(e4m3) for size in (m, n))
+    a.view(torch.uint8)[:, 190:] = 0x7F  # NaN
+    offs = torch.tensor([10, 10, 77, 190], dtype=torch.int32)
+    scales = [torch.rand(4, size) + 0.5 for size in (m, n)]
+    scales[0][1], scales[1][1, 3] = torch.nan, torch.inf
+    want = torch.zeros(4, m, n, dtype=torch.float64)
+    for e, (lo, hi) in enumerate(((0, 10), (10, 10), (10, 77), (77, 190))):
+        if lo < hi:
+            want[e] = a[:, lo:hi].double() @ b[:, lo:hi].double().mT
+            want[e] *= scales[0][e, :, None].double() * scales[1][e].double()
+    given = [x.to("cuda" if device == "cuda" else "cpu") for x in (a, b, *scales, offs)]
+    with ops.simulated(arch) if device == "sim" else nullcontext():
+        first, second, of_a, of_b, edges = given
+        found = cutex.scaled_grouped_mm(
+            first, second.mT, of_a.flatten(), of_b, edges, **ROW, output_dtype=dtype
+        ).cpu()
+    # fp32 sums of 113 exact products round at some 2^-24 of their magnitudes each
+    assert (found.double() - want).abs().max() <= (torch.finfo(dtype).eps + 2e-6) * want.abs().max()
+    assert not found[1].any()
+
+
 # ---- limits, torch
 
 A, B = torch.zeros(6, 128).to(e4m3), torch.zeros(2, 16, 128).to(e4m3).mT
@@ -234,6 +268,10 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "recipe": (ValueError, "scale_recipe_a='none' is not one of", {"scale_recipe_a": "none"}),
     "bias": (ValueError, r"bias must have shape \(2, 16\)", {"bias": torch.zeros(2)}),
     "activation": (ValueError, "activation must be one of relu", {"activation": "tanh"}),
+    "sums": (ValueError, "scale_recipe_a BlockWise1x128: sums take", {"b": A[0, :, None]}),
+    "sums' scale": (ValueError, r"scale_b must be \(2,\) or \(2, 1\), got", {
+        "b": A[0, :, None], "scale_a": torch.ones(12), **ROW}),
+    "sums' bias": (ValueError, "bias, activation: sums", {"b": A[0, :, None], "bias": OF_A, **ROW}),
     "output": (TypeError, "output_dtype torch.int8 is not", {"output_dtype": torch.int8}),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from cutex.ops.grouped import launch
 from cutex.ops.grouped.block_scaled import block_scaled_grouped
 from cutex.ops.grouped.launch import repeated
 from cutex.ops.grouped.scaled_checks import BLOCK, check_epilogue, check_factors, check_operands
+from cutex.ops.grouped.scaled_sums import scaled_sums
 from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
 from cutex.ops.recipes import name_of, names_of, only
@@ -70,6 +71,11 @@ def scaled_grouped_mm(
         1x32 and 1x16: SWIZZLE_32_4_4, or NO_SWIZZLE, arranged here. What `cutex.quantize` returned
         of x is not swizzled: quantize(x, "mxfp8", swizzled=False).
     bias (E, N), activation: as of `cutex.grouped_mm`. output_dtype: bfloat16, float16, float32.
+    a (M, T), b (T, N), with offs: a[:, rows of e] @ b[rows of e], (E, M, N), as of a weight's
+        gradient, zeros for an empty group, whatever its factors are. "TensorWise" one float32, or
+        one for each group; "RowWise" (E M,) or (E, M) of a, (E N,) or (E, N) of b, as torch's: a
+        group's rows have factors of their own. Computed in bfloat16, which has all of float8's
+        values, at its speed.
 
     Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
     DeepSeek-V3's. Rows of no group are neither read nor written. Nothing waits for the host. Not
@@ -105,6 +111,10 @@ def scaled_grouped_mm(
     a, scale_a, kind_a = _side("a", a, scale_a, scale_recipe_a)
     b, scale_b, kind_b = _side("b", b, scale_b, scale_recipe_b)
     assert edges is not None  # as checked
+    if name == "offs" and _is_matrix(a) and _is_matrix(b):
+        if bias is not None or activation is not None:
+            raise ValueError("bias, activation: sums over the rows of groups take neither")
+        return scaled_sums(a, b, (scale_a, scale_b), (kind_a, kind_b), edges, output_dtype)
     check_operands(a, b, edges, name)
     check_epilogue(bias, activation, b, output_dtype)
     recipe = _recipe(kind_a, kind_b)
@@ -149,6 +159,10 @@ def _remember(
         return out
 
     PLANS.remember(PLANS.key_of(options, *given), given, launch)
+
+
+def _is_matrix(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 2
 
 
 def _recipe(kind_a: str, kind_b: str) -> str:
