@@ -121,7 +121,9 @@ def test_no_rows_strided_rows_and_rows_of_more_dimensions() -> None:
     with ops.simulated("sm_90a"):
         out = cutex.matmul(x[..., ::2], w, out_dtype=torch.float32)
         assert cutex.matmul(x[:, :0, ::2], w).shape == (2, 0, 72)
-    assert out.shape == (2, 3, 72)
+        row = cutex.matmul(x[1, 2, ::2], w, out_dtype=torch.float32)
+    assert out.shape == (2, 3, 72) and row.shape == (72,)  # as torch.nn.functional.linear
+    assert (row.double() - want[1, 2]).abs().max() <= 2.0**-7 * want[1, 2].abs().max()
     assert (out.double() - want).abs().max() <= 2.0**-7 * want.abs().max()
 
 
@@ -238,6 +240,10 @@ def test_quantization_is_off_by_half_a_step(kind: str, group: int | None) -> Non
     else:
         step = groups.abs().amax(-1) / 7.5
     assert (size <= 1.02 * step / 2 + 2.0**-6 * groups.abs().amax(-1)).all()
+    w[3, 70] = torch.nan
+    group = group or 256
+    lost = cutex.pack_w4(w, kind=kind, group_size=group).dequantize().isnan().view(64, -1, group)
+    assert lost.all(-1).nonzero().tolist() == [[3, 70 // group]] and lost.sum() == group
 
 
 # ---- configs, and bad input

@@ -92,7 +92,7 @@ def quantized_int4(w: Tensor, group: int, zeros: bool) -> tuple[Tensor, ...]:
     if zeros:
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         scales = (high - low).clamp(min=2.0**-126) / 15
-        zero = (-low / scales).round().clamp(0, 15)
+        zero = (-low / scales).round().clamp(0, 15).nan_to_num(0)
     else:
         scales = groups.abs().amax(-1).clamp(min=2.0**-126) / 7.5
         zero = torch.full_like(scales, DEFAULT_ZERO)

@@ -48,6 +48,8 @@ def w4_matmul(
         raise ValueError(f"{what}, and takes a (.., {w.k}), got {tuple(x.shape)}")
     if x.device != w.packed.device:
         raise ValueError(f"b is on {w.packed.device}, but a is on {x.device}")
+    if x.dim() == 1:
+        return w4_matmul(x[None], w, bias, activation, residual, out_dtype)[0]
     if activation is not None and not isinstance(activation, str):
         raise ValueError("activation is a function: with a packed weight it must be a name")
     call = _call(x, w.n, bias, residual, activation, out_dtype)
@@ -111,7 +113,6 @@ def _call(
 ) -> Call:
     """The call in terms of `cutex.matmul`, for its checks, its shape and its epilogue."""
     like = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape[-1], n)
-    x = x if x.dim() > 1 else x[None]
     return Call(x, like, bias, residual, scale_b=factor, activation=activation, out_dtype=out_dtype)
 
 
