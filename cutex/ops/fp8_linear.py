@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from cutex.ops.block_scaled import of_quantized
 from cutex.ops.device import arch_of
+from cutex.ops.fp8_blocks import UNIT, product
 from cutex.ops.quantize import QuantizedTensor, quantize
-from cutex.ops.scaled_mm import UNIT, product
 from cutex.problem.scaled.formats import format_named
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -60,7 +60,7 @@ def test_a_call_like_one_before_is_launched_without_its_checks(form, monkeypatch
         first = cutex.scaled_mm(*args, **kinds)
         gated = cutex.scaled_mm(*args, **kinds, activation="gated_silu")
         with_residual = cutex.scaled_mm(*args, **kinds, residual=residual)
-        monkeypatch.setattr(importlib.import_module("cutex.ops.scaled_mm"), "_check", None)
+        monkeypatch.setattr(importlib.import_module("cutex.ops.scaled_mm"), "check_blocks", None)
         for _ in range(2):  # by its plan, and by the launch that the plan then knows
             assert torch.equal(cutex.scaled_mm(*args, **kinds), first)
             assert torch.equal(cutex.scaled_mm(*args, **kinds, activation="gated_silu"), gated)

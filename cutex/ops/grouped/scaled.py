@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cutex.ops.fp8_blocks import KIND_OF_FORMAT, by_rows
 from cutex.ops.grouped import launch
 from cutex.ops.grouped.block_scaled import block_scaled_grouped
 from cutex.ops.grouped.launch import repeated
@@ -19,9 +20,7 @@ from cutex.ops.quantize import QuantizedTensor
 from cutex.ops.recipes import name_of, names_of, only
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.scaled_mm import (
-    KIND_OF_FORMAT,
     _block_operands,
-    _by_rows,
     _by_tensor_cores,
     _kind,
     tensors_of,
@@ -308,7 +307,7 @@ def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Ten
     tiles = choose.blocks_tiles(-(-a.shape[0] // groups), (k, n), bool(ops), most, groups)
     product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
     config = BlocksConfig(product, most, options.padded)
-    factors = _by_rows(scale_a), scale_b
+    factors = by_rows(scale_a), scale_b
     return config, arch, [a, b, *factors, out, edges.contiguous(), *others]
 
 

@@ -27,7 +27,7 @@ from cutex.ops.matmul.plan import config_for, kernel_for, user_functions
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain, nobody_watches, untraced
 from cutex.ops.plans import PlanCache
-from cutex.ops.torchao_tensors import is_torchao, quantized
+from cutex.ops.torchao_tensors import both, is_torchao
 from cutex.ops.w4.packed import W4Weight
 from cutex.ops.written import written
 
@@ -142,8 +142,7 @@ def _of_quantized(
     others: tuple[Any, ...],
 ) -> Tensor:
     """The product of quantized tensors: torchao's, or those of `cutex.quantize`."""
-    from cutex.ops.block_scaled import of_quantized
-    from cutex.ops.scaled_mm import scaled_mm
+    from cutex.ops import block_scaled, fp8_blocks
 
     _check_others(others, "quantized tensors")
     for name, x in (("a", a), ("b", b)):
@@ -154,11 +153,10 @@ def _of_quantized(
                 "by cutex.pack_w4"
             )
     dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    if is_torchao(a) and is_torchao(b):
-        q_a, q_b = quantized("a", a), quantized("b", b)
-        return of_quantized(q_a, q_b, bias, residual, activation, dtype)[0]
-    fused = {"bias": bias, "residual": residual, "activation": activation}
-    return scaled_mm(a, b, **fused, output_dtype=dtype)
+    a, b = both(a, b)
+    if a.format in block_scaled.FORMATS and b.format in block_scaled.FORMATS:
+        return block_scaled.of_quantized(a, b, bias, residual, activation, dtype)[0]
+    return fp8_blocks.of_quantized(a, b, bias, residual, activation, dtype)
 
 
 def _check_others(others: tuple[Any, ...], beside: str) -> None:
