@@ -246,6 +246,13 @@ PAIRS = {
         "@%p0 cp.async.bulk.wait_group.read 0; bar.sync 0; st.shared.u32 [mine], 7;"
         "@%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;",
         "", "@%p0 cp.async.bulk.commit_group;", "while it is still being read by the bulk store"),
+    "an elected lane stores in bulk, lane 0 waits": Pair(
+        f"""{START} st.shared.u32 [mine], %i; {FENCE} bar.sync 0; elect.sync %r9|%p3, -1;
+        and.pred %p4, %p3, %p1;
+        @%p4 cp.async.bulk.global.shared::cta.bulk_group [%out], [at], 256;
+        @%p4 cp.async.bulk.commit_group; HERE cp.async.bulk.wait_group.read 0; bar.sync 0;
+        st.shared.u32 [mine], 7; @%p4 cp.async.bulk.wait_group 0;""",
+        "@%p0", "@%p4", "with lane 0, by its number, and PTX line", advisory=True),
     "cp.async's wait for a bulk store": Pair(
         f"{START} st.shared.u32 [mine], %i; {FENCE} bar.sync 0; {STORE} HERE bar.sync 0;"
         "st.shared.u32 [mine], 7; @%p0 cp.async.bulk.wait_group 0;",

@@ -16,6 +16,7 @@ from cutex.sim.hazards.grid_order import GridOrder, Stream
 from cutex.sim.hazards.lane_releases import LaneReleases, releases
 from cutex.sim.hazards.lane_waits import LaneWaits
 from cutex.sim.hazards.launch_requests import LaunchRequests
+from cutex.sim.hazards.leaders import Leaders, places_of_groups
 from cutex.sim.hazards.lifetimes import Lifetimes
 from cutex.sim.hazards.map_changes import TensorMapChanges
 from cutex.sim.hazards.map_strides import MapStrides
@@ -69,6 +70,7 @@ class Checks:
         wgmma = [WgmmaRegisters(m)] if any(i.name == "wgmma" for i in m.program.code) else []
         flags: list[Observer] = [FlagOrder(m, clocks)] if has_flags(m.program) else []
         flags += [LaneReleases(m, clocks)] if releases(m.program) else []
+        flags += [Leaders(m)] if places_of_groups(m.program) else []
         grids = [self.grid_order] if self.grid_order.active else []
         rechecks = [self.rechecks] if self.rechecks.active else []
         return [
