@@ -14,7 +14,7 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"num_stages": 4, "dp_start": 0, "registers": (200, 104), **_BY_64, "dq_slots": 2},
     (96, 96): {"dq_columns": 96, "dq_slots": 2, "registers": (208, 88), "alternate": True},
     (128, 128): {"ds_slots": 3, "dp_start": 1},
-    (192, 128): {"score_m": 32, "num_stages": 2, "early_stats": True},
+    (192, 128): {"tile_n": 64, "pairs": True, "dp_start": 1, "registers": (216, 152, 136)},
     (192, 192): {**_WIDE, "dp_start": 0, "registers": (216, 136, 152)},
     (256, 256): {
         **{"tile_n": 64, "pairs": True, "num_stages": 2, "ds_slots": 1, "dq_columns": 64},
