@@ -203,7 +203,8 @@ def test_each_key_block_is_taken_once(sizes, causal, deterministic):
 
 def test_warpgroups_of_keys_compute_dq_without_a_soft_cap():
     config = BackwardConfig(causal=True)
-    for more in ({}, {"deterministic": True}, {"deterministic": True, "causal": False}):
+    packed = {"causal": False, "varlen_q": True, "varlen_k": True}
+    for more in ({}, packed, {"deterministic": True}, {"deterministic": True, "causal": False}):
         found = fitted(replace(config, **more))
         assert found.own_dq and found.why_not() is None
         assert not fitted(replace(config, **more, softcap=True)).own_dq
@@ -213,3 +214,6 @@ def test_warpgroups_of_keys_compute_dq_without_a_soft_cap():
         other = 192 - found.dq_columns  # 64 and 128
         other = replace(found, dq_columns=other, dq_slots=256 // other)
         assert "all where adds come in one order, else half" in other.why_not()
+    for dims in ((192, 128), (256, 256)):  # dK and dV of 64 keys by two warpgroups, dQ by pairs
+        found = fitted(BackwardConfig(head_dim=dims[0], head_dim_v=dims[1]))
+        assert found.wide and found.pairs and found.why_not() is None
