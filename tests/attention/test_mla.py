@@ -13,8 +13,10 @@ from kvcache_calls import table_of
 import cutex
 from cutex.compile.resources import all_resources
 from cutex.kernels.attention.mla.choose import CONFIGS
+from cutex.kernels.attention.mla.sm90.config import Sm90MlaConfig
 from cutex.kernels.attention.mla.walk import MlaWalk
 from cutex.ops.attention.mla import kernel_for
+from cutex.sim import simulate
 
 D, DV = 576, 512
 ARCHS = "sm_90a", "sm_100a"
@@ -135,6 +137,22 @@ def test_the_order_of_the_roles_does_not_matter(order, seed, arch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("order", [{}, {"order": "random", "seed": 3}], ids=str)
+def test_the_last_cta_merges_parts_of_many_units(order):
+    many = Sm90MlaConfig(num_sms=3).fitted(20, 4)
+    assert not many.combined and Sm90MlaConfig().fitted(20, 4).combined
+    case = Case(20, 1, (400, 70, 0, 130))
+    out, lse = torch.full((4, 1, 20, DV), torch.nan).bfloat16(), torch.full((4, 20, 1), torch.nan)
+    sums, flags = torch.full((8 * 64 * (DV + 1),), torch.nan), torch.zeros(4, dtype=torch.int32)
+    how = case.lengths, case.table, D**-0.5, 0, sums, flags
+    simulate(kernel_for(many, "bf16", "sm_90a"), case.q, case.cache, out, lse, *how, **order)
+    want, want_lse = case.expected()
+    assert (out.double() - want).abs().max() < 0.01
+    assert torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    assert not flags.any()  # for the next launch
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_small_integers_are_exact(arch):
     """All keys alike, of numbers whose sums need no rounding: the output is the key."""
@@ -182,8 +200,9 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(arch):
 @pytest.mark.parametrize("rows", [16, 128])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_register_is_spilled(arch, rows, dtype):
-    compiled = kernel_for(CONFIGS[arch](causal=rows > 16).fitted(rows), dtype, arch)
-    assert [x.spill_bytes for x in all_resources(compiled)] == [0, 0]
+    for batch in (1, 200) if arch == "sm_90a" else (1,):  # the last CTA merges those of many
+        compiled = kernel_for(CONFIGS[arch](causal=rows > 16).fitted(rows, batch), dtype, arch)
+        assert not any(x.spill_bytes for x in all_resources(compiled))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +272,7 @@ BAD = {
     "softmax_scale=0: must be positive": {"softmax_scale": 0},
     "causal must be True or False, got 1": {"causal": 1},
     "is_fp8_kvcache=True: there is a kernel for": {"is_fp8_kvcache": True},
-    "indices is given: there is a kernel for all keys": {"indices": torch.zeros(2, 1, 4).int()},
+    "attn_sink is given: there is no kernel": {"attn_sink": torch.zeros(16)},
     "unexpected keyword argument 'pages'": {"pages": 1},
     "has no gradient": {"q": torch.zeros(2, 1, 16, D).half().requires_grad_()},
 }  # fmt: skip

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic, TypeVar
 
+import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument
-from cutex.kernels.attention.decode.out import Combine, Out
+from cutex.kernels.attention.decode.out import WARP, Combine, Out, Partials, Parts
 from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
+from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.config import MlaConfig
 from cutex.kernels.attention.mla.signature import arguments, blocks_of_rows
 
 Config = TypeVar("Config", bound=MlaConfig)
+# of a CTA that merges parts itself
+BARRIER = 3  # a named barrier of the warps that write
+WARPS = 8
+TOGETHER = 2  # rows of a warp
 
 
 def rows_of(args: KernelArgs, sizes: Sizes, batch: Int32, owner: Int32, tile_m: int) -> Rows:
@@ -28,9 +34,40 @@ def rows_of(args: KernelArgs, sizes: Sizes, batch: Int32, owner: Int32, tile_m: 
 class MlaOut(Out):
     """Where results are written; LSE of rows without keys is +inf, as FlashMLA's."""
 
+    @classmethod
+    def of(cls, config: Any, mO: cute.Tensor, args: KernelArgs, sizes: Sizes, last: Any) -> MlaOut:
+        """The Out of a kernel; `last`, in smem, where its own last CTA merges parts."""
+        c = config
+        parts = Parts(args, sizes.units, c.tile_m, c.head_dim_v)
+        if c.combined:
+            return cls(c, mO, parts.partials, args, None, parts)
+        partials = Partials(args.sums, args.flags, c.tile_m, c.head_dim_v)
+        return cls(c, mO, partials, args, last)
+
+    @staticmethod
+    def sync() -> None:
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPS * WARP)
+
     @cute.jit
     def store_lse(self, lse: Float32, rows: Rows, row: Int32) -> None:
         Out.store_lse(self, Float32.inf if lse == -Float32.inf else lse, rows, row)
+
+    @cute.jit
+    def count_part(self, rows: Rows, piece: Piece, unit: Int32) -> None:
+        last = self.last
+        self.sync()
+        if cute.arch.thread_idx()[0] % (WARPS * WARP) == 0:
+            last[0] = Int32(self.partials.arrive(unit, piece.parts))
+        self.sync()
+        if last[0] != 0:
+            self.merge(rows, piece)
+
+    @cute.jit
+    def merge(self, rows: Rows, piece: Piece) -> None:
+        """Merge all parts of a unit and store O and LSE, a warp some rows at a time."""
+        warp = cute.arch.warp_idx() % WARPS
+        for row in cutlass.range(warp, rows.count, WARPS * TOGETHER, unroll=1):
+            self.merge_rows(rows, piece, tuple(row + i * WARPS for i in range(TOGETHER)))
 
 
 class MlaCombine(Combine):
@@ -59,4 +96,5 @@ class MlaKernel(Generic[Config]):
 
     @property
     def kernels(self) -> dict[str, Any]:
-        return {"mla": type(self).kernel, "combine": MlaCombine.kernel}
+        combine = {"combine": MlaCombine.kernel} if self.config.combined else {}
+        return {"mla": type(self).kernel, **combine}

@@ -20,6 +20,7 @@ class MlaConfig:
     page_size: int = 64  # keys of a page; 0: the cache has no pages
     lse: bool = True
     num_sms: int = 0
+    combined: bool = True  # parts are merged by a kernel of their own, not by the last CTA
 
     head_dim: ClassVar[int] = HEAD_DIM
     head_dim_v: ClassVar[int] = HEAD_DIM_V
@@ -50,8 +51,8 @@ class MlaConfig:
         together = self.team * self.ctas_of_part
         return self.num_sms // together * together
 
-    def fitted(self, rows: int) -> Self:
-        """The config for `rows` packed rows of each sequence."""
+    def fitted(self, rows: int, batch: int = 0) -> Self:
+        """The config for `rows` packed rows of each of `batch` sequences; 0: of any number."""
         return self
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:

@@ -31,6 +31,8 @@ def arguments(config: MlaConfig, dtype: str) -> tuple[Argument, ...]:
             found.append(Operand(name, sizes, kind, aligned=False, whole=False))
     found += [Scalar("scale"), Scalar("num_splits", "int32")]
     found.append(Operand("sums", ("sums",), "fp32", whole=False))
+    if not c.combined:
+        found.append(Operand("flags", ("flags",), "int32", aligned=False, whole=False))
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+from cutex.kernels.attention.decode.splits import are_many
 from cutex.kernels.attention.mla.config import ELEMENT, HEAD_DIM, MlaConfig
 
 ATOM_ROWS = 8  # of a swizzle: pages of fewer rows are loaded row by row
@@ -37,5 +38,9 @@ class Sm90MlaConfig(MlaConfig):
         rows."""
         return 4 if self.page_size % ATOM_ROWS else 1
 
-    def fitted(self, rows: int) -> Self:
-        return replace(self, pairs=-(-rows // ROWS) % 2 == 0)
+    def fitted(self, rows: int, batch: int = 0) -> Self:
+        m_blocks = -(-rows // ROWS)
+        # NOTE: so many units are in few parts, which are merged in less time than it takes to begin
+        # another kernel (docs/facts/decode.md#mla-last)
+        many = are_many(batch * m_blocks, self.num_sms)
+        return replace(self, pairs=m_blocks % 2 == 0, combined=not many)

@@ -16,7 +16,7 @@ slot loads it, too, as soon as PV has freed it: there are no registers for a war
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -28,7 +28,6 @@ from cutex.device.atoms.tma import load_operand
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch
-from cutex.kernels.attention.decode.out import Parts
 from cutex.kernels.attention.decode.signature import ALL_ROWS, KernelArgs, Sizes
 from cutex.kernels.attention.mla.combine import MlaCombine, MlaKernel, MlaOut
 from cutex.kernels.attention.mla.signature import args_of, rows_of_q, sizes_of
@@ -53,6 +52,7 @@ class Mla(MlaKernel[Sm90MlaConfig]):
     kv.full    1 a warp that loads, and the bytes by TMA  SCORES of the slot
     kv.empty   1 a VALUES warp, PV being done             SCORES of the slot, before they load it
     turn       1: a SCORES warp, references written       the other slot's warp of the same rows
+    products   1 a SCORES warp of the slot, QK done       the other slot's, before their QK
     p_full     1 a SCORES warp of the slot, P written     VALUES; in the end the other's SCORES
     (scores)   its threads, QK being done                 the same, before P is written
 
@@ -63,17 +63,20 @@ class Mla(MlaKernel[Sm90MlaConfig]):
     words      less than 2048
 
     registers  threads          of each
-    SCORES     256              96
-    VALUES     256              160
+    SCORES     256              88
+    VALUES     256              168
     """
 
     arch = "sm_90a"
-    registers = Registers(scores=96, values=160)
+    registers = Registers(scores=88, values=168)
     scores_warps = Warps(first=0, count=SCORES_WARPS * SLOTS)
     values_warps = Warps(first=scores_warps.end, count=8)
     num_threads = values_warps.end * 32
 
     name = "sm90_mla_decode"
+    shared_type: ClassVar[type[Shared]] = Shared
+    load_type: ClassVar[type[Load]] = Load
+    scores_type: ClassVar[type[Scores]] = Scores
 
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mKV: cute.Tensor, mO: cute.Tensor, *rest) -> None:
@@ -90,7 +93,8 @@ class Mla(MlaKernel[Sm90MlaConfig]):
             min_blocks_per_mp=1,
             stream=stream,
         )
-        MlaCombine(c).launch(mO, args, sizes, stream)
+        if cutlass.const_expr(c.combined):
+            MlaCombine(c).launch(mO, args, sizes, stream)
 
     @cute.kernel
     def kernel(
@@ -106,16 +110,17 @@ class Mla(MlaKernel[Sm90MlaConfig]):
         info = BlockInfo(ALL_ROWS, c.tile_n, args.band(c.causal), sizes.pack)
         warps = self.scores_warps.count, self.values_warps.count
         walk = info, args, sizes
-        shared = Shared.allocate(SmemAllocator(), q.atom.value_type, c, warps, walk)
-        publish_barriers((shared.q, shared.kv, shared.p_full, shared.turn))
-        parts = Parts(args, sizes.units, c.tile_m, c.head_dim_v)
-        out = MlaOut(c, mO, parts.partials, args, None)
+        smem = SmemAllocator()
+        shared = self.shared_type.allocate(smem, q.atom.value_type, c, warps, walk)
+        last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        publish_barriers((shared.q, shared.kv, shared.p_full, shared.turn, shared.products))
+        out = MlaOut.of(c, mO, args, sizes, last)
         warp = cute.arch.warp_idx()
         if warp < self.scores_warps.end:
             cute.arch.setmaxregister_decrease(self.registers.scores)
             slot = warp // SCORES_WARPS
-            load = Load(q, kv, pitch, slot, warp % SCORES_WARPS, shared)
-            Scores(out, parts, shared, load, slot).run()
+            load = self.load_type(q, kv, pitch, slot, warp % SCORES_WARPS, shared)
+            self.scores_type(shared, load, slot).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.values)
-            Values(out, parts, shared, warp // 4 - SLOTS).run()
+            Values(out, shared, warp // 4 - SLOTS).run()

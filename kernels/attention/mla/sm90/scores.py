@@ -23,9 +23,9 @@ from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import over_quad, row_max, rows_of, threshold_of
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.decode.out import Out, Parts
 from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.splits import Piece
+from cutex.kernels.attention.mla.combine import MlaOut
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS, HEAD_DIM, HEAD_DIM_V
 from cutex.kernels.attention.mla.sm90.config import SLOTS
 from cutex.kernels.attention.mla.sm90.shared import GROUPS, ORDER, SCORES_WARPS, WAVES, Load, Shared
@@ -43,8 +43,6 @@ def rows_of_thread() -> tuple[Int32, Int32]:
 
 @dataclass(frozen=True)
 class Scores:
-    out: Out
-    parts: Parts
     shared: Shared
     load: Load
     group: Int32  # the slot whose blocks this warpgroup has
@@ -53,7 +51,6 @@ class Scores:
     def run(self) -> None:
         """Compute P of this CTA's parts, one after the other."""
         s = self.shared
-        lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         splits, span, end = s.begin()
         cursor = self.load.next(splits, end, self.load.begin(splits, span))
         kv, q, q_fill = s.kv.consumer(), s.q.consumer(), s.q.producer()
@@ -64,17 +61,15 @@ class Scores:
             at = piece.after
             if piece.end > piece.first:
                 rows, blocks = s.rows(piece), s.of_piece(piece)
-                lse.fill(-Float32.inf)
                 count = blocks.end - blocks.first
-                has_last = (kv.slot + count + 1) % SLOTS == self.group
                 if count > 0:
                     self.load.queries(rows, q_fill)
                     s.q.wait_full(q)
-                    block = self.block(rows, blocks, lse)
+                    block = self.block(rows, blocks)
                     for i in cutlass.range(kv.slot ^ self.group, count - 1, SLOTS, unroll=1):
                         block.one(i, self.own(kv, i))
                         cursor = self.load.next(splits, end, cursor)
-                    if has_last:
+                    if (kv.slot + count + 1) % SLOTS == self.group:
                         block.last(self.own(kv, count - 1))
                         cursor = self.load.next(splits, end, cursor)
                     else:
@@ -82,8 +77,6 @@ class Scores:
                     kv.skip(count)
                     q.advance()
                     q_fill.advance()
-                if has_last:
-                    self.store_lse(lse, rows, piece)
         cute.arch.griddepcontrol_launch_dependents()
 
     def own(self, kv: PipelineState, i: Int32) -> PipelineState:
@@ -92,13 +85,14 @@ class Scores:
         state.skip(i)
         return state
 
-    def block(self, rows: Rows, blocks: Blocks, lse: cute.Tensor) -> Block:
+    def block(self, rows: Rows, blocks: Blocks) -> Block:
         """The state before a part's first block."""
         s, c, dtype = self.shared, self.shared.config, self.shared.sQ.element_type
         mma = Wgmma(c.tile_n, dtype)
         qk = WgmmaProduct(mma, mma.a_slots(s.sQ)[None, None, None, 0], mma.b_slots(s.sKV), None)
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         factors.fill(1.0)
+        lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         ops = self.score_ops(rows)
         threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
         softmax = GuardedSoftmax.of(ops.scale_log2(), threshold, False)
@@ -115,22 +109,6 @@ class Scores:
         keys = s.sizes.keys(s.args, rows.batch)
         mask = Mask(s.info.band, s.info.tile_n, rows.seq_q.length, keys, queries, thread % 4)
         return ScoreOps(mask, s.args.scale, None, None, None, rows.batch, heads)
-
-    @cute.jit
-    def store_lse(self, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
-        """Store LSE of a unit, or of a part; and say where its parts are."""
-        s = self.shared
-        mine, thread = rows_of_thread(), cute.arch.thread_idx()[0]
-        if (thread % 128 == 0) & (piece.part == 0):
-            self.parts.announce(piece.entry * s.sizes.heads + piece.head, piece)
-        if thread % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                if mine[r] < rows.count:
-                    if piece.parts == 1:
-                        self.out.store_lse(lse[r], rows, mine[r])
-                    else:
-                        of_part = self.parts.partials.lse(piece.slot_of(piece.part))
-                        of_part[mine[r]] = lse[r]
 
 
 @dataclass(frozen=True)
@@ -193,14 +171,19 @@ class Block:
         softmax.finish((), self.factors, self.lse)
         for r in cutlass.range_constexpr(2):
             self.note(s.words.normalisers, r, self.factors[r])
+            self.note(s.words.lse, r, self.lse[r])
         self.hand_over()
 
     @cute.jit
     def scores(self, i: Int32, kv: PipelineState) -> cute.Tensor:
-        """Compute the scores of block `i`."""
-        acc = self.qk.mma.accumulator()
+        """Compute the scores of block `i`, after those of the block before: both at one time would
+        take as long, and the tensor cores had nothing to do during the exponentials of both."""
+        acc, products = self.qk.mma.accumulator(), self.shared.products
+        products.wait(self.phase_before(kv), 1 - self.group)
         self.issue(acc, kv)
         warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            products.arrive(self.group)
         n_block = self.blocks.end - 1 - i
         if n_block >= self.blocks.clean_end:
             self.ops.apply(rows_of(acc), n_block, True)
@@ -306,8 +289,7 @@ PARTS = len(GROUPS)  # of these columns, one after the other
 
 @dataclass(frozen=True)
 class Values:
-    out: Out
-    parts: Parts
+    out: MlaOut
     shared: Shared
     half: Int32  # 0: the first columns, 1: the last
 
@@ -316,7 +298,7 @@ class Values:
         """Compute these columns of O of this CTA's parts, one after the other."""
         s = self.shared
         pv = self.product()
-        factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        factors, lse = (cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
         splits, span, end = s.begin()
         kv = s.kv.consumer()
         at = splits.begin
@@ -328,9 +310,11 @@ class Values:
                 rows, blocks = s.rows(piece), s.of_piece(piece)
                 pv.acc.fill(0.0)
                 factors.fill(1.0)
+                lse.fill(-Float32.inf)
                 if blocks.end > blocks.first:
-                    kv = self.sum(pv, blocks.end - blocks.first, kv, factors)
+                    kv = self.sum(pv, blocks.end - blocks.first, kv, (factors, lse))
                 self.store(pv.acc, factors, rows, piece)
+                self.end(lse, rows, piece)
 
     def product(self) -> WgmmaProduct:
         """O += P V for these columns."""
@@ -351,26 +335,35 @@ class Values:
 
     @cute.jit
     def sum(
-        self, pv: WgmmaProduct, count: Int32, kv: PipelineState, factors: cute.Tensor
+        self,
+        pv: WgmmaProduct,
+        count: Int32,
+        kv: PipelineState,
+        ends: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor]],
     ) -> PipelineState:
-        """Add `count` blocks; set the factors that O has to be multiplied by in the end."""
+        """Add `count` blocks; set the factors that O has to be multiplied by in the end, and
+        LSE."""
         for _ in cutlass.range(count - 1, unroll=1):
             self.add(pv, kv, None)
             kv.advance()
-        self.add(pv, kv, factors)
+        self.add(pv, kv, ends)
         kv.advance()
         return kv
 
     @cute.jit
     def add(
-        self, pv: WgmmaProduct, kv: PipelineState, factors: cutlass.Constexpr[cute.Tensor | None]
+        self,
+        pv: WgmmaProduct,
+        kv: PipelineState,
+        ends: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor] | None],
     ) -> None:
-        """Add a block, once its P is there; with `factors`, the last."""
+        """Add a block, once its P is there; the last sets `ends`, the factors and LSE."""
         words, mine = self.shared.words, rows_of_thread()
         self.shared.p_full.wait(kv.phase, kv.slot)
-        if cutlass.const_expr(factors is not None):
+        if cutlass.const_expr(ends is not None):
             for r in cutlass.range_constexpr(2):
-                factors[r] = words.normalisers[mine[r], kv.slot]
+                ends[0][r] = words.normalisers[mine[r], kv.slot]
+                ends[1][r] = words.lse[mine[r], kv.slot]
         if words.rescale[cute.arch.warp_idx() % 4, kv.slot] != 0:
             o = rows_of(pv.acc)
             for r in cutlass.range_constexpr(2):
@@ -424,8 +417,38 @@ class Values:
         pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         for r in cutlass.range_constexpr(2):
             if mine[r] < rows.count:
-                to = self.parts.partials.row(slot, mine[r])
+                to = self.out.partials.row(slot, mine[r])
                 for unit in cutlass.range_constexpr(COLUMNS // UNIT):
                     for i in cutlass.range_constexpr(2):
                         pair[i] = o[r, 2 * unit + i]
                     to.store_pair(first + unit, thread % 4, pair)
+
+    # ---- the end of a part
+
+    @cute.jit
+    def end(self, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+        """Store LSE of a unit, or of a part, and count the part: who counts the last merges all, if
+        no other kernel does."""
+        s, thread = self.shared, cute.arch.thread_idx()[0]
+        unit = piece.entry * s.sizes.heads + piece.head
+        if self.half == 0:
+            self.store_lse(lse, rows, piece)
+            if cutlass.const_expr(s.config.combined):  # noqa: SIM102 - known when tracing
+                if (thread % WARPGROUP == 0) & (piece.part == 0):
+                    self.out.parts.announce(unit, piece)
+        if cutlass.const_expr(not s.config.combined):  # noqa: SIM102 - known when tracing
+            if piece.parts > 1:
+                self.out.count_part(rows, piece, unit)
+
+    @cute.jit
+    def store_lse(self, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+        """Store LSE of a unit that is whole, or of a part."""
+        mine = rows_of_thread()
+        if cute.arch.thread_idx()[0] % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                if mine[r] < rows.count:
+                    if piece.parts == 1:
+                        self.out.store_lse(lse[r], rows, mine[r])
+                    else:
+                        of_part = self.out.partials.lse(piece.slot_of(piece.part))
+                        of_part[mine[r]] = lse[r]

@@ -94,6 +94,7 @@ class Words:
     factors: cute.Tensor  # (bM, SLOT) fp32: what O so far is multiplied by before P is added
     rescale: cute.Tensor  # (warps, SLOT) Int32: whether a warp's rows have such factors
     normalisers: cute.Tensor  # (bM, SLOT) fp32: what O is multiplied by in the end
+    lse: cute.Tensor  # (bM, SLOT) fp32
     references: cute.Tensor  # (bM, SLOT) fp32: of the softmax, with the slot's block
     sums: cute.Tensor  # (bM, SLOT) fp32: of the exponentials of this slot's blocks of a part
 
@@ -101,7 +102,7 @@ class Words:
     def allocate(smem: SmemAllocator) -> Words:
         rows, warps = (cute.make_layout((n, SLOTS)) for n in (ROWS, SCORES_WARPS))
         rescale = smem.allocate_tensor(Int32, warps, byte_alignment=16)
-        floats = [smem.allocate_tensor(Float32, rows, byte_alignment=16) for _ in range(4)]
+        floats = [smem.allocate_tensor(Float32, rows, byte_alignment=16) for _ in range(5)]
         return Words(floats[0], rescale, *floats[1:])
 
 
@@ -115,6 +116,7 @@ class Shared(MlaWalk):
     kv: ChunkRing
     p_full: Barrier  # [slot]: its P, with its words
     turn: Barrier  # [slot, warp]: its references
+    products: Barrier  # [slot]: QK done
 
     @property
     def sP(self) -> cute.Tensor:
@@ -146,7 +148,8 @@ class Shared(MlaWalk):
         kv = ChunkRing.allocate(smem, c, of_values)
         p_full = Barrier.allocate(smem, "p full", arrivals=SCORES_WARPS, slots=SLOTS)
         turn = Barrier.allocate(smem, "turn", arrivals=1, slots=SLOTS * SCORES_WARPS)
-        return cls(c, *walk, sQ, sKV, words, q, kv, p_full, turn)
+        products = Barrier.allocate(smem, "qk done", arrivals=SCORES_WARPS, slots=SLOTS)
+        return cls(c, *walk, sQ, sKV, words, q, kv, p_full, turn, products)
 
 
 # ---- load
