@@ -64,6 +64,13 @@ _FEW_LONG: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 64, "num_stages": 4, "merge": 6, "least": 2},
     },
 }
+# where a unit has two SMs or more, and its parts are not much longer
+# (docs/facts/decode.md#few-medium)
+_FEW_MEDIUM: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (128, 128): {**_FEW_ALONE["sm_90a"][128, 128], "most_by_room": 851968},
+    },
+}
 _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 128, "num_stages": 8},
@@ -111,7 +118,7 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
     dims = config.head_dims
     if config.fp8:
         return _FEW_E4M3.get(arch, {}).get(dims)
-    if config.single_rows or not units:
+    if config.single_rows or not units or arch not in _FEW:
         return None
     of_units = _FEW if units > config.num_sms else _FEW_ALONE
     if room > _FEW_KEYS.get(dims, 0) or (units <= config.num_sms and room > SHORT):
@@ -119,11 +126,17 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
         if dims == (128, 128) and _is_cut_by_room(config, _FEW[arch][dims], room, units):
             one = _is_cut_by_room(config, _FEW_LONG[arch][dims], room, units)
             of_units = of_units if one else _FEW
+        elif dims in _FEW_MEDIUM[arch]:
+            cut = _is_cut_by_room(config, _FEW_MEDIUM[arch][dims], room, units, least=2)
+            of_units = _FEW_MEDIUM if cut else of_units
     return of_units.get(arch, {}).get(dims)
 
 
-def _is_cut_by_room(config: DecodeConfig, tiles: dict[str, Any], room: int, units: int) -> bool:
-    """Whether parts of `units` would be short, one for each CTA, with these tiles of few rows."""
+def _is_cut_by_room(
+    config: DecodeConfig, tiles: dict[str, Any], room: int, units: int, least: int = 1
+) -> bool:
+    """Whether parts of `units` would be short, one for each CTA and `least` or more of each unit,
+    with these tiles of few rows."""
     config = replace(config, few_rows=True, **tiles)
     parts = config.ctas // units
-    return parts > 0 and config.is_short(-(-room // (config.tile_n * parts)))
+    return parts >= least and config.is_short(-(-room // (config.tile_n * parts)))

@@ -29,7 +29,9 @@ WORDS = 4
 # blocks of keys by which a part that has a CTA to itself may be longer than a share, in which one
 # unit ends and another begins
 ALONE_MORE = 2
-SHORT_PART = 196608  # bytes of keys and values of a part, at most, whatever the lengths
+# bytes of keys and values of a part, at most, that takes no longer, whatever the lengths, than it
+# takes to look at all of these
+SHORT_PART = 196608
 
 
 class RoleRegisters(NamedTuple):
@@ -77,6 +79,7 @@ class DecodeConfig(ScoreSpec):
     least: int = 1  # blocks of keys of a CTA, at least
     merge: int = 2  # the time of writing and merging parts, in blocks of keys
     most_whole: int = 0  # blocks of keys of units that are not cut where they are many
+    most_by_room: int = SHORT_PART  # bytes of parts of units that are cut by their room, at most
     rescale_threshold: float = 8.0  # powers of two before sums and outputs are scaled down
 
     tile_m: ClassVar[int] = ROWS
@@ -113,8 +116,9 @@ class DecodeConfig(ScoreSpec):
         return length <= self.merge + 1
 
     def is_short(self, blocks: int) -> bool:
-        """Whether parts of so many blocks take no longer than it takes to look at all lengths."""
-        return blocks * (self.k_bytes + self.v_bytes) <= SHORT_PART
+        """Whether parts of so many blocks are short enough to be cut by room, for lengths that are
+        less than it."""
+        return blocks * (self.k_bytes + self.v_bytes) <= self.most_by_room
 
     def are_whole_alone(self, longest: Any, share: Any) -> Any:
         """Whether units of up to `longest` blocks, each in a CTA of its own, take less time whole
