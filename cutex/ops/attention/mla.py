@@ -21,6 +21,7 @@ from cutex.kernels.attention.mla.config import MlaConfig
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
 from cutex.ops.attention.call import DTYPES
 from cutex.ops.attention.mla_call import MlaCall, check, refuse_sparse
+from cutex.ops.attention.mla_chosen import attend_to_chosen
 from cutex.ops.attention.plan import packed, resources
 from cutex.ops.device import current
 from cutex.ops.plain import untraced
@@ -67,6 +68,10 @@ def flash_mla_with_kvcache(
         in the cache may be anything.
     head_dim_v: 512.
     tile_scheduler_metadata: what get_mla_metadata returned, or None; nothing depends on it.
+    indices (batch, tokens, topk) int32: the keys that each token sees, as rows of the cache (page
+        times page size plus place), in any order; those below 0 are none. block_table and
+        cache_seqlens are then not looked at. topk_length (batch,) int32: how many of them count, by
+        default all. FlashMLA takes them for caches in fp8.
     num_splits: None or 0, into how many parts a sequence's keys are cut is chosen by all lengths;
         from 1 on every sequence is cut into as many, whatever else is in the batch.
     softmax_scale: 576 ** -0.5 by default. causal: the last token is aligned with the last key.
@@ -74,11 +79,18 @@ def flash_mla_with_kvcache(
     Returns out (batch, tokens, heads, 512) and lse (batch, heads, tokens) float32. Tokens that see
     no key have out 0 and, as FlashMLA's, an lse of +inf. There are no gradients. Raises TypeError
     or ValueError, with one sentence, for arguments that do not fit, among them FlashMLA's for
-    caches in fp8 and for chosen keys, and where there is no Hopper or Blackwell GPU. What the int32
+    caches in fp8 and for sinks, and where there is no Hopper or Blackwell GPU. What the int32
     tensors hold is checked on the CPU only.
     """
     if others or is_fp8_kvcache:
         refuse_sparse(others, is_fp8_kvcache)
+        if others.get("indices") is not None:
+            given = others["indices"], others.get("topk_length")
+            return attend_to_chosen(
+                q, k_cache, *given, head_dim_v, num_splits or 0, softmax_scale, causal
+            )
+        if others.get("topk_length") is not None:
+            raise ValueError("topk_length is given without indices")
     tensors: tuple[Tensor, ...] = (q, k_cache, cache_seqlens)
     if block_table is not None:
         tensors += (block_table,)

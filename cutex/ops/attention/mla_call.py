@@ -21,11 +21,9 @@ from cutex.ops.attention.call import DTYPES, INTEGERS
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain
 
-# arguments of FlashMLA's function that belong to attention to chosen keys
-SPARSE = (
-    "indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length",
-    "extra_topk_length",
-)  # fmt: skip
+# arguments of FlashMLA's function that belong to attention to chosen keys, and have no kernel
+SPARSE = "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"
+CHOSEN = "indices", "topk_length"  # those that have one
 
 
 TENSORS = 4  # of the fields of an MlaCall, the first
@@ -82,10 +80,10 @@ class MlaCall(NamedTuple):
 def refuse_sparse(given: dict[str, Any], is_fp8_kvcache: bool) -> None:
     """Raise TypeError or ValueError, in one sentence, for arguments that no kernel takes."""
     for name, x in given.items():
-        if name not in SPARSE:
+        if name not in SPARSE + CHOSEN:
             raise TypeError(f"flash_mla_with_kvcache() got an unexpected keyword argument {name!r}")
-        if x is not None:
-            raise ValueError(f"{name} is given: there is a kernel for all keys of a cache only")
+        if x is not None and name not in CHOSEN:
+            raise ValueError(f"{name} is given: there is no kernel for it")
     if is_fp8_kvcache:
         raise ValueError("is_fp8_kvcache=True: there is a kernel for bfloat16 and float16 only")
 
@@ -95,14 +93,15 @@ def check(call: MlaCall) -> None:
     not supported."""
     names = "q", "k_cache", "cache_seqlens", *call.tensors
     check_tensors((name, getattr(call, name)) for name in names)
-    _check_operands(call)
+    check_operands(call)
     _check_vectors(call)
-    _check_numbers(call)
+    check_numbers(call)
     if call.q.device.type == "cpu" and all(map(is_plain, call.tensors.values())):
         _check_values(call)
 
 
-def _check_operands(call: MlaCall) -> None:
+def check_operands(call: MlaCall) -> None:
+    """Raise TypeError or ValueError for a q or a cache that no kernel takes."""
     of_cache = "batch, room" if call.block_table is None else "pages, page size"
     for name, modes in (("q", "batch, tokens, heads"), ("k_cache", f"{of_cache}, 1")):
         x = getattr(call, name)
@@ -133,7 +132,8 @@ def _check_vectors(call: MlaCall) -> None:
         check_table("block_table", table, batch)
 
 
-def _check_numbers(call: MlaCall) -> None:
+def check_numbers(call: MlaCall) -> None:
+    """Raise TypeError or ValueError for numbers that no kernel takes."""
     if call.head_dim_v != HEAD_DIM_V:
         raise ValueError(f"head_dim_v={call.head_dim_v}: there is a kernel for {HEAD_DIM_V} only")
     if not isinstance(call.causal, bool):
