@@ -51,7 +51,7 @@ class SparseShared(Shared):
     def allocate(cls, smem: SmemAllocator, *others: Any) -> Self:
         base = Shared.allocate(smem, *others)
         chosen = smem.allocate_tensor(Int32, cute.make_layout((SCORES_WARPS, SLOTS)), 16)
-        return cls(*(getattr(base, f.name) for f in fields(Shared)), chosen)
+        return cls(**{f.name: getattr(base, f.name) for f in fields(Shared)}, chosen=chosen)
 
     def source(self, batch: Int32, keys: Int32, pitch: Int32) -> RowSource:
         return ChosenRows(self.args.page_table[batch, None], keys)
@@ -59,6 +59,8 @@ class SparseShared(Shared):
 
 @dataclass(frozen=True)
 class SparseLoad(Load):
+    shared: SparseShared
+
     @cute.jit
     def block(self, loads: BoxLoads, found: Box, fill: PipelineState) -> None:
         keys, chosen = cute.arch.vote_ballot_sync(found.count > 0), self.shared.chosen
@@ -71,6 +73,8 @@ class SparseLoad(Load):
 
 @dataclass(frozen=True)
 class SparseBlock(Block):
+    shared: SparseShared
+
     @cute.jit
     def scores(self, i: Int32, kv: PipelineState) -> cute.Tensor:
         """The scores of block `i`; -inf of rows that are no keys."""
