@@ -64,8 +64,8 @@ _FEW_LONG: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 64, "num_stages": 4, "merge": 6, "least": 2},
     },
 }
-# where a unit has two SMs or more, and its parts are not much longer
-# (docs/facts/decode.md#few-medium)
+# where a unit has two SMs or more, and its parts are not much longer; of pages one load warp would
+# take too long (docs/facts/decode.md#few-medium)
 _FEW_MEDIUM: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (128, 128): {**_FEW_ALONE["sm_90a"][128, 128], "most_by_room": 851968},
@@ -126,7 +126,7 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
         if dims == (128, 128) and _is_cut_by_room(config, _FEW[arch][dims], room, units):
             one = _is_cut_by_room(config, _FEW_LONG[arch][dims], room, units)
             of_units = of_units if one else _FEW
-        elif dims in _FEW_MEDIUM[arch]:
+        elif dims in _FEW_MEDIUM[arch] and not config.page_size:
             cut = _is_cut_by_room(config, _FEW_MEDIUM[arch][dims], room, units, least=2)
             of_units = _FEW_MEDIUM if cut else of_units
     return of_units.get(arch, {}).get(dims)
