@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.pipeline import Barrier, PipelineState, is_leader
 from cutex.device.work_tile import WorkTile
 from cutex.schedulers.dispatch import Ticket
-from cutex.schedulers.raster import RasterOrder
+from cutex.schedulers.order import Order
 
 CTAS = 2  # CTAs of a pair, along M
 REPLY_BYTES = 16
@@ -131,26 +131,30 @@ class LaunchControl:
 
 @dataclass(frozen=True)
 class ClcDispatch:
-    """A dispatcher for a pair, in which one warp of the leader asks ahead, and every role of both
-    CTAs reads the replies.
+    """A dispatcher for CTAs, or pairs of them, in which one warp, of a pair the leader's, asks
+    ahead, and every role of the CTA, or of both, reads the replies.
 
     barrier        arrives                                  waits
     asked[slot]    those of Replies                         every role of its CTA
-    read[slot]     1 a warp that has read the reply, of     the asking warp
-                   both CTAs, at the leader's
+    read[slot]     1 a warp that has read the reply, of a   the asking warp
+                   pair of both CTAs, at the leader's
     """
 
-    order: RasterOrder
+    order: Order
     replies: Replies
     read: Barrier
 
     @staticmethod
-    def allocate(smem: SmemAllocator, order: RasterOrder, readers: int) -> ClcDispatch:
-        """Allocate the barriers; `readers` is the number of warps of both CTAs that follow the
-        sequence, the asking one included."""
-        replies = Replies.allocate(smem, CTAS, DEPTH)
+    def allocate(smem: SmemAllocator, order: Order, readers: int, ctas: int = CTAS) -> ClcDispatch:
+        """Allocate the barriers; `readers` is the number of warps, of a pair those of both CTAs,
+        that follow the sequence, the asking one included."""
+        replies = Replies.allocate(smem, ctas, DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
         return ClcDispatch(order, replies, read)
+
+    @property
+    def pair(self) -> bool:
+        return self.replies.ctas > 1
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -164,7 +168,10 @@ class ClcDispatch:
         """Wait for the reply and return its ticket. A whole warp calls it."""
         x, taken = self.replies.read(ticket.slot, ticket.phase)
         with cute.arch.elect_one():
-            self.read.arrive_at_leader(ticket.slot)
+            if cutlass.const_expr(self.pair):
+                self.read.arrive_at_leader(ticket.slot)
+            else:
+                self.read.arrive(ticket.slot)
         state = PipelineState(DEPTH, ticket.slot, ticket.phase)
         state.advance()
         return Ticket(self.replies.index(x), state.phase, taken, state.slot)
@@ -172,16 +179,24 @@ class ClcDispatch:
     @cute.jit
     def schedule(self) -> None:
         """Ask for one tile after the other, until there is none. One warp of each CTA calls it, and
-        only the leader's asks."""
-        if is_leader():
-            state = PipelineState(DEPTH, Int32(0), Int32(1))
-            ticket = self.first()
-            while ticket.valid:
-                self.read.wait(state.phase, state.slot)
-                self.replies.ask(state.slot)
-                state.advance()
-                ticket = self.next(ticket)
+        of a pair only the leader's asks."""
+        if cutlass.const_expr(self.pair):
+            if is_leader():
+                self.ask_for_all()
+        else:
+            self.ask_for_all()
+
+    @cute.jit
+    def ask_for_all(self) -> None:
+        state = PipelineState(DEPTH, Int32(0), Int32(1))
+        ticket = self.first()
+        while ticket.valid:
+            self.read.wait(state.phase, state.slot)
+            self.replies.ask(state.slot)
+            state.advance()
+            ticket = self.next(ticket)
 
     def tile(self, ticket: Ticket) -> WorkTile:
+        """The tile of a ticket: a pair's is two CTAs' along M."""
         tile = self.order.tile(ticket.index)
         return tile._replace(m=tile.m + cute.arch.block_idx_in_cluster() % CTAS)

@@ -178,6 +178,10 @@ def test_parts_of_dq_take_their_places_in_turn(dims):
         (Sm100BackwardConfig(late_parts=2), "late_parts=2: less than the 2 of a share"),
         (Sm100BackwardConfig(dq_width=48), "dq_width=48: a multiple of 32 that divides 128"),
         (Sm100BackwardConfig(head_dim=256, head_dim_v=256), "tile_m=128: 768 columns of tensor"),
+        (
+            replace(fitted(Sm100BackwardConfig(head_dim=64, head_dim_v=64)), persistent=True),
+            "persistent=True: of head dim 64 dK and dV both go",
+        ),
         (Sm100BackwardConfig(head_dim=80), "head dim 80/128: there are kernels for 64"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -18,13 +19,13 @@ from cutex.device.pipeline import Barrier, Ring
 from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.sm100 import compute, mma, queries
-from cutex.kernels.attention.backward.sm100.backward import Backward
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.mma import Mma
 from cutex.kernels.attention.backward.sm100.queries import Convert
 from cutex.kernels.attention.backward.sm100.shared import Load
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase, Inputs
+from cutex.problem.stage import package
 from cutex.sim import SimError, simulate
 
 SLOW = pytest.mark.slow
@@ -45,7 +46,9 @@ class Run:
 
     @cached_property
     def kernel(self) -> Compiled:
-        return compile(Backward(self.config), "bf16", "sm_100a", cache=False)
+        place = f"{package('attention_backward', 'sm_100a')}.{self.config.kernel_module}"
+        kernel = import_module(place).Backward(self.config)
+        return compile(kernel, "bf16", "sm_100a", cache=False)
 
     @cached_property
     def exact(self) -> tuple[dict[str, Any], Inputs]:
@@ -109,7 +112,7 @@ def test_the_unchanged_kernels_of_each_head_dim_are_right(dims, deterministic):
 
 STAGED = replace(CONFIG, folded=False, dq_slots=1, ahead=False)
 WAITS = ("k loaded", "v loaded", "s full", "p full", "dp full", "ds full", "dq full", "dq empty",
-         "sums done")  # fmt: skip
+         "sums done", "dk staged", "dv staged", "k empty", "v empty")  # fmt: skip
 
 
 @pytest.mark.slow
@@ -125,6 +128,34 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch, event):
 
     monkeypatch.setattr(Barrier, "wait", careless)
     assert wrong() is not None
+
+
+@SLOW
+@pytest.mark.parametrize("role", [Load, compute.Compute, compute.Store], ids=lambda x: x.__name__)
+def test_smem_of_the_tile_before_that_is_not_waited_for_is_found(monkeypatch, role):
+    """K loaded before products have read the last tile's; dS written over dK that is being stored;
+    the same smem said to be free before it is."""
+    if role is Load:
+        monkeypatch.setattr(Load, "await_k", lambda self: None)
+    elif role is compute.Compute:
+        monkeypatch.setattr(compute, "await_staging", lambda shared: None)
+    else:
+        wait = cute.arch.cp_async_bulk_wait_group
+        monkeypatch.setattr(
+            cute.arch, "cp_async_bulk_wait_group", lambda n, read: wait(2, read=read)
+        )
+    assert CONFIG.staged_in_ds == 1 and CONFIG.staged_in_q
+    assert wrong() is not None
+
+
+@SLOW
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+def test_tiles_whose_keys_no_query_sees_are_right(dims):
+    """Of five tiles of keys that one CTA takes the first two, and after them others."""
+    config = fitted(replace(CONFIG, head_dim=dims[0], head_dim_v=dims[1]))
+    config = replace(config, persistent=True)
+    case = replace(CASE, seqlen_q=40, seqlen_k=520, heads_q=1)
+    assert wrong(config, of=case) is None
 
 
 @SLOW
@@ -393,7 +424,7 @@ def test_p_that_the_mma_may_not_see_yet_is_found(monkeypatch):
 
 
 @SLOW
-@pytest.mark.parametrize("event", ["p full", "ds full", "dq empty"])
+@pytest.mark.parametrize("event", ["p full", "ds full", "dq empty", "dk staged", "dv staged"])
 def test_fewer_arrivals_than_warps_are_found(monkeypatch, event):
     """A barrier that half of the warps complete."""
     allocate = Barrier.allocate

@@ -201,5 +201,5 @@ def scalars(call: AttentionCall, config: Config) -> list[float | int]:
 def kernel_for(config: Config, dtype: str, arch: str) -> Compiled:
     from cutex.compile import compile
 
-    place = f"{package('attention_backward', arch)}.backward"
+    place = f"{package('attention_backward', arch)}.{config.kernel_module}"
     return compile(import_module(place).Backward(config), dtype, arch)

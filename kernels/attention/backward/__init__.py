@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
+from cutex.kernels.attention.backward.sm100.pairs.config import PairConfig, pairs_of
 from cutex.problem import stage as stage_of_any
 from cutex.problem.attention.backward import BackwardProblem
 
@@ -30,10 +31,11 @@ class Stage(stage_of_any.Stage[BackwardProblem, Any]):
 
     @property
     def module(self) -> str:
-        return f"{stage_of_any.package(self.op, self.arch)}.backward"
+        return f"{stage_of_any.package(self.op, self.arch)}.{self.default.kernel_module}"
 
     def kernel(self, config: Config | None = None) -> Kernel:
-        return import_module(self.module).Backward(config or self.default)
+        settled = config or self.default
+        return import_module(self.with_config(settled).module).Backward(settled)
 
 
 class Chosen(Stage):
@@ -58,10 +60,18 @@ class Sm100Stage(Stage):
         return self.with_config(config)
 
 
+class Pairs(Stage):
+    """The stage of pairs of CTAs, and the chosen config where there are none."""
+
+    def fitted(self, problem: BackwardProblem) -> Self:
+        chosen = fitted(Sm100BackwardConfig().of(problem), problem.dtype)
+        return self.with_config(pairs_of(chosen) or chosen)
+
+
 _ONE = Sm100BackwardConfig(
     num_stages=1, dq_slots=1, folded=False, ahead=False, late_parts=0, dq_in_turn=False
 )
-_HELD = ("late_parts", "dq_in_turn", "folded", "dq_slots", "ahead")
+_HELD = ("persistent", "late_parts", "dq_in_turn", "folded", "dq_slots", "ahead")
 _STAGES = (
     Stage(0, "sm_90a", "in order", "S, dP, P, dS, dV, dK, each waited for", BackwardConfig(
         num_stages=2, overlap=False)),
@@ -74,12 +84,15 @@ _STAGES = (
                held=("num_stages", "do_stages", "halves", *_HELD)),
     Sm100Stage(1, "sm_100a", "rings", "loads run a block ahead", _ONE, held=_HELD),
     Sm100Stage(2, "sm_100a", "ahead", "S of the next block under this one's dK and dQ",
-               replace(_ONE, num_stages=2, ahead=True), held=_HELD[:4]),
+               replace(_ONE, num_stages=2, ahead=True), held=_HELD[:5]),
     Sm100Stage(3, "sm_100a", "adds from registers", "dQ does not pass through smem",
-               Sm100BackwardConfig(folded=False, dq_in_turn=False), held=_HELD[:3]),
+               Sm100BackwardConfig(folded=False, dq_in_turn=False), held=_HELD[:4]),
     Sm100Stage(4, "sm_100a", "subtractions", "tensor cores subtract LSE and delta",
-               Sm100BackwardConfig(dq_in_turn=False), held=_HELD[:2]),
-    Sm100Stage(5, "sm_100a", "backward", "dQ is read under dK, or under its next part",
+               Sm100BackwardConfig(dq_in_turn=False), held=_HELD[:3]),
+    Sm100Stage(5, "sm_100a", "adds hidden", "dQ is read under dK, or under its next part",
+               Sm100BackwardConfig(), held=_HELD[:1]),
+    Pairs(6, "sm_100a", "pairs", "two CTAs own 256 keys, and exchange dS", PairConfig()),
+    Sm100Stage(7, "sm_100a", "backward", "CTAs take one tile of keys after the other",
                Sm100BackwardConfig()),
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ Imports neither torch nor the DSL.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cutex.kernels.attention.spec import ScoreSpec
 
@@ -20,6 +20,8 @@ class BackwardSpec(ScoreSpec):
 
     dlse: bool = False  # the gradient of LSE is passed, too
     deterministic: bool = False  # CTAs add to a tile of dQ in one order
+
+    kernel_module: ClassVar[str] = "backward"  # of an arch's package, with its class Backward
 
     @property
     def last_first(self) -> bool:

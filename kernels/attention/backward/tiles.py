@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cutlass import Boolean, Int32, cute
 
@@ -13,7 +13,6 @@ from cutex.device.row_source import END
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, keys, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.kernels.attention.order import AttentionOrder, Wave
-from cutex.schedulers.counter import CounterDispatch
 from cutex.schedulers.dispatch import Ticket
 
 
@@ -111,7 +110,7 @@ class Walk:
     """The tiles that a persistent CTA takes, one after the other, as its roles see them."""
 
     config: BackwardSpec
-    dispatch: CounterDispatch
+    dispatch: Any  # CounterDispatch or ClcDispatch
     args: KernelArgs
     sizes: Sizes
 

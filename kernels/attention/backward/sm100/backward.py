@@ -9,6 +9,7 @@ rows.py     preprocess and convert, as far as they are the same on every arch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -21,19 +22,26 @@ from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.attention.softmax import LOG2_E
-from cutex.device.pipeline import Warps, publish_barriers
+from cutex.device.pipeline import Barrier, Warps, publish_barriers
 from cutex.kernels.attention.backward import rows
 from cutex.kernels.attention.backward.signature import (
     KernelArgs,
     RowTiles,
     Tensors,
 )
-from cutex.kernels.attention.backward.sm100.compute import Compute
+from cutex.kernels.attention.backward.sm100.compute import Compute, Store
 from cutex.kernels.attention.backward.sm100.config import FOLDED, ROWS, TERMS, Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.mma import Mma
 from cutex.kernels.attention.backward.sm100.queries import Add, Convert
-from cutex.kernels.attention.backward.sm100.shared import Barriers, Load, Shared
-from cutex.kernels.attention.backward.tiles import Sizes, Tile, sizes_of, tile_of
+from cutex.kernels.attention.backward.sm100.shared import Barriers, Load, Shared, run_each
+from cutex.kernels.attention.backward.tiles import (
+    Sizes,
+    Walk,
+    sizes_of,
+    tile_of,
+    tile_order,
+)
+from cutex.schedulers.clc import ClcDispatch
 
 LARGEST = 2.0**127  # P of a row with this LSE is 0; the largest power of two of bf16
 
@@ -141,6 +149,16 @@ class Main:
         """The load warp; it, the MMA warp and two idle warps make up a warpgroup."""
         return self.mma_warp + 1
 
+    @property
+    def schedule_warp(self) -> int:
+        """The warp that asks for tiles, if CTAs are persistent."""
+        return self.load_warp + 1
+
+    @property
+    def store_warp(self) -> int:
+        """The warp that stores dK and dV, if CTAs are persistent."""
+        return self.schedule_warp + 1
+
     def rows(self, info: Any, side: str) -> Rows:
         """The rows of Q and dO (side "q") or of K and V ("k"), as TMA sees them."""
         c = self.config
@@ -177,45 +195,92 @@ class Main:
         sizes: Sizes,
         tiles: RowTiles,
     ) -> None:
+        if cutlass.const_expr(self.config.persistent):
+            self.several_tiles(operands, stats, dq_sums, args, sizes, tiles)
+        else:
+            self.one_tile(operands, stats, dq_sums, args, sizes, tiles)
+
+    @cute.jit
+    def one_tile(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
+        """Take the tile of keys of this CTA's number."""
         c = self.config
         index, _, _ = cute.arch.block_idx()
         tile = tile_of(c, index // c.splits, args, sizes)
         if tile.n_block * ROWS < tile.seq_k.length:
-            warp = cute.arch.warp_idx()
-            shared, tmem = self.shared(operands, args, sizes, tiles, tile)
-            add, compute, other = c.registers
-            if warp >= self.mma_warp:
-                cute.arch.setmaxregister_decrease(other)
-                if warp == self.mma_warp:
-                    Mma.of(shared).run()
-                elif warp == self.load_warp:
-                    q, k, v, do = (
-                        self.rows(x, side)
-                        for x, side in zip(operands[:4], ("q", "k", "k", "q"), strict=True)
-                    )
-                    Load(shared, q, k, v, do, stats).run()
-            elif warp < self.add_warps.end:
-                cute.arch.setmaxregister_increase(add)
-                Add(shared, dq_sums).run()
-            else:
-                cute.arch.setmaxregister_increase(compute)
-                role = Compute(shared, (warp - self.compute_warps.first) // 4)
-                role.run()
-                role.store(operands.dk, operands.dv)
-            fence_before_sync()
-            cute.arch.sync_threads()
+            warp, smem = cute.arch.warp_idx(), SmemAllocator()
+            shared, tmem = self.shared(smem, operands, args, sizes, tiles, tile)
+            self.roles(warp, shared, operands, stats, dq_sums, lambda role: role.run())
+            self.free(warp, shared, tmem)
+
+    @cute.jit
+    def several_tiles(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
+        """Take one tile of keys after the other, as launch control hands them out."""
+        c, warp, smem = self.config, cute.arch.warp_idx(), SmemAllocator()
+        dispatch = ClcDispatch.allocate(smem, tile_order(c, sizes), self.store_warp + 1, ctas=1)
+        more = dispatch.barriers
+        shared, tmem = self.shared(smem, operands, args, sizes, tiles, None, more)
+        walk = Walk(c, dispatch, args, sizes)
+        self.roles(warp, shared, operands, stats, dq_sums, lambda role: run_each(role, walk))
+        if warp == self.schedule_warp:
+            dispatch.schedule()
+        self.free(warp, shared, tmem)
+
+    @cute.jit
+    def roles(
+        self,
+        warp: Int32,
+        shared: Shared,
+        operands: Operands,
+        stats: cute.Tensor,
+        dq_sums: cute.Tensor,
+        run: cutlass.Constexpr[Callable[[Any], None]],
+    ) -> None:
+        """Have each warp `run` its role."""
+        add, compute, other = self.config.registers
+        if warp >= self.mma_warp:
+            cute.arch.setmaxregister_decrease(other)
             if warp == self.mma_warp:
-                fence_after_sync()
-                tmem.free(shared.tmem)
+                run(Mma.of(shared))
+            elif warp == self.load_warp:
+                q, k, v, do = (
+                    self.rows(x, side)
+                    for x, side in zip(operands[:4], ("q", "k", "k", "q"), strict=True)
+                )
+                run(Load(shared, q, k, v, do, stats))
+            elif cutlass.const_expr(self.config.persistent):  # noqa: SIM102 - known when tracing
+                if warp == self.store_warp:
+                    run(Store(shared, operands.dk, operands.dv))
+        elif warp < self.add_warps.end:
+            cute.arch.setmaxregister_increase(add)
+            run(Add(shared, dq_sums))
+        else:
+            cute.arch.setmaxregister_increase(compute)
+            group = (warp - self.compute_warps.first) // 4
+            run(Compute(shared, group, operands.dk, operands.dv))
+
+    @cute.jit
+    def free(self, warp: Int32, shared: Shared, tmem: Tmem) -> None:
+        """Give tensor memory back when all roles are done."""
+        fence_before_sync()
+        cute.arch.sync_threads()
+        if warp == self.mma_warp:
+            fence_after_sync()
+            tmem.free(shared.tmem)
 
     @cute.jit
     def shared(
-        self, operands: Operands, args: KernelArgs, sizes: Sizes, tiles: RowTiles, tile: Tile
+        self,
+        smem: SmemAllocator,
+        operands: Operands,
+        args: KernelArgs,
+        sizes: Sizes,
+        tiles: RowTiles,
+        tile: Any,  # Tile; None of a persistent CTA, whose roles have one each
+        more: cutlass.Constexpr[tuple[Barrier, ...]] = (),
     ) -> tuple[Shared, Tmem]:
-        """Allocate smem and tensor memory, and publish the barriers."""
+        """Allocate smem and tensor memory, and publish the barriers and `more`."""
         c = self.config
         dtype = operands.q.atom.value_type
-        smem = SmemAllocator()
         sK, sV, sQ, sdO = (
             allocate_slots(smem, dtype, x.smem_layout)
             for x in (operands.k, operands.v, operands.q, operands.do)
@@ -231,7 +296,7 @@ class Main:
         tmem = Tmem.allocate(smem, columns=c.columns)
         if cute.arch.warp_idx() == self.mma_warp:
             tmem.acquire()
-        publish_barriers(barriers.all)
+        publish_barriers((*barriers.all, *more))
         info = BlockInfo(c.tile_m, ROWS, args.band(c.causal))
         split = 0
         if cutlass.const_expr(c.splits > 1):
@@ -245,13 +310,14 @@ class Main:
     def row_slots(self, smem: SmemAllocator, dtype: cutlass.Constexpr) -> tuple[Any, Any, Any]:
         """The slots of LSE and delta, also as a step of K, and what keys have there, written."""
         c = self.config
-        count = c.row_stats * c.tile_m
+        rows = c.tile_m // c.key_ctas
+        count = c.row_stats * rows
         if cutlass.const_expr(not c.folded):
             layout = cute.make_layout((count, c.num_stages))
             return smem.allocate_tensor(Float32, layout, byte_alignment=128), None, None
         assert dtype is BFloat16, "folded=True needs bf16's range, for LSE and delta"
         # NOTE: without a swizzle a step of K is two columns of 8 elements, the second of zeros
-        of_rows = slots_layout(dtype, c.tile_m, 2 * FOLDED, c.num_stages, 16)
+        of_rows = slots_layout(dtype, rows, 2 * FOLDED, c.num_stages, 16)
         sRows = allocate_slots(smem, dtype, of_rows)
         sMinus = allocate_slots(smem, dtype, slots_layout(dtype, ROWS, 2 * FOLDED, 2, 16))
         numbers = cute.recast_ptr(sRows.iterator, dtype=Float32)
@@ -268,7 +334,7 @@ class Main:
                     mine = sMinus[row, None, which]
                     cute.autovec_copy(eight, cute.local_tile(mine, (FOLDED,), (column,)))
         eight.fill(0.0)
-        if row < c.tile_m:
+        if row < rows:
             for slot in cutlass.range_constexpr(c.num_stages):
                 mine = sRows[row, None, slot]
                 cute.autovec_copy(eight, cute.local_tile(mine, (FOLDED,), (1,)))

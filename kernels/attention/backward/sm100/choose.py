@@ -10,7 +10,7 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 # by head dims: what differs from Sm100BackwardConfig's defaults
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"do_stages": 2, "dq_width": 64},
-    (128, 128): {"late_parts": 1},
+    (128, 128): {"late_parts": 1, "persistent": True},
     (96, 96): {"do_stages": 2, "dq_width": 96, "late_parts": 1},
     (192, 128): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
     (192, 192): {"tile_m": 64, "do_stages": 2, "dq_width": 64},
@@ -25,4 +25,6 @@ def fitted(config: Sm100BackwardConfig, dtype: str = "bf16") -> Sm100BackwardCon
         tiles = {**tiles, "registers": (136, 144, 88)}
     # NOTE: LSE and delta need bf16's range, and 12 KB, which head dim 256 has not
     folded = dtype == "bf16" and not config.softcap and not tiles.get("halves", False)
-    return replace(config, **tiles, folded=folded)
+    # NOTE: adds in turn wait for those of other tiles; a soft cap takes the registers
+    persistent = tiles.pop("persistent", False) and not (config.deterministic or config.softcap)
+    return replace(config, **tiles, folded=folded, persistent=persistent)

@@ -6,12 +6,16 @@ A thread has a key and a share of a block's queries:
 
 LSE and delta belong to columns: the products have subtracted both, or they are read from smem. P^T
 and dS^T go over the scores that they are computed from, as operands of dV and dK; dS also to smem,
-for dQ. At the end one warpgroup stores dV, another dK.
+for dQ. At the end one warpgroup stores dV, another dK, by way of the smem of V and K, which nobody
+reads any more. Of a persistent CTA both go by way of dS's where it has room, dV else of a slot of Q
+if that is large enough, so that the next tile's K and V are loaded meanwhile; and Store, a warp,
+waits until TMA has read them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -38,6 +42,8 @@ class Compute:
 
     shared: Shared
     group: Int32  # the number of the warpgroup, and of its share of a block's queries
+    dk: cpasync.TmaInfo
+    dv: cpasync.TmaInfo
 
     @property
     def parts(self) -> int:
@@ -46,10 +52,10 @@ class Compute:
 
     @cute.jit
     def run(self) -> None:
-        """Compute P^T and dS^T of all blocks."""
+        """Compute P^T and dS^T of all blocks, and store dK and dV."""
         s = self.shared
         blocks = s.m_blocks()
-        state, m_block = s.barriers.q.consumer(), blocks.first
+        state, m_block = s.begun(s.barriers.q.consumer()), blocks.first
         for i in cutlass.range(s.total(blocks), unroll=1):
             if cutlass.const_expr(not s.config.folded):
                 s.barriers.q.wait_full(state)
@@ -58,6 +64,7 @@ class Compute:
             self.gradients(i, state, rows)
             state.advance()
             m_block = following(m_block, blocks)
+        self.store()
 
     # ---- a block
 
@@ -68,10 +75,9 @@ class Compute:
         """Store P^T of block i, and return what dP^T - delta is multiplied by, in parts."""
         s = self.shared
         c, b = s.config, s.barriers
-        column = self.group * c.share
-        b.s_full.wait(i & 1)
+        b.s_full.wait(s.count(i) & 1)
         fence_after_sync()
-        parts = columns_of(s.tmem, column, c.share)
+        parts = self.row(0)
         loaded = [parts.start_load(part) for part in range(self.parts)]
         parts.wait_loads()
         rows = [flat(x) for x in loaded]
@@ -87,7 +93,7 @@ class Compute:
         for part in cutlass.range_constexpr(self.parts):
             probabilities = self.exponentials(rows[part], state, part)
             words = cute.recast_tensor(rounded(probabilities, s.sQ.element_type), Float32)
-            store_columns(s.tmem, column + part * cute.size(words), words)
+            store_columns(s.tmem, self.operand(part), words)
         cute.arch.fence_view_async_tmem_store()
         fence_before_sync()
         with cute.arch.elect_one():
@@ -129,10 +135,12 @@ class Compute:
         """Store dS^T of block i, in tensor memory and in smem."""
         s = self.shared
         c, b = s.config, s.barriers
-        column = c.dp_column + self.group * c.share
-        b.dp_full.wait(i & 1)
+        b.dp_full.wait(s.count(i) & 1)
+        if cutlass.const_expr(c.persistent):  # noqa: SIM102 - known when tracing
+            if i == 0:
+                await_staging(s)
         fence_after_sync()
-        parts = columns_of(s.tmem, column, c.share)
+        parts = self.row(c.dp_column)
         loaded = parts.start_load(0)
         for part in cutlass.range_constexpr(self.parts):
             dp, row = flat(loaded), rows[part]
@@ -148,16 +156,34 @@ class Compute:
             ds = rounded(row, s.sQ.element_type)
             if cutlass.const_expr(part < self.parts - c.late_parts):
                 words = cute.recast_tensor(ds, Float32)
-                store_columns(s.tmem, column + part * cute.size(words), words)
-            mine = s.sdS[None, self.key(), 0]  # (bM)
-            to = cute.local_tile(mine, (PART,), (self.group * self.parts + part,))  # (PART)
-            cute.autovec_copy(ds, to)
+                store_columns(s.tmem, c.dp_column + self.operand(part), words)
+            cute.autovec_copy(ds, self.ds_row(part))
         cute.arch.fence_view_async_tmem_store()
         cute.arch.fence_view_async_shared()
         fence_before_sync()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            b.ds_full.arrive()
+            self.tell_of_ds()
+
+    # ---- where a block's numbers are
+
+    def row(self, column: int) -> Any:
+        """This thread's share of the scores from `column` of tensor memory on, in parts."""
+        c = self.shared.config
+        return columns_of(self.shared.tmem, column + self.group * c.share, c.share)
+
+    def operand(self, part: int) -> Int32:
+        """The first column of a part of P^T, from that of S^T on, and of dS^T, from dP^T's on."""
+        return self.group * self.shared.config.share + part * (PART // 2)
+
+    def ds_row(self, part: int) -> cute.Tensor:
+        """Where a part of this thread's row of dS goes in smem."""
+        mine = self.shared.sdS[None, self.key(), 0]  # (bM)
+        return cute.local_tile(mine, (PART,), (self.group * self.parts + part,))  # (PART)
+
+    def tell_of_ds(self) -> None:
+        """Tell that this warp's dS is where it is read. One thread calls it."""
+        self.shared.barriers.ds_full.arrive()
 
     @cute.jit
     def of_columns(
@@ -194,34 +220,38 @@ class Compute:
     # ---- out
 
     @cute.jit
-    def store(self, dk: cpasync.TmaInfo, dv: cpasync.TmaInfo) -> None:
-        """Store dV, the first warpgroup, or dK, the second."""
-        s = self.shared
+    def store(self) -> None:
+        """Store dV, the first warpgroup, or dK, the second, or hand them to STORE."""
+        s, b = self.shared, self.shared.barriers
         c = s.config
         any_block = s.total(s.m_blocks()) > 0
-        if any_block:
-            s.barriers.sums_done.wait(0)
+        if cutlass.const_expr(c.persistent):
+            b.sums_done.wait(s.phase)
+            if not any_block:
+                await_staging(s)
+        elif any_block:
+            b.sums_done.wait(0)
         fence_after_sync()
         if self.group == 0:
-            self.store_tile(dv, s.sV, c.dv_column, any_block, Float32(1.0))
+            sD = staging(s, self.dv, s.sV, 1)  # (128, DV, 1)
+            self.stage(sD, c.dv_column, any_block, Float32(1.0))
+            self.hand_over(sD, self.dv, b.dv_staged)
         elif self.group == 1:
-            self.store_tile(dk, s.sK, c.dk_column, any_block, s.args.scale)
+            sD = staging(s, self.dk, s.sK, 0)  # (128, D, 1)
+            self.stage(sD, c.dk_column, any_block, s.args.scale)
+            self.hand_over(sD, self.dk, b.dk_staged)
 
     @cute.jit
-    def store_tile(
+    def stage(
         self,
-        to: cpasync.TmaInfo,
-        sX: cute.Tensor,
+        sD: cute.Tensor,
         column: cutlass.Constexpr[int],
         any_block: Boolean,
         factor: Float32,
     ) -> None:
-        """Round a sum times `factor`, 0 without `any_block`, write it over the smem of its operand,
-        which nobody reads any more, and store it, without rows past the end."""
+        """Round a sum times `factor`, 0 without `any_block`, and write it to smem."""
         s = self.shared
-        width = cute.size(to.smem_layout, mode=[1])
-        sD = cute.make_tensor(sX.iterator, to.smem_layout.outer)  # (128, width, 1)
-        parts = columns_of(s.tmem, column, width)
+        parts = columns_of(s.tmem, column, cute.size(sD, mode=[1]))
         for part in cutlass.range_constexpr(parts.num_parts):
             values = cute.make_rmem_tensor(parts.tTR_cAcc.shape, Float32)
             values.fill(0.0)
@@ -232,17 +262,84 @@ class Compute:
             for k in cutlass.range_constexpr(PART):
                 row[k] *= factor
             mine = cute.local_tile(sD[self.key(), None, 0], (PART,), (part,))  # (bPart)
-            cute.autovec_copy(rounded(row, sX.element_type), mine)
+            cute.autovec_copy(rounded(row, sD.element_type), mine)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=STORE_BARRIER + self.group, number_of_threads=LANES)
-        if cute.arch.warp_idx() % 4 == 0:
-            rows = Rows(to, 1, s.config.ragged_k)
-            of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
-            gX = rows.tiles(*of, (ROWS, width), s.split)
-            bSG_sX, bSG_gX = cpasync.tma_partition(
-                to.atom, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2),
-                cute.group_modes(gX, 0, 2),
-            )  # (TMA, 1), (TMA, Rest)  # fmt: skip
-            cute.copy(to.atom, bSG_sX[None, 0], bSG_gX[None, s.tile.n_block])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def hand_over(self, sD: cute.Tensor, to: cpasync.TmaInfo, staged: Any) -> None:
+        """Store what this warpgroup has `staged`, or tell STORE of it."""
+        if cutlass.const_expr(self.shared.config.persistent):
+            fence_before_sync()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                staged.arrive()
+        else:
+            cute.arch.barrier(barrier_id=STORE_BARRIER + self.group, number_of_threads=LANES)
+            if cute.arch.warp_idx() % 4 == 0:
+                start_store(self.shared, sD, to)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+# ---- dK and dV by way of smem
+
+
+@cute.jit
+def staging(
+    shared: Shared, to: cpasync.TmaInfo, sX: cute.Tensor, number: cutlass.Constexpr[int]
+) -> cute.Tensor:
+    """The smem by way of which sum `number`, dK or dV, is stored: dS's, a slot of Q, or that of its
+    operand sX."""
+    s, c, layout = shared, shared.config, to.smem_layout.outer
+    smem = s.sdS.iterator
+    if cutlass.const_expr(number >= c.staged_in_ds):
+        if cutlass.const_expr(not c.staged_in_q):
+            return cute.make_tensor(sX.iterator, layout)  # (128, width, 1)
+        slot = (s.number + s.total(s.m_blocks()) + 1) % c.num_stages
+        smem = s.sQ[None, None, slot].iterator
+    pointer = cute.recast_ptr(smem, to.smem_layout.inner, sX.element_type)
+    if cutlass.const_expr(0 < number < c.staged_in_ds):
+        pointer += ROWS * c.dk_width
+    return cute.make_tensor(pointer, layout)
+
+
+def await_staging(shared: Shared) -> None:
+    """Wait until what was stored of the last tile by way of dS's smem has been read."""
+    b, c = shared.barriers, shared.config
+    for empty in (b.k_empty, b.v_empty)[: c.staged_in_ds]:
+        empty.wait(shared.phase ^ 1)
+
+
+@cute.jit
+def start_store(shared: Shared, sD: cute.Tensor, to: cpasync.TmaInfo) -> None:
+    """Start the store of sD (128, width, 1), without rows past the end. A whole warp calls it."""
+    s = shared
+    rows = Rows(to, 1, s.config.ragged_k)
+    of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
+    gX = rows.tiles(*of, (ROWS, cute.size(sD, mode=[1])), s.split)
+    bSG_sX, bSG_gX = cpasync.tma_partition(
+        to.atom, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gX, 0, 2)
+    )  # (TMA, 1), (TMA, Rest)
+    cute.copy(to.atom, bSG_sX[None, 0], bSG_gX[None, s.tile.n_block])
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@dataclass(frozen=True)
+class Store:
+    """The role of the warp that stores a persistent CTA's dV and dK."""
+
+    shared: Shared
+    dk: cpasync.TmaInfo
+    dv: cpasync.TmaInfo
+
+    @cute.jit
+    def run(self) -> None:
+        s, b = self.shared, self.shared.barriers
+        b.dv_staged.wait(s.phase)
+        start_store(s, staging(s, self.dv, s.sV, 1), self.dv)
+        b.dk_staged.wait(s.phase)
+        start_store(s, staging(s, self.dk, s.sK, 0), self.dk)
+        for left, empty in ((1, b.v_empty), (0, b.k_empty)):
+            cute.arch.cp_async_bulk_wait_group(left, read=True)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                empty.arrive()

@@ -43,6 +43,7 @@ class Sm100BackwardConfig(BackwardSpec):
     halves: bool = False  # of two splits, Q comes by halves of its columns (mma.py)
     dq_in_turn: bool = True  # parts of dQ take places in turn, its own and over dP
     groups: int = 2  # warpgroups that compute P and dS, each of a share of the queries
+    persistent: bool = False  # CTAs take one tile of keys after the other, from launch control
     # a thread of those that add dQ; of those that compute; of the others
     registers: tuple[int, int, int] = (152, 136, 88)
     num_ctas: int = 148  # SMs
@@ -192,6 +193,21 @@ class Sm100BackwardConfig(BackwardSpec):
         return self.tile_m * PART * 4
 
     @property
+    def staged_in_ds(self) -> int:
+        """The sums, dK and then dV, that a persistent CTA stores by way of dS's smem, so that the
+        next tile's K or V can be loaded at once; the others go by way of that of K and V."""
+        widths = (self.dk_width, self.dk_width + self.dv_width) if self.persistent else ()
+        return sum(ROWS * width * ELEMENT <= self.ds_bytes for width in widths)
+
+    @property
+    def staged_in_q(self) -> bool:
+        """Whether dV, for which dS's smem has no room, is stored by way of the slot of Q that
+        the next tile's second block is loaded into."""
+        slot = self.tile_m * self.q_width * ELEMENT
+        fits = ROWS * self.dv_width * ELEMENT <= slot and self.num_stages > 1
+        return self.persistent and self.staged_in_ds == 1 and fits
+
+    @property
     def smem_bytes(self) -> int:
         kv = ROWS * (self.head_dim + self.head_dim_v) * ELEMENT
         queries = self.q_slots * self.tile_m * self.q_width * ELEMENT
@@ -207,12 +223,22 @@ class Sm100BackwardConfig(BackwardSpec):
             return "softcap: it comes before LSE is subtracted, so folded=True cannot be"
         if self.tile_m not in (64, 128):
             return f"tile_m={self.tile_m}: 64 or 128 queries"
+        if self.staged_in_ds > 1:
+            return (
+                f"persistent=True: of head dim {self.head_dim} dK and dV both go by way of dS's "
+                "smem, and CTAs would wait for ever behind keys that no query sees"
+            )
         if self.splits not in (1, 2) or self.dv_width % PART or self.dk_width % PART:
             return f"splits={self.splits}: 1 or 2, parts of the columns that are multiples of 32"
         if self.groups < 2 or self.share % PART:
             return f"groups={self.groups}: at least 2, which take 32 queries each or a multiple"
         if self.halves and self.splits != 2:
             return f"halves=True: of the columns of two CTAs, splits={self.splits}"
+        if self.persistent and (self.splits > 1 or self.deterministic):
+            return (
+                "persistent=True: for a CTA of all columns, whose adds wait for no earlier tile's: "
+                "the order in which launch control hands out tiles is not documented"
+            )
         add, compute, other = self.registers
         taken = WARPGROUP_THREADS * (add + self.groups * compute + other)
         at_launch = REGISTERS // self.threads // 8 * 8 * self.threads

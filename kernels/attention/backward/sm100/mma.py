@@ -131,20 +131,30 @@ class Mma:
     @cute.jit
     def run(self) -> None:
         s = self.shared
-        total = s.total(s.m_blocks())
+        b, total = s.barriers, s.total(s.m_blocks())
         if total > 0:
-            s.barriers.k_loaded.wait(0)
+            b.k_loaded.wait(s.phase)
             if cutlass.const_expr(s.config.ahead):
                 self.scores_ahead(total)
             else:
                 self.in_order(total)
-            commit(s.barriers.sums_done[0], pair=False)
+            commit(b.sums_done[0], pair=False)
+        elif cutlass.const_expr(s.config.persistent):
+            self.no_block()
+
+    @cute.jit
+    def no_block(self) -> None:
+        """Keep step with the other roles where no query sees the keys."""
+        s, b = self.shared, self.shared.barriers
+        b.k_loaded.wait(s.phase)
+        b.v_loaded.wait(s.phase)
+        commit(b.sums_done[0], pair=False)
 
     @cute.jit
     def in_order(self, total: Int32) -> None:
         """Start the products of one block after those of the other."""
-        b = self.shared.barriers
-        q, do = b.q.consumer(), b.do.consumer()
+        s, b = self.shared, self.shared.barriers
+        q, do = s.begun(b.q.consumer()), s.begun(b.do.consumer())
         for i in cutlass.range(total, unroll=1):
             self.start_s(q)
             self.start_dp(i, q, do)
@@ -157,8 +167,8 @@ class Mma:
     def scores_ahead(self, total: Int32) -> None:
         """Start S of the next block behind dV of this one, so that its exponentials run under dK
         and dQ."""
-        b = self.shared.barriers
-        q, following, do = b.q.consumer(), b.q.consumer(), b.do.consumer()
+        s, b = self.shared, self.shared.barriers
+        q, following, do = (s.begun(x.consumer()) for x in (b.q, b.q, b.do))
         self.start_s(following)
         self.start_dp(Int32(0), following, do)
         for i in cutlass.range(total, unroll=1):
@@ -186,7 +196,7 @@ class Mma:
     def start_dp(self, i: Int32, q: PipelineState, do: PipelineState) -> None:
         c, b = self.shared.config, self.shared.barriers
         if i == 0:
-            b.v_loaded.wait(0)
+            b.v_loaded.wait(self.shared.phase)
         b.do.wait_full(do)
         if cutlass.const_expr(c.dp_column in c.dq_columns):
             self.wait_dq_empty(i, c.dq_columns.index(c.dp_column))
@@ -215,14 +225,14 @@ class Mma:
     @cute.jit
     def start_dv(self, i: Int32, do: PipelineState) -> None:
         b = self.shared.barriers
-        b.p_full.wait(i & 1)
+        b.p_full.wait(self.shared.count(i) & 1)
         fence_after_sync()
         self.products.dv.issue(do.slot, i > 0)
         commit(b.do.empty[do.slot], pair=False)
 
     @cute.jit
     def start_dk_and_dq(self, i: Int32, q: PipelineState) -> None:
-        self.shared.barriers.ds_full.wait(i & 1)
+        self.shared.barriers.ds_full.wait(self.shared.count(i) & 1)
         fence_after_sync()
         self.start_dk(i, q)
         self.start_dq(i)
@@ -267,7 +277,6 @@ class Mma:
     @cute.jit
     def wait_dq_empty(self, i: Int32, part: cutlass.Constexpr[int]) -> None:
         """Wait until what was before part `part` of dQ of block i in its place has been read."""
-        c = self.shared.config
-        empty = self.shared.barriers.dq_empty
-        empty.wait((c.dq_use(i, part) & 1) ^ 1, part % len(c.dq_columns))
+        c, use = self.shared.config, self.shared.config.dq_use(self.shared.count(i), part)
+        self.shared.barriers.dq_empty.wait((use & 1) ^ 1, part % len(c.dq_columns))
         fence_after_sync()

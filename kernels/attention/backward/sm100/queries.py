@@ -67,7 +67,7 @@ class Add:
     @cute.jit
     def add(self, i: Int32, tile: Int32, part: cutlass.Constexpr[int]) -> None:
         """Add part `part` of dQ of block i to tile `tile`, once it is computed."""
-        c = self.shared.config
+        c, block = self.shared.config, self.shared.count(i)
         columns = self.await_part(i, part)
         # NOTE: several at once, for dQ's columns, or what is over them, are waited for
         at_once = c.dq_at_once // PART
@@ -77,13 +77,13 @@ class Add:
             if cutlass.const_expr(first + at_once == columns.num_parts):
                 self.release_part(part)
             for j in cutlass.range_constexpr(at_once):
-                number = (i * c.dq_parts + part) * columns.num_parts + first + j
+                number = (block * c.dq_parts + part) * columns.num_parts + first + j
                 self.add_columns(flat(loaded[j]), tile, part, first + j, number)
 
     @cute.jit
     def add_parts(self, i: Int32, tile: Int32, parts: cutlass.Constexpr[range]) -> None:
         """Read `parts` of dQ of block i as they are computed, then add them to tile `tile`."""
-        loaded = []
+        loaded, block = [], self.shared.count(i)
         for part in cutlass.range_constexpr(parts.start, parts.stop):
             columns = self.await_part(i, part)
             loaded.append([columns.start_load(j) for j in range(columns.num_parts)])
@@ -92,7 +92,7 @@ class Add:
         for part in cutlass.range_constexpr(parts.start, parts.stop):
             of_part = loaded[part - parts.start]
             for j in cutlass.range_constexpr(len(of_part)):
-                number = (i * self.shared.config.dq_parts + part) * len(of_part) + j
+                number = (block * self.shared.config.dq_parts + part) * len(of_part) + j
                 self.add_columns(flat(of_part[j]), tile, part, j, number)
 
     @cute.jit
@@ -101,7 +101,7 @@ class Add:
         s = self.shared
         c = s.config
         place = part % len(c.dq_columns)
-        s.barriers.dq_full.wait(c.dq_use(i, part) & 1, place)
+        s.barriers.dq_full.wait(c.dq_use(s.count(i), part) & 1, place)
         fence_after_sync()
         return columns_of(s.tmem, c.dq_columns[place], c.dq_width)
 

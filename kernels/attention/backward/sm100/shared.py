@@ -3,7 +3,7 @@ share, and Load, the role that brings what is in smem."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import cutlass
@@ -16,7 +16,7 @@ from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
-from cutex.kernels.attention.backward.tiles import Tile
+from cutex.kernels.attention.backward.tiles import Tile, Walk
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ class Barriers:
                                                               is over it
     sums_done     1: the commit of all                        COMPUTE, before it stores dK and dV
 
+    Persistent, sums_done is also waited for by LOAD, before it loads K of the next tile, and then:
+
+    dk, dv staged 1 a COMPUTE warp: its rows are in smem      STORE
+    k, v empty    1: STORE, dK, or dV, having been read from  LOAD, before it loads K, V or Q there;
+                  smem                                        of dS's COMPUTE, before it writes dS
+    asked, read   those of ClcDispatch
+
+    dV of the next tile waits for P^T alone, which all COMPUTE warps hand over when dK and dV are in
+    registers.
+
     S^T of the next block waits for nobody, although it is over P^T: MMAs of one CTA are executed in
     the order in which they are started, and dV, which reads P^T, comes first. So it is with dP^T
     and dK, and with dQ and dK, where dQ is over dS^T.
@@ -58,10 +68,15 @@ class Barriers:
     dq_full: Barrier
     dq_empty: Barrier
     sums_done: Barrier
+    dk_staged: Any = None  # a Barrier, as the next three, if CTAs are persistent
+    dv_staged: Any = None
+    k_empty: Any = None
+    v_empty: Any = None
 
     @staticmethod
     def allocate(smem: SmemAllocator, c: Sm100BackwardConfig) -> Barriers:
         computing, adding = 4 * c.groups, 4
+        between = {"dk staged": 4, "dv staged": 4, "k empty": 1, "v empty": 1}
         return Barriers(
             Barrier.allocate(smem, "k loaded", arrivals=1),
             Barrier.allocate(smem, "v loaded", arrivals=1),
@@ -74,14 +89,13 @@ class Barriers:
             Barrier.allocate(smem, "dq full", arrivals=1, slots=len(c.dq_columns)),
             Barrier.allocate(smem, "dq empty", arrivals=adding, slots=len(c.dq_columns)),
             Barrier.allocate(smem, "sums done", arrivals=1),
+            *(Barrier.allocate(smem, *x) for x in between.items() if c.persistent),
         )
 
     @property
     def all(self) -> tuple[Barrier | Ring, ...]:
-        return (
-            self.k_loaded, self.v_loaded, self.q, self.do, self.s_full, self.p_full, self.dp_full,
-            self.ds_full, self.dq_full, self.dq_empty, self.sums_done,
-        )  # fmt: skip
+        each = (getattr(self, x.name) for x in fields(self))
+        return tuple(x for x in each if x is not None)
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,18 @@ class Shared:
     tile: Tile
     split: Int32 | int  # which part of the columns of dK, dV and dQ is this CTA's
     heads_per_kv: Int32
+    number: Int32 | int = 0  # of blocks that the CTA took before this tile's
+    phase: Int32 | int = 0  # the parity of the CTA's tile
+
+    def count(self, i: Int32) -> Int32:
+        """The number of the tile's block i among all that the CTA takes."""
+        return self.number + i if self.config.persistent else i
+
+    def begun(self, state: PipelineState) -> PipelineState:
+        """A role's initial `state` in a ring, at the tile's first block."""
+        if self.config.persistent:
+            state.skip(self.number)
+        return state
 
     @property
     def other_half(self) -> int:
@@ -148,23 +174,66 @@ class Load:
         b = s.barriers
         blocks = s.m_blocks()
         total = s.total(blocks)
-        fill_q, fill_do = b.q.producer(), b.do.producer()
+        fill_q, fill_do = s.begun(b.q.producer()), s.begun(b.do.producer())
         head, m_block = s.first_head(), blocks.first
+        # NOTE: slots of Q and dO are free before the smem of the last tile's K and V is
+        late = s.config.persistent
         for i in cutlass.range(total, unroll=1):
             of = (head, s.tile.batch, s.tile.seq_q)
-            if i == 0:
-                self.keys(self.k, s.sK, b.k_loaded)
+            if cutlass.const_expr(not late):  # noqa: SIM102 - known when tracing
+                if i == 0:
+                    self.keys(self.k, s.sK, b.k_loaded)
+            if cutlass.const_expr(s.config.staged_in_q):  # noqa: SIM102 - known when tracing
+                if i == 1:
+                    b.v_empty.wait(s.phase ^ 1)
             self.queries(i, of, m_block, fill_q)
             if i == 0:
-                self.keys(self.v, s.sV, b.v_loaded)
+                if cutlass.const_expr(late):
+                    self.await_k()
+                    self.keys(self.k, s.sK, b.k_loaded)
+                else:
+                    self.keys(self.v, s.sV, b.v_loaded)
             full = b.do.acquire(fill_do)
             tile_loads(self.do, s.sdO, of).load(m_block, fill_do.slot, full)
+            if cutlass.const_expr(late):  # noqa: SIM102 - known when tracing
+                if i == 0:
+                    self.await_v()
+                    self.keys(self.v, s.sV, b.v_loaded)
             fill_q.advance()
             fill_do.advance()
             m_block += 1
             if m_block == blocks.end:
                 m_block = blocks.first
                 head += 1
+        if cutlass.const_expr(s.config.staged_in_q):  # noqa: SIM102 - known when tracing
+            if total == 1:
+                b.v_empty.wait(s.phase ^ 1)
+        if cutlass.const_expr(late):  # noqa: SIM102 - known when tracing
+            if total == 0:
+                self.no_block()
+
+    @cute.jit
+    def no_block(self) -> None:
+        """Keep step with the other roles where no query sees the keys."""
+        b = self.shared.barriers
+        self.await_k()
+        if cutlass.const_expr(self.shared.config.staged_in_ds < 2):
+            b.v_empty.wait(self.shared.phase ^ 1)
+        with cute.arch.elect_one():
+            b.k_loaded.arrive()
+            b.v_loaded.arrive()
+
+    def await_k(self) -> None:
+        """Wait until the smem of the last tile's K is free."""
+        s, b = self.shared, self.shared.barriers
+        empty = b.sums_done if s.config.staged_in_ds > 0 else b.k_empty
+        empty.wait(s.phase ^ 1)
+
+    def await_v(self) -> None:
+        """Wait, behind `await_k`, until the smem of the last tile's V is free."""
+        s = self.shared
+        if s.config.staged_in_ds < 2 and not s.config.staged_in_q:
+            s.barriers.v_empty.wait(s.phase ^ 1)
 
     @cute.jit
     def queries(self, i: Int32, of: Any, m_block: Int32, fill: PipelineState) -> None:
@@ -178,16 +247,31 @@ class Load:
         else:
             tile_loads(self.q, s.sQ, of, s.split).load(m_block, fill.slot, full)
             # NOTE: a wait for parity 1 on a fresh barrier returns at once
-            b.s_full.wait((i & 1) ^ 1)
+            b.s_full.wait((s.count(i) & 1) ^ 1)
             tile_loads(self.q, s.sQ, of, 1 - s.split).load(m_block, Int32(s.other_half), full)
         tile = s.tiles.tile(s.config, *of) + m_block
         bulk_load(self.stats[tile, None], s.stats[None, fill.slot], full)
 
     @cute.jit
     def keys(self, rows: Rows, sX: cute.Tensor, loaded: Barrier) -> None:
-        """Load the CTA's rows of K or V."""
+        """Load the tile's rows of K or V."""
         s = self.shared
         with cute.arch.elect_one():
             loaded.arrive_expecting(cute.size(sX) * sX.element_type.width // 8)
         of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
         tile_loads(rows, sX, of).load(s.tile.n_block, Int32(0), loaded[0])
+
+
+@cute.jit
+def run_each(role: cutlass.Constexpr[Any], walk: Walk) -> None:
+    """Run `role` for one tile of keys after the other."""
+    number, phase = Int32(0), Int32(0)
+    ticket = walk.dispatch.first()
+    while ticket.valid:
+        tile = walk.tile(ticket)
+        if tile.has_keys(role.shared.config):
+            s = replace(role.shared, tile=tile, number=number, phase=phase)
+            replace(role, shared=s).run()
+            number += s.total(s.m_blocks())
+            phase ^= 1
+        ticket = walk.dispatch.next(ticket)

@@ -1,0 +1,1 @@
+"""The Blackwell backward by pairs of CTAs that exchange dS."""
