@@ -30,6 +30,7 @@ BLOCK = 128  # queries of a step, keys of a CTA
 LIBRARIES = ("fa4", "cutex")
 COMPUTING = ("compute", "compute_loop")  # our role, and theirs
 STEPS = (6, 14)  # blocks of queries of the recorded clusters
+WALKED = 2  # tiles of keys of a recorded cluster that takes one after the other
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,12 @@ def main_launch(
     """The records of a main kernel with the grid of a case."""
     size = long.record.cluster_size
     tiles = blocks_of(case, causal, BLOCK * size, copies, together)
-    flops = short.record.flops, long.record.flops
+    walked = WALKED if long.takes_over else 1
+    flops = short.record.flops / walked, long.record.flops / walked
     found = Lengths(short, long, STEPS, tiles, flops)
-    few, many = loaded(short.record), loaded(long.record)
+    few, many = (
+        {tmap: bytes_ / walked for tmap, bytes_ in loaded(x.record).items()} for x in (short, long)
+    )
     sharing = {}
     for tmap, bytes_ in many.items():
         grows = bytes_ > few.get(tmap, 0.0)  # rows of queries: all clusters of a head load them
@@ -162,10 +166,11 @@ def instructions(
         one = traces.get(key(library, case, causal, f"main {n}"))
         if not isinstance(one, Traced):
             return None
-        record = one.record
+        record, walked = one.record, WALKED if one.takes_over else 1
         size = record.cluster_size
         programs = [p for w, p in record.programs.items() if not roles or record.roles[w] in roles]
-        slots.append(sum(e.slots for program in programs for e in program if isinstance(e, Work)))
+        work = sum(e.slots for program in programs for e in program if isinstance(e, Work))
+        slots.append(work / walked)
     scores = (STEPS[1] - STEPS[0]) * BLOCK * BLOCK * size
     return 32 * repeats(library, case) * (slots[1] - slots[0]) / scores
 

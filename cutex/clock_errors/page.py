@@ -52,6 +52,9 @@ PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
 # NOTE: a row has no dtype, in which the cases of a scaled GEMM differ; of attention to caches the
 # first stage comes out faster than memory allows
 PREDICTED_OPS = ("gemm", "attention")
+FITTED = "fit, two published rates"
+# of a B200's energies, those that are no priors
+OF_B200_POWER = {"flop_pj": FITTED, "issue_pj": FITTED, "burst_ghz": "the H200's"}
 
 
 def constants() -> str:
@@ -67,7 +70,7 @@ def constants() -> str:
         )
     for f in fields(a.power):
         values = getattr(a.power, f.name), getattr(b.power, f.name)
-        known = "fit, two published rates" if f.name in ("flop_pj", "issue_pj") else "prior"
+        known = OF_B200_POWER.get(f.name, "prior")
         cells = f"{values[0]:g} | fit, clocks | {values[1]:g} | {known}"
         lines.append(f"| `power.{f.name}` | {cells} |")
     return "\n".join(lines)

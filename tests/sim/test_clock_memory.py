@@ -19,7 +19,18 @@ from cutex.sim.host.loaded import captured
 from cutex.sim.machine.events import SharedBytes
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_call
-from cutex.sim.timing.events import Fetch, Fetched, Load, Mma, Need, Record, Store, Touch
+from cutex.sim.timing.events import (
+    Arrive,
+    Fetch,
+    Fetched,
+    Load,
+    Mma,
+    Need,
+    Record,
+    Store,
+    Touch,
+    Wait,
+)
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.power import watts
 from cutex.sim.timing.predict import predict
@@ -180,3 +191,17 @@ def test_a_grid_that_waits_for_itself_has_no_time_in_one_sentence():
         time_call(*captured(meeting, [count], "sm_90a"))
     assert count.item() == 0, "what the record has written is put back"
     assert not simulate(meeting, count, arch="sm_90a").findings and count.item() == 4
+
+
+def test_latencies_are_spread_about_their_mean_alike_in_each_replay():
+    """Loads that are waited for one by one."""
+    place, program = (0, 0), []
+    for n in range(100):
+        load = Load((place,), 128, (7, n), 1, (0,))
+        program += [Arrive(place, 1, 128, False), load, Wait(place, n + 1, 1)]
+    one = one_warp(program)
+    one.record.barriers[place] = 1
+    spread, even = gpu("b200"), replace(gpu("b200"), latency_spread=0.0)
+    ends = [predict(one, board).cycles for board in (spread, spread, even)]
+    assert ends[0] == ends[1] != ends[2]
+    assert abs(ends[0] / ends[2] - 1) < spread.latency_spread / 5

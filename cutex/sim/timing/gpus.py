@@ -40,6 +40,7 @@ class Gpu:
     tma_bytes: float  # bytes per cycle, TMA loads of one SM
     l2_latency: float  # of a TMA load that hits L2
     hbm_latency: float  # more, of one that misses
+    latency_spread: float = 0.0  # share by which those of a load are longer or shorter, at most
     l2_requests: float = 96.0  # rows of boxes per cycle, of all SMs
     l2_merged: float = 0.5  # share of bytes saved where several SMs request the same at one time
     l2_copies: float = 0.0  # cost of each further CTA of a multicast, as a share of a load's
@@ -104,13 +105,14 @@ class Gpu:
 
 B200 = Gpu(
     "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=12700.0,
-    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=700.0, hbm_latency=680.0,
-    l2_requests=156.0, l2_merged=0.0, l2_copies=1.06, l2_store=2.95, l2_ahead=440.0,
-    l2_capacity=77e6, clusters_of_four=33, try_wait=10.0, tmem_copy_bytes=170.0, mma_commit=150.0,
-    launch_control=800.0, launch=1800.0, cta_turnover=450.0, band=0.13, clock_band=0.11,
+    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=600.0, hbm_latency=580.0,
+    latency_spread=0.2, l2_requests=156.0, l2_merged=0.0, l2_copies=1.06, l2_store=2.95,
+    l2_ahead=640.0, l2_capacity=77e6, clusters_of_four=33, try_wait=10.0, tmem_copy_bytes=170.0,
+    mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0, band=0.13,
+    clock_band=0.11,
     power=Power(
         limit_w=1000.0, idle_w=180.0, flop_pj=0.46, issue_pj=175.0, l2_pj=15.0, hbm_pj=40.0,
-        volts_slope=0.2, burst_ghz=0.84,
+        volts_slope=0.2,
     ),
 )  # fmt: skip
 H200 = Gpu(
@@ -158,6 +160,10 @@ SOURCES: dict[str, tuple[str, str]] = {
         "fit: the same, with hbm_latency; SemiAnalysis has 1413 in all under load",
     ),
     "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: half of both, +-30 %"),
+    "latency_spread": (
+        "none, as in its fits; one load: +-7 % from L2, +-20 % from memory, eight of ten",
+        "prior: an H200's from memory",
+    ),
     "tma_outside": ("fit, stages 2 to 7 of 16 rows, +-5 %", "the H200's"),
     "tma_zeros": ("fit, stage 8 of 64 rows, +-5 %", "the H200's"),
     "tma_issue": ("prior, below what the probe can tell", "prior"),

@@ -12,22 +12,22 @@ from pathlib import Path
 
 from cutex.debug_info import Call
 from cutex.sim.ptx.program import Instruction
-from cutex.sim.timing.events import Columns, Event, Load, Mma, Reply, Store
+from cutex.sim.timing.events import Columns, Event, Load, Mma, Reply, Send, Store
 
 _LIBRARIES = ("site-packages", "/device/", "/schedulers/")  # code that kernels share
 _WHOLE = {"kernel", "__call__"}  # functions that all warps run
 # functions with which a role begins, or of which it consists, in our kernels: not names of a role
-_PARTS = {"give_registers", "take_registers", "run", "start", "part", "tile_counts"}
+_PARTS = {"give_registers", "take_registers", "run", "start", "part", "tile", "tile_counts"}
 _METHOD = {"run", "start", "__call__"}  # methods of a role's object: its class has the name
 _DEEDS = (r"wgmma\.mma_async|tcgen05\.mma", r"cp\.async\.bulk.*complete_tx")  # only roles run them
-DEPTH = 3  # the calls, from the kernel's body on, in which roles may differ
+DEPTH = 7  # the calls, from the kernel's body on, in which roles may differ
 
 
 def role(counts: list[tuple[Instruction, int]], program: list[Event]) -> tuple[str, ...]:
     """The names of a warp that executed instructions so many times, and has these events: first
     that of the function that the kernel's body calls, then that of the function below it.
     """
-    if not any(isinstance(e, Load | Mma | Store | Columns) for e in program):
+    if not any(isinstance(e, Load | Mma | Store | Columns | Send) for e in program):
         return (by_deeds(program),)
     if any(ins.source and ins.source.stack for ins, _ in counts):
         return tuple(_entered(counts, depth) or by_deeds(program) for depth in range(1, DEPTH))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ class Timeline:
         self.sms = [Sm(i) for i in range(record.cluster_size)]
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
         self.number = 0
+        self.random = random.Random(0)
         self.flops = 0.0
         self.mma: list[tuple[float, float]] = []
         self.waits: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -34,6 +36,10 @@ class Timeline:
         """Call `then` at `when`."""
         self.number += 1
         heapq.heappush(self.heap, (when, self.number, then))
+
+    def drawn(self) -> float:
+        """The next of the numbers from -1 to 1 that are the same in every replay."""
+        return self.random.uniform(-1.0, 1.0)
 
     def play(self) -> None:
         """Until nothing happens any more."""

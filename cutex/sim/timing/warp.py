@@ -206,10 +206,12 @@ class Warp:
             miss = touch.miss(self.running.loaded[e.source[0]])
             self.running.loaded[e.source[0]] += e.size
         hbm = sm.hbm.serve(at, e.size * miss * share / g.hbm_bytes) if miss else at
+        latency = g.l2_latency + (g.hbm_latency * m.waits if miss else 0.0)
+        if g.latency_spread:
+            latency *= 1.0 + g.latency_spread * self.timeline.drawn()
         for signal, cta in zip(e.signals, e.ctas, strict=True):
             target = self.running.sm[cta]
             into = target.ingest.serve(at, max(e.size / g.tma_bytes, e.rows * g.tma_row))
-            latency = g.l2_latency + (g.hbm_latency * m.waits if miss else 0.0)
             end = max(into, l2, hbm) + latency
             if e.outside:  # the engine works on one such row at a time
                 rate = g.tma_outside if e.outside < e.size else g.tma_zeros
