@@ -32,8 +32,10 @@ from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
     Promote,
     TileFactors,
     factors_layout,
+    promoted,
 )
-from cutex.kernels.gemm.signature import modes
+from cutex.kernels.gemm.signature import modes, tile_counts
+from cutex.kernels.gemm.sm90.mma import RoleProduct
 from cutex.schedulers.ragged import RowGroups
 
 
@@ -108,8 +110,50 @@ class FactoredRows:
         return FactoredLoads(ab.a, ab.b, (self.factors.loads(tile),))
 
 
+class HeldTile(NamedTuple):
+    """A tile in registers, which a loop may replace."""
+
+    fields: cute.Tensor  # those of a WorkTile
+
+    @staticmethod
+    def of(tile: WorkTile) -> HeldTile:
+        held = HeldTile(cute.make_rmem_tensor(len(tile), Int32))
+        held.put(tile)
+        return held
+
+    def put(self, tile: WorkTile) -> None:
+        for i, field in enumerate(tile):
+            self.fields[i] = Int32(field)
+
+    @property
+    def tile(self) -> WorkTile:
+        return WorkTile(*(self.fields[i] for i in range(len(WorkTile._fields))))
+
+
 class PromoteRows(OfGroups, Promote):
-    """All warpgroups compute a tile of a group, promoting, and store it to the group's rows."""
+    """All warpgroups compute a tile of a group, promoting, and store it to the group's rows.
+
+    The next tile is looked up, and its matrix's factors are asked for, before a tile is stored:
+    else its first MMA would wait for them (docs/facts/grouped.md#grouped-fp8-next-tile).
+    """
+
+    @cute.jit
+    def run(self, product: RoleProduct) -> None:
+        mma, ab, epilogue, num_k_tiles, mC = product
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
+        cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
+        take = ab.consumer()
+        if walk.start < walk.end:
+            held = HeldTile.of(walk.tile_at(walk.start))
+            ahead = self.factors_of(held.tile).ahead(0)
+            for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+                tile = held.tile
+                factors = self.factors_of(tile)
+                take = promoted(mma, ab, take, factors, 0, num_k_tiles, ahead)
+                if index + walk.step < walk.end:
+                    held.put(walk.tile_at(index + walk.step))
+                    ahead.store(self.factors_of(held.tile).ahead(0).load())
+                self.store(mma, epilogue, tile)
 
     def factors_of(self, tile: WorkTile) -> TileFactors:
         of_rows, mScale = self.factors  # mScale (E, RestN, RestK)

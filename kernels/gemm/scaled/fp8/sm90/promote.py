@@ -77,9 +77,11 @@ def promoted(
     factors: cutlass.Constexpr[Any],
     first: Int32 | int,
     count: Int32,
+    ahead: Any = None,
 ) -> PipelineState:
     """Add up `count` blocks of K from `first` on, each scaled by its factors, in mma.acc; return
-    the state after. All slots are released."""
+    the state after. All slots are released. `ahead`: what `factors.ahead` gives, if that was asked
+    for before."""
     c: Fp8Config = factors.tiles
     mma.acc.fill(0.0)
     part = mma.mma.accumulator(ROWS * c.readers, c.tile_n)  # (MMA, 1, MMA_N)
@@ -90,9 +92,9 @@ def promoted(
     if cutlass.const_expr(num_shared == 0):
         take, seen = Promotion(mma, ab, factors, part, None).add_blocks(take, seen, first, end)
         return take
-    held, ahead = (cute.make_rmem_tensor(num_shared, Float32) for _ in range(2))
-    for i, value in enumerate(factors.load_shared(first)):
-        ahead[i] = value
+    held = cute.make_rmem_tensor(num_shared, Float32)
+    if cutlass.const_expr(ahead is None):
+        ahead = factors.ahead(first)
     promotion = Promotion(mma, ab, factors, part, held)
     for begin in cutlass.range(first, end, LANES, unroll=1):
         held.store(ahead.load())
@@ -369,6 +371,14 @@ class TileFactors:
             last, last_k = (cute.size(mS, mode=[i]) - 1 for i in range(2))
             block = cutlass.min(k_tile + cute.arch.lane_idx(), last_k)
             found.append(mS[cutlass.min(row // BLOCK, last), block])
+        return found
+
+    def ahead(self, first: Int32 | int) -> cute.Tensor:
+        """The shared factors of LANES blocks from `first` on, on their way to registers."""
+        values = self.load_shared(first)
+        found = cute.make_rmem_tensor(len(values), Float32)
+        for i, value in enumerate(values):
+            found[i] = value
         return found
 
     def rows(self, slot: Int32, wave: int) -> tuple[Any, Any]:
