@@ -165,7 +165,8 @@ def test_what_quantize_gives_and_torchs_padded_factors():
     assert torch.equal(c, again) and torch.equal(c, plain)
 
 
-@pytest.mark.parametrize("m", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [3, 200])
 def test_factors_of_128x128_may_be_of_a(m):
     """As torch has them: the weight first, (K / 128, M / 128), K / 128 padded or not; the result is
     that of the same factors, one for each row."""

@@ -13,10 +13,16 @@ import cutex
 from cutex import ops
 from cutex.arch import BOARDS
 from cutex.arch import arch as arch_named
+from cutex.compile import compile
+from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.choose import configs_for, ranked
+from cutex.kernels.gemm.w4.sm90.config import W4Config
+from cutex.kernels.gemm.w4.sm90.one_row import W4OneRow
 from cutex.ops.w4.packed import W4Weight
 from cutex.problem.w4 import W4Problem, draw, packing
 from cutex.problem.w4.layout import W4Format
+from cutex.sim import simulate
 
 bf16, fp16 = torch.bfloat16, torch.float16
 ARCHS = ("sm_90a", "sm_100a")
@@ -102,6 +108,60 @@ def test_an_infinity_of_x_is_one_of_out_unless_a_weight_is_zero() -> None:
     assert torch.equal(out.isnan(), want.isnan()) and want[1:].isinf().sum() > 64
     infinite = want.isinf()
     assert torch.equal(out[infinite].double(), want[infinite])
+
+
+ROWS = {  # of x, by K
+    "normal": lambda x: x,
+    "one in 97 far above": lambda x: (
+        x * torch.where(torch.arange(x.shape[1]) % 97 == 5, 2.0**30, 1)
+    ),
+    "of all magnitudes": lambda x: x * torch.exp2(torch.randint(-40, 30, x.shape).float()),
+    "below the least normal number": lambda x: x * 2.0**-120,
+    "next to the largest": lambda x: x * 2.0**110,
+    "zeros": lambda x: 0 * x,
+    "infinities": lambda x: torch.where(torch.arange(x.shape[1]) % 250 == 7, torch.inf, x),
+    "both, and NaN": lambda x: x.index_fill(1, torch.tensor([3, 600]), -torch.inf).index_fill(
+        1, torch.tensor([70]), torch.nan
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "n", "k", "tile"),
+    [
+        (bf16, 128, 72, 712, (64, 1, 1, 1)),
+        pytest.param(torch.float16, None, 200, 712, (128, 2, 1, 1), marks=pytest.mark.slow),
+        pytest.param(bf16, 256, 904, 1536, (256, 2, 1, 0), marks=pytest.mark.slow),
+    ],
+)
+def test_one_row_of_any_magnitudes_is_right(
+    dtype: torch.dtype, group: int | None, n: int, k: int, tile: tuple[int, ...]
+) -> None:
+    """By digits of 7 bits: of an element 2^-51 of the largest of its 128 may be lost."""
+    k -= k % 128 if group else 0
+    codes, scales = torch.randint(0, 16, (n, k)), torch.rand(n, k // group if group else 1) + 0.1
+    scales = scales.to(dtype)
+    w = cutex.pack_w4((codes, scales), dtype=dtype, group_size=group)
+    weight = (codes.double() - 8) * scales.double().repeat_interleave(group or k, 1)
+    names = ("tile_m", "warpgroups", "split_k", "columns")
+    tiles = W4Config(
+        swap_ab=True, k_bytes=256, epi_stages=1, format=w.format, tile_n=16, epi_n=16, few=True,
+        eight=True, digits=16, num_stages=3, **dict(zip(names, tile, strict=True)),
+    )  # fmt: skip
+    assert tiles.why_not(None, arch_named("sm_90a")) is None
+    kind = {bf16: "bf16", torch.float16: "fp16"}[dtype]
+    kernel = compile(W4OneRow(W4Signature(tiles, kind, OperandLayout("fp32"))), kind, "sm_90a")
+    factor = 1.0 if w.factor is None else w.factor.double()
+    for name, of in ROWS.items():
+        x = of(torch.randn(1, k)).to(dtype)
+        out = torch.full((1, n), torch.nan)
+        simulate(kernel, x, w.packed, out)
+        found, want = out.double() * factor, x.double() @ weight.mT
+        finite = want.isfinite() & (want.abs() < torch.finfo(torch.float32).max)
+        assert torch.equal(found.isnan(), want.isnan()), name
+        assert torch.equal(found[want.isinf()], want[want.isinf()]), name
+        bound = 2.0**-20 * (x.double().abs() @ weight.abs().mT)  # of fp32 sums of each digit
+        assert ((found - want).abs()[finite] <= bound[finite]).all(), name
 
 
 def test_every_tile_of_a_split_is_its_own_in_each_run() -> None:

@@ -19,6 +19,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 PAIR = 0x0001_0001  # a half in both
 OR_OF_AND = 0xEA  # lop3: (a & b) | c
+XOR_OF_AND = 0x6A  # lop3: (a & b) ^ c
 LOW, HIGH = 0x1010, 0x3232  # selectors of prmt: one half of a word, twice
 PAIRS = 4  # in a word
 
@@ -47,6 +48,11 @@ def _shifted(word: Int32, by: int) -> Int32:
     if by == 0:
         return word
     return word << by if by > 0 else _shift_right(word, -by)
+
+
+def turned(word: Int32, mask: int, turn: int) -> Int32:
+    """The bits `mask` of a word, of which those of `turn` are inverted."""
+    return _lop3(word, mask, turn, XOR_OF_AND)
 
 
 def splat(word: Int32) -> tuple[Int32, Int32]:

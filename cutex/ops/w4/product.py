@@ -193,6 +193,10 @@ def _config(
 def _compiled(config: Any, arch: str) -> Any:
     from cutex.compile import compile
 
+    if getattr(config.tiles, "digits", 0):
+        from cutex.kernels.gemm.w4.sm90.one_row import W4OneRow
+
+        return compile(W4OneRow(config), config.dtype, arch)
     kernel = import_module(f"{PACKAGE[arch]}.kernel")
     return compile(kernel.W4Gemm(config), config.dtype, arch)
 

@@ -40,6 +40,10 @@ FEW_SPLIT_CLOCKS = (
 SPLIT_ROUND_CLOCKS = 5400  # of an exchange that the next tile's loads wait for
 STREAM_CLOCKS, STREAM_COLUMN_CLOCKS = 9000, 0.37  # of sums through memory, and an element of them
 FOURS_CLOCKS = 2000  # of splits by four and more that have one tile each
+# the time with x as digits, relative to that without, and strips of a tile from which on it is less
+# (docs/facts/scaled.md#w4-one-row-digits)
+DIGITS_TIMES, DIGITS_STRIPS = 0.95, 3
+DIGITS_STEP = 16  # blocks, so that few kernels serve all K
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
 SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
@@ -71,6 +75,19 @@ def _of_few_rows(tile: W4Config, columns: int) -> Iterator[W4Config]:
     yield replace(tile, stream_k=1)
 
 
+def of_digits(tiles: W4Config) -> bool:
+    """Whether tiles of one row of x can have it as digits."""
+    plain = tiles.format.kind == "int4" and not tiles.format.zeros
+    few_ctas = tiles.columns == 1 and tiles.strips >= DIGITS_STRIPS
+    return tiles.eight and few_ctas and plain and tiles.format.group in (0, BLOCK_K)
+
+
+def as_digits(tiles: W4Config, k: int) -> W4Config:
+    """The same with x as digits, which smem holds all of that a CTA multiplies."""
+    blocks = ceil_div(ceil_div(k, BLOCK_K), tiles.split_k)
+    return replace(tiles, digits=ceil_div(blocks, DIGITS_STEP) * DIGITS_STEP)
+
+
 def deepest(tiles: W4Config, arch: Arch) -> W4Config | None:
     """`tiles` with as many slots as smem has room for; None if they do not fit."""
     for num_stages in range(DEEPEST, 1, -1):
@@ -83,6 +100,8 @@ def deepest(tiles: W4Config, arch: Arch) -> W4Config | None:
 def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
     """Microseconds."""
     m, n, k = mnk
+    if tiles.digits:
+        return DIGITS_TIMES * predict(replace(tiles, digits=0), mnk, arch)
     strips, blocks = ceil_div(n, STRIP), ceil_div(k, BLOCK_K)
     down = ceil_div(ceil_div(strips, tiles.strips), tiles.cluster_m) * tiles.cluster_m
     across = ceil_div(m, tiles.tile_n)
@@ -128,8 +147,10 @@ def block_clocks(tiles: W4Config) -> float:
 
 def ranked(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> list[W4Config]:
     """The candidate configs for sizes (M, N, K), fastest predicted first."""
-    m, n, _ = mnk
-    found = (deepest(tiles, arch) for tiles in candidates(m, n, of))
+    m, n, k = mnk
+    known = list(candidates(m, n, of))
+    known += [as_digits(tiles, k) for tiles in known if m == 1 and of_digits(tiles)]
+    found = (deepest(tiles, arch) for tiles in known)
     fits = [c for c in found if c is not None and fit(c, mnk, arch)]
     return sorted(dict.fromkeys(fits), key=lambda c: predict(c, mnk, arch))
 
@@ -153,4 +174,5 @@ def configs_for(mnk: tuple[int, int, int], of: W4Format, board: str = "") -> lis
     kernels serve all M. board: one of BOARDS, if the GPU is on another than the arch's own."""
     m, n, k = mnk
     arch = BOARDS[board] if board else arch_named("sm_90a")
-    return ranked((EIGHT if m <= EIGHT else rows_class(m), n, k), of, arch)
+    few = 1 if m == 1 else EIGHT
+    return ranked((few if m <= EIGHT else rows_class(m), n, k), of, arch)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.layouts import Signature
 
 FEW = 16  # columns that mma.sync may compute
+BLOCK_DIGITS = 8 * BLOCK_K + 4  # bytes of the digits of a block of one row, and of its exponent
 EIGHT = 8  # that one mma.sync does
 
 
@@ -24,6 +25,7 @@ class W4Config(WeightTiles, Sm90Config):
     format: W4Format = field(default_factory=W4Format)
     few: bool = False  # columns so few that mma.sync computes them (widened_few)
     eight: bool = False  # of these, x has rows for the first eight alone
+    digits: int = 0  # x has one row, of which a CTA writes up to so many blocks as digits (OneRow)
 
     @property
     def scales_sums(self) -> bool:
@@ -43,6 +45,10 @@ class W4Config(WeightTiles, Sm90Config):
         return 1 if self.strips == self.mma_warpgroups == 2 else 2
 
     @property
+    def x_bytes(self) -> int:
+        return 0 if self.digits else super().x_bytes
+
+    @property
     def a_bytes(self) -> int:
         """Bytes of the ring where sums of other CTAs may lie: those of x."""
         return self.num_stages * self.x_bytes
@@ -58,7 +64,7 @@ class W4Config(WeightTiles, Sm90Config):
 
     @property
     def smem_bytes(self) -> int:
-        return super().smem_bytes + self.own_sums_bytes
+        return super().smem_bytes + self.own_sums_bytes + self.digits * BLOCK_DIGITS
 
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
         if reason := self.format.why_not():
@@ -71,6 +77,12 @@ class W4Config(WeightTiles, Sm90Config):
             return f"few={self.few}: with up to {FEW} columns"
         if self.eight and not (self.few and self.columns in (0, 1)):
             return f"few={self.few}, columns={self.columns}: of one tile by mma.sync"
+        if self.digits and not (self.eight and self.columns == 1):
+            return f"digits={self.digits}: of one tile of the first eight columns"
+        if self.digits and (self.format.kind, self.format.zeros) != ("int4", False):
+            return f"digits={self.digits}: of integers without zeros"
+        if self.digits and self.format.group not in (0, BLOCK_K):
+            return f"digits={self.digits}: with a scale for each row of a block, or none"
         if self.pingpong or self.spread or self.cluster_n > 1:
             return "pingpong, spread, cluster_n: not with a packed weight"
         return super().why_not_arch(arch, epi_parts)

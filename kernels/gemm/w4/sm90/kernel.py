@@ -75,7 +75,8 @@ class W4LoadTiles(LoadTiles):
         NOTE: should that one still write them, it writes to L2, where the loads find them.
         """
         c = self.tiles
-        cpasync.prefetch_descriptor(operands.b.atom)
+        if cutlass.const_expr(operands.b is not None):
+            cpasync.prefetch_descriptor(operands.b.atom)
         if cutlass.const_expr(not c.one_tile):
             cute.arch.griddepcontrol_launch_dependents()
         loads, first, count = self.begin(operands, mC)
