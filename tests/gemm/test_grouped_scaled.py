@@ -324,23 +324,6 @@ def test_the_tiles_that_are_chosen_fit(groups: int) -> None:
                     assert config.why_not(arch_named("sm_90a")) is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "groups", "matrix", "pairs"),
-    [
-        (8192, 4, (7168, 4096), True),
-        (8192, 4, (4096, 7168), True),
-        (2048, 8, (4096, 28672), True),
-        (4096, 4, (7168, 4096), False),
-        (512, 32, (7168, 4096), False),
-        (1024, 8, (14336, 4096), False),
-        (4096, 8, (2048, 7168), False),
-    ],
-)
-def test_pairs_of_192_columns_are_taken_where_they_were_faster(rows, groups, matrix, pairs) -> None:
-    tiles = choose.blocks_tiles(rows, matrix, False, groups=groups)
-    assert (tiles.cluster_m == 2) == pairs
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", FP32)
 def test_a_graph_is_replayed_with_other_groups(recipe: str) -> None:

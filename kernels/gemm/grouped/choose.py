@@ -38,9 +38,6 @@ SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # rows are so few and how many CTAs share them (docs/facts/grouped.md#grouped-fp8-widths)
 FEW_BLOCKS, LONG_BLOCKS = 136, 1000
 SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
-# where K is not short, the time of an element in tiles of 128x192 in pairs along M, relative to
-# 256x128 (docs/facts/grouped.md#grouped-fp8-rounds)
-PAIRS_OF_192 = 0.98
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
 TOGETHER = {256: 1.0, 192: 0.99, 128: 1.15, 64: 1.6}  # of 128 rows by two warpgroups
@@ -140,7 +137,7 @@ def blocks_tiles(
 ) -> RowBlocksConfig:
     """Hopper's tiles of a product of fp8 rows in `groups` groups and matrices of (K, N) elements
     with factors of blocks."""
-    k, n = matrix
+    _, n = matrix
     if mean_rows <= VERY_FEW_ROWS:
         tiles = RowBlocksConfig(tile_m=64, tile_n=128, warpgroups=1)
     elif mean_rows < LONG_BLOCKS or n < 128:
@@ -150,24 +147,13 @@ def blocks_tiles(
         tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2)
         tiles = replace(tiles, cluster_n=sharers if tile_n == 128 else 1)
     else:
-        tall = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2)
-        pairs = RowBlocksConfig(tile_m=128, tile_n=192, warpgroups=2, cluster_m=2)
-        work = ceil_div(mean_rows, 256) * groups, n
-        shorter = PAIRS_OF_192 * _in_rounds(pairs, work) < _in_rounds(tall, work)
-        tiles = pairs if k >= SHORT_K and shorter and not fused else tall
+        tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2)
     tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
-    if fused or (tiles.tile_m < 256 and tiles.cluster_m == 1):
+    if fused or tiles.tile_m < 256:
         return tiles
     # NOTE: a warpgroup's store then waits for no slot (docs/facts/grouped.md#grouped-fp8-store)
-    tiles = replace(tiles, epi_stages=4 if tiles.tile_m == 256 else 3)
+    tiles = replace(tiles, epi_stages=4)
     return replace(tiles, num_stages=_stages(tiles, most))
-
-
-def _in_rounds(tiles: RowBlocksConfig, work: tuple[int, int]) -> int:
-    """The elements of whole rounds of tiles for `work`: times 256 rows, and columns."""
-    rows, columns = work
-    count = rows * (256 // tiles.tile_m) * ceil_div(columns, tiles.tile_n)
-    return ceil_div(count, arch_named(tiles.arch).num_sms) * tiles.tile_m * tiles.tile_n
 
 
 def scaled_tiles(

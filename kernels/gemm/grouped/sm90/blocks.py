@@ -133,12 +133,20 @@ class HeldTile(NamedTuple):
 class PromoteRows(OfGroups, Promote):
     """All warpgroups compute a tile of a group, promoting, and store it to the group's rows.
 
-    The next tile is looked up, and its matrix's factors are asked for, before a tile is stored:
-    else its first MMA would wait for them (docs/facts/grouped.md#grouped-fp8-next-tile).
+    Of tiles of 256 rows the next is looked up, and its matrix's factors are asked for, before a
+    tile is stored: else its first MMA would wait for them. Others are slower so
+    (docs/facts/grouped.md#grouped-fp8-next-tile).
     """
 
-    @cute.jit
     def run(self, product: RoleProduct) -> None:
+        if self.tiles.tile_m == 256:
+            self.run_ahead(product)
+        else:
+            super().run(product)
+
+    @cute.jit
+    def run_ahead(self, product: RoleProduct) -> None:
+        """Compute and store this CTA's tiles, each time with the next one looked up."""
         mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
