@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def clusters_at_once(
     compiled: Compiled, threads: int, ctas: int, device: torch.device
 ) -> int | None:
-    """The clusters of `ctas` CTAs of so many threads of a compiled kernel that a GPU runs at one
-    time; None in the simulator, which has none.
+    """The clusters of `ctas` CTAs of so many threads that a GPU runs at one time, of the first
+    function that a compiled kernel launches; None in the simulator, which has no GPU.
 
     NOTE: not to be computed from the number of SMs: the parts of a GPU in which a cluster lies have
     14 to 18 of them, differently on each card, and one cluster more than there is room for waits
@@ -28,9 +28,9 @@ def clusters_at_once(
         torch.cuda.current_stream()  # so that there is a context
         library = done(driver.cuLibraryLoadData(compiled.cubin, None, None, 0, None, None, 0))
         try:
-            (kernel,) = done(driver.cuLibraryEnumerateKernels(1, library))
+            name, smem = next(iter(compiled.dynamic_smem.items()))
+            kernel = done(driver.cuLibraryGetKernel(library, name.encode()))
             function = done(driver.cuKernelGetFunction(kernel))
-            (smem,) = compiled.dynamic_smem.values()
             kinds = driver.CUfunction_attribute
             most = kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             done(driver.cuFuncSetAttribute(function, most, smem))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from cutex.arch import arch
@@ -34,9 +35,10 @@ DENSE = {8: {True: 288, False: 1152}, 4: {True: 512, False: 512}}
 DENSE_COLUMNS = 18
 DENSE_LEAST = 1 << 21
 # rows that come by bulk copies (docs/facts/rows.md#rows-norm-bulk): the columns of a thread at
-# most; threads of an SM, which have 128 registers each; the fewest threads of a CTA; slots at most,
-# by the threads of a row; bytes of an SM that rows may not have; elements that fill a GPU
-BULK_COLUMNS = 38
+# most, by the CTAs of a row; threads of an SM, which have 128 registers each; the fewest threads of
+# a CTA; slots at most, by the threads of a row; bytes of an SM that rows may not have; elements
+# that fill a GPU
+BULK_COLUMNS = {1: 38, 2: 42, 4: 38, 8: 44}  # docs/facts/rows.md#rows-norm-bulk-tiles
 BULK_THREADS = 512
 BULK_CTA = 128
 BULK_STAGES = {32: 3, 64: 4, 512: 6}
@@ -44,10 +46,16 @@ BULK_SPARE = 8 << 10
 BULK_LEAST = 1 << 21
 # which rows: those that begin anywhere from so many columns on, of a layer norm's or an RMS norm's,
 # by the elements of a vector; of a layer norm's that begin with vectors, those of so many vectors a
-# thread from so many columns on, and those between
+# thread between two lengths, and those between others
 BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
 BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
-BULK_LONG = (20_481, 38_912)
+BULK_LONG = ((20_481, 90_112), (114_689, 1 << 20))
+
+# rows whose threads keep sums of their columns (docs/facts/rows.md#rows-gradient-tiles): threads
+# and CTAs of those that are loaded by the element, by the least and most columns; the vectors of a
+# thread of a cluster, from which on it has twice as many
+SUMS_BY_ELEMENT = {(2049, 5120): (256, 1), (10_241, 24_576): (512, 2), (24_577, 53_248): (256, 8)}
+SUMS_MOST = 5
 
 
 class Bulk(NamedTuple):
@@ -99,6 +107,21 @@ def tile(
         )
     rows = max(1, CTA // threads) * (2 if threads <= 8 and per_thread < WIDE else 1)
     return RowTile(rows, threads, ctas, per_thread, width, not shifted)
+
+
+def with_sums(n: int, other: RowTile) -> RowTile:
+    """The tile of rows of `n` elements whose threads keep sums of their columns, as a norm's
+    gradient does: `other`, or one with other threads and CTAs."""
+    threads, ctas = other.threads, other.ctas
+    if other.width == 1:
+        for (least, most), found in SUMS_BY_ELEMENT.items():
+            if least <= n <= most and ctas > 1:
+                threads, ctas = found
+    elif other.width == 8 and threads == CTA and ctas == CLUSTER and other.vectors > SUMS_MOST:
+        threads = 2 * CTA
+    return replace(
+        other, threads=threads, ctas=ctas, vectors=-(-n // (threads * ctas * other.width))
+    )
 
 
 def by_smem(n: int, other: RowTile) -> RowTile | None:
@@ -158,8 +181,8 @@ def bulk(
     of = arch(arch_name)
     if of.capability < (9, 0) or m * n < least or not _is_for_bulk(n, other, centred):
         return None
-    for ctas in (1, 2, 4, 8):
-        threads = _power(-(-n // (ctas * BULK_COLUMNS)), 4, 1024)
+    for ctas, columns in BULK_COLUMNS.items():
+        threads = _power(-(-n // (ctas * columns)), 4, 1024)
         found = _bulk(n, threads, ctas, other, of.smem_per_cta)
         if found is not None and found.resident * found.tile.num_threads <= BULK_THREADS // 2:
             found = _bulk(n, BULK_THREADS, ctas, other, of.smem_per_cta)  # smem has room for a CTA
@@ -190,7 +213,7 @@ def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
     if not other.aligned:
         return n >= least[centred]
     short = BULK_SHORT[0] <= n <= BULK_SHORT[1] and other.vectors == BULK_VECTORS
-    return centred and other.width == 8 and (short or BULK_LONG[0] <= n <= BULK_LONG[1])
+    return centred and other.width == 8 and (short or any(a <= n <= b for a, b in BULK_LONG))
 
 
 def words_of(n: int, tile: RowTile, whole: bool = False) -> int:

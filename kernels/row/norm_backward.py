@@ -90,6 +90,9 @@ class NormBackward(RowKernel):
             grid=(groups // tile.rows * tile.ctas, 1, 1),
             block=(tile.num_threads, 1, 1),
             cluster=(tile.ctas, 1, 1) if tile.ctas > 1 else None,
+            # NOTE: else ptxas gives a thread that needs more than 255 registers 32
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
             stream=stream,
         )
         self.launch_sums(optional, stream)

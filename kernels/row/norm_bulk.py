@@ -129,7 +129,7 @@ class NormBulk(Norm):
         lead = (first.lead + self.own() * n) & (per - 1)
         parts = tile.ctas > 1
         columns = Int32(cute.size(first.gX)) if parts else n
-        words = Words(tile.threads, c.words, per, lead, columns, 1 + parts)
+        words = Words(tile.threads, c.words, per, lead, columns, 1 + parts, tile.rows == 1)
         column = self.column(n)
         vectors = {name: cute.domain_offset((column,), optional[name]) for name in c.vectors}
         return NormByWords.of(c, words, vectors, sums, n)
@@ -152,7 +152,8 @@ class NormBulk(Norm):
         rows, n = (Int32(cute.size(mY, mode=[i])) for i in range(2))
         own, lead = self.own(), self.run(mY, chunk).lead
         row = chunk * self.tile.rows + own
-        exists = row < rows
+        # a CTA with one row at a time has no turn without one
+        exists = row < rows if self.tile.rows > 1 else cutlass.Boolean(True)
         if cutlass.const_expr(self.config.ahead):
             mean, rstd = norm.finish(slot, lead, eps, *turn)
         else:

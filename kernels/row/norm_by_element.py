@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.row import in_smem
 from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import RowReduction, add, lanes
+from cutex.device.row.reduction import RowReduction, add, lanes, pairwise
 from cutex.device.row.tile import VECTOR_BYTES, WARP
 from cutex.kernels.row.kernel import ThisRow, reductions
 from cutex.kernels.row.norm import Normed, merged
@@ -144,7 +144,7 @@ class NormByElement(NormInTurns):
             return lanes((own,), add, WARP)[0]
 
         if not c.centred:
-            return Float32(0), sums.of_warps((of_warp(x * x),), add, turn, c.turns)[0]
+            return Float32(0), sums.of_warps((of_warp(x * x),), pairwise(add), turn, c.turns)[0]
         # of this warp's last columns as many as the row has
         begun = n - (self.column(last) - cute.arch.lane_idx())
         count = Float32(last * WARP + cutlass.min(cutlass.max(begun, 0), WARP))
@@ -153,5 +153,6 @@ class NormByElement(NormInTurns):
         apart.store(x - mean)
         apart[last] = cutlass.select_(self.has(last, n), apart[last], Float32(0))
         d = apart.load()
-        _, mean, squares = sums.of_warps((count, mean, of_warp(d * d)), merged, turn, c.turns)
+        found = count, mean, of_warp(d * d)
+        _, mean, squares = sums.of_warps(found, pairwise(merged), turn, c.turns)
         return mean, squares

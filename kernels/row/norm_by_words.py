@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from cutex.device.row.reduction import RowReduction, Values, add, lanes
+from cutex.device.row.reduction import RowReduction, Values, add, lanes, pairwise
 from cutex.device.row.tile import WARP
 from cutex.device.row.words import Words
-from cutex.kernels.row.norm import NormConfig, merged
+from cutex.kernels.row.norm import NormConfig
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class NormByWords:
         """Put the norm of the row at sX[begin] in its place; its mean and rstd. A row that does
         not exist is neither read nor written."""
         rX = self.words.load(sX, begin, exists)
-        found = self.sums.of_warps(self.of_its_warp(rX), self.combine, turn, turns)
+        found = self.sums.of_warps(self.of_its_warp(rX), self.gather, turn, turns)
         return self.scaled(rX, found, sX, begin, exists, eps)
 
     @cute.jit
@@ -65,12 +67,22 @@ class NormByWords:
     ) -> tuple[Any, Any]:
         """The second half, a barrier of the CTA later."""
         exists = Boolean(True)
-        found = self.sums.finish(self.combine, turn, turns)
+        found = self.sums.finish(self.gather, turn, turns)
         return self.scaled(self.words.load(sX, begin, exists), found, sX, begin, exists, eps)
 
-    @property
-    def combine(self) -> Callable[[Values, Values], Values]:
-        return merged if self.config.centred else add
+    def gather(self, found: list[Values], group: int) -> Values:
+        """The moments of a row, or the sum of its squares, of those of its parts, of which `group`
+        lanes have some each. The parts' means come as differences from the first one's, so that a
+        mean far from 0 costs no digits."""
+        if not self.config.centred:
+            return pairwise(add)(found, group)
+        first = cute.arch.shuffle_sync(found[0][1], 0)
+        parts = [(count, mean - first, squares) for count, mean, squares in found]
+        (total,) = lanes((sum_of(n * mean for n, mean, _ in parts),), add, group)
+        mean = total * self.by_n
+        apart = (s + n * (m - mean) * (m - mean) for n, m, s in parts)
+        (squares,) = lanes((sum_of(apart),), add, group)
+        return mean + first, squares
 
     def of_its_warp(self, rX: cute.Tensor) -> Values:
         """How many elements the warp has of the row, their mean and the sum of squares of the
@@ -89,7 +101,7 @@ class NormByWords:
     ) -> tuple[Any, Any]:  # fmt: skip
         """Store the norm of the row of which this thread has rX; its mean and rstd."""
         c, words = self.config, self.words
-        mean, squares = (found[1], found[2]) if c.centred else (Float32(0), found[0])
+        mean, squares = found[-2:] if c.centred else (Float32(0), found[0])
         rstd = cute.math.rsqrt(squares * self.by_n + eps)
         y = [(v - mean if c.centred else v) * rstd for v in words.elements(rX)]
         if cutlass.const_expr(c.weight):
@@ -125,3 +137,7 @@ def folded(x: list[Float32], combine: Callable[[Float32, Float32], Float32]) -> 
         half = len(totals) // 2
         totals = [totals[i] + totals[i + half] for i in range(half)] + totals[2 * half :]
     return totals[0]
+
+
+def sum_of(x: Iterable[Float32]) -> Float32:
+    return functools.reduce(operator.add, x)

@@ -215,7 +215,7 @@ def test_norms_by_bulk_copies(device, how, m, apart, ahead, centred, dtype):
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize("n, centred", [(1601, True), (1203, False), (192, True), (20_489, True)])
+@pytest.mark.parametrize("n, centred", [(20_489, True), (1203, False), (192, True), (1601, True)])
 def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves):
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("bulk copies begin with sm_90")
@@ -287,6 +287,7 @@ BULK_FAULTS = {
     "the async proxy is not told": (cute.arch, "fence_view_async_shared", lambda: None),
     "a slot filled before it is read": (cute.arch, "cp_async_bulk_wait_group", lambda *_, **__: 0),
     "ends stored that others share": (Run, "inner", lambda r: (Int32(0), (r.end + 7) & -8)),
+    "elements of other rows counted": (Words, "mask", lambda *_: Int32(-1)),
 }
 
 
@@ -297,12 +298,15 @@ BULK_FAULTS = {
 def test_a_fault_of_bulk_copies_is_found(how, n, fault, order, seed, monkeypatch):
     if fault is not None and order != "fifo":
         pytest.skip("a fault is found in the default order")
+    tile = RowTile(*how, 1, 8, False)
+    if fault is not None and fault[0] is Words and tile.rows > 1:
+        pytest.skip("rows that share words are read by the element at their ends")
     if fault is not None:
         monkeypatch.setattr(*fault)
-    tile = RowTile(*how, 1, 8, False)
     config = BulkConfig(tile, True, words=choose.words_of(n, tile), ahead=tile.ctas > 1)
     kernel = compile(NormBulk(config), "bf16", "sm_90a", cache=False)
     x, y = rows("cpu", (43, n), torch.bfloat16), torch.full((43, n), torch.nan).bfloat16()
+    x[::3] += 200
     try:
         assert not simulate(kernel, x, y, 1e-5, 2, order=order, seed=seed).findings
         near(y, F.layer_norm(x.double(), (n,), eps=1e-5), torch.bfloat16, 8)

@@ -41,7 +41,10 @@ def test_softmax_and_its_gradient(device, n, dtype):
 
 @pytest.mark.sweep(96)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize(
+    "n",
+    [*LENGTHS, *(pytest.param(n, marks=pytest.mark.slow) for n in (3077, 20_001, 47_720, 50_257))],
+)
 @pytest.mark.parametrize("centred", [False, True])
 def test_norms_and_their_gradients(device, n, dtype, centred):
     x, r = (rows(device, (5, n), dtype, seed=i).requires_grad_() for i in range(2))
@@ -369,6 +372,17 @@ def test_as_many_groups_share_a_gradient_as_an_sm_holds():
         tile = RowTile(1, threads, ctas, vectors)
         assert groups_of(tile) == groups
         assert most_clusters(tile, 132) * tile.ctas <= groups * 132
+
+
+def test_threads_that_keep_sums_have_the_tiles_that_were_the_fastest():
+    """Threads and CTAs by the columns of bf16, on an H200."""
+    fastest = {3077: (256, 1), 7577: (128, 8), 20_001: (512, 2), 50_257: (256, 8),
+               32_768: (128, 8), 47_720: (256, 8), 65_536: (256, 8), 131_072: (256, 8)}  # fmt: skip
+    for n, threads in fastest.items():
+        x = torch.empty(3, n, dtype=torch.bfloat16)
+        tile = choose.with_sums(n, tile_of([x, x, x], [x[0]], "sm_90a", shifts=False))
+        assert (tile.threads, tile.ctas) == threads
+        assert tile.threads * tile.ctas * tile.vectors * tile.width >= n
 
 
 @pytest.mark.sweep(8)

@@ -46,6 +46,14 @@ class Run:
     @cute.jit
     def load(self, slot: cute.Tensor, full: cute.Pointer) -> None:
         """Start the copy to a slot; a phase of `full` completes with it. One thread calls it."""
+        if self.after & self.before:  # nearly always
+            self.copy(slot, full, Int32(0), (self.end + (self.width - 1)) & -self.width)
+        else:
+            self.load_ends(slot, full)
+
+    @cute.jit
+    def load_ends(self, slot: cute.Tensor, full: cute.Pointer) -> None:
+        """The same of a run at an end of its tensor, where elements come one by one."""
         width, end = self.width, self.end
         first, last = self.inner()
         if self.after:
@@ -58,7 +66,11 @@ class Run:
         if ~self.before:
             for i in cutlass.range(last, end, unroll=1):
                 slot[i] = self.gX[i - self.lead]
-        num_bytes = (last - first) * (COPY_BYTES // width)
+        self.copy(slot, full, first, last)
+
+    def copy(self, slot: cute.Tensor, full: cute.Pointer, first: Int32, last: Int32) -> None:
+        """Start the copy of what lies from `first` to `last` in a slot."""
+        num_bytes = (last - first) * (COPY_BYTES // self.width)
         cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
         to = slot.iterator + first
         load_bulk(to, self.gX.iterator + (first - self.lead), num_bytes, full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from cutex.device.row.tile import WARP, RowTile
 
 Values = tuple[Float32, ...]
 Combine = Callable[[Values, Values], Values]  # associative and commutative
+Gather = Callable[[list[Values], int], Values]  # of a lane's values, and of so many lanes
 SLOTS = 2  # a warp may be a reduction ahead of another, never two
 
 
@@ -76,13 +78,13 @@ class RowReduction:
         cluster, call it; `turn` counts the reductions of this kind from 0, `turns` are all that
         there will be."""
         values = lanes(values, combine, min(self.tile.threads, WARP))
-        return self.of_warps(values, combine, turn, turns)
+        return self.of_warps(values, pairwise(combine), turn, turns)
 
     @cute.jit
     def of_warps(
         self,
         values: Values,
-        combine: cutlass.Constexpr[Combine],
+        gather: cutlass.Constexpr[Gather],
         turn: Int32 | int = 0,
         turns: Int32 | int = 1,
     ) -> Values:
@@ -92,7 +94,7 @@ class RowReduction:
         self.start(values, turn)
         if cutlass.const_expr(self.full is None):
             cute.arch.sync_threads()
-        return self.finish(combine, turn, turns)
+        return self.finish(gather, turn, turns)
 
     @cute.jit
     def start(self, values: Values, turn: Int32 | int) -> None:
@@ -110,15 +112,16 @@ class RowReduction:
 
     @cute.jit
     def finish(
-        self, combine: cutlass.Constexpr[Combine], turn: Int32 | int, turns: Int32 | int
+        self, gather: cutlass.Constexpr[Gather], turn: Int32 | int, turns: Int32 | int
     ) -> Values:
-        """`combine` of what all warps of the row have written in this turn. A turn may start before
+        """`gather` of what all warps of the row have written in this turn. A turn may start before
         the one before it is finished, none further ahead."""
         slot = turn % SLOTS
         row = cute.arch.thread_idx()[0] // self.tile.threads
         if cutlass.const_expr(self.full is not None):
             self.full.wait(turn // SLOTS % 2, slot)
-        found = self.gathered(combine, row, slot)
+        parts = self.tile.warps * self.tile.ctas
+        found = gather(self.written(row, slot), min(parts, WARP))
         if cutlass.const_expr(self.read is not None):
             cute.arch.sync_warp()
             lane = cute.arch.lane_idx()
@@ -150,18 +153,16 @@ class RowReduction:
                 word = values[i].bitcast(Int32)
                 cute.arch.store_async_dsmem(to, word, self.full[slot], lane)
 
-    @cute.jit
-    def gathered(
-        self, combine: cutlass.Constexpr[Combine], row: Int32, slot: Int32 | int
-    ) -> Values:
-        """`combine` of what all warps of the row have written."""
-        parts = self.tile.warps * self.tile.ctas
-        lane = cute.arch.lane_idx()
-        found = tuple(self.words[lane % parts, row, i, slot] for i in range(self.count))
-        for more in cutlass.range_constexpr(1, -(-parts // WARP)):
-            other = tuple(self.words[more * WARP + lane, row, i, slot] for i in range(self.count))
-            found = combine(found, other)
-        return lanes(found, combine, min(parts, WARP))
+    def written(self, row: Int32, slot: Int32 | int) -> list[Values]:
+        """What warps of the row have written: each lane has others', or all have them again."""
+        parts, lane = self.tile.warps * self.tile.ctas, cute.arch.lane_idx()
+        places = [lane % parts] + [more + lane for more in range(WARP, parts, WARP)]
+        return [tuple(self.words[p, row, i, slot] for i in range(self.count)) for p in places]
+
+
+def pairwise(combine: Combine) -> Gather:
+    """The `combine` of all values, two by two."""
+    return lambda found, group: lanes(functools.reduce(combine, found), combine, group)
 
 
 def lanes(values: Values, combine: Combine, group: int) -> Values:

@@ -13,7 +13,8 @@ HIGH = -65536  # the upper half of a word
 @dataclass(frozen=True)
 class Words:
     """The words of a row that one thread has: `per` elements each, the first word `lead` of them
-    before the row of `n` columns, of which all words are full but the first and the last `open`."""
+    before the row of `n` columns, of which all words are full but the first and the last `open`.
+    alone: what else lies in the row's first and last word is nobody's, and the row exists."""
 
     threads: int
     count: int
@@ -21,6 +22,7 @@ class Words:
     lead: Int32
     n: Int32
     open: int = 1
+    alone: bool = False
 
     def column(self, word: int) -> Int32:
         """The first column of a word; -1 if that lies before the row."""
@@ -50,37 +52,80 @@ class Words:
                 found += self.holds(word, element).to(Float32) if self.is_edge(word) else 1.0
         return found
 
-    @cute.jit
     def load(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
         """The elements of the row at sX[begin] in registers; 0 where there are none."""
         rX = cute.make_rmem_tensor(self.count * self.per, sX.element_type)
+        (self.load_alone if self.alone else self.load_shared)(rX, sX, begin, exists)
+        return rX
+
+    def store(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
+        """Write the elements of the row to sX from sX[begin] on."""
+        (self.store_alone if self.alone else self.store_shared)(rX, sX, begin)
+
+    @cute.jit
+    def load_alone(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32, exists: Boolean) -> None:
+        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
+        for word in cutlass.range_constexpr(self.count):
+            at = self.place(begin, word)
+            if cutlass.const_expr(not self.is_edge(word)):
+                rWords[word] = sWords[at]
+            else:
+                found = Int32(0)
+                if self.is_begun(word):
+                    found = sWords[at]
+                rWords[word] = found & self.mask(word)
+
+    @cute.jit
+    def store_alone(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
+        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
+        for word in cutlass.range_constexpr(self.count):
+            if cutlass.const_expr(not self.is_edge(word)) or self.is_begun(word):
+                sWords[self.place(begin, word)] = rWords[word]
+
+    @cute.jit
+    def load_shared(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32, exists: Boolean) -> None:
         rX.fill(0)
         rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
-        first = (begin - self.lead) // self.per
         for word in cutlass.range_constexpr(self.count):
             if cutlass.const_expr(not self.is_edge(word)):
                 if exists:
-                    rWords[word] = sWords[first + self.number(word)]
+                    rWords[word] = sWords[self.place(begin, word)]
             elif exists & self.is_whole(word):
-                rWords[word] = sWords[first + self.number(word)]
+                rWords[word] = sWords[self.place(begin, word)]
             elif exists:
                 for i in cutlass.range_constexpr(self.per):
                     if self.holds(word, i):
                         rX[word * self.per + i] = sX[begin + self.column(word) + i]
-        return rX
 
     @cute.jit
-    def store(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
-        """Write the elements of the row to sX from sX[begin] on."""
+    def store_shared(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
         rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
-        first = (begin - self.lead) // self.per
         for word in cutlass.range_constexpr(self.count):
             if cutlass.const_expr(not self.is_edge(word)) or self.is_whole(word):
-                sWords[first + self.number(word)] = rWords[word]
+                sWords[self.place(begin, word)] = rWords[word]
             else:
                 for i in cutlass.range_constexpr(self.per):
                     if self.holds(word, i):
                         sX[begin + self.column(word) + i] = rX[word * self.per + i]
+
+    def place(self, begin: Int32, word: int) -> Int32:
+        """Which word of smem a word of the row at element `begin` is; begin - lead is a whole
+        number of words."""
+        return (begin - self.lead >> self.per // 2) + self.number(word)
+
+    def mask(self, word: int) -> Int32:
+        """The bits of a word that are the row's."""
+        bits = 32 // self.per
+        found = Int32(0)
+        for i in range(self.per):
+            own = (1 << bits) - 1 << i * bits
+            own -= (own >> 31) << 32  # of 32 bits with a sign
+            found |= cutlass.select_(self.holds(word, i), Int32(own), Int32(0))
+        return found
+
+    def is_begun(self, word: int) -> Boolean:
+        """Whether some element of a word lies before the end of the row."""
+        return self.column(word) < self.n
 
     @cute.jit
     def weights(self, mW: cute.Tensor) -> cute.Tensor:

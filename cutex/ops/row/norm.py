@@ -37,7 +37,7 @@ MOST_GROUPS = 8
 IN_REGISTERS = 8192  # elements of a gradient's rows in the registers of an SM; facts/rows.md
 SMEM = 200 << 10  # bytes of an SM for rows on their way; an RTX GPU takes what it has
 MOST_STAGES = 4
-GPC = 16  # SMs of a part of a GPU, at least
+GPC = 16  # SMs of a part of a GPU, about
 
 
 def norm(
@@ -202,6 +202,7 @@ def _plan_gradient(
     options: tuple[bool], x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None,
     mean: Tensor | None, rstd: Tensor, dsummed: Tensor | None,
 ) -> Run:  # fmt: skip
+    from cutex.kernels.row import choose
     from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
 
     (centred,) = options
@@ -223,16 +224,20 @@ def _plan_gradient(
     launch.flat(bias=bias, mean=mean, rstd=rstd)
     rows += [*launch.rows(dsummed=dsummed), launch.makes("dx", x.shape, x.dtype, 2)]
     # NOTE: the columns of a thread are those of all its rows, so rows may not shift
-    tile = tile_of(rows, vectors, arch, shifts=False)
+    tile = choose.with_sums(x.shape[-1], tile_of(rows, vectors, arch, shifts=False))
     config = NormBackwardConfig(
         tile, centred, name_of(weight), name_of(bias), dsummed is not None, stages_of(tile, x)
     )
-    clusters = min(-(-rows[0].shape[0] // tile.rows), most_clusters(tile, sms_of(x.device, arch)))
+    kernel = NormBackward, config, arch
+    most = most_clusters(tile, sms_of(x.device, arch))
+    if tile.ctas > 1:
+        compiled = kernel_for(NormBackward, config, dtype_of(x), arch)
+        most = min(most, clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device) or most)
+    clusters = min(-(-rows[0].shape[0] // tile.rows), most)
     for name, v in (("dweight", weight), ("dbias", bias)):
         launch.makes(name, (0,) if v is None else v.shape, x.dtype if v is None else v.dtype)
         if v is not None:
             launch.makes(f"{name}_parts", (clusters, x.shape[-1]), torch.float32)
-    kernel = NormBackward, config, arch
     order = "x", "dy", "dx", "rstd", *config.optional
     return launch.run(kernel, order, (clusters * tile.rows,), ("dx", "dweight", "dbias"))
 
@@ -251,10 +256,9 @@ def groups_of(tile: RowTile) -> int:
 
 
 def most_clusters(tile: RowTile, sms: int) -> int:
-    """How many clusters of a tile run at one time.
+    """How many clusters of a tile share the rows of a gradient, where so many run at one time.
 
-    NOTE: a cluster lies in a GPC of 16 or 18 SMs. One more than there is room for would wait until
-    all others have ended.
+    A cluster lies in a GPC of about 16 SMs.
     """
     each = groups_of(tile)
     if tile.ctas <= 2:
