@@ -549,6 +549,7 @@ def test_sparse_attention_is_refused_in_a_sentence(wide):
 # ---- the simulator
 
 
+@pytest.mark.slow
 def test_a_static_cache_in_the_simulator():
     in_transformers.register()
     found, ids = {}, tokens(13)

@@ -96,7 +96,7 @@ def test_a_round_is_refused_where_its_clusters_or_the_gpu_do_not_cover_c() -> No
     assert not why(8192, 128, swap_ab=False), "of what is computed, not of C"
     assert not why(64, 66 * 128, split_k=2, cluster_n=1, num_stages=4)
     assert "more tiles" in why(64, 66 * 128 + 8, split_k=2, cluster_n=1, num_stages=4)
-    assert "one of them" in why(128, 8192, rows=1)
+    assert "at most one of the two" in why(128, 8192, rows=1)
     assert "pingpong" in why(128, 8192, pingpong=True)
     assert "sm_100a has another" in (config.why_not(None, arch("sm_100a")) or "")
 

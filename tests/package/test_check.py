@@ -117,9 +117,8 @@ os._exit(7) if "die" in sys.argv else sys.exit(3)
 """
 
 
-@pytest.mark.parametrize(
-    ("argument", "code"), [("die", 7), pytest.param("live", 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("argument", "code"), [("die", 7), ("live", 3)])
 def test_each_order_is_a_process_with_the_arguments_of_the_script(
     argument, code, tmp_path, capsys, monkeypatch
 ):
