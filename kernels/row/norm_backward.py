@@ -25,6 +25,7 @@ from cutex.kernels.row.kernel import (
     row_vector,
 )
 
+FEW_THREADS = 128  # of a row, whose registers ptxas bounds well by itself
 SUM_WARPS = 16  # warps that share 32 columns of the partial sums
 
 
@@ -85,15 +86,19 @@ class NormBackward(RowKernel):
     def __call__(self, mX, mdY, mdX, mRstd, *rest) -> None:
         tile, (*given, groups, stream) = self.tile, rest
         optional = dict(zip(self.config.optional, given, strict=True))
+        how: dict[str, Any] = {}
+        if cutlass.const_expr(tile.threads > FEW_THREADS):
+            # NOTE: else ptxas gives a thread that needs more than 255 registers 32
+            # (docs/facts/rows.md#rows-gradient-registers)
+            how["min_blocks_per_mp"] = 1
+            how["preferred_smem_carveout"] = 100  # percent; else the DSL asks a GPU
         # NOTE: tracing a kernel puts its own values into a dict that it is given
         self.by_rows(mX, mdY, mdX, mRstd, groups, {**optional}).launch(
             grid=(groups // tile.rows * tile.ctas, 1, 1),
             block=(tile.num_threads, 1, 1),
             cluster=(tile.ctas, 1, 1) if tile.ctas > 1 else None,
-            # NOTE: else ptxas gives a thread that needs more than 255 registers 32
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
             stream=stream,
+            **how,
         )
         self.launch_sums(optional, stream)
 
