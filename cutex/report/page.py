@@ -143,7 +143,7 @@ def _ladder(target: Arch, ladder: Sequence[AnyStage], kind: history.Kind, rows: 
         f"{''.join(_bar(b, rates[r.sizes].peak) for b in ladder_bars(ladder, rows, r.sizes))}</div>"
         for r in sizes
     )
-    first = peer_title(baseline(kind.op))
+    first = peer_title(baseline(kind.op), kind.op)
     return (
         f'<figure class="ladder"><figcaption>{said(caption(kind))}: TFLOPS (GB/s and '
         f"microseconds where memory binds), median, and speed relative to {first} in the same run. "
@@ -194,7 +194,7 @@ def _roofline(on: roofline.Gpu, rows: Rows) -> str:
     for (who, _, _), (us, r) in sorted(fastest.items(), key=lambda item: item[0][0] == "ours"):
         problem = r.case
         reached = tflops(problem.flops, us)
-        name = f"stage {r.stage}" if who == "ours" else peer_title(who)
+        name = f"stage {r.stage}" if who == "ours" else peer_title(who, r.op)
         points.append(
             charts.Point(
                 intensity=problem.flops / problem.bytes,
@@ -263,7 +263,10 @@ def _sweep(kind: history.Kind, title: str, rows: Rows) -> str:
     lines = [charts.Series("ours", 0, ours)]
     for name in sorted({p.name for r in rows for p in r.peers}):
         samples = [
-            sample(r, p.timing, peer_title(name)) for r in rows for p in r.peers if p.name == name
+            sample(r, p.timing, peer_title(name, r.op))
+            for r in rows
+            for p in r.peers
+            if p.name == name
         ]
         lines.append(charts.Series(name, peer_hue(name), samples))
     text = f"{caption(kind)}: the fastest stage at each size; bands are p20 to p80."

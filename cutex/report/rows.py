@@ -26,8 +26,12 @@ Sizes = tuple[Any, ...]
 Rows = Sequence[Result]
 
 
-def peer_title(name: str) -> str:
-    return _peer_titles().get(name, name)
+def peer_title(name: str, op: str | None = None) -> str:
+    """What a peer is called beside an operator; beside several, its name if their titles differ."""
+    titles = _peer_titles().get(name, {})
+    if op in titles:
+        return titles[op]
+    return name if len({*titles.values()}) != 1 else next(iter(titles.values()))
 
 
 def peer_hue(name: str) -> int:
@@ -39,12 +43,12 @@ def peer_hue(name: str) -> int:
     return index if index < HUES else 1 + (index - 1) % (HUES - 1)
 
 
-def _peer_titles() -> dict[str, str]:
-    """By name; a name that several operators use has the title of the first."""
-    found: dict[str, str] = {}
+def _peer_titles() -> dict[str, dict[str, str]]:
+    """By name, then by operator."""
+    found: dict[str, dict[str, str]] = {}
     for op in OPS:
         for name, peer in problem_class(op).peers.items():
-            found.setdefault(name, peer.title)
+            found.setdefault(name, {})[op] = peer.title
     return found
 
 
@@ -117,7 +121,7 @@ def ladder_bars(ladder: Sequence[AnyStage], rows: Rows, sizes: Sizes) -> list[ch
         bars.append(charts.Bar(label, s.idea, value.value, text))
     for row, peer in last_peers(list(found.values())):
         value = rate(row.case, row.arch, peer.timing.median_us)
-        title = peer_title(peer.name)
+        title = peer_title(peer.name, row.op)
         hue = peer_hue(peer.name)
         bars.append(charts.Bar(title, peer.version, value.value, str(value), hue))
     return bars

@@ -17,6 +17,7 @@ from cutex.report.rows import (
     all_ladders,
     baseline,
     heading,
+    last_peers,
     peak,
     peer_title,
 )
@@ -96,17 +97,18 @@ def _timed_table(
         cells, version = [], ""
         for which in sizes:
             same = [r for (_, size), r in newest.items() if size == which]
-            last = max(same, key=lambda r: (r.run, r.stage))
-            peer = next((p for p in last.peers if p.name == name), None)
-            if peer is None:
+            last = next(((r, p) for r, p in last_peers(same) if p.name == name), None)
+            if last is None:
                 cells.append("–")
                 continue
+            r, peer = last
             version = peer.version
-            cells.append(str(rate(last.case, last.arch, peer.timing.median_us)))
-        rows.append(["", f"{peer_title(name)} ({version})", *cells])
+            cells.append(str(rate(r.case, r.arch, peer.timing.median_us)))
+        rows.append(["", f"{peer_title(name, ladder[0].op)} ({version})", *cells])
     dates = sorted({r.run[:10] for r in newest.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    beside = f" (and ratio to {peer_title(first)} in the same run)" if first in peers else ""
+    named = peer_title(first, ladder[0].op)
+    beside = f" (and ratio to {named} in the same run)" if first in peers else ""
     memory = any((x := rate_of(r)) and x.by_memory for r in newest.values())
     other = ", GB/s and microseconds where memory binds" if memory else ""
     caption = (

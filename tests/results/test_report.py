@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 import resource
 
@@ -8,7 +9,7 @@ import pytest
 from cutex.kernels.gemm import stages
 from cutex.report import BEGIN, END, ladders, main, results_page, rewrite
 from cutex.report.page import all_ladders
-from cutex.report.rows import heading, peak
+from cutex.report.rows import heading, peak, peer_title
 from cutex.report.tables import predicted
 from cutex.results import Peer, Result, Timing, append, read_all
 from cutex.results.rate import Rate
@@ -52,6 +53,19 @@ def test_without_results_the_ladder_says_that_it_is_untimed():
     assert text.count("Not timed yet") == len(list(all_ladders()))
     for name in ("sm_90a", "sm_100a"):
         assert all(s.idea in text for s in stages(name))
+
+
+def test_a_peer_timed_beside_an_earlier_stage_alone_keeps_its_row():
+    last = dataclasses.replace(result(900.0, stage=1, run="2026-01-02"), peers=[])
+    text = ladders([result(1000.0), last])
+    assert row(text, "|  | cuBLAS").endswith("| cuBLAS (torch 2) | 687 |")
+
+
+def test_a_peer_is_called_what_its_operator_calls_it():
+    assert peer_title("torch", "softmax") == "torch.softmax"
+    assert peer_title("torch", "reduce") == "torch.sum"
+    assert peer_title("torch") == "torch"  # beside several
+    assert peer_title("fa4") == "FlashAttention-4"  # all call it so
 
 
 def test_a_timed_stage_shows_tflops_and_its_ratio_to_cublas():
