@@ -109,8 +109,10 @@ def _build(
         no_gpu_looked_for(),
     ):
         name_kernels(kernel, _device_name(kernel, dtype, arch))
-        # NOTE: PTX and cubin would otherwise land in the working directory
-        function = cute.compile[(*options, DumpDir(dumped))](kernel, *arguments, stream)
+        # NOTE: PTX and cubin would otherwise land in the working directory; and the host code is
+        # compiled once, by the export, not for an engine in this process too
+        compiler = cute.compile[(*options, DumpDir(dumped))]
+        function = compiler(kernel, *arguments, stream, no_jit_engine=True)
         function.export_to_c(str(folder / FILES["object"]), ingredients["symbol"])
     (folder / FILES["ptx"]).write_text(recorder.annotate(function.__ptx__), encoding="utf-8")
     (folder / FILES["cubin"]).write_bytes(function.__cubin__)

@@ -12,6 +12,7 @@ import ctypes as C
 import errno
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -175,7 +176,7 @@ def c_compiler() -> str:
     )
 
 
-_LIBRARY, _CHECKSUM = "kernel.so", "sha256"  # of an entry of the cache
+_LIBRARY, _SHIM, _CHECKSUM = "kernel.so", "shim.o", "sha256"  # of entries of the cache
 
 
 def link(object_file: Path) -> Path:
@@ -186,51 +187,74 @@ def link(object_file: Path) -> Path:
     cache of this user's own, SimError with the linker's message if it fails.
     """
     shim = Path(__file__).with_name("shim.c")
-    made_of = hashlib.sha256(shim.read_bytes() + object_file.read_bytes()).hexdigest()
+    made_of = _sha256(shim.read_bytes() + object_file.read_bytes())
 
     def build(folder: Path) -> None:
-        _link(shim, object_file, folder / _LIBRARY)
-        (folder / _CHECKSUM).write_text(_digest(folder / _LIBRARY), encoding="utf-8")
+        # NOTE: -Bsymbolic keeps the shim's symbols from being taken from a real runtime that the
+        # process has loaded
+        inputs = [str(_compiled(shim)), str(object_file)]
+        library = folder / _LIBRARY
+        why = _run_compiler("-shared", *inputs, "-Wl,-Bsymbolic", "-Wl,-z,defs", to=library)
+        if why:
+            raise SimError(
+                f"the host code of {object_file.name} does not link with the simulator's "
+                f"shim:\n{why}"
+            )
 
-    return cache.find_or_build("sim", made_of[:32], _whole, build)
+    return _entry(_LIBRARY, made_of, build)
 
 
-def _link(shim: Path, object_file: Path, library: Path) -> None:
-    # NOTE: -Bsymbolic keeps the shim's symbols from being taken from a real runtime that the
-    # process has loaded
+def _compiled(shim: Path) -> Path:
+    """The object file of the shim, of which each kernel's library takes a copy."""
+    compiler = c_compiler()
+
+    def build(folder: Path) -> None:
+        if why := _run_compiler("-c", "-fPIC", "-O1", str(shim), to=folder / _SHIM):
+            raise SimError(f"{compiler} does not compile the simulator's shim:\n{why}")
+
+    made_of = shim.read_bytes() + f"{compiler} {platform.machine()}".encode()
+    return _entry(_SHIM, _sha256(made_of), build)
+
+
+def _entry(name: str, made_of: str, build: Callable[[Path], None]) -> Path:
+    """The file `name` in the cache's entry for `made_of`; `build` writes it if it is not there
+    whole."""
+
+    def build_and_sum(folder: Path) -> None:
+        build(folder)
+        digest = _sha256((folder / name).read_bytes())
+        (folder / _CHECKSUM).write_text(digest, encoding="utf-8")
+
+    return cache.find_or_build("sim", made_of[:32], lambda e: _whole(e, name), build_and_sum)
+
+
+def _whole(entry: Path, name: str) -> Path | None:
+    """The file `name` of a cache entry, or None if its checksum is wrong."""
+    try:
+        content = (entry / name).read_bytes()
+        right = (entry / _CHECKSUM).read_text(encoding="utf-8") == _sha256(content)
+    except (OSError, ValueError):
+        return None
+    return entry / name if right else None
+
+
+def _run_compiler(*arguments: str, to: Path) -> str:
+    """Run the C compiler; return its message if it fails, else ""."""
     done = subprocess.run(
-        [
-            *(c_compiler(), "-shared", "-fPIC", "-O1", "-o", library),
-            *(str(shim), "-x", "none", str(object_file)),
-            *("-Wl,-Bsymbolic", "-Wl,-z,defs"),
-        ],
+        [c_compiler(), *arguments, "-o", str(to)],
         capture_output=True,
         text=True,
         encoding="utf-8",
         errors="replace",
-        env={**os.environ, "TMPDIR": str(library.parent), "LC_ALL": "C"},
+        env={**os.environ, "TMPDIR": str(to.parent), "LC_ALL": "C"},
     )
-    if done.returncode:
-        if (why := os.strerror(errno.ENOSPC)) in done.stderr:
-            raise OSError(errno.ENOSPC, why, str(library.parent))
-        raise SimError(
-            f"the host code of {object_file.name} does not link with the simulator's "
-            f"shim:\n{done.stderr}"
-        )
+    if done.returncode and (why := os.strerror(errno.ENOSPC)) in done.stderr:
+        raise OSError(errno.ENOSPC, why, str(to.parent))
+    return done.stderr or "no message" if done.returncode else ""
 
 
-def _whole(entry: Path) -> Path | None:
-    """The library of a cache entry, or None if its checksum is wrong."""
-    library = entry / _LIBRARY
-    try:
-        right = (entry / _CHECKSUM).read_text(encoding="utf-8") == _digest(library)
-    except (OSError, ValueError):
-        return None
-    return library if right else None
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 class HostFunction:

@@ -138,7 +138,7 @@ def compile_for(function: Any, tensors: Sequence[Any], arch: str) -> Any:
             cute.GenerateLineInfo(True),
             DumpDir(folder),
         )
-        compiled = cute.compile[options](function, *arguments)
+        compiled = cute.compile[options](function, *arguments, no_jit_engine=True)
     compiled._cutex_ptx = recorder.annotate(compiled.__ptx__)
     return compiled
 
