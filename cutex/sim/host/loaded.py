@@ -16,7 +16,7 @@ from cutex.debug_info import recording
 from cutex.sim.host.capture import PACKED, HostFunction, HostTensor, PlainHostFunction
 from cutex.sim.ptx.parse import parse
 from cutex.sim.ptx.program import Program
-from cutex.tracing import tracing
+from cutex.tracing import tracing, uncollected
 
 
 def captured(
@@ -53,6 +53,13 @@ def load(
     cached = getattr(compiled, "_cutex_sim", None)
     if cached is not None:
         return cached
+    with uncollected():  # NOTE: a program's objects stay; looking for cycles took half of the time
+        return _loaded(compiled, tensors, arch)
+
+
+def _loaded(
+    compiled: Any, tensors: Sequence[Any], arch: str
+) -> tuple[HostFunction, dict[str, Program]]:
     if hasattr(compiled, "object_path") and hasattr(compiled, "symbol"):
         cubin = getattr(compiled, "cubin", None)
         programs = parse(compiled.ptx, cubin)

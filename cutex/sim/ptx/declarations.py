@@ -115,11 +115,15 @@ def variable(statement: str, line: int) -> Variable:
     return Variable(name, size, _alignment(align or unit, line, statement), space, data)
 
 
+_MARKS = re.compile("[{};]")
+
+
 def module_variables(text: str) -> dict[str, Variable]:
     """Variables declared at module scope (outside every function body)."""
     found: dict[str, Variable] = {}
     depth, start = 0, 0
-    for at, char in enumerate(text):
+    for mark in _MARKS.finditer(text):
+        at, char = mark.start(), mark.group()
         if char == "{":
             depth += 1
         elif char == "}":
