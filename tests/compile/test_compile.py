@@ -17,6 +17,7 @@ from cutlass.cutlass_dsl import CuTeDSL
 
 from cutex.arch import ARCHS, arch
 from cutex.compile import FILES, Compiled, compile
+from cutex.compile.arguments import Operand, fake_arguments
 from cutex.compile.resources import count_instructions, opcodes, resources, sass
 from cutex.errors import NoCache, NoDisassembler
 from cutex.kernels.gemm import Stage, stage, stages
@@ -211,6 +212,14 @@ def test_wrong_arguments_are_refused_in_one_sentence(
     with pytest.raises(error) as refused:
         compiled(*tensors)
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("contiguous", "units"), [(-1, [1, 8]), (-2, [8, 1])])
+def test_of_a_whole_operand_the_contiguous_size_alone_is_a_multiple(
+    contiguous: int, units: list[int]
+) -> None:
+    (x,) = fake_arguments((Operand("b", ("k", "n"), "bf16", contiguous),))
+    assert [size.divisibility for size in x.shape] == units
 
 
 @pytest.mark.sweep(2)
