@@ -34,7 +34,11 @@ class Case:
         if rows > 5:
             cache[[r for r in range(rows) if not (chosen == r).any()]] = torch.nan
         hidden = torch.rand(chosen.shape, generator=g) < gaps
-        chosen = torch.where(hidden, torch.randint(-9, 0, chosen.shape, generator=g), chosen)
+        below = torch.randint(-9, 0, chosen.shape, generator=g)
+        beyond = torch.tensor([rows, rows + 1, 2**31 - 1, -(2**31)])
+        beyond = beyond[torch.randint(0, 4, chosen.shape, generator=g)]
+        none = torch.where(torch.rand(chosen.shape, generator=g) < 0.5, below, beyond)
+        chosen = torch.where(hidden, none, chosen)
         self.indices = chosen.int().to(device)
         self.cache = cache.view(pages, page_size, 1, D).to(device)
         self.lengths = None
@@ -49,11 +53,11 @@ class Case:
 
     def expected(self):
         rows, topk = self.cache.flatten(0, 2).double(), self.indices.shape[2]
-        counts = self.indices >= 0
+        counts = (self.indices >= 0) & (self.indices < len(rows))
         if self.lengths is not None:
             place = torch.arange(topk, device=self.indices.device)
             counts = counts & (place < self.lengths[:, None, None])
-        k = rows[self.indices.clamp(min=0).long()]  # (batch, tokens, topk, D)
+        k = rows[torch.where(counts, self.indices, 0).long()]  # (batch, tokens, topk, D)
         k = torch.where(counts[..., None], k, 0.0)
         scores = torch.einsum("bthd,btkd->bhtk", self.q.double(), k) * D**-0.5
         scores = scores.masked_fill(~counts[:, None], -torch.inf)
@@ -97,8 +101,8 @@ BAD = {
     "causal=True: indices say which keys": {"causal": True},
     "indices has dtype torch.int64": {"indices": torch.zeros(2, 1, 4).long()},
     "indices has shape (2, 4), it must be (2, 1, topk)": {"indices": torch.zeros(2, 4).int()},
-    "indices has row 320, k_cache has rows 0 to 319": {"indices": torch.full((2, 1, 4), 320).int()},
     "topk_length has shape (3,), it must be (2)": {"topk_length": torch.zeros(3).int()},
+    "topk_length must be from 0 to 130": {"topk_length": torch.tensor([131, 0]).int()},
     "topk_length must be a torch.Tensor": {"topk_length": 3},
     "attn_sink is given": {"attn_sink": torch.zeros(16)},
     "topk_length is given without indices": {"indices": None, "topk_length": 3},

@@ -9,6 +9,8 @@ import pytest
 import torch
 from kvcache_calls import arguments, outcome
 from test_mla import CASES, DV, SMALL, Case, D
+from test_mla_chosen import CASES as CHOSEN
+from test_mla_chosen import Case as ChosenCase
 
 import cutex
 from cutex.arch import local_arch
@@ -42,6 +44,25 @@ def test_randomized_latent_caches_are_attended_to(seed):
         dtype=r.choice((torch.bfloat16, torch.float16)), seed=seed, device="cuda",
     )  # fmt: skip
     assert case.outcome(num_splits=r.choice((None, None, 2))) == ""
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_chosen_keys_are_attended_to(name):
+    needs_hopper()
+    assert ChosenCase(**CHOSEN[name], device="cuda").outcome() == ""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_randomized_chosen_keys_are_attended_to(seed):
+    needs_hopper()
+    r = random.Random(seed)
+    batch, topk = r.choice((1, 2, 5, 90)), r.choice((1, 63, 64, 500, 2048))
+    case = ChosenCase(
+        r.choice((1, 16, 33, 64, 128)), r.choice((1, 1, 2, 3)), topk, r.choice((0.0, 0.3, 0.99)),
+        r.choice((None, tuple(r.randint(0, topk) for _ in range(batch)))), r.choice((1, 64)), batch,
+        r.choice((None, None, 2)), r.choice((torch.bfloat16, torch.float16)), seed, "cuda", 200,
+    )  # fmt: skip
+    assert case.outcome() == ""
 
 
 @pytest.mark.parametrize("seed", range(12))

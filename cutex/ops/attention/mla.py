@@ -69,9 +69,10 @@ def flash_mla_with_kvcache(
     head_dim_v: 512.
     tile_scheduler_metadata: what get_mla_metadata returned, or None; nothing depends on it.
     indices (batch, tokens, topk) int32: the keys that each token sees, as rows of the cache (page
-        times page size plus place), in any order; those below 0 are none. block_table and
-        cache_seqlens are then not looked at. topk_length (batch,) int32: how many of them count, by
-        default all. FlashMLA takes them for caches in fp8.
+        times page size plus place), in any order, one given twice counts twice; those that are no
+        row of it, -1 or behind its end, are no keys, as FlashMLA's. block_table and cache_seqlens
+        are then not looked at. topk_length (batch,) int32: how many of them count, by default all.
+        FlashMLA takes them for caches in fp8.
     num_splits: None or 0, into how many parts a sequence's keys are cut is chosen by all lengths;
         from 1 on every sequence is cut into as many, whatever else is in the batch.
     softmax_scale: 576 ** -0.5 by default. causal: the last token is aligned with the last key.

@@ -35,7 +35,7 @@ class MlaCall(NamedTuple):
 
     q: Tensor
     k_cache: Tensor
-    cache_seqlens: Tensor
+    cache_seqlens: Tensor | None  # None: of chosen keys, all of which count
     block_table: Tensor | None
     head_dim_v: int
     num_splits: int
@@ -126,6 +126,7 @@ def _check_vectors(call: MlaCall) -> None:
         if x is not None and x.dtype != torch.int32:
             raise TypeError(f"{name} has dtype {x.dtype}, which is not int32")
     lengths, table = call.cache_seqlens, call.block_table
+    assert lengths is not None, "it was checked"
     if tuple(lengths.shape) != (batch,):
         raise ValueError(f"cache_seqlens has shape {tuple(lengths.shape)}, it must be ({batch},)")
     if table is not None:
@@ -151,6 +152,8 @@ def check_numbers(call: MlaCall) -> None:
 def _check_values(call: MlaCall) -> None:
     """Check what the int32 tensors hold, on the CPU only: on a GPU that would have to wait for
     it."""
-    check_lengths(call.cache_seqlens, call.room)
+    lengths = call.cache_seqlens
+    assert lengths is not None, "it was checked"
+    check_lengths(lengths, call.room)
     if call.block_table is not None:
-        check_pages("block_table", call.block_table, call.cache_seqlens, call.k_cache)
+        check_pages("block_table", call.block_table, lengths, call.k_cache)

@@ -1,13 +1,15 @@
 """flash_mla_with_kvcache with `indices`: attention of each token to its own chosen rows of a cache
 of latent keys, as DeepSeek-V3.2's.
 
-A token is a sequence of its own: its list of rows is a page table of pages of one row.
+A token is a sequence of its own: its list of rows is a page table of pages of one row. Each call
+looks up a plan for its options that takes its tensors, and launches it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from cutex.compile import Workspace
 from cutex.kernels.attention.decode.config import WORDS
 from cutex.kernels.attention.decode.splits import Splits
+from cutex.kernels.attention.mla.config import HEAD_DIM_V
 from cutex.kernels.attention.mla.sparse.config import CONFIGS, SparseMlaConfig
 from cutex.ops.attention.cache import check_tensors
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
@@ -23,6 +26,7 @@ from cutex.ops.attention.mla_call import MlaCall, check_numbers, check_operands
 from cutex.ops.attention.plan import resources
 from cutex.ops.device import current
 from cutex.ops.plain import is_plain, untraced
+from cutex.ops.plans import PlanCache
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
@@ -31,7 +35,6 @@ OPERATOR = CacheOperator("flash_mla_with_kvcache with indices", CONFIGS)
 PLANS = OPERATOR.plans
 
 
-@untraced
 def attend_to_chosen(
     q: Tensor,
     k_cache: Tensor,
@@ -44,46 +47,81 @@ def attend_to_chosen(
 ) -> tuple[Tensor, Tensor]:
     """O (batch, tokens, heads, 512) and LSE (batch, heads, tokens) of the rows of `k_cache` that
     `indices` (batch, tokens, topk) lists for each token."""
-    call = MlaCall(q, k_cache, topk_length, indices, head_dim_v, num_splits, softmax_scale, causal)
+    numbers = head_dim_v, num_splits, softmax_scale, causal
+    key = *numbers, topk_length is None
+    given = (q, k_cache, indices) if topk_length is None else (q, k_cache, indices, topk_length)
+    found = PLANS.launched(key, *given)
+    if found is None:
+        found = attend(MlaCall(q, k_cache, topk_length, indices, *numbers), given, key)
+    return found
+
+
+@untraced
+def attend(call: MlaCall, given: tuple[Tensor, ...], key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Run a call that has no plan, and keep one if later calls can have it."""
     check(call)
-    OPERATOR.check_device(q.device)
+    OPERATOR.check_device(call.q.device)
     OPERATOR.check_no_gradient(call)
-    batch, tokens, heads, _ = q.shape
-    if 0 in q.shape or 0 in k_cache.shape or indices.shape[2] == 0:
-        lse = torch.full(call.lse_shape, torch.inf, device=q.device)
-        return q.new_zeros(call.out_shape), lse
-    with current(q.device):
-        of_tokens = by_token(call)
-        key = head_dim_v, num_splits, softmax_scale
-        given = tuple(of_tokens.tensors.values())
-        found = PLANS.launched(key, *given)
-        if found is None:
-            found = OPERATOR.run(plan_of(of_tokens), of_tokens.tensors, key)
-    out, lse = found
-    return out.view(call.out_shape), lse.view(batch, tokens, heads).transpose(1, 2)
+    assert call.block_table is not None, "it was checked"
+    if 0 in call.q.shape or 0 in call.k_cache.shape or call.block_table.shape[2] == 0:
+        lse = torch.full(call.lse_shape, torch.inf, device=call.q.device)
+        return call.q.new_zeros(call.out_shape), lse
+    tensors = by_token(*given)
+    with current(call.q.device):
+        plan = plan_of(of_tokens(call, tensors))
+        launch = launch_by_token(plan)
+        result = launch(*given)
+    if plan.as_given:
+        PLANS.remember(PlanCache.key_of(key, *given), given, launch)
+    return result
 
 
-def by_token(call: MlaCall) -> MlaCall:
-    """The call in which each token is a sequence, and each row of the cache a page."""
-    batch, tokens, heads, d = call.q.shape
-    q, indices = call.q.reshape(batch * tokens, 1, heads, d), call.block_table
-    assert indices is not None
-    topk = indices.shape[2]
-    lengths = call.cache_seqlens
-    if lengths is None:
-        lengths = torch.full((batch * tokens,), topk, dtype=torch.int32, device=q.device)
-    elif tokens > 1:
-        lengths = lengths.repeat_interleave(tokens, output_size=batch * tokens)
-    rows = call.k_cache.view(-1, 1, 1, d)
-    table = indices.reshape(batch * tokens, topk)
-    return call._replace(q=q, k_cache=rows, cache_seqlens=lengths, block_table=table)
+@untraced
+def by_token(
+    q: Tensor, k_cache: Tensor, indices: Tensor, topk_length: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The tensors q, k_cache, lengths if there are any, and page table of the call in which each
+    token is a sequence, and each row of the cache a page."""
+    batch, tokens, heads, d = q.shape
+    count = batch * tokens
+    table = indices.reshape(count, -1)
+    if tokens > 1:
+        q = q.reshape(count, 1, heads, d)
+    if topk_length is None:
+        return q, k_cache, table
+    if tokens > 1:
+        topk_length = topk_length.repeat_interleave(tokens, output_size=count)
+    return q, k_cache, topk_length, table
+
+
+def of_tokens(call: MlaCall, tensors: tuple[Tensor, ...]) -> MlaCall:
+    """`call` with its tensors `by_token`."""
+    q, k_cache, *lengths, table = tensors
+    of_each = lengths[0] if lengths else None
+    return call._replace(q=q, k_cache=k_cache, cache_seqlens=of_each, block_table=table)
+
+
+def launch_by_token(plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A function of a call's tensors that launches `plan`, which is of them `by_token`."""
+
+    @untraced
+    def launch(*given: Tensor) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, _ = given[0].shape
+        out, lse = plan(*by_token(*given))
+        if tokens == 1:
+            return out, lse
+        out = out.view(batch, tokens, heads, HEAD_DIM_V)
+        return out, lse.view(batch, tokens, heads).transpose(1, 2)
+
+    return launch
 
 
 def plan_of(call: MlaCall) -> Plan:
-    """The plan of a call `by_token`."""
+    """The plan of a call `of_tokens`."""
     arch = OPERATOR.arch_of(call.q.device)
     sms, _ = resources(call.q.device, arch)
-    c = SparseMlaConfig(num_sms=sms).fitted(call.rows, call.q.shape[0])
+    c = SparseMlaConfig(num_sms=sms, lengths=call.cache_seqlens is not None)
+    c = c.fitted(call.rows, call.q.shape[0])
     compiled = kernel_for(c, DTYPES[call.q.dtype], arch)
     units = call.q.shape[0] * -(-call.rows // c.tile_m)
     slots = Splits.slots(c.ctas, units, int(call.num_splits))
@@ -127,10 +165,10 @@ def check(call: MlaCall) -> None:
         if x.dim() != len(shape) or tuple(x.shape[:2]) != tuple(shape[:2]):
             sizes = ", ".join(map(str, shape))
             raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be ({sizes})")
-    if q.device.type == "cpu" and all(map(is_plain, call.tensors.values())) and indices.numel():
-        rows, most = cache.shape[0] * cache.shape[1], int(indices.max())
-        if most >= rows:
-            raise ValueError(f"indices has row {most}, k_cache has rows 0 to {rows - 1}")
+    if lengths is not None and q.device.type == "cpu" and all(map(is_plain, (q, lengths))):
+        topk = indices.shape[2]
+        if not ((lengths >= 0) & (lengths <= topk)).all():
+            raise ValueError(f"topk_length must be from 0 to {topk}, got {lengths.tolist()}")
 
 
 def are_rows(cache: Tensor) -> bool:

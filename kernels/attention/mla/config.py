@@ -20,6 +20,7 @@ class MlaConfig:
     page_size: int = 64  # keys of a page; 0: the cache has no pages
     lse: bool = True
     num_sms: int = 0
+    lengths: bool = True  # sequences have lengths of their own; else that of their cache's room
     combined: bool = True  # parts are merged by a kernel of their own, not by the last CTA
 
     head_dim: ClassVar[int] = HEAD_DIM

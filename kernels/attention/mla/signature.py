@@ -23,7 +23,7 @@ def arguments(config: MlaConfig, dtype: str) -> tuple[Argument, ...]:
     ]
     vectors = {
         "lse": (c.lse, ("b", "h", "sq"), "fp32"),
-        "seqused_k": (True, ("b",), "int32"),
+        "seqused_k": (c.lengths, ("b",), "int32"),
         "page_table": (c.page_size > 0, ("b", "max_pages"), "int32"),
     }
     for name, (there, sizes, kind) in vectors.items():

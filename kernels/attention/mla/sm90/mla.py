@@ -16,7 +16,7 @@ slot loads it, too, as soon as PV has freed it: there are no registers for a war
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -85,9 +85,8 @@ class Mla(MlaKernel[Sm90MlaConfig]):
         sizes = sizes_of(c, mQ, mKV, args)
         slots = slots_layout(mQ.element_type, ROWS, c.head_dim, 1, SWIZZLE)
         q = load_operand(rows_of_q(mQ), slots)
-        kv = box_operand(mKV, (c.tile_n, c.head_dim), cache_box_rows(c.page_size, c.tile_n))
         most = sizes.units * (cute.ceil_div(sizes.rows_k, c.tile_n) + c.start)
-        self.kernel(q, kv, mO, args, sizes, page_pitch(mKV)).launch(
+        self.kernel(q, self.keys(mKV), mO, args, sizes, page_pitch(mKV)).launch(
             grid=(cutlass.min(most, c.ctas), 1, 1),
             block=(self.num_threads, 1, 1),
             min_blocks_per_mp=1,
@@ -96,11 +95,16 @@ class Mla(MlaKernel[Sm90MlaConfig]):
         if cutlass.const_expr(c.combined):
             MlaCombine(c).launch(mO, args, sizes, stream)
 
+    def keys(self, mKV: cute.Tensor) -> Any:
+        """What a Load loads keys from."""
+        c = self.config
+        return box_operand(mKV, (c.tile_n, c.head_dim), cache_box_rows(c.page_size, c.tile_n))
+
     @cute.kernel
     def kernel(
         self,
         q: cpasync.TmaInfo,
-        kv: cpasync.TmaInfo,
+        kv: Any,
         mO: cute.Tensor,
         args: KernelArgs,
         sizes: Sizes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -44,13 +44,13 @@ class ChunkRing:
     full: Barrier
     empty: Barrier
 
-    @staticmethod
-    def allocate(smem: SmemAllocator, config: Sm90MlaConfig, readers: int) -> ChunkRing:
+    @classmethod
+    def allocate(cls, smem: SmemAllocator, config: Sm90MlaConfig, readers: int) -> Self:
         c = config
         full = Barrier.allocate(smem, "kv full", arrivals=c.load_warps, slots=SLOTS * WAVES)
         empty = Barrier.allocate(smem, "kv empty", arrivals=readers, slots=SLOTS * len(GROUPS))
         wave_bytes = c.kv_bytes // WAVES // c.load_warps
-        return ChunkRing(wave_bytes, full, empty)
+        return cls(wave_bytes, full, empty)
 
     def init(self) -> None:
         self.full.init()
@@ -76,7 +76,7 @@ class ChunkRing:
         """The barrier on which the bytes of a wave arrive."""
         return self.full[state.slot * WAVES + wave]
 
-    def wait_full(self, state: PipelineState, wave: int) -> None:
+    def wait_full(self, state: PipelineState, wave: cutlass.Constexpr[int]) -> None:
         self.full.wait(state.phase, state.slot * WAVES + wave)
 
     @cute.jit
@@ -118,6 +118,8 @@ class Shared(MlaWalk):
     turn: Barrier  # [slot, warp]: its references
     products: Barrier  # [slot]: QK done
 
+    ring_type: ClassVar[type[ChunkRing]] = ChunkRing
+
     @property
     def sP(self) -> cute.Tensor:
         """P of each slot, (bM, bN, SLOT), where its last chunk was: as many bytes."""
@@ -145,7 +147,7 @@ class Shared(MlaWalk):
         sKV = allocate_slots(smem, dtype, kv)
         words = Words.allocate(smem)
         q = Ring.allocate(smem, "q", 1, c.q_bytes, of_scores)
-        kv = ChunkRing.allocate(smem, c, of_values)
+        kv = cls.ring_type.allocate(smem, c, of_values)
         p_full = Barrier.allocate(smem, "p full", arrivals=SCORES_WARPS, slots=SLOTS)
         turn = Barrier.allocate(smem, "turn", arrivals=1, slots=SLOTS * SCORES_WARPS)
         products = Barrier.allocate(smem, "qk done", arrivals=SCORES_WARPS, slots=SLOTS)
@@ -179,7 +181,7 @@ class Cursor(NamedTuple):
 @dataclass(frozen=True)
 class Load:
     q: cpasync.TmaInfo
-    kv: cpasync.TmaInfo
+    kv: Any  # cpasync.TmaInfo; chosen rows: the tensor of all rows
     pitch: Int32  # rows from one page, or one sequence, to the next
     slot: Int32  # whose keys this warp loads
     number: Int32  # of this warp among those that load
@@ -208,12 +210,7 @@ class Load:
         if self.number < s.config.load_warps:
             cursor = self.found(splits, end, cursor)
             if cursor.n_block >= cursor.first:
-                batch, _ = s.entry(cursor.entry)
-                keys = s.sizes.keys(s.args, batch)
-                source = s.source(batch, keys, self.pitch)
-                loads = BoxLoads(self.kv, source, s.sKV, s.kv_head(cursor.head))
-                fill = PipelineState(SLOTS, self.slot, cursor.phase)
-                self.block(loads, self.boxes_of(loads, cursor.n_block), fill)
+                self.load(cursor, PipelineState(SLOTS, self.slot, cursor.phase))
                 cursor = cursor._replace(n_block=cursor.n_block - SLOTS, phase=cursor.phase ^ 1)
         return cursor
 
@@ -232,6 +229,16 @@ class Load:
                 n_block = blocks.end - 1 - (slot ^ self.slot)
                 slot = (slot + blocks.end - blocks.first) % SLOTS
         return Cursor(at, span, entry, head, first, n_block, slot, phase)
+
+    @cute.jit
+    def load(self, cursor: Cursor, fill: PipelineState) -> None:
+        """Load the block of `cursor`."""
+        s = self.shared
+        batch, _ = s.entry(cursor.entry)
+        keys = s.sizes.keys(s.args, batch)
+        source = s.source(batch, keys, self.pitch)
+        loads = BoxLoads(self.kv, source, s.sKV, s.kv_head(cursor.head))
+        self.block(loads, self.boxes_of(loads, cursor.n_block), fill)
 
     @property
     def boxes(self) -> int:
@@ -256,7 +263,8 @@ class Load:
             s.kv.acquire(fill, group)
             slot = sX[None, None, None, None, fill.slot]
             full = s.kv.filled(fill, 0)
-            for i in cutlass.range(boxes, unroll_full=boxes <= UNROLLED):
+            # NOTE: ptxas unrolls loops of single rows, too, and spills 1136 bytes
+            for i in cutlass.range(boxes, unroll=boxes if boxes <= UNROLLED else 1):
                 gX = loads.columns_of(Box(*(cute.arch.shuffle_sync(x, i) for x in found)))
                 for n in cutlass.range_constexpr(len(GROUPS[group])):
                     self.chunk(gX, slot[None, None, mine + i, None], full, group, n)
