@@ -5,26 +5,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cutlass
 import pytest
 import torch
+from cutlass import Int32, cute
 
 from cutex.arch import arch
 from cutex.bench import run as bench
 from cutex.compile import compile
 from cutex.device.epilogue.epilogue_ops import Add, Bias
+from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.scaled.fp8 import LADDERS
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.scaled.fp8.sm90 import promote
+from cutex.kernels.gemm.scaled.fp8.sm90 import kernel, promote
 from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm, Fp8Signature
 from cutex.problem.scaled import Fp8Problem
+from cutex.schedulers import announced
 from cutex.sim import simulate
 
 SQUARE = Fp8Config(tile_m=128, tile_n=128, num_stages=3, warpgroups=2, epi_n=64, epi_stages=1)
 CASES = {
     "two warpgroups": (SQUARE, (136, 264, 640)),
     "two waves of rows": (replace(SQUARE, tile_m=256), (300, 136, 400)),
-    "shared B": (replace(SQUARE, tile_n=192, cluster_m=2), (264, 400, 528)),
+    "shared B": (replace(SQUARE, tile_n=192, cluster_m=2, num_ctas=2), (520, 400, 528)),
     "both by rows": (
         replace(SQUARE, tile_n=160, epi_n=32, cluster_n=2, recipe="fp8_1x128"), (130, 328, 528),
     ),
@@ -174,6 +179,59 @@ def test_alternating_warpgroups_store_sums_behind_a_bias_and_an_addition():
     plain.copy_(got - bias - residual)
     check = problem.check(a, b, *scales, plain)
     assert check.ok and not found, check.message
+
+
+class ReadNotAwaited(announced.AnnouncedTiles):
+    """Writes a tile over one that may be unread."""
+
+    @cute.jit
+    def announce(self, walk):
+        state = PipelineState(announced.DEPTH, Int32(0), Int32(1))
+        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+            tile = walk.tile_at(index)
+            with cute.arch.elect_one():
+                self.write(tile, state.slot)
+                self.announced.arrive(state.slot)
+            state.advance()
+
+
+class NotAwaited(announced.AnnouncedTiles):
+    """Reads a tile that may not be written yet."""
+
+    def take(self, state):
+        return WorkTile(self.words[0, state.slot], self.words[1, state.slot])
+
+
+class SameFactors(promote.Promote):
+    """Asks for the first factors of this tile again, instead of the next one's."""
+
+    def run_announced(self, product, announced):
+        asked = promote.look_ahead
+        promote.look_ahead = lambda ahead, factors, *rest: asked(ahead, factors, *rest[:2], factors)
+        try:
+            super().run_announced(product, announced)
+        finally:
+            promote.look_ahead = asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "name", "wrong"),
+    [
+        (kernel, "AnnouncedTiles", ReadNotAwaited),
+        (kernel, "AnnouncedTiles", NotAwaited),
+        (kernel, "Promote", SameFactors),
+    ],
+)
+def test_a_fault_of_announced_tiles_is_found(place, name, wrong, monkeypatch):
+    monkeypatch.setattr(place, name, wrong)
+    tiles = replace(SQUARE, num_ctas=1)
+    try:
+        check, findings = run(tiles, Fp8Problem(136, 520, 256, init="int"), cache=False)
+    except Exception as error:
+        assert any(word in str(error) for word in ("race", "smem", "deadlock")), error
+    else:
+        assert findings or not check.ok
 
 
 def test_the_promotion_adds_in_fp32():

@@ -15,6 +15,7 @@ from cutex.device.atoms.tma import AbLoads
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, placed_unevenly
+from cutex.schedulers.announced import AnnouncedTiles
 from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.spread import Spread
@@ -105,6 +106,26 @@ class LoadTiles:
         """The first K tile of share `split`, and the number of K tiles in it."""
         count = k_share(self.tiles, num_k_tiles)
         return split * count, count
+
+
+@dataclass(frozen=True)
+class LoadAnnounced(LoadTiles):
+    """The load role of a CTA that loops over whole tiles, which another warp looks up."""
+
+    announced: AnnouncedTiles
+
+    @cute.jit
+    def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
+        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not (self.streams_a or self.streams_b)):
+            cute.arch.griddepcontrol_launch_dependents()
+        fill, reader = ab.producer(), self.announced.reader()
+        for _ in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+            loads = operands.loads(self.announced.take(reader), self.cluster)
+            reader.advance()
+            fill = fill_ring(loads, ab, fill, 0, loads.num_k_tiles)
+        ab.drain(fill)
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,16 @@ from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.fp8_config import PITCH, RowBlocksConfig
 from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel, grid
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
-from cutex.kernels.gemm.grouped.sm90.rows import GroupedOperands, GroupStore, OfGroups
+from cutex.kernels.gemm.grouped.sm90.rows import GroupedOperands, GroupStore
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
     FactoredLoads,
     Promote,
     TileFactors,
     factors_layout,
-    promoted,
 )
-from cutex.kernels.gemm.signature import modes, tile_counts
-from cutex.kernels.gemm.sm90.mma import RoleProduct
+from cutex.kernels.gemm.signature import modes
+from cutex.schedulers.announced import AnnouncedTiles
 from cutex.schedulers.ragged import RowGroups
 
 
@@ -110,58 +109,11 @@ class FactoredRows:
         return FactoredLoads(ab.a, ab.b, (self.factors.loads(tile),))
 
 
-class HeldTile(NamedTuple):
-    """A tile in registers, which a loop may replace."""
+class PromoteRows(Promote):
+    """All warpgroups compute a tile of a group, promoting, and store it to the group's rows."""
 
-    fields: cute.Tensor  # those of a WorkTile
-
-    @staticmethod
-    def of(tile: WorkTile) -> HeldTile:
-        held = HeldTile(cute.make_rmem_tensor(len(tile), Int32))
-        held.put(tile)
-        return held
-
-    def put(self, tile: WorkTile) -> None:
-        for i, field in enumerate(tile):
-            self.fields[i] = Int32(field)
-
-    @property
-    def tile(self) -> WorkTile:
-        return WorkTile(*(self.fields[i] for i in range(len(WorkTile._fields))))
-
-
-class PromoteRows(OfGroups, Promote):
-    """All warpgroups compute a tile of a group, promoting, and store it to the group's rows.
-
-    Of tiles of 256 rows the next is looked up, and its matrix's factors are asked for, before a
-    tile is stored: else its first MMA would wait for them. Others are slower so
-    (docs/facts/grouped.md#grouped-fp8-next-tile).
-    """
-
-    def run(self, product: RoleProduct) -> None:
-        if self.tiles.tile_m == 256:
-            self.run_ahead(product)
-        else:
-            super().run(product)
-
-    @cute.jit
-    def run_ahead(self, product: RoleProduct) -> None:
-        """Compute and store this CTA's tiles, each time with the next one looked up."""
-        mma, ab, epilogue, num_k_tiles, mC = product
-        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
-        cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
-        take = ab.consumer()
-        if walk.start < walk.end:
-            held = HeldTile.of(walk.tile_at(walk.start))
-            ahead = self.factors_of(held.tile).ahead(0)
-            for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
-                tile = held.tile
-                factors = self.factors_of(tile)
-                take = promoted(mma, ab, take, factors, 0, num_k_tiles, ahead)
-                if index + walk.step < walk.end:
-                    held.put(walk.tile_at(index + walk.step))
-                    ahead.store(self.factors_of(held.tile).ahead(0).load())
-                self.store(mma, epilogue, tile)
+    def store_of(self, epilogue: GroupStore, tile: WorkTile) -> Any:
+        return epilogue.of(tile.group)
 
     def factors_of(self, tile: WorkTile) -> TileFactors:
         of_rows, mScale = self.factors  # mScale (E, RestN, RestK)
@@ -229,7 +181,10 @@ class GroupedBlocks(GroupedKernel):
         sF = allocate_slots(smem, Float32, factors[0].smem_layout)  # (partRows + PITCH, 1, SLOT)
         of_rows = RowFactors(c, factors[0], sF, groups)
         operands = FactoredRows(GroupedOperands(a, b, sA, sB, groups=groups), of_rows)
-        role = PromoteRows(product, c, self.ragged(groups), (of_rows, factors[1]), (None, None))
+        fields, readers = ("m", "n", "group"), self.general.mma_warps.count + 1
+        tiles = AnnouncedTiles.allocate(smem, fields, readers)
+        both = (of_rows, factors[1]), (None, None)
+        role = PromoteRows(product, c, self.ragged(groups), *both, announced=tiles)
         ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
         store = GroupStore(out, sC, c.epi_stages, groups, ops)
-        self.run(memory, operands, role, store, edges, product.product(mOut))
+        self.run(memory, operands, role, store, edges, product.product(mOut), tiles)

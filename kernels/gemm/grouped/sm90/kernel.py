@@ -14,9 +14,10 @@ from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
 from cutex.device.pipeline import publish_barriers
 from cutex.kernels.gemm.grouped.config import GroupedConfig, SumsConfig
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
+from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
-from cutex.kernels.gemm.sm90.load import LoadTiles
+from cutex.kernels.gemm.sm90.load import LoadAnnounced, LoadTiles
 from cutex.kernels.gemm.sm90.mma import MmaRole, RoleProduct
 from cutex.schedulers.ragged import RaggedTiles, RowGroups
 from cutex.schedulers.raster import Raster, clusters
@@ -96,23 +97,34 @@ class GroupedKernel:
         store: Any,
         edges: cute.Tensor,
         mProduct: cute.Tensor,
+        announced: Any = None,
     ) -> None:
-        """Fill in the tables, then load the tiles of all groups, and compute and store them."""
+        """Fill in the tables, then load the tiles of all groups, and compute and store them.
+
+        `announced`: the AnnouncedTiles that a warp of its own looks up; None: each role does.
+        """
         general, ab = self.general, memory.ab
         scheduler: Any = role.scheduler  # of `ragged`
         rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
-        load = LoadTiles(self.tiles, general.cluster, scheduler)
+        load: Any = LoadTiles(self.tiles, general.cluster, scheduler)
+        barriers: Any = (ab,)
+        if cutlass.const_expr(announced is not None):
+            load = LoadAnnounced(self.tiles, general.cluster, scheduler, announced)
+            barriers = ab, *announced.barriers
         warp = cute.arch.warp_idx()
         if warp == self.general.load_warps.first:
             load.start(operands, mProduct)
             cute.arch.griddepcontrol_wait()
             scheduler.fill(edges, rows, columns, self.config.padded)
-        publish_barriers((ab,), cluster=general.cluster.size > 1, with_data=True)
+        publish_barriers(barriers, cluster=general.cluster.size > 1, with_data=True)
 
         if warp >= self.general.load_warps.first:
             self.general.give_registers()
             if warp == self.general.load_warps.first:
                 load.run(operands, ab, mProduct)
+            if cutlass.const_expr(announced is not None):  # noqa: SIM102 - known when tracing
+                if warp == self.general.load_warps.first + 1:
+                    announced.announce(scheduler.walk(tile_counts(self.tiles, mProduct)))
         else:
             self.general.take_registers()
             mma = self.product(memory.sA, memory.sB)

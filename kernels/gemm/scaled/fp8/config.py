@@ -37,6 +37,11 @@ class Fp8Config(Sm90Config):
         return 1 if self.alternating else self.mma_warpgroups
 
     @property
+    def announced(self) -> bool:
+        """Whether a warp looks up tiles for all roles: where CTAs loop over them."""
+        return not self.one_tile and self.split_k == 1
+
+    @property
     def steps(self) -> int:
         """The blocks of K from one that a warpgroup computes to its next."""
         return self.mma_warpgroups // self.readers

@@ -31,10 +31,12 @@ from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
     PromoteSplitK,
     factors_operand,
 )
-from cutex.kernels.gemm.signature import GeneralConfig, modes, transposed
+from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.general import General
+from cutex.kernels.gemm.sm90.load import LoadAnnounced
 from cutex.kernels.gemm.sm90.mma import MmaRole, RoleProduct
 from cutex.problem.scaled.formats import FP32_SCALED, RECIPES
+from cutex.schedulers.announced import AnnouncedTiles
 
 
 @dataclass(frozen=True)
@@ -171,23 +173,37 @@ class Fp8Gemm:
         if cutlass.const_expr(c.split_k > 1):
             sums = Barrier.allocate(smem, "sums", arrivals=1)
         operands = FactoredOperands(AbOperands(a, b, sA, sB), factors, slots)
-        load, mma_role = g.load_role, self.mma_role(sA, sums, factors, slots)
+        load: Any = g.load_role
+        announced: Any = None
+        if cutlass.const_expr(c.announced):
+            fields = ("m", "n", "batch") if self.config.out.batched else ("m", "n")
+            announced = AnnouncedTiles.allocate(smem, fields, g.mma_warps.count + 1)
+            load = LoadAnnounced(c, g.cluster, g.scheduler, announced)
+        mma_role = self.mma_role(sA, sums, factors, slots, announced)
         warp = cute.arch.warp_idx()
         if warp == g.load_warps.first:
             load.start(operands, mProduct)
-        publish_barriers(
-            tuple(x for x in (ab, held, sums) if x is not None), cluster=g.cluster.size > 1
-        )
+        barriers = tuple(x for x in (ab, held, sums) if x is not None)
+        if cutlass.const_expr(announced is not None):
+            barriers = *barriers, *announced.barriers
+        publish_barriers(barriers, cluster=g.cluster.size > 1)
         if warp >= self.general.load_warps.first:
             self.general.give_registers()
             if warp == self.general.load_warps.first:
                 load.run(operands, ab, mProduct)
+            if cutlass.const_expr(announced is not None):  # noqa: SIM102 - known when tracing
+                if warp == self.general.load_warps.first + 1:
+                    self.announce(announced, mProduct)
         else:
             self.general.take_registers()
             mma = wgmma(Wgmma(c.tile_n, *kinds, warpgroups=c.readers), sA, sB)
             epilogue = self.epilogue(out, sC, rows, mProduct, passed, held)
             mma_role.run(RoleProduct(mma, ab, epilogue, operands.num_k_tiles, mProduct))
             epilogue.drain()
+
+    def announce(self, announced: AnnouncedTiles, mProduct: cute.Tensor) -> None:
+        """Look up this CTA's tiles. One warp calls it."""
+        announced.announce(self.general.scheduler.walk(tile_counts(self.tiles, mProduct)))
 
     def epilogue(self, out: Any, sC: Any, rows: Any, mProduct: Any, passed: Any, held: Any) -> Any:
         """The epilogue store of this thread's warpgroup, or of its warp."""
@@ -200,6 +216,7 @@ class Fp8Gemm:
         sums: Barrier | None,
         factors: tuple[Any, Any],
         slots: tuple[Any, Any],
+        announced: AnnouncedTiles | None,
     ) -> MmaRole:
         g = self.general
         what = g.config, self.tiles, g.scheduler
@@ -207,4 +224,4 @@ class Fp8Gemm:
             return PromoteSplitK(*what, g.cluster, sums, sA, factors, slots)
         if self.tiles.alternating:
             return PromoteAlternating(*what, factors, slots, sA)
-        return Promote(*what, factors, slots)
+        return Promote(*what, factors, slots, announced=announced)

@@ -7,7 +7,7 @@ alternate by themselves: while one adds, the MMAs of the other run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cutlass
@@ -23,6 +23,7 @@ from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, Fp8Config
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.mma import MmaRole, PartStore, RoleProduct, Walk
 from cutex.kernels.gemm.sm90.shared_k import SUMS_BARRIER, VECTOR, SplitK, thread_vectors
+from cutex.schedulers.announced import AnnouncedTiles, HeldTile
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,11 @@ def promoted(
     first: Int32 | int,
     count: Int32,
     ahead: Any = None,
+    following: cutlass.Constexpr[Any] = None,
 ) -> PipelineState:
     """Add up `count` blocks of K from `first` on, each scaled by its factors, in mma.acc; return
     the state after. All slots are released. `ahead`: what `factors.ahead` gives, if that was asked
-    for before."""
+    for before; it then becomes that of `following`, the factors of the next tile."""
     c: Fp8Config = factors.tiles
     mma.acc.fill(0.0)
     part = mma.mma.accumulator(ROWS * c.readers, c.tile_n)  # (MMA, 1, MMA_N)
@@ -98,22 +100,53 @@ def promoted(
     promotion = Promotion(mma, ab, factors, part, held)
     for begin in cutlass.range(first, end, LANES, unroll=1):
         held.store(ahead.load())
-        for i, value in enumerate(factors.load_shared(begin + LANES)):
-            ahead[i] = value
+        if cutlass.const_expr(following is None):
+            ahead.store(factors.ahead(begin + LANES).load())
+        else:
+            look_ahead(ahead, factors, begin + LANES, end, following)
         take, seen = promotion.add_blocks(take, seen, begin, cutlass.min(begin + LANES, end))
     return take
 
 
+@cute.jit
+def look_ahead(
+    ahead: cute.Tensor,
+    factors: cutlass.Constexpr[Any],
+    first: Int32,
+    end: Int32,
+    following: cutlass.Constexpr[Any],
+) -> None:
+    """Ask for the shared factors of LANES blocks of a tile from `first` on or, if it ends there,
+    for the first of the tile `following`."""
+    if first < end:
+        ahead.store(factors.ahead(first).load())
+    else:
+        ahead.store(following.ahead(0).load())
+
+
 @dataclass(frozen=True)
 class Promote(MmaRole):
-    """All warpgroups compute a tile, each its own rows, promoting, and store it."""
+    """All warpgroups compute a tile, each its own rows, promoting, and store it.
+
+    Where another warp looks up tiles, the next one is known while a tile is computed, and its
+    shared factors are asked for: neither is waited for between two tiles
+    (docs/facts/scaled.md#fp8-announced-tiles).
+    """
 
     tiles: Fp8Config
     factors: tuple[Any, Any]  # of both sides, as FactoredOperands has them
     slots: tuple[Any, Any]
+    announced: AnnouncedTiles | None = field(default=None, kw_only=True)
+
+    def run(self, product: RoleProduct) -> None:
+        if self.announced is None:
+            self.run_found(product)
+        else:
+            self.run_announced(product, self.announced)
 
     @cute.jit
-    def run(self, product: RoleProduct) -> None:
+    def run_found(self, product: RoleProduct) -> None:
+        """Compute and store this CTA's tiles, each looked up when it is due."""
         mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
@@ -122,6 +155,33 @@ class Promote(MmaRole):
             tile = walk.tile_at(index)
             take = promoted(mma, ab, take, self.factors_of(tile), 0, num_k_tiles)
             self.store(mma, epilogue, tile)
+
+    @cute.jit
+    def run_announced(
+        self, product: RoleProduct, announced: cutlass.Constexpr[AnnouncedTiles]
+    ) -> None:
+        """Compute and store this CTA's tiles as they are announced."""
+        mma, ab, epilogue, num_k_tiles, mC = product
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
+        cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
+        take, reader = ab.consumer(), announced.reader()
+        if walk.start < walk.end:
+            following = HeldTile.of(announced.take(reader))
+            reader.advance()
+            ahead = self.factors_of(following.tile).ahead(0)
+            for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+                tile = following.tile
+                if index + walk.step < walk.end:
+                    following.put(announced.take(reader))
+                    reader.advance()
+                store = self.store_of(epilogue, tile)
+                factors, then = self.factors_of(tile), self.factors_of(following.tile)
+                take = promoted(mma, ab, take, factors, 0, num_k_tiles, ahead, then)
+                self.store(mma, store, tile)
+
+    def store_of(self, epilogue: Any, tile: WorkTile) -> Any:
+        """The store of a tile."""
+        return epilogue
 
     def factors_of(self, tile: WorkTile) -> TileFactors:
         """The factors of a tile."""
@@ -373,9 +433,12 @@ class TileFactors:
             found.append(mS[cutlass.min(row // BLOCK, last), block])
         return found
 
-    def ahead(self, first: Int32 | int) -> cute.Tensor:
-        """The shared factors of LANES blocks from `first` on, on their way to registers."""
+    def ahead(self, first: Int32 | int) -> cute.Tensor | None:
+        """The shared factors of LANES blocks from `first` on, on their way to registers; None where
+        none is shared."""
         values = self.load_shared(first)
+        if not values:
+            return None
         found = cute.make_rmem_tensor(len(values), Float32)
         for i, value in enumerate(values):
             found[i] = value
