@@ -24,7 +24,7 @@ from cutex.kernels.gemm.grouped.zeros import Zeros, ZerosConfig
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
-from cutex.ops.grouped import launch
+from cutex.ops.grouped import function, launch
 from cutex.problem.grouped import GroupedProblem, draw
 
 ARCHS = ["sm_90a", "sm_100a"]
@@ -265,6 +265,15 @@ def test_gradients_are_products_of_groups(
         (40, 0, 70, 1), 72, 64, form, rest=9, transposed=transposed, bias=form != "sums"
     )
     gradients(problem, place)
+
+
+def test_the_gradient_of_row_scale_ignores_rows_of_no_group(monkeypatch) -> None:
+    """They hold anything, such as NaN, and their gradient is zero."""
+    y, offs = torch.tensor([[1.0, 2], [3, 4], [5, torch.nan]]), torch.tensor([1, 2])
+    monkeypatch.setattr(function, "_rows", lambda *args, **options: y)
+    scale = torch.ones(3, requires_grad=True)
+    function._gathered(y, y, offs, None, None, None, scale)[:2].sum().backward()
+    assert scale.grad.tolist() == [3, 7, 0]
 
 
 @pytest.mark.slow

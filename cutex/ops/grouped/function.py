@@ -145,7 +145,11 @@ def _gathered(
         return GATHERED(x, w, edges, index, bias, activation, row_scale)
     rows = x if index is None else x.index_select(0, index)
     y = _rows(rows, w, edges, bias, activation, padded=False)
-    return y if row_scale is None else (y * row_scale[:, None]).to(y.dtype)
+    if row_scale is None:
+        return y
+    # NOTE: rows of no group hold anything, and the gradient of their row_scale adds up 0 times it
+    of_none = torch.arange(y.shape[0], device=y.device) >= edges.amax()
+    return (y.masked_fill(of_none[:, None], 0) * row_scale[:, None]).to(y.dtype)
 
 
 def _scattered(
