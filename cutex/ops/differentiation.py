@@ -29,6 +29,16 @@ def is_wanted(tensors: Iterable[Tensor | None]) -> bool:
     return is_forward() and any(tangent(x) is not None for x in given)
 
 
+def check_unwanted(function: str, **given: Any) -> None:
+    """Raise ValueError, in one sentence, if a gradient is wanted of a tensor among `given`, of
+    which `function` has none."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    for name, x in given.items():
+        if isinstance(x, Tensor) and is_wanted([x]):
+            raise ValueError(f"{name} requires a gradient, and {function} has none")
+
+
 def is_forward() -> bool:
     """Whether forward differentiation is on."""
     return forward_ad._current_level >= 0

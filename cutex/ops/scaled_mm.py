@@ -11,6 +11,7 @@ from torch import Tensor
 from cutex.ops import torchao_tensors
 from cutex.ops.block_scaled import FORMATS, VECTORS, BlockScaledOperand, block_scaled
 from cutex.ops.device import allocating
+from cutex.ops.differentiation import check_unwanted
 from cutex.ops.fp8_blocks import (
     BLOCK,
     KNOWN,
@@ -95,6 +96,7 @@ def scaled_mm(
         if found is not None:
             return found
     a, b = torchao_tensors.both(a, b)
+    check_unwanted("cutex.scaled_mm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
         operands = _block_operands((a, b), (scale_a, scale_b), recipes, swizzles)
         found = block_scaled(*operands, bias, residual, activation, output_dtype, output_scale)

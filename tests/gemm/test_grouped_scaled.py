@@ -273,6 +273,8 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "b": A[0, :, None], "scale_a": torch.ones(12), **ROW}),
     "sums' bias": (ValueError, "bias, activation: sums", {"b": A[0, :, None], "bias": OF_A, **ROW}),
     "output": (TypeError, "output_dtype torch.int8 is not", {"output_dtype": torch.int8}),
+    "gradient": (ValueError, "scale_a requires a gradient, and cutex.scaled_grouped_mm has none", {
+        "scale_a": OF_A.clone().requires_grad_()}),
 }  # fmt: skip
 
 

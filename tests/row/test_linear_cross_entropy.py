@@ -138,7 +138,7 @@ def test_a_second_derivative_is_refused(device):
     x, w, target = problem(device, 5, 40, 16, torch.bfloat16)
     loss = cutex.linear_cross_entropy(x, w, target)
     (g,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(ValueError, match="cannot be differentiated again"):
+    with pytest.raises(ValueError, match="is not differentiable"):
         g.float().sum().backward()
 
 

@@ -162,7 +162,7 @@ def test_a_second_derivative_is_refused(device):
     (g,) = torch.autograd.grad(cutex.softmax(x)[0, 0], x, create_graph=False)
     (again,) = torch.autograd.grad(cutex.softmax(x)[0, 0], x, create_graph=True)
     assert torch.equal(g, again)
-    with pytest.raises(ValueError, match="cannot be differentiated again"):
+    with pytest.raises(ValueError, match="is not differentiable"):
         again.sum().backward()
 
 
@@ -178,7 +178,7 @@ def test_torch_func_takes_first_derivatives(device):
     got = torch.func.grad(loss, 1)(cutex.softmax, x)
     want = torch.func.grad(loss, 1)(of_torch, x.double())
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="cannot be differentiated again"):
+    with pytest.raises(ValueError, match="is not differentiable"):
         torch.func.grad(lambda x: torch.func.grad(loss, 1)(cutex.softmax, x).sum())(x)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cutex.ops.differentiation import check_unwanted
 from cutex.ops.fp8_blocks import KIND_OF_FORMAT, by_rows
 from cutex.ops.grouped import launch
 from cutex.ops.grouped.block_scaled import block_scaled_grouped
@@ -94,6 +95,7 @@ def scaled_grouped_mm(
             return found
     if (offs is None) == (counts is None):
         raise ValueError("scaled_grouped_mm takes offs or counts, one of them")
+    check_unwanted("cutex.scaled_grouped_mm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
         *both, vector = _block_operands((a, b), (scale_a, scale_b), *kinds)
         if isinstance(a, QuantizedTensor) and a.swizzled:

@@ -60,7 +60,8 @@ def define(
     backward: Callable[..., Any] | None = None,
 ) -> Operator:
     """Register the operator cutex::`name`. Without `backward`, what it computes is a gradient,
-    which may be asked for as one to differentiate, as torch.func.grad does, but has none itself."""
+    which may be asked for as one to differentiate, as torch.func.grad does, but has none itself; or
+    it is an operator without one."""
     library.define(f"{name}{schema}")
 
     @torch.no_grad()
@@ -71,7 +72,7 @@ def define(
         pass
 
     def refuse(ctx: Any, *gradients: Any) -> None:
-        raise ValueError(f"cutex::{name} is a gradient, and cannot be differentiated again")
+        raise ValueError(f"cutex::{name} is not differentiable")
 
     keep = setup or keep_nothing
     for key in ("CUDA", "CPU"):
