@@ -191,3 +191,15 @@ def store_text(copy: Copy) -> str:
         f"@%p0 cp.async.bulk.tensor.{len(copy.at)}d.global.shared::cta.tile.bulk_group "
         f"[%map, {copy.coordinates}], [%r0+{copy.offset}];"
     )
+
+
+def check_load(execute, copy: Copy) -> None:
+    got = run(execute, copy, load_text(copy) + WAIT + DUMP)[0]
+    np.testing.assert_array_equal(got, copy.loaded())
+
+
+def check_store(execute, copy: Copy) -> None:
+    smem = np.random.default_rng(5).integers(0, 256, (1, BYTES), np.uint8)
+    want = copy.stored(smem[0])
+    run(execute, copy, store_text(copy) + DONE, smem)
+    np.testing.assert_array_equal(copy.tensor.data, want)
