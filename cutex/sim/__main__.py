@@ -109,6 +109,7 @@ def main(
     os.environ.update(NO_DISK_CACHES | INTERPRETED)
     from cutex.sim.host.calls import Calls, Clock
     from cutex.sim.host.dsl_stand_in import dsl_on_cpu
+    from cutex.sim.host.stopwatch import STOPWATCH
     from cutex.sim.host.torch_stand_in import torch_on_cpu
     from cutex.simulation import SimulatedDevice, simulating
 
@@ -117,6 +118,7 @@ def main(
     sys.path[0] = str(script.resolve().parent)  # as if Python had been given the script
     with torch_on_cpu(gpu) as memory:
         clock = Clock(options.gpu, options.trace) if options.time else None
+        STOPWATCH.predicted = 0.0 if options.time else None
         calls = Calls(
             options.order or "fifo", options.seed, memory, options.max_instructions, clock,
             options.resources, options.jobs, not options.unchecked, options.clusters,
@@ -131,6 +133,8 @@ def main(
         finally:
             calls.tell(options.ptx)  # before the script's own traceback, of which it is the cause
             end.tell()
+            if STOPWATCH.read:
+                print(f"cutex: {STOPWATCH}", file=sys.stderr)
             print(f"cutex: {calls}", file=sys.stderr)
             if options.json is not None:
                 options.json.write_text(

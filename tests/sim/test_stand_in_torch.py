@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
+import statistics
+import time
 
 import pytest
 import torch
 
 from cutex.arch import arch
 from cutex.sim.host.cuda_graphs import deferred
+from cutex.sim.host.stopwatch import LEAST, STOPWATCH
 from cutex.sim.host.torch_stand_in import torch_on_cpu
 
 
@@ -92,14 +94,30 @@ def test_what_asks_for_the_gpu_besides_gets_an_answer():
     assert torch.compile(lambda x: x + 1)(1) == 2 and torch.compile()(len) is len
 
 
-def test_benchmarks_of_triton_call_once_and_give_no_time():
+def test_events_give_the_time_of_the_simulation_or_the_predicted_one(monkeypatch):
+    def timed():
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with pytest.raises(ValueError, match="recorded"):
+            start.elapsed_time(end)
+        start.record()
+        time.sleep(0.002)
+        end.record()
+        return start.elapsed_time(end)
+
+    assert min(times := [timed() for _ in range(3)]) >= 2 and statistics.stdev(times) >= 0
+    monkeypatch.setattr(STOPWATCH, "predicted", 5.0)
+    assert timed() == LEAST  # no launch in between
+
+
+def test_benchmarks_of_triton_call_once():
     pytest.importorskip("triton")
     from triton.testing import do_bench
 
     calls = []
-    assert math.isnan(do_bench(lambda: calls.append(1), warmup=3))
+    assert do_bench(lambda: calls.append(1), warmup=3) > 0
     assert len(do_bench(lambda: calls.append(1), quantiles=[0.2, 0.8])) == 2
-    assert len(calls) == 2
+    assert len(do_bench(lambda: calls.append(1), return_mode="all")) == 1
+    assert len(calls) == 3
     from triton import runtime
 
     active = runtime.driver.active

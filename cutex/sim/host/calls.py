@@ -18,6 +18,7 @@ from cutex.sim.host.arguments import tensors_in
 from cutex.sim.host.capture import HostFunction, HostTensor, Launch
 from cutex.sim.host.cuda_graphs import deferred
 from cutex.sim.host.loaded import captured
+from cutex.sim.host.stopwatch import STOPWATCH
 from cutex.sim.host.torch_stand_in import DeviceMemory
 from cutex.sim.ptx.program import Program
 from cutex.sim.reports import around, folded
@@ -61,6 +62,7 @@ class Clock:
             print(f"cutex: no time: {error}", file=sys.stderr)
             return
         for report in reports:
+            STOPWATCH.predicted = (STOPWATCH.predicted or 0.0) + report.us / 1e3
             if str(report) not in self.printed:
                 self.printed.add(str(report))
                 print(f"cutex: {report}", file=sys.stderr)
