@@ -103,7 +103,7 @@ class Facts(Meetings):
         self.coming: dict[Hashable, set[Fact]] = defaultdict(set)  # by barrier: of this phase
         self.passed: dict[Hashable, set[Fact]] = {}  # of the last phase
 
-    def grids_waited(self, warps: np.ndarray) -> None:
+    def grids_waited(self, warps: np.ndarray, lanes: np.ndarray) -> None:
         for warp in warps.tolist():
             self.known[warp].add(GRID)
 

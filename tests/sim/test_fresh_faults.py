@@ -93,7 +93,8 @@ PAIRS = {
     "one CTA clears what all add to in bulk": Pair(
         f"{START} st.shared.u32 [mine], 1; {FENCE} HERE bar.sync 0; {ADD}"
         "@%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;",
-        "@%p2 st.global.u32 [%d1], 3;", "", "wrote another value there by an ordinary store", CTAS),
+        "@%p2 st.global.u32 [%d1], 3; fence.proxy.async.global;", "",
+        "wrote another value there by an ordinary store", CTAS),
     "a relaxed lock": Pair(
         f"{START} {LOCK.replace('FREE', 'st.release.gpu.global.u32 [%out], 0;')}".replace(
             "SEM", "HERE"), "relaxed", "acquire", "reads x[0]", Shape(grid=4, block=32, smem=64)),
@@ -282,6 +283,42 @@ PAIRS = {
         st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [far], %i, [HERE];
         {wait("bar", 0, "W")} ld.shared.u32 %r1, [mine]; {OUT} {CLUSTER_SYNC}""",
         "bar", "fbar", "mbarrier", CLUSTER),
+    # -- one lane knows, its warp goes on
+    "one lane polls a flag, its warp reads": Pair(
+        f"""{START} @!%p2 bra R; st.global.u32 [%d1+512], 5; bar.warp.sync -1;
+        @%p0 st.release.gpu.global.u32 [%out], 1; bra E; R: @!%p0 bra GO;
+        P: ld.acquire.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra P;
+        GO: HERE ld.global.u32 %r2, [%d1+512]; E:""",
+        "", "bar.warp.sync -1;", "lane 1 of CTA (1,0,0) warp 0 reads out[129]", CTAS, True),
+    "one lane takes a lock, its warp works": Pair(
+        f"""{START} @!%p0 bra GO; L: atom.acquire.gpu.global.cas.b32 %r1, [%out], 0, 1;
+        setp.ne.u32 %p2, %r1, 0; @%p2 bra L; GO: HERE
+        ld.global.u32 %r2, [%d1+512]; add.u32 %r2, %r2, 1; st.global.u32 [%d1+512], %r2;
+        bar.warp.sync -1; @%p0 st.release.gpu.global.u32 [%out], 0;""",
+        "", "bar.warp.sync -1;", "lane 1 of CTA (1,0,0) warp 0 reads out[129]", CTAS, True),
+    "one lane waits for its bulk store, its warp overwrites": Pair(
+        f"""{START} st.shared.u32 [mine], %i; {FENCE} bar.warp.sync -1;
+        @%p0 cp.async.bulk.global.shared::cta.bulk_group [%out], [at], 128;
+        @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group.read 0; HERE
+        st.shared.u32 [mine], 7; @%p0 cp.async.bulk.wait_group 0;""",
+        "", "bar.warp.sync -1;", "of the bulk store from there only lane 0 has waited",
+        Shape(block=32, smem=4096), True),
+    # -- what bulk stores and reductions change
+    "zeros by ordinary stores beneath a bulk reduction": Pair(
+        f"{START} st.shared.u32 [mine], %i; {FENCE} st.global.u32 [%out_i], 0; HERE bar.sync 0;"
+        f"{ADD} @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;",
+        "", "fence.proxy.async.global;", "proxy: a bulk reduction that CTA (0,0,0) warp 0 issues"),
+    "an ordinary store beneath a bulk store": Pair(
+        f"{START} st.shared.u32 [mine], %i; {FENCE} st.global.u32 [%out_i], 3; HERE bar.sync 0;"
+        f"{STORE} @%p0 cp.async.bulk.wait_group 0;",
+        "", "fence.proxy.async.global;", "proxy: a bulk store that CTA (0,0,0) warp 0 issues",
+        advisory=True),
+    "a bulk load to the peer that completes on an own mbarrier": Pair(
+        f"""{START} {SIGNALS.replace("COUNT", "1")}
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;
+        @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [far], [%x], 128,
+        [HERE]; {wait("bar", 0, "W")} {CLUSTER_SYNC}""",
+        "bar", "fbar", "they must lie in the same CTA", CLUSTER),
     # -- registers
     "setmaxnreg.inc to less than at the start": Pair(
         "setmaxnreg.HERE.sync.aligned.u32 104;", "inc", "dec",

@@ -59,6 +59,14 @@ def test_a_read_before_the_wait_races_with_the_kernel_before(second: str) -> Non
     assert not first.advisory and "snippet, launched before it, does not write it" in str(first)
 
 
+@pytest.mark.parametrize("then, right", [("", False), ("bar.warp.sync -1;", True)])
+def test_a_wait_of_one_lane_is_not_its_warps(then: str, right: bool) -> None:
+    one = f"setp.eq.u32 %p0, %lane, 0; @!%p0 bra on; {WAIT} on: {then} {READ}"
+    told = found(FIRST, one)
+    assert right == (not told) and all(f.advisory for f in told)
+    assert right or "only lane 0 has executed griddepcontrol.wait" in str(told[0])
+
+
 def test_a_write_races_with_what_the_kernel_before_reads() -> None:
     (first, *_) = found(FIRST, "st.global.u32 [%x_i], 3;")
     assert not first.advisory and "does not read it" in str(first)

@@ -13,6 +13,7 @@ from cutex.sim.hazards.copy_sources import CopySources
 from cutex.sim.hazards.flag_order import FlagOrder, has_flags
 from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.hazards.grid_order import GridOrder, Stream
+from cutex.sim.hazards.lane_acquires import LaneAcquires, acquires
 from cutex.sim.hazards.lane_releases import LaneReleases, releases
 from cutex.sim.hazards.lane_waits import LaneWaits
 from cutex.sim.hazards.launch_requests import LaunchRequests
@@ -70,6 +71,9 @@ class Checks:
         wgmma = [WgmmaRegisters(m)] if any(i.name == "wgmma" for i in m.program.code) else []
         flags: list[Observer] = [FlagOrder(m, clocks)] if has_flags(m.program) else []
         flags += [LaneReleases(m, clocks)] if releases(m.program) else []
+        one_lane: list[Observer] = [LaneWaits(m, clocks, asynchronous)]
+        if self.global_races.active and acquires(m.program):
+            one_lane.append(LaneAcquires(m, clocks, self.global_races))
         flags += [Leaders(m)] if places_of_groups(m.program) else []
         grids = [self.grid_order] if self.grid_order.active else []
         rechecks = [self.rechecks] if self.rechecks.active else []
@@ -79,7 +83,7 @@ class Checks:
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
             UnwrittenValues(m, self.unwritten), CopySources(m, clocks, asynchronous),
-            LaneWaits(m, asynchronous),
+            *one_lane,  # NOTE: before the acquires that they watch count
             self.global_races, *flags, *orders, *grids, *rechecks, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
         ]  # fmt: skip

@@ -130,6 +130,10 @@ class ClusterOrder(Observer):
         row = self._foreign(warp).get(cluster)
         return int(row[slot]) if row is not None and slot < len(row) else 0
 
+    def clocks_of_others(self, warp: int) -> ClusterClock:
+        """The clocks of other clusters that ``warp`` has."""
+        return dict(self._foreign(warp)) if self.active else {}
+
     def _now(self, warp: int) -> ClusterClock:
         m = self.m
         own = int(m.grid.cta_cluster[m.grid.warp_cta[warp]])

@@ -73,6 +73,7 @@ class GlobalRaces(Observer):
         self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
         self.reports = GlobalReports(machine, self.records, rechecks)
         self.writes: dict[int, np.ndarray] = {}
+        self.stored_to: set[int] = set()  # of these, where ordinary stores have written
         self.beneath: dict[int, np.ndarray] = {}  # the last ordinary write before atomics
         self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
@@ -173,8 +174,12 @@ class GlobalRaces(Observer):
     def box_issued(
         self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
     ) -> None:
-        """Record a TMA load."""
-        if not self.active or write:
+        """Record a TMA load; check what a store changes."""
+        if not self.active:
+            return
+        if write:
+            if self.stored_to and self._is_stored_to(tmap.address):
+                self._check_box_store(warp, tmap, at, ins)
             return
         read = BoxRead(tmap, at, int(self.clashes.clusters(np.array([warp]))[0]), ins)
         if not self.order.active:
@@ -185,11 +190,14 @@ class GlobalRaces(Observer):
     def bulk_issued(
         self, warp: int, address: int, size: int, write: bool, ins: Instruction
     ) -> None:
-        """Check a bulk load of contiguous bytes against the writes so far."""
+        """Check a bulk copy of contiguous bytes against the writes so far."""
         region = self.m.memory.find(address)
-        if write or region is None or region.base not in self.writes:
+        if region is None or region.base not in (self.stored_to if write else self.writes):
             return
         places = address - region.base + np.arange(size)[None]
+        if write:
+            self._check_proxy(warp, self.writes[region.base][places], places, region, ins, write)
+            return
         one = np.array([warp])
         by = self._lanes(Lanes(one, 0 * one, one), WEAK, ins)
         last = self.writes[region.base][places[0, 0] : places[0, 0] + size][None]
@@ -288,6 +296,8 @@ class GlobalRaces(Observer):
                 self._check_lanes(last * differs, places, by, region, ins, write=True)
             self._after_loads(region, places, differs, by, ins)
         marks[places] = self._mark(by)[:, None]
+        if by.clock is None:
+            self.stored_to.add(region.base)
 
     def _after_loads(
         self, region: Region, places: np.ndarray, differs: np.ndarray, by: By, ins: Instruction
@@ -359,12 +369,30 @@ class GlobalRaces(Observer):
         elif warp is not None:
             self._check_proxy(warp, last, places, region, read.instruction)
 
+    def _is_stored_to(self, address: int) -> bool:
+        region = self.m.memory.find(address)
+        return region is not None and region.base in self.stored_to
+
+    def _check_box_store(self, warp: int, tmap: Any, at: tuple[int, ...], ins: Instruction) -> None:
+        found = box_places(self.m.memory, tmap, at, self.writes)
+        if found is not None:
+            region, offsets = found
+            last = self.writes[region.base][offsets][:, None]
+            self._check_proxy(warp, last, offsets[:, None], region, ins, write=True)
+
     def _check_proxy(
-        self, warp: int, last: np.ndarray, places: np.ndarray, region: Region, ins: Instruction
+        self,
+        warp: int,
+        last: np.ndarray,
+        places: np.ndarray,
+        region: Region,
+        ins: Instruction,
+        write: bool = False,
     ) -> None:
-        """Report a copy by the async proxy of what ordinary stores of its cluster have written,
-        with no fence of proxies on the way (PTX ISA 9.7.9.25.1). A fence of global memory only
-        counts where the warp that stores or the one that copies has it.
+        """Report a copy by the async proxy of what ordinary stores of its cluster have written, or
+        a bulk reduction of it, with no fence of proxies on the way (PTX ISA 9.7.9.25.1); of a bulk
+        store onto it that is an advisory. A fence of global memory only counts where the warp that
+        stores or the one that copies has it.
 
         NOTE: a fence of shared memory only is taken for one of all in a kernel that has those, too.
         """
@@ -379,7 +407,8 @@ class GlobalRaces(Observer):
             unseen &= r.count[rec] > self.proxy_clocks[who][slot]
         if unseen.any():
             at = tuple(int(v[0]) for v in np.nonzero(unseen))
-            self.reports.proxy(warp, region.element(int(places[at])), int(rec[at]), ins)
+            place = region.element(int(places[at]))
+            self.reports.proxy(warp, place, int(rec[at]), ins, write)
 
     def _check_lanes(
         self,

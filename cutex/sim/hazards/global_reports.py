@@ -63,14 +63,22 @@ class GlobalReports:
             remedy="a load without .nc",
         )
 
-    def proxy(self, warp: int, place: str, earlier: int, ins: Instruction) -> None:
-        """A copy by TMA of what ordinary stores have written, which a barrier orders."""
+    def proxy(
+        self, warp: int, place: str, earlier: int, ins: Instruction, write: bool = False
+    ) -> None:
+        """A copy by TMA of what ordinary stores have written, or onto it, which a barrier
+        orders.
+        """
+        what, verb = ("bulk store", "overwrites") if write else ("copy", "reads")
+        if write and ins.op.startswith("cp.reduce"):
+            what, verb = "bulk reduction", "changes"
         self.m.findings.add(
             "proxy",
-            f"a copy that {self.m.grid.name_warp(warp)} issues reads {place}, which ordinary "
+            f"a {what} that {self.m.grid.name_warp(warp)} issues {verb} {place}, which ordinary "
             f"stores of {self._agent(earlier)} wrote (PTX line {self.records.line[earlier]}), with "
             "no fence.proxy.async in between",
             ins,
+            verb == "overwrites",
             remedy="fence_proxy('async') by the threads that store, before the barrier",
         )
 

@@ -79,6 +79,8 @@ class GridOrder(Observer):
         if not programmatic:
             stream.running.clear()
         self.before = list(stream.running)  # grids that may still run
+        # by warp: the lanes that have waited, if not all have, since its lanes last met
+        self.some_waited: dict[int, set[int]] = {}
         self.beyond = self._beyond()
 
     def _beyond(self) -> list[Footprint]:
@@ -92,11 +94,16 @@ class GridOrder(Observer):
         """Begin with other resident clusters."""
         self.clocks = clocks
 
-    def grids_waited(self, warps: np.ndarray) -> None:
+    def grids_waited(self, warps: np.ndarray, lanes: np.ndarray) -> None:
         self.footprint.waited = True
         if self.programmatic:
             slot = self.clocks.grid_slot()
-            for warp in warps.tolist():
+            for warp, active in zip(warps.tolist(), lanes, strict=True):
+                some = set(np.flatnonzero(active).tolist())
+                if len(some) < self.m.live[warp].sum() and not self.clocks.known[warp, slot]:
+                    self.some_waited[warp] = some
+                elif warp in self.some_waited:
+                    self.some_waited[warp] |= some
                 self.clocks.learn(warp, slot, 1)
 
     def dependents_let_start(self, warps: np.ndarray) -> None:
@@ -130,7 +137,7 @@ class GridOrder(Observer):
     # -- accesses ----------------------------------------------------------------------------------
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
-        self._lanes(where.warps, where.addresses, size, False, ins)
+        self._lanes(where, size, False, ins)
 
     def global_stores(
         self,
@@ -139,12 +146,11 @@ class GridOrder(Observer):
         parts: Sequence[Part],
         ins: Instruction,
     ) -> None:
-        self._lanes(where.warps, where.addresses, values.shape[1], True, ins)
+        self._lanes(where, values.shape[1], True, ins)
 
-    def _lanes(
-        self, warps: np.ndarray, addresses: np.ndarray, size: int, write: bool, ins: Instruction
-    ) -> None:
-        """Accesses to ``size`` bytes at each address (n,), by lanes of ``warps`` (n,)."""
+    def _lanes(self, where: Lanes, size: int, write: bool, ins: Instruction) -> None:
+        """Accesses to ``size`` bytes at each address."""
+        warps, lanes, addresses = where
         if not len(addresses):
             return
         if self.lets_start:
@@ -162,6 +168,11 @@ class GridOrder(Observer):
             for region, members in self._by_region(mine):
                 low, high = int(mine[members].min()), int(mine[members].max()) + size
                 self._check(warp, region, low, high, write, ins)
+        for warp in {*np.unique(warps).tolist()} & self.some_waited.keys():
+            others = (warps == warp) & ~np.isin(lanes, list(self.some_waited[warp]))
+            for k in np.flatnonzero(others).tolist():
+                if warp in self.some_waited:
+                    self._check_lane(warp, int(lanes[k]), int(addresses[k]), size, write, ins)
 
     def box_issued(
         self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
@@ -202,6 +213,46 @@ class GridOrder(Observer):
     ) -> None:
         if self.lets_start:
             self.footprint.write(region, offsets, size)
+
+    def _check_lane(
+        self, warp: int, lane: int, address: int, size: int, write: bool, ins: Instruction
+    ) -> None:
+        """Tell of an access to what the grids before touch by a lane of a warp that knows of their
+        end by a wait of other lanes, with no bar.warp.sync behind it: an advisory, since warps
+        execute the wait as one instruction.
+        """
+        end = address + size
+        for before in self.before:
+            if before.wrote(address, end) or (write and before.reads(address, end)):
+                by = min(self.some_waited.pop(warp))
+                self.m.findings.add(
+                    "race",
+                    f"lane {lane} of {self.m.grid.name_warp(warp)} {'writes' if write else 'reads'}"
+                    f" what {before.kernel}, launched before it, touches, and only lane {by} has "
+                    "executed griddepcontrol.wait: by the letter, a bar.warp.sync is missing "
+                    "between the two lanes",
+                    ins,
+                    advisory=True,
+                )
+                return
+
+    # -- what orders the lanes ---------------------------------------------------------------------
+
+    def lanes_met(self, warps: np.ndarray) -> None:
+        for warp in warps.tolist() if self.some_waited else ():
+            self.some_waited.pop(warp, None)
+
+    def named_passed(self, key: tuple[int, int], warp: int) -> None:
+        self.some_waited.pop(warp, None)
+
+    def cluster_passed(self, which: int, warp: int) -> None:
+        self.some_waited.pop(warp, None)
+
+    def mbarrier_passed(self, barrier: object, warp: int, lanes: np.ndarray, ins: object) -> None:
+        if len(lanes) == 32:
+            self.some_waited.pop(warp, None)
+
+    # -- names -------------------------------------------------------------------------------------
 
     def _by_region(self, addresses: np.ndarray) -> list[tuple[Region, np.ndarray]]:
         found, left = [], np.ones(len(addresses), bool)

@@ -14,6 +14,7 @@ from cutex.sim.isa.bulk_operands import (
     MODS,
     Value,
     active_lanes,
+    check_one_cta,
     check_reduced,
     check_source,
     multicast_mask,
@@ -93,6 +94,8 @@ def _plain_load(d: Decoder) -> Execute:
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), n, 16)
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
+            if mask is None:
+                check_one_cta(d, cta, bar_cta)
             m.events.bulk_issued(int(b.idx[row]), source, n, False, ins)
             for target in targets(d, cta, mask):
                 signal = (bar_cta if mask is None else target, bar)
@@ -139,12 +142,7 @@ def _shared_copy(d: Decoder, reduction: str | None) -> Execute:
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), n, 16)
             source = shared_place(d, b, row, lane, int(f[row, lane]), n, 16)
             signal = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
-            if signal[0] != cta:
-                raise BadOperand.at(
-                    ins,
-                    f"a copy to {m.grid.name_cta(cta)} completes on an mbarrier of "
-                    f"{m.grid.name_cta(signal[0])}: they must lie in the same CTA",
-                )
+            check_one_cta(d, cta, signal[0])
             m.mbarriers.use(*signal, int(b.idx[row]), ins)
             op = Operation(
                 "the bulk copy", int(b.idx[row]), ins, ("tma", m.flight.issued, cta),
@@ -296,7 +294,9 @@ def _wait_group(d: Decoder) -> Execute:
                 lanes.setdefault(row, []).append(lane)
         for row, of in lanes.items():
             late = m.bulk_groups.overdue(warps[row], of, allowed, written)
-            if late is not None:
+            if late is None:
+                m.events.lanes_waited(warps[row], np.flatnonzero(b.active()[row]), ins)
+            else:
                 out[row] = RETRY
                 key = "bulk", warps[row], late
                 m.sleep(

@@ -73,6 +73,17 @@ def targets(d: Decoder, cta: int, mask: int | None) -> list[int]:
     return [first + r for r in range(size) if mask >> r & 1]
 
 
+def check_one_cta(d: Decoder, cta: int, barrier_cta: int) -> None:
+    """Refuse a copy to a CTA that completes on an mbarrier of another (9.7.9.25.4.1, 9.7.9.27)."""
+    if barrier_cta != cta:
+        name = d.m.grid.name_cta
+        raise BadOperand.at(
+            d.ins,
+            f"a copy to {name(cta)} completes on an mbarrier of {name(barrier_cta)}: they must "
+            "lie in the same CTA",
+        )
+
+
 def multicast_mask(d: Decoder) -> Callable[[Batch], np.ndarray] | None:
     if "multicast" not in d.mods:
         return None

@@ -288,7 +288,7 @@ def griddepcontrol(d: Decoder) -> Execute:
     observers are notified which warps have waited for them.
     """
     if "wait" in d.mods:
-        return lambda b: d.m.events.grids_waited(b.idx[b.any_active()])
+        return lambda b: d.m.events.grids_waited(b.idx[b.any_active()], b.active()[b.any_active()])
     return lambda b: d.m.events.dependents_let_start(b.idx[b.any_active()])
 
 

@@ -14,6 +14,7 @@ from cutex.sim.isa.boxes import places_under, window, word_of
 from cutex.sim.isa.bulk_operands import (
     Value,
     active_lanes,
+    check_one_cta,
     check_source,
     multicast_mask,
     shared_place,
@@ -93,6 +94,8 @@ def tensor_load(d: Decoder) -> Execute:
             cta, offset = shared_place(d, b, row, lane, int(t[row, lane]), size, BOX_ALIGN)
             bar_cta, bar = shared_place(d, b, row, lane, int(bars[row, lane]), 8, 8)
             mask = int(masks[row, lane]) if masks is not None else None
+            if mask is None and not pair:
+                check_one_cta(d, cta, bar_cta)
             for at in places:
                 m.events.box_issued(int(b.idx[row]), tmap, at, False, ins)
             for target in targets(d, cta, mask):

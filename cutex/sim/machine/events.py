@@ -124,6 +124,9 @@ class Observer:
         wgmma.
         """
 
+    def lanes_waited(self, warp: int, lanes: np.ndarray, ins: Instruction) -> None:
+        """These lanes of a warp (their numbers) have waited for bulk stores, as was reported."""
+
     def waited_writes(self, warp: int, number: int) -> None:
         """It has, and for what these bulk stores write."""
 
@@ -206,8 +209,8 @@ class Observer:
     def global_proxy_fenced(self, warps: np.ndarray) -> None:
         """fence.proxy.async.global."""
 
-    def grids_waited(self, warps: np.ndarray) -> None:
-        """griddepcontrol.wait."""
+    def grids_waited(self, warps: np.ndarray, lanes: np.ndarray) -> None:
+        """griddepcontrol.wait, by these lanes of each, (n, 32) bool."""
 
     def dependents_let_start(self, warps: np.ndarray) -> None:
         """griddepcontrol.launch_dependents."""
