@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from subjects import Subject
@@ -40,13 +41,21 @@ def _far_off(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> str |
     return None
 
 
-def _subject(name: str, arch: str, call: Call, which: int = 0) -> Subject:
-    """The ``which``-th of the kernels that ``call`` launches."""
+def subject(name: str, arch: str, call: Call, which: int | str = 0) -> Subject:
+    """The ``which``-th of the kernels that ``call`` launches, or that whose name contains it."""
 
     def build() -> Any:
         found: dict[str, Any] = {}
-        _here(arch, lambda compiled, _: found.setdefault(compiled.symbol, compiled), call)
-        return list(found.values())[which]
+
+        def launch(compiled: Any, given: tuple[Any, ...]) -> None:
+            found.setdefault(compiled.symbol, compiled)
+            if isinstance(which, str):  # what follows may depend on what this one computes
+                _unchecked(compiled, given)
+
+        _here(arch, launch, call)
+        if isinstance(which, int):
+            return list(found.values())[which]
+        return next(compiled for symbol, compiled in found.items() if which in symbol)
 
     @cache
     def want() -> Sequence[torch.Tensor]:
@@ -64,7 +73,7 @@ def _subject(name: str, arch: str, call: Call, which: int = 0) -> Subject:
     return Subject(f"{name} {arch}", build, launch)
 
 
-def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -72,17 +81,17 @@ def _unchecked(compiled: Any, given: tuple[Any, ...]) -> None:
     cutex.simulate(compiled, *given, checks=False)
 
 
-def _backward(arch: str, head_dim: int, seqlen: int, **options: Any) -> Call:
+def _backward(arch: str, head_dim: int, seqlen: int, heads: int = 1, **options: Any) -> Call:
     """Attention's backward, of a forward that runs once."""
 
     @cache
     def forward() -> Sequence[torch.Tensor]:
-        qkv = [_normal(1, seqlen, 1, head_dim, seed=i).requires_grad_() for i in range(3)]
+        qkv = [normal(1, seqlen, heads, head_dim, seed=i).requires_grad_() for i in range(3)]
         return _here(arch, _unchecked, lambda: (cutex.flash_attn_func(*qkv, **options), *qkv))
 
     def call() -> Sequence[torch.Tensor]:
         out, *qkv = forward()
-        return torch.autograd.grad(out, qkv, _normal(*out.shape, seed=3), retain_graph=True)
+        return torch.autograd.grad(out, qkv, normal(*out.shape, seed=3), retain_graph=True)
 
     return call
 
@@ -90,13 +99,25 @@ def _backward(arch: str, head_dim: int, seqlen: int, **options: Any) -> Call:
 def _cached(case: dict[str, Any], layout: dict[str, Any]) -> Call:
     """Attention to a cache, by one to three launches."""
     heads, tokens, lengths = case["heads"], case["tokens"], case["lengths"]
+    page_size, head_dim = case.get("page_size"), case.get("head_dim", 64)
+    dtype = case.get("dtype", torch.bfloat16)
 
     def call() -> Sequence[torch.Tensor]:
-        q = _normal(len(lengths), tokens, heads, 64)
-        k, v = (_normal(len(lengths), max(lengths), 1, 64, seed=i) for i in (1, 2))
+        q = normal(len(lengths), tokens, heads, head_dim).to(dtype)
+        shape = len(lengths), max(lengths) + tokens
+        given = dict(layout)
+        if page_size is not None:
+            each = -(-shape[1] // page_size)
+            shape = len(lengths) * each, page_size
+            table = torch.randperm(shape[0], generator=torch.Generator().manual_seed(3))
+            given["page_table"] = table.int().view(len(lengths), each)
+        k, v = (normal(*shape, 1, head_dim, seed=i).to(dtype) for i in (1, 2))
+        if case.get("appended"):
+            new = (normal(len(lengths), tokens, 1, head_dim, seed=i).to(dtype) for i in (4, 5))
+            given.update(zip(("k", "v"), new, strict=True))
         used = torch.tensor(lengths, dtype=torch.int32)
-        out = cutex.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, **layout)
-        return (out,)
+        out = cutex.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, **given)
+        return out, k.float(), v.float()
 
     return call
 
@@ -106,38 +127,94 @@ def _mla(lengths: tuple[int, ...]) -> Call:
         counts = torch.tensor(lengths, dtype=torch.int32)
         pages = [-(-n // 64) for n in lengths]
         table = torch.arange(len(lengths) * max(pages), dtype=torch.int32).view(len(lengths), -1)
-        q = _normal(len(lengths), 1, 128, 576)
-        rows = _normal(table.numel(), 64, 1, 576, seed=1)
+        q = normal(len(lengths), 1, 128, 576)
+        rows = normal(table.numel(), 64, 1, 576, seed=1)
         plan = cutex.get_mla_metadata(counts, 128, 1)
         return cutex.flash_mla_with_kvcache(q, rows, table, counts, 512, *plan)
 
     return call
 
 
+def _chosen() -> Sequence[torch.Tensor]:
+    """MLA of 100 chosen keys, of which some are none."""
+    chosen = torch.randint(-9, 320, (2, 1, 100), generator=torch.Generator().manual_seed(0))
+    q, cache = normal(2, 1, 128, 576), normal(5, 64, 1, 576, seed=1)
+    return cutex.flash_mla_with_kvcache(q, cache, None, None, 512, indices=chosen.int())
+
+
 def _grouped(sums: bool) -> Call:
     def call() -> Sequence[torch.Tensor]:
         if sums:  # a tile of a group of K = 900 wraps the ring
             offs = torch.tensor([130, 130, 1030, 1150], dtype=torch.int32)
-            x = _normal(1150, 600)
-            return (cutex.grouped_mm(x.mT, _normal(1150, 264, seed=1), offs),)
+            x = normal(1150, 600)
+            return (cutex.grouped_mm(x.mT, normal(1150, 264, seed=1), offs),)
         offs = torch.tensor([130, 130, 400, 520], dtype=torch.int32)
-        x = _normal(520, 600)
-        return (cutex.grouped_mm(x, _normal(4, 264, 600, seed=1).mT, offs),)
+        x = normal(520, 600)
+        return (cutex.grouped_mm(x, normal(4, 264, 600, seed=1).mT, offs),)
 
     return call
 
 
+def _indexed(scattered: bool, **options: Any) -> Call:
+    """Products of groups of rows that an index names, whose results go where another does."""
+
+    def call() -> Sequence[torch.Tensor]:
+        offs = torch.tensor([130, 130, 400, 520], dtype=torch.int32)
+        x, w = normal(300, 640), normal(4, 264, 640, seed=1).mT
+        g = torch.Generator().manual_seed(2)
+        index = torch.randint(0, 300, (520,), generator=g, dtype=torch.int32)
+        if not scattered:
+            return (cutex.grouped_mm(x, w, offs, index=index, **options),)
+        out = torch.zeros(600, 264, dtype=torch.bfloat16)
+        to = torch.randperm(600, generator=g)[:520].int()
+        if options.get("add"):
+            to = to // 2
+        return (cutex.grouped_mm(x, w, offs, index=index, out=out, out_index=to, **options),)
+
+    return call
+
+
+def _grouped_blocks(of_x: str, of_w: str) -> Call:
+    """Groups of rows with factors of blocks."""
+
+    def call() -> Sequence[torch.Tensor]:
+        offs = torch.tensor([130, 130, 400, 520], dtype=torch.int32)
+        plain = {"swizzled": False} if of_x.startswith(("mx", "nv")) else {}
+        a = cutex.quantize(normal(520, 640), of_x, **plain)
+        b = cutex.quantize(normal(4, 256, 640, seed=1), of_w)
+        return (cutex.scaled_grouped_mm(a, b, offs=offs),)
+
+    return call
+
+
+def _with_pairs(call: Call) -> Call:
+    """Blackwell's backward by pairs that exchange dS, which nothing chooses."""
+    from cutex.kernels.attention.backward.sm100.pairs.config import pairs_of
+    from cutex.ops.attention import own_backward
+
+    fitted = own_backward.fitted
+
+    def by_pairs() -> Sequence[torch.Tensor]:
+        with mock.patch.object(own_backward, "fitted", lambda *given: pairs_of(fitted(*given))):
+            return call()
+
+    return by_pairs
+
+
 def _quantized(m: int, n: int, k: int, of_a: str, of_b: str) -> Call:
     def call() -> Sequence[torch.Tensor]:
-        a, b = cutex.quantize(_normal(m, k), of_a), cutex.quantize(_normal(n, k, seed=1), of_b)
+        a, b = cutex.quantize(normal(m, k), of_a), cutex.quantize(normal(n, k, seed=1), of_b)
         return (cutex.scaled_mm(a, b),)
 
     return call
 
 
-def _w4() -> Sequence[torch.Tensor]:
-    packed = cutex.pack_w4(_normal(264, 6144, seed=1))
-    return (cutex.matmul(_normal(40, 6144), packed),)
+def _w4(rows: int, kind: str = "int4") -> Call:
+    def call() -> Sequence[torch.Tensor]:
+        packed = cutex.pack_w4(normal(264, 6144, seed=1), kind=kind)
+        return (cutex.matmul(normal(rows, 6144), packed),)
+
+    return call
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> Call:
@@ -151,47 +228,75 @@ def _subjects() -> list[Subject]:
     for arch in ("sm_90a", "sm_100a"):
         for dim in (64, 128):
             call = _backward(arch, dim, 200, causal=True)
-            found.append(_subject(f"backward {dim}", arch, call))
+            found.append(subject(f"backward {dim}", arch, call))
         found += [
-            _subject("backward 128, full", arch, _backward(arch, 128, 200)),
-            _subject("decode, parts", arch, _cached(one, {"num_splits": 3})),
-            _subject("decode, rows", arch, _cached(many, {})),
-            _subject("MLA", arch, _mla((400, 70))),
-            _subject("grouped", arch, _grouped(False)),
-            _subject("grouped sums", arch, _grouped(True)),
-            _subject("w4", arch, _w4),
+            subject("backward 128, full", arch, _backward(arch, 128, 200)),
+            subject("decode, parts", arch, _cached(one, {"num_splits": 3})),
+            subject("decode, rows", arch, _cached(many, {})),
+            subject("MLA", arch, _mla((400, 70))),
+            subject("grouped", arch, _grouped(False)),
+            subject("grouped sums", arch, _grouped(True)),
+            subject("w4", arch, _w4(40)),
+            subject("backward 128, tiles in turn", arch, _backward(arch, 128, 200, 4)),
+            subject("backward 256", arch, _backward(arch, 256, 200)),
+            subject("backward, in order", arch, _backward(arch, 64, 330, deterministic=True)),
+            subject("decode, pages", arch, _cached({**many, "page_size": 16}, {})),
+            subject("decode, appended", arch, _cached({**many, "appended": True}, {})),
+            subject("decode 128, one row", arch, _cached({**one, "head_dim": 128}, {})),
+            subject("w4, one row", arch, _w4(1)),
+            subject("w4, mxfp4", arch, _w4(130, "mxfp4")),
+            subject("grouped, gathered", arch, _indexed(False)),
+            subject("grouped, scattered", arch, _indexed(True)),
+            subject("grouped, added", arch, _indexed(True, add=True)),
         ]
+    e4m3 = {"dtype": torch.float8_e4m3fn}
     found += [
-        _subject(
-            "fp8 blocks", "sm_90a", _quantized(300, 264, 1024, "fp8_1x128", "fp8_128x128"), -1
+        subject("backward of pairs", "sm_100a", _with_pairs(_backward("sm_100a", 128, 300))),
+        subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {})),
+        subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {})),
+        subject("MLA, chosen keys", "sm_90a", _chosen),
+        subject(
+            "grouped fp8 blocks", "sm_90a", _grouped_blocks("fp8_1x128", "fp8_128x128"), "grouped"
         ),
-        _subject(
+        subject("grouped mxfp8", "sm_100a", _grouped_blocks("mxfp8", "mxfp8"), "grouped"),
+        subject("grouped nvfp4", "sm_100a", _grouped_blocks("nvfp4", "nvfp4"), "grouped"),
+        subject("mxfp4", "sm_100a", _quantized(300, 264, 2048, "mxfp8", "mxfp4"), -1),
+        subject("odd rows", "sm_100a", _product(normal(300, 1601), normal(1601, 136, seed=1))),
+        subject("odd pitch", "sm_90a", _product(normal(300, 1601), normal(1601, 136, seed=1))),
+        subject("one odd row", "sm_90a", _product(normal(1, 6145), normal(6145, 264, seed=1))),
+        subject(
+            "fp32",
+            "sm_90a",
+            _product(normal(200, 520).float(), normal(520, 136, seed=1).float()),
+        ),
+    ]
+    found += [
+        subject("fp8 blocks", "sm_90a", _quantized(300, 264, 1024, "fp8_1x128", "fp8_128x128"), -1),
+        subject(
             "fp8 few rows", "sm_90a", _quantized(64, 264, 6144, "fp8_1x128", "fp8_128x128"), -1
         ),
-        _subject("mxfp8", "sm_100a", _quantized(300, 264, 1024, "mxfp8", "mxfp8"), -1),
-        _subject("nvfp4", "sm_100a", _quantized(300, 264, 2048, "nvfp4", "nvfp4"), -1),
-        _subject(
-            "unaligned", "sm_90a", _product(_normal(1600, 201).mT, _normal(1600, 136, seed=1))
-        ),
-        _subject("few rows", "sm_90a", _product(_normal(1600, 5).mT, _normal(1600, 40, seed=1))),
-        _subject("mma.sync", "sm_80", _product(_normal(100, 264), _normal(264, 136, seed=1))),
-        _subject(
+        subject("mxfp8", "sm_100a", _quantized(300, 264, 1024, "mxfp8", "mxfp8"), -1),
+        subject("nvfp4", "sm_100a", _quantized(300, 264, 2048, "nvfp4", "nvfp4"), -1),
+        subject("unaligned", "sm_90a", _product(normal(1600, 201).mT, normal(1600, 136, seed=1))),
+        subject("few rows", "sm_90a", _product(normal(1600, 5).mT, normal(1600, 40, seed=1))),
+        subject("mma.sync", "sm_80", _product(normal(100, 264), normal(264, 136, seed=1))),
+        subject(
             "rms_norm, long",
             "sm_90a",
-            lambda: (cutex.rms_norm(_normal(3, 40_000), _normal(40_000, seed=1)),),
+            lambda: (cutex.rms_norm(normal(3, 40_000), normal(40_000, seed=1)),),
         ),
-        _subject("softmax", "sm_90a", lambda: (cutex.softmax(_normal(40, 1023)),)),
-        _subject(
+        subject("softmax", "sm_90a", lambda: (cutex.softmax(normal(40, 1023)),)),
+        subject(
             "cross_entropy",
             "sm_90a",
-            lambda: (cutex.cross_entropy(_normal(5, 50_264), torch.arange(5)),),
+            lambda: (cutex.cross_entropy(normal(5, 50_264), torch.arange(5)),),
         ),
-        _subject("reduce", "sm_90a", lambda: (cutex.reduce(_normal(300_000)),)),
-        _subject("scan", "sm_90a", lambda: (cutex.scan(_normal(3, 20_000)),)),
-        _subject(
+        subject("reduce", "sm_90a", lambda: (cutex.reduce(normal(300_000)),)),
+        subject("scan", "sm_90a", lambda: (cutex.scan(normal(3, 20_000)),)),
+        subject(
             "histogram",
             "sm_90a",
-            lambda: (cutex.histogram(_normal(2000).float(), 77, low=-2.0, high=2.0),),
+            lambda: (cutex.histogram(normal(2000).float(), 77, low=-2.0, high=2.0),),
         ),
     ]
     return found

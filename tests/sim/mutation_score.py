@@ -22,7 +22,7 @@ from equivalent import why
 from mutants import ALL, Site, sites
 from subjects import ORDERS, SUBJECTS, Subject
 
-KINDS = ("found", "advisory", "values", "nothing")
+KINDS = ("found", "advisory", "values", "nothing")  # "raised": of the simulator itself
 
 
 def spread(items: Sequence[Any], at_most: int) -> list[Any]:
@@ -61,6 +61,15 @@ def run(subject: Subject, site: Site, orders: Sequence[dict[str, Any]] = ORDERS)
     }
 
 
+def _run(subject: Subject, site: Site, orders: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The same; of a mutant on which the simulator itself fails, how."""
+    try:
+        return run(subject, site, orders)
+    except Exception as error:
+        what = {"subject": subject.name, "operator": site.operator, "line": site.line}
+        return {**what, "text": site.text, "kind": "raised", "message": f"{error!r:.400}"}
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the outcomes by operator."""
     out = [
@@ -74,7 +83,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if kinds:
             cells = [kinds.total(), *(kinds[k] for k in (*KINDS[:-1], "equivalent", "nothing"))]
             out.append(f"| {operator} | {' | '.join(map(str, cells))} |")
-    left = [r for r in rows if r["kind"] == "nothing" and not r.get("why")]
+    left = [r for r in rows if r["kind"] in ("nothing", "raised") and not r.get("why")]
     out += ["", f"{len(left)} of {len(rows)} of which nothing is told or derived:"]
     out += [f"- {r['subject']}: {r['operator']}, line {r['line']}: {r['text']}" for r in left]
     reasons = Counter(r["why"] for r in rows if r.get("why"))
@@ -82,46 +91,46 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
-SHARES = 12  # of a kernel's mutants, each a task of a process
-
-
 @cache
-def _subject(name: str) -> Subject:
-    if name in SUBJECTS:
-        return SUBJECTS[name]
+def _every() -> dict[str, Subject]:
     from call_subjects import CALLS  # NOTE: imports every operator
+    from row_subjects import ROWS
 
-    return CALLS[name]
+    return {**SUBJECTS, **CALLS, **ROWS}
 
 
 @cache
 def _mutants(name: str, at_most: int) -> list[Site]:
-    return list(mutants(_subject(name), at_most))
+    return list(mutants(_every()[name], at_most))
 
 
-def _rows(at_most: int, rows: list[dict[str, Any]], task: tuple[int, str]) -> list[dict[str, Any]]:
-    """The outcomes of a share of a kernel's mutants, those that ``rows`` lacks."""
+def _rows(args: argparse.Namespace, rows: list[dict[str, Any]], task: tuple[int, str]) -> None:
+    """Append the outcomes of a share of a kernel's mutants, those that ``rows`` lacks."""
     share, name = task
     known = {(r["operator"], r["line"]): r for r in rows if r["subject"] == name}
-    out = []
-    for site in _mutants(name, at_most)[share::SHARES]:
+    orders = ORDERS[:1] if args.default_order else ORDERS
+    for site in _mutants(name, args.at_most)[share :: args.shares]:
         row = known.get((site.operator, site.line))
         if row is None:
-            out.append(run(_subject(name), site))
+            row = _run(_every()[name], site, orders)
         elif row["kind"] == "nothing" and "why" not in row:
-            out.append(row | {"why": why(_subject(name), site)})
-    return out
+            row = row | {"why": why(_every()[name], site)}
+        else:
+            continue
+        with args.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def names(parts: str) -> list[str]:
     """The kernels whose name contains one of the parts."""
-    each = parts.split(",")
-    found = [name for name in SUBJECTS if any(part in name for part in each)]
-    if found:
-        return found
     from call_subjects import CALLS
+    from row_subjects import ROWS
 
-    return [name for name in CALLS if any(part == "call" or part in name for part in each)]
+    groups = {"stage": SUBJECTS, "call": CALLS, "row": ROWS}
+    found: list[str] = []
+    for part in parts.split(";"):
+        found += groups.get(part) or [name for name in _every() if part in name]
+    return list(dict.fromkeys(found))
 
 
 def main() -> None:
@@ -129,17 +138,20 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--at-most", type=int, default=6, help="of one operator in one kernel")
     parser.add_argument(
-        "--subject", default="", help="parts of the names of the kernels to mutate, with commas"
+        "--subject",
+        default="stage;call;row",
+        help="parts of the names of the kernels to mutate, or whose groups, with semicolons",
     )
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--shares", type=int, default=1, help="of a kernel's mutants, by process")
+    parser.add_argument("--default-order", action="store_true", help="no other orders")
     args = parser.parse_args()
     texts = args.results.read_text().splitlines() if args.results.exists() else []
     rows = [json.loads(text) for text in texts]
-    tasks = [(share, name) for share in range(SHARES) for name in names(args.subject)]
+    tasks = [(share, name) for share in range(args.shares) for name in names(args.subject)]
     with get_context("spawn").Pool(args.processes) as pool:
-        for found in pool.imap_unordered(partial(_rows, args.at_most, rows), tasks):
-            with args.results.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in found)
+        for _ in pool.imap_unordered(partial(_rows, args, rows), tasks):
+            pass
     texts = args.results.read_text().splitlines()
     last = {(r["subject"], r["operator"], r["line"]): r for r in map(json.loads, texts)}
     print(table(list(last.values())))

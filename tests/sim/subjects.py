@@ -30,12 +30,14 @@ from cutex.kernels.gemm.sm100.general import General as General100
 from cutex.problem.attention import AttentionProblem
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.gemm import GemmProblem
-from cutex.sim import SimError, simulate
+from cutex.sim import SimError, SimReport, simulate
 from cutex.sim.finding import Finding
 from cutex.sim.machine.findings import Findings
 
 ORDERS = ({}, {"order": "eager"}, {"order": "starved", "seed": 1}, {"order": "peer-late"},
           {"order": "random", "seed": 1})  # fmt: skip
+
+LONGER = 10  # times as many instructions as the kernel itself, after which a mutant never ends
 
 
 @dataclass
@@ -61,31 +63,34 @@ class Subject:
         return self.build()
 
     @cached_property
+    def unchanged(self) -> list[SimReport]:
+        """The reports of the kernel itself."""
+        return self._run(self.kernel)[1]
+
+    @cached_property
     def known(self) -> set[tuple[str, str]]:
         """The advisories of the kernel itself, which say nothing of a mutant."""
-        return {_key(a) for a in self._run(self.kernel)[1]}
+        return {_key(a) for report in self.unchanged for a in report.advisories}
 
     def outcome(self, kernel: Any, **order: Any) -> Outcome:
         """The outcome of one run of the kernel, or of a mutant of it."""
+        most = LONGER * max(report.instructions for report in self.unchanged) + 100_000
         try:
             with mock.patch.object(Findings, "add", _first):
-                wrong, advisories = self._run(kernel, **order)
+                wrong, reports = self._run(kernel, max_instructions=most, **order)
         except SimError as error:
             return Outcome("found", str(error))
-        new = [a for a in advisories if a.rule != "parked wait" and _key(a) not in self.known]
+        told = [a for report in reports for a in report.advisories if a.rule != "parked wait"]
+        new = [a for a in told if _key(a) not in self.known]
         if new:
             return Outcome("advisory", str(new[0]))
         return Outcome("values", wrong) if wrong else Outcome("nothing")
 
-    def _run(self, kernel: Any, **order: Any) -> tuple[str | None, list[Finding]]:
-        """The error of the result, and the advisories."""
-        advisories: list[Finding] = []
-
-        def launch(*arguments: Any) -> None:
-            report = simulate(kernel, *arguments, max_instructions=20_000_000, **order)
-            advisories.extend(report.advisories)
-
-        return self.launch(launch, self.kernel), advisories
+    def _run(self, kernel: Any, **how: Any) -> tuple[str | None, list[SimReport]]:
+        """The error of the result, and a report for each launch."""
+        reports: list[SimReport] = []
+        launch = lambda *arguments: reports.append(simulate(kernel, *arguments, **how))
+        return self.launch(launch, self.kernel), reports
 
 
 def _key(finding: Finding) -> tuple[str, str]:
