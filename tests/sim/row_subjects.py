@@ -15,7 +15,7 @@ from subjects import Subject
 
 import cutex
 from cutex.kernels.row import choose
-from cutex.ops.row import norm
+from cutex.ops.row import norm, rows
 
 ARCH = "sm_90a"
 
@@ -29,6 +29,7 @@ def _of_many_rows(like: str) -> Iterator[None]:
     with (
         mock.patch.object(choose.bulk, "__defaults__", always if like == "bulk" else never),
         mock.patch.object(choose.dense, "__defaults__", always if like == "dense" else never),
+        mock.patch.object(rows, "LINE", 1),  # of a choice that the place of a tensor decides
         mock.patch.object(norm, "bulk_groups", lambda *_: 2),
         mock.patch.object(norm, "most_clusters", lambda *_: 2),
     ):

@@ -90,7 +90,9 @@ class Subject:
         """The error of the result, and a report for each launch."""
         reports: list[SimReport] = []
         launch = lambda *arguments: reports.append(simulate(kernel, *arguments, **how))
-        return self.launch(launch, self.kernel), reports
+        wrong = self.launch(launch, self.kernel)
+        assert reports, f"{self.name} launches another kernel than it has built"
+        return wrong, reports
 
 
 def _key(finding: Finding) -> tuple[str, str]:
