@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cutex.arch import arch
 from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
+from cutex.errors import CutexError
 
 WIDE = 4  # vectors of a thread, from which on more threads share a row
 CTA = 128  # threads of a CTA, before a cluster shares a row
@@ -58,6 +59,10 @@ SUMS_BY_ELEMENT = {(2049, 5120): (256, 1), (10_241, 24_576): (512, 2), (24_577, 
 SUMS_MOST = 5
 
 
+class TooLong(CutexError):
+    """A row that no tile holds, by the vectors in which it can be loaded."""
+
+
 class Bulk(NamedTuple):
     """How rows come by bulk copies: see BulkConfig."""
 
@@ -83,8 +88,8 @@ def tile(
     unit: the elements of the widest vector that every row can be loaded by. shifted: rows begin
     anywhere, all operands alike. wide: the vectors of a thread, from which on CTAs share a row: of
     rows that are only read, more than WIDE. least: threads that share a row, at least. lines:
-    whether all rows begin with a whole line of memory. Raises ValueError, in one sentence, for a
-    row that no tile holds.
+    whether all rows begin with a whole line of memory. Raises TooLong, in one sentence, for a row
+    that no tile holds.
     """
     width = min(unit, VECTOR_BYTES * 8 // bits)
     vectors = -(-(n + (width - 1) * shifted) // width)
@@ -101,7 +106,7 @@ def tile(
         threads = max(threads, _power(-(-vectors // (MOST * ctas)), least, 1024))
     per_thread = -(-vectors // (threads * ctas))
     if per_thread > 2 * MOST:
-        raise ValueError(
+        raise TooLong(
             f"a row of {n} elements of {bits} bits does not fit into the registers of "
             f"{ctas} CTA{'s' * (ctas > 1)} of {arch_name}"
         )

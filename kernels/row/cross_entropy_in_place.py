@@ -78,7 +78,7 @@ class CrossEntropyInPlace(RowKernel):
             loss, scale = Float32(0), Float32(0)
         elif ~columns.holds(target):
             loss, scale = Float32(float("nan")), Float32(float("nan"))
-        p = e * exp(above(own) - lse)
+        p = e * exp(own - lse)  # 0 in a thread whose logits are all -inf, whatever lse is
         rdX = cute.make_rmem_tensor((tile.width, tile.vectors), Float32)
         rdX.store((p * (1 + 2 * z * lse) - s / Float32(columns.n)) * scale)
         for i in cutlass.range_constexpr(tile.vectors):

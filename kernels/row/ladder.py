@@ -70,7 +70,10 @@ class WholeConfig:
         # sm_80 stands for one CTA a row
         name = arch.name if self.clusters else "sm_80"
         lines = not self.shared or problem.columns * bits % (8 * LINE) == 0
-        t = choose.tile(problem.columns, bits, name, width, not aligned, lines=lines)
+        try:
+            t = choose.tile(problem.columns, bits, name, width, not aligned, lines=lines)
+        except choose.TooLong as long:
+            raise ValueError(str(long)) from None
         return replace(
             self, rows=t.rows, threads=t.threads, ctas=t.ctas, vectors=t.vectors, width=width,
             aligned=aligned,

@@ -72,7 +72,9 @@ class SoftmaxMasked(RowKernel):
         e = exp(x - above(own))
         total = e.reduce(cute.ReductionOp.ADD, Float32(0), 0)
         top, total = reduction((own, total), merged)
-        factor = exp(above(own) - above(top)) * cute.arch.rcp_approx(total)
+        # NOTE: not of above(own): where a thread has only -inf, and the row's maximum is far below
+        # 0, that would be inf, and 0 times it NaN
+        factor = exp(own - above(top)) * cute.arch.rcp_approx(total)
         factor = cutlass.select_(top == -Float32.inf, Float32(0), factor)
         if this.exists:
             columns.store(columns.rounded(e * factor, mY), this(mY))

@@ -122,6 +122,10 @@ def test_gradients(device, op):
         wanted.backward(dy.double())
         torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-5, atol=1e-6)
     assert not cutex.reduce(x, "argmax", 0).requires_grad
+    if op == "max":  # of more equal elements than a float16 counts
+        x = torch.zeros(65_537, dtype=torch.float16, device=device, requires_grad=True)
+        cutex.reduce(x, op).backward(torch.tensor(128.0, dtype=torch.float16, device=device))
+        assert x.grad.unique().tolist() == [2**-9]
 
 
 def test_nothing_in_nothing_out(device):

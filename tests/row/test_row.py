@@ -18,6 +18,7 @@ from cutex.device.row.tile import RowTile
 from cutex.kernels.row import choose
 from cutex.kernels.row.kernel import ARCHS
 from cutex.ops.row import launches
+from cutex.ops.row.launches import Calls, Launch
 from cutex.ops.row.norm import groups_of, most_clusters
 from cutex.ops.row.rows import arch_of, tile_of
 
@@ -113,9 +114,10 @@ def test_rows_that_several_ctas_share(device):
 
 def test_special_values_are_those_of_torch(device):
     inf, nan = torch.inf, torch.nan
-    x = torch.zeros(6, 200, device=device)
+    x = torch.zeros(7, 200, device=device)
     x[0] = -inf
     x[1, 5], x[2, 70], x[3, 199] = inf, nan, -inf
+    x[6], x[6, :4] = -inf, -3000  # far below the -inf of a thread that has nothing else
     x[4, :100], x[4, 100:] = 1e30, -1e30
     x[5] = torch.linspace(-1e-38, 1e-38, 200)
     close = partial(torch.testing.assert_close, equal_nan=True, rtol=1e-5, atol=1e-7)
@@ -130,6 +132,32 @@ def test_a_row_far_from_zero_keeps_its_variance(device):
     wanted = F.layer_norm(x.double(), (700,))
     error = (cutex.layer_norm(x).double() - wanted).abs().max()
     assert float(error) < 4 * 2**-24 * 10_000  # the mean's rounding
+
+
+def test_one_element_may_have_any_stride():
+    """Where torch leaves a stride that a kernel, which is told that it is 1, refuses."""
+    launch = Launch(torch.device("cpu"))
+    given = torch.zeros(9, 7)[:, ::3][:, :1], torch.zeros(3, 5)[::2, 1][:1]
+    for x, pass_ in zip(given, (launch.rows, launch.flat), strict=True):
+        (made,) = pass_(x=x)
+        assert x.stride(-1) != 1 == made.stride(-1) and made.data_ptr() == x.data_ptr()
+        assert launch.passed[-1](x).stride() == made.stride()
+
+
+def test_rows_that_begin_anywhere_are_copied_where_no_tile_holds_them():
+    def plan(options, x, w):
+        if x.data_ptr() % 16 or x.stride(0) != 3:
+            raise choose.TooLong("too long")
+        return lambda x, w: (x, w)
+
+    x, w = torch.rand(9)[1:7].view(2, 3), torch.rand(3)
+    for long in (x, torch.rand(3, 2).mT):
+        calls = Calls(plan)
+        for _ in range(2):  # the second one finds the plan
+            y, kept = calls((), long, w)
+            assert torch.equal(y, long) and y.data_ptr() % 16 == 0 and kept is w
+    with pytest.raises(ValueError, match="too long"):
+        Calls(plan)((), torch.rand(2, 4), w)
 
 
 def test_nothing_in_nothing_out(device):
@@ -320,7 +348,7 @@ def test_they_run_on_any_arch(name):
 def test_a_tile_holds_its_row_and_wastes_little(n, bits, name, unit, shifted):
     try:
         tile = choose.tile(n, bits, name, unit, shifted)
-    except ValueError as error:
+    except choose.TooLong as error:
         assert "does not fit" in str(error)
         assert n * bits // 8 > 1024 * 2 * choose.MOST * bits // 8 * min(unit, 128 // bits) - 16
         return

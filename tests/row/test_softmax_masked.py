@@ -95,7 +95,11 @@ def test_special_scores(device):
     torch.testing.assert_close(y, (0.5 * x).softmax(-1), equal_nan=True)
     assert cutex.softmax(x[2:], scale=0.0).eq(1 / 16).all()
     x[2] = -torch.inf
-    assert cutex.softmax(x[2:], mask=torch.zeros(16, device=device)).eq(0).all()
+    mask = torch.zeros(16, device=device)
+    assert cutex.softmax(x[2:], mask=mask).eq(0).all()
+    # far below the -inf of threads that have nothing else
+    x[2], mask[:3], mask[4:] = -9000, -torch.inf, -torch.inf
+    assert cutex.softmax(x[2:], mask=mask).tolist() == [[0.0] * 3 + [1.0] + [0.0] * 12]
 
 
 def test_an_added_mask_has_a_gradient(device):

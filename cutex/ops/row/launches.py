@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cutex.kernels.row.choose import TooLong
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, untraced
 from cutex.ops.plans import PlanCache
-from cutex.ops.row.rows import as_rows, dtype_of
+from cutex.ops.row.rows import VECTOR, as_rows, dtype_of
 from cutex.ops.workspace import flags_of
 
 if TYPE_CHECKING:
@@ -115,13 +116,24 @@ class Launch:
 
     def passes(self, name: str, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
         """Pass a tensor as what `how` makes of it, which is returned."""
-        made = self.operands[name] = how(x)
+        given = how(x)
+        made = self.operands[name] = _contiguous_of_one(given)
         same = made.shape == x.shape and made.stride() == x.stride()
         shared = made.data_ptr() == x.data_ptr()
         shape = made.shape
         view = (lambda x: x.view(shape)) if shared and _views(x, shape) else how
+        if made is not given:
+            view = lambda x: _contiguous_of_one(how(x))
         self.passed.append(None if same and shared else view)
         return made
+
+
+def _contiguous_of_one(x: Tensor) -> Tensor:
+    """x, whose last dimension is contiguous if it has more than one element, with a stride of 1
+    there, too, where it has only one and torch leaves another."""
+    if x.dim() and x.shape[-1] == 1 and x.stride(-1) != 1:
+        return x.as_strided(x.shape, (*x.stride()[:-1], 1))
+    return x
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -160,10 +172,29 @@ class Calls:
         if found is not None:
             return found
         given = [x for x in tensors if x is not None]
-        run = self.plan(options, *tensors)
+        try:
+            run = self.plan(options, *tensors)
+        except TooLong:
+            run = self._of_copies(options, *tensors)
         key = self.plans.key_of((options, *[x is None for x in tensors]), *given)
         self.plans.remember(key, given, run)
         return run(*given)
+
+    def _of_copies(self, options: tuple[Any, ...], *tensors: Tensor | None) -> Run:
+        """The plan of rows that are so long that they have to be loaded by whole vectors, but begin
+        where they can't, or not all alike: of dense copies."""
+        copies = [None if x is None else _aligned(x) for x in tensors]
+        try:
+            run = self.plan(options, *copies)
+        except TooLong as long:
+            raise ValueError(str(long)) from None
+        return lambda *given: run(*map(_aligned, given))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it, as contiguous memory that begins with a vector."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % VECTOR else x
 
 
 @lru_cache(maxsize=4096)

@@ -314,12 +314,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     if ctx.op in ("max", "min"):
         x, y = ctx.saved_tensors
         equal = (x == wide(y)) | (x.isnan() & wide(y).isnan())
-        dx = equal * (wide(dy) / equal.sum(ctx.dims, keepdim=True))
-        return (dx.to(x.dtype), *[None] * 5)
+        # NOTE: of more than 65504 equal elements the number is none of float16
+        share = wide(dy).float() / equal.sum(ctx.dims, keepdim=True)
+        return (equal * share.to(x.dtype), *[None] * 5)
     count = 1
     for d in ctx.dims:
         count *= ctx.shape[d]
-    given = wide(dy / count) if ctx.op == "mean" and count else wide(dy)
+    given = wide((dy.float() / count).to(dy.dtype)) if ctx.op == "mean" and count else wide(dy)
     return (given.expand(ctx.shape), *[None] * 5)
 
 
