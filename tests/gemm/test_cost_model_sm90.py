@@ -51,6 +51,12 @@ class Timed(NamedTuple):
         return min(self.predicted, key=self.predicted.__getitem__)
 
 
+def test_tiles_overlap_only_across_rows() -> None:
+    few = GemmProblem(16, 8192, 512)
+    spread = [any(c.spread for c in candidates(few, H200, x)) for x in MAJORS.values()]
+    assert spread == [True, False, False]
+
+
 @pytest.fixture(scope="module")
 def measured() -> list[Timed]:
     head, *rows = map(json.loads, MEASURED.read_text().splitlines())

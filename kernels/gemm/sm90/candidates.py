@@ -463,10 +463,11 @@ def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:
 
 def _loads_well(config: Sm90Config, problem: GemmProblem, majors: Majors) -> bool:
     """Whether TMA's boxes have at least NARROW rows wherever the rows are contiguous, or, of 8 and
-    16, all that there are."""
+    16, all that there are; and begin at lines there, as tiles that overlap do not
+    (docs/facts/gemm.md#spread-along-rows)."""
     c = config
     a, b = reversed(majors) if c.swap_ab else majors
     _, columns = c.computed(problem)
-    return (a or c.tile_m % NARROW == 0) and (
+    return (a or (c.tile_m % NARROW == 0 and not c.spread)) and (
         b or c.tile_n % NARROW == 0 or c.tile_n == columns <= 16
     )
