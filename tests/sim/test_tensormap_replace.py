@@ -116,6 +116,7 @@ def test_there_are_five_dimensions(field):
 # -- used by TMA -----------------------------------------------------------------------------------
 
 ACQUIRE = "fence.proxy.tensormap::generic.acquire.gpu [%map], 128;"
+FENCE = "fence.proxy.tensormap::generic.release.gpu;"
 LOAD = f"""{init(1)}
     .reg .b32 here; mov.u32 %r20, smem; add.u32 %r20, %r20, 128; shl.b32 here, %i, 2;
     add.u32 here, here, %r20; setp.eq.u32 %p0, %i, 0; @!%p0 bra CHANGED;
@@ -152,7 +153,7 @@ def load(change: str, publish: str, run=simulate_ptx, **how) -> list[int]:
 @pytest.mark.parametrize("change", ["in global", "in shared"])
 def test_tma_takes_the_changed_map(change, order):
     change, publish = {
-        "in global": (IN_GLOBAL, ACQUIRE), "in shared": (IN_SHARED, RELEASE + ACQUIRE),
+        "in global": (IN_GLOBAL + FENCE, ACQUIRE), "in shared": (IN_SHARED, RELEASE + ACQUIRE),
     }[change]  # fmt: skip
     assert load(change, publish, order=order) == list(range(1000, 1032))
 
@@ -161,6 +162,18 @@ def test_tma_takes_the_changed_map(change, order):
 def test_without_the_fence_tma_may_take_the_old_one(change, publish):
     with pytest.raises(Hazards, match=r"proxy: .* takes the tensor map at .* changed \(tensormap"):
         load(change, publish)
+
+
+@pytest.mark.parametrize(("change", "publish", "told"), [
+    (IN_GLOBAL, ACQUIRE, 1), (FENCE + IN_GLOBAL, ACQUIRE, 1), (IN_GLOBAL + FENCE, ACQUIRE, 0),
+    (IN_SHARED, RELEASE + ACQUIRE, 0),
+])  # fmt: skip
+def test_a_change_that_is_not_released_is_an_advisory(change, publish, told):
+    reports = []
+    run = lambda *arrays, **how: reports.append(simulate_ptx(*arrays, **how))
+    load(change, publish, run)
+    assert len(reports[0].advisories) == told
+    assert not told or "generic.release of the thread that did" in str(reports[0].advisories[0])
 
 
 def test_a_fence_before_the_change_is_none():

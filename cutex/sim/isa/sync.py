@@ -246,6 +246,8 @@ def fence(d: Decoder) -> Execute:
     if "proxy" in d.mods:
         if {"tensormap", "acquire"} <= d.mods:
             return _fence_map(d)
+        if {"tensormap", "release"} <= d.mods:
+            return lambda b: m.events.maps_released(b.idx[b.any_active()])
         if "async" in d.mods and "global" in d.mods:
             return lambda b: m.events.global_proxy_fenced(b.idx[b.any_active()])
         if "async" in d.mods:

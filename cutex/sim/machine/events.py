@@ -284,6 +284,9 @@ class Observer:
     def map_changed(self, address: int, ins: Instruction) -> None:
         """A tensor map in global memory has."""
 
+    def maps_released(self, warps: np.ndarray) -> None:
+        """fence.proxy.tensormap, release."""
+
     def map_fenced(self, warp: int, address: int) -> None:
         """fence.proxy.tensormap, acquire."""
 
