@@ -382,7 +382,8 @@ def _in_brief(wait: Wait) -> str:
     came = ""
     if missing and int(missing[1]):
         number = int(missing[2]) - int(missing[1])
-        came = f" ({number or 'none'} of {missing[2]} arrivals came)"
+        more = " besides those of cp.async without .noinc" if "without .noinc" in state else ""
+        came = f" ({number or 'none'} of {missing[2]} arrivals came{more})"
     return f"{verb}{what}, at {wait.instruction.place()}{wrong[0] if wrong else came}"
 
 

@@ -422,7 +422,8 @@ def _untouched(subject: Subject, site: Site) -> str:
 
 
 def _releases_anyway(subject: Subject, site: Site) -> str:
-    relaxed = "barrier.cluster.arrive.relaxed" in subject.kernel.ptx
+    behind = subject.kernel.ptx.split("\n")[site.line :]
+    relaxed = any("barrier.cluster.arrive.relaxed" in line for line in behind)
     ours = site.text.startswith("fence.mbarrier_init")
     return "no relaxed cluster barrier needs it" if ours and not relaxed else ""
 

@@ -9,7 +9,7 @@ import pytest
 from barriers import EVERY_ORDER, init, rows, wait
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import BadAddress, BadOperand, Hazards
+from cutex.sim import BadAddress, BadOperand, Deadlock, Hazards
 from cutex.sim.errors import SimError
 
 each_order = pytest.mark.parametrize(
@@ -223,6 +223,12 @@ def test_an_mbarrier_tells_that_copies_are_complete(execute, count, arrive):
     if execute is simulate_ptx:
         for order in EVERY_ORDER:
             handed_over(execute, count, arrive, **order)
+
+
+def test_an_arrival_that_is_expected_in_addition_fills_no_phase():
+    told = r"none of 32 arrivals came besides those of cp\.async without \.noinc"
+    with pytest.raises(Deadlock, match=told):
+        handed_over(simulate_ptx, 32, ONE_MORE)
 
 
 def test_an_ordinary_arrival_does_not_wait_for_copies():

@@ -156,6 +156,7 @@ def _arrive(d: Decoder) -> Execute:
                 object_ = m.mbarriers.use(cta, offset, warp, ins)
                 if more:
                     object_.pending += len(numbers)
+                    object_.counted_up += len(numbers)
                 lanes = np.zeros(32, bool)
                 lanes[numbers] = True
                 arrive = _arriver(m, warp, (cta, offset), len(numbers))

@@ -200,6 +200,11 @@ class MBarriers:
             f"{self.name(cta, offset)}: {b.phases} phase{'s' if b.phases != 1 else ''} complete, "
             f"{b.pending} of {b.expected} arrivals pending, tx-count {b.tx}"
         )
+        if b.counted_up:
+            text += (
+                f" ({b.counted_up} times cp.async.mbarrier.arrive without .noinc: each has it "
+                "expect an arrival more)"
+            )
         if b.tx > 0 and not any((cta, offset) in op.signals for op in self.flight):
             text += (
                 f" (expect_tx announced {b.tx_expected} bytes, {b.tx_arrived} came and no copy is "

@@ -20,4 +20,5 @@ class MBarrier:
     tx_arrived: int = 0
     last: tuple[str, Instruction] | None = None  # the last thread that used it, and how
     remote: bool = False  # the last arrival came from another CTA
+    counted_up: int = 0  # arrivals of cp.async without .noinc, which were expected in addition
     announced: Instruction | None = None  # the last instruction that announced bytes
