@@ -175,13 +175,9 @@ def test_parts_of_dq_take_their_places_in_turn(dims):
     [
         (Sm100BackwardConfig(tile_m=96), "tile_m=96: 64 or 128 queries"),
         (Sm100BackwardConfig(num_stages=1), "num_stages=1: ahead=True holds Q of two blocks"),
-        (Sm100BackwardConfig(late_parts=2), "late_parts=2: less than the 2 of a share"),
         (Sm100BackwardConfig(dq_width=48), "dq_width=48: a multiple of 32 that divides 128"),
         (Sm100BackwardConfig(head_dim=256, head_dim_v=256), "tile_m=128: 768 columns of tensor"),
-        (
-            replace(fitted(Sm100BackwardConfig(head_dim=64, head_dim_v=64)), persistent=True),
-            "persistent=True: of head dim 64 dK and dV both go",
-        ),
+        (Sm100BackwardConfig(head_dim=96, head_dim_v=96, early_s=True), "early_s=True: for halves"),
         (Sm100BackwardConfig(head_dim=80), "head dim 80/128: there are kernels for 64"),
     ],
 )
@@ -200,8 +196,8 @@ def test_bounds_of_a_block_are_those_of_the_arithmetic():
         "S, dP": 4 * 16 + 4 * 4, "B of dV, dK": 2 * 16, "dQ": 32 + 16, "dS": 32, "TMA": 2 * 16 + 2,
     }  # fmt: skip
     assert found["smem"] == sum(kilobytes.values()) * 1024 / 128
-    late = bounds.cycles(replace(c, late_parts=1), ARCH)
-    assert late["smem"] - found["smem"] == 16 * 1024 / 128  # half of dS^T as A of dK
+    late = bounds.cycles(replace(c, late_dk=True), ARCH)
+    assert late["smem"] - found["smem"] == 32 * 1024 / 128  # dS^T as A of dK
 
 
 def test_the_page_of_bounds_is_what_the_rows_render(root):

@@ -34,6 +34,7 @@ CONFIG = fitted(Sm100BackwardConfig(causal=True, window=(True, False)))
 CASE = AttentionCase(
     seqlen_q=140, seqlen_k=140, heads_q=2, heads_kv=1, causal=True, window=(90, None)
 )
+UNSEEN = replace(CASE, seqlen_q=40, seqlen_k=520, heads_q=1)  # keys that no query sees
 ORDERS = ({}, {"order": "eager"}, {"order": "starved"}, {"order": "random", "seed": 1})
 
 
@@ -111,8 +112,8 @@ def test_the_unchanged_kernels_of_each_head_dim_are_right(dims, deterministic):
 
 
 STAGED = replace(CONFIG, folded=False, dq_slots=1, ahead=False)
-WAITS = ("k loaded", "v loaded", "s full", "p full", "dp full", "ds full", "dq full", "dq empty",
-         "sums done", "dk staged", "dv staged", "k empty", "v empty")  # fmt: skip
+WAITS = ("q rest", "k loaded", "v loaded", "s full", "p full", "dp full", "ds full", "dq full",
+         "dq empty", "sums done", "dk staged", "dv staged", "k empty", "v empty")  # fmt: skip
 
 
 @pytest.mark.slow
@@ -131,10 +132,12 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch, event):
 
 
 @SLOW
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("role", [Load, compute.Compute, compute.Store], ids=lambda x: x.__name__)
-def test_smem_of_the_tile_before_that_is_not_waited_for_is_found(monkeypatch, role):
+def test_smem_of_the_tile_before_that_is_not_waited_for_is_found(monkeypatch, role, dim):
     """K loaded before products have read the last tile's; dS written over dK that is being stored;
     the same smem said to be free before it is."""
+    config = fitted(replace(CONFIG, head_dim=dim, head_dim_v=dim))
     if role is Load:
         monkeypatch.setattr(Load, "await_k", lambda self: None)
     elif role is compute.Compute:
@@ -144,18 +147,37 @@ def test_smem_of_the_tile_before_that_is_not_waited_for_is_found(monkeypatch, ro
         monkeypatch.setattr(
             cute.arch, "cp_async_bulk_wait_group", lambda n, read: wait(2, read=read)
         )
-    assert CONFIG.staged_in_ds == 1 and CONFIG.staged_in_q
-    assert wrong() is not None
+    assert (config.staged_in_ds, config.staged_in_q) == ((2, False) if dim == 64 else (1, True))
+    assert wrong(config) is not None
 
 
 @SLOW
-@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 def test_tiles_whose_keys_no_query_sees_are_right(dims):
     """Of five tiles of keys that one CTA takes the first two, and after them others."""
     config = fitted(replace(CONFIG, head_dim=dims[0], head_dim_v=dims[1]))
-    config = replace(config, persistent=True)
-    case = replace(CASE, seqlen_q=40, seqlen_k=520, heads_q=1)
-    assert wrong(config, of=case) is None
+    assert config.persistent
+    assert wrong(config, of=UNSEEN) is None
+
+
+@SLOW
+def test_a_tile_that_is_two_ahead_is_found(monkeypatch):
+    """Where no query sees the keys, LOAD holds MMA back; else it completes two phases of a barrier
+    that COMPUTE has not waited for."""
+    no_block, wait = Load.no_block, Barrier.wait
+
+    def careless(self, phase, slot=0):
+        if self.event != "v empty":
+            wait(self, phase, slot)
+
+    def unwaited(self):
+        with monkeypatch.context() as within:
+            within.setattr(Barrier, "wait", careless)
+            no_block(self)
+
+    monkeypatch.setattr(Load, "no_block", unwaited)
+    message = wrong(fitted(replace(CONFIG, head_dim=64, head_dim_v=64)), of=UNSEEN)
+    assert message is not None and "deadlock" in message
 
 
 @SLOW
@@ -176,26 +198,33 @@ def test_a_wait_for_the_second_place_of_dq_is_found(monkeypatch, event):
 @SLOW
 @pytest.mark.parametrize("fault", ["slot given back", "left out", "twice"])
 def test_a_fault_in_what_comes_behind_dq_is_found(monkeypatch, fault):
-    """Q loaded over before dK of the last queries has read it; these queries missing from dK, or
-    counted twice."""
-    start, late = Mma.start_dk, Mma.start_late_dk
+    """Q loaded over before dK has read it; dK of a block left out, or counted twice."""
+    start_dq, start_dk = Mma.start_dq, Mma.start_dk
+    held: list[Any] = []  # the slot of Q
 
-    def early(self, i, q):
-        start(self, i, q)
-        mma.commit(self.shared.barriers.q.empty[q.slot], pair=False)
+    def early(self, i):
+        start_dq(self, i)
+        mma.commit(self.shared.barriers.q.empty[held[0]], pair=False)
 
-    def behind(self, q):
-        if fault != "left out":
-            self.products.late_dk.issue(q.slot, Boolean(True), self.dk_blocks()[1])
+    def wrongly(self, i, q):
         if fault == "twice":
-            late(self, q)
-        if fault == "left out":
+            self.products.dk.issue(q.slot, i > 0)
+            start_dk(self, i + 1, q)
+        elif fault == "left out":
             mma.commit(self.shared.barriers.q.empty[q.slot], pair=False)
+        else:
+            self.products.dk.issue(q.slot, i > 0)
 
+    def noted(self, i, q):
+        held[:] = [q.slot]
+        both(self, i, q)
+
+    both = Mma.start_dk_and_dq
     if fault == "slot given back":
-        monkeypatch.setattr(Mma, "start_dk", early)
-    monkeypatch.setattr(Mma, "start_late_dk", behind)
-    assert CONFIG.late_parts > 0
+        monkeypatch.setattr(Mma, "start_dk_and_dq", noted)
+        monkeypatch.setattr(Mma, "start_dq", early)
+    monkeypatch.setattr(Mma, "start_dk", wrongly)
+    assert CONFIG.late_dk
     assert wrong() is not None
 
 
@@ -252,7 +281,10 @@ def test_ds_that_the_mma_may_not_see_yet_is_found(monkeypatch, fence):
             gradients(self, *of)
 
     monkeypatch.setattr(compute.Compute, "gradients", unfenced)
-    assert wrong() is not None
+    # NOTE: where dK is late, dS^T is in smem alone
+    config = CONFIG if "shared" in fence else fitted(replace(CONFIG, head_dim=64, head_dim_v=64))
+    assert config.late_dk == ("shared" in fence)
+    assert wrong(config) is not None
 
 
 @SLOW

@@ -68,10 +68,8 @@ class Pairs(Stage):
         return self.with_config(pairs_of(chosen) or chosen)
 
 
-_ONE = Sm100BackwardConfig(
-    num_stages=1, dq_slots=1, folded=False, ahead=False, late_parts=0, dq_in_turn=False
-)
-_HELD = ("persistent", "late_parts", "dq_in_turn", "folded", "dq_slots", "ahead")
+_ONE = Sm100BackwardConfig(num_stages=1, dq_slots=1, folded=False, ahead=False, dq_in_turn=False)
+_HELD = ("early_s", "persistent", "late_dk", "dq_in_turn", "folded", "dq_slots", "ahead")
 _STAGES = (
     Stage(0, "sm_90a", "in order", "S, dP, P, dS, dV, dK, each waited for", BackwardConfig(
         num_stages=2, overlap=False)),
@@ -84,15 +82,17 @@ _STAGES = (
                held=("num_stages", "do_stages", "halves", *_HELD)),
     Sm100Stage(1, "sm_100a", "rings", "loads run a block ahead", _ONE, held=_HELD),
     Sm100Stage(2, "sm_100a", "ahead", "S of the next block under this one's dK and dQ",
-               replace(_ONE, num_stages=2, ahead=True), held=_HELD[:5]),
+               replace(_ONE, num_stages=2, ahead=True), held=_HELD[:6]),
     Sm100Stage(3, "sm_100a", "adds from registers", "dQ does not pass through smem",
-               Sm100BackwardConfig(folded=False, dq_in_turn=False), held=_HELD[:4]),
+               Sm100BackwardConfig(folded=False, dq_in_turn=False), held=_HELD[:5]),
     Sm100Stage(4, "sm_100a", "subtractions", "tensor cores subtract LSE and delta",
-               Sm100BackwardConfig(dq_in_turn=False), held=_HELD[:3]),
+               Sm100BackwardConfig(dq_in_turn=False), held=_HELD[:4]),
     Sm100Stage(5, "sm_100a", "adds hidden", "dQ is read under dK, or under its next part",
-               Sm100BackwardConfig(), held=_HELD[:1]),
+               Sm100BackwardConfig(), held=_HELD[:2]),
     Pairs(6, "sm_100a", "pairs", "two CTAs own 256 keys, and exchange dS", PairConfig()),
-    Sm100Stage(7, "sm_100a", "backward", "CTAs take one tile of keys after the other",
+    Sm100Stage(7, "sm_100a", "persistent", "CTAs take one tile of keys after the other",
+               Sm100BackwardConfig(), held=_HELD[:1]),
+    Sm100Stage(8, "sm_100a", "backward", "S is started with half of Q's columns",
                Sm100BackwardConfig()),
 )  # fmt: skip
 

@@ -27,7 +27,6 @@ from cutex.kernels.attention.backward.config import ELEMENT
 from cutex.kernels.attention.backward.sm100.choose import fitted
 from cutex.kernels.attention.backward.sm100.config import (
     FOLDED,
-    PART,
     ROWS,
     Sm100BackwardConfig,
 )
@@ -77,9 +76,8 @@ def cycles(c: Sm100BackwardConfig, name: str) -> dict[str, float]:
     folded = 2 * FOLDED if c.folded else 0  # of K, of S and of dP each
     macs = m * n * (c.head_dim + c.head_dim_v + 2 * folded)  # S, dP
     macs += m * n * (c.dv_width + c.dk_width) + max(m, ROWS) * n * c.dk_width
-    late = c.late_parts * PART * c.groups / m  # the share of dK with dS from smem
     reads: float = (m + n) * (c.head_dim + c.head_dim_v + 2 * folded)  # both operands of S and dP
-    reads += m * (c.dv_width + c.dk_width) + late * m * n  # B of dV and dK, some A of dK
+    reads += m * (c.dv_width + c.dk_width) + c.late_dk * m * n  # B of dV and dK, maybe A of dK
     reads += m * n * c.dq_parts + n * c.dk_width  # A of dQ for each part, and B
     written = m * n + m * (c.head_dim + c.head_dim_v)  # dS, and Q and dO by TMA
     smem = ELEMENT * (reads + written) + c.stats_bytes + 2 * c.dq_slots * c.dq_bytes

@@ -5,11 +5,11 @@ A thread has a key and a share of a block's queries:
     P^T = 2^(S^T - LSE), dS^T = P^T * (dP^T - delta)
 
 LSE and delta belong to columns: the products have subtracted both, or they are read from smem. P^T
-and dS^T go over the scores that they are computed from, as operands of dV and dK; dS also to smem,
-for dQ. At the end one warpgroup stores dV, another dK, by way of the smem of V and K, which nobody
-reads any more. Of a persistent CTA both go by way of dS's where it has room, dV else of a slot of Q
-if that is large enough, so that the next tile's K and V are loaded meanwhile; and Store, a warp,
-waits until TMA has read them.
+goes over the scores that it is computed from, as an operand of dV; dS to smem, for dQ, and dS^T
+over dP^T, for dK, unless that reads it from smem, too. At the end one warpgroup stores dV, another
+dK, by way of the smem of V and K, which nobody reads any more. Of a persistent CTA both go by way
+of dS's where it has room, dV else of a slot of Q if that is large enough, so that the next tile's K
+and V are loaded meanwhile; and Store, a warp, waits until TMA has read them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.backward.sm100.config import PART, ROWS
 from cutex.kernels.attention.backward.sm100.shared import Shared, following
 
-CAPPED = 8  # columns of LSE that are read at a time beside a soft cap, for want of registers
+CAPPED = 4  # columns of LSE that are read at a time beside a soft cap, for want of registers
 STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 
 
@@ -132,7 +132,7 @@ class Compute:
 
     @cute.jit
     def gradients(self, i: Int32, state: PipelineState, rows: list[cute.Tensor]) -> None:
-        """Store dS^T of block i, in tensor memory and in smem."""
+        """Store dS^T of block i, in smem and, unless dK is late, in tensor memory."""
         s = self.shared
         c, b = s.config, s.barriers
         b.dp_full.wait(s.count(i) & 1)
@@ -154,11 +154,12 @@ class Compute:
             for k in cutlass.range_constexpr(0, PART, 2):
                 row[k], row[k + 1] = mul2((row[k], row[k + 1]), (dp[k], dp[k + 1]))
             ds = rounded(row, s.sQ.element_type)
-            if cutlass.const_expr(part < self.parts - c.late_parts):
+            if cutlass.const_expr(not c.late_dk):
                 words = cute.recast_tensor(ds, Float32)
                 store_columns(s.tmem, c.dp_column + self.operand(part), words)
             cute.autovec_copy(ds, self.ds_row(part))
-        cute.arch.fence_view_async_tmem_store()
+        if cutlass.const_expr(not c.late_dk):
+            cute.arch.fence_view_async_tmem_store()
         cute.arch.fence_view_async_shared()
         fence_before_sync()
         cute.arch.sync_warp()

@@ -15,6 +15,7 @@ from cutex.kernels.attention.backward.spec import BackwardSpec
 
 ROWS = 128  # keys of a CTA: the lanes of tensor memory
 TMEM_COLUMNS = 512
+BOX = 64  # columns of 16 bits of a TMA box, a swizzle's row
 PART = 32  # columns of tensor memory that are moved at a time
 FOLDED = 8  # elements of a row that hold its LSE and delta, 16 bytes of K
 TERMS = 3  # 16-bit terms of each
@@ -38,8 +39,8 @@ class Sm100BackwardConfig(BackwardSpec):
     splits: int = 1
     folded: bool = True  # LSE and delta are subtracted by one more step of K of S and dP; bf16
     ahead: bool = True  # S of the next block is started before dK and dQ of this one
-    # parts of PART queries of each share whose dK comes behind dQ, with dS from smem
-    late_parts: int = 0
+    late_dk: bool = False  # dK comes behind dQ, with dS^T from smem; tensor memory has none
+    early_s: bool = False  # S is started when the first half of Q's columns is there
     halves: bool = False  # of two splits, Q comes by halves of its columns (mma.py)
     dq_in_turn: bool = True  # parts of dQ take places in turn, its own and over dP
     groups: int = 2  # warpgroups that compute P and dS, each of a share of the queries
@@ -180,6 +181,11 @@ class Sm100BackwardConfig(BackwardSpec):
         return self.tile_m * self.head_dim * ELEMENT
 
     @property
+    def first_q_bytes(self) -> int:
+        """Bytes of it that come with LSE and delta."""
+        return self.q_bytes // 2 if self.early_s else self.q_bytes
+
+    @property
     def do_bytes(self) -> int:
         return self.tile_m * self.head_dim_v * ELEMENT
 
@@ -223,15 +229,12 @@ class Sm100BackwardConfig(BackwardSpec):
             return "softcap: it comes before LSE is subtracted, so folded=True cannot be"
         if self.tile_m not in (64, 128):
             return f"tile_m={self.tile_m}: 64 or 128 queries"
-        if self.staged_in_ds > 1:
-            return (
-                f"persistent=True: of head dim {self.head_dim} dK and dV both go by way of dS's "
-                "smem, and CTAs would wait for ever behind keys that no query sees"
-            )
         if self.splits not in (1, 2) or self.dv_width % PART or self.dk_width % PART:
             return f"splits={self.splits}: 1 or 2, parts of the columns that are multiples of 32"
         if self.groups < 2 or self.share % PART:
             return f"groups={self.groups}: at least 2, which take 32 queries each or a multiple"
+        if self.early_s and (self.halves or self.head_dim % (2 * BOX)):
+            return f"early_s=True: for halves of Q of whole boxes, head dim {self.head_dim}"
         if self.halves and self.splits != 2:
             return f"halves=True: of the columns of two CTAs, splits={self.splits}"
         if self.persistent and (self.splits > 1 or self.deterministic):
@@ -257,8 +260,6 @@ class Sm100BackwardConfig(BackwardSpec):
             )
         if min(self.num_stages, self.do_stages) < 1:
             return f"num_stages={self.num_stages}, do_stages={self.do_stages}: at least 1 each"
-        if self.late_parts not in range(self.share // PART):
-            return f"late_parts={self.late_parts}: less than the {self.share // PART} of a share"
         if self.ahead and self.num_stages < 2:
             return f"num_stages={self.num_stages}: ahead=True holds Q of two blocks"
         if arch is not None and self.smem_bytes + BARRIERS > arch.smem_per_cta:

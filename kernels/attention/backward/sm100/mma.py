@@ -8,8 +8,8 @@ two (`halves`): S of the next block does not wait for dK of this one.
 
 P^T and dS^T are operands A in tensor memory, each warpgroup's share of the queries over the scores
 that it is computed from; dS is operand A in smem, with the queries contiguous. Where dQ is over
-dS^T, dK of the last queries of a share is started behind it, with dS^T from smem: it hides the time
-until dQ is in registers, which dP^T of the next block has to wait for.
+dP^T, dK is started behind it, with dS^T from the same smem (`late_dk`): it hides the time until dQ
+is in registers, which dP^T of the next block has to wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cutex.device.atoms.mma import contiguous_rows_layout, slots_layout
 from cutex.device.atoms.tmem import fence_after_sync
 from cutex.device.atoms.umma import Umma, UmmaProduct, commit
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.backward.sm100.config import PART, ROWS, Sm100BackwardConfig
+from cutex.kernels.attention.backward.sm100.config import ROWS, Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.shared import Shared
 
 
@@ -38,7 +38,6 @@ class Products:
     less: Any  # UmmaProduct of one step of K, whose A of slot 0 is S's, of slot 1 dP's
     dv: UmmaProduct
     dk: UmmaProduct
-    late_dk: Any  # UmmaProduct of the same, dS^T in smem; None if dK is never late
     dq: UmmaProduct  # B of all columns, in parts of dq_width
 
     @staticmethod
@@ -63,16 +62,13 @@ class Products:
         tSrK = scores.a_slots(shared.sK)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
         tPrV = scores.a_slots(shared.sV)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
         tVrP = shares(of_dv, tmem, 0, c)  # (MMA, MMA_M, MMA_K)
-        tKrdS = shares(of_dk, tmem, c.dp_column, c)  # (MMA, MMA_M, MMA_K)
-        tQrdS = of_dq.a_slots(shared.sdS)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
-        late_dk = None
-        if cutlass.const_expr(c.late_parts > 0):
+        if cutlass.const_expr(c.late_dk):
             of_keys = slots_layout(dtype, ROWS, c.tile_m, 1, 128)
             sdSt = cute.make_tensor(shared.sdS.iterator, of_keys.outer)  # (128, bM, 1)
-            tKsdS = of_dk.a_slots(sdSt)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
-            late_dk = UmmaProduct(
-                of_dk, tKsdS, of_dk.b_slots(sQt), of_dk.accumulator(tmem + c.dk_column)
-            )
+            tKrdS = of_dk.a_slots(sdSt)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
+        else:
+            tKrdS = shares(of_dk, tmem, c.dp_column, c)  # (MMA, MMA_M, MMA_K)
+        tQrdS = of_dq.a_slots(shared.sdS)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
         less = None
         if cutlass.const_expr(c.folded):
             rows, minus = scores.b_slots(shared.sRows), scores.a_slots(shared.sMinus)
@@ -85,7 +81,6 @@ class Products:
             less,
             UmmaProduct(of_dv, tVrP, of_dv.b_slots(sdOt), of_dv.accumulator(tmem + c.dv_column)),
             UmmaProduct(of_dk, tKrdS, of_dk.b_slots(sQt), of_dk.accumulator(tmem + c.dk_column)),
-            late_dk,
             UmmaProduct(of_dq, tQrdS, of_dq.b_slots(sKt), of_dq.accumulator(tmem)),
         )  # fmt: skip
 
@@ -207,7 +202,13 @@ class Mma:
     @cute.jit
     def multiply_s(self, q: PipelineState) -> None:
         s, product = self.shared, self.products.s
-        if cutlass.const_expr(not s.config.halves):
+        if cutlass.const_expr(s.config.early_s):
+            blocks = range(cute.size(product.a, mode=[2]))
+            first = len(blocks) // 2
+            product.issue(q.slot, Boolean(False), blocks[:first])
+            s.barriers.q_rest.wait(q.phase, q.slot)
+            product.issue(q.slot, Boolean(True), blocks[first:])
+        elif cutlass.const_expr(not s.config.halves):
             product.issue(q.slot, Boolean(False))
         else:
             product.of(half(product.a, s.split)).issue(q.slot, Boolean(False))
@@ -234,33 +235,17 @@ class Mma:
     def start_dk_and_dq(self, i: Int32, q: PipelineState) -> None:
         self.shared.barriers.ds_full.wait(self.shared.count(i) & 1)
         fence_after_sync()
-        self.start_dk(i, q)
-        self.start_dq(i)
-        if cutlass.const_expr(self.shared.config.late_parts > 0):
-            self.start_late_dk(q)
+        if cutlass.const_expr(self.shared.config.late_dk):
+            self.start_dq(i)
+            self.start_dk(i, q)
+        else:
+            self.start_dk(i, q)
+            self.start_dq(i)
 
     @cute.jit
     def start_dk(self, i: Int32, q: PipelineState) -> None:
-        """Start dK of the queries whose dS^T is in tensor memory."""
-        early, late = self.dk_blocks()
-        self.products.dk.issue(q.slot, i > 0, early)
-        if cutlass.const_expr(not late):
-            commit(self.shared.barriers.q.empty[q.slot], pair=False)
-
-    @cute.jit
-    def start_late_dk(self, q: PipelineState) -> None:
-        """Start dK of the other queries."""
-        _, late = self.dk_blocks()
-        self.products.late_dk.issue(q.slot, Boolean(True), late)
+        self.products.dk.issue(q.slot, i > 0)
         commit(self.shared.barriers.q.empty[q.slot], pair=False)
-
-    def dk_blocks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The blocks of K, of queries, of dK that are started before dQ, and behind it."""
-        c, k = self.shared.config, self.products.dk.mma.k
-        of_share, late = c.share // k, c.late_parts * PART // k
-        blocks = range(c.groups * of_share)
-        behind = tuple(x for x in blocks if x % of_share >= of_share - late)
-        return tuple(x for x in blocks if x not in behind), behind
 
     @cute.jit
     def start_dq(self, i: Int32) -> None:

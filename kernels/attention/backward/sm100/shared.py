@@ -26,16 +26,17 @@ class Barriers:
     barrier       arrives                                     waits
     k, v loaded   1: LOAD, and the bytes by TMA               MMA, before it begins
     q.full        1: LOAD, and the bytes by TMA               MMA; COMPUTE, where it reads LSE
-    q.empty       1: the commit of dK, of the late part       LOAD
-                  where there is one
+    q_rest        1: LOAD, and the bytes by TMA of the        MMA, halfway through S
+                  second half of Q's columns, `early_s`
+    q.empty       1: the commit of dK                         LOAD
     do.full       1: LOAD, and the bytes by TMA               MMA
     do.empty      1: the commit of dV                         LOAD
     s_full        1: the commit of S^T                        COMPUTE; by halves, LOAD
     p_full        1 a COMPUTE warp: P^T is in tensor memory   MMA, before dV
     dp_full       1: the commit of dP^T, and so of dQ and     COMPUTE, also before it writes dS
-                  late dK of the block before                 over that of the block before
-    ds_full       1 a COMPUTE warp: dS^T is in tensor memory  MMA, before dK and dQ
-                  and in smem
+                  dK of the block before                      over that of the block before
+    ds_full       1 a COMPUTE warp: dS is in smem, and dS^T   MMA, before dK and dQ
+                  in tensor memory unless dK is late
     dq_full       1: the commit of a part of dQ, each slot    ADD
                   for a place that parts take in turn
     dq_empty      1 an ADD warp: the part is in registers     MMA, before the next, and before what
@@ -60,6 +61,7 @@ class Barriers:
     k_loaded: Barrier
     v_loaded: Barrier
     q: Ring
+    q_rest: Any  # a Barrier, if S is started with half of Q
     do: Ring
     s_full: Barrier
     p_full: Barrier
@@ -80,7 +82,8 @@ class Barriers:
         return Barriers(
             Barrier.allocate(smem, "k loaded", arrivals=1),
             Barrier.allocate(smem, "v loaded", arrivals=1),
-            Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, consumers=1),
+            Ring.allocate(smem, "q", c.num_stages, c.first_q_bytes + c.stats_bytes, consumers=1),
+            Barrier.allocate(smem, "q rest", 1, slots=c.num_stages) if c.early_s else None,
             Ring.allocate(smem, "do", c.do_stages, c.do_bytes, consumers=1),
             Barrier.allocate(smem, "s full", arrivals=1),
             Barrier.allocate(smem, "p full", arrivals=computing),
@@ -217,8 +220,9 @@ class Load:
         """Keep step with the other roles where no query sees the keys."""
         b = self.shared.barriers
         self.await_k()
-        if cutlass.const_expr(self.shared.config.staged_in_ds < 2):
-            b.v_empty.wait(self.shared.phase ^ 1)
+        # NOTE: or MMA, which waits for nobody else here, would complete a second phase of sums_done
+        # before COMPUTE has waited for the first
+        b.v_empty.wait(self.shared.phase ^ 1)
         with cute.arch.elect_one():
             b.k_loaded.arrive()
             b.v_loaded.arrive()
@@ -240,9 +244,11 @@ class Load:
         """Load Q of block i, the queries m_block of `of` (head, batch, seqlen), with LSE and
         delta. By halves, the other CTA's columns come when S of the block before has read them."""
         s = self.shared
-        b = s.barriers
+        c, b = s.config, s.barriers
         full = b.q.acquire(fill)
-        if cutlass.const_expr(not s.config.halves):
+        if cutlass.const_expr(c.early_s):
+            self.half_of_q(0, of).load(m_block, fill.slot, full)
+        elif cutlass.const_expr(not c.halves):
             tile_loads(self.q, s.sQ, of).load(m_block, fill.slot, full)
         else:
             tile_loads(self.q, s.sQ, of, s.split).load(m_block, fill.slot, full)
@@ -251,6 +257,16 @@ class Load:
             tile_loads(self.q, s.sQ, of, 1 - s.split).load(m_block, Int32(s.other_half), full)
         tile = s.tiles.tile(s.config, *of) + m_block
         bulk_load(self.stats[tile, None], s.stats[None, fill.slot], full)
+        if cutlass.const_expr(c.early_s):
+            with cute.arch.elect_one():
+                b.q_rest.arrive_expecting(c.q_bytes - c.first_q_bytes, fill.slot)
+            self.half_of_q(1, of).load(m_block, fill.slot, b.q_rest[fill.slot])
+
+    def half_of_q(self, half: int, of: Any) -> Any:
+        """The loads of half of Q's columns, into their part of a slot."""
+        s, c = self.shared, self.shared.config
+        columns = (c.tile_m, c.head_dim // 2, c.q_slots)
+        return tile_loads(self.q, cute.local_tile(s.sQ, columns, (0, half, 0)), of, half)
 
     @cute.jit
     def keys(self, rows: Rows, sX: cute.Tensor, loaded: Barrier) -> None:

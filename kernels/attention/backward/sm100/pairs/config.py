@@ -40,5 +40,5 @@ class PairConfig(Sm100BackwardConfig):
 def pairs_of(config: Sm100BackwardConfig) -> PairConfig | None:
     """The config of pairs of CTAs for what `config` computes; None: there is none."""
     values = {x.name: getattr(config, x.name) for x in fields(config)}
-    pair = PairConfig(**values | {"late_parts": 0, "persistent": False})
+    pair = PairConfig(**values | {"late_dk": False, "early_s": False, "persistent": False})
     return None if pair.why_not() else pair
