@@ -113,15 +113,19 @@ class Few(Simulation):
             return residency(program, what)
         return Residency(what.cluster_size, "the clusters that are timed")
 
+    def tiles_of(self, clusters: int, at_once: int) -> list[int]:
+        """The recorded cluster's number, and those that it takes over where there is launch
+        control: its share of all tiles."""
+        return list(range(self.number, clusters, at_once))
+
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
         if self.all_at_once:
             self._look_at_loads(scheduler, what)
             return
         machine = scheduler.m
         clusters = what.num_ctas // what.cluster_size
-        # NOTE: with cluster launch control the first cluster takes its share of all tiles
         at_once = max(1, residency(machine.program, what).gpu_ctas // what.cluster_size)
-        machine.pending_clusters = PendingClusters(list(range(self.number, clusters, at_once)))
+        machine.pending_clusters = PendingClusters(self.tiles_of(clusters, at_once))
         machine.load_clusters(machine.pending_clusters.start(1))
         counters = None
         if 1 < clusters <= at_once:
