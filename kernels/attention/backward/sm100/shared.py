@@ -19,7 +19,7 @@ from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.tiles import Tile, Walk
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Barriers:
     """The barriers between the roles.
 
@@ -61,7 +61,7 @@ class Barriers:
     k_loaded: Barrier
     v_loaded: Barrier
     q: Ring
-    q_rest: Any  # a Barrier, if S is started with half of Q
+    q_rest: Any = None  # a Barrier, if S is started with half of Q
     do: Ring
     s_full: Barrier
     p_full: Barrier
@@ -78,22 +78,31 @@ class Barriers:
     @staticmethod
     def allocate(smem: SmemAllocator, c: Sm100BackwardConfig) -> Barriers:
         computing, adding = 4 * c.groups, 4
-        between = {"dk staged": 4, "dv staged": 4, "k empty": 1, "v empty": 1}
-        return Barriers(
-            Barrier.allocate(smem, "k loaded", arrivals=1),
-            Barrier.allocate(smem, "v loaded", arrivals=1),
-            Ring.allocate(smem, "q", c.num_stages, c.first_q_bytes + c.stats_bytes, consumers=1),
-            Barrier.allocate(smem, "q rest", 1, slots=c.num_stages) if c.early_s else None,
-            Ring.allocate(smem, "do", c.do_stages, c.do_bytes, consumers=1),
-            Barrier.allocate(smem, "s full", arrivals=1),
-            Barrier.allocate(smem, "p full", arrivals=computing),
-            Barrier.allocate(smem, "dp full", arrivals=1),
-            Barrier.allocate(smem, "ds full", arrivals=computing),
-            Barrier.allocate(smem, "dq full", arrivals=1, slots=len(c.dq_columns)),
-            Barrier.allocate(smem, "dq empty", arrivals=adding, slots=len(c.dq_columns)),
-            Barrier.allocate(smem, "sums done", arrivals=1),
-            *(Barrier.allocate(smem, *x) for x in between.items() if c.persistent),
-        )
+        between = {"dk_staged": 4, "dv_staged": 4, "k_empty": 1, "v_empty": 1}
+
+        def barrier(event: str, arrivals: int, slots: int = 1) -> Barrier:
+            return Barrier.allocate(smem, event, arrivals=arrivals, slots=slots)
+
+        def ring(name: str, slots: int, slot_bytes: int) -> Ring:
+            return Ring.allocate(smem, name, slots, slot_bytes, consumers=1)
+
+        each: dict[str, Any] = {
+            "k_loaded": barrier("k loaded", 1),
+            "v_loaded": barrier("v loaded", 1),
+            "q": ring("q", c.num_stages, c.first_q_bytes + c.stats_bytes),
+            "q_rest": barrier("q rest", 1, c.num_stages) if c.early_s else None,
+            "do": ring("do", c.do_stages, c.do_bytes),
+            "s_full": barrier("s full", 1),
+            "p_full": barrier("p full", computing),
+            "dp_full": barrier("dp full", 1),
+            "ds_full": barrier("ds full", computing),
+            "dq_full": barrier("dq full", 1, len(c.dq_columns)),
+            "dq_empty": barrier("dq empty", adding, len(c.dq_columns)),
+            "sums_done": barrier("sums done", 1),
+        }
+        if c.persistent:
+            each |= {name: barrier(name.replace("_", " "), n) for name, n in between.items()}
+        return Barriers(**each)
 
     @property
     def all(self) -> tuple[Barrier | Ring, ...]:
