@@ -19,6 +19,7 @@ from cutex.bench import timing
 from cutex.bench.run import choose_device
 
 ROOT = Path(__file__).resolve().parent.parent
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0", "gw1" and so on with `-n`
 
 
 def pytest_configure() -> None:
@@ -74,8 +75,20 @@ def with_slowness(metafunc: pytest.Metafunc) -> Iterator[tuple[Any, bool]]:
         yield case, slow
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """With `-n`, each second process reads the files from the last to the first: what one has
+    compiled, tests and modules that they import alike, the other finds as bytecode."""
+    report = yield
+    if isinstance(collector, pytest.Session | pytest.Dir) and WORKER and int(WORKER[2:]) % 2:
+        report.result.reverse()
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if WORKER:
+        items.sort(key=lambda item: item.path.parts)  # in all processes alike
     places: Counter[str] = Counter()
     for item in items:
         sweep = item.get_closest_marker("sweep")

@@ -107,20 +107,15 @@ def test_it_works_from_a_wheel(clone, bare_python, tmp_path):
     assert packed == {p if p.startswith("cutex/") else f"cutex/{p}" for p in sources}
     assert "cutex/py.typed" in packed
     assert any(name.endswith(".c") for name in packed)
-    pip("install", wheel, into=bare_python, cwd=tmp_path)
+    pip("install", "--no-compile", wheel, into=bare_python, cwd=tmp_path)
     check_ladder(bare_python, tmp_path)
-    check_simulation(wheel, tmp_path)
+    (installed,) = bare_python.parents[1].glob("lib/python*/site-packages")
+    check_simulation(installed, tmp_path)
 
 
-def check_simulation(wheel: Path, cwd: Path) -> None:
+def check_simulation(installed: Path, cwd: Path) -> None:
     """Assert that a kernel compiles and runs in the simulator from the installed wheel, with its C
-    sources."""
-    installed = cwd / "installed"
-    sh(
-        *(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"),
-        *("--target", installed, wheel),
-        cwd=cwd,
-    )
+    sources; torch and the DSL are those of this Python."""
     out = sh(
         *(sys.executable, "-m", "cutex.gemm", "--arch", "sm_90a", "--stage", "0"),
         *("--device", "sim", "--mnk", "64,64,64", "--out", cwd / "results"),
