@@ -124,8 +124,9 @@ def fake_arguments(arguments: Sequence[Argument]) -> list[Any]:
 
     operands = [o for o in arguments if isinstance(o, Operand)]
     # a size that is the contiguous one of any operand is a multiple of the unit in all of them
-    whole = [o for o in operands if o.whole and o.contiguous is not None]
-    unit = {o.sizes[o.contiguous]: _unit(o) for o in whole}
+    unit = {
+        o.sizes[o.contiguous]: _unit(o) for o in operands if o.whole and o.contiguous is not None
+    }
     size: dict[str, Any] = {}
     for letter in (letter for o in operands for letter in o.sizes):
         if letter not in size:

@@ -328,7 +328,9 @@ class Scheduler:
             for wait in m.waits[warp]:
                 like = same.setdefault((wait.instruction.line, _without_place(wait.tell())), [])
                 like.append((warp, wait))
-        for _, waits in list(same.items())[:12]:
+        # NOTE: whoever is absent from a cluster's barrier is blocked elsewhere, which is the cause
+        each = sorted(same.values(), key=lambda waits: waits[0][1].kind == "cluster barrier")
+        for waits in each[:12]:
             warp, wait = waits[0]
             more = f" (and {len(waits) - 1} more like it)" if len(waits) > 1 else ""
             brief.append(f"{m.grid.name_warp(warp)} {_in_brief(wait)}")

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
 import cutex
-from cutex.ops.attention import planned
+from cutex.ops.attention import kvcache, planned
+from cutex.ops.attention.transformers_masks import Layout
 
 
 @contextlib.contextmanager
@@ -225,6 +227,22 @@ def test_scaled_dot_product_attention_in_the_simulator():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     wide = (x.float() for x in (q, k, v))
     close(out, F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True))
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (7, None)])
+@pytest.mark.parametrize("given", [(), ("ends",), ("ends", "begins", "sink")])
+def test_a_token_finds_the_plan_of_the_call_before(monkeypatch, window, given):
+    asked = []
+    plans = SimpleNamespace(launched=lambda key, *x: (asked.append((key, [*map(id, x)])), "out")[1])
+    monkeypatch.setattr(kvcache, "PLANS", plans)
+    q, k, v, *vectors = (torch.zeros(2) for _ in range(6))
+    all_vectors = zip(("ends", "begins", "sink"), vectors, strict=True)
+    ends, begins, sink = (x if name in given else None for name, x in all_vectors)
+    options = {"softmax_scale": 0.5, "softcap": 2.0, "learnable_sink": sink}
+    options |= Layout(window, 2).options
+    cutex.flash_attn_with_kvcache(q, k, v, cache_seqlens=ends, cache_leftpad=begins, **options)
+    assert kvcache.known_token(q, k, v, ends, begins, **options) == "out"
+    assert asked[0] == asked[1]
 
 
 # ---- on a GPU

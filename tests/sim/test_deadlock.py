@@ -37,6 +37,15 @@ def test_a_wait_for_an_arrival_that_never_comes(order):
     assert "3 warps are blocked, 0 have returned" in text
 
 
+def test_who_is_absent_from_a_clusters_barrier_comes_first():
+    body = f"""{init(1).replace("%i, 0", "%lane, 0")} setp.eq.u32 %p2, %cta, 1; @!%p2 bra END;
+    {SLEEP.replace("PARITY", "0")}
+    END: {CLUSTER_SYNC}"""
+    text = deadlock(body, {}, Shape(grid=2, cluster=2, smem=64))
+    blocked = "deadlock: no warp can run and nothing is in flight: CTA (1,0,0)"
+    assert text.startswith(blocked) and "none of 1 arrivals came" in text.split("\n")[0]
+
+
 def test_bytes_that_never_come():
     body = f"""{init(1)} .reg .b32 data; add.u32 data, bar, 128;
     @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 96; @%p0 {copy("data", "%a", 64)}

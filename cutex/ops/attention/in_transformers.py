@@ -20,7 +20,7 @@ from cutex.ops.attention.backward import why_no_gradient
 from cutex.ops.attention.cache import why_no_steps
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.eager import flash_attn_func, flash_attn_varlen_func
-from cutex.ops.attention.kvcache import flash_attn_with_kvcache
+from cutex.ops.attention.kvcache import flash_attn_with_kvcache, known_token
 from cutex.ops.attention.registered_token import flash_attn_token
 from cutex.ops.attention.transformers_masks import FEW, RUN, Layout, Mask, mask_of, packed_by
 from cutex.ops.plain import is_plain, nobody_watches
@@ -67,8 +67,11 @@ def attention(
         if (found := token_of_static(query, key, value, attention_mask, options)) is not None:
             return found, None
         layout = _layout(query, key, attention_mask, causal, more)
-    if layout is not None and takes(query, key, value, options):
-        return _attend(query, key, value, layout, options), None
+    if layout is not None:
+        if (found := _decoded_again(query, key, value, layout, options)) is not None:
+            return found, None
+        if takes(query, key, value, options):
+            return _attend(query, key, value, layout, options), None
     if not softcap and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
@@ -191,16 +194,38 @@ def token_of_static(
         query.shape[0], query.shape[2], key.shape[2]
     ):  # fmt: skip
         return None
-    if query.shape[2] != 1 or not takes(query, key, value, options):
+    if query.shape[2] != 1:
+        return None
+    layout = Layout(WHOLE, key.shape[2], run=run)
+    if (found := _decoded_again(query, key, value, layout, options)) is not None:
+        return found
+    if not takes(query, key, value, options):
         return None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if not torch.compiler.is_compiling():
-        return decoded(q, k, v, Layout(WHOLE, k.shape[1], run=run), options)
+        return decoded(q, k, v, layout, {**options, **layout.options})
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return None
     if autocast.is_on(q.device):
         return None
     return flash_attn_token(q, k, v, *run, *options.values())
+
+
+def _decoded_again(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: dict[str, Any]
+) -> Tensor | None:
+    """What `decoded` returns where it was called before with tensors like these, of which a plan's
+    guard says all that `takes` and `decoded` look for; else None."""
+    if query.shape[2] > FEW or (layout.cu_seqlens_q is not None and layout.run is None):
+        return None
+    window = layout.window
+    if torch.compiler.is_compiling() or (window != WHOLE and any((x or 0) < 0 for x in window)):
+        return None
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if layout.keys != k.shape[1]:
+        k, v = k[:, : layout.keys], v[:, : layout.keys]
+    begins, ends = layout.run or (None, None)
+    return known_token(q, k, v, ends, begins, **options, **layout.options)
 
 
 def decoded(

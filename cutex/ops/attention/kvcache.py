@@ -147,6 +147,31 @@ def flash_attn_with_kvcache(
     return attend(KVCacheCall(q, k_cache, v_cache, *rest, *key[:6]), with_lse, key)
 
 
+def known_token(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ends: Tensor | None,
+    begins: Tensor | None,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    learnable_sink: Tensor | None,
+) -> Tensor | None:
+    """What flash_attn_with_kvcache returns with cache_seqlens `ends` and cache_leftpad `begins`, if
+    it has a plan for these arguments; in less time than it takes to find out whether it may be
+    called."""
+    key = (
+        None, softmax_scale, causal, window_size, softcap, 0, False, True, ends is None, True,
+        True, begins is None, True, learnable_sink is None, True, True, True, True,
+    )  # fmt: skip
+    rest = [x for x in (ends, begins, learnable_sink) if x is not None]
+    found: Tensor | None = PLANS.launched(key, q, k_cache, v_cache, *rest)
+    return found
+
+
 def _all(length: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """`length` for each sequence."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

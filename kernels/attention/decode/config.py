@@ -22,6 +22,7 @@ WARPGROUP, WARP = 128, 32  # threads
 REGISTERS = 65536  # of an SM
 SCALARS = 48  # registers of a thread for everything but accumulators
 MOST_REGISTERS = 255  # of a thread
+WGMMA_OF_256 = 158  # registers of a thread that ptxas wants for a wgmma of 256 columns
 FEW_MORE = 8  # blocks of keys by which a unit may be longer than a share and not be cut
 # what the workspace has for each unit, if parts are combined: their number, and the places of part
 # 0, of part 1 and from it to the next
@@ -170,6 +171,14 @@ class DecodeConfig(ScoreSpec):
         return (2 + 2 * self.widens) * WARPGROUP
 
     @property
+    def columns_of_pv(self) -> int:
+        """The columns of a wgmma of PV.
+
+        NOTE: one of 256 needs more registers, before setmaxnreg, than each of 512 threads has.
+        """
+        return self.head_dim_v // 2 if self.widens and self.head_dim_v > 192 else self.head_dim_v
+
+    @property
     def q_in_smem(self) -> bool:
         """Whether operand A of QK comes from smem, since registers are few."""
         return self.head_dim > 192
@@ -285,5 +294,11 @@ class DecodeConfig(ScoreSpec):
             return (
                 f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "
                 f"{self.ctas_per_sm} CTAs of an SM have {self.most_accumulators}"
+            )
+        begun_with = REGISTERS // (self.num_threads * self.ctas_per_sm)
+        if not self.few_rows and self.columns_of_pv > 192 and begun_with < WGMMA_OF_256:
+            return (
+                f"head_dim_v={self.head_dim_v}: a wgmma of so many columns needs {WGMMA_OF_256} "
+                f"registers, threads begin with {begun_with}"
             )
         return None if arch is None else self.why_no_room(arch)

@@ -56,10 +56,9 @@ class Compute:
         qk = WgmmaProduct(qk_mma, a, qk_mma.b_slots(tiles.sK), None)
         transposed = contiguous_rows_layout(dtype, c.head_dim_v, c.tile_n, slots)
         sVt = cute.make_tensor(tiles.sV.iterator, transposed.outer)  # (DV, bN, SLOT)
-        pv_mma = Wgmma(c.head_dim_v, dtype, b_major=OperandMajorMode.MN)
-        pv = WgmmaProduct(
-            pv_mma, pv_mma.a_registers(c.tile_n), pv_mma.b_slots(sVt), pv_mma.accumulator()
-        )
+        pv_mma = Wgmma(c.columns_of_pv, dtype, b_major=OperandMajorMode.MN)
+        acc = pv_mma.accumulator(columns=c.head_dim_v)
+        pv = WgmmaProduct(pv_mma, pv_mma.a_registers(c.tile_n), pv_mma.b_slots(sVt), acc)
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         splits, span, end = s.begin()
