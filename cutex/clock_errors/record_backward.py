@@ -36,10 +36,14 @@ class Walked(Few):
 def record(case: Case, causal: bool, steps: int, heads: int) -> list[Traced]:
     """The records of the launches of a backward of `steps` blocks of queries."""
     tokens = steps * BLOCK
-    sizes = {"head_dim": case.head_dim, "head_dim_v": case.head_dim_v, "causal": causal}
-    problem = BackwardProblem(1, tokens, tokens, heads, heads, **sizes)
+    problem = BackwardProblem(
+        1, tokens, tokens, heads, heads, head_dim=case.head_dim, head_dim_v=case.head_dim_v,
+        causal=causal,
+    )  # fmt: skip
 
-    def traced(host: HostFunction, programs: Any, arguments: list[Any], regions: Any) -> Any:
+    def traced(
+        host: HostFunction, programs: Any, arguments: list[Any], regions: Any
+    ) -> list[Traced]:
         few = Walked(programs, regions, machine_code(host), 0.0)
         host(arguments, few.record_only)
         return few.traced
