@@ -261,9 +261,6 @@ def _subjects() -> list[Subject]:
         subject("grouped mxfp8", "sm_100a", _grouped_blocks("mxfp8", "mxfp8"), "grouped"),
         subject("grouped nvfp4", "sm_100a", _grouped_blocks("nvfp4", "nvfp4"), "grouped"),
         subject("mxfp4", "sm_100a", _quantized(300, 264, 2048, "mxfp8", "mxfp4"), -1),
-        subject("odd rows", "sm_100a", _product(normal(300, 1601), normal(1601, 136, seed=1))),
-        subject("odd pitch", "sm_90a", _product(normal(300, 1601), normal(1601, 136, seed=1))),
-        subject("one odd row", "sm_90a", _product(normal(1, 6145), normal(6145, 264, seed=1))),
         subject(
             "fp32",
             "sm_90a",
