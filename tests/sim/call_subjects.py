@@ -5,6 +5,7 @@ scaled and 4-bit products, unaligned operands, mma.sync, rows. Inputs are so lar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -13,15 +14,20 @@ import torch
 from subjects import Subject
 
 import cutex
+from cutex.arch import KNOWN
 from cutex.ops.device import forget_plans
 from cutex.simulation import SimulatedDevice, simulating
 
+FEW = 4  # SMs, so that each CTA of a persistent grid has several tiles
 Call = Callable[[], Sequence[torch.Tensor]]  # of a public function; returns what it has computed
 
 
-def _here(arch: str, launch: Callable[[Any, tuple[Any, ...]], None], call: Call) -> Any:
-    """What ``call`` computes where ``launch`` runs each kernel."""
-    with simulating(SimulatedDevice(arch, launch)):
+def _here(
+    arch: str, launch: Callable[[Any, tuple[Any, ...]], None], call: Call, sms: int = 0
+) -> Any:
+    """What ``call`` computes where ``launch`` runs each kernel; on a GPU of so many SMs, if any."""
+    facts = {arch: replace(KNOWN[arch], num_sms=sms or KNOWN[arch].num_sms)}
+    with mock.patch.dict(KNOWN, facts), simulating(SimulatedDevice(arch, launch)):
         forget_plans()
         try:
             return call()
@@ -41,7 +47,7 @@ def _far_off(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> str |
     return None
 
 
-def subject(name: str, arch: str, call: Call, which: int | str = 0) -> Subject:
+def subject(name: str, arch: str, call: Call, which: int | str = 0, sms: int = 0) -> Subject:
     """The ``which``-th of the kernels that ``call`` launches, or that whose name contains it."""
 
     def build() -> Any:
@@ -52,14 +58,14 @@ def subject(name: str, arch: str, call: Call, which: int | str = 0) -> Subject:
             if isinstance(which, str):  # what follows may depend on what this one computes
                 _unchecked(compiled, given)
 
-        _here(arch, launch, call)
+        _here(arch, launch, call, sms)
         if isinstance(which, int):
             return list(found.values())[which]
         return next(compiled for symbol, compiled in found.items() if which in symbol)
 
     @cache
     def want() -> Sequence[torch.Tensor]:
-        return _here(arch, _unchecked, call)
+        return _here(arch, _unchecked, call, sms)
 
     def launch(run: Callable[..., None], kernel: Any) -> str | None:
         def each(compiled: Any, given: tuple[Any, ...]) -> None:
@@ -68,7 +74,7 @@ def subject(name: str, arch: str, call: Call, which: int | str = 0) -> Subject:
             else:
                 _unchecked(compiled, given)
 
-        return _far_off(_here(arch, each, call), want())
+        return _far_off(_here(arch, each, call, sms), want())
 
     return Subject(f"{name} {arch}", build, launch)
 
@@ -136,9 +142,9 @@ def _mla(lengths: tuple[int, ...]) -> Call:
 
 
 def _chosen() -> Sequence[torch.Tensor]:
-    """MLA of 100 chosen keys, of which some are none."""
-    chosen = torch.randint(-9, 320, (2, 1, 100), generator=torch.Generator().manual_seed(0))
-    q, cache = normal(2, 1, 128, 576), normal(5, 64, 1, 576, seed=1)
+    """MLA of 420 chosen keys, of which some are none."""
+    chosen = torch.randint(-9, 448, (2, 1, 420), generator=torch.Generator().manual_seed(0))
+    q, cache = normal(2, 1, 128, 576), normal(7, 64, 1, 576, seed=1)
     return cutex.flash_mla_with_kvcache(q, cache, None, None, 512, indices=chosen.int())
 
 
@@ -231,35 +237,39 @@ def _subjects() -> list[Subject]:
             found.append(subject(f"backward {dim}", arch, call))
         found += [
             subject("backward 128, full", arch, _backward(arch, 128, 200)),
-            subject("decode, parts", arch, _cached(one, {"num_splits": 3})),
-            subject("decode, rows", arch, _cached(many, {})),
-            subject("MLA", arch, _mla((400, 70))),
-            subject("grouped", arch, _grouped(False)),
-            subject("grouped sums", arch, _grouped(True)),
+            subject("decode, parts", arch, _cached(one, {"num_splits": 3}), sms=FEW),
+            subject("decode, rows", arch, _cached(many, {}), sms=FEW),
+            subject("MLA", arch, _mla((400, 70)), sms=FEW),
+            subject("grouped", arch, _grouped(False), sms=FEW),
+            subject("grouped sums", arch, _grouped(True), sms=FEW),
             subject("w4", arch, _w4(40)),
             subject("backward 128, tiles in turn", arch, _backward(arch, 128, 200, 4)),
             subject("backward 256", arch, _backward(arch, 256, 200)),
             subject("backward, in order", arch, _backward(arch, 64, 330, deterministic=True)),
-            subject("decode, pages", arch, _cached({**many, "page_size": 16}, {})),
-            subject("decode, appended", arch, _cached({**many, "appended": True}, {})),
-            subject("decode 128, one row", arch, _cached({**one, "head_dim": 128}, {})),
+            subject("decode, pages", arch, _cached({**many, "page_size": 16}, {}), sms=FEW),
+            subject("decode, appended", arch, _cached({**many, "appended": True}, {}), sms=FEW),
+            subject("decode 128, one row", arch, _cached({**one, "head_dim": 128}, {}), sms=FEW),
             subject("w4, one row", arch, _w4(1)),
             subject("w4, mxfp4", arch, _w4(130, "mxfp4")),
-            subject("grouped, gathered", arch, _indexed(False)),
-            subject("grouped, scattered", arch, _indexed(True)),
-            subject("grouped, added", arch, _indexed(True, add=True)),
+            subject("grouped, gathered", arch, _indexed(False), sms=FEW),
+            subject("grouped, scattered", arch, _indexed(True), sms=FEW),
+            subject("grouped, added", arch, _indexed(True, add=True), sms=FEW),
         ]
     e4m3 = {"dtype": torch.float8_e4m3fn}
     found += [
         subject("backward of pairs", "sm_100a", _with_pairs(_backward("sm_100a", 128, 300))),
-        subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {})),
-        subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {})),
-        subject("MLA, chosen keys", "sm_90a", _chosen),
+        subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {}), sms=FEW),
+        subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {}), sms=FEW),
+        subject("MLA, chosen keys", "sm_90a", _chosen, sms=FEW),
         subject(
-            "grouped fp8 blocks", "sm_90a", _grouped_blocks("fp8_1x128", "fp8_128x128"), "grouped"
+            "grouped fp8 blocks",
+            "sm_90a",
+            _grouped_blocks("fp8_1x128", "fp8_128x128"),
+            "grouped",
+            sms=FEW,
         ),
-        subject("grouped mxfp8", "sm_100a", _grouped_blocks("mxfp8", "mxfp8"), "grouped"),
-        subject("grouped nvfp4", "sm_100a", _grouped_blocks("nvfp4", "nvfp4"), "grouped"),
+        subject("grouped mxfp8", "sm_100a", _grouped_blocks("mxfp8", "mxfp8"), "grouped", sms=FEW),
+        subject("grouped nvfp4", "sm_100a", _grouped_blocks("nvfp4", "nvfp4"), "grouped", sms=FEW),
         subject("mxfp4", "sm_100a", _quantized(300, 264, 2048, "mxfp8", "mxfp4"), -1),
         subject(
             "fp32",
