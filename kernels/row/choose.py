@@ -50,13 +50,34 @@ BULK_LEAST = 1 << 21
 # thread between two lengths, and those between others
 BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
 BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
-BULK_LONG = ((20_481, 90_112), (114_689, 1 << 20))
+BULK_LONG = ((20_481, 90_112), (98_305, 1 << 20))
 
 # rows whose threads keep sums of their columns (docs/facts/rows.md#rows-gradient-tiles): threads
 # and CTAs of those that are loaded by the element, by the least and most columns; the vectors of a
 # thread of a cluster, from which on it has twice as many
 SUMS_BY_ELEMENT = {(2049, 5120): (256, 1), (10_241, 24_576): (512, 2), (24_577, 53_248): (256, 8)}
 SUMS_MOST = 5
+
+# gradients of a norm's dense rows by bulk copies (docs/facts/rows.md#rows-gradient-bulk): the
+# elements of a thread, by the threads of a CTA, from which on others share a row; registers of a
+# thread for sums, and for weights beside them, by the bytes of one; slots at most, and as many as
+# keep rows on their way
+SUMS_THREADS = {32: 14, 64: 22, 128: 26, 256: 26, 512: 26}
+SUMS_WORDS = {0: 80, 2: 70, 4: 80}
+SUMS_SLOTS = (4, 3)
+# which rows: from so many columns on, by the elements of a vector, of those that begin anywhere,
+# and of those that begin with vectors
+SUMS_ANYWHERE = {8: 289, 4: 1025}
+SUMS_ALIGNED = {8: 98_305, 4: 65_537}
+
+# rows of a softmax that begin anywhere, by bulk copies (docs/facts/rows.md#rows-softmax-bulk):
+# threads of a CTA, the fewest first; elements of a thread and slots at most; from so many columns
+# on, by the elements of a vector
+ROWS_THREADS = (128, 256, 512)
+ROWS_ELEMENTS = 64
+ROWS_SLOTS = 6
+ROWS_ANYWHERE = {8: 10_241, 4: 32_769}
+SOFTMAX_WIDE = 6  # vectors of a thread, before CTAs share a row of a softmax
 
 
 class TooLong(CutexError):
@@ -221,12 +242,120 @@ def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
     return centred and other.width == 8 and (short or any(a <= n <= b for a, b in BULK_LONG))
 
 
+class BulkGradient(NamedTuple):
+    """How rows of a norm's gradient come by bulk copies: see BackwardBulkConfig."""
+
+    tile: RowTile
+    words: int
+    slots: int
+    resident: int
+    held: str
+
+
+def bulk_gradient(
+    m: int, n: int, widest: int, sums: int, weight_bytes: int, arch_name: str,
+    least: int = BULK_LEAST,
+) -> BulkGradient | None:  # fmt: skip
+    """How `m` rows of `n` elements of a norm's gradient that lie one after another come by bulk
+    copies: widest: the elements of 16 bytes; sums: of columns, 0 to 2; weight_bytes: of an element
+    of the weights, 0 if there are none. None for rows that are better taken otherwise, that no
+    cluster holds, and where there are no bulk copies."""
+    of = arch(arch_name)
+    wanted = (SUMS_ALIGNED if n % widest == 0 else SUMS_ANYWHERE).get(widest)
+    if of.capability < (9, 0) or wanted is None or m * n < least or n < wanted:
+        return None
+    room = of.smem_per_cta - BULK_SPARE
+    # few elements a thread; as many as it holds; of rows that leave no room for a third slot
+    for slots, few, places in (
+        (SUMS_SLOTS, True, ("registers", "smem")),
+        (SUMS_SLOTS, False, ("registers", "smem", "memory")),
+        ((2,), False, ("registers", "smem", "memory")),
+    ):
+        for ctas in (1, 2, 4, CLUSTER):
+            for threads, most in SUMS_THREADS.items():
+                tile = RowTile(1, threads, ctas, 1, widest, False)
+                if few and words_of(n, tile) * widest // 4 > most:
+                    continue
+                for held in places if weight_bytes else places[:1]:
+                    found = _bulk_gradient(n, tile, sums, weight_bytes, room, slots, held)
+                    if found is not None:
+                        return found
+    return None
+
+
+def _bulk_gradient(
+    n: int, tile: RowTile, sums: int, weight_bytes: int, room: int, slots: tuple[int, ...],
+    held: str,
+) -> BulkGradient | None:  # fmt: skip
+    """The same by a tile, with weights `held` somewhere; None without room."""
+    words, resident = words_of(n, tile), BULK_THREADS // tile.threads
+    elements = words * tile.width // 4
+    in_registers = elements * (sums + weight_bytes / 4)
+    if elements * sums > SUMS_WORDS[0]:
+        return None
+    if held == "registers" and in_registers > SUMS_WORDS[weight_bytes]:
+        return None
+    slot = tile.threads * words * 4 + 2 * VECTOR_BYTES
+    left = room // resident - (held == "smem") * tile.threads * elements * weight_bytes
+    for count in slots:
+        if (2 * count - 1) * slot <= left:
+            return BulkGradient(tile, words, count, resident, held)
+    return None
+
+
+class BulkRows(NamedTuple):
+    """How rows come by bulk copies: see RowsBulkConfig."""
+
+    tile: RowTile
+    words: int
+    slots: int
+    resident: int
+
+
+def bulk_rows(
+    m: int, n: int, widest: int, arch_name: str, least: int = BULK_LEAST
+) -> BulkRows | None:
+    """How `m` rows of `n` elements of a softmax that lie one after another and begin anywhere come
+    by bulk copies to CTAs that have one, or a part of one, at a time. widest: the elements of 16
+    bytes. None for rows that are better taken otherwise, that no cluster holds, and where there
+    are no bulk copies."""
+    of = arch(arch_name)
+    wanted = ROWS_ANYWHERE.get(widest)
+    if of.capability < (9, 0) or wanted is None or m * n < least or n < wanted:
+        return None
+    for ctas in (1, 2, 4, CLUSTER):
+        for threads in ROWS_THREADS:
+            tile = RowTile(1, threads, ctas, 1, widest, False)
+            found = _bulk_rows(n, tile, of.smem_per_cta - BULK_SPARE)
+            if found is not None:
+                return found
+    return None
+
+
+def _bulk_rows(n: int, tile: RowTile, room: int) -> BulkRows | None:
+    """The same by a tile; None without room."""
+    words, resident = words_of(n, tile), BULK_THREADS // tile.threads
+    slot = tile.threads * words * 4 + 2 * VECTOR_BYTES
+    slots = min(ROWS_SLOTS, room // resident // slot)
+    if words * tile.width // 4 > ROWS_ELEMENTS or slots < 3:
+        return None
+    return BulkRows(tile, words, slots, resident)
+
+
 def words_of(n: int, tile: RowTile, whole: bool = False) -> int:
     """The words of 32 bits that a thread of a tile has of a row of `n` elements, or of its CTA's
     part of one. whole: each row begins with a word; else anywhere."""
     per = tile.width // 4  # elements of a word
     part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
     return -(-(part + (per - 1) * (not whole)) // (tile.threads * per))
+
+
+def one_cta(other: RowTile) -> RowTile:
+    """One CTA of twice the threads instead of two that share a row, of which rows that are only
+    read take longer (docs/facts/rows.md#rows-cross-entropy-h200); other tiles as they are."""
+    if other.ctas != 2:
+        return other
+    return replace(other, threads=2 * other.threads, ctas=1)
 
 
 def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:

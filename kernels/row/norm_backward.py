@@ -43,10 +43,13 @@ class NormBackwardConfig:
     bias: str = ""
     summed: bool = False
     stages: int = 0  # slots of smem for rows that are on their way
+    alone: bool = False  # dx alone, a row for each group; rows may then begin anywhere, all alike
 
     @property
     def sums(self) -> tuple[str, ...]:
         """The gradients that are sums over all rows."""
+        if self.alone:
+            return ()
         return tuple(f"d{name}" for name in ("weight", "bias") if getattr(self, name))
 
     @property
@@ -118,11 +121,11 @@ class NormBackward(RowKernel):
         ring = RowRing.allocate(SmemAllocator(), tile, mX.element_type, 2, c.stages)
         whole = self.allocate_sums()
         this = ThisRow.of(tile, mX)
-        columns = Columns.of(tile, mX[0, None])
+        columns = Columns.of(tile, this(mX) if c.alone else mX[0, None])
         sums = {name: columns.zeros() for name in c.sums}
         row, last = this.row, this.rows - 1
         if cutlass.const_expr(c.weight):
-            rW = columns.load(optional["weight"])  # (V, NumV)
+            rW = columns.held(optional["weight"])  # (V, NumV)
         ring.start(columns, (mX, mdY), row, groups)
         # all groups of a CTA take the same number of turns, since they meet at its barriers
         turns = cute.ceil_div(this.rows - (row - row % tile.rows), groups)

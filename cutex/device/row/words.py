@@ -66,14 +66,19 @@ class Words:
     def load_alone(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32, exists: Boolean) -> None:
         rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
         for word in cutlass.range_constexpr(self.count):
-            at = self.place(begin, word)
-            if cutlass.const_expr(not self.is_edge(word)):
-                rWords[word] = sWords[at]
-            else:
-                found = Int32(0)
-                if self.is_begun(word):
-                    found = sWords[at]
-                rWords[word] = found & self.mask(word)
+            rWords[word] = self.loaded(sWords, begin, word)
+
+    @cute.jit
+    def loaded(self, sWords: cute.Tensor, begin: Int32, word: cutlass.Constexpr[int]) -> Int32:
+        """A word of the row at element `begin` of a slot, of which sWords are the words; its bits
+        that are not the row's are 0. Of a row that is alone in its slot."""
+        at = self.place(begin, word)
+        if cutlass.const_expr(not self.is_edge(word)):
+            return sWords[at]
+        found = Int32(0)
+        if self.is_begun(word):
+            found = sWords[at]
+        return found & self.mask(word)
 
     @cute.jit
     def store_alone(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:

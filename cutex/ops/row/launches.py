@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cutex.kernels.row.choose import TooLong
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
+from cutex.ops.occupancy import clusters_at_once
 from cutex.ops.plain import empty_of, untraced
 from cutex.ops.plans import PlanCache
-from cutex.ops.row.rows import VECTOR, as_rows, dtype_of
+from cutex.ops.row.rows import VECTOR, as_rows, dtype_of, sms_of
 from cutex.ops.workspace import flags_of
 
 if TYPE_CHECKING:
@@ -195,6 +196,17 @@ def _aligned(x: Tensor) -> Tensor:
     """x, or a copy of it, as contiguous memory that begins with a vector."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % VECTOR else x
+
+
+def bulk_groups(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -> int:
+    """The clusters, or CTAs, that take the rows of x (M, N) in turn: as many as run at one time, an
+    even number, so that the rows of each begin alike to a word."""
+    tile = config.tile
+    compiled = kernel_for(kind, config, dtype_of(x), arch)
+    at_once = clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device)
+    if at_once is None:
+        at_once = config.resident * (sms_of(x.device, arch) // tile.ctas)
+    return max(2, min(-(-len(x) // tile.rows), at_once) // 2 * 2)
 
 
 @lru_cache(maxsize=4096)

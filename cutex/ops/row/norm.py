@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from cutex.arch import kernels_of
 from cutex.ops.occupancy import clusters_at_once
-from cutex.ops.row.launches import Calls, Launch, Run, kernel_for
+from cutex.ops.row.launches import Calls, Launch, Run, bulk_groups, kernel_for
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import (
     VECTOR,
@@ -19,6 +20,7 @@ from cutex.ops.row.rows import (
     check_alike,
     check_rows,
     check_vector,
+    dense_of,
     dtype_of,
     empty_rows,
     sms_of,
@@ -30,7 +32,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 if TYPE_CHECKING:
     from cutex.device.row.tile import RowTile
     from cutex.kernels.row.norm import Norm, NormConfig
-    from cutex.kernels.row.norm_bulk import BulkConfig
+    from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
 
 GROUPS = 3  # CTAs of an SM that have room for rows on their way
 MOST_GROUPS = 8
@@ -38,6 +40,7 @@ IN_REGISTERS = 8192  # elements of a gradient's rows in the registers of an SM; 
 SMEM = 200 << 10  # bytes of an SM for rows on their way; an RTX GPU takes what it has
 MOST_STAGES = 4
 GPC = 16  # SMs of a part of a GPU, about
+APART = 1 << 24  # elements of rows whose sums are taken apart, at one time
 
 
 def norm(
@@ -83,7 +86,7 @@ def _plan(
     functions."""
     from cutex.kernels.row import choose
     from cutex.kernels.row.norm import NormConfig
-    from cutex.kernels.row.norm_bulk import BulkConfig
+    from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
 
     eps, centred, saves = options
     arch = arch_of(x.device, "cutex.layer_norm" if centred else "cutex.rms_norm")
@@ -112,7 +115,7 @@ def _plan(
     kind, config = kernel_of(config, rows[0], arch)
     constants: tuple[float | int, ...] = (eps,)
     if isinstance(config, BulkConfig):
-        constants += (bulk_groups(config, rows[0], arch),)
+        constants += (bulk_groups(NormBulk, config, rows[0], arch),)
     if saves:
         returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
     else:
@@ -142,19 +145,6 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
         given = vars(replace(config, tile=tile))
         return NormByElement, ByElementConfig(**given, elements=elements, turns=turns)
     return NormStaged if is_staged(config, x.element_size()) else Norm, config
-
-
-def bulk_groups(config: BulkConfig, x: Tensor, arch: str) -> int:
-    """The clusters, or CTAs, that take the rows of x (M, N) in turn: as many as run at one time, an
-    even number, so that the rows of each begin alike to a word."""
-    from cutex.kernels.row.norm_bulk import NormBulk
-
-    tile = config.tile
-    compiled = kernel_for(NormBulk, config, dtype_of(x), arch)
-    at_once = clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device)
-    if at_once is None:
-        at_once = config.resident * (sms_of(x.device, arch) // tile.ctas)
-    return max(2, min(-(-len(x) // tile.rows), at_once) // 2 * 2)
 
 
 def _nothing(
@@ -202,8 +192,7 @@ def _plan_gradient(
     options: tuple[bool], x: Tensor, dy: Tensor, weight: Tensor | None, bias: Tensor | None,
     mean: Tensor | None, rstd: Tensor, dsummed: Tensor | None,
 ) -> Run:  # fmt: skip
-    from cutex.kernels.row import choose
-    from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
+    from cutex.kernels.row.norm_backward_bulk import BackwardBulkConfig
 
     (centred,) = options
     check_alike("dy", dy, "x", x)
@@ -223,23 +212,86 @@ def _plan_gradient(
     vectors = launch.flat(weight=weight)
     launch.flat(bias=bias, mean=mean, rstd=rstd)
     rows += [*launch.rows(dsummed=dsummed), launch.makes("dx", x.shape, x.dtype, 2)]
-    # NOTE: the columns of a thread are those of all its rows, so rows may not shift
-    tile = choose.with_sums(x.shape[-1], tile_of(rows, vectors, arch, shifts=False))
-    config = NormBackwardConfig(
-        tile, centred, name_of(weight), name_of(bias), dsummed is not None, stages_of(tile, x)
-    )
-    kernel = NormBackward, config, arch
-    most = most_clusters(tile, sms_of(x.device, arch))
-    if tile.ctas > 1:
-        compiled = kernel_for(NormBackward, config, dtype_of(x), arch)
-        most = min(most, clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device) or most)
-    clusters = min(-(-rows[0].shape[0] // tile.rows), most)
+    kind, config = _gradient_kernel(centred, rows, vectors, bias, arch, dsummed is not None)
+    tile = config.tile
+    if config.alone:
+        order, groups = ("x", "dy", "dx", "rstd", *config.optional), len(rows[0])
+        run = launch.run((kind, config, arch), order, (groups,), ("dx",))
+        return partial(_with_sums_apart, run, weight is not None, bias is not None, centred)
+    if isinstance(config, BackwardBulkConfig):
+        clusters = bulk_groups(kind, config, rows[0], arch)
+    else:
+        most = most_clusters(tile, sms_of(x.device, arch))
+        if tile.ctas > 1:
+            compiled = kernel_for(kind, config, dtype_of(x), arch)
+            at_once = clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device)
+            most = min(most, at_once or most)
+        clusters = min(-(-rows[0].shape[0] // tile.rows), most)
     for name, v in (("dweight", weight), ("dbias", bias)):
         launch.makes(name, (0,) if v is None else v.shape, x.dtype if v is None else v.dtype)
         if v is not None:
             launch.makes(f"{name}_parts", (clusters, x.shape[-1]), torch.float32)
     order = "x", "dy", "dx", "rstd", *config.optional
-    return launch.run(kernel, order, (clusters * tile.rows,), ("dx", "dweight", "dbias"))
+    returns = "dx", "dweight", "dbias"
+    return launch.run((kind, config, arch), order, (clusters * tile.rows,), returns)
+
+
+def _gradient_kernel(
+    centred: bool, rows: list[Tensor], vectors: list[Tensor], bias: Tensor | None, arch: str,
+    summed: bool,
+) -> tuple[Callable[[Any], NormBackward], NormBackwardConfig]:  # fmt: skip
+    """The kind of kernel for the gradient of a norm of rows, of x, dy and others, and its
+    config."""
+    from cutex.kernels.row import choose
+    from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
+    from cutex.kernels.row.norm_backward_bulk import BackwardBulkConfig, NormBackwardBulk
+
+    x, weight = rows[0], vectors[0] if vectors else None
+    m, n = x.shape
+    names = centred, name_of(weight), name_of(bias)
+    least = choose.BULK_LEAST
+    try:
+        # NOTE: the columns of a thread are those of all its rows, so rows may not shift
+        tile = choose.with_sums(n, tile_of(rows, vectors, arch, shifts=False))
+    except choose.TooLong:
+        tile, least = None, 0
+    if widest := dense_of(rows):
+        sums = (weight is not None) + (bias is not None)
+        each = 0 if weight is None else weight.element_size()
+        if by := choose.bulk_gradient(m, n, widest, sums, each, kernels_of(arch), least):
+            return NormBackwardBulk, BackwardBulkConfig(
+                by.tile, *names, summed, words=by.words, slots=by.slots, resident=by.resident,
+                held=by.held,
+            )  # fmt: skip
+    if tile is None:  # in one pass nobody holds the sums of so many columns
+        tile = tile_of(rows, vectors, arch)
+        return NormBackward, NormBackwardConfig(tile, *names, summed, alone=True)
+    return NormBackward, NormBackwardConfig(tile, *names, summed, stages_of(tile, x))
+
+
+def _with_sums_apart(
+    run: Run, has_weight: bool, has_bias: bool, centred: bool, x: Tensor, dy: Tensor, *rest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of rows that are so long that `run` gives dx alone: those of weight and bias by
+    torch's operations, some rows at a time."""
+    weight, bias = (
+        rest[i] if has else None for i, has in ((0, has_weight), (has_weight, has_bias))
+    )
+    *means, rstd = rest[has_weight + has_bias :][: 1 + centred]
+    n, dx = x.shape[-1], run(x, dy, *rest)
+    sums = [torch.zeros(n, device=x.device) if v is not None else None for v in (weight, bias)]
+    flat = (*(v.reshape(-1, n) for v in (x, dy)), *(v.reshape(-1, 1) for v in (rstd, *means)))
+    for part in zip(*(v.split(max(1, APART // n)) for v in flat), strict=True):
+        px, pdy, prstd, *pmean = (v.float() for v in part)
+        if sums[0] is not None:
+            sums[0] += (pdy * ((px - pmean[0] if centred else px) * prstd)).sum(0)
+        if sums[1] is not None:
+            sums[1] += pdy.sum(0)
+    given = [
+        x.new_empty(0) if v is None or total is None else total.to(v.dtype)
+        for v, total in zip((weight, bias), sums, strict=True)
+    ]
+    return dx, given[0], given[1]
 
 
 def stages_of(tile: RowTile, x: Tensor) -> int:

@@ -149,6 +149,16 @@ def walk_of(rows: Sequence[Tensor]) -> RowTile:
     return choose.walk(8 * rows[0].element_size(), *loads_of(rows, (), True))
 
 
+def dense_of(rows: Sequence[Tensor]) -> int:
+    """The elements of 16 bytes, if rows (M, N) lie one after another in each of them, and begin
+    alike; else 0."""
+    x = rows[0]
+    if len(x) > 1 and any(y.stride(0) != x.shape[1] for y in rows):
+        return 0
+    widest, _ = loads_of(rows, (), True)
+    return widest if widest * x.element_size() == VECTOR else 0
+
+
 def loads_of(rows: Sequence[Tensor], vectors: Sequence[Tensor], shifts: bool) -> tuple[int, bool]:
     """The elements of a vector by which all are loaded, and whether rows begin anywhere.
 
