@@ -26,7 +26,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 REDUCTIONS = ("mean", "sum", "none")
 FEW = 2  # losses for each thread of a CTA of rows, which the last one adds up
 MANY = 8192  # losses, which several CTAs add up
-WALKERS = 4  # rows for each SM, from which on a CTA walks along a long one
+WALKERS = 1.5  # rows for each SM, from which on a CTA walks along a long one: facts/rows.md
 INT32 = -(2**31), 2**31 - 1
 
 
@@ -108,7 +108,7 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     launch.makes("losses", x.shape[:1], torch.float32)
     for name in ("loss", "count"):
         launch.makes(name, (), torch.float32, 1)
-    tile = tile_of(rows, (), arch, wide=choose.MOST)
+    tile = choose.one_cta(tile_of(rows, (), arch, wide=choose.MOST))
     # CTAs that meet wait for each other; one that walks alone does not, where each SM has several
     walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
     if walks:

@@ -7,10 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.arch import kernels_of
+from cutex.kernels.row import choose
 from cutex.ops.number import number
-from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.launches import Calls, Launch, Run, bulk_groups
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import arch_of, check, check_alike, check_rows, empty_rows, tile_of
+from cutex.ops.row.rows import (
+    arch_of,
+    check,
+    check_alike,
+    check_rows,
+    dense_of,
+    empty_rows,
+    tile_of,
+)
 from cutex.ops.row.softmax_masked import MASKED, kept
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -87,13 +97,20 @@ def _check_mask(x: Tensor, mask: Any, causal: Any, last: bool) -> None:
 
 def _plan(_: Any, x: Tensor) -> Run:
     from cutex.kernels.row.softmax import Softmax
+    from cutex.kernels.row.softmax_bulk import RowsBulkConfig, SoftmaxBulk
 
     arch = arch_of(x.device, "cutex.softmax")
     if not x.numel():
         return empty_rows
     launch = Launch(x.device)
     rows = [*launch.rows(x=x), launch.makes("y", x.shape, x.dtype, 2)]
-    kernel = Softmax, tile_of(rows, (), arch), arch
+    tile, (m, n) = tile_of(rows, (), arch, wide=choose.SOFTMAX_WIDE), rows[0].shape
+    widest = 0 if tile.aligned else dense_of(rows)
+    if widest and (by := choose.bulk_rows(m, n, widest, kernels_of(arch))):
+        config = RowsBulkConfig(*by)
+        groups = bulk_groups(SoftmaxBulk, config, rows[0], arch)
+        return launch.run((SoftmaxBulk, config, arch), ("x", "y"), (groups,), ("y",))
+    kernel = Softmax, tile, arch
     return launch.run(kernel, ("x", "y"), returns=("y",))
 
 

@@ -1,0 +1,117 @@
+"""Softmax of dense rows that come and go by bulk copies, taken in turn by CTAs that stay."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cutex.compile import Argument, Scalar
+from cutex.device.pipeline import publish_barriers
+from cutex.device.row.bulk import BulkRing
+from cutex.device.row.packed import PackedRows
+from cutex.device.row.tile import RowTile
+from cutex.device.row.words import Words
+from cutex.kernels.row.kernel import RowKernel, matrix, reductions
+from cutex.kernels.row.norm_by_words import folded, plus
+from cutex.kernels.row.softmax import above, exp, merged
+
+LEAST_SLOTS = 3
+
+
+@dataclass(frozen=True)
+class RowsBulkConfig:
+    """How dense rows come: the tile, whose vectors are not used; the words of 32 bits that a thread
+    has of a row, or of its CTA's part of one; slots for rows on their way; CTAs of an SM."""
+
+    tile: RowTile
+    words: int
+    slots: int
+    resident: int
+
+
+class SoftmaxBulk(RowKernel):
+    """y = exp(x - max) / sum of exp(x - max): a row is read once from smem, its exponentials wait
+    in registers until its threads have met. Thread 0 starts the copies."""
+
+    title = "softmax_bulk"
+    archs = ("sm_90a", "sm_100a", "sm_120a")
+
+    def __init__(self, config: RowsBulkConfig) -> None:
+        super().__init__(config)
+        if config.tile.aligned or config.tile.rows > 1:
+            raise ValueError("rows by bulk copies may begin anywhere, and a CTA has one of them")
+        if config.slots < LEAST_SLOTS:
+            raise ValueError(f"slots={config.slots} must be at least {LEAST_SLOTS}")
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        made = (matrix(name, dtype, self.tile) for name in ("x", "y"))
+        return (*made, Scalar("groups", "int32"))
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, groups: Int32, stream) -> None:
+        self.kernel(mX, mY, groups).launch(**launch_of_groups(self.config, groups, stream))
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, mY: cute.Tensor, groups: Int32) -> None:
+        c, tile = self.config, self.tile
+        dense = PackedRows(tile, c.words)
+        (reduction,) = reductions(tile, 2, repeated=True)
+        ring = BulkRing.allocate(mX.element_type, dense.elements(mX.element_type.width), c.slots)
+        publish_barriers((ring.full,))
+        group = Int32(cute.arch.block_idx()[0]) // tile.ctas
+        for ahead in cutlass.range_constexpr(c.slots - 1):
+            dense.fetch(mX, group + ahead * groups, ring, ahead)
+        words = dense.words(mX, group)
+        turns = cute.ceil_div(Int32(cute.size(mX, mode=[0])) - group, groups)
+        for turn in cutlass.range(turns, unroll=1):
+            row = group + turn * groups
+            ring.wait(turn)
+            slot, begin = ring[turn], dense.run(mX, row).lead
+            own, e = exponentials(scores(dense, words, slot, begin))
+            top, total = reduction((own, folded(e, plus)), merged, turn, turns)
+            factor = exp(own - above(top)) * cute.arch.rcp_approx(total)
+            dense.keep(words, [v * factor for v in e], slot, begin, 0)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+            dense.run(mY, row).store(slot)
+            # the slot of the turn before, whose row is on its way out
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+            ahead = turn + (c.slots - 1)
+            dense.fetch(mX, group + ahead * groups, ring, ahead)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def launch_of_groups(config: RowsBulkConfig, groups: Int32, stream) -> dict:
+    """The arguments of the launch of CTAs, or clusters, that stay."""
+    tile = config.tile
+    return {
+        "grid": (groups * tile.ctas, 1, 1),
+        "block": (tile.num_threads, 1, 1),
+        "cluster": (tile.ctas, 1, 1) if tile.ctas > 1 else None,
+        "min_blocks_per_mp": config.resident,
+        "preferred_smem_carveout": 100,  # percent; else the DSL asks a GPU
+        "stream": stream,
+    }
+
+
+def scores(dense: PackedRows, words: Words, slot: cute.Tensor, begin: Int32) -> list[Float32]:
+    """This thread's elements of the row at element `begin` of a slot, in fp32; -inf outside."""
+    found = []
+    for word in range(words.count):
+        pair = dense.pair(words, slot, begin, word)
+        if words.is_edge(word):
+            held = (words.holds(word, i) for i in range(words.per))
+            pair = [
+                cutlass.select_(there, x, -Float32.inf) for there, x in zip(held, pair, strict=True)
+            ]
+        found += pair
+    return found
+
+
+def exponentials(x: list[Float32]) -> tuple[Float32, list[Float32]]:
+    """The largest of x, and the exponentials of x relative to it."""
+    own = functools.reduce(cute.arch.fmax, x)
+    return own, [exp(v - above(own)) for v in x]
