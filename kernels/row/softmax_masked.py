@@ -75,7 +75,8 @@ class SoftmaxMasked(RowKernel):
         # NOTE: not of above(own): where a thread has only -inf, and the row's maximum is far below
         # 0, that would be inf, and 0 times it NaN
         factor = exp(own - above(top)) * cute.arch.rcp_approx(total)
-        factor = cutlass.select_(top == -Float32.inf, Float32(0), factor)
+        if cutlass.const_expr(c.mask != "" or c.causal):  # else NaN, as of a row of -inf elsewhere
+            factor = cutlass.select_(top == -Float32.inf, Float32(0), factor)
         if this.exists:
             columns.store(columns.rounded(e * factor, mY), this(mY))
 

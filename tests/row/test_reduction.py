@@ -109,6 +109,19 @@ def test_the_bits_are_the_same_each_time(device):
     check(rows(device, (2, 9000, 3), torch.bfloat16), "mean", 1, deterministic=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "argmax", "argmin"])
+def test_more_elements_than_a_launch_counts(device, monkeypatch, op):
+    monkeypatch.setattr(import_module("cutex.ops.row.reduce"), "MOST", 2999)
+    monkeypatch.setattr(import_module("cutex.ops.row.reduce"), "PIECE", 1000)
+    for keepdim in (False, True):
+        check(rows(device, (5, 700)), op, None, keepdim)
+    x = torch.zeros(3500, device=device)
+    x[2500] = torch.nan
+    if op.startswith("arg"):
+        assert cutex.reduce(x, op) == 2500 and cutex.reduce(x[:2400].repeat(2), op) == 0
+
+
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 def test_gradients(device, op):

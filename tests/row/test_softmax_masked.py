@@ -95,6 +95,7 @@ def test_special_scores(device):
     torch.testing.assert_close(y, (0.5 * x).softmax(-1), equal_nan=True)
     assert cutex.softmax(x[2:], scale=0.0).eq(1 / 16).all()
     x[2] = -torch.inf
+    assert cutex.softmax(x[2:], scale=0.5).isnan().all()  # without a mask as torch's
     mask = torch.zeros(16, device=device)
     assert cutex.softmax(x[2:], mask=mask).eq(0).all()
     # far below the -inf of threads that have nothing else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ OPS = {"sum": ("sum", 1), "mean": ("sum", 1), "max": ("max", 1), "min": ("max", 
 CTAS = 8  # of an SM, that a reduction of few results is spread over
 LEAST = 4096  # elements of x that a CTA should have at least
 MOST = 2**31 - 1
+PIECE = 1 << 30  # elements of a reduction of all of more than that
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -178,8 +180,10 @@ def _plan_call(options: tuple[Any, ...], x: Tensor) -> Run:
     for d in dims:
         count *= x.shape[d]
     flat = flat and (op.startswith("arg") or x.is_contiguous())
-    *before, last = [list(dims)] if flat else _groups(x, dims)
     scale = 1.0 / count if op == "mean" else 1.0
+    if flat and count > MOST:
+        return partial(_in_pieces, (op, out, scale, deterministic, shape))
+    *before, last = [list(dims)] if flat else _groups(x, dims)
     first = [(op, (*group,), torch.float32, 1.0, deterministic, False, None) for group in before]
     final = op, (*last,), out, scale, deterministic, flat, shape
     if not first:
@@ -191,6 +195,25 @@ def _plan_call(options: tuple[Any, ...], x: Tensor) -> Run:
         return _reduced(final, x)
 
     return run
+
+
+def _in_pieces(options: tuple[Any, ...], x: Tensor) -> Tensor:
+    """The reduction of all of x, of more elements than one launch counts: of pieces, and of their
+    results."""
+    op, out, scale, deterministic, shape = options
+    pieces = x.reshape(-1).split(PIECE)
+
+    def whole(x: Tensor, out: torch.dtype, scale: float, shape: tuple[int, ...]) -> Tensor:
+        found: Tensor = _reduced((op, (0,), out, scale, deterministic, True, shape), x)
+        return found
+
+    if not op.startswith("arg"):
+        parts = [whole(piece, torch.float32, 1.0, ()) for piece in pieces]
+        return whole(torch.stack(parts), out, scale, shape)
+    places = torch.cat([whole(piece, out, 1.0, (1,)) for piece in pieces])
+    extremes = [piece.gather(0, at) for piece, at in zip(pieces, places.split(1), strict=True)]
+    which = whole(torch.cat(extremes), out, 1.0, (1,))
+    return (places.gather(0, which) + which * PIECE).view(shape)
 
 
 _calls = Calls(_plan_call)
