@@ -122,7 +122,7 @@ def test_columns_of_rows_that_begin_anywhere_go_round_the_threads(device, asked,
     assert kind.__name__ == "NormByElement"
 
 
-@pytest.mark.sweep(64)
+@pytest.mark.sweep(128)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cutex.sim.machine.runs import heads_of, lengths_of
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import Strength
 
@@ -92,7 +93,7 @@ class Records:
 
     def add(self, by: By, who: np.ndarray, partial: np.ndarray) -> np.ndarray:
         """Add an access and return the marks of its places; ``who``, ``partial`` as in ``by``."""
-        heads = np.flatnonzero(np.diff(by.warps, prepend=-1))
+        heads = heads_of(by.warps)
         end = self.n + len(heads)
         if end > self._table.shape[1]:
             more = np.zeros((len(self.FIELDS), max(end, self._table.shape[1])), np.int32)
@@ -102,6 +103,6 @@ class Records:
         for row, field in zip(new, fields, strict=False):
             row[:] = field[heads]
         new[4], new[5], new[6] = by.line, by.kind, partial[heads]
-        which = np.repeat(np.arange(self.n, end), np.diff(heads, append=len(by.warps)))
+        which = np.repeat(np.arange(self.n, end), lengths_of(heads, len(by.warps)))
         self.n = end
         return (which.astype(np.uint32) << np.uint32(LANE)) | by.lanes.astype(np.uint32)

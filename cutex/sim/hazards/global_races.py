@@ -44,6 +44,7 @@ from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import Part, Region
 from cutex.sim.machine.operation import Engine, Operation
+from cutex.sim.machine.runs import heads_of, lengths_of
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import WEAK, Strength, strength
 
@@ -465,8 +466,8 @@ class GlobalRaces(Observer):
 
     def _partial(self, by: By) -> np.ndarray:
         """Whether some lanes of each warp take no part; ALONE where one lane does."""
-        heads = np.flatnonzero(np.diff(by.warps, prepend=-1))
-        counts = np.diff(heads, append=len(by.warps))
+        heads = heads_of(by.warps)
+        counts = lengths_of(heads, len(by.warps))
         partial = (counts < self.m.live[by.warps[heads]].sum(1)).astype(np.int32)
         partial[(counts == 1) & (partial != 0)] = ALONE
         return np.repeat(partial, counts)

@@ -31,6 +31,7 @@ from cutex.sim.hazards.smem_marks import (
 from cutex.sim.hazards.smem_reports import LastStore, SmemAccess, SmemReports
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.operation import CHUNK, WORD, Engine, Kind, Operation, Span
+from cutex.sim.machine.runs import heads_of, lengths_of
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import Strength, strength
 
@@ -65,10 +66,10 @@ class SmemShadow(Observer):
             self._strong(at, write, ins)
             return
         warps, width = at.warps, at.width
-        heads = np.flatnonzero(np.diff(warps, prepend=-1))
+        heads = heads_of(warps)
         alone, partial = len(heads) == len(warps), None
         if len(warps) < 32 * len(heads) and ins.name in ("ld", "st"):
-            counts = np.diff(heads, append=len(warps))
+            counts = lengths_of(heads, len(warps))
             few = np.repeat(counts < self.m.live[warps[heads]].sum(1), counts)
             partial = np.repeat(few, max(width // WORD, 1)) if few.any() else None
         touches = Touches.of(at)

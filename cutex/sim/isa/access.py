@@ -17,6 +17,7 @@ from cutex.sim.machine.memory import (
     WINDOWS,
     window_of,
 )
+from cutex.sim.machine.runs import lanes_of
 from cutex.sim.ptx.decode import Decoder
 
 SPACES = ("param", "global", "shared", "local", "const")
@@ -35,7 +36,7 @@ class Access:
     def lanes(self, b: Batch) -> Lanes:
         addresses = b.lanes(self.address(b))
         if b.mask is None:
-            lanes = np.tile(np.arange(32), b.n)
+            lanes = lanes_of(b.n)
             return Lanes(np.repeat(b.idx, 32), lanes, np.ascontiguousarray(addresses).reshape(-1))
         row, lane = np.nonzero(b.mask)
         return Lanes(b.idx[row], lane, addresses[row, lane])

@@ -81,7 +81,8 @@ def setp(d: Decoder) -> Execute:
     q = d.write(second, "pred") if second is not None else None
 
     def execute(b: Any) -> None:
-        t = np.broadcast_to(compare(x(b), y(b)), (b.n, 32, 2) if packed else (b.n, 32))
+        t, shape = compare(x(b), y(b)), (b.n, 32, 2) if packed else (b.n, 32)
+        t = t if np.shape(t) == shape else np.broadcast_to(t, shape)
         one, other = (t[..., 0], t[..., 1]) if packed else (t, ~t)
         condition = c(b)
         results = f(one, condition), f(other, condition)  # NOTE: c may be p itself

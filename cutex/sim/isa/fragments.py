@@ -13,6 +13,7 @@ from cutex.sim.isa.matrices import PADDED, spread
 from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.machine.batch import Batch, Lanes
 from cutex.sim.machine.memory import shared_addresses
+from cutex.sim.machine.runs import lanes_of
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Operand, Vector
 
@@ -54,7 +55,7 @@ class _Matrices:
         """The index of each element of each row in all shared memory, (n, lanes, 8 or 16)."""
         n, m = self.lanes, self.d.m
         addresses = b.lanes(self.access.address(b))[:, :n]
-        warps, lanes = np.repeat(b.idx, n), np.tile(np.arange(n), b.n)
+        warps, lanes = np.repeat(b.idx, n), lanes_of(b.n, n)
         own = shared_addresses(addresses.reshape(-1))
         cta, offset = m.grid.shared_location(warps, own)
         m.check_shared(warps, lanes, cta, offset, 16, self.d.ins)
@@ -121,7 +122,7 @@ def stmatrix(d: Decoder) -> Execute:
         where = matrices.elements(b, True)
         rows = np.ascontiguousarray(rows).reshape(where.shape)
         places = where[..., 0].reshape(-1) * matrices.itemsize
-        lanes = np.tile(np.arange(matrices.lanes), b.n)
+        lanes = lanes_of(b.n, matrices.lanes)
         stored = Lanes(np.repeat(b.idx, matrices.lanes), lanes, places)
         values = rows.view(np.uint8).reshape(len(places), 16)
         d.m.events.shared_stores(stored, places, values, d.ins)

@@ -301,16 +301,26 @@ class Events(Observer):
     """Tells each event to the observers that define it, in their order."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
-        for name in EVENTS:
-            handlers = [getattr(o, name) for o in observers if _defines(o, name)]
-            setattr(self, name, _to_all(handlers))
+        handlers: dict[str, list[Callable[..., None]]] = {name: [] for name in EVENTS}
+        for observer in observers:
+            for name in _defined_by(type(observer)):
+                handlers[name].append(getattr(observer, name))
+        for name, to in handlers.items():
+            setattr(self, name, _to_all(to))
         # the places of the program of which somebody wants `using_registers`
         self.places = set[int]().union(*(o.watched_places() for o in observers))
-        self.step = any(_defines(o, "executing") or _defines(o, "executed") for o in observers)
+        self.step = bool(handlers["executing"] or handlers["executed"])
 
 
-def _defines(observer: Observer, name: str) -> bool:
-    return getattr(type(observer), name) is not getattr(Observer, name)
+_DEFINED: dict[type, tuple[str, ...]] = {}
+
+
+def _defined_by(kind: type[Observer]) -> tuple[str, ...]:
+    """The events that a class of observers defines."""
+    if kind not in _DEFINED:
+        own = (name for name in EVENTS if getattr(kind, name) is not getattr(Observer, name))
+        _DEFINED[kind] = tuple(own)
+    return _DEFINED[kind]
 
 
 def _to_all(handlers: list[Callable[..., None]]) -> Callable[..., None]:
