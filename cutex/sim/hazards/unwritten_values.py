@@ -11,6 +11,7 @@ all. A branch is reported as an advisory, as both ways may lead to the same.
 
 from __future__ import annotations
 
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -110,6 +111,14 @@ def _unassigned(program: Program) -> dict[RegisterId, str]:
             named = [r for r in registers if isinstance(r, Reg)]
             read |= {(r.bank, r.index): r.name.partition("@")[0] for r in named}
     return {register: read.get(register, "") for register in wanted}
+
+
+@lru_cache(maxsize=256)
+def _no_origins(warps: int) -> np.ndarray:
+    """What lanes hold that hold no unwritten value, (warps, 32); read-only."""
+    found = np.zeros((warps, 32), np.int16)
+    found.setflags(write=False)
+    return found
 
 
 class UnwrittenValues(Observer):
@@ -228,9 +237,10 @@ class UnwrittenValues(Observer):
         """The origin of the value of an operand, (n, 32); ``all_``: of one of several registers
         only if each has one.
         """
-        each = [self.holds[r][b.sel] if r in self.holds else 0 for r in registers] or [0]
-        numbers = np.stack([np.broadcast_to(e, (b.n, 32)) for e in each])
-        return numbers.min(0) if all_ else numbers.max(0)
+        each = [self.holds[r][b.sel] for r in registers if r in self.holds]
+        if not each or (all_ and len(each) < len(registers)):
+            return _no_origins(b.n)
+        return reduce(np.minimum if all_ else np.maximum, each)
 
     def _results(self, b: Batch, ins: Instruction, step: _Step) -> dict[RegisterId, np.ndarray]:
         """The origin of each of an instruction's results, (n, 32)."""
@@ -255,14 +265,14 @@ class UnwrittenValues(Observer):
             chosen = self.m.register(register)[b.sel]
             return np.where(chosen, self._of(b, yes, True), self._of(b, no, True))
         if ins.name not in _DEPENDS | _MERGES or not step.sources:
-            return np.zeros((b.n, 32), np.int16)
+            return _no_origins(b.n)
         masks = ins.name == "and" and any(isinstance(o, Imm) and o.value for o in ins.operands)
         sources = [s for s in step.sources if s] if masks else step.sources
         several = len(sources) > (2 if ins.name == "setp" else 1)
         packs = ins.name in ("setp", "cvt") and several
-        numbers = np.stack([self._of(b, s, True) for s in sources])
         merges = not masks and (ins.name in _MERGES or packs)
-        return numbers.min(0) if merges else numbers.max(0)
+        numbers = (self._of(b, s, True) for s in sources)
+        return reduce(np.minimum if merges else np.maximum, numbers)
 
     def _value(self, b: Batch, operand: object) -> np.ndarray:
         """An integer operand of each lane, (n, 32)."""
@@ -288,7 +298,7 @@ class UnwrittenValues(Observer):
         if "global" in ins.parts and ins.name in ("st", "red", "atom"):
             values = [self._of(b, s, True) for s in step.sources if s]
             if values:
-                numbers = np.stack(values).max(0)
+                numbers = reduce(np.maximum, values)
                 self._tell(b, numbers, "stores into global memory a value that comes from", ins)
 
     def _tell(
