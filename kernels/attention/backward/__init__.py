@@ -73,9 +73,9 @@ _HELD = ("early_s", "persistent", "late_dk", "dq_in_turn", "folded", "dq_slots",
 _STAGES = (
     Stage(0, "sm_90a", "in order", "S, dP, P, dS, dV, dK, each waited for", BackwardConfig(
         num_stages=2, overlap=False)),
-    Stage(1, "sm_90a", "overlap", "dV and dK under the next exponentials", BackwardConfig(
-        num_stages=2)),
-    Stage(2, "sm_90a", "three slots", "loads run two blocks ahead", BackwardConfig()),
+    Stage(1, "sm_90a", "three slots", "loads run two blocks ahead", BackwardConfig(
+        overlap=False)),
+    Stage(2, "sm_90a", "overlap", "dV and dK under the next exponentials", BackwardConfig()),
     Chosen(3, "sm_90a", "backward", "the kernel behind flash_attn_func's gradient",
            BackwardConfig()),
     Sm100Stage(0, "sm_100a", "in order", "one block after the other through one slot each", _ONE,
