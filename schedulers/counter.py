@@ -8,7 +8,9 @@ asked. The last CTA to be refused resets the counter for the next launch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import cutlass
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
@@ -50,6 +52,16 @@ class Counter:
         return Ticket(ctas // self.ctas + cute.arch.shuffle_sync(asked, 0), ticket.phase)
 
 
+class Chosen(Protocol):
+    """Some of an order's tiles, in a sequence of their own."""
+
+    @property
+    def total(self) -> Int32: ...
+
+    def index(self, number: Int32) -> Int32:
+        """The order's index of tile `number`, below the total. A whole warp calls it."""
+
+
 @dataclass(frozen=True)
 class CounterDispatch:
     """A dispatcher for a CTA whose asking warp writes the indices ahead into a ring in smem.
@@ -65,25 +77,42 @@ class CounterDispatch:
     indices: cute.Tensor  # (SLOT) Int32 in smem
     announced: Barrier
     read: Barrier
+    chosen: Any = None  # a Chosen; None: all of the order's tiles, in its sequence
 
     @staticmethod
     def allocate(
-        smem: SmemAllocator, order: Order, counter: cute.Tensor, readers: int
+        smem: SmemAllocator, order: Order, counter: cute.Tensor, readers: int, chosen: Any = None
     ) -> CounterDispatch:
         """Allocate the ring and its barriers; `readers` is the number of warps of this CTA that
         follow the sequence, the asking one not included."""
         indices = smem.allocate_tensor(Int32, cute.make_layout(DEPTH), byte_alignment=16)
         announced = Barrier.allocate(smem, "tile announced", arrivals=1, slots=DEPTH)
         read = Barrier.allocate(smem, "tile read", arrivals=readers, slots=DEPTH)
-        return CounterDispatch(order, Counter(counter), indices, announced, read)
+        return CounterDispatch(order, Counter(counter), indices, announced, read, chosen)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         return self.announced, self.read
 
     def first(self) -> Ticket:
-        index = self.source.first().index
+        index = self.index(self.source.first().index)
         return Ticket(index, Int32(0), index < self.order.total, Int32(0))
+
+    @property
+    def total(self) -> Int32:
+        """How many tiles are handed out."""
+        return self.order.total if self.chosen is None else self.chosen.total
+
+    @cute.jit
+    def index(self, number: Int32) -> Int32:
+        """The order's index of tile `number` of those that are handed out; its total behind the
+        last. A whole warp calls it."""
+        found = number
+        if cutlass.const_expr(self.chosen is not None):
+            found = self.order.total
+            if number < self.total:
+                found = self.chosen.index(number)
+        return found
 
     @cute.jit
     def next(self, ticket: Ticket) -> Ticket:
@@ -119,8 +148,8 @@ class CounterDispatch:
         """Ask for the next tile, announce it, and return its ticket. A warp that has other work,
         too, calls it in place of `schedule` and `next`."""
         indices = self.indices
-        following = self.source.next(ticket, self.source.ask(ticket), self.order.total)
-        index = following.index
+        following = self.source.next(ticket, self.source.ask(ticket), self.total)
+        index = self.index(following.index)
         self.read.wait(state.phase, state.slot)
         with cute.arch.elect_one():
             indices[state.slot] = index

@@ -8,6 +8,8 @@ work tile, which Python ints run too. A source hands out the indices:
     counter.py     CTAs take them from a counter while the kernel runs
     clc.py         the hardware hands them out while the kernel runs (sm_100a)
 
+ranked.py chooses, for a counter, the tiles of packed sequences out of a plain order.
+
 Three hand out no indices. one_round.py and spread.py give each cluster one tile, which its number
 says, where one round covers the result. stream_k.py cuts the steps along K of all tiles into equal
 shares.

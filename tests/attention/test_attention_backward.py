@@ -210,10 +210,16 @@ def test_warpgroups_of_keys_compute_dq_without_a_soft_cap():
         assert not fitted(replace(config, **more, softcap=True)).own_dq
         assert "without a soft cap" in replace(found, softcap=True, overlap=False).why_not()
         assert "those of two blocks" in replace(found, dq_slots=1).why_not()
-    for found in (fitted(config), fitted(replace(config, deterministic=True))):
-        other = 192 - found.dq_columns  # 64 and 128
-        other = replace(found, dq_columns=other, dq_slots=256 // other)
-        assert "all where adds come in one order, else half" in other.why_not()
+        half = "half of a block's dQ for each warpgroup"
+        assert half in replace(found, dq_columns=128, dq_slots=2).why_not()
+        assert half in replace(found, tile_m=128, score_m=128).why_not()
+    narrow = fitted(replace(config, head_dim=64, head_dim_v=64))
+    assert narrow.tile_m == 128 and narrow.own_dq and narrow.why_not() is None
     for dims in ((192, 128), (256, 256)):  # dK and dV of 64 keys by two warpgroups, dQ by pairs
         found = fitted(BackwardConfig(head_dim=dims[0], head_dim_v=dims[1]))
         assert found.wide and found.pairs and found.why_not() is None
+        values, keys, queries = found.registers
+        few = replace(found, registers=(values, dims[0] // 2 + 24, queries)).why_not()
+        assert f"{dims[0] // 2} registers of accumulators a thread, of" in few
+        assert "at least 168, then" in replace(found, registers=(values, 176, 24)).why_not()
+        assert "multiples of 8" in replace(found, registers=(values, keys + 4, 24)).why_not()

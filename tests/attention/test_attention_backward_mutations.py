@@ -30,7 +30,8 @@ from cutex.schedulers.dispatch import Ticket
 from cutex.sim import SimError, simulate
 
 UNFITTED = BackwardConfig(head_dim=64, head_dim_v=64, causal=True, window=(True, False))
-CONFIG = fitted(UNFITTED)
+# a warpgroup of its own computes dQ, as with a soft cap
+CONFIG = replace(fitted(replace(UNFITTED, softcap=True)), softcap=False, overlap=True)
 CASE = AttentionCase(
     seqlen_q=200, seqlen_k=270, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64, causal=True,
     window=(150, None),
@@ -42,8 +43,10 @@ OWN = replace(fitted(BackwardConfig(causal=True)), num_ctas=1)
 OWN_CASE = AttentionCase(
     seqlen_q=130, seqlen_k=200, heads_q=1, heads_kv=1, head_dim=128, head_dim_v=128, causal=True
 )
-# the same where adds come in one order: a warpgroup computes dQ of every other block
-WHOLE = replace(fitted(BackwardConfig(causal=True, deterministic=True)), num_ctas=1)
+# the same where adds come in one order, by warps of their own
+IN_ORDER = replace(fitted(BackwardConfig(causal=True, deterministic=True)), num_ctas=1)
+# the same of 128 queries a block
+OWN_64 = replace(fitted(BackwardConfig(head_dim=64, head_dim_v=64, causal=True)), num_ctas=1)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
@@ -96,13 +99,14 @@ def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic
 @pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize(
     "config",
-    [OWN, replace(OWN, alternate=False), WHOLE],
-    ids=["alternation", "any order", "one order"],
+    [OWN, replace(OWN, alternate=False), IN_ORDER, OWN_64, replace(OWN_64, deterministic=True)],
+    ids=["alternation", "any order", "one order", "head dim 64", "head dim 64, one order"],
 )
 def test_the_unchanged_kernel_of_several_tiles_is_right(config, ctas):
     assert config.own_dq and config.why_not() is None
     orders = *ORDERS, {"order": "random", "seed": 7}
-    assert wrong(replace(config, num_ctas=ctas), orders, OWN_CASE) is None
+    case = replace(OWN_CASE, head_dim=config.head_dim, head_dim_v=config.head_dim)
+    assert wrong(replace(config, num_ctas=ctas), orders, case) is None
 
 
 @pytest.mark.slow
@@ -116,19 +120,19 @@ def test_dq_that_is_taken_early_is_found(monkeypatch, event):
             wait(self, phase, slot)
 
     monkeypatch.setattr(Barrier, "wait", careless)
-    message = wrong(WHOLE, case=OWN_CASE)
+    message = wrong(IN_ORDER, case=OWN_CASE)
     assert message is not None and ("race" in message or "hazard" in message), message
 
 
 @pytest.mark.slow
 def test_adds_without_a_fence_behind_what_they_read_are_found(monkeypatch):
-    def hand_over(self, wg):
+    def hand_over(self, number):
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.full.arrive(wg)
+            self.full.arrive(number % self.turns)
 
     monkeypatch.setattr(SumsQueue, "hand_over", hand_over)
-    message = wrong(WHOLE, case=OWN_CASE)
+    message = wrong(IN_ORDER, case=OWN_CASE)
     assert message is not None and "proxy" in message, message
 
 
@@ -136,7 +140,7 @@ def test_adds_without_a_fence_behind_what_they_read_are_found(monkeypatch):
 def test_a_turn_that_an_adding_warp_counts_wrongly_is_found(monkeypatch):
     """A block of keys that takes itself for the one behind it."""
     monkeypatch.setattr(queries, "turn_of", lambda *of: turn_of(*of) + 1)
-    message = wrong(replace(WHOLE, num_ctas=2), orders=({},), case=OWN_CASE)
+    message = wrong(replace(IN_ORDER, num_ctas=2), orders=({},), case=OWN_CASE)
     assert message is not None and ("deadlock" in message or "never" in message), message
 
 

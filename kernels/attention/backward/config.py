@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.problem.attention.backward import TILE
@@ -13,6 +13,9 @@ WARPGROUP_ROWS = 64  # of one wgmma
 WARPGROUP_THREADS = 128
 REGISTERS = 65536  # of an SM
 SCALARS = 16  # the least registers of a thread for everything else
+# the same where dK has a warpgroup of its own: accumulators begin at register 24, and with fewer
+# than 8 behind them ptxas waits for each wgmma
+SCALARS_OF_DK = 32
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 
 
@@ -22,6 +25,7 @@ class BackwardConfig(BackwardSpec):
     and takes the queries tile_m at a time."""
 
     tile_n: int = 128
+    tile_m: int = TILE
     score_m: int = TILE  # queries of a block whose scores a warpgroup has at one time
     num_stages: int = 3  # slots of Q, with the rows' LSE and delta, and of dO
     ds_slots: int = 2  # slots of dS
@@ -36,8 +40,6 @@ class BackwardConfig(BackwardSpec):
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
     # a thread of those that own keys (of wide head dims those that sum dV, then dK); of dQ
     registers: tuple[int, ...] = (224, 56)
-
-    tile_m: ClassVar[int] = TILE
 
     @property
     def wide(self) -> bool:
@@ -72,16 +74,14 @@ class BackwardConfig(BackwardSpec):
         return self.own_dq
 
     @property
-    def whole_dq(self) -> bool:
-        """Whether, with own_dq, a warpgroup computes all columns of dQ, of every other block, where
-        adds come in one order: it reads dS half as often, and takes half as many turns."""
-        return self.own_dq and self.deterministic
+    def ranked(self) -> bool:
+        return self.own_dq and self.varlen_q and self.varlen_k
 
     @property
     def adding_warps(self) -> int:
-        """The warps that only add dQ: one for each warpgroup that computes it, where adds come in
-        one order."""
-        return self.key_tiles if self.own_dq and self.deterministic else 0
+        """The warps that only add dQ, block by block in turn, where adds come in one order: an add
+        takes longer than two blocks until it has landed."""
+        return 3 if self.own_dq and self.deterministic else 0
 
     @property
     def descending(self) -> bool:
@@ -122,7 +122,7 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def dq_bytes(self) -> int:
-        return self.tile_m * self.dq_columns * 4
+        return TILE * self.dq_columns * 4
 
     @property
     def smem_bytes(self) -> int:
@@ -145,10 +145,10 @@ class BackwardConfig(BackwardSpec):
         """The reason why the warpgroups that own keys cannot compute dQ."""
         if self.wide or self.pairs or self.softcap or self.parts > 1:
             return "for CTAs of 128 keys each, without a soft cap"
-        if self.dq_columns * self.dq_slots != 2 * self.head_dim:
-            return f"dq_columns={self.dq_columns}: those of two blocks through dq_slots"
-        if self.dq_columns != self.head_dim // (1 if self.whole_dq else 2):
-            return f"dq_columns={self.dq_columns}: all where adds come in one order, else half"
+        if self.dq_columns * WARPGROUP_ROWS * 2 != self.head_dim * self.tile_m:
+            return f"dq_columns={self.dq_columns}: half of a block's dQ for each warpgroup"
+        if self.dq_slots != 4:
+            return f"dq_slots={self.dq_slots}: those of two blocks, 4"
         if self.head_dim != self.head_dim_v:
             return f"head_dim_v={self.head_dim_v}: dK and dV are stored through the slots of dQ"
         return None
@@ -159,13 +159,20 @@ class BackwardConfig(BackwardSpec):
             return reason
         if self.tile_n not in (64, 128):
             return f"tile_n={self.tile_n}: two warpgroups own 64 keys each, or the same"
-        if self.score_m not in ((TILE,) if self.wide else (TILE, TILE // 2)):
+        if self.tile_m not in ((TILE, 2 * TILE) if self.own_dq else (TILE,)):
+            return f"tile_m={self.tile_m}: {TILE} queries or, with own_dq, {2 * TILE}"
+        if self.score_m not in ((self.tile_m,) if self.wide else (self.tile_m, self.tile_m // 2)):
             return f"score_m={self.score_m}: all of a block or, of 128 keys, half of it"
         if len(self.registers) != 2 + self.wide:
             return f"registers={self.registers}: one number for each role"
         *of_keys, of_dq = self.registers
         threads = WARPGROUP_THREADS * (self.warpgroups + 1)
-        at_launch = REGISTERS // threads // 8 * 8 * threads
+        each = REGISTERS // threads // 8 * 8
+        at_launch = each * threads
+        if any(x % 8 or not 24 <= x <= 256 for x in self.registers):
+            return f"registers={self.registers}: multiples of 8 from 24 to 256"
+        if of_keys[0] < each or max(self.registers[1:]) > each:
+            return f"registers={self.registers}: at least {each}, then at most {each} at launch"
         taken = sum(of_keys) * (1 if self.wide else self.warpgroups) + of_dq
         if WARPGROUP_THREADS * taken > at_launch:
             return f"registers={self.registers}: more than the {at_launch} of {threads} threads"
@@ -179,8 +186,9 @@ class BackwardConfig(BackwardSpec):
             return f"dq_columns={self.dq_columns}: a multiple of 32 that divides {self.dq_width}"
         if self.softcap and self.overlap and not self.wide:
             return "softcap: its derivative takes the registers that overlap=True needs"
-        for needed, there in zip(self.accumulators, of_keys, strict=True):
-            if needed > there - SCALARS:
+        others = (SCALARS, SCALARS_OF_DK)[: len(of_keys)]
+        for needed, there, scalars in zip(self.accumulators, of_keys, others, strict=True):
+            if needed > there - scalars:
                 return (
                     f"tile_n={self.tile_n}: {needed} registers of accumulators a thread, of {there}"
                 )

@@ -18,6 +18,7 @@ from cutex.kernels.attention.backward.signature import (
     RowTiles,
     Tensors,
     arguments,
+    keys,
     queries,
 )
 from cutex.kernels.attention.backward.spec import BackwardSpec
@@ -69,6 +70,10 @@ class Preprocess:
         c = self.config
         m_block, head, batch = row_block(num_m_blocks, tiles.heads)
         seqlen = queries(args, cute.size(tensors.o, mode=[0 if c.varlen_q else 1])).of(batch)
+        if cutlass.const_expr(c.ranked):
+            thread, _, _ = cute.arch.thread_idx()
+            if (m_block + head == 0) & (thread < 32):
+                self.rank(args, batch)
         if m_block * c.tile_m < seqlen.length:
             number = tiles.tile(c, head, batch, seqlen) + m_block
             self.tile(tensors, args, QueryTile(number, head, batch, seqlen, m_block))
@@ -82,6 +87,29 @@ class Preprocess:
             # NOTE: behind the loads, which do not wait for these stores then
             self.clear(tensors.dq_sums[tile.number, None], part)
             self.keep_rows(part, rows, tensors.stats[tile.number, None], args)
+
+    @cute.jit
+    def rank(self, args: KernelArgs, batch: Int32) -> None:
+        """Rank a sequence by its queries, and sum the key blocks of those before it. One warp calls
+        it."""
+        lane, rank, before = cute.arch.lane_idx(), Int32(0), Int32(0)
+        count = cute.size(args.ranks, mode=[0]) - 1
+        mine = queries(args, Int32(0)).of(batch).length
+        for j in cutlass.range(lane, count, 32, unroll=1):
+            other = queries(args, Int32(0)).of(j).length
+            if (other > mine) | ((other == mine) & (j < batch)):
+                rank += 1
+                before += self.key_blocks(args, j)
+        for offset in (1, 2, 4, 8, 16):
+            rank += cute.arch.shuffle_sync_bfly(rank, offset=offset)
+            before += cute.arch.shuffle_sync_bfly(before, offset=offset)
+        if lane == 0:
+            args.ranks[rank, 0], args.ranks[rank, 1] = batch, before
+            if rank == count - 1:
+                args.ranks[count, 1] = before + self.key_blocks(args, batch)
+
+    def key_blocks(self, args: KernelArgs, batch: Int32) -> Int32:
+        return cute.ceil_div(keys(args, Int32(0)).of(batch).length, self.config.tile_n)
 
     @cute.jit
     def clear_turns(self, args: KernelArgs, tile: Int32) -> None:
@@ -197,6 +225,12 @@ class Preprocess:
         return (Float32.inf if empty else lse * LOG2_E), dlse
 
 
+def by_tiles(mX: cute.Tensor, width: int) -> cute.Tensor:
+    """The contiguous mX as (tiles, `width`)."""
+    layout = cute.make_layout((cute.size(mX) // width, width), stride=(width, 1))
+    return cute.make_tensor(mX.iterator, layout)
+
+
 def row_sizes(config: BackwardSpec, mX: cute.Tensor, args: KernelArgs):
     """The number of sequences, the most rows that one has, and the tiles of mX, which is laid out
     like q."""
@@ -265,10 +299,23 @@ class Convert:
         m_block: Int32,
         scale: Float32,
     ) -> None:
-        """Convert a tile of the sums: a warp the 16 rows of one that added them. All of them, or
-        half, are on their way at one time."""
+        """Convert a tile of the sums: a warp the 16 rows of one that added them, or of two."""
+        for i in cutlass.range_constexpr(self.config.tile_m // (16 * THREADS // 32)):
+            self.rows_of_warp(thread // 32 + 4 * i, thread % 32, sums, gdQ, seqlen, m_block, scale)
+
+    @cute.jit
+    def rows_of_warp(
+        self,
+        warp: Int32,
+        lane: Int32,
+        sums: cute.Tensor,
+        gdQ: cute.Tensor,
+        seqlen: SeqlenInfo,
+        m_block: Int32,
+        scale: Float32,
+    ) -> None:
+        """Convert 16 rows of a tile. All of them, or half, are on their way at one time."""
         c = self.config
-        warp, lane = thread // 32, thread % 32
         units = c.head_dim // WIDE
         at_once = units if units <= MOST else units // 2
         vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)

@@ -29,6 +29,8 @@ def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
         return Operand(name, *vectors[name], contiguous=None, aligned=False, whole=False)
     if name == "turns":
         return Operand(name, ("tiles", "warps"), "int32", aligned=False, whole=False)
+    if name == "ranks":
+        return Operand(name, ("b1", "two"), "int32", aligned=False, whole=False)
     if name == "counter":
         return Operand(name, ("words",), "int32", aligned=False, whole=False)
     if name in vectors:
@@ -47,6 +49,7 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
     present = {
         "turns": c.deterministic,
         "counter": c.counted,
+        "ranks": c.ranked,
         "dlse": c.dlse,
         "cu_seqlens_q": c.varlen_q,
         "cu_seqlens_k": c.varlen_k,
@@ -87,6 +90,8 @@ class KernelArgs(NamedTuple):
 
     turns: Any = None  # (tiles, parts) how many key blocks have added to a warp's part of dQ's tile
     counter: Any = None  # (2), of which the first is 0 before and after
+    # (batch + 1, 2) by rank, the longest first: a sequence, and the blocks of keys of those before
+    ranks: Any = None
     dlse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
     cu_seqlens_q: Any = None  # (batch + 1)
     cu_seqlens_k: Any = None

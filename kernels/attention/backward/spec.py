@@ -40,7 +40,7 @@ class BackwardSpec(ScoreSpec):
     def reversed(self) -> bool:
         """Whether key blocks are counted from the last: the order's longest rows are its last, and
         the first keys are to go first."""
-        return self.interleaved and not self.last_first
+        return self.interleaved and not self.last_first and not self.ranked
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """The reason why this config cannot run, as one sentence, or None."""
@@ -70,6 +70,12 @@ class BackwardSpec(ScoreSpec):
     def row_stats(self) -> int:
         """The numbers of 32 bits that preprocess keeps of each row: LSE and delta."""
         return 2
+
+    @property
+    def ranked(self) -> bool:
+        """Whether packed sequences are taken by their length, the longest first, and only their
+        own tiles."""
+        return False
 
     @property
     def counted(self) -> bool:

@@ -14,6 +14,7 @@ from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Ten
 from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.kernels.attention.order import AttentionOrder, Wave
 from cutex.schedulers.dispatch import Ticket
+from cutex.schedulers.ranked import Ranked
 
 
 class Sizes(NamedTuple):
@@ -38,12 +39,20 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
         num_m_blocks=count,
         heads=sizes.heads_kv,
         batch=sizes.batch,
-        longest_first=config.interleaved,
+        longest_first=config.interleaved and not config.ranked,
         rows_k=1,
         heads_per_kv=1,
         l2_rows=END,  # groups are as large as a wave
         wave=Wave(units, 2 * units),
     )
+
+
+def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | None:
+    """The tiles of packed sequences, as preprocess has ranked these; None: all of the order's."""
+    if not config.ranked:
+        return None
+    s = sizes
+    return Ranked(args.ranks, s.heads_kv, s.batch, s.num_n_blocks, config.interleaved)
 
 
 def sizes_of(config: BackwardSpec, tensors: Tensors, args: KernelArgs) -> tuple[Sizes, RowTiles]:

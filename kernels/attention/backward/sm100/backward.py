@@ -46,12 +46,6 @@ from cutex.schedulers.clc import ClcDispatch
 LARGEST = 2.0**127  # P of a row with this LSE is 0; the largest power of two of bf16
 
 
-def by_tiles(mX: cute.Tensor, width: int) -> cute.Tensor:
-    """The contiguous mX as (tiles, `width`)."""
-    layout = cute.make_layout((cute.size(mX) // width, width), stride=(width, 1))
-    return cute.make_tensor(mX.iterator, layout)
-
-
 class Preprocess(rows.Preprocess):
     """Preprocess, of which LSE and delta of a row are one more step of K of the products S and dP.
 
@@ -353,7 +347,7 @@ class Backward(rows.BackwardKernel[Sm100BackwardConfig]):
         # NOTE: rows are padded to 128 in either case, and where a caller counts tiles of 64
         # queries, the two of a block follow each other
         c = self.config
-        stats = by_tiles(tensors.stats, c.row_stats * c.tile_m)
+        stats = rows.by_tiles(tensors.stats, c.row_stats * c.tile_m)
         return tensors._replace(
-            stats=stats, dq_sums=by_tiles(tensors.dq_sums, c.tile_m * c.head_dim)
+            stats=stats, dq_sums=rows.by_tiles(tensors.dq_sums, c.tile_m * c.head_dim)
         )

@@ -25,8 +25,8 @@ from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots, slots_layout
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
-from cutex.kernels.attention.backward.config import ELEMENT, WARPGROUP_ROWS, BackwardConfig
-from cutex.kernels.attention.backward.rows import BackwardKernel
+from cutex.kernels.attention.backward.config import ELEMENT, TILE, WARPGROUP_ROWS, BackwardConfig
+from cutex.kernels.attention.backward.rows import BackwardKernel, by_tiles
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients, WideKeys, WideValues
 from cutex.kernels.attention.backward.sm90.queries import Adds, AllGradients, QueryGradients
@@ -41,6 +41,7 @@ from cutex.kernels.attention.backward.tiles import (
     Sizes,
     Tile,
     Walk,
+    ranked,
     sizes_of,
     tile_of,
     tile_order,
@@ -82,16 +83,16 @@ class Main:
 
     smem       bytes                                 hd 128   hd 64    hd 256
     sK, sV     tile_n * (D + DV) * 2                 65536    32768    65536
-    sQ         tile_m * D * 2 * num_stages           49152    32768    65536
-    sdO        tile_m * DV * 2 * num_stages          49152    32768    65536
-    sdS        tile_m * tile_n * 2 * ds_slots * CTAs 49152    32768    16384
+    sQ         tile_m * D * 2 * num_stages           32768    32768    65536
+    sdO        tile_m * DV * 2 * num_stages          32768    32768    65536
+    sdS        tile_m * tile_n * 2 * ds_slots * CTAs 32768    65536    16384
     sKp        tile_n * D, of pairs                  0        0        16384
-    sdQ        tile_m * dq_columns * 4 * dq_slots    0        32768    0
-    stats      tile_m * 8 * num_stages               1536     2048     1024
+    sdQ        64 * dq_columns * 4 * dq_slots        65536    65536    0
+    stats      tile_m * 8 * num_stages               1024     2048     1024
 
     registers  threads    each, hd 128   of which accumulators      hd 256
-    keys       256        224            192: dK, dV, S^T, dP^T     240 (dV, S^T, dP^T), 168 (dK)
-    queries    128        56             16: a part of dQ           96
+    keys       256        240            192: dK, dV, S^T, dP^T     240 (dV, S^T, dP^T), 168 (dK)
+    queries    128        24             0; 96 with dQ              96
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -164,7 +165,8 @@ class Main:
         """Take one tile of keys after the other; their warpgroups compute dQ."""
         c, smem = self.config, SmemAllocator()
         order, readers = tile_order(c, sizes), self.key_warps.count + c.adding_warps
-        dispatch = CounterDispatch.allocate(smem, order, args.counter, readers)
+        chosen = ranked(c, args, sizes)
+        dispatch = CounterDispatch.allocate(smem, order, args.counter, readers, chosen)
         queue = SumsQueue.allocate(smem, c) if c.adding_warps else None
         more = dispatch.barriers if queue is None else (*dispatch.barriers, queue)
         shared = self.shared(smem, operands, args, sizes, tiles, None, more)
@@ -224,13 +226,11 @@ class Main:
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """sdV and sdK, from which dV and dK are stored: over the slots of dQ of each warpgroup."""
         c, found = self.config, []
-        size = WARPGROUP_ROWS * c.head_dim * ELEMENT // 4  # of one, in numbers of 32 bits
+        size = c.dq_bytes // 4  # of a slot of dQ, in numbers of 32 bits
+        apart = c.dq_bytes // (WARPGROUP_ROWS * c.head_dim * ELEMENT)
         for at, of in ((0, operands.dv.smem_layout), (1, operands.dk.smem_layout)):
-            wide = of.outer.stride[2]
-            first, apart = at * c.key_tiles, 1
-            if c.whole_dq:
-                first, apart = at, c.key_tiles
-            stride = (*of.outer.stride[:2], cute.transform_leaf(lambda x, n=apart: x * n, wide))
+            wide, first = of.outer.stride[2], at * c.key_tiles
+            stride = (*of.outer.stride[:2], cute.transform_leaf(lambda x: x * apart, wide))
             place = cute.recast_ptr(
                 sdQ.iterator + first * size, of.inner, operands.q.atom.value_type
             )
@@ -251,6 +251,20 @@ class Main:
         """Allocate smem, and publish the barriers, and `more`."""
         c = self.config
         dtype = operands.q.atom.value_type
+        readers = self.query_warps.count
+        k_loaded = Barrier.allocate(smem, "k loaded", arrivals=1)
+        v_loaded = Barrier.allocate(smem, "v loaded", arrivals=1)
+        q = Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, self.key_warps.count)
+        key_warps = 4 * c.key_tiles  # those that compute dS
+        do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, key_warps)
+        dq_warps = readers * c.dq_warpgroups  # that read dS
+        others = self.key_warps.count - key_warps  # that read dS for dK
+        handover = Handover.allocate(
+            smem, "ds", c.ds_slots, key_warps, dq_warps, c.key_ctas, others
+        )
+        k_read = Barrier.allocate(smem, "k read", arrivals=dq_warps + others)
+        v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)
+        barriers = (k_loaded, v_loaded, q, do, handover, k_read, v_read, *more)
         sK = allocate_slots(smem, dtype, operands.k.smem_layout)
         sV = allocate_slots(smem, dtype, operands.v.smem_layout)
         sQ = allocate_slots(smem, dtype, operands.q.smem_layout)
@@ -258,7 +272,6 @@ class Main:
         ds_slots = c.key_tiles * c.ds_slots * c.key_ctas
         ds = slots_layout(dtype, WARPGROUP_ROWS, c.tile_m, ds_slots, 128)
         sdS = allocate_slots(smem, dtype, ds)
-        readers = self.query_warps.count
         sKp = ds_sent = None
         if cutlass.const_expr(c.pairs):
             sKp = allocate_slots(smem, dtype, operands.kp.smem_layout)
@@ -273,18 +286,6 @@ class Main:
         stats = smem.allocate_tensor(
             Float32, cute.make_layout((2 * c.tile_m, c.num_stages)), byte_alignment=128
         )
-        k_loaded = Barrier.allocate(smem, "k loaded", arrivals=1)
-        v_loaded = Barrier.allocate(smem, "v loaded", arrivals=1)
-        q = Ring.allocate(smem, "q", c.num_stages, c.q_bytes + c.stats_bytes, self.key_warps.count)
-        key_warps = 4 * c.key_tiles  # those that compute dS
-        do = Ring.allocate(smem, "do", c.num_stages, c.do_bytes, key_warps)
-        dq_warps = readers * c.dq_warpgroups  # that read dS
-        of_ds = readers if c.whole_dq else dq_warps
-        others = self.key_warps.count - key_warps  # that read dS for dK
-        handover = Handover.allocate(smem, "ds", c.ds_slots, key_warps, of_ds, c.key_ctas, others)
-        k_read = Barrier.allocate(smem, "k read", arrivals=dq_warps + others)
-        v_read = Barrier.allocate(smem, "v read", arrivals=key_warps)
-        barriers = (k_loaded, v_loaded, q, do, handover, k_read, v_read, *more)
         if cutlass.const_expr(c.pairs):
             publish_barriers((*barriers, ds_sent), cluster=True)
         else:
@@ -302,3 +303,14 @@ class Backward(BackwardKernel[BackwardConfig]):
     arch = "sm_90a"
     name = "sm90_attention_backward"
     main = Main
+
+    def workspace(self, tensors: Tensors) -> Tensors:
+        # NOTE: where a caller counts tiles of 64 queries, the two of a block follow each other
+        c = self.config
+        if c.tile_m == TILE:
+            return tensors
+        stats, sums = tensors.stats, tensors.dq_sums
+        return tensors._replace(
+            stats=by_tiles(stats, c.row_stats * c.tile_m),
+            dq_sums=by_tiles(sums, c.tile_m * c.head_dim),
+        )

@@ -22,13 +22,14 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
         "registers": (240, 168, 96),
     },
 }
-# what differs without a soft cap, where adds come in any order (causal or full), and in one
-_OWN_DQ = {"own_dq": True, "num_stages": 2, "ds_slots": 2, "registers": (240, 24)}
-_ANY_ORDER: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {**_OWN_DQ, "dq_columns": 64, "dq_slots": 4, "alternate": True},
+# what differs without a soft cap, where the band has at most one bound or adds come in one order
+_OWN_DQ = {
+    **{"own_dq": True, "alternate": True, "num_stages": 2, "ds_slots": 2, "dq_columns": 64},
+    **{"dq_slots": 4, "registers": (240, 24), "early_stats": True},
 }
-_IN_ORDER: dict[tuple[int, int], dict[str, Any]] = {
-    (128, 128): {**_OWN_DQ, "dq_columns": 128, "dq_slots": 2},
+_UNCAPPED: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {**_OWN_DQ, "tile_m": 128, "score_m": 128},
+    (128, 128): _OWN_DQ,
 }
 
 
@@ -37,9 +38,11 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
     dims = config.head_dim, config.head_dim_v
     tiles = _TILES.get(dims, {})
     c = config
-    if c.deterministic and not c.softcap:
-        tiles = {**tiles, **_IN_ORDER.get(dims, {})}
-    elif (c.causal or not any(c.window)) and not c.softcap:
-        tiles = {**tiles, **_ANY_ORDER.get(dims, {})}
+    if not c.softcap and (c.deterministic or c.causal or not any(c.window)):
+        tiles = {**tiles, **_UNCAPPED.get(dims, {})}
+        # NOTE: LSE of 128 queries, beside what a mask or a list of sequences needs, would spill
+        plain = not (c.causal or c.window[0] or c.ragged_q or c.ragged_k)
+        if tiles.get("tile_m") == 128:
+            tiles |= {"early_stats": plain}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
     return replace(config, **tiles, overlap=config.wide or not config.softcap)

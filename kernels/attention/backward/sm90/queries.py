@@ -168,7 +168,7 @@ class QueryGradients:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         mine = self.shared.sdQ[None, warp, slot]  # (units * 128)
-        number = warp * (c.head_dim // c.dq_columns) + part  # of equal parts of the tile
+        number = number_of_part(c, warp, part)
         sums = SummedTile(self.dq_sums[tile, None])
         sums.add_slot(mine, number * cute.size(mine), lane == 0)
 
@@ -201,16 +201,28 @@ class QueryGradients:
         slots = c.key_tiles * c.ds_slots * c.key_ctas
         transposed = contiguous_rows_layout(dtype, c.tile_m, ROWS, slots)
         sdS = cute.make_tensor(s.sdS.iterator, transposed.outer)  # (bM, 64, WG * SLOT)
+        columns = part
+        if cutlass.const_expr(c.tile_m > ROWS):
+            sdS = cute.local_tile(sdS, (ROWS, ROWS, slots), (part, 0, 0))
+            columns = 0
         transposed = contiguous_rows_layout(dtype, width, ROWS, c.key_tiles)
         sKt = cute.make_tensor(sK.iterator, transposed.outer)  # (D, 64, WG)
-        sKt = cute.local_tile(sKt, (c.dq_columns, ROWS, c.key_tiles), (part, 0, 0))
+        sKt = cute.local_tile(sKt, (c.dq_columns, ROWS, c.key_tiles), (columns, 0, 0))
         return WgmmaProduct(mma, mma.a_slots(sdS), mma.b_slots(sKt), None)
+
+
+def number_of_part(config: BackwardConfig, warp: Int32, part: Int32) -> Int32:
+    """The place, among equal parts of a tile of the sums, of what a warp computes of part `part` of
+    a block: columns of 64 queries or, of two warpgroups, all columns of 64 queries each."""
+    if config.tile_m > ROWS:
+        return part * 4 + warp
+    return warp * (config.head_dim // config.dq_columns) + part
 
 
 @dataclass(frozen=True)
 class AllGradients(KeyGradients):
     """The role of a warpgroup that owns 64 keys, sums dK and dV of them, and computes its share of
-    dQ over all keys of its CTA: half of the columns, or all of them of every other block.
+    dQ over all keys of its CTA: half of the columns or, of 128 queries, 64 of them.
 
         dV += P^T dO, dQ = dS K, dK += dS^T Q
 
@@ -220,14 +232,14 @@ class AllGradients(KeyGradients):
     one's have been read. dQ goes through two blocks' slots of smem, dV and dK go out through the
     same.
 
-    In any order, dQ of a block is computed beside dV and dK of the next one, so that no warpgroup
-    waits for the other's dS. With `alternate`, one starts S and dP when the other has started its
+    dQ of a block is computed beside dV and dK of the next one, so that no warpgroup waits for the
+    other's dS. With `alternate`, one starts S and dP when the other has started its
     own, then dV, dQ and dK in the same way: one has the tensor cores while the other has
     exponentials.
 
-    Blocks of queries are taken from the last to the first: all blocks of keys see the last, so that
-    those that begin together follow each other through the queries, each a turn behind the one
-    before.
+    Where adds come in one order, blocks of queries are taken from the last to the first: all blocks
+    of keys see the last, so that those that begin together follow each other through the queries,
+    each a turn behind the one before.
     """
 
     queries: QueryGradients  # whose product and adds are this role's
@@ -279,24 +291,17 @@ class AllGradients(KeyGradients):
         before = tile + m_block  # the tile of the sums of the block before
         for i in cutlass.range(total, unroll=1):
             at = state, number + i, m_block, own, rP, rdS
-            if cutlass.const_expr(self.config.whole_dq):
-                if at[1] % 2 == self.keys:
-                    self.block(*at, (tile + m_block, number + i))
-                else:
-                    self.block(*at, None)
+            if i > 0:
+                self.block(*at, (before, number + i - 1))
             else:
-                if i > 0:
-                    self.block(*at, (before, number + i - 1))
-                else:
-                    self.block(*at, None)
+                self.block(*at, None)
             state.advance()
             before = tile + m_block
             m_block = s.block_after(m_block, blocks)
             if m_block == s.first_block(blocks):
                 tile += s.tiles.per_head
-        if cutlass.const_expr(not self.config.whole_dq):  # noqa: SIM102 - known when tracing
-            if total > 0:
-                self.last_dq(before, number + total - 1)
+        if total > 0:
+            self.last_dq(before, number + total - 1)
         self.arrive(s.v_read)
         self.arrive(s.k_read)
         return state, number + total
@@ -324,10 +329,14 @@ class AllGradients(KeyGradients):
         self.enter()
         acc_s, acc_dp = self.start_s(state), self.start_dp(state)
         self.leave()
-        lse = self.of_columns(0, state, 0)
+        c, lse, delta = self.config, None, None
+        if cutlass.const_expr(c.early_stats):
+            lse = self.of_columns(0, state, 0)
         warpgroup.wait_group(1)
         self.probabilities(acc_s, m_block, own, state, 0, lse)
-        delta, ds = self.of_columns(1, state, 0), s.ds.state(number)
+        if cutlass.const_expr(c.tile_m == ROWS):  # of twice as many, registers do not suffice
+            delta = self.of_columns(1, state, 0)
+        ds = s.ds.state(number)
         s.ds.wait_empty(ds)
         warpgroup.wait_group(0)
         round_operand(rP, acc_s)
@@ -336,8 +345,6 @@ class AllGradients(KeyGradients):
         self.enter()
         products.dv.of(rP).issue(state.slot, True)
         if cutlass.const_expr(of_dq is not None):
-            if cutlass.const_expr(self.config.whole_dq):
-                warpgroup.wait_group(0)  # for the registers of P
             acc_dq = self.start_dq(of_dq[1])
         products.dk.of(rdS).issue(state.slot, True)
         self.leave()
@@ -363,13 +370,13 @@ class AllGradients(KeyGradients):
         it to the tile of the sums, or let the warp that adds do it."""
         queue, queries, ds = self.shared.queue, self.queries, self.shared.ds
         ds.release(ds.state(number))
+        slot = number % 2 * self.config.key_tiles + self.keys
         if cutlass.const_expr(queue is None):
-            slot = number % 2 * self.config.key_tiles + self.keys
             queries.add_from_smem(acc_dq, tile, self.keys, slot)
         else:
-            queue.await_empty(number, self.keys)
-            queries.write_slot(acc_dq, self.keys)
-            queue.hand_over(self.keys)
+            queue.await_empty(number)
+            queries.write_slot(acc_dq, slot)
+            queue.hand_over(number)
 
     @staticmethod
     def arrive(barrier: Barrier) -> None:
@@ -383,7 +390,7 @@ class AllGradients(KeyGradients):
         c, s = self.config, self.shared
         ds = s.ds.state(number)
         s.ds.full.wait(ds.phase, ds.slot)
-        dq = self.queries.product(s.sK, c.head_dim, 0 if c.whole_dq else self.keys)
+        dq = self.queries.product(s.sK, c.head_dim, self.keys)
         acc = dq.mma.accumulator()
         for keys in cutlass.range_constexpr(c.key_tiles):
             tQrdS = dq.a[None, None, None, ds.slot * c.key_tiles + keys]
@@ -402,7 +409,7 @@ class AllGradients(KeyGradients):
         `number` blocks before."""
         s, product = self.shared, self.products[0].dk
         if cutlass.const_expr(s.queue is not None):
-            s.queue.await_all_empty(number, self.keys)
+            s.queue.await_all_empty(number)
         # NOTE: each warp's adds, and the stores of the tile before, have read what is written here
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=STORE_BARRIER + self.keys, number_of_threads=WARPGROUP)
@@ -413,17 +420,17 @@ class AllGradients(KeyGradients):
 
 @dataclass(frozen=True)
 class Adds:
-    """The role of a warp that adds what one warpgroup computes of dQ.
+    """The role of one of the warps that add dQ, block by block in turn.
 
     Blocks of keys add to a tile of dQ one after another, those of the first keys first. A warp
-    adds what one warpgroup computes: it waits for its CTA's turn at these, and passes it on when
-    its adds have landed. Nobody else waits for that, but for slots of smem.
+    waits for its CTA's turn at a tile, and passes it on when its adds have landed. Nobody else
+    waits for that, but for slots of smem.
     """
 
     config: BackwardConfig
     shared: Shared
     sums: cute.Tensor  # (tiles, bM * D)
-    wg: Int32  # the warpgroup
+    turn: Int32  # among the warps that add
 
     @cute.jit
     def run(self, walk: Walk) -> None:
@@ -443,7 +450,7 @@ class Adds:
         total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
         tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
         for i in cutlass.range(total, unroll=1):
-            if (number + i) % 2 == self.wg:
+            if (number + i) % self.config.adding_warps == self.turn:
                 self.add(tile + m_block, m_block, number + i)
             m_block = s.block_after(m_block, blocks)
             if m_block == s.first_block(blocks):
@@ -456,22 +463,23 @@ class Adds:
         s, turns = self.shared, self.shared.args.turns
         turn = turn_of(self.config, s.info, s.tile, m_block)
         await_turn(turns, tile, Int32(0), turn)
-        s.queue.await_full(number, self.wg)
-        self.start(tile)
+        s.queue.await_full(number)
+        self.start(tile, number % 2)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        s.queue.release(self.wg)
+        s.queue.release(number)
         self.landed()
         pass_turn(turns, tile, Int32(0), turn)
 
     @cute.jit
-    def start(self, tile: Int32) -> None:
-        """Start adding the warpgroup's slot, a lane for each part that a warp wrote to it."""
-        lane = cute.arch.lane_idx()
-        if lane < 4:
-            mine = self.shared.sdQ[None, lane, self.wg]
+    def start(self, tile: Int32, block: Int32) -> None:
+        """Start adding the slots of a block, a lane for each part that a warp wrote."""
+        lane, slots = cute.arch.lane_idx(), self.config.key_tiles
+        if lane < 4 * slots:
+            mine = self.shared.sdQ[None, lane % 4, slots * block + lane // 4]
             sums = SummedTile(self.sums[tile, None])
-            sums.add_slot(mine, lane * cute.size(mine), Boolean(True))
+            first = number_of_part(self.config, lane % 4, lane // 4) * cute.size(mine)
+            sums.add_slot(mine, first, Boolean(True))
 
     @staticmethod
     def landed() -> None:

@@ -93,52 +93,54 @@ def other_cta() -> Int32:
 
 @dataclass(frozen=True)
 class SumsQueue:
-    """The slots, one for each warpgroup, through which it hands dQ of every other block to the warp
-    that adds it.
+    """The slots of dQ of two blocks, through which it is handed to the warps that add it.
 
-    barrier       arrives                                     waits
-    dq full[wg]   1 a warp of the warpgroup that owns keys,   the warp that adds
-                  its part of a block's dQ being in smem
-    dq empty[wg]  1: the warp that adds, its adds having      that warpgroup
-                  read smem
+    barrier         arrives                                  waits
+    dq full[turn]   1 a warp of those that compute dQ,       the warp whose turn it is to add
+                    its part being in smem
+    dq empty[slot]  1: the warp that adds, its adds having   those that compute dQ
+                    read smem
     """
 
-    full: Barrier
+    full: Barrier  # one for each warp that adds: a parity tells a phase only from the one before
     empty: Barrier
+    turns: int
 
     @staticmethod
     def allocate(smem: SmemAllocator, config: BackwardConfig) -> SumsQueue:
-        full = Barrier.allocate(smem, "dq full", arrivals=4, slots=config.dq_slots)
-        empty = Barrier.allocate(smem, "dq empty", arrivals=1, slots=config.dq_slots)
-        return SumsQueue(full, empty)
+        fillers = 4 * config.dq_warpgroups
+        full = Barrier.allocate(smem, "dq full", arrivals=fillers, slots=config.adding_warps)
+        empty = Barrier.allocate(smem, "dq empty", arrivals=1, slots=2)
+        return SumsQueue(full, empty, config.adding_warps)
 
     def init(self) -> None:
         self.full.init()
         self.empty.init()
 
-    def await_full(self, number: Int32, wg: Int32) -> None:
+    def await_full(self, number: Int32) -> None:
         """Wait until dQ of block `number` is in smem."""
-        self.full.wait(number // 2 % 2, wg)
+        self.full.wait(number // self.turns % 2, number % self.turns)
 
-    def await_empty(self, number: Int32, wg: Int32 | int) -> None:
+    def await_empty(self, number: Int32) -> None:
         """Wait until dQ of block `number` - 2 has been read."""
         # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
-        self.empty.wait(number // 2 % 2 ^ 1, wg)
+        self.empty.wait(number // 2 % 2 ^ 1, number % 2)
 
-    def await_all_empty(self, number: Int32, wg: Int32 | int) -> None:
-        """Wait until what the warpgroup computed of the blocks before `number` has been read."""
-        self.await_empty(number + (number + wg) % 2, wg)
+    def await_all_empty(self, number: Int32) -> None:
+        """Wait until dQ of all blocks before `number` has been read."""
+        self.await_empty(number)
+        self.await_empty(number + 1)
 
-    def hand_over(self, wg: Int32 | int) -> None:
+    def hand_over(self, number: Int32) -> None:
         """Arrive once for this warp: its part of a block's dQ is in smem."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.full.arrive(wg)
+            self.full.arrive(number % self.turns)
 
-    def release(self, wg: Int32) -> None:
+    def release(self, number: Int32) -> None:
         with cute.arch.elect_one():
-            self.empty.arrive(wg)
+            self.empty.arrive(number % 2)
 
 
 @dataclass(frozen=True)
