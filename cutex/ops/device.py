@@ -11,7 +11,7 @@ import torch
 from cutex.arch import ARCHS, KNOWN, Arch, board_named, local_arch
 from cutex.compile import Compiled, Workspace
 from cutex.ops.plain import empty_of, untraced
-from cutex.ops.workspace import buffers_of
+from cutex.ops.workspace import buffers_of, forget_flags
 from cutex.simulation import SimulatedDevice, simulating
 from cutex.simulation import current as simulation_here
 
@@ -54,6 +54,7 @@ def simulated(arch: str = "sm_90a", **orders: Any) -> Iterator[None]:
             yield
         finally:
             forget_plans()
+            forget_flags(torch.device("cpu"))
 
 
 def forget_plans() -> None:

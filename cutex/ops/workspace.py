@@ -64,6 +64,13 @@ def flags(device: torch.device, count: int) -> Tensor:
     return found
 
 
+def forget_flags(device: torch.device) -> None:
+    """Have the next launches on `device` get zeroed words again: one that has failed, as a
+    simulated one may, leaves some that are not."""
+    for key in [key for key in _flags if key[0] == index_of(device)]:
+        del _flags[key]
+
+
 def flags_of(device: torch.device, count: int) -> Callable[[], Tensor]:
     """A function that returns `flags(device, count)`, in less time: it looks the device up only
     once."""

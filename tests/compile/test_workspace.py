@@ -149,3 +149,11 @@ def test_graphs_and_streams_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(out, want) and torch.equal(beside, want)
     assert not any(x.any() for x in (*workspace._flags.values(), *workspace._captured.values()))
     forget()
+
+
+def test_a_simulated_launch_that_fails_leaves_no_flags() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(RuntimeError, match="a race"), cutex.ops.simulated("sm_90a"):
+        workspace.flags(cpu, 3).fill_(5)
+        raise RuntimeError("a race")
+    assert not workspace.flags(cpu, 3).any()

@@ -16,6 +16,7 @@ from subjects import Subject
 import cutex
 from cutex.arch import KNOWN
 from cutex.ops.device import forget_plans
+from cutex.ops.workspace import forget_flags
 from cutex.simulation import SimulatedDevice, simulating
 
 FEW = 4  # SMs, so that each CTA of a persistent grid has several tiles
@@ -33,6 +34,7 @@ def _here(
             return call()
         finally:
             forget_plans()
+            forget_flags(torch.device("cpu"))  # a mutant may have left some that are not zero
 
 
 def _far_off(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> str | None:
