@@ -147,7 +147,7 @@ def blocks_tiles(
         tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2)
         tiles = replace(tiles, cluster_n=sharers if tile_n == 128 else 1)
     else:
-        tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2)
+        tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
     if fused or tiles.tile_m < 256:
         return tiles
