@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cutex.clock_errors import b200 as clock_b200
-from cutex.clock_errors import backward, foreign, page, published
+from cutex.clock_errors import backward, foreign, page, published, record_backward
 from cutex.clock_errors.fit import descend
 from cutex.clock_errors.page import MEASURED, PREDICTED, PREDICTED_OPS, main, predicted
 from cutex.clock_errors.rows import Summary, board
@@ -18,7 +18,7 @@ from cutex.errors import BadOption
 from cutex.sim.ptx.operands import Reg
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing import lengths, stored
-from cutex.sim.timing.events import Load, Record
+from cutex.sim.timing.events import Load, Record, Work
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, PIPES, Sass, costs
 from cutex.sim.timing.order import FIELDS, by_instruction
@@ -243,6 +243,21 @@ def test_flash_attention_4s_backward_takes_about_what_was_published(case, within
     found = backward.timed("fa4", case, False, traces, gpu("b200"))
     assert found is not None
     assert found.tflops == pytest.approx(case.full, rel=within)
+
+
+@pytest.mark.slow
+def test_our_backwards_record_is_that_of_the_code():
+    """Of head dim 64: the events of each warp, and what its instructions take."""
+    case = backward.CASES[2]
+    kept = stored.load(backward.TRACES)[backward.key("cutex", case, True, "main 6")].record
+    now = record_backward.record(case, True, 6, record_backward.HEADS)[1].record
+    assert now.programs.keys() == kept.programs.keys()
+    for warp, program in kept.programs.items():
+        assert [type(e) for e in program] == [type(e) for e in now.programs[warp]]
+        took, takes = (
+            [e.slots for e in x if isinstance(e, Work)] for x in (program, now.programs[warp])
+        )
+        assert takes == pytest.approx(took)
 
 
 def test_every_published_rate_has_a_record():
