@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cutlass import Boolean, cute
+from cutlass import Boolean, Int32, cute
+from cutlass.cute.nvgpu import tcgen05
 from test_attention_backward_sm100_mutations import CASE, CONFIG, ORDERS, SLOW, wrong
 
 from cutex.arch import arch
@@ -77,6 +78,8 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch, event):
 @pytest.mark.parametrize("name", RINGS)
 @pytest.mark.parametrize("method", ["acquire", "wait_full"])
 def test_a_slot_that_is_not_waited_for_is_found(monkeypatch, name, method):
+    if (method, name) == ("acquire", "rows"):
+        pytest.skip("LOAD has waited for dO's slot, which the same commit empties")
     owner = PairRing if method == "acquire" else Ring
     original, wait = getattr(owner, method), Barrier.wait
 
@@ -120,8 +123,12 @@ def test_a_commit_that_is_left_out_is_found(monkeypatch, event):
 
 @SLOW
 def test_a_commit_to_the_leader_alone_is_found(monkeypatch):
-    commit = mma.commit
-    monkeypatch.setattr(mma, "commit", lambda barrier, pair: commit(barrier, pair=False))
+    def alone(barrier, pair):
+        with cute.arch.elect_one():
+            mask = Int32(1) << (cute.arch.block_idx_in_cluster() // 2 * 2)
+            tcgen05.commit(barrier, mask, tcgen05.CtaGroup.TWO)
+
+    monkeypatch.setattr(mma, "commit", alone)
     message = wrong(PAIR, orders=ORDERS[:1], of=SHORT)
     assert message is not None
 
