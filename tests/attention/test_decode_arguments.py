@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cutex.arch import ARCHS
 from cutex.kernels.attention.decode.choose import CONFIGS, fitted
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.spec import HEAD_DIMS
+from cutex.ops.attention import kvcache
 from cutex.ops.attention.cache_plan import appending
 
 
@@ -183,3 +185,16 @@ def test_every_choice_fits():
         for rows, units, room in product((4, 40), (20, 5000), (500, 4000, 100000)):
             found = fitted(config, room, units, rows)
             assert found.why_not(arch=ARCHS[arch]) is None, found
+
+
+def test_many_units_of_few_rows_are_whole():
+    """Those that were timed: more than SMs, of no pages, of up to 128 blocks."""
+    how = {"head_dim": 128, "head_dim_v": 128, "used_k": True, "one_block": True}
+    config, paged = (DecodeConfig(**how, page_size=page) for page in (0, 16))
+    assert fitted(config, 4096, 133, 8).most_whole == 128
+    others = (config, 4097, 133, 8), (config, 4096, 132, 8), (config, 900, 133, 17)
+    for given in (*others, (paged, 4096, 133, 8)):
+        assert fitted(*given).most_whole < 128
+    for room, parts in ((4000, 1), (4100, 0)):
+        call = SimpleNamespace(num_splits=0, batch=140, heads=(8, 1), rows=8)
+        assert kvcache.parts_by_room(call, fitted(config, room, 140, 8), room) == parts

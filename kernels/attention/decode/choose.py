@@ -71,6 +71,13 @@ _FEW_MEDIUM: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {**_FEW_ALONE["sm_90a"][128, 128], "most_by_room": 851968},
     },
 }
+# many units, whole: what ends early leaves its share of memory to others, and nothing is merged
+# (docs/facts/decode.md#few-whole); of pages not timed
+MOST_WHOLE = 128  # blocks of keys
+_FEW_WHOLE: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    arch: {dims: {**tiles, "most_whole": MOST_WHOLE} for dims, tiles in of_arch.items()}
+    for arch, of_arch in _FEW.items()
+}
 _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 128, "num_stages": 8},
@@ -120,7 +127,11 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
         return _FEW_E4M3.get(arch, {}).get(dims)
     if config.single_rows or not units or arch not in _FEW:
         return None
-    of_units = _FEW if units > config.num_sms else _FEW_ALONE
+    many = units > config.num_sms
+    whole = None if config.page_size else _FEW_WHOLE[arch].get(dims)
+    if whole is not None and many and room <= MOST_WHOLE * whole["tile_n"]:
+        return whole
+    of_units = _FEW if many else _FEW_ALONE
     if room > _FEW_KEYS.get(dims, 0) or (units <= config.num_sms and room > SHORT):
         of_units = _FEW_LONG
         if dims == (128, 128) and _is_cut_by_room(config, _FEW[arch][dims], room, units):
