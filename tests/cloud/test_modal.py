@@ -39,6 +39,13 @@ pytestmark = [
     pytest.mark.modal,
     pytest.mark.filterwarnings("ignore:The run function is executing locally"),
 ]
+# a kernel in the simulator, and pytest with the arguments, in one process: torch is imported once
+BOTH = """
+import sys, pytest
+from cutex.gemm import main
+options = "--stage 0 --device sim --mnk 64,64,64"
+sys.exit(main(options.split()) or pytest.main(sys.argv[1:]))
+"""
 SMALL = ("--mnk", "64,64,64", "--check-only")
 SHARED = cache_dir()  # where other tests leave the same kernels
 
@@ -302,12 +309,8 @@ def test_everything_that_runs_there_is_sent(cloud, modal_run, modal_app, root, t
         place.write_bytes((root / place.relative_to(tree)).read_bytes())
     there = image_python(modal_app.PYTHON)
     commands = [
-        (python, *command)
+        (python, "-c", BOTH, *modal_app.rental.DEFAULT_TESTS.split(), "--collect-only")
         for python in {sys.executable, there if there and has_wheels(there) else sys.executable}
-        for command in (
-            ("-m", "cutex.gemm", "--stage", "0", "--device", "sim", "--mnk", "64,64,64"),
-            ("-m", "pytest", *modal_app.rental.DEFAULT_TESTS.split(), "--collect-only"),
-        )
     ]
     if there:  # it reads every file, even without their imports
         commands.append((there, "-m", "compileall", "-q", "."))
