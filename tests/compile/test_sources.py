@@ -112,7 +112,7 @@ def users(tmp_path: Path) -> Path:
 # A Python that has imported torch and the DSL, which no key covers; each program that it is given
 # runs in a fork of it, so that it imports what is cutex's or a user's anew
 FORKING = """
-import json, os, sys
+import json, os, sys, traceback
 import cutlass, torch
 for line in sys.stdin:
     program = json.loads(line)
@@ -121,9 +121,16 @@ for line in sys.stdin:
             os.dup2(os.open(program["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
         os.environ.update(program["env"])
         sys.path[:0] = program["path"]
-        exec(compile(program["code"], "<string>", "exec"), {"__name__": "__main__"})
-        sys.exit()
+        failed = False
+        try:
+            exec(compile(program["code"], "<string>", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            failed = True
+        sys.stdout.flush()
+        os._exit(failed)  # at once: to take torch and the DSL down takes as long as a program
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+os._exit(0)
 """
 
 
