@@ -12,7 +12,7 @@ ranked.py chooses, for a counter, the tiles of packed sequences out of a plain o
 
 Three hand out no indices. one_round.py and spread.py give each cluster one tile, which its number
 says, where one round covers the result. stream_k.py cuts the steps along K of all tiles into equal
-shares.
+shares. announced.py has one warp look up the tiles of a walk for all roles.
 
 Every role of a CTA follows a `Dispatcher`, the same way whatever its source is. All roles see the
 same sequence, each at its own pace:
