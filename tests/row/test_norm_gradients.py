@@ -79,7 +79,7 @@ BULK = {  # threads, CTAs; columns
 }
 
 
-@pytest.mark.sweep(500)
+@pytest.mark.sweep(1200)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [True, False], ids=["layer norm", "rms norm"])
 @pytest.mark.parametrize("summed, held", [(True, "smem"), (False, "registers"), (True, "memory")])
@@ -140,7 +140,7 @@ def test_the_longest_rows_have_gradients(device, asked, n, dtype, kind):
 def test_every_tile_of_a_gradient_holds_its_rows():
     smem = arch("sm_90a").smem_per_cta
     taken = 0
-    for n in range(100, 300_000, 211):
+    for n in range(100, 300_000, 1013):
         for widest, sums, weight_bytes in ((8, 2, 2), (8, 2, 4), (8, 1, 4), (4, 2, 4), (8, 0, 0)):
             found = choose.bulk_gradient(1 << 22, n, widest, sums, weight_bytes, "sm_90a")
             if found is None:
@@ -157,7 +157,7 @@ def test_every_tile_of_a_gradient_holds_its_rows():
             room = smem - choose.BULK_SPARE
             assert found.resident * ((2 * found.slots - 1) * slot + weights) <= room
             assert found.resident * tile.threads == choose.BULK_THREADS
-    assert taken > 1000
+    assert taken > 200
     assert choose.bulk_gradient(1 << 22, 4097, 8, 2, 2, "sm_80") is None
 
 

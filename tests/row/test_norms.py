@@ -213,7 +213,7 @@ def test_norms_by_bulk_copies(device, how, m, apart, ahead, centred, dtype):
     assert whole[: 8 + apart].isnan().all() and whole[8 + apart + m * n :].isnan().all()
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("n, centred", [(20_489, True), (1203, False), (192, True), (1601, True)])
 def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves):
