@@ -76,8 +76,11 @@ SUMS_ALIGNED = {8: 98_305, 4: 65_537}
 ROWS_THREADS = (128, 256, 512)
 ROWS_ELEMENTS = 64
 ROWS_SLOTS = 6
-ROWS_ANYWHERE = {8: 10_241, 4: 32_769}
-SOFTMAX_WIDE = 6  # vectors of a thread, before CTAs share a row of a softmax
+ROWS_ANYWHERE = {8: 6138, 4: 32_769}
+# vectors of a thread, before CTAs share a row of a softmax, or of an RMS norm
+# (docs/facts/rows.md#rows-softmax-wide)
+SOFTMAX_WIDE = 6
+NORM_WIDE = 5
 
 
 class TooLong(CutexError):

@@ -68,14 +68,14 @@ def test_softmax_by_bulk_copies(device, how, m, apart, slots, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [20_489, 10_243])
+@pytest.mark.parametrize("n", [20_489, 6139])
 def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n):
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("bulk copies begin with sm_90")
     monkeypatch.setattr(choose.bulk_rows, "__defaults__", (0,))
     x = rows(device, (5, n), torch.bfloat16)
     near(cutex.softmax(x), x.double().softmax(-1), torch.bfloat16, 2**-6)
-    assert [kind.__name__ for kind, *_ in asked] == ["SoftmaxBulk"]
+    assert {kind.__name__ for kind, *_ in asked} == {"SoftmaxBulk"}
 
 
 def test_every_tile_by_bulk_copies_holds_its_rows():

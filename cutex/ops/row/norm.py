@@ -104,7 +104,7 @@ def _plan(
     if saves:
         launch.makes("mean", x.shape[:-1] if centred else (0,), torch.float32, 1)
         launch.makes("rstd", x.shape[:-1], torch.float32, 1)
-    tile = tile_of(rows, vectors, arch)
+    tile = tile_of(rows, vectors, arch, wide=choose.WIDE if centred else choose.NORM_WIDE)
     staged = None
     if centred and residual is None and tile.width * x.element_size() == VECTOR:
         staged = choose.by_smem(x.shape[-1], tile)
