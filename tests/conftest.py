@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import subprocess
@@ -25,6 +26,7 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0", "gw1" and so on wit
 def pytest_configure() -> None:
     """Set one thread for each test: `-n` has a worker on each core, and threads that wait for each
     other on a busy core spin, which takes numpy's small products five times as long."""
+    atexit.register(gc.freeze)  # or the interpreter looks for cycles before it ends
     torch.set_num_threads(1)
     threadpoolctl.threadpool_limits(1)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of what tests start
