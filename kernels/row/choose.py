@@ -51,6 +51,8 @@ BULK_LEAST = 1 << 21
 BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
 BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
 BULK_LONG = ((20_481, 90_112), (98_305, 1 << 20))
+# and of an RMS norm's, from so many columns on those that begin within a line of memory
+BULK_LINES, LINE_BYTES = 20_481, 128
 
 # rows whose threads keep sums of their columns (docs/facts/rows.md#rows-gradient-tiles): threads
 # and CTAs of those that are loaded by the element, by the least and most columns; the vectors of a
@@ -241,8 +243,10 @@ def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
         return False
     if not other.aligned:
         return n >= least[centred]
+    if not centred:
+        return other.width == 8 and n >= BULK_LINES and 2 * n % LINE_BYTES > 0
     short = BULK_SHORT[0] <= n <= BULK_SHORT[1] and other.vectors == BULK_VECTORS
-    return centred and other.width == 8 and (short or any(a <= n <= b for a, b in BULK_LONG))
+    return other.width == 8 and (short or any(a <= n <= b for a, b in BULK_LONG))
 
 
 class BulkGradient(NamedTuple):
