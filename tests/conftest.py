@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import threadpoolctl
-import torch
 
 from cutex.arch import arch, local_arch
 from cutex.bench import timing
@@ -23,14 +22,17 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0", "gw1" and so on with `-n`
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Set one thread for each test: `-n` has a worker on each core, and threads that wait for each
     other on a busy core spin, which takes numpy's small products five times as long."""
     atexit.register(gc.freeze)  # or the interpreter looks for cycles before it ends
-    torch.set_num_threads(1)
-    threadpoolctl.threadpool_limits(1)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of what tests start
         os.environ.setdefault(name, "1")
+    if WORKER or not getattr(config.option, "numprocesses", None):  # a process that runs tests
+        import torch
+
+        torch.set_num_threads(1)
+        threadpoolctl.threadpool_limits(1)
 
 
 def pytest_collection_finish() -> None:
@@ -154,6 +156,8 @@ class FakeGpu:
     """Stands in for an H200 under torch.cuda: launches advance a clock, graphs repeat theirs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
         self.now_us = 0.0
         self.log: list[str] = []  # names of the launches, repeats of one only once
         self.capturing: list[tuple[str, float, Callable[[], object]]] | None = None
