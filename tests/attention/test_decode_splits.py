@@ -79,7 +79,8 @@ def test_parts_by_room_are_all_blocks_of_each_unit():
         ((2, 1, 4379, 32, 8, 64), 8),
         ((1, 1, 1024, 32, 8, 128), 8),
         ((30, 1, 900, 8, 1, 128), 4),
-        ((200, 1, 900, 8, 1, 128), 0),  # long, and more units than SMs
+        ((200, 1, 900, 8, 1, 128), 1),  # few rows, and more units than SMs
+        ((200, 1, 9000, 8, 1, 128), 0),  # longer ones lose by it
         ((1, 1, 65536, 32, 8, 128), 0),
     ],
 )
