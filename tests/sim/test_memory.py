@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx_kernel import Shape, simulate_ptx
 
-from cutex.sim import BadAddress, BarrierMisuse, UnknownInstruction
+from cutex.sim import BadAddress, BadOperand, BarrierMisuse, Hazards, UnknownInstruction
 
 REGISTER = {8: "%h", 16: "%h", 32: "%r", 64: "%d"}
 VECTORS = [(b, n) for b in (8, 16, 32, 64) for n in (1, 2, 4) if b * n <= 128]
@@ -465,3 +465,37 @@ def test_a_shared_address_of_no_cta_is_shown_whole() -> None:
     code = "mov.u32 %r0, smem; sub.u32 %r0, %r0, 65536; ld.shared.u32 %r1, [%r0];"
     with pytest.raises(BadAddress, match=r"shared 0xffff0400, in no CTA of its cluster, each of"):
         simulate_ptx(code, {"out": np.zeros(32, np.uint32)}, Shape(smem=128))
+
+
+BULK = """.reg .b32 at, mine; mov.u32 at, smem; mad.lo.u32 mine, %i, 4, at;
+    setp.eq.u32 %p0, %i, 0; mov.u32 %r9, 7; st.shared.u32 [mine], %r9; bar.sync 0; HERE
+    ld.shared.u32 %r1, [mine]; st.global.u32 [%out_i], %r1;"""
+ZEROS = "@%p0 st.bulk.weak.shared::cta [at], 128, 0;"
+
+
+def _with_bulk_store(here: str) -> np.ndarray:
+    out = np.zeros(64, np.uint32)
+    body = BULK.replace("HERE", here)
+    simulate_ptx(body, {"out": out}, Shape(block=64, smem=256), arch="sm_100a")
+    return out
+
+
+@pytest.mark.parametrize("how", [
+    ZEROS, "mov.u32 %r2, 128; @%p0 st.bulk.weak.shared::cta [at], %r2, 0;",
+    "cvt.u64.u32 %d1, at; cvta.shared.u64 %d1, %d1; @%p0 st.bulk [%d1], 128, 0;",
+])  # fmt: skip
+def test_a_bulk_store_of_zeros_is_many_ordinary_stores(how):
+    assert _with_bulk_store(f"{how} bar.sync 0;").tolist() == [0] * 32 + [7] * 32
+
+
+@pytest.mark.parametrize("here, error, sentence", [
+    (ZEROS, Hazards, "race: .* wrote at"),
+    (ZEROS.replace("128", "132"), BadOperand, "stores 132 bytes: st.bulk takes a multiple of 8"),
+    (ZEROS.replace("128", "512"), BadAddress, "outside the CTA's shared memory"),
+    (ZEROS.replace("[at]", "[at+4]"), BadAddress, "not aligned"),
+    ("@%p0 st.bulk [%out], 128, 0;", BadAddress, "not of shared memory"),
+    (ZEROS.replace(", 0;", ", 1;"), UnknownInstruction, "st.bulk stores zeros only"),
+])  # fmt: skip
+def test_a_bulk_store_is_held_to_what_it_may(here, error, sentence):
+    with pytest.raises(error, match=sentence):
+        _with_bulk_store(here)

@@ -58,3 +58,17 @@ def test_a_part_that_was_written_before_the_other_one_is_not_forgotten():
         run(text, 3)
     both = text.replace("@%p1 bra END; bar.sync 1, 64;", "bar.sync 1, 96;")
     assert run(both, 3) == []
+
+
+@pytest.mark.parametrize("half, value", [(0, 0x7FFF), (1, 0xFFFF)])
+def test_a_nan_beside_a_half_that_nothing_has_written_is_a_value(half, value):
+    """The word is then the one that stands for what nothing has written."""
+    text = f"""mov.u32 %r9, smem; mad.lo.u32 %r7, %i, 4, %r9; mov.b16 %h0, {value};
+        st.shared.b16 [%r7+{2 * half}], %h0;
+        ld.shared.u32 %r1, [%r7]; mov.b32 {{%h1, %h2}}, %r1;
+        cvt.u32.u16 %r2, %h{half + 1}; st.global.u32 [%out_i], %r2;"""
+    out = np.zeros(32, np.uint32)
+    assert simulate_ptx(text, {"out": out}, Shape(smem=256)).advisories == []
+    assert (out == value).all()
+    with pytest.raises(Hazards, match=r"uninitialised: .* stores into global memory a value"):
+        simulate_ptx(text.replace("st.shared.b16", "//"), {"out": out}, Shape(smem=256))

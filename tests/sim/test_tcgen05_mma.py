@@ -231,6 +231,16 @@ def test_columns_that_nothing_has_written_are_not_loaded():
         simulate_ptx(text, tensors, Shape(block=128, smem=SMEM + 64), arch="sm_100a")
 
 
+def test_accumulators_of_f16_that_are_nan_are_written():
+    case = Mma(operand("f16"), operand("f16", start=B_AT), 128, 64, d="f16", accumulate=0)
+    nans = np.full_like(case.shared().view(np.uint16), 0x7FFF)
+    tensors = {"s": aligned(nans.view(np.uint8)), "t": aligned(case.tensor_memory())}
+    tensors["t"] = tensors["t"].reshape(-1, case.width)
+    text = kernel(case.text(), 1, case.width)
+    simulate_ptx(text, tensors, Shape(block=128, smem=SMEM + 64), arch="sm_100a")
+    assert (tensors["t"][:, 16:80] & 0xFFFF == 0x7FFF).all()
+
+
 @pytest.mark.parametrize(("swizzle", "start", "told"), [
     (128, 1024, False), (128, 32, False), (128, 512, True), (64, 256, True), (64, 512, False),
 ])  # fmt: skip

@@ -19,7 +19,6 @@ import numpy as np
 from cutex.sim.hazards.lane_values import loaded_matrices, products, shuffled
 from cutex.sim.hazards.tmem_loads import effects
 from cutex.sim.machine.events import Observer, SharedBytes
-from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, Imm, Reg, RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
@@ -149,9 +148,8 @@ class UnwrittenValues(Observer):
                 mine = at.warps[unwritten], at.lanes[unwritten]
                 self._load(self._place(at, unwritten), *mine, ins)
             return
-        # NOTE: a word that something else has written is the poison by a chance of 2^-32
         words = at.offset[:, None] // 4 + np.arange(at.width // 4)
-        poison = self.m.smem.view(np.uint32)[at.cta[:, None], words] == POISON32
+        poison = self.m.unwritten_words(at.cta[:, None], words)
         if not poison.any():
             return
         number = self._origin(self._place(at, poison.any(1)), ins.where())

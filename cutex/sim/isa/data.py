@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from cutex.sim.errors import BadOperand
 from cutex.sim.isa.access import SPACES, Access
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import LOCAL_WINDOW, POISON32, SHARED_WINDOW, WINDOWS, window_of
 from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
-from cutex.sim.ptx.operands import Address, Operand, Reg, Vector
+from cutex.sim.ptx.operands import Address, Imm, Operand, Reg, Vector
 from cutex.sim.ptx.renames import accumulators, rename
 from cutex.sim.ptx.temporaries import homes
 
@@ -158,6 +159,8 @@ def _ld_128(d: Decoder) -> Execute:
 @instruction("st")
 def st(d: Decoder) -> Execute:
     """st (9.7.9.11): stores of 1 to 8 elements."""
+    if "bulk" in d.mods:
+        return _st_bulk(d)
     d.only(*SPACES, *HINTS, "v2", "v4", "v8")
     count, size = vector_length(d), WIDTH[d.type] // 8
     access, kind = Access(d, 0, size * count), f"b{8 * size}"
@@ -172,6 +175,39 @@ def st(d: Decoder) -> Execute:
         for j, read in enumerate(reads):
             data[:, :, j] = read(b)
         access.store(b, data.view(np.uint8).reshape(b.n, 32, -1))
+
+    return execute
+
+
+def _st_bulk(d: Decoder) -> Execute:
+    """st.bulk (9.7.9.13): zeros in a number of bytes, by a lane's ordinary stores to shared memory
+    of its CTA or, without ``.shared::cta``, to a generic address there.
+    """
+    d.only("bulk", "weak", "shared", "cta")
+    count, value = d.ins.operands[1], d.ins.operands[2]
+    narrow = isinstance(count, Reg) and count.bank == 32  # since PTX ISA 9.0
+    access, size = Access(d, 0, 8), d.src(1, "b32" if narrow else "b64")
+    if not isinstance(value, Imm) or value.value != 0:
+        raise d.malformed("st.bulk stores zeros only")
+
+    def execute(b: Batch) -> None:
+        where, sizes = access.lanes(b), b.lanes(size(b))
+        each = (sizes.reshape(-1) if b.mask is None else sizes[b.mask]).astype(np.int64)
+        outside = window_of(where.addresses) != WINDOWS.index("shared")
+        wrong = np.flatnonzero((each % 8 != 0) | (each < 0) | (each > 1 << 24))
+        if len(wrong):
+            k = int(wrong[0])
+            who = f"{d.m.grid.name_warp(int(where.warps[k]))} lane {int(where.lanes[k])}"
+            why = "st.bulk takes a multiple of 8 up to 16,777,216"
+            raise BadOperand.at(d.ins, f"{who} stores {int(each[k])} bytes: {why}")
+        if access.space is None and outside.any():
+            access.refuse(where, "stores zeros to")(int(outside.argmax()), "not of shared memory")
+        lane = np.repeat(np.arange(len(each)), each // 8)
+        offset = np.arange(len(lane)) - np.repeat(np.cumsum(each // 8) - each // 8, each // 8)
+        place = where.pick(lane)
+        place = place._replace(addresses=place.addresses + offset.astype(np.uint64) * np.uint64(8))
+        if len(lane):
+            access.put(place, np.zeros((len(lane), 8), np.uint8))
 
     return execute
 

@@ -32,7 +32,8 @@ from cutex.sim.machine.operation import Engine, Footprint, Rectangle
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Vector
 
-_UPPER_POISON = np.uint32(int(POISON32) & 0xFFFF0000)  # bits of columns above a 16-bit accumulator
+# bits of columns above a 16-bit accumulator: a NaN, and beside a NaN not what nothing has written
+_UPPER_POISON = np.uint32(0x7FFF0000)
 
 
 @lru_cache(maxsize=64)

@@ -150,7 +150,7 @@ FORMS = {
     "isspacep": rf"\.(global|local|const|param(::entry)?)|{_SHARED}",
     "ld": rf"({_LOAD})(\.v[248])?{_ANY}",
     "ldu": rf"(\.global)?(\.v[24])?{_ANY}",
-    "st": rf"({_STORE})(\.v[248])?{_ANY}",
+    "st": rf"({_STORE})(\.v[248])?{_ANY}|\.bulk(\.weak)?(\.shared::cta)?",
     "prefetch": r"(\.(global|local))?\.L[12](::evict_(last|normal))?|(\.(param|const))?\.tensormap",
     "prefetchu": r"\.L1",
     "applypriority": r"(\.global)?\.L2::evict_normal",

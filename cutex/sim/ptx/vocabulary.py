@@ -95,7 +95,6 @@ BEYOND = {
     r"\.bf16(x2)?|\.e[45]m[23](x4)?)?",
     "stackrestore": r"\.u(32|64)",
     "stacksave": r"\.u(32|64)",
-    "st": r"\.bulk(\.weak)?(\.shared::cta)?",
     "tcgen05": rf"\.commit{_GROUP}\.mbarrier::arrive::one(\.shared::cluster)?"
     r"(\.multicast::cluster)?\.b64|"
     rf"\.cp{_GROUP}\.(128x256b|4x256b|128x128b|64x128b\.warpx2::(02_13|01_23)|32x128b\.warpx4)"
