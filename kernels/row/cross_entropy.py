@@ -126,7 +126,7 @@ class CrossEntropy(RowKernel):
                 if columns.holds(target):
                     loss = lse - (1 - s) * label + z * lse * lse
                     if cutlass.const_expr(c.smoothed):
-                        loss -= s * found[2] / columns.n
+                        loss -= s * found[2]
             mLse[this.row] = lse
             mLosses[this.row] = loss
         if cutlass.const_expr(totals is not None):
@@ -150,11 +150,11 @@ class CrossEntropy(RowKernel):
     @cute.jit
     def of_part(self, columns: Columns, x: Any) -> Values:
         """What this thread knows of a row by x (V, NumV): the maximum, the sum of exponentials
-        relative to it and, where labels are smoothed, that of logits."""
+        relative to it and, where labels are smoothed, its part of the mean of logits."""
         own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         sums = [exp(x - above(own)).reduce(cute.ReductionOp.ADD, Float32(0), 0)]
         if cutlass.const_expr(self.config.smoothed):
-            sums.append(columns.where_held(x).reduce(cute.ReductionOp.ADD, Float32(0), 0))
+            sums.append(part_of_mean(columns, x))
         return (own, *sums)
 
     @cute.jit
@@ -290,6 +290,13 @@ class CrossEntropyBackward(RowKernel):
             rdX.fill(0.0)  # also where a logit is inf or NaN
         if this < rows:
             columns.store(columns.rounded(rdX.load(), mdX), gdX)
+
+
+def part_of_mean(columns: Columns, x: Any) -> Float32:
+    """What x (V, NumV), this thread's elements of a row, adds to the row's mean."""
+    # NOTE: a sum of logits may overflow where their mean does not, and lse - inf would be NaN
+    share = columns.where_held(x) * (Float32(1) / Float32(columns.n))
+    return share.reduce(cute.ReductionOp.ADD, Float32(0), 0)
 
 
 def merged_with_sums(x: Values, y: Values) -> Values:

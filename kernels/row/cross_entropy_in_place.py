@@ -13,6 +13,7 @@ from cutex.kernels.row.cross_entropy import (
     SCALARS,
     merged_with_sums,
     one,
+    part_of_mean,
 )
 from cutex.kernels.row.kernel import (
     RowKernel,
@@ -68,12 +69,12 @@ class CrossEntropyInPlace(RowKernel):
         # NOTE: from the thread that has it: another's load may be late, when it is overwritten
         sums.append(self.at(columns, rX, target))
         if cutlass.const_expr(c.smoothed):
-            sums.append(columns.where_held(x).reduce(cute.ReductionOp.ADD, Float32(0), 0))
+            sums.append(part_of_mean(columns, x))
         top, total, label, *more = reduction((own, *sums), merged_with_sums)
         lse = above(top) + cute.math.log2(total) * LN_2
         loss = lse - (1 - s) * label + z * lse * lse
         if cutlass.const_expr(c.smoothed):
-            loss -= s * more[0] / columns.n
+            loss -= s * more[0]
         if target == options["ignored"]:
             loss, scale = Float32(0), Float32(0)
         elif ~columns.holds(target):

@@ -39,6 +39,19 @@ def test_cross_entropy_and_its_gradient(device, n, dtype, smoothing, z_loss):
     near(x.grad, wide.grad, dtype)
 
 
+@pytest.mark.parametrize("scale", [2e37, -2e37])
+def test_smoothed_losses_of_logits_whose_sum_overflows(device, scale):
+    x = rows(device, (6, 99), torch.float32).abs().clamp(0.5, 2) * scale
+    assert x.sum(1).isinf().all()
+    x[1, 7] = -torch.inf
+    target = torch.tensor([0, 98, -100, 50, 1, 0], device=device)
+    options = {"reduction": "none", "label_smoothing": 0.1}
+    wanted = F.cross_entropy(x.double(), target, **options)
+    found, finite = cutex.cross_entropy(x, target, **options), wanted.isfinite()
+    assert finite.tolist() == [True, False, *[True] * 4] and found[1] == wanted[1] == torch.inf
+    near(found[finite], wanted[finite], torch.float32, 64)
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("n, aligned", [(1000, True), (1001, False)])
 @pytest.mark.parametrize("smoothed", [False, True])
