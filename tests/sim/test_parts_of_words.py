@@ -72,3 +72,25 @@ def test_a_nan_beside_a_half_that_nothing_has_written_is_a_value(half, value):
     assert (out == value).all()
     with pytest.raises(Hazards, match=r"uninitialised: .* stores into global memory a value"):
         simulate_ptx(text.replace("st.shared.b16", "//"), {"out": out}, Shape(smem=256))
+
+
+@pytest.mark.parametrize("store", [
+    "mov.u32 %r2, {word}; st.shared.u32 [%r7], %r2;",
+    "mov.b16 %h0, {low}; mov.b16 %h1, {high}; st.shared.v2.b16 [%r7], {{%h0, %h1}};",
+    "mov.u32 %r2, {word}; st.global.u32 [%out_i], %r2; bar.warp.sync -1;"
+    "cp.async.ca.shared.global [%r7], [%out_i], 4; cp.async.wait_all;",
+])  # fmt: skip
+def test_two_nans_are_a_value(store):
+    store = store.format(word=0xFFFF7FFF, low=0x7FFF, high=0xFFFF)
+    text = f"""mov.u32 %r9, smem; mad.lo.u32 %r7, %i, 4, %r9; {store}
+        ld.shared.u32 %r1, [%r7]; st.global.u32 [%out_i], %r1;"""
+    out = np.zeros(32, np.uint32)
+    assert simulate_ptx(text, {"out": out}, Shape(smem=256)).advisories == []
+    assert (out == 0xFFFF7FFF).all()
+
+
+def test_what_nothing_has_written_is_so_where_it_is_stored_again():
+    text = """mov.u32 %r9, smem; mad.lo.u32 %r7, %i, 4, %r9; ld.shared.u32 %r1, [%r7];
+        st.shared.u32 [%r7+128], %r1; ld.shared.u32 %r2, [%r7+128]; st.global.u32 [%out_i], %r2;"""
+    with pytest.raises(Hazards, match=r"uninitialised: .* stores into global memory a value"):
+        simulate_ptx(text, {"out": np.zeros(32, np.uint32)}, Shape(smem=256))

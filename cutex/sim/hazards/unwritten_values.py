@@ -19,6 +19,7 @@ import numpy as np
 from cutex.sim.hazards.lane_values import loaded_matrices, products, shuffled
 from cutex.sim.hazards.tmem_loads import effects
 from cutex.sim.machine.events import Observer, SharedBytes
+from cutex.sim.machine.memory import POISON32
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, Imm, Reg, RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
@@ -131,6 +132,7 @@ class UnwrittenValues(Observer):
         self.holds: dict[RegisterId, np.ndarray] = {}
         self.origins: list[_Origin] = []
         self.added: set[int] = set()  # the places that only this watches
+        self.poison_stored: set[int] = set()  # words of shared memory, of all CTAs
         for register, name in _unassigned(machine.program).items():
             origin = self._origin(f"register {name}", "")
             self.holds[register] = np.full((machine.grid.num_warps, 32), origin, np.int16)
@@ -149,7 +151,7 @@ class UnwrittenValues(Observer):
                 self._load(self._place(at, unwritten), *mine, ins)
             return
         words = at.offset[:, None] // 4 + np.arange(at.width // 4)
-        poison = self.m.unwritten_words(at.cta[:, None], words)
+        poison = self._unwritten(at.cta[:, None], words)
         if not poison.any():
             return
         number = self._origin(self._place(at, poison.any(1)), ins.where())
@@ -163,6 +165,39 @@ class UnwrittenValues(Observer):
             lanes = poison[:, first : max((k + 1) * per // 4, first + 1)].all(1)
             if lanes.any() and (register in self.holds or len(self.holds) < _MOST):
                 self._follow(register)[at.warps[lanes], at.lanes[lanes]] = number
+
+    def shared_stores(
+        self, where: Lanes, places: np.ndarray, values: np.ndarray, ins: Instruction
+    ) -> None:
+        """Note the words that a store makes the poison: two NaNs of 16 bits, perhaps one beside a
+        half that nothing has written. One that stores what nothing has written leaves it so.
+        """
+        words, width = places[:, None] // 4, values.shape[1]
+        if width >= 4:
+            words, made = (
+                words + np.arange(width // 4),
+                np.ascontiguousarray(values).view(np.uint32),
+            )
+        else:
+            parts = self.m.smem.reshape(-1)[words * 4 + np.arange(4)]
+            parts[np.arange(len(words))[:, None], places[:, None] % 4 + np.arange(width)] = values
+            made = parts.view(np.uint32)
+        same = made == POISON32
+        if same.any() and not any(r in self.holds for r in effects(ins)[1]):
+            self.poison_stored.update(words[same].tolist())
+
+    def _unwritten(self, cta: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """Which words of shared memory nothing has written.
+
+        NOTE: one that a bulk copy has written is the poison by a chance of 2^-32
+        """
+        unwritten = self.m.smem.view(np.uint32)[cta, words] == POISON32
+        if unwritten.any():
+            unwritten &= self.m.box_swizzle[cta, words >> 2] < 1  # TMA writes whole chunks
+            if self.poison_stored:
+                numbers = cta * (self.m.smem_bytes // 4) + words
+                unwritten &= ~np.isin(numbers, list(self.poison_stored))
+        return unwritten
 
     def _load_matrices(
         self, poison: np.ndarray, at: SharedBytes, number: int, ins: Instruction

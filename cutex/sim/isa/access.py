@@ -101,10 +101,8 @@ class Access:
         if space == "shared":
             words, first = self._shared(where, write=True)
             self.m.events.shared_stores(where, first * words.itemsize, values, self.d.ins)
-            place = first[:, None] + np.arange(self.width // words.itemsize)
-            words[place] = np.ascontiguousarray(values).view(words.dtype)
-            if words.itemsize < 4:
-                self.m.note_parts(place * words.itemsize // 4)
+            values = np.ascontiguousarray(values).view(words.dtype)
+            words[first[:, None] + np.arange(self.width // words.itemsize)] = values
         elif space == "local":
             at = self._private(where, "local", self.m.local_bytes)
             place = where.warps[:, None], where.lanes[:, None], at

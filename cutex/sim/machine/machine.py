@@ -110,7 +110,6 @@ class Machine(Core):
         # written), and its PTX line
         self.box_swizzle = np.full((num_ctas, self.smem_bytes // 16), -1, np.int8)
         self.box_line = np.zeros((num_ctas, self.smem_bytes // 16), np.int32)
-        self.written_poison: np.ndarray | None = None
         self.mbarriers.clear()
         self.flight.clear()
         self.bulk_groups.clear()
@@ -234,26 +233,6 @@ class Machine(Core):
             at = np.array([cta]), np.array([offset])
             self.check_shared(np.array([warp]), np.array([lane]), *at, size, ins)
         return cta, offset
-
-    def note_parts(self, words: np.ndarray) -> None:
-        """Note those of these words, of which a store has written parts, that are the poison since:
-        a 16-bit NaN beside a half that nothing has written.
-        """
-        same = words[self.smem.view(np.uint32).reshape(-1)[words] == POISON32]
-        if len(same):
-            if self.written_poison is None:
-                self.written_poison = np.zeros((self.grid.num_ctas, self.smem_bytes // 4), bool)
-            self.written_poison.reshape(-1)[same] = True
-
-    def unwritten_words(self, cta: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Which words of shared memory nothing has written.
-
-        NOTE: one that an instruction has written as a whole is the poison by a chance of 2^-32
-        """
-        unwritten = self.smem.view(np.uint32)[cta, words] == POISON32
-        if self.written_poison is not None:
-            unwritten &= ~self.written_poison[cta, words]
-        return unwritten
 
     def smem_words(self, size: int) -> np.ndarray:
         """All resident shared memory as (ctas * smem_bytes / size,) unsigned words."""
