@@ -9,18 +9,18 @@ column changes no instruction). It writes its findings as one comment at the end
 
 from __future__ import annotations
 
-import ast
 import json
-import linecache
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+from cutex.assigned_names import Call, assigned_name
 
 FORMAT = 1  # version of the comment's format
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
@@ -28,20 +28,9 @@ _MARK = "// cutex: "
 _KERNEL, _OUTSIDE = 0, -1  # paths: to a kernel's own body; outside of a kernel
 _CODES = range(1000, 1 << 16)  # columns that stand for a call stack; 16 bits in LLVM
 _KERNEL_EDGE = "kernel_wrapper"  # the DSL's function that calls a kernel's body
-_COMPREHENSIONS = ast.GeneratorExp | ast.ListComp | ast.SetComp
 _GENERATED = re.compile(r"(ifexp_)?(\w+_block|\w+_region|loop_body)_\d+")  # by the DSL's rewriting
 _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)", re.M)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
-
-
-class Call(NamedTuple):
-    """A place in the source and its function; line and column count from 1, an unknown column is
-    0."""
-
-    file: str
-    line: int
-    column: int
-    function: str
 
 
 def where(at: Any) -> str:
@@ -326,135 +315,3 @@ def _element_bytes(frame: FrameType | None) -> int:
             return int(getattr(frame.f_locals.get("element_type"), "width", 0)) // 8
         frame = frame.f_back
     return 0
-
-
-# -- names of allocations
-#
-# Of a call at a line and a column of the source the name is read off the statement around it: the
-# target, element or key that the call belongs to. A comprehension makes several objects at one
-# place, so the `turn` of the call counts: `a, b = (allocate(n) for n in sizes)` has the names a and
-# b, `ring = [allocate(n) for n in sizes]` ring[0], ring[1].
-
-
-def assigned_name(stack: Iterable[Call], turn: int = 0) -> str:
-    """The name of a call's result: the variables to which it is assigned on the way from the
-    kernel, as `ab.full` for a `full` in the call that the kernel assigns to `ab`.
-    """
-    names: list[str] = []
-    above: ast.stmt | None = None
-    for call in stack:
-        statement, expression = _found(call)
-        # NOTE: a comprehension has a frame of its own, of the statement that also calls it
-        name = _name(statement, expression, call, turn) if statement is not above else ""
-        above = statement
-        if name and name not in names[-1:]:
-            names.append(name)
-    return ".".join(reversed(names))
-
-
-def _name(statement: ast.stmt | None, expression: ast.Call | None, call: Call, turn: int) -> str:
-    """The name that `statement` gives to the result of `expression`, or a text among its
-    arguments."""
-    at = call.line, call.column - 1
-    target: ast.expr | None = None
-    if isinstance(statement, ast.Assign):
-        target = statement.targets[0]
-    elif isinstance(statement, ast.AnnAssign):
-        target = statement.target
-    value = getattr(statement, "value", None)
-    if isinstance(value, ast.expr) and (name := _walrus(value, at)):
-        return name
-    if target is not None and value is not None and (name := _of(target, value, at, turn)):
-        return name
-    if value is not expression and (name := _appended_to(value)):
-        return f"{name}[{turn}]"
-    texts = [a.value for a in getattr(expression, "args", ()) if isinstance(a, ast.Constant)]
-    return next((t for t in texts if isinstance(t, str)), "")
-
-
-def _of(target: ast.expr, value: ast.expr, at: tuple[int, int], turn: int) -> str:
-    """The name that assigning `value` to `target` gives to the call at a line and column."""
-    inner = next((part for part in _parts(value) if _holds(part, at)), None)
-    if isinstance(value, ast.Tuple | ast.List) and inner in value.elts:
-        index = value.elts.index(inner)
-        if isinstance(target, ast.Tuple | ast.List):
-            if len(target.elts) != len(value.elts):
-                return ""
-            return _of(target.elts[index], inner, at, turn)
-        return f"{_text(target)}[{index}]"
-    if isinstance(value, ast.Dict) and inner in value.values:
-        key = value.keys[value.values.index(inner)]
-        return f"{_text(target)}[{ast.unparse(key)}]" if key is not None else _text(target)
-    comprehension = next((part for part in _comprehensions(value) if _holds(part.elt, at)), None)
-    if comprehension is not None:
-        if isinstance(target, ast.Tuple | ast.List):
-            return _text(target.elts[turn % len(target.elts)])
-        return f"{_text(target)}[{turn}]"
-    return _text(target)
-
-
-def _appended_to(value: ast.expr | None) -> str:
-    """The list that `value` is a call of append of."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        return _text(value.func.value) if value.func.attr == "append" else ""
-    return ""
-
-
-def _parts(value: ast.expr) -> list[ast.expr]:
-    if isinstance(value, ast.Tuple | ast.List):
-        return value.elts
-    return value.values if isinstance(value, ast.Dict) else []
-
-
-def _comprehensions(value: ast.expr) -> Iterator[ast.GeneratorExp | ast.ListComp | ast.SetComp]:
-    return (node for node in ast.walk(value) if isinstance(node, _COMPREHENSIONS))
-
-
-def _walrus(value: ast.expr, at: tuple[int, int]) -> str:
-    for node in ast.walk(value):
-        if isinstance(node, ast.NamedExpr) and _holds(node.value, at):
-            return node.target.id
-    return ""
-
-
-def _text(target: ast.expr) -> str:
-    """The name in an assignment's target; none of several that one call gives its result to."""
-    if isinstance(target, ast.Name | ast.Attribute | ast.Subscript):
-        return ast.unparse(target).removeprefix("self.")
-    return ""
-
-
-def _holds(node: ast.AST, at: tuple[int, int]) -> bool:
-    begin = getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
-    end = getattr(node, "end_lineno", None), getattr(node, "end_col_offset", None)
-    return begin <= at and (end[0] is None or at < end)
-
-
-def _found(call: Call) -> tuple[ast.stmt | None, ast.Call | None]:
-    """The innermost statement at a place, and the innermost call that begins there."""
-    statements, calls = _parsed("".join(linecache.getlines(call.file)))
-    on_line = statements.get(call.line, [])
-    at = call.line, call.column - 1
-    holding = [s for s in on_line if call.column and _holds(s, at)]
-    innermost = (holding or on_line)[-1:]
-    return innermost[0] if innermost else None, calls.get((call.line, call.column))
-
-
-@lru_cache(maxsize=256)
-def _parsed(text: str) -> tuple[dict[int, list[ast.stmt]], dict[tuple[int, int], ast.Call]]:
-    """The statements of each line, the innermost last, and the innermost call that begins at a
-    line and column.
-    """
-    statements: dict[int, list[ast.stmt]] = {}
-    calls: dict[tuple[int, int], ast.Call] = {}
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return statements, calls
-    for node in ast.walk(tree):  # the innermost come last
-        if isinstance(node, ast.stmt):
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                statements.setdefault(line, []).append(node)
-        elif isinstance(node, ast.Call):
-            calls[node.lineno, node.col_offset + 1] = node
-    return statements, calls

@@ -11,7 +11,8 @@ import torch
 from cutlass import BFloat16, Float32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.debug_info import Call, _position, assigned_name
+from cutex.assigned_names import assigned_name
+from cutex.debug_info import Call, _position
 from cutex.sim.host.loaded import load
 
 STATEMENTS = {
@@ -40,6 +41,13 @@ STATEMENTS = {
     "obj.sA, obj.sB = allocate(4), allocate(5)": ["obj.sA", "obj.sB"],
     "pair = make()": ["pair.full", "pair.empty"],
     "one, two = make(), make()": ["one.full", "one.empty", "two.full", "two.empty"],
+    "alpha, beta = make()": ["alpha", "beta"],
+    "alpha, beta = make_at_once()": ["alpha", "beta"],
+    "alpha, *others = (allocate(n) for n in (4, 5, 6))": ["alpha", "others[0]", "others[1]"],
+    "*others, alpha = (allocate(n) for n in (4, 5))": ["", ""],
+    "both = dict(a=allocate(4), b=allocate(5))": ["both['a']", "both['b']"],
+    "both = Pair(a=allocate(4), b=allocate(5))": ["both.a", "both.b"],
+    "alpha = view(x=allocate(4))": ["alpha"],
     "allocate(4, 'named')": ["named"],
     "allocate(4)": [""],
 }
@@ -47,6 +55,10 @@ KERNEL = """
 def make():
     full, empty = allocate(1), allocate(2)
     return full, empty
+def make_at_once():
+    return allocate(1), allocate(2)
+class Pair:
+    def __init__(self, a, b): pass
 def view(x):
     return x
 class obj: pass

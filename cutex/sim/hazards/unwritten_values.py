@@ -154,7 +154,7 @@ class UnwrittenValues(Observer):
         poison = self._unwritten(at.cta[:, None], words)
         if not poison.any():
             return
-        number = self._origin(self._place(at, poison.any(1)), ins.where())
+        number = self._origin(self._place(at, np.any(poison, axis=1)), ins.where())
         if ins.name == "ldmatrix":
             self._load_matrices(poison, at, number, ins)
             return

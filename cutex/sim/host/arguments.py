@@ -18,7 +18,7 @@ import torch
 from cutlass import cute
 from cutlass.cute import runtime
 
-from cutex.sim.host.capture import HostTensor
+from cutex.sim.host.capture import HostTensor, of_dsl
 from cutex.sim.host.loaded import is_stream
 
 
@@ -76,7 +76,7 @@ def captured(given: Any, name: str) -> Any:
     if isinstance(given, torch.Tensor):
         return HostTensor.of(given, name)
     if hasattr(given, "_dltensor_wrapper"):
-        return _of_dsl(given, name)
+        return of_dsl(given, name)
     if hasattr(given, "_pointer"):
         return ctypes.c_void_p(int(given._pointer))
     if is_stream(given):
@@ -88,24 +88,6 @@ def captured(given: Any, name: str) -> Any:
     if is_record(given):  # as TVM-FFI unpacks it
         return tuple(captured(g, f"{name}.{field}") for field, g in _fields(given))
     return given
-
-
-_FOUR_BITS = "float4_e2m1fn_x2"
-
-
-def _of_dsl(tensor: Any, name: str) -> HostTensor:
-    """A tensor made by ``from_dlpack``; its element type may differ from that of its bytes."""
-    from cutlass.cute._tvm_ffi_args_spec_converter import NumericToTVMFFIDtype
-
-    tensor.load_dltensor()
-    kind, shape, strides = tensor.element_type, tuple(tensor.shape), tuple(tensor.stride)
-    if kind is cutlass.Float4E2M1FN:  # two a byte, along the contiguous mode
-        shape = tuple(n // 2 if s == 1 else n for n, s in zip(shape, strides, strict=True))
-        strides = tuple(s if s == 1 else s // 2 for s in strides)
-        return HostTensor(tensor.data_ptr, shape, strides, _FOUR_BITS, 1, tensor, name)
-    size = max(1, kind.width // 8)
-    dtype = NumericToTVMFFIDtype[kind]
-    return HostTensor(tensor.data_ptr, shape, strides, dtype, size, tensor, name)
 
 
 def stand_for(value: Any, own_stream: bool) -> Any:

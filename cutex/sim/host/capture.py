@@ -115,7 +115,8 @@ _DLPACK_TYPE = {  # name -> (code, bits), DLPack 1.1; two lanes where PACKED
     "float8_e8m0fnu": (14, 8), "float4_e2m1fn_x2": (17, 4), "float6_e2m3fn": (15, 6),
     "float6_e3m2fn": (16, 6), "int4": (0, 4),
 }  # fmt: skip
-PACKED = ("float4_e2m1fn_x2",)  # two elements per byte
+FOUR_BITS = "float4_e2m1fn_x2"
+PACKED = (FOUR_BITS,)  # two elements per byte
 
 
 @dataclass
@@ -135,17 +136,20 @@ class HostTensor:
 
     @staticmethod
     def of(tensor: Any, name: str) -> HostTensor | None:
-        """The HostTensor of a torch tensor, of a numpy array, or of what lends its memory by
-        DLPack; None if ``tensor`` is none of these.
+        """The HostTensor of a torch tensor, of a numpy array, of what the DSL's from_dlpack has
+        given, or of what lends its memory by DLPack; None if ``tensor`` is none of these.
         """
         described = HostTensor.described(tensor, name)
-        if described is not None and hasattr(tensor, "stride") and tensor.device.type != "cpu":
+        where = getattr(getattr(tensor, "device", None), "type", "cpu")
+        if described is not None and where != "cpu":
             raise TypeError(f"{name} lies on {tensor.device}: the simulator takes CPU tensors")
         return described
 
     @staticmethod
     def described(tensor: Any, name: str) -> HostTensor | None:
         """`of`, for tensors on any device."""
+        if hasattr(tensor, "_dltensor_wrapper"):
+            return of_dsl(tensor, name)
         if hasattr(tensor, "data_ptr") and hasattr(tensor, "stride"):  # torch
             return HostTensor(
                 tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()),
@@ -162,6 +166,19 @@ class HostTensor:
 
             return HostTensor.of(torch.from_dlpack(tensor), name)
         return None
+
+
+def of_dsl(tensor: Any, name: str) -> HostTensor:
+    """A tensor made by the DSL's from_dlpack; its element type may differ from its bytes'."""
+    from cutlass.cute._tvm_ffi_args_spec_converter import NumericToTVMFFIDtype
+
+    tensor.load_dltensor()
+    kind, shape, strides = tensor.element_type, tuple(tensor.shape), tuple(tensor.stride)
+    dtype, size = NumericToTVMFFIDtype[kind], max(1, kind.width // 8)
+    if kind.__name__ == "Float4E2M1FN":  # two a byte, along the contiguous mode
+        shape = tuple(n // 2 if s == 1 else n for n, s in zip(shape, strides, strict=True))
+        dtype, strides = FOUR_BITS, tuple(s if s == 1 else s // 2 for s in strides)
+    return HostTensor(tensor.data_ptr, shape, strides, dtype, size, tensor, name)
 
 
 def c_compiler() -> str:
