@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -315,6 +316,9 @@ def test_every_candidate_fits_and_large_products_take_large_tiles() -> None:
         for mnk in ((1, 4096, 4096), (64, 28672, 8192), (4096, 4096, 4096), (3, 8, 32)):
             found = ranked(mnk, of, arch)
             assert found and all(c.why_not(None, arch) is None for c in found)
+    for sms in (1, 4):  # of which no cluster of four fills nine tenths
+        few = replace(arch, num_sms=sms)
+        assert ranked((16, 4096, 4096), W4Format(), few)[0].split_k <= sms
     best = configs_for((4096, 4096, 4096), W4Format())[0]
     assert best.tile_m * best.tile_n == 256 * 128 and best.num_ctas == 0
     of_board = configs_for((1, 57344, 8192), W4Format(), "H100 PCIe")

@@ -107,7 +107,7 @@ def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
     across = ceil_div(m, tiles.tile_n)
     group = tiles.cluster_m * tiles.split_k
     sms = arch.num_sms if group <= 2 else int(arch.num_sms * SMS_OF_FOURS)
-    ctas = sms // group * group
+    ctas = max(1, sms // group) * group
     rounds = ceil_div(down * across * tiles.split_k, ctas)
     each = ceil_div(blocks, tiles.split_k)
     clocks = rounds * (each * block_clocks(tiles) + ROUND_CLOCKS)
@@ -159,6 +159,8 @@ def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
     """Whether the tiles of a config with one each are no more than its CTAs, and none of a split is
     without a block."""
     _, n, k = mnk
+    if tiles.cluster_m * tiles.split_k > arch.num_sms:
+        return False
     if tiles.split_k > 1 and ceil_div(k, BLOCK_K) < 2 * tiles.split_k:
         return False
     if not tiles.columns:
