@@ -303,6 +303,14 @@ PAIRS = {
         st.shared.u32 [mine], 7; @%p0 cp.async.bulk.wait_group 0;""",
         "", "bar.warp.sync -1;", "of the bulk store from there only lane 0 has waited",
         Shape(block=32, smem=4096), True),
+    "one lane arrives for the loads of its warp": Pair(
+        f"""{init(1)} .reg .b32 mb; add.u32 mb, bar, 16; @%p0 mbarrier.init.shared.b64 [mb], 1;
+        bar.sync 0; mad.lo.u32 %r3, %i, 4, bar; setp.eq.u32 %p2, %lane, 0;
+        setp.lt.u32 %p1, %i, 32; @!%p1 st.shared.u32 [%r3], %i; bar.sync 0; @%p1 bra C;
+        {wait("mb", 0, "M")} st.shared.u32 [%r3], 5; bra E; C: ld.shared.u32 %r1, [%r3+128];
+        HERE @%p2 mbarrier.arrive.shared.b64 _, [mb]; {OUT} E:""",
+        "", "bar.warp.sync -1;", "one lane's arrival does not tell of the others' loads",
+        Shape(block=64, smem=8192), True),
     # -- what bulk stores and reductions change
     "zeros by ordinary stores beneath a bulk reduction": Pair(
         f"{START} st.shared.u32 [mine], %i; {FENCE} st.global.u32 [%out_i], 0; HERE bar.sync 0;"

@@ -92,6 +92,20 @@ class SmemReports:
             remedy="sync_warp() in between" if sure else "",
         )
 
+    def readers(self, access: SmemAccess, warp: int, word: int, other: int, line: int) -> None:
+        """A write ordered after one lane of the warp in slot ``other``, whose lanes have read."""
+        peer = self.clocks.peer(warp, other)
+        if self.m.grid.warp_cta[peer] != self.m.grid.warp_cta[warp]:
+            return
+        self.m.findings.add(
+            "race",
+            f"{self._who(access, warp)} {access.verb} {_name(word)}, which "
+            f"{self.m.grid.name_warp(peer)} read at PTX line {line}: by the letter, one lane's "
+            "arrival does not tell of the others' loads: a bar.warp.sync is missing before it",
+            access.instruction,
+            advisory=True,
+        )
+
     def copied(self, warp: int, lane: int, word: int, store: LastStore, ins: Instruction) -> None:
         """A lane that reads what another lane of its warp has copied."""
         self.m.findings.add(

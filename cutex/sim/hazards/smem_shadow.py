@@ -99,6 +99,8 @@ class SmemShadow(Observer):
         self.readers.add_some(other, where, before, when, self.reads.bytes[where])
         self.read_line[where] = ins.line
         self.reads.set(where, slot, count, part)
+        if alone:
+            self.reads.bytes[where] |= ALONE
         several = self.reads.slot[where] != slot  # in one batch
         self.readers.add_some(several, where, slot, count, part)
 
@@ -278,6 +280,8 @@ class SmemShadow(Observer):
                 self.reports.race(access, int(warps[k]), place[1], int(other[k]), last.did, line)
             elif last is self.writes:
                 self._check_lanes(late, touches, access, partial)
+            else:
+                self._check_readers(late, touches, access)
         if len(self.changers.pages):
             self._check_changed(touches, access)
         for several, did in ((self.writers, "has written"), (self.readers, "read")):
@@ -323,6 +327,18 @@ class SmemShadow(Observer):
         k = int(np.argmax(sure if sure.any() else late))
         place = int(at[0][k]), int(at[1][k])
         self.reports.lanes(access, int(warps[k]), place[1], self._store(*place), bool(sure[k]))
+
+    def _check_readers(self, late: np.ndarray, touches: Touches, access: SmemAccess) -> None:
+        """Report ``late`` accesses that overwrite what several lanes of another warp of the CTA
+        have read, where only one of those told of it: an advisory.
+        """
+        other, at = self.reads.slot[touches.at], touches.at
+        late = late & (other != self.clocks.slot[touches.warps]) & (other < self.clocks.warps)
+        late &= (self.reads.bytes[at] & ALONE) == 0
+        for k in np.nonzero(late)[0][:1].tolist():
+            place = int(at[0][k]), int(at[1][k])
+            warp, line = int(touches.warps[k]), int(self.read_line[place])
+            self.reports.readers(access, warp, place[1], int(other[k]), line)
 
     def _store(self, cta: int, word: int) -> LastStore:
         """The last store to a word."""
