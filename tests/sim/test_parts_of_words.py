@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from barriers import copy, init, wait
 from ptx_kernel import Shape, simulate_ptx
+from tensor_maps import aligned
 
 from cutex.sim.errors import Hazards
 
@@ -94,3 +96,38 @@ def test_what_nothing_has_written_is_so_where_it_is_stored_again():
         st.shared.u32 [%r7+128], %r1; ld.shared.u32 %r2, [%r7+128]; st.global.u32 [%out_i], %r2;"""
     with pytest.raises(Hazards, match=r"uninitialised: .* stores into global memory a value"):
         simulate_ptx(text, {"out": np.zeros(32, np.uint32)}, Shape(smem=256))
+
+
+ELEMENT = """mov.u32 %r9, smem; mad.lo.u32 %r7, %i, {size}, %r9; mov.u16 %h1, {value}; HERE
+    ld.shared.u{bits} %h2, [%r7]; cvt.u32.u16 %r2, %h2; st.global.u32 [%out_i], %r2;"""
+
+
+@pytest.mark.parametrize(("bits", "value"), [(16, 5), (16, 0x7FFF), (8, 0xFF), (8, 0x7F)])
+def test_the_last_element_of_a_row(bits, value):
+    """Beside others that are written; NaNs look like what nothing has written."""
+    store = f"st.shared.u{bits} [%r7], %h1;"
+    text, out = ELEMENT.format(size=bits // 8, value=value, bits=bits), np.zeros(32, np.uint32)
+    assert not simulate_ptx(text.replace("HERE", store), {"out": out}, Shape(smem=256)).advisories
+    assert (out == value).all()
+    fault = text.replace("HERE", f"setp.ne.u32 %p0, %i, 31; @%p0 {store}")
+    with pytest.raises(Hazards, match=r"lane 31 stores into global memory a value that comes from"):
+        simulate_ptx(fault, {"out": out}, Shape(smem=256))
+
+
+def test_nans_that_a_bulk_copy_brings_are_values():
+    text = f"""{init(1)} mad.lo.u32 %r3, %i, 4, bar; mov.u32 %r5, 0xffff7fff;
+        st.global.u32 [%x_i], %r5; fence.proxy.async.global; bar.sync 0;
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128; @%p0 {copy("bar+128", "%x", 128)}
+        {wait("bar", 0, "W")} ld.shared.u16 %h2, [%r3+128]; st.global.u16 [%out_i], %h2;"""
+    arrays = {"x": aligned(np.zeros(32, np.uint32)), "out": np.zeros(32, np.uint32)}
+    assert simulate_ptx(text, arrays, Shape(smem=256)).advisories == []
+    assert (arrays["out"] == 0x7FFF).all()
+
+
+@pytest.mark.parametrize(("other", "told"), [(0, False), (1, True)])
+def test_a_lane_reads_the_half_that_it_has_stored_itself(other, told):
+    text = f"""mov.u32 %r9, smem; mad.lo.u32 %r7, %i, 2, %r9; xor.b32 %r5, %i, {other};
+        mad.lo.u32 %r8, %r5, 2, %r9; mov.u16 %h1, 5; st.shared.u16 [%r7], %h1;
+        ld.shared.u16 %h2, [%r8]; cvt.u32.u16 %r2, %h2; st.global.u32 [%out_i], %r2;"""
+    found = simulate_ptx(text, {"out": np.zeros(32, np.uint32)}, Shape(smem=256)).advisories
+    assert ["bar.warp.sync is missing" in str(f) for f in found] == [True] * told

@@ -68,6 +68,36 @@ class LastAccess:
         self.slot[at], self.count[at] = slot, count
 
 
+class PartLanes:
+    """The lanes that have stored parts of words, each its own bytes."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        # by CTA, word and byte: the lane and 1; 0 in words whose last store was of all bytes
+        self.lanes: np.ndarray | None = None
+
+    def store(self, touches: Touches) -> None:
+        _, lanes, cta, word, part = touches
+        if part is WHOLE:
+            if self.lanes is not None:
+                self.lanes[cta, word] = 0
+            return
+        if self.lanes is None:
+            self.lanes = np.zeros((*self.shape, WORD), np.uint8)
+        for byte in range(WORD):
+            here = (part >> byte & 1).astype(bool)
+            self.lanes[cta[here], word[here], byte] = lanes[here] + 1
+
+    def of(self, touches: Touches, last: np.ndarray) -> np.ndarray:
+        """The lane that stored the first byte of each access, (n,); ``last``: that of its word."""
+        if self.lanes is None or touches.part is WHOLE:
+            return last
+        part = np.asarray(touches.part)
+        first = np.log2(part & -part.astype(np.int8)).astype(int)
+        lane = self.lanes[(*touches.at, first)].astype(last.dtype)
+        return np.where(lane > 0, lane - 1, last)
+
+
 class Several:
     """Accesses to words by warps that are not ordered among each other: for each warp a count, and
     the bytes of the word that it touched then."""

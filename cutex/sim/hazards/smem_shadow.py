@@ -24,6 +24,7 @@ from cutex.sim.hazards.smem_marks import (
     PARTIAL,
     WHOLE,
     LastAccess,
+    PartLanes,
     Several,
     Touches,
     Words,
@@ -48,6 +49,7 @@ class SmemShadow(Observer):
         shape = (machine.grid.num_ctas, machine.smem_bytes // WORD)
         self.writes, self.reads = LastAccess(shape, "wrote"), LastAccess(shape, "read")
         self.line = np.zeros(shape, np.int32)  # 32 * the PTX line of the last write + its lane
+        self.part_lanes = PartLanes(shape)
         self.readers = Several(shape, self.clocks.warps)  # besides the last one
         self.writers = Several(shape, self.clocks.warps)  # of other bytes than the last one's
         self.changers = Several(shape, self.clocks.warps)  # by atomics and other strong stores
@@ -91,6 +93,7 @@ class SmemShadow(Observer):
             if partial is not None:
                 self.writes.bytes[where] |= partial * PARTIAL
             self.line[where] = ins.line << 5 | lanes
+            self.part_lanes.store(touches)
             return
         if self.copies and ins.name in ("ld", "ldmatrix"):
             self._check_copied(touches, ins)
@@ -310,7 +313,7 @@ class SmemShadow(Observer):
         mine = other == self.clocks.slot[warps]
         late = late & (other < self.clocks.warps)
         if lanes is not None:
-            late &= ~mine | (line & 31 != lanes)
+            late &= ~mine | (self.part_lanes.of(touches, line & 31) != lanes)
             if self.clocks.met:
                 met = self.clocks.lanes_have_met(warps, lanes, line & 31, self.writes.count[at])
                 late &= ~(mine & met)

@@ -20,6 +20,7 @@ from cutex.sim.hazards.lane_values import loaded_matrices, products, shuffled
 from cutex.sim.hazards.tmem_loads import effects
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import POISON32
+from cutex.sim.machine.operation import Operation, Span
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, Imm, Reg, RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
@@ -43,6 +44,7 @@ _DEPENDS = frozenset(
 )
 # and of one of these perhaps on one of them only.
 _MERGES = frozenset(("and", "max", "min", "mov", "or"))
+_POISON = np.frombuffer(POISON32.tobytes(), np.uint8)
 _MOST = 256  # registers that are followed
 
 
@@ -132,7 +134,7 @@ class UnwrittenValues(Observer):
         self.holds: dict[RegisterId, np.ndarray] = {}
         self.origins: list[_Origin] = []
         self.added: set[int] = set()  # the places that only this watches
-        self.poison_stored: set[int] = set()  # words of shared memory, of all CTAs
+        self.stored: np.ndarray | None = None  # see `_stored`
         for register, name in _unassigned(machine.program).items():
             origin = self._origin(f"register {name}", "")
             self.holds[register] = np.full((machine.grid.num_warps, 32), origin, np.int16)
@@ -145,15 +147,16 @@ class UnwrittenValues(Observer):
         if write or not ordinary or ins.name not in ("ld", "ldmatrix"):
             return
         if at.width < 4:
-            unwritten = self.m.box_swizzle[at.cta, at.offset >> 4] < 0
+            unwritten = np.all(self._unwritten(at), axis=1)
             if unwritten.any():
                 mine = at.warps[unwritten], at.lanes[unwritten]
                 self._load(self._place(at, unwritten), *mine, ins)
             return
         words = at.offset[:, None] // 4 + np.arange(at.width // 4)
-        poison = self._unwritten(at.cta[:, None], words)
+        poison = self.m.smem.view(np.uint32)[at.cta[:, None], words] == POISON32
         if not poison.any():
             return
+        poison &= self._unwritten(at).reshape(*poison.shape, 4).all(2)
         number = self._origin(self._place(at, np.any(poison, axis=1)), ins.where())
         if ins.name == "ldmatrix":
             self._load_matrices(poison, at, number, ins)
@@ -169,34 +172,36 @@ class UnwrittenValues(Observer):
     def shared_stores(
         self, where: Lanes, places: np.ndarray, values: np.ndarray, ins: Instruction
     ) -> None:
-        """Note the words that a store makes the poison: two NaNs of 16 bits, perhaps one beside a
-        half that nothing has written. One that stores what nothing has written leaves it so.
+        """Note the bytes that a store makes those of the poison: parts of NaNs, perhaps beside
+        others that nothing has written. A store of what nothing has written leaves them so.
         """
-        words, width = places[:, None] // 4, values.shape[1]
-        if width >= 4:
-            words, made = (
-                words + np.arange(width // 4),
-                np.ascontiguousarray(values).view(np.uint32),
-            )
-        else:
-            parts = self.m.smem.reshape(-1)[words * 4 + np.arange(4)]
-            parts[np.arange(len(words))[:, None], places[:, None] % 4 + np.arange(width)] = values
-            made = parts.view(np.uint32)
-        same = made == POISON32
-        if same.any() and not any(r in self.holds for r in effects(ins)[1]):
-            self.poison_stored.update(words[same].tolist())
+        at = places[:, None] + np.arange(values.shape[1])
+        same = values == _POISON[at & 3]
+        if same.any():
+            held = any(register in self.holds for register in effects(ins)[1])
+            self._stored().reshape(-1)[at[same]] = not held
 
-    def _unwritten(self, cta: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Which words of shared memory nothing has written.
+    def completing(self, op: Operation) -> None:
+        """Note what copies bring, but TMA's boxes, which `Machine.box_swizzle` has."""
+        if "tensor" not in op.instruction.parts:
+            for place in op.writes:
+                if isinstance(place, Span):
+                    self._stored()[place.cta, place.low : place.high] = True
 
-        NOTE: one that a bulk copy has written is the poison by a chance of 2^-32
-        """
-        unwritten = self.m.smem.view(np.uint32)[cta, words] == POISON32
+    def _stored(self) -> np.ndarray:
+        """Which bytes of shared memory are the poison's because something has written them."""
+        if self.stored is None:
+            self.stored = np.zeros(self.m.smem.shape, bool)
+        return self.stored
+
+    def _unwritten(self, at: SharedBytes) -> np.ndarray:
+        """Which bytes of an access nothing has written, (n, width)."""
+        byte = at.offset[:, None] + np.arange(at.width)
+        unwritten = self.m.smem[at.cta[:, None], byte] == _POISON[byte & 3]
         if unwritten.any():
-            unwritten &= self.m.box_swizzle[cta, words >> 2] < 1  # TMA writes whole chunks
-            if self.poison_stored:
-                numbers = cta * (self.m.smem_bytes // 4) + words
-                unwritten &= ~np.isin(numbers, list(self.poison_stored))
+            unwritten &= self.m.box_swizzle[at.cta, at.offset >> 4, None] < 1
+            if self.stored is not None:
+                unwritten &= ~self.stored[at.cta[:, None], byte]
         return unwritten
 
     def _load_matrices(
