@@ -90,7 +90,11 @@ class Trace:
         self.unordered: Counter[str] = Counter()  # accesses that nothing orders, by the later one
         # tcgen05.fence::after behind an access by tcgen05 of another warp
         self.fences_behind_others: set[int] = set()
-        self.fences_used: set[int] = set()  # tcgen05.fence::after before an access by tcgen05
+        # tcgen05.fence::after before an access by tcgen05 of the warp, ::before behind one
+        self.fences_used: set[int] = set()
+        # tcgen05.fence::after behind a wait for a phase on which another warp that accesses tensor
+        # memory has arrived, or behind another barrier, since the warp's last such fence
+        self.fences_for_others: set[int] = set()
         # who has waited for each phase, and who has arrived on it by a line
         self.passers: dict[Phase, set[int]] = defaultdict(set)
         self.arrivers: dict[int, dict[Phase, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -118,7 +122,12 @@ class _Recorder(Observer):
         self.waits: Counter[int] = Counter()  # for them
         self.pending: dict[int, list[int]] = defaultdict(list)  # the groups of a warp's wgmmas
         self.tcgen05: set[int] = set()  # warps that have accessed tensor memory or issued an MMA
+        self.accessing: set[int] = set()  # those that have since their last tcgen05.fence::before
         self.after: dict[int, set[int]] = defaultdict(set)  # fences before no tcgen05 access yet
+        self.arrived: dict[Phase, set[int]] = defaultdict(set)  # by warps; ~warp: by its commit
+        self.met: dict[int, set[int]] = defaultdict(
+            set
+        )  # warps of which one has waited, since then
         self.storing: set[int] = set()  # warps that have stored since their last barrier
         # stores, of a lane or of several that ask for the same, each with its number in the thread
         self.stores: list[list[tuple[Thread, int]]] = [[]]
@@ -180,6 +189,9 @@ class _Recorder(Observer):
         self.t.executed.add(ins.line)
         if ins.name == "bar":
             self._meet(batch, ins)
+        if (ins.name == "bar" and "warp" not in ins.parts) or "cluster.wait" in ins.op:
+            everyone = set(range(self.m.grid.num_warps))
+            self.met.update(dict.fromkeys(batch.idx.tolist(), everyone))
         for warp in batch.idx.tolist():
             if ins.op.startswith("wgmma.mma"):
                 self._wgmma(warp, ins)
@@ -193,9 +205,16 @@ class _Recorder(Observer):
                 self.unwaited[warp] |= _named(ins)  # under another name
             if re.match(r"tcgen05\.(ld|st|mma|cp|shift)", ins.op):
                 self.tcgen05.add(warp)
+                self.accessing.add(warp)
                 self.t.fences_used.update(self.after.pop(warp, set()))
+            if ins.op.startswith("tcgen05.fence::before") and warp in self.accessing:
+                self.t.fences_used.add(ins.line)
+                self.accessing.discard(warp)
             if ins.op.startswith("tcgen05.fence::after"):
                 self.after[warp].add(ins.line)
+                met = self.met.pop(warp, set()) - {warp}
+                if any(w < 0 or w in self.tcgen05 for w in met):
+                    self.t.fences_for_others.add(ins.line)
                 cluster = self.m.grid.first_cta
                 if any(w != warp and cluster[w] == cluster[warp] for w in self.tcgen05):
                     self.t.fences_behind_others.add(ins.line)
@@ -233,6 +252,7 @@ class _Recorder(Observer):
         key = self.t.turn, barrier.cta, barrier.offset
         self.t.waited[key] = max(self.t.waited.get(key, 0), barrier.phases)
         self.t.passers[key, barrier.phases].add(warp)
+        self.met[warp] |= self.arrived[key, barrier.phases]
 
     def mbarrier_used(self, barrier: Any, warp: int, ins: Instruction) -> None:
         self.t.used.add((self.t.turn, barrier.cta, barrier.offset))
@@ -245,10 +265,13 @@ class _Recorder(Observer):
         key = self.t.turn, barrier.cta, barrier.offset
         self.t.arrivals[*key, warp, ins.line] += 1
         self.t.arrivers[ins.line][key, barrier.phases + 1].add(warp)
+        self.arrived[key, barrier.phases + 1].add(warp)
         self._fills(barrier, ins.line)
 
     def mbarrier_arrives_late(self, barrier: Any, arrival: Any) -> None:
         self._fills(barrier, arrival.instruction.line)
+        key = self.t.turn, barrier.cta, barrier.offset
+        self.arrived[key, barrier.phases + 1].add(~arrival.warp)
 
     def _fills(self, barrier: Any, line: int) -> None:
         key = self.t.turn, barrier.cta, barrier.offset
@@ -336,14 +359,36 @@ def _own_waits(subject: Subject, site: Site) -> str:
 
 
 def _no_tcgen05(subject: Subject, site: Site) -> str:
+    where = "before it" if "::before" in site.text else "behind it, but dealloc"
     used = site.line in _trace_of(subject).fences_used
-    return "" if used else "no access by tcgen05 of the warp comes behind it, but dealloc"
+    return "" if used else f"no access by tcgen05 of the warp comes {where}"
 
 
 def _no_other_tcgen05(subject: Subject, site: Site) -> str:
     needed = site.line in _trace_of(subject).fences_behind_others
     ours = site.text.startswith("tcgen05.fence::after")
     return "no access by tcgen05 of another warp comes before it" if ours and not needed else ""
+
+
+def _nothing_handed_over(subject: Subject, site: Site) -> str:
+    needed = site.line in _trace_of(subject).fences_for_others
+    ours = site.text.startswith("tcgen05.fence::after")
+    why = "what it has waited for since its last such fence tells of no other warp's tensor memory"
+    return why if ours and not needed else ""
+
+
+_NOTHING = re.compile(r"prefetch|mov\b|add\b|cvta\b|shl\b|mad\b|cvt\b")
+
+
+def _only_prefetches(subject: Subject, site: Site) -> str:
+    """Of an elected lane, whose block of code is as short as that."""
+    behind = [line.split("//")[0].strip() for line in subject.kernel.ptx.split("\n")[site.line :]]
+    jump = next(i for i, text in enumerate(behind) if re.search(r"\bbra\b", text))
+    to = behind[jump].rstrip(";").split()[-1]
+    block = behind[jump + 1 : behind.index(f"{to}:")]
+    code = [text for text in block if text and not text.startswith(".")]
+    ours = code and all(_NOTHING.match(text) for text in code)
+    return "the elected lane only prefetches" if ours else ""
 
 
 def _arrival_not_waited_for(subject: Subject, site: Site) -> str:
@@ -468,8 +513,11 @@ REASONS: dict[str, tuple[Reason, ...]] = {
     "a commit of tcgen05": (_never_waited_for,),
     "a commit to one CTA less": (_never_waited_for,),
     "a commit of tcgen05, earlier": (_never_waited_for,),
-    "a fence of tcgen05": (_behind_first_phase, _no_tcgen05, _no_other_tcgen05),
-    "a fence of tcgen05, later": (_no_tcgen05, _no_other_tcgen05),
+    "a fence of tcgen05": (
+        _behind_first_phase, _no_tcgen05, _no_other_tcgen05, _nothing_handed_over
+    ),
+    "a fence of tcgen05, later": (_no_tcgen05, _no_other_tcgen05, _nothing_handed_over),
+    "every lane elected": (_only_prefetches,),
     "a wait for bulk stores": (_no_store, _waited_for, _told_before),
     "a wait for one bulk store more": (_no_store, _waited_for, _told_before),
     "a wait for bulk stores, later": (_no_store, _waited_for, _told_before),
@@ -480,7 +528,7 @@ REASONS: dict[str, tuple[Reason, ...]] = {
     "a fence of wgmma, later": (_untouched,),
     "another fence": (_releases_anyway,),
     "a wait for tcgen05.ld or st, later": (_unused,),
-}
+}  # fmt: skip
 
 
 def why(subject: Subject, site: Site) -> str:
