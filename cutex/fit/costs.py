@@ -63,6 +63,7 @@ class Pairs(NamedTuple):
     over_others: np.ndarray  # logarithms of times over the best of other libraries
     problem: np.ndarray  # an index: the same for all cards
     config: np.ndarray
+    chosen_from: np.ndarray  # whether the config is a candidate, not only one that was
 
 
 def measured_rows(
@@ -109,7 +110,7 @@ def board_of(file: Path) -> Arch:
 
 
 def read(times: Sequence[Path] | None = None, fitted: bool = False) -> Pairs:
-    """All pairs of the files whose config is a candidate for the problem; `fitted` as of
+    """All pairs of the files whose config is, or was, a candidate for the problem; `fitted` as of
     measured_rows."""
     found: list[tuple[Any, ...]] = []
     numbers: dict[Any, int] = {}
@@ -131,13 +132,15 @@ def _pairs(
     problem = GemmProblem(*sizes_class(sizes_of(row), majors))  # as the choice sees it
     name = row["m"], *problem.mnk, row["pass"], bits, on.board
     number = numbers.setdefault(name, len(numbers))
-    allowed = {tiling(c) for c in cost_model.candidates(problem, on, majors)}
+    allowed = {tiling(c) for c in cost_model.candidates(problem, on, majors, fitted=True)}
+    chosen_from = {tiling(c) for c in cost_model.candidates(problem, on, majors)}
     times = {int(i): us for i, us in row["us"].items() if tiling(configs[int(i)]) in allowed}
     for i, us in times.items():
         spent = count(configs[i], problem, on, 1, majors)
         ratios = us / min(times.values()), us / min(row["others"].values())
         where = cost_model.place(configs[i], problem, spent, majors, bits)
-        found.append((spent, where, math.log(us), *map(math.log, ratios), number, i))
+        now = tiling(configs[i]) in chosen_from
+        found.append((spent, where, math.log(us), *map(math.log, ratios), number, i, now))
     return found
 
 
@@ -234,7 +237,7 @@ def trees_of(model: Model, pairs: Pairs) -> Trees:
 
 def known(model: Model, trees: Trees, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """The places, and the errors that the trees leave, that are kept in cutex/measured."""
-    kept = pairs.over_best < math.log(KEPT)
+    kept = pairs.chosen_from & (pairs.over_best < math.log(KEPT))
     left = model.errors(pairs) - trees.predict(of_features(pairs, model))
     return pairs.places[kept].astype(np.float16), left[kept].clip(-1, 1).astype(np.float16)
 

@@ -372,8 +372,11 @@ def _tile(
     )
 
 
-def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) -> list[Sm90Config]:
-    """All configs worth predicting for `problem`."""
+def candidates(
+    problem: GemmProblem, arch: Arch, majors: Majors = (True, True), fitted: bool = False
+) -> list[Sm90Config]:
+    """All configs worth predicting for `problem`. `fitted`: those too whose times the model is
+    fitted to, but which are not chosen any more."""
     mnk, here = problem.mnk, (arch.name, arch.num_sms)
     every = [*of_one_round(mnk, *here), *walked(*here), *streamed(mnk, *here)]
     slow = straddles(problem, majors)
@@ -385,7 +388,7 @@ def candidates(problem: GemmProblem, arch: Arch, majors: Majors = (True, True)) 
         every = [c for c in every if not _of_slow_loads(c, problem)]
     every = [c for c in every if _shares_well(c, problem, slow)]
     every += in_whole_rounds(mnk, *here)
-    found = (c for c in every if _loads_well(c, problem, majors))
+    found = (c for c in every if _loads_well(c, problem, majors, fitted))
     within = dict.fromkeys(_stored_whole(_within_k(c, problem), problem, arch) for c in found)
     return [_in_boxes(c, problem, majors) for c in within]
 
@@ -461,13 +464,15 @@ def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:
     return not ((m >= 2 * n and c.cluster_m == 2) or (n >= 2 * m and c.cluster_n == 2))
 
 
-def _loads_well(config: Sm90Config, problem: GemmProblem, majors: Majors) -> bool:
+def _loads_well(
+    config: Sm90Config, problem: GemmProblem, majors: Majors, fitted: bool = False
+) -> bool:
     """Whether TMA's boxes have at least NARROW rows wherever the rows are contiguous, or, of 8 and
     16, all that there are; and begin at lines there, as tiles that overlap do not
-    (docs/facts/gemm.md#spread-along-rows)."""
+    (docs/facts/gemm.md#spread-along-rows): these are `fitted` only."""
     c = config
     a, b = reversed(majors) if c.swap_ab else majors
     _, columns = c.computed(problem)
-    return (a or (c.tile_m % NARROW == 0 and not c.spread)) and (
+    return (a or (c.tile_m % NARROW == 0 and (fitted or not c.spread))) and (
         b or c.tile_n % NARROW == 0 or c.tile_n == columns <= 16
     )
