@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import cutlass
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ import cutex
 from cutex import ops
 from cutex.arch import arch as arch_named
 from cutex.compile import compile
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped import choose
 from cutex.kernels.gemm.grouped.config import BLOCKS, BlocksConfig
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
-from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks
+from cutex.kernels.gemm.grouped.sm90 import blocks
+from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks, PromoteRows
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.ops.grouped import scaled
 from cutex.ops.grouped.block_scaled import _in_chunks
@@ -161,6 +164,32 @@ def test_rows_of_no_group_and_memory_around_are_left_alone(name: str, order: str
         assert found is None, found
         memory[1 : 1 + sum(rows), :136] = torch.nan
         assert memory.isnan().all()
+
+
+class SkipsARow(PromoteRows):
+    """A role that takes a tile of one row more than half for one of half."""
+
+    def is_short(self, tile: WorkTile) -> cutlass.Boolean:
+        return self.factors[0].groups.rows(tile.group) - tile.m * self.tiles.tile_m <= 129
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_row_of_the_second_half_left_out_is_found(
+    fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault:
+        monkeypatch.setattr(blocks, "PromoteRows", SkipsARow)
+    config = BlocksConfig(GeneralConfig(replace(TILES["tall"], tile_n=128), *LAYOUTS))
+    kernel = type("Changed", (GroupedBlocks,), {"name": f"sm90_gemm_grouped_fault_{fault}".lower()})
+    compiled = compile(kernel(config), "e4m3", "sm_90a")
+    problem = ScaledGroupedProblem((129, 3, 385, 128), 72, 256, rest=5)
+    given = problem.inputs()
+    out = torch.full((problem.length, 72), torch.nan, dtype=torch.bfloat16)
+    passed = given["a"], given["b"], given["scale_a"], given["scale_b"].mT, out
+    cutex.simulate(compiled, *passed, problem.edges)
+    found = problem.error(out)
+    assert (found is not None) == fault, found
 
 
 def test_what_quantize_returns_is_taken() -> None:

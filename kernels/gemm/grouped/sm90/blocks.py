@@ -11,7 +11,7 @@ does; those of B are read from its matrix of all groups'.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -21,6 +21,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import Cluster
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
+from cutex.device.atoms.wgmma import ROWS
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.fp8_config import PITCH, RowBlocksConfig
 from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel, grid
@@ -110,7 +111,17 @@ class FactoredRows:
 
 
 class PromoteRows(Promote):
-    """All warpgroups compute a tile of a group, promoting, and store it to the group's rows."""
+    """All warpgroups compute a tile of a group, promoting, and store it to the group's rows.
+
+    A group's last tile may have few rows: of those past its first half no sums are computed.
+    """
+
+    ragged: ClassVar[bool] = True
+
+    def is_short(self, tile: WorkTile) -> cutlass.Boolean:
+        c, groups = self.tiles, self.factors[0].groups
+        rows = groups.rows(tile.group) - tile.m * c.tile_m
+        return rows <= ROWS * c.mma_warpgroups
 
     def store_of(self, epilogue: GroupStore, tile: WorkTile) -> Any:
         return epilogue.of(tile.group)

@@ -7,8 +7,10 @@ alternate by themselves: while one adds, the MMAs of the other run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -34,39 +36,59 @@ class Promotion:
     ab: SharedRing
     factors: TileFactors
     part: cute.Tensor  # (MMA, 1, MMA_N) the sums of one block, of 64 rows
-    held: cute.Tensor | None  # the shared factors of LANES blocks, one in each lane
+    held: Any  # the shared factors of LANES blocks, one in each lane; None where none is shared
+    waves: int  # how many times 64 rows of this warpgroup are computed
+
+    @cute.jit
+    def add_block(
+        self,
+        take: PipelineState,
+        seen: cutlass.Boolean,
+        lane: Int32,
+        under: cutlass.Constexpr[Callable[[], None] | None] = None,
+    ) -> tuple[PipelineState, cutlass.Boolean]:
+        """Add one block of K, whose shared factors `lane` holds, and release its slot.
+
+        The sums of a block are of 64 rows at a time, so that one set of registers serves all rows
+        of a warpgroup. `seen`: whether this warp has seen the slot full; what is returned says so
+        of its next. `under` is called while the first MMA runs.
+
+        NOTE: between two MMAs of a warpgroup are its additions and little else, since the tensor
+        core idles if the other warpgroup's MMA ends before: factors of rows are read under the
+        first MMA, the next slot's barrier is looked at before the last additions.
+        """
+        mma, factors, waves = self.mma, self.factors, self.waves
+        size = cute.size(self.part)
+        of_waves = cute.make_layout((size, factors.waves))
+        total = cute.make_tensor(mma.acc.iterator, of_waves)  # (V, MMA_M)
+        part = cute.make_tensor(self.part.iterator, cute.make_layout(size))  # (V)
+        if not seen:
+            self.ab.wait_full(take)
+        rows: list[tuple[Any, Any]] = []
+        for wave in cutlass.range_constexpr(waves):
+            mma.of_rows(wave).into(self.part).issue(take.slot, accumulate=False)
+            if cutlass.const_expr(wave == 0):
+                rows = [factors.rows(take.slot, each) for each in range(waves)]
+                if cutlass.const_expr(under is not None):
+                    under()
+            block = factors.of_block(take.slot, self.held, lane, wave, rows[wave])
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(wave == waves - 1):
+                cute.arch.sync_warp()  # its lanes have read their factors
+                self.ab.release(take)
+                for _ in cutlass.range_constexpr(factors.tiles.steps):
+                    take.advance()
+                seen = self.ab.is_full(take)
+            block.add(total[None, wave], part)
+        return take, seen
 
     @cute.jit
     def add_blocks(
-        self, take: PipelineState, seen: cutlass.Boolean, first: Int32, end: Int32
+        self, take: PipelineState, seen: cutlass.Boolean, first: Int32, begin: Int32, end: Int32
     ) -> tuple[PipelineState, cutlass.Boolean]:
-        """Add up the blocks of K from `first` on, at most LANES of them, and release their slots.
-
-        The sums of a block are of 64 rows at a time, so that one set of registers serves all rows
-        of a warpgroup. `seen`: whether the next slot is known to be full. The barrier is looked at
-        before sums are added, so that the next MMA need not wait for the answer.
-        """
-        mma, factors, waves = self.mma, self.factors, self.factors.waves
-        size = cute.size(self.part)
-        total = cute.make_tensor(mma.acc.iterator, cute.make_layout((size, waves)))  # (V, MMA_M)
-        part = cute.make_tensor(self.part.iterator, cute.make_layout(size))  # (V)
-        step = factors.tiles.steps
-        for k_tile in cutlass.range(first + factors.turn(), end, step, unroll=1):
-            full = cute.arch.vote_all_sync(seen)
-            if not full:
-                self.ab.wait_full(take)
-            for wave in cutlass.range_constexpr(waves):
-                rows = factors.rows(take.slot, wave)
-                mma.of_rows(wave).into(self.part).issue(take.slot, accumulate=False)
-                block = factors.of_block(take.slot, self.held, k_tile - first, wave, rows)
-                warpgroup.wait_group(0)
-                if cutlass.const_expr(wave == waves - 1):
-                    cute.arch.sync_warp()  # its lanes have read their factors
-                    self.ab.release(take)
-                    for _ in cutlass.range_constexpr(step):
-                        take.advance()
-                    seen = self.ab.sees_full(take)
-                block.add(total[None, wave], part)
+        """Add the blocks of K from `begin` to `end`; lane 0 holds the factors of block `first`."""
+        for k_tile in cutlass.range(begin, end, self.factors.tiles.steps, unroll=1):
+            take, seen = self.add_block(take, seen, k_tile - first)
         return take, seen
 
 
@@ -78,50 +100,30 @@ def promoted(
     factors: cutlass.Constexpr[Any],
     first: Int32 | int,
     count: Int32,
-    ahead: Any = None,
-    following: cutlass.Constexpr[Any] = None,
 ) -> PipelineState:
     """Add up `count` blocks of K from `first` on, each scaled by its factors, in mma.acc; return
-    the state after. All slots are released. `ahead`: what `factors.ahead` gives, if that was asked
-    for before; it then becomes that of `following`, the factors of the next tile."""
+    the state after. All slots are released."""
     c: Fp8Config = factors.tiles
     mma.acc.fill(0.0)
     part = mma.mma.accumulator(ROWS * c.readers, c.tile_n)  # (MMA, 1, MMA_N)
+    turn = factors.turn()
     if cutlass.const_expr(c.alternating):
-        take.skip(factors.turn())
+        take.skip(turn)
     end, seen = first + count, cutlass.Boolean(False)
     num_shared = len(factors.shared())
     if cutlass.const_expr(num_shared == 0):
-        take, seen = Promotion(mma, ab, factors, part, None).add_blocks(take, seen, first, end)
+        promotion = Promotion(mma, ab, factors, part, None, factors.waves)
+        take, seen = promotion.add_blocks(take, seen, first, first + turn, end)
         return take
     held = cute.make_rmem_tensor(num_shared, Float32)
-    if cutlass.const_expr(ahead is None):
-        ahead = factors.ahead(first)
-    promotion = Promotion(mma, ab, factors, part, held)
+    ahead = factors.ahead(first)
+    promotion = Promotion(mma, ab, factors, part, held, factors.waves)
     for begin in cutlass.range(first, end, LANES, unroll=1):
         held.store(ahead.load())
-        if cutlass.const_expr(following is None):
-            ahead.store(factors.ahead(begin + LANES).load())
-        else:
-            look_ahead(ahead, factors, begin + LANES, end, following)
-        take, seen = promotion.add_blocks(take, seen, begin, cutlass.min(begin + LANES, end))
+        ahead.store(factors.ahead(begin + LANES).load())
+        upto = cutlass.min(begin + LANES, end)
+        take, seen = promotion.add_blocks(take, seen, begin, begin + turn, upto)
     return take
-
-
-@cute.jit
-def look_ahead(
-    ahead: cute.Tensor,
-    factors: cutlass.Constexpr[Any],
-    first: Int32,
-    end: Int32,
-    following: cutlass.Constexpr[Any],
-) -> None:
-    """Ask for the shared factors of LANES blocks of a tile from `first` on or, if it ends there,
-    for the first of the tile `following`."""
-    if first < end:
-        ahead.store(factors.ahead(first).load())
-    else:
-        ahead.store(following.ahead(0).load())
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Promote(MmaRole):
     factors: tuple[Any, Any]  # of both sides, as FactoredOperands has them
     slots: tuple[Any, Any]
     announced: AnnouncedTiles | None = field(default=None, kw_only=True)
+
+    ragged: ClassVar[bool] = False  # whether a tile may have rows for its first waves alone
 
     def run(self, product: RoleProduct) -> None:
         if self.announced is None:
@@ -165,19 +169,33 @@ class Promote(MmaRole):
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
         take, reader = ab.consumer(), announced.reader()
+        part = mma.mma.accumulator(ROWS * self.tiles.readers, self.tiles.tile_n)
         if walk.start < walk.end:
             following = HeldTile.of(announced.take(reader))
             reader.advance()
             ahead = self.factors_of(following.tile).ahead(0)
             for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
-                tile = following.tile
-                if index + walk.step < walk.end:
-                    following.put(announced.take(reader))
+                tile, more = following.tile, index + walk.step < walk.end
+                store, factors = self.store_of(epilogue, tile), self.factors_of(tile)
+                coming = Coming(self, factors, announced, reader, following, ahead, more)
+                mma.acc.fill(0.0)
+                held = None
+                if cutlass.const_expr(ahead is not None):
+                    held = cute.make_rmem_tensor(cute.size(ahead), Float32)
+                whole = Promotion(mma, ab, factors, part, held, factors.waves)
+                if cutlass.const_expr(not self.ragged or factors.waves == 1):
+                    take = coming.promote(whole, take, num_k_tiles)
+                elif self.is_short(tile):
+                    take = coming.promote(replace(whole, waves=1), take, num_k_tiles)
+                else:
+                    take = coming.promote(whole, take, num_k_tiles)
+                if more:
                     reader.advance()
-                store = self.store_of(epilogue, tile)
-                factors, then = self.factors_of(tile), self.factors_of(following.tile)
-                take = promoted(mma, ab, take, factors, 0, num_k_tiles, ahead, then)
                 self.store(mma, store, tile)
+
+    def is_short(self, tile: WorkTile) -> cutlass.Boolean:
+        """Whether each warpgroup's first 64 rows are all that a tile has, where it is `ragged`."""
+        raise NotImplementedError
 
     def store_of(self, epilogue: Any, tile: WorkTile) -> Any:
         """The store of a tile."""
@@ -186,6 +204,47 @@ class Promote(MmaRole):
     def factors_of(self, tile: WorkTile) -> TileFactors:
         """The factors of a tile."""
         return TileFactors(self.tiles, self.factors, self.slots, tile)
+
+
+@dataclass(frozen=True)
+class Coming:
+    """What a warp finds out while it computes a tile: the next tile, and the shared factors of the
+    next LANES blocks of K, of the first of the next tile at the end of this one."""
+
+    role: Promote
+    factors: TileFactors  # of the tile that is computed
+    announced: AnnouncedTiles
+    reader: PipelineState
+    following: HeldTile
+    ahead: Any  # factors on their way to registers; None where none is shared
+    more: cutlass.Boolean  # whether there is a next tile
+
+    @cute.jit
+    def promote(
+        self, promotion: cutlass.Constexpr[Promotion], take: PipelineState, num_k_tiles: Int32
+    ) -> PipelineState:
+        """Add up all blocks of K of the tile, and find out what comes meanwhile."""
+        seen = cutlass.Boolean(False)
+        for begin in cutlass.range(0, num_k_tiles, LANES, unroll=1):
+            if cutlass.const_expr(self.ahead is not None):
+                promotion.held.store(self.ahead.load())
+            look = partial(self.look, begin, num_k_tiles)
+            take, seen = promotion.add_block(take, seen, Int32(0), look)
+            end = cutlass.min(begin + LANES, num_k_tiles)
+            take, seen = promotion.add_blocks(take, seen, begin, begin + 1, end)
+        return take
+
+    @cute.jit
+    def look(self, begin: Int32, end: Int32) -> None:
+        """Find out what comes after the blocks of K from `begin` on, out of `end`."""
+        if (begin == 0) & self.more:
+            self.following.put(self.announced.take(self.reader))
+        if cutlass.const_expr(self.ahead is not None):
+            if begin + LANES < end:
+                self.ahead.store(self.factors.ahead(begin + LANES).load())
+            else:
+                following = self.role.factors_of(self.following.tile)
+                self.ahead.store(following.ahead(0).load())
 
 
 @dataclass(frozen=True)
@@ -433,7 +492,7 @@ class TileFactors:
             found.append(mS[cutlass.min(row // BLOCK, last), block])
         return found
 
-    def ahead(self, first: Int32 | int) -> cute.Tensor | None:
+    def ahead(self, first: Int32 | int) -> Any:
         """The shared factors of LANES blocks from `first` on, on their way to registers; None where
         none is shared."""
         values = self.load_shared(first)
