@@ -24,6 +24,7 @@ class Ranked:
     batch: Int32
     most: Int32  # blocks of the longest sequence
     interleaved: bool  # of a sequence, blocks of all heads in turn, not one head after the other
+    last_first: bool = False  # blocks from the last to the first
 
     @property
     def total(self) -> Int32:
@@ -48,4 +49,6 @@ class Ranked:
             block, head = rest // self.heads, rest % self.heads
         else:
             head, block = rest // blocks, rest % blocks
+        if cutlass.const_expr(self.last_first):
+            block = blocks - 1 - block
         return (batch * self.heads + head) * self.most + block

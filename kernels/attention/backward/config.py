@@ -85,14 +85,9 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def descending(self) -> bool:
-        """Whether blocks of queries are taken from the last to the first: where the mask leaves out
-        early queries, all blocks of keys begin with the same ones, and the longest, which go first,
-        also add first."""
-        return self.adding_warps > 0
-
-    @property
-    def last_first(self) -> bool:
-        return not self.descending and super().last_first
+        """Whether blocks of queries are taken from the last to the first: where adds come in one
+        order, and the mask leaves out no early queries."""
+        return self.adding_warps > 0 and not self.last_first
 
     @property
     def turns(self) -> int:

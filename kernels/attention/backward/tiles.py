@@ -52,7 +52,9 @@ def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | Non
     if not config.ranked:
         return None
     s = sizes
-    return Ranked(args.ranks, s.heads_kv, s.batch, s.num_n_blocks, config.interleaved)
+    return Ranked(
+        args.ranks, s.heads_kv, s.batch, s.num_n_blocks, config.interleaved, config.last_first
+    )
 
 
 def sizes_of(config: BackwardSpec, tensors: Tensors, args: KernelArgs) -> tuple[Sizes, RowTiles]:

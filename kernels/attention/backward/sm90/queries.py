@@ -237,9 +237,10 @@ class AllGradients(KeyGradients):
     own, then dV, dQ and dK in the same way: one has the tensor cores while the other has
     exponentials.
 
-    Where adds come in one order, blocks of queries are taken from the last to the first: all blocks
-    of keys see the last, so that those that begin together follow each other through the queries,
-    each a turn behind the one before.
+    Where adds come in one order, and the mask leaves out early queries, the last keys add first,
+    and are taken first: those that begin together begin at queries of their own, two blocks apart,
+    so that each adds behind the one before without a wait. Where the mask leaves out none, blocks
+    of queries are taken from the last to the first.
     """
 
     queries: QueryGradients  # whose product and adds are this role's
