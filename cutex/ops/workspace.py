@@ -20,6 +20,8 @@ _flags: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and count
 _sums: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _reserves: dict[int, Tensor] = {}  # by device: zeroed words that nothing uses yet
 _captured: dict[tuple[int, int, int, int], Tensor] = {}  # by device, stream, capture and count
+# what `buffers` returns outside captures, by device, stream and numbers of sums and of flags
+_together: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
 
 
 def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -35,15 +37,16 @@ def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Ten
     index = device.index
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
     stream_of = torch._C._cuda_getCurrentRawStream
+    count, words = needs.sums, needs.flags
 
     def found() -> tuple[Tensor, Tensor]:
         stream = stream_of(index)
         if stream and is_capturing():  # NOTE: the default stream, 0, is never captured
             return buffers(needs, device)
-        sums, flags = _sums.get((index, stream)), _flags.get((index, stream, needs.flags))
-        if sums is None or flags is None or sums.numel() < needs.sums:
-            return buffers(needs, device)
-        return sums, flags
+        kept = _together.get((index, stream, count, words))
+        if kept is None:
+            kept = _together[index, stream, count, words] = buffers(needs, device)
+        return kept
 
     return found
 
@@ -69,6 +72,7 @@ def forget_flags(device: torch.device) -> None:
     simulated one may, leaves some that are not."""
     for key in [key for key in _flags if key[0] == index_of(device)]:
         del _flags[key]
+    _together.clear()
 
 
 def flags_of(device: torch.device, count: int) -> Callable[[], Tensor]:
@@ -98,6 +102,7 @@ def sums(device: torch.device, count: int) -> Tensor:
     found = _sums.get(key)
     if found is None or found.numel() < count:
         kind = {"dtype": torch.float32, "device": device}
+        _together.clear()  # else those would be kept that are too small for this one
         found = _sums[key] = _kept(lambda: torch.empty(count, **kind), device)
     return found
 
@@ -146,6 +151,7 @@ def _flags_of_capture(device: torch.device, count: int) -> Tensor:
     if error or reserve is None or reserve.numel() < count:
         _reserves.pop(device.index, None)
         _flags.clear()  # the next launch that is not captured finds a new reserve
+        _together.clear()
         return _zeros(device, count)
     found, _reserves[device.index] = reserve[:count], reserve[count:]
     _captured[key] = found

@@ -50,6 +50,10 @@ BAD = {
         "cache_seqlens": torch.tensor([1, 33], dtype=torch.int32)
     },
     "room for with 1 new keys": {"k": NEW, "v": NEW},
+    "the 32 keys that there is room for, got 33": {"cache_seqlens": 33},
+    "the 32 keys that there is room for with 1 new keys, got 32": {
+        "cache_seqlens": 32, "k": NEW, "v": NEW
+    },
     "k and v must be given together": {"k": NEW},
     "k has shape (2, 1, 2, 64), it must be": {"k": NEW[:1].expand(2, 1, 2, 64)[:, :, :1], "v": NEW},
     "page_table[1] has page -1, k_cache has pages 0 to 1": {
@@ -135,7 +139,7 @@ def test_a_plan_appends_only_where_nothing_is_read_and_counts_its_writes(alike):
     q, k, v = torch.zeros(2, 1, 4, 64), torch.zeros(2, 1, 2, 64), torch.zeros(2, 1, 2, 64)
     both = torch.zeros(2, 2, 32, 2, 64)
     like = [q, *torch.zeros_like(both), k, v] if alike else None
-    run = appending(lambda *tensors: ran.append(tensors), 3, like)
+    run = appending(lambda *tensors: ran.append(tensors), like)
     run(q, both[0], both[1], k, v)
     assert len(ran) == 1 and both._version == 2
     for tensors in (

@@ -22,7 +22,7 @@ from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, guard, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.workspace import buffers_of
-from cutex.ops.written import are_apart, check_writable, spans_apart, written
+from cutex.ops.written import are_apart, check_writable, spans_apart, written_all
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
@@ -162,32 +162,32 @@ class Plan:
 
         if "k" not in self.names:
             return run
-        return appending(run, self.names.index("k"), None if self.grows else given)
+        assert self.names[-2:] == ("k", "v"), "what is appended comes last"
+        return appending(run, None if self.grows else given)
 
 
-def appending(
-    run: Callable[..., Any], new: int, like: list[Tensor] | None = None
-) -> Callable[..., Any]:
-    """`run`, which writes its tensors from place `new` on to the caches, after q: as torch has it
-    of a tensor that is written to. Each has the sizes and strides of that in `like`, if given."""
+def appending(run: Callable[..., Any], like: list[Tensor] | None = None) -> Callable[..., Any]:
+    """`run`, which writes its last two tensors to the caches, its second and third, as torch has it
+    of a tensor that is written to. Each has the sizes and strides of that in `like`, if given.
 
+    NOTE: to the guard of a plan made in inference mode of caches that were not, those that were
+    look alike outside of it.
+    """
     far = None
     if like is not None:
-        far = spans_apart((like[1], like[2]), (like[0], *like[new : new + 2]))
+        far = spans_apart((like[1], like[2]), (like[0], *like[-2:]))
 
     @untraced
-    def run_apart(*tensors: Tensor) -> Any:
-        q, k_cache, v_cache, *_ = tensors
-        k, v = tensors[new : new + 2]
-        caches = k_cache, v_cache
+    def run_apart(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Tensor) -> Any:
+        k, v = rest[-2:]
         is_far = far is not None and far(k_cache, v_cache, q, k, v)
-        if not is_far and not are_apart(caches, (q, k, v)):
+        if not is_far and not are_apart((k_cache, v_cache), (q, k, v)):
             raise ValueError("a cache that k and v are appended to shares memory with an argument")
         if k_cache.is_inference() or v_cache.is_inference():
-            for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+            for name, cache in zip(("k_cache", "v_cache"), (k_cache, v_cache), strict=True):
                 check_writable(name, cache)
-        result = run(*tensors)
-        written(*caches)
+        result = run(q, k_cache, v_cache, *rest)
+        written_all([k_cache, v_cache])
         return result
 
     return run_apart

@@ -21,6 +21,7 @@ from cutex.kernels.attention.decode.config import WORDS, DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits, are_many
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import prefill, scaled
+from cutex.ops.attention.cache import room_of
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, other_sink, table_of
@@ -119,7 +120,7 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         if not 0 <= cache_seqlens < 1 << 31:
             raise ValueError(f"cache_seqlens={cache_seqlens}: it must be from 0 to 2^31 - 1")
-        cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q)
+        cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q, (k_cache, page_table), k)
     if q_descale is not None or getattr(k_cache, "dtype", None) is FP8:
         scales = q_descale, k_descale, v_descale
         q, k_descale, v_descale = scaled.prepared(q, k_cache, cu_seqlens_q, *scales)
@@ -172,8 +173,25 @@ def known_token(
     return found
 
 
-def _all(length: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """`length` for each sequence."""
+def _all(
+    length: int,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cache: tuple[Tensor, Tensor | None],
+    new: Tensor | None,
+) -> Tensor:
+    """`length` for each sequence. Raises ValueError, in one sentence, if a cache (and its page
+    table) has no room for so many and the `new` keys of each, where shapes are what they should
+    be."""
+    if all(x is None or (isinstance(x, Tensor) and x.dim() > 1) for x in cache):
+        room = room_of(*cache)
+        more = new.shape[1] if isinstance(new, Tensor) and new.dim() == 4 else 0
+        if length + more > room:
+            with_new = f" with {more} new keys" if more else ""
+            raise ValueError(
+                f"cache_seqlens must be from 0 to the {room} keys that there is room for"
+                f"{with_new}, got {length}"
+            )
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     return torch.full((batch,), length, dtype=torch.int32, device=q.device)
 

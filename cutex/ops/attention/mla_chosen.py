@@ -107,9 +107,11 @@ def launch_by_token(plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     @untraced
     def launch(*given: Tensor) -> tuple[Tensor, Tensor]:
         batch, tokens, heads, _ = given[0].shape
-        out, lse = plan(*by_token(*given))
+        run = plan.run if plan.as_given and plan.run is not None else plan
         if tokens == 1:
-            return out, lse
+            q, k_cache, table, *lengths = given
+            return run(q, k_cache, *lengths, table.squeeze(1))
+        out, lse = run(*by_token(*given))
         out = out.view(batch, tokens, heads, HEAD_DIM_V)
         return out, lse.view(batch, tokens, heads).transpose(1, 2)
 
