@@ -130,10 +130,14 @@ def on_device(device: torch.device, launch: Callable[..., None]) -> Callable[...
     """`launch` with `device` current, which several GPUs need."""
     if not SEVERAL_GPUS or device.type != "cuda":
         return launch
+    here, index = torch._C._cuda_getDevice, device.index
 
     def launch_there(*arguments: Any) -> None:
-        with current(device):
+        if here() == index:  # NOTE: as nearly always; the context takes as long as the launch
             launch(*arguments)
+        else:
+            with current(device):
+                launch(*arguments)
 
     return launch_there
 

@@ -76,14 +76,20 @@ def guard(tensors: Sequence[Tensor], growing: Collection[int] = ()) -> Callable[
 
 def empty_of(device: torch.device, several: bool) -> Callable[..., Tensor]:
     """A function of shape, strides and dtype that allocates on `device`, in half the time of
-    empty_strided unless there are `several` GPUs."""
+    empty_strided; where there are `several` GPUs, if it is the current one."""
     if device.type == "cpu":
         return _guards._empty_strided_cpu
     if not several:
         return _guards._empty_strided_cuda
-    return lambda shape, strides, dtype: torch.empty_strided(
-        shape, strides, dtype=dtype, device=device
-    )
+    here, index = torch._C._cuda_getDevice, device.index
+
+    def empty(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+        if here() == index:
+            found: Tensor = _guards._empty_strided_cuda(shape, strides, dtype)
+            return found
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return empty
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

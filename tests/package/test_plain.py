@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cutex.ops import device
 from cutex.ops.plain import guard, is_plain, is_watched_unseen, nobody_watches
 
 
@@ -178,3 +179,16 @@ def test_transforms_watch(transform: Callable[[Callable[[Tensor], Tensor]], obje
 def test_modes_that_change_nothing_for_a_kernel_do_not_watch(mode) -> None:
     with mode():
         assert nobody_watches()
+
+
+def test_a_launch_asks_for_its_gpu_only_where_another_is_current(monkeypatch):
+    current, asked, ran = [1], [], []
+    monkeypatch.setattr(device, "SEVERAL_GPUS", True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(device, "current", lambda x: asked.append(x) or nullcontext())
+    there = torch.device("cuda", 1)
+    launch = device.on_device(there, ran.append)
+    launch("here")
+    current[0] = 0
+    launch("from elsewhere")
+    assert ran == ["here", "from elsewhere"] and asked == [there]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutex.ops.device import SEVERAL_GPUS
+from cutex.ops.device import SEVERAL_GPUS, on_device
 from cutex.ops.matmul.arrange import Arranged
 from cutex.ops.matmul.checks import Call
 from cutex.ops.overlap import share_memory, span
@@ -24,12 +24,12 @@ def launch_of(
     function: Callable[..., None], call: Call, arranged: Arranged
 ) -> Callable[..., Tensor]:
     """The launch of calls like `call`, by `function`, which takes the tensors of `arranged`."""
-    # NOTE: with several GPUs the current one must be that of the tensors
+    function = on_device(call.a.device, function)
     names, one = tuple(arranged.names), call.a is call.b
     few = names == () or (names == ("bias",) and not one and _is_vector(call.bias))
-    if not SEVERAL_GPUS and call.out is None and few:
+    if call.out is None and few:
         return _of_few(function, call, arranged.flattened)
-    if not (SEVERAL_GPUS or call.out is None or names or arranged.flattened):
+    if not (call.out is None or names or arranged.flattened):
         return _into_out(function, call)
     return Launch(function, call, arranged)
 
@@ -120,7 +120,7 @@ class Launch:
         self.places = {name: place for place, name in enumerate(given)}
         self.b = self.places.get("b", 0)
         self.out, self.amax = self.places.get("out"), self.places.get("amax")
-        self.shape, self.dtype, self.device = call.shape, call.dtype, call.a.device
+        self.shape, self.dtype = call.shape, call.dtype
         self.strides = torch.empty(call.shape, device="meta").stride()
         self.empty = empty_of(call.a.device, SEVERAL_GPUS)
         self.flattened = arranged.flattened
@@ -152,11 +152,7 @@ class Launch:
         if self.flattened:
             a, out = a.view(-1, a.shape[-1]), out.view(-1, out.shape[-1])
         passed = [self._argument(name, tensors, out) for name in self.names]
-        if SEVERAL_GPUS and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                function(a, b, out, *passed)
-        else:
-            function(a, b, out, *passed)
+        function(a, b, out, *passed)
         return result
 
     def _argument(self, name: str, tensors: tuple[Tensor, ...], out: Tensor) -> Any:
