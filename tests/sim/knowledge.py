@@ -158,6 +158,9 @@ class Order(Meetings):
         self.writer, self.wrote = np.zeros(chunks, np.int32), np.zeros(chunks, np.int32)
         self.reads = np.zeros((*chunks, slots), np.int32)
         self.groups: dict[int, list[tuple[int, Span]]] = defaultdict(list)  # by warp: wgmma's reads
+        # by named barrier: who has arrived in this phase and in the one before, and when
+        self.here: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+        self.before: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
         self.words: dict[int, tuple[int, bool]] = {}  # of global memory: a warp, and if it stored
 
     def _access(self, warp: int, cta: Any, chunk: Any, write: bool, text: str) -> None:
@@ -209,6 +212,23 @@ class Order(Meetings):
     def mbarrier_used(self, barrier: Any, warp: int, ins: Instruction) -> None:
         self._access(warp, barrier.cta, barrier.offset // CHUNK, False, ins.text)
 
+    def mbarrier_arrives(self, barrier: Any, warp: int, to_cluster: bool, ins: Any) -> None:
+        told = self._told(warp)
+        if ins.line == self.t.silent:
+            told[self.slot[warp]] = 0
+        self._adds((barrier.cta, barrier.offset), told)
+
+    def named_arrives(self, key: Any, warp: int, whole: bool, ins: Any) -> None:
+        now, before = self.here[key], self.before[key]
+        told = all(self.known[warp, slot] >= count for slot, count in before)
+        self.t.unordered["an arrival again"] += self.slot[warp] in dict(now) or not told
+        now.append((self.slot[warp], int(self.known[warp, self.slot[warp]])))
+        super().named_arrives(key, warp, whole, ins)
+
+    def named_completed(self, key: Any) -> None:
+        self.before[key] = self.here.pop(key, [])
+        super().named_completed(key)
+
     def global_loaded(self, where: Any, size: int, ins: Instruction) -> None:
         self._word(where, False, ins)
 
@@ -217,6 +237,8 @@ class Order(Meetings):
 
     def _word(self, where: Any, write: bool, ins: Instruction) -> None:
         """What two warps access in global memory, one of them by a store, is not followed."""
+        if ins.name in ("atom", "red"):
+            return
         for warp, at in zip(where.warps.tolist(), (where.addresses // 4).tolist(), strict=True):
             other, stored = self.words.get(at, (warp, False))
             self.t.unordered["global memory"] += other != warp and (write or stored)
