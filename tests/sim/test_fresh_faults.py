@@ -311,6 +311,13 @@ PAIRS = {
         HERE @%p2 mbarrier.arrive.shared.b64 _, [mb]; {OUT} E:""",
         "", "bar.warp.sync -1;", "one lane's arrival does not tell of the others' loads",
         Shape(block=64, smem=8192), True),
+    "one lane copies over the loads of its warp": Pair(
+        f"""{init(1)} mad.lo.u32 %r3, %lane, 4, bar; st.shared.u32 [%r3+128], %i;
+        bar.warp.sync -1; ld.shared.u32 %r1, [%r3+128]; fence.proxy.async.shared::cta; HERE
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128; @%p0 {copy("bar+128", "%x", 128)}
+        {wait("bar", 0, "W")} {OUT}""",
+        "", "bar.warp.sync -1;", "is missing between the loads of all lanes and the copy of one",
+        Shape(block=32, smem=4096), True),
     # -- what bulk stores and reductions change
     "zeros by ordinary stores beneath a bulk reduction": Pair(
         f"{START} st.shared.u32 [mine], %i; {FENCE} st.global.u32 [%out_i], 0; HERE bar.sync 0;"

@@ -95,13 +95,16 @@ class SmemReports:
     def readers(self, access: SmemAccess, warp: int, word: int, other: int, line: int) -> None:
         """A write ordered after one lane of the warp in slot ``other``, whose lanes have read."""
         peer = self.clocks.peer(warp, other)
+        why = "one lane's arrival does not tell of the others' loads: a bar.warp.sync is missing "
+        why += "before it"
+        if peer == warp:
+            why = "a bar.warp.sync is missing between the loads of all lanes and the copy of one"
         if self.m.grid.warp_cta[peer] != self.m.grid.warp_cta[warp]:
             return
         self.m.findings.add(
             "race",
             f"{self._who(access, warp)} {access.verb} {_name(word)}, which "
-            f"{self.m.grid.name_warp(peer)} read at PTX line {line}: by the letter, one lane's "
-            "arrival does not tell of the others' loads: a bar.warp.sync is missing before it",
+            f"{self.m.grid.name_warp(peer)} read at PTX line {line}: by the letter, {why}",
             access.instruction,
             advisory=True,
         )

@@ -332,11 +332,13 @@ class SmemShadow(Observer):
         self.reports.lanes(access, int(warps[k]), place[1], self._store(*place), bool(sure[k]))
 
     def _check_readers(self, late: np.ndarray, touches: Touches, access: SmemAccess) -> None:
-        """Report ``late`` accesses that overwrite what several lanes of another warp of the CTA
-        have read, where only one of those told of it: an advisory.
+        """Report ``late`` accesses that overwrite what several lanes of a warp of the CTA have
+        read, where only one of those told of it, or issued the copy that does: an advisory.
         """
         other, at = self.reads.slot[touches.at], touches.at
-        late = late & (other != self.clocks.slot[touches.warps]) & (other < self.clocks.warps)
+        late = late & (other < self.clocks.warps)
+        if not access.what:
+            late &= other != self.clocks.slot[touches.warps]
         late &= (self.reads.bytes[at] & ALONE) == 0
         for k in np.nonzero(late)[0][:1].tolist():
             place = int(at[0][k]), int(at[1][k])
