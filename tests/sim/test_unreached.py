@@ -61,7 +61,6 @@ def test_what_does_not_exist_is_an_error_before_the_run(statement):
         "wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r1, %r2}, [%out], 16;",
         "mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%r1, %r2, %r3, %r4},"
         " {%r1, %r2, %r3, %r4}, {%r1, %r2, %r3, %r4}, {%r1, %r2, %r3, %r4}, %r5, 0;",
-        "st.bulk.weak.shared::cta [%r1], %d0, 0;",
         "vadd2.s32.s32.s32 %r1, %r2, %r3, %r4;",
         "multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%r1, %r2, %r3, %r4}, [%out];",
         "rcp.rm.f64 %d0, %d1;",
