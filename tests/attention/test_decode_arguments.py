@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -174,6 +175,15 @@ def test_a_slot_is_one_warps_where_warps_have_other_keys_each():
     assert "num_stages=6: with few_rows a multiple of 4" in str(
         DecodeConfig(**few, num_stages=6).why_not()
     )
+
+
+def test_roles_have_no_more_registers_than_an_sm():
+    """setmaxnreg would wait for ever, on a card."""
+    of_8_bits = DecodeConfig(fp8=True, used_k=True, tile_n=64, ctas_per_sm=2, head_dim=64)
+    of_8_bits = replace(of_8_bits, head_dim_v=64)
+    assert of_8_bits.widens and of_8_bits.why_not() is None
+    assert of_8_bits.registers_of_sm == 65536
+    assert "ctas_per_sm=3: roles want" in str(replace(of_8_bits, ctas_per_sm=3).why_not())
 
 
 def test_every_choice_fits():

@@ -44,6 +44,7 @@ class RoleRegisters(NamedTuple):
 
 
 WIDENING = RoleRegisters(240, 40, 112)  # where K and V are widened in smem
+WIDENING_TWO = RoleRegisters(144, 32, 40)  # the same, where two CTAs are on an SM
 TWO_CTAS = RoleRegisters(216, 40)  # where two CTAs are on an SM
 
 
@@ -82,6 +83,7 @@ class DecodeConfig(ScoreSpec):
     most_whole: int = 0  # blocks of keys of units that are not cut where they are many
     most_by_room: int = SHORT_PART  # bytes of parts of units that are cut by their room, at most
     rescale_threshold: float = 8.0  # powers of two before sums and outputs are scaled down
+    overlaps: bool = True  # the next launch may begin while this one ends
 
     tile_m: ClassVar[int] = ROWS
 
@@ -153,7 +155,7 @@ class DecodeConfig(ScoreSpec):
         (docs/facts/decode.md#two-ctas-registers).
         """
         if self.widens:
-            return WIDENING
+            return WIDENING if self.ctas_per_sm == 1 else WIDENING_TWO
         return TWO_CTAS if self.ctas_per_sm == 2 else None
 
     @property
@@ -162,6 +164,15 @@ class DecodeConfig(ScoreSpec):
         if self.registers is not None:
             return self.registers.compute - SCALARS
         return min(MOST_REGISTERS, REGISTERS // (self.num_threads * self.ctas_per_sm)) - SCALARS
+
+    @property
+    def registers_of_sm(self) -> int:
+        """The registers of all threads of the CTAs of an SM."""
+        if self.registers is None:
+            return 0  # those that threads begin with always fit
+        compute, load, widen = self.registers
+        of_warpgroups = compute + load + 2 * widen * self.widens
+        return WARPGROUP * of_warpgroups * self.ctas_per_sm
 
     @property
     def num_threads(self) -> int:
@@ -294,6 +305,12 @@ class DecodeConfig(ScoreSpec):
             return (
                 f"tile_n={self.tile_n}: {self.accumulators} registers of accumulators a thread, "
                 f"{self.ctas_per_sm} CTAs of an SM have {self.most_accumulators}"
+            )
+        if self.registers_of_sm > REGISTERS:
+            # NOTE: setmaxnreg would wait for ever for what no warpgroup gives back
+            return (
+                f"ctas_per_sm={self.ctas_per_sm}: roles want {self.registers_of_sm} registers, an "
+                f"SM has {REGISTERS}"
             )
         begun_with = REGISTERS // (self.num_threads * self.ctas_per_sm)
         if not self.few_rows and self.columns_of_pv > 192 and begun_with < WGMMA_OF_256:

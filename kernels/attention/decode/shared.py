@@ -411,7 +411,8 @@ class Load:
         part = s.part(splits, end, splits.begin, place)
         while part.end > part.first:
             fills, part = self.load(splits, end, part, fills)
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(s.config.overlaps):
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def load(

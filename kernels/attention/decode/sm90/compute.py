@@ -225,7 +225,7 @@ def to_fp16(held: cute.Tensor, out: cute.Tensor) -> Float32:
 
 
 WARPS = 4  # of a warpgroup
-WIDENED = 16  # elements that a thread widens at a time: 16 bytes as loaded, 32 after
+WIDENED = 8  # elements that a thread widens at a time: 8 bytes as loaded, 16 after
 
 TileState = tuple[PipelineState, PipelineState]  # of a tile in its ring of 8 bits, and of 16
 
