@@ -177,7 +177,7 @@ def _run(
     rounding: str,
     tensor_scale: Tensor | None,
 ) -> list[Tensor]:
-    from cutex.kernels.quantize.config import NATIVE, QuantizeConfig
+    from cutex.kernels.quantize.config import NATIVE, QuantizeConfig, fitted
 
     arch, of = arch_of(x.device, "cutex.quantize"), FORMATS[format]
     made = _fake(x, format, rows, columns, swizzled, rounding, tensor_scale)
@@ -201,6 +201,7 @@ def _run(
         native=arch in NATIVE[of.element],
         native_e4m3=arch in NATIVE["e4m3"],
     )
+    config = fitted(config, 8 * flat.element_size(), arch)
     if config.aligned and m == 1:
         flat = flat.as_strided((1, k), (-(-k // unit) * unit, 1))
     passed: list[Any] = [] if tensor_scale is None else [tensor_scale]

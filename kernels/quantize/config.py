@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cutex.dtypes import DTYPES
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
 
 TILE = 128  # rows and columns of a CTA's tile: a tile of the swizzled layout, of each side
+PLAIN_BLOCK = 32  # elements of a block that a thread reads of a column at once
 WIDTH = 8  # elements of a row that a thread reads at once
 # archs whose conversions to a type are instructions (PTX ISA, cvt); else integer operations
 NATIVE = {
@@ -35,6 +36,8 @@ class QuantizeConfig:
     single: bool = False  # of 8 bits: rows have an odd number of vectors
     native: bool = True  # whether the arch has the conversion to the element
     native_e4m3: bool = True  # and that to e4m3, of NVFP4's factors
+    resident: int = 0  # CTAs that an SM has registers for at least; 0: as many as the compiler says
+    reuses: bool = False  # whether columns' results lie where x was in smem
 
     @property
     def of(self) -> Format:
@@ -72,6 +75,8 @@ class QuantizeConfig:
         """The reason why this config does not fit `arch`, or None."""
         if self.format not in FORMATS or self.block not in (16, 32, 128):
             return f"format={self.format}: takes blocks of 16, 32 or 128"
+        if self.reuses and not (self.columns and self.block >= PLAIN_BLOCK):
+            return f"reuses={self.reuses}: of columns in blocks of {PLAIN_BLOCK} and more"
         if not (self.rows or self.columns):
             return "rows, columns: at least one of them"
         if self.native and arch.name not in NATIVE[self.of.element]:
@@ -81,3 +86,18 @@ class QuantizeConfig:
         if self.swizzled and not self.of.swizzled:
             return f"swizzled: factors of {self.format} are fp32, which no tensor core reads"
         return None
+
+
+def fitted(config: QuantizeConfig, bits: int, arch: str) -> QuantizeConfig:
+    """`config` with the residency that was the fastest of x of so many bits, where one was timed
+    (docs/facts/scaled.md#quantize-resident)."""
+    if arch != "sm_90a" or bits != 16:
+        return config
+    if not config.columns:
+        resident = 4 if config.block < PLAIN_BLOCK else 3
+    elif config.rows or config.block == TILE:
+        resident = 4
+    else:
+        resident = 5
+    reuses = config.columns and config.block >= PLAIN_BLOCK
+    return replace(config, resident=resident, reuses=reuses)

@@ -48,7 +48,7 @@ class Quantize:
 
     smem            bytes
     sX              128 * 128 * (2 or 4), only for columns
-    sQ              128 * 128 / 2, or 128 * 128, only for columns that are aligned
+    sQ              128 * 128 / 2, or 128 * 128, only for columns that are aligned; or where sX was
     sMax            4 * threads / 32, or with columns in blocks of 128 8 * threads
     """
 
@@ -93,8 +93,23 @@ class Quantize:
         *passed, stream = rest
         down, across = (cute.ceil_div(cute.size(mX, mode=[i]), TILE) for i in range(2))
         self.kernel(mX, tuple(passed)).launch(
-            grid=(down * across, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(down * across, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            **self.residency,
         )
+
+    @property
+    def residency(self) -> dict[str, int]:
+        """What a launch says of the CTAs of an SM."""
+        c = self.config
+        if not c.resident:
+            return {}
+        # NOTE: percent of L1; without it the DSL asks a GPU
+        return {
+            "min_blocks_per_mp": c.resident,
+            "preferred_smem_carveout": 100 if c.columns else 25,
+        }
 
     # ---- on the device
 
@@ -117,7 +132,10 @@ class Quantize:
             if cutlass.const_expr(c.aligned_columns):
                 row_words = TILE // self.per_word
                 turned = cute.make_layout((TILE, row_words), stride=(row_words, 1))
-                sQ = smem.allocate_tensor(Int32, turned, 16)
+                if cutlass.const_expr(c.reuses):
+                    sQ = cute.make_tensor(cute.recast_ptr(sX.iterator, dtype=Int32), turned)
+                else:
+                    sQ = smem.allocate_tensor(Int32, turned, 16)
         rX = self.read(mX, row_tile * TILE, column_tile * TILE)  # (bWidth, PASS)
         whole = Int32(0)
         if cutlass.const_expr(c.square):
@@ -256,6 +274,8 @@ class Quantize:
                     for n in cutlass.range_constexpr(2):
                         for other in cutlass.range_constexpr(SEGMENTS):
                             largest[n] = cutlass.max(largest[n], sMax[other, n, here])
+            if cutlass.const_expr(c.reuses and (c.square or at_once == c.block)):
+                cute.arch.sync_threads()  # all have read sX; else they have met above
             factors = [self.factor(largest[n], own) for n in range(2)]
             both = self.column_words(rPairs, factors)
             block = first + begin
