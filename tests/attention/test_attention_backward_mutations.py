@@ -13,15 +13,16 @@ from cutex.compile import compile
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import KeyMask
 from cutex.device.pipeline import Barrier
+from cutex.kernels.attention.backward import rows
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.rows import Convert
-from cutex.kernels.attention.backward.sm90 import queries
+from cutex.kernels.attention.backward.sm90 import shared
 from cutex.kernels.attention.backward.sm90.backward import Backward
 from cutex.kernels.attention.backward.sm90.keys import WideKeys
 from cutex.kernels.attention.backward.sm90.queries import AllGradients, QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
-from cutex.kernels.attention.backward.sm90.shared import Handover, SumsQueue
+from cutex.kernels.attention.backward.sm90.shared import Handover, SumsQueue, Zeros
 from cutex.kernels.attention.backward.tiles import turn_of
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
@@ -47,6 +48,9 @@ OWN_CASE = AttentionCase(
 IN_ORDER = replace(fitted(BackwardConfig(causal=True, deterministic=True)), num_ctas=1)
 # the same of 128 queries a block
 OWN_64 = replace(fitted(BackwardConfig(head_dim=64, head_dim_v=64, causal=True)), num_ctas=1)
+IN_ORDER_64 = replace(OWN_64, deterministic=True, late_zeros=False)
+# the sums of the last of these heads are zeroed by main, by one CTA or two
+LATE_CASES = {n: replace(OWN_CASE, heads_q=2 + n, heads_kv=2 + n) for n in (1, 2)}
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
@@ -59,12 +63,13 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
     out.backward(do.double())
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": do, "o": out.detach().bfloat16()}
     given |= {"lse": lse.detach().float(), "scale": case.softmax_scale, "lo": -150}
-    tiles = -(-case.seqlen_q // config.tile_m)
+    tiles = -(-case.seqlen_q // config.tile_m) * case.batch * case.heads_q
     for order in orders:
         found = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
         found["stats"] = torch.full((tiles, 2 * config.tile_m), torch.nan)
         found["dq_sums"] = torch.full((tiles, config.tile_m * config.head_dim), torch.nan)
         found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)
+        found["zeroed"] = torch.full((case.batch * case.heads_kv,), 9, dtype=torch.int32)
         found["counter"] = torch.zeros(2, dtype=torch.int32)
         values = [(given | found)[name] for name in kernel.argument_names]
         try:
@@ -99,7 +104,7 @@ def test_the_unchanged_kernels_of_larger_head_dims_are_right(dims, deterministic
 @pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize(
     "config",
-    [OWN, replace(OWN, alternate=False), IN_ORDER, OWN_64, replace(OWN_64, deterministic=True)],
+    [OWN, replace(OWN, alternate=False), IN_ORDER, OWN_64, IN_ORDER_64],
     ids=["alternation", "any order", "one order", "head dim 64", "head dim 64, one order"],
 )
 def test_the_unchanged_kernel_of_several_tiles_is_right(config, ctas):
@@ -139,23 +144,69 @@ def test_adds_without_a_fence_behind_what_they_read_are_found(monkeypatch):
 @pytest.mark.slow
 def test_a_turn_that_an_adding_warp_counts_wrongly_is_found(monkeypatch):
     """A block of keys that takes itself for the one behind it."""
-    monkeypatch.setattr(queries, "turn_of", lambda *of: turn_of(*of) + 1)
+    monkeypatch.setattr(shared, "turn_of", lambda *of: turn_of(*of) + 1)
     message = wrong(replace(IN_ORDER, num_ctas=2), orders=({},), case=OWN_CASE)
     assert message is not None and ("deadlock" in message or "never" in message), message
 
 
 @pytest.mark.slow
-def test_a_tile_of_keys_that_is_overwritten_by_the_next_one_is_found(monkeypatch):
-    """K is loaded behind V, whose readers have read K, too: its own wait alone guards nothing."""
+@pytest.mark.parametrize("event", ["v read", "k read"])
+def test_a_tile_of_keys_that_is_overwritten_by_the_next_one_is_found(monkeypatch, event):
     wait = Barrier.wait
 
     def careless(self, phase, slot=0):
-        if self.event != "v read":
+        if self.event != event:
             wait(self, phase, slot)
 
     monkeypatch.setattr(Barrier, "wait", careless)
     message = wrong(OWN, case=OWN_CASE)
     assert message is not None and ("race" in message or "hazard" in message), message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ctas", LATE_CASES)
+@pytest.mark.parametrize("config", [OWN, OWN_64], ids=["hd 128", "hd 64"])
+def test_sums_that_main_zeroes_are_right(config, ctas):
+    case = replace(LATE_CASES[ctas], head_dim=config.head_dim, head_dim_v=config.head_dim)
+    assert wrong(replace(config, num_ctas=ctas), ORDERS, case) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False])
+def test_sums_that_are_added_to_before_they_are_zero_are_found(monkeypatch, waits):
+    """A share is zeroed one unit ahead, by a warp that runs last."""
+    for module in (rows, shared):
+        monkeypatch.setattr(module, "units_ahead", lambda config, sizes: Int32(1))
+    if not waits:
+        monkeypatch.setattr(shared, "await_zeros", lambda walk, tile: None)
+    late = {"order": "starved", "seed": 9}
+    assert (wrong(OWN, (late,), LATE_CASES[1]) is None) == waits
+
+
+@pytest.mark.slow
+def test_sums_of_which_a_share_is_not_zeroed_are_found(monkeypatch):
+    monkeypatch.setattr(Zeros, "clear", lambda self, tile: None)
+    assert wrong(OWN, orders=({},), case=LATE_CASES[1]) is not None
+
+
+@pytest.mark.slow
+def test_ds_of_a_hidden_block_that_is_not_zero_is_found(monkeypatch):
+    """A warpgroup that passes over a tile's first block leaves the other's dQ what was there."""
+
+    def hidden_block(self, state, number, rdS):
+        ds = self.shared.ds.state(number)
+        self.enter()
+        self.leave()
+        self.shared.ds.wait_empty(ds)
+        self.shared.ds.hand_over(ds)
+        self.enter()
+        self.leave()
+        self.shared.q.wait_full(state)
+        self.shared.do.wait_full(state)
+        self.release(state)
+
+    monkeypatch.setattr(AllGradients, "hidden_block", hidden_block)
+    assert wrong(OWN, orders=({},), case=OWN_CASE) is not None
 
 
 @pytest.mark.slow

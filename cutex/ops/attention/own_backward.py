@@ -124,6 +124,8 @@ class Plan:
         in_turn = [torch.empty((self.tiles, c.turns), **kind)] if c.deterministic else []
         if c.counted:
             in_turn.append(self.counter())
+        if c.late_zeros:
+            in_turn.append(torch.empty(call.batch * call.heads[1], **kind))
         if c.ranked:
             in_turn.append(torch.empty((call.batch + 1, 2), **kind))
         of_lse = [] if grad_lse is None else [grad_lse.float()]

@@ -35,6 +35,7 @@ class BackwardConfig(BackwardSpec):
     num_ctas: int = 132  # SMs
     own_dq: bool = False  # the warpgroups that own keys compute dQ, too
     alternate: bool = False  # the warpgroups that own keys start their products in alternation
+    late_zeros: bool = False  # sums of dQ are zeroed by main, shortly before they are added to
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
@@ -72,6 +73,12 @@ class BackwardConfig(BackwardSpec):
     @property
     def counted(self) -> bool:
         return self.own_dq
+
+    @property
+    def passes_hidden(self) -> bool:
+        """Whether a warpgroup passes over a tile's first block where it sees none of its queries:
+        causal, the second one's keys come after these."""
+        return self.own_dq and self.tile_m == WARPGROUP_ROWS and (self.causal or self.window[1])
 
     @property
     def ranked(self) -> bool:
@@ -144,6 +151,8 @@ class BackwardConfig(BackwardSpec):
             return f"dq_columns={self.dq_columns}: half of a block's dQ for each warpgroup"
         if self.dq_slots != 4:
             return f"dq_slots={self.dq_slots}: those of two blocks, 4"
+        if self.late_zeros and (self.deterministic or self.varlen_q or self.varlen_k):
+            return "late_zeros=True: for adds in any order, of sequences that are not packed"
         if self.head_dim != self.head_dim_v:
             return f"head_dim_v={self.head_dim_v}: dK and dV are stored through the slots of dQ"
         return None
@@ -173,6 +182,8 @@ class BackwardConfig(BackwardSpec):
             return f"registers={self.registers}: more than the {at_launch} of {threads} threads"
         if self.alternate and self.wide:
             return "alternate=True: two warpgroups that own 64 keys each"
+        if self.late_zeros and not self.own_dq:
+            return "late_zeros=True: for own_dq, which leaves a warp for them"
         if self.own_dq and (reason := self.why_not_own_dq()):
             return f"own_dq=True: {reason}"
         if self.num_stages < 2:

@@ -22,6 +22,7 @@ from cutex.kernels.attention.backward.signature import (
     queries,
 )
 from cutex.kernels.attention.backward.spec import BackwardSpec
+from cutex.kernels.attention.backward.tiles import sizes_of, units_ahead
 
 THREADS = 128
 LANES = 8  # threads of preprocess that read one row together
@@ -59,13 +60,22 @@ class Preprocess:
     def launch(self, tensors: Tensors, args: KernelArgs, stream) -> None:
         batch, longest, tiles = row_sizes(self.config, tensors.q, args)
         num_m_blocks = cute.ceil_div(longest, self.config.tile_m)
-        self.kernel(tensors, args, tiles, Int32(num_m_blocks)).launch(
+        cleared: Any = None
+        if cutlass.const_expr(self.config.late_zeros):
+            sizes, _ = sizes_of(self.config, tensors, args)
+            cleared = units_ahead(self.config, sizes) * sizes.heads_per_kv * tiles.per_head
+        self.kernel(tensors, args, tiles, Int32(num_m_blocks), cleared).launch(
             grid=(num_m_blocks * tiles.heads * batch, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, tensors: Tensors, args: KernelArgs, tiles: RowTiles, num_m_blocks: Int32
+        self,
+        tensors: Tensors,
+        args: KernelArgs,
+        tiles: RowTiles,
+        num_m_blocks: Int32,
+        cleared: Int32 | None,
     ) -> None:
         c = self.config
         m_block, head, batch = row_block(num_m_blocks, tiles.heads)
@@ -76,17 +86,25 @@ class Preprocess:
                 self.rank(args, batch)
         if m_block * c.tile_m < seqlen.length:
             number = tiles.tile(c, head, batch, seqlen) + m_block
-            self.tile(tensors, args, QueryTile(number, head, batch, seqlen, m_block))
+            self.tile(tensors, args, QueryTile(number, head, batch, seqlen, m_block), cleared)
 
     @cute.jit
-    def tile(self, tensors: Tensors, args: KernelArgs, tile: QueryTile) -> None:
-        """Do all for the queries of a tile."""
-        self.clear_turns(args, tile.number)
+    def tile(
+        self, tensors: Tensors, args: KernelArgs, tile: QueryTile, cleared: Int32 | None
+    ) -> None:
+        """Do all for the queries of a tile; its sums are zeroed if they are among the first
+        `cleared`, or that is None."""
+        self.clear_flags(args, tile.number)
         for part in cutlass.range_constexpr(self.parts):
             rows = self.read_rows(part, tensors, args, tile)
+            sums = tensors.dq_sums[tile.number, None]
             # NOTE: behind the loads, which do not wait for these stores then
-            self.clear(tensors.dq_sums[tile.number, None], part)
+            if cutlass.const_expr(cleared is None):
+                self.clear(sums, part)
             self.keep_rows(part, rows, tensors.stats[tile.number, None], args)
+            if cutlass.const_expr(cleared is not None):  # noqa: SIM102 - known when tracing
+                if tile.number < cleared:
+                    self.clear(sums, part)
 
     @cute.jit
     def rank(self, args: KernelArgs, batch: Int32) -> None:
@@ -112,8 +130,12 @@ class Preprocess:
         return cute.ceil_div(keys(args, Int32(0)).of(batch).length, self.config.tile_n)
 
     @cute.jit
-    def clear_turns(self, args: KernelArgs, tile: Int32) -> None:
+    def clear_flags(self, args: KernelArgs, tile: Int32) -> None:
+        """Set the turns at a tile to 0, and the flag of the unit of the same number."""
         thread, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(self.config.late_zeros):  # noqa: SIM102 - known when tracing
+            if (thread == 0) & (tile < cute.size(args.zeroed)):  # a unit has at least one tile
+                args.zeroed[tile] = Int32(0)
         if cutlass.const_expr(self.config.deterministic):  # noqa: SIM102 - known when tracing
             if thread < self.config.turns:
                 args.turns[tile, thread] = Int32(0)

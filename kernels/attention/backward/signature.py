@@ -31,6 +31,8 @@ def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
         return Operand(name, ("tiles", "warps"), "int32", aligned=False, whole=False)
     if name == "ranks":
         return Operand(name, ("b1", "two"), "int32", aligned=False, whole=False)
+    if name == "zeroed":
+        return Operand(name, ("units",), "int32", aligned=False, whole=False)
     if name == "counter":
         return Operand(name, ("words",), "int32", aligned=False, whole=False)
     if name in vectors:
@@ -49,6 +51,7 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
     present = {
         "turns": c.deterministic,
         "counter": c.counted,
+        "zeroed": c.late_zeros,
         "ranks": c.ranked,
         "dlse": c.dlse,
         "cu_seqlens_q": c.varlen_q,
@@ -90,6 +93,7 @@ class KernelArgs(NamedTuple):
 
     turns: Any = None  # (tiles, parts) how many key blocks have added to a warp's part of dQ's tile
     counter: Any = None  # (2), of which the first is 0 before and after
+    zeroed: Any = None  # (batch * heads_kv) how many shares of a unit's sums of dQ are zeroed
     # (batch + 1, 2) by rank, the longest first: a sequence, and the blocks of keys of those before
     ranks: Any = None
     dlse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)

@@ -78,6 +78,11 @@ class BackwardSpec(ScoreSpec):
         return False
 
     @property
+    def late_zeros(self) -> bool:
+        """Whether main zeroes the sums of dQ, all but those of the first units."""
+        return False
+
+    @property
     def counted(self) -> bool:
         """Whether CTAs take tiles from a counter in global memory."""
         return False

@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
     """The order in which key blocks are taken, those of a cluster together, which are its `m`.
     Causal, the first keys see the most queries: they go first, of as many heads at a time as fill
-    the SMs twice."""
+    the SMs twice; with `late_zeros` of one head at a time, but at the end."""
     count = ceil_div(sizes.num_n_blocks, config.key_ctas)
     two_waves = 2 * config.num_ctas // config.key_ctas
     units = (two_waves + count - 1) // count
@@ -43,8 +43,18 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
         rows_k=1,
         heads_per_kv=1,
         l2_rows=END,  # groups are as large as a wave
-        wave=Wave(units, 2 * units),
+        wave=Wave(1, units) if config.late_zeros else Wave(units, 2 * units),
     )
+
+
+def units_ahead(config: BackwardSpec, sizes: Sizes) -> Int32:
+    """How many units (heads of K and V, of a batch entry) behind its own a tile zeroes sums of.
+
+    More than the last group has, so that a tile waits only for tiles that are handed out before it;
+    two waves, so that what it waits for is done.
+    """
+    count = sizes.num_n_blocks
+    return (2 * config.num_ctas + count - 1) // count + 1
 
 
 def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | None:

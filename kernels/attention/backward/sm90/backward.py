@@ -8,7 +8,8 @@ products during the others' exponentials:
 - the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
   starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too; then
   CTAs are persistent, and take tiles of keys from a counter.
-  Where adds come in one order, two of its warps wait for turns, and add.
+  Where adds come in one order, three of its warps wait for turns, and add; else, of sequences
+  that are not packed, one zeroes sums that are added to later.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from cutex.kernels.attention.backward.config import ELEMENT, TILE, WARPGROUP_ROW
 from cutex.kernels.attention.backward.rows import BackwardKernel, by_tiles
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients, WideKeys, WideValues
-from cutex.kernels.attention.backward.sm90.queries import Adds, AllGradients, QueryGradients
+from cutex.kernels.attention.backward.sm90.queries import AllGradients, QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import (
+    Adds,
     Handover,
     Load,
     Shared,
     SumsQueue,
     Supply,
+    Zeros,
 )
 from cutex.kernels.attention.backward.tiles import (
     Sizes,
@@ -164,7 +167,8 @@ class Main:
     def several_tiles(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
         """Take one tile of keys after the other; their warpgroups compute dQ."""
         c, smem = self.config, SmemAllocator()
-        order, readers = tile_order(c, sizes), self.key_warps.count + c.adding_warps
+        order = tile_order(c, sizes)
+        readers = self.key_warps.count + c.adding_warps + c.late_zeros
         chosen = ranked(c, args, sizes)
         dispatch = CounterDispatch.allocate(smem, order, args.counter, readers, chosen)
         queue = SumsQueue.allocate(smem, c) if c.adding_warps else None
@@ -177,9 +181,12 @@ class Main:
             cute.arch.setmaxregister_decrease(c.registers[-1])
             if warp == first:
                 Supply(c, shared, self.load(operands, stats, shared)).run(walk)
-            elif cutlass.const_expr(c.adding_warps > 0):  # noqa: SIM102 - known when tracing
+            elif cutlass.const_expr(c.adding_warps > 0):
                 if warp <= first + c.adding_warps:
                     Adds(c, shared, dq_sums, warp - first - 1).run(walk)
+            elif cutlass.const_expr(c.late_zeros):  # noqa: SIM102 - known when tracing
+                if warp == first + 1:
+                    Zeros(c, dq_sums, tiles.per_head).run(walk)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             queries = QueryGradients(c, shared, None, dq_sums)

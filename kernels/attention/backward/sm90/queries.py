@@ -2,7 +2,6 @@
 
 QueryGradients  a warpgroup of its own
 AllGradients    a warpgroup that owns keys, too
-Adds            a warp that adds what one of these has computed, where adds come in one order
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cutex.device.atoms.dsmem import copy_to_cta
@@ -24,7 +23,7 @@ from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.scores import STORE_BARRIER, Products, round_operand
-from cutex.kernels.attention.backward.sm90.shared import Shared, other_cta
+from cutex.kernels.attention.backward.sm90.shared import Shared, number_of_part, other_cta
 from cutex.kernels.attention.backward.tiles import Walk, turn_of
 
 WIDE = 8  # columns of an accumulator of which a thread has 4 numbers
@@ -211,14 +210,6 @@ class QueryGradients:
         return WgmmaProduct(mma, mma.a_slots(sdS), mma.b_slots(sKt), None)
 
 
-def number_of_part(config: BackwardConfig, warp: Int32, part: Int32) -> Int32:
-    """The place, among equal parts of a tile of the sums, of what a warp computes of part `part` of
-    a block: columns of 64 queries or, of two warpgroups, all columns of 64 queries each."""
-    if config.tile_m > ROWS:
-        return part * 4 + warp
-    return warp * (config.head_dim // config.dq_columns) + part
-
-
 @dataclass(frozen=True)
 class AllGradients(KeyGradients):
     """The role of a warpgroup that owns 64 keys, sums dK and dV of them, and computes its share of
@@ -235,7 +226,7 @@ class AllGradients(KeyGradients):
     dQ of a block is computed beside dV and dK of the next one, so that no warpgroup waits for the
     other's dS. With `alternate`, one starts S and dP when the other has started its
     own, then dV, dQ and dK in the same way: one has the tensor cores while the other has
-    exponentials.
+    exponentials. Where no query of a tile's first block sees a warpgroup's keys, it passes over it.
 
     Where adds come in one order, and the mask leaves out early queries, the last keys add first,
     and are taken first: those that begin together begin at queries of their own, two blocks apart,
@@ -295,15 +286,15 @@ class AllGradients(KeyGradients):
             if i > 0:
                 self.block(*at, (before, number + i - 1))
             else:
-                self.block(*at, None)
+                self.first_block(*at)
             state.advance()
             before = tile + m_block
             m_block = s.block_after(m_block, blocks)
             if m_block == s.first_block(blocks):
                 tile += s.tiles.per_head
+        self.arrive(s.v_read)
         if total > 0:
             self.last_dq(before, number + total - 1)
-        self.arrive(s.v_read)
         self.arrive(s.k_read)
         return state, number + total
 
@@ -355,6 +346,42 @@ class AllGradients(KeyGradients):
             self.hand_on(acc_dq, *of_dq)
         warpgroup.wait_group(0)
         s.q.release(state)
+
+    @cute.jit
+    def first_block(
+        self,
+        state: PipelineState,
+        number: Int32,
+        m_block: Int32,
+        own: Blocks,
+        rP: cute.Tensor,
+        rdS: cute.Tensor,
+    ) -> None:
+        """Sum over a tile's first block, unless none of its queries sees these keys."""
+        at = state, number, m_block, own, rP, rdS
+        if cutlass.const_expr(not self.config.passes_hidden):
+            self.block(*at, None)
+        elif (m_block < own.first) | (m_block >= own.end):
+            self.hidden_block(state, number, rdS)
+        else:
+            self.block(*at, None)
+
+    @cute.jit
+    def hidden_block(self, state: PipelineState, number: Int32, rdS: cute.Tensor) -> None:
+        """Take part in block `number`, a tile's first, of whose queries none sees these keys: dS is
+        0."""
+        s = self.shared
+        ds = s.ds.state(number)
+        self.enter()
+        self.leave()
+        rdS.fill(0.0)
+        s.ds.wait_empty(ds)
+        self.write_ds(rdS, ds)
+        self.enter()
+        self.leave()
+        s.q.wait_full(state)
+        s.do.wait_full(state)
+        self.release(state)
 
     @cute.jit
     def last_dq(self, tile: Int32, number: Int32) -> None:
@@ -417,73 +444,3 @@ class AllGradients(KeyGradients):
         self.store_tile(dv, self.products[0].dv, s.sdV)
         product.acc.store(product.acc.load() * s.args.scale)
         self.store_tile(dk, product, s.sdK)
-
-
-@dataclass(frozen=True)
-class Adds:
-    """The role of one of the warps that add dQ, block by block in turn.
-
-    Blocks of keys add to a tile of dQ one after another, those of the first keys first. A warp
-    waits for its CTA's turn at a tile, and passes it on when its adds have landed. Nobody else
-    waits for that, but for slots of smem.
-    """
-
-    config: BackwardConfig
-    shared: Shared
-    sums: cute.Tensor  # (tiles, bM * D)
-    turn: Int32  # among the warps that add
-
-    @cute.jit
-    def run(self, walk: Walk) -> None:
-        number, ticket = Int32(0), walk.dispatch.first()
-        while ticket.valid:
-            tile = walk.tile(ticket)
-            if tile.has_keys(self.config):
-                mine = replace(self, shared=replace(self.shared, tile=tile))
-                number = mine.add_blocks(number)
-            ticket = walk.dispatch.next(ticket)
-
-    @cute.jit
-    def add_blocks(self, number: Int32) -> Int32:
-        """Add the blocks of a tile of keys, which begin at block `number` of the CTA's; return the
-        number behind them."""
-        s, blocks = self.shared, self.shared.m_blocks()
-        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
-        tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
-        for i in cutlass.range(total, unroll=1):
-            if (number + i) % self.config.adding_warps == self.turn:
-                self.add(tile + m_block, m_block, number + i)
-            m_block = s.block_after(m_block, blocks)
-            if m_block == s.first_block(blocks):
-                tile += s.tiles.per_head
-        return number + total
-
-    @cute.jit
-    def add(self, tile: Int32, m_block: Int32, number: Int32) -> None:
-        """Add dQ of block `number` to its tile, in the CTA's turn."""
-        s, turns = self.shared, self.shared.args.turns
-        turn = turn_of(self.config, s.info, s.tile, m_block)
-        await_turn(turns, tile, Int32(0), turn)
-        s.queue.await_full(number)
-        self.start(tile, number % 2)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        s.queue.release(number)
-        self.landed()
-        pass_turn(turns, tile, Int32(0), turn)
-
-    @cute.jit
-    def start(self, tile: Int32, block: Int32) -> None:
-        """Start adding the slots of a block, a lane for each part that a warp wrote."""
-        lane, slots = cute.arch.lane_idx(), self.config.key_tiles
-        if lane < 4 * slots:
-            mine = self.shared.sdQ[None, lane % 4, slots * block + lane // 4]
-            sums = SummedTile(self.sums[tile, None])
-            first = number_of_part(self.config, lane % 4, lane // 4) * cute.size(mine)
-            sums.add_slot(mine, first, Boolean(True))
-
-    @staticmethod
-    def landed() -> None:
-        """Wait until this thread's adds have landed, and order what is stored next behind them."""
-        cute.arch.cp_async_bulk_wait_group(0)
-        cute.arch.fence_proxy("async.global")

@@ -1,5 +1,9 @@
 """The smem, rings and arguments that the roles of a CTA of the Hopper backward share, and the roles
-that bring what is in smem.
+of single warps, which move what others compute with.
+
+Supply  loads everything, and asks for tiles
+Zeros   zeroes sums of dQ that tiles to come add to
+Adds    adds what others have computed of dQ, where adds come in one order
 """
 
 from __future__ import annotations
@@ -8,16 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.tma import bulk_load
-from cutex.device.attention.block_info import BlockInfo, Blocks
+from cutex.device.atoms.wgmma import ROWS
+from cutex.device.attention.block_info import BlockInfo, Blocks, ceil_div
+from cutex.device.attention.row_store import VECTOR, SummedTile
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
+from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles
-from cutex.kernels.attention.backward.tiles import Walk
+from cutex.kernels.attention.backward.tiles import Tile, Walk, turn_of, units_ahead
 
 
 @dataclass(frozen=True)
@@ -292,9 +299,159 @@ class Supply:
         while ticket.valid:
             tile = walk.tile(ticket)
             if tile.has_keys(self.config):
+                if cutlass.const_expr(self.config.late_zeros):
+                    await_zeros(walk, tile)
                 load = replace(self.load, shared=replace(s, tile=tile))
                 fill = load.next_tile(fill, phase)
                 phase ^= 1
             # NOTE: only when the last load is issued: a CTA that is late gets fewer tiles
             ticket = dispatch.announce(ticket, announcing)
             announcing.advance()
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """The role of the warp that zeroes sums of dQ, for each tile of keys that the CTA takes a share
+    of those of a unit (a head of K and V, of a batch entry) that comes later.
+
+    The sums of many heads do not fit into L2: zeroed by preprocess, they go to HBM, and come back
+    when they are added to. So preprocess zeroes only those of the first units.
+
+    flag          counts                                    waits
+    zeroed[unit]  the unit's shares that are zero: as many  the warp that loads, before the first
+                  as it has tiles of keys                   load of a tile of the unit
+    """
+
+    config: BackwardConfig
+    sums: cute.Tensor  # (tiles, bM * D)
+    per_head: Int32  # tiles of the sums of a head
+
+    @cute.jit
+    def run(self, walk: Walk) -> None:
+        """Zero the share of each tile. One warp calls it."""
+        sizes, ticket = walk.sizes, walk.dispatch.first()
+        shares = sizes.num_n_blocks
+        tiles = sizes.heads_per_kv * self.per_head  # of a unit
+        each = ceil_div(tiles, shares)
+        while ticket.valid:
+            unit = ticket.index // shares + units_ahead(self.config, sizes)
+            share = ticket.index % shares
+            if unit < sizes.heads_kv * sizes.batch:
+                for i in cutlass.range(
+                    share * each, cutlass.min((share + 1) * each, tiles), unroll=1
+                ):
+                    self.clear(unit * tiles + i)
+                self.count(walk, unit)
+            ticket = walk.dispatch.next(ticket)
+
+    @cute.jit
+    def clear(self, tile: Int32) -> None:
+        """Set a tile of the sums to 0."""
+        vectors = cute.logical_divide(self.sums[tile, None], cute.make_layout(VECTOR))  # (4, NumV)
+        zeros = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
+        zeros.fill(0.0)
+        count = self.config.tile_m * self.config.head_dim // VECTOR // 32
+        for i in cutlass.range(count, unroll=8):
+            cute.autovec_copy(zeros, vectors[None, i * 32 + cute.arch.lane_idx()])
+
+    @cute.jit
+    def count(self, walk: Walk, unit: Int32) -> None:
+        """Count a share that this warp has zeroed."""
+        cute.arch.fence_proxy("async.global")  # adds are bulk copies
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            flag = walk.args.zeroed.iterator + unit
+            cute.arch.atomic_add(flag, Int32(1), sem="release", scope="gpu")
+
+
+@cute.jit
+def await_zeros(walk: Walk, tile: Tile) -> None:
+    """Wait until all sums of the tile's unit are zero. A whole warp calls it."""
+    sizes = walk.sizes
+    unit = tile.batch * sizes.heads_kv + tile.head_kv
+    if unit >= units_ahead(walk.config, sizes):
+        if cute.arch.lane_idx() == 0:
+            flag = walk.args.zeroed.iterator + unit
+            now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+            while now != sizes.num_n_blocks:
+                now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+            cute.arch.fence_proxy("async.global")
+        cute.arch.sync_warp()
+
+
+def number_of_part(config: BackwardConfig, warp: Int32, part: Int32) -> Int32:
+    """The place, among equal parts of a tile of the sums, of what a warp computes of part `part` of
+    a block: columns of 64 queries or, of two warpgroups, all columns of 64 queries each."""
+    if config.tile_m > ROWS:
+        return part * 4 + warp
+    return warp * (config.head_dim // config.dq_columns) + part
+
+
+@dataclass(frozen=True)
+class Adds:
+    """The role of one of the warps that add dQ, block by block in turn.
+
+    Blocks of keys add to a tile of dQ one after another, those of the first keys first. A warp
+    waits for its CTA's turn at a tile, and passes it on when its adds have landed. Nobody else
+    waits for that, but for slots of smem.
+    """
+
+    config: BackwardConfig
+    shared: Shared
+    sums: cute.Tensor  # (tiles, bM * D)
+    turn: Int32  # among the warps that add
+
+    @cute.jit
+    def run(self, walk: Walk) -> None:
+        number, ticket = Int32(0), walk.dispatch.first()
+        while ticket.valid:
+            tile = walk.tile(ticket)
+            if tile.has_keys(self.config):
+                mine = replace(self, shared=replace(self.shared, tile=tile))
+                number = mine.add_blocks(number)
+            ticket = walk.dispatch.next(ticket)
+
+    @cute.jit
+    def add_blocks(self, number: Int32) -> Int32:
+        """Add the blocks of a tile of keys, which begin at block `number` of the CTA's; return the
+        number behind them."""
+        s, blocks = self.shared, self.shared.m_blocks()
+        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
+        tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
+        for i in cutlass.range(total, unroll=1):
+            if (number + i) % self.config.adding_warps == self.turn:
+                self.add(tile + m_block, m_block, number + i)
+            m_block = s.block_after(m_block, blocks)
+            if m_block == s.first_block(blocks):
+                tile += s.tiles.per_head
+        return number + total
+
+    @cute.jit
+    def add(self, tile: Int32, m_block: Int32, number: Int32) -> None:
+        """Add dQ of block `number` to its tile, in the CTA's turn."""
+        s, turns = self.shared, self.shared.args.turns
+        turn = turn_of(self.config, s.info, s.tile, m_block)
+        await_turn(turns, tile, Int32(0), turn)
+        s.queue.await_full(number)
+        self.start(tile, number % 2)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        s.queue.release(number)
+        self.landed()
+        pass_turn(turns, tile, Int32(0), turn)
+
+    @cute.jit
+    def start(self, tile: Int32, block: Int32) -> None:
+        """Start adding the slots of a block, a lane for each part that a warp wrote."""
+        lane, slots = cute.arch.lane_idx(), self.config.key_tiles
+        if lane < 4 * slots:
+            mine = self.shared.sdQ[None, lane % 4, slots * block + lane // 4]
+            sums = SummedTile(self.sums[tile, None])
+            first = number_of_part(self.config, lane % 4, lane // 4) * cute.size(mine)
+            sums.add_slot(mine, first, Boolean(True))
+
+    @staticmethod
+    def landed() -> None:
+        """Wait until this thread's adds have landed, and order what is stored next behind them."""
+        cute.arch.cp_async_bulk_wait_group(0)
+        cute.arch.fence_proxy("async.global")
