@@ -37,6 +37,7 @@ class Shape:
     block: int | tuple[int, int, int] = 32
     cluster: int = 1
     smem: int = 0
+    ctas_per_sm: int = 1  # that registers must do for
 
     @staticmethod
     def _three(n: int | tuple[int, int, int]) -> tuple[int, int, int]:
@@ -60,7 +61,10 @@ def module(body: str, arrays: Mapping[str, np.ndarray], shape: Shape, arch: str,
     lines += [".address_size 64", head]
     if shape.smem:
         lines.append(".extern .shared .align 1024 .b8 smem[];")
-    lines += [f".visible .entry snippet({params})", "{"]
+    lines += [f".visible .entry snippet({params})"]
+    if shape.ctas_per_sm > 1:
+        lines += [f".maxntid {shape.block}", f".minnctapersm {shape.ctas_per_sm}"]
+    lines += ["{"]
     lines += [".reg .pred %p<16>;", ".reg .b16 %h<64>;", ".reg .b32 %r<512>;", ".reg .b64 %d<128>;"]
     lines += [".reg .b32 %i, %lane, %cta, %threads;", "mov.u32 %lane, %laneid;"]
     lines += ["mov.u32 %i, %tid.x;", "mov.u32 %cta, %ctaid.x;", "mov.u32 %threads, %ntid.x;"]

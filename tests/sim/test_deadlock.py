@@ -209,6 +209,19 @@ def test_setmaxnreg_has_no_registers_that_the_launch_did_not_get():
             assert "768 registers wanted" in text
 
 
+def test_two_ctas_of_an_sm_share_the_registers_that_setmaxnreg_moves():
+    """4 warpgroups of either have 64 each: 40 for three leave 136 for the last, not 144."""
+    for registers, enough in ((136, True), (144, False)):
+        body = ROLES.replace("128", "384").replace("232", str(registers))
+        body = body.replace("LESS", "setmaxnreg.dec.sync.aligned.u32 40;")
+        out, shape = np.zeros(512, np.uint32), Shape(block=512, ctas_per_sm=2)
+        if enough:
+            simulate_ptx(body, {"out": out}, shape)
+            assert out.all()
+        else:
+            assert "2560 registers wanted, 1536 free" in deadlock(body, {"out": out}, shape)
+
+
 def test_setmaxnreg_takes_steps_of_8():
     with pytest.raises(BarrierMisuse, match=r"setmaxnreg 20: takes 24..256 in steps of 8"):
         body = "setmaxnreg.dec.sync.aligned.u32 20;"

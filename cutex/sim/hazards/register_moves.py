@@ -88,8 +88,8 @@ class RegisterMoves(Observer):
         """
         if moves:
             return moves[-1].registers, f"by the setmaxnreg at {moves[-1].instruction.where()}"
-        warps = self.m.grid.warps_per_cta
-        start = registers_at_start(warps) if 32 * warps > 256 else 0
+        warps, ctas = self.m.grid.warps_per_cta, self.m.program.ctas_per_sm
+        start = registers_at_start(warps, ctas) if 32 * warps * ctas > 256 else 0
         return start, f"as CTAs of {32 * warps} threads start with"
 
     def _group(self, warp: int) -> list[int]:

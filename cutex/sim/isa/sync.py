@@ -312,7 +312,7 @@ def setmaxnreg(d: Decoder) -> Execute:
     wanted, m, ins = d.immediate(0), d.m, d.ins
     if wanted % 8 or not 24 <= wanted <= 256:
         raise BarrierMisuse.at(ins, f"setmaxnreg {wanted}: takes 24..256 in steps of 8")
-    start = registers_at_start(m.grid.warps_per_cta)
+    start = registers_at_start(m.grid.warps_per_cta, m.program.ctas_per_sm)
 
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)

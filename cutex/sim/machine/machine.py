@@ -49,11 +49,11 @@ class RegisterPool:
     held: dict[int, int] = field(default_factory=dict)
 
 
-def registers_at_start(warps: int) -> int:
-    """The registers per thread with which a CTA of so many warps starts, as ptxas allots them with
-    one CTA per SM: 65536 divided by its threads, rounded down to 8.
+def registers_at_start(warps: int, ctas_per_sm: int = 1) -> int:
+    """The registers per thread with which a CTA of so many warps starts, as ptxas allots them:
+    65536 divided by the threads of the CTAs of an SM, rounded down to 8.
     """
-    return min(65536 // (32 * warps) // 8 * 8, 248)
+    return min(65536 // (32 * warps * ctas_per_sm) // 8 * 8, 248)
 
 
 class Machine(Core):

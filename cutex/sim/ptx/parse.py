@@ -84,11 +84,12 @@ def parse(text: str, cubin: bytes | None = None) -> dict[str, Program]:
             limit = 1
             for n in threads.group(1).split(","):
                 limit *= int(n)
+        beside = re.search(r"\.minnctapersm\s+(\d+)", header)
         programs[entry.group(1)] = Program(
             entry.group(1), target.group(1) if target else "", reader.code, params, size,
             reader.variables, {b: len(r) for b, r in reader.scopes.banks.items()}, limit,
             reader.all_labels, debug_info.of_kernel(entry.group(1), entries),
-            assembled,
+            assembled, max(int(beside.group(1)), 1) if beside else 1,
         )  # fmt: skip
     return programs
 

@@ -99,6 +99,7 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)  # of dynamic shared memory, where named
     assembled: bool = False  # whether ptxas is known to have taken this text
+    ctas_per_sm: int = 1  # at least, for which registers must do (.minnctapersm)
     derived: dict[object, Any] = field(default_factory=dict, repr=False)  # by `once`
 
     @property
