@@ -19,6 +19,8 @@ from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.choose import configs_for, ranked
 from cutex.kernels.gemm.w4.sm90.config import W4Config
+from cutex.kernels.gemm.w4.sm90.decode import W4Decode
+from cutex.kernels.gemm.w4.sm90.decode_config import W4DecodeConfig
 from cutex.kernels.gemm.w4.sm90.one_row import W4OneRow
 from cutex.ops.w4.packed import W4Weight
 from cutex.problem.w4 import W4Problem, draw, packing
@@ -163,6 +165,51 @@ def test_one_row_of_any_magnitudes_is_right(
         assert torch.equal(found[want.isinf()], want[want.isinf()]), name
         bound = 2.0**-20 * (x.double().abs() @ weight.abs().mT)  # of fp32 sums of each digit
         assert ((found - want).abs()[finite] <= bound[finite]).all(), name
+
+
+DECODED = [  # tile_m, tile_n, warps, num_stages
+    (16, 1, 16, 4), (32, 8, 8, 3), (64, 8, 4, 2), (32, 1, 4, 5), (16, 8, 8, 2)
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", DECODED, ids=str)
+@pytest.mark.parametrize("of", FORMATS, ids=str)
+def test_rings_of_warps_of_any_tile(of: W4Format, tile: tuple[int, ...]) -> None:
+    names = "tile_m", "tile_n", "warps", "num_stages"
+    tiles = W4DecodeConfig(format=of, resident=1, **dict(zip(names, tile, strict=True)))
+    assert tiles.why_not(None, arch_named("sm_90a")) is None
+    signature = W4Signature(tiles, "bf16", OperandLayout("fp32"))
+    kernel = compile(W4Decode(signature), "bf16", "sm_90a")
+    for seed, (n, k) in enumerate(((200, 136), (72, 1280), (16, 3072), (520, 640))):
+        k -= k % 32 if of.group else 0
+        groups = -(-k // of.group) if of.group else 0
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+        scales = torch.randn(n, groups) if groups else None
+        if of.kind == "fp4" and scales is not None:
+            scales = scales.abs() * 2.0**100
+        scales = scales if scales is None else scales.to(bf16)
+        zeros = torch.randint(0, 16, (n, groups)) if of.zeros else None
+        packed = packing.pack(codes, scales, zeros, of)
+        m = tiles.tile_n - seed % min(tiles.tile_n, 3)
+        x, out = torch.randn(m, k).to(bf16), torch.full((m, n), torch.nan)
+        simulate(kernel, x, packed, out, order=ORDERS[seed], seed=seed)
+        w = packing.values(packed, n, k, of, bf16).double()
+        error = (out.double() - x.double() @ w.mT).abs()
+        assert (error <= 2.0**-7 * (x.double().square() @ w.square().mT).sqrt()).all()
+
+
+def test_few_rows_take_rings_of_warps_where_they_are_the_faster() -> None:
+    """As timed (docs/facts/scaled.md#w4-decode)."""
+    for mnk, decoded in (
+        ((1, 8192, 8192), True),
+        ((8, 8192, 8192), True),
+        ((1, 57344, 8192), True),
+        ((1, 28672, 4096), False),
+        ((8, 28672, 4096), False),
+        ((16, 8192, 8192), False),
+    ):
+        assert isinstance(configs_for(mnk, W4Format())[0], W4DecodeConfig) is decoded, mnk
 
 
 def test_every_tile_of_a_split_is_its_own_in_each_run() -> None:

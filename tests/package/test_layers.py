@@ -319,7 +319,8 @@ def test_what_is_missing_on_this_machine_is_no_finding_about_a_kernel():
 FEW = 6
 PRODUCTION = (
     "gemm.sm80.general gemm.sm90.general gemm.sm100.general "
-    "gemm.grouped.sm90.kernel gemm.grouped.sm100.kernel gemm.w4.sm90.kernel gemm.w4.sm100.kernel "
+    "gemm.grouped.sm90.kernel gemm.grouped.sm100.kernel "
+    "gemm.w4.sm90.kernel gemm.w4.sm90.decode gemm.w4.sm100.kernel "
     "gemm.scaled.fp8.sm90.kernel gemm.scaled.sm100.general "
     "gemm.unaligned.sm90.kernel gemm.unaligned.sm90.few "
     "attention.forward.sm90.forward attention.forward.sm100.forward "

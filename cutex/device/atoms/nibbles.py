@@ -1,9 +1,10 @@
 """Codes of 4 bits in registers, widened to pairs of bf16 or fp16.
 
-A word holds eight codes: nibble i is the low half of pair i, nibble i + 4 the high half. An integer
-is or-ed into the mantissa of a float whose unit is 1, from which its zero, as such a float, is
-subtracted: exact. The bits of an e2m1 are put where the float has them, exponent 0 where it has
-that of its least normal number: exact, subnormal numbers too, times a power of two.
+A word holds eight codes: nibble i is the low half of pair i, nibble i + 4 the high half; of e2m1
+for bf16 the bits lie elsewhere (problem/w4/layout.py, E2M1_PLACES). An integer is or-ed into the
+mantissa of a float whose unit is 1, from which its zero, as such a float, is subtracted: exact. The
+bits of an e2m1 are put where the float has them, exponent 0 where it has that of its least normal
+number: exact, subnormal numbers too, times a power of two.
 
 NOTE: inline PTX without side effects, so that the compiler may schedule it freely.
 """
@@ -34,7 +35,17 @@ def pairs_of_int4(word: Int32, kind: Any) -> list[Int32]:
 
 def pairs_of_e2m1(word: Int32, kind: Any) -> list[Int32]:
     """The four pairs of a word's e2m1, times 2^-14 in fp16, 2^-126 in bf16."""
-    down = 3 if kind is Float16 else 6  # from the bits 12 to 14
+    if kind is Float16:
+        return _pairs_of_nibbles(word)
+    bits = 0x81C0 * PAIR - (1 << 32)  # of the sign, the exponent and the mantissa
+    found = [x & Int32(bits) for x in (word << 6, word << 2, _turned_right(word, 4))]
+    last = word & Int32(0x8180 * PAIR - (1 << 32))
+    return [*found, _lop3(_shift_right(word, 8), 0x0040 * PAIR, last, OR_OF_AND)]
+
+
+def _pairs_of_nibbles(word: Int32) -> list[Int32]:
+    """The four pairs of a word's e2m1 in fp16, each from a nibble."""
+    down = 3  # from the bits 12 to 14
     found = []
     for i in range(PAIRS):
         up = 12 - 4 * i
@@ -80,6 +91,11 @@ def _lop3(a: Int32, b: int, c: Int32 | int, table: int) -> Int32:
 
 def _shift_right(a: Int32, by: int) -> Int32:
     return _words(f"shr.b32 $0, $1, {by};", a)
+
+
+def _turned_right(a: Int32, by: int) -> Int32:
+    """The word with its last `by` bits in front."""
+    return _words(f"shf.r.wrap.b32 $0, $1, $1, {by};", a)
 
 
 def _permuted(a: Int32, selector: int) -> Int32:

@@ -192,7 +192,12 @@ def _config(
 @lru_cache(maxsize=4096)
 def _compiled(config: Any, arch: str) -> Any:
     from cutex.compile import compile
+    from cutex.kernels.gemm.w4.sm90.decode_config import W4DecodeConfig
 
+    if isinstance(config.tiles, W4DecodeConfig):
+        from cutex.kernels.gemm.w4.sm90.decode import W4Decode
+
+        return compile(W4Decode(config), config.dtype, arch)
     if getattr(config.tiles, "digits", 0):
         from cutex.kernels.gemm.w4.sm90.one_row import W4OneRow
 

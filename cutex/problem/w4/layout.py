@@ -6,7 +6,7 @@ blocks are contiguous, and a block is one TMA copy:
     codes    4096 bytes: for each half of K, for each of the 128 threads of a warpgroup, 16 bytes,
              its registers of operand A of four wgmmas of 64x16 (PTX ISA, "Register Fragments for
              wgmma.mma_async"), a word for each wgmma: nibble i is the low half of register i,
-             nibble i + 4 the high half
+             nibble i + 4 the high half; of fp4 for bf16 the bits of a word lie in E2M1_PLACES
     scales   16 bits for each row and group of K: for each of 32 pairs of rows that a thread holds,
              8 apart, a word for each group, the first row's in the low half
     zeros    the same, if there are any
@@ -71,6 +71,10 @@ class W4Format:
 # a code's value is its bits, put where a float of 16 bits has them, times this: e2m1 has the
 # exponent 0 where the float has that of its least normal number
 E2M1_UNIT = {"bf16": 126, "fp16": 14}  # 2 to its power
+# where a word of fp4 for bf16 has the bits of its nibbles: a shift, or a rotation, brings a pair of
+# codes to the sign, the exponent and the mantissa of two bf16, and a mask is all that is left
+_OF_HALF = (0, 1, 2, 9, 4, 5, 6, 13, 10, 11, 12, 19, 14, 7, 8, 15)
+E2M1_PLACES = tuple((place + half) % 32 for half in (0, 16) for place in _OF_HALF)
 # an integer is or-ed into the mantissa of a float whose unit is 1
 INTEGER_BASE = {"bf16": 128, "fp16": 1024}
 DEFAULT_ZERO = 8

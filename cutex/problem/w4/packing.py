@@ -10,6 +10,7 @@ from cutex.problem.w4.layout import (
     BLOCK_K,
     CODE_WORDS,
     DEFAULT_ZERO,
+    E2M1_PLACES,
     E2M1_UNIT,
     INTEGER_BASE,
     STRIP,
@@ -38,6 +39,8 @@ def pack(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, of: W4Forma
     shape = strips, *_SIZES_OF_ROW, blocks, *_SIZES_OF_K
     nibbles = whole.reshape(shape).permute(_ORDER).reshape(strips, blocks, -1, 2)
     bytes_ = nibbles[..., 0] | nibbles[..., 1] << 4  # (strips, blocks, 4096)
+    if of.kind == "fp4" and scales is not None and scales.dtype is torch.bfloat16:
+        bytes_ = _moved(bytes_, dict(enumerate(E2M1_PLACES)))
     parts = [bytes_]
     if of.group:
         assert scales is not None
@@ -47,6 +50,15 @@ def pack(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, of: W4Forma
         base = INTEGER_BASE[NAMES[scales.dtype]]
         parts.append(_by_pairs((zeros + base).to(scales.dtype), of, strips, blocks, base))
     return torch.cat(parts, -1).contiguous().view(torch.int32)
+
+
+def _moved(words: Tensor, places: dict[int, int]) -> Tensor:
+    """Words of 32 bits, as bytes, whose bit b is moved to places[b]."""
+    whole = words.contiguous().view(torch.int32)
+    moved = torch.zeros_like(whole)
+    for bit, place in places.items():
+        moved |= ((whole >> bit) & 1) << place
+    return moved.view(torch.uint8)
 
 
 def _by_pairs(x: Tensor, of: W4Format, strips: int, blocks: int, pad: float) -> Tensor:
@@ -65,6 +77,8 @@ def unpack(
     strips, blocks, _ = packed.shape
     nibble_shape = [(strips, *_SIZES_OF_ROW, blocks, *_SIZES_OF_K)[i] for i in _ORDER]
     words = packed[..., :CODE_WORDS].contiguous().view(torch.uint8)
+    if of.kind == "fp4" and dtype is torch.bfloat16:
+        words = _moved(words, {place: bit for bit, place in enumerate(E2M1_PLACES)})
     nibbles = torch.stack((words & 15, words >> 4), -1).reshape(nibble_shape)
     back = [_ORDER.index(i) for i in range(len(_ORDER))]
     codes = nibbles.permute(back).reshape(strips * STRIP, blocks * BLOCK_K)[:n, :k]

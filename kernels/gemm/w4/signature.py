@@ -8,6 +8,7 @@ from cutex.compile import Argument, Operand
 from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.w4.sm90.config import W4Config
+from cutex.kernels.gemm.w4.sm90.decode_config import W4DecodeConfig
 from cutex.kernels.gemm.w4.sm100.config import W4Sm100Config
 
 
@@ -15,7 +16,7 @@ from cutex.kernels.gemm.w4.sm100.config import W4Sm100Config
 class W4Signature:
     """What the kernel computes, and its tiles: x (M, K) row-major, a packed weight (N, K)."""
 
-    tiles: W4Config | W4Sm100Config
+    tiles: W4Config | W4DecodeConfig | W4Sm100Config
     dtype: str = "bf16"
     out: OperandLayout = field(default_factory=lambda: OperandLayout(whole=True))
     ops: tuple[EpilogueOp, ...] = ()

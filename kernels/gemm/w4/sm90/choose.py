@@ -16,6 +16,7 @@ from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.config import ceil_div
 from cutex.kernels.gemm.w4.sm90.config import EIGHT, FEW, W4Config
+from cutex.kernels.gemm.w4.sm90.decode_config import W4DecodeConfig
 from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ FOURS_CLOCKS = 2000  # of splits by four and more that have one tile each
 # (docs/facts/scaled.md#w4-one-row-digits)
 DIGITS_TIMES, DIGITS_STRIPS = 0.95, 3
 DIGITS_STEP = 16  # blocks, so that few kernels serve all K
+X_VECTOR = 8  # elements of x that a bulk copy has a multiple of
+# of the kernel of up to eight rows (docs/facts/scaled.md#w4-decode): clocks of 32 rows by 128 of K
+# on an SM, and what a CTA takes beside them where there are many
+DECODE_CLOCKS, DECODE_ROUND_US, DECODE_EIGHT_TIMES = 120, 0.2, 1.1
+RING = 4  # slots of a warp, beyond which nothing is gained
+CROWDED_SM = 1.6  # tiles for each SM, up to which three CTAs may share one
+RANKED_TIMES = 0.93  # the time of the other kernel, relative to what is predicted of few rows
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
 SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
@@ -171,10 +179,55 @@ def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def configs_for(mnk: tuple[int, int, int], of: W4Format, board: str = "") -> list[W4Config]:
+def configs_for(
+    mnk: tuple[int, int, int], of: W4Format, board: str = ""
+) -> list[W4Config | W4DecodeConfig]:
     """The ranking for calls of these sizes, of which M is rounded up to its class, so that few
     kernels serve all M. board: one of BOARDS, if the GPU is on another than the arch's own."""
     m, n, k = mnk
     arch = BOARDS[board] if board else arch_named("sm_90a")
     few = 1 if m == 1 else EIGHT
-    return ranked((few if m <= EIGHT else rows_class(m), n, k), of, arch)
+    found: list[W4Config | W4DecodeConfig] = []
+    others = ranked((few if m <= EIGHT else rows_class(m), n, k), of, arch)
+    if m <= EIGHT and (decode := decode_config(mnk, of, arch)) is not None:
+        times = 1.0 if of.zeros else RANKED_TIMES
+        least = times * predict(others[0], (few, n, k), arch)
+        found = [decode] if predict_decode(decode, mnk, arch) < least else []
+    return [*found, *others]
+
+
+# ---- up to eight rows
+
+
+def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4DecodeConfig | None:
+    """The config of the kernel of few rows for sizes (M, N, K); None if it takes no such x.
+
+    Of one CTA for an SM 16 warps; of two for each, or of many, 8, since CTAs that share an SM have
+    the end of one under the work of the others. Fewer share it where all would have one or two: a
+    launch that begins under the one before would leave some SMs three.
+    """
+    m, n, k = mnk
+    columns = 1 if m == 1 and k % X_VECTOR == 0 else EIGHT
+    tile = W4DecodeConfig(tile_n=columns, format=of)
+    a_sm = ceil_div(n, tile.tile_m) / arch.num_sms
+    resident = 1 if a_sm <= 1 else 2 if CROWDED_SM < a_sm <= 2 else 3
+    for num_stages in range(RING, 1, -1):
+        found = replace(
+            tile, warps=16 if resident == 1 else 8, resident=resident, num_stages=num_stages
+        )
+        if found.why_not(None, arch) is None:
+            return found.on(arch.num_sms)
+    return None
+
+
+def predict_decode(tiles: W4DecodeConfig, mnk: tuple[int, int, int], arch: Arch) -> float:
+    """Microseconds."""
+    _, n, k = mnk
+    rounds = ceil_div(n, tiles.tile_m) / arch.num_sms
+    if rounds <= 2:
+        rounds = 1 if rounds <= 1 else 2
+    each = tiles.weight_bytes * arch.num_sms / (MEMORY * arch.hbm_gbs * 1e3)
+    each = max(each, DECODE_CLOCKS / (CLOCK * arch.clock_hz * 1e-6))
+    each *= DECODE_EIGHT_TIMES if tiles.tile_n > 1 and rounds > 2 else 1
+    more = DECODE_ROUND_US * rounds if rounds > 2 else 0
+    return FIXED_US + rounds * ceil_div(k, BLOCK_K) * each + more
