@@ -63,9 +63,11 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
     out.backward(do.double())
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": do, "o": out.detach().bfloat16()}
     given |= {"lse": lse.detach().float(), "scale": case.softmax_scale, "lo": -150}
+    given |= {"seqused_q": inputs.seqused_q, "seqused_k": inputs.seqused_k}
+    unwritten = 0.0 if case.varlen else torch.nan
     tiles = -(-case.seqlen_q // config.tile_m) * case.batch * case.heads_q
     for order in orders:
-        found = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
+        found = {f"d{name}": torch.full_like(given[name], unwritten) for name in "qkv"}
         found["stats"] = torch.full((tiles, 2 * config.tile_m), torch.nan)
         found["dq_sums"] = torch.full((tiles, config.tile_m * config.head_dim), torch.nan)
         found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)
@@ -169,6 +171,14 @@ def test_a_tile_of_keys_that_is_overwritten_by_the_next_one_is_found(monkeypatch
 def test_sums_that_main_zeroes_are_right(config, ctas):
     case = replace(LATE_CASES[ctas], head_dim=config.head_dim, head_dim_v=config.head_dim)
     assert wrong(replace(config, num_ctas=ctas), ORDERS, case) is None
+
+
+@pytest.mark.slow
+def test_sums_behind_a_sequence_without_queries_are_zeroed():
+    config = fitted(BackwardConfig(causal=True, used_q=True, used_k=True))
+    used = {"batch": 2, "used_q": (0, 130), "used_k": (150, 200), "heads_q": 2, "heads_kv": 2}
+    assert config.late_zeros
+    assert wrong(replace(config, num_ctas=1), ({},), replace(OWN_CASE, **used)) is None
 
 
 @pytest.mark.slow

@@ -84,6 +84,8 @@ class Preprocess:
             thread, _, _ = cute.arch.thread_idx()
             if (m_block + head == 0) & (thread < 32):
                 self.rank(args, batch)
+        if cutlass.const_expr(c.late_zeros):
+            self.clear_flag(args, tiles.tile(c, head, batch, seqlen) + m_block)
         if m_block * c.tile_m < seqlen.length:
             number = tiles.tile(c, head, batch, seqlen) + m_block
             self.tile(tensors, args, QueryTile(number, head, batch, seqlen, m_block), cleared)
@@ -94,7 +96,7 @@ class Preprocess:
     ) -> None:
         """Do all for the queries of a tile; its sums are zeroed if they are among the first
         `cleared`, or that is None."""
-        self.clear_flags(args, tile.number)
+        self.clear_turns(args, tile.number)
         for part in cutlass.range_constexpr(self.parts):
             rows = self.read_rows(part, tensors, args, tile)
             sums = tensors.dq_sums[tile.number, None]
@@ -130,12 +132,15 @@ class Preprocess:
         return cute.ceil_div(keys(args, Int32(0)).of(batch).length, self.config.tile_n)
 
     @cute.jit
-    def clear_flags(self, args: KernelArgs, tile: Int32) -> None:
-        """Set the turns at a tile to 0, and the flag of the unit of the same number."""
+    def clear_flag(self, args: KernelArgs, number: Int32) -> None:
+        """Set the flag of unit `number` to 0; the CTA of that tile, of whatever rows, calls it."""
         thread, _, _ = cute.arch.thread_idx()
-        if cutlass.const_expr(self.config.late_zeros):  # noqa: SIM102 - known when tracing
-            if (thread == 0) & (tile < cute.size(args.zeroed)):  # a unit has at least one tile
-                args.zeroed[tile] = Int32(0)
+        if (thread == 0) & (number < cute.size(args.zeroed)):  # a unit has at least one tile
+            args.zeroed[number] = Int32(0)
+
+    @cute.jit
+    def clear_turns(self, args: KernelArgs, tile: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
         if cutlass.const_expr(self.config.deterministic):  # noqa: SIM102 - known when tracing
             if thread < self.config.turns:
                 args.turns[tile, thread] = Int32(0)
