@@ -39,6 +39,6 @@ LADDERS: Ladders[Stage] = Ladders(
     )
     + on_each(
         WITH_CLUSTERS,
-        Stage(3, "", "clusters", "the kernel behind cutex.rms_norm", WholeConfig()),
+        Stage(3, "", "clusters", "CTAs share rows, as in cutex.rms_norm", WholeConfig()),
     ),
 )

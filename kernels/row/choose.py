@@ -40,6 +40,7 @@ DENSE_LEAST = 1 << 21
 # a CTA; slots at most, by the threads of a row; bytes of an SM that rows may not have; elements
 # that fill a GPU
 BULK_COLUMNS = {1: 38, 2: 42, 4: 38, 8: 44}  # docs/facts/rows.md#rows-norm-bulk-tiles
+BULK_LONGEST = 56  # of an RMS norm, whose threads have no bias
 BULK_THREADS = 512
 BULK_CTA = 128
 BULK_STAGES = {32: 3, 64: 4, 512: 6}
@@ -53,6 +54,20 @@ BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
 BULK_LONG = ((20_481, 90_112), (98_305, 1 << 20))
 # and of an RMS norm's, from so many columns on those that begin within a line of memory
 BULK_LINES, LINE_BYTES = 20_481, 128
+
+# aligned rows taken in turn (docs/facts/rows.md#rows-norm-resident): threads and CTAs of a row, and
+# the most vectors of each, the first that holds it; of a layer norm's or an RMS norm's, by the
+# elements of a vector; the columns of an RMS norm at least
+RESIDENT_LAYER = (
+    (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (128, 1), (256, 1), (256, 2), (256, 4), (256, 8),
+    (512, 8),
+)  # fmt: skip
+RESIDENT = {
+    (True, 8): tuple((*tile, 4) for tile in RESIDENT_LAYER),
+    (True, 4): tuple((*tile, 6) for tile in RESIDENT_LAYER),
+    (False, 8): ((256, 1, 5), (256, 2, 6), (256, 4, 5), (256, 8, 5), (512, 8, 5)),
+}
+RESIDENT_LEAST = {True: 33, False: 8193}
 
 # rows whose threads keep sums of their columns (docs/facts/rows.md#rows-gradient-tiles): threads
 # and CTAs of those that are loaded by the element, by the least and most columns; the vectors of a
@@ -78,11 +93,17 @@ SUMS_ALIGNED = {8: 98_305, 4: 65_537}
 ROWS_THREADS = (128, 256, 512)
 ROWS_ELEMENTS = 64
 ROWS_SLOTS = 6
-ROWS_ANYWHERE = {8: 6138, 4: 32_769}
-# vectors of a thread, before CTAs share a row of a softmax, or of an RMS norm
+ROWS_ANYWHERE = {8: 10_234, 4: 32_769}
+# those between are better in registers (docs/facts/rows.md#rows-softmax-odd): threads and CTAs, by
+# the least and most columns, of 16 bits
+SOFTMAX_ODD = {(5114, 10_233): (256, 1), (14_330, 16_377): (256, 2)}
+# vectors of a thread, before CTAs share a row of a softmax, aligned or not, or of an RMS norm
 # (docs/facts/rows.md#rows-softmax-wide)
-SOFTMAX_WIDE = 6
+SOFTMAX_WIDE = {True: 8, False: 6}
 NORM_WIDE = 5
+# threads that share a row at least, and vectors of a thread of a warp's row at most, of kernels
+# whose rows are short (docs/facts/rows.md#rows-short)
+LEAST_THREADS, IN_WARP = 4, 5
 
 
 class TooLong(CutexError):
@@ -108,14 +129,16 @@ def tile(
     wide: int = WIDE,
     least: int = 8,
     lines: bool = True,
+    in_warp: int = WIDE,
 ) -> RowTile:
     """The tile of rows of `n` elements of so many bits.
 
     unit: the elements of the widest vector that every row can be loaded by. shifted: rows begin
     anywhere, all operands alike. wide: the vectors of a thread, from which on CTAs share a row: of
     rows that are only read, more than WIDE. least: threads that share a row, at least. lines:
-    whether all rows begin with a whole line of memory. Raises TooLong, in one sentence, for a row
-    that no tile holds.
+    whether all rows begin with a whole line of memory. in_warp: the vectors of a thread, from which
+    on more than one warp share a row. Raises TooLong, in one sentence, for a row that no tile
+    holds.
     """
     width = min(unit, VECTOR_BYTES * 8 // bits)
     vectors = -(-(n + (width - 1) * shifted) // width)
@@ -123,6 +146,8 @@ def tile(
     # 4 vectors a thread; then more threads, then more CTAs (docs/facts/rows.md#tile, an H100)
     few = WIDE + shifted  # such a row lies across one vector more (rows.md#rows-odd-tiles)
     threads = _power(-(-vectors // few), least, CTA)
+    fewer = _power(-(-vectors // max(few, in_warp)), least, CTA)
+    threads = fewer if fewer <= WARP else threads
     ctas = _power(-(-vectors // (max(wide, few) * threads)), 1, most_ctas)
     threads = max(threads, _power(-(-vectors // (MOST * ctas)), least, 1024))
     if not lines and -(-vectors // (threads * ctas)) > ROOMY:
@@ -137,7 +162,9 @@ def tile(
             f"{ctas} CTA{'s' * (ctas > 1)} of {arch_name}"
         )
     rows = max(1, CTA // threads) * (2 if threads <= 8 and per_thread < WIDE else 1)
-    return RowTile(rows, threads, ctas, per_thread, width, not shifted)
+    # NOTE: with more vectors their ends come by the element, and all loads in turn are quicker
+    inner = shifted and threads * ctas > 1 and per_thread <= WIDE  # rows.md#rows-odd-ends
+    return RowTile(rows, threads, ctas, per_thread, width, not shifted, inner)
 
 
 def with_sums(n: int, other: RowTile) -> RowTile:
@@ -212,7 +239,7 @@ def bulk(
     of = arch(arch_name)
     if of.capability < (9, 0) or m * n < least or not _is_for_bulk(n, other, centred):
         return None
-    for ctas, columns in BULK_COLUMNS.items():
+    for ctas, columns in (BULK_COLUMNS if centred else BULK_COLUMNS | {8: BULK_LONGEST}).items():
         threads = _power(-(-n // (ctas * columns)), 4, 1024)
         found = _bulk(n, threads, ctas, other, of.smem_per_cta)
         if found is not None and found.resident * found.tile.num_threads <= BULK_THREADS // 2:
@@ -247,6 +274,29 @@ def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
         return other.width == 8 and n >= BULK_LINES and 2 * n % LINE_BYTES > 0
     short = BULK_SHORT[0] <= n <= BULK_SHORT[1] and other.vectors == BULK_VECTORS
     return other.width == 8 and (short or any(a <= n <= b for a, b in BULK_LONG))
+
+
+class Resident(NamedTuple):
+    """How aligned rows are taken in turn: see ResidentConfig."""
+
+    tile: RowTile
+    resident: int
+
+
+def resident(
+    m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST
+) -> Resident | None:
+    """How `m` rows of `n` elements, a norm's, whose vectors are of 16 bytes, are taken in turn by
+    CTAs that stay. None for rows that are better taken as `other` has them."""
+    few = m * n < least or n < RESIDENT_LEAST[centred]
+    if not other.aligned or few or arch(arch_name).capability < (9, 0):
+        return None
+    for threads, ctas, most in RESIDENT.get((centred, other.width), ()):
+        vectors = -(-n // (other.width * threads * ctas))
+        if vectors <= most:
+            tile = RowTile(max(1, CTA // threads), threads, ctas, vectors, other.width)
+            return Resident(tile, BULK_THREADS // tile.num_threads)
+    return None
 
 
 class BulkGradient(NamedTuple):
@@ -330,6 +380,8 @@ def bulk_rows(
     wanted = ROWS_ANYWHERE.get(widest)
     if of.capability < (9, 0) or wanted is None or m * n < least or n < wanted:
         return None
+    if widest == 8 and any(first <= n <= last for first, last in SOFTMAX_ODD):
+        return None
     for ctas in (1, 2, 4, CLUSTER):
         for threads in ROWS_THREADS:
             tile = RowTile(1, threads, ctas, 1, widest, False)
@@ -363,6 +415,44 @@ def one_cta(other: RowTile) -> RowTile:
     if other.ctas != 2:
         return other
     return replace(other, threads=2 * other.threads, ctas=1)
+
+
+def softmax(m: int, n: int, bits: int, arch_name: str, unit: int, shifted: bool = False) -> RowTile:
+    """The tile of a softmax of `m` rows of `n` elements, the others as of `tile`."""
+    if m * n < BULK_LEAST:
+        return tile(n, bits, arch_name, unit, shifted)
+    found = tile(n, bits, arch_name, unit, shifted, SOFTMAX_WIDE[not shifted])
+    if not shifted:
+        return two_ctas(found)
+    for (first, last), (threads, ctas) in SOFTMAX_ODD.items():
+        if found.width == 8 and first <= n <= last and found.ctas >= ctas:
+            vectors = -(-(n + found.lead) // (threads * ctas * found.width))
+            inner = vectors <= WIDE
+            return replace(found, threads=threads, ctas=ctas, vectors=vectors, rows=1, inner=inner)
+    return found
+
+
+def rms_norm(
+    m: int, n: int, bits: int, arch_name: str, unit: int, shifted: bool, lines: bool
+) -> RowTile:
+    """The tile of an RMS norm of `m` rows of `n` elements that are not taken in turn, the others as
+    of `tile`."""
+    found = tile(n, bits, arch_name, unit, shifted, NORM_WIDE, LEAST_THREADS, lines, IN_WARP)
+    return found if m * n < BULK_LEAST else one_cta(found)
+
+
+def inner(other: RowTile) -> RowTile:
+    """The tile of rows that are only read, which ask for no end in most vectors, however many a
+    thread has (docs/facts/rows.md#rows-odd-ends)."""
+    return replace(other, inner=not other.aligned and other.threads * other.ctas > 1)
+
+
+def two_ctas(other: RowTile) -> RowTile:
+    """Two CTAs of 256 threads instead of four of 128, of which rows take longer
+    (docs/facts/rows.md#rows-softmax-wide); other tiles as they are."""
+    if (other.threads, other.ctas) != (CTA, 4):
+        return other
+    return replace(other, threads=2 * CTA, ctas=2)
 
 
 def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:

@@ -51,6 +51,7 @@ class WholeConfig:
     vectors: int = 1
     width: int = 8
     aligned: bool = True
+    inner: bool = False
     clusters: bool = True  # whether a row may be shared by several CTAs
     shared: ClassVar[bool] = False  # whether all rows share a vector, which is loaded, too
 
@@ -59,24 +60,38 @@ class WholeConfig:
             return reason
         if problem is not None and problem.columns > self.tile.columns:
             return f"columns={problem.columns}: the registers of the CTAs hold {self.tile.columns}"
+        if problem is not None and problem.columns < self.tile.least_columns:
+            least = self.tile.least_columns
+            return f"columns={problem.columns}: with inner=True a row has at least {least}"
         return None
 
     @property
     def tile(self) -> RowTile:
-        return RowTile(self.rows, self.threads, self.ctas, self.vectors, self.width, self.aligned)
+        return RowTile(
+            self.rows, self.threads, self.ctas, self.vectors, self.width, self.aligned, self.inner
+        )
+
+    def chosen(
+        self, problem: RowProblem, bits: int, arch: str, width: int, shifted: bool
+    ) -> RowTile:
+        """The tile of the function."""
+        m, n = problem.rows, problem.columns
+        if not self.shared:
+            return choose.softmax(m, n, bits, arch, width, shifted)
+        lines = n * bits % (8 * LINE) == 0
+        return choose.rms_norm(m, n, bits, arch, width, shifted, lines)
 
     def fitted(self, problem: RowProblem, arch: Arch) -> Self:
         bits, (width, aligned) = DTYPES[problem.dtype].bits, loads(problem)
         # sm_80 stands for one CTA a row
         name = arch.name if self.clusters else "sm_80"
-        lines = not self.shared or problem.columns * bits % (8 * LINE) == 0
         try:
-            t = choose.tile(problem.columns, bits, name, width, not aligned, lines=lines)
+            t = self.chosen(problem, bits, name, width, not aligned)
         except choose.TooLong as long:
             raise ValueError(str(long)) from None
         return replace(
             self, rows=t.rows, threads=t.threads, ctas=t.ctas, vectors=t.vectors, width=width,
-            aligned=aligned,
+            aligned=aligned, inner=t.inner,
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -62,7 +62,7 @@ class SoftmaxMasked(RowKernel):
         if cutlass.const_expr(c.causal):  # what is masked is not loaded
             row = cutlass.min(this.row, this.rows - 1) % queries
             n = Int32(columns.n)
-            seen = replace(columns, n=cutlass.max(cutlass.min(n - queries + row + 1, n), 0))
+            seen = columns.cut(cutlass.max(cutlass.min(n - queries + row + 1, n), 0))
         rX = row_of(mX, this, seen)  # (V, NumV)
         rM: Any = None
         if cutlass.const_expr(c.mask):

@@ -7,6 +7,7 @@ import torch
 
 from cutex.compile import compile
 from cutex.kernels.norm import ARCHS, LADDERS
+from cutex.kernels.row import choose
 from cutex.ops.row.rows import tile_of
 from cutex.problem.norm import EPS, NormProblem
 from cutex.sim import simulate
@@ -60,8 +61,9 @@ def test_ctas_that_share_a_row_meet_in_every_order(order, seed):
 def test_the_last_stage_has_the_tile_of_the_function(columns):
     problem = NormProblem(2, columns)
     x, weight = problem.inputs()
-    tile = STAGES[3].fitted(problem).default.tile
-    assert tile == tile_of((x, torch.empty_like(x)), (weight,), "sm_90a")
+    how = {"wide": choose.NORM_WIDE, "least": choose.LEAST_THREADS, "in_warp": choose.IN_WARP}
+    wanted = tile_of((x, torch.empty_like(x)), (weight,), "sm_90a", **how)
+    assert STAGES[3].fitted(problem).default.tile == wanted
 
 
 def test_a_wrong_result_is_refused():

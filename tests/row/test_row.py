@@ -353,7 +353,7 @@ def test_a_tile_holds_its_row_and_wastes_little(n, bits, name, unit, shifted):
         assert n * bits // 8 > 1024 * 2 * choose.MOST * bits // 8 * min(unit, 128 // bits) - 16
         return
     assert tile.why_not(clusters=arch(name).capability >= (9, 0)) is None
-    assert n <= tile.columns
+    assert tile.least_columns <= n <= tile.columns
     assert tile.columns - n < tile.threads * tile.ctas * tile.width + tile.width
     assert tile.vectors <= 2 * choose.MOST
 

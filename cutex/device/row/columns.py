@@ -41,23 +41,51 @@ class Columns:
 
     def moved(self, chunk: Int32) -> Columns:
         """The same thread's columns, so many tiles further on, of a row longer than a tile."""
-        return replace(self, first=self.first + chunk * (self.step * self.tile.vectors))
+        first = self.first + chunk * (self.step * self.tile.vectors)
+        return replace(self, tile=replace(self.tile, inner=False), first=first)
+
+    def cut(self, n: Int32) -> Columns:
+        """Those of the first `n` columns of the row."""
+        return replace(self, tile=replace(self.tile, inner=False), n=n)
 
     def where(self, exists: Boolean) -> Columns:
         """These columns if the row exists, else none."""
-        return replace(self, n=Int32(cutlass.select_(exists, Int32(self.n), Int32(0))))
+        return self.cut(Int32(cutlass.select_(exists, Int32(self.n), Int32(0))))
 
     @property
     def step(self) -> int:
         """The columns from one vector of a thread to its next."""
         return self.tile.threads * self.tile.ctas * self.tile.width
 
+    def may_begin(self, vector: int) -> bool:
+        """Whether the row may begin in the middle of a vector."""
+        return not self.tile.aligned and (vector == 0 or not self.tile.inner)
+
+    def may_end(self, vector: int) -> bool:
+        """Whether the row may end before, or in the middle of, a vector."""
+        return vector >= self.tile.vectors - 2 or not self.tile.inner
+
     def has(self, vector: int) -> Boolean:
         """Whether a vector lies whole in the row."""
         column = self.first + vector * self.step
         if self.tile.aligned:
             return column < self.n
-        return (column >= 0) & (column + self.tile.width <= self.n)
+        found = Boolean(True)
+        if self.may_begin(vector):
+            found = column >= 0
+        if self.may_end(vector):
+            found = found & (column + self.tile.width <= self.n)
+        return found
+
+    def has_element(self, vector: int, element: int) -> Boolean:
+        """Whether the row has an element of a vector."""
+        column = self.first + vector * self.step
+        found = Boolean(True)
+        if self.may_begin(vector):
+            found = column >= -element
+        if self.may_end(vector):
+            found = found & (self.n - column > element)
+        return found
 
     def holds(self, column: Int32) -> Boolean:
         return (column >= 0) & (column < self.n)
@@ -65,6 +93,8 @@ class Columns:
     def overlaps(self, vector: int) -> Boolean:
         """Whether any element of a vector lies in the row."""
         column = self.first + vector * self.step
+        if self.tile.inner:
+            return column < self.n if self.may_end(vector) else Boolean(True)
         return (column + self.tile.width > 0) & (column < self.n)
 
     def is_end(self, vector: int) -> Boolean:
@@ -96,28 +126,58 @@ class Columns:
             if self.has(i) | (between & self.overlaps(i)):
                 cute.autovec_copy(self.vector(gX, i), rX[None, i])
         for i in cutlass.range_constexpr(tile.vectors):
-            if self.is_end(i):
-                for j in cutlass.range_constexpr(tile.width):
-                    column = self.first + i * self.step + j
-                    if not self.holds(column):
-                        rX[j, i] = gX.element_type(fill)
-                    elif not between:
-                        rX[j, i] = gX[column]
+            if cutlass.const_expr(self.may_begin(i) or self.may_end(i)):  # noqa: SIM102 (traced)
+                if self.is_end(i):
+                    if ~between:
+                        self.fetch_elements(gX, rX, i)
+                    self.fill_outside(rX, i, fill)
 
     @cute.jit
-    def fetch(self, gX: cute.Tensor, rX: cute.Tensor) -> None:
+    def fetch_elements(self, gX: cute.Tensor, rX: cute.Tensor, i: cutlass.Constexpr[int]) -> None:
+        """Load the elements of vector i that gX (N) has, one by one."""
+        for j in cutlass.range_constexpr(self.tile.width):
+            if self.has_element(i, j):
+                rX[j, i] = gX[self.first + i * self.step + j]
+
+    @cute.jit
+    def fill_outside(
+        self, rX: cute.Tensor, i: cutlass.Constexpr[int], fill: cutlass.Constexpr[Any]
+    ) -> None:
+        """Put `fill` in the place of the elements of vector i of rX (V, NumV) that are not the
+        row's: by masks of words of 32 bits, an instruction or two each."""
+        per = 32 // rX.element_type.width  # elements of a word
+        rFill = cute.make_rmem_tensor(per, rX.element_type)
+        rFill.fill(fill)
+        words, fills = cute.recast_tensor(rX[None, i], Int32), cute.recast_tensor(rFill, Int32)
+        for word in cutlass.range_constexpr(self.tile.width // per):
+            mask = Int32(0)
+            for e in cutlass.range_constexpr(per):
+                bits = -1 if per == 1 else (0xFFFF, -0x10000)[e]
+                mask |= cutlass.select_(self.has_element(i, word * per + e), Int32(bits), Int32(0))
+            words[word] = (words[word] & mask) | (fills[0] & ~mask)
+
+    @cute.jit
+    def fetch(self, gX: cute.Tensor, rX: cute.Tensor, whole: Boolean | None = None) -> None:
         """Load the elements of gX (N) to rX (V, NumV), which keeps what it has where there are
-        none."""
+        none. whole: whether all vectors of the tile lie in a row that begins anywhere."""
+        if cutlass.const_expr(self.tile.aligned or whole is None):
+            self.fetch_asking(gX, rX)
+        elif whole:
+            for i in cutlass.range_constexpr(self.tile.vectors):
+                cute.autovec_copy(self.vector(gX, i), rX[None, i])
+        else:
+            self.fetch_asking(gX, rX)
+
+    @cute.jit
+    def fetch_asking(self, gX: cute.Tensor, rX: cute.Tensor) -> None:
+        """The same, of each vector for itself."""
         tile = self.tile
         for i in cutlass.range_constexpr(tile.vectors):
             if self.has(i):
                 cute.autovec_copy(self.vector(gX, i), rX[None, i])
             elif cutlass.const_expr(not tile.aligned):  # noqa: SIM102 (the other is traced)
                 if self.overlaps(i):
-                    for j in cutlass.range_constexpr(tile.width):
-                        column = self.first + i * self.step + j
-                        if self.holds(column):
-                            rX[j, i] = gX[column]
+                    self.fetch_elements(gX, rX, i)
 
     @cute.jit
     def store(self, rX: cute.Tensor, gX: cute.Tensor) -> None:
@@ -129,9 +189,8 @@ class Columns:
             elif cutlass.const_expr(not tile.aligned):  # noqa: SIM102 (the other is traced)
                 if self.overlaps(i):
                     for j in cutlass.range_constexpr(tile.width):
-                        column = self.first + i * self.step + j
-                        if self.holds(column):
-                            gX[column] = rX[j, i]
+                        if self.has_element(i, j):
+                            gX[self.first + i * self.step + j] = rX[j, i]
 
     def held(self, mW: cute.Tensor) -> cute.Tensor:
         """The elements of mW (N), which all rows share and which may begin anywhere, in these
@@ -190,7 +249,7 @@ class Columns:
         for i in range(tile.vectors):
             own = Float32(0)
             for j in range(tile.width):
-                held = tile.aligned or self.holds(self.first + i * self.step + j)
+                held = tile.aligned or self.has_element(i, j)
                 element = rX[j, i] if tile.aligned else cutlass.select_(held, rX[j, i], Float32(0))
                 own += element * element
             total += cutlass.select_(self.has(i), own, Float32(0)) if tile.aligned else own
@@ -204,11 +263,10 @@ class Columns:
         for i in cutlass.range_constexpr(self.tile.vectors):
             if not self.has(i):
                 for j in cutlass.range_constexpr(self.tile.width):
-                    column = self.first + i * self.step + j
                     if cutlass.const_expr(self.tile.aligned):
                         rX[j, i] = Float32(0)
                     else:
-                        rX[j, i] = cutlass.select_(self.holds(column), rX[j, i], Float32(0))
+                        rX[j, i] = cutlass.select_(self.has_element(i, j), rX[j, i], Float32(0))
         return rX.load()
 
     def is_first_of_row(self) -> Boolean:

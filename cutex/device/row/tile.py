@@ -24,6 +24,9 @@ class RowTile:
     # whether all rows begin at a multiple of a vector, and are a whole number of them; if not, the
     # first and the last vector of a row are loaded and stored by the element
     aligned: bool = True
+    # of rows that begin anywhere: whether an end of a row can only lie in the first vector of a
+    # thread or in its last two, because no tile with fewer vectors would hold them
+    inner: bool = False
 
     @property
     def num_threads(self) -> int:
@@ -41,6 +44,11 @@ class RowTile:
         return self.threads * self.ctas * self.vectors * self.width - self.lead
 
     @property
+    def least_columns(self) -> int:
+        """The shortest row that the tile takes: with `inner` vectors that are all of the row."""
+        return self.threads * self.ctas * (self.vectors - 2) * self.width if self.inner else 0
+
+    @property
     def lead(self) -> int:
         """The elements of the first vector that may lie before a row."""
         return 0 if self.aligned else self.width - 1
@@ -54,6 +62,8 @@ class RowTile:
             return f"rows={self.rows} of {self.threads} threads must be whole warps, at most 1024"
         if self.ctas > 1 and self.threads < WARP:
             return f"ctas={self.ctas}: a row of several CTAs needs whole warps of each"
+        if self.inner and self.threads * self.ctas == 1:
+            return "inner: a row of one thread may begin and end in any of its vectors"
         if self.ctas not in (1, 2, 4, 8):
             return f"ctas={self.ctas} must be 1, 2, 4 or 8"
         if self.ctas > 1 and not clusters:

@@ -108,7 +108,10 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     launch.makes("losses", x.shape[:1], torch.float32)
     for name in ("loss", "count"):
         launch.makes(name, (), torch.float32, 1)
-    tile = choose.one_cta(tile_of(rows, (), arch, wide=choose.MOST))
+    tile = tile_of(
+        rows, (), arch, wide=choose.MOST, least=choose.LEAST_THREADS, in_warp=choose.IN_WARP
+    )
+    tile = choose.inner(choose.one_cta(tile))
     # CTAs that meet wait for each other; one that walks alone does not, where each SM has several
     walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
     if walks:

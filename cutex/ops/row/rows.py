@@ -130,13 +130,16 @@ def tile_of(
     arch: str,
     shifts: bool = True,
     wide: int = choose.WIDE,
+    least: int = 8,
+    in_warp: int = choose.WIDE,
 ) -> RowTile:
-    """The tile for `rows` (M, N), whole, and `vectors` (N) that all rows share."""
+    """The tile for `rows` (M, N), whole, and `vectors` (N) that all rows share; `wide`, `least` and
+    `in_warp` as of choose.tile."""
     x, loads = rows[0], loads_of(rows, vectors, shifts)
     # NOTE: of kernels that load a vector for all rows, too (docs/facts/rows.md#rows-norm-lines)
     lines = not (vectors and shifts) or all((y.data_ptr() | _step(y)) % LINE == 0 for y in rows)
     bits = 8 * x.element_size()
-    return choose.tile(x.shape[-1], bits, kernels_of(arch), *loads, wide, lines=lines)
+    return choose.tile(x.shape[-1], bits, kernels_of(arch), *loads, wide, least, lines, in_warp)
 
 
 def part_of(rows: Sequence[Tensor]) -> RowTile:

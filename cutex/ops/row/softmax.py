@@ -19,6 +19,7 @@ from cutex.ops.row.rows import (
     check_rows,
     dense_of,
     empty_rows,
+    loads_of,
     tile_of,
 )
 from cutex.ops.row.softmax_masked import MASKED, kept
@@ -104,7 +105,8 @@ def _plan(_: Any, x: Tensor) -> Run:
         return empty_rows
     launch = Launch(x.device)
     rows = [*launch.rows(x=x), launch.makes("y", x.shape, x.dtype, 2)]
-    tile, (m, n) = tile_of(rows, (), arch, wide=choose.SOFTMAX_WIDE), rows[0].shape
+    m, n = rows[0].shape
+    tile = choose.softmax(m, n, 8 * x.element_size(), kernels_of(arch), *loads_of(rows, (), True))
     widest = 0 if tile.aligned else dense_of(rows)
     if widest and (by := choose.bulk_rows(m, n, widest, kernels_of(arch))):
         config = RowsBulkConfig(*by)
