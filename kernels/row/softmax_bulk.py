@@ -15,7 +15,7 @@ from cutex.device.row.packed import PackedRows
 from cutex.device.row.tile import RowTile
 from cutex.device.row.words import Words
 from cutex.kernels.row.kernel import RowKernel, matrix, reductions
-from cutex.kernels.row.norm_by_words import folded, plus
+from cutex.kernels.row.moments import folded, plus
 from cutex.kernels.row.softmax import above, exp, merged
 
 LEAST_SLOTS = 3

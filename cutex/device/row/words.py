@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, cute
+from cutlass import BFloat16, Boolean, Float32, Int16, Int32, cute
 
 HIGH = -65536  # the upper half of a word
 
@@ -148,10 +149,9 @@ class Words:
         return [x for word in range(self.count) for x in self.pair(rX, word)]
 
     def pair(self, rX: cute.Tensor, word: int) -> list[Float32]:
-        """The elements of a word of rX, in fp32: those of bf16 by an instruction each."""
+        """The elements of a word of rX, in fp32."""
         if self.per == 2 and rX.element_type is BFloat16:
-            bits = cute.recast_tensor(rX, Int32)[word]
-            return [(bits << 16).bitcast(Float32), (bits & HIGH).bitcast(Float32)]
+            return halves(cute.recast_tensor(rX, Int32)[word], BFloat16)
         return [Float32(rX[word * self.per + i]) for i in range(self.per)]
 
     def where_held(self, x: list[Float32]) -> list[Float32]:
@@ -163,3 +163,10 @@ class Words:
                     at = word * self.per + i
                     found[at] = cutlass.select_(self.holds(word, i), x[at], Float32(0))
         return found
+
+
+def halves(word: Int32, dtype: Any) -> list[Float32]:
+    """The two elements of a word in fp32: of bf16 by an instruction each."""
+    if dtype is BFloat16:
+        return [(word << 16).bitcast(Float32), (word & HIGH).bitcast(Float32)]
+    return [Float32(Int16(half).bitcast(dtype)) for half in (word, word >> 16)]

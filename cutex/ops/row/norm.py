@@ -86,7 +86,8 @@ def _plan(
     functions."""
     from cutex.kernels.row import choose
     from cutex.kernels.row.norm import NormConfig
-    from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
+    from cutex.kernels.row.norm_bulk import BulkConfig
+    from cutex.kernels.row.norm_resident import ResidentConfig
 
     eps, centred, saves = options
     arch = arch_of(x.device, "cutex.layer_norm" if centred else "cutex.rms_norm")
@@ -104,18 +105,24 @@ def _plan(
     if saves:
         launch.makes("mean", x.shape[:-1] if centred else (0,), torch.float32, 1)
         launch.makes("rstd", x.shape[:-1], torch.float32, 1)
-    tile = tile_of(rows, vectors, arch, wide=choose.WIDE if centred else choose.NORM_WIDE)
+    wide = choose.WIDE if centred else choose.NORM_WIDE
+    tile = tile_of(
+        rows, vectors, arch, wide=wide, least=choose.LEAST_THREADS, in_warp=choose.IN_WARP
+    )
     staged = None
-    if centred and residual is None and tile.width * x.element_size() == VECTOR:
-        staged = choose.by_smem(x.shape[-1], tile)
+    if residual is None and x.numel() >= choose.BULK_LEAST:
+        if not centred:
+            tile = choose.one_cta(tile)
+        elif tile.width * x.element_size() == VECTOR:
+            staged = choose.by_smem(x.shape[-1], tile)
     config = NormConfig(
         staged or tile, centred, residual is not None, name_of(weight), name_of(bias),
         saves=saves, by_smem=staged is not None,
     )  # fmt: skip
     kind, config = kernel_of(config, rows[0], arch)
     constants: tuple[float | int, ...] = (eps,)
-    if isinstance(config, BulkConfig):
-        constants += (bulk_groups(NormBulk, config, rows[0], arch),)
+    if isinstance(config, BulkConfig | ResidentConfig):
+        constants += (bulk_groups(kind, config, rows[0], arch),)
     if saves:
         returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
     else:
@@ -130,11 +137,17 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
     from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
     from cutex.kernels.row.norm_by_element import ByElementConfig, NormByElement
     from cutex.kernels.row.norm_dense import DenseConfig, NormDense
+    from cutex.kernels.row.norm_resident import NormResident, ResidentConfig
     from cutex.kernels.row.norm_staged import NormStaged, is_staged
 
     (m, n), centred = x.shape, config.centred
     dense = config.is_plain and (x.stride(0) == n or m == 1)
-    by_words = dense and config.tile.width * x.element_size() == VECTOR
+    widest = config.tile.width * x.element_size() == VECTOR
+    if config.is_plain and widest:
+        here = choose.resident(m, n, config.tile, centred, kernels_of(arch))
+        if here is not None:
+            return NormResident, ResidentConfig(**{**vars(config), **here._asdict()})
+    by_words = dense and widest
     if by_words and (by := choose.bulk(m, n, config.tile, centred, kernels_of(arch))):
         return NormBulk, BulkConfig(**{**vars(config), **by._asdict()})
     if dense and (found := choose.dense(m, n, config.tile, centred)):

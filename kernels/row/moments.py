@@ -1,0 +1,87 @@
+"""The moments of rows whose threads meet in warps first, and then all: few instructions a row."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cutlass import Float32, Int32, cute
+
+from cutex.device.row.reduction import RowReduction, Values, add, lanes, pairwise
+from cutex.device.row.tile import WARP
+
+CHAINS = 4  # sums that are added up beside each other, so that none waits for the one before
+
+
+@dataclass(frozen=True)
+class Moments:
+    """How the threads of rows of n columns, which all lie alike to them, find the moments of a row,
+    or the sum of its squares (of an RMS norm): the reduction over the row's threads, how many
+    columns this thread's warp has of a row, and the reciprocals of both counts."""
+
+    centred: bool
+    sums: RowReduction
+    of_warp: Float32
+    by_warp: Float32
+    by_n: Float32
+
+    @staticmethod
+    def of(centred: bool, sums: RowReduction, own: Float32 | None, n: Int32) -> Moments:
+        """own: the columns that this thread has of a row; None of an RMS norm."""
+        of_warp = by_warp = Float32(0)
+        if own is not None:
+            of_warp = lanes((own,), add, min(sums.tile.threads, WARP))[0]
+            by_warp = Float32(1) / cute.arch.fmax(of_warp, Float32(1))
+        return Moments(centred, sums, of_warp, by_warp, Float32(1) / Float32(n))
+
+    @property
+    def group(self) -> int:
+        """The threads of a warp that share a row."""
+        return min(self.sums.tile.threads, WARP)
+
+    def mean_of_warp(self, x: list[Float32]) -> Float32:
+        """The mean of what the warp has of a row, of which this thread has x, 0 elsewhere."""
+        return lanes((folded(x, plus),), add, self.group)[0] * self.by_warp
+
+    def squares_of_warp(self, x: list[Float32]) -> Float32:
+        """The sum of squares of the elements that the warp has."""
+        return lanes((folded(x, squared),), add, self.group)[0]
+
+    def gather(self, found: list[Values], group: int) -> Values:
+        """The moments of a row, or the sum of its squares, of those of its parts, of which `group`
+        lanes have some each. The parts' means come as differences from the first one's, so that a
+        mean far from 0 costs no digits."""
+        if not self.centred:
+            return pairwise(add)(found, group)
+        first = cute.arch.shuffle_sync(found[0][1], 0)
+        parts = [(count, mean - first, squares) for count, mean, squares in found]
+        (total,) = lanes((sum_of(n * mean for n, mean, _ in parts),), add, group)
+        mean = total * self.by_n
+        apart = (s + n * (m - mean) * (m - mean) for n, m, s in parts)
+        (squares,) = lanes((sum_of(apart),), add, group)
+        return mean + first, squares
+
+
+def plus(total: Float32, x: Float32) -> Float32:
+    return total + x
+
+
+def squared(total: Float32, x: Float32) -> Float32:
+    return total + x * x
+
+
+def folded(x: list[Float32], combine: Callable[[Float32, Float32], Float32]) -> Float32:
+    """The sum of `combine`d elements."""
+    totals = [Float32(0)] * min(CHAINS, len(x))
+    for i, value in enumerate(x):
+        totals[i % len(totals)] = combine(totals[i % len(totals)], value)
+    while len(totals) > 1:
+        half = len(totals) // 2
+        totals = [totals[i] + totals[i + half] for i in range(half)] + totals[2 * half :]
+    return totals[0]
+
+
+def sum_of(x: Iterable[Float32]) -> Float32:
+    return functools.reduce(operator.add, x)
