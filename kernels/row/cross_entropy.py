@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand, Scalar
@@ -28,7 +28,9 @@ from cutex.kernels.row.softmax import above, exp, merged
 
 LN_2 = 0.6931471805599453
 TOTAL_THREADS = 1024
+RESIDENT = 1024  # threads of an SM, of 64 registers each
 TOTAL_PARTS = 128  # CTAs that share many losses
+WORDS = {16: cutlass.Int16, 32: Int32}  # as which an element is loaded
 LAST, ONE, SHARED = "last", "one", "shared"  # who adds up losses
 
 
@@ -83,9 +85,12 @@ class CrossEntropy(RowKernel):
         c = self.config
         # NOTE: tracing a kernel puts its own values into a tuple that it is given
         last = (*totals,) if c.reduced and c.adds == LAST else None
-        self.by_rows(mX, mTarget, mLse, mLosses, last, s, z, ignored).launch(
-            **launch_of(c.tile, mX, stream)
-        )
+        how = launch_of(c.tile, mX, stream)
+        if cutlass.const_expr(c.walks and not c.tile.aligned):
+            # NOTE: a few registers less let one CTA more run
+            how["min_blocks_per_mp"] = RESIDENT // c.tile.num_threads
+            how["preferred_smem_carveout"] = 10  # percent; else the DSL asks a GPU
+        self.by_rows(mX, mTarget, mLse, mLosses, last, s, z, ignored).launch(**how)
         if cutlass.const_expr(c.reduced and c.adds == SHARED):
             mLoss, mCount, mParts = totals
             self.parts(mLosses, mTarget, mParts, ignored).launch(
@@ -105,16 +110,17 @@ class CrossEntropy(RowKernel):
         (reduction,) = reductions(tile, 2 + c.smoothed)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
-        rX = row_of(mX, this, columns, -Float32.inf)  # (V, NumV)
         speaks = this.exists & columns.is_first_of_row()
-        target, label = cutlass.Int64(0), Float32(0)
-        if speaks:  # two latencies that pass under that of the row
-            target = mTarget[this.row].to(cutlass.Int64)
-            if columns.holds(target):
-                label = mX[this.row, Int32(target)].to(Float32)
+        # two latencies that pass under that of the row
+        target, label = mTarget.element_type(0), cute.make_rmem_tensor(1, mX.element_type)
+        label.fill(0)
+        if speaks:
+            target = load_now(mTarget.iterator + this.row)
+        rX = row_of(mX, this, columns, -Float32.inf)  # (V, NumV)
         if cutlass.const_expr(c.walks):
-            found = self.walked(this(mX), columns, rX)
+            found = self.walked(this(mX), columns, rX, speaks, target, label)
         else:
+            self.read_label(this(mX), columns, speaks, target, label)
             found = self.of_part(columns, rX.load().to(Float32))
         found = reduction(found, merged_with_sums)
         if speaks:
@@ -123,8 +129,8 @@ class CrossEntropy(RowKernel):
             if target != ignored:
                 # no class has such a number: nothing is read there
                 loss = Float32(float("nan"))
-                if columns.holds(target):
-                    loss = lse - (1 - s) * label + z * lse * lse
+                if columns.holds(target.to(cutlass.Int64)):
+                    loss = lse - (1 - s) * label[0].to(Float32) + z * lse * lse
                     if cutlass.const_expr(c.smoothed):
                         loss -= s * found[2]
             mLse[this.row] = lse
@@ -148,6 +154,16 @@ class CrossEntropy(RowKernel):
                 self.store_total(total, count, mLoss, mCount)
 
     @cute.jit
+    def read_label(
+        self, gX: cute.Tensor, columns: Columns, speaks: Boolean, target: Any, label: cute.Tensor
+    ) -> None:
+        """Load the target's logit of the row gX (N), if this thread speaks for it."""
+        if speaks & columns.holds(target.to(cutlass.Int64)):
+            word = cute.recast_tensor(label, WORDS[gX.element_type.width])
+            at = gX.iterator + Int32(target)
+            word[0] = load_now(cute.recast_ptr(at, dtype=word.element_type))
+
+    @cute.jit
     def of_part(self, columns: Columns, x: Any) -> Values:
         """What this thread knows of a row by x (V, NumV): the maximum, the sum of exponentials
         relative to it and, where labels are smoothed, its part of the mean of logits."""
@@ -158,13 +174,19 @@ class CrossEntropy(RowKernel):
         return (own, *sums)
 
     @cute.jit
-    def walked(self, gX: cute.Tensor, columns: Columns, rX: cute.Tensor) -> Values:
+    def walked(
+        self, gX: cute.Tensor, columns: Columns, rX: cute.Tensor, speaks: Boolean, target: Any,
+        label: cute.Tensor,
+    ) -> Values:  # fmt: skip
         """The same of all parts of a row gX (N), of which rX has the first."""
         found = (-Float32.inf, *[Float32(0)] * (1 + self.config.smoothed))
-        for part in cutlass.range(parts_of(self.config.tile, gX), unroll=1):
+        parts = parts_of(self.config.tile, gX)
+        for part in cutlass.range(parts, unroll=1):
             here, x = columns.moved(part), rX.load().to(Float32)
             rX.fill(-Float32.inf)
-            columns.moved(part + 1).fetch(gX, rX)  # on its way while this one is counted
+            # the next part is on its way while this one is counted; the row may end in its last two
+            columns.moved(part + 1).fetch(gX, rX, whole=part + 3 < parts)
+            self.read_label(gX, columns, speaks & (part == 0), target, label)
             found = merged_with_sums(found, self.of_part(here, x))
         return found
 
@@ -290,6 +312,15 @@ class CrossEntropyBackward(RowKernel):
             rdX.fill(0.0)  # also where a logit is inf or NaN
         if this < rows:
             columns.store(columns.rounded(rdX.load(), mdX), gdX)
+
+
+def load_now(pointer: cute.Pointer) -> Any:
+    """What is in gmem there, loaded here.
+
+    NOTE: a plain load sinks to where its value is needed, behind the row's reduction, and then
+    everyone waits for it (docs/facts/rows.md#rows-cross-entropy-label).
+    """
+    return cute.arch.load(pointer, pointer.dtype, sem="relaxed", scope="gpu")
 
 
 def part_of_mean(columns: Columns, x: Any) -> Float32:
