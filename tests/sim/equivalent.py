@@ -227,7 +227,7 @@ Reason = Callable[[Subject, Site], str]
 REASONS: dict[str, tuple[Reason, ...]] = {
     "an mbarrier's wait": (_first_phase,),
     "an mbarrier's arrival": (_never_waited_for,),
-    "an mbarrier's arrival, earlier": (_never_waited_for, _own_waits),
+    "an mbarrier's arrival, earlier": (_never_waited_for, _own_waits, _ordered_anyway),
     "an mbarrier's initialisation": (_never_used,),
     "an arrival less": (_never_used, _nobody_waits),
     "an arrival more": (_never_used, _nobody_waits),
