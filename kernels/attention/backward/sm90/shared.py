@@ -418,13 +418,15 @@ class Adds:
         s, blocks = self.shared, self.shared.m_blocks()
         total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
         tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
-        for i in cutlass.range(total, unroll=1):
-            if (number + i) % self.config.adding_warps == self.turn:
-                self.add(tile + m_block, m_block, number + i)
+        end = number + total
+        while number < end:
+            if number % self.config.adding_warps == self.turn:
+                self.add(tile + m_block, m_block, number)
             m_block = s.block_after(m_block, blocks)
             if m_block == s.first_block(blocks):
                 tile += s.tiles.per_head
-        return number + total
+            number += 1
+        return number
 
     @cute.jit
     def add(self, tile: Int32, m_block: Int32, number: Int32) -> None:
