@@ -104,6 +104,7 @@ NORM_WIDE = 5
 # threads that share a row at least, and vectors of a thread of a warp's row at most, of kernels
 # whose rows are short (docs/facts/rows.md#rows-short)
 LEAST_THREADS, IN_WARP = 4, 5
+ODD_LOSSES = 9  # the same of losses of rows that begin anywhere, of 16 threads or fewer
 
 
 class TooLong(CutexError):
@@ -432,13 +433,24 @@ def softmax(m: int, n: int, bits: int, arch_name: str, unit: int, shifted: bool 
     return found
 
 
+def cross_entropy(n: int, bits: int, arch_name: str, unit: int, shifted: bool) -> RowTile:
+    """The tile of the losses of rows of `n` logits, the others as of `tile`: of rows that begin
+    anywhere, each of which has ends, few threads have many vectors."""
+    found = tile(n, bits, arch_name, unit, shifted, MOST, LEAST_THREADS, in_warp=IN_WARP)
+    vectors = -(-(n + found.lead) // (found.threads // 2 * found.width))
+    if shifted and 8 < found.threads <= WARP and vectors <= ODD_LOSSES:
+        rows = 2 * found.rows
+        found = replace(found, rows=rows, threads=found.threads // 2, vectors=vectors)
+    return inner(one_cta(found))
+
+
 def rms_norm(
     m: int, n: int, bits: int, arch_name: str, unit: int, shifted: bool, lines: bool
 ) -> RowTile:
     """The tile of an RMS norm of `m` rows of `n` elements that are not taken in turn, the others as
     of `tile`."""
     found = tile(n, bits, arch_name, unit, shifted, NORM_WIDE, LEAST_THREADS, lines, IN_WARP)
-    return found if m * n < BULK_LEAST else one_cta(found)
+    return found if m * n < BULK_LEAST or found.vectors >= WIDE else one_cta(found)
 
 
 def inner(other: RowTile) -> RowTile:

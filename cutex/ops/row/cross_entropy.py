@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.arch import kernels_of
 from cutex.kernels.row import choose
 from cutex.ops.number import number
 from cutex.ops.row.launches import Calls, Launch, Run
@@ -16,6 +17,7 @@ from cutex.ops.row.rows import (
     check_rows,
     dtype_of,
     empty_rows,
+    loads_of,
     part_of,
     sms_of,
     tile_of,
@@ -108,10 +110,8 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     launch.makes("losses", x.shape[:1], torch.float32)
     for name in ("loss", "count"):
         launch.makes(name, (), torch.float32, 1)
-    tile = tile_of(
-        rows, (), arch, wide=choose.MOST, least=choose.LEAST_THREADS, in_warp=choose.IN_WARP
-    )
-    tile = choose.inner(choose.one_cta(tile))
+    bits, loads = 8 * x.element_size(), loads_of(rows, (), True)
+    tile = choose.cross_entropy(x.shape[1], bits, kernels_of(arch), *loads)
     # CTAs that meet wait for each other; one that walks alone does not, where each SM has several
     walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
     if walks:

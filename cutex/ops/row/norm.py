@@ -112,7 +112,7 @@ def _plan(
     staged = None
     if residual is None and x.numel() >= choose.BULK_LEAST:
         if not centred:
-            tile = choose.one_cta(tile)
+            tile = choose.one_cta(tile) if tile.vectors < choose.WIDE else tile
         elif tile.width * x.element_size() == VECTOR:
             staged = choose.by_smem(x.shape[-1], tile)
     config = NormConfig(
