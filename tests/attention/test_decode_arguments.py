@@ -209,6 +209,8 @@ def test_many_units_of_few_rows_are_whole():
     others = (config, 4097, 133, 8), (config, 4096, 132, 8), (config, 900, 133, 17)
     for given in (*others, (paged, 4096, 133, 8)):
         assert fitted(*given).most_whole < 128
+    for units, overlaps in ((133, False), (263, False), (264, True), (600, True)):
+        assert fitted(config, 888, units, 8).overlaps == overlaps
     for room, parts in ((4000, 1), (4100, 0)):
         call = SimpleNamespace(num_splits=0, batch=140, heads=(8, 1), rows=8)
         assert kvcache.parts_by_room(call, fitted(config, room, 140, 8), room) == parts

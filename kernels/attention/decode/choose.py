@@ -84,10 +84,11 @@ _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 64, "num_stages": 8},
     },
 }
-# of more rows a warpgroup widens tiles of e4m3 in smem (docs/facts/decode.md#e4m3-widened)
+# of more rows a warpgroup widens tiles of e4m3 in smem, and a second CTA computes meanwhile where
+# there are registers for it (docs/facts/decode.md#e4m3-widened, #e4m3-two)
 _E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
-        (64, 64): {"tile_n": 128, "num_stages": 8},
+        (64, 64): {"tile_n": 64, "num_stages": 8, "ctas_per_sm": 2},
         (96, 96): {"num_stages": 8},
         (128, 128): {"tile_n": 128, "num_stages": 3},
         (192, 128): {"num_stages": 6},
@@ -130,7 +131,9 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
     many = units > config.num_sms
     whole = None if config.page_size else _FEW_WHOLE[arch].get(dims)
     if whole is not None and many and room <= MOST_WHOLE * whole["tile_n"]:
-        return whole
+        # NOTE: of fewer CTAs than there is room for, those that begin while others end would go to
+        # some SMs by two, and to others not at all (docs/facts/decode.md#two-by-two)
+        return {**whole, "overlaps": units >= whole["ctas_per_sm"] * config.num_sms}
     of_units = _FEW if many else _FEW_ALONE
     if room > _FEW_KEYS.get(dims, 0) or (units <= config.num_sms and room > SHORT):
         of_units = _FEW_LONG
