@@ -85,7 +85,7 @@ _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     },
 }
 # of more rows a warpgroup widens tiles of e4m3 in smem, and a second CTA computes meanwhile where
-# there are registers for it (docs/facts/decode.md#e4m3-widened, #e4m3-two)
+# there are registers for it (docs/facts/decode.md#e4m3-widened, #e4m3-two-ctas)
 _E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 64, "num_stages": 8, "ctas_per_sm": 2},
