@@ -68,7 +68,7 @@ def run(tmp_path: Path, text: str, *options: str, script: tuple[str, ...] = ()):
 CALLS = {
     "compiled": """
 tensors = [from_dlpack(x).mark_layout_dynamic() for x in (a, b, c)]
-compiled = cute.compile(add, *tensors, 2.0, stream)
+compiled = cute.compile(add, *tensors, 2.0, stream, no_jit_engine=True)  # of the DSL's
 compiled(*tensors, 2.0, stream)
 """,
     "in vectors": """

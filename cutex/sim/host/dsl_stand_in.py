@@ -126,7 +126,11 @@ class Compiler:
 
 def _streams_of(body: Any, arguments: Sequence[Any], named: dict[str, Any]) -> set[str]:
     """The parameters for which a call names a stream: not those of the environment's own."""
-    bound = inspect.signature(body).bind_partial(*arguments, **named).arguments
+    known = inspect.signature(body)
+    own = {
+        name: value for name, value in named.items() if name in known.parameters
+    }  # not the DSL's
+    bound = known.bind_partial(*arguments, **own).arguments
     return {
         name
         for name, value in bound.items()
