@@ -149,10 +149,12 @@ def blocks_tiles(
     else:
         tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
-    if fused or tiles.tile_m < 256:
+    parts = tiles.warpgroup_rows * tiles.tile_n // (64 * tiles.epi_n)  # of a warpgroup's store
+    if fused or tiles.tile_m * tiles.tile_n < 128 * 192:
         return tiles
-    # NOTE: a warpgroup's store then waits for no slot (docs/facts/grouped.md#grouped-fp8-store)
-    tiles = replace(tiles, epi_stages=4)
+    # NOTE: all of them are then written behind one barrier, and wait for no slot
+    # (docs/facts/grouped.md#grouped-fp8-at-once)
+    tiles = replace(tiles, epi_stages=parts)
     return replace(tiles, num_stages=_stages(tiles, most))
 
 

@@ -170,6 +170,7 @@ class FusedStore:
     part: tuple[int, int]  # (rows, columns) of the product; gates leave half its columns
     loads: PartLoads | None = None
     batch: Int32 | int = 0
+    at_once: bool = False  # whether parts that have a slot each are written behind one barrier
 
     @property
     def num_slots(self) -> int:
@@ -184,7 +185,15 @@ class FusedStore:
             (row_tile + part // per_row * row_step, column_tile + part % per_row)
             for part in range(cute.size(parts, mode=[1]))
         ]
-        if cutlass.const_expr(self.loads is None):
+        if cutlass.const_expr(self.at_once and 1 < len(where) <= self.num_slots):
+            self.wait(0)
+            for part in cutlass.range_constexpr(len(where)):
+                self.round(parts[None, part], part, *where[part])
+            self.wait(0, pending=False)
+            if self.plain.stores:
+                for part in cutlass.range_constexpr(len(where)):
+                    self.start_store(part, *where[part])
+        elif cutlass.const_expr(self.loads is None):
             for part in cutlass.range_constexpr(len(where)):
                 if cutlass.const_expr(part == 0 or self.num_slots == 1):
                     self.wait(0)

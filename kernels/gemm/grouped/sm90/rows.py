@@ -55,13 +55,15 @@ class GroupStore:
     num_slots: int
     groups: RowGroups
     ops: GroupOps
+    at_once: bool = False  # as of FusedStore
 
     def of(self, group: Any) -> FusedStore:
         """The store to one group's rows."""
         groups = self.groups
         out = stored_rows(self.out, groups.begins[group], groups.ends[group])
         ops = self.ops.of(groups, group)
-        return replace(fused_store(out, self.sC, self.num_slots, True, ops, None), batch=group)
+        store = fused_store(out, self.sC, self.num_slots, True, ops, None)
+        return replace(store, batch=group, at_once=self.at_once)
 
 
 class OfGroups(roles.MmaRole):
