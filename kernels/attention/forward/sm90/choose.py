@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # by head dims of K and of V: the tiles that fit smem and registers
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"tile_m": 192, "tile_n": 128, "num_stages": 4, "halves": True},
-    (96, 96): {"tile_m": 192, "tile_n": 80, "num_stages": 3, "q_in_registers": 64},
+    (96, 96): {"tile_m": 192, "tile_n": 96, "num_stages": 3},
     (128, 128): {"tile_m": 128, "tile_n": 128, "halves": True},
     (192, 128): {"tile_m": 128, "tile_n": 128, "q_stages": 1, "o_parts": 2},
     (192, 192): {"tile_m": 128, "tile_n": 96, "q_stages": 1, "o_parts": 2},
