@@ -295,6 +295,10 @@ def resident(
     for threads, ctas, most in RESIDENT.get((centred, other.width), ()):
         vectors = -(-n // (other.width * threads * ctas))
         if vectors <= most:
+            # of an RMS norm with few vectors a thread, or of a large cluster, others are quicker
+            wide = threads * ctas > 2048 and 2 * n % LINE_BYTES > 0
+            if not centred and vectors < WIDE + wide:
+                return None
             tile = RowTile(max(1, CTA // threads), threads, ctas, vectors, other.width)
             return Resident(tile, BULK_THREADS // tile.num_threads)
     return None
