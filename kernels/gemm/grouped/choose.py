@@ -37,6 +37,7 @@ SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # and from which on a tile has 256 rows; the time of a column of 128 beside one of 192, by whether
 # rows are so few and how many CTAs share them (docs/facts/grouped.md#grouped-fp8-widths)
 FEW_BLOCKS, LONG_BLOCKS = 136, 1000
+TALL_BLOCKS = 1.045  # the time of a column of 256x128 beside one of 128x192
 SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
@@ -146,14 +147,16 @@ def blocks_tiles(
         tile_n = width(n, {192: 1.0, 128: SHORT_BLOCKS[mean_rows < FEW_BLOCKS, sharers]})
         tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2)
         tiles = replace(tiles, cluster_n=sharers if tile_n == 128 else 1)
+    elif not fused and width(n, {192: 1.0, 128: TALL_BLOCKS}) == 192:
+        tiles = RowBlocksConfig(tile_m=128, tile_n=192, warpgroups=2)
     else:
         tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
     parts = tiles.warpgroup_rows * tiles.tile_n // (64 * tiles.epi_n)  # of a warpgroup's store
     if fused or tiles.tile_m * tiles.tile_n < 128 * 192:
         return tiles
-    # NOTE: all of them are then written behind one barrier, and wait for no slot
-    # (docs/facts/grouped.md#grouped-fp8-at-once)
+    # NOTE: a part of a warpgroup's store then waits for no slot, and those of 128 rows are written
+    # behind one barrier (docs/facts/grouped.md#grouped-fp8-at-once)
     tiles = replace(tiles, epi_stages=parts)
     return replace(tiles, num_stages=_stages(tiles, most))
 

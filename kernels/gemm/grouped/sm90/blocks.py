@@ -197,5 +197,5 @@ class GroupedBlocks(GroupedKernel):
         both = (of_rows, factors[1]), (None, None)
         role = PromoteRows(product, c, self.ragged(groups), *both, announced=tiles)
         ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
-        store = GroupStore(out, sC, c.epi_stages, groups, ops, at_once=True)
+        store = GroupStore(out, sC, c.epi_stages, groups, ops, at_once=c.warpgroup_rows == ROWS)
         self.run(memory, operands, role, store, edges, product.product(mOut), tiles)
