@@ -217,10 +217,10 @@ def _quantized(m: int, n: int, k: int, of_a: str, of_b: str) -> Call:
     return call
 
 
-def _w4(rows: int, kind: str = "int4") -> Call:
+def _w4(rows: int, kind: str = "int4", k: int = 6144) -> Call:
     def call() -> Sequence[torch.Tensor]:
-        packed = cutex.pack_w4(normal(264, 6144, seed=1), kind=kind)
-        return (cutex.matmul(normal(rows, 6144), packed),)
+        packed = cutex.pack_w4(normal(264, k, seed=1), kind=kind)
+        return (cutex.matmul(normal(rows, k), packed),)
 
     return call
 
@@ -259,6 +259,7 @@ def _subjects() -> list[Subject]:
         ]
     e4m3 = {"dtype": torch.float8_e4m3fn}
     found += [
+        subject("w4, rings of warps", "sm_90a", _w4(3, k=1024)),
         subject("backward of pairs", "sm_100a", _with_pairs(_backward("sm_100a", 128, 300))),
         subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {}), sms=FEW),
         subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {}), sms=FEW),

@@ -43,7 +43,8 @@ class W4Weight(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values (N, K) that the product is of, rounded once to `dtype`, by default its own.
-        Hopper's product with up to 16 rows does not round int4 in groups of 64 and more."""
+        Hopper's product with up to 16 rows does not round int4 in groups of 64 and more, with up to
+        8 rows it may not in groups of 32 either."""
         return dequantized(self.packed, self.factor, self.n, self.k, self.format, self.dtype,
                            dtype or self.dtype)  # fmt: skip
 

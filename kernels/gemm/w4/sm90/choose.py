@@ -50,7 +50,8 @@ X_VECTOR = 8  # elements of x that a bulk copy has a multiple of
 # on an SM, and what a CTA takes beside them where there are many
 DECODE_CLOCKS, DECODE_ROUND_US, DECODE_EIGHT_TIMES = 120, 0.2, 1.1
 RING = 4  # slots of a warp, beyond which nothing is gained
-CROWDED_SM = 1.6  # tiles for each SM, up to which three CTAs may share one
+THREE_OF_FEW = 1.3, 1.6  # tiles for each SM, between which three CTAs may share one
+TWO_ROUNDS = 1.8  # the time of two CTAs that share an SM, relative to that of 16 warps of one
 RANKED_TIMES = 0.93  # the time of the other kernel, relative to what is predicted of few rows
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
@@ -200,21 +201,23 @@ def configs_for(
 
 
 def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4DecodeConfig | None:
-    """The config of the kernel of few rows for sizes (M, N, K); None if it takes no such x.
+    """The config of the kernel of few rows for sizes (M, N, K); None if it is not for them.
 
-    Of one CTA for an SM 16 warps; of two for each, or of many, 8, since CTAs that share an SM have
-    the end of one under the work of the others. Fewer share it where all would have one or two: a
-    launch that begins under the one before would leave some SMs three.
+    Of one tile for an SM 16 warps; of two for each, or of many, 8, since CTAs that share an SM have
+    the end of one under the work of the others. Three share it only where that was faster: a launch
+    that begins under the one before leaves some SMs three CTAs and others one.
     """
     m, n, k = mnk
     columns = 1 if m == 1 and k % X_VECTOR == 0 else EIGHT
     tile = W4DecodeConfig(tile_n=columns, format=of)
     a_sm = ceil_div(n, tile.tile_m) / arch.num_sms
-    resident = 1 if a_sm <= 1 else 2 if CROWDED_SM < a_sm <= 2 else 3
+    uneven = THREE_OF_FEW[0] < a_sm <= THREE_OF_FEW[1]
+    if uneven and columns > 1:  # two CTAs were slower there, and three have no room
+        return None
+    resident = 1 if a_sm <= 1 else 3 if uneven or (a_sm > 2 and columns == 1) else 2
+    warps = 16 if resident == 1 else 8
     for num_stages in range(RING, 1, -1):
-        found = replace(
-            tile, warps=16 if resident == 1 else 8, resident=resident, num_stages=num_stages
-        )
+        found = replace(tile, warps=warps, resident=resident, num_stages=num_stages)
         if found.why_not(None, arch) is None:
             return found.on(arch.num_sms)
     return None
@@ -225,9 +228,9 @@ def predict_decode(tiles: W4DecodeConfig, mnk: tuple[int, int, int], arch: Arch)
     _, n, k = mnk
     rounds = ceil_div(n, tiles.tile_m) / arch.num_sms
     if rounds <= 2:
-        rounds = 1 if rounds <= 1 else 2
+        rounds = 1 if rounds <= 1 else TWO_ROUNDS
     each = tiles.weight_bytes * arch.num_sms / (MEMORY * arch.hbm_gbs * 1e3)
     each = max(each, DECODE_CLOCKS / (CLOCK * arch.clock_hz * 1e-6))
-    each *= DECODE_EIGHT_TIMES if tiles.tile_n > 1 and rounds > 2 else 1
+    each *= DECODE_EIGHT_TIMES if tiles.tile_n > 1 and rounds > 1 else 1
     more = DECODE_ROUND_US * rounds if rounds > 2 else 0
     return FIXED_US + rounds * ceil_div(k, BLOCK_K) * each + more
