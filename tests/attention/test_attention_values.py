@@ -154,6 +154,34 @@ def test_peaked_scores_that_rise_at_once(dtype, rise):
     assert found < 1.1 * theirs + 1e-5
 
 
+def test_many_keys_far_below_one_that_comes_late_are_not_lost():
+    """A peaked block, then a key to which references rise in fp16, and behind it hundreds of keys
+    of 2^-22 of its probability, which alone have values: had references risen above that key, they
+    would be rounded to 0."""
+    case = replace(CASE, seqlen_q=64, seqlen_k=1024, scale=1.0, dtype="fp16")
+    inputs = case.inputs()
+    inputs.q.zero_()[..., 0] = 1.0
+    inputs.k[..., 0].mul_(0.5)
+    inputs.k[:, [896, 930, 964, 998], :, 0] = 4.0
+    inputs.k[:, 700, :, 0] = 15.5
+    inputs.v.fill_(1.0)[:, 700] = 0.0
+    found, theirs = errors(case, inputs)
+    assert found < 2.0 * theirs + 2.0**-6
+
+
+@pytest.mark.slow
+def test_what_has_overflowed_before_a_masked_block_is_seen():
+    """In fp16, with a window: a key of tame blocks, whose probability is infinite, and a larger one
+    in the last block, which is masked, and where references rise above both."""
+    case = replace(CASE, seqlen_q=64, seqlen_k=704, scale=1.0, window=(500, 0), dtype="fp16")
+    inputs = case.inputs()
+    inputs.q.zero_()[..., 0] = 1.0
+    inputs.k.zero_()[:, 300, :, 0] = 13.0
+    inputs.k[:, 210, :, 0] = 14.0
+    found, theirs = errors(case, inputs)
+    assert found < 1.1 * theirs + 1e-4
+
+
 @pytest.mark.slow
 def test_a_large_key_at_a_tie_beside_another_one():
     """All rows alike, in blocks of which none is peaked: what the largest key's part of a block has

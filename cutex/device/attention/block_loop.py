@@ -144,7 +144,7 @@ class BlockLoop:
         if cutlass.const_expr(band.hi is not None or self.speculates):
             state = self.steps(path, before, state, "masked")
             path = path.after(before)
-        if cutlass.const_expr(self.speculates and self.is_fp16 and band.hi is not None):
+        if cutlass.const_expr(self.looks_at_one):
             looked = cutlass.min(clean, 1)
             state = self.steps(path, looked, state, "looked")
             path, clean = path.after(looked), clean - looked
@@ -199,6 +199,9 @@ class BlockLoop:
         """Run `count` steps by "guard", or by "guard low" where references are far below 0, of
         which bf16's are left to "add"."""
         low = Int32(0)
+        if cutlass.const_expr(self.looks_at_one):  # noqa: SIM102 - known when tracing
+            if count > 0:
+                self.softmax.note_looked()
         if cutlass.const_expr(self.is_fp16 or self.softmax.peaked is None):
             low = self.threads_where(self.softmax.is_low())
         if low > 0:
@@ -264,7 +267,7 @@ class BlockLoop:
         """Run `count` steps along `path`, the first ones `eager`."""
         k, v = state
         for i in cutlass.range(count, unroll=1):
-            k, v = self.step(path.block(i), (k, v), kind, i < eager)
+            k, v = self.step(path.block(i), (k, v), kind, i < eager, i)
         return k, v
 
     @cute.jit
@@ -274,6 +277,7 @@ class BlockLoop:
         state: State,
         kind: cutlass.Constexpr[str],
         eager: Boolean | bool = False,
+        number: Int32 | int = -1,
     ) -> State:
         """Run QK and softmax of a block, and PV of the one before.
 
@@ -281,7 +285,8 @@ class BlockLoop:
         "add", without a mask and without looking for a larger score; "guard", "add" that raises
         references where the block exceeds them by far; "guard low", the same of rows with
         references far below 0; or "looked", that of any rows, which looks whether scores are
-        peaked. A "guard" that is `eager` raises references to any larger score.
+        peaked. A "guard" that is `eager` raises references to any larger score; `number` counts
+        such blocks.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -301,12 +306,12 @@ class BlockLoop:
         if cutlass.const_expr(kind == "add"):
             softmax.add(scores)
         elif cutlass.const_expr(kind == "guard"):
-            rescale = softmax.guard(scores, self.factors, eager=eager)
+            rescale = softmax.guard(scores, self.factors, eager=eager, step=number)
         elif cutlass.const_expr(kind == "guard low"):
-            rescale = softmax.guard(scores, self.factors, low=True)
+            rescale = softmax.guard(scores, self.factors, low=True, step=number)
         elif cutlass.const_expr(kind == "looked"):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
-            rescale = softmax.guard(scores, self.factors, seen, low=True)
+            rescale = softmax.guard(scores, self.factors, seen)
         elif cutlass.const_expr(self.speculates):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
             rescale = softmax.next(scores, self.factors, seen, kind == "late")
@@ -329,6 +334,11 @@ class BlockLoop:
         """Whether probabilities may rise by 2^16 at most before their tile is computed again: then
         a block without a mask is looked at, too, since rows may see little of those with one."""
         return self.tOrP.element_type is Float16
+
+    @property
+    def looks_at_one(self) -> bool:
+        """Whether a whole block is looked at before it is known whether scores are peaked."""
+        return self.speculates and self.is_fp16 and self.score_ops.mask.band.hi is not None
 
     def seen(self, n_block: Int32, columns: int) -> tuple[Int32, ...]:
         """How many of this thread's `columns` of a block each of its rows sees."""

@@ -55,14 +55,16 @@ class WatchedSoftmax(GuardedSoftmax):
     part: Any = None  # (rows) the largest sum of half a thread's part of a block, `top` being 0
     best: Any = None  # (rows) the largest score that `guard` has found, or 0, if none is positive
     peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
-    raised: Any = None  # (1) whether references rose under exponentials that may be huge
+    raised: Any = None  # (1) whether references rose under exponentials that were huge
     blocks: Int32 | int = 1  # in which these rows' keys come
+    raised_at: Any = None  # (1) the step in which `guard` last raised references, in fp16
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
     high: ClassVar[float] = 2.0**12  # a part's sum from which on `lower` raises a reference
     lowered: ClassVar[float] = -64.0  # the power of two that the sum then has
     room: ClassVar[float] = 60.0  # powers of two by which a score may exceed its reference
     above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
+    loses_low: ClassVar[bool] = False  # whether probabilities of 2^-25 are rounded to 0
     least_guarded: ClassVar[float] = LOW  # reference in powers of two of a row that is guarded
     small: ClassVar[float] = 2.0**26
     most: ClassVar[float] = 2.0**124
@@ -94,8 +96,12 @@ class WatchedSoftmax(GuardedSoftmax):
             best.fill(-Float32.inf)
             part.fill(0.0)
             raised[0] = Boolean(False)
+        raised_at = None
+        if speculates and cls.loses_low:
+            raised_at = cute.make_rmem_tensor(cute.make_layout(1), Int32)
+            raised_at[0] = Int32(-3)
         tensors = kept.reference, kept.sums, scale_log2, threshold, kept.shift
-        return cls(*tensors, top, squares, part, best, peaked, raised, blocks)
+        return cls(*tensors, top, squares, part, best, peaked, raised, blocks, raised_at)
 
     # ---- blocks
 
@@ -130,6 +136,8 @@ class WatchedSoftmax(GuardedSoftmax):
         known = [self.top[r] > 0.0 for r in range(self.rows)]
         largest = [row_max(scores, r) for r in range(self.rows)]
         highest = [self.over_row(largest[r], cute.arch.fmax) for r in range(self.rows)]
+        if cutlass.const_expr(late):
+            self.note_raise()
         rescale = self.raise_references(highest, factors)
         self._lower(scores)
         added = [Float32(0.0)] * self.rows
@@ -155,21 +163,26 @@ class WatchedSoftmax(GuardedSoftmax):
         seen: tuple[Int32, ...] | None = None,
         low: cutlass.Constexpr[bool] = False,
         eager: Boolean | bool = False,
+        step: Int32 | int = -1,
     ) -> Boolean:
         """`add` after references were raised, if the block exceeds one by more than `room` powers
         of two, and `look` at it if it is told what is `seen`: blocks by `add` may follow. Returns
         whether outputs so far must be multiplied by `factors` (rows). `low`: rows may have
         references far below 0 (`is_low`). `eager`: references rise to any larger score, whose
-        probability is then exact.
+        probability is then exact. `step`: the number of guarded blocks before.
         """
         exceeds, best = Boolean(False), self.best
         room = Float32(0.0) if eager else Float32(self.room)
-        self._find_best(scores, low)
+        self._find_best(scores, low, surely=seen is not None)
         for r in cutlass.range_constexpr(self.rows):
-            exceeds = exceeds | (best[r] * self.scale_log2 - self.shift[r] > room)
+            above = best[r] * self.scale_log2 - self.shift[r]
+            exceeds = exceeds | (above > room)
+            if cutlass.const_expr(seen is not None):
+                # NOTE: a row that has seen few keys may have a low reference by chance
+                exceeds = exceeds | ((self.shift[r] < LOW) & (above > 0.0))
         exceeds = cute.arch.vote_any_sync(exceeds)
         if exceeds:
-            self._raise_above(scores, factors, low, eager)
+            self._raise_above(scores, factors, low, eager, step)
         added = [Float32(0.0)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
             added[r] = self._by_shift(scores, r, self.reference_log2(r))
@@ -182,11 +195,17 @@ class WatchedSoftmax(GuardedSoftmax):
         return exceeds
 
     @cute.jit
-    def _find_best(self, scores: cute.Tensor, low: cutlass.Constexpr[bool]) -> None:
+    def _find_best(
+        self,
+        scores: cute.Tensor,
+        low: cutlass.Constexpr[bool],
+        surely: cutlass.Constexpr[bool] = False,
+    ) -> None:
         """Keep the largest scores that `guard` has found, this block's too, in `best`.
 
         NOTE: as integers, floats are ordered as long as one is positive; else, not `low`, 0 is
-        found. `low`, those without a sign are searched for where there are any.
+        found, unless they are searched for once more, `surely`. `low`, those without a sign are
+        searched for where there are any.
         """
         best, columns = self.best, cute.size(scores, mode=[1])
         if cutlass.const_expr(low):
@@ -205,12 +224,18 @@ class WatchedSoftmax(GuardedSoftmax):
             for r in cutlass.range_constexpr(self.rows):
                 best[r] = cute.arch.fmax(best[r], found[r])
         else:
+            negative, before = Boolean(False), [best[r] for r in range(self.rows)]
             for r in cutlass.range_constexpr(self.rows):
                 a, b = best[r], Float32(0.0)
                 for c in cutlass.range_constexpr(0, columns, 4):
                     a = largest_of(a, scores[r, c], scores[r, c + 1])
                     b = largest_of(b, scores[r, c + 2], scores[r, c + 3])
                 best[r] = largest_of(a, b, b)
+                negative = negative | (best[r] <= 0.0)
+            if cutlass.const_expr(surely):  # noqa: SIM102 - known when tracing
+                if cute.arch.vote_any_sync(negative):
+                    for r in cutlass.range_constexpr(self.rows):
+                        best[r] = cute.arch.fmax(before[r], row_max(scores, r))
 
     @cute.jit
     def is_low(self) -> Boolean:
@@ -228,24 +253,29 @@ class WatchedSoftmax(GuardedSoftmax):
         factors: cute.Tensor,
         low: cutlass.Constexpr[bool],
         eager: Boolean | bool,
+        step: Int32 | int,
     ) -> None:
         """Raise the references of this warp's rows above the scores that `guard` has found, or,
         none of them being positive and the rows not `low`, above those of this block; `eager`, to
-        them.
+        them. In fp16, too, but by whole powers of two, and not rows whose scores rise block by
+        block.
 
         NOTE: a largest score that is the reference has the probability 1, which is exact. Else
         references rise by whole powers of two: probabilities keep what they were rounded to.
         """
         shift, reference = self.shift, self.reference
         above = Float32(0.0) if eager else Float32(self.above)
-        if cutlass.const_expr(self.raised is not None):
-            self.raised[0] = self.raised[0] | ~Boolean(eager)
+        rises = self._rises(step) & ~Boolean(eager)
+        self.note_raise()
         for r in cutlass.range_constexpr(self.rows):
             found = self.best[r]
             if cutlass.const_expr(not low):
                 found = found if found > 0.0 else row_max(scores, r)
             highest = self.over_row(found, cute.arch.fmax) * self.scale_log2
             goal = highest + above
+            if cutlass.const_expr(self.raised_at is not None):
+                # NOTE: probabilities below 2^-25 are rounded to 0, which those of many keys may be
+                goal = goal if rises & (highest - shift[r] > self.room) else highest
             power = cute.arch.fmax(goal - shift[r], 0.0)
             leads = Boolean(eager) & (power > 0.0) & (exp2(power) > self.top[r])
             whole = Float32(Int32(power))
@@ -255,6 +285,36 @@ class WatchedSoftmax(GuardedSoftmax):
             self.top[r] = Float32(1.0) if leads else self.top[r]
             shift[r] = goal if exact else shift[r] + whole
             reference[r] = shift[r] / self.scale_log2
+
+    @cute.jit
+    def _rises(self, step: Int32 | int) -> Boolean:
+        """Whether `guard`, which raises references in `step`, has done so in the block before, and
+        so on: every second block then, because of what it raises them by. Counted in fp16 only."""
+        rises = Boolean(False)
+        if cutlass.const_expr(self.raised_at is not None):
+            rises = Int32(step) - self.raised_at[0] <= 1
+            self.raised_at[0] = Int32(step) + Int32(rises)
+        return rises
+
+    @cute.jit
+    def note_raise(self) -> None:
+        """Note whether some row of this warp has had so large exponentials that products of V with
+        them may have overflowed, before its reference rises, and its sum falls."""
+        if cutlass.const_expr(self.raised is not None):
+            huge = Boolean(False)
+            for r in cutlass.range_constexpr(self.rows):
+                huge = huge | ~(self.sums[r] <= self.small)
+            self.raised[0] = self.raised[0] | cute.arch.vote_any_sync(huge)
+
+    @cute.jit
+    def note_looked(self) -> None:
+        """Count the largest score of the block that was looked at among the largest exponentials,
+        not as a score to which references could rise: its probability has been rounded."""
+        for r in cutlass.range_constexpr(self.rows):
+            found = exp2(self.best[r] * self.scale_log2 - self.shift[r])
+            # NOTE: alike in all threads of a row, which raise its reference alike
+            self.top[r] = self.over_row(cute.arch.fmax(self.top[r], found), cute.arch.fmax)
+            self.best[r] = -Float32.inf
 
     @cute.jit
     def note_top(self, low: cutlass.Constexpr[bool] = False) -> None:
@@ -354,7 +414,7 @@ class WatchedSoftmax(GuardedSoftmax):
         `factors` (rows). Outputs, and probabilities that are no part of them yet, must be scaled,
         too."""
         shift = self.shift
-        self.raised[0] = Boolean(True)
+        self.note_raise()
         for r in cutlass.range_constexpr(self.rows):
             total = self.over_row(self.part[r], cute.arch.fmax)
             # NOTE: a factor below 2^-126 would be 0; the next time then lowers the rest
@@ -428,10 +488,11 @@ class WatchedSoftmax(GuardedSoftmax):
         share = number * reciprocal(cute.arch.fmax(spread, 1.0))
         rounding = top - Float32(self.rounded(top))
         lost, known = share * rounding if top > LEAST_TOP else Float32(0.0), Boolean(True)
-        if cutlass.const_expr(self.shift is not None):
-            by_one, known_of_one = self._lost_by_one(r, total, squares)
-            lost = lost if top > 0.0 else by_one
-            known = (top > 0.0) | known_of_one
+        if cutlass.const_expr(self.shift is not None):  # noqa: SIM102 - known when tracing
+            if cute.arch.vote_any_sync(top <= 0.0):
+                by_one, known_of_one = self._lost_by_one(r, total, squares)
+                lost = lost if top > 0.0 else by_one
+                known = (top > 0.0) | known_of_one
         return lost, known
 
     @cute.jit
@@ -482,6 +543,7 @@ class WatchedSoftmaxFp16(WatchedSoftmax):
     lowered: ClassVar[float] = 2.0  # no lower: what each of many keys gives must not be subnormal
     room: ClassVar[float] = 15.0
     above: ClassVar[float] = 5.0
+    loses_low: ClassVar[bool] = True
     least_guarded: ClassVar[float] = -1e30
     small: ClassVar[float] = 2.0**15
     most: ClassVar[float] = 2.0**26
