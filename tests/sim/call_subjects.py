@@ -259,7 +259,7 @@ def _subjects() -> list[Subject]:
         ]
     e4m3 = {"dtype": torch.float8_e4m3fn}
     found += [
-        subject("w4, rings of warps", "sm_90a", _w4(3, k=1024)),
+        subject("w4, rings of warps", "sm_90a", _w4(3, "uint4", 6656)),
         subject("backward of pairs", "sm_100a", _with_pairs(_backward("sm_100a", 128, 300))),
         subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {}), sms=FEW),
         subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {}), sms=FEW),
