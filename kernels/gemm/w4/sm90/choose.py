@@ -43,16 +43,17 @@ STREAM_CLOCKS, STREAM_COLUMN_CLOCKS = 9000, 0.37  # of sums through memory, and 
 FOURS_CLOCKS = 2000  # of splits by four and more that have one tile each
 # the time with x as digits, relative to that without, and strips of a tile from which on it is less
 # (docs/facts/scaled.md#w4-one-row-digits)
-DIGITS_TIMES, DIGITS_STRIPS = 0.95, 3
+DIGITS_TIMES, DIGITS_STRIPS = 0.9, 3
 DIGITS_STEP = 16  # blocks, so that few kernels serve all K
 X_VECTOR = 8  # elements of x that a bulk copy has a multiple of
 # of the kernel of up to eight rows (docs/facts/scaled.md#w4-decode): clocks of 32 rows by 128 of K
 # on an SM, and what a CTA takes beside them where there are many
-DECODE_CLOCKS, DECODE_ROUND_US, DECODE_EIGHT_TIMES = 120, 0.2, 1.1
+DECODE_CLOCKS, DECODE_ROUND_US, DECODE_EIGHT_TIMES = 120, 0.1, 1.2
+MANY_ROUNDS = 3  # tiles for each SM, beyond which more rows of x than one take longer
 RING = 4  # slots of a warp, beyond which nothing is gained
 THREE_OF_FEW = 1.3, 1.6  # tiles for each SM, between which three CTAs may share one
 TWO_ROUNDS = 1.8  # the time of two CTAs that share an SM, relative to that of 16 warps of one
-RANKED_TIMES = 0.93  # the time of the other kernel, relative to what is predicted of few rows
+RANKED_TIMES = 0.98  # the time of the other kernel, relative to what is predicted of few rows
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
 SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
@@ -231,6 +232,6 @@ def predict_decode(tiles: W4DecodeConfig, mnk: tuple[int, int, int], arch: Arch)
         rounds = 1 if rounds <= 1 else TWO_ROUNDS
     each = tiles.weight_bytes * arch.num_sms / (MEMORY * arch.hbm_gbs * 1e3)
     each = max(each, DECODE_CLOCKS / (CLOCK * arch.clock_hz * 1e-6))
-    each *= DECODE_EIGHT_TIMES if tiles.tile_n > 1 and rounds > 1 else 1
+    each *= DECODE_EIGHT_TIMES if tiles.tile_n > 1 and rounds > MANY_ROUNDS else 1
     more = DECODE_ROUND_US * rounds if rounds > 2 else 0
     return FIXED_US + rounds * ceil_div(k, BLOCK_K) * each + more
