@@ -20,7 +20,7 @@ from cutex.kernels.row.kernel import ARCHS
 from cutex.ops.row import launches
 from cutex.ops.row.launches import Calls, Launch
 from cutex.ops.row.norm import groups_of, most_clusters
-from cutex.ops.row.rows import arch_of, tile_of
+from cutex.ops.row.rows import arch_of, loads_of, tile_of
 
 LENGTHS = (1, 7, 64, 99, 264, 1000, 1024)
 
@@ -372,6 +372,12 @@ def test_rows_are_loaded_by_the_widest_vectors(start, stride, n, wanted):
     tile = tile_of([x], [], "sm_90a")
     assert (tile.width, tile.aligned) == wanted
     assert tile_of([x], [], "sm_90a", shifts=False).aligned
+
+
+def test_a_row_whose_parts_32_bits_do_not_count_is_refused():
+    x = torch.empty(1).expand(1, 2**31 - 100)
+    with pytest.raises(ValueError, match="a row has 2147483548 elements: at most 2147352576"):
+        loads_of([x], (), True)
 
 
 def test_rows_that_begin_anywhere_take_a_vector_more_before_they_take_more_threads():

@@ -12,19 +12,18 @@ from cutex.kernels.row import choose
 from cutex.ops.number import number
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import arch_of, as_rows, check, loads_of, sms_of
+from cutex.ops.row.rows import COLUMNS, arch_of, as_rows, check, loads_of, sms_of
 
 CTAS = 4  # of an SM
-ELEMENTS = 1 << 31
 MOST = 1 << 24  # bins, whose numbers float32 holds
 
 
 def histogram(x: Tensor, bins: int, *, low: float, high: float) -> Tensor:
     """The numbers of elements of x in each of `bins` bins of equal width from low to high.
 
-    x: bfloat16, float16 or float32, of any shape and strides, fewer than 2^31 elements. An element
-        is of bin floor((x - low) * (bins / (high - low))), in float32, high itself of the last;
-        those outside, and NaNs, are of none. Counts are the same each time.
+    x: bfloat16, float16 or float32, of any shape and strides, at most 2^31 - 2^17 elements. An
+        element is of bin floor((x - low) * (bins / (high - low))), in float32, high itself of the
+        last; those outside, and NaNs, are of none. Counts are the same each time.
 
     Not differentiable. Raises TypeError or ValueError, with one sentence that names the argument,
     for arguments that do not fit, and where there is no NVIDIA GPU from Ampere on.
@@ -39,8 +38,8 @@ def histogram(x: Tensor, bins: int, *, low: float, high: float) -> Tensor:
     given = number("low", low), number("high", high)
     if not all(map(math.isfinite, given)) or not given[0] < given[1]:
         raise ValueError(f"low={low}, high={high}: must be finite, the first the smaller")
-    if x.numel() >= ELEMENTS:
-        raise ValueError(f"x has {x.numel()} elements: takes fewer than {ELEMENTS}")
+    if x.numel() > COLUMNS:
+        raise ValueError(f"x has {x.numel()} elements: at most {COLUMNS}")
     return HISTOGRAM(x.detach(), bins, *given)
 
 

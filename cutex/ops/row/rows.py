@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VECTOR = 16  # bytes
 LINE = 128  # bytes of memory that are one line of a cache
+COLUMNS = 2**31 - 2**17  # a part of a row behind its last one begins below 2^31, too
 
 
 # ---- checks
@@ -166,8 +167,11 @@ def loads_of(rows: Sequence[Tensor], vectors: Sequence[Tensor], shifts: bool) ->
     """The elements of a vector by which all are loaded, and whether rows begin anywhere.
 
     With `shifts`, rows that begin anywhere, but all alike, are loaded by the widest vectors, and
-    by the element at their ends; otherwise by the widest vector that begins every row.
+    by the element at their ends; otherwise by the widest vector that begins every row. Raises
+    ValueError for rows whose columns 32 bits do not count.
     """
+    if rows[0].shape[-1] > COLUMNS:
+        raise ValueError(f"a row has {rows[0].shape[-1]} elements: at most {COLUMNS}")
     widest = VECTOR // rows[0].element_size()
     unit = min(_unit(y, widest) for y in (*rows, *vectors))
     alike = {(y.element_size(), y.data_ptr() % VECTOR, _step(y) % VECTOR) for y in rows}
