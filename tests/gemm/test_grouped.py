@@ -402,10 +402,9 @@ def test_the_tiles_that_are_chosen_fit(arch: str, groups: int) -> None:
     most = choose.most_groups(groups)
     for mean in (1, 64, 97, 200, 600, 4096):
         for n in (8, 65, 192, 2880, 7168):
-            for fused in (False, True):
-                product = GeneralConfig(
-                    choose.rows_tiles(arch, mean, (n, n), fused, most), row, batch, row
-                )
+            for fused, ragged in ((False, False), (True, False), (False, True), (True, True)):
+                tiles = choose.rows_tiles(arch, mean, (n, n), fused, most, ragged=ragged)
+                product = GeneralConfig(tiles, row, batch, row)
                 config = GroupedConfig(product, most)
                 assert config.why_not(arch_named(arch)) is None
                 assert launch.on_sms(config, 114).product.tiles.num_ctas == 114

@@ -187,7 +187,7 @@ def remember(
     if not all(map(is_plain, given)) or any(t.requires_grad for t in given):
         return
 
-    kind = activation, padded, bias is None, True
+    kind = activation, padded, bias is None, True, False  # as launch.rows has it
     known: list[Callable[..., Tensor]] = []
 
     def launch(x: Tensor, w: Tensor, edges: Tensor, *bias: Tensor) -> Tensor:

@@ -42,12 +42,14 @@ def rows(
     out: Tensor,
     options: tuple[Any, ...],
     row_scale: Tensor | None = None,
+    ragged: bool = False,
 ) -> None:
     """out[rows of e] = activation(x[rows of e] @ w[e] + bias[e]) * row_scale, with x (T, K), w (E,
-    K, N), and out (T, N) in memory of `empty`; options: bias, activation, padded."""
+    K, N), and out (T, N) in memory of `empty`; options: bias, activation, padded. ragged: as of
+    choose.rows_tiles."""
     bias, activation, padded = options
     fused_with = [t for t in (bias, row_scale) if t is not None]
-    kind = activation, padded, bias is None, row_scale is None
+    kind = activation, padded, bias is None, row_scale is None, ragged
     again("rows", kind, [x, w, with_padding(out), edges, *fused_with], rows_call)
 
 
@@ -56,7 +58,7 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     from cutex.kernels.gemm.grouped.config import GroupedConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
-    (activation, padded, *without), (x, w, out, edges, *given) = options, passed
+    (activation, padded, *without, ragged), (x, w, out, edges, *given) = options, passed
     arch = arch_for(x)
     if x.shape[1] == 0:  # nothing to add up: the epilogue of zeros
         x, w = x.new_zeros((x.shape[0], ALIGN)), w.new_zeros((w.shape[0], ALIGN, w.shape[2]))
@@ -67,7 +69,7 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     mean = -(-x.shape[0] // edges.shape[0])
     most = choose.most_groups(edges.shape[0])
     _, k, n = w.shape
-    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most, edges.shape[0])
+    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most, edges.shape[0], ragged)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     config = GroupedConfig(product, most, padded)
     return config, arch, [x, w, out, edges.contiguous(), *others]
@@ -81,12 +83,13 @@ def gathered(
     out: Tensor,
     options: tuple[Any, ...],
     row_scale: Tensor | None = None,
+    ragged: bool = False,
 ) -> None:
     """The same with the rows x[index] instead of x, index (R,), and out (R, N): gathered by the
     kernel where it can, else before it."""
     bias, activation, padded = options
     if not gathers(x) or not choose.gathering_pays(index.shape[0] // edges.shape[0], w.shape[2]):
-        rows(x.index_select(0, index), w, edges, out, options, row_scale)
+        rows(x.index_select(0, index), w, edges, out, options, row_scale, ragged)
         return
     fused_with = [t for t in (bias, row_scale) if t is not None]
     kind = activation, padded, bias is None, row_scale is None
@@ -136,7 +139,9 @@ def scattered_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any,
     from cutex.kernels.gemm.grouped.config import ScatteredConfig
 
     (activation, add, *without), (x, w, out, edges, index, *given) = options, passed
-    of_rows, arch, tensors = rows_call((activation, False, *without), [x, w, out, edges, *given])
+    of_rows, arch, tensors = rows_call(
+        (activation, False, *without, False), [x, w, out, edges, *given]
+    )
     out, layout, _ = result(out)
     if layout.major == "column":
         out, layout = passed[2], replace(layout, major="row", tma=False)

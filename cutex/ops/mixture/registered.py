@@ -13,6 +13,7 @@ from cutex.ops.mixture.routing import route
 from cutex.ops.row.operators import define
 
 SILU = "gated_silu"
+PLAIN = (None, None, False)  # no bias, no activation; rows by the ends of groups
 
 
 def _forward(
@@ -26,12 +27,12 @@ def _forward(
     tokens, places, order, offs = route(ids, experts)
     y = x.new_empty((tokens.shape[0], f2 // 2))
     if keep:
-        products.gathered(x, tokens, w_up, offs, h, (None, None, False))
+        products.gathered(x, tokens, w_up, offs, h, PLAIN, ragged=True)
         gate(h, y, offs)
     else:
-        products.gathered(x, tokens, w_up, offs, y, (None, SILU, False))
+        products.gathered(x, tokens, w_up, offs, y, (None, SILU, False), ragged=True)
     z = x.new_empty((tokens.shape[0], x.shape[1]))
-    products.rows(y, w_down, offs, z, (None, None, False))
+    products.rows(y, w_down, offs, z, PLAIN, ragged=True)
     combine(z, places, offs, out, weights.float())
     return out, h, tokens, places, order, offs
 
@@ -76,9 +77,8 @@ def _gradient(
     )
     if not x.shape[0]:
         return of_x, of_weights, of_up.zero_(), of_down.zero_()
-    plain = (None, None, False)
     dz, dy = grad.index_select(0, tokens), h.new_empty((h.shape[0], h.shape[1] // 2))
-    products.rows(dz, w_down.mT, offs, dy, plain)
+    products.rows(dz, w_down.mT, offs, dy, PLAIN, ragged=True)
     scales = weights.float().contiguous().view(-1)
     ds = of_weights.view(-1) if of_weights.dtype == torch.float32 else torch.empty_like(scales)
     y, dh = torch.empty_like(dy), torch.empty_like(h)
@@ -89,7 +89,7 @@ def _gradient(
     rows = x.index_select(0, tokens)
     _sums(rows, dh, offs, of_up)
     dx = torch.empty_like(rows)
-    products.rows(dh, w_up.mT, offs, dx, plain)
+    products.rows(dh, w_up.mT, offs, dx, PLAIN, ragged=True)
     combine(dx, places, offs, of_x, None)
     return of_x, of_weights, of_up, of_down
 

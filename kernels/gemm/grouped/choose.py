@@ -34,10 +34,11 @@ FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # fp8: rows of a group in the mean, below which 128 columns that two CTAs share are as fast as 192,
-# and from which on a tile has 256 rows; the time of a column of 128 beside one of 192, by whether
-# rows are so few and how many CTAs share them (docs/facts/grouped.md#grouped-fp8-widths)
+# and from which on a tile may have 256 rows, with the time of a column then beside one of 192; that
+# of 128 columns, by whether rows are so few and how many CTAs share them
+# (docs/facts/grouped.md#grouped-fp8-widths, #grouped-fp8-192-again)
 FEW_BLOCKS, LONG_BLOCKS = 136, 1000
-TALL_BLOCKS = 1.045  # the time of a column of 256x128 beside one of 128x192
+TALL_BLOCKS = 1.045
 SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
@@ -81,11 +82,14 @@ def rows_tiles(
     fused: bool,
     most: int = WARP,
     groups: int = WARP,
+    ragged: bool = False,
 ) -> GemmConfig:
     """The tiles of a product of rows in `groups` groups of `mean_rows` with matrices of (K, N)
     elements.
 
-    fused: with operations in the epilogue. most: the groups that there are tables for.
+    fused: with operations in the epilogue. most: the groups that there are tables for. ragged: the
+    groups surely differ, as a router's do, and more is wasted where 256 rows or two tiles of rows
+    go together (docs/facts/grouped.md#grouped-routed-tiles).
     """
     k, n = matrix
     if arch == "sm_100a":
@@ -99,11 +103,13 @@ def rows_tiles(
         tiles = _together(n, TOGETHER)
     elif k <= SHORT_K:
         in_turn = width(n, IN_TURN) == 192 and (mean_rows >= LONG_GROUPS or n <= SHORT_K)
-        tiles = _in_turn(192, cluster_m=2) if in_turn else _together(n, TOGETHER)
+        tiles = _taken_in_turn(n, ragged) if in_turn else _together(n, TOGETHER)
     elif mean_rows >= LONG_GROUPS and n >= 208 and not fused:
         tiles = _in_turn(208, cluster_m=2)
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * arch_named(arch).num_sms:
         tiles = _together(n, TOGETHER)
+    elif ragged and width(n, IN_TURN) == 192:
+        tiles = _taken_in_turn(n, ragged)
     else:
         tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     return _filled(tiles, fused, most)
@@ -195,6 +201,13 @@ def _in_turn(tile_n: int, cluster_m: int = 1) -> Sm90Config:
     """Tiles of 128 rows that two warpgroups compute in turn."""
     tiles = Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, pingpong=True)
     return replace(tiles, cluster_m=cluster_m)
+
+
+def _taken_in_turn(n: int, ragged: bool) -> Sm90Config:
+    """Tiles of 192 columns in turn; two CTAs share rows if groups are ragged, else matrices."""
+    if ragged:
+        return replace(_in_turn(192), cluster_n=_sharers(n, 192))
+    return _in_turn(192, cluster_m=2)
 
 
 def _sharers(n: int, tile_n: int) -> int:
