@@ -55,6 +55,9 @@ BAD = {
     "the 32 keys that there is room for with 1 new keys, got 32": {
         "cache_seqlens": 32, "k": NEW, "v": NEW
     },
+    "k_cache must be a torch.Tensor, got NoneType": {"k_cache": None, "cache_seqlens": 3},
+    "cu_seqlens_q must be a torch.Tensor, got int": {"cu_seqlens_q": 3, "cache_seqlens": 3},
+    "q has 0 dimensions, it must have 4": {"q": torch.ones(()).half(), "cache_seqlens": 3},
     "k and v must be given together": {"k": NEW},
     "k has shape (2, 1, 2, 64), it must be": {"k": NEW[:1].expand(2, 1, 2, 64)[:, :, :1], "v": NEW},
     "page_table[1] has page -1, k_cache has pages 0 to 1": {

@@ -21,7 +21,7 @@ from cutex.kernels.attention.decode.config import WORDS, DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits, are_many
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import prefill, scaled
-from cutex.ops.attention.cache import room_of
+from cutex.ops.attention.cache import check_tensors, room_of
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, other_sink, table_of
@@ -180,10 +180,16 @@ def _all(
     cache: tuple[Tensor, Tensor | None],
     new: Tensor | None,
 ) -> Tensor:
-    """`length` for each sequence. Raises ValueError, in one sentence, if a cache (and its page
-    table) has no room for so many and the `new` keys of each, where shapes are what they should
-    be."""
-    if all(x is None or (isinstance(x, Tensor) and x.dim() > 1) for x in cache):
+    """`length` for each sequence. Raises TypeError, in one sentence, for what is no tensor, and
+    ValueError if a cache (and its page table) has no room for so many and the `new` keys of each,
+    where shapes are what they should be."""
+    k_cache, page_table = cache
+    given: list[tuple[str, object]] = [("q", q), ("k_cache", k_cache)]
+    given += [] if cu_seqlens_q is None else [("cu_seqlens_q", cu_seqlens_q)]
+    check_tensors(given)
+    if k_cache.dim() > 1 and (
+        page_table is None or (isinstance(page_table, Tensor) and page_table.dim() > 1)
+    ):
         room = room_of(*cache)
         more = new.shape[1] if isinstance(new, Tensor) and new.dim() == 4 else 0
         if length + more > room:
@@ -192,7 +198,9 @@ def _all(
                 f"cache_seqlens must be from 0 to the {room} keys that there is room for"
                 f"{with_new}, got {length}"
             )
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    ends = q if cu_seqlens_q is None else cu_seqlens_q
+    rows = ends.shape[0] if ends.dim() else 0  # what has none is refused by its name
+    batch = rows if cu_seqlens_q is None else max(rows - 1, 0)
     return torch.full((batch,), length, dtype=torch.int32, device=q.device)
 
 
