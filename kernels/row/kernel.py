@@ -125,3 +125,15 @@ def reductions(tile: RowTile, *counts: int, repeated: bool = False) -> list[RowR
     if tile.ctas > 1:
         publish_barriers(tuple(b for r in made for b in r.barriers), cluster=True)
     return made
+
+
+def launch_of_groups(tile: RowTile, resident: int, groups: Int32, stream: Any) -> dict[str, Any]:
+    """The arguments of the launch of CTAs, or clusters, that stay: `resident` of an SM."""
+    return {
+        "grid": (groups * tile.ctas, 1, 1),
+        "block": (tile.num_threads, 1, 1),
+        "cluster": (tile.ctas, 1, 1) if tile.ctas > 1 else None,
+        "min_blocks_per_mp": resident,
+        "preferred_smem_carveout": 100,  # percent; else the DSL asks a GPU
+        "stream": stream,
+    }

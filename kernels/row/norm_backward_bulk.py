@@ -19,7 +19,7 @@ from cutex.device.row.bulk import BulkRing
 from cutex.device.row.packed import PackedRows
 from cutex.device.row.reduction import add
 from cutex.device.row.words import Words
-from cutex.kernels.row.kernel import reductions
+from cutex.kernels.row.kernel import launch_of_groups, reductions
 from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
 
 LEAST_SLOTS = 2
@@ -60,17 +60,11 @@ class NormBackwardBulk(NormBackward):
 
     @cute.jit
     def __call__(self, mX, mdY, mdX, mRstd, *rest) -> None:
-        c, tile, (*given, groups, stream) = self.config, self.tile, rest
+        c, (*given, groups, stream) = self.config, rest
         optional = dict(zip(c.optional, given, strict=True))
+        how = launch_of_groups(self.tile, c.resident, groups, stream)
         # NOTE: tracing a kernel puts its own values into a dict that it is given
-        self.by_rows(mX, mdY, mdX, mRstd, groups, {**optional}).launch(
-            grid=(groups * tile.ctas, 1, 1),
-            block=(tile.num_threads, 1, 1),
-            cluster=(tile.ctas, 1, 1) if tile.ctas > 1 else None,
-            min_blocks_per_mp=c.resident,
-            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
-            stream=stream,
-        )
+        self.by_rows(mX, mdY, mdX, mRstd, groups, {**optional}).launch(**how)
         self.launch_sums(optional, stream)
 
     @cute.kernel

@@ -19,7 +19,7 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction
 from cutex.device.row.tile import WARP
 from cutex.device.row.words import Words
-from cutex.kernels.row.kernel import ThisRow, reductions
+from cutex.kernels.row.kernel import ThisRow, launch_of_groups, reductions
 from cutex.kernels.row.norm import Norm, NormConfig, Normed
 from cutex.kernels.row.norm_by_words import NormByWords
 
@@ -70,17 +70,11 @@ class NormBulk(Norm):
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
-        c, tile = self.config, self.tile
+        c = self.config
         optional = dict(zip(c.optional, rest[:-3], strict=True))
         eps, groups, stream = rest[-3:]
-        self.kernel(mX, mY, optional, eps, groups).launch(
-            grid=(groups * tile.ctas, 1, 1),
-            block=(tile.num_threads, 1, 1),
-            cluster=(tile.ctas, 1, 1) if tile.ctas > 1 else None,
-            min_blocks_per_mp=c.resident,
-            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
-            stream=stream,
-        )
+        how = launch_of_groups(self.tile, c.resident, groups, stream)
+        self.kernel(mX, mY, optional, eps, groups).launch(**how)
 
     @cute.kernel
     def kernel(

@@ -15,10 +15,9 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutex.compile import Argument, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.words import halves
-from cutex.kernels.row.kernel import ThisRow, reductions
+from cutex.kernels.row.kernel import ThisRow, launch_of_groups, reductions
 from cutex.kernels.row.moments import Moments
 from cutex.kernels.row.norm import Norm, NormConfig, Normed
-from cutex.kernels.row.softmax_bulk import launch_of_groups
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class NormResident(Norm):
     def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
         optional = dict(zip(self.config.optional, rest[:-3], strict=True))
         eps, groups, stream = rest[-3:]
-        how = launch_of_groups(self.config, groups, stream)
+        how = launch_of_groups(self.tile, self.config.resident, groups, stream)
         how["preferred_smem_carveout"] = 10  # percent: x comes by L1
         self.kernel(mX, mY, optional, eps, groups).launch(**how)
 

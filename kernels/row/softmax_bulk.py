@@ -14,7 +14,7 @@ from cutex.device.row.bulk import BulkRing
 from cutex.device.row.packed import PackedRows
 from cutex.device.row.tile import RowTile
 from cutex.device.row.words import Words
-from cutex.kernels.row.kernel import RowKernel, matrix, reductions
+from cutex.kernels.row.kernel import RowKernel, launch_of_groups, matrix, reductions
 from cutex.kernels.row.moments import folded, plus
 from cutex.kernels.row.softmax import above, exp, merged
 
@@ -52,7 +52,9 @@ class SoftmaxBulk(RowKernel):
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mY: cute.Tensor, groups: Int32, stream) -> None:
-        self.kernel(mX, mY, groups).launch(**launch_of_groups(self.config, groups, stream))
+        self.kernel(mX, mY, groups).launch(
+            **launch_of_groups(self.tile, self.config.resident, groups, stream)
+        )
 
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor, groups: Int32) -> None:
@@ -82,19 +84,6 @@ class SoftmaxBulk(RowKernel):
             ahead = turn + (c.slots - 1)
             dense.fetch(mX, group + ahead * groups, ring, ahead)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-def launch_of_groups(config: RowsBulkConfig, groups: Int32, stream) -> dict:
-    """The arguments of the launch of CTAs, or clusters, that stay."""
-    tile = config.tile
-    return {
-        "grid": (groups * tile.ctas, 1, 1),
-        "block": (tile.num_threads, 1, 1),
-        "cluster": (tile.ctas, 1, 1) if tile.ctas > 1 else None,
-        "min_blocks_per_mp": config.resident,
-        "preferred_smem_carveout": 100,  # percent; else the DSL asks a GPU
-        "stream": stream,
-    }
 
 
 def scores(dense: PackedRows, words: Words, slot: cute.Tensor, begin: Int32) -> list[Float32]:
