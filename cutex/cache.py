@@ -1,7 +1,7 @@
 """The cache on disk: its folder, the check that only this user can write to it, and its entries.
 
     <cache>/kernels/<key>/   compiled kernels (cutex/compile/cache.py)
-    <cache>/sim/<key>/       their host code, linked for the simulator (cutex/sim/host/capture.py)
+    <cache>/sim/<key>/       their host code, linked for the simulator (cutex/sim/host/linked.py)
     <cache>/tuned/<key>.json configs chosen by time (cutex/bench/autotune.py)
     <cache>/choices/<key>.json  tiles of cutex.matmul chosen by time (cutex/ops/matmul/choices.py)
 

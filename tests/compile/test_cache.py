@@ -18,7 +18,7 @@ from cutex import cache, simulate
 from cutex.compile import Compiled, compile
 from cutex.errors import NoCache
 from cutex.kernels.gemm import stage
-from cutex.sim.host import capture
+from cutex.sim.host import capture, linked
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_damaged_library_is_linked_anew(here, compiled, damage):
         (entry / file.name).write_bytes(file.read_bytes())
     damage(whole)
     assert library(compiled).read_bytes()[:64] == content[:64]
-    assert capture._whole(entry, whole.name) == whole
+    assert linked._whole(entry, whole.name) == whole
 
 
 def as_file(entry: Path) -> None:
