@@ -234,7 +234,11 @@ def scaled(arch: str) -> Iterator[tuple[str, Subject]]:
 
     import cutex
     from cutex.ops.w4.packed import W4Weight
+    from cutex.problem.w4 import layout
     from cutex.problem.w4.layout import W4Format
+
+    # an older checkout's weights have none
+    versions = [v for v in (getattr(layout, "LAYOUT_VERSION", None),) if v is not None]
 
     def fp8(m: int, n: int, k: int, activation: str | None) -> Any:
         a, b = (torch.empty(s, k, dtype=torch.float8_e4m3fn) for s in (m, n))
@@ -246,7 +250,7 @@ def scaled(arch: str) -> Iterator[tuple[str, Subject]]:
 
     def w4(m: int, n: int, k: int, of: W4Format) -> Any:
         packed = torch.empty(-(-n // 64), -(-k // 128), of.words, dtype=torch.int32)
-        w = W4Weight(packed, None, n, k, of, torch.bfloat16, "int4")
+        w = W4Weight(packed, None, n, k, of, torch.bfloat16, "int4", *versions)
         return cutex.matmul(torch.empty(m, k, dtype=torch.bfloat16), w)
 
     sizes = (4096, 4096, 4096), (1, 8192, 4096), (64, 2048, 4096), (128, 4096, 2048)

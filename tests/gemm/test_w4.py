@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +28,7 @@ from cutex.kernels.gemm.w4.sm90.decode_config import W4DecodeConfig
 from cutex.kernels.gemm.w4.sm90.one_row import W4OneRow
 from cutex.ops.w4.packed import W4Weight
 from cutex.problem.w4 import W4Problem, draw, packing
-from cutex.problem.w4.layout import W4Format
+from cutex.problem.w4.layout import LAYOUT_VERSION, W4Format
 from cutex.sim import simulate
 
 bf16, fp16 = torch.bfloat16, torch.float16
@@ -325,6 +329,68 @@ def test_fp4_is_packed_without_a_rounding(kind: str, dtype: torch.dtype) -> None
     assert torch.equal(cutex.pack_w4(w, kind=kind, dtype=dtype).packed, packed.packed)
 
 
+# of the words of one weight, by format and dtype of activations
+LAYOUTS = {
+    (W4Format(), bf16): "952c193d9122f497",
+    (W4Format("int4", 0), fp16): "f8f4bbdde32f760c",
+    (W4Format("int4", 32, True), bf16): "505673e7b900bb1e",
+    (W4Format("int4", 64, True), fp16): "03a74bb95e0b1a20",
+    (W4Format("fp4", 16), bf16): "41a86e4f29a16cb8",
+    (W4Format("fp4", 32), bf16): "0b8e222b4e77d43d",
+    (W4Format("fp4", 16), fp16): "022ba16f46b121cd",
+}
+
+
+@pytest.mark.parametrize(("of", "dtype"), LAYOUTS, ids=str)
+def test_another_layout_has_another_version(of: W4Format, dtype: torch.dtype) -> None:
+    """What was packed and saved is read by later code: a sum that differs is a layout that differs,
+    and LAYOUT_VERSION with it."""
+    n, k = 72, 256
+    codes = (torch.arange(n * k) * 7 % 61 % 16).view(n, k)
+    number = torch.arange(n * (k // of.group)).view(n, -1) if of.group else None
+    scales = None if number is None else (number % 50 + 64).to(dtype)
+    zeros = None if number is None or not of.zeros else number * 5 % 16
+    words = packing.pack(codes, scales, zeros, of)
+    found = hashlib.sha256(words.numpy().tobytes()).hexdigest()[:16]
+    assert (LAYOUT_VERSION, found) == (1, LAYOUTS[of, dtype])
+
+
+class Pickled:
+    """A weight as code without versions pickled it."""
+
+    def __init__(self, w: W4Weight) -> None:
+        self.w = w
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return W4Weight, self.w[:7]
+
+
+@pytest.mark.parametrize("through", ["pickle", "torch.save", "copy.deepcopy"])
+def test_a_weight_saved_without_a_version_is_read_where_all_layouts_are_alike(through: str) -> None:
+    def back(w: Any) -> W4Weight:
+        if through == "torch.save":
+            torch.save({"layer.weight": w}, file := io.BytesIO())
+            file.seek(0)
+            return torch.load(file, weights_only=False)["layer.weight"]
+        return pickle.loads(pickle.dumps(w)) if through == "pickle" else copy.deepcopy(w)
+
+    for kind, dtype, read in (
+        ("int4", bf16, True), ("uint4", fp16, True), ("nvfp4", fp16, True),
+        ("mxfp4", bf16, False), ("nvfp4", bf16, False),
+    ):  # fmt: skip
+        w = cutex.pack_w4(torch.randn(72, 256), kind=kind, dtype=dtype)
+        assert back(w).layout_version == w.layout_version == LAYOUT_VERSION
+        assert torch.equal(back(w).dequantize(), w.dequantize())
+        old = back(Pickled(w))
+        assert old.layout_version == 0
+        if read:
+            assert torch.equal(old.dequantize(), w.dequantize())
+            continue
+        for use in (old.dequantize, lambda old=old: cutex.matmul(torch.ones(3, 256).to(bf16), old)):
+            with pytest.raises(ValueError, match=r"no layout version, .* pack the weight again"):
+                use()
+
+
 def test_codes_in_pairs_and_scales_beyond_fp16() -> None:
     codes = torch.randint(0, 16, (8, 64), dtype=torch.uint8)
     scales = torch.rand(8, 2) * 1e-9
@@ -373,6 +439,7 @@ def test_every_candidate_fits_and_large_products_take_large_tiles() -> None:
 
 
 X, W = torch.zeros(4, 128, dtype=bf16), cutex.pack_w4(torch.ones(8, 128))
+FP4 = cutex.pack_w4(torch.ones(8, 128), kind="mxfp4", dtype=bf16)
 CODES, ONES = torch.zeros(8, 128, dtype=torch.uint8), torch.ones(8, 1)
 
 
@@ -388,6 +455,17 @@ CODES, ONES = torch.zeros(8, 128, dtype=torch.uint8), torch.ones(8, 1)
         (lambda: cutex.matmul(X, W, bias=torch.ones(3)), "bias has shape"),
         (lambda: cutex.matmul(X, W), "runs on a Hopper or Blackwell GPU"),
         (lambda: cutex.matmul([1], W), "a must be a torch.Tensor, got list"),
+        (lambda: cutex.matmul(X, W4Weight(*FP4[:7])), "b cannot be read: it has no layout version"),
+        (lambda: cutex.matmul(X, W._replace(layout_version=7)), "in layout version 7, not 1: pack"),
+        (lambda: cutex.matmul(X, FP4._replace(layout_version=7)), "in layout version 7, not 1"),
+        (lambda: FP4._replace(layout_version=0).dequantize(), "the weight cannot be read: it has"),
+        (lambda: torch.ops.cutex.w4_mm(X, *FP4[:3], "fp4", 32, False, None, None, None, bf16),
+         "no layout version"),
+        (lambda: cutex.matmul(X, W._replace(packed=W.packed[:, :, :64])), "packed words of int32"),
+        (lambda: cutex.matmul(X, W._replace(n=80)), r"int32 \(2, 1, 1024\), contiguous, got"),
+        (lambda: cutex.matmul(X, W._replace(packed=W.packed.float())), "got torch.float32"),
+        (lambda: cutex.matmul(X, W._replace(factor=ONES[:3, 0])), r"factor of float32 \(8,\) or"),
+        (lambda: cutex.matmul(X, W._replace(format=W4Format("int2"))), "kind='int2' is not one of"),
         (lambda: cutex.pack_w4(X.double()), "w must be of bfloat16, float16 or float32, got"),
         (lambda: cutex.pack_w4(X, kind="int3"), "kind='int3' is not one of int4, uint4"),
         (lambda: cutex.pack_w4(X[0]), r"w must be a matrix \(N, K\), got shape \(128,\)"),

@@ -14,7 +14,7 @@ from cutex.problem.scaled import layouts
 from cutex.problem.scaled import quantization as reference
 from cutex.problem.scaled.formats import FORMATS
 from cutex.problem.w4 import packing
-from cutex.problem.w4.layout import BLOCK_K, DEFAULT_ZERO, E2M1_UNIT, W4Format
+from cutex.problem.w4.layout import BLOCK_K, DEFAULT_ZERO, E2M1_UNIT, LAYOUT_VERSION, W4Format
 
 DTYPES = (torch.bfloat16, torch.float16)
 FLOATS = (*DTYPES, torch.float32)
@@ -165,7 +165,7 @@ def _packed(
     kind = kind or ("uint4" if of.zeros else "int4")
     packed = packing.pack(codes, scales, zeros, of)
     n, k = codes.shape
-    return W4Weight(packed, factor, n, k, of, dtype, kind)
+    return W4Weight(packed, factor, n, k, of, dtype, kind, LAYOUT_VERSION)
 
 
 def _codes(codes: Any, scales: Any, group_size: int | None) -> tuple[Tensor, int]:

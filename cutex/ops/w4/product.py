@@ -18,7 +18,7 @@ from cutex.ops.matmul.arrange import fused, operand, result
 from cutex.ops.matmul.checks import Call, by_row, check
 from cutex.ops.plans import PlanCache
 from cutex.ops.row.operators import define, needs_nothing
-from cutex.ops.w4.packed import W4Weight, dequantized
+from cutex.ops.w4.packed import W4Weight, check_packed, dequantized
 from cutex.problem.matmul import ACTIVATIONS
 from cutex.problem.w4.layout import W4Format
 
@@ -35,7 +35,8 @@ def w4_matmul(
 ) -> Tensor:
     """activation(x @ w^T + bias) + residual, x (.., M, K), w a packed weight (N, K)."""
     compiling = torch.compiler.is_dynamo_compiling()
-    options = w.n, w.k, w.format, w.dtype, bias is None, residual is None, activation, out_dtype
+    absent = bias is None, residual is None
+    options = w.n, w.k, w.format, w.dtype, w.layout_version, *absent, activation, out_dtype
     passed = [t for t in (w.packed, w.factor, bias, residual) if t is not None]
     if not compiling and (known := PLANS.find(options, x, *passed)) is not None:
         return known.launch(x, *passed)
@@ -67,11 +68,12 @@ def w4_matmul(
     if call.gate or (activation is not None and recorded):
         # NOTE: gates take neighbouring columns, which are rows of the MMA; and what an activation
         # is of is what its gradient needs
-        wide = W4_MM(*given, None, None, call.dtype if recorded else torch.float32)
+        wide_dtype = call.dtype if recorded else torch.float32
+        wide = W4_MM(*given, None, None, wide_dtype, w.layout_version)
         y = ACTIVATIONS[activation](wide)
         y = y if flat is None else y + flat
         return y.to(call.dtype).view(call.shape)
-    y = W4_MM(*given, flat, activation, call.dtype).view(call.shape)
+    y = W4_MM(*given, flat, activation, call.dtype, w.layout_version).view(call.shape)
     if not compiling and needs_nothing(x, *passed):
         _remember(options, [x, *passed], y, [given[0], *given[1:3], bias, flat])
     return y
@@ -83,7 +85,7 @@ PLANS = PlanCache()
 def _remember(options: Any, given: list[Tensor], y: Tensor, passed: list[Tensor | None]) -> None:
     """Keep a plan for such calls, whose result is like y and whose operator took `passed`: x, the
     weight, its factors, bias and residual."""
-    n, k, of, *_, activation, _ = options
+    n, k, of, _, version, *_, activation, _ = options
     tensors = [t for t in passed if t is not None]
     fixed = (
         n,
@@ -94,6 +96,7 @@ def _remember(options: Any, given: list[Tensor], y: Tensor, passed: list[Tensor 
         y.dtype,
         passed[2] is None,
         passed[3] is None,
+        version,
     )
     function = _KNOWN.get(_key(fixed, tensors))
     same = all(_layout(s) == _layout(t) for s, t in zip(given[1:], tensors[1:], strict=True))
@@ -131,15 +134,19 @@ def _run(
     residual: Tensor | None,
     activation: str | None,
     out_dtype: torch.dtype,
+    layout_version: int = 0,
 ) -> Tensor:
     given = [x, packed, *(t for t in (factor, bias, residual) if t is not None)]
-    options = (n, kind, group, zeros, activation, out_dtype, factor is None, bias is None)
+    absent = factor is None, bias is None
+    options = (n, kind, group, zeros, activation, out_dtype, *absent, layout_version)
     key = _key(options, given)
     out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
     if (known := _KNOWN.get(key)) is not None:
         with current(x.device):
             known(*given[:2], out, *given[2:])
         return out
+    of = W4Format(kind, group, zeros)
+    check_packed("b", packed, factor, n, x.shape[1], of, x.dtype, layout_version)
     arch = arch_of(x.device)
     if not out.numel():
         return out
@@ -149,7 +156,7 @@ def _run(
     ops, passed = fused(call, out, residual, arch)
     tensors = [first, packed, to, *(t for _, t in passed)]
     sizes = (x.shape[0], n, x.shape[1])
-    config = _config(sizes, W4Format(kind, group, zeros), layout.dtype, out_layout, ops, arch)
+    config = _config(sizes, of, layout.dtype, out_layout, ops, arch)
     with current(x.device):
         function = launcher(_compiled(config, arch), tensors, config.tiles.workspace)
         function(*tensors)
@@ -218,12 +225,13 @@ def _fake(
     residual: Tensor | None,
     activation: str | None,
     out_dtype: torch.dtype,
+    layout_version: int = 0,
 ) -> Tensor:
     return x.new_empty((x.shape[0], n), dtype=out_dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, packed, factor, n, kind, group, zeros, bias, residual, activation, _ = inputs
+    x, packed, factor, n, kind, group, zeros, bias, residual, activation, *_ = inputs
     if activation is not None:
         raise ValueError("cutex::w4_mm has no gradient of an activation: call cutex.matmul")
     ctx.save_for_backward(packed, factor)
@@ -247,13 +255,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         of_bias = grad.sum(1 if rows else 0, dtype=torch.float32).to(kind).view(shape)
     if ctx.residual is not None and ctx.needs_input_grad[8]:
         of_residual = grad.to(ctx.residual)
-    return (of_x, *(None,) * 6, of_bias, of_residual, None, None)
+    return (of_x, *(None,) * 6, of_bias, of_residual, None, None, None)
 
 
 W4_MM = define(
     "w4_mm",
     "(Tensor x, Tensor packed, Tensor? factor, int n, str kind, int group, bool zeros, "
-    "Tensor? bias, Tensor? residual, str? activation, ScalarType out_dtype) -> Tensor",
+    "Tensor? bias, Tensor? residual, str? activation, ScalarType out_dtype, int layout_version=0) "
+    "-> Tensor",  # NOTE: what was exported before has none
     _run,
     _fake,
     _setup,

@@ -68,6 +68,19 @@ class W4Format:
         return -(-n // STRIP) * -(-k // BLOCK_K) * self.words * 4
 
 
+def why_not_version(version: int, of: W4Format, dtype: str) -> str | None:
+    """The reason why a weight packed in that version of the layout, for activations of `dtype`, is
+    not read; None if it is."""
+    again = "pack the weight again with cutex.pack_w4"
+    if version == LAYOUT_VERSION:
+        return None
+    if version:
+        return f"it is packed in layout version {version}, not {LAYOUT_VERSION}: {again}"
+    if of.kind == "fp4" and dtype == "bf16":
+        return f"it has no layout version, and of fp4 for bfloat16 there were two layouts: {again}"
+    return None
+
+
 # a code's value is its bits, put where a float of 16 bits has them, times this: e2m1 has the
 # exponent 0 where the float has that of its least normal number
 E2M1_UNIT = {"bf16": 126, "fp16": 14}  # 2 to its power
@@ -75,6 +88,10 @@ E2M1_UNIT = {"bf16": 126, "fp16": 14}  # 2 to its power
 # codes to the sign, the exponent and the mantissa of two bf16, and a mask is all that is left
 _OF_HALF = (0, 1, 2, 9, 4, 5, 6, 13, 10, 11, 12, 19, 14, 7, 8, 15)
 E2M1_PLACES = tuple((place + half) % 32 for half in (0, 16) for place in _OF_HALF)
+# of the places above and below, kept with what is packed: a change to them counts it up. Until it
+# was kept (0) there were two layouts of fp4 for bf16, in E2M1_PLACES and as nibbles; all else was
+# as in 1
+LAYOUT_VERSION = 1
 # an integer is or-ed into the mantissa of a float whose unit is 1
 INTEGER_BASE = {"bf16": 128, "fp16": 1024}
 DEFAULT_ZERO = 8
