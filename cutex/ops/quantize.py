@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +20,11 @@ from cutex.problem.scaled.formats import FORMATS, Format, format_named
 # those with blocks along K; a factor of a whole row or tensor takes a pass of its own
 QUANTIZED = tuple(name for name, f in FORMATS.items() if f.block[1])
 ALONG = ("rows", "columns", "both")
+SCALES = {
+    "e8m0": torch.float8_e8m0fnu,
+    "e4m3": torch.float8_e4m3fn,
+    "fp32": torch.float32,
+}  # dtypes of factors
 COLUMN_VECTOR = 32  # elements of a result along M, to be aligned
 
 
@@ -98,9 +104,8 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tenso
     """The values of a quantized matrix in `dtype`, rounded once; the reverse of `quantize`."""
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"q must be what cutex.quantize returns, got {type(q).__name__}")
-    of = format_named(q.format)
+    of, rows, k = check_quantized("q", q)
     data = q.data.flatten(0, -2)
-    rows, k = data.shape[0], data.shape[1] * (2 if of.element == "e2m1" else 1)
     shape = (*q.data.shape[:-1], k)
     if not data.numel():
         return torch.empty(shape, dtype=dtype, device=data.device)
@@ -109,6 +114,32 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tenso
     # NOTE: torch's ldexp computes on the current GPU, whichever its tensors are on
     with current(data.device):
         return reference.dequantize(plain, torch.float64).to(dtype).view(shape)
+
+
+def check_quantized(name: str, q: QuantizedTensor) -> tuple[Format, int, int]:
+    """The format of a quantized matrix, its rows and K. Raises ValueError, with one sentence, where
+    elements, factors or the tensor's own factor have another dtype or shape than the format's, as
+    one made by hand may."""
+    of, data, scale = format_named(q.format), q.data, q.scale
+    packed = 2 if of.element == "e2m1" else 1
+    dtypes = (torch.float4_e2m1fn_x2, torch.uint8) if packed > 1 else (of.dtype.torch,)
+    if data.dim() < 2 or data.dtype not in dtypes:
+        what = f"elements (.., rows, K{' / 2' if packed > 1 else ''}) of {dtypes[0]}"
+        raise ValueError(f"{name} is of {of}: takes {what}, got {data.dtype} {tuple(data.shape)}")
+    rows, k = data.shape[:-1].numel(), data.shape[-1] * packed
+    due = layouts.swizzled_shape(*of.factors(rows, k)) if q.swizzled else of.factors(rows, k)
+    same = scale.numel() == math.prod(due) if q.swizzled else tuple(scale.shape) == due
+    if scale.dtype != SCALES[of.scale] or not same or (q.swizzled and not of.swizzled):
+        kind = "swizzled" if q.swizzled else "plain"
+        raise ValueError(
+            f"{name} is of {of}, {rows}x{k}: takes {kind} factors {due} of {SCALES[of.scale]}, got "
+            f"{scale.dtype} {tuple(scale.shape)}"
+        )
+    own = q.tensor_scale
+    if own is not None and (not of.tensor_scale or own.dtype != torch.float32 or own.numel() != 1):
+        due_own = "one number of float32" if of.tensor_scale else "no tensor_scale"
+        raise ValueError(f"{name} is of {of}: takes {due_own}, got {own.dtype} {tuple(own.shape)}")
+    return of, rows, k
 
 
 def _format_of(name: str) -> Format:
@@ -155,16 +186,15 @@ def _results(
     for size in before:
         rows *= size
     down, along = of.factors(rows, k)
-    kind = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn, "fp32": torch.float32}
     if swizzled:
         scale = torch.empty(
-            layouts.swizzled_shape(down, along), dtype=kind[of.scale], device=device
+            layouts.swizzled_shape(down, along), dtype=SCALES[of.scale], device=device
         )
     elif of.scale == "fp32" and of.block[0] == 1:
         pitch = -(-down // layouts.PITCH) * layouts.PITCH
         scale = torch.empty((along, pitch), device=device)[:, :down].mT
     else:
-        scale = torch.empty((down, along), dtype=kind[of.scale], device=device)
+        scale = torch.empty((down, along), dtype=SCALES[of.scale], device=device)
     return data, scale
 
 

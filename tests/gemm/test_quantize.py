@@ -147,6 +147,28 @@ def test_bad_arguments_are_answered_in_a_sentence(x, format, more, says):
         cutex.quantize(x, format, **more)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"swizzled": False}, r"takes plain factors \(32, 4\) of torch.float8_e4m3fn, got"),
+        ({"format": "mxfp4"}, r"takes swizzled factors \(1, 1, 32, 4, 4\) of torch.float8_e8m0fnu"),
+        ({"format": "mxfp8"}, r"takes elements \(.., rows, K\) of torch.float8_e4m3fn, got"),
+        ({"scale": torch.zeros(1, 1, 32, 4, 4, dtype=torch.uint8)}, "got torch.uint8"),
+        ({"scale": torch.zeros(1, 2, 32, 4, 4).to(torch.float8_e4m3fn)}, r"\(1, 1, 32, 4, 4\) of"),
+        ({"tensor_scale": torch.ones(2)}, r"takes one number of float32, got torch.float32 \(2,\)"),
+    ],
+)
+def test_what_is_no_quantized_matrix_is_not_read(change, says):
+    """As one made by hand, or saved with another layout of its factors."""
+    scale = torch.ones(1, 1, 32, 4, 4).to(torch.float8_e4m3fn)
+    data = torch.zeros(32, 32, dtype=torch.uint8)
+    q = cutex.ops.quantize.QuantizedTensor(data, scale, "nvfp4", True, torch.ones(1))
+    assert cutex.dequantize(q).shape == (32, 64)
+    for use in (cutex.dequantize, cutex.pack_w4)[: 1 if change.get("format") == "mxfp8" else 2]:
+        with pytest.raises(ValueError, match=says):
+            use(q._replace(**change))
+
+
 def test_it_is_one_node_of_a_graph():
     fake = torch.ops.cutex.quantize(
         torch.empty(130, 64, device="meta"), "mxfp8", True, True, True, "floor", None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutex.ops.quantize import QuantizedTensor
+from cutex.ops.quantize import QuantizedTensor, check_quantized
 from cutex.ops.torchao_tensors import is_torchao, quantized
 from cutex.ops.w4.packed import W4Weight
 from cutex.problem.scaled import layouts
@@ -209,7 +209,7 @@ def _of_fp4(q: QuantizedTensor, dtype: torch.dtype) -> W4Weight:
         raise ValueError(f"w is quantized as {q.format}, which is not mxfp4 or nvfp4")
     if q.data.dim() != 2 or not q.data.numel():
         raise ValueError(f"w must be a matrix (N, K), got shape {tuple(q.data.shape)}")
-    of = FORMATS[q.format]
+    of, *_ = check_quantized("w", q)
     byte = q.data.detach().view(torch.uint8)
     codes = torch.stack((byte & 15, byte >> 4), -1).flatten(-2)
     n, k = codes.shape
