@@ -96,7 +96,8 @@ def add_jobs(sim: argparse._ActionsContainer) -> None:
         "--jobs",
         type=int,
         metavar="N",
-        help="processes that simulate a grid's clusters, where these are independent; default: 1",
+        help="processes that simulate a grid's clusters, where these are independent; default: "
+        "as many as pay, at most one a core",
     )
 
 
@@ -312,7 +313,7 @@ def _options(kind: type[Problem], args: argparse.Namespace, device: str) -> Opti
     return Options(
         order=args.order or ("random" if args.seeds else "fifo"),
         seeds=args.seeds or 1,
-        jobs=args.jobs or 1,
+        jobs=args.jobs,
         count=getattr(args, "count", False),
         compare=compare,
         cache_state=args.cache_state or "cold",

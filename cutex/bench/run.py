@@ -35,7 +35,7 @@ class Options:
 
     order: str = "fifo"  # simulator: one of cutex.orders.ORDERS
     seeds: int = 1  # simulator: the number of orders of that kind, if it has seeds
-    jobs: int = 1  # simulator: processes for grids of independent clusters
+    jobs: int | None = 1  # simulator: processes for grids of independent clusters; None: as pays
     count: bool = False  # simulator: count transactions with memory, and bank conflicts
     compare: tuple[str, ...] = ()  # names of the problem's peers
     cache_state: str = "cold"

@@ -43,8 +43,9 @@ def parser() -> Parser:
         "--max-instructions", type=int, metavar="N", help="of all warps, after which it is ended"
     )
     out.add_argument(
-        "--jobs", type=int, default=1, metavar="N",
-        help="processes that simulate a grid's clusters, where these are independent",
+        "--jobs", type=int, metavar="N",
+        help="processes that simulate a grid's clusters, where these are independent; default: "
+        "as many as pay, at most one a core",
     )  # fmt: skip
     out.add_argument(
         "--clusters", type=int, metavar="N",
@@ -91,7 +92,7 @@ def main(
         return refuse(f"--seed {options.seed}: takes a number from 0 to {(1 << 31) - 1}")
     if options.max_instructions is not None and options.max_instructions < 1:
         return refuse(f"--max-instructions {options.max_instructions}: takes a number from 1")
-    if not 1 <= options.jobs <= MOST_JOBS:
+    if options.jobs is not None and not 1 <= options.jobs <= MOST_JOBS:
         return refuse(f"--jobs {options.jobs}: takes a number from 1 to {MOST_JOBS}")
     if options.clusters is not None and (options.clusters < 1 or options.unchecked):
         return refuse(f"--clusters {options.clusters}: takes a number from 1, and checks")

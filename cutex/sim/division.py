@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,9 @@ from cutex.sim.ptx.program import Program
 # Instructions by which clusters can communicate besides memory.
 _TELLS = re.compile(r"clusterlaunchcontrol|griddepcontrol|tensormap|call\b")
 _CLOCKS = re.compile(r"%(clock|globaltimer)")
+# Warp-instructions of a program without its loops, for which a process of their own pays: it costs
+# 0.1 to 0.25 s of CPU time, and they take 0.1 to 1.4 s (measured: GEMM, attention, rows).
+_ENOUGH = 200_000
 
 
 class Part(NamedTuple):
@@ -40,6 +44,7 @@ class Part(NamedTuple):
 
     executed: np.ndarray  # (instructions of the program,) warp-instructions
     touched: Touched
+    rings: dict[str, tuple[int, int]]  # by name: slots, and phases of the one that went furthest
 
 
 def why_not(
@@ -61,6 +66,15 @@ def why_not(
     if multiprocessing.current_process().daemon:
         return "the process may not start others"
     return ""
+
+
+def paying(program: Program, what: Launch, clusters: int) -> int:
+    """How many processes it pays to divide ``clusters`` clusters of a launch among: 1 for a small
+    one, at most one for each core that this process may use.
+    """
+    threads = what.block[0] * what.block[1] * what.block[2]
+    work = clusters * what.cluster_size * -(-threads // 32) * len(program.code)
+    return max(1, min(work // _ENOUGH, len(os.sched_getaffinity(0)), clusters, MOST_JOBS))
 
 
 def shares(clusters: Sequence[int], jobs: int) -> list[list[int]]:

@@ -25,7 +25,7 @@ def simulate(
     max_instructions: int | None = None,
     time: bool = False,
     gpu: str = "",
-    jobs: int = 1,
+    jobs: int | None = 1,
     checks: bool = True,
     clusters: int | None = None,
     resources: bool = False,
@@ -48,7 +48,8 @@ def simulate(
     max_instructions: of all warps of one launch, after which it is ended as Endless; None for no
         limit.
 
-    jobs: processes that simulate a grid of independent clusters together, on as many cores.
+    jobs: processes that simulate a grid of independent clusters together, on as many cores; None:
+        as many as pay, at most one a core.
     clusters: simulate no more than so many of the grid, evenly from its first to its last. The
         report lists these launches (``sampled``), and the elements ``written``: only these may be
         compared. A kernel whose clusters may wait for each other through global memory runs whole;
@@ -69,7 +70,7 @@ def simulate(
                          ("max_instructions", max_instructions)):  # fmt: skip
         if number is not None and not isinstance(number, int):
             raise TypeError(f"{name} must be an int, got {number!r}")
-    if not 1 <= jobs <= MOST_JOBS:
+    if jobs is not None and not 1 <= jobs <= MOST_JOBS:
         raise ValueError(f"jobs {jobs}: takes 1 to {MOST_JOBS}")
     if not 0 <= seed < 1 << 31:
         raise ValueError(f"seed {seed}: takes a number from 0 to {(1 << 31) - 1}")

@@ -113,7 +113,7 @@ class Simulation:
         seed: int = 0,
         limit: int | None = None,
         cubin: bytes | None = None,
-        jobs: int = 1,
+        jobs: int | None = 1,
         checks: bool = True,
         clusters: int | None = None,
     ) -> None:
@@ -147,7 +147,7 @@ class Simulation:
         # NOTE: products are small here; one BLAS thread is faster than several that wait for each
         # other
         with uncollected(), _blas().limit(limits=1, user_api="blas"):
-            if self.jobs > 1 and self._run_divided(program, what, memory):
+            if self.jobs != 1 and self._run_divided(program, what, memory):
                 return
             # NOTE: a call, so that all it made is gone before the collector looks at what is left
             self._run_whole(program, what, memory, where)
@@ -188,6 +188,10 @@ class Simulation:
         process has to report findings.
         """
         order = policy(self.order, self.seed + self.report.launches)
+        clusters = order.start_order(self._clusters(program, what))
+        jobs = self.jobs or division.paying(program, what, len(clusters))
+        if jobs == 1:
+            return False
         if self.limit is not None or self.cubin is not None or not self.checks:
             return False  # NOTE: only the checks record the memory that clusters access
         if division.why_not(program, what, order, memory, orders_clusters(program)):
@@ -197,17 +201,19 @@ class Simulation:
         def run(clusters: list[int]) -> division.Part | None:
             here = replace(where, ctas=min(where.ctas, len(clusters) * size))
             scheduler, checks = self._scheduler(program, what, memory, here)
-            self._run_clusters(scheduler, clusters)
-            checks.finish()
             machine = scheduler.m
-            if len(machine.findings):
+            machine.findings.first_ends = True
+            rings = self._run_clusters(scheduler, clusters)
+            checks.finish()
+            if unreached.unknown(program, machine, scheduler.executed):
                 return None
-            return division.Part(scheduler.executed, checks.global_races.touched())
+            return division.Part(scheduler.executed, checks.global_races.touched(), rings)
 
-        clusters = order.start_order(self._clusters(program, what))
-        parts = division.run_parts(memory, division.shares(clusters, self.jobs), run)
+        parts = division.run_parts(memory, division.shares(clusters, jobs), run)
         if parts is None:
             return False
+        for part in parts:
+            self._add_rings(part.rings)
         self._sample(program, what, memory, [part.touched.written for part in parts])
         self._count(program, what, np.sum([part.executed for part in parts], 0))
         return True
@@ -236,11 +242,21 @@ class Simulation:
 
     def _run(self, scheduler: Scheduler, what: Launch) -> None:
         clusters = self._clusters(scheduler.m.program, what)
-        self._run_clusters(scheduler, scheduler.policy.start_order(clusters))
+        self._add_rings(self._run_clusters(scheduler, scheduler.policy.start_order(clusters)))
 
-    def _run_clusters(self, scheduler: Scheduler, clusters: Sequence[int]) -> None:
-        """Run ``clusters`` of the grid, in the order in which they start."""
+    def _add_rings(self, rings: dict[str, tuple[int, int]]) -> None:
+        for name, (slots, phases) in rings.items():
+            most = max(phases, self.report.rings.get(name, (0, 0))[1])
+            self.report.rings[name] = slots, most
+
+    def _run_clusters(
+        self, scheduler: Scheduler, clusters: Sequence[int]
+    ) -> dict[str, tuple[int, int]]:
+        """Run ``clusters`` of the grid, in the order in which they start. Return, by name, the
+        slots of each ring of mbarriers, and the phases of the one that went furthest.
+        """
         machine = scheduler.m
+        rings: dict[str, tuple[int, int]] = {}
         machine.early_time_outs = _TIME_OUTS if self.checks else 0
         queue = machine.pending_clusters = PendingClusters(clusters)
         while queue:
@@ -253,8 +269,8 @@ class Simulation:
                 raise _reported(error, machine.findings) from None
             scheduler.leftovers()
             for name, (slots, phases) in machine.mbarriers.uses().items():
-                most = max(phases, self.report.rings.get(name, (0, 0))[1])
-                self.report.rings[name] = slots, most
+                rings[name] = slots, max(phases, rings.get(name, (0, 0))[1])
+        return rings
 
     def _add_up(self, scheduler: Scheduler, what: Launch) -> None:
         report, machine = self.report, scheduler.m

@@ -4,7 +4,9 @@ reports; a run without checks gives the same numbers.
 
 from __future__ import annotations
 
+import os
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,9 +48,12 @@ def test_numbers_and_counts_are_those_of_one_process(arch: str, number: int, div
     assert divided == [True]
     assert torch.equal(alone.view(torch.int16), together.view(torch.int16))
     assert (one.counts, one.ctas, one.launches) == (three.counts, three.ctas, three.launches)
+    assert one.rings and one.rings == three.rings
 
 
-def found(body: str, jobs: int, order: str = "fifo", **more: np.ndarray) -> tuple[str, list[int]]:
+def found(
+    body: str, jobs: int | None, order: str = "fifo", **more: np.ndarray
+) -> tuple[str, list[int]]:
     """The reports of a snippet, and the values that it wrote."""
     x = np.zeros(64, np.uint32)
     try:
@@ -64,6 +69,9 @@ BROKEN = {
     "one reads what another writes": ONE_EACH
     + "ld.global.u32 %r0, [%x+28]; st.global.u32 [%d0], 5;",
     "one writes out of bounds": "mad.wide.u32 %d0, %cta, 40, %x; st.global.u32 [%d0], 1;",
+    "an instruction that none reaches": ONE_EACH
+    + "bra END; tex.2d.v4.f32.s32 {%r1, %r2, %r3, %r4}, [%d0, {%r5, %r6}]; "
+    "END: st.global.u32 [%d0], 3;",
     "one never ends": ONE_EACH + "st.global.u32 [%d0], 3; setp.eq.u32 %p0, %cta, 6; @%p0 trap;",
 }
 
@@ -93,6 +101,21 @@ def test_one_process_simulates_what_clusters_may_order(body: str, order: str, di
 def test_words_of_its_own_are_written_by_each(divided) -> None:
     assert found(ONE_EACH + "st.global.u32 [%d0], %cta;", 3)[1][:8] == list(range(8))
     assert divided == [True]
+
+
+def test_as_many_processes_as_pay(monkeypatch, divided) -> None:
+    """None, the default of command lines: none for small grids, at most one a core."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda of: range(4))
+    program = SimpleNamespace(code=[None] * 1000)
+
+    def paying(clusters: int, size: int = 2) -> int:
+        what = SimpleNamespace(block=(128, 3, 1), cluster_size=size)
+        return division.paying(program, what, clusters)
+
+    assert [paying(n) for n in (1, 15, 17, 33, 1000)] == [1, 1, 2, 3, 4]
+    assert paying(2, 64) == 2  # clusters are not divided
+    assert found(ONE_EACH + "st.global.u32 [%d0], %cta;", None)[1][:8] == list(range(8))
+    assert not divided
 
 
 def test_clusters_are_shared_out_in_order() -> None:

@@ -90,7 +90,7 @@ class Calls:
     limit: int | None = None
     clock: Clock | None = None
     resources: bool = False  # report each kernel's resources
-    jobs: int = 1  # processes that simulate a grid together
+    jobs: int | None = 1  # processes that simulate a grid together; None: as many as pay
     checks: bool = True  # look for races
     clusters: int | None = None  # clusters of a grid that are simulated; None: all
     at_launch: Callable[[], None] | None = None  # called once, before the first call
