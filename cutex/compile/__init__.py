@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cutex.cache import cache_dir
-from cutex.compile.arguments import ALIGN, Argument, Operand, Scalar, Workspace
+from cutex.compile.arguments import ALIGN, Argument, Bound, Operand, Scalar, Workspace
 from cutex.compile.cache import FILES
 from cutex.compile.compiled import Compiled
 from cutex.compile.compiling import Kernel, compile, launched_smem
@@ -12,6 +12,7 @@ __all__ = [
     "ALIGN",
     "FILES",
     "Argument",
+    "Bound",
     "Compiled",
     "Kernel",
     "Operand",

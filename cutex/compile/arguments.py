@@ -16,12 +16,26 @@ if TYPE_CHECKING:
     import torch
 
 ALIGN = 16  # bytes: TMA takes base addresses and row strides that are multiples of 16
+MAX_SIZE = 2**31 - 1  # of a tensor: sizes are 32-bit
+
+
+class Bound(NamedTuple):
+    """The least and the most of a size, by its name, for which a compiled kernel has memory."""
+
+    size: str
+    least: int
+    most: int = MAX_SIZE
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return str(self.most)
+        return f"at least {self.least}" if self.most == MAX_SIZE else f"at most {self.most}"
 
 
 @dataclass(frozen=True)
 class Operand:
     """A tensor argument: the names of its sizes, e.g. ("m", "k"), and the constraints on its
-    strides."""
+    strides and sizes."""
 
     name: str
     sizes: tuple[str, ...]
@@ -30,6 +44,7 @@ class Operand:
     aligned: bool = True  # base and other strides are multiples of 16 bytes, as TMA takes them
     whole: bool = True  # the contiguous size is a multiple of 16 bytes, too
     any_stride: bool = False  # of what is aligned, the base alone is
+    bounds: tuple[Bound, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,21 @@ def _check_operand(operand: Operand, x: object, sizes: dict[str, tuple[int, str]
         known, owner = sizes.setdefault(letter, (size, name))
         if known != size:
             raise ValueError(f"{name} has {letter.upper()}={size}, but {owner} has {known}")
+    check_bounds(operand, x)
     _check_strides(operand, x)
+
+
+def check_bounds(operand: Operand, x: torch.Tensor) -> None:
+    """Raise ValueError, in one sentence, if `x` has a size for which the kernel has no memory.
+
+    NOTE: sizes are symbolic in a compiled kernel, whose launcher only compares them.
+    """
+    for bound in operand.bounds:
+        size = x.shape[operand.sizes.index(bound.size)]
+        if not bound.least <= size <= bound.most:
+            raise ValueError(
+                f"{operand.name} has {bound.size.upper()}={size}, this kernel takes {bound}"
+            )
 
 
 def _check_strides(operand: Operand, x: torch.Tensor) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutex.compile.arguments import Argument, check_arguments
+from cutex.compile.arguments import Argument, Operand, check_arguments, check_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ class Compiled:
         """Launch on torch's current stream. Raises TypeError or ValueError, in one sentence, if it
         cannot."""
         try:
+            self.check_bounds(tensors)
             self.function(*tensors)(*tensors)
         except Exception:
             # NOTE: the launcher itself checks every argument before it launches; this check is
@@ -61,6 +63,18 @@ class Compiled:
             raise TypeError(f"{self.symbol} takes {names}, got {len(tensors)} arguments")
         check_arguments(self.operands, tensors)
         self._check_device(tensors[0])
+
+    def check_bounds(self, values: Sequence[Any]) -> None:
+        """Raise ValueError, in one sentence, if one of `values` has a size for which this kernel
+        has no memory."""
+        for place, operand in self._bounded:
+            check_bounds(operand, values[place])
+
+    @cached_property
+    def _bounded(self) -> list[tuple[int, Operand]]:
+        """The operands with bounds, and their places."""
+        found = enumerate(self.operands)
+        return [(i, x) for i, x in found if isinstance(x, Operand) and x.bounds]
 
     def _check_device(self, x: Any) -> None:
         import torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass import cute
 
-from cutex.compile import Argument, Operand, Workspace
+from cutex.compile import Argument, Bound, Operand, Workspace
 from cutex.device.epilogue.epilogue_ops import BoundOps, EpilogueOp, has_gate, op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import GemmConfig
@@ -106,8 +106,11 @@ def workspace_arguments(workspace: Workspace | None) -> tuple[Argument, ...]:
     """The arguments of the workspace, sums and flags; none without one."""
     if workspace is None:
         return ()
-    flags = Operand("flags", ("flags",), "int32", aligned=False, whole=False)
-    return Operand("sums", ("sums",), "fp32"), flags
+    sums, flags = (((Bound(x, getattr(workspace, x)),)) for x in workspace._fields)
+    return (
+        Operand("sums", ("sums",), "fp32", bounds=sums),
+        Operand("flags", ("flags",), "int32", aligned=False, whole=False, bounds=flags),
+    )
 
 
 def ladder(tiles: GemmConfig) -> GeneralConfig:

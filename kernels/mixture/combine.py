@@ -8,11 +8,12 @@ written once, its terms are added in the order of j, in fp32, so that the result
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cutex.compile import Argument, Operand
+from cutex.compile import Argument, Bound, Operand
 
 THREADS = 128
 CTAS = 132 * 16  # at most, a row each at a time
@@ -43,11 +44,12 @@ class Combine:
         return "mixture_combine"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
-        plain = {"aligned": False, "whole": False}
+        plain: dict[str, Any] = {"aligned": False, "whole": False}
+        each = (Bound("j", self.config.experts, self.config.experts),)
         weights = Operand("weights", ("t", "j"), "fp32", **plain)
         return (
             Operand("z", ("r", "d"), dtype),
-            Operand("places", ("t", "j"), "int32", **plain),
+            Operand("places", ("t", "j"), "int32", bounds=each, **plain),
             Operand("edges", ("e",), "int32", **plain),
             Operand("out", ("t", "d"), dtype),
             *((weights,) if self.config.weighted else ()),

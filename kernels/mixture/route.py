@@ -18,7 +18,7 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument, Operand
+from cutex.compile import Argument, Bound, Operand
 from cutex.device.pipeline import sync_cluster
 from cutex.kernels.mixture.combine import ARCHS
 from cutex.schedulers.order import select
@@ -65,13 +65,15 @@ class Route:
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         """Ids (R) of `dtype`; offs (E), tokens, order and places (R), and totals (CTAS, buckets),
         which holds counts meanwhile."""
-        plain = {"aligned": False, "whole": False}
+        buckets = self.config.buckets
+        plain: dict[str, Any] = {"aligned": False, "whole": False}
+        counts = Bound("ctas", CTAS, CTAS), Bound("buckets", buckets, buckets)
         lists = (Operand(name, ("r",), "int32", **plain) for name in ("tokens", "order", "places"))
         return (
             Operand("ids", ("r",), dtype, **plain),
-            Operand("offs", ("e",), "int32", **plain),
+            Operand("offs", ("e",), "int32", bounds=(Bound("e", 1, buckets - 1),), **plain),
             *lists,
-            Operand("totals", ("ctas", "buckets"), "int32", **plain),
+            Operand("totals", ("ctas", "buckets"), "int32", bounds=counts, **plain),
         )
 
     @cute.jit

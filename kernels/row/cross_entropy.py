@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument, Operand, Scalar
+from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.last_arrival import is_last_arrival
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import Values, add
@@ -71,7 +71,10 @@ class CrossEntropy(RowKernel):
         totals = [one("loss"), one("count")] if c.reduced else []
         if c.reduced and c.adds == SHARED:
             sizes = "two", "parts"
-            totals.append(Operand("parts", sizes, "fp32", aligned=False, whole=False))
+            bounds = Bound("two", 2, 2), Bound("parts", TOTAL_PARTS, TOTAL_PARTS)
+            totals.append(
+                Operand("parts", sizes, "fp32", aligned=False, whole=False, bounds=bounds)
+            )
         if c.reduced and c.adds == LAST:
             totals.append(Operand("counter", ("words",), "int32", aligned=False, whole=False))
         return (

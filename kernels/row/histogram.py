@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument, Operand, Scalar
+from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.tile import RowTile
 from cutex.kernels.row.kernel import RowKernel, matrix, parts_of
@@ -39,7 +39,8 @@ class Histogram(RowKernel):
     title = "histogram"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
-        counts = Operand("counts", ("bins",), "int64", aligned=False, whole=False)
+        bins = (Bound("bins", self.config.bins, self.config.bins),)
+        counts = Operand("counts", ("bins",), "int64", aligned=False, whole=False, bounds=bins)
         numbers = Scalar("low"), Scalar("high"), Scalar("scale"), Scalar("ctas", "int32")
         return (matrix("x", dtype, self.tile), counts, *numbers)
 

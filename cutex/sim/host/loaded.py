@@ -34,6 +34,8 @@ def _arguments(compiled: Any, host: HostFunction, values: Sequence[Any]) -> list
     """The arguments that the host code takes: it has its own stream, and constants were compiled
     in.
     """
+    if hasattr(compiled, "check_bounds"):  # as where cutex's own kernels are launched on a GPU
+        compiled.check_bounds(values)
     if not hasattr(compiled, "export_to_c") and not hasattr(compiled, "object_path"):
         named = zip(_parameter_names(compiled), values, strict=False)
         values = [v for name, v in named if name in host.argument_names]

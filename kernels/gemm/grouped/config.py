@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cutex.compile import Argument, Operand
+from cutex.compile import Argument, Bound, Operand
 from cutex.device.epilogue.epilogue_ops import op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig
@@ -51,7 +51,7 @@ class GroupedConfig:
             p.a.argument("a", "m", "k", ""),
             p.b.argument("b", "k", "n", "e"),
             p.out.argument("out", "m", "columns", ""),
-            Operand("edges", ("e",), "int32", aligned=False, whole=False),
+            edges(self.most_groups),
             *(of_groups(x) for x in op_arguments(p.ops)),
         )
 
@@ -168,7 +168,7 @@ class ScaledRowsConfig(GroupedConfig):
             p.out.argument("out", "m", "columns", ""),
             *p.a.factors("a", "m", "one"),
             *p.b.factors("b", "n", "e"),
-            Operand("edges", ("e",), "int32", aligned=False, whole=False),
+            edges(self.most_groups),
             *(of_groups(x) for x in op_arguments(p.ops)),
         )
 
@@ -197,7 +197,7 @@ class SumsConfig:
             p.a.argument("a", "m", "k", ""),
             p.b.argument("b", "k", "n", ""),
             p.out.argument("out", "m", "columns", "e"),
-            Operand("edges", ("e",), "int32", aligned=False, whole=False),
+            edges(self.most_groups),
         )
 
     def why_not(self, arch: Arch) -> str | None:
@@ -228,6 +228,12 @@ def why_not_tables(
     if product.tiles.smem_bytes + BARRIERS + tables > arch.smem_per_cta:
         return f"most_groups={most_groups}: no room for {tables} bytes beside the tiles"
     return None
+
+
+def edges(most_groups: int) -> Operand:
+    """The argument of where groups end, as many as the tables have room for."""
+    bounds = (Bound("e", 1, most_groups),)
+    return Operand("edges", ("e",), "int32", aligned=False, whole=False, bounds=bounds)
 
 
 def of_groups(argument: Argument) -> Argument:
