@@ -72,7 +72,7 @@ def of_quantized(
 
 def of_matrix(scale_b: Tensor, k: int, kinds: tuple[str, str]) -> Tensor:
     """The factors of b as `product` takes them: (N / 128, K / 128) of those of 128x128."""
-    return scale_b[..., : k // BLOCK, :].mT if kinds[1] == "BlockWise128x128" else scale_b
+    return scale_b[..., : -(-k // BLOCK), :].mT if kinds[1] == "BlockWise128x128" else scale_b
 
 
 def of_rows(scale_a: Tensor, a: Tensor, kinds: tuple[str, str]) -> Tensor:
@@ -81,7 +81,7 @@ def of_rows(scale_a: Tensor, a: Tensor, kinds: tuple[str, str]) -> Tensor:
     if kinds[0] != "BlockWise128x128":
         return scale_a
     *_, m, k = a.shape
-    return scale_a[..., : k // BLOCK, :].repeat_interleave(BLOCK, -1)[..., :m].mT
+    return scale_a[..., : -(-k // BLOCK), :].repeat_interleave(BLOCK, -1)[..., :m].mT
 
 
 # ---- checks
@@ -124,18 +124,19 @@ def check_blocks(
         )
     if k != kb:
         raise ValueError(f"b has K={kb} (its first size), but a has K={k} (its last)")
-    if k % BLOCK or not k:
-        raise ValueError(f"K={k}: factors of {BLOCK} along K take a multiple of {BLOCK}")
-    blocks = k // BLOCK
+    if k % UNIT or not k:
+        raise ValueError(f"K={k}: with factors of {BLOCK} it must be a multiple of {UNIT}")
+    blocks = -(-k // BLOCK)
     for name, scale, side, rows, kind in (
         ("scale_a", scale_a, "M", m, kinds[0]),
         ("scale_b", scale_b, "N", n, kinds[1]),
     ):
-        due, what = [(rows, blocks)], f"{side}, K / {BLOCK}"
+        along = f"K / {BLOCK}" if k % BLOCK == 0 else f"ceil(K / {BLOCK})"
+        due, what = [(rows, blocks)], f"{side}, {along}"
         if kind == "BlockWise128x128":
             across = -(-rows // BLOCK)
             due = [(blocks, across), (-(-blocks // 4) * 4, across)]
-            what = f"K / {BLOCK}, {side} / {BLOCK}"
+            what = f"{along}, {side} / {BLOCK}"
         whole = [(*batch, *shape) for shape in due]
         if tuple(scale.shape) not in whole:
             what = f"({'L, ' if batch else ''}{what}) = {whole[0]}"

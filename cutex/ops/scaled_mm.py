@@ -64,9 +64,9 @@ def scaled_mm(
         "BlockWise1x128" (M, K / 128) of a, (N, K / 128) of b; best with contiguous rows at a pitch
         of a multiple of 16 bytes, as torch and DeepGEMM have them, else copied at each call;
         "BlockWise128x128" of b, or of a where b's are 1x128: (K / 128, N / 128), or (K / 128,
-        M / 128), or with K / 128 padded to a multiple of 4. K is a multiple of 128 with these; M
-        and N may be any. a and b may be batches of as many, (L, M, K) and (L, K, N), and their
-        factors with them.
+        M / 128), or with K / 128 padded to a multiple of 4. K is a multiple of 16 with these, of
+        which a last block may be shorter; M and N may be any. a and b may be batches of as many,
+        (L, M, K) and (L, K, N), and their factors with them.
         "BlockWise1x32" (E8M0) and "BlockWise1x16" (e4m3) of both, which Blackwell's tensor cores
         read: swizzled, (M / 128, K / (4 block), 32, 4, 4), rounded up; a and b float8 or
         float4_e2m1fn_x2 (b transposed, K contiguous), matrices or batches. With 1x16 a tensor's
@@ -170,7 +170,7 @@ def _remember(
     a, _, _, scale_b, *_ = given
     turned = formats[1] is not None  # b and its factors, as `cutex.quantize` has them
     whole = kinds[1] == "BlockWise128x128" and not turned
-    padded = whole and scale_b.shape[-2] != a.shape[-1] // BLOCK
+    padded = whole and scale_b.shape[-2] != -(-a.shape[-1] // BLOCK)
     shared = kinds[0] == "BlockWise128x128"  # by rows of a
     turned_a = formats[0] is not None
     known: list[Callable[..., Tensor]] = []

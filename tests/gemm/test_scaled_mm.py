@@ -151,13 +151,20 @@ def test_batches_have_factors_of_their_own(dtype, m, n):
 
 
 def test_what_quantize_gives_and_torchs_padded_factors():
-    x, w = torch.randn(40, 384).bfloat16(), torch.randn(136, 384).bfloat16()
+    """Of a K whose last block is shorter, with NaN behind it."""
+    x, w = torch.randn(40, 352).bfloat16(), torch.randn(136, 352).bfloat16()
     with cutex.ops.simulated("sm_90a"):
         qx, qw = cutex.quantize(x, "fp8_1x128"), cutex.quantize(w, "fp8_128x128")
         c = cutex.scaled_mm(qx, qw)
         padded = torch.nn.functional.pad(qw.scale, (0, 1), value=torch.nan).mT  # (4, 2)
         named = {"scale_recipe_a": ["BlockWise1x128"], "scale_recipe_b": "BlockWise128x128"}
-        again = cutex.scaled_mm(qx.data, qw.data.mT, qx.scale, padded, **named)
+        wide = [
+            torch.nn.functional.pad(q.data.view(torch.uint8), (0, 32), value=0x7F).view(
+                torch.float8_e4m3fn
+            )[:, :352]
+            for q in (qx, qw)
+        ]
+        again = cutex.scaled_mm(wide[0], wide[1].mT, qx.scale, padded, **named)
         plain = cutex.matmul(qx, qw)
     values = [cutex.dequantize(q, torch.float64) for q in (qx, qw)]
     want = values[0] @ values[1].mT
@@ -166,11 +173,11 @@ def test_what_quantize_gives_and_torchs_padded_factors():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("m", [3, 200])
-def test_factors_of_128x128_may_be_of_a(m):
+@pytest.mark.parametrize(("m", "k"), [(3, 384), (200, 272)])
+def test_factors_of_128x128_may_be_of_a(m, k):
     """As torch has them: the weight first, (K / 128, M / 128), K / 128 padded or not; the result is
     that of the same factors, one for each row."""
-    w, x = torch.randn(m, 384).bfloat16(), torch.randn(48, 384).bfloat16()
+    w, x = torch.randn(m, k).bfloat16(), torch.randn(48, k).bfloat16()
     kinds = {"scale_recipe_a": "BlockWise128x128", "scale_recipe_b": "BlockWise1x128"}
     with cutex.ops.simulated("sm_90a"):
         qw, qx = cutex.quantize(w, "fp8_128x128"), cutex.quantize(x, "fp8_1x128")
@@ -219,7 +226,8 @@ BLOCK = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128
         ((A, B, SA, torch.ones(200, 2)), {}, r"must be \(K / 128, N / 128\) = \(2, 2\), got \(200"),
         ((A, B, SA.bfloat16(), SB), {}, "scale_a must be float32, got torch.bfloat16"),
         ((A, B, None, SB), {}, "scale_a must be a torch.Tensor, got NoneType"),
-        ((A[:, :192], B[:192], SA, SB), {}, "K=192: factors of 128 along K take a multiple of 128"),
+        ((A[:, :200], B[:200], SA, SB), {}, "K=200: with factors of 128 it must be a multiple"),
+        ((A[:, :96], B[:96], SA, SB), {}, r"must be \(M, ceil\(K / 128\)\) = \(32, 1\), got \(32"),
         ((A, B[:128], SA, SB), {}, r"b has K=128 \(its first size\), but a has K=256"),
         ((A.bfloat16(), B, SA, SB), {}, "a must be float8_e4m3fn with factors of blocks, got"),
         ((A[None], B, SA, SB), {}, r"matrices or batches of as many, got \(1, 32, 256\) and \(256"),
