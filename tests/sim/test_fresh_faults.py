@@ -38,6 +38,11 @@ BULK = f"""{init(1)} mad.lo.u32 %r3, %i, 4, bar;
     @%p0 {copy("bar+128", "%x", 256)}"""
 SIDES = """.reg .b32 at; and.b32 %r2, %lane, 1; setp.eq.u32 %p3, %r2, 0; @!%p3 bra O;
     mov.u32 %r5, 0x55555555; bra P; O: mov.u32 %r5, HERE; P:"""
+TURNS = f"{START} add.u32 %r9, %i, 5; st.shared.u32 [mine], %r9; {FENCE} bar.sync 0;"
+SET = "@%p0 st.release.gpu.global.u32 [%x+2048], 99;"
+POLL = """P: ld.acquire.gpu.global.u32 %r1, [%x+2048]; setp.ne.u32 %p3, %r1, 99; @%p3 bra P;"""
+ROW = "mad.lo.u32 %r3, %lane, 16, at;"
+LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r4, %r5}, [%r3];"
 CTAS = Shape(grid=2, block=32, smem=1024)
 CLUSTER = Shape(grid=2, block=32, cluster=2, smem=1024)
 GROUP = Shape(block=128, smem=64)
@@ -334,6 +339,50 @@ PAIRS = {
         @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [far], [%x], 128,
         [HERE]; {wait("bar", 0, "W")} {CLUSTER_SYNC}""",
         "bar", "fbar", "they must lie in the same CTA", CLUSTER),
+    "a bulk load of what another CTA's bulk reduction may still change": Pair(
+        f"""{TURNS} .reg .b32 bar; add.u32 bar, at, 512; @%p0 mbarrier.init.shared.b64 [bar], 1;
+        bar.sync 0; @!%p2 bra R; {ADD} @%p0 cp.async.bulk.commit_group;
+        @%p0 cp.async.bulk.wait_groupHERE 0; {SET} bra E; R: {POLL} fence.proxy.async;
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128; @%p0 {copy("bar+128", "%out", 128)}
+        {wait("bar", 0, "W")} E:""",
+        ".read", "", "reads out[0] (256 uint32), and CTA (0,0,0) wrote it", CTAS),
+    "an atomic beside a bulk reduction": Pair(
+        f"""{TURNS} @!%p2 bra R; {ADD} @%p0 cp.async.bulk.commit_group;
+        @%p0 cp.async.bulk.wait_group 0; bra E; R: red.relaxed.gpu.global.add.u32 [%d1+HERE], 1;
+        E:""", "0", "512", "one of the two is a bulk reduction", CTAS, True),
+    "an atomic, and a bulk reduction with no proxy fence": Pair(
+        f"{TURNS} red.global.add.u32 [%d1], 1; HERE bar.sync 0; {ADD}"
+        "@%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;",
+        "", "fence.proxy.async.global;", "which atomics of CTA (0,0,0) warp 0 wrote",
+        Shape(block=32, smem=1024), True),
+    "bulk reductions in turn, told of before they end": Pair(
+        f"""{TURNS} @!%p2 bra R; {ADD} @%p0 cp.async.bulk.commit_group;
+        @%p0 cp.async.bulk.wait_groupHERE 0; {SET} bra E; R: {POLL} {ADD}
+        @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0; E:""",
+        ".read", "", "their order may differ each time", CTAS, True),
+    # -- copies of several lanes
+    "one lane arrives for the copies of its warp": Pair(
+        f"""{START} .reg .b32 bar; add.u32 bar, at, 512; @%p0 mbarrier.init.shared.b64 [bar], 1;
+        bar.sync 0; @!%p1 bra R; mad.wide.u32 %d2, thread, 4, %x; {COPY} cp.async.wait_all; HERE
+        @%p0 mbarrier.arrive.shared.b64 _, [bar]; bra E; R: {wait("bar", 0, "W")}
+        ld.shared.u32 %r1, [mine+-128]; {OUT} E:""",
+        "", "bar.warp.sync -1;", "one lane's arrival does not tell of the others' copies",
+        advisory=True),
+    "one lane stores the copies of its warp in bulk": Pair(
+        f"""{START} mad.wide.u32 %d2, thread, 4, %x; {COPY} cp.async.wait_all; {FENCE} HERE
+        @%p0 cp.async.bulk.global.shared::cta.bulk_group [%out], [at], 128;
+        @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;""",
+        "", "bar.warp.sync -1;", "a bar.warp.sync is missing between the copies of all lanes",
+        Shape(block=32, smem=4096), True),
+    "ldmatrix of what each lane has copied": Pair(
+        f"""{START} {ROW} mad.wide.u32 %d2, thread, 16, %x;
+        cp.async.cg.shared.global [%r3], [%d2], 16; cp.async.wait_all; HERE {LDMATRIX} {OUT}""",
+        "", "bar.warp.sync -1;", "warp 0 reads shared memory 0x400, which the cp.async of its lane",
+        Shape(block=32, smem=4096), True),
+    "ldmatrix of what each lane has stored": Pair(
+        f"{START} {ROW} st.shared.v4.u32 [%r3], {{%i, %i, %i, %i}}; HERE {LDMATRIX} {OUT}",
+        "", "bar.warp.sync -1;", "a bar.warp.sync is missing between these lanes",
+        Shape(block=32, smem=4096), True),
     # -- registers
     "setmaxnreg.inc to less than at the start": Pair(
         "setmaxnreg.HERE.sync.aligned.u32 104;", "inc", "dec",

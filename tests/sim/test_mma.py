@@ -342,6 +342,15 @@ def test_registers_that_nothing_has_written_are_not_added_to():
         IN_REGISTERS.run(without_loads)
 
 
+@pytest.mark.parametrize(("text", "told"), [
+    ("and.b32 %r90, %lane, 1; cvt.u64.u32 %d9, %r90; add.u64 %d3, %d3, %d9;", "descriptors"),
+    ("setp.lt.u32 %p2, %lane, 16;", "values of scale-d"),
+])  # fmt: skip
+def test_lanes_of_a_warp_name_one_operand(text, told):
+    with pytest.raises(BadOperand, match=rf"lanes of .* name different {told}"):
+        edited(FENCE, FENCE + text)
+
+
 @each_order
 def test_registers_of_a_may_be_read_meanwhile(order):
     edited(COMMIT, COMMIT + "mov.b32 %r9, %r21;", **order)

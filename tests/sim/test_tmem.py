@@ -184,6 +184,19 @@ def test_an_address_need_not_name_the_quarter_of_the_warp(lane):
     assert run(body).tolist() == list(range(128))
 
 
+@pytest.mark.parametrize("text", [
+    "tcgen05.st.sync.aligned.32x32b.x1.b32 [{x}], {{%r5}};",
+    "tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r5}}, [{x}];",
+    "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], {x};",
+    "tcgen05.dealloc.cta_group::1.sync.aligned.b32 {x}, 512;",
+], ids=["st", "ld", "alloc", "dealloc"])  # fmt: skip
+def test_lanes_of_a_warp_name_one_place(text):
+    """They execute such an instruction together, and hardware takes one value for all."""
+    body = START + "and.b32 %r20, %lane, 1; add.u32 %r20, %r20, %r13;" + text.format(x="%r20")
+    with pytest.raises(BadOperand, match=r"lanes of .* name different (addresses|counts)"):
+        run(body, warps=1)
+
+
 def test_a_16_lane_form_starts_at_a_multiple_of_16():
     body = START + f"add.u32 %r14, %r13, {8 << 16};"
     with pytest.raises(BadAddress, match=r"lanes 8\.\.23"):

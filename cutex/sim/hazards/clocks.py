@@ -62,6 +62,7 @@ class Clocks(Observer):
         self.met: dict[int, dict[int, int]] = {}
         # by warp: its count after the last such meeting, and before the first in a row
         self.partly: dict[int, tuple[int, int]] = {}
+        self.copies = any(ins.op.startswith("cp.async.c") for ins in machine.program.code)
 
     # -- synchronisation ---------------------------------------------------------------------------
 
@@ -72,14 +73,21 @@ class Clocks(Observer):
         given = (self.released if relaxed else self.rows)[:, warp].copy()
         given[2:] = self.rows[2:, warp]
         if whole:
-            given[3, self.slot[warp]] = given[0, self.slot[warp]]
+            own = self._of_lanes(self.slot[warp])
+            given[3, own] = given[0, own]
         self.count(warp)
         return given
+
+    def _of_lanes(self, slots: np.ndarray) -> np.ndarray:
+        """The slots of these warps, and of their copies: lanes know of their own until all meet."""
+        if not self.copies:
+            return slots
+        return np.stack([slots, slots + Kind.COPY * self.warps])
 
     def give_each(self, warps: np.ndarray, whole: np.ndarray) -> dict[int, np.ndarray]:
         """The clock that each of several warps (n,) releases; ``whole`` (n,)."""
         given = self.rows[:, warps].swapaxes(0, 1).copy()  # (n, 5, slots)
-        own, of = self.slot[warps][whole], np.flatnonzero(whole)
+        own, of = self._of_lanes(self.slot[warps][whole]), np.flatnonzero(whole)
         given[of, 3, own] = given[of, 0, own]
         self.count(warps)
         return dict(zip(warps.tolist(), given, strict=True))
@@ -98,10 +106,7 @@ class Clocks(Observer):
     def waited(self, warps: Sequence[int], kind: Kind, numbers: Sequence[int]) -> None:
         """Order each warp after its operations of a kind."""
         for warp, number in zip(warps, numbers, strict=True):
-            slot = self.agent(kind, warp)
-            self.learn(warp, slot, number)
-            if kind is Kind.COPY:
-                self.ordered[warp, slot] = max(self.ordered[warp, slot], number)
+            self.learn(warp, self.agent(kind, warp), number)
 
     def waited_writes(self, warp: int, number: int) -> None:
         """Order it after what its bulk stores have written."""
@@ -154,7 +159,8 @@ class Clocks(Observer):
 
     def lanes_met(self, warps: np.ndarray) -> None:
         """Each lane's later accesses are ordered after the others' earlier ones."""
-        self.ordered[warps, self.slot[warps]] = self.known[warps, self.slot[warps]]
+        own = self._of_lanes(self.slot[warps])
+        self.ordered[warps, own] = self.known[warps, own]
         self.count(warps)
 
     def some_lanes_met(self, warp: int, lanes: int) -> None:

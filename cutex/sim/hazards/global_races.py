@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cutex.sim.hazards.bulk_sums import BulkSums
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import ClusterOrder
 from cutex.sim.hazards.global_clashes import GlobalClashes
@@ -73,8 +74,9 @@ class GlobalRaces(Observer):
         self.records = Records()
         self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
         self.reports = GlobalReports(machine, self.records, rechecks)
+        self.sums = BulkSums(machine, self.clashes, self.records)
         self.writes: dict[int, np.ndarray] = {}
-        self.stored_to: set[int] = set()  # of these, where ordinary stores have written
+        self.stored_to: set[int] = set()  # of these, where not only bulk stores have written
         self.beneath: dict[int, np.ndarray] = {}  # the last ordinary write before atomics
         self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
@@ -203,8 +205,8 @@ class GlobalRaces(Observer):
         by = self._lanes(Lanes(one, 0 * one, one), WEAK, ins)
         last = self.writes[region.base][places[0, 0] : places[0, 0] + size][None]
         if clash := self.clashes.first(last, places, by):
-            letter = self.records.kind[clash.earlier] != PLAIN
-            self.reports.race(by, clash, region, "reads", "wrote it", ins, letter)
+            did = "changes it by atomics" if self._changes(clash.earlier) else "wrote it"
+            self.reports.race(by, clash, region, "reads", did, ins)
         else:
             self._check_proxy(warp, last, places, region, ins)
 
@@ -330,8 +332,13 @@ class GlobalRaces(Observer):
         clash = self.clashes.first(last, places, by)
         if clash := clash or self._clash_beneath(region, last, places, by):
             self.reports.race(by, clash, region, "changes", "by an ordinary store", ins)
+        else:
+            self.sums.check(last, places, by, region, ins)
         self._after_loads(region, places, np.ones(places.shape, bool), by, ins)
-        marks[places] = self._mark(by)[:, None]
+        marks[places] = mark = self._mark(by)[:, None]
+        self.sums.made(mark, by)
+        if by.clock is None:
+            self.stored_to.add(region.base)
 
     def _clash_beneath(
         self, region: Region, last: np.ndarray, places: np.ndarray, by: By
@@ -461,6 +468,11 @@ class GlobalRaces(Observer):
             at = tuple(int(v[0]) for v in np.nonzero(last))
             place = region.element(int(places[at]))
             self.reports.constant(by, at[0], place, int(last[at]) >> LANE, ins)
+
+    def _changes(self, record: int) -> bool:
+        """Whether a record is of an atomic, and not of a bulk reduction."""
+        r = self.records
+        return bool(r.kind[record] == ATOMIC and r.slot[record] < self.clocks.warps)
 
     # -- marks and names ---------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cutex.sim.hazards.clocks import Clocks
-from cutex.sim.hazards.global_marks import LANE, BoxRead, By, Clash, Records
+from cutex.sim.hazards.global_marks import ATOMIC, LANE, BoxRead, By, Clash, Records
 from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.machine.memory import Region
 from cutex.sim.ptx.program import Instruction
@@ -72,13 +72,15 @@ class GlobalReports:
         what, verb = ("bulk store", "overwrites") if write else ("copy", "reads")
         if write and ins.op.startswith("cp.reduce"):
             what, verb = "bulk reduction", "changes"
+        by_atomics = self.records.kind[earlier] == ATOMIC
+        stores = "atomics" if by_atomics else "ordinary stores"
         self.m.findings.add(
             "proxy",
-            f"a {what} that {self.m.grid.name_warp(warp)} issues {verb} {place}, which ordinary "
-            f"stores of {self._agent(earlier)} wrote (PTX line {self.records.line[earlier]}), with "
-            "no fence.proxy.async in between",
+            f"a {what} that {self.m.grid.name_warp(warp)} issues {verb} {place}, which {stores} of "
+            f"{self._agent(earlier)} wrote (PTX line {self.records.line[earlier]}), with no "
+            "fence.proxy.async in between",
             ins,
-            verb == "overwrites",
+            verb == "overwrites" or bool(write and by_atomics),
             remedy="fence_proxy('async') by the threads that store, before the barrier",
         )
 

@@ -111,12 +111,29 @@ class SmemReports:
 
     def copied(self, warp: int, lane: int, word: int, store: LastStore, ins: Instruction) -> None:
         """A lane that reads what another lane of its warp has copied."""
+        who = "" if ins.name == "ldmatrix" else f" lane {lane}"
         self.m.findings.add(
             "race",
-            f"{self.m.grid.name_warp(warp)} lane {lane} reads {_name(word)}, which the cp.async of "
+            f"{self.m.grid.name_warp(warp)}{who} reads {_name(word)}, which the cp.async of "
             f"its lane {store.lane} at PTX line {store.line} wrote: by the letter, a wait tells a "
             "thread of its own copies only, and a bar.warp.sync is missing",
             ins,
+            advisory=True,
+        )
+
+    def copies(self, access: SmemAccess, warp: int, word: int, store: LastStore) -> None:
+        """An access ordered after the wait of one lane of a warp, all of which have copied."""
+        peer = self.clocks.peer(warp, store.slot)
+        why = "one lane's arrival does not tell of the others' copies: a bar.warp.sync is missing "
+        why += "before it"
+        if peer == warp:
+            why = "a bar.warp.sync is missing between the copies of all lanes, which each has "
+            why += "waited for, and the operation of one"
+        self.m.findings.add(
+            "race",
+            f"{self._who(access, warp)} {access.verb} {_name(word)}, which a cp.async of "
+            f"{self.m.grid.name_warp(peer)} wrote at PTX line {store.line}: by the letter, {why}",
+            access.instruction,
             advisory=True,
         )
 

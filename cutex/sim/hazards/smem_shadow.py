@@ -120,7 +120,8 @@ class SmemShadow(Observer):
         warps, lanes, at = touches.warps, touches.lanes, touches.at
         own = self.clocks.slot[warps]
         mine = self.writes.slot[at] == Kind.COPY * self.clocks.warps + own
-        mine &= self.line[at] & 31 != lanes
+        if ins.name != "ldmatrix":  # which gives each lane some of the rows that others name
+            mine &= self.line[at] & 31 != lanes
         mine &= self.clocks.ordered[warps, own] < self.copies_known[warps]
         if mine.any() and lanes is not None:
             k = int(mine.argmax())
@@ -255,7 +256,7 @@ class SmemShadow(Observer):
             several.forget(cta, word)
         slot = np.full(len(word), self.clocks.agent(Kind.COPY, warp))
         self.writes.set((cta, word), slot, np.full(len(word), number), WHOLE)
-        self.writes.bytes[cta, word] |= COPIED
+        self.writes.bytes[cta, word] |= COPIED | (ALONE if len(at.lanes) == 1 else 0)
         self.line[cta, word] = ins.line << 5 | lanes
         self.low[cta[0]] = min(self.low[cta[0]], int(word.min()))
         self.high[cta[0]] = max(self.high[cta[0]], int(word.max()))
@@ -311,15 +312,21 @@ class SmemShadow(Observer):
         warps, lanes, at = touches.warps, touches.lanes, touches.at
         other, line, how = self.writes.slot[at], self.line[at], self.writes.bytes[at]
         mine = other == self.clocks.slot[warps]
+        if self.copies:
+            self._check_copies(late, touches, access)
         late = late & (other < self.clocks.warps)
+        foreign: np.ndarray | bool = True  # whether another lane has stored it
         if lanes is not None:
-            late &= ~mine | (self.part_lanes.of(touches, line & 31) != lanes)
+            foreign = self.part_lanes.of(touches, line & 31) != lanes
+            if access.instruction.name != "ldmatrix":
+                late &= ~mine | foreign
             if self.clocks.met:
                 met = self.clocks.lanes_have_met(warps, lanes, line & 31, self.writes.count[at])
                 late &= ~(mine & met)
         sure = (
             late
             & mine
+            & foreign
             & (how & PARTIAL != 0 if partial is None else partial | (how & PARTIAL != 0))
         )
         sure &= self.writes.count[at] >= self.clocks.synchronised(warps)
@@ -330,6 +337,18 @@ class SmemShadow(Observer):
         k = int(np.argmax(sure if sure.any() else late))
         place = int(at[0][k]), int(at[1][k])
         self.reports.lanes(access, int(warps[k]), place[1], self._store(*place), bool(sure[k]))
+
+    def _check_copies(self, late: np.ndarray, touches: Touches, access: SmemAccess) -> None:
+        """Report ``late`` accesses to what several lanes of a warp have copied, where only one of
+        those told of it, or issued the operation that reads it: an advisory.
+        """
+        other, at = self.writes.slot[touches.at], touches.at
+        late = late & (other >= self.clocks.warps) & (self.writes.bytes[at] & ALONE == 0)
+        if not access.what or touches.lanes is not None:  # NOTE: see _check_copied
+            late &= other % self.clocks.warps != self.clocks.slot[touches.warps]
+        for k in np.nonzero(late)[0][:1].tolist():
+            place = int(at[0][k]), int(at[1][k])
+            self.reports.copies(access, int(touches.warps[k]), place[1], self._store(*place))
 
     def _check_readers(self, late: np.ndarray, touches: Touches, access: SmemAccess) -> None:
         """Report ``late`` accesses that overwrite what several lanes of a warp of the CTA have

@@ -64,8 +64,8 @@ def bar(d: Decoder) -> Execute:
         here = b.active() & m.live[b.idx]
         threads = here.sum(1)
         votes = (b.lanes(vote(b)) & here).sum(1) if vote else 0 * threads
-        ids = _same_in_warp(d, b, number(b), "barrier")
-        counts = _same_in_warp(d, b, count(b), "count") if count else np.zeros(b.n, int)
+        ids = same_in_warp(d, b, number(b), "barriers")
+        counts = same_in_warp(d, b, count(b), "counts") if count else np.zeros(b.n, int)
         out = np.zeros(b.n, np.int8)
         m.progress += 1
         for row in np.nonzero(b.any_active())[0].tolist():
@@ -90,7 +90,7 @@ def bar(d: Decoder) -> Execute:
     return execute
 
 
-def _same_in_warp(d: Decoder, b: Batch, values: Any, what: str) -> np.ndarray:
+def same_in_warp(d: Decoder, b: Batch, values: Any, what: str) -> np.ndarray:
     """The value of each warp, (n,); raises BadOperand if its lanes have several."""
     one = b.one(values)
     if getattr(values, "ndim", 0) == 2 and (values != one[:, None]).any():
@@ -99,7 +99,7 @@ def _same_in_warp(d: Decoder, b: Batch, values: Any, what: str) -> np.ndarray:
             row, lane = (int(v[0]) for v in np.nonzero(other))
             raise BadOperand.at(
                 d.ins,
-                f"lanes of {d.m.grid.name_warp(int(b.idx[row]))} name different {what}s: "
+                f"lanes of {d.m.grid.name_warp(int(b.idx[row]))} name different {what}: "
                 f"{one[row]}, and lane {lane} {b.lanes(values)[row, lane]}",
             )
     return one

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from cutex.sim.errors import BadAddress
-from cutex.sim.isa.sync import require_whole_warp
+from cutex.sim.isa.sync import require_whole_warp, same_in_warp
 from cutex.sim.machine.batch import Batch
 from cutex.sim.machine.memory import POISON32
 from cutex.sim.machine.operation import Rectangle
@@ -98,7 +98,7 @@ class _TmemAccess:
         """
         require_whole_warp(self.d, b)
         rows = np.nonzero(b.any_active())[0]
-        base = b.one(self.address(b))[rows].astype(np.int64)
+        base = same_in_warp(self.d, b, self.address(b), "addresses")[rows].astype(np.int64)
         lane, column = base >> 16, base & 0xFFFF
         quarter = self.m.grid.warp_in_cta[b.idx[rows]] % 4 * 32
         lane = np.where(lane < 32, quarter + lane, lane)

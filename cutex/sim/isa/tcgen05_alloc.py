@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cutex.sim.errors import BadOperand, BarrierMisuse
-from cutex.sim.isa.sync import require_whole_warp
+from cutex.sim.isa.sync import require_whole_warp, same_in_warp
 from cutex.sim.isa.tcgen05 import cta_group
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.events import SharedBytes
@@ -33,7 +33,8 @@ def alloc(d: Decoder) -> Execute:
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
         out = np.zeros(b.n, np.int8)
-        counts, where = b.one(columns(b)), shared_addresses(b.one(address(b)))
+        counts = same_in_warp(d, b, columns(b), "counts")
+        where = shared_addresses(same_in_warp(d, b, address(b), "addresses"))
         for row in np.nonzero(b.any_active())[0].tolist():
             warp, n = int(b.idx[row]), int(counts[row])
             cta = int(m.grid.warp_cta[warp])
@@ -73,7 +74,8 @@ def dealloc(d: Decoder) -> Execute:
 
     def execute(b: Batch) -> np.ndarray | None:
         require_whole_warp(d, b)
-        firsts, counts = b.one(address(b)), b.one(columns(b))
+        firsts = same_in_warp(d, b, address(b), "addresses")
+        counts = same_in_warp(d, b, columns(b), "counts")
         out = np.zeros(b.n, np.int8)
         for row in np.nonzero(b.any_active())[0].tolist():
             warp = int(b.idx[row])

@@ -17,7 +17,7 @@ from cutex.sim.isa.matrices import (
     accumulate,
     read_descriptor,
 )
-from cutex.sim.isa.sync import require_whole_warp
+from cutex.sim.isa.sync import require_whole_warp, same_in_warp
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.events import RegisterUse
 from cutex.sim.machine.operation import Engine, Footprint, Kind, Operation, Span
@@ -157,9 +157,9 @@ class Wgmma:
 
     def execute(self, b: Batch) -> None:
         require_whole_warp(self.d, b)
-        keep = b.one(b.lanes(self.keep(b)))
-        bs = b.one(self.b_desc(b))
-        a_s = b.one(self.a_desc(b)) if self.a_desc else None
+        keep = same_in_warp(self.d, b, self.keep(b), "values of scale-d")
+        bs = same_in_warp(self.d, b, self.b_desc(b), "descriptors")
+        a_s = same_in_warp(self.d, b, self.a_desc(b), "descriptors") if self.a_desc else None
         m = self.m
         parts: dict[tuple[int, int, int], dict[int, Descriptors]] = {}
         rows = np.nonzero(b.any_active())[0]
