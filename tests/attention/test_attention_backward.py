@@ -14,7 +14,7 @@ import cutex
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.tiles import Sizes, tile_order, units_ahead
+from cutex.kernels.attention.backward.tiles import Sizes, tile_order, tiles_ahead
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
@@ -191,12 +191,11 @@ def test_sums_are_zeroed_by_tiles_that_are_handed_out_before_those_that_add(caus
     assert config.late_zeros
     for num_n_blocks, units in ((1, 400), (8, 60), (8, 34), (32, 64), (100, 7), (128, 6)):
         sizes = Sizes(units, 1, 0, 0, num_n_blocks, 1)
-        order, ahead = tile_order(config, sizes), units_ahead(config, sizes)
+        order, ahead = tile_order(config, sizes), tiles_ahead(config, sizes)
         first: dict[int, int] = {}  # the first tile of a unit
         for index in reversed(range(order.total)):
             first[order.tile(index).head] = index
-        late = range(ahead, units)
-        assert all((unit - ahead + 1) * num_n_blocks <= first[unit] for unit in late)
+        assert all((unit + 1) * num_n_blocks - ahead <= first[unit] for unit in first)
 
 
 @pytest.mark.sweep(3)

@@ -51,6 +51,12 @@ OWN_64 = replace(fitted(BackwardConfig(head_dim=64, head_dim_v=64, causal=True))
 IN_ORDER_64 = replace(OWN_64, deterministic=True, late_zeros=False)
 # the sums of the last of these heads are zeroed by main, by one CTA or two
 LATE_CASES = {n: replace(OWN_CASE, heads_q=2 + n, heads_kv=2 + n) for n in (1, 2)}
+# packed: of two heads that share one, without queries, without keys, without either, of one key
+PACKED = replace(fitted(BackwardConfig(causal=True, varlen_q=True, varlen_k=True)), num_ctas=1)
+PACKED_CASE = replace(
+    OWN_CASE, batch=6, heads_q=4, heads_kv=2, lengths_q=(70, 0, 200, 90, 0, 150),
+    lengths_k=(200, 130, 200, 0, 0, 1), seqlen_q=200, seqlen_k=200,
+)  # fmt: skip
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
@@ -64,13 +70,18 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": do, "o": out.detach().bfloat16()}
     given |= {"lse": lse.detach().float(), "scale": case.softmax_scale, "lo": -150}
     given |= {"seqused_q": inputs.seqused_q, "seqused_k": inputs.seqused_k}
+    given |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    given |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
     unwritten = 0.0 if case.varlen else torch.nan
     tiles = -(-case.seqlen_q // config.tile_m) * case.batch * case.heads_q
+    if case.lengths_q is not None:
+        tiles = (inputs.q.shape[0] // config.tile_m + case.batch) * case.heads_q
     for order in orders:
         found = {f"d{name}": torch.full_like(given[name], unwritten) for name in "qkv"}
         found["stats"] = torch.full((tiles, 2 * config.tile_m), torch.nan)
         found["dq_sums"] = torch.full((tiles, config.tile_m * config.head_dim), torch.nan)
         found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)
+        found["ranks"] = torch.full((case.batch + 1, 3), 9, dtype=torch.int32)
         found["zeroed"] = torch.full((case.batch * case.heads_kv,), 9, dtype=torch.int32)
         found["counter"] = torch.zeros(2, dtype=torch.int32)
         values = [(given | found)[name] for name in kernel.argument_names]
@@ -182,11 +193,38 @@ def test_sums_behind_a_sequence_without_queries_are_zeroed():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ctas", [1, 2, 3])
+def test_sums_of_packed_sequences_that_main_zeroes_are_right(ctas, causal):
+    config = replace(PACKED, causal=causal, num_ctas=ctas)
+    assert config.late_zeros and config.why_not() is None
+    assert wrong(config, ORDERS, replace(PACKED_CASE, causal=causal)) is None
+
+
+@pytest.mark.slow
+def test_sums_of_packed_sequences_of_which_a_share_is_not_zeroed_are_found(monkeypatch):
+    monkeypatch.setattr(Zeros, "clear", lambda self, tile: None)
+    assert wrong(PACKED, orders=({},), case=PACKED_CASE) is not None
+
+
+@pytest.mark.slow
+def test_sums_of_a_sequence_without_keys_that_are_not_zeroed_are_found(monkeypatch):
+    """Main has no tile for it."""
+    clear = rows.Preprocess.clear
+
+    def of_plain_kernels(self, sums, part):
+        if not self.config.late_zeros:
+            clear(self, sums, part)
+
+    monkeypatch.setattr(rows.Preprocess, "clear", of_plain_kernels)
+    assert wrong(PACKED, orders=({},), case=PACKED_CASE) is not None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_sums_that_are_added_to_before_they_are_zero_are_found(monkeypatch, waits):
     """A share is zeroed one unit ahead, by a warp that runs last."""
-    for module in (rows, shared):
-        monkeypatch.setattr(module, "units_ahead", lambda config, sizes: Int32(1))
+    monkeypatch.setattr(shared, "tiles_ahead", lambda config, sizes: sizes.num_n_blocks)
     if not waits:
         monkeypatch.setattr(shared, "await_zeros", lambda walk, tile: None)
     late = {"order": "starved", "seed": 9}

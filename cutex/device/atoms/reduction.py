@@ -53,3 +53,12 @@ def add_bulk(to: cute.Pointer, smem: cute.Pointer, num_bytes: int, *, loc=None, 
     values.append(Int32(num_bytes).ir_value(loc=loc, ip=ip))
     ptx = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
     llvm.inline_asm(None, values, ptx, "l,r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_bulk(to: cute.Pointer, smem: cute.Pointer, num_bytes: int, *, loc=None, ip=None) -> None:
+    """Start copying `num_bytes` of smem to `to`, in the place of what is there; as `add_bulk`."""
+    values = [to.toint().ir_value(loc=loc, ip=ip), smem.toint().ir_value(loc=loc, ip=ip)]
+    values.append(Int32(num_bytes).ir_value(loc=loc, ip=ip))
+    ptx = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    llvm.inline_asm(None, values, ptx, "l,r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)

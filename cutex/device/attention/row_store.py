@@ -17,7 +17,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cutex.device.atoms.reduction import add_bulk, add_vector
+from cutex.device.atoms.reduction import add_bulk, add_vector, store_bulk
 from cutex.device.atoms.tma import TileStores
 from cutex.device.attention.rows import Rows
 from cutex.device.attention.seqlen_info import SeqlenInfo
@@ -123,3 +123,14 @@ class SummedTile(NamedTuple):
         if starts:
             add_bulk(to, slot.iterator, 4 * cute.size(slot))
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def put_slot(self, slot: cute.Tensor, first: Int32, begins: Boolean) -> None:
+        """Start adding the contiguous `slot` of smem as `add_slot` does or, if nobody has added
+        before, and it `begins` the sums, storing it. One thread calls it."""
+        to, size = self.numbers.iterator + first, 4 * cute.size(slot)
+        if begins:
+            store_bulk(to, slot.iterator, size)
+        else:
+            add_bulk(to, slot.iterator, size)
+        cute.arch.cp_async_bulk_commit_group()

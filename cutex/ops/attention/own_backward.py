@@ -127,7 +127,7 @@ class Plan:
         if c.late_zeros:
             in_turn.append(torch.empty(call.batch * call.heads[1], **kind))
         if c.ranked:
-            in_turn.append(torch.empty((call.batch + 1, 2), **kind))
+            in_turn.append(torch.empty((call.batch + 1, 3), **kind))
         of_lse = [] if grad_lse is None else [grad_lse.float()]
         given = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
         lengths = [x.contiguous() for x in given if x is not None]

@@ -148,7 +148,7 @@ class BackwardProblem(AttentionProblem):
             "dq_sums": torch.full((tiles, TILE * self.head_dim), torch.nan, device=device),
             "counter": torch.zeros(2, dtype=torch.int32, device=device),
             "zeroed": torch.zeros(self.batch * self.heads_kv, dtype=torch.int32, device=device),
-            "ranks": torch.zeros((self.batch + 1, 2), dtype=torch.int32, device=device),
+            "ranks": torch.zeros((self.batch + 1, 3), dtype=torch.int32, device=device),
         }
 
     # ---- options

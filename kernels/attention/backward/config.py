@@ -91,6 +91,10 @@ class BackwardConfig(BackwardSpec):
         return 3 if self.own_dq and self.deterministic else 0
 
     @property
+    def first_stores(self) -> bool:
+        return self.adding_warps > 0
+
+    @property
     def descending(self) -> bool:
         """Whether blocks of queries are taken from the last to the first: where adds come in one
         order, and the mask leaves out no early queries."""
@@ -151,8 +155,8 @@ class BackwardConfig(BackwardSpec):
             return f"dq_columns={self.dq_columns}: half of a block's dQ for each warpgroup"
         if self.dq_slots != 4:
             return f"dq_slots={self.dq_slots}: those of two blocks, 4"
-        if self.late_zeros and (self.deterministic or self.varlen_q or self.varlen_k):
-            return "late_zeros=True: for adds in any order, of sequences that are not packed"
+        if self.late_zeros and (self.deterministic or self.varlen_q != self.varlen_k):
+            return "late_zeros=True: for adds in any order; queries are packed as keys are"
         if self.head_dim != self.head_dim_v:
             return f"head_dim_v={self.head_dim_v}: dK and dV are stored through the slots of dQ"
         return None

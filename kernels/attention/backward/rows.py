@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from cutex.compile import Argument
 from cutex.device.atoms.quad import transpose_in_quad
+from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
 from cutex.kernels.attention.backward.signature import (
@@ -22,7 +23,6 @@ from cutex.kernels.attention.backward.signature import (
     queries,
 )
 from cutex.kernels.attention.backward.spec import BackwardSpec
-from cutex.kernels.attention.backward.tiles import sizes_of, units_ahead
 
 THREADS = 128
 LANES = 8  # threads of preprocess that read one row together
@@ -50,7 +50,7 @@ class Preprocess:
     delta = rowsum(dO * O) - dLSE, by which the softmax's gradient is dS = P * (dP - delta), and LSE
     in powers of two. A gradient of LSE needs no more than that, since dLSE/dS = P. Rows without
     keys and the padding of tiles get LSE = inf, so that their P is 0. It also zeroes the fp32 sums
-    of dQ.
+    of dQ, all or those that main leaves out.
     """
 
     def __init__(self, config: BackwardSpec) -> None:
@@ -60,22 +60,13 @@ class Preprocess:
     def launch(self, tensors: Tensors, args: KernelArgs, stream) -> None:
         batch, longest, tiles = row_sizes(self.config, tensors.q, args)
         num_m_blocks = cute.ceil_div(longest, self.config.tile_m)
-        cleared: Any = None
-        if cutlass.const_expr(self.config.late_zeros):
-            sizes, _ = sizes_of(self.config, tensors, args)
-            cleared = units_ahead(self.config, sizes) * sizes.heads_per_kv * tiles.per_head
-        self.kernel(tensors, args, tiles, Int32(num_m_blocks), cleared).launch(
+        self.kernel(tensors, args, tiles, Int32(num_m_blocks)).launch(
             grid=(num_m_blocks * tiles.heads * batch, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self,
-        tensors: Tensors,
-        args: KernelArgs,
-        tiles: RowTiles,
-        num_m_blocks: Int32,
-        cleared: Int32 | None,
+        self, tensors: Tensors, args: KernelArgs, tiles: RowTiles, num_m_blocks: Int32
     ) -> None:
         c = self.config
         m_block, head, batch = row_block(num_m_blocks, tiles.heads)
@@ -85,28 +76,36 @@ class Preprocess:
             if (m_block + head == 0) & (thread < 32):
                 self.rank(args, batch)
         if cutlass.const_expr(c.late_zeros):
-            self.clear_flag(args, tiles.tile(c, head, batch, seqlen) + m_block)
+            self.clear_flag(args)
         if m_block * c.tile_m < seqlen.length:
             number = tiles.tile(c, head, batch, seqlen) + m_block
-            self.tile(tensors, args, QueryTile(number, head, batch, seqlen, m_block), cleared)
+            self.tile(tensors, args, QueryTile(number, head, batch, seqlen, m_block))
 
     @cute.jit
-    def tile(
-        self, tensors: Tensors, args: KernelArgs, tile: QueryTile, cleared: Int32 | None
-    ) -> None:
-        """Do all for the queries of a tile; its sums are zeroed if they are among the first
-        `cleared`, or that is None."""
+    def tile(self, tensors: Tensors, args: KernelArgs, tile: QueryTile) -> None:
+        """Do all for the queries of a tile."""
+        c = self.config
+        by_main = c.late_zeros or c.first_stores  # but for tiles that it has nothing to add to
         self.clear_turns(args, tile.number)
         for part in cutlass.range_constexpr(self.parts):
             rows = self.read_rows(part, tensors, args, tile)
             sums = tensors.dq_sums[tile.number, None]
             # NOTE: behind the loads, which do not wait for these stores then
-            if cutlass.const_expr(cleared is None):
+            if cutlass.const_expr(not by_main):
                 self.clear(sums, part)
             self.keep_rows(part, rows, tensors.stats[tile.number, None], args)
-            if cutlass.const_expr(cleared is not None):  # noqa: SIM102 - known when tracing
-                if tile.number < cleared:
+            if cutlass.const_expr(c.first_stores or (c.late_zeros and c.ranked)):  # noqa: SIM102
+                if self.sees_no_key(tensors, args, tile):
                     self.clear(sums, part)
+
+    def sees_no_key(self, tensors: Tensors, args: KernelArgs, tile: QueryTile) -> Boolean:
+        """Whether no block of keys adds to the sums of a tile."""
+        c = self.config
+        rows_k = cute.size(tensors.k, mode=[0 if c.varlen_k else 1])
+        info = BlockInfo(c.tile_m, c.tile_n, args.band(c.causal))
+        length_k = keys(args, Int32(rows_k)).of(tile.batch).length
+        blocks = info.n_blocks(tile.m_block, tile.seqlen.length, length_k)
+        return blocks.first >= blocks.end
 
     @cute.jit
     def rank(self, args: KernelArgs, batch: Int32) -> None:
@@ -125,6 +124,7 @@ class Preprocess:
             before += cute.arch.shuffle_sync_bfly(before, offset=offset)
         if lane == 0:
             args.ranks[rank, 0], args.ranks[rank, 1] = batch, before
+            args.ranks[batch, 2] = rank
             if rank == count - 1:
                 args.ranks[count, 1] = before + self.key_blocks(args, batch)
 
@@ -132,10 +132,11 @@ class Preprocess:
         return cute.ceil_div(keys(args, Int32(0)).of(batch).length, self.config.tile_n)
 
     @cute.jit
-    def clear_flag(self, args: KernelArgs, number: Int32) -> None:
-        """Set the flag of unit `number` to 0; the CTA of that tile, of whatever rows, calls it."""
+    def clear_flag(self, args: KernelArgs) -> None:
+        """Set the flag of the unit that has the CTA's number to 0."""
         thread, _, _ = cute.arch.thread_idx()
-        if (thread == 0) & (number < cute.size(args.zeroed)):  # a unit has at least one tile
+        number, _, _ = cute.arch.block_idx()
+        if (thread == 0) & (number < cute.size(args.zeroed)):  # there are as many CTAs as units
             args.zeroed[number] = Int32(0)
 
     @cute.jit

@@ -30,7 +30,7 @@ def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
     if name == "turns":
         return Operand(name, ("tiles", "warps"), "int32", aligned=False, whole=False)
     if name == "ranks":
-        return Operand(name, ("b1", "two"), "int32", aligned=False, whole=False)
+        return Operand(name, ("b1", "three"), "int32", aligned=False, whole=False)
     if name == "zeroed":
         return Operand(name, ("units",), "int32", aligned=False, whole=False)
     if name == "counter":
@@ -94,7 +94,8 @@ class KernelArgs(NamedTuple):
     turns: Any = None  # (tiles, parts) how many key blocks have added to a warp's part of dQ's tile
     counter: Any = None  # (2), of which the first is 0 before and after
     zeroed: Any = None  # (batch * heads_kv) how many shares of a unit's sums of dQ are zeroed
-    # (batch + 1, 2) by rank, the longest first: a sequence, and the blocks of keys of those before
+    # (batch + 1, 3) by rank, the longest first: a sequence, and the blocks of keys of those before;
+    # by sequence: its rank
     ranks: Any = None
     dlse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
     cu_seqlens_q: Any = None  # (batch + 1)

@@ -79,7 +79,12 @@ class BackwardSpec(ScoreSpec):
 
     @property
     def late_zeros(self) -> bool:
-        """Whether main zeroes the sums of dQ, all but those of the first units."""
+        """Whether main zeroes the sums of dQ."""
+        return False
+
+    @property
+    def first_stores(self) -> bool:
+        """Whether the first one to add to a tile of dQ in turn stores, so that nobody zeroes it."""
         return False
 
     @property

@@ -14,7 +14,7 @@ from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Ten
 from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.kernels.attention.order import AttentionOrder, Wave
 from cutex.schedulers.dispatch import Ticket
-from cutex.schedulers.ranked import Ranked
+from cutex.schedulers.ranked import Ranked, RankedTile
 
 
 class Sizes(NamedTuple):
@@ -47,14 +47,13 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
     )
 
 
-def units_ahead(config: BackwardSpec, sizes: Sizes) -> Int32:
-    """How many units (heads of K and V, of a batch entry) behind its own a tile zeroes sums of.
+def tiles_ahead(config: BackwardSpec, sizes: Sizes) -> Int32:
+    """How far ahead of its own number a tile zeroes sums of dQ.
 
-    More than the last group has, so that a tile waits only for tiles that are handed out before it;
-    two waves, so that what it waits for is done.
+    No less than the tiles of the last group, so that a tile waits only for tiles that are handed
+    out before it; two waves, so that what it waits for is done.
     """
-    count = sizes.num_n_blocks
-    return (2 * config.num_ctas + count - 1) // count + 1
+    return 2 * config.num_ctas + sizes.num_n_blocks
 
 
 def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | None:
@@ -63,8 +62,9 @@ def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | Non
         return None
     s = sizes
     return Ranked(
-        args.ranks, s.heads_kv, s.batch, s.num_n_blocks, config.interleaved, config.last_first
-    )
+        args.ranks, s.heads_kv, s.batch, s.num_n_blocks, config.interleaved, config.last_first,
+        tail=2 * config.num_ctas if config.late_zeros else None,
+    )  # fmt: skip
 
 
 def sizes_of(config: BackwardSpec, tensors: Tensors, args: KernelArgs) -> tuple[Sizes, RowTiles]:
@@ -137,3 +137,19 @@ class Walk:
 
     def tile(self, ticket: Ticket) -> Tile:
         return tile_of(self.config, ticket.index, self.args, self.sizes)
+
+    def number(self, ticket: Ticket) -> Int32:
+        """The number of a ticket's tile, among those of all units (heads of K and V, of a batch
+        entry), one unit after the other."""
+        if not self.config.ranked:
+            return ticket.index
+        tile = self.tile(ticket)
+        return self.dispatch.chosen.number(tile.n_block, tile.head_kv, tile.batch)
+
+    def numbered(self, number: Int32) -> RankedTile:
+        """The tile of a number. A whole warp calls it."""
+        if self.config.ranked:
+            return self.dispatch.chosen.tile(number)
+        s = self.sizes
+        unit, block = number // s.num_n_blocks, number % s.num_n_blocks
+        return RankedTile(block, unit % s.heads_kv, unit // s.heads_kv, s.num_n_blocks)

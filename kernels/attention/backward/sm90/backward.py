@@ -8,8 +8,8 @@ products during the others' exponentials:
 - the third (queries.py) computes dQ from dS in smem, adds it to fp32 sums in global memory, and
   starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too; then
   CTAs are persistent, and take tiles of keys from a counter.
-  Where adds come in one order, three of its warps wait for turns, and add; else, of sequences
-  that are not packed, one zeroes sums that are added to later.
+  Where adds come in one order, three of its warps wait for turns, and add; else one zeroes sums
+  that are added to later.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Main:
                     Adds(c, shared, dq_sums, warp - first - 1).run(walk)
             elif cutlass.const_expr(c.late_zeros):  # noqa: SIM102 - known when tracing
                 if warp == first + 1:
-                    Zeros(c, dq_sums, tiles.per_head).run(walk)
+                    Zeros(c, dq_sums, tiles).run(walk)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             queries = QueryGradients(c, shared, None, dq_sums)

@@ -44,7 +44,7 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
         plain = not (c.causal or c.window[0] or c.ragged_q or c.ragged_k)
         if tiles.get("tile_m") == 128:
             tiles |= {"early_stats": plain}
-        packed = c.varlen_q or c.varlen_k
-        tiles |= {"late_zeros": "own_dq" in tiles and not (c.deterministic or packed)}
+        late = not c.deterministic and c.varlen_q == c.varlen_k
+        tiles |= {"late_zeros": "own_dq" in tiles and late}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
     return replace(config, **tiles, overlap=config.wide or not config.softcap)

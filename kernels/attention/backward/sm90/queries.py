@@ -398,7 +398,7 @@ class AllGradients(KeyGradients):
         it to the tile of the sums, or let the warp that adds do it."""
         queue, queries, ds = self.shared.queue, self.queries, self.shared.ds
         ds.release(ds.state(number))
-        slot = number % 2 * self.config.key_tiles + self.keys
+        slot = (number & 1) * self.config.key_tiles + self.keys
         if cutlass.const_expr(queue is None):
             queries.add_from_smem(acc_dq, tile, self.keys, slot)
         else:

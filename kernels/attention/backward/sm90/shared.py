@@ -23,8 +23,8 @@ from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles
-from cutex.kernels.attention.backward.tiles import Tile, Walk, turn_of, units_ahead
+from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, queries
+from cutex.kernels.attention.backward.tiles import Tile, Walk, tiles_ahead, turn_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Handover:
 
     def state(self, number: Int32 | int) -> PipelineState:
         """The state at block `number`, of warps that fill the slots as of those that empty them."""
-        number = Int32(number)
-        slots = self.num_slots
+        number, slots = Int32(number), self.num_slots
+        if slots.bit_count() == 1:  # of a signed number, % and // take four times as many
+            return PipelineState(slots, number & slots - 1, number >> slots.bit_length() - 1 & 1)
         return PipelineState(slots, number % slots, number // slots % 2)
 
     def wait_empty(self, state: PipelineState) -> None:
@@ -311,11 +312,12 @@ class Supply:
 
 @dataclass(frozen=True)
 class Zeros:
-    """The role of the warp that zeroes sums of dQ, for each tile of keys that the CTA takes a share
-    of those of a unit (a head of K and V, of a batch entry) that comes later.
+    """The role of the warp that zeroes sums of dQ: first a share of those that the first tiles add
+    to, then, for each tile of keys that the CTA takes, one of a unit (a head of K and V, of a batch
+    entry) that comes later.
 
     The sums of many heads do not fit into L2: zeroed by preprocess, they go to HBM, and come back
-    when they are added to. So preprocess zeroes only those of the first units.
+    when they are added to.
 
     flag          counts                                    waits
     zeroed[unit]  the unit's shares that are zero: as many  the warp that loads, before the first
@@ -324,25 +326,40 @@ class Zeros:
 
     config: BackwardConfig
     sums: cute.Tensor  # (tiles, bM * D)
-    per_head: Int32  # tiles of the sums of a head
+    tiles: RowTiles
 
     @cute.jit
     def run(self, walk: Walk) -> None:
-        """Zero the share of each tile. One warp calls it."""
-        sizes, ticket = walk.sizes, walk.dispatch.first()
-        shares = sizes.num_n_blocks
-        tiles = sizes.heads_per_kv * self.per_head  # of a unit
-        each = ceil_div(tiles, shares)
+        """Zero the shares of this CTA. One warp calls it."""
+        ahead, total = tiles_ahead(self.config, walk.sizes), walk.dispatch.total
+        number, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        while number < cutlass.min(ahead, total):
+            self.share(walk, number)
+            number += ctas
+        ticket = walk.dispatch.first()
         while ticket.valid:
-            unit = ticket.index // shares + units_ahead(self.config, sizes)
-            share = ticket.index % shares
-            if unit < sizes.heads_kv * sizes.batch:
-                for i in cutlass.range(
-                    share * each, cutlass.min((share + 1) * each, tiles), unroll=1
-                ):
-                    self.clear(unit * tiles + i)
-                self.count(walk, unit)
+            number = walk.number(ticket) + ahead
+            if number < total:
+                self.share(walk, number)
             ticket = walk.dispatch.next(ticket)
+
+    @cute.jit
+    def share(self, walk: Walk, number: Int32) -> None:
+        """Zero the share of its unit's sums that is the tile's of that number, and count it."""
+        sizes, of = walk.sizes, walk.numbered(number)
+        seqlen = queries(walk.args, sizes.rows_q).of(of.batch)
+        each = ceil_div(seqlen.length, self.config.tile_m)  # tiles of the sums of a head
+        count = ceil_div(sizes.heads_per_kv * each, of.blocks)
+        end = cutlass.min((of.block + 1) * count, sizes.heads_per_kv * each)
+        for i in cutlass.range(of.block * count, end, unroll=1):
+            head = of.head * sizes.heads_per_kv + i // each
+            self.clear(self.tiles.tile(self.config, head, of.batch, seqlen) + i % each)
+        cute.arch.fence_proxy("async.global")  # adds are bulk copies
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            flag = walk.args.zeroed.iterator + of.batch * sizes.heads_kv + of.head
+            cute.arch.atomic_add(flag, Int32(1), sem="release", scope="gpu")
 
     @cute.jit
     def clear(self, tile: Int32) -> None:
@@ -354,29 +371,20 @@ class Zeros:
         for i in cutlass.range(count, unroll=8):
             cute.autovec_copy(zeros, vectors[None, i * 32 + cute.arch.lane_idx()])
 
-    @cute.jit
-    def count(self, walk: Walk, unit: Int32) -> None:
-        """Count a share that this warp has zeroed."""
-        cute.arch.fence_proxy("async.global")  # adds are bulk copies
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            flag = walk.args.zeroed.iterator + unit
-            cute.arch.atomic_add(flag, Int32(1), sem="release", scope="gpu")
-
 
 @cute.jit
 def await_zeros(walk: Walk, tile: Tile) -> None:
     """Wait until all sums of the tile's unit are zero. A whole warp calls it."""
-    sizes = walk.sizes
-    unit = tile.batch * sizes.heads_kv + tile.head_kv
-    if unit >= units_ahead(walk.config, sizes):
-        if cute.arch.lane_idx() == 0:
-            flag = walk.args.zeroed.iterator + unit
+    sizes, shares = walk.sizes, walk.sizes.num_n_blocks
+    if cutlass.const_expr(walk.config.ranked):
+        shares = ceil_div(tile.seq_k.length, walk.config.tile_n)
+    if cute.arch.lane_idx() == 0:
+        flag = walk.args.zeroed.iterator + tile.batch * sizes.heads_kv + tile.head_kv
+        now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+        while now != shares:
             now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-            while now != sizes.num_n_blocks:
-                now = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-            cute.arch.fence_proxy("async.global")
-        cute.arch.sync_warp()
+        cute.arch.fence_proxy("async.global")
+    cute.arch.sync_warp()
 
 
 def number_of_part(config: BackwardConfig, warp: Int32, part: Int32) -> Int32:
@@ -391,9 +399,9 @@ def number_of_part(config: BackwardConfig, warp: Int32, part: Int32) -> Int32:
 class Adds:
     """The role of one of the warps that add dQ, block by block in turn.
 
-    Blocks of keys add to a tile of dQ one after another, those of the first keys first. A warp
-    waits for its CTA's turn at a tile, and passes it on when its adds have landed. Nobody else
-    waits for that, but for slots of smem.
+    Blocks of keys add to a tile of dQ one after another, of which the first stores what it has, so
+    that nobody zeroes the sums. A warp waits for its CTA's turn at a tile, and passes it on when
+    its adds have landed. Nobody else waits for that, but for slots of smem.
     """
 
     config: BackwardConfig
@@ -435,7 +443,7 @@ class Adds:
         turn = turn_of(self.config, s.info, s.tile, m_block)
         await_turn(turns, tile, Int32(0), turn)
         s.queue.await_full(number)
-        self.start(tile, number % 2)
+        self.start(tile, number % 2, turn == 0)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         s.queue.release(number)
@@ -443,14 +451,15 @@ class Adds:
         pass_turn(turns, tile, Int32(0), turn)
 
     @cute.jit
-    def start(self, tile: Int32, block: Int32) -> None:
-        """Start adding the slots of a block, a lane for each part that a warp wrote."""
+    def start(self, tile: Int32, block: Int32, begins: Boolean) -> None:
+        """Start adding the slots of a block, or storing them if that `begins` the tile's sums; a
+        lane for each part that a warp wrote."""
         lane, slots = cute.arch.lane_idx(), self.config.key_tiles
         if lane < 4 * slots:
             mine = self.shared.sdQ[None, lane % 4, slots * block + lane // 4]
             sums = SummedTile(self.sums[tile, None])
             first = number_of_part(self.config, lane % 4, lane // 4) * cute.size(mine)
-            sums.add_slot(mine, first, Boolean(True))
+            sums.put_slot(mine, first, begins)
 
     @staticmethod
     def landed() -> None:
