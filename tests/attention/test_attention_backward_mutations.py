@@ -315,7 +315,8 @@ def test_a_mask_that_is_off_by_one_is_found(monkeypatch, side, by):
 
 
 @pytest.mark.slow
-def test_ds_that_wgmma_may_not_see_yet_is_found(monkeypatch):
+@pytest.mark.parametrize(("config", "case"), [(CONFIG, CASE), (OWN, OWN_CASE)], ids=["", "own"])
+def test_ds_that_wgmma_may_not_see_yet_is_found(monkeypatch, config, case):
     """Handed over without the fence between a thread's stores and the tensor core's reads."""
 
     def hand_over(self, state):
@@ -324,7 +325,7 @@ def test_ds_that_wgmma_may_not_see_yet_is_found(monkeypatch):
             self.full.arrive(state.slot)
 
     monkeypatch.setattr(Handover, "hand_over", hand_over)
-    message = wrong()
+    message = wrong(config, case=case)
     assert message is not None and "proxy" in message, message
 
 

@@ -340,6 +340,8 @@ class AllGradients(KeyGradients):
             acc_dq = self.start_dq(of_dq[1])
         products.dk.of(rdS).issue(state.slot, True)
         self.leave()
+        # NOTE: dS is for the next turn's dQ; the fence, which takes long, runs under the products
+        s.ds.hand_over(ds)
         warpgroup.wait_group(1)
         s.do.release(state)
         if cutlass.const_expr(of_dq is not None):
@@ -377,6 +379,7 @@ class AllGradients(KeyGradients):
         rdS.fill(0.0)
         s.ds.wait_empty(ds)
         self.write_ds(rdS, ds)
+        s.ds.hand_over(ds)
         self.enter()
         self.leave()
         s.q.wait_full(state)

@@ -155,18 +155,18 @@ class Scores:
         if cutlass.const_expr(part == 0):
             self.shared.ds.wait_empty(ds)
         self.write_ds(rdS, ds, part)
+        if cutlass.const_expr(part == self.config.parts - 1):
+            self.shared.ds.hand_over(ds)
 
     @cute.jit
     def write_ds(
         self, rdS: cute.Tensor, ds: PipelineState, part: cutlass.Constexpr[int] = 0
     ) -> None:
-        """Write a part of dS^T to its slot, which is empty; hand the slot over with the last."""
+        """Write a part of dS^T to its slot, which is empty."""
         s, c = self.shared, self.config
         sdS = s.sdS[None, None, ds.slot * c.key_tiles + self.keys]
         sdS = cute.local_tile(sdS, (ROWS, c.score_m), (0, part))  # (bKeys, bQueries)
         write_fragment(rdS, self.products[part].s.mma, sdS)
-        if cutlass.const_expr(part == c.parts - 1):
-            s.ds.hand_over(ds)
 
     @cute.jit
     def probabilities(
