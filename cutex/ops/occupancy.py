@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +26,7 @@ def clusters_at_once(
         return None
     from cuda.bindings import driver
 
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # so that there is a context
+    with torch.cuda.device(device), context_of(device):
         library = done(driver.cuLibraryLoadData(compiled.cubin, None, None, 0, None, None, 0))
         try:
             name, smem = next(iter(compiled.dynamic_smem.items()))
@@ -40,6 +41,25 @@ def clusters_at_once(
             return done(driver.cuOccupancyMaxActiveClusters(function, config))
         finally:
             done(driver.cuLibraryUnload(library))
+
+
+@contextmanager
+def context_of(device: torch.device) -> Iterator[None]:
+    """A context in which the driver's functions work on `device`.
+
+    NOTE: a thread that torch started, as autograd's, has none before it first calls the runtime.
+    """
+    from cuda.bindings import driver
+
+    done(driver.cuInit(0))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    of = done(driver.cuDeviceGet(index))
+    done(driver.cuCtxPushCurrent(done(driver.cuDevicePrimaryCtxRetain(of))))
+    try:
+        yield
+    finally:
+        done(driver.cuCtxPopCurrent())
+        done(driver.cuDevicePrimaryCtxRelease(of))
 
 
 def launch_config(threads: int, ctas: int, smem: int) -> Any:

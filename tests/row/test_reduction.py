@@ -9,6 +9,8 @@ import torch
 from row_calls import rows
 
 import cutex
+from cutex.ops.row.reduce import _config
+from cutex.ops.row.rows import COLUMNS
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 OPS = ("sum", "mean", "max", "min", "argmax", "argmin")
@@ -206,3 +208,14 @@ def test_bad_input_is_one_sentence(given, error, said):
     with cutex.ops.simulated("sm_90a"), pytest.raises(error, match=said) as found:
         cutex.reduce(**({"x": torch.zeros(2, 8)} | given))
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("n", [4097, 1 << 20, 99_999_989, COLUMNS - 3, COLUMNS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_part_of_a_row_begins_in_it(n, dtype):
+    # columns behind the last part's are not counted by 32 bits
+    x = torch.empty((1, n), dtype=dtype, device="meta")
+    _, config, splits, _ = _config("sum", x, dtype, "sm_90a", 132, True)
+    tile = config.tile
+    parts = -(-(n + tile.lead) // (tile.columns + tile.lead))
+    assert (splits - 1) * -(-parts // splits) < parts

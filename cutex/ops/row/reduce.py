@@ -287,6 +287,7 @@ def _config(
         parts = -(-(x.shape[1] + tile.lead) // (tile.columns + tile.lead))
         wanted = -(-CTAS * sms // x.shape[0])
         splits = max(1, min(parts, wanted, most))
+        splits = -(-parts // -(-parts // splits))  # each begins within the row
         how = shared(splits)
         return (
             Reduce,
