@@ -357,9 +357,19 @@ PAIRS = {
         Shape(block=32, smem=1024), True),
     "bulk reductions in turn, told of before they end": Pair(
         f"""{TURNS} @!%p2 bra R; {ADD} @%p0 cp.async.bulk.commit_group;
-        @%p0 cp.async.bulk.wait_groupHERE 0; {SET} bra E; R: {POLL} {ADD}
+        @%p0 cp.async.bulk.wait_groupHERE 0; {SET} bra E; R: {POLL} fence.proxy.async; {ADD}
         @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0; E:""",
         ".read", "", "their order may differ each time", CTAS, True),
+    "bulk reductions in turn, with no proxy fence behind the flag": Pair(
+        f"""{TURNS} @!%p2 bra R; {ADD} @%p0 cp.async.bulk.commit_group;
+        @%p0 cp.async.bulk.wait_group 0; {SET} bra E; R: {POLL} HERE {ADD}
+        @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0; E:""",
+        "", "fence.proxy.async.global;", "a flag orders the two, but by the letter", CTAS, True),
+    "a counter that is no atomic, beside flags": Pair(
+        f"{START} @%p0 st.release.gpu.global.u32 [%d1+512], 1; HERE",
+        "@%p0 ld.global.u32 %r1, [%out]; @%p0 add.u32 %r1, %r1, 1; @%p0 st.global.u32 [%out], %r1;",
+        "@%p0 atom.global.add.u32 %r1, [%out], 1;", "writes out[0] (256 uint32), which CTA (3,0,0)",
+        Shape(grid=4, block=32, smem=64)),
     # -- copies of several lanes
     "one lane arrives for the copies of its warp": Pair(
         f"""{START} .reg .b32 bar; add.u32 bar, at, 512; @%p0 mbarrier.init.shared.b64 [bar], 1;

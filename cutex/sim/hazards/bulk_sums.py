@@ -5,11 +5,13 @@ each other where nothing orders the two (PTX ISA 8.7.1); an L2 adds them up one 
 
 Where CTAs add in turn, so that a sum is the same in each run, a flag says whose turn it is. A
 reduction is complete in global memory when its thread has waited by ``wait_group``; one that has
-waited by ``wait_group.read`` may set the flag before that, and the next CTA's may come first.
+waited by ``wait_group.read`` may set the flag before that, and the next CTA's may come first. The
+flag is of the generic proxy: by the letter a fence.proxy.async stands behind it (8.9.5).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from cutex.sim.hazards.global_clashes import GlobalClashes
 from cutex.sim.hazards.global_marks import ATOMIC, LANE, By, Records
 from cutex.sim.machine.memory import Region
+from cutex.sim.machine.operation import Operation
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import WEAK
 
@@ -36,6 +39,20 @@ class BulkSums:
         self.m, self.clashes, self.records = machine, clashes, records
         # by record: the slot and count of the warp at the issue
         self.issues: dict[int, tuple[int, int]] = {}
+        # by operation: the clock of the proxy fences before its issue
+        self.fenced: dict[int, np.ndarray] = {}
+
+    def issued(self, op: Operation, fences: Mapping[int, np.ndarray]) -> None:
+        """A bulk store or reduction; ``fences``: by warp, the clock at its last fence of proxies of
+        global memory.
+        """
+        clocks, first, warp = self.clashes.clocks, self.m.grid.first_cta, op.warp
+        known = clocks.known[warp]
+        out = self.fenced[op.number] = np.zeros_like(known)
+        for other, clock in fences.items():
+            own = clocks.slot[other]
+            if other == warp or (first[other] == first[warp] and known[own] > clock[own]):
+                np.maximum(out[: len(clock)], clock, out=out[: len(clock)])
 
     def made(self, mark: np.ndarray, by: By) -> None:
         """A bulk reduction was recorded, if ``by`` is one."""
@@ -71,7 +88,7 @@ class BulkSums:
         ins: Instruction,
     ) -> None:
         """Tell of a bulk reduction that comes after the issue of another cluster's, and not after
-        its end.
+        its end, or with no fence of proxies behind the flag.
         """
         warp, order, r = int(by.warps[0]), self.clashes.order, self.records
         own = int(self.clashes.who(by)[0])
@@ -79,12 +96,18 @@ class BulkSums:
             who = int(r.who[earlier])
             if who == own:
                 continue
-            slot, issue = self.issues[earlier]
-            begun = order.known(warp, who - 1, slot) >= issue
-            if begun and order.known(warp, who - 1, int(r.slot[earlier])) < r.count[earlier]:
-                at = tuple(int(v[0]) for v in np.nonzero(changed & (rec == earlier)))
+            (slot, issue), agent = self.issues[earlier], (who - 1, int(r.slot[earlier]))
+            if order.known(warp, who - 1, slot, by.clock) < issue:
+                continue
+            fenced, why = self.fenced.get(int(by.counts[0]), np.zeros(0, np.int32)), ""
+            if order.known(warp, *agent, by.clock) < r.count[earlier]:
                 why = "a flag orders the two but the first may still be under way, as its thread "
                 why += "has waited by wait_group.read at most: their order may differ each time"
+            elif order.known(warp, *agent, fenced) < r.count[earlier]:
+                why = "a flag orders the two, but by the letter with no fence.proxy.async of "
+                why += "global memory behind it, as they are of the async proxy"
+            if why:
+                at = tuple(int(v[0]) for v in np.nonzero(changed & (rec == earlier)))
                 self._tell(by, at[0], earlier, int(places[at]), region, ins, why)
                 return
 

@@ -125,9 +125,11 @@ class ClusterOrder(Observer):
                 out = _joined(out or {}, at.clock)
         return out
 
-    def known(self, warp: int, cluster: int, slot: int) -> int:
-        """The count of an agent of another cluster up to which ``warp`` is ordered after it."""
-        row = self._foreign(warp).get(cluster)
+    def known(self, warp: int, cluster: int, slot: int, clock: np.ndarray | None = None) -> int:
+        """The count of an agent of another cluster up to which ``warp`` is ordered after it; was,
+        with the ``clock`` that it had then.
+        """
+        row = self._foreign(warp, clock).get(cluster)
         return int(row[slot]) if row is not None and slot < len(row) else 0
 
     def clocks_of_others(self, warp: int) -> ClusterClock:
@@ -139,17 +141,19 @@ class ClusterOrder(Observer):
         own = int(m.grid.cta_cluster[m.grid.warp_cta[warp]])
         return {**self._foreign(warp), own: self.clocks.known[warp].copy()}
 
-    def _foreign(self, warp: int) -> ClusterClock:
+    def _foreign(self, warp: int, clock: np.ndarray | None = None) -> ClusterClock:
         """The clocks of other clusters that ``warp`` has, through acquires of its cluster that
-        precede it.
+        precede it, or preceded its ``clock`` of then.
         """
         m, out = self.m, dict[int, np.ndarray]()
+        if clock is None:
+            clock = self.clocks.known[warp]
         first = m.grid.first_cta[warp]
         for other, steps in self.acquired.items():
             if m.grid.first_cta[other] != first:
                 continue
             slot = self.clocks.acquire_slot(other, self.lenient)
-            count = int(self.clocks.known[warp, slot])
+            count = int(clock[slot]) if slot < len(clock) else 0
             if count:
                 out = _joined(out, steps[count - 1])
         return out

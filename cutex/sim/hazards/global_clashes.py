@@ -106,5 +106,5 @@ class GlobalClashes:
         r = self.records
         keys = np.stack([warps, r.who[rec].astype(np.int64) - 1, r.slot[rec]])
         found, which = np.unique(keys, axis=1, return_inverse=True)
-        limits = np.array([order.known(*map(int, key)) for key in found.T])
+        limits = np.array([order.known(int(w), int(who), int(slot)) for w, who, slot in found.T])
         return r.count[rec] > limits[which.reshape(-1)]

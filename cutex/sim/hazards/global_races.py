@@ -144,6 +144,8 @@ class GlobalRaces(Observer):
         for op in ops:
             if op.engine is Engine.TMA_STORE:
                 self.at_issue[op.number] = self.clocks.known[op.warp].copy()
+                if self.order.active and self.proxy_clocks:
+                    self.sums.issued(op, self.proxy_clocks)
 
     def bulk_writes(
         self,
@@ -310,15 +312,7 @@ class GlobalRaces(Observer):
             return
         first, second = self._readers(region)
         for marks in (first[places], second[places]):
-            if self.order.active:  # NOTE: of several readers' counts only two are kept
-                who = self.records.who
-                alone = (second[places] == 0) | (
-                    who[first[places] >> LANE] == who[second[places] >> LANE]
-                )
-                clash = self.clashes.first(marks, places, by, differs & alone)
-            else:
-                clash = self.clashes.first(marks, places, by, differs)
-            if clash:
+            if clash := self.clashes.first(marks, places, by, differs):
                 load = int(self.records.line[clash.earlier]) if by.how.strong else 0
                 self.reports.race(by, clash, region, "writes", "has read", ins, by.how.strong, load)
                 break

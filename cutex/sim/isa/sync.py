@@ -248,10 +248,8 @@ def fence(d: Decoder) -> Execute:
             return _fence_map(d)
         if {"tensormap", "release"} <= d.mods:
             return lambda b: m.events.maps_released(b.idx[b.any_active()])
-        if "async" in d.mods and "global" in d.mods:
-            return lambda b: m.events.global_proxy_fenced(b.idx[b.any_active()])
         if "async" in d.mods:
-            return lambda b: m.events.proxy_fenced(b.idx[b.any_active()])
+            return lambda b: _fence_async(d, b)
         return lambda b: None
     if not {"cta", "cluster", "gpu", "sys", "gl"} & d.mods:
         return lambda b: None
@@ -260,6 +258,15 @@ def fence(d: Decoder) -> Execute:
         scope = "gpu"
 
     return lambda b: m.events.fenced(b.idx[b.any_active()], releases, scope)
+
+
+def _fence_async(d: Decoder, b: Batch) -> None:
+    """fence.proxy.async (9.7.13.4), of global or shared memory or of both."""
+    warps = b.idx[b.any_active()]
+    if "shared" not in d.mods:
+        d.m.events.global_proxy_fenced(warps)
+    if "global" not in d.mods:
+        d.m.events.proxy_fenced(warps)
 
 
 def _fence_map(d: Decoder) -> Execute:

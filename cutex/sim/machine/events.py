@@ -207,7 +207,7 @@ class Observer:
         """fence.proxy.async, of all memory or of shared memory."""
 
     def global_proxy_fenced(self, warps: np.ndarray) -> None:
-        """fence.proxy.async.global."""
+        """fence.proxy.async, of all memory or of global memory."""
 
     def grids_waited(self, warps: np.ndarray, lanes: np.ndarray) -> None:
         """griddepcontrol.wait, by these lanes of each, (n, 32) bool."""
