@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cutex.compile import Workspace
-
-Made = TypeVar("Made")
 
 RESERVE = 1 << 20  # zeroed words that are kept for captures, 4 MB
 
@@ -23,9 +20,8 @@ _flags: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and count
 _sums: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _reserves: dict[int, Tensor] = {}  # by device: zeroed words that nothing uses yet
 _captured: dict[tuple[int, int, int, int], Tensor] = {}  # by device, stream, capture and count
-# what `buffers` returns outside captures, as tensors of tvm_ffi, by device, stream and numbers of
-# sums and of flags
-_together: dict[tuple[int, int, int, int], tuple[Any, Any]] = {}
+# what `buffers` returns outside captures, by device, stream and numbers of sums and of flags
+_together: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
 
 
 def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -33,27 +29,23 @@ def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
     return sums(device, needs.sums), flags(device, needs.flags)
 
 
-def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Any, Any]]:
-    """A function that returns `buffers(needs, device)` for a kernel's launcher, in less time: it
-    looks the device up only once, and outside captures returns tensors of tvm_ffi, each of which a
-    launcher takes in a tenth of the time that one of torch wants."""
+def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A function that returns `buffers(needs, device)`, in less time: it looks the device up only
+    once."""
     if device.type != "cuda":
         return lambda: buffers(needs, device)
-    from tvm_ffi import from_dlpack
-
     index = device.index
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
     stream_of = torch._C._cuda_getCurrentRawStream
     count, words = needs.sums, needs.flags
 
-    def found() -> tuple[Any, Any]:
+    def found() -> tuple[Tensor, Tensor]:
         stream = stream_of(index)
         if stream and is_capturing():  # NOTE: the default stream, 0, is never captured
             return buffers(needs, device)
         kept = _together.get((index, stream, count, words))
         if kept is None:
-            sums, flags = map(from_dlpack, buffers(needs, device))
-            kept = _together[index, stream, count, words] = sums, flags
+            kept = _together[index, stream, count, words] = buffers(needs, device)
         return kept
 
     return found
@@ -69,9 +61,9 @@ def flags(device: torch.device, count: int) -> Tensor:
     key = (index_of(device), stream, count)
     found = _flags.get(key)
     if found is None:
-        found = _flags[key] = allocated_apart(lambda: _zeros(device, count), device)
+        found = _flags[key] = _kept(lambda: _zeros(device, count), device)
         if device.type == "cuda" and device.index not in _reserves:
-            _reserves[device.index] = allocated_apart(lambda: _zeros(device, RESERVE), device)
+            _reserves[device.index] = _kept(lambda: _zeros(device, RESERVE), device)
     return found
 
 
@@ -111,7 +103,7 @@ def sums(device: torch.device, count: int) -> Tensor:
     if found is None or found.numel() < count:
         kind = {"dtype": torch.float32, "device": device}
         _together.clear()  # else those would be kept that are too small for this one
-        found = _sums[key] = allocated_apart(lambda: torch.empty(count, **kind), device)
+        found = _sums[key] = _kept(lambda: torch.empty(count, **kind), device)
     return found
 
 
@@ -120,7 +112,7 @@ def index_of(device: torch.device) -> int:
     return device.index if device.type == "cuda" else -1
 
 
-def allocated_apart(allocate: Callable[[], Made], device: torch.device) -> Made:
+def _kept(allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
     """What `allocate` returns, on the current stream, for longer than a call.
 
     NOTE: in a thread of its own: while torch.compile warms up its trees of CUDA graphs, all that
@@ -130,7 +122,7 @@ def allocated_apart(allocate: Callable[[], Made], device: torch.device) -> Made:
         return allocate()
     stream = torch.cuda.current_stream(device)
 
-    def on_stream() -> Made:
+    def on_stream() -> Tensor:
         with torch.cuda.stream(stream):
             return allocate()
 

@@ -102,7 +102,9 @@ RIGHT = {
     "a relaxed wait before a fence": MBAR.replace("parity.shared", "parity.relaxed.cta.shared")
         .replace("@!%p3 bra TAKE;", f"@!%p3 bra TAKE; {FENCE}"),
     "the last to count, fences": last("fence.acq_rel.gpu;", "fence.acq_rel.gpu;"),
-    "the last to count, acquired and released": last(atom="atom.acq_rel.gpu.global.add.u32"),
+    "the last to count, acquired and released": last(
+        then="bar.warp.sync -1;", atom="atom.acq_rel.gpu.global.add.u32"
+    ),
     "lanes that have diverged, behind a sync": DIVERGED.replace("SYNC", "bar.warp.sync -1;"),
     "one lane hands over by an mbarrier": HANDED,
     "a load of constants of another tensor": f"{OTHER} ld.global.nc.u32 %r0, [%d0];"

@@ -91,19 +91,30 @@ class _TmemAccess:
         """The rows of the batch that take part, and the cta, lane and column of every register,
         (rows, registers, 32).
 
-        NOTE: hardware ignores the bits of an address that give a warp's quarter, and DeepGEMM's
-        kernels leave them zero (sm100_bf16_gemm.cuh, 54e2261), as does an example of CUTLASS
-        (1cta_mma_a_from_tmem.py). A kernel that gives the quarter of another warp expects its
-        lanes, which is an error.
+        NOTE: hardware ignores the bits of an address that give a warp's quarter: DeepGEMM's kernels
+        leave them zero (sm100_bf16_gemm.cuh, 54e2261), as does an example of CUTLASS
+        (1cta_mma_a_from_tmem.py), and FlashInfer's MLA of fp8 gives that of another warp, and means
+        its own. By the letter that is not defined (9.7.16.8).
         """
         require_whole_warp(self.d, b)
         rows = np.nonzero(b.any_active())[0]
         base = same_in_warp(self.d, b, self.address(b), "addresses")[rows].astype(np.int64)
         lane, column = base >> 16, base & 0xFFFF
         quarter = self.m.grid.warp_in_cta[b.idx[rows]] % 4 * 32
-        lane = np.where(lane < 32, quarter + lane, lane)
+        other = (lane >= 32) & (lane // 32 * 32 != quarter)
+        if other.any():
+            k = int(other.argmax())
+            self.m.findings.add(
+                "tensor memory",
+                f"{self.m.grid.name_warp(int(b.idx[rows[k]]))} names tensor memory lane {lane[k]}: "
+                "hardware takes the warp's own quarter, lanes "
+                f"{quarter[k]}..{quarter[k] + 31} (its number modulo 4), whatever an address says",
+                self.d.ins,
+                advisory=True,
+            )
+        lane = quarter + lane % 32
         high = int(self.lanes.max())
-        bad = (lane < quarter) | (lane + high >= quarter + 32) | (lane % 16 != 0)
+        bad = (lane + high >= quarter + 32) | (lane % 16 != 0)
         if bad.any():
             k = int(np.nonzero(bad)[0][0])
             raise BadAddress.at(
