@@ -11,7 +11,7 @@ import torch
 from cutex.arch import ARCHS, KNOWN, Arch, board_named, local_arch
 from cutex.compile import Compiled, Workspace
 from cutex.ops.plain import empty_of, untraced
-from cutex.ops.workspace import buffers_of, forget_flags
+from cutex.ops.workspace import buffers, buffers_of, forget_flags
 from cutex.simulation import SimulatedDevice, simulating
 from cutex.simulation import current as simulation_here
 
@@ -168,9 +168,9 @@ def launcher(
     """
     if needs is not None:
         device = arguments[0].device
-        buffers = buffers_of(needs, device)
-        launch_with = launcher(compiled, [*arguments, *buffers()])
-        return lambda *tensors: launch_with(*tensors, *buffers())
+        of_stream = buffers_of(needs, device)
+        launch_with = launcher(compiled, [*arguments, *buffers(needs, device)])
+        return lambda *tensors: launch_with(*tensors, *of_stream())
     simulation = simulation_here()
     if simulation is None or not arguments[0].is_cpu:
         return compiled.function(*arguments)

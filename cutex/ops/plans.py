@@ -127,14 +127,16 @@ class PlanCache:
         functions: Sequence[Any] = (),
         differentiable: bool = False,
         takes: Callable[..., bool] | None = None,
+        below_autograd: bool = False,
     ) -> None:
         """Keep a plan for calls with this key whose tensors are like `tensors`, or those that it
         `takes`; `functions` are the user's in it. A `differentiable` one is for calls of which a
-        gradient is wanted, another for all others."""
+        gradient is wanted, another for all others; one of an operator's kernel `below_autograd` for
+        both."""
         if len(self.known) >= self.most:
             self.forget()
         wants_gradient = any(x.requires_grad for x in tensors)
-        always = not (wants_gradient or functions)
+        always = below_autograd or not (wants_gradient or functions)
 
         def is_current() -> bool:
             return all(f.is_current() for f in functions)

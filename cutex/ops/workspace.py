@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cutex.compile import Workspace
+
+Made = TypeVar("Made")
 
 RESERVE = 1 << 20  # zeroed words that are kept for captures, 4 MB
 
@@ -20,8 +23,9 @@ _flags: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and count
 _sums: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _reserves: dict[int, Tensor] = {}  # by device: zeroed words that nothing uses yet
 _captured: dict[tuple[int, int, int, int], Tensor] = {}  # by device, stream, capture and count
-# what `buffers` returns outside captures, by device, stream and numbers of sums and of flags
-_together: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
+# what `buffers` returns outside captures, as tensors of tvm_ffi, by device, stream and numbers of
+# sums and of flags
+_together: dict[tuple[int, int, int, int], tuple[Any, Any]] = {}
 
 
 def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -29,23 +33,27 @@ def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
     return sums(device, needs.sums), flags(device, needs.flags)
 
 
-def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that returns `buffers(needs, device)`, in less time: it looks the device up only
-    once."""
+def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Any, Any]]:
+    """A function that returns `buffers(needs, device)` for a kernel's launcher, in less time: it
+    looks the device up only once, and outside captures returns tensors of tvm_ffi, each of which a
+    launcher takes in a tenth of the time that one of torch wants."""
     if device.type != "cuda":
         return lambda: buffers(needs, device)
+    from tvm_ffi import from_dlpack
+
     index = device.index
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
     stream_of = torch._C._cuda_getCurrentRawStream
     count, words = needs.sums, needs.flags
 
-    def found() -> tuple[Tensor, Tensor]:
+    def found() -> tuple[Any, Any]:
         stream = stream_of(index)
         if stream and is_capturing():  # NOTE: the default stream, 0, is never captured
             return buffers(needs, device)
         kept = _together.get((index, stream, count, words))
         if kept is None:
-            kept = _together[index, stream, count, words] = buffers(needs, device)
+            sums, flags = map(from_dlpack, buffers(needs, device))
+            kept = _together[index, stream, count, words] = sums, flags
         return kept
 
     return found
@@ -61,9 +69,9 @@ def flags(device: torch.device, count: int) -> Tensor:
     key = (index_of(device), stream, count)
     found = _flags.get(key)
     if found is None:
-        found = _flags[key] = _kept(lambda: _zeros(device, count), device)
+        found = _flags[key] = allocated_apart(lambda: _zeros(device, count), device)
         if device.type == "cuda" and device.index not in _reserves:
-            _reserves[device.index] = _kept(lambda: _zeros(device, RESERVE), device)
+            _reserves[device.index] = allocated_apart(lambda: _zeros(device, RESERVE), device)
     return found
 
 
@@ -103,7 +111,7 @@ def sums(device: torch.device, count: int) -> Tensor:
     if found is None or found.numel() < count:
         kind = {"dtype": torch.float32, "device": device}
         _together.clear()  # else those would be kept that are too small for this one
-        found = _sums[key] = _kept(lambda: torch.empty(count, **kind), device)
+        found = _sums[key] = allocated_apart(lambda: torch.empty(count, **kind), device)
     return found
 
 
@@ -112,7 +120,7 @@ def index_of(device: torch.device) -> int:
     return device.index if device.type == "cuda" else -1
 
 
-def _kept(allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
+def allocated_apart(allocate: Callable[[], Made], device: torch.device) -> Made:
     """What `allocate` returns, on the current stream, for longer than a call.
 
     NOTE: in a thread of its own: while torch.compile warms up its trees of CUDA graphs, all that
@@ -122,7 +130,7 @@ def _kept(allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
         return allocate()
     stream = torch.cuda.current_stream(device)
 
-    def on_stream() -> Tensor:
+    def on_stream() -> Made:
         with torch.cuda.stream(stream):
             return allocate()
 

@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
 import cutex
-from cutex.ops.attention import kvcache, planned
+from cutex.ops.attention import in_torch, kvcache, planned
 from cutex.ops.attention.transformers_masks import Layout
 
 
@@ -93,6 +93,39 @@ def test_the_operators_of_the_gpu_path_give_what_torch_expects(active):
             assert x == y
     with pytest.raises(ValueError, match="neither cutex nor torch has a kernel"):
         torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5, True)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_call_like_one_before_finds_its_plan(active, monkeypatch, trained):
+    q, k, v = (heads_first(seed=i).requires_grad_(trained) for i in range(3))
+    F.scaled_dot_product_attention(q, k, v)
+    monkeypatch.setattr(in_torch, "attend", None)  # what a call without a plan needs
+    out = F.scaled_dot_product_attention(q + 1, k, v)
+    close(out, F.scaled_dot_product_attention(*(x.float() for x in (q + 1, k, v))))
+    assert out.stride() == q.stride() and (out.grad_fn is not None) == trained
+    assert len(active.launches) == 2
+
+
+def test_a_query_of_many_keys_is_one_of_a_cache(active, monkeypatch):
+    q, k, v = heads_first(rows=1), heads_first(seed=1), heads_first(seed=2).requires_grad_()
+    calls = []
+
+    def attend(q, k, v, *, softmax_scale, return_lse, **_):
+        assert return_lse
+        calls.append(softmax_scale)
+        q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+        scores = q @ k.mT * softmax_scale
+        return (scores.softmax(-1) @ v).transpose(1, 2).bfloat16(), scores.logsumexp(-1)
+
+    monkeypatch.setattr(in_torch, "flash_attn_with_kvcache", attend)
+    out = F.scaled_dot_product_attention(q, k, v, scale=0.3)
+    close(out, F.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.3))
+    assert calls == [0.3] and out.shape == q.shape
+    out.sum().backward()
+    assert v.grad is not None and v.grad.isfinite().all()
+    k = k.mT.contiguous().mT  # which TMA cannot step through
+    torch.ops.aten._scaled_dot_product_flash_attention(q, k, v.detach(), scale=0.3)
+    assert calls == [0.3] and len(active.launches) == 1
 
 
 def packed(*lengths, heads=4, head_dim=64, seed=0):

@@ -168,6 +168,36 @@ def test_caches_of_8_bits_are_attended_to(name):
         assert outcome(AttentionCase(**{**SMALL, **case}), fp8=True, **layout) == ""
 
 
+TWO_GROUPS = {  # of 16 rows
+    "cut": (
+        {"seqlen_q": 3, "causal": True, "used_k": (330, 5, 0), "seqlen_k": 330},
+        {"page_size": 16},
+    ),
+    "appended": (
+        {"seqlen_q": 4, "dtype": "fp16", "softcap": 4.0, "sink": True, "used_k": (200, 5, 65)},
+        {"new": 2},
+    ),
+    "of packed queries": ({"lengths_q": (1, 0, 4), "window": (100, 0)}, {"page_size": 8}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("name", TWO_GROUPS)
+def test_warps_with_two_groups_of_rows_attend_to_caches(name, fp8, monkeypatch):
+    def two(*given: object) -> DecodeConfig:
+        tiles = {"tile_n": 32, "num_stages": 4, "num_sms": 2, "row_groups": 2}
+        return replace(config_for(*given), few_rows=True, by_room=False, whole=False, **tiles)
+
+    monkeypatch.setattr(kvcache, "config_for", two)
+    PLANS.forget()
+    case, layout = TWO_GROUPS[name]
+    sizes = {"heads_q": 16, "heads_kv": 2}
+    with cutex.ops.simulated("sm_90a"):
+        assert outcome(AttentionCase(**{**SMALL, **sizes, **case}), fp8=fp8, **layout) == ""
+    PLANS.forget()
+
+
 @pytest.mark.slow
 def test_a_warp_combines_several_rows_where_units_fill_the_gpu(monkeypatch):
     """Which is said of 20 SMs here; some of the 64 rows have one part, others none."""

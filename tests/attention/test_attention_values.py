@@ -92,6 +92,22 @@ def test_peaked_rows_are_as_exact_as_with_a_maximum(init, dtype):
     assert (out[0, :, 0] - want).norm() < 1.1 * (rounded - want).norm()
 
 
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=SLOW)])
+def test_lse_of_scores_that_rise_block_by_block(dtype):
+    """As exact as in float32 with the largest score as reference: else exponents far from 0 would
+    be rounded by as much more."""
+    case = replace(CASE, init="falling", dtype=dtype, seqlen_q=64, seqlen_k=768)
+    inputs = case.inputs()
+    _, lse = computed(case, inputs)
+    _, want = wanted(case, inputs)
+    q, k = (x[0, :, 0].double() for x in inputs[:2])
+    scores, unit = (q @ k.T).float().double(), case.softmax_scale * math.log2(math.e)
+    largest = scores.amax(1)
+    powers = ((scores - largest[:, None]) * unit).float()
+    usual = (largest * unit).float() + powers.exp2().sum(1).log2()
+    assert (lse[0] - want).norm() < 1.1 * (usual * math.log(2.0) - want).norm()
+
+
 @pytest.mark.parametrize("score", [16.0, 60.0])
 def test_a_lone_key_that_outweighs_all_is_as_exact_as_with_a_maximum(score):
     """It comes last, after blocks of which none shows what scores are like."""

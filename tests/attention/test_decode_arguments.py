@@ -199,9 +199,21 @@ def test_every_choice_fits():
             continue  # caches of e4m3 have a kernel on Hopper only
         if config.single_rows and any(d * config.cache_element % 128 for d in dims):
             continue  # single rows are loaded by a kernel of larger head dims
-        for rows, units, room in product((4, 40), (20, 5000), (500, 4000, 100000)):
+        for rows, units, room in product((4, 20, 40), (20, 5000), (500, 4000, 100000)):
             found = fitted(config, room, units, rows)
             assert found.why_not(arch=ARCHS[arch]) is None, found
+
+
+def test_two_groups_of_rows_are_of_long_sequences_in_e4m3():
+    how = {"head_dim": 64, "head_dim_v": 64, "used_k": True, "one_block": True}
+    narrow, wide = (DecodeConfig(**how, fp8=fp8) for fp8 in (True, False))
+    for given in ((narrow, 2048, 512, 17), (narrow, 65536, 8, 32)):
+        assert fitted(*given).row_groups == 2
+    for given in ((narrow, 2047, 512, 32), (narrow, 4096, 8, 33), (narrow, 4096, 8, 16),
+                  (wide, 4096, 8, 32)):  # fmt: skip
+        assert fitted(*given).row_groups == 1
+    groups = replace(fitted(narrow, 4096, 8, 32), row_groups=3)
+    assert "row_groups=3: up to 2 with few_rows, else 1" in str(groups.why_not())
 
 
 def test_many_units_of_few_rows_are_whole():

@@ -37,7 +37,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setattr(workspace, name, {})
     monkeypatch.setattr(workspace, "_zeros", zeros)
     # on a GPU in a thread of its own, on the current stream
-    monkeypatch.setattr(workspace, "_kept", lambda allocate, device: allocate())
+    monkeypatch.setattr(workspace, "allocated_apart", lambda allocate, device: allocate())
     monkeypatch.setattr(
         torch._C, "_cuda_isCurrentStreamCapturing", lambda: now.capture > 0, raising=False
     )
@@ -111,11 +111,13 @@ def test_buffers_are_kept_for_a_stream_until_they_are_too_small(
 ) -> None:
     made = torch.empty
     monkeypatch.setattr(torch, "empty", lambda count, dtype, device: made(count, dtype=dtype))
-    few, many = (workspace.buffers_of(Workspace(sums, 8), GPU) for sums in (100, 200))
+    kept = [workspace.buffers_of(Workspace(sums, 8), GPU) for sums in (100, 200)]
+    assert all(map(operator.is_, kept[0](), kept[0]()))
+    few, many = (lambda of=of: [torch.from_dlpack(x) for x in of()] for of in kept)
     first = few()
-    assert all(map(operator.is_, few(), first))
     larger = many()
-    assert larger[0].numel() >= 200 and larger[1] is first[1] and few()[0] is larger[0]
+    assert larger[0].numel() >= 200 and larger[1].data_ptr() == first[1].data_ptr()
+    assert few()[0].data_ptr() == larger[0].data_ptr()
     stream.handle = 9
     assert apart(*larger, *few())
     stream.capture = 1

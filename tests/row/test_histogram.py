@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from row_calls import rows
@@ -40,6 +42,13 @@ def test_vectors_with_gaps_and_of_one_element_again(device):
     x = torch.linspace(0, 1, 90, device=device)
     for view in (x[::3], x[:1].expand(50), x[5:80:2]):
         assert torch.equal(cutex.histogram(view, 4, low=0, high=1), wanted_of(view, 4, 0, 1))
+
+
+def test_more_elements_than_a_launch_counts(device, monkeypatch):
+    monkeypatch.setattr(import_module("cutex.ops.row.histogram"), "COLUMNS", 80)
+    monkeypatch.setattr(import_module("cutex.ops.row.histogram"), "PIECE", 40)
+    x = torch.linspace(0, 1, 90, device=device)
+    assert torch.equal(cutex.histogram(x, 4, low=0, high=1), wanted_of(x, 4, 0, 1))
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_the_bits_are_the_same_each_time(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "argmax", "argmin"])
 def test_more_elements_than_a_launch_counts(device, monkeypatch, op):
-    monkeypatch.setattr(import_module("cutex.ops.row.reduce"), "MOST", 2999)
+    monkeypatch.setattr(import_module("cutex.ops.row.reduce"), "COLUMNS", 2999)
     monkeypatch.setattr(import_module("cutex.ops.row.reduce"), "PIECE", 1000)
     for keepdim in (False, True):
         check(rows(device, (5, 700)), op, None, keepdim)

@@ -232,6 +232,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> Call:
 def _subjects() -> list[Subject]:
     one = {"heads": 8, "tokens": 1, "lengths": (400, 65)}
     many = {"heads": 16, "tokens": 4, "lengths": (400, 65)}
+    two = {"heads": 8, "tokens": 4, "lengths": (2400, 65)}  # groups of 16 rows
     found = []
     for arch in ("sm_90a", "sm_100a"):
         for dim in (64, 128):
@@ -263,6 +264,7 @@ def _subjects() -> list[Subject]:
         subject("backward of pairs", "sm_100a", _with_pairs(_backward("sm_100a", 128, 300))),
         subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {}), sms=FEW),
         subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {}), sms=FEW),
+        subject("decode, e4m3, 32 rows", "sm_90a", _cached({**two, **e4m3}, {}), sms=FEW),
         subject("MLA, chosen keys", "sm_90a", _chosen, sms=FEW),
         subject(
             "grouped fp8 blocks",

@@ -48,6 +48,16 @@ def _unary(ptx: str, x: Float32, loc, ip) -> Float32:
 
 
 @dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b + c, rounded once (PTX ISA, fma)."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    ptx = "fma.rn.f32 $0, $1, $2, $3;"
+    return Float32(
+        llvm.inline_asm(T.f32(), values, ptx, "=f,f,f,f", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
 def largest_of(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """The largest of three floats of which none is negative, compared as integers: one instruction
     on Hopper, whose maximum of floats takes two (PTX ISA, max)."""
@@ -84,6 +94,34 @@ def power_below(x: Float32, *, loc=None, ip=None) -> Float32:
     )
     return Float32(
         llvm.inline_asm(T.f32(), [value], ptx, "=f,f", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
+def nearest_whole(x: Float32, *, loc=None, ip=None) -> Float32:
+    """The whole number nearest to x, between -2^22 and 2^22: by two additions, of 1.5 * 2^23 and of
+    its negative, whose results come sooner than a conversion's."""
+    ptx = "add.rn.f32 $0, $1, 0f4B400000; add.rn.f32 $0, $0, 0fCB400000;"
+    return _unary(ptx, x, loc, ip)
+
+
+@dsl_user_op
+def bf16_twice(x: Float32, *, loc=None, ip=None) -> Int32:
+    """x, rounded to bf16, in both halves of a word (PTX ISA, cvt)."""
+    value = Float32(x).ir_value(loc=loc, ip=ip)
+    ptx = "cvt.rn.bf16x2.f32 $0, $1, $1;"
+    return Int32(
+        llvm.inline_asm(T.i32(), [value], ptx, "=r,f", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
+def product_of_bf16(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    """The products of the bf16 numbers in two words (PTX ISA, half precision fma)."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    ptx = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, "=r,r,r", has_side_effects=False, loc=loc, ip=ip)
     )
 
 

@@ -21,6 +21,7 @@ import cutlass
 from cutlass import Boolean, Float16, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from cutex.device.atoms.scalar import bf16_twice, product_of_bf16
 from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct, pin, round_to
 from cutex.device.attention.block_info import Blocks, Path
 from cutex.device.attention.scores import ScoreOps
@@ -170,7 +171,7 @@ class BlockLoop:
         scores = rows_of(acc_s)
         self.score_ops.apply(scores, n_block, True)
         if cutlass.const_expr(self.speculates):
-            self.softmax.first(scores, self.seen(n_block, cute.size(scores, mode=[1])))
+            self.softmax.first(scores, self.seen_by_mask(scores, n_block))
         else:
             self.softmax.first(scores)
         if cutlass.const_expr(qk is not self.qk):
@@ -186,12 +187,13 @@ class BlockLoop:
         if cutlass.const_expr(self.softmax.peaked is None):
             state = self.guarded(path, count, state)
         else:
-            peaked = self.threads_where(self.softmax.peaked[0])
+            peaked = self.threads_where(self.softmax.is_guarded())
             if (peaked > PEAKED_THREADS) | (count == 0):
                 state = self.guarded(path, count, state)
             else:
                 self.softmax.forget_top()
-                state = self.chunks(path, count, state)
+                rises = False if self.is_fp16 else self.softmax.rises()
+                state = self.chunks(path, count, state, rises)
         return state
 
     @cute.jit
@@ -216,10 +218,10 @@ class BlockLoop:
     @cute.jit
     def eager(self, count: Int32) -> Int32:
         """In how many of `count` guarded blocks the largest probabilities are exact. In none of few
-        of causal rows, in bf16: a large share of them would raise references."""
+        of causal rows: a large share of them would raise references."""
         eager = (count + EAGER - 1) // EAGER
         causal = self.score_ops.mask.band.hi is not None
-        if cutlass.const_expr(causal and not self.is_fp16 and self.softmax.peaked is not None):
+        if cutlass.const_expr(causal and self.softmax.peaked is not None):
             eager = eager if count >= EAGER else Int32(0)
         return eager
 
@@ -231,27 +233,32 @@ class BlockLoop:
         return cute.arch.make_warp_uniform(threads_where(condition, barrier, WARPGROUP))
 
     @cute.jit
-    def chunks(self, path: Path, count: Int32, state: State) -> State:
+    def chunks(self, path: Path, count: Int32, state: State, rises: Boolean | bool) -> State:
         """Run `count` steps by "add"; between every CHUNK of keys references rise where sums have
-        grown.
+        grown, and, where scores of this warp's rows may rise, before the last block.
 
         NOTE: a branch within a step would have P rounded behind it, not among the exponentials.
         """
         k, v = state
-        chunk = CHUNK // self.score_ops.mask.tile_n
-        for done in cutlass.range(0, count, chunk, unroll=1):
+        chunk, done = CHUNK // self.score_ops.mask.tile_n, Int32(0)
+        apart = Int32(0)  # blocks behind all chunks
+        if cutlass.const_expr(rises is not False):
+            apart = Int32(rises)
+        while done < count:
+            rest = cutlass.max(count - done - apart, 1)
             # NOTE: not known to be uniform, it would be computed again in each step
-            number = cute.arch.make_warp_uniform(cutlass.min(count - done, chunk))
+            number = cute.arch.make_warp_uniform(cutlass.min(rest, chunk))
             k, v = self.steps(path.after(done), number, (k, v), "add")
-            if done + chunk < count:
-                self.lower()
+            done += number
+            if done < count:
+                self.lower((apart > 0) & (done + 1 == count), done == number, number)
         return k, v
 
     @cute.jit
-    def lower(self) -> None:
+    def lower(self, last: Boolean, first: Boolean, blocks: Int32) -> None:
         """Raise references where sums have grown, P of the last block being in registers."""
-        if self.softmax.has_grown():
-            self.softmax.lower(self.factors)
+        if self.softmax.has_grown(last):
+            self.softmax.lower(self.factors, last, first, blocks)
             self.scale_output()
             self.scale_p()
 
@@ -267,7 +274,7 @@ class BlockLoop:
         """Run `count` steps along `path`, the first ones `eager`."""
         k, v = state
         for i in cutlass.range(count, unroll=1):
-            k, v = self.step(path.block(i), (k, v), kind, i < eager, i)
+            k, v = self.step(path.block(i), (k, v), kind, i < eager, i, i + 1 == count)
         return k, v
 
     @cute.jit
@@ -278,6 +285,7 @@ class BlockLoop:
         kind: cutlass.Constexpr[str],
         eager: Boolean | bool = False,
         number: Int32 | int = -1,
+        last: Boolean | bool = False,
     ) -> State:
         """Run QK and softmax of a block, and PV of the one before.
 
@@ -286,7 +294,7 @@ class BlockLoop:
         references where the block exceeds them by far; "guard low", the same of rows with
         references far below 0; or "looked", that of any rows, which looks whether scores are
         peaked. A "guard" that is `eager` raises references to any larger score; `number` counts
-        such blocks.
+        such blocks, of which one is the `last`.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -306,15 +314,16 @@ class BlockLoop:
         if cutlass.const_expr(kind == "add"):
             softmax.add(scores)
         elif cutlass.const_expr(kind == "guard"):
-            rescale = softmax.guard(scores, self.factors, eager=eager, step=number)
+            ends = last if not self.is_fp16 and softmax.peaked is None else False
+            rescale = softmax.guard(scores, self.factors, eager=eager, step=number, last=ends)
         elif cutlass.const_expr(kind == "guard low"):
-            rescale = softmax.guard(scores, self.factors, low=True, step=number)
+            rescale = softmax.guard(scores, self.factors, low=True, step=number, last=last)
         elif cutlass.const_expr(kind == "looked"):
             seen = self.seen(n_block, cute.size(scores, mode=[1]))
             rescale = softmax.guard(scores, self.factors, seen)
         elif cutlass.const_expr(self.speculates):
-            seen = self.seen(n_block, cute.size(scores, mode=[1]))
-            rescale = softmax.next(scores, self.factors, seen, kind == "late")
+            looked = None if kind == "late" else self.seen_by_mask(scores, n_block)
+            rescale = softmax.next(scores, self.factors, looked, kind == "late")
         else:
             rescale = softmax.next(scores, self.factors)
         warpgroup.wait_group(0)
@@ -339,6 +348,10 @@ class BlockLoop:
     def looks_at_one(self) -> bool:
         """Whether a whole block is looked at before it is known whether scores are peaked."""
         return self.speculates and self.is_fp16 and self.score_ops.mask.band.hi is not None
+
+    def seen_by_mask(self, scores: cute.Tensor, n_block: Int32) -> tuple[Int32, ...] | None:
+        """The same of a block that may have a mask; None if another is looked at for it."""
+        return None if self.looks_at_one else self.seen(n_block, cute.size(scores, mode=[1]))
 
     def seen(self, n_block: Int32, columns: int) -> tuple[Int32, ...]:
         """How many of this thread's `columns` of a block each of its rows sees."""
@@ -413,8 +426,14 @@ class BlockLoop:
         NOTE: what rounding has made infinite stays so, here and in O."""
         p = cute.make_tensor(self.tOrP.iterator, cute.make_layout(cute.size(self.tOrP)))
         factors, dtype = self.factors, self.tOrP.element_type
-        for i in cutlass.range_constexpr(cute.size(p)):
-            p[i] = dtype(Float32(p[i]) * factors[i // 2 % 2])
+        if cutlass.const_expr(self.is_fp16):  # which has not all of the factors
+            for i in cutlass.range_constexpr(cute.size(p)):
+                p[i] = dtype(Float32(p[i]) * factors[i // 2 % 2])
+        else:
+            words = cute.recast_tensor(p, Int32)
+            twice = [bf16_twice(factors[r]) for r in range(2)]
+            for i in cutlass.range_constexpr(cute.size(words)):
+                words[i] = product_of_bf16(words[i], twice[i % 2])
 
     @cute.jit
     def is_finite(self) -> Boolean:

@@ -29,9 +29,11 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
 
 from cutex.device.atoms.scalar import (
     exp2,
+    fma,
     largest_negative_of,
     largest_of,
     log2,
+    nearest_whole,
     power_below,
     reciprocal,
     sqrt,
@@ -42,7 +44,9 @@ from cutex.device.attention.softmax import LN2, row_max
 LEAST_SEEN = 8  # columns of a thread, in which what scores are like can be seen
 OUTWEIGHS = 0.5  # of a row's sum: the least that counts of one that outweighs others
 ABOUT_ONE = 1.0 + 2.0**-20  # a root and a sum that differ by less are taken for the same
+NEVER = -3  # a step long before those of `guard`
 LOW = -15.0  # powers of two: a reference below which `guard` has to order scores below 0, too
+NEAR = 4.0  # powers of two by which a reference may differ from the largest score at the end
 LEAST_TOP = 2.0**-60  # the largest exponential, below which its square would lose bits
 
 
@@ -57,7 +61,8 @@ class WatchedSoftmax(GuardedSoftmax):
     peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
     raised: Any = None  # (1) whether references rose under exponentials that were huge
     blocks: Int32 | int = 1  # in which these rows' keys come
-    raised_at: Any = None  # (1) the step in which `guard` last raised references, in fp16
+    raised_at: Any = None  # (1) the step in which `guard` last raised references; None: unknown
+    unit: Float32 | None = None  # what a score of 1 is as a natural exponent
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
     high: ClassVar[float] = 2.0**12  # a part's sum from which on `lower` raises a reference
@@ -83,6 +88,7 @@ class WatchedSoftmax(GuardedSoftmax):
         speculates: bool,
         blocks: Int32 | int = 1,
         looks: bool = True,
+        unit: Float32 | None = None,
     ) -> Self:
         kept = GuardedSoftmax.of(scale_log2, threshold, speculates)
         top = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
@@ -96,12 +102,14 @@ class WatchedSoftmax(GuardedSoftmax):
             best.fill(-Float32.inf)
             part.fill(0.0)
             raised[0] = Boolean(False)
+        if peaked is not None:
+            peaked[0] = Boolean(False)
         raised_at = None
-        if speculates and cls.loses_low:
+        if speculates and (cls.loses_low or not looks):
             raised_at = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-            raised_at[0] = Int32(-3)
+            raised_at[0] = Int32(NEVER)
         tensors = kept.reference, kept.sums, scale_log2, threshold, kept.shift
-        return cls(*tensors, top, squares, part, best, peaked, raised, blocks, raised_at)
+        return cls(*tensors, top, squares, part, best, peaked, raised, blocks, raised_at, unit)
 
     # ---- blocks
 
@@ -113,7 +121,8 @@ class WatchedSoftmax(GuardedSoftmax):
             self.part[r] = largest_of(self.part[r], a, b)
 
     @cute.jit
-    def first(self, scores: cute.Tensor, seen: tuple[Int32, ...] = ()) -> None:
+    def first(self, scores: cute.Tensor, seen: tuple[Int32, ...] | None = None) -> None:
+        """As that of Softmax; and `look` at the block if it is told what is `seen`."""
         largest = [row_max(scores, r) for r in range(self.rows)]
         for r in cutlass.range_constexpr(self.rows):
             self.set_reference(r, self.over_row(largest[r], cute.arch.fmax))
@@ -122,17 +131,19 @@ class WatchedSoftmax(GuardedSoftmax):
             self.sums[r] = self._exponentials(scores, r)
             self.squares[r] = self.sums[r] * self.sums[r]
             self.top[r] = Float32(1.0)
-        self.look(largest, [self.sums[r] for r in range(self.rows)], seen)
+        if cutlass.const_expr(seen is not None):
+            self.look(largest, [self.sums[r] for r in range(self.rows)], seen)
 
     @cute.jit
     def next(
         self,
         scores: cute.Tensor,
         factors: cute.Tensor,
-        seen: tuple[Int32, ...] = (),
+        seen: tuple[Int32, ...] | None = None,
         late: cutlass.Constexpr[bool] = False,
     ) -> Boolean:
-        """As that of Softmax. `late`: behind blocks that may have come by `add`."""
+        """As that of Softmax; and `look` at the block if it is told what is `seen`. `late`: behind
+        blocks that may have come by `add`."""
         known = [self.top[r] > 0.0 for r in range(self.rows)]
         largest = [row_max(scores, r) for r in range(self.rows)]
         highest = [self.over_row(largest[r], cute.arch.fmax) for r in range(self.rows)]
@@ -152,7 +163,8 @@ class WatchedSoftmax(GuardedSoftmax):
                     self.part[r] *= factors[r]
                 self.part[r] = cute.arch.fmax(self.part[r], added[r])
                 self.top[r] = self.top[r] if known[r] else Float32(0.0)
-        self.look(largest, added, seen)
+        if cutlass.const_expr(seen is not None):
+            self.look(largest, added, seen)
         return rescale
 
     @cute.jit
@@ -164,25 +176,35 @@ class WatchedSoftmax(GuardedSoftmax):
         low: cutlass.Constexpr[bool] = False,
         eager: Boolean | bool = False,
         step: Int32 | int = -1,
+        last: Boolean | bool = False,
     ) -> Boolean:
         """`add` after references were raised, if the block exceeds one by more than `room` powers
         of two, and `look` at it if it is told what is `seen`: blocks by `add` may follow. Returns
         whether outputs so far must be multiplied by `factors` (rows). `low`: rows may have
         references far below 0 (`is_low`). `eager`: references rise to any larger score, whose
-        probability is then exact. `step`: the number of guarded blocks before.
+        probability is then exact. `step`: the number of guarded blocks before. `last`: of rows
+        whose references have risen, these end near the largest score (`_settles`).
         """
-        exceeds, best = Boolean(False), self.best
+        best, settles = self.best, self._settles(step, last)
         room = Float32(0.0) if eager else Float32(self.room)
-        self._find_best(scores, low, surely=seen is not None)
+        if cutlass.const_expr(last is not False and self.raised_at is not None):
+            room = Float32(NEAR) if settles else room
+        mixed = self._find_best(scores, low, surely=seen is not None)
+        exceeds = mixed
         for r in cutlass.range_constexpr(self.rows):
             above = best[r] * self.scale_log2 - self.shift[r]
             exceeds = exceeds | (above > room)
+            if cutlass.const_expr(last is not False and not self.loses_low):
+                exceeds = exceeds | (settles & (above < -NEAR))
             if cutlass.const_expr(seen is not None):
                 # NOTE: a row that has seen few keys may have a low reference by chance
                 exceeds = exceeds | ((self.shift[r] < LOW) & (above > 0.0))
         exceeds = cute.arch.vote_any_sync(exceeds)
         if exceeds:
-            self._raise_above(scores, factors, low, eager, step)
+            if cutlass.const_expr(low):  # noqa: SIM102 - known when tracing
+                if cute.arch.vote_any_sync(mixed):
+                    self._find_mixed(scores)
+            self._raise_above(scores, factors, low, eager, step, settles)
         added = [Float32(0.0)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
             added[r] = self._by_shift(scores, r, self.reference_log2(r))
@@ -200,29 +222,25 @@ class WatchedSoftmax(GuardedSoftmax):
         scores: cute.Tensor,
         low: cutlass.Constexpr[bool],
         surely: cutlass.Constexpr[bool] = False,
-    ) -> None:
-        """Keep the largest scores that `guard` has found, this block's too, in `best`.
+    ) -> Boolean:
+        """Keep the largest scores that `guard` has found, this block's too, in `best`. Whether some
+        of this thread are yet to be found, by `_find_mixed`.
 
         NOTE: as integers, floats are ordered as long as one is positive; else, not `low`, 0 is
-        found, unless they are searched for once more, `surely`. `low`, those without a sign are
-        searched for where there are any.
+        found, unless they are searched for once more, `surely`. `low`, those without a sign are yet
+        to be found where there are any: they exceed low references, so that one vote asks for both.
         """
-        best, columns = self.best, cute.size(scores, mode=[1])
+        best, columns, mixed = self.best, cute.size(scores, mode=[1]), Boolean(False)
         if cutlass.const_expr(low):
-            found, mixed = [Float32(0.0)] * self.rows, Boolean(False)
             for r in cutlass.range_constexpr(self.rows):
                 a, b = scores[r, 0], scores[r, 1]
                 for c in cutlass.range_constexpr(2, columns, 4):
                     a = largest_negative_of(a, scores[r, c], scores[r, c + 1])
                     if cutlass.const_expr(c + 3 < columns):
                         b = largest_negative_of(b, scores[r, c + 2], scores[r, c + 3])
-                found[r] = largest_negative_of(a, b, b)
-                mixed = mixed | (found[r] >= 0.0)
-            if cute.arch.vote_any_sync(mixed):
-                for r in cutlass.range_constexpr(self.rows):
-                    found[r] = row_max(scores, r)
-            for r in cutlass.range_constexpr(self.rows):
-                best[r] = cute.arch.fmax(best[r], found[r])
+                found = largest_negative_of(a, b, b)
+                mixed = mixed | (found >= 0.0)
+                best[r] = cute.arch.fmax(best[r], found)
         else:
             negative, before = Boolean(False), [best[r] for r in range(self.rows)]
             for r in cutlass.range_constexpr(self.rows):
@@ -236,6 +254,13 @@ class WatchedSoftmax(GuardedSoftmax):
                 if cute.arch.vote_any_sync(negative):
                     for r in cutlass.range_constexpr(self.rows):
                         best[r] = cute.arch.fmax(before[r], row_max(scores, r))
+        return mixed
+
+    @cute.jit
+    def _find_mixed(self, scores: cute.Tensor) -> None:
+        """Find the largest scores of a block of which some have no sign."""
+        for r in cutlass.range_constexpr(self.rows):
+            self.best[r] = cute.arch.fmax(self.best[r], row_max(scores, r))
 
     @cute.jit
     def is_low(self) -> Boolean:
@@ -254,31 +279,44 @@ class WatchedSoftmax(GuardedSoftmax):
         low: cutlass.Constexpr[bool],
         eager: Boolean | bool,
         step: Int32 | int,
+        settles: Boolean,
     ) -> None:
         """Raise the references of this warp's rows above the scores that `guard` has found, or,
         none of them being positive and the rows not `low`, above those of this block; `eager`, to
         them. In fp16, too, but by whole powers of two, and not rows whose scores rise block by
-        block.
+        block. Where they settle, by whole powers to them, or down to them.
 
         NOTE: a largest score that is the reference has the probability 1, which is exact. Else
         references rise by whole powers of two: probabilities keep what they were rounded to.
         """
         shift, reference = self.shift, self.reference
         above = Float32(0.0) if eager else Float32(self.above)
-        rises = self._rises(step) & ~Boolean(eager)
+        rises = self._rises(step) & ~Boolean(eager) & ~settles
         self.note_raise()
+        found = [self.best[r] for r in range(self.rows)]
+        if cutlass.const_expr(not low):
+            unseen = Boolean(False)
+            for r in cutlass.range_constexpr(self.rows):
+                unseen = unseen | ~(found[r] > 0.0)
+            if cute.arch.vote_any_sync(unseen):
+                for r in cutlass.range_constexpr(self.rows):
+                    largest = row_max(scores, r)
+                    found[r] = found[r] if found[r] > 0.0 else largest
+        # NOTE: no branch between the rows, whose shuffles are waited for together
+        highest = [self.over_row(found[r], cute.arch.fmax) * self.scale_log2 for r in range(2)]
         for r in cutlass.range_constexpr(self.rows):
-            found = self.best[r]
-            if cutlass.const_expr(not low):
-                found = found if found > 0.0 else row_max(scores, r)
-            highest = self.over_row(found, cute.arch.fmax) * self.scale_log2
-            goal = highest + above
-            if cutlass.const_expr(self.raised_at is not None):
+            goal, least = highest[r] + above, Float32(0.0)
+            if cutlass.const_expr(self.raised_at is not None and not self.loses_low):
+                # NOTE: not below what blocks before have had
+                total = power_below(self.over_row(self.sums[r], lambda x, y: x + y))
+                least = cute.arch.fmax(total, self.lowered) if settles else least
+                goal = highest[r] if settles else goal
+            if cutlass.const_expr(self.loses_low):
                 # NOTE: probabilities below 2^-25 are rounded to 0, which those of many keys may be
-                goal = goal if rises & (highest - shift[r] > self.room) else highest
-            power = cute.arch.fmax(goal - shift[r], 0.0)
+                goal = goal if rises & (highest[r] - shift[r] > self.room) else highest[r]
+            power = cute.arch.fmax(goal - shift[r], least)
             leads = Boolean(eager) & (power > 0.0) & (exp2(power) > self.top[r])
-            whole = Float32(Int32(power))
+            whole = nearest_whole(power)
             exact = leads | (power >= 2.0**20)
             factors[r] = exp2(-(power if exact else whole))
             self._scale(r, factors[r])
@@ -289,12 +327,26 @@ class WatchedSoftmax(GuardedSoftmax):
     @cute.jit
     def _rises(self, step: Int32 | int) -> Boolean:
         """Whether `guard`, which raises references in `step`, has done so in the block before, and
-        so on: every second block then, because of what it raises them by. Counted in fp16 only."""
+        so on: every second block then, because of what fp16 raises them by."""
         rises = Boolean(False)
         if cutlass.const_expr(self.raised_at is not None):
             rises = Int32(step) - self.raised_at[0] <= 1
             self.raised_at[0] = Int32(step) + Int32(rises)
         return rises
+
+    @cute.jit
+    def _settles(self, step: Int32 | int, last: Boolean | bool) -> Boolean:
+        """Whether this block is the `last`, and references of this warp have risen so that they may
+        be far from the largest scores: exponents are rounded by what they differ by, which LSE
+        would have. In fp16 only if they rise block by block: else what they differ by is less than
+        what such scores are rounded by."""
+        settles = Boolean(False)
+        if cutlass.const_expr(last is not False and self.raised_at is not None):
+            risen = self.raised_at[0] > NEVER
+            if cutlass.const_expr(self.loses_low):
+                risen = Int32(step) - self.raised_at[0] <= 1
+            settles = Boolean(last) & risen
+        return settles
 
     @cute.jit
     def note_raise(self) -> None:
@@ -304,7 +356,7 @@ class WatchedSoftmax(GuardedSoftmax):
             huge = Boolean(False)
             for r in cutlass.range_constexpr(self.rows):
                 huge = huge | ~(self.sums[r] <= self.small)
-            self.raised[0] = self.raised[0] | cute.arch.vote_any_sync(huge)
+            self.raised[0] = self.raised[0] | huge  # NOTE: of one thread, until `finish` votes
 
     @cute.jit
     def note_looked(self) -> None:
@@ -368,15 +420,25 @@ class WatchedSoftmax(GuardedSoftmax):
         """Tell from a block, of which this thread's parts of rows see so many columns and have the
         `largest` scores and the sums of exponentials given, whether they are `peaked`: a sum is
         that of fewer largest scores than of Gaussian scores of a standard deviation of 1.4 mostly.
-        Rows that see little are not, nor, in bf16, those whose scores are negative, which `guard`
-        orders slowly, and `lower` can follow."""
+        Rows that see little are not."""
         if cutlass.const_expr(self.peaked is not None):
             peaked = Boolean(True)
             for r in cutlass.range_constexpr(self.rows):
                 number = 2.2 + 0.0875 * Float32(seen[r])
                 peaked = peaked & (added[r] < number * self._exponential(largest[r], r))
-                peaked = peaked & (seen[r] >= LEAST_SEEN) & (self.shift[r] > self.least_guarded)
+                peaked = peaked & (seen[r] >= LEAST_SEEN)
             self.peaked[0] = peaked
+
+    @cute.jit
+    def is_guarded(self) -> Boolean:
+        """Whether scores are peaked and, in bf16, not far below 0: those `guard` orders slowly, and
+        `lower` can follow."""
+        return self.peaked[0] & (cute.arch.fmin(self.shift[0], self.shift[1]) > self.least_guarded)
+
+    @cute.jit
+    def rises(self) -> Boolean:
+        """Whether some row of this warp has peaked scores that are not guarded."""
+        return cute.arch.vote_any_sync(self.peaked[0] & ~self.is_guarded())
 
     # ---- references
 
@@ -401,25 +463,39 @@ class WatchedSoftmax(GuardedSoftmax):
         return rescale
 
     @cute.jit
-    def has_grown(self) -> Boolean:
-        """Whether a part of some row of this warp is `high`."""
+    def has_grown(self, last: Boolean | bool) -> Boolean:
+        """Whether a part of some row of this warp is `high`, or, before the `last` block, low."""
         grown = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
             grown = grown | (self.part[r] >= self.high)
+            grown = grown | (Boolean(last) & (self.part[r] < 1.0 / self.high))
         return cute.arch.vote_any_sync(grown)
 
     @cute.jit
-    def lower(self, factors: cute.Tensor) -> None:
+    def lower(
+        self, factors: cute.Tensor, last: Boolean | bool, first: Boolean | bool, blocks: Int32
+    ) -> None:
         """Where parts are `high`, raise references by whole powers of two, and scale the sums by
         `factors` (rows). Outputs, and probabilities that are no part of them yet, must be scaled,
-        too."""
-        shift = self.shift
+        too.
+
+        Before the `last` block they are set to where its scores will be if these go on to grow as
+        in the `blocks` before, which were the `first` or came after this: else exponents, and LSE,
+        would be rounded by more than they need be."""
+        shift, each = self.shift, reciprocal(Float32(blocks))
+        before = Float32(0.0) if first else Float32(self.lowered)
         self.note_raise()
         for r in cutlass.range_constexpr(self.rows):
             total = self.over_row(self.part[r], cute.arch.fmax)
+            size, far = power_below(total), total >= self.high
+            goal = Float32(self.lowered)
+            if last:
+                far = far | ((total < 1.0 / self.high) & (total > 0.0))
+                grown = cute.arch.fmax(size - before, 0.0) * each
+                goal = -cute.arch.fmin(nearest_whole(grown), -self.lowered)
             # NOTE: a factor below 2^-126 would be 0; the next time then lowers the rest
-            power = cute.arch.fmin(power_below(total) - self.lowered, 126.0)
-            power = power if total >= self.high else Float32(0.0)
+            power = cute.arch.fmin(size - goal, 126.0)
+            power = power if far else Float32(0.0)
             factors[r] = exp2(-power)
             self.sums[r] *= factors[r]
             self.part[r] *= factors[r]
@@ -437,20 +513,21 @@ class WatchedSoftmax(GuardedSoftmax):
         totals = [self.over_row(self.sums[r], lambda x, y: x + y) for r in range(self.rows)]
         lost, valid, looks = [Float32(0.0), Float32(0.0)], Boolean(True), Boolean(False)
         if self._is_unusual(totals):
+            lost, valid = self._lost(totals)
             for r in cutlass.range_constexpr(self.rows):
-                lost[r], known = self._lost(r, totals[r])
-                valid = valid & known & (totals[r] <= self.most)
+                valid = valid & (totals[r] <= self.most)
                 looks = looks | (totals[r] > self.small)
                 if cutlass.const_expr(self.shift is not None):
                     valid = valid & ~self._is_large(r)
             if cutlass.const_expr(self.raised is not None):
-                looks = looks | self.raised[0]
+                looks = looks | cute.arch.vote_any_sync(self.raised[0])
         for r in cutlass.range_constexpr(self.rows):
             total, highest, scaled = totals[r], self.reference_log2(r), Float32(1.0)
             if cutlass.const_expr(len(sinks) > 0):
                 total, highest, scaled = self.with_sink(total, highest, sinks[r])
             factors[r] = self.normaliser(total - lost[r] * scaled, scaled)
-            lse[r] = self.log_sum(total, highest)
+            beyond = Float32(0.0) if len(sinks) > 0 else highest * self._beyond_ln2()
+            lse[r] = self.log_sum(total, highest, beyond)
             if cutlass.const_expr(self.shift is None and len(sinks) == 0):  # noqa: SIM102
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
                     lse[r] = self.reference[r] * (self.scale_log2 * LN2) + log2(total) * LN2
@@ -472,27 +549,32 @@ class WatchedSoftmax(GuardedSoftmax):
         return cute.arch.vote_any_sync(unusual)
 
     @cute.jit
-    def _lost(self, r: cutlass.Constexpr[int], total: Float32) -> tuple[Float32, Boolean]:
-        """What to take from the sum of row r, so that O is nearest to what it is without the
+    def _lost(self, totals: list[Float32]) -> tuple[list[Float32], Boolean]:
+        """What to take from the sum of each row, so that O is nearest to what it is without the
         rounding of the largest probability, p: the share p^2 / sum of p_i^2 of what O loses by it.
         Whether that is known, as far as it counts.
 
-        NOTE: sums of parts, less their mean, have about the squares that the p_i have.
+        NOTE: sums of parts, less their mean, have about the squares that the p_i have. Rows side by
+        side, and asked by one vote: this is what ends a tile.
         """
-        top = self.over_row(self.top[r], cute.arch.fmax)
-        squares = self.over_row(self.squares[r], lambda x, y: x + y)
-        scale = reciprocal(top)
-        number = total * scale  # of largest probabilities that have that sum
-        mean = number * reciprocal(Float32(4 * self.blocks))  # of a thread's parts
-        spread = squares * scale * scale - number * mean
-        share = number * reciprocal(cute.arch.fmax(spread, 1.0))
-        rounding = top - Float32(self.rounded(top))
-        lost, known = share * rounding if top > LEAST_TOP else Float32(0.0), Boolean(True)
+        tops = [self.over_row(self.top[r], cute.arch.fmax) for r in range(self.rows)]
+        squares = [self.over_row(self.squares[r], lambda x, y: x + y) for r in range(self.rows)]
+        per_part = reciprocal(Float32(4 * self.blocks))  # a thread's parts of a row
+        lost, known, unseen = [Float32(0.0)] * self.rows, Boolean(True), Boolean(False)
+        for r in cutlass.range_constexpr(self.rows):
+            top, scale = tops[r], reciprocal(tops[r])
+            number = totals[r] * scale  # of largest probabilities that have that sum
+            spread = squares[r] * scale * scale - number * (number * per_part)
+            share = number * reciprocal(cute.arch.fmax(spread, 1.0))
+            rounding = top - Float32(self.rounded(top))
+            lost[r] = share * rounding if top > LEAST_TOP else Float32(0.0)
+            unseen = unseen | (top <= 0.0)
         if cutlass.const_expr(self.shift is not None):  # noqa: SIM102 - known when tracing
-            if cute.arch.vote_any_sync(top <= 0.0):
-                by_one, known_of_one = self._lost_by_one(r, total, squares)
-                lost = lost if top > 0.0 else by_one
-                known = (top > 0.0) | known_of_one
+            if cute.arch.vote_any_sync(unseen):
+                for r in cutlass.range_constexpr(self.rows):
+                    by_one, known_of_one = self._lost_by_one(r, totals[r], squares[r])
+                    lost[r] = lost[r] if tops[r] > 0.0 else by_one
+                    known = known & ((tops[r] > 0.0) | known_of_one)
         return lost, known
 
     @cute.jit
@@ -520,10 +602,19 @@ class WatchedSoftmax(GuardedSoftmax):
         lost = lost if counts & (one > OUTWEIGHS * total) else Float32(0.0)
         return lost, (least == most) | ~few
 
+    @cute.jit
+    def _beyond_ln2(self) -> Float32:
+        """What a power of two of scores is as a natural exponent, less ln 2: what `scale_log2` has
+        been rounded by."""
+        beyond = Float32(0.0)
+        if cutlass.const_expr(self.unit is not None):
+            beyond = fma(self.scale_log2, Float32(-LN2), self.unit) * reciprocal(self.scale_log2)
+        return beyond
+
     @staticmethod
     @cute.jit
-    def log_sum(total: Float32, highest: Float32) -> Float32:
-        """The LSE of a row, whose sum is `total` times 2^highest; -inf without keys.
+    def log_sum(total: Float32, highest: Float32, beyond: Float32 | float = 0.0) -> Float32:
+        """The LSE of a row, whose sum is `total` times 2^highest, and `beyond`; -inf without keys.
 
         NOTE: a reference far above all scores and a logarithm as far below 0 would cost bits.
         """
@@ -531,7 +622,7 @@ class WatchedSoftmax(GuardedSoftmax):
         fraction = log2(total * exp2(-power))
         whole = highest + power
         rest = (highest - whole) + power + fraction  # what that addition has rounded, too
-        return -Float32.inf if total == 0.0 else whole * LN2 + rest * LN2
+        return -Float32.inf if total == 0.0 else whole * LN2 + (rest * LN2 + beyond)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from cutex.ops.attention.plan import ALIGN, arch_name, contiguous, packed, why_c
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, guard, untraced
 from cutex.ops.plans import PlanCache
-from cutex.ops.workspace import buffers_of
+from cutex.ops.workspace import buffers, buffers_of
 from cutex.ops.written import are_apart, check_writable, spans_apart, written_all
 
 if TYPE_CHECKING:
@@ -139,27 +139,34 @@ class Plan:
     def _run(self, given: list[Tensor]) -> Callable[..., Any]:
         """A function that launches on tensors like `given` and returns the result, without
         repeating the plan's decisions."""
-        of_stream = buffers_of(self.needs, self.device)
-        numbers, n = self.numbers, self.operands
+        needs, n = self.needs, self.operands
         empty = empty_of(self.device, SEVERAL_GPUS)
         (shape, strides, dtype), *of_lse = self.outputs
-        buffers = of_stream if self.needs.flags else lambda: of_stream()[:1]
-        if not self.needs.sums:
-            buffers, numbers = counter_first(self.needs, of_stream, numbers)
+        numbers, at_first = last_of(needs, self.numbers, lambda: buffers(needs, self.device))
         outputs = [empty(*x) for x in self.outputs]
-        first = [*given[:n], *outputs, *given[n:], *numbers, *buffers()]
+        first = [*given[:n], *outputs, *given[n:], *numbers, *at_first()]
         launch = on_device(self.device, launcher(self.compiled, first))
+        _, last = last_of(needs, self.numbers, buffers_of(needs, self.device))
 
         @untraced
         def run(*tensors: Tensor) -> Any:
             out = empty(shape, strides, dtype)
             if not of_lse:
-                launch(*tensors[:n], out, *tensors[n:], *numbers, *buffers())
+                launch(*tensors[:n], out, *tensors[n:], *numbers, *last())
                 return out
             lse = empty(*of_lse[0])
-            launch(*tensors[:n], out, lse, *tensors[n:], *numbers, *buffers())
+            launch(*tensors[:n], out, lse, *tensors[n:], *numbers, *last())
             return out, lse
 
+        @untraced
+        def run_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+            """The same of three operands without LSE, in less time."""
+            out = empty(shape, strides, dtype)
+            launch(q, k, v, out, *rest, *numbers, *last())
+            return out
+
+        if n == 3 and not of_lse:
+            run = run_alone
         if "k" not in self.names:
             return run
         assert self.names[-2:] == ("k", "v"), "what is appended comes last"
@@ -193,14 +200,16 @@ def appending(run: Callable[..., Any], like: list[Tensor] | None = None) -> Call
     return run_apart
 
 
-def counter_first(
-    needs: Workspace, of_stream: Callable[[], tuple[Tensor, Tensor]], numbers: tuple[Any, ...]
-) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
-    """A function of the counter of tiles, if a kernel needs one, and the numbers after it; and
-    what comes before, nothing."""
-    if not needs.flags:
-        return lambda: numbers, ()
-    return lambda: (of_stream()[1], *numbers), ()
+def last_of(
+    needs: Workspace, numbers: tuple[Any, ...], of_stream: Callable[[], tuple[Any, Any]]
+) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]:
+    """What a kernel takes last, numbers and then what a function returns: its workspace; or the
+    counter of tiles, if that is all it needs, and its numbers."""
+    if needs.sums:
+        return numbers, of_stream if needs.flags else lambda: of_stream()[:1]
+    if needs.flags:
+        return (), lambda: (of_stream()[1], *numbers)
+    return numbers, tuple
 
 
 def growing(tensors: dict[str, Tensor], rooms: range) -> Callable[..., bool]:

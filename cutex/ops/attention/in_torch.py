@@ -18,13 +18,21 @@ from torch.nn import attention as torch_attention
 
 from cutex.ops.attention import own_backward
 from cutex.ops.attention.backward import gradients
+from cutex.ops.attention.cache import why_no_steps
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
+from cutex.ops.attention.kvcache import flash_attn_with_kvcache, known_token
 from cutex.ops.attention.plan import runs_on
-from cutex.ops.attention.planned import attend
+from cutex.ops.attention.planned import attend, plan_of
 from cutex.ops.device import simulated_arch
 from cutex.ops.overlap import overlaps_itself, share_memory
+from cutex.ops.plans import PlanCache
+from cutex.ops.workspace import allocated_apart
 
 NAME = "cutex"
+# of scaled_dot_product_attention: from its options and tensors to what the operator returns
+PLANS = PlanCache()
+_without_dropout: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+FEW, MANY = 16, 8  # queries of a decoder, at most, and keys for each of them, at least
 _FLASH = torch_attention.SDPBackend.FLASH_ATTENTION.value
 
 
@@ -175,10 +183,23 @@ def _flash_attention_forward(
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the rng_state, unused and debug_mask of a call without dropout."""
+    """Returns the rng_state, unused and debug_mask of a call without dropout, of any values as
+    torch's own; the same each time where no backward keeps them."""
+    if torch.is_grad_enabled():
+        return _made_without_dropout(q)
+    kept = _without_dropout.get((q.device, q.dtype))
+    if kept is None:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _made_without_dropout(q)  # whose memory is the graph's
+        kept = allocated_apart(lambda: _made_without_dropout(q), q.device)
+        _without_dropout[q.device, q.dtype] = kept
+    return kept
+
+
+def _made_without_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        q.new_zeros(2, dtype=torch.uint64),
-        q.new_zeros((), dtype=torch.uint64),
+        q.new_empty(2, dtype=torch.uint64),
+        q.new_empty((), dtype=torch.uint64),
         q.new_empty(0),
     )
 
@@ -201,16 +222,65 @@ def _scaled_dot_product_flash_attention(
 ) -> Any:
     """Run _flash_attention_forward for q (batch, heads, rows, D), with the further values that
     torch's autograd saves."""
+    rows, keys = query.shape[2], key.shape[2]
+    options = dropout_p, is_causal, return_debug_mask, scale
+    if rows <= FEW and rows * MANY <= keys and not (dropout_p or return_debug_mask):
+        few = _of_a_cache(query, key, value, is_causal, scale)
+        if few is not None:
+            return few[0].transpose(1, 2), few[1], None, None, rows, keys, *_no_dropout(query)
+    elif (found := PLANS.launched(options, query, key, value)) is not None:
+        return found
     out = torch.empty_like(query)
     q, k, v, o = (x.transpose(1, 2) for x in (query, key, value, out))
-    rows, keys = query.shape[2], key.shape[2]
     found = _flash_attention_forward(
         q, k, v, None, None, rows, keys, dropout_p, is_causal, return_debug_mask,
         scale=scale, out=o,
     )  # fmt: skip
     if found is None:
         return None
+    _remember(options, query, key, value, o)
     return out, found[1], None, None, rows, keys, *found[2:]
+
+
+def _of_a_cache(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """O (batch, rows, heads, D) and LSE of few queries of many keys, which are split over the GPU;
+    None where O would have other strides than q, or TMA cannot step through the keys."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if not q.is_contiguous():
+        return None
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": causal, "return_lse": True}
+    rest: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "learnable_sink": None}
+    found: Any = known_token(q, k, v, None, None, **options, **rest)
+    if found is not None:
+        return found
+    if (scale is not None and scale <= 0) or not _takes(q, k, v) or 0 in (*q.shape, *k.shape):
+        return None
+    if why_no_steps(k) is not None or why_no_steps(v) is not None:
+        return None
+    found = flash_attn_with_kvcache(q, k, v, **options, **rest)
+    return found
+
+
+def _remember(options: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+    """Keep the plan of a call that was run, with O (batch, rows, heads, D) like `out`, if it takes
+    tensors as they are given."""
+    _, causal, _, scale = options
+    rows, keys = query.shape[2], key.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    plan = plan_of(AttentionCall(q, k, v, softmax_scale=scale, causal=causal), True, out)
+    run = None if plan is None else plan.short_with(out)
+    # NOTE: as many keys as queries, or more: each row sees one, so that LSE is finite
+    if run is None or (causal and rows > keys):
+        return
+
+    def launch(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        o, lse = run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return o.transpose(1, 2), lse, None, None, rows, keys, *_no_dropout(query)
+
+    given = query, key, value
+    PLANS.remember(PlanCache.key_of(options, *given), given, launch, below_autograd=True)
 
 
 def _scaled_dot_product_flash_attention_for_cpu(

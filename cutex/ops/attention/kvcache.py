@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # rows of parts that the last CTA merges, at most (docs/facts/decode.md#combine)
 MOST_MERGED = 64
+# bits of a plan's key: cache_seqlens, cache_leftpad and learnable_sink are given
+ENDS, BEGINS, SINK = 2, 16, 64
 OPERATOR = CacheOperator("flash_attn_with_kvcache", CONFIGS)
 PLANS = OPERATOR.plans
 
@@ -131,20 +133,52 @@ def flash_attn_with_kvcache(
         q, k = rotated(q, k, tables, rotary_interleaved, positions, by_position, ends)
     if isinstance(window_size, list):
         window_size = tuple(window_size)  # options are found by hash
+    # NOTE: no loop over what may be given, which would take as long as the guard
+    given, which = [q, k_cache, v_cache], 0
+    if cu_seqlens_q is not None:
+        given.append(cu_seqlens_q)
+        which += 1
+    if cache_seqlens is not None:
+        given.append(cache_seqlens)
+        which += ENDS
+    if page_table is not None:
+        given.append(page_table)
+        which += 4
+    if cache_batch_idx is not None:
+        given.append(cache_batch_idx)
+        which += 8
+    if cache_leftpad is not None:
+        given.append(cache_leftpad)
+        which += BEGINS
+    if cu_seqlens_k_new is not None:
+        given.append(cu_seqlens_k_new)
+        which += 32
+    if learnable_sink is not None:
+        given.append(learnable_sink)
+        which += SINK
+    if k_descale is not None:
+        given.append(k_descale)
+        which += 128
+    if v_descale is not None:
+        given.append(v_descale)
+        which += 256
+    if k is not None:
+        given.append(k)
+        which += 512
+    if v is not None:
+        given.append(v)
+        which += 1024
+    with_lse = return_lse or return_softmax_lse
+    key = (
+        max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits, with_lse, which
+    )  # fmt: skip
+    found = PLANS.launched(key, *given)
+    if found is not None:
+        return found
     rest = (
         cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_k_new,
         learnable_sink, k_descale, v_descale, k, v,
     )  # fmt: skip
-    with_lse = return_lse or return_softmax_lse
-    key = (
-        max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits, with_lse,
-        cu_seqlens_q is None, cache_seqlens is None, page_table is None,
-        cache_batch_idx is None, cache_leftpad is None, cu_seqlens_k_new is None,
-        learnable_sink is None, k_descale is None, v_descale is None, k is None, v is None,
-    )  # fmt: skip
-    found = PLANS.launched(key, q, k_cache, v_cache, *[x for x in rest if x is not None])
-    if found is not None:
-        return found
     return attend(KVCacheCall(q, k_cache, v_cache, *rest, *key[:6]), with_lse, key)
 
 
@@ -160,17 +194,23 @@ def known_token(
     window_size: Window,
     softcap: float,
     learnable_sink: Tensor | None,
-) -> Tensor | None:
+    return_lse: bool = False,
+) -> Any:
     """What flash_attn_with_kvcache returns with cache_seqlens `ends` and cache_leftpad `begins`, if
-    it has a plan for these arguments; in less time than it takes to find out whether it may be
-    called."""
-    key = (
-        None, softmax_scale, causal, window_size, softcap, 0, False, True, ends is None, True,
-        True, begins is None, True, learnable_sink is None, True, True, True, True,
-    )  # fmt: skip
-    rest = [x for x in (ends, begins, learnable_sink) if x is not None]
-    found: Tensor | None = PLANS.launched(key, q, k_cache, v_cache, *rest)
-    return found
+    it has a plan for these arguments, or None; in less time than it takes to find out whether it
+    may be called."""
+    given, which = [q, k_cache, v_cache], 0
+    if ends is not None:
+        given.append(ends)
+        which = ENDS
+    if begins is not None:
+        given.append(begins)
+        which += BEGINS
+    if learnable_sink is not None:
+        given.append(learnable_sink)
+        which += SINK
+    key = None, softmax_scale, causal, window_size, softcap, 0, return_lse, which
+    return PLANS.launched(key, *given)
 
 
 def _all(

@@ -162,12 +162,24 @@ class Plan:
             given.copy_(out)
         return given, lse
 
-    def _short(self, launch: Callable[..., None], alone: bool) -> Callable[..., Any]:
+    def short_with(self, out: Tensor) -> Callable[..., Any] | None:
+        """`short` that allocates O with the strides of `out`; None if there is none, or the kernel
+        does not write O there as it is."""
+        one_list = self.lists[0]
+        if self.short is None or self.launch is None or why_copied(out, one_list) is not None:
+            return None
+        if stepped(out, one_list) is not out:
+            return None
+        return self._short(self.launch, self.is_dense, out.stride())
+
+    def _short(
+        self, launch: Callable[..., None], alone: bool, strides: tuple[int, ...] | None = None
+    ) -> Callable[..., Any]:
         """A function that launches and returns what flash_attn_func returns, without repeating the
-        plan's decisions; `alone`: it is passed q, k and v, and no further tensors."""
-        shape, strides, lse_shape, lse_strides = (
-            self.shape, self.strides, self.lse_shape, self.lse_strides
-        )  # fmt: skip
+        plan's decisions; `alone`: it is passed q, k and v, and no further tensors. O has these
+        `strides`, by default those of a contiguous tensor."""
+        shape, lse_shape, lse_strides = self.shape, self.lse_shape, self.lse_strides
+        strides = self.strides if strides is None else strides
         scalars, dtype = self.scalars, self.dtype
         with_lse, dynamic = self.config.lse, self.dynamic
         empty, of_lse = empty_of(self.device, SEVERAL_GPUS), torch.float32

@@ -47,9 +47,9 @@ def attend(
     return run(call, with_lse, whole, out, key)
 
 
-def plan_of(call: AttentionCall, with_lse: bool) -> Plan | None:
+def plan_of(call: AttentionCall, with_lse: bool, out: Tensor | None = None) -> Plan | None:
     """The plan of a call that `attend` has run."""
-    return _plans.get(_whole(call, with_lse, None))
+    return _plans.get(_whole(call, with_lse, out))
 
 
 def run(

@@ -12,7 +12,7 @@ from cutex.kernels.row import choose
 from cutex.ops.number import number
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import COLUMNS, arch_of, as_rows, check, loads_of, sms_of
+from cutex.ops.row.rows import COLUMNS, PIECE, arch_of, as_rows, check, loads_of, sms_of
 
 CTAS = 4  # of an SM
 MOST = 1 << 24  # bins, whose numbers float32 holds
@@ -21,9 +21,9 @@ MOST = 1 << 24  # bins, whose numbers float32 holds
 def histogram(x: Tensor, bins: int, *, low: float, high: float) -> Tensor:
     """The numbers of elements of x in each of `bins` bins of equal width from low to high.
 
-    x: bfloat16, float16 or float32, of any shape and strides, at most 2^31 - 2^17 elements. An
-        element is of bin floor((x - low) * (bins / (high - low))), in float32, high itself of the
-        last; those outside, and NaNs, are of none. Counts are the same each time.
+    x: bfloat16, float16 or float32, of any shape and strides. An element is of bin
+        floor((x - low) * (bins / (high - low))), in float32, high itself of the last; those
+        outside, and NaNs, are of none. Counts are the same each time.
 
     Not differentiable. Raises TypeError or ValueError, with one sentence that names the argument,
     for arguments that do not fit, and where there is no NVIDIA GPU from Ampere on.
@@ -38,9 +38,10 @@ def histogram(x: Tensor, bins: int, *, low: float, high: float) -> Tensor:
     given = number("low", low), number("high", high)
     if not all(map(math.isfinite, given)) or not given[0] < given[1]:
         raise ValueError(f"low={low}, high={high}: must be finite, the first the smaller")
-    if x.numel() > COLUMNS:
-        raise ValueError(f"x has {x.numel()} elements: at most {COLUMNS}")
-    return HISTOGRAM(x.detach(), bins, *given)
+    if x.numel() <= COLUMNS:
+        return HISTOGRAM(x.detach(), bins, *given)
+    pieces = x.detach().reshape(-1).split(PIECE)
+    return torch.stack([HISTOGRAM(piece, bins, *given) for piece in pieces]).sum(0)
 
 
 def _plan(options: tuple[int, float, float], x: Tensor) -> Run:

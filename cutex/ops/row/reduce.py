@@ -13,7 +13,7 @@ from cutex.arch import kernels_of
 from cutex.kernels.row import choose
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import arch_of, check, dtype_of, loads_of, sms_of
+from cutex.ops.row.rows import COLUMNS, PIECE, arch_of, check, dtype_of, loads_of, sms_of
 
 # what each is of: a kind of fold, and the sign of the elements that it is the largest of
 OPS = {"sum": ("sum", 1), "mean": ("sum", 1), "max": ("max", 1), "min": ("max", -1),
@@ -21,7 +21,6 @@ OPS = {"sum": ("sum", 1), "mean": ("sum", 1), "max": ("max", 1), "min": ("max", 
 CTAS = 8  # of an SM, that a reduction of few results is spread over
 LEAST = 4096  # elements of x that a CTA should have at least
 MOST = 2**31 - 1
-PIECE = 1 << 30  # elements of a reduction of all of more than that
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -181,7 +180,7 @@ def _plan_call(options: tuple[Any, ...], x: Tensor) -> Run:
         count *= x.shape[d]
     flat = flat and (op.startswith("arg") or x.is_contiguous())
     scale = 1.0 / count if op == "mean" else 1.0
-    if flat and count > MOST:
+    if flat and count > COLUMNS:
         return partial(_in_pieces, (op, out, scale, deterministic, shape))
     *before, last = [list(dims)] if flat else _groups(x, dims)
     first = [(op, (*group,), torch.float32, 1.0, deterministic, False, None) for group in before]

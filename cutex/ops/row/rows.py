@@ -21,6 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VECTOR = 16  # bytes
 LINE = 128  # bytes of memory that are one line of a cache
 COLUMNS = 2**31 - 2**17  # a part of a row behind its last one begins below 2^31, too
+PIECE = 1 << 30  # elements of a launch on all elements of more than that
 
 
 # ---- checks

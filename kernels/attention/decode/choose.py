@@ -84,6 +84,12 @@ _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 64, "num_stages": 8},
     },
 }
+# of two groups of rows, which a warp widens each of its blocks for once; short units take longer to
+# begin and to end (docs/facts/decode.md#e4m3-two-groups)
+TWO_GROUPS_FROM = 2048  # keys that a sequence has room for
+_TWO_GROUPS_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {(64, 64): {"row_groups": 2, "tile_n": 64, "num_stages": 16}},
+}
 # of more rows a warpgroup widens tiles of e4m3 in smem, and a second CTA computes meanwhile where
 # there are registers for it (docs/facts/decode.md#e4m3-widened, #e4m3-two-ctas)
 _E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
@@ -105,6 +111,10 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
     arch = next(name for name, kind in CONFIGS.items() if kind is type(config))
     if rows <= FEW_ROWS and (few := _few(config, arch, room, units)) is not None:
         return replace(config, few_rows=True, **few)
+    if config.fp8 and room >= TWO_GROUPS_FROM and FEW_ROWS < rows <= 2 * FEW_ROWS:
+        two = _TWO_GROUPS_E4M3.get(arch, {}).get(config.head_dims, {})
+        if two:
+            return replace(config, few_rows=True, **two)
     # NOTE: beside the warps that load single rows, threads of two CTAs have too few registers
     short = room <= SHORT and not config.single_rows
     tiles = _TILES[arch].get(config.head_dims, {})

@@ -16,6 +16,7 @@ ELEMENT = 2  # bytes of bf16 and fp16
 ROWS = 64  # of one wgmma
 WIDE_SLOTS = 2  # of tiles of K, and of V, that are widened to 16 bits
 FEW_ROWS, FEW_WARPS = 16, 4  # of one mma.sync, and the warps that have other keys each
+MOST_GROUPS = 2  # of FEW_ROWS, of which each warp has all rows
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 RESERVED = 1024  # bytes of smem that a CTA takes beside its own
 WARPGROUP, WARP = 128, 32  # threads
@@ -63,7 +64,8 @@ class DecodeConfig(ScoreSpec):
     lse: bool = True
 
     one_block: bool = False  # all packed rows of a sequence and a head of K and V are one block
-    few_rows: bool = False  # they are at most FEW_ROWS, and warps have other keys each (FewRows)
+    few_rows: bool = False  # they are few, and warps have other keys each (FewRows)
+    row_groups: int = 1  # with few_rows, of FEW_ROWS each
     packed: bool = True  # the query heads of one head of K and V share the rows of a tile
     # how keys are cut: "one" (not), "even" (each unit in as many parts as fill the GPU) or "shares"
     # (equal shares of all keys, or num_splits of each unit)
@@ -236,7 +238,7 @@ class DecodeConfig(ScoreSpec):
     def accumulators(self) -> int:
         """The registers of a thread that hold S, P, O and Q."""
         if self.few_rows:
-            return (3 * self.tile_n + 2 * self.head_dim_v + self.head_dim) // 4
+            return self.row_groups * (3 * self.tile_n + 2 * self.head_dim_v + self.head_dim) // 4
         q = 0 if self.q_in_smem else self.head_dim
         return (3 * self.tile_n + 2 * self.head_dim_v + q) // 4
 
@@ -256,6 +258,8 @@ class DecodeConfig(ScoreSpec):
                 return f"one_block=True: {rows} packed rows, a block has {self.tile_m}"
         if self.few_rows and (reason := self.why_not_few(problem)):
             return reason
+        if not 1 <= self.row_groups <= (MOST_GROUPS if self.few_rows else 1):
+            return f"row_groups={self.row_groups}: up to {MOST_GROUPS} with few_rows, else 1"
         if self.appended and not self.used_k:
             return "appended=True: needs the caches' lengths"
         if self.page_size < 0 or (self.page_size and self.batch_idx):
@@ -283,8 +287,8 @@ class DecodeConfig(ScoreSpec):
             return f"num_stages={self.num_stages}: with few_rows a multiple of {FEW_WARPS}"
         if problem is not None:
             rows = problem.seqlen_q * problem.heads_q // problem.heads_kv
-            if rows > FEW_ROWS:
-                return f"few_rows=True: {rows} packed rows, mma.sync has {FEW_ROWS}"
+            if rows > FEW_ROWS * self.row_groups:
+                return f"few_rows=True: {rows} packed rows, mma.sync has {FEW_ROWS} of each group"
         return None
 
     def why_no_room(self, arch: Any) -> str | None:

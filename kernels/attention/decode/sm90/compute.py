@@ -90,8 +90,7 @@ class Compute:
                     lse.fill(-Float32.inf)
                 self.store(rows_of(pv.acc), lse, rows, piece)
 
-    @staticmethod
-    def thread_rows() -> tuple[Int32, Int32]:
+    def thread_rows(self) -> tuple[Int32, Int32]:
         """The two rows of a block that this thread holds."""
         thread, _, _ = cute.arch.thread_idx()
         row = thread // 32 * 16 + thread % 32 // 4

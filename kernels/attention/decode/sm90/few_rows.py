@@ -1,9 +1,10 @@
-"""FewRows: the four warps of a decode kernel that have at most 16 packed rows, and compute O.
+"""FewRows: the four warps of a decode kernel that have few packed rows, and compute O.
 
 wgmma multiplies 64 rows, one block of keys after the other; of 8 rows it computes 56 for nothing,
 and a block's keys, scores and sums follow one another for longer than memory takes to bring the
 next. So each warp has every fourth block of a part for itself, by mma.sync of 16 rows, and four
-blocks are under way at a time. In the end the warps merge their sums in smem.
+blocks are under way at a time. In the end the warps merge their sums in smem. Where there are
+registers for it, a warp has two groups of 16 rows, for which a block is loaded, and widened, once.
 
 Caches of e4m3 are widened to fp16 in registers: ldmatrix brings pairs of elements as if they were
 one of 16 bits. Of K that are four neighbours along the head dim, so that a thread holds Q by fours,
@@ -12,8 +13,8 @@ too; of V two columns of two keys, whose products are two accumulators.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, cute
@@ -40,6 +41,7 @@ MMA_N, MMA_K = 8, 16
 EVEN_ODD = 0x3120  # a selector of prmt: bytes 0, 2, 1, 3
 
 State = tuple[PipelineState, PipelineState]  # of this warp in the rings of K and of V
+Groups = tuple[cute.Tensor, ...]  # of each group of 16 rows
 
 
 class WarpProduct(NamedTuple):
@@ -80,11 +82,12 @@ class WarpProduct(NamedTuple):
         return self.b[None, None, k_block]
 
     @cute.jit
-    def add(self, a: cute.Tensor, acc: cute.Tensor, slot: Int32) -> None:
-        """acc += A @ B[slot]^T, A as ((2, 2, 2), 1, MMA_K)."""
+    def add(self, a: Groups, acc: Groups, slot: Int32) -> None:
+        """acc += A @ B[slot]^T of each group, A as ((2, 2, 2), 1, MMA_K)."""
         for k_block in cutlass.range_constexpr(self.k_blocks):
             b = self.load_block(k_block, slot)
-            cute.gemm(self.mma, acc, a[None, None, k_block], b, acc)
+            for g in cutlass.range_constexpr(len(a)):
+                cute.gemm(self.mma, acc[g], a[g][None, None, k_block], b, acc[g])
 
 
 class NarrowKeys(WarpProduct):
@@ -92,7 +95,7 @@ class NarrowKeys(WarpProduct):
     neighbours of K, and must hold the same four of Q (FewRows.load_words)."""
 
     @cute.jit
-    def add(self, a: cute.Tensor, acc: cute.Tensor, slot: Int32) -> None:
+    def add(self, a: Groups, acc: Groups, slot: Int32) -> None:
         for k_block in cutlass.range_constexpr(self.k_blocks):
             words = cute.recast_tensor(self.load_block(k_block, slot), Int32)
             tiles = cute.size(words) // 2
@@ -103,8 +106,9 @@ class NarrowKeys(WarpProduct):
                     for i in cutlass.range_constexpr(4):
                         b[(i % 2, i // 2), n, half] = wide[i]
             for half in cutlass.range_constexpr(2):
-                of_q = a[None, None, 2 * k_block + half]
-                cute.gemm(self.mma, acc, of_q, b[None, None, half], acc)
+                for g in cutlass.range_constexpr(len(a)):
+                    of_q = a[g][None, None, 2 * k_block + half]
+                    cute.gemm(self.mma, acc[g], of_q, b[None, None, half], acc[g])
 
 
 class NarrowValues(WarpProduct):
@@ -112,7 +116,7 @@ class NarrowValues(WarpProduct):
     O's tiles has the even columns, the second the odd ones."""
 
     @cute.jit
-    def add(self, a: cute.Tensor, acc: cute.Tensor, slot: Int32) -> None:
+    def add(self, a: Groups, acc: Groups, slot: Int32) -> None:
         for k_block in cutlass.range_constexpr(self.k_blocks):
             words = cute.recast_tensor(self.load_block(k_block, slot), Int32)
             tiles = cute.size(words) // 2
@@ -124,11 +128,12 @@ class NarrowValues(WarpProduct):
                     for i in cutlass.range_constexpr(4):
                         b[(i % 2, keys), n, i // 2] = wide[i]
             for odd in cutlass.range_constexpr(2):
-                of_columns = cute.make_tensor(
-                    acc.iterator + odd * 4 * tiles, cute.make_layout(((2, 2), 1, tiles))
-                )
-                of_p = a[None, None, k_block]
-                cute.gemm(self.mma, of_columns, of_p, b[None, None, odd], of_columns)
+                for g in cutlass.range_constexpr(len(a)):
+                    of_columns = cute.make_tensor(
+                        acc[g].iterator + odd * 4 * tiles, cute.make_layout(((2, 2), 1, tiles))
+                    )
+                    of_p = a[g][None, None, k_block]
+                    cute.gemm(self.mma, of_columns, of_p, b[None, None, odd], of_columns)
 
 
 @cute.jit
@@ -157,24 +162,28 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class FewRows(Compute):
-    """The warps that compute, all with the same rows; `wide` is None."""
+    """The warps that compute, all with the same rows; `wide` is None. Rows of a thread are those of
+    its `group`."""
 
     sums: Sums
+    group: int = 0
 
     @cute.jit
     def run(self) -> None:
         """Compute this CTA's parts one after the other."""
         s, c, number = self.shared, self.shared.config, cute.arch.warp_idx()
-        dtype = product_dtype(c, self.mQ.element_type)
+        dtype, groups = product_dtype(c, self.mQ.element_type), self.groups
         qk, pv = self.products()
-        q = cute.make_rmem_tensor(fragment_of_a(c.head_dim), dtype)
-        acc = pv.accumulator(c.head_dim_v)
-        lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        q = tuple(cute.make_rmem_tensor(fragment_of_a(c.head_dim), dtype) for _ in groups)
+        acc = tuple(pv.accumulator(c.head_dim_v) for _ in groups)
+        lse = tuple(cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in groups)
         splits, span, end = s.begin()
         k, v = s.k.consumer(), s.v.consumer()
         k.skip(number)
         v.skip(number)
-        ahead = cute.make_rmem_tensor(fragment_of_a(c.head_dim), self.mQ.element_type)
+        ahead = tuple(
+            cute.make_rmem_tensor(fragment_of_a(c.head_dim), self.mQ.element_type) for _ in groups
+        )
         before = Int32(0)  # blocks of the parts before
         span, piece = self.next_part(splits, splits.begin, end, span)
         if cutlass.const_expr(self.has_q_ahead):
@@ -182,22 +191,30 @@ class FewRows(Compute):
         while piece.end > piece.first:
             rows, blocks, now = s.rows(piece), s.of_piece(piece), piece
             if cutlass.const_expr(not self.has_q_ahead):
-                self.load_words(ahead, rows)
-            score_ops = self.score_ops(rows, self.taken(ahead, q, rows))
+                self.load_rows(ahead, rows)
+            score_ops = tuple(
+                x.score_ops(rows, x.taken(ahead[x.group], q[x.group], rows)) for x in groups
+            )
             span, piece = self.next_part(splits, now.after, end, span)
             if cutlass.const_expr(self.has_q_ahead):
                 self.load_q_of(piece, ahead)
             first = (number + WARPS - before) % WARPS  # of this warp's blocks
             k, v = self.blocks((qk, pv), (q, acc, lse), score_ops, rows, blocks, first, (k, v))
             before = (before + blocks.end - blocks.first) % WARPS
-            self.merge(acc, lse, first)
-            self.store(rows_of(acc), lse, rows, now)
+            for g in cutlass.range_constexpr(len(groups)):
+                self.merge(acc[g], lse[g], first)
+            self.store(acc, lse, rows, now)
+
+    @property
+    def groups(self) -> tuple[FewRows, ...]:
+        """This role for each group of 16 rows."""
+        return tuple(replace(self, group=g) for g in range(self.shared.config.row_groups))
 
     @property
     def has_q_ahead(self) -> bool:
         """Whether Q of the next part comes during a part: there must be registers for it."""
         c = self.shared.config
-        return c.accumulators + c.head_dim // 4 <= c.most_accumulators
+        return c.accumulators + c.row_groups * c.head_dim // 4 <= c.most_accumulators
 
     @cute.jit
     def next_part(
@@ -214,10 +231,15 @@ class FewRows(Compute):
         return span, piece
 
     @cute.jit
-    def load_q_of(self, piece: Piece, registers: cute.Tensor) -> None:
+    def load_q_of(self, piece: Piece, registers: Groups) -> None:
         """Load Q of a part, if there is one."""
         if piece.end > piece.first:
-            self.load_words(registers, self.shared.rows(piece))
+            self.load_rows(registers, self.shared.rows(piece))
+
+    def load_rows(self, registers: Groups, rows: Rows) -> None:
+        """Load Q of all groups."""
+        for of_group in self.groups:
+            of_group.load_words(registers[of_group.group], rows)
 
     @cute.jit
     def taken(self, ahead: cute.Tensor, q: cute.Tensor, rows: Rows) -> Float32:
@@ -255,9 +277,8 @@ class FewRows(Compute):
         of_k, of_v = kinds
         return of_k.of(sK, k_major=True), of_v.of(sVt, k_major=False)
 
-    @staticmethod
-    def thread_rows() -> tuple[Int32, Int32]:
-        row = cute.arch.lane_idx() // 4
+    def thread_rows(self) -> tuple[Int32, Int32]:
+        row = cute.arch.lane_idx() // 4 + self.group * FEW_ROWS
         return row, row + 8
 
     @cute.jit
@@ -278,8 +299,8 @@ class FewRows(Compute):
     def blocks(
         self,
         products: cutlass.Constexpr[tuple[WarpProduct, WarpProduct]],
-        registers: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor, cute.Tensor]],
-        score_ops: ScoreOps,
+        registers: cutlass.Constexpr[tuple[Groups, Groups, Groups]],
+        score_ops: tuple[ScoreOps, ...],
         rows: Rows,
         blocks: Blocks,
         first: Int32,
@@ -290,42 +311,46 @@ class FewRows(Compute):
         k, v = state
         qk, pv = products
         q, acc, lse = registers
-        dtype = q.element_type
-        p = cute.make_rmem_tensor(fragment_of_a(c.tile_n), dtype)
-        factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        groups, dtype = len(q), q[0].element_type
+        p = tuple(cute.make_rmem_tensor(fragment_of_a(c.tile_n), dtype) for _ in q)
+        factors = tuple(cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in q)
         threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
-        softmax = GuardedSoftmax.of(score_ops.scale_log2(), threshold, False)
-        softmax.reference.fill(-Float32.inf)
-        softmax.sums.fill(0.0)
-        acc.fill(0.0)
+        softmax = tuple(GuardedSoftmax.of(x.scale_log2(), threshold, False) for x in score_ops)
+        for g in cutlass.range_constexpr(groups):
+            softmax[g].reference.fill(-Float32.inf)
+            softmax[g].sums.fill(0.0)
+            acc[g].fill(0.0)
         last = blocks.end - 1
         count = (blocks.end - blocks.first - first + WARPS - 1) // WARPS
         for i in cutlass.range(count, unroll=1):
             n_block = last - first - i * WARPS
-            acc_s = qk.accumulator(c.tile_n)
-            acc_s.fill(0.0)
+            acc_s = tuple(qk.accumulator(c.tile_n) for _ in q)
+            for g in cutlass.range_constexpr(groups):
+                acc_s[g].fill(0.0)
             s.k.wait_full(k)
             qk.add(q, acc_s, k.slot)
             s.k.release(k)
             k.skip(WARPS)
-            scores = rows_of(acc_s)
-            score_ops.apply(scores, n_block, False)
-            clean = (n_block >= blocks.clean_first) & (n_block < blocks.clean_end)
-            if (n_block == last) | ~clean:
-                score_ops.mask.apply(scores, n_block)
-            rescale = softmax.next(scores, factors)
-            round_to(p, acc_s)
-            if rescale:
-                scale(rows_of(acc), factors)
+            for g in cutlass.range_constexpr(groups):
+                scores = rows_of(acc_s[g])
+                score_ops[g].apply(scores, n_block, False)
+                clean = (n_block >= blocks.clean_first) & (n_block < blocks.clean_end)
+                if (n_block == last) | ~clean:
+                    score_ops[g].mask.apply(scores, n_block)
+                rescale = softmax[g].next(scores, factors[g])
+                round_to(p[g], acc_s[g])
+                if rescale:
+                    scale(rows_of(acc[g]), factors[g])
             s.v.wait_full(v)
             pv.add(p, acc, v.slot)
             s.v.release(v)
             v.skip(WARPS)
-        softmax.finish((), factors, lse)
-        if cutlass.const_expr(c.fp8):
-            for r in cutlass.range_constexpr(2):
-                factors[r] *= s.descale(s.args.v_descale, rows)
-        scale(rows_of(acc), factors)
+        for g in cutlass.range_constexpr(groups):
+            softmax[g].finish((), factors[g], lse[g])
+            if cutlass.const_expr(c.fp8):
+                for r in cutlass.range_constexpr(2):
+                    factors[g][r] *= s.descale(s.args.v_descale, rows)
+            scale(rows_of(acc[g]), factors[g])
         return k, v
 
     @cute.jit
@@ -374,7 +399,20 @@ class FewRows(Compute):
         return 2 * (unit // 2 + i * tiles) + unit % 2
 
     @cute.jit
-    def store_whole(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:
+    def store_whole(self, acc: Any, lse: Any, rows: Rows) -> None:
+        for of_group in self.groups:
+            g = of_group.group
+            of_group.store_rows(rows_of(acc[g]), lse[g], rows)
+
+    @cute.jit
+    def store_part(self, acc: Any, lse: Any, rows: Rows, piece: Piece) -> None:
+        for of_group in self.groups:
+            g = of_group.group
+            of_group.store_part_rows(rows_of(acc[g]), lse[g], rows, piece)
+
+    @cute.jit
+    def store_rows(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:
+        """Store O and LSE of this group's rows, of a unit that is whole."""
         lane, dtype, mine = cute.arch.lane_idx(), self.out.mO.element_type, self.thread_rows()
         pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
         for r in cutlass.range_constexpr(2):
@@ -390,7 +428,8 @@ class FewRows(Compute):
                     self.out.store_lse(of_row, rows, mine[r])
 
     @cute.jit
-    def store_part(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+    def store_part_rows(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+        """Store this group's rows of a part."""
         lane, mine, slot = cute.arch.lane_idx(), self.thread_rows(), piece.slot_of(piece.part)
         pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         of_part = self.out.partials.lse(slot)

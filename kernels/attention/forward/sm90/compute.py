@@ -73,7 +73,8 @@ class Compute:
             number = blocks.end - blocks.first
             # NOTE: from a constant, it would be computed again in each block, after QK
             scale_log2 = cute.arch.shuffle_sync(score_ops.scale_log2(), 0)
-            softmax = kind.of(scale_log2, self.threshold, c.speculates, number, not c.guards_all)
+            options = c.speculates, number, not c.guards_all, score_ops.unit()
+            softmax = kind.of(scale_log2, self.threshold, *options)
             tSrQ = query.of_slot(q_slot)
             halves = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
