@@ -216,6 +216,21 @@ def test_few_rows_take_rings_of_warps_where_they_are_the_faster() -> None:
         assert isinstance(configs_for(mnk, W4Format())[0], W4DecodeConfig) is decoded, mnk
 
 
+def test_ctas_of_some_rows_share_sms_where_that_is_the_faster() -> None:
+    """As timed (docs/facts/scaled.md#w4-shared-sms)."""
+    for mnk, tile, ctas in (
+        ((64, 4608, 3584), (64, 64, 2), 144),
+        ((32, 5120, 2048), (64, 32, 2), 160),
+        ((16, 8192, 8192), (64, 16, 2), 256),
+        ((64, 4096, 4096), (64, 64, 2), 128),
+        ((64, 8192, 8192), (128, 64, 2), 128),
+    ):
+        best = configs_for(mnk, W4Format())[0]
+        assert (best.tile_m, best.tile_n, best.split_k) == tile, mnk
+        assert -(-mnk[1] // best.tile_m) * best.split_k == ctas
+        assert best.shares_sm or ctas <= 132
+
+
 def test_every_tile_of_a_split_is_its_own_in_each_run() -> None:
     problem = W4Problem(3, 64, 1024)
     x, w = problem.inputs()

@@ -261,8 +261,9 @@ class General:
             passed = self.preload(passed, slots)
         return out, mOut if self.config.out.whole else None, passed
 
-    def start(self, launched: Any, mOut: cute.Tensor, stream: Any) -> None:
-        """Launch a kernel of this one's warps with its arguments, for the tiles of mOut."""
+    def start(self, launched: Any, mOut: cute.Tensor, stream: Any, **more: Any) -> None:
+        """Launch a kernel of this one's warps with its arguments, for the tiles of mOut; `more` is
+        what a launch takes besides."""
         c = self.tiles
         launched.launch(
             grid=self.scheduler.grid(tile_counts(c, self.config.product(mOut))),
@@ -271,6 +272,7 @@ class General:
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
+            **more,
         )
 
     def load_operand(

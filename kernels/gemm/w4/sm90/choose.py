@@ -56,6 +56,14 @@ TWO_ROUNDS = 1.8  # the time of two CTAs that share an SM, relative to that of 1
 RANKED_TIMES = 0.98  # the time of the other kernel, relative to what is predicted of few rows
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
+# of 9 to 64 rows by up to 8448 of a weight (docs/facts/scaled.md#w4-shared-sms): clocks of 64 rows
+# by 128 of K, and of each column, by wgmma, of which few columns take as long, and by mma.sync;
+# what a warpgroup waits alone on an SM; an exchange of two CTAs, and what more take; the time of
+# two CTAs that share most SMs, by wgmma and by mma.sync, relative to one with as many warpgroups
+SMALL_ROWS, SMALL_N, SMALL_FIXED_US = 64, 8448, 1.77
+SMALL_STRIP, SMALL_COLUMN, SMALL_STRIP_LEAST, SMALL_ALONE, SMALL_SPLIT = 248, 2.58, 320, 134, 1426
+SMALL_FEW_STRIP, SMALL_FEW_ALONE, SMALL_FEW_SPLIT = 316, 72, 602
+SMALL_FOURS, SHARED_TIMES, SHARED_FEW_TIMES, MOST_SMS = 3054, 1.05, 0.97, 1.25
 SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
 
 
@@ -98,13 +106,51 @@ def as_digits(tiles: W4Config, k: int) -> W4Config:
     return replace(tiles, digits=ceil_div(blocks, DIGITS_STEP) * DIGITS_STEP)
 
 
-def deepest(tiles: W4Config, arch: Arch) -> W4Config | None:
-    """`tiles` with as many slots as smem has room for; None if they do not fit."""
+def deepest(tiles: W4Config, arch: Arch, shared: bool = False) -> W4Config | None:
+    """`tiles` with as many slots as smem has room for, half of it if two CTAs are to share an SM;
+    None if they do not fit."""
     for num_stages in range(DEEPEST, 1, -1):
         found = replace(tiles, num_stages=num_stages)
-        if found.why_not(None, arch) is None:
+        if found.why_not(None, arch) is None and (found.shares_sm or not shared):
             return found.on(arch.num_sms)
     return None
+
+
+def is_small(mnk: tuple[int, int, int]) -> bool:
+    """Whether predict_small is for these sizes."""
+    return EIGHT < mnk[0] <= SMALL_ROWS and mnk[1] <= SMALL_N
+
+
+def predict_small(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
+    """Microseconds of few rows by a weight of few rows, whose CTAs may share SMs."""
+    m, n, k = mnk
+    blocks = ceil_div(k, BLOCK_K)
+    tall = ceil_div(ceil_div(n, STRIP), tiles.strips) * ceil_div(m, tiles.tile_n)
+    ctas, sms = tall * tiles.split_k, arch.num_sms
+    if tiles.split_k > 2:
+        sms = max(1, int(sms * SMS_OF_FOURS) // tiles.split_k) * tiles.split_k
+    strip = max(SMALL_STRIP + SMALL_COLUMN * tiles.tile_n, SMALL_STRIP_LEAST)
+    alone, split = SMALL_ALONE, SMALL_SPLIT
+    if tiles.few:
+        strip, alone, split = SMALL_FEW_STRIP, SMALL_FEW_ALONE, SMALL_FEW_SPLIT
+    strip += FP4_CLOCKS * (tiles.format.kind == "fp4")
+    if tiles.stream_k:
+        block = tiles.strips * strip + alone * (tiles.warpgroups == 1)
+        clocks = tall * blocks / sms * block + STREAM_CLOCKS
+        clocks += STREAM_COLUMN_CLOCKS * tiles.tile_m * tiles.tile_n
+    else:
+        on_an_sm = min(tiles.shares_sm + 1, ceil_div(ctas, sms))
+        block = on_an_sm * tiles.strips * strip + alone * (tiles.warpgroups == on_an_sm == 1)
+        clocks = ceil_div(blocks, tiles.split_k) * block
+        if on_an_sm > 1 and ctas > MOST_SMS * sms:
+            clocks *= SHARED_FEW_TIMES if tiles.few else SHARED_TIMES
+        clocks += split * (tiles.split_k > 1) + SMALL_FOURS * (tiles.split_k > 2)
+        clocks += FOURS_CLOCKS * (tiles.columns > 0 and tiles.split_k > 2)
+        clocks *= ceil_div(ctas, sms * on_an_sm)
+    weight = 4 * tiles.format.words * ceil_div(n, STRIP) * blocks
+    memory = (weight + 2 * m * (n + k)) / (MEMORY * arch.hbm_gbs * 1e3)
+    compute = clocks / (CLOCK * arch.clock_hz * 1e-6)
+    return SMALL_FIXED_US + (compute**POWER + memory**POWER) ** (1 / POWER)
 
 
 def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
@@ -160,9 +206,11 @@ def ranked(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> list[W4Config
     m, n, k = mnk
     known = list(candidates(m, n, of))
     known += [as_digits(tiles, k) for tiles in known if m == 1 and of_digits(tiles)]
-    found = (deepest(tiles, arch) for tiles in known)
+    small = is_small(mnk)
+    time = predict_small if small else predict
+    found = (deepest(tiles, arch, small and tiles.may_share_sm) for tiles in known)
     fits = [c for c in found if c is not None and fit(c, mnk, arch)]
-    return sorted(dict.fromkeys(fits), key=lambda c: predict(c, mnk, arch))
+    return sorted(dict.fromkeys(fits), key=lambda c: time(c, mnk, arch))
 
 
 def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
@@ -175,9 +223,10 @@ def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
         return False
     if not tiles.columns:
         return True
-    down = ceil_div(n, tiles.tile_m)
-    sms = arch.num_sms // (tiles.split_k) * tiles.split_k
-    return down * tiles.columns * tiles.split_k <= sms
+    ctas = ceil_div(n, tiles.tile_m) * tiles.columns * tiles.split_k
+    if ctas > arch.num_sms and is_small(mnk) and tiles.shares_sm:
+        return ctas <= 2 * arch.num_sms and tiles.split_k <= 2
+    return ctas <= arch.num_sms // tiles.split_k * tiles.split_k
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FEW = 16  # columns that mma.sync may compute
 BLOCK_DIGITS = 8 * BLOCK_K + 4  # bytes of the digits of a block of one row, and of its exponent
+SHARED_COLUMNS, SHARED_SMEM = 64, 112 << 10  # of a CTA that shares an SM with another
 EIGHT = 8  # that one mma.sync does
 
 
@@ -43,6 +44,16 @@ class W4Config(WeightTiles, Sm90Config):
         """The blocks of few columns that a warp computes side by side."""
         # NOTE: with two warpgroups of one strip each two blocks are slower (#w4-two-blocks)
         return 1 if self.strips == self.mma_warpgroups == 2 else 2
+
+    @property
+    def may_share_sm(self) -> bool:
+        """Whether two CTAs have registers on an SM: of one warpgroup that computes one tile."""
+        return self.warpgroups == 1 and self.columns > 0 and self.tile_n <= SHARED_COLUMNS
+
+    @property
+    def shares_sm(self) -> bool:
+        """Whether two CTAs have room on an SM."""
+        return self.may_share_sm and self.smem_bytes <= SHARED_SMEM
 
     @property
     def x_bytes(self) -> int:

@@ -417,7 +417,9 @@ class W4Gemm:
         mOut = transposed(mOut)
         x = g.load_operand(mX, c.tile_n, c.cluster_m, True)
         out, rows, given = g.stored(mOut, tuple(passed))
-        g.start(self.kernel(mW, x, out, rows, given, workspace), mOut, stream)
+        # NOTE: percent of L1, so that two CTAs find room
+        more = {"preferred_smem_carveout": 100} if c.shares_sm else {}
+        g.start(self.kernel(mW, x, out, rows, given, workspace), mOut, stream, **more)
 
     @cute.kernel
     def kernel(
