@@ -18,6 +18,7 @@ from cutex.compile import Argument, Bound, Operand
 THREADS = 128
 CTAS = 132 * 16  # at most, a row each at a time
 VECTOR = 8  # elements of 16 bytes
+TOGETHER = 8  # rows that are read before they are added
 
 ARCHS = ("sm_90a", "sm_100a")
 
@@ -31,8 +32,11 @@ class CombineConfig:
 
 
 class Combine:
-    """A CTA sums up one token's rows after the other; a thread has 8 columns at a time. A place
-    from the last group's end on counts nothing: its row is never read."""
+    """A CTA sums up THREADS vectors of one token's rows after the other; a thread has one. A place
+    from the last group's end on counts nothing: its row is never read.
+
+    NOTE: the rows' vectors are all asked for, TOGETHER at a time, before any is added.
+    """
 
     archs = ARCHS
 
@@ -61,7 +65,8 @@ class Combine:
     ) -> None:
         """Launch with z (R, D), places (T, J), edges (E), out (T, D), weights (T, J), a stream."""
         *weights, stream = rest
-        ctas = cutlass.min(cute.size(mOut, mode=[0]), CTAS)
+        units = cute.size(mOut, mode=[0]) * parts_of(mOut)
+        ctas = cutlass.min(units, CTAS)
         self.kernel(mZ, places, edges, mOut, tuple(weights)).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream
         )
@@ -81,29 +86,61 @@ class Combine:
         step, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        end = edges[cute.size(edges) - 1]
-        for token in cutlass.range(first, cute.size(mOut, mode=[0]), step, unroll=1):
+        end, parts = edges[cute.size(edges) - 1], parts_of(mOut)
+        units = cute.size(mOut, mode=[0]) * parts
+        for unit in cutlass.range(first, units, step, unroll=1):
+            token = unit // parts
+            v = (unit - token * parts) * THREADS + thread
             gOut = vectors(mOut, token)  # (V, NumV)
-            for v in cutlass.range(thread, cute.size(gOut, mode=[1]), THREADS, unroll=1):
+            if v < cute.size(gOut, mode=[1]):
                 total = cute.make_rmem_tensor(VECTOR, Float32)  # (V)
                 total.fill(0.0)
-                for j in cutlass.range_constexpr(self.config.experts):
-                    place = places[token, j]
-                    if place < end:
-                        factor = Float32(1.0)
-                        if cutlass.const_expr(self.config.weighted):
-                            factor = weights[0][token, j]
-                        self.add(total, vectors(mZ, place)[None, v], factor)
+                for j in cutlass.range_constexpr(0, self.config.experts, TOGETHER):
+                    self.add(total, mZ, v, self.terms(places, weights, token, j, end))
                 rounded = cute.make_rmem_tensor(VECTOR, mOut.element_type)  # (V)
                 rounded.store(total.load().to(mOut.element_type))
                 cute.autovec_copy(rounded, gOut[None, v])
 
+    def terms(
+        self,
+        places: cute.Tensor,
+        weights: tuple[cute.Tensor, ...],
+        token: Int32,
+        first: int,
+        end: Int32,
+    ) -> list[tuple[Any, Int32, Float32]]:
+        """Of up to TOGETHER of a token's experts, `first` and those after it: whether each has a
+        row, which, and its weight."""
+        found = []
+        for j in range(first, min(first + TOGETHER, self.config.experts)):
+            place = places[token, j]
+            factor = weights[0][token, j] if self.config.weighted else Float32(1.0)
+            found.append((place < end, place, factor))
+        return found
+
     @cute.jit
-    def add(self, total: cute.Tensor, gZ: cute.Tensor, factor: Float32) -> None:
-        """Add a vector of z times a factor."""
-        rZ = cute.make_rmem_tensor(VECTOR, gZ.element_type)  # (V)
-        cute.autovec_copy(gZ, rZ)
-        total.store(total.load() + rZ.load().to(Float32) * factor)
+    def add(
+        self,
+        total: cute.Tensor,
+        mZ: cute.Tensor,
+        v: Int32,
+        terms: cutlass.Constexpr[list[tuple[Any, Int32, Float32]]],
+    ) -> None:
+        """Add vector `v` of the rows of `terms` times their weights."""
+        read = cute.make_rmem_tensor((VECTOR, len(terms)), mZ.element_type)  # (V, TERM)
+        for i in cutlass.range_constexpr(len(terms)):
+            there, place, _ = terms[i]
+            if there:
+                cute.autovec_copy(vectors(mZ, place)[None, v], read[None, i])
+        for i in cutlass.range_constexpr(len(terms)):
+            there, _, factor = terms[i]
+            if there:
+                total.store(total.load() + read[None, i].load().to(Float32) * factor)
+
+
+def parts_of(mOut: cute.Tensor) -> Int32:
+    """The parts of a row of mOut (T, D) that a CTA sums up at a time."""
+    return cute.ceil_div(cute.size(mOut, mode=[1]), VECTOR * THREADS)
 
 
 def vectors(mX: cute.Tensor, row: Int32, width: int = VECTOR) -> cute.Tensor:

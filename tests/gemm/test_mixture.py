@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cutex
 from cutex import ops
 from cutex.compile import compile
-from cutex.kernels.mixture.combine import Combine, CombineConfig
+from cutex.kernels.mixture.combine import TOGETHER, Combine, CombineConfig
 from cutex.kernels.mixture.gate import Gate, GateConfig
 from cutex.ops.mixture.routing import route
 
@@ -174,23 +174,22 @@ def test_a_sort_by_counting_is_torch_s_stable_one(
     assert found.offs.tolist() == [int((known <= e).sum()) for e in range(experts)]
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-def test_rows_of_no_group_are_not_read_when_rows_are_combined(weighted: bool) -> None:
+@pytest.mark.parametrize(("weighted", "terms"), [(True, 2), (False, TOGETHER + 1)])
+def test_rows_of_no_group_are_not_read_when_rows_are_combined(weighted: bool, terms: int) -> None:
     g = torch.Generator().manual_seed(0)
     z = torch.randn((6, 24), generator=g).to(bf16)
     z[4:] = torch.nan
-    places = torch.tensor([[0, 3], [5, 1], [4, 4]], dtype=torch.int32)
-    offs, weights = torch.tensor([2, 4], dtype=torch.int32), torch.rand((3, 2), generator=g)
+    places = torch.randint(0, 6, (3, terms), generator=g, dtype=torch.int32)
+    places[2] = 4
+    offs, weights = torch.tensor([2, 4], dtype=torch.int32), torch.rand((3, terms), generator=g)
+    weights[2] = torch.inf
     out = torch.full((3, 24), torch.nan, dtype=bf16)
-    compiled = compile(Combine(CombineConfig(2, weighted)), "bf16", "sm_90a")
+    compiled = compile(Combine(CombineConfig(terms, weighted)), "bf16", "sm_90a")
     rest = (weights,) if weighted else ()
     assert not cutex.simulate(compiled, z, places, offs, out, *rest).findings
-    if not weighted:
-        weights = torch.ones(3, 2)
-    want = torch.stack(
-        (weights[0, 0] * z[0].float() + weights[0, 1] * z[3].float(),
-         weights[1, 1] * z[1].float(), torch.zeros(24))
-    )  # fmt: skip
+    there = (places < 4)[..., None]
+    factors = weights[..., None] if weighted else torch.ones(3, terms, 1)
+    want = torch.where(there, z[places.long()].float() * factors, 0).sum(1)
     assert torch.allclose(out.float(), want, rtol=2**-8, atol=2**-8)
 
 

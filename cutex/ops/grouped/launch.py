@@ -69,7 +69,8 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     mean = -(-x.shape[0] // edges.shape[0])
     most = choose.most_groups(edges.shape[0])
     _, k, n = w.shape
-    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most, edges.shape[0], ragged)
+    by_k = b.major == "column"
+    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most, edges.shape[0], ragged, by_k)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     config = GroupedConfig(product, most, padded)
     return config, arch, [x, w, out, edges.contiguous(), *others]

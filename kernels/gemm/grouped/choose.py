@@ -30,6 +30,7 @@ WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
 # K is short
 VERY_FEW_ROWS, FEW_GATHERED, MANY_ROWS = 32, 60, 256
 LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
+MANY_COLUMNS = 40  # tiles of columns from which on one too many is less than what sharing saves
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
@@ -83,13 +84,15 @@ def rows_tiles(
     most: int = WARP,
     groups: int = WARP,
     ragged: bool = False,
+    by_k: bool = True,
 ) -> GemmConfig:
     """The tiles of a product of rows in `groups` groups of `mean_rows` with matrices of (K, N)
     elements.
 
     fused: with operations in the epilogue. most: the groups that there are tables for. ragged: the
     groups surely differ, as a router's do, and more is wasted where 256 rows or two tiles of rows
-    go together (docs/facts/grouped.md#grouped-routed-tiles).
+    go together (docs/facts/grouped.md#grouped-routed-tiles). by_k: matrices are contiguous along K;
+    along N, 208 columns are atoms of 32 bytes.
     """
     k, n = matrix
     if arch == "sm_100a":
@@ -102,10 +105,13 @@ def rows_tiles(
     elif mean_rows < MANY_ROWS or width(n) < 128:
         tiles = _together(n, TOGETHER)
     elif k <= SHORT_K:
-        in_turn = width(n, IN_TURN) == 192 and (mean_rows >= LONG_GROUPS or n <= SHORT_K)
+        lower = ragged or mean_rows >= LONG_GROUPS or n <= SHORT_K
+        in_turn = lower and width(n, IN_TURN) == 192
         tiles = _taken_in_turn(n, ragged) if in_turn else _together(n, TOGETHER)
-    elif mean_rows >= LONG_GROUPS and n >= 208 and not fused:
+    elif mean_rows >= LONG_GROUPS and n >= 208 and by_k and not fused:
         tiles = _in_turn(208, cluster_m=2)
+    elif mean_rows >= LONG_GROUPS and not by_k and width(n, IN_TURN) == 192:
+        tiles = _in_turn(192, cluster_m=2)
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * arch_named(arch).num_sms:
         tiles = _together(n, TOGETHER)
     elif ragged and width(n, IN_TURN) == 192:
@@ -206,7 +212,8 @@ def _in_turn(tile_n: int, cluster_m: int = 1) -> Sm90Config:
 def _taken_in_turn(n: int, ragged: bool) -> Sm90Config:
     """Tiles of 192 columns in turn; two CTAs share rows if groups are ragged, else matrices."""
     if ragged:
-        return replace(_in_turn(192), cluster_n=_sharers(n, 192))
+        sharers = 2 if ceil_div(n, 192) >= MANY_COLUMNS else _sharers(n, 192)
+        return replace(_in_turn(192), cluster_n=sharers)
     return _in_turn(192, cluster_m=2)
 
 
