@@ -11,6 +11,8 @@ import torch
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
+PORTABLE = 8  # CTAs of a cluster that every GPU with clusters takes
+
 
 def clusters_at_once(
     compiled: Compiled, threads: int, ctas: int, device: torch.device
@@ -37,6 +39,9 @@ def clusters_at_once(
             done(driver.cuFuncSetAttribute(function, most, smem))
             share = kinds.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             done(driver.cuFuncSetAttribute(function, share, 100))
+            if ctas > PORTABLE:
+                larger = kinds.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+                done(driver.cuFuncSetAttribute(function, larger, 1))
             config = launch_config(threads, ctas, smem)
             return done(driver.cuOccupancyMaxActiveClusters(function, config))
         finally:

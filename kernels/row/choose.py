@@ -13,7 +13,9 @@ WIDE = 4  # vectors of a thread, from which on more threads share a row
 CTA = 128  # threads of a CTA, before a cluster shares a row
 ROOMY = 5  # vectors of a thread, from which on rows that begin within a line take more threads
 LONG_CTA = 512  # the same where a row begins in the middle of a line
+Clusters = dict[tuple[int, int], tuple[int, int]]
 CLUSTER = 8  # the largest that every GPU with clusters takes
+LARGE_CLUSTER, LARGE_ARCHS = 16, ("sm_90a", "sm_100a")  # of those of these archs some do
 SCANNERS = 512  # threads of a CTA that scans a part of a row
 MOST = 8  # vectors of a thread of the longest rows that are taken whole
 # a layer norm's rows by smem (docs/facts/rows.md#rows-layer-norm-tiles), by the elements of a
@@ -45,6 +47,7 @@ BULK_THREADS = 512
 BULK_CTA = 128
 BULK_STAGES = {32: 3, 64: 4, 512: 6}
 BULK_SPARE = 8 << 10
+LEAST_RELAYED = 4  # slots of a cluster's rows whose sums are relayed, at least
 BULK_LEAST = 1 << 21
 # which rows: those that begin anywhere from so many columns on, of a layer norm's or an RMS norm's,
 # by the elements of a vector; of a layer norm's that begin with vectors, those of so many vectors a
@@ -54,6 +57,18 @@ BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
 BULK_LONG = ((20_481, 90_112), (98_305, 1 << 20))
 # and of an RMS norm's, from so many columns on those that begin within a line of memory
 BULK_LINES, LINE_BYTES = 20_481, 128
+# threads and CTAs of long rows of 16 bits by the least and most columns of a layer norm's or an RMS
+# norm's (docs/facts/rows.md#rows-norm-relayed): of rows that begin with vectors, and anywhere
+BULK_VECTORS_LONG: dict[bool, Clusters] = {
+    True: {(20_481, 36_863): (512, 2), (36_864, 65_536): (512, 4), (65_537, 131_072): (512, 8),
+           (131_073, 262_144): (512, 16)},
+    False: {},
+}  # fmt: skip
+BULK_ANYWHERE_LONG: dict[bool, Clusters] = {
+    True: {(36_865, 43_008): (256, 4), (43_009, 57_344): (512, 4), (57_345, 90_112): (256, 8),
+           (90_113, 180_224): (512, 8), (180_225, 360_448): (512, 16)},
+    False: {},
+}  # fmt: skip
 
 # aligned rows taken in turn (docs/facts/rows.md#rows-norm-resident): threads and CTAs of a row, and
 # the most vectors of each, the first that holds it; of a layer norm's or an RMS norm's, by the
@@ -68,6 +83,9 @@ RESIDENT = {
     (False, 8): ((256, 1, 5), (256, 2, 6), (256, 4, 5), (256, 8, 5), (512, 8, 5)),
 }
 RESIDENT_LEAST = {True: 33, False: 8193}
+# of a layer norm's rows of 16 bits, from so many columns on: those that fill so much of the tile,
+# and no longer ones
+RESIDENT_LONG, RESIDENT_FULL, RESIDENT_MOST = 20_481, 0.85, 65_536
 
 # rows whose threads keep sums of their columns (docs/facts/rows.md#rows-gradient-tiles): threads
 # and CTAs of those that are loaded by the element, by the least and most columns; the vectors of a
@@ -100,6 +118,9 @@ SOFTMAX_ODD = {(5114, 10_233): (256, 1), (14_330, 16_377): (256, 2)}
 # vectors of a thread, before CTAs share a row of a softmax, aligned or not, or of an RMS norm
 # (docs/facts/rows.md#rows-softmax-wide)
 SOFTMAX_WIDE = {True: 8, False: 6}
+# aligned ones of so many bits that clusters of 16 CTAs share (rows.md#rows-softmax-large): from so
+# many columns on
+SOFTMAX_LARGE = {16: 196_609, 32: 1 << 31}
 NORM_WIDE = 5
 # threads that share a row at least, and vectors of a thread of a warp's row at most, of kernels
 # whose rows are short (docs/facts/rows.md#rows-short)
@@ -118,7 +139,9 @@ class Bulk(NamedTuple):
     words: int
     stages: int
     resident: int
-    ahead: bool
+    vector: int
+    open: int
+    ahead: int
 
 
 def tile(
@@ -232,36 +255,52 @@ def dense(
 
 
 def bulk(
-    m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST
-) -> Bulk | None:
+    m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST, *,
+    largest: int = LARGE_CLUSTER,
+) -> Bulk | None:  # fmt: skip
     """How `m` rows of `n` elements, a norm's, that lie one after another come by bulk copies, to
-    a part of a warp, a CTA or a cluster. None for rows that are better taken as `other` has them,
-    and where there are no bulk copies."""
+    a part of a warp, a CTA or a cluster of `largest` CTAs at most. None for rows that are better
+    taken as `other` has them, and where there are no bulk copies."""
     of = arch(arch_name)
-    if of.capability < (9, 0) or m * n < least or not _is_for_bulk(n, other, centred):
+    if of.capability < (9, 0) or m * n < least:
+        return None
+    largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
+    tables = BULK_VECTORS_LONG if other.aligned else BULK_ANYWHERE_LONG
+    for (first, last), (threads, ctas) in tables[centred].items() if other.width == 8 else ():
+        if first <= n <= last and ctas <= largest:
+            return _bulk(n, threads, ctas, other, centred, of.smem_per_cta)
+    if not _is_for_bulk(n, other, centred):
         return None
     for ctas, columns in (BULK_COLUMNS if centred else BULK_COLUMNS | {8: BULK_LONGEST}).items():
         threads = _power(-(-n // (ctas * columns)), 4, 1024)
-        found = _bulk(n, threads, ctas, other, of.smem_per_cta)
+        found = _bulk(n, threads, ctas, other, centred, of.smem_per_cta)
         if found is not None and found.resident * found.tile.num_threads <= BULK_THREADS // 2:
-            found = _bulk(n, BULK_THREADS, ctas, other, of.smem_per_cta)  # smem has room for a CTA
+            found = _bulk(
+                n, BULK_THREADS, ctas, other, centred, of.smem_per_cta
+            )  # smem has room for a CTA
         if found is not None:
             return found
     return None
 
 
-def _bulk(n: int, threads: int, ctas: int, other: RowTile, smem: int) -> Bulk | None:
+def _bulk(n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: int) -> Bulk | None:
     """The same with so many threads for a row in each of so many CTAs; None without room."""
     rows = max(1, BULK_CTA // threads) if ctas == 1 else 1
     tile = RowTile(rows, threads, ctas, 1, other.width, False)
-    words = words_of(n, tile, other.aligned)
+    words, vector, last = words_of(n, tile, other.aligned), 0, 0
+    if other.aligned and rows == 1:
+        words, vector, last = vectors_of(n, tile)
     slot = tile.num_threads * words * 4 + 2 * VECTOR_BYTES
-    room, least_stages = smem - BULK_SPARE, min(BULK_STAGES.values())
-    resident = min(BULK_THREADS // tile.num_threads, room // (least_stages * slot))
+    room = smem - BULK_SPARE
+    relays = ctas > 1 and centred
+    least = LEAST_RELAYED if relays else min(BULK_STAGES.values())
+    resident = min(BULK_THREADS // tile.num_threads, room // (least * slot))
     if not resident:
         return None
     most = next(stages for t, stages in BULK_STAGES.items() if threads <= t)
-    return Bulk(tile, words, min(most, room // (resident * slot)), resident, ctas > 1)
+    stages = min(most, room // (resident * slot))
+    ahead = (1 + (relays and ctas > CLUSTER)) * (ctas > 1)  # rows.md#rows-norm-relayed
+    return Bulk(tile, words, stages, resident, vector, last, ahead)
 
 
 def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
@@ -294,6 +333,9 @@ def resident(
         return None
     for threads, ctas, most in RESIDENT.get((centred, other.width), ()):
         vectors = -(-n // (other.width * threads * ctas))
+        held = vectors * other.width * threads * ctas
+        if centred and other.width == 8 and n >= RESIDENT_LONG:
+            most = most if n <= RESIDENT_MOST and n >= RESIDENT_FULL * held else 0
         if vectors <= most:
             # of an RMS norm with few vectors a thread, or of a large cluster, others are quicker
             wide = threads * ctas > 2048 and 2 * n % LINE_BYTES > 0
@@ -414,6 +456,19 @@ def words_of(n: int, tile: RowTile, whole: bool = False) -> int:
     return -(-(part + (per - 1) * (not whole)) // (tile.threads * per))
 
 
+def vectors_of(n: int, tile: RowTile) -> tuple[int, int, int]:
+    """The same in vectors of words, of rows of whole units of 16 bytes: as few words as any have,
+    the widest vector that makes no more, and how many of a thread's may lie behind the row."""
+    per = tile.width // 4
+    part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
+    words, vector = min(
+        (-(-part // (tile.threads * per * v)) * v, -v) for v in (1, 2, VECTOR_BYTES // 4)
+    )
+    shortest, all_full = n - (tile.ctas - 1) * part, words * tile.threads * per
+    row_of_vectors = tile.threads * per * -vector
+    return words, -vector, -(-(all_full - shortest) // row_of_vectors)
+
+
 def one_cta(other: RowTile) -> RowTile:
     """One CTA of twice the threads instead of two that share a row, of which rows that are only
     read take longer (docs/facts/rows.md#rows-cross-entropy-h200); other tiles as they are."""
@@ -422,10 +477,18 @@ def one_cta(other: RowTile) -> RowTile:
     return replace(other, threads=2 * other.threads, ctas=1)
 
 
-def softmax(m: int, n: int, bits: int, arch_name: str, unit: int, shifted: bool = False) -> RowTile:
-    """The tile of a softmax of `m` rows of `n` elements, the others as of `tile`."""
+def softmax(
+    m: int, n: int, bits: int, arch_name: str, unit: int, shifted: bool = False,
+    largest: int = LARGE_CLUSTER,
+) -> RowTile:  # fmt: skip
+    """The tile of a softmax of `m` rows of `n` elements, to a cluster of `largest` CTAs at most,
+    the others as of `tile`."""
     if m * n < BULK_LEAST:
         return tile(n, bits, arch_name, unit, shifted)
+    large = largest >= LARGE_CLUSTER and arch_name in LARGE_ARCHS
+    if large and not shifted and unit * bits == 8 * VECTOR_BYTES and n >= SOFTMAX_LARGE[bits]:
+        threads, ctas = 2 * CTA, LARGE_CLUSTER
+        return RowTile(1, threads, ctas, -(-n // (threads * ctas * unit)), unit)
     found = tile(n, bits, arch_name, unit, shifted, SOFTMAX_WIDE[not shifted])
     if not shifted:
         return two_ctas(found)

@@ -13,6 +13,7 @@ from cutex.compile import Operand
 from cutex.device.pipeline import publish_barriers
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction
+from cutex.device.row.relayed import RelayedReduction
 from cutex.device.row.tile import VECTOR_BYTES, RowTile
 from cutex.dtypes import DTYPES
 
@@ -124,6 +125,18 @@ def reductions(tile: RowTile, *counts: int, repeated: bool = False) -> list[RowR
     made = [RowReduction.allocate(smem, tile, count, repeated) for count in counts]
     if tile.ctas > 1:
         publish_barriers(tuple(b for r in made for b in r.barriers), cluster=True)
+    return made
+
+
+def repeated(tile: RowTile, count: int) -> RowReduction:
+    """A reduction of so many values, for more than two turns."""
+    return reductions(tile, count, repeated=True)[0]
+
+
+def relayed(tile: RowTile, count: int) -> RelayedReduction:
+    """A reduction of so many values over rows taken in turn, each by all CTAs of a cluster."""
+    made = RelayedReduction.allocate(SmemAllocator(), tile, count)
+    publish_barriers(made.barriers, cluster=True)
     return made
 
 

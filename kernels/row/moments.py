@@ -6,12 +6,14 @@ import functools
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Float32, Int32, cute
 
-from cutex.device.row.reduction import RowReduction, Values, add, lanes, pairwise
+from cutex.device.row.reduction import Values, add, lanes, pairwise
 from cutex.device.row.tile import WARP
 
+Sums = Any  # RowReduction, or RelayedReduction
 CHAINS = 4  # sums that are added up beside each other, so that none waits for the one before
 
 
@@ -19,22 +21,28 @@ CHAINS = 4  # sums that are added up beside each other, so that none waits for t
 class Moments:
     """How the threads of rows of n columns, which all lie alike to them, find the moments of a row,
     or the sum of its squares (of an RMS norm): the reduction over the row's threads, how many
-    columns this thread's warp has of a row, and the reciprocals of both counts."""
+    columns this thread's warp, and its CTA of a cluster, have of a row, and the reciprocals of all
+    counts."""
 
     centred: bool
-    sums: RowReduction
+    sums: Sums
     of_warp: Float32
     by_warp: Float32
+    of_cta: Float32
+    by_cta: Float32
     by_n: Float32
 
     @staticmethod
-    def of(centred: bool, sums: RowReduction, own: Float32 | None, n: Int32) -> Moments:
-        """own: the columns that this thread has of a row; None of an RMS norm."""
-        of_warp = by_warp = Float32(0)
+    def of(
+        centred: bool, sums: Sums, own: Float32 | None, n: Int32, part: Int32 | None = None
+    ) -> Moments:
+        """own: the columns that this thread has of a row; None of an RMS norm. part: those that its
+        CTA has, if not all."""
+        of_warp, of_cta = Float32(0), Float32(n if part is None else part)
         if own is not None:
             of_warp = lanes((own,), add, min(sums.tile.threads, WARP))[0]
-            by_warp = Float32(1) / cute.arch.fmax(of_warp, Float32(1))
-        return Moments(centred, sums, of_warp, by_warp, Float32(1) / Float32(n))
+        by_warp, by_cta = (Float32(1) / cute.arch.fmax(x, Float32(1)) for x in (of_warp, of_cta))
+        return Moments(centred, sums, of_warp, by_warp, of_cta, by_cta, Float32(1) / Float32(n))
 
     @property
     def group(self) -> int:
@@ -51,14 +59,23 @@ class Moments:
 
     def gather(self, found: list[Values], group: int) -> Values:
         """The moments of a row, or the sum of its squares, of those of its parts, of which `group`
-        lanes have some each. The parts' means come as differences from the first one's, so that a
-        mean far from 0 costs no digits."""
+        lanes have some each."""
+        return self.gathered(found, group, self.by_n)
+
+    def gather_of_cta(self, found: list[Values], group: int) -> Values:
+        """The same of a CTA's part of a row, as a part: with how many columns it has."""
+        gathered = self.gathered(found, group, self.by_cta)
+        return (self.of_cta, *gathered) if self.centred else gathered
+
+    def gathered(self, found: list[Values], group: int, by_count: Float32) -> Values:
+        """The moments of parts that have `1 / by_count` columns. Their means come as differences
+        from the first one's, so that a mean far from 0 costs no digits."""
         if not self.centred:
             return pairwise(add)(found, group)
         first = cute.arch.shuffle_sync(found[0][1], 0)
         parts = [(count, mean - first, squares) for count, mean, squares in found]
         (total,) = lanes((sum_of(n * mean for n, mean, _ in parts),), add, group)
-        mean = total * self.by_n
+        mean = total * by_count
         apart = (s + n * (m - mean) * (m - mean) for n, m, s in parts)
         (squares,) = lanes((sum_of(apart),), add, group)
         return mean + first, squares

@@ -16,14 +16,15 @@ from cutex.compile import Argument, Scalar
 from cutex.device.pipeline import publish_barriers
 from cutex.device.row.bulk import BulkRing, Run
 from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import RowReduction
-from cutex.device.row.tile import WARP
+from cutex.device.row.vector_words import VectorWords
 from cutex.device.row.words import Words
-from cutex.kernels.row.kernel import ThisRow, launch_of_groups, reductions
+from cutex.kernels.row.kernel import ThisRow, launch_of_groups, relayed, repeated
+from cutex.kernels.row.moments import Sums
 from cutex.kernels.row.norm import Norm, NormConfig, Normed
 from cutex.kernels.row.norm_by_words import NormByWords
 
-LEAST_STAGES = 2
+LEAST_STAGES = 2  # of rows that are finished in the turn in which they are begun
+RELAYS = 1  # the warp that relays
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,32 @@ class BulkConfig(NormConfig):
     """A norm of dense rows that come by bulk copies.
 
     The tile's vectors are not used. words: of 32 bits, that a thread has of a row, or of its CTA's
-    part of one; stages: slots for rows on their way; resident: CTAs of an SM; ahead: the sums of a
-    row are begun before the row before it is finished, so that nobody waits for other warps.
+    part of one; stages: slots for rows on their way; resident: CTAs of an SM; vector: words of a
+    vector of rows that are a whole number of them and begin with one, of which the last `open` of
+    a thread may lie behind the row; 0: rows begin anywhere. ahead: turns, one or two, between the
+    sums of a cluster's row and the end of them.
     """
 
     words: int = 1
     stages: int = 3
     resident: int = 1
-    ahead: bool = False
+    vector: int = 0
+    open: int = 0
+    ahead: int = 0
 
     @property
     def meets_once(self) -> bool:
         return self.centred
 
+    @property
+    def relays(self) -> bool:
+        """Whether a cluster's sums are relayed (docs/facts/rows.md#rows-norm-relayed)."""
+        return self.tile.ctas > 1 and self.centred
+
 
 class NormBulk(Norm):
-    """The norm of dense rows, without a residual. Thread 0 starts the copies."""
+    """The norm of dense rows, without a residual. Thread 0 starts the copies; of a cluster, warp 1
+    relays the sums of each row before its turn to be finished."""
 
     title = "norm_bulk"
     archs = ("sm_90a", "sm_100a", "sm_120a")
@@ -56,14 +67,15 @@ class NormBulk(Norm):
         tile = config.tile
         if config.residual or config.out or tile.aligned:
             raise ValueError("rows by bulk copies are plain, and may begin anywhere")
-        if tile.rows > 1 and (tile.rows % 2 or tile.ctas > 1):
+        if tile.rows > 1 and (tile.rows % 2 or tile.ctas > 1 or config.vector):
             raise ValueError("a CTA has a part of a row, one row, or an even number of them")
-        if config.ahead and (tile.rows > 1 or tile.threads <= WARP):
-            raise ValueError("ahead: only rows of several warps, one at a time, are begun ahead")
-        if config.stages < LEAST_STAGES + config.ahead:
+        if config.ahead not in ((1, 2) if config.relays else (int(tile.ctas > 1),)):
             raise ValueError(
-                f"stages={config.stages} must be at least {LEAST_STAGES + config.ahead}"
+                f"ahead={config.ahead}: one turn of a cluster's rows, or two if relayed"
             )
+        least = LEAST_STAGES + config.ahead
+        if config.stages < least:
+            raise ValueError(f"stages={config.stages} must be at least {least}")
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         return (*super().operands(dtype), Scalar("groups", "int32"))
@@ -82,7 +94,8 @@ class NormBulk(Norm):
         groups: Int32,
     ) -> None:  # fmt: skip
         c, tile = self.config, self.tile
-        sums = reductions(tile, *c.reduced, repeated=True)[0]
+        made = relayed if c.relays else repeated
+        sums = made(tile, *c.reduced)
         words = tile.num_threads * c.words
         ring = BulkRing.allocate(mX.element_type, words * 32 // mX.element_type.width, c.stages)
         publish_barriers((ring.full,))
@@ -92,15 +105,16 @@ class NormBulk(Norm):
         norm = self.norm(mX, group, optional, sums)
         chunks = cute.ceil_div(Int32(cute.size(mX, mode=[0])), tile.rows)
         turns = cute.ceil_div(chunks - group, groups)
-        if cutlass.const_expr(c.ahead):
-            if turns > 0:
-                self.start(mX, group, ring, norm, Int32(0))
+        for turn in cutlass.range_constexpr(c.ahead):
+            self.start(mX, group + turn * groups, ring, norm, Int32(turn))
+        if cutlass.const_expr(c.ahead > 0):
             cute.arch.sync_threads()
+        for turn in cutlass.range_constexpr(c.ahead * c.relays):
+            self.relay(norm, Int32(turn), turns)
         for turn in cutlass.range(turns, unroll=1):
             chunk = group + turn * groups
-            if cutlass.const_expr(c.ahead):
-                if turn + 1 < turns:
-                    self.start(mX, chunk + groups, ring, norm, turn + 1)
+            if cutlass.const_expr(c.ahead > 0):
+                self.start(mX, chunk + c.ahead * groups, ring, norm, turn + c.ahead)
             else:
                 ring.wait(turn)
             self.rows(mY, chunk, ring[turn], norm, (turn, turns), eps, optional)
@@ -111,10 +125,13 @@ class NormBulk(Norm):
             cute.arch.cp_async_bulk_wait_group(1, read=True)
             later = turn + (c.stages - 1)
             self.fetch(mX, group + later * groups, ring, later)
+            if cutlass.const_expr(c.relays):
+                self.release(norm, turn, turns)
+                self.relay(norm, turn + c.ahead, turns)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def norm(
-        self, mX: cute.Tensor, group: Int32, optional: dict[str, cute.Tensor], sums: RowReduction
+        self, mX: cute.Tensor, group: Int32, optional: dict[str, cute.Tensor], sums: Sums
     ) -> NormByWords:
         """What this thread needs for its row of all chunks of a group, which begin alike to a word,
         since an even number of rows lies between them."""
@@ -123,18 +140,35 @@ class NormBulk(Norm):
         lead = (first.lead + self.own() * n) & (per - 1)
         parts = tile.ctas > 1
         columns = Int32(cute.size(first.gX)) if parts else n
-        words = Words(tile.threads, c.words, per, lead, columns, 1 + parts, tile.rows == 1)
+        if c.vector:
+            how = Int32(0), columns, c.open, True, c.vector
+            words: Words = VectorWords(tile.threads, c.words, per, *how)
+        else:
+            words = Words(tile.threads, c.words, per, lead, columns, 1 + parts, tile.rows == 1)
         column = self.column(n)
         vectors = {name: cute.domain_offset((column,), optional[name]) for name in c.vectors}
-        return NormByWords.of(c, words, vectors, sums, n)
+        return NormByWords.of(c, words, vectors, sums, n, columns if c.relays else None)
 
     @cute.jit
     def start(
-        self, mX: cute.Tensor, chunk: Int32, ring: BulkRing, norm: NormByWords, turn: Int32
+        self, mX: cute.Tensor, row: Int32, ring: BulkRing, norm: NormByWords, turn: Int32
     ) -> None:
-        """Begin the sums of a row, whose turn it is not yet."""
-        ring.wait(turn)
-        norm.start(ring[turn], self.run(mX, chunk).lead, turn)
+        """Begin the sums of a row, if there is one, whose turn it is not yet."""
+        if row < cute.size(mX, mode=[0]):
+            ring.wait(turn)
+            norm.start(ring[turn], self.begin(mX, row), turn)
+
+    @cute.jit
+    def relay(self, norm: NormByWords, turn: Int32, turns: Int32) -> None:
+        """Send this CTA's sums of a row, if there is one, which all threads have begun."""
+        if (cute.arch.warp_idx() == RELAYS) & (turn < turns):
+            norm.moments.sums.relay(norm.moments.gather_of_cta, turn)
+
+    @cute.jit
+    def release(self, norm: NormByWords, turn: Int32, turns: Int32) -> None:
+        """Give the place of a row's sums back, which all threads have read."""
+        if cute.arch.warp_idx() == RELAYS:
+            norm.moments.sums.release(turn, turns)
 
     @cute.jit
     def rows(
@@ -144,14 +178,14 @@ class NormBulk(Norm):
         """Put the norms of a chunk of rows in their place in a slot; store what belongs to them
         beside. turn: which it is, and of how many."""
         rows, n = (Int32(cute.size(mY, mode=[i])) for i in range(2))
-        own, lead = self.own(), self.run(mY, chunk).lead
+        own, begin = self.own(), self.begin(mY, chunk)
         row = chunk * self.tile.rows + own
         # a CTA with one row at a time has no turn without one
         exists = row < rows if self.tile.rows > 1 else cutlass.Boolean(True)
-        if cutlass.const_expr(self.config.ahead):
-            mean, rstd = norm.finish(slot, lead, eps, *turn)
+        if cutlass.const_expr(self.config.ahead > 0):
+            mean, rstd = norm.finish(slot, begin, eps, *turn)
         else:
-            mean, rstd = norm(slot, lead + own * n, exists, eps, *turn)
+            mean, rstd = norm(slot, begin + own * n, exists, eps, *turn)
         if exists:
             columns = Columns(self.tile, n, Int32(0))
             found = Normed(ThisRow(row, rows), columns, None, None, mean, rstd)
@@ -179,9 +213,13 @@ class NormBulk(Norm):
     def rank(self) -> Int32:
         return Int32(cute.arch.block_idx_in_cluster())
 
+    def begin(self, mX: cute.Tensor, chunk: Int32) -> Int32:
+        """Where a chunk begins in its slot, in elements."""
+        return Int32(0) if self.config.vector else self.run(mX, chunk).lead
+
     def run(self, mX: cute.Tensor, chunk: Int32) -> Run:
         """This CTA's part of a chunk of rows of mX (M, N), which is dense."""
-        most = self.tile.rows
+        c, most = self.config, self.tile.rows
         rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
         row, column = chunk * most, self.column(n)
         if self.tile.ctas > 1:
@@ -190,4 +228,4 @@ class NormBulk(Norm):
             count = cutlass.min(rows - row, most) * n
         gX = cute.make_tensor(mX[row, None].iterator + column, cute.make_layout(count))
         last = (row + most >= rows) & (column + count >= n * (rows - row))
-        return Run.of(gX, (row > 0) | (column > 0), ~last)
+        return Run.of(gX, (row > 0) | (column > 0), ~last, c.vector > 0)

@@ -8,9 +8,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from cutex.device.row.reduction import RowReduction, Values
+from cutex.device.row.reduction import Values
 from cutex.device.row.words import Words
-from cutex.kernels.row.moments import Moments
+from cutex.kernels.row.moments import Moments, Sums
 from cutex.kernels.row.norm import NormConfig
 
 
@@ -26,12 +26,12 @@ class NormByWords:
 
     @staticmethod
     def of(
-        config: NormConfig, words: Words, vectors: dict[str, cute.Tensor], sums: RowReduction,
-        n: Int32,
+        config: NormConfig, words: Words, vectors: dict[str, cute.Tensor], sums: Sums, n: Int32,
+        part: Int32 | None = None,
     ) -> NormByWords:  # fmt: skip
         held = {name: words.weights(vectors[name]) for name in config.vectors}
         own = words.own() if config.centred else None
-        moments = Moments.of(config.centred, sums, own, n)
+        moments = Moments.of(config.centred, sums, own, n, part)
         return NormByWords(config, words, held, moments)
 
     @cute.jit

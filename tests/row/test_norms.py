@@ -11,6 +11,7 @@ from row_calls import DTYPES, ORDERS, launched, near, rows
 import cutex
 from cutex.arch import arch
 from cutex.compile import compile
+from cutex.device.row import relayed
 from cutex.device.row.bulk import BulkRing, Run
 from cutex.device.row.tile import RowTile
 from cutex.device.row.words import Words
@@ -18,7 +19,9 @@ from cutex.dtypes import of_torch
 from cutex.kernels.row import choose
 from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
 from cutex.kernels.row.norm_dense import DenseConfig, NormDense
+from cutex.kernels.row.softmax import Softmax
 from cutex.ops.row import launches
+from cutex.ops.row.launches import bulk_groups
 from cutex.ops.row.norm import NORM
 from cutex.ops.row.rows import arch_of
 from cutex.sim import simulate
@@ -160,31 +163,42 @@ def test_norms_of_dense_rows(device, asked, monkeypatch, n, centred, dtype, save
     assert kind.__name__ == "NormDense"
 
 
-BULK = {  # rows, threads, CTAs; columns
-    "four rows of a warp each": ((4, 32, 1), 137),
-    "rows of half a warp": ((8, 16, 1), 75),
-    "a row of two warps": ((1, 64, 1), 301),
-    "parts of a row": ((1, 64, 4), 785),
-    "whole vectors": ((2, 32, 1), 144),
+BULK = {  # rows, threads, CTAs; columns; by vectors
+    "four rows of a warp each": ((4, 32, 1), 137, False),
+    "rows of half a warp": ((8, 16, 1), 75, False),
+    "a row of two warps": ((1, 64, 1), 301, False),
+    "parts of a row": ((1, 64, 4), 785, False),
+    "whole vectors": ((2, 32, 1), 144, False),
+    "a row by vectors": ((1, 64, 1), 744, True),
+    "parts by vectors": ((1, 64, 4), 3960, True),
+    "parts of whole vectors": ((1, 64, 2), 1024, True),
 }
+
+
+def words_of(n, tile, by_vectors, ahead=2):
+    """The words of a thread of a BulkConfig, and its stages."""
+    stages = {"stages": 2 + ahead * (tile.ctas > 1), "ahead": ahead * (tile.ctas > 1)}
+    if not by_vectors:
+        return {"words": choose.words_of(n, tile), **stages}
+    words, vector, last = choose.vectors_of(n, tile)
+    return {"words": words, "vector": vector, "open": last, **stages}
 
 
 @pytest.mark.sweep(120)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("how", BULK.values(), ids=BULK)
-@pytest.mark.parametrize("m", [37, 3])
+@pytest.mark.parametrize("m, ahead", [(37, 1), (37, 2), (3, 1), (3, 2)])
 @pytest.mark.parametrize("apart", [0, 3])
-def test_norms_by_bulk_copies(device, how, m, apart, ahead, centred, dtype):
+def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
     # fewer CTAs than rows, slots that come round again, a first and a last row in the middle of 16
     # bytes, NaN around them; every third row is NaN, which stays there though words lie in two rows
     tile, n = RowTile(*how[0], 1, 16 // dtype.itemsize, False), how[1]
-    if ahead and (tile.rows > 1 or tile.threads <= 32):
-        pytest.skip("rows of one warp are not begun ahead")
+    if (how[2] and apart) or (ahead == 2 and (tile.ctas == 1 or not centred)):
+        pytest.skip("vectors begin at a multiple of their size, only layer norms' clusters relay")
     config = BulkConfig(
-        tile, centred, weight="bf16", bias="bf16" * centred, saves=True, ahead=ahead,
-        words=choose.words_of(n, tile),
+        tile, centred, weight="bf16", bias="bf16" * centred, saves=True,
+        **words_of(n, tile, how[2], ahead),
     )  # fmt: skip
     x, y = (
         torch.full((m * n + 32,), torch.nan, dtype=dtype, device=device)[8 + apart :][: m * n]
@@ -202,7 +216,7 @@ def test_norms_by_bulk_copies(device, how, m, apart, ahead, centred, dtype):
         of_torch(dtype).name,
         "sm_90a" if device == "cpu" else arch_of(x.device, "a norm"),
     )
-    launched(kernel, device, x, y, *optional, 1e-5, 4)
+    launched(kernel, device, x, y, *optional, 1e-5, 3 if how[2] else 4)
     wide = x.double()
     wide = wide - wide.mean(-1, keepdim=True) if centred else wide
     inverse = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -239,9 +253,27 @@ def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves)
     assert {kind.__name__ for kind, *_ in asked} == {"NormBulk"}
 
 
+def test_rows_of_a_group_begin_alike(monkeypatch):
+    # 15 clusters run at one time; an odd number of them only where rows are whole words
+    monkeypatch.setattr(launches, "clusters_at_once", lambda *_: 15)
+    config = BulkConfig(RowTile(1, 64, 2, 1, 8, False), True, words=16, stages=5, ahead=2)
+    sizes = {(n, dtype): bulk_groups(NormBulk, config, torch.empty(40, n, dtype=dtype), "sm_90a")
+             for n in (2000, 2001, 2002) for dtype in (torch.bfloat16, torch.float32)}  # fmt: skip
+    assert {key for key, groups in sizes.items() if groups != 15} == {(2001, torch.bfloat16)}
+    assert sizes[2001, torch.bfloat16] == 14
+
+
+@pytest.mark.parametrize("at_once, right", [(0, False), (7, True), (None, True)])
+def test_large_clusters_only_where_a_gpu_has_room(monkeypatch, at_once, right):
+    monkeypatch.setattr(launches, "kernel_for", lambda *_: None)
+    monkeypatch.setattr(launches, "clusters_at_once", lambda *_: at_once)
+    x, tiles = torch.empty(4, 64), [RowTile(1, 64, ctas, 1, 4) for ctas in (8, 16)]
+    assert [launches.runs(Softmax, tile, x, "sm_90a") for tile in tiles] == [True, right]
+
+
 def test_every_tile_by_bulk_copies_holds_its_rows():
     smem = arch("sm_90a").smem_per_cta
-    for n in range(100, 160_000, 211):
+    for n in range(100, 262_145, 311):
         for width, centred in ((8, True), (8, False), (4, True)):
             other = choose.tile(n, 128 // width, "sm_90a", width, n % width > 0)
             found = choose.bulk(1 << 22, n, other, centred, "sm_90a")
@@ -252,6 +284,9 @@ def test_every_tile_by_bulk_copies_holds_its_rows():
             part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
             last, open_words = n - part * (tile.ctas - 1), 1 + (tile.ctas > 1)
             assert found.words * per * tile.threads >= part + (per - 1) * (not other.aligned)
+            if found.vector:
+                open_words = found.open * found.vector
+                assert other.aligned and tile.rows == 1 and found.words % found.vector == 0
             assert (found.words - open_words) * per * tile.threads <= last  # but these are whole
             slot = tile.num_threads * found.words * 4 + 32
             assert found.stages * found.resident * slot <= smem - choose.BULK_SPARE
@@ -292,22 +327,31 @@ BULK_FAULTS = {
     "a slot filled before it is read": (cute.arch, "cp_async_bulk_wait_group", lambda *_, **__: 0),
     "ends stored that others share": (Run, "inner", lambda r: (Int32(0), (r.end + 7) & -8)),
     "elements of other rows counted": (Words, "mask", lambda *_: Int32(-1)),
+    "kept where a warp still relays": (relayed, "KEPT", 1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order, seed", [("fifo", 0), *ORDERS, ("eager", 0)])
 @pytest.mark.parametrize("fault", BULK_FAULTS.values(), ids=BULK_FAULTS)
-@pytest.mark.parametrize("how, n", [((4, 32, 1), 75), ((1, 64, 2), 301)], ids=["rows", "parts"])
-def test_a_fault_of_bulk_copies_is_found(how, n, fault, order, seed, monkeypatch):
+@pytest.mark.parametrize(
+    "how, n, by_vectors",
+    [((4, 32, 1), 75, False), ((1, 64, 2), 301, False), ((1, 64, 2), 1016, True)],
+    ids=["rows", "parts", "vectors"],
+)
+def test_a_fault_of_bulk_copies_is_found(how, n, by_vectors, fault, order, seed, monkeypatch):
     if fault is not None and order != "fifo":
         pytest.skip("a fault is found in the default order")
     tile = RowTile(*how, 1, 8, False)
     if fault is not None and fault[0] is Words and tile.rows > 1:
         pytest.skip("rows that share words are read by the element at their ends")
+    if fault is not None and by_vectors and fault[0] in (Run, Words):
+        pytest.skip("vectors have no ends")
+    if fault is not None and fault[0] is relayed and tile.ctas == 1:
+        pytest.skip("only clusters relay")
     if fault is not None:
         monkeypatch.setattr(*fault)
-    config = BulkConfig(tile, True, words=choose.words_of(n, tile), ahead=tile.ctas > 1)
+    config = BulkConfig(tile, True, **words_of(n, tile, by_vectors))
     kernel = compile(NormBulk(config), "bf16", "sm_90a", cache=False)
     x, y = rows("cpu", (43, n), torch.bfloat16), torch.full((43, n), torch.nan).bfloat16()
     x[::3] += 200

@@ -26,9 +26,12 @@ class Run:
     lead: Int32  # elements from a multiple of 16 bytes to the first
     after: Boolean
     before: Boolean
+    whole: bool = False  # it begins with 16 bytes, and is a whole number of them
 
     @staticmethod
-    def of(gX: cute.Tensor, after: Boolean, before: Boolean) -> Run:
+    def of(gX: cute.Tensor, after: Boolean, before: Boolean, whole: bool = False) -> Run:
+        if whole:
+            return Run(gX, Int32(0), Boolean(True), Boolean(True), True)
         size = gX.element_type.width // 8
         lead = (Int32(gX.iterator.toint()) & (COPY_BYTES - 1)) // size
         return Run(gX, lead, after, before)
@@ -46,7 +49,9 @@ class Run:
     @cute.jit
     def load(self, slot: cute.Tensor, full: cute.Pointer) -> None:
         """Start the copy to a slot; a phase of `full` completes with it. One thread calls it."""
-        if self.after & self.before:  # nearly always
+        if cutlass.const_expr(self.whole):
+            self.copy(slot, full, Int32(0), self.end)
+        elif self.after & self.before:  # nearly always
             self.copy(slot, full, Int32(0), (self.end + (self.width - 1)) & -self.width)
         else:
             self.load_ends(slot, full)
@@ -84,7 +89,7 @@ class Run:
             num_bytes = (last - first) * (COPY_BYTES // self.width)
             store_bulk(self.gX.iterator + (first - self.lead), slot.iterator + first, num_bytes)
             cute.arch.cp_async_bulk_commit_group()
-        if thread < self.width:
+        if cutlass.const_expr(not self.whole) and thread < self.width:
             if (thread >= self.lead) & (self.lead > 0):
                 self.gX[thread - self.lead] = slot[thread]
             if last + thread < self.end:
@@ -93,6 +98,8 @@ class Run:
     def inner(self) -> tuple[Int32, Int32]:
         """The range in a slot whose 16-byte units are all this run's own."""
         width = self.width
+        if self.whole:
+            return Int32(0), self.end
         return (self.lead + (width - 1)) & -width, self.end & -width
 
 

@@ -64,8 +64,8 @@ class RowTile:
             return f"ctas={self.ctas}: a row of several CTAs needs whole warps of each"
         if self.inner and self.threads * self.ctas == 1:
             return "inner: a row of one thread may begin and end in any of its vectors"
-        if self.ctas not in (1, 2, 4, 8):
-            return f"ctas={self.ctas} must be 1, 2, 4 or 8"
+        if self.ctas not in (1, 2, 4, 8, 16):
+            return f"ctas={self.ctas} must be 1, 2, 4, 8 or 16"
         if self.ctas > 1 and not clusters:
             return f"ctas={self.ctas}: the arch has no clusters"
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutex.kernels.row.choose import TooLong
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
-from cutex.ops.occupancy import clusters_at_once
+from cutex.ops.occupancy import PORTABLE, clusters_at_once
 from cutex.ops.plain import empty_of, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.row.rows import VECTOR, as_rows, dtype_of, sms_of
@@ -20,6 +20,7 @@ from cutex.ops.workspace import flags_of
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
+WORD = 4  # bytes
 Run = Callable[..., Any]  # launches on tensors, and returns the results
 
 
@@ -199,14 +200,26 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def bulk_groups(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -> int:
-    """The clusters, or CTAs, that take the rows of x (M, N) in turn: as many as run at one time, an
-    even number, so that the rows of each begin alike to a word."""
+    """The clusters, or CTAs, that take the rows of x (M, N) in turn: as many as run at one time; of
+    rows that begin in the middle of a word an even number, so that those of each begin alike."""
     tile = config.tile
     compiled = kernel_for(kind, config, dtype_of(x), arch)
     at_once = clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device)
     if at_once is None:
         at_once = config.resident * (sms_of(x.device, arch) // tile.ctas)
-    return max(2, min(-(-len(x) // tile.rows), at_once) // 2 * 2)
+    groups = min(-(-len(x) // tile.rows), at_once)
+    halves = tile.rows * x.shape[1] * x.element_size() % WORD > 0
+    return max(2, groups // 2 * 2) if halves else groups
+
+
+def runs(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -> bool:
+    """Whether x's GPU runs the clusters of a kernel: not every one has room for more than PORTABLE
+    CTAs in any of its parts."""
+    tile = getattr(config, "tile", config)
+    if tile.ctas <= PORTABLE:
+        return True
+    compiled = kernel_for(kind, config, dtype_of(x), arch)
+    return clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device) != 0
 
 
 @lru_cache(maxsize=4096)

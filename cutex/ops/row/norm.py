@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutex.arch import kernels_of
 from cutex.ops.occupancy import clusters_at_once
-from cutex.ops.row.launches import Calls, Launch, Run, bulk_groups, kernel_for
+from cutex.ops.row.launches import Calls, Launch, Run, bulk_groups, kernel_for, runs
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import (
     VECTOR,
@@ -148,8 +148,11 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
         if here is not None:
             return NormResident, ResidentConfig(**{**vars(config), **here._asdict()})
     by_words = dense and widest
-    if by_words and (by := choose.bulk(m, n, config.tile, centred, kernels_of(arch))):
-        return NormBulk, BulkConfig(**{**vars(config), **by._asdict()})
+    for largest in (choose.LARGE_CLUSTER, choose.CLUSTER) if by_words else ():
+        if by := choose.bulk(m, n, config.tile, centred, kernels_of(arch), largest=largest):
+            bulk = BulkConfig(**{**vars(config), **by._asdict()})
+            if runs(NormBulk, bulk, x, arch):
+                return NormBulk, bulk
     if dense and (found := choose.dense(m, n, config.tile, centred)):
         tile, words, turns = found
         return NormDense, DenseConfig(**vars(replace(config, tile=tile)), words=words, turns=turns)

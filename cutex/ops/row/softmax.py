@@ -10,7 +10,7 @@ from torch import Tensor
 from cutex.arch import kernels_of
 from cutex.kernels.row import choose
 from cutex.ops.number import number
-from cutex.ops.row.launches import Calls, Launch, Run, bulk_groups
+from cutex.ops.row.launches import Calls, Launch, Run, bulk_groups, runs
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import (
     arch_of,
@@ -106,7 +106,10 @@ def _plan(_: Any, x: Tensor) -> Run:
     launch = Launch(x.device)
     rows = [*launch.rows(x=x), launch.makes("y", x.shape, x.dtype, 2)]
     m, n = rows[0].shape
-    tile = choose.softmax(m, n, 8 * x.element_size(), kernels_of(arch), *loads_of(rows, (), True))
+    given = m, n, 8 * x.element_size(), kernels_of(arch), *loads_of(rows, (), True)
+    tile = choose.softmax(*given)
+    if not runs(Softmax, tile, rows[0], arch):
+        tile = choose.softmax(*given, largest=choose.CLUSTER)
     widest = 0 if tile.aligned else dense_of(rows)
     if widest and (by := choose.bulk_rows(m, n, widest, kernels_of(arch))):
         config = RowsBulkConfig(*by)
