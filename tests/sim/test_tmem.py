@@ -6,6 +6,7 @@ PTX shows the register fragments as figures; the strides here are those of CUTLA
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -222,6 +223,22 @@ def test_columns_that_were_not_allocated_are_refused(column):
         "bar.sync 0;\n    @%p1 tcgen05.de")  # fmt: skip
     with pytest.raises(BadAddress, match=rf"columns {column}\.\.{column}, but columns 0\.\.63 are"):
         run(body)
+
+
+@pytest.mark.parametrize(("then", "told"), [
+    ("add.u32 %r15, %r15, 1;", True),
+    ("mov.u32 %r16, %r15; st.shared.u32 [%r0+512], %r16;", True),
+    ("mov.u32 %r16, %r15; mov.u32 %r15, 3; add.u32 %r15, %r15, 1;", False),
+    ("selp.u32 %r15, 5, %r15, %p1; st.shared.u32 [%r0+512], %r15;", False),
+], ids=["added to", "moved and stored", "overwritten", "not chosen"])  # fmt: skip
+def test_columns_that_nothing_has_written_are_told_of_when_used(then, told):
+    """cuDNN's top-k of sparse attention loads sums before the first, and adds to none."""
+    load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r15}, [%r13]; tcgen05.wait::ld.sync.aligned;"
+    found = nullcontext()
+    if told:
+        found = pytest.raises(Hazards, match=r"uninitialised: tcgen05.ld of .* warp 0 reads tensor")
+    with found:
+        run(START + load + then + END, warps=1)
 
 
 def test_columns_without_any_allocation_are_refused():

@@ -133,6 +133,9 @@ class UnwrittenValues(Observer):
         # by register: of each lane, (warps, 32), the number of its value's origin, or 0
         self.holds: dict[RegisterId, np.ndarray] = {}
         self.origins: list[_Origin] = []
+        # of the origins in tensor memory that no use has been told of, by number: for each warp,
+        # what is told, and the load
+        self.tmem: dict[int, tuple[dict[int, str], Instruction]] = {}
         self.added: set[int] = set()  # the places that only this watches
         self.stored: np.ndarray | None = None  # see `_stored`
         for register, name in _unassigned(machine.program).items():
@@ -226,6 +229,29 @@ class UnwrittenValues(Observer):
         if len(offset):
             self._load(f"local memory at {offset[0]}", where.warps, where.lanes, ins)
 
+    def tmem_unwritten(self, warps: np.ndarray, tells: list[str], ins: Instruction) -> None:
+        """NOTE: kernels load sums that they have not begun, and add to none of them."""
+        registers = effects(ins)[0]
+        if len(self.holds) + len(registers) > _MOST:
+            self.m.findings.add("uninitialised", tells[0], ins)
+            return
+        number = self._origin("tensor memory", ins.where())
+        told, _ = self.tmem.setdefault(number, ({}, ins))
+        told.update(zip(warps.tolist(), tells, strict=True))
+        for register in registers:
+            self._follow(register)[warps] = number
+
+    def _check_tmem(self, b: Batch, ins: Instruction, step: _Step) -> None:
+        """Report an instruction that uses what a tcgen05.ld has loaded so."""
+        read = {r for source in step.sources for r in source} | step.addresses
+        for register in read & self.holds.keys() if ins.name not in ("mov", "selp") else ():
+            numbers = self.holds[register][b.sel]
+            which = np.isin(numbers, list(self.tmem)) & b.active() & self.m.live[b.idx]
+            for row in np.flatnonzero(which.any(1))[:1].tolist():
+                number = int(numbers[row][which[row]][0])
+                told, load = self.tmem.pop(number)
+                self.m.findings.add("uninitialised", told[int(b.idx[row])], load)
+
     def _load(self, what: str, warps: np.ndarray, lanes: np.ndarray, ins: Instruction) -> None:
         """Follow what these lanes, (n,), have loaded."""
         number = self._origin(what, ins.where())
@@ -238,6 +264,8 @@ class UnwrittenValues(Observer):
         if not self.holds:
             return
         ins, step = self.m.program.code[pc], _steps(self.m.program)[pc]
+        if self.tmem:
+            self._check_tmem(b, ins, step)
         self._check(b, ins, step)
         results = self._results(b, ins, step)
         for register, result in results.items():

@@ -166,15 +166,12 @@ def ld(d: Decoder) -> Execute:
         access.conflicts(b, rows, cta, lane, column, False)
         got = d.m.tmem.cells[cta, lane, column]  # (rows, registers, 32)
         unwritten = np.flatnonzero((got == POISON32).all((1, 2)))
-        if len(unwritten):
-            k = int(unwritten[0])
-            d.m.findings.add(
-                "uninitialised",
-                f"tcgen05.ld of {d.m.grid.name_warp(int(b.idx[rows[k]]))} reads tensor memory "
-                f"columns {int(column[k].min())}..{int(column[k].max())}, of which nothing has "
-                "written any in its lanes since they were allocated",
-                d.ins,
-            )
+        tells = [
+            f"tcgen05.ld of {d.m.grid.name_warp(int(b.idx[rows[k]]))} reads tensor memory "
+            f"columns {int(column[k].min())}..{int(column[k].max())}, of which nothing has "
+            "written any in its lanes since they were allocated"
+            for k in unwritten.tolist()
+        ]
         if access.packed:
             got = got[:, ::2] & np.uint32(0xFFFF) | got[:, 1::2] << np.uint32(16)
         part = (
@@ -182,6 +179,8 @@ def ld(d: Decoder) -> Execute:
         )
         for i, write in enumerate(writes):
             write(part, got[:, i])
+        if tells:
+            d.m.events.tmem_unwritten(b.idx[rows[unwritten]], tells, d.ins)
 
     return execute
 

@@ -231,6 +231,9 @@ class Observer:
     def tmem_accessed(self, warp: int, place: Rectangle, write: bool, ins: Instruction) -> None:
         """tcgen05.ld or st."""
 
+    def tmem_unwritten(self, warps: np.ndarray, tells: list[str], ins: Instruction) -> None:
+        """tcgen05.ld has loaded columns that nothing has written; ``tells``: what of each warp."""
+
     def tmem_waited(self, kind: Kind, warps: np.ndarray) -> None:
         """tcgen05.wait."""
 
