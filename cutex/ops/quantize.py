@@ -254,9 +254,11 @@ _KNOWN: dict[Any, Any] = per_device({})  # launches that have checked their tens
 @lru_cache(maxsize=4096)
 def _kernel(config: Any, dtype: str, arch: str) -> Any:
     from cutex.compile import compile
+    from cutex.kernels.quantize.loop import QuantizeLoop
     from cutex.kernels.quantize.tile import Quantize
 
-    return compile(Quantize(config), dtype, arch)
+    kernel = QuantizeLoop if config.num_ctas else Quantize
+    return compile(kernel(config), dtype, arch)
 
 
 def _fake(

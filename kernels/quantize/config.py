@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 TILE = 128  # rows and columns of a CTA's tile: a tile of the swizzled layout, of each side
 PLAIN_BLOCK = 32  # elements of a block that a thread reads of a column at once
+NVFP4_BLOCK = 16
+STAYING = 2, 2 * 132  # CTAs of an SM that take NVFP4's tiles in turn, and of all
 WIDTH = 8  # elements of a row that a thread reads at once
 # archs whose conversions to a type are instructions (PTX ISA, cvt); else integer operations
 NATIVE = {
@@ -38,6 +40,7 @@ class QuantizeConfig:
     native_e4m3: bool = True  # and that to e4m3, of NVFP4's factors
     resident: int = 0  # CTAs that an SM has registers for at least; 0: as many as the compiler says
     reuses: bool = False  # whether columns' results lie where x was in smem
+    num_ctas: int = 0  # that stay, and take tiles in turn (QuantizeLoop); 0: one for each tile
 
     @property
     def of(self) -> Format:
@@ -83,6 +86,8 @@ class QuantizeConfig:
             return f"native: {arch.name} has no conversion to {self.of.element}"
         if self.native_e4m3 and arch.name not in NATIVE["e4m3"]:
             return f"native_e4m3: {arch.name} has no conversion to e4m3"
+        if self.num_ctas and (not (self.columns and self.aligned) or self.square or self.reuses):
+            return f"num_ctas={self.num_ctas}: of columns of aligned x, which have a slot of theirs"
         if self.swizzled and not self.of.swizzled:
             return f"swizzled: factors of {self.format} are fp32, which no tensor core reads"
         return None
@@ -90,12 +95,14 @@ class QuantizeConfig:
 
 def fitted(config: QuantizeConfig, bits: int, arch: str) -> QuantizeConfig:
     """`config` with the residency that was the fastest of x of so many bits, where one was timed
-    (docs/facts/scaled.md#quantize-resident)."""
+    (docs/facts/scaled.md#quantize-resident, #quantize-coded)."""
     if arch != "sm_90a" or bits != 16:
         return config
+    if config.columns and config.aligned and config.block < PLAIN_BLOCK:
+        return replace(config, resident=STAYING[0], num_ctas=STAYING[1])
     if not config.columns:
         resident = 4 if config.block < PLAIN_BLOCK else 3
-    elif config.rows or config.block == TILE:
+    elif config.rows or config.block in (TILE, NVFP4_BLOCK):
         resident = 4
     else:
         resident = 5

@@ -15,7 +15,8 @@ from cutex.device.row.reduction import Values
 from cutex.device.row.tile import RowTile
 from cutex.kernels.quantize.config import QuantizeConfig
 from cutex.kernels.quantize.elements import Factor, bits_of, factor_of, float_of
-from cutex.kernels.quantize.tile import Quantize, magnitude, over_lanes
+from cutex.kernels.quantize.magnitudes import magnitude, over_lanes
+from cutex.kernels.quantize.tile import Quantize
 from cutex.kernels.row.kernel import RowKernel, launch_of, reductions
 from cutex.kernels.row.norm import Norm, NormConfig
 from cutex.problem.scaled.formats import FORMATS, SWIZZLE_ROWS, Format

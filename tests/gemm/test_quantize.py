@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cutex
+from cutex.kernels.quantize import config
 from cutex.ops.quantize import QUANTIZED
 from cutex.problem.scaled.formats import FORMATS
 from cutex.problem.scaled.layouts import swizzle
@@ -80,6 +81,9 @@ def test_both_sides_have_the_references_bits(format, arch, m, k, dtype, rounding
         (torch.float16, 0.37),
         (torch.bfloat16, -0.5),
         (torch.bfloat16, 1e-30),
+        (torch.bfloat16, 2.0**105),
+        (torch.float32, 1e36),
+        (torch.float32, 1.0),
     ],
 )
 def test_hoppers_fp4_has_the_references_bits_in_blocks_cut_off_and_not(dtype, own):
@@ -90,6 +94,21 @@ def test_hoppers_fp4_has_the_references_bits_in_blocks_cut_off_and_not(dtype, ow
         rows, columns = cutex.quantize(x, "nvfp4", along="both", tensor_scale=own)
     check(rows, x)
     check(columns, x.mT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("along", ["columns", "both"])
+def test_ctas_that_stay_have_the_references_bits(along, monkeypatch):
+    """Two CTAs take many tiles each, whole ones and others, in any order of warps."""
+    monkeypatch.setattr(config, "STAYING", (2, 2))
+    monkeypatch.setattr("cutex.ops.quantize._KNOWN", {})
+    for i, (m, k) in enumerate([(416, 144), (96, 656), (70, 400)]):
+        x, own = values(m, k, DTYPES[i % 2], seed=m), torch.tensor([0.37])
+        with cutex.ops.simulated("sm_90a", order=("random", "starved", "eager")[i], seed=i):
+            q = cutex.quantize(x, "nvfp4", along=along, tensor_scale=own)
+        if along == "both":
+            check(q[0], x)
+        check(q[1] if along == "both" else q, x.mT)
 
 
 @pytest.mark.slow

@@ -1,0 +1,118 @@
+"""Quantization along columns, or both sides, by CTAs that stay: TMA brings tiles of x ahead.
+
+What a CTA of one tile spends until its loads begin, and while they run, keeps it from memory's rate
+where an element takes many instructions (NVFP4). Here two tiles are always there or on their way, a
+tensor map cuts off what is not, and the table of factors is written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cutex.device.atoms.mma import allocate_slots
+from cutex.device.atoms.tma import load_operand, tile_loads
+from cutex.device.pipeline import Barrier, PipelineState, publish_barriers
+from cutex.kernels.quantize.config import TILE
+from cutex.kernels.quantize.nvfp4 import CODES, OwnScale
+from cutex.kernels.quantize.results import THREADS
+from cutex.kernels.quantize.tile import Quantize
+
+SLOTS = 2
+
+
+class QuantizeLoop(Quantize):
+    """The same, of 16-bit x.
+
+    barrier         arrives                                    waits
+    full[slot]      1: a lane of warp 0, and the tile's bytes  all, before they read the slot
+    0 (CTA)         all: factors and columns' results are in   all
+                    smem; they are stored
+
+    smem            bytes
+    sX              128 * 128 * 2 * SLOTS
+    sQ, sMax, sF, inverses as of Quantize
+    """
+
+    archs = ("sm_90a",)
+    dtypes = ("bf16", "fp16")
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, *rest) -> None:
+        *passed, stream = rest
+        c = self.config
+        down, across = (cute.ceil_div(cute.size(mX, mode=[i]), TILE) for i in range(2))
+        rows = cute.make_layout((TILE, TILE, SLOTS), stride=(TILE, 1, TILE * TILE))
+        x = load_operand(mX, cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, rows))
+        self.kernel(x, down * across, tuple(passed)).launch(
+            grid=(cutlass.min(down * across, c.num_ctas), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            **self.residency,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cpasync.TmaInfo, num_tiles: Int32, passed: tuple[Any, ...]) -> None:
+        c, mX = self.config, x.tma_tensor
+        first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        across = cute.ceil_div(cute.size(mX, mode=[1]), TILE)
+        own, rest = None, passed
+        if cutlass.const_expr(c.of.tensor_scale):
+            own, rest = passed[0][0], passed[1:]
+        smem = SmemAllocator()
+        sX = allocate_slots(smem, x.atom.value_type, x.smem_layout)  # (bM, bK, SLOT)
+        sMax = self.allocate_magnitudes(smem)
+        sQ = self.allocate_turned(smem)
+        sF = self.allocate_factors(smem)
+        full = Barrier.allocate(smem, "full", arrivals=1, slots=SLOTS)
+        publish_barriers((full,))
+        for slot in cutlass.range_constexpr(SLOTS):
+            self.load(x, sX, full, first + slot * step, Int32(slot), num_tiles)
+        if cutlass.const_expr(own is not None):
+            inverses = smem.allocate_tensor(Float32, cute.make_layout(CODES), 16)
+            own = OwnScale.of(own, inverses)
+            own.write_inverses(self.in_pairs)
+            cute.arch.sync_threads()
+        take = PipelineState(SLOTS, Int32(0), Int32(0))
+        for tile in cutlass.range(first, num_tiles, step, unroll=1):
+            place = tile // across, tile % across
+            full.wait(take.phase, take.slot)
+            here = sX[None, None, take.slot]
+            if cutlass.const_expr(c.rows):
+                self.quantize_rows(here, Int32(0), own, *place, mX, rest[:2], sF)
+            turned = self.turned(sQ, here)
+            self.quantize_columns((here, sMax, turned, sF), Int32(0), own, *place, mX, rest[-2:])
+            cute.arch.sync_threads()
+            self.load(x, sX, full, tile + SLOTS * step, take.slot, num_tiles)
+            self.store_rest(turned, sF, *place, mX, rest)
+            cute.arch.sync_threads()
+            take.advance()
+
+    @cute.jit
+    def load(
+        self,
+        x: cpasync.TmaInfo,
+        sX: cute.Tensor,
+        full: cutlass.Constexpr[Barrier],
+        tile: Int32,
+        slot: Int32,
+        num_tiles: Int32,
+    ) -> None:
+        """Start the load of a tile, if there is one; warp 0 does. What is not of x arrives as
+        zeros."""
+        if (cute.arch.warp_idx() == 0) & (tile < num_tiles):
+            across = cute.ceil_div(cute.size(x.tma_tensor, mode=[1]), TILE)
+            with cute.arch.elect_one():
+                full.arrive_expecting(TILE * TILE * sX.element_type.width // 8, slot)
+            tile_loads(x, sX, tile // across).load(tile % across, slot, full[slot])
+
+    def row_vector(self, rX: cute.Tensor, i: int) -> cute.Tensor:
+        thread, c = cute.arch.thread_idx()[0], self.config
+        row = rX[thread // self.lanes + i * self.step, None]
+        vector = cute.make_rmem_tensor(c.width, rX.element_type)
+        cute.autovec_copy(cute.local_tile(row, (c.width,), (thread % self.lanes,)), vector)
+        return vector
