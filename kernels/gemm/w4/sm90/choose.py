@@ -60,7 +60,7 @@ FEW_ROWS = 256
 # by 128 of K, and of each column, by wgmma, of which few columns take as long, and by mma.sync;
 # what a warpgroup waits alone on an SM; an exchange of two CTAs, and what more take; the time of
 # two CTAs that share most SMs, by wgmma and by mma.sync, relative to one with as many warpgroups
-SMALL_ROWS, SMALL_N, SMALL_FIXED_US = 64, 8448, 1.77
+SMALL_ROWS, SMALL_N, SMALL_K, SMALL_FIXED_US = 64, 8448, 8192, 1.77
 SMALL_STRIP, SMALL_COLUMN, SMALL_STRIP_LEAST, SMALL_ALONE, SMALL_SPLIT = 248, 2.58, 320, 134, 1426
 SMALL_FEW_STRIP, SMALL_FEW_ALONE, SMALL_FEW_SPLIT = 316, 72, 602
 SMALL_FOURS, SHARED_TIMES, SHARED_FEW_TIMES, MOST_SMS = 3054, 1.05, 0.97, 1.25
@@ -118,7 +118,8 @@ def deepest(tiles: W4Config, arch: Arch, shared: bool = False) -> W4Config | Non
 
 def is_small(mnk: tuple[int, int, int]) -> bool:
     """Whether predict_small is for these sizes."""
-    return EIGHT < mnk[0] <= SMALL_ROWS and mnk[1] <= SMALL_N
+    m, n, k = mnk
+    return EIGHT < m <= SMALL_ROWS and n <= SMALL_N and k <= SMALL_K
 
 
 def predict_small(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
