@@ -289,11 +289,14 @@ def on_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-def test_scaled_dot_product_attention_and_its_gradients_on_a_gpu(on_gpu, causal):
-    q, k, v = (heads_first(rows=300, seed=i).cuda().requires_grad_() for i in range(3))
+@pytest.mark.parametrize(("rows", "causal"), [(300, False), (300, True), (1, False)])
+def test_scaled_dot_product_attention_and_its_gradients_on_a_gpu(on_gpu, rows, causal):
+    sizes = enumerate((rows, 300, 300))
+    q, k, v = (heads_first(rows=n, seed=i).cuda().requires_grad_() for i, n in sizes)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    ours = cutex.flash_attn_func(*(x.detach().transpose(1, 2) for x in (q, k, v)), causal=causal)
+    attend = cutex.flash_attn_func if rows > 1 else cutex.flash_attn_with_kvcache
+    given = (x.detach().transpose(1, 2) for x in (q, k, v))
+    ours, _ = attend(*given, causal=causal, return_lse=True)
     assert torch.equal(out.transpose(1, 2), ours), "it ran on torch's own kernel"
     grad = torch.randn_like(out)
     out.backward(grad)
