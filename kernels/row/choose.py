@@ -90,8 +90,12 @@ RESIDENT_LONG, RESIDENT_FULL, RESIDENT_MOST = 20_481, 0.85, 65_536
 # rows whose threads keep sums of their columns (docs/facts/rows.md#rows-gradient-tiles): threads
 # and CTAs of those that are loaded by the element, by the least and most columns; the vectors of a
 # thread of a cluster, from which on it has twice as many
-SUMS_BY_ELEMENT = {(2049, 5120): (256, 1), (10_241, 24_576): (512, 2), (24_577, 53_248): (256, 8)}
+SUMS_BY_ELEMENT = {
+    (129, 256): (16, 1), (2049, 5120): (256, 1), (10_241, 24_576): (512, 2),
+    (24_577, 53_248): (256, 8),
+}  # fmt: skip
 SUMS_MOST = 5
+SUMS_FP32 = 193, 2048  # columns of fp32 of which half the threads have a row
 
 # gradients of a norm's dense rows by bulk copies (docs/facts/rows.md#rows-gradient-bulk): the
 # elements of a thread, by the threads of a CTA, from which on others share a row; registers of a
@@ -104,6 +108,12 @@ SUMS_SLOTS = (4, 3)
 # and of those that begin with vectors
 SUMS_ANYWHERE = {8: 289, 4: 1025}
 SUMS_ALIGNED = {8: 98_305, 4: 65_537}
+# and between two lengths, by the elements of a vector and the sums of columns
+# (docs/facts/rows.md#rows-gradient-bulk-middle)
+SUMS_MIDDLE = {
+    (8, 1): (7169, 32_768), (8, 2): (4865, 32_768),
+    (4, 1): (24_577, 32_767), (4, 2): (24_577, 32_767),
+}  # fmt: skip
 
 # rows of a softmax that begin anywhere, by bulk copies (docs/facts/rows.md#rows-softmax-bulk):
 # threads of a CTA, the fewest first; elements of a thread and slots at most; from so many columns
@@ -115,6 +125,8 @@ ROWS_ANYWHERE = {8: 10_234, 4: 32_769}
 # those between are better in registers (docs/facts/rows.md#rows-softmax-odd): threads and CTAs, by
 # the least and most columns, of 16 bits
 SOFTMAX_ODD = {(5114, 10_233): (256, 1), (14_330, 16_377): (256, 2)}
+# and of its gradient two CTAs of 128 threads (docs/facts/rows.md#rows-softmax-gradient-odd)
+GRADIENT_ODD = 4090, 14_336
 # vectors of a thread, before CTAs share a row of a softmax, aligned or not, or of an RMS norm
 # (docs/facts/rows.md#rows-softmax-wide)
 SOFTMAX_WIDE = {True: 8, False: 6}
@@ -197,13 +209,16 @@ def with_sums(n: int, other: RowTile) -> RowTile:
     threads, ctas = other.threads, other.ctas
     if other.width == 1:
         for (least, most), found in SUMS_BY_ELEMENT.items():
-            if least <= n <= most and ctas > 1:
+            if least <= n <= most and (ctas > 1 or n < CTA * WIDE):
                 threads, ctas = found
     elif other.width == 8 and threads == CTA and ctas == CLUSTER and other.vectors > SUMS_MOST:
         threads = 2 * CTA
-    return replace(
-        other, threads=threads, ctas=ctas, vectors=-(-n // (threads * ctas * other.width))
-    )
+    elif other.width == 4 and ctas == 1 and SUMS_FP32[0] <= n <= SUMS_FP32[1]:
+        threads //= 2
+    vectors, rows = -(-n // (threads * ctas * other.width)), other.rows
+    if threads != other.threads:
+        rows = max(1, CTA // threads)
+    return replace(other, rows=rows, threads=threads, ctas=ctas, vectors=vectors)
 
 
 def by_smem(n: int, other: RowTile) -> RowTile | None:
@@ -366,7 +381,10 @@ def bulk_gradient(
     cluster holds, and where there are no bulk copies."""
     of = arch(arch_name)
     wanted = (SUMS_ALIGNED if n % widest == 0 else SUMS_ANYWHERE).get(widest)
-    if of.capability < (9, 0) or wanted is None or m * n < least or n < wanted:
+    if of.capability < (9, 0) or wanted is None or m * n < least:
+        return None
+    first, last = SUMS_MIDDLE.get((widest, sums), (wanted, 0))
+    if n < wanted and not (first <= n <= last and n % widest == 0):
         return None
     room = of.smem_per_cta - BULK_SPARE
     # few elements a thread; as many as it holds; of rows that leave no room for a third slot
@@ -498,6 +516,17 @@ def softmax(
             inner = vectors <= WIDE
             return replace(found, threads=threads, ctas=ctas, vectors=vectors, rows=1, inner=inner)
     return found
+
+
+def softmax_gradient(n: int, bits: int, arch_name: str, unit: int, shifted: bool) -> RowTile:
+    """The tile of the gradient of a softmax of rows of `n` elements, the others as of `tile`."""
+    found = tile(n, bits, arch_name, unit, shifted)
+    first, last = GRADIENT_ODD
+    if shifted and found.width == 8 and first <= n <= last and found.ctas <= CLUSTER // 2:
+        vectors = -(-(n + found.lead) // (2 * CTA * found.width))
+        if arch(arch_name).capability >= (9, 0):
+            return replace(found, rows=1, threads=CTA, ctas=2, vectors=vectors, inner=True)
+    return inner(found) if found.width == 8 else found
 
 
 def cross_entropy(n: int, bits: int, arch_name: str, unit: int, shifted: bool) -> RowTile:

@@ -20,7 +20,6 @@ from cutex.ops.row.rows import (
     dense_of,
     empty_rows,
     loads_of,
-    tile_of,
 )
 from cutex.ops.row.softmax_masked import MASKED, kept
 
@@ -128,7 +127,11 @@ def _plan_gradient(_: Any, y: Tensor, dy: Tensor) -> Run:
         return lambda y, dy: empty_rows(y)
     launch = Launch(y.device)
     rows = [*launch.rows(y=y, dy=dy), launch.makes("dx", y.shape, y.dtype, 2)]
-    kernel = SoftmaxBackward, tile_of(rows, (), arch), arch
+    x = rows[0]
+    tile = choose.softmax_gradient(
+        x.shape[1], 8 * x.element_size(), kernels_of(arch), *loads_of(rows, (), True)
+    )
+    kernel = SoftmaxBackward, tile, arch
     return launch.run(kernel, ("y", "dy", "dx"), returns=("dx",))
 
 
