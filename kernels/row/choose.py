@@ -65,7 +65,7 @@ BULK_VECTORS_LONG: dict[bool, Clusters] = {
     False: {},
 }  # fmt: skip
 BULK_ANYWHERE_LONG: dict[bool, Clusters] = {
-    True: {(36_865, 43_008): (256, 4), (43_009, 57_344): (512, 4), (57_345, 90_112): (256, 8),
+    True: {(36_865, 43_008): (256, 4), (43_009, 90_112): (256, 8),
            (90_113, 180_224): (512, 8), (180_225, 360_448): (512, 16)},
     False: {},
 }  # fmt: skip
@@ -132,7 +132,7 @@ GRADIENT_ODD = 4090, 14_336
 SOFTMAX_WIDE = {True: 8, False: 6}
 # aligned ones of so many bits that clusters of 16 CTAs share (rows.md#rows-softmax-large): from so
 # many columns on
-SOFTMAX_LARGE = {16: 196_609, 32: 1 << 31}
+SOFTMAX_LARGE = {16: 196_609, 32: 131_073}
 NORM_WIDE = 5
 # threads that share a row at least, and vectors of a thread of a warp's row at most, of kernels
 # whose rows are short (docs/facts/rows.md#rows-short)
