@@ -113,7 +113,8 @@ def rows_tiles(
     elif mean_rows >= LONG_GROUPS and not by_k and width(n, IN_TURN) == 192:
         tiles = _in_turn(192, cluster_m=2)
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * arch_named(arch).num_sms:
-        tiles = _together(n, TOGETHER)
+        in_turn = ragged and width(n, TOGETHER) == 192
+        tiles = _taken_in_turn(n, ragged) if in_turn else _together(n, TOGETHER)
     elif ragged and width(n, IN_TURN) == 192:
         tiles = _taken_in_turn(n, ragged)
     else:
