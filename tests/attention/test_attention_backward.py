@@ -229,6 +229,7 @@ def test_warpgroups_of_keys_compute_dq_without_a_soft_cap():
         assert half in replace(found, tile_m=128, score_m=128).why_not()
     narrow = fitted(replace(config, head_dim=64, head_dim_v=64))
     assert narrow.tile_m == 128 and narrow.own_dq and narrow.why_not() is None
+    assert narrow.dq_last and "of own_dq" in replace(BackwardConfig(), dq_last=True).why_not()
     for dims in ((192, 128), (256, 256)):  # dK and dV of 64 keys by two warpgroups, dQ by pairs
         found = fitted(BackwardConfig(head_dim=dims[0], head_dim_v=dims[1]))
         assert found.wide and found.pairs and found.why_not() is None

@@ -35,6 +35,7 @@ class BackwardConfig(BackwardSpec):
     num_ctas: int = 132  # SMs
     own_dq: bool = False  # the warpgroups that own keys compute dQ, too
     alternate: bool = False  # the warpgroups that own keys start their products in alternation
+    dq_last: bool = False  # of own_dq: a turn is dK, dV, dQ, not dV, dQ, dK
     late_zeros: bool = False  # sums of dQ are zeroed by main, shortly before they are added to
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
@@ -186,6 +187,8 @@ class BackwardConfig(BackwardSpec):
             return f"registers={self.registers}: more than the {at_launch} of {threads} threads"
         if self.alternate and self.wide:
             return "alternate=True: two warpgroups that own 64 keys each"
+        if self.dq_last and not self.own_dq:
+            return "dq_last=True: the last of the products of own_dq"
         if self.late_zeros and not self.own_dq:
             return "late_zeros=True: for own_dq, which leaves a warp for them"
         if self.own_dq and (reason := self.why_not_own_dq()):

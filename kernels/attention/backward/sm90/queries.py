@@ -335,19 +335,38 @@ class AllGradients(KeyGradients):
         self.gradients(acc_s, acc_dp, rdS, state, 0, delta)
         self.write_ds(rdS, ds)
         self.enter()
+        if cutlass.const_expr(c.dq_last):
+            products.dk.of(rdS).issue(state.slot, True)
         products.dv.of(rP).issue(state.slot, True)
+        acc_dq: Any = None
         if cutlass.const_expr(of_dq is not None):
             acc_dq = self.start_dq(of_dq[1])
-        products.dk.of(rdS).issue(state.slot, True)
+        if cutlass.const_expr(not c.dq_last):
+            products.dk.of(rdS).issue(state.slot, True)
         self.leave()
         # NOTE: dS is for the next turn's dQ; the fence, which takes long, runs under the products
         s.ds.hand_over(ds)
-        warpgroup.wait_group(1)
-        s.do.release(state)
-        if cutlass.const_expr(of_dq is not None):
-            self.hand_on(acc_dq, *of_dq)
-        warpgroup.wait_group(0)
-        s.q.release(state)
+        self.finish(state, acc_dq, of_dq)
+
+    @cute.jit
+    def finish(self, state: PipelineState, acc_dq: Any, of_dq: Any) -> None:
+        """Wait for the products of a turn, release what each has read, and hand dQ on."""
+        s, dq = self.shared, of_dq is not None
+        if cutlass.const_expr(self.config.dq_last):
+            warpgroup.wait_group(1 + dq)
+            s.q.release(state)
+            warpgroup.wait_group(int(dq))
+            s.do.release(state)
+            if cutlass.const_expr(dq):
+                warpgroup.wait_group(0)
+                self.hand_on(acc_dq, *of_dq)
+        else:
+            warpgroup.wait_group(1)
+            s.do.release(state)
+            if cutlass.const_expr(dq):
+                self.hand_on(acc_dq, *of_dq)
+            warpgroup.wait_group(0)
+            s.q.release(state)
 
     @cute.jit
     def first_block(
