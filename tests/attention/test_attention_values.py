@@ -92,20 +92,34 @@ def test_peaked_rows_are_as_exact_as_with_a_maximum(init, dtype):
     assert (out[0, :, 0] - want).norm() < 1.1 * (rounded - want).norm()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=SLOW)])
-def test_lse_of_scores_that_rise_block_by_block(dtype):
-    """As exact as in float32 with the largest score as reference: else exponents far from 0 would
-    be rounded by as much more."""
-    case = replace(CASE, init="falling", dtype=dtype, seqlen_q=64, seqlen_k=768)
+@pytest.mark.parametrize(
+    ("init", "dtype", "causal", "seqlen_k", "head_dim"),
+    [
+        ("falling", "bf16", False, 768, 64),
+        pytest.param("falling", "fp16", False, 768, 64, marks=SLOW),
+        pytest.param("falling", "bf16", True, 576, 64, marks=SLOW),
+        pytest.param("falling", "bf16", False, 1024, 256, marks=SLOW),
+        pytest.param("rising", "bf16", True, 832, 96, marks=SLOW),
+        pytest.param("x16", "bf16", True, 832, 128, marks=SLOW),
+    ],
+)
+def test_lse_is_as_exact_as_with_a_maximum(init, dtype, causal, seqlen_k, head_dim):
+    """In float32: exponents far from 0 are rounded by as much more, and powers of two of scores,
+    and LSE with them, are as exact as the scale by which these are multiplied."""
+    case = replace(CASE, init=init, dtype=dtype, causal=causal, seqlen_q=64, seqlen_k=seqlen_k)
+    case = replace(case, head_dim=head_dim, head_dim_v=head_dim)
     inputs = case.inputs()
     _, lse = computed(case, inputs)
     _, want = wanted(case, inputs)
     q, k = (x[0, :, 0].double() for x in inputs[:2])
-    scores, unit = (q @ k.T).float().double(), case.softmax_scale * math.log2(math.e)
-    largest = scores.amax(1)
-    powers = ((scores - largest[:, None]) * unit).float()
-    usual = (largest * unit).float() + powers.exp2().sum(1).log2()
-    assert (lse[0] - want).norm() < 1.1 * (usual * math.log(2.0) - want).norm()
+    scores, scale = (q @ k.T).float(), torch.tensor(case.softmax_scale)
+    if causal:
+        hidden = torch.ones(scores.shape, dtype=torch.bool).triu(seqlen_k - 64 + 1)
+        scores.masked_fill_(hidden, -torch.inf)
+    largest = scores.amax(1, keepdim=True)
+    powers = ((scores - largest) * (scale * math.log2(math.e))).exp2()
+    usual = largest[:, 0] * scale + powers.sum(1).log()
+    assert (lse[0] - want).norm() < 1.1 * (usual - want).norm()
 
 
 @pytest.mark.parametrize("score", [16.0, 60.0])

@@ -192,7 +192,7 @@ class BlockLoop:
                 state = self.guarded(path, count, state)
             else:
                 self.softmax.forget_top()
-                rises = False if self.is_fp16 else self.softmax.rises()
+                rises = False if self.is_fp16 else cute.arch.vote_any_sync(self.softmax.is_low())
                 state = self.chunks(path, count, state, rises)
         return state
 

@@ -9,71 +9,46 @@ Where they are peaked, blocks come by `guard`, which keeps the largest score of 
 of a row, and raises references before it computes exponentials if some row of the warp exceeds its
 own by more than `room` powers of two: so far that others need not follow soon.
 
-What rounding takes from a peaked row's largest probability, `top`, is most of the error. As much of
-it as O loses along itself is taken from the sum that O is divided by, too. With the maximum as
-reference, as others have it, that probability is 1, and exact. `top` is 0 where nobody has looked
-for it in some block. Only the largest sum of half a thread's part of a block, `part`, is known.
-
-What `finish` says depends on the sums alone, never on V: up to `small` they leave room for values
-of V up to 1e30. Above, up to `most`, the caller looks whether O is finite (`leaves_no_room`). After
-a reference was raised, what values of V below 1e-19 contribute may be 0.
+What it keeps, and what the end of a tile makes of it: watched_state.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
+from cutlass import Boolean, Float16, Float32, Int32, cute
 
 from cutex.device.atoms.scalar import (
     exp2,
-    fma,
     largest_negative_of,
     largest_of,
-    log2,
     nearest_whole,
     power_below,
     reciprocal,
     sqrt,
 )
-from cutex.device.attention.guarded_softmax import LARGE, GuardedSoftmax
-from cutex.device.attention.softmax import LN2, row_max
+from cutex.device.attention.guarded_softmax import GuardedSoftmax
+from cutex.device.attention.softmax import row_max
+from cutex.device.attention.watched_state import ABOUT_ONE, WatchedState
 
 LEAST_SEEN = 8  # columns of a thread, in which what scores are like can be seen
-OUTWEIGHS = 0.5  # of a row's sum: the least that counts of one that outweighs others
-ABOUT_ONE = 1.0 + 2.0**-20  # a root and a sum that differ by less are taken for the same
 NEVER = -3  # a step long before those of `guard`
 LOW = -15.0  # powers of two: a reference below which `guard` has to order scores below 0, too
 NEAR = 4.0  # powers of two by which a reference may differ from the largest score at the end
-LEAST_TOP = 2.0**-60  # the largest exponential, below which its square would lose bits
 
 
 @dataclass(frozen=True)
-class WatchedSoftmax(GuardedSoftmax):
-    """A GuardedSoftmax that keeps the largest exponentials, of probabilities in bf16."""
+class WatchedSoftmax(WatchedState):
+    """The softmax of a tile's blocks, of probabilities in bf16."""
 
-    top: Any = None  # (rows) the largest exponential of a row, or of a thread's part of it
-    squares: Any = None  # (rows) squares of the sums of a thread's parts of blocks, added up
-    part: Any = None  # (rows) the largest sum of half a thread's part of a block, `top` being 0
-    best: Any = None  # (rows) the largest score that `guard` has found, or 0, if none is positive
-    peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
-    raised: Any = None  # (1) whether references rose under exponentials that were huge
-    blocks: Int32 | int = 1  # in which these rows' keys come
-    raised_at: Any = None  # (1) the step in which `guard` last raised references; None: unknown
-    unit: Float32 | None = None  # what a score of 1 is as a natural exponent
-
-    rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
     high: ClassVar[float] = 2.0**12  # a part's sum from which on `lower` raises a reference
     lowered: ClassVar[float] = -64.0  # the power of two that the sum then has
     room: ClassVar[float] = 60.0  # powers of two by which a score may exceed its reference
     above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
     loses_low: ClassVar[bool] = False  # whether probabilities of 2^-25 are rounded to 0
     least_guarded: ClassVar[float] = LOW  # reference in powers of two of a row that is guarded
-    small: ClassVar[float] = 2.0**26
-    most: ClassVar[float] = 2.0**124
-    alone: ClassVar[float] = 2.0**-13  # share of others in a row whose error is that of one key
 
     @staticmethod
     def rounding_to(dtype: type[cutlass.Numeric]) -> type[WatchedSoftmax]:
@@ -435,11 +410,6 @@ class WatchedSoftmax(GuardedSoftmax):
         `lower` can follow."""
         return self.peaked[0] & (cute.arch.fmin(self.shift[0], self.shift[1]) > self.least_guarded)
 
-    @cute.jit
-    def rises(self) -> Boolean:
-        """Whether some row of this warp has peaked scores that are not guarded."""
-        return cute.arch.vote_any_sync(self.peaked[0] & ~self.is_guarded())
-
     # ---- references
 
     @cute.jit
@@ -501,128 +471,6 @@ class WatchedSoftmax(GuardedSoftmax):
             self.part[r] *= factors[r]
             shift[r] += power
             self.reference[r] = shift[r] / self.scale_log2
-
-    # ---- the end
-
-    @cute.jit
-    def finish(
-        self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor
-    ) -> tuple[Boolean, Boolean]:
-        """As that of Softmax; and whether O must be looked at, since products with V may have
-        overflowed. Of rows whose sums are usual nothing is looked for."""
-        totals = [self.over_row(self.sums[r], lambda x, y: x + y) for r in range(self.rows)]
-        lost, valid, looks = [Float32(0.0), Float32(0.0)], Boolean(True), Boolean(False)
-        if self._is_unusual(totals):
-            lost, valid = self._lost(totals)
-            for r in cutlass.range_constexpr(self.rows):
-                valid = valid & (totals[r] <= self.most)
-                looks = looks | (totals[r] > self.small)
-                if cutlass.const_expr(self.shift is not None):
-                    valid = valid & ~self._is_large(r)
-            if cutlass.const_expr(self.raised is not None):
-                looks = looks | cute.arch.vote_any_sync(self.raised[0])
-        for r in cutlass.range_constexpr(self.rows):
-            total, highest, scaled = totals[r], self.reference_log2(r), Float32(1.0)
-            if cutlass.const_expr(len(sinks) > 0):
-                total, highest, scaled = self.with_sink(total, highest, sinks[r])
-            factors[r] = self.normaliser(total - lost[r] * scaled, scaled)
-            beyond = Float32(0.0) if len(sinks) > 0 else highest * self._beyond_ln2()
-            lse[r] = self.log_sum(total, highest, beyond)
-            if cutlass.const_expr(self.shift is None and len(sinks) == 0):  # noqa: SIM102
-                if self._is_large(r):  # the shift may exceed fp32's range where the score does not
-                    lse[r] = self.reference[r] * (self.scale_log2 * LN2) + log2(total) * LN2
-        return valid, looks
-
-    @cute.jit
-    def _is_unusual(self, totals: list[Float32]) -> Boolean:
-        """Whether a row of this warp has a large sum or reference, or one key that outweighs all
-        others, or a largest exponential that is known. One vote says so."""
-        unusual = self.top[0] + self.top[1] > 0.0
-        for r in cutlass.range_constexpr(self.rows):
-            if cutlass.const_expr(self.part is not None):
-                unusual = unusual | (self.part[r] > OUTWEIGHS * totals[r])
-            unusual = unusual | ~(totals[r] <= self.small)  # NOTE: so is NaN
-            if cutlass.const_expr(self.shift is not None):
-                unusual = unusual | (cute.arch.fmax(self.shift[r], -self.shift[r]) > LARGE)
-        if cutlass.const_expr(self.raised is not None):
-            unusual = unusual | self.raised[0]
-        return cute.arch.vote_any_sync(unusual)
-
-    @cute.jit
-    def _lost(self, totals: list[Float32]) -> tuple[list[Float32], Boolean]:
-        """What to take from the sum of each row, so that O is nearest to what it is without the
-        rounding of the largest probability, p: the share p^2 / sum of p_i^2 of what O loses by it.
-        Whether that is known, as far as it counts.
-
-        NOTE: sums of parts, less their mean, have about the squares that the p_i have. Rows side by
-        side, and asked by one vote: this is what ends a tile.
-        """
-        tops = [self.over_row(self.top[r], cute.arch.fmax) for r in range(self.rows)]
-        squares = [self.over_row(self.squares[r], lambda x, y: x + y) for r in range(self.rows)]
-        per_part = reciprocal(Float32(4 * self.blocks))  # a thread's parts of a row
-        lost, known, unseen = [Float32(0.0)] * self.rows, Boolean(True), Boolean(False)
-        for r in cutlass.range_constexpr(self.rows):
-            top, scale = tops[r], reciprocal(tops[r])
-            number = totals[r] * scale  # of largest probabilities that have that sum
-            spread = squares[r] * scale * scale - number * (number * per_part)
-            share = number * reciprocal(cute.arch.fmax(spread, 1.0))
-            rounding = top - Float32(self.rounded(top))
-            lost[r] = share * rounding if top > LEAST_TOP else Float32(0.0)
-            unseen = unseen | (top <= 0.0)
-        if cutlass.const_expr(self.shift is not None):  # noqa: SIM102 - known when tracing
-            if cute.arch.vote_any_sync(unseen):
-                for r in cutlass.range_constexpr(self.rows):
-                    by_one, known_of_one = self._lost_by_one(r, totals[r], squares[r])
-                    lost[r] = lost[r] if tops[r] > 0.0 else by_one
-                    known = known & ((tops[r] > 0.0) | known_of_one)
-        return lost, known
-
-    @cute.jit
-    def _lost_by_one(
-        self, r: cutlass.Constexpr[int], total: Float32, squares: Float32
-    ) -> tuple[Float32, Boolean]:
-        """The same of a row whose `top` is 0: nothing, unless a probability outweighs its part of a
-        block. It is then the largest part's sum, less what the others have in the mean.
-
-        NOTE: they seldom have more than that by half, but none where they are few keys that lie
-        elsewhere; of rows whose `squares` were kept, `_largest_part` is too large. Where rounding
-        is less, as of the reference's own probability, nothing is lost; where it differs so near,
-        being a tie, nothing is known, which counts where the others are so `few` that O has no
-        other error."""
-        largest = self.over_row(self.part[r], cute.arch.fmax)
-        guarded, few = squares > 0.0, total - largest < self.alone * total
-        parts = Float32(4 * self.blocks) if guarded else Float32(8 * self.blocks)
-        rest = (total - largest) * reciprocal(parts)
-        one = largest - rest
-        below = one - rest * 0.5 - (one * (ABOUT_ONE - 1.0) if guarded else 0.0)
-        least, most = (Float32(self.rounded(x)) for x in (below, largest))
-        rounding = one - least
-        counts = (least == most) & (cute.arch.fmax(rounding, -rounding) > 2.0 * rest)
-        lost = total * reciprocal(one) * rounding
-        lost = lost if counts & (one > OUTWEIGHS * total) else Float32(0.0)
-        return lost, (least == most) | ~few
-
-    @cute.jit
-    def _beyond_ln2(self) -> Float32:
-        """What a power of two of scores is as a natural exponent, less ln 2: what `scale_log2` has
-        been rounded by."""
-        beyond = Float32(0.0)
-        if cutlass.const_expr(self.unit is not None):
-            beyond = fma(self.scale_log2, Float32(-LN2), self.unit) * reciprocal(self.scale_log2)
-        return beyond
-
-    @staticmethod
-    @cute.jit
-    def log_sum(total: Float32, highest: Float32, beyond: Float32 | float = 0.0) -> Float32:
-        """The LSE of a row, whose sum is `total` times 2^highest, and `beyond`; -inf without keys.
-
-        NOTE: a reference far above all scores and a logarithm as far below 0 would cost bits.
-        """
-        power = power_below(total)
-        fraction = log2(total * exp2(-power))
-        whole = highest + power
-        rest = (highest - whole) + power + fraction  # what that addition has rounded, too
-        return -Float32.inf if total == 0.0 else whole * LN2 + (rest * LN2 + beyond)
 
 
 @dataclass(frozen=True)
