@@ -14,6 +14,7 @@ from call_subjects import Call, normal, subject
 from subjects import Subject
 
 import cutex
+from cutex.kernels.quantize import config
 from cutex.kernels.row import choose
 from cutex.ops.mixture import routing
 from cutex.ops.row import norm, rows
@@ -71,6 +72,13 @@ def _quantized(format: str, along: str = "rows") -> Call:
         return [t.contiguous().view(torch.uint8).float() for q in each for t in (q.data, q.scale)]
 
     return call
+
+
+def _quantized_by_two() -> Sequence[torch.Tensor]:
+    """NVFP4 along both sides by two CTAs that stay, three tiles each."""
+    with mock.patch.object(config, "STAYING", (2, 2)):
+        made = cutex.quantize(normal(160, 320), "nvfp4", along="both", tensor_scale=torch.ones(1))
+    return [t.view(torch.uint8).float() for q in made for t in (q.data, q.scale)]
 
 
 def _mixture(gradient: bool = False) -> Call:
@@ -140,6 +148,7 @@ def _subjects() -> list[Subject]:
         ),
         **{f"quantize {f}": (_quantized(f), -1) for f in ("mxfp8", "nvfp4", "fp8_1x128")},
         "quantize mxfp8, both": (_quantized("mxfp8", "both"), -1),
+        "quantize nvfp4, by CTAs that stay": (_quantized_by_two, -1),
         "quantize fp8_128x128": (_quantized("fp8_128x128"), -1),
         "routes of a mixture": (_routes, 0),
         "mixture, combined": (_mixture(), "combine"),
