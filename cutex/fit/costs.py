@@ -224,8 +224,8 @@ def fitted(start: Model, pairs: Pairs, passes: int = PASSES) -> Model:
 
 def of_features(pairs: Pairs, model: Model) -> np.ndarray:
     """The features of each pair's error (cost_model.features)."""
-    times = modelled(pairs.counts, model.round, model.walk)
-    return cost_model.features(pairs.places, pairs.counts, times)
+    of = cost_model.terms(pairs.counts, model.round, model.walk)
+    return cost_model.features(pairs.places, pairs.counts, of)
 
 
 def trees_of(model: Model, pairs: Pairs) -> Trees:

@@ -7,8 +7,8 @@ import numpy as np
 
 from cutex.measured.trees import Trees
 
-ROUNDS, DEPTH = 150, 5
-RATE = 0.1  # share of a leaf's mean that is taken
+ROUNDS, DEPTH = 400, 5
+RATE = 0.15  # share of a leaf's mean that is taken
 BINS = 32  # of a feature's values, alike in number
 LEAST = 8.0  # weight of a leaf
 TIE = 1e-7  # share of a gain by which another is no better

@@ -298,8 +298,22 @@ def _straddled(c: Sm90Config, problem: GemmProblem, majors: Majors) -> float:
     )
 
 
-def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) -> np.ndarray:
-    """The microseconds that the model alone predicts; the fields of `x` are arrays."""
+class Terms(NamedTuple):
+    """What the model counts for each config: arrays, in cycles of one step of K and one CTA (`load`
+    to `latency`), of one tile (`leaving`), and in microseconds."""
+
+    load: Any  # L2 to shared memory
+    port: Any  # of shared memory
+    mma: Any
+    latency: Any  # of the first loads, for each slot
+    leaving: Any  # storing a tile
+    energy: Any  # at the power limit
+    memory: Any
+    time: Any  # of the whole launch
+
+
+def terms(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) -> Terms:
+    """The terms of configs that use the resources `x`, whose fields are arrays."""
 
     class Here:
         """The costs by name, for each config those of its kind."""
@@ -314,9 +328,9 @@ def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) ->
     )
     load = load + cost.straddled * x.straddled / cost.l2_bytes
     load = load * (1 - cost.paired * x.alone) + cost.outside * x.outside
-    p, port = cost.overlap, cost.port_reads * x.reads + cost.port_writes * x.writes
-    units = (cost.mma * x.mma, port, load, cost.latency / (x.slots - 1))
-    step = sum(unit**p for unit in units) ** (1 / p) + cost.step
+    port = cost.port_reads * x.reads + cost.port_writes * x.writes
+    mma, latency, p = cost.mma * x.mma, cost.latency / (x.slots - 1), cost.overlap
+    step = sum(unit**p for unit in (mma, port, load, latency)) ** (1 / p) + cost.step
 
     leaving = x.elements * x.store * ELEMENT / cost.epilogue_bytes
     main = x.k_tiles * step + cost.tile
@@ -334,7 +348,14 @@ def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) ->
     time = time + x.split * (cost.exchange_us + x.exchanged / cost.exchange_gbs / 1e3)
     time = time + x.waits * cost.waiting_us
     time = time + cost.launch_us + LAST_STORE * leaving / cost.clock_ghz / 1e3
-    return time * np.where(x.walked_once, WALKED_ONCE, 1) * np.where(x.spread, SPREAD, 1)
+    time = time * np.where(x.walked_once, WALKED_ONCE, 1) * np.where(x.spread, SPREAD, 1)
+    return Terms(load, port, mma, latency, leaving, energy, memory, time)
+
+
+def modelled(x: Counts, round_costs: Costs = ROUND, walk_costs: Costs = WALK) -> np.ndarray:
+    """The microseconds that the model alone predicts; the fields of `x` are arrays."""
+    time: np.ndarray = terms(x, round_costs, walk_costs).time
+    return time
 
 
 def columns(counts: Sequence[Counts]) -> Counts:
@@ -359,13 +380,13 @@ def place(
     )
 
 
-def features(places: np.ndarray, x: Counts, times: np.ndarray) -> np.ndarray:
-    """What the model's error is derived from, of pairs at `places` (PAIR, DIMENSION), for which it
-    predicts the microseconds `times`: (PAIR, FEATURE)."""
+def features(places: np.ndarray, x: Counts, of: Terms) -> np.ndarray:
+    """What the model's error is derived from, of pairs at `places` (PAIR, DIMENSION) with the terms
+    `of` them: (PAIR, FEATURE)."""
     return np.column_stack(
         [
             places,
-            np.log(times),
+            np.log(of.time),
             x.rounds,
             x.useful / x.sms,
             np.log2(x.k_tiles),
@@ -382,6 +403,16 @@ def features(places: np.ndarray, x: Counts, times: np.ndarray) -> np.ndarray:
             x.ctas / x.sms / np.maximum(1, x.rounds),
             np.log2(x.exchanged + 1),
             x.received / x.asked,
+            # what bounds a step, and the shares of the time: trees cannot divide
+            np.log(of.load / of.mma),
+            np.log(of.port / of.mma),
+            np.log(of.latency / of.mma),
+            (x.asked + x.received) / x.mma,
+            np.log(of.energy / of.time),
+            np.log(of.memory / of.time),
+            x.rounds * x.k_tiles * of.mma / of.time,
+            x.rounds * of.leaving / of.time,
+            x.asked * x.ctas * x.k_tiles / of.time,
         ]
     )
 
@@ -403,8 +434,8 @@ def predictions(
     pairs = zip(configs, counts, strict=True)
     places = np.array([place(c, problem, x, majors, bits) for c, x in pairs], np.float32)
     every = columns(counts)
-    times = modelled(every)
-    times *= np.exp(trees(MEASURED).predict(features(places, every, times)))
+    of = terms(every)
+    times = of.time * np.exp(trees(MEASURED).predict(features(places, every, of)))
     near = np.flatnonzero(times <= NEAR * times.min())
     times[near] *= np.exp(errors_nearby(MEASURED, places[near], caution))
     if problem.flops * batch >= LONG_RUN:
