@@ -93,12 +93,13 @@ class QuantizeConfig:
         return None
 
 
-def fitted(config: QuantizeConfig, bits: int, arch: str) -> QuantizeConfig:
+def fitted(config: QuantizeConfig, bits: int, arch: str, mapped: bool = True) -> QuantizeConfig:
     """`config` with the residency that was the fastest of x of so many bits, where one was timed
-    (docs/facts/scaled.md#quantize-resident, #quantize-coded)."""
+    (docs/facts/scaled.md#quantize-resident, #quantize-staying). mapped: whether x may have a tensor
+    map."""
     if arch != "sm_90a" or bits != 16:
         return config
-    if config.columns and config.aligned and config.block < PLAIN_BLOCK:
+    if config.columns and config.aligned and mapped and config.block < PLAIN_BLOCK:
         return replace(config, resident=STAYING[0], num_ctas=STAYING[1])
     if not config.columns:
         resident = 4 if config.block < PLAIN_BLOCK else 3

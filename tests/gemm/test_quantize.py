@@ -112,6 +112,16 @@ def test_ctas_that_stay_have_the_references_bits(along, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stride", [0, 8])
+def test_rows_that_overlap_take_no_tensor_map(stride):
+    x, own = values(32, 400, DTYPES[0]).flatten()[:5000], torch.tensor([0.37])
+    x = x.as_strided((64, 256), (stride, 1))
+    with cutex.ops.simulated("sm_90a"):
+        q = cutex.quantize(x, "nvfp4", along="columns", tensor_scale=own)
+    check(q, x.mT)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_either_side_alone_views_and_the_reverse(format):
     torch.manual_seed(1)
