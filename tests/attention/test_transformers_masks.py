@@ -16,7 +16,11 @@ from transformers import masking_utils  # noqa: E402
 from transformers.generation import configuration_utils as generation  # noqa: E402
 
 from cutex.ops.attention import in_transformers  # noqa: E402
-from cutex.ops.attention.transformers_masks import Mask, pattern_of  # noqa: E402
+from cutex.ops.attention.transformers_masks import (  # noqa: E402
+    Mask,
+    pattern_of,
+    run_of_token,
+)
 
 
 def every_mask_function():
@@ -94,6 +98,22 @@ def test_a_mask_is_what_sdpa_has(name, sizes):
         number = torch.searchsorted(layout.cu_seqlens_k[1:], torch.arange(keys), right=True)
         seen &= number == number[:, None]
     assert torch.equal(seen, want[0, 0])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_lengths_of_a_static_cache_are_as_a_plan_takes_them(batch):
+    """Each layer's call would else make a plan of its own, for one token of one sequence, too."""
+    function = masking_utils.sliding_window_causal_mask_function(40)
+    given = {
+        "mask_function": function,
+        "attention_mask": None,
+        "batch_size": batch,
+        "device": "cpu",
+    }
+    places = {"q_offset": torch.tensor(64), "kv_offset": 0, "kv_length": 96}
+    begins, ends = run_of_token({**given, **places})
+    for x, place in ((begins, 25), (ends, 65)):
+        assert x.tolist() == [place] * batch and x.stride() == (1,) and x.dtype == torch.int32
 
 
 def test_models_pass_nothing_to_attention_that_we_do_not_know():

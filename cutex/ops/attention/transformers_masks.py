@@ -293,7 +293,8 @@ def run_of_token(m: dict[str, Any]) -> tuple[Tensor | None, Tensor] | None:
     end = at.new_full((), keys) if hi is None else (at + hi + 1).clamp(0, keys)
     if m["attention_mask"] is None:
         begins, ends = (
-            None if x is None else x.to(torch.int32).expand(m["batch_size"]).contiguous()
+            # NOTE: expanded to one, it would keep a stride of 0, which no plan takes as it is
+            None if x is None else x.to(torch.int32).repeat(m["batch_size"])
             for x in (begin, end)
         )
         assert ends is not None
