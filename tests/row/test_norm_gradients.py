@@ -14,7 +14,7 @@ from cutex.device.row.bulk import BulkRing, Run
 from cutex.device.row.tile import RowTile
 from cutex.device.row.words import Words
 from cutex.dtypes import of_torch
-from cutex.kernels.row import choose
+from cutex.kernels.row import choose, choose_gradient
 from cutex.kernels.row.norm_backward_bulk import BackwardBulkConfig, NormBackwardBulk
 from cutex.ops.row.rows import arch_of
 from cutex.sim import simulate
@@ -142,7 +142,7 @@ def test_every_tile_of_a_gradient_holds_its_rows():
     taken = 0
     for n in range(100, 300_000, 1013):
         for widest, sums, weight_bytes in ((8, 2, 2), (8, 2, 4), (8, 1, 4), (4, 2, 4), (8, 0, 0)):
-            found = choose.bulk_gradient(1 << 22, n, widest, sums, weight_bytes, "sm_90a")
+            found = choose_gradient.bulk_gradient(1 << 22, n, widest, sums, weight_bytes, "sm_90a")
             if found is None:
                 continue
             taken += 1
@@ -158,7 +158,7 @@ def test_every_tile_of_a_gradient_holds_its_rows():
             assert found.resident * ((2 * found.slots - 1) * slot + weights) <= room
             assert found.resident * tile.threads == choose.BULK_THREADS
     assert taken > 200
-    assert choose.bulk_gradient(1 << 22, 4097, 8, 2, 2, "sm_80") is None
+    assert choose_gradient.bulk_gradient(1 << 22, 4097, 8, 2, 2, "sm_80") is None
 
 
 FAULTS = {

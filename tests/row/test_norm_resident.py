@@ -12,7 +12,7 @@ from cutex.compile import compile
 from cutex.device.row import reduction
 from cutex.device.row.tile import RowTile
 from cutex.dtypes import of_torch
-from cutex.kernels.row import choose
+from cutex.kernels.row import choose, choose_norm
 from cutex.kernels.row.norm_resident import FullColumns, NormResident, ResidentConfig
 from cutex.ops.row.rows import arch_of
 from cutex.sim import simulate
@@ -78,7 +78,7 @@ IN_TURN = [  # columns, dtype, layer norm
 def test_a_norm_takes_its_rows_in_turn(device, asked, monkeypatch, n, dtype, centred):
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("rows are taken in turn from sm_90 on")
-    monkeypatch.setattr(choose.resident, "__defaults__", (0,))
+    monkeypatch.setattr(choose_norm.resident, "__defaults__", (0,))
     x = rows(device, (5, n), dtype)
     w, b = (rows(device, (n,), torch.float32, seed=seed) for seed in (1, 2))
     y = cutex.layer_norm(x, w, b, eps=1e-5) if centred else cutex.rms_norm(x, w, eps=1e-5)
@@ -89,10 +89,10 @@ def test_a_norm_takes_its_rows_in_turn(device, asked, monkeypatch, n, dtype, cen
 def test_every_tile_of_rows_taken_in_turn_holds_them():
     for n in range(8, 200_000, 72):
         for width, centred in ((8, True), (8, False), (4, True)):
-            found = choose.resident(1 << 20, n, RowTile(width=width), centred, "sm_90a")
+            found = choose_norm.resident(1 << 20, n, RowTile(width=width), centred, "sm_90a")
             if found is None:
-                long = n > 98_304 or (width == 8 and n >= choose.RESIDENT_LONG)
-                assert not centred or n < choose.RESIDENT_LEAST[centred] or long
+                long = n > 98_304 or (width == 8 and n >= choose_norm.RESIDENT_LONG)
+                assert not centred or n < choose_norm.RESIDENT_LEAST[centred] or long
                 continue
             tile = found.tile
             assert tile.why_not() is None and n <= tile.columns

@@ -16,7 +16,7 @@ from cutex.device.row.bulk import BulkRing, Run
 from cutex.device.row.tile import RowTile
 from cutex.device.row.words import Words
 from cutex.dtypes import of_torch
-from cutex.kernels.row import choose
+from cutex.kernels.row import choose, choose_norm
 from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
 from cutex.kernels.row.norm_dense import DenseConfig, NormDense
 from cutex.kernels.row.softmax import Softmax
@@ -32,7 +32,7 @@ from cutex.sim.errors import SimError
 def none_in_turn(monkeypatch):
     """As if few rows were many, and none were taken in turn."""
     monkeypatch.setattr(choose, "BULK_LEAST", 0)
-    monkeypatch.setattr(choose, "resident", lambda *_: None)
+    monkeypatch.setattr(choose_norm, "resident", lambda *_: None)
 
 
 @pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
@@ -139,7 +139,7 @@ def test_columns_of_rows_that_begin_anywhere_go_round_the_threads(device, asked,
 def test_norms_of_dense_rows(device, asked, monkeypatch, n, centred, dtype, saves, m):
     # rows that begin in the middle of a vector or of a word, with NaN around them; every third
     # row is NaN, which stays there though words lie in two rows
-    monkeypatch.setattr(choose.dense, "__defaults__", (0,))
+    monkeypatch.setattr(choose_norm.dense, "__defaults__", (0,))
     whole = torch.full((m * n + 16,), torch.nan, dtype=dtype, device=device)
     x = whole[8 : 8 + m * n].view(m, n).copy_(rows(device, (m, n), dtype))
     x[1, : n // 3] += 64  # the parts of the row, which meet, differ
@@ -237,7 +237,7 @@ def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
 def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves):
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("bulk copies begin with sm_90")
-    monkeypatch.setattr(choose.bulk, "__defaults__", (0,))
+    monkeypatch.setattr(choose_norm.bulk, "__defaults__", (0,))
     x = rows(device, (5, n), torch.bfloat16)
     w, b = (rows(device, (n,), torch.float32, seed=seed) for seed in (1, 2))
     if saves:
@@ -276,7 +276,7 @@ def test_every_tile_by_bulk_copies_holds_its_rows():
     for n in range(100, 262_145, 311):
         for width, centred in ((8, True), (8, False), (4, True)):
             other = choose.tile(n, 128 // width, "sm_90a", width, n % width > 0)
-            found = choose.bulk(1 << 22, n, other, centred, "sm_90a")
+            found = choose_norm.bulk(1 << 22, n, other, centred, "sm_90a")
             if found is None:
                 continue
             tile, per = found.tile, width // 4
@@ -368,7 +368,7 @@ def test_every_tile_of_dense_rows_holds_them():
     for n in range(1, 1200):
         for width, centred in ((8, True), (8, False), (4, True), (4, False)):
             other = RowTile(1, 128, 1, 1, width, False)
-            found = choose.dense(1 << 22, n, other, centred)
+            found = choose_norm.dense(1 << 22, n, other, centred)
             if found is None:
                 continue
             tile, words, turns = found
@@ -385,7 +385,7 @@ def test_every_tile_by_the_element_holds_its_rows():
     for n in range(1, 24_000):
         for width, centred in ((8, True), (8, False), (4, True)):
             other = RowTile(1, 128, 1, 1, width, False)
-            found = choose.by_element(n, other, centred)
+            found = choose_norm.by_element(n, other, centred)
             if found is None:
                 continue
             tile, elements, _ = found

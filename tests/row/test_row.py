@@ -15,7 +15,7 @@ import cutex
 from cutex import ops
 from cutex.arch import arch
 from cutex.device.row.tile import RowTile
-from cutex.kernels.row import choose
+from cutex.kernels.row import choose, choose_gradient
 from cutex.kernels.row.kernel import ARCHS
 from cutex.ops.row import launches
 from cutex.ops.row.launches import Calls, Launch
@@ -414,7 +414,7 @@ def test_threads_that_keep_sums_have_the_tiles_that_were_the_fastest():
                32_768: (128, 8), 47_720: (256, 8), 65_536: (256, 8), 131_072: (256, 8)}  # fmt: skip
     for n, threads in fastest.items():
         x = torch.empty(3, n, dtype=torch.bfloat16)
-        tile = choose.with_sums(n, tile_of([x, x, x], [x[0]], "sm_90a", shifts=False))
+        tile = choose_gradient.with_sums(n, tile_of([x, x, x], [x[0]], "sm_90a", shifts=False))
         assert (tile.threads, tile.ctas) == threads
         assert tile.threads * tile.ctas * tile.vectors * tile.width >= n
 

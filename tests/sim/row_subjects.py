@@ -15,7 +15,7 @@ from subjects import Subject
 
 import cutex
 from cutex.kernels.quantize import config
-from cutex.kernels.row import choose
+from cutex.kernels.row import choose_norm
 from cutex.ops.mixture import routing
 from cutex.ops.row import norm, rows
 
@@ -29,8 +29,8 @@ def _of_many_rows(like: str) -> Iterator[None]:
     """
     never, always = (1 << 40,), (0,)
     with (
-        mock.patch.object(choose.bulk, "__defaults__", always if like == "bulk" else never),
-        mock.patch.object(choose.dense, "__defaults__", always if like == "dense" else never),
+        mock.patch.object(choose_norm.bulk, "__defaults__", always if like == "bulk" else never),
+        mock.patch.object(choose_norm.dense, "__defaults__", always if like == "dense" else never),
         mock.patch.object(rows, "LINE", 1),  # of a choice that the place of a tensor decides
         mock.patch.object(norm, "bulk_groups", lambda *_: 2),
         mock.patch.object(norm, "most_clusters", lambda *_: 2),

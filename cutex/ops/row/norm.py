@@ -84,7 +84,7 @@ def _plan(
 ) -> Run:  # fmt: skip
     """A forward pass; if it `saves`, with the results of the operator, else with those of the
     functions."""
-    from cutex.kernels.row import choose
+    from cutex.kernels.row import choose, choose_norm
     from cutex.kernels.row.norm import NormConfig
     from cutex.kernels.row.norm_bulk import BulkConfig
     from cutex.kernels.row.norm_resident import ResidentConfig
@@ -114,7 +114,7 @@ def _plan(
         if not centred:
             tile = choose.one_cta(tile) if tile.vectors < choose.WIDE else tile
         elif tile.width * x.element_size() == VECTOR:
-            staged = choose.by_smem(x.shape[-1], tile)
+            staged = choose_norm.by_smem(x.shape[-1], tile)
     config = NormConfig(
         staged or tile, centred, residual is not None, name_of(weight), name_of(bias),
         saves=saves, by_smem=staged is not None,
@@ -132,7 +132,7 @@ def _plan(
 
 def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], NormConfig]:
     """The kind of kernel for a norm of the rows of x (M, N), and its config."""
-    from cutex.kernels.row import choose
+    from cutex.kernels.row import choose, choose_norm
     from cutex.kernels.row.norm import Norm
     from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
     from cutex.kernels.row.norm_by_element import ByElementConfig, NormByElement
@@ -144,19 +144,19 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
     dense = config.is_plain and (x.stride(0) == n or m == 1)
     widest = config.tile.width * x.element_size() == VECTOR
     if config.is_plain and widest:
-        here = choose.resident(m, n, config.tile, centred, kernels_of(arch))
+        here = choose_norm.resident(m, n, config.tile, centred, kernels_of(arch))
         if here is not None:
             return NormResident, ResidentConfig(**{**vars(config), **here._asdict()})
     by_words = dense and widest
     for largest in (choose.LARGE_CLUSTER, choose.CLUSTER) if by_words else ():
-        if by := choose.bulk(m, n, config.tile, centred, kernels_of(arch), largest=largest):
+        if by := choose_norm.bulk(m, n, config.tile, centred, kernels_of(arch), largest=largest):
             bulk = BulkConfig(**{**vars(config), **by._asdict()})
             if runs(NormBulk, bulk, x, arch):
                 return NormBulk, bulk
-    if dense and (found := choose.dense(m, n, config.tile, centred)):
+    if dense and (found := choose_norm.dense(m, n, config.tile, centred)):
         tile, words, turns = found
         return NormDense, DenseConfig(**vars(replace(config, tile=tile)), words=words, turns=turns)
-    if config.is_plain and (found := choose.by_element(n, config.tile, centred)):
+    if config.is_plain and (found := choose_norm.by_element(n, config.tile, centred)):
         tile, elements, turns = found
         given = vars(replace(config, tile=tile))
         return NormByElement, ByElementConfig(**given, elements=elements, turns=turns)
@@ -258,7 +258,7 @@ def _gradient_kernel(
 ) -> tuple[Callable[[Any], NormBackward], NormBackwardConfig]:  # fmt: skip
     """The kind of kernel for the gradient of a norm of rows, of x, dy and others, and its
     config."""
-    from cutex.kernels.row import choose
+    from cutex.kernels.row import choose, choose_gradient
     from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
     from cutex.kernels.row.norm_backward_bulk import BackwardBulkConfig, NormBackwardBulk
 
@@ -268,13 +268,13 @@ def _gradient_kernel(
     least = choose.BULK_LEAST
     try:
         # NOTE: the columns of a thread are those of all its rows, so rows may not shift
-        tile = choose.with_sums(n, tile_of(rows, vectors, arch, shifts=False))
+        tile = choose_gradient.with_sums(n, tile_of(rows, vectors, arch, shifts=False))
     except choose.TooLong:
         tile, least = None, 0
     if widest := dense_of(rows):
         sums = (weight is not None) + (bias is not None)
         each = 0 if weight is None else weight.element_size()
-        if by := choose.bulk_gradient(m, n, widest, sums, each, kernels_of(arch), least):
+        if by := choose_gradient.bulk_gradient(m, n, widest, sums, each, kernels_of(arch), least):
             return NormBackwardBulk, BackwardBulkConfig(
                 by.tile, *names, summed, words=by.words, slots=by.slots, resident=by.resident,
                 held=by.held,

@@ -1,0 +1,127 @@
+"""The tiles of a norm's gradient, whose threads keep sums of their columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from cutex.arch import arch
+from cutex.device.row.tile import VECTOR_BYTES, RowTile
+from cutex.kernels.row.choose import (
+    BULK_LEAST,
+    BULK_SPARE,
+    BULK_THREADS,
+    CLUSTER,
+    CTA,
+    WIDE,
+    words_of,
+)
+
+# rows whose threads keep sums of their columns (docs/facts/rows.md#rows-gradient-tiles): threads
+# and CTAs of those that are loaded by the element, by the least and most columns; the vectors of a
+# thread of a cluster, from which on it has twice as many
+SUMS_BY_ELEMENT = {
+    (129, 256): (16, 1), (2049, 5120): (256, 1), (10_241, 24_576): (512, 2),
+    (24_577, 53_248): (256, 8),
+}  # fmt: skip
+SUMS_MOST = 5
+SUMS_FP32 = 193, 2048  # columns of fp32 of which half the threads have a row
+# gradients of a norm's dense rows by bulk copies (docs/facts/rows.md#rows-gradient-bulk): the
+# elements of a thread, by the threads of a CTA, from which on others share a row; registers of a
+# thread for sums, and for weights beside them, by the bytes of one; slots at most, and as many as
+# keep rows on their way
+SUMS_THREADS = {32: 14, 64: 22, 128: 26, 256: 26, 512: 26}
+SUMS_WORDS = {0: 80, 2: 70, 4: 80}
+SUMS_SLOTS = (4, 3)
+# which rows: from so many columns on, by the elements of a vector, of those that begin anywhere,
+# and of those that begin with vectors
+SUMS_ANYWHERE = {8: 289, 4: 1025}
+SUMS_ALIGNED = {8: 98_305, 4: 65_537}
+# and between two lengths, by the elements of a vector and the sums of columns
+# (docs/facts/rows.md#rows-gradient-bulk-middle)
+SUMS_MIDDLE = {
+    (8, 1): (7169, 32_768), (8, 2): (4865, 32_768),
+    (4, 1): (24_577, 32_767), (4, 2): (24_577, 32_767),
+}  # fmt: skip
+
+
+def with_sums(n: int, other: RowTile) -> RowTile:
+    """The tile of rows of `n` elements whose threads keep sums of their columns, as a norm's
+    gradient does: `other`, or one with other threads and CTAs."""
+    threads, ctas = other.threads, other.ctas
+    if other.width == 1:
+        for (least, most), found in SUMS_BY_ELEMENT.items():
+            if least <= n <= most and (ctas > 1 or n < CTA * WIDE):
+                threads, ctas = found
+    elif other.width == 8 and threads == CTA and ctas == CLUSTER and other.vectors > SUMS_MOST:
+        threads = 2 * CTA
+    elif other.width == 4 and ctas == 1 and SUMS_FP32[0] <= n <= SUMS_FP32[1]:
+        threads //= 2
+    vectors, rows = -(-n // (threads * ctas * other.width)), other.rows
+    if threads != other.threads:
+        rows = max(1, CTA // threads)
+    return replace(other, rows=rows, threads=threads, ctas=ctas, vectors=vectors)
+
+
+class BulkGradient(NamedTuple):
+    """How rows of a norm's gradient come by bulk copies: see BackwardBulkConfig."""
+
+    tile: RowTile
+    words: int
+    slots: int
+    resident: int
+    held: str
+
+
+def bulk_gradient(
+    m: int, n: int, widest: int, sums: int, weight_bytes: int, arch_name: str,
+    least: int = BULK_LEAST,
+) -> BulkGradient | None:  # fmt: skip
+    """How `m` rows of `n` elements of a norm's gradient that lie one after another come by bulk
+    copies: widest: the elements of 16 bytes; sums: of columns, 0 to 2; weight_bytes: of an element
+    of the weights, 0 if there are none. None for rows that are better taken otherwise, that no
+    cluster holds, and where there are no bulk copies."""
+    of = arch(arch_name)
+    wanted = (SUMS_ALIGNED if n % widest == 0 else SUMS_ANYWHERE).get(widest)
+    if of.capability < (9, 0) or wanted is None or m * n < least:
+        return None
+    first, last = SUMS_MIDDLE.get((widest, sums), (wanted, 0))
+    if n < wanted and not (first <= n <= last and n % widest == 0):
+        return None
+    room = of.smem_per_cta - BULK_SPARE
+    # few elements a thread; as many as it holds; of rows that leave no room for a third slot
+    for slots, few, places in (
+        (SUMS_SLOTS, True, ("registers", "smem")),
+        (SUMS_SLOTS, False, ("registers", "smem", "memory")),
+        ((2,), False, ("registers", "smem", "memory")),
+    ):
+        for ctas in (1, 2, 4, CLUSTER):
+            for threads, most in SUMS_THREADS.items():
+                tile = RowTile(1, threads, ctas, 1, widest, False)
+                if few and words_of(n, tile) * widest // 4 > most:
+                    continue
+                for held in places if weight_bytes else places[:1]:
+                    found = _bulk_gradient(n, tile, sums, weight_bytes, room, slots, held)
+                    if found is not None:
+                        return found
+    return None
+
+
+def _bulk_gradient(
+    n: int, tile: RowTile, sums: int, weight_bytes: int, room: int, slots: tuple[int, ...],
+    held: str,
+) -> BulkGradient | None:  # fmt: skip
+    """The same by a tile, with weights `held` somewhere; None without room."""
+    words, resident = words_of(n, tile), BULK_THREADS // tile.threads
+    elements = words * tile.width // 4
+    in_registers = elements * (sums + weight_bytes / 4)
+    if elements * sums > SUMS_WORDS[0]:
+        return None
+    if held == "registers" and in_registers > SUMS_WORDS[weight_bytes]:
+        return None
+    slot = tile.threads * words * 4 + 2 * VECTOR_BYTES
+    left = room // resident - (held == "smem") * tile.threads * elements * weight_bytes
+    for count in slots:
+        if (2 * count - 1) * slot <= left:
+            return BulkGradient(tile, words, count, resident, held)
+    return None

@@ -1,0 +1,237 @@
+"""How rows of a norm come to threads: by the element, by vectors, or by bulk copies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cutex.arch import arch
+from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
+from cutex.kernels.row.choose import (
+    BULK_LEAST,
+    BULK_SPARE,
+    BULK_THREADS,
+    CLUSTER,
+    CTA,
+    LARGE_ARCHS,
+    LARGE_CLUSTER,
+    WIDE,
+    power,
+    vectors_of,
+    words_of,
+)
+
+Clusters = dict[tuple[int, int], tuple[int, int]]
+# a layer norm's rows by smem (docs/facts/rows.md#rows-layer-norm-tiles), by the elements of a
+# vector: threads of the CTA of a row, and how many vectors each has at most; the least and most
+# vectors of a row; threads and vectors of each of four CTAs for rows that one does not hold
+STAGED = {8: {128: 4, 256: 5, 512: 5}, 4: {128: 5, 256: 6, 512: 8}}
+STAGED_LEAST = {8: 257, 4: 513}
+STAGED_MOST = {8: 1 << 31, 4: 7168}
+STAGED_BY_FOUR = {4: (256, 7)}
+# rows whose columns go round the threads (docs/facts/rows.md#rows-norm-by-element): the least and
+# most columns of a layer norm's or an RMS norm's; those of a thread, by the elements of a vector;
+# the rows of a thread, where a warp has a row
+BY_ELEMENT = {True: (128, 20_480), False: (256, 12_288)}
+ELEMENTS = {8: 20, 4: 12}
+TURNS = 4
+# rows that lie one after another (docs/facts/rows.md#rows-norm-dense), by the elements of a
+# vector: the longest of a layer norm's or an RMS norm's; the columns of a thread at most; the
+# elements from which on they fill a GPU
+DENSE = {8: {True: 288, False: 1152}, 4: {True: 512, False: 512}}
+DENSE_COLUMNS = 18
+DENSE_LEAST = 1 << 21
+# rows that come by bulk copies (docs/facts/rows.md#rows-norm-bulk): the columns of a thread at
+# most, by the CTAs of a row; the fewest threads of a CTA; slots at most, by the threads of a row
+BULK_COLUMNS = {1: 38, 2: 42, 4: 38, 8: 44}  # docs/facts/rows.md#rows-norm-bulk-tiles
+BULK_LONGEST = 56  # of an RMS norm, whose threads have no bias
+BULK_CTA = 128
+BULK_STAGES = {32: 3, 64: 4, 512: 6}
+LEAST_RELAYED = 4  # slots of a cluster's rows whose sums are relayed, at least
+# which rows: those that begin anywhere from so many columns on, of a layer norm's or an RMS norm's,
+# by the elements of a vector; of a layer norm's that begin with vectors, those of so many vectors a
+# thread between two lengths, and those between others
+BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
+BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
+BULK_LONG = ((20_481, 90_112), (98_305, 1 << 20))
+# and of an RMS norm's, from so many columns on those that begin within a line of memory
+BULK_LINES, LINE_BYTES = 20_481, 128
+# threads and CTAs of long rows of 16 bits by the least and most columns of a layer norm's or an RMS
+# norm's (docs/facts/rows.md#rows-norm-relayed): of rows that begin with vectors, and anywhere
+BULK_VECTORS_LONG: dict[bool, Clusters] = {
+    True: {(20_481, 36_863): (512, 2), (36_864, 65_536): (512, 4), (65_537, 131_072): (512, 8),
+           (131_073, 262_144): (512, 16)},
+    False: {},
+}  # fmt: skip
+BULK_ANYWHERE_LONG: dict[bool, Clusters] = {
+    True: {(36_865, 43_008): (256, 4), (43_009, 90_112): (256, 8),
+           (90_113, 180_224): (512, 8), (180_225, 360_448): (512, 16)},
+    False: {},
+}  # fmt: skip
+# aligned rows taken in turn (docs/facts/rows.md#rows-norm-resident): threads and CTAs of a row, and
+# the most vectors of each, the first that holds it; of a layer norm's or an RMS norm's, by the
+# elements of a vector; the columns of an RMS norm at least
+RESIDENT_LAYER = (
+    (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (128, 1), (256, 1), (256, 2), (256, 4), (256, 8),
+    (512, 8),
+)  # fmt: skip
+RESIDENT = {
+    (True, 8): tuple((*tile, 4) for tile in RESIDENT_LAYER),
+    (True, 4): tuple((*tile, 6) for tile in RESIDENT_LAYER),
+    (False, 8): ((256, 1, 5), (256, 2, 6), (256, 4, 5), (256, 8, 5), (512, 8, 5)),
+}
+RESIDENT_LEAST = {True: 33, False: 8193}
+# of a layer norm's rows of 16 bits, from so many columns on: those that fill so much of the tile,
+# and no longer ones
+RESIDENT_LONG, RESIDENT_FULL, RESIDENT_MOST = 20_481, 0.85, 65_536
+
+
+class Bulk(NamedTuple):
+    """How rows come by bulk copies: see BulkConfig."""
+
+    tile: RowTile
+    words: int
+    stages: int
+    resident: int
+    vector: int
+    open: int
+    ahead: int
+
+
+def by_smem(n: int, other: RowTile) -> RowTile | None:
+    """The tile of a layer norm's rows of `n` elements that come by smem, by whole vectors: one CTA
+    with few vectors a thread, since threads that meet in a cluster take longer; `other` for long
+    rows. None for rows that better come as `other` has them, to registers."""
+    width, vectors = other.width, -(-n // other.width)
+    if not other.aligned or not STAGED_LEAST[width] <= vectors <= STAGED_MOST[width]:
+        return None
+    for threads, most in STAGED[width].items():
+        if vectors <= threads * most:
+            return RowTile(1, threads, 1, -(-vectors // threads), width)
+    threads, most = STAGED_BY_FOUR.get(width, (0, 0))
+    if other.ctas >= 4 and vectors <= 4 * threads * most:
+        return RowTile(1, threads, 4, -(-vectors // (4 * threads)), width)
+    return other
+
+
+def by_element(n: int, other: RowTile, centred: bool) -> tuple[RowTile, int, int] | None:
+    """The tile of a norm's rows of `n` elements that begin anywhere, as `other` has them, and
+    whose columns go round the threads; the columns and the rows of a thread. None for rows that
+    are better taken as `other` has them."""
+    least, most = BY_ELEMENT[centred]
+    each = ELEMENTS.get(other.width)
+    if other.aligned or each is None or not least <= n <= min(most, 1024 * each):
+        return None
+    threads = power(-(-n // each), WARP, 1024)
+    vectors = -(-(n + other.lead) // (threads * other.width))
+    of_warp = threads == WARP  # else of the CTA, whose barrier is the row's
+    tile = RowTile(CTA // WARP if of_warp else 1, threads, 1, vectors, other.width, False)
+    return tile, -(-n // threads), TURNS if of_warp else 1
+
+
+def dense(
+    m: int, n: int, other: RowTile, centred: bool, least: int = DENSE_LEAST
+) -> tuple[RowTile, int, int] | None:
+    """The tile of `m` rows of `n` elements, a norm's, that lie one after another and begin
+    anywhere, as `other` has them; the words and the rows of a thread. None for rows that are better
+    taken as `other` has them."""
+    longest = DENSE.get(other.width)
+    if other.aligned or longest is None or n > longest[centred] or m * n < least:
+        return None
+    per = other.width // 4  # elements of a word of 32 bits
+    threads = power(-(-(n + per - 1) // DENSE_COLUMNS), 2, CTA)
+    rows = max(2, CTA // threads)
+    vectors = -(-(rows * TURNS * n + other.lead) // (rows * threads * other.width))
+    tile = RowTile(rows, threads, 1, vectors, other.width, False)
+    return tile, -(-(n + per - 1) // (threads * per)), TURNS
+
+
+def bulk(
+    m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST, *,
+    largest: int = LARGE_CLUSTER,
+) -> Bulk | None:  # fmt: skip
+    """How `m` rows of `n` elements, a norm's, that lie one after another come by bulk copies, to
+    a part of a warp, a CTA or a cluster of `largest` CTAs at most. None for rows that are better
+    taken as `other` has them, and where there are no bulk copies."""
+    of = arch(arch_name)
+    if of.capability < (9, 0) or m * n < least:
+        return None
+    largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
+    tables = BULK_VECTORS_LONG if other.aligned else BULK_ANYWHERE_LONG
+    for (first, last), (threads, ctas) in tables[centred].items() if other.width == 8 else ():
+        if first <= n <= last and ctas <= largest:
+            return _bulk(n, threads, ctas, other, centred, of.smem_per_cta)
+    if not _is_for_bulk(n, other, centred):
+        return None
+    for ctas, columns in (BULK_COLUMNS if centred else BULK_COLUMNS | {8: BULK_LONGEST}).items():
+        threads = power(-(-n // (ctas * columns)), 4, 1024)
+        found = _bulk(n, threads, ctas, other, centred, of.smem_per_cta)
+        if found is not None and found.resident * found.tile.num_threads <= BULK_THREADS // 2:
+            found = _bulk(
+                n, BULK_THREADS, ctas, other, centred, of.smem_per_cta
+            )  # smem has room for a CTA
+        if found is not None:
+            return found
+    return None
+
+
+def _bulk(n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: int) -> Bulk | None:
+    """The same with so many threads for a row in each of so many CTAs; None without room."""
+    rows = max(1, BULK_CTA // threads) if ctas == 1 else 1
+    tile = RowTile(rows, threads, ctas, 1, other.width, False)
+    words, vector, last = words_of(n, tile, other.aligned), 0, 0
+    if other.aligned and rows == 1:
+        words, vector, last = vectors_of(n, tile)
+    slot = tile.num_threads * words * 4 + 2 * VECTOR_BYTES
+    room = smem - BULK_SPARE
+    relays = ctas > 1 and centred
+    least = LEAST_RELAYED if relays else min(BULK_STAGES.values())
+    resident = min(BULK_THREADS // tile.num_threads, room // (least * slot))
+    if not resident:
+        return None
+    most = next(stages for t, stages in BULK_STAGES.items() if threads <= t)
+    stages = min(most, room // (resident * slot))
+    ahead = (1 + (relays and ctas > CLUSTER)) * (ctas > 1)  # rows.md#rows-norm-relayed
+    return Bulk(tile, words, stages, resident, vector, last, ahead)
+
+
+def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
+    """Whether a norm's rows of `n` elements are better taken by bulk copies than as `other`."""
+    least = BULK_ANYWHERE.get(other.width)
+    if least is None:
+        return False
+    if not other.aligned:
+        return n >= least[centred]
+    if not centred:
+        return other.width == 8 and n >= BULK_LINES and 2 * n % LINE_BYTES > 0
+    short = BULK_SHORT[0] <= n <= BULK_SHORT[1] and other.vectors == BULK_VECTORS
+    return other.width == 8 and (short or any(a <= n <= b for a, b in BULK_LONG))
+
+
+class Resident(NamedTuple):
+    """How aligned rows are taken in turn: see ResidentConfig."""
+
+    tile: RowTile
+    resident: int
+
+
+def resident(
+    m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST
+) -> Resident | None:
+    """How `m` rows of `n` elements, a norm's, whose vectors are of 16 bytes, are taken in turn by
+    CTAs that stay. None for rows that are better taken as `other` has them."""
+    few = m * n < least or n < RESIDENT_LEAST[centred]
+    if not other.aligned or few or arch(arch_name).capability < (9, 0):
+        return None
+    for threads, ctas, most in RESIDENT.get((centred, other.width), ()):
+        vectors = -(-n // (other.width * threads * ctas))
+        held = vectors * other.width * threads * ctas
+        if centred and other.width == 8 and n >= RESIDENT_LONG:
+            most = most if n <= RESIDENT_MOST and n >= RESIDENT_FULL * held else 0
+        if vectors <= most:
+            # of an RMS norm with few vectors a thread, or of a large cluster, others are quicker
+            wide = threads * ctas > 2048 and 2 * n % LINE_BYTES > 0
+            if not centred and vectors < WIDE + wide:
+                return None
+            tile = RowTile(max(1, CTA // threads), threads, ctas, vectors, other.width)
+            return Resident(tile, BULK_THREADS // tile.num_threads)
+    return None
