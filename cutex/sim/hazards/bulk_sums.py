@@ -67,6 +67,7 @@ class BulkSums:
         bulk = by.clock is not None
         if not (bulk or self.issues):
             return
+        last, places = last[:, :1], places[:, :1]  # of each element its first byte
         rec, r = last >> LANE, self.records
         changed = (last != 0) & (r.kind[rec] == ATOMIC)
         mixed = changed & ((r.slot[rec] >= self.clashes.clocks.warps) != bulk)
@@ -75,7 +76,7 @@ class BulkSums:
             if clash := self.clashes.first(np.where(mixed, last, 0), places, weak):
                 self._tell(by, clash.later, clash.earlier, clash.place, region, ins, _OTHER_PROXY)
                 return
-        if bulk and changed.any():
+        if bulk and self.clashes.order.active and changed.any():
             self._check_turn(rec, changed & ~mixed, places, by, region, ins)
 
     def _check_turn(
@@ -94,7 +95,7 @@ class BulkSums:
         own = int(self.clashes.who(by)[0])
         for earlier in np.unique(rec[changed]).tolist():
             who = int(r.who[earlier])
-            if who == own:
+            if who == own or earlier not in self.issues:
                 continue
             (slot, issue), agent = self.issues[earlier], (who - 1, int(r.slot[earlier]))
             if order.known(warp, who - 1, slot, by.clock) < issue:
