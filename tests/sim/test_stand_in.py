@@ -115,7 +115,7 @@ compiled(from_dlpack(a), b=from_dlpack(b), c=from_dlpack(c), scale=cutlass.Float
 compiled = cute.compile(add, *[from_dlpack(x) for x in (a, b, c)], 2.0, stream)
 took = cute.testing.benchmark(compiled, kernel_arguments=cute.testing.JitArguments(
     from_dlpack(a), from_dlpack(b), from_dlpack(c), 2.0, stream))
-assert took != took  # there is no time here
+assert took > 0  # of the simulation, no GPU
 """,
     "as an operator with a backward": """
 @torch.library.custom_op("mine::scaled_sum", mutates_args=(), device_types="cuda")
