@@ -4,7 +4,7 @@ A CTA has a warp that loads and a warpgroup of 64 packed rows: the queries of al
 one head of K and V. What bounds it is memory: 13.6 bytes a cycle and SM of an H100. A block of 128
 keys at head dim 128 takes 4800 cycles to come, 1024 of tensor cores and some 1300 of softmax.
 
-Of up to 16 rows each warp has other keys instead (few_rows.py).
+Of up to 16 rows, or 32 in e4m3, each warp has other keys instead (few_rows.py).
 
 Each CTA takes an equal share of all keys of all sequences (splits.py), and the last one that has
 written its part of a unit merges the parts (out.py), or a second kernel does (Combine).
