@@ -356,7 +356,8 @@ class SmemShadow(Observer):
         """
         other, at = self.reads.slot[touches.at], touches.at
         late = late & (other < self.clocks.warps)
-        if not access.what:
+        if not access.what or touches.lanes is not None:
+            # NOTE: each lane may have read what it overwrites; which has is not known
             late &= other != self.clocks.slot[touches.warps]
         late &= (self.reads.bytes[at] & ALONE) == 0
         for k in np.nonzero(late)[0][:1].tolist():
