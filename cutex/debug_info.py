@@ -21,8 +21,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from cutex.assigned_names import Call, assigned_name
+from cutex.qualified_names import qualified_name
 
-FORMAT = 1  # version of the comment's format
+FORMAT = 2  # version of the comment's format
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _MARK = "// cutex: "
 _KERNEL, _OUTSIDE = 0, -1  # paths: to a kernel's own body; outside of a kernel
@@ -151,7 +152,7 @@ class Recorder:
         if path <= _KERNEL:
             return loc
         if path not in self._known:
-            self._known[path] = self._location(_stack(self._paths.frames(path)))
+            self._known[path] = self._location(_stack(self._paths.frames(path), self._paths.names))
         return self._known[path] or loc
 
     def _location(self, stack: Stack) -> Any:
@@ -180,7 +181,7 @@ class Recorder:
         from cutlass import cute
 
         frame = sys._getframe(2)
-        stack = _stack(self._paths.frames(self._paths.of(frame)))
+        stack = _stack(self._paths.frames(self._paths.of(frame)), self._paths.names)
         if not stack:
             return
         buffers = self.buffers.setdefault(stack[-1].function.rpartition(".")[2], [])
@@ -211,6 +212,7 @@ class _Paths:
 
     def __init__(self) -> None:
         self.kinds: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # of an author's functions
         self.codes: list[CodeType] = []  # NOTE: keeps them alive, so that each id stays unique
         self.number: dict[tuple[int, int, int], int] = {}
         self.steps: list[tuple[CodeType | None, int, int]] = [(None, 0, _KERNEL)]
@@ -271,17 +273,19 @@ class _Paths:
             stand_in or op._is_framework_module(module) or op._is_framework_frame(code.co_filename)
         ):
             kind = "user"
+            self.names[id(code)] = qualified_name(code)
         self.codes.append(code)
         self.kinds[id(code)] = kind
         return kind
 
 
-def _stack(frames: tuple[tuple[CodeType, int], ...]) -> Stack:
-    """The call stack of frames, without the functions that the DSL makes of loops and branches."""
+def _stack(frames: tuple[tuple[CodeType, int], ...], names: dict[int, str]) -> Stack:
+    """The call stack of frames, without the functions that the DSL makes of loops and branches; of
+    functions with these names, by their code's id."""
     stack: list[Call] = []
     inner = ""  # the enclosing functions of a generated one
     for code, at in frames:
-        name = code.co_qualname
+        name = names[id(code)]
         parts = name.split(".<locals>.")
         while _GENERATED.fullmatch(parts[-1]) and len(parts) > 1:
             parts.pop()

@@ -99,21 +99,26 @@ def time_stage(problem: Problem, stage: AnyStage, gpu: Gpu, log: bool = False) -
     report = time_launch(traced, gpu, whole, log=log, data=problem.init)
     report.flops = problem.flops
     report.ways = ways_of(stage.ways, traced.record.entered)
+    report.ways_lost = stage.ways is not None and not report.ways
     return report
 
 
 def ways_of(ways: Ways | None, entered: dict[str, int]) -> dict[str, float]:
     """The share of the recorded steps that came in each of a kernel's `ways`, and how often each of
-    its events happened a step; of functions that were `entered` so often."""
+    its events happened a step; of functions that were `entered` so often. Empty where none of its
+    steps was."""
     if ways is None:
         return {}
 
     def count(functions: tuple[str, ...]) -> int:
         return sum(n for name, n in entered.items() if name.endswith(functions))
 
-    vain = count(ways.vain)
-    steps = sum(count(of) for of in ways.steps.values()) - vain
-    parts = {name: count(of) for name, of in (*ways.steps.items(), *ways.events.items())}
+    parts = {name: count(of) for name, of in ways.steps.items()}
+    steps = sum(parts.values())
+    if ways.tried:
+        parts["in vain"] = max(0, parts[ways.tried] - count(ways.held))
+        steps -= parts["in vain"]
+    parts |= {name: count(of) for name, of in ways.events.items()}
     return {name: n / steps for name, n in parts.items()} if steps else {}
 
 

@@ -49,7 +49,8 @@ class Ways(NamedTuple):
 
     steps: Mapping[str, tuple[str, ...]]
     events: Mapping[str, tuple[str, ...]]  # rare ones in a step
-    vain: tuple[str, ...] = ()  # that of a step which is taken again, in another way
+    tried: str = ""  # the way of steps that may be in vain, and then are taken again in another
+    held: tuple[str, ...] = ()  # what those of them do that are not
 
 
 P_contra = TypeVar("P_contra", bound=Problem, contravariant=True)

@@ -39,8 +39,8 @@ def test_a_line_that_is_reached_twice_has_two_call_stacks():
     waits = [i.source for i in program.code if i.op.startswith("mbarrier.try_wait")]
     assert len({(s.file, s.line) for s in waits}) == 1
     callers = {tuple(call.function for call in s.stack) for s in waits}
-    assert ("Barrier.wait", "Ring.wait_full", "mma", "kernel") in callers
-    assert ("Barrier.wait", "Ring.acquire", "load", "kernel") in callers
+    assert ("Barrier.wait", "Ring.wait_full", "Stage3.mma", "Stage3.kernel") in callers
+    assert ("Barrier.wait", "Ring.acquire", "Stage3.load", "Stage3.kernel") in callers
     for stack in (s.stack for s in waits):
         assert stack[-1].file.endswith("kernels/gemm/sm90/stage3.py")
         for call in stack[1:]:

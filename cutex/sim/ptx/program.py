@@ -114,7 +114,7 @@ class Program:
         if functions:
             function = functions.most_common(1)[0][0]
             of = re.search(r"_([A-Za-z0-9]+)_object_at_", self.name)  # of a method
-            return f"{of[1]}.{function}" if of and "." not in function else function
+            return f"{of[1]}.{function.rpartition('.')[2]}" if of else function
         return re.split(_TYPES_FOLLOW, self.name.removeprefix(_MANGLED))[0]
 
 

@@ -12,6 +12,8 @@ from cutex.sim.timing.picture import UNITS, draw
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.units import Interval
 
+WAYS_LOST = "  steps: in which ways they came is not known: no function that takes one was recorded"
+
 
 @dataclass
 class Role:
@@ -45,6 +47,7 @@ class TimeReport:
     # where the data steers the kernel: the share of its steps that came in each way, and how often
     # one of its rare events happened a step
     ways: dict[str, float] = field(default_factory=dict)
+    ways_lost: bool = False  # it has such ways, but none of their functions was seen
     # where nothing binds, the cycles of the longest chain by what they are
     chain: dict[str, float] = field(default_factory=dict)
 
@@ -77,6 +80,7 @@ class TimeReport:
             f"  binds: {self.binds}; {used}",
             *([f"  its time: {_shares(self.chain, self.cycles)}"] if self.chain else []),
             *([f"  steps: {_parts(self.ways)}"] if self.ways else []),
+            *([WAYS_LOST] if self.ways_lost else []),
             f"  {'role':<16}{'warps':>6}{'works':>8}   waits for",
         ]
         for role in self.roles:

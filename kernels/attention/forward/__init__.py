@@ -29,9 +29,10 @@ WAYS = {
         events={"raised": ("WatchedSoftmax._raise_above",), "lowered": ("WatchedSoftmax.lower",)},
     ),
     "sm_100a": stage_of_any.Ways(
-        steps={"searched": ("RowLoop.searched",), "tentative": ("RowLoop.tentative",)},
-        events={"in vain": ("Backoff.after_failure",), "O scaled": ("RowLoop.scale_output",)},
-        vain=("Backoff.after_failure",),
+        steps={"searched": ("ScoreRow.search",), "tentative": ("ScoreRow.tentative",)},
+        events={"O scaled": ("RowLoop.scale_output",)},
+        tried="tentative",
+        held=("keep",),
     ),
 }
 
