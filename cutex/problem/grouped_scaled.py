@@ -218,6 +218,8 @@ def draw(
     activation = r.choice((None, None, "relu", "gated_silu"))
     whole = recipe == "fp8_block" or recipe not in FP32
     k = r.choice((128, 256, 384)) if whole else r.choice((16, 72, 200, 256))
+    if recipe == "fp8_block":
+        k -= r.choice((0, 0, 16, 80, 112))
     n = r.choice((8, 64, 72, 136, 2 * r.randint(1, 130)))
     return ScaledGroupedProblem(
         tuple(rows),

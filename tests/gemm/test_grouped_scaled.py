@@ -287,7 +287,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "groups": (ValueError, "b has 2 matrices, but offs has 1 groups", {"offs": OFFS[:1]}),
     "form": (ValueError, r"with offs, a must be \(T, K\)", {"a": A[None]}),
     "inner": (ValueError, r"b has K=128 .*, but a has K=112", {"a": A[:, :112]}),
-    "blocks": (ValueError, "K=112: factors of 128", {"a": A[:, :112], "b": B[:, :112]}),
+    "blocks": (ValueError, "K=104: with factors of 128", {"a": A[:, :104], "b": B[:, :104]}),
     "scale": (TypeError, "scale_a must be a torch.Tensor, got NoneType", {"scale_a": None}),
     "scale dtype": (TypeError, "scale_b must be float32", {"scale_b": OF_B.half()}),
     "scale shape": (ValueError, r"scale_a must be \(6, 1\), got \(5, 1\)", {"scale_a": OF_A[1:]}),

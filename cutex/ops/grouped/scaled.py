@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutex.ops.differentiation import check_unwanted
-from cutex.ops.fp8_blocks import KIND_OF_FORMAT, by_rows
+from cutex.ops.fp8_blocks import KIND_OF_FORMAT, UNIT, by_rows
 from cutex.ops.grouped import launch
 from cutex.ops.grouped.block_scaled import block_scaled_grouped
 from cutex.ops.grouped.launch import repeated
@@ -60,7 +60,8 @@ def scaled_grouped_mm(
         and b may differ.
         "BlockWise1x128" (T, K / 128) of a, best with contiguous rows at a pitch of a multiple of 16
         bytes, as torch and DeepGEMM have them, else copied at each call, with "BlockWise128x128"
-        (E, K / 128, N / 128) of b, rounded up, of any strides. K is a multiple of 128 with these.
+        (E, K / 128, N / 128) of b, rounded up, of any strides. K is a multiple of 16 with these,
+        of which a last block may be shorter.
         "BlockWise1x32" (E8M0) and "BlockWise1x16" (e4m3) of both, which Blackwell's tensor cores
         read: (T, K / block) of a, (E, N, K / block) of b; or swizzled, a's in chunks of 128 rows of
         which each group begins a new one, as torch's. a and b float8 or float4_e2m1fn_x2 (K
@@ -182,10 +183,11 @@ def _check_scales(a: Tensor, b: Tensor, scales: tuple[Any, Any], kinds: tuple[st
     """Raise unless the factors are of the shapes that their kinds take."""
     (groups, k, n), rows = b.shape, tuple(a.shape[:-1])
     if kinds == BLOCKS:
-        if k % BLOCK or not k:
-            raise ValueError(f"K={k}: factors of {BLOCK} along K take a multiple of {BLOCK}")
-        check_factors("scale_a", scales[0], ((*rows, k // BLOCK),), a)
-        check_factors("scale_b", scales[1], ((groups, k // BLOCK, -(-n // BLOCK)),), a)
+        if k % UNIT or not k:
+            raise ValueError(f"K={k}: with factors of {BLOCK} it must be a multiple of {UNIT}")
+        blocks = -(-k // BLOCK)
+        check_factors("scale_a", scales[0], ((*rows, blocks),), a)
+        check_factors("scale_b", scales[1], ((groups, blocks, -(-n // BLOCK)),), a)
         return
     one: tuple[tuple[int, ...], ...] = ((), (1,))
     check_factors("scale_a", scales[0], one if kinds[0] == "TensorWise" else (rows,), a)
