@@ -65,6 +65,7 @@ DTYPES: dict[str, DType] = {
         DType("e2m1", 4, "float4_e2m1fn_x2", "Float4E2M1FN", "e2m1", packed=2),
         DType("uint8", 8, "uint8", "Uint8", "u8"),  # bytes of packed elements
         DType("int32", 32, "int32", "Int32", "s32"),
+        DType("uint32", 32, "uint32", "Uint32", "u32"),  # words of packed elements
         DType("int64", 64, "int64", "Int64", "s64"),
         DType("uint8", 8, "uint8", "Uint8", "u8"),  # bytes of packed elements
     )

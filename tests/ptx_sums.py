@@ -250,6 +250,8 @@ def scaled(arch: str) -> Iterator[tuple[str, Subject]]:
 
     def w4(m: int, n: int, k: int, of: W4Format) -> Any:
         packed = torch.empty(-(-n // 64), -(-k // 128), of.words, dtype=torch.int32)
+        if hasattr(layout, "word_dtype"):  # an older checkout's are all int32
+            packed = packed.view(getattr(torch, layout.word_dtype(of, "bf16")))
         w = W4Weight(packed, None, n, k, of, torch.bfloat16, "int4", *versions)
         return cutex.matmul(torch.empty(m, k, dtype=torch.bfloat16), w)
 

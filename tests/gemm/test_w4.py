@@ -367,7 +367,7 @@ def test_another_layout_has_another_version(of: W4Format, dtype: torch.dtype) ->
     zeros = None if number is None or not of.zeros else number * 5 % 16
     words = packing.pack(codes, scales, zeros, of)
     found = hashlib.sha256(words.numpy().tobytes()).hexdigest()[:16]
-    assert (LAYOUT_VERSION, found) == (1, LAYOUTS[of, dtype])
+    assert (LAYOUT_VERSION, found) == (2, LAYOUTS[of, dtype])
 
 
 class Pickled:
@@ -377,7 +377,7 @@ class Pickled:
         self.w = w
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return W4Weight, self.w[:7]
+        return W4Weight, (self.w.packed.view(torch.int32), *self.w[1:7])
 
 
 @pytest.mark.parametrize("through", ["pickle", "torch.save", "copy.deepcopy"])
@@ -404,6 +404,28 @@ def test_a_weight_saved_without_a_version_is_read_where_all_layouts_are_alike(th
         for use in (old.dequantize, lambda old=old: cutex.matmul(torch.ones(3, 256).to(bf16), old)):
             with pytest.raises(ValueError, match=r"no layout version, .* pack the weight again"):
                 use()
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_older_words_are_refused_in_whatever_weight_they_are_put(kind: str) -> None:
+    """Code before had words of int32 in both layouts of fp4 for bfloat16."""
+    w = cutex.pack_w4(torch.randn(72, 256), kind=kind, dtype=bf16)
+    old = w.packed.view(torch.int32)
+    x = torch.randn(3, 256, dtype=bf16)
+    with ops.simulated("sm_90a"):
+        cutex.matmul(x, w)
+        for made in (
+            w._replace(packed=old),
+            W4Weight(old, *w[1:]),
+            W4Weight._make([old, *w[1:]]),
+            pickle.loads(pickle.dumps(w._replace(packed=old))),
+            W4Weight(**{**w._asdict(), "packed": old}),
+        ):
+            for use in (made.dequantize, lambda made=made: cutex.matmul(x, made)):
+                with pytest.raises(ValueError, match=r"words of uint32 .* pack the weight again"):
+                    use()
+    moved = w._replace(packed=w.packed.clone().to("cpu").contiguous())
+    assert torch.equal(moved.dequantize(), w.dequantize())
 
 
 def test_codes_in_pairs_and_scales_beyond_fp16() -> None:
@@ -471,8 +493,10 @@ CODES, ONES = torch.zeros(8, 128, dtype=torch.uint8), torch.ones(8, 1)
         (lambda: cutex.matmul(X, W), "runs on a Hopper or Blackwell GPU"),
         (lambda: cutex.matmul([1], W), "a must be a torch.Tensor, got list"),
         (lambda: cutex.matmul(X, W4Weight(*FP4[:7])), "b cannot be read: it has no layout version"),
-        (lambda: cutex.matmul(X, W._replace(layout_version=7)), "in layout version 7, not 1: pack"),
-        (lambda: cutex.matmul(X, FP4._replace(layout_version=7)), "in layout version 7, not 1"),
+        (lambda: cutex.matmul(X, W._replace(layout_version=7)), "in layout version 7, not 2: pack"),
+        (lambda: cutex.matmul(X, FP4._replace(layout_version=7)), "in layout version 7, not 2"),
+        (lambda: FP4._replace(layout_version=1).dequantize(), "in layout version 1, not 2: pack"),
+        (lambda: cutex.matmul(X, FP4._replace(layout_version=-1)), "in layout version -1, not 2"),
         (lambda: FP4._replace(layout_version=0).dequantize(), "the weight cannot be read: it has"),
         (lambda: torch.ops.cutex.w4_mm(X, *FP4[:3], "fp4", 32, False, None, None, None, bf16),
          "no layout version"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ LAYOUT = (
 class W4Weight(NamedTuple):
     """A weight (N, K) of 4 bits, packed once by `cutex.pack_w4`, for `cutex.matmul(x, weight)`.
 
-    packed: int32 (N / 64, K / 128, words), rounded up. factor: fp32, (N,) or (1,), which the
-    epilogue multiplies with; None: 1. dtype: of the activations that it is packed for.
-    layout_version: of `packed` (problem/w4/layout.py); 0, as of those that were pickled before it
-    was kept, is taken only where all layouts were alike. Whoever saves `packed` alone saves it too.
+    packed: (N / 64, K / 128, words), rounded up, of int32; of uint32 where there was another layout
+    before (problem/w4/layout.py), so that older words are refused, whatever weight they are put in.
+    factor: fp32, (N,) or (1,), which the epilogue multiplies with; None: 1. dtype: of the
+    activations that it is packed for. layout_version: of `packed`; 0, as of those that were pickled
+    before it was kept, is taken only where all layouts were alike. Whoever saves `packed` alone
+    saves it too.
     """
 
     packed: Tensor
@@ -44,59 +46,55 @@ class W4Weight(NamedTuple):
         """Bytes of the weight with its scales."""
         return self.packed.nbytes + (0 if self.factor is None else self.factor.nbytes)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # NOTE: torch 2.11 pickles uint32, but does not read what it pickled
+        words = str(self.packed.dtype).removeprefix("torch.")
+        return _unpickled, (words, self.packed.view(torch.int32), *self[1:])
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values (N, K) that the product is of, rounded once to `dtype`, by default its own.
         Hopper's product with up to 16 rows does not round int4 in groups of 64 and more, with up to
         8 rows it may not in groups of 32 either."""
-        given = self.packed, self.factor, self.n, self.k, self.format, self.dtype
-        check_packed("the weight", *given, self.layout_version)
-        return dequantized(*given, dtype or self.dtype)
+        self.check("the weight")
+        dtype, factor = dtype or self.dtype, self.factor
+        x = packing.values(self.packed, self.n, self.k, self.format, self.dtype)
+        if factor is not None and dtype is torch.float64:
+            x = x.double() * factor.double()[:, None]
+        elif factor is not None:
+            x = x * factor[:, None]
+        return x.to(dtype)
+
+    def check(self, name: str) -> None:
+        """Raise ValueError, with one sentence, if it is laid out otherwise than it is read, or its
+        tensors have other sizes than it says."""
+        of, packed, factor = self.format, self.packed, self.factor
+        if reason := of.why_not():
+            raise ValueError(f"{name} has no format of a packed weight: {reason}")
+        if reason := why_not_version(self.layout_version, of, packing.NAMES[self.dtype]):
+            raise ValueError(f"{name} cannot be read: {reason}")
+        words = packing.words_of(of, self.dtype)
+        due = -(-self.n // STRIP), -(-self.k // BLOCK_K), of.words
+        if packed.dtype is not words or packed.shape != due or not packed.is_contiguous():
+            kind = str(words).removeprefix("torch.")
+            former = ", as code before packed them: pack the weight again with cutex.pack_w4"
+            raise ValueError(
+                f"{name} of (N, K) = {(self.n, self.k)} must have packed words of {kind} {due}, "
+                f"contiguous, got {packed.dtype} {tuple(packed.shape)}"
+                + former
+                * (packed.dtype is torch.int32 is not words)
+            )
+        if factor is None:
+            return
+        if factor.dtype is not torch.float32 or factor.shape not in ((1,), (self.n,)):
+            raise ValueError(
+                f"{name} must have a factor of float32 ({self.n},) or (1,), got {factor.dtype} "
+                f"{tuple(factor.shape)}"
+            )
+        if factor.device != packed.device:
+            where = f"its factor on {factor.device}, its words on {packed.device}"
+            raise ValueError(f"{name} has {where}")
 
 
-def check_packed(
-    name: str,
-    packed: Tensor,
-    factor: Tensor | None,
-    n: int,
-    k: int,
-    of: W4Format,
-    made_for: torch.dtype,
-    layout_version: int,
-) -> None:
-    """Raise ValueError, with one sentence, for a packed weight that is laid out otherwise than it
-    is read, or has other sizes than it says."""
-    if reason := of.why_not():
-        raise ValueError(f"{name} has no format of a packed weight: {reason}")
-    if reason := why_not_version(layout_version, of, packing.NAMES[made_for]):
-        raise ValueError(f"{name} cannot be read: {reason}")
-    due = -(-n // STRIP), -(-k // BLOCK_K), of.words
-    if packed.dtype is not torch.int32 or packed.shape != due or not packed.is_contiguous():
-        raise ValueError(
-            f"{name} of (N, K) = {(n, k)} must have packed words of int32 {due}, contiguous, got "
-            f"{packed.dtype} {tuple(packed.shape)}"
-        )
-    if factor is None:
-        return
-    if factor.dtype is not torch.float32 or factor.shape not in ((1,), (n,)):
-        raise ValueError(
-            f"{name} must have a factor of float32 ({n},) or (1,), got {factor.dtype} "
-            f"{tuple(factor.shape)}"
-        )
-    if factor.device != packed.device:
-        raise ValueError(f"{name} has its factor on {factor.device}, its words on {packed.device}")
-
-
-def dequantized(
-    packed: Tensor,
-    factor: Tensor | None,
-    n: int,
-    k: int,
-    of: W4Format,
-    made_for: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The values of a packed weight in `dtype`."""
-    x = packing.values(packed, n, k, of, made_for)
-    if factor is not None:
-        x = x.double() * factor.double()[:, None] if dtype is torch.float64 else x * factor[:, None]
-    return x.to(dtype)
+def _unpickled(words: str, packed: Tensor, *rest: Any) -> W4Weight:
+    """The weight with such fields, whose words are of type `words`."""
+    return W4Weight(packed.view(getattr(torch, words)), *rest)

@@ -18,7 +18,7 @@ from cutex.ops.matmul.arrange import fused, operand, result
 from cutex.ops.matmul.checks import Call, by_row, check
 from cutex.ops.plans import PlanCache
 from cutex.ops.row.operators import define, needs_nothing
-from cutex.ops.w4.packed import W4Weight, check_packed, dequantized
+from cutex.ops.w4.packed import W4Weight
 from cutex.problem.matmul import ACTIVATIONS
 from cutex.problem.w4.layout import W4Format
 
@@ -146,7 +146,7 @@ def _run(
             known(*given[:2], out, *given[2:])
         return out
     of = W4Format(kind, group, zeros)
-    check_packed("b", packed, factor, n, x.shape[1], of, x.dtype, layout_version)
+    W4Weight(packed, factor, n, x.shape[1], of, x.dtype, kind, layout_version).check("b")
     arch = arch_of(x.device)
     if not out.numel():
         return out
@@ -235,7 +235,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     if activation is not None:
         raise ValueError("cutex::w4_mm has no gradient of an activation: call cutex.matmul")
     ctx.save_for_backward(packed, factor)
-    ctx.weight = n, x.shape[1], W4Format(kind, group, zeros), x.dtype
+    ctx.weight = n, x.shape[1], W4Format(kind, group, zeros), x.dtype, kind, inputs[-1]
     ctx.bias = None if bias is None else (bias.shape, bias.dtype)
     ctx.residual = None if residual is None else residual.dtype
 
@@ -243,12 +243,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     packed, factor = ctx.saved_tensors
     of_x = of_bias = of_residual = None
-    dtype = ctx.weight[-1]
     if ctx.needs_input_grad[0]:
-        n, k, of, _ = ctx.weight
-        w = dequantized(packed, factor, n, k, of, dtype, dtype)
+        w = W4Weight(packed, factor, *ctx.weight)
         empty = (None,) * 5
-        of_x = torch.ops.cutex.matmul(grad.to(dtype), w, *empty, None, 1.0)
+        of_x = torch.ops.cutex.matmul(grad.to(w.dtype), w.dequantize(), *empty, None, 1.0)
     if ctx.bias is not None and ctx.needs_input_grad[7]:
         shape, kind = ctx.bias
         rows = shape[0] == grad.shape[0] and len(shape) == 2 and shape[1] == 1

@@ -68,17 +68,30 @@ class W4Format:
         return -(-n // STRIP) * -(-k // BLOCK_K) * self.words * 4
 
 
+def word_dtype(of: W4Format, dtype: str) -> str:
+    """The type of the words of a weight packed for activations of `dtype`.
+
+    fp4 for bfloat16 had two layouts, whose words were int32 both: those of today's are of another
+    type, so that words are never read in a layout that is not theirs, whatever stands beside them.
+    """
+    return "uint32" if _had_two_layouts(of, dtype) else "int32"
+
+
+def _had_two_layouts(of: W4Format, dtype: str) -> bool:
+    return of.kind == "fp4" and dtype == "bf16"
+
+
 def why_not_version(version: int, of: W4Format, dtype: str) -> str | None:
     """The reason why a weight packed in that version of the layout, for activations of `dtype`, is
     not read; None if it is."""
-    again = "pack the weight again with cutex.pack_w4"
-    if version == LAYOUT_VERSION:
+    if version == LAYOUT_VERSION or (
+        0 <= version < LAYOUT_VERSION and not _had_two_layouts(of, dtype)
+    ):
         return None
+    again = "pack the weight again with cutex.pack_w4"
     if version:
         return f"it is packed in layout version {version}, not {LAYOUT_VERSION}: {again}"
-    if of.kind == "fp4" and dtype == "bf16":
-        return f"it has no layout version, and of fp4 for bfloat16 there were two layouts: {again}"
-    return None
+    return f"it has no layout version, and of fp4 for bfloat16 there were two layouts: {again}"
 
 
 # a code's value is its bits, put where a float of 16 bits has them, times this: e2m1 has the
@@ -89,9 +102,9 @@ E2M1_UNIT = {"bf16": 126, "fp16": 14}  # 2 to its power
 _OF_HALF = (0, 1, 2, 9, 4, 5, 6, 13, 10, 11, 12, 19, 14, 7, 8, 15)
 E2M1_PLACES = tuple((place + half) % 32 for half in (0, 16) for place in _OF_HALF)
 # of the places above and below, kept with what is packed: a change to them counts it up. Until it
-# was kept (0) there were two layouts of fp4 for bf16, in E2M1_PLACES and as nibbles; all else was
-# as in 1
-LAYOUT_VERSION = 1
+# was kept (0) there were two layouts of fp4 for bf16, in E2M1_PLACES and as nibbles; 1 is the first
+# of these, in words of int32, and 2 in words of a type of theirs (word_dtype). All else is alike
+LAYOUT_VERSION = 2
 # an integer is or-ed into the mantissa of a float whose unit is 1
 INTEGER_BASE = {"bf16": 128, "fp16": 1024}
 DEFAULT_ZERO = 8

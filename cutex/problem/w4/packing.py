@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cutex.dtypes import DTYPES
 from cutex.problem.scaled.quantization import MAGNITUDES
 from cutex.problem.w4.layout import (
     BLOCK_K,
@@ -15,6 +16,7 @@ from cutex.problem.w4.layout import (
     INTEGER_BASE,
     STRIP,
     W4Format,
+    word_dtype,
 )
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -26,7 +28,7 @@ _ORDER = (0, 4, 5, 1, 3, 8, 6, 9, 7, 2)
 
 
 def pack(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, of: W4Format) -> Tensor:
-    """The blocks (strips, blocks of K, words) of int32.
+    """The blocks (strips, blocks of K, words), of word_dtype.
 
     codes (N, K): uint8, 0 to 15. scales (N, K / group): bfloat16 or float16, as the kernel
     multiplies them. zeros (N, K / group): codes that count as 0.
@@ -49,7 +51,13 @@ def pack(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, of: W4Forma
         assert zeros is not None and scales is not None
         base = INTEGER_BASE[NAMES[scales.dtype]]
         parts.append(_by_pairs((zeros + base).to(scales.dtype), of, strips, blocks, base))
-    return torch.cat(parts, -1).contiguous().view(torch.int32)
+    made_for = torch.bfloat16 if scales is None else scales.dtype
+    return torch.cat(parts, -1).contiguous().view(words_of(of, made_for))
+
+
+def words_of(of: W4Format, dtype: torch.dtype) -> torch.dtype:
+    """The type of the words of a weight packed for activations of `dtype`."""
+    return DTYPES[word_dtype(of, NAMES[dtype])].torch
 
 
 def _moved(words: Tensor, places: dict[int, int]) -> Tensor:

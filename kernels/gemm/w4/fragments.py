@@ -38,6 +38,11 @@ def warpgroup_mma(kind: type[cutlass.Numeric], columns: int = 2 * COLUMNS) -> cu
     return cute.make_tiled_mma(op, (4, 1, 1), permutation_mnk=(64, columns, K))
 
 
+def words_of(mW: cute.Tensor) -> cute.Tensor:
+    """A packed weight's words (STRIP, RestK, WORDS) as the kernels compute with them."""
+    return cute.recast_tensor(mW, Int32)
+
+
 def allocate_weights(smem: SmemAllocator, of: W4Format, strips: int, num_slots: int) -> cute.Tensor:
     """The slots (WORDS, STRIP, SLOT) of blocks of so many strips."""
     shape = of.words, strips, num_slots

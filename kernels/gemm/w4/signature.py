@@ -10,6 +10,7 @@ from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.w4.sm90.config import W4Config
 from cutex.kernels.gemm.w4.sm90.decode_config import W4DecodeConfig
 from cutex.kernels.gemm.w4.sm100.config import W4Sm100Config
+from cutex.problem.w4.layout import word_dtype
 
 
 @dataclass(frozen=True)
@@ -30,5 +31,6 @@ class W4Signature:
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: x, the packed weight, out, and those of the operations."""
         x, _, out, *rest = self.general.arguments()
-        packed = Operand("weight", ("strips", "blocks", "words"), "int32")
+        words = word_dtype(self.tiles.format, self.dtype)
+        packed = Operand("weight", ("strips", "blocks", "words"), words)
         return (x, packed, out, *rest)

@@ -25,7 +25,7 @@ from cutex.device.epilogue.sm100.fused_store import FusedEpilogueStore
 from cutex.device.pipeline import AccRing, Barrier, Ring, publish_barriers
 from cutex.kernels.gemm.signature import tile_counts, transposed
 from cutex.kernels.gemm.sm100.epilogue import StoreTiles
-from cutex.kernels.gemm.w4.fragments import Fragments, allocate_weights
+from cutex.kernels.gemm.w4.fragments import Fragments, allocate_weights, words_of
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm100.config import W4Sm100Config
 from cutex.kernels.gemm.w4.sm100.roles import Load, Mma, Rings, Widen
@@ -84,6 +84,7 @@ class W4Gemm:
     def __call__(self, mX: cute.Tensor, mW: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
         """Launch with x (M, K), the packed weight (STRIP, RestK, WORDS), out (M, N), the
         operations' arguments and a stream."""
+        mW = words_of(mW)
         *passed, stream = rest
         c = self.tiles
         mOut = transposed(mOut)

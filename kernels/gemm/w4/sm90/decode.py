@@ -24,7 +24,14 @@ from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.tma import load_operand, tile_loads
 from cutex.device.epilogue.epilogue_ops import BoundOps, Fragment
 from cutex.device.pipeline import Barrier, PipelineState, publish_barriers
-from cutex.kernels.gemm.w4.fragments import K_OF_MMA, WORDS, Factors, Fragments, prefetch_bulk
+from cutex.kernels.gemm.w4.fragments import (
+    K_OF_MMA,
+    WORDS,
+    Factors,
+    Fragments,
+    prefetch_bulk,
+    words_of,
+)
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.decode_config import ALIGN, COLUMNS, ROWS, W4DecodeConfig
 from cutex.problem.w4.layout import BLOCK_K, CODE_WORDS, HALVES, PAIRS, STRIP
@@ -200,6 +207,7 @@ class W4Decode:
     def __call__(self, mX: cute.Tensor, mW: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
         """Launch with x (M, K), the packed weight (STRIP, RestK, WORDS), out (M, N), the
         operations' arguments and a stream."""
+        mW = words_of(mW)
         *passed, stream = rest
         c, x = self.tiles, mX
         if cutlass.const_expr(c.tile_n > 1):

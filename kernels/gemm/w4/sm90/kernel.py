@@ -38,6 +38,7 @@ from cutex.kernels.gemm.w4.fragments import (
     WeightLoads,
     allocate_weights,
     warpgroup_mma,
+    words_of,
 )
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.config import W4Config
@@ -408,6 +409,7 @@ class W4Gemm:
     def __call__(self, mX: cute.Tensor, mW: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
         """Launch with x (M, K), the packed weight (STRIP, RestK, WORDS), out (M, N), the
         operations' arguments and a stream."""
+        mW = words_of(mW)
         *passed, stream = rest
         c, g = self.tiles, self.general
         workspace = None

@@ -35,7 +35,7 @@ from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import tile_counts, transposed
 from cutex.kernels.gemm.sm90.general import Barriers
 from cutex.kernels.gemm.sm90.mma import Cooperative, MmaRole
-from cutex.kernels.gemm.w4.fragments import Fragments, WeightLoads, allocate_weights
+from cutex.kernels.gemm.w4.fragments import Fragments, WeightLoads, allocate_weights, words_of
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.config import W4Config
 from cutex.kernels.gemm.w4.sm90.kernel import W4Gemm, WidenSplitK, block_share
@@ -395,6 +395,7 @@ class W4OneRow:
     def __call__(self, mX: cute.Tensor, mW: cute.Tensor, mOut: cute.Tensor, *rest) -> None:
         """Launch with x (1, K), the packed weight (STRIP, RestK, WORDS), out (1, N), the
         operations' arguments and a stream."""
+        mW = words_of(mW)
         *passed, stream = rest
         g = self.general
         mOut = transposed(mOut)
