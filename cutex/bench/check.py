@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from cutex.arch import KNOWN
 from cutex.command import Parser, answered, refuse
+from cutex.cores import cores
 from cutex.orders import ABOUT, ORDERS
 from cutex.sim.reports import used_once
 
@@ -103,7 +104,7 @@ def runs(args: argparse.Namespace) -> Generator[Run, None, None]:
             for i, (order, seed) in enumerate(wanted)
         ]  # fmt: skip
         (folder / "runs.json").write_text(json.dumps(commands), encoding="utf-8")
-        command = [sys.executable, "-m", "cutex.sim.each_order", name, str(os.cpu_count() or 1)]
+        command = [sys.executable, "-m", "cutex.sim.each_order", name, str(cores())]
         with _group(command) as process:
             assert process.stdout is not None
             for i, (order, seed) in enumerate(wanted):

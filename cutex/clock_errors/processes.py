@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -12,6 +11,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from cutex.bench.progress import progress
+from cutex.cores import cores
 
 T = TypeVar("T")
 Job = Callable[[], T]
@@ -24,7 +24,7 @@ def results(what: str, jobs: Sequence[Job[T]]) -> list[T]:
     in one of as many processes as this one may use cores. Raises what a job raises, and
     BrokenProcessPool if a process ends."""
     global _jobs
-    count = min(len(jobs), len(os.sched_getaffinity(0)))
+    count = min(len(jobs), cores())
     if count < 2:
         with progress(what, len(jobs)) as step:
             return [_stepped(job, step) for job in jobs]

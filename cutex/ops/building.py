@@ -29,6 +29,7 @@ from typing import IO, NamedTuple
 
 from cutex.cache import VARIABLE, cache_dir
 from cutex.compile import worker
+from cutex.cores import cores
 
 MOST = 16  # processes
 PATH = "import sys; sys.path[:] = sys.argv[1:]\n"
@@ -236,7 +237,7 @@ def _filled(most: int) -> list[Builder]:
     root = str(Path(__file__).resolve().parents[2])
     path = [x for x in sys.path if isinstance(x, str)]
     path += [] if root in path else [root]
-    while len(_builders) < min(most, MOST, os.cpu_count() or 1):
+    while len(_builders) < min(most, MOST, cores()):
         environment = _environment()
         errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
         process = subprocess.Popen(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
-import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cutex.cores import cores
 from cutex.orders import MOST_JOBS
 from cutex.sim.hazards.global_marks import Touched
 from cutex.sim.hazards.global_races import LARGEST
@@ -70,11 +70,11 @@ def why_not(
 
 def paying(program: Program, what: Launch, clusters: int) -> int:
     """How many processes it pays to divide ``clusters`` clusters of a launch among: 1 for a small
-    one, at most one for each core that this process may use.
+    one, at most one for each core that this process may keep busy.
     """
     threads = what.block[0] * what.block[1] * what.block[2]
     work = clusters * what.cluster_size * -(-threads // 32) * len(program.code)
-    return max(1, min(work // _ENOUGH, len(os.sched_getaffinity(0)), clusters, MOST_JOBS))
+    return max(1, min(work // _ENOUGH, cores(), clusters, MOST_JOBS))
 
 
 def shares(clusters: Sequence[int], jobs: int) -> list[list[int]]:

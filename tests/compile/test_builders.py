@@ -111,7 +111,7 @@ def test_a_process_that_never_gets_ready_is_given_up(monkeypatch) -> None:
 
 
 def test_an_idle_process_may_end_while_others_compile(monkeypatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(building, "cores", lambda: 2)
     monkeypatch.setattr(building, "START", ANSWERS.format(answer='time.sleep(0.3) or "null"'))
     idle, _ = building.start(2)
     ended = []

@@ -19,7 +19,7 @@ from cutex.sim import SimError
 # Each part imports only itself and parts of the lines above it. A part is a module or folder of
 # cutex/; "doors" are the modules behind `python -m cutex.X`, and cutex itself, which loads lazily.
 LAYERS = (
-    ("assigned_names", "qualified_names", "errors", "orders", "svg"),
+    ("assigned_names", "cores", "errors", "orders", "qualified_names", "svg"),
     (
         *("arch", "cache", "command", "cubin", "debug_info", "dtypes"),
         *("measured", "simulation", "tracing"),
@@ -44,6 +44,7 @@ SIM_KNOWS = {
         "arch",
         "cache",
         "command",
+        "cores",
         "cubin",
         "debug_info",
         "errors",

@@ -4,7 +4,6 @@ reports; a run without checks gives the same numbers.
 
 from __future__ import annotations
 
-import os
 import re
 from types import SimpleNamespace
 
@@ -105,7 +104,7 @@ def test_words_of_its_own_are_written_by_each(divided) -> None:
 
 def test_as_many_processes_as_pay(monkeypatch, divided) -> None:
     """None, the default of command lines: none for small grids, at most one a core."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda of: range(4))
+    monkeypatch.setattr(division, "cores", lambda: 4)
     program = SimpleNamespace(code=[None] * 1000)
 
     def paying(clusters: int, size: int = 2) -> int:
