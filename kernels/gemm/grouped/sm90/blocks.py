@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from cutex.device.atoms.factored import FactoredLoads
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import Cluster
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
@@ -29,7 +30,6 @@ from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.grouped.sm90.rows import GroupedOperands, GroupStore
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
-    FactoredLoads,
     Promote,
     TileFactors,
     factors_layout,

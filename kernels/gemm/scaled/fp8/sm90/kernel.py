@@ -1,9 +1,9 @@
 """The fp8 GEMM with fp32 scale factors of blocks on Hopper: out = ops(A @ B), promoted.
 
 DeepSeek's recipe: e4m3, a factor for each 128 of K in each row of A, and for each 128x128 of B, or
-as in A. The roles are the general GEMM's (kernels/gemm/sm90): its load role also loads factors, its
-MMA role promotes (both promote.py); its schedulers, clusters, split K and epilogues are as they
-are.
+as in A. The roles are the general GEMM's (kernels/gemm/sm90): its load role also loads factors
+(device/atoms/factored.py), its MMA role promotes (promote.py); its schedulers, clusters, split K
+and epilogues are as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand
+from cutex.device.atoms.factored import FactoredOperands
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.atoms.wgmma import Wgmma, wgmma
@@ -25,7 +26,6 @@ from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
-    FactoredOperands,
     Promote,
     PromoteAlternating,
     PromoteSplitK,

@@ -16,8 +16,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
-from cutex.device.atoms.tma import AbLoads, load_operand, matrix, tile_loads
+from cutex.device.atoms.multicast import SharedRing
+from cutex.device.atoms.tma import load_operand
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
@@ -355,56 +355,6 @@ def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) ->
     """The factors mS of one side: a tensor map that loads those of a tile's rows, or mS itself
     (RestRows, RestK), in a batch with L last, where 128 rows share one."""
     return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
-
-
-class FactoredLoads(NamedTuple):
-    """The loads of A and B, and of the factors that TMA loads beside them, for one tile."""
-
-    a: Any  # KLoads each
-    b: Any
-    factors: tuple[Any, ...]
-
-    @property
-    def num_k_tiles(self) -> Int32:
-        return self.a.num_k_tiles
-
-    @cute.jit
-    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
-        """Start all loads of K tile `k_tile` into `slot`. A whole warp calls it."""
-        for loads in (*self.factors, self.a, self.b):
-            loads.load(k_tile, slot, full)
-
-
-@dataclass(frozen=True)
-class FactoredOperands:
-    """The operands A and B with the factors of both sides, and the slots that TMA loads into."""
-
-    ab: AbOperands
-    factors: tuple[Any, Any]  # of A's rows and B's: TmaInfo, or a tensor where 128 share one
-    slots: tuple[Any, Any]  # (bRows, 1, SLOT) of each; None without a tensor map
-
-    @property
-    def a(self) -> Any:
-        return self.ab.a
-
-    @property
-    def b(self) -> Any:
-        return self.ab.b
-
-    @property
-    def num_k_tiles(self) -> Int32:
-        return self.ab.num_k_tiles
-
-    @cute.jit
-    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> FactoredLoads:
-        """The loads that this CTA starts for `tile`: its part of A and B, and all its factors."""
-        ab: AbLoads = self.ab.loads(tile, cluster)
-        factors = tuple(
-            tile_loads(matrix(info, tile), slots, place)
-            for info, slots, place in zip(self.factors, self.slots, (tile.m, tile.n), strict=True)
-            if slots is not None
-        )
-        return FactoredLoads(ab.a, ab.b, factors)
 
 
 class ThreadFactors(NamedTuple):

@@ -1,0 +1,63 @@
+"""Operands A and B with scale factors that TMA loads beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+
+from cutex.device.atoms.multicast import AbOperands, Cluster
+from cutex.device.atoms.tma import AbLoads, matrix, tile_loads
+from cutex.device.work_tile import WorkTile
+
+
+class FactoredLoads(NamedTuple):
+    """The loads of A and B, and of the factors that TMA loads beside them, for one tile."""
+
+    a: Any  # KLoads each
+    b: Any
+    factors: tuple[Any, ...]
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return self.a.num_k_tiles
+
+    @cute.jit
+    def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
+        """Start all loads of K tile `k_tile` into `slot`. A whole warp calls it."""
+        for loads in (*self.factors, self.a, self.b):
+            loads.load(k_tile, slot, full)
+
+
+@dataclass(frozen=True)
+class FactoredOperands:
+    """The operands A and B with the factors of both sides, and the slots that TMA loads into."""
+
+    ab: AbOperands
+    factors: tuple[Any, Any]  # of A's rows and B's: TmaInfo, or a tensor where 128 share one
+    slots: tuple[Any, Any]  # (bRows, 1, SLOT) of each; None without a tensor map
+
+    @property
+    def a(self) -> Any:
+        return self.ab.a
+
+    @property
+    def b(self) -> Any:
+        return self.ab.b
+
+    @property
+    def num_k_tiles(self) -> Int32:
+        return self.ab.num_k_tiles
+
+    @cute.jit
+    def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> FactoredLoads:
+        """The loads that this CTA starts for `tile`: its part of A and B, and all its factors."""
+        ab: AbLoads = self.ab.loads(tile, cluster)
+        factors = tuple(
+            tile_loads(matrix(info, tile), slots, place)
+            for info, slots, place in zip(self.factors, self.slots, (tile.m, tile.n), strict=True)
+            if slots is not None
+        )
+        return FactoredLoads(ab.a, ab.b, factors)
