@@ -24,7 +24,14 @@ from cutex.ops.attention import prefill, scaled
 from cutex.ops.attention.cache import check_tensors, room_of
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
-from cutex.ops.attention.kvcache_call import FP8, KVCacheCall, check, other_sink, table_of
+from cutex.ops.attention.kvcache_call import (
+    FP8,
+    TENSORS,
+    KVCacheCall,
+    check,
+    other_sink,
+    table_of,
+)
 from cutex.ops.attention.plan import COUNTER, resources
 from cutex.ops.attention.plan import kernel_for as forward_kernel_for
 from cutex.ops.attention.rotated import rotated
@@ -38,8 +45,10 @@ if TYPE_CHECKING:
 
 # rows of parts that the last CTA merges, at most (docs/facts/decode.md#combine)
 MOST_MERGED = 64
-# bits of a plan's key: cache_seqlens, cache_leftpad and learnable_sink are given
-ENDS, BEGINS, SINK = 2, 16, 64
+# bits of a plan's key: which of the tensors that may be left out are given, in a launch's order
+CU_Q, ENDS, TABLE, ENTRIES, BEGINS, CU_NEW, SINK, K_SCALE, V_SCALE, NEW_K, NEW_V = (
+    1 << bit for bit in range(TENSORS - 3)
+)
 OPERATOR = CacheOperator("flash_attn_with_kvcache", CONFIGS)
 PLANS = OPERATOR.plans
 
@@ -123,7 +132,11 @@ def flash_attn_with_kvcache(
         if not 0 <= cache_seqlens < 1 << 31:
             raise ValueError(f"cache_seqlens={cache_seqlens}: it must be from 0 to 2^31 - 1")
         cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q, (k_cache, page_table), k)
-    if q_descale is not None or getattr(k_cache, "dtype", None) is FP8:
+    # NOTE: with both scales and q of 16 bits nothing is to be prepared, which is asked in less time
+    if q_descale is not None or (
+        (k_descale is None or v_descale is None or getattr(q, "dtype", None) is FP8)
+        and getattr(k_cache, "dtype", None) is FP8
+    ):
         scales = q_descale, k_descale, v_descale
         q, k_descale, v_descale = scaled.prepared(q, k_cache, cu_seqlens_q, *scales)
     if rotary_cos is not None or rotary_sin is not None:
@@ -137,37 +150,37 @@ def flash_attn_with_kvcache(
     given, which = [q, k_cache, v_cache], 0
     if cu_seqlens_q is not None:
         given.append(cu_seqlens_q)
-        which += 1
+        which += CU_Q
     if cache_seqlens is not None:
         given.append(cache_seqlens)
         which += ENDS
     if page_table is not None:
         given.append(page_table)
-        which += 4
+        which += TABLE
     if cache_batch_idx is not None:
         given.append(cache_batch_idx)
-        which += 8
+        which += ENTRIES
     if cache_leftpad is not None:
         given.append(cache_leftpad)
         which += BEGINS
     if cu_seqlens_k_new is not None:
         given.append(cu_seqlens_k_new)
-        which += 32
+        which += CU_NEW
     if learnable_sink is not None:
         given.append(learnable_sink)
         which += SINK
     if k_descale is not None:
         given.append(k_descale)
-        which += 128
+        which += K_SCALE
     if v_descale is not None:
         given.append(v_descale)
-        which += 256
+        which += V_SCALE
     if k is not None:
         given.append(k)
-        which += 512
+        which += NEW_K
     if v is not None:
         given.append(v)
-        which += 1024
+        which += NEW_V
     with_lse = return_lse or return_softmax_lse
     key = (
         max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits, with_lse, which
