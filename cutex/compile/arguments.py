@@ -6,7 +6,7 @@ shapes. Operands declare strides and alignment, which are checked before a launc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +45,8 @@ class Operand:
     whole: bool = True  # the contiguous size is a multiple of 16 bytes, too
     any_stride: bool = False  # of what is aligned, the base alone is
     bounds: tuple[Bound, ...] = ()
+    # more bounds, which depend on the sizes and the whole numbers of all arguments, by name
+    bounds_by: Callable[[Mapping[str, int]], tuple[Bound, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def check_arguments(arguments: Sequence[Argument], values: Sequence[object]) -> 
             raise TypeError(
                 f"{argument.name} must be {article} {kind.__name__}, got {type(x).__name__}"
             )
+    check_bounds(arguments, values)
 
 
 def _check_operand(operand: Operand, x: object, sizes: dict[str, tuple[int, str]]) -> None:
@@ -104,21 +107,30 @@ def _check_operand(operand: Operand, x: object, sizes: dict[str, tuple[int, str]
         known, owner = sizes.setdefault(letter, (size, name))
         if known != size:
             raise ValueError(f"{name} has {letter.upper()}={size}, but {owner} has {known}")
-    check_bounds(operand, x)
     _check_strides(operand, x)
 
 
-def check_bounds(operand: Operand, x: torch.Tensor) -> None:
-    """Raise ValueError, in one sentence, if `x` has a size for which the kernel has no memory.
+def check_bounds(arguments: Sequence[Argument], values: Sequence[Any]) -> None:
+    """Raise ValueError, in one sentence, if one of `values` has a size for which the kernel has no
+    memory. Values of other numbers of dimensions are left to `check_arguments`.
 
     NOTE: sizes are symbolic in a compiled kernel, whose launcher only compares them.
     """
-    for bound in operand.bounds:
-        size = x.shape[operand.sizes.index(bound.size)]
-        if not bound.least <= size <= bound.most:
-            raise ValueError(
-                f"{operand.name} has {bound.size.upper()}={size}, this kernel takes {bound}"
-            )
+    named = list(zip(arguments, values, strict=False))
+    operands = [(x, value) for x, value in named if isinstance(x, Operand)]
+    if len(arguments) != len(values) or any(len(x.sizes) != len(v.shape) for x, v in operands):
+        return
+    numbers = {x.name: value for x, value in named if isinstance(value, int)}
+    for x, value in operands:
+        numbers.update(zip(x.sizes, value.shape, strict=True))
+    for x, value in operands:
+        more = () if x.bounds_by is None else x.bounds_by(numbers)
+        for bound in (*x.bounds, *more):
+            size = value.shape[x.sizes.index(bound.size)]
+            if not bound.least <= size <= bound.most:
+                raise ValueError(
+                    f"{x.name} has {bound.size.upper()}={size}, this kernel takes {bound}"
+                )
 
 
 def _check_strides(operand: Operand, x: torch.Tensor) -> None:

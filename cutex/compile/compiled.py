@@ -67,14 +67,13 @@ class Compiled:
     def check_bounds(self, values: Sequence[Any]) -> None:
         """Raise ValueError, in one sentence, if one of `values` has a size for which this kernel
         has no memory."""
-        for place, operand in self._bounded:
-            check_bounds(operand, values[place])
+        if self._is_bounded:
+            check_bounds(self.operands, values)
 
     @cached_property
-    def _bounded(self) -> list[tuple[int, Operand]]:
-        """The operands with bounds, and their places."""
-        found = enumerate(self.operands)
-        return [(i, x) for i, x in found if isinstance(x, Operand) and x.bounds]
+    def _is_bounded(self) -> bool:
+        operands = [x for x in self.operands if isinstance(x, Operand)]
+        return any(x.bounds or x.bounds_by for x in operands)
 
     def _check_device(self, x: Any) -> None:
         import torch

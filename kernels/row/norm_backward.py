@@ -3,6 +3,7 @@ first by groups of threads and then by columns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument, Operand, Scalar
+from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import add
 from cutex.device.row.ring import RowRing
@@ -80,10 +81,18 @@ class NormBackward(RowKernel):
             of = getattr(c, name.removeprefix("d"))
             kinds[name] = Operand(name, ("n",), of, aligned=False, whole=False)
             parts = f"{name}_parts"
-            kinds[parts] = Operand(parts, ("p", "n"), "fp32", aligned=whole, whole=whole)
+            # NOTE: all are summed up, and a CTA, or cluster, writes one
+            kinds[parts] = Operand(
+                parts, ("p", "n"), "fp32", aligned=whole, whole=whole, bounds_by=self.bounds
+            )
         made = [matrix(name, dtype, self.tile) for name in ("x", "dy", "dx")]
         optional = (kinds[name] for name in c.optional)
         return (*made, row_vector("rstd"), *optional, Scalar("groups", "int32"))
+
+    def bounds(self, numbers: Mapping[str, int]) -> tuple[Bound, ...]:
+        """The bound of parts of sums by a launch's sizes and groups."""
+        count = numbers["groups"] // self.tile.rows
+        return (Bound("p", count, count),)
 
     @cute.jit
     def __call__(self, mX, mdY, mdX, mRstd, *rest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument, Operand, Scalar
+from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.last_arrival import is_last_arrival
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import Values, lanes
@@ -40,9 +41,15 @@ class Reduce(RowKernel):
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         c = self.config
         # of the CTAs that have left their parts
-        counts = Operand("counts", ("groups",), "int32", aligned=False, whole=False)
+        counts = Operand(
+            "counts", ("groups",), "int32", aligned=False, whole=False, bounds_by=self.bounds
+        )
         counted = (counts,) if c.shared == PARTS else ()
         return (matrix("x", dtype, c.tile), *results(c), *counted, *SCALARS)
+
+    def bounds(self, numbers: Mapping[str, int]) -> tuple[Bound, ...]:
+        """The bound of the counts of a launch: one for each tile of rows."""
+        return (Bound("groups", -(-numbers["outs"] // self.tile.rows)),)
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, *rest) -> None:
@@ -131,7 +138,14 @@ SCALARS = Scalar("splits", "int32"), Scalar("scale")
 def results(c: Any) -> tuple[Operand, ...]:
     """The operands that a reduction leaves: results, and the parts of which they are made."""
     out = Operand("out", ("outs",), c.out, aligned=False, whole=False)
-    parts = Operand("parts", ("words", "outs", "splits"), "fp32", aligned=False, whole=False)
+    sizes = "words", "outs", "parts"
+
+    def bounds(numbers: Mapping[str, int]) -> tuple[Bound, ...]:
+        """The bounds of a launch's parts, all of which are combined."""
+        count, splits = c.fold.count, numbers["splits"]
+        return Bound("words", count, count), Bound("parts", splits, splits)
+
+    parts = Operand("parts", sizes, "fp32", aligned=False, whole=False, bounds_by=bounds)
     return (out, parts) if c.shared == PARTS else (out,)
 
 

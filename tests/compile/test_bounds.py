@@ -10,6 +10,11 @@ import pytest
 import torch
 
 from cutex.compile import Compiled, Operand
+from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.decode.sm90.decode import Decode
+from cutex.kernels.attention.decode.workspace import needed
+from cutex.kernels.attention.mla.sm90.config import Sm90MlaConfig
+from cutex.kernels.attention.mla.sm90.mla import Mla
 from cutex.kernels.gemm.grouped import choose
 from cutex.kernels.gemm.grouped.config import BLOCKS, BlocksConfig, GroupedConfig, SumsConfig
 from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks
@@ -54,6 +59,19 @@ REFUSED = (
 )
 
 
+# of launches whose sizes say what they need: eight sequences, 2 of 8 heads of K and V
+SIZES = {"b": 8, "sq": 3, "h": 64, "hk": 8, "d": 128, "dv": 128}
+OF_LAUNCHES: dict[str, tuple[Any, dict[str, int], str, int]] = {
+    "by shares": (Decode(DecodeConfig()), {"num_splits": 0}, "sums", 264 * 64 * 129),
+    "in three": (Decode(DecodeConfig()), {"num_splits": 3}, "sums", 3 * 64 * 64 * 129),
+    "flags": (Decode(DecodeConfig()), {"num_splits": 0}, "flags", 64),
+    "two blocks of rows": (Decode(DecodeConfig()), {"sq": 16}, "flags", 128),
+    "combined": (Decode(DecodeConfig(combined=True)), {}, "sums", 256 + 264 * 64 * 129),
+    "MLA": (Mla(Sm90MlaConfig(combined=False)), {"hk": 1, "d": 576, "dv": 512}, "flags", 24),
+    "MLA's parts": (Mla(Sm90MlaConfig()), {"num_splits": 2}, "sums", 96 + 48 * 64 * 513),
+}
+
+
 def compiled(kernel: Any) -> Compiled:
     """A Compiled of `kernel` that cannot be launched."""
 
@@ -87,3 +105,30 @@ def test_what_a_kernel_has_no_room_for_is_refused_before_a_launch(
         kernel.check_bounds(wrong)
     with pytest.raises((ValueError, TypeError)):
         kernel(*wrong)
+
+
+@pytest.mark.parametrize("name", OF_LAUNCHES)
+def test_a_workspace_that_is_too_small_for_a_launch_is_refused(name: str) -> None:
+    made, changed, argument, least = OF_LAUNCHES[name]
+    kernel, numbers = compiled(made), {**SIZES, "num_splits": 0, **changed}
+
+    def values(count: int) -> list[Any]:
+        sizes = {**numbers, "sums": 1 << 30, "flags": 1 << 20, argument: count}
+        return [
+            torch.empty(*(sizes.get(s, 64) for s in x.sizes), device="meta")
+            if isinstance(x, Operand)
+            else numbers.get(x.name, 1.0)
+            for x in kernel.operands
+        ]
+
+    kernel.check_bounds(values(least))
+    sentence = f"{argument} has {argument.upper()}={least - 1}, this kernel takes at least {least}"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        kernel.check_bounds(values(least - 1))
+
+
+def test_units_that_are_not_cut_need_no_workspace() -> None:
+    for config in (DecodeConfig(parts="one"), DecodeConfig(by_room=True, whole=True)):
+        assert needed(config, 300, 0) == (0, 0)
+    assert needed(DecodeConfig(), 300, 1) == (0, 0)
+    assert needed(DecodeConfig(parts="even"), 66, 0) == (2 * 66 * 64 * 129, 66)

@@ -12,6 +12,7 @@ from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.device.attention.seqlen_info import SeqlenInfo, Seqlens
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits
+from cutex.kernels.attention.decode.workspace import Numbers, bounds_of
 from cutex.schedulers.order import select
 
 ALL_ROWS = 2**30  # of a block as what keys are walked over: all rows of a sequence
@@ -55,9 +56,19 @@ def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
         "num_splits": (True, "int32"),
     }
     found += [Scalar(name, kind) for name, (there, kind) in numbers.items() if there]
-    found.append(Operand("sums", ("sums",), "fp32", whole=False))
-    found.append(Operand("flags", ("flags",), "int32", aligned=False, whole=False))
+    sums, flags = (bounds_of(c, units_of, name) for name in ("sums", "flags"))
+    found.append(Operand("sums", ("sums",), "fp32", whole=False, bounds_by=sums))
+    found.append(Operand("flags", ("flags",), "int32", aligned=False, whole=False, bounds_by=flags))
     return tuple(found)
+
+
+def units_of(config: DecodeConfig, numbers: Numbers) -> int:
+    """The units of a launch with these sizes and numbers."""
+    c, heads = config, numbers["h"]
+    batch = numbers["b1"] - 1 if c.varlen_q else numbers["b"]
+    longest = numbers["max_seqlen_q"] if c.varlen_q else numbers["sq"]
+    pack = heads // numbers["hk"] if c.packed else 1
+    return batch * (heads // pack) * -(-longest * pack // c.tile_m)
 
 
 class KernelArgs(NamedTuple):

@@ -39,6 +39,7 @@ class MlaConfig:
     appended: ClassVar[bool] = False
     by_room: ClassVar[bool] = False
     whole: ClassVar[bool] = False
+    parts: ClassVar[str] = "shares"
     sink: ClassVar[bool] = False
 
     @property

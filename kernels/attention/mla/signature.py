@@ -8,6 +8,7 @@ from cutlass import Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
+from cutex.kernels.attention.decode.workspace import Numbers, bounds_of
 from cutex.kernels.attention.mla.config import MlaConfig
 
 
@@ -30,10 +31,18 @@ def arguments(config: MlaConfig, dtype: str) -> tuple[Argument, ...]:
         if there:
             found.append(Operand(name, sizes, kind, aligned=False, whole=False))
     found += [Scalar("scale"), Scalar("num_splits", "int32")]
-    found.append(Operand("sums", ("sums",), "fp32", whole=False))
+    sums, flags = (bounds_of(c, units_of, name) for name in ("sums", "flags"))
+    found.append(Operand("sums", ("sums",), "fp32", whole=False, bounds_by=sums))
     if not c.combined:
-        found.append(Operand("flags", ("flags",), "int32", aligned=False, whole=False))
+        found.append(
+            Operand("flags", ("flags",), "int32", aligned=False, whole=False, bounds_by=flags)
+        )
     return tuple(found)
+
+
+def units_of(config: MlaConfig, numbers: Numbers) -> int:
+    """The units of a launch with these sizes."""
+    return numbers["b"] * -(-numbers["sq"] * numbers["h"] // config.tile_m)
 
 
 def args_of(config: MlaConfig, values: tuple[Any, ...]) -> KernelArgs:
