@@ -202,16 +202,18 @@ class NotAwaited(announced.AnnouncedTiles):
         return WorkTile(self.words[0, state.slot], self.words[1, state.slot])
 
 
-class SameFactors(promote.Promote):
-    """Asks for the first factors of this tile again, instead of the next one's."""
+class SameFactors(promote.Coming):
+    """Fetches the first factors of this tile again, instead of the next one's."""
 
-    def run_announced(self, product, announced):
-        asked = promote.look_ahead
-        promote.look_ahead = lambda ahead, factors, *rest: asked(ahead, factors, *rest[:2], factors)
-        try:
-            super().run_announced(product, announced)
-        finally:
-            promote.look_ahead = asked
+    @cute.jit
+    def look(self, begin, end):
+        if (begin == 0) & self.more:
+            self.following.put(self.announced.take(self.reader))
+        if cutlass.const_expr(self.ahead is not None):
+            if begin + promote.LANES < end:
+                self.ahead.store(self.factors.ahead(begin + promote.LANES).load())
+            else:
+                self.ahead.store(self.factors.ahead(0).load())
 
 
 @pytest.mark.slow
@@ -220,7 +222,7 @@ class SameFactors(promote.Promote):
     [
         (kernel, "AnnouncedTiles", ReadNotAwaited),
         (kernel, "AnnouncedTiles", NotAwaited),
-        (kernel, "Promote", SameFactors),
+        (promote, "Coming", SameFactors),
     ],
 )
 def test_a_fault_of_announced_tiles_is_found(place, name, wrong, monkeypatch):
