@@ -25,6 +25,7 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.mixture.combine import Combine, CombineConfig
 from cutex.kernels.mixture.route import Route, RouteConfig
+from cutex.kernels.mixture.spread import Spread, SpreadConfig
 
 ROW, MATRICES = OperandLayout(), OperandLayout(major="column", batched=True)
 OF_FP8 = (
@@ -46,6 +47,7 @@ KERNELS: dict[str, Any] = {
     "sums": GroupedSums(SumsConfig(GeneralConfig(WIDE, *OF_SUMS))),
     "route": Route(RouteConfig(per_token=4, buckets=64)),
     "combine": Combine(CombineConfig(experts=4)),
+    "spread": Spread(SpreadConfig(experts=4)),
     "stream-K": General(GeneralConfig(STREAMED, ROW, ROW, ROW)),
 }
 REFUSED = (
@@ -55,6 +57,7 @@ REFUSED = (
     ("route", "offs", "e", 64, "offs has E=64, this kernel takes at most 63"),
     ("route", "totals", "buckets", 32, "totals has BUCKETS=32, this kernel takes 64"),
     ("combine", "places", "j", 2, "places has J=2, this kernel takes 4"),
+    ("spread", "places", "j", 2, "places has J=2, this kernel takes 4"),
     ("stream-K", "flags", "flags", 64, "flags has FLAGS=64, this kernel takes at least 1056"),
 )
 

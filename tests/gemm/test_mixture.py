@@ -17,6 +17,7 @@ from cutex import ops
 from cutex.compile import compile
 from cutex.kernels.mixture.combine import TOGETHER, Combine, CombineConfig
 from cutex.kernels.mixture.gate import Gate, GateConfig
+from cutex.kernels.mixture.spread import PART, Spread, SpreadConfig
 from cutex.ops.mixture.routing import route
 
 bf16 = torch.bfloat16
@@ -191,6 +192,24 @@ def test_rows_of_no_group_are_not_read_when_rows_are_combined(weighted: bool, te
     factors = weights[..., None] if weighted else torch.ones(3, terms, 1)
     want = torch.where(there, z[places.long()].float() * factors, 0).sum(1)
     assert torch.allclose(out.float(), want, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["fifo", "starved", "random"])
+@pytest.mark.parametrize(("tokens", "columns"), [(7, PART + 8), (900, 64), (1, 8)])
+def test_rows_are_spread_to_all_places_of_groups(tokens: int, columns: int, order: str) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    x, terms = torch.randn((tokens, columns), generator=g).to(bf16), 3
+    x[tokens // 2] = torch.inf
+    places = torch.randperm(terms * tokens, generator=g).int().view(tokens, terms)
+    offs = torch.tensor([1, terms * tokens - 2], dtype=torch.int32)
+    out = torch.full((terms * tokens, columns), torch.nan, dtype=bf16)
+    compiled = compile(Spread(SpreadConfig(terms)), "bf16", "sm_90a")
+    assert not cutex.simulate(compiled, x, places, offs, out, order=order, seed=3).findings
+    want = torch.full_like(out, torch.nan)
+    want[places.long().flatten()] = x.repeat_interleave(terms, 0)
+    want[offs[-1] :] = torch.nan
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
 
 
 def test_the_gate_leaves_rows_of_no_group_alone_and_takes_any_values() -> None:

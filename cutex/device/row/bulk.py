@@ -80,6 +80,12 @@ class Run:
         to = slot.iterator + first
         load_bulk(to, self.gX.iterator + (first - self.lead), num_bytes, full)
 
+    def send(self, slot: cute.Tensor) -> None:
+        """Start the copy of a slot to here, in the bulk group that this thread commits next; only
+        of a `whole` run."""
+        num_bytes = self.end * (COPY_BYTES // self.width)
+        store_bulk(self.gX.iterator, slot.iterator, num_bytes)
+
     @cute.jit
     def store(self, slot: cute.Tensor) -> None:
         """Start the copy of a slot to here, a bulk group of its own; but for what shares its 16

@@ -89,12 +89,18 @@ def gathered(
     """The same with the rows x[index] instead of x, index (R,), and out (R, N): gathered by the
     kernel where it can, else before it."""
     bias, activation, padded = options
-    if not gathers(x) or not choose.gathering_pays(index.shape[0] // edges.shape[0], w.shape[2]):
+    if not gathers_in_load(x, index, w):
         rows(x.index_select(0, index), w, edges, out, options, row_scale, ragged)
         return
     fused_with = [t for t in (bias, row_scale) if t is not None]
     kind = activation, padded, bias is None, row_scale is None
     again("gathered", kind, [x, w, with_padding(out), edges, index, *fused_with], gathered_call)
+
+
+def gathers_in_load(x: Tensor, index: Tensor, w: Tensor) -> bool:
+    """Whether the rows x[index] are best gathered by the kernel that multiplies them by w (E, K,
+    N)."""
+    return gathers(x) and choose.gathering_pays(index.shape[0] // w.shape[0], w.shape[2])
 
 
 def gathers(x: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutex.ops.grouped.launch import again, arch_for
+from cutex.ops.matmul.arrange import aligned, normal
 
 
 def combine(z: Tensor, places: Tensor, offs: Tensor, out: Tensor, weights: Tensor | None) -> None:
@@ -17,6 +18,16 @@ def combine(z: Tensor, places: Tensor, offs: Tensor, out: Tensor, weights: Tenso
     given = [] if weights is None else [weights.contiguous()]
     config = CombineConfig(places.shape[1], weighted=bool(given))
     run(Combine, config, [z, places, offs, out, *given])
+
+
+def spread(x: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+    """Rows (R, D) of x (T, D): row places[t, j] is x[t]. Those of no group are left as they are."""
+    from cutex.kernels.mixture.spread import Spread, SpreadConfig
+
+    out = x.new_empty((places.numel(), x.shape[1]))
+    x = normal(x, -1) if aligned(x, -1) else x.contiguous()
+    run(Spread, SpreadConfig(places.shape[1]), [x, places, offs, out])
+    return out
 
 
 def gate(h: Tensor, y: Tensor, offs: Tensor) -> None:

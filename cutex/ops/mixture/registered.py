@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutex.ops.grouped import launch as products
-from cutex.ops.mixture.launch import combine, gate, gate_gradient
+from cutex.ops.mixture.launch import combine, gate, gate_gradient, spread
 from cutex.ops.mixture.routing import route
 from cutex.ops.row.operators import define
 
@@ -26,11 +26,13 @@ def _forward(
         return out, h, tokens, places, order, offs.zero_()
     tokens, places, order, offs = route(ids, experts)
     y = x.new_empty((tokens.shape[0], f2 // 2))
-    if keep:
-        products.gathered(x, tokens, w_up, offs, h, PLAIN, ragged=True)
-        gate(h, y, offs)
+    to, options = (h, PLAIN) if keep else (y, (None, SILU, False))
+    if products.gathers_in_load(x, tokens, w_up):
+        products.gathered(x, tokens, w_up, offs, to, options, ragged=True)
     else:
-        products.gathered(x, tokens, w_up, offs, y, (None, SILU, False), ragged=True)
+        products.rows(spread(x, places, offs), w_up, offs, to, options, ragged=True)
+    if keep:
+        gate(h, y, offs)
     z = x.new_empty((tokens.shape[0], x.shape[1]))
     products.rows(y, w_down, offs, z, PLAIN, ragged=True)
     combine(z, places, offs, out, weights.float())
@@ -77,7 +79,7 @@ def _gradient(
     )
     if not x.shape[0]:
         return of_x, of_weights, of_up.zero_(), of_down.zero_()
-    dz, dy = grad.index_select(0, tokens), h.new_empty((h.shape[0], h.shape[1] // 2))
+    dz, dy = spread(grad, places, offs), h.new_empty((h.shape[0], h.shape[1] // 2))
     products.rows(dz, w_down.mT, offs, dy, PLAIN, ragged=True)
     scales = weights.float().contiguous().view(-1)
     ds = of_weights.view(-1) if of_weights.dtype == torch.float32 else torch.empty_like(scales)
@@ -86,7 +88,7 @@ def _gradient(
     if ds.dtype != of_weights.dtype:
         of_weights.view(-1).copy_(ds)
     _sums(y, dz, offs, of_down)
-    rows = x.index_select(0, tokens)
+    rows = spread(x, places, offs)
     _sums(rows, dh, offs, of_up)
     dx = torch.empty_like(rows)
     products.rows(dh, w_up.mT, offs, dx, PLAIN, ragged=True)
