@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,8 @@ class Reduce(RowKernel):
             "counts", ("groups",), "int32", aligned=False, whole=False, bounds_by=self.bounds
         )
         counted = (counts,) if c.shared == PARTS else ()
-        return (matrix("x", dtype, c.tile), *results(c), *counted, *SCALARS)
+        outs = results(c, lambda numbers: numbers["m"])
+        return (matrix("x", dtype, c.tile), *outs, *counted, *SCALARS)
 
     def bounds(self, numbers: Mapping[str, int]) -> tuple[Bound, ...]:
         """The bound of the counts of a launch: one for each tile of rows."""
@@ -135,9 +136,15 @@ class Reduce(RowKernel):
 SCALARS = Scalar("splits", "int32"), Scalar("scale")
 
 
-def results(c: Any) -> tuple[Operand, ...]:
-    """The operands that a reduction leaves: results, and the parts of which they are made."""
-    out = Operand("out", ("outs",), c.out, aligned=False, whole=False)
+def results(c: Any, count: Callable[[Mapping[str, int]], int]) -> tuple[Operand, ...]:
+    """The operands that a reduction leaves: `count` results of a launch's sizes, and the parts of
+    which they are made."""
+
+    def made(numbers: Mapping[str, int]) -> tuple[Bound, ...]:
+        """The bound of a launch's results."""
+        return (Bound("outs", count(numbers)),)
+
+    out = Operand("out", ("outs",), c.out, aligned=False, whole=False, bounds_by=made)
     sizes = "words", "outs", "parts"
 
     def bounds(numbers: Mapping[str, int]) -> tuple[Bound, ...]:

@@ -12,6 +12,7 @@ instead of whatever is there first make the order of all sums, and so the bits, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-from cutex.compile import Argument, Operand, Scalar
+from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.tile import WARP, RowTile
 from cutex.kernels.quantize.elements import bits_of, float_of
@@ -65,7 +66,7 @@ class Scan(RowKernel):
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         c = self.config
-        words = Operand("words", ("words",), "int64", aligned=False, whole=False)
+        words = Operand("words", ("words",), "int64", aligned=False, whole=False, bounds_by=bounds)
         return (
             matrix("x", dtype, c.tile), matrix("y", c.out, c.tile),
             *((words,) if c.shared else ()), Scalar("parts", "int32"),
@@ -227,6 +228,16 @@ class Scan(RowKernel):
                 last = j
                 rY[j, i] = (found if c.fold.sign == 1 else -found).to(mY.element_type)
         return rY
+
+
+def bounds(numbers: Mapping[str, int]) -> tuple[Bound, ...]:
+    """The bound of the words of a launch."""
+    return (Bound("words", words_of(numbers["m"], numbers["parts"])),)
+
+
+def words_of(rows: int, parts: int) -> int:
+    """The words that CTAs leave for each other: a ticket, and those of look_back."""
+    return 1 + rows * (parts + -(-parts // WARP))
 
 
 @cute.jit

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cutex.compile import Compiled, Operand
+from cutex.device.row.tile import RowTile
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.sm90.decode import Decode
 from cutex.kernels.attention.decode.workspace import needed
@@ -26,6 +27,10 @@ from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.mixture.combine import Combine, CombineConfig
 from cutex.kernels.mixture.route import Route, RouteConfig
 from cutex.kernels.mixture.spread import Spread, SpreadConfig
+from cutex.kernels.row.fold import Fold
+from cutex.kernels.row.reduce import Reduce, ReduceConfig
+from cutex.kernels.row.reduce_columns import ReduceColumns, ReduceColumnsConfig
+from cutex.kernels.row.scan import Scan, ScanConfig
 
 ROW, MATRICES = OperandLayout(), OperandLayout(major="column", batched=True)
 OF_FP8 = (
@@ -62,6 +67,7 @@ REFUSED = (
 )
 
 
+TILE, SUM = RowTile(1, 64, 1, 2, 8), Fold("sum")
 # of launches whose sizes say what they need: eight sequences, 2 of 8 heads of K and V
 SIZES = {"b": 8, "sq": 3, "h": 64, "hk": 8, "d": 128, "dv": 128}
 OF_LAUNCHES: dict[str, tuple[Any, dict[str, int], str, int]] = {
@@ -72,7 +78,11 @@ OF_LAUNCHES: dict[str, tuple[Any, dict[str, int], str, int]] = {
     "combined": (Decode(DecodeConfig(combined=True)), {}, "sums", 256 + 264 * 64 * 129),
     "MLA": (Mla(Sm90MlaConfig(combined=False)), {"hk": 1, "d": 576, "dv": 512}, "flags", 24),
     "MLA's parts": (Mla(Sm90MlaConfig()), {"num_splits": 2}, "sums", 96 + 48 * 64 * 513),
+    "a scan": (Scan(ScanConfig(TILE, SUM, "bf16", True)), {"parts": 33}, "words", 1 + 64 * 35),
+    "rows": (Reduce(ReduceConfig(TILE, SUM, "bf16")), {"m": 70, "splits": 1}, "outs", 70),
+    "columns": (ReduceColumns(ReduceColumnsConfig(SUM, "bf16")), {"a": 3}, "outs", 3 * 8),
 }
+TITLES = {"outs": "out"}  # of operands whose sizes have other names
 
 
 def compiled(kernel: Any) -> Compiled:
@@ -125,7 +135,8 @@ def test_a_workspace_that_is_too_small_for_a_launch_is_refused(name: str) -> Non
         ]
 
     kernel.check_bounds(values(least))
-    sentence = f"{argument} has {argument.upper()}={least - 1}, this kernel takes at least {least}"
+    name = TITLES.get(argument, argument)
+    sentence = f"{name} has {argument.upper()}={least - 1}, this kernel takes at least {least}"
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         kernel.check_bounds(values(least - 1))
 

@@ -13,7 +13,6 @@ from cutex.ops.row.operators import define
 from cutex.ops.row.rows import DTYPES, arch_of, check_rows, dtype_of, empty_rows, loads_of
 
 OPS = {"sum": ("sum", 1), "max": ("max", 1), "min": ("max", -1)}
-WARP = 32
 
 
 def scan(
@@ -59,7 +58,7 @@ def scan(
 
 def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     from cutex.kernels.row.fold import Fold
-    from cutex.kernels.row.scan import Scan, ScanConfig
+    from cutex.kernels.row.scan import Scan, ScanConfig, words_of
 
     op, reverse, exclusive, out = options
     arch = arch_of(x.device, "cutex.scan")
@@ -74,8 +73,7 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     parts = -(-(n + tile.lead) // (tile.columns + tile.lead))
     names = ["x", "y"]
     if parts > 1:
-        words = 1 + rows[0].shape[0] * (parts + -(-parts // WARP))
-        launch.makes("words", (words,), torch.int64)
+        launch.makes("words", (words_of(rows[0].shape[0], parts),), torch.int64)
         names.append("words")
     config = ScanConfig(tile, Fold(*OPS[op]), dtype_of(rows[1]), parts > 1, reverse, exclusive)
     zeroed = ("words",) if parts > 1 else ()
