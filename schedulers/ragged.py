@@ -15,7 +15,7 @@ are, and a group that would end before it begins is empty.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -205,4 +205,4 @@ def filled(
         starts.append(starts[-1] + order.clusters_of(end - begin))
     begins, ends = ([int(x[i]) for x in bounds] for i in range(2))
     groups = RowGroups(begins, ends, starts, most)
-    return RaggedTiles(tiles.raster, tiles.tile, tiles.cluster, groups).order(columns)
+    return replace(tiles, groups=groups).order(columns)

@@ -49,8 +49,37 @@ def rows(
     choose.rows_tiles."""
     bias, activation, padded = options
     fused_with = [t for t in (bias, row_scale) if t is not None]
+    if ragged and not (fused_with or padded) and levels(x, w, edges, activation):
+        again("level", (activation,), [x, w, with_padding(out), edges], level_call)
+        return
     kind = activation, padded, bias is None, row_scale is None, ragged
     again("rows", kind, [x, w, with_padding(out), edges, *fused_with], rows_call)
+
+
+def levels(x: Tensor, w: Tensor, edges: Tensor, activation: str | None) -> bool:
+    """Whether x (T, K) and w (E, K, N) are multiplied in tiles that are equally wide."""
+    if arch_for(x) != "sm_90a" or not x.shape[1] or w.stride(0) == 0:
+        return False
+    if activation is not None:  # a gate, whose columns are loaded apart
+        gated = activation.startswith("gated_") and aligned(w, -2) and w.shape[2] % 16 == 0
+        if not gated:
+            return False
+    return choose.levels_pay(-(-x.shape[0] // edges.shape[0]), (w.shape[1], w.shape[2]))
+
+
+def level_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """The config, arch and arguments of a call of `rows` in tiles that are equally wide."""
+    from cutex.kernels.gemm.grouped.config import LevelConfig
+    from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+
+    (activation,), (x, w, out, edges) = options, passed
+    x, a, _ = operand(x, -1, True)
+    w, b, _ = operand(w, -2, False)
+    ops, _ = fused(None, activation=activation)
+    most = choose.most_groups(edges.shape[0])
+    tiles = choose.level_tiles(w.shape[2], bool(ops), most)
+    product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
+    return LevelConfig(product, most), arch_for(x), [x, w, out, edges.contiguous()]
 
 
 def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:

@@ -32,6 +32,8 @@ VERY_FEW_ROWS, FEW_GATHERED, MANY_ROWS = 32, 60, 256
 LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
 MANY_COLUMNS = 40  # tiles of columns from which on one too many is less than what sharing saves
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
+# of a router's group in a tile, at most; and K from which on groups are divided into equal tiles
+LEVEL_ROWS, LEVEL_K = 192, 2048
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # fp8: rows of a group in the mean, below which 128 columns that two CTAs share are as fast as 192,
@@ -119,6 +121,20 @@ def rows_tiles(
         tiles = _taken_in_turn(n, ragged)
     else:
         tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
+    return _filled(tiles, fused, most)
+
+
+def levels_pay(mean_rows: int, matrix: tuple[int, int]) -> bool:
+    """Whether tiles of a router's groups that are equally wide are faster than those of a fixed
+    height, of which more is wasted, for matrices of (K, N) elements
+    (docs/facts/grouped.md#grouped-level-tiles)."""
+    k, n = matrix
+    return mean_rows >= MANY_ROWS and k >= LEVEL_K and _sharers(n, 128) == 2
+
+
+def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:
+    """Hopper's tiles of rows that are divided equally, whose matrices have so many columns."""
+    tiles = replace(_in_turn(LEVEL_ROWS), swap_ab=True, cluster_m=_sharers(columns, 128))
     return _filled(tiles, fused, most)
 
 

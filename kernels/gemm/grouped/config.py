@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cutex.compile import Argument, Bound, Operand
-from cutex.device.epilogue.epilogue_ops import op_arguments
+from cutex.device.epilogue.epilogue_ops import Gate, op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig
 from cutex.kernels.gemm.grouped.choose import WARP, WITH_CHUNKS, table_bytes
@@ -26,6 +26,7 @@ from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.schedulers.level import Widths
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -77,6 +78,47 @@ class GroupedConfig:
     def stores(self) -> bool:
         """Whether the kernel stores to out as it lies in memory."""
         return self.product.out.tma
+
+
+@dataclass(frozen=True)
+class LevelConfig(GroupedConfig):
+    """A GroupedConfig whose tiles have rows of a group as columns, and are equally wide in it:
+    multiples of `step`, of `coarse` up to half of tile_n."""
+
+    step: int = 8
+    coarse: int = 32
+
+    @property
+    def widths(self) -> Widths:
+        return Widths(self.product.tiles.tile_n, self.step, self.coarse)
+
+    @property
+    def tiles(self) -> Sm90Config:
+        """The tiles, which `why_not` has found to be Hopper's."""
+        tiles = self.product.tiles
+        assert isinstance(tiles, Sm90Config)
+        return tiles
+
+    def why_not(self, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        p, tiles = self.product, self.product.tiles
+        if not isinstance(tiles, Sm90Config) or not tiles.swap_ab or not tiles.pingpong:
+            return f"tiles={tiles}: tiles of equal widths have swapped operands, in turn, on Hopper"
+        if reason := replace(p, ops=()).why_not(None, arch):
+            return reason
+        if p.a.batched or not p.b.batched or p.out.batched or p.a.major != "row" or not self.stores:
+            return "a grouped product takes a (M, K), b (E, K, N) and out (M, N), by rows"
+        if DTYPES[p.a.dtype].bits != 16 or p.out.dtype != p.a.dtype or self.padded:
+            return f"a.dtype={p.a.dtype}, padded={self.padded}: rows of 16 bits, by their ends"
+        if p.ops and (len(p.ops) > 1 or not isinstance(p.ops[0], Gate)):
+            return f"ops={p.ops}: none, or a gate"
+        if p.gated and (p.b.major != "column" or tiles.epi_n % 32):
+            return f"b.major={p.b.major}, epi_n={tiles.epi_n}: a gate takes rows of K, 32 at a time"
+        if tiles.one_tile or tiles.stream_k or tiles.box_rows or tiles.cluster_n > 1:
+            return f"tiles={tiles}: loops over whole tiles, which share rows alone"
+        if self.coarse % self.step or tiles.tile_n % self.step:
+            return f"step={self.step}, coarse={self.coarse}: multiples, of which tile_n is one"
+        return why_not_tables(p, self.most_groups, arch)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,32 @@ def stored_rows(out: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.TmaIn
     return cpasync.TmaInfo(out.atom, mX[None, None, 0, end, END], out.smem_layout)
 
 
+def column_operand(mOut: cute.Tensor, slots: cute.ComposedLayout) -> cpasync.TmaInfo:
+    """The tensor map that stores slots (bCols, bRows, SLOT) of columns of mOut (M, N) to rows of
+    groups."""
+    view = endless_view(row_list(mOut))  # (X, N, H, Y, Z)
+    view = cute.make_tensor(view.iterator, cute.select(view.layout, mode=[1, 0, 2, 3, 4]))
+    part = cute.size(slots, mode=[0]), cute.size(slots, mode=[1])
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), view, slots, part)
+
+
+def stored_columns(out: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.TmaInfo:
+    """The rows from `begin` to `end` of a `column_operand`, (N, rows): those after them are out of
+    bounds."""
+    mX = out.tma_tensor  # (N, X, H, Y, Z)
+    mX = cute.domain_offset((0, Int32(END) - (end - begin), 0, 0, 0), mX)
+    return cpasync.TmaInfo(out.atom, mX[None, None, 0, end, END], out.smem_layout)
+
+
+def pairs_apart(mX: cute.Tensor) -> cute.Tensor:
+    """A view of mX (N, K, E) in which of each 16 rows the even ones come first: 8 gates, and the 8
+    that they gate."""
+    (n, k, groups), (row, *others) = mX.shape, mX.stride
+    shape, stride = (8, 2, n // 16), (2 * row, row, 16 * row)
+    layout = cute.make_layout((shape, k, groups), stride=(stride, *others))
+    return cute.make_tensor(mX.iterator, layout)
+
+
 def scattered_rows(store: Any, group: Int32) -> ScatteredRows:
     """The rows of out of one group, by a store's index."""
     groups, config = store.groups, store.config

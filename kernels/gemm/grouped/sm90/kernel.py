@@ -10,7 +10,7 @@ from cutlass import Int32, cute
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
 from cutex.device.atoms.mma import MAJORS
-from cutex.device.atoms.wgmma import Wgmma, WgmmaProduct, wgmma
+from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.pipeline import publish_barriers
 from cutex.kernels.gemm.grouped.config import GroupedConfig, SumsConfig
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
@@ -48,6 +48,7 @@ class GroupedKernel:
 
     arch = "sm_90a"
     name: str
+    load_role = LoadTiles
 
     def __init__(self, config: GroupedConfig | SumsConfig) -> None:
         if reason := config.why_not(arch_named(self.arch)):
@@ -80,13 +81,17 @@ class GroupedKernel:
         shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
         return RaggedTiles(Raster(c.raster_group, c.raster_along), *shape, groups)
 
-    def product(self, sA: cute.Tensor, sB: cute.Tensor) -> WgmmaProduct:
-        """This warpgroup's part of a tile."""
+    def product(self, sA: cute.Tensor, sB: cute.Tensor) -> Any:
+        """This warpgroup's part of a tile: a WgmmaProduct, or what the MMA role takes for it."""
         c = self.tiles
         warpgroups = 1 if c.pingpong else c.mma_warpgroups
         a_major, b_major = (MAJORS[k_major] for k_major in self.config.product.k_major)
         kinds = sA.element_type, sB.element_type
         return wgmma(Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups), sA, sB)
+
+    def sizes(self, mProduct: cute.Tensor) -> tuple[Int32, Int32]:
+        """The rows of all groups, and the columns of a matrix."""
+        return cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
 
     @cute.jit
     def run(
@@ -105,8 +110,8 @@ class GroupedKernel:
         """
         general, ab = self.general, memory.ab
         scheduler: Any = role.scheduler  # of `ragged`
-        rows, columns = (cute.size(mProduct, mode=[i]) for i in range(2))
-        load: Any = LoadTiles(self.tiles, general.cluster, scheduler)
+        rows, columns = self.sizes(mProduct)
+        load: Any = self.load_role(self.tiles, general.cluster, scheduler)
         barriers: Any = (ab,)
         if cutlass.const_expr(announced is not None):
             load = LoadAnnounced(self.tiles, general.cluster, scheduler, announced)

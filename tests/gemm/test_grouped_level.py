@@ -1,0 +1,143 @@
+"""Tiles that are equally wide: right against float64, and silent beside the groups."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cutex
+from cutex import ops
+from cutex.arch import arch as arch_named
+from cutex.compile import compile
+from cutex.device.epilogue.epilogue_ops import Activation, Gate
+from cutex.kernels.gemm.grouped import choose
+from cutex.kernels.gemm.grouped.config import LevelConfig
+from cutex.kernels.gemm.grouped.sm90.level import GroupedLevel
+from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
+from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.ops.grouped import launch
+
+bf16 = torch.bfloat16
+ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
+TILES = Sm90Config(
+    tile_m=128, tile_n=64, num_stages=3, warpgroups=2, pingpong=True, cluster_m=2, swap_ab=True,
+    epi_n=32, epi_stages=2, num_ctas=4,
+)  # fmt: skip
+
+
+def config(gated: bool, major: str, dtype: str = "bf16", tiles: Sm90Config = TILES) -> LevelConfig:
+    row = OperandLayout(dtype)
+    layouts = row, OperandLayout(dtype, major, batched=True), row
+    product = GeneralConfig(tiles, *layouts, (Gate("silu"),) if gated else ())
+    return LevelConfig(product, step=32)
+
+
+def wrong(got: Tensor, x: Tensor, w: Tensor, rows: list[int], gated: bool) -> str:
+    """Where `got` is not what it should be, or "": rows of groups within the roundings of their
+    sums, and those behind them NaN, as they were."""
+    begin = 0
+    unit = torch.finfo(got.dtype).eps / 2
+    for group, count in enumerate(rows):
+        mine = slice(begin, begin + count)
+        want = x[mine].double() @ w[group].double()
+        size = x[mine].double().abs() @ w[group].double().abs()
+        slack = 2.0**-20 * size
+        if gated:
+            gates, ups = want[:, 0::2], want[:, 1::2]
+            slack = slack[:, 0::2] * 1.2 * ups.abs() + slack[:, 1::2] * gates.abs()
+            want = F.silu(gates) * ups
+            slack = slack + 2.0**-18 * want.abs()
+        off = (got[mine].double() - want).abs() - unit * want.abs() - slack - 2.0**-24
+        if count and not (off <= 0).all():
+            return f"group {group} of {rows}: {off.max().item()} beyond"
+        begin += count
+    return "" if got[begin:].isnan().all() else "a row of no group was written"
+
+
+def run(number: int, gated: bool, major: str, dtype: torch.dtype = bf16, **orders: Any) -> str:
+    """Simulate one random problem; return what is wrong."""
+    r, g = random.Random(number), torch.Generator().manual_seed(number)
+    rows = [r.choice((0, 1, 31, 33, 64, 65, r.randrange(200))) for _ in range(r.choice((1, 3, 5)))]
+    n, k = 16 * r.randrange(1, 40), 8 * r.randrange(1, 40)
+    x = torch.randn((sum(rows) + 9, k), generator=g).to(dtype)
+    w = (torch.randn((len(rows), n, k), generator=g) / k**0.5).to(dtype).mT
+    w = w if major == "column" else w.contiguous()
+    x[sum(rows) :] = math.nan
+    out = torch.full((len(x), n // 2 if gated else n), math.nan, dtype=dtype)
+    offs = torch.tensor(rows).cumsum(0).int()
+    name = {bf16: "bf16", torch.float16: "fp16"}[dtype]
+    compiled = compile(GroupedLevel(config(gated, major, name)), name, "sm_90a")
+    found = cutex.simulate(compiled, x, w, out, offs, **orders).findings
+    return str(found) if found else wrong(out, x, w, rows, gated)
+
+
+def test_a_gated_product_is_right() -> None:
+    assert run(5, True, "column", order="random", seed=5) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("gated", "major"), [(True, "column"), (False, "column"), (False, "row")])
+def test_randomized_problems_are_right(gated: bool, major: str, seed: int) -> None:
+    dtype = torch.float16 if seed % 4 == 1 else bf16
+    order = ORDERS[seed % len(ORDERS)]
+    assert run(seed, gated, major, dtype, order=order, seed=seed) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_layer_is_that_of_other_tiles_to_the_bit(
+    keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer, whose groups are divided equally as if they were long."""
+    monkeypatch.setattr(choose, "LEVEL_ROWS", 64)
+    g = torch.Generator().manual_seed(1)
+    x, *w = (torch.randn(s, generator=g).to(bf16) for s in ((90, 64), (5, 96, 64), (5, 64, 48)))
+    weights = torch.rand((90, 3), generator=g)
+    ids = torch.randint(0, 5, (90, 3), generator=g)
+    results = []
+    for long in (False, True):
+        monkeypatch.setattr(choose, "levels_pay", lambda *_, long=long: long)
+        given = [t.clone().requires_grad_(keep) for t in (x, weights, w[0].mT, w[1].mT)]
+        with ops.simulated("sm_90a"):
+            y = cutex.moe(given[0], given[1], ids, given[2], given[3])
+            grads = torch.autograd.grad(y.sum(), given) if keep else ()
+        results.append((y.detach(), *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
+    hopper = arch_named("sm_90a")
+    for columns in (16, 2880, 4096):
+        for gated in (False, True):
+            for most in (32, 1024):
+                tiles = choose.level_tiles(columns, gated, most)
+                chosen = config(gated, "column", tiles=tiles)
+                assert chosen.why_not(hopper) is None
+    x, w = torch.zeros(1024, 2048, dtype=bf16), torch.zeros(4, 256, 2048, dtype=bf16).mT
+    edges = torch.zeros(4, dtype=torch.int32)
+    with ops.simulated("sm_90a"):
+        assert launch.levels(x, w, edges, None) and launch.levels(x, w, edges, "gated_silu")
+        assert not launch.levels(x, w.contiguous(), edges, "gated_silu")
+        assert not launch.levels(x, w, edges, "relu") and not launch.levels(x[:9], w, edges, None)
+    with ops.simulated("sm_100a"):
+        assert not launch.levels(x, w, edges, None)
+
+
+def test_a_config_that_does_not_fit_says_why() -> None:
+    hopper = arch_named("sm_90a")
+    assert "equal widths" in (
+        config(False, "column", tiles=choose._in_turn(64)).why_not(hopper) or ""
+    )
+    assert "a gate takes rows of K" in (config(True, "row").why_not(hopper) or "")
+    row = OperandLayout()
+    relu = GeneralConfig(TILES, row, row, row, (Activation("relu"),))
+    assert "a (M, K), b (E, K, N)" in (LevelConfig(relu, step=32).why_not(hopper) or "")
+    odd = LevelConfig(config(False, "column").product, step=24)
+    assert "step=24" in (odd.why_not(hopper) or "")
