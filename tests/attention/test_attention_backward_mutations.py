@@ -48,7 +48,7 @@ OWN_CASE = AttentionCase(
 IN_ORDER = replace(fitted(BackwardConfig(causal=True, deterministic=True)), num_ctas=1)
 # the same of 128 queries a block
 OWN_64 = replace(fitted(BackwardConfig(head_dim=64, head_dim_v=64, causal=True)), num_ctas=1)
-IN_ORDER_64 = replace(OWN_64, deterministic=True, late_zeros=False, dq_last=False)
+IN_ORDER_64 = replace(OWN_64, deterministic=True, late_zeros=False)
 # the sums of the last of these heads are zeroed by main, by one CTA or two
 LATE_CASES = {n: replace(OWN_CASE, heads_q=2 + n, heads_kv=2 + n) for n in (1, 2)}
 # packed: of two heads that share one, without queries, without keys, without either, of one key

@@ -92,6 +92,10 @@ class BackwardConfig(BackwardSpec):
         return 3 if self.own_dq and self.deterministic else 0
 
     @property
+    def waves(self) -> int:
+        return 1 if self.adding_warps and self.last_first and self.tile_m == TILE else 2
+
+    @property
     def first_stores(self) -> bool:
         return self.adding_warps > 0
 

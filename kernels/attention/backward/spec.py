@@ -37,6 +37,11 @@ class BackwardSpec(ScoreSpec):
         return self.deterministic or ((self.causal or self.window[1]) and not self.window[0])
 
     @property
+    def waves(self) -> int:
+        """How many times the key blocks that are taken in turn fill the SMs."""
+        return 2
+
+    @property
     def reversed(self) -> bool:
         """Whether key blocks are counted from the last: the order's longest rows are its last, and
         the first keys are to go first."""

@@ -31,10 +31,11 @@ class Sizes(NamedTuple):
 def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
     """The order in which key blocks are taken, those of a cluster together, which are its `m`.
     Causal, the first keys see the most queries: they go first, of as many heads at a time as fill
-    the SMs twice; with `late_zeros` of one head at a time, but at the end."""
+    the SMs twice; with `late_zeros` of one head at a time, but at the end. Where they go last, of
+    as many as fill the SMs once."""
     count = ceil_div(sizes.num_n_blocks, config.key_ctas)
-    two_waves = 2 * config.num_ctas // config.key_ctas
-    units = (two_waves + count - 1) // count
+    waves = config.waves * config.num_ctas // config.key_ctas
+    units = (waves + count - 1) // count
     return AttentionOrder(
         num_m_blocks=count,
         heads=sizes.heads_kv,

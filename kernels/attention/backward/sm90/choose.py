@@ -43,7 +43,7 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
         # NOTE: LSE of 128 queries, beside what a mask or a list of sequences needs, would spill
         plain = not (c.causal or c.window[0] or c.ragged_q or c.ragged_k)
         if tiles.get("tile_m") == 128:
-            tiles |= {"early_stats": plain, "dq_last": c.causal and not c.deterministic}
+            tiles |= {"early_stats": plain, "dq_last": c.causal}
         late = not c.deterministic and c.varlen_q == c.varlen_k
         tiles |= {"late_zeros": "own_dq" in tiles and late}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
