@@ -97,9 +97,17 @@ class Quantize(Results):
         self.kernel(mX, tuple(passed)).launch(
             grid=(down * across, 1, 1),
             block=(THREADS, 1, 1),
+            use_pdl=self.overlaps,
             stream=stream,
             **self.residency,
         )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether CTAs may start before the kernel before them ends, which may write x or read
+        results' memory, and let the next one's start: the archs that can (PTX ISA, griddepcontrol:
+        sm_90) convert to e4m3, too."""
+        return self.config.native_e4m3
 
     @property
     def residency(self) -> dict[str, int]:
@@ -118,6 +126,9 @@ class Quantize(Results):
     @cute.kernel
     def kernel(self, mX: cute.Tensor, passed: tuple[Any, ...]) -> None:
         c = self.config
+        if cutlass.const_expr(self.overlaps):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         tile, _, _ = cute.arch.block_idx()
         across = cute.ceil_div(cute.size(mX, mode=[1]), TILE)
         row_tile, column_tile = tile // across, tile % across
