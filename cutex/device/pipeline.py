@@ -103,6 +103,17 @@ class PipelineState:
             self.slot = Int32(0)
             self.phase ^= 1
 
+    @cute.jit
+    def advance_by(self, steps: cutlass.Constexpr[int]) -> None:
+        """Advance `steps` times, at most once around the ring."""
+        if cutlass.const_expr(steps == 1):
+            self.advance()
+        else:
+            self.slot += steps
+            if self.slot >= self.num_slots:
+                self.slot -= self.num_slots
+                self.phase ^= 1
+
     def skip(self, steps: Int32) -> None:
         """Advance `steps` times at once."""
         ahead = self.slot + steps

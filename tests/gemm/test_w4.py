@@ -25,6 +25,7 @@ from cutex.kernels.gemm.w4.sm90.choose import configs_for, ranked
 from cutex.kernels.gemm.w4.sm90.config import W4Config
 from cutex.kernels.gemm.w4.sm90.decode import W4Decode
 from cutex.kernels.gemm.w4.sm90.decode_config import W4DecodeConfig
+from cutex.kernels.gemm.w4.sm90.kernel import W4Gemm
 from cutex.kernels.gemm.w4.sm90.one_row import W4OneRow
 from cutex.ops.w4.packed import W4Weight
 from cutex.problem.w4 import W4Problem, draw, packing
@@ -203,6 +204,42 @@ def test_rings_of_warps_of_any_tile(of: W4Format, tile: tuple[int, ...]) -> None
         assert (error <= 2.0**-7 * (x.double().square() @ w.square().mT).sqrt()).all()
 
 
+IN_TURN = [  # tile_m, warpgroups, tile_n, split_k, num_stages, few; N, K
+    (64, 2, 32, 2, 4, False, 40, 640),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (128, 3, 16, 2, 6, True, 136, 1160),
+            (64, 3, 64, 3, 9, False, 136, 128 * 11),
+            (256, 2, 48, 1, 4, False, 264, 72),  # one block for two warpgroups
+            (192, 2, 16, 1, 6, False, 400, 520),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("m", "groups", "n", "split", "stages", "few", "w", "k"), IN_TURN)
+def test_warpgroups_that_take_blocks_in_turn(
+    m: int, groups: int, n: int, split: int, stages: int, few: bool, w: int, k: int
+) -> None:
+    packed = cutex.pack_w4(torch.randn(w, k), group_size=None if k % 128 else 128, dtype=bf16)
+    tiles = W4Config(
+        tile_m=m, warpgroups=groups, tile_n=n, split_k=split, columns=1, num_stages=stages, few=few,
+        in_turn=True, swap_ab=True, k_bytes=256, epi_n=16, epi_stages=1, format=packed.format,
+    )  # fmt: skip
+    arch = arch_named("sm_90a")
+    assert tiles.why_not(None, arch) is None
+    for wrong in ({"num_stages": groups}, {"num_stages": 2 * groups + 1}, {"columns": 0}):
+        assert replace(tiles, **wrong).why_not(None, arch), wrong
+    config = W4Signature(tiles, "bf16", OperandLayout("bf16", whole=True))
+    kernel = compile(W4Gemm(config), "bf16", "sm_90a")
+    x, out = torch.randn(n - 3, k).to(bf16), torch.full((n - 3, w), torch.nan, dtype=bf16)
+    want = x.double() @ packed._replace(factor=None).dequantize(torch.float64).mT
+    for seed, order in enumerate(ORDERS if k > 640 else ("random",)):
+        simulate(kernel, x, packed.packed, out.fill_(torch.nan), order=order, seed=seed)
+        assert (out.double() - want).norm() <= 2.0**-8 * want.norm(), order
+
+
 def test_few_rows_take_rings_of_warps_where_they_are_the_faster() -> None:
     """As timed (docs/facts/scaled.md#w4-decode)."""
     for mnk, decoded in (
@@ -225,10 +262,25 @@ def test_ctas_of_some_rows_share_sms_where_that_is_the_faster() -> None:
         ((64, 4096, 4096), (64, 64, 2), 128),
         ((64, 8192, 8192), (128, 64, 2), 128),
     ):
-        best = configs_for(mnk, W4Format())[0]
+        found = ranked(mnk, W4Format(), arch_named("sm_90a"))
+        best = next(c for c in found if not c.in_turn)
         assert (best.tile_m, best.tile_n, best.split_k) == tile, mnk
         assert -(-mnk[1] // best.tile_m) * best.split_k == ctas
         assert best.shares_sm or ctas <= 132
+
+
+def test_warpgroups_take_blocks_in_turn_where_that_is_the_faster() -> None:
+    """As timed (docs/facts/scaled.md#w4-in-turn)."""
+    for mnk, tile in (
+        ((16, 4096, 14336), (64, 16, 3, 2)),
+        ((16, 28672, 4096), (256, 16, 2, 1)),
+        ((32, 8192, 8192), (128, 32, 3, 2)),
+        ((64, 4608, 3584), (128, 64, 2, 3)),
+    ):
+        best = configs_for(mnk, W4Format())[0]
+        assert best.in_turn
+        assert (best.tile_m, best.tile_n, best.warpgroups, best.split_k) == tile, mnk
+    assert not configs_for((64, 57344, 8192), W4Format())[0].in_turn
 
 
 def test_every_tile_of_a_split_is_its_own_in_each_run() -> None:

@@ -314,13 +314,17 @@ class SharedRing(Ring):
                 cute.arch.mbarrier_arrive(self.empty[state.slot], peer)
 
     @cute.jit
-    def release_before(self, state: PipelineState, exists: Boolean) -> None:
-        """Release the slot before `state`'s, whose wgmmas are done, if one `exists` in use.
+    def release_before(
+        self, state: PipelineState, exists: Boolean, steps: cutlass.Constexpr[int] = 1
+    ) -> None:
+        """Release the slot `steps` before `state`'s, whose wgmmas are done, if one `exists` in use.
 
         NOTE: a branch here, with wgmmas in flight that have operand A in registers, would have
         ptxas wait for each one at once; this arrival is predicated.
         """
         slot = select(state.slot == 0, state.num_slots, state.slot) - 1
+        if cutlass.const_expr(steps > 1):
+            slot = select(state.slot < steps, state.slot + state.num_slots, state.slot) - steps
         lane = cute.arch.lane_idx()
         if (lane < self.cluster.neighbours) & exists:
             if cutlass.const_expr(self.cluster.size == 1):

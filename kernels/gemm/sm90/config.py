@@ -63,9 +63,14 @@ class Sm90Config(GemmConfig):
         return self.warpgroups or self.tile_m // 64
 
     @property
+    def row_warpgroups(self) -> int:
+        """The warpgroups that divide the rows of a tile among them."""
+        return 1 if self.pingpong else self.mma_warpgroups
+
+    @property
     def warpgroup_rows(self) -> int:
         """The rows of a tile that one warpgroup computes."""
-        return self.tile_m if self.pingpong else self.tile_m // self.mma_warpgroups
+        return self.tile_m // self.row_warpgroups
 
     @property
     def accumulators(self) -> int:

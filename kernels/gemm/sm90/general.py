@@ -81,7 +81,7 @@ class Barriers(NamedTuple):
     def allocate(smem: SmemAllocator, general: General) -> Barriers:
         """Allocate those that the config of `general` needs."""
         g, c = general, general.tiles
-        readers = 4 if c.pingpong else g.mma_warps.count
+        readers = 4 * c.row_warpgroups
         ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, readers, g.cluster)
         held = sums = None
         if g.preloaded is not None:

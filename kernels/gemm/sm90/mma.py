@@ -198,7 +198,7 @@ class MmaRole:
         """The first row of this warpgroup in a tile, the step to its next row, and the first
         column, all in parts of 64 x epiN."""
         c = self.tiles
-        step = 1 if c.pingpong else c.mma_warpgroups
+        step = c.row_warpgroups
         first = cute.arch.warp_idx() // 4 % step
         columns = c.tile_n // self.config.epi_columns
         return tile.m * (c.tile_m // 64) + first, step, tile.n * columns
@@ -232,5 +232,5 @@ class PingPong(MmaRole):
 def register_product(tiles: Sm90Config, sB: cute.Tensor, k_major: bool = True) -> WgmmaProduct:
     """This warpgroup's part of A @ B^T, B contiguous along K or not; operand A is given later."""
     c, kind = tiles, sB.element_type
-    mma = Wgmma(c.tile_n, kind, b_major=MAJORS[k_major], warpgroups=c.mma_warpgroups)
+    mma = Wgmma(c.tile_n, kind, b_major=MAJORS[k_major], warpgroups=c.row_warpgroups)
     return WgmmaProduct(mma, None, mma.b_slots(sB), mma.accumulator(c.tile_m, c.tile_n))

@@ -57,10 +57,16 @@ class SplitK(MmaRole):
         self.expect(parts, walk.split)
         count = k_share(self.tiles, num_k_tiles)
         self.compute(mma, ab, walk, count)
+        self.exchange(mma, epilogue, place, walk)
+
+    def exchange(
+        self, mma: WgmmaProduct, epilogue: PartStore, place: cute.Tensor, walk: Walk
+    ) -> None:
+        """Send the other CTAs their sums, add up this one's parts, and store them."""
         # NOTE: relaxed: it says that this warp's wgmma have read the ring, and publishes no data
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
-        self.send(parts, place, walk.split)
+        self.send(epilogue.parts(mma.acc), place, walk.split)
         self.sums.wait(0)
         self.store_parts(mma, epilogue, place, walk)
 

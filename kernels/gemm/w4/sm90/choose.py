@@ -15,6 +15,7 @@ from cutex.arch import BOARDS
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.config import ceil_div
+from cutex.kernels.gemm.w4.sm90 import in_turn
 from cutex.kernels.gemm.w4.sm90.config import EIGHT, FEW, W4Config
 from cutex.kernels.gemm.w4.sm90.decode_config import W4DecodeConfig
 from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format
@@ -67,9 +68,14 @@ SMALL_FOURS, SHARED_TIMES, SHARED_FEW_TIMES, MOST_SMS = 3054, 1.05, 0.97, 1.25
 SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
 
 
+def base_of(of: W4Format) -> W4Config:
+    """What all candidates for a weight of a format have."""
+    return W4Config(swap_ab=True, k_bytes=2 * BLOCK_K, epi_stages=1, format=of)
+
+
 def candidates(m: int, n: int, of: W4Format) -> Iterator[W4Config]:
     """The configs that are worth a prediction."""
-    base = W4Config(swap_ab=True, k_bytes=2 * BLOCK_K, epi_stages=1, format=of)
+    base = base_of(of)
     for tile_m, warpgroups in ((64, 1), (128, 2), (256, 2), (192, 3)):
         for tile_n in (16, 32, 48, 64, 96, 128, 192, 256):
             epi_n = next(e for e in (64, 32, 16) if tile_n % e == 0)
@@ -88,8 +94,11 @@ def _of_few_rows(tile: W4Config, columns: int) -> Iterator[W4Config]:
     """Splits of K of a tile: by CTAs of a cluster, each with one tile or with several, or in equal
     shares of all K."""
     for split_k in (1, 2, 4, 8):
-        yield replace(tile, split_k=split_k, columns=columns)
-        yield replace(tile, split_k=split_k)
+        shared = replace(tile, split_k=split_k)
+        if split_k > 1 and tile.tile_n == 64:  # sums in two parts are exchanged in 1 us less
+            shared = replace(shared, epi_n=32)  # (docs/facts/scaled.md#w4-in-turn)
+        yield replace(shared, columns=columns)
+        yield shared
     yield replace(tile, stream_k=1)
 
 
@@ -206,9 +215,16 @@ def ranked(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> list[W4Config
     """The candidate configs for sizes (M, N, K), fastest predicted first."""
     m, n, k = mnk
     known = list(candidates(m, n, of))
+    if m > EIGHT:
+        known += in_turn.candidates(base_of(of), mnk, arch)
     known += [as_digits(tiles, k) for tiles in known if m == 1 and of_digits(tiles)]
     small = is_small(mnk)
-    time = predict_small if small else predict
+
+    def time(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
+        if tiles.in_turn:
+            return in_turn.predict(tiles, mnk, arch)
+        return (predict_small if small else predict)(tiles, mnk, arch)
+
     found = (deepest(tiles, arch, small and tiles.may_share_sm) for tiles in known)
     fits = [c for c in found if c is not None and fit(c, mnk, arch)]
     return sorted(dict.fromkeys(fits), key=lambda c: time(c, mnk, arch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.config import ACCUMULATORS, Sm90Config
 from cutex.kernels.gemm.w4.tiles import WeightTiles
 from cutex.problem.w4.layout import BLOCK_K, HALF_K, W4Format
 
@@ -26,7 +26,17 @@ class W4Config(WeightTiles, Sm90Config):
     format: W4Format = field(default_factory=W4Format)
     few: bool = False  # columns so few that mma.sync computes them (widened_few)
     eight: bool = False  # of these, x has rows for the first eight alone
+    in_turn: bool = False  # each warpgroup computes all rows of a tile, of blocks in turn
     digits: int = 0  # x has one row, of which a CTA writes up to so many blocks as digits (OneRow)
+
+    @property
+    def row_warpgroups(self) -> int:
+        return 1 if self.in_turn else super().row_warpgroups
+
+    @property
+    def turns(self) -> int:
+        """The blocks of K from one that a warpgroup computes to its next."""
+        return self.mma_warpgroups // self.row_warpgroups
 
     @property
     def scales_sums(self) -> bool:
@@ -42,6 +52,8 @@ class W4Config(WeightTiles, Sm90Config):
     @property
     def side_by_side(self) -> int:
         """The blocks of few columns that a warp computes side by side."""
+        if self.in_turn:
+            return 1
         # NOTE: with two warpgroups of one strip each two blocks are slower (#w4-two-blocks)
         return 1 if self.strips == self.mma_warpgroups == 2 else 2
 
@@ -88,6 +100,8 @@ class W4Config(WeightTiles, Sm90Config):
             return f"few={self.few}: with up to {FEW} columns"
         if self.eight and not (self.few and self.columns in (0, 1)):
             return f"few={self.few}, columns={self.columns}: of one tile by mma.sync"
+        if reason := self._why_not_turns():
+            return reason
         if self.digits and not (self.eight and self.columns == 1):
             return f"digits={self.digits}: of one tile of the first eight columns"
         if self.digits and (self.format.kind, self.format.zeros) != ("int4", False):
@@ -97,6 +111,28 @@ class W4Config(WeightTiles, Sm90Config):
         if self.pingpong or self.spread or self.cluster_n > 1:
             return "pingpong, spread, cluster_n: not with a packed weight"
         return super().why_not_arch(arch, epi_parts)
+
+    def _why_not_turns(self) -> str | None:
+        if not self.in_turn:
+            return None
+        if not self.columns or self.digits:
+            return f"in_turn={self.in_turn}: of one tile a CTA, not of digits"
+        # NOTE: each slot has one reader, who tells only odd phases from even ones, and releases it
+        # when its next slot is full
+        if self.num_stages % self.turns or self.num_stages < 2 * self.turns:
+            return f"num_stages={self.num_stages}: a multiple of {self.turns}, at least twice"
+        if (self.turns - 1) * self.partial_bytes > self.num_stages * self.weight_bytes:
+            return f"in_turn={self.in_turn}: the weight's slots must hold other warpgroups' sums"
+        return None
+
+    def _why_not_warpgroups(self) -> str | None:
+        if not self.in_turn:
+            return super()._why_not_warpgroups()
+        if self.warpgroups not in (2, 3) or self.tile_m not in (64, 128, 192, 256):
+            return f"warpgroups={self.warpgroups}: 2 or 3 take blocks of up to 256 rows in turn"
+        if self.accumulators > ACCUMULATORS[self.warpgroups]:
+            return f"tile_m={self.tile_m}, tile_n={self.tile_n}: too many accumulators a thread"
+        return None
 
     def _why_not_split(self, epi_parts: int) -> str | None:
         slots, sums = self.num_stages * self.x_bytes, self.sums_bytes(epi_parts)

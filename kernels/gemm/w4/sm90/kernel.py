@@ -29,8 +29,21 @@ from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import transposed
 from cutex.kernels.gemm.sm90.general import Barriers, General
 from cutex.kernels.gemm.sm90.load import BYTES_AHEAD, LoadOneTile, LoadSegments, LoadTiles
-from cutex.kernels.gemm.sm90.mma import Cooperative, MmaRole, Walk, register_product
-from cutex.kernels.gemm.sm90.shared_k import Exchange, SplitK, StreamK
+from cutex.kernels.gemm.sm90.mma import (
+    Cooperative,
+    EpilogueStore,
+    MmaRole,
+    Walk,
+    register_product,
+)
+from cutex.kernels.gemm.sm90.shared_k import (
+    SUMS_BARRIER,
+    VECTOR,
+    Exchange,
+    SplitK,
+    StreamK,
+    thread_vectors,
+)
 from cutex.kernels.gemm.w4.fragments import (
     COLUMNS,
     WORDS,
@@ -162,27 +175,34 @@ def widened(
     """
     total, waves = mma.acc, cute.size(mma.acc, mode=[1])
     total.fill(hidden_zero())
-    one = mma.mma.accumulator(ROWS * tiles.mma_warpgroups, tiles.tile_n).layout  # (MMA, 1, MMA_N)
-    size = cute.size(total) // waves
-    wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+    one = mma.mma.accumulator(ROWS * tiles.row_warpgroups, tiles.tile_n).layout  # (MMA, 1, MMA_N)
+    size, turns = cute.size(total) // waves, tiles.turns
+    wg = own_warpgroup(tiles)
     halves = [mma.mma.a_registers(HALF_K) for _ in range(HALVES)]
     for block in cutlass.range(count, unroll=1):
         ab.wait_full(take)
         for wave in cutlass.range_constexpr(waves):
-            strip = wave * tiles.mma_warpgroups + wg
+            strip = wave * tiles.row_warpgroups + wg
             acc = cute.make_tensor(total.iterator + wave * size, one)
             factors = weights.factors(strip, take.slot)
             for half in cutlass.range_constexpr(HALVES):
                 codes = weights.codes(strip, half, take.slot)
                 warpgroup.wait_group(1)  # that which read these registers
                 if cutlass.const_expr(wave == 0 and half == 1):
-                    ab.release_before(take, block > 0)
+                    ab.release_before(take, block > 0, turns)
                 weights.widen(codes, factors, half, halves[half])
                 issue_half(mma, halves[half], half, take.slot, acc)
-        take.advance()
+        take.advance_by(turns)
     warpgroup.wait_group(0)
-    ab.release_before(take, count > 0)
+    ab.release_before(take, count > 0, turns)
     return take
+
+
+def own_warpgroup(tiles: W4Config) -> Int32 | int:
+    """Which of the warpgroups that divide a tile's rows this one is."""
+    if tiles.row_warpgroups == 1:
+        return 0
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
 
 
 def issue_half(
@@ -253,12 +273,12 @@ class FewRows:
         size = cute.size(total) // waves
         one = cute.make_layout(((2, 2), 1, columns // COLUMNS))  # (MMA, 1, MMA_N)
         thread, _, _ = cute.arch.thread_idx()
-        wg = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        wg = own_warpgroup(tiles)
         tiled_mma = warpgroup_mma(weights.kind, columns)
         thr_mma = tiled_mma.get_slice(thread % WARPGROUP)
         sB = cute.local_tile(self.sX, (columns, BLOCK_K), (0, 0, None))  # (N, bK, SLOT)
         partitioned = thr_mma.partition_B(sB[None, None, 0])  # (MMA, MMA_N, MMA_K)
-        load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, columns // 4), weights.kind)
+        load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, min(4, columns // 4)), weights.kind)
         s2r = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread % WARPGROUP)
         tXsX = s2r.partition_S(sB)  # (CPY, CPY_N, CPY_K, SLOT)
         states, loaded = [], []
@@ -268,9 +288,9 @@ class FewRows:
             cute.copy(s2r, tXsX[None, None, None, take.slot], s2r.retile(tCrB))
             states.append(PipelineState(take.num_slots, take.slot, take.phase))
             loaded.append(tCrB)
-            take.advance()
+            take.advance_by(tiles.turns)
         for wave in cutlass.range_constexpr(waves):
-            strip = wave * tiles.mma_warpgroups + wg
+            strip = wave * tiles.row_warpgroups + wg
             acc = cute.make_tensor(total.iterator + wave * size, one)
             for i in cutlass.range_constexpr(num):
                 self.add_strip(acc, strip, states[i].slot, tiled_mma, loaded[i])
@@ -337,9 +357,64 @@ class Blocks:
         self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
     ) -> PipelineState:
         """mma.acc = W @ x^T over `count` blocks from slot `take` on; return the state after."""
+        if self.tiles.in_turn:
+            return self.run_in_turn(mma, ab, take, count)
+        return self.run_all(mma, ab, take, count)
+
+    def run_all(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
+    ) -> PipelineState:
+        """The same of this warpgroup's blocks."""
         if self.tiles.few:
             return widened_few(mma, self.sX, ab, take, self.tiles, self.weights, count)
         return widened(mma, ab, take, self.tiles, self.weights, count)
+
+    @cute.jit
+    def run_in_turn(
+        self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
+    ) -> PipelineState:
+        """The same by warpgroups that take blocks in turn; the sums of all are the first one's."""
+        turns, mine = self.tiles.turns, cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        take.skip(mine)
+        take = self.run_all(mma, ab, take, (count + (turns - 1) - mine) // turns)
+        sums = thread_vectors(mma.acc)  # (VECTOR, NumVectors)
+        # NOTE: where the weight was: where x was other CTAs send their sums
+        first = cute.recast_ptr(self.weights.sW.iterator, dtype=Float32).align(16)
+        others = others_sums(first, cute.size(sums, mode=[1]), turns - 1)
+        # NOTE: then all have read the whole ring
+        barrier = {"barrier_id": SUMS_BARRIER, "number_of_threads": turns * WARPGROUP}
+        cute.arch.barrier(**barrier)
+        if mine > 0:
+            cute.autovec_copy(sums, others[None, None, mine - 1])
+        cute.arch.barrier(**barrier)
+        if mine == 0:
+            for other in cutlass.range_constexpr(turns - 1):
+                sums.store(sums.load() + others[None, None, other].load())
+        return take
+
+
+def others_sums(first: cute.Pointer, count: int, others: int) -> cute.Tensor:
+    """A thread's place (VECTOR, NumVectors, WARPGROUP) for the sums of other warpgroups."""
+    thread, _, _ = cute.arch.thread_idx()
+    shape = VECTOR, count, others, WARPGROUP
+    stride = 1, VECTOR * WARPGROUP, VECTOR * WARPGROUP * count, VECTOR
+    layout = cute.make_layout(shape, stride=stride)
+    return cute.make_tensor(first, layout)[None, None, None, thread % WARPGROUP]
+
+
+def first_warpgroup() -> Any:
+    """Whether this warp is of the first one."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 4
+
+
+@dataclass(frozen=True)
+class FirstStores(Cooperative):
+    """The MMA role of warpgroups that take blocks in turn, the first of which stores the tile."""
+
+    @cute.jit
+    def store(self, mma: WgmmaProduct, epilogue: EpilogueStore, tile: WorkTile) -> None:
+        if first_warpgroup():
+            Cooperative.store(self, mma, epilogue, tile)
 
 
 @dataclass(frozen=True)
@@ -348,6 +423,15 @@ class WidenSplitK(SplitK):
 
     tiles: W4Config
     num_blocks: Any  # of all of K
+
+    @property
+    def num_threads(self) -> int:
+        return self.tiles.row_warpgroups * WARPGROUP
+
+    @cute.jit
+    def exchange(self, mma: WgmmaProduct, epilogue: Any, place: cute.Tensor, walk: Walk) -> None:
+        if not self.tiles.in_turn or first_warpgroup():  # the others end here
+            SplitK.exchange(self, mma, epilogue, place, walk)
 
     def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
         _, mine = block_share(self.tiles, walk.split, self.num_blocks)
@@ -361,7 +445,9 @@ class W4Gemm:
     """A CTA computes tiles of out transposed: a load warp, and warpgroups that widen codes and run
     wgmma.
 
-    Barriers and roles are the general kernel's (sm90/general.py); in place of its sA:
+    Barriers and roles are the general kernel's (sm90/general.py); of warpgroups that take blocks in
+    turn one arrives at ab.empty[slot], and all meet twice at named barrier 5: when they have read
+    the ring, and when all but the first have left their sums where the weight was. In place of sA:
 
     smem            bytes
     sW              weight_bytes * num_stages: blocks of the tile's strips
@@ -470,4 +556,5 @@ class W4Gemm:
             assert workspace is not None  # as the config has it
             exchange = Exchange(c, sX, *workspace)
             return StreamK(g.config, c, g.scheduler, exchange, own=blocks), mma
-        return Cooperative(*what, own=blocks), mma
+        role = FirstStores if c.in_turn else Cooperative
+        return role(*what, own=blocks), mma
