@@ -163,6 +163,16 @@ def _grouped(sums: bool) -> Call:
     return call
 
 
+def _long_groups() -> Sequence[torch.Tensor]:
+    """Groups as those of 1024 rows and more: tiles of 208 columns, of two warpgroups in turn."""
+    from cutex.kernels.gemm.grouped import choose
+
+    few = {"LONG_GROUPS": 1, "MANY_ROWS": 1, "VERY_FEW_ROWS": 0, "SHORT_K": 0}
+    offs = torch.tensor([130, 130, 400, 520], dtype=torch.int32)
+    with mock.patch.multiple(choose, **few):
+        return (cutex.grouped_mm(normal(520, 600), normal(4, 264, 600, seed=1).mT, offs),)
+
+
 def _indexed(scattered: bool, **options: Any) -> Call:
     """Products of groups of rows that an index names, whose results go where another does."""
 
@@ -261,6 +271,8 @@ def _subjects() -> list[Subject]:
     e4m3 = {"dtype": torch.float8_e4m3fn}
     found += [
         subject("w4, rings of warps", "sm_90a", _w4(3, "uint4", 6656)),
+        subject("w4, two CTAs of an SM", "sm_90a", _w4(64, k=3584), sms=FEW),
+        subject("grouped, 208 columns", "sm_90a", _long_groups, sms=FEW),
         subject("backward of pairs", "sm_100a", _with_pairs(_backward("sm_100a", 128, 300))),
         subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {}), sms=FEW),
         subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {}), sms=FEW),

@@ -111,6 +111,7 @@ def _subjects() -> list[Subject]:
         "norm, by bulk copies": (_norm(40, 1601, centred=True, like="bulk"), 0),
         "norm, by bulk copies, short": (_norm(300, 390, centred=True, like="bulk"), 0),
         "norm, by bulk copies, clusters": (_norm(20, 40_001, centred=True, like="bulk"), 0),
+        "norm, by bulk copies, sixteen CTAs": (_norm(10, 140_001, centred=True, like="bulk"), 0),
         "rms_norm, fp8": (_norm(40, 2048, quantize="fp8"), 0),
         "rms_norm, mxfp8": (_norm(40, 2048, quantize="mxfp8"), 0),
         "rms_norm's gradient": (
@@ -123,6 +124,7 @@ def _subjects() -> list[Subject]:
             _gradient(cutex.layer_norm, normal(12, 3077), *normal(2, 3077, seed=1).unbind()), -1
         ),
         "softmax, long": (lambda: (softmax(normal(3, 50_264)),), 0),
+        "softmax, sixteen CTAs": (lambda: (softmax(normal(2, 200_000)),), 0),
         "softmax's gradient": (_gradient(softmax, normal(40, 5003)), -1),
         "softmax, causal": (lambda: (masked(normal(2, 40, 3000)),), 0),
         "softmax, causal, gradient": (_gradient(masked, normal(2, 40, 3000)), -1),
@@ -151,6 +153,7 @@ def _subjects() -> list[Subject]:
         "quantize nvfp4, by CTAs that stay": (_quantized_by_two, -1),
         "quantize fp8_128x128": (_quantized("fp8_128x128"), -1),
         "routes of a mixture": (_routes, 0),
+        "mixture, spread": (_mixture(gradient=True), "spread"),
         "mixture, combined": (_mixture(), "combine"),
         "mixture, gates' gradient": (_mixture(gradient=True), "gate"),
     }  # fmt: skip

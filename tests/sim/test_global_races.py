@@ -250,3 +250,28 @@ def test_a_product_written_over_its_operand_is_found(arch: str, order: str) -> N
     a, b = problem.inputs("cpu")
     with pytest.raises(Hazards, match=r"race: a TMA load of .* reads .* writes"):
         simulate(kernel, a, b, a, order=order, seed=1)
+
+
+SIZES = """setp.eq.u32 %p2, %cta, 0;
+    @%p2 bra A;
+    FIRST
+    bra E;
+    A: SECOND
+    E:"""
+
+
+@pytest.mark.parametrize("first, second, told", [
+    ("atom.global.add.u32 %r1, [%out+4], 1;", "atom.global.add.u64 %d6, [%out], 1;", "as 64 bits"),
+    ("atom.global.add.u32 %r1, [%out+8], 1;", "atom.global.add.u64 %d6, [%out], 1;", ""),
+    ("st.release.gpu.global.u64 [%out], 1;", "ld.acquire.gpu.global.u32 %r1, [%out];", "PTX line"),
+    ("mov.b16 %h0, 0; red.global.add.noftz.f16 [%out], %h0;",
+     "mov.b32 %r1, 0; red.global.add.noftz.f16x2 [%out], %r1;", ""),
+    ("red.global.add.f32 [%out+4], 1.0;",
+     "mov.b32 %r1, 0; red.global.add.v2.f32 [%out], {%r1, %r1};", ""),
+])  # fmt: skip
+def test_strong_accesses_that_overlap_in_part_are_told(first, second, told):
+    """By the letter (PTX ISA 8.7.1); a vector is its elements, a pair its halves."""
+    body = SIZES.replace("FIRST", first).replace("SECOND", second)
+    report = simulate_ptx(body, {"out": np.zeros(64, np.uint32)}, Shape(grid=2))
+    found = [str(a) for a in report.advisories if "overlap in part" in str(a)]
+    assert len(found) == bool(told) and all(told in text for text in found), report.advisories

@@ -492,3 +492,16 @@ def test_a_pair_uses_no_columns_that_one_of_its_ctas_has_begun_to_deallocate(ord
     run(body.replace("WHO", ""), warps=2, ctas=2, order=order)
     with pytest.raises(SimError, match=r"but .* frees 0\.\.511, and need not"):
         run(body.replace("WHO", "@%p1"), warps=2, ctas=2, order=order)
+
+
+def test_one_kernel_has_one_kind_of_cta_group():
+    sync = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+    for groups, told in (((1, 1), 0), ((2, 2), 0), ((1, 2), 1)):
+        body = "mov.u32 %r9, smem;" + "".join(
+            f"""{ALLOC.format(g=g, at=9, n=32)} ld.shared.u32 %r5, [%r9]; {sync}
+            {FREE.format(g=g, at=5, n=32)} {sync}"""
+            for g in groups
+        )
+        report = simulate_ptx(body, {}, Shape(grid=2, cluster=2, smem=64), arch="sm_100a")
+        found = [a for a in report.advisories if "one .cta_group" in str(a)]
+        assert len(found) == told, (groups, report.advisories)

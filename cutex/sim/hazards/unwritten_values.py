@@ -1,4 +1,4 @@
-"""Values that come from shared or local memory or registers which nothing has written.
+"""Values that come from memory or registers which nothing has written.
 
 An ordinary load of such memory is no fault: kernels load whole vectors and drop what lies behind
 the end, and compilers leave registers undefined. A fault is what depends on the value: an address,
@@ -6,7 +6,9 @@ or what a store puts into global memory. So the values are followed through the 
 lane, from the first such load on, and from lane to lane by `shfl`, `ldmatrix` and `mma.sync`; a
 kernel that has none pays for a look at the words with each load. What may choose between values
 ends the way, except `selp`, of which the choice is known: what is reported is sure, but it is not
-all. A branch is reported as an advisory, as both ways may lead to the same.
+all. A branch is reported as an advisory, as both ways may lead to the same. In global memory these
+are a script's empty tensors; a copy of them there may be of rows that nobody reads, and is no
+fault.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import numpy as np
 
 from cutex.sim.hazards.lane_values import loaded_matrices, products, shuffled
 from cutex.sim.hazards.tmem_loads import effects
-from cutex.sim.machine.events import Observer, SharedBytes
-from cutex.sim.machine.memory import POISON32
+from cutex.sim.machine.events import Observer, SharedBytes, Storing
+from cutex.sim.machine.memory import BLANK32, POISON32, Region
 from cutex.sim.machine.operation import Operation, Span
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, Imm, Reg, RegisterId, registers_of
@@ -45,6 +47,7 @@ _DEPENDS = frozenset(
 # and of one of these perhaps on one of them only.
 _MERGES = frozenset(("and", "max", "min", "mov", "or"))
 _POISON = np.frombuffer(POISON32.tobytes(), np.uint8)
+_BLANK = np.frombuffer(BLANK32.tobytes(), np.uint8)
 _MOST = 256  # registers that are followed
 
 
@@ -53,6 +56,7 @@ class _Origin(NamedTuple):
 
     what: str
     load: str
+    blank: bool = False  # global memory
 
 
 class _Step(NamedTuple):
@@ -164,13 +168,7 @@ class UnwrittenValues(Observer):
         if ins.name == "ldmatrix":
             self._load_matrices(poison, at, number, ins)
             return
-        registers = list(registers_of(next(iter(ins.operands))))
-        per = at.width // len(registers)  # bytes
-        for k, register in enumerate(registers):
-            first = k * per // 4
-            lanes = poison[:, first : max((k + 1) * per // 4, first + 1)].all(1)
-            if lanes.any() and (register in self.holds or len(self.holds) < _MOST):
-                self._follow(register)[at.warps[lanes], at.lanes[lanes]] = number
+        self._follow_words(poison, at.warps, at.lanes, at.width, number, ins)
 
     def shared_stores(
         self, where: Lanes, places: np.ndarray, values: np.ndarray, ins: Instruction
@@ -224,6 +222,65 @@ class UnwrittenValues(Observer):
     @staticmethod
     def _place(at: SharedBytes, which: np.ndarray) -> str:
         return f"shared memory 0x{int(at.offset[int(which.argmax())]):x}"
+
+    def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
+        """Follow what a load takes of empty tensors; report what an atomic changes there."""
+        if size < 4 or ins.name not in ("ld", "atom", "red"):
+            return
+        for region in self.m.memory.regions:
+            if region.blank:
+                inside = (where.addresses >= np.uint64(region.base)) & (
+                    where.addresses + np.uint64(size) <= np.uint64(region.end)
+                )
+                mine = where if inside.all() else where.pick(inside)
+                offsets = (mine.addresses - np.uint64(region.base)).astype(np.int64)
+                blank = self._blank(region, offsets, size)
+                if not blank.any():
+                    continue
+                if ins.name != "ld":
+                    self._changes(region, mine, offsets, blank, ins)
+                    continue
+                what = region.element(int(offsets[int(blank.any(1).argmax())]))
+                number = self._origin(what, ins.where(), blank=True)
+                self._follow_words(blank, mine.warps, mine.lanes, size, number, ins)
+
+    def bulk_reduced(
+        self, region: Region, offsets: np.ndarray, size: int, by: Storing, ins: Instruction
+    ) -> None:
+        if region.blank and size >= 4 and (blank := self._blank(region, offsets, size)).any():
+            at = region.element(int(offsets[int(blank.any(1).argmax())]))
+            self._keep(self.m.grid.name_warp(by.warp), "adds in bulk to", at, ins)
+
+    @staticmethod
+    def _blank(region: Region, offsets: np.ndarray, size: int) -> np.ndarray:
+        """Which words at these offsets nothing has written, (n, size / 4)."""
+        at = offsets[:, None] + np.arange(size)
+        same = region.data[at] == _BLANK[(region.base + at) & 3]
+        return np.asarray(same.reshape(len(offsets), size // 4, 4).all(2))
+
+    def _changes(
+        self, region: Region, where: Lanes, offsets: np.ndarray, blank: np.ndarray, ins: Instruction
+    ) -> None:
+        k = int(blank.any(1).argmax())
+        who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {int(where.lanes[k])}"
+        self._keep(who, "changes by an atomic", region.element(int(offsets[k])), ins)
+
+    def _keep(self, who: str, does: str, what: str, ins: Instruction) -> None:
+        told = f"{who} {does} {what}, which nothing has written"
+        self.kept.setdefault((ins.line, does), (told, ins, False))
+
+    def _follow_words(
+        self, words: np.ndarray, warps: np.ndarray, lanes: np.ndarray, size: int, number: int,
+        ins: Instruction,
+    ) -> None:  # fmt: skip
+        """Follow the registers that a load of ``size`` bytes fills from these ``words``, (n, w)."""
+        registers = list(registers_of(next(iter(ins.operands))))
+        per = size // len(registers)  # bytes
+        for k, register in enumerate(registers):
+            first = k * per // 4
+            filled = words[:, first : max((k + 1) * per // 4, first + 1)].all(1)
+            if filled.any() and (register in self.holds or len(self.holds) < _MOST):
+                self._follow(register)[warps[filled], lanes[filled]] = number
 
     def local_unwritten(self, where: Lanes, offset: np.ndarray, ins: Instruction) -> None:
         if len(offset):
@@ -291,12 +348,12 @@ class UnwrittenValues(Observer):
             self.m.events.places |= more
         return self.holds[register]
 
-    def _origin(self, what: str, load: str) -> int:
+    def _origin(self, what: str, load: str, blank: bool = False) -> int:
         """The number of an origin."""
         known = [n for n, origin in enumerate(self.origins) if origin.load == load and load]
         if known:
             return known[0] + 1
-        self.origins.append(_Origin(what, load))
+        self.origins.append(_Origin(what, load, blank))
         return len(self.origins)
 
     def _of(self, b: Batch, registers: tuple[RegisterId, ...], all_: bool) -> np.ndarray:
@@ -365,6 +422,8 @@ class UnwrittenValues(Observer):
             values = [self._of(b, s, True) for s in step.sources if s]
             if values:
                 numbers = reduce(np.maximum, values)
+                blank = [n for n, origin in enumerate(self.origins, 1) if origin.blank]
+                numbers = np.where(np.isin(numbers, blank), 0, numbers) if blank else numbers
                 self._tell(b, numbers, "stores into global memory a value that comes from", ins)
 
     def _tell(

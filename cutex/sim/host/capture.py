@@ -127,6 +127,7 @@ class HostTensor:
     owner: object
     name: str = ""
     views: tuple[HostTensor, ...] = ()  # if it is memory: the tensors of the launch in it
+    blank: bool = False  # holds BLANK32 where nothing has been written
 
     @staticmethod
     def of(tensor: Any, name: str) -> HostTensor | None:

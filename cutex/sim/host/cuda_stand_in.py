@@ -77,7 +77,7 @@ class CudaMemory:
         self.held: dict[int, torch.Tensor] = {}  # by address
 
     def allocate(self, size: int, *_: Any) -> int:
-        tensor = self.memory.add(torch.empty(int(size), dtype=torch.uint8))
+        tensor = self.memory.blank(self.memory.add(torch.empty(int(size), dtype=torch.uint8)))
         self.held[tensor.data_ptr()] = tensor
         return tensor.data_ptr()
 

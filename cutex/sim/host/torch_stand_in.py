@@ -6,6 +6,7 @@ kernel may reach one by an address alone, as a grouped GEMM does.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -31,8 +33,10 @@ from cutex.sim.host.torch_cuda import (
 )
 from cutex.sim.host.torch_profiler import of_activities, of_devices
 from cutex.sim.host.torch_scaled import SCALED
+from cutex.sim.machine.memory import BLANK32
 
 ALIGNMENT = 512  # bytes, of the CUDA caching allocator
+LARGEST = 1 << 26  # bytes of the largest tensor that is filled where nothing has written it
 CPU = torch.device("cpu")
 RETURNED = (tuple, list, *torch.return_types.all_return_types)  # several tensors
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
@@ -45,6 +49,7 @@ class Allocation(NamedTuple):
     storage: StorageWeakRef
     address: int
     size: int  # bytes
+    blank: bool = False  # see `DeviceMemory.blank`
 
 
 class DeviceMemory:
@@ -58,6 +63,15 @@ class DeviceMemory:
             storage = tensor.untyped_storage()
             new = Allocation(StorageWeakRef(storage), tensor.data_ptr(), span(tensor))
             self._held[storage.data_ptr()] = new
+        return tensor
+
+    def blank(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill a tensor that nothing has written with BLANK32, unless it is large."""
+        held = self._held.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if held is not None and held.size <= LARGEST:
+            words = ctypes.c_uint32 * (held.size // 4)
+            np.ctypeslib.as_array(words.from_address(held.address))[:] = BLANK32
+            self._held[tensor.untyped_storage().data_ptr()] = held._replace(blank=True)
         return tensor
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -91,6 +105,7 @@ class DeviceMemory:
                 owner=a.storage,
                 name="/".join(dict.fromkeys(t.name for t in inside[a.address])) or "a tensor",
                 views=tuple(inside[a.address]),
+                blank=a.blank,
             )
             for a in self._held.values()
         ]
@@ -166,6 +181,10 @@ _PRODUCTS = {
     for f in (getattr(torch, product), getattr(torch.Tensor, product))
 }
 _CONSTRUCTORS = _device_constructors()
+_EMPTY = {
+    torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted,
+    torch.Tensor.new_empty, torch.Tensor.new_empty_strided,
+}  # fmt: skip
 
 
 class OnCpu(TorchFunctionMode):
@@ -211,7 +230,8 @@ class OnCpu(TorchFunctionMode):
             rounded = _PRODUCTS if "out_dtype" in kwargs else {}
             call = SCALED.get(func) or rounded.get(func, func)
             out = call(*map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
-        return self._placed(out, args, to_gpu, to_host)
+        placed = self._placed(out, args, to_gpu, to_host)
+        return self.memory.blank(placed) if func in _EMPTY else placed
 
     def _placed(self, out: Any, args: tuple[Any, ...], to_gpu: bool, to_host: bool) -> Any:
         """The result of a call, with its tensors moved to the GPU where they should be."""

@@ -32,6 +32,9 @@ WINDOWS = ("global", "param", "shared", "local")
 POISON32 = np.uint32(0xFFFF7FFF)
 POISON64 = np.uint64(0xFFFF7FFFFFFF7FFF)
 POISON16 = np.uint16(0x7FFF)
+# what a script's empty tensors hold: a NaN as f32, f64 and 16-bit floats, and a value of none that
+# is computed
+BLANK32 = np.uint32(0xFFF57FE1)
 
 
 def description(tensor: HostTensor) -> str:
@@ -66,6 +69,7 @@ class Region:
     valid: np.ndarray | None = None
     description: str = ""
     tensors: tuple[HostTensor, ...] = ()
+    blank: bool = False  # holds BLANK32 where nothing has been written
 
     @property
     def end(self) -> int:
@@ -128,7 +132,7 @@ class GlobalMemory:
             view[...] = True
             valid = np.repeat(elements, size)
         what = f"{tensor.name} ({description(tensor)})"
-        self.add(Region(tensor.name, base, data, valid, what, (tensor,)))
+        self.add(Region(tensor.name, base, data, valid, what, (tensor,), tensor.blank))
 
     def find(self, address: int) -> Region | None:
         if not 0 <= address < 1 << 64:
@@ -231,6 +235,7 @@ def _union(parts: list[Region]) -> Region:
         None if valid.all() else valid,
         " and ".join(names),
         tuple(t for r in parts for t in r.tensors),
+        any(r.blank for r in parts),
     )
 
 
