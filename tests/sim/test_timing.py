@@ -208,6 +208,16 @@ def test_a_choice_loses_what_its_config_takes_more_than_the_best_measured_one():
     assert choice.time == 0.0
 
 
+def test_a_launch_that_overlaps_begins_earlier_and_a_first_miss_comes_later():
+    traced, whole = recorded("sm_90a", 2)
+    board = of("sm_90a")
+    alone = predict(traced, board, whole).cycles
+    early = predict(replace(traced, overlaps=True), board, whole).cycles
+    assert alone - early == pytest.approx(board.launch - board.overlapped_launch)
+    at_once = predict(traced, replace(board, first_miss=0.0), whole).cycles
+    assert 0.5 * board.first_miss < alone - at_once <= 2 * board.first_miss
+
+
 def test_tiles_by_launch_control_take_as_long_as_those_of_a_static_order():
     records = stored.load(traces_file("gemm", "sm_100a"))
     problem = GemmProblem(8192, 8192, 4096)
@@ -422,7 +432,8 @@ def test_a_launch_that_nothing_binds_says_what_its_time_consists_of():
     report = time_launch(traced, far, whole)
     assert report.binds == "nothing" and next(iter(report.chain)) == "launch"
     assert max(report.chain, key=report.chain.__getitem__) == "TMA loads"
-    assert sum(report.chain.values()) == pytest.approx(report.timed.detailed + far.launch)
+    launch = far.at(report.clock_ghz).launch
+    assert sum(report.chain.values()) == pytest.approx(report.timed.detailed + launch)
     assert "binds: nothing; busy " in str(report) and "its time: " in str(report)
 
 

@@ -13,7 +13,7 @@ from cutex.sim.timing.gpus import Gpu, of_arch
 from cutex.sim.timing.gpus import gpu as gpu_named
 from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.power import clock_ghz
-from cutex.sim.timing.predict import predict
+from cutex.sim.timing.predict import launch_cycles, predict
 from cutex.sim.timing.report import Role, TimeReport
 from cutex.sim.timing.sampled import Sampled, sample
 from cutex.sim.timing.timed import Whole
@@ -33,10 +33,11 @@ def time_launch(
     ghz = clock_ghz(timed, gpu, data)
     timed = predict(traced, gpu.at(ghz), whole, log=log)
     parts: dict[str, float] = {}
-    busiest = timed.busy[timed.binds] * (1 - gpu.launch / timed.cycles)
+    launch = launch_cycles(traced, gpu.at(ghz))
+    busiest = timed.busy[timed.binds] * (1 - launch / timed.cycles)
     if nothing_binds := busiest < BINDS:
         drawn = timed if log else predict(traced, gpu.at(ghz), whole, log=True)
-        parts = {"launch": gpu.launch, **chain(drawn.intervals)}
+        parts = {"launch": launch, **chain(drawn.intervals)}
     record = traced.record
     roles = []
     for name in dict.fromkeys(record.roles.values()):

@@ -40,6 +40,8 @@ class Gpu:
     tma_bytes: float  # bytes per cycle, TMA loads of one SM
     l2_latency: float  # of a TMA load that hits L2
     hbm_latency: float  # more, of one that misses
+    first_miss: float = 0.0  # more again, of an SM's first one of a tensor
+    hbm_burst: float = 1.0  # share of HBM's rate for first loads that all SMs want at once
     latency_spread: float = 0.0  # share by which those of a load are longer or shorter, at most
     l2_requests: float = 96.0  # rows of boxes per cycle, of all SMs
     l2_merged: float = 0.5  # share of bytes saved where several SMs request the same at one time
@@ -82,6 +84,7 @@ class Gpu:
     launch_control: float = 800.0
     cta_turnover: float = 1000.0
     launch: float = 3000.0  # from the end of the kernel before to the first instruction
+    overlapped_launch: float = 0.0  # the same where the kernel before lets it start; 0: as long
     l2_capacity: float = 50e6  # bytes of tensors that L2 keeps
     clusters_of_four: int = 0  # clusters of 4 CTAs that run at one time; 0: sms // 4
     power: Power = Power()
@@ -99,8 +102,10 @@ class Gpu:
         """
         share = ghz / self.clock
         return replace(
-            self, clock=ghz, launch=self.launch * share, hbm_latency=self.hbm_latency * share
-        )
+            self, clock=ghz, launch=self.launch * share,
+            overlapped_launch=self.overlapped_launch * share,
+            hbm_latency=self.hbm_latency * share, first_miss=self.first_miss * share,
+        )  # fmt: skip
 
 
 B200 = Gpu(
@@ -118,7 +123,8 @@ B200 = Gpu(
 H200 = Gpu(
     "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,
     hbm_gbs=4500.0, store_bytes=2550.0, tma_bytes=106.0, l2_latency=227.0, hbm_latency=600.0,
-    launch=1800.0, cta_turnover=450.0, clusters_of_four=30, shared_registers=True,
+    first_miss=900.0, hbm_burst=0.65, launch=3150.0, overlapped_launch=200.0, cta_turnover=450.0,
+    clusters_of_four=30, shared_registers=True,
 )  # fmt: skip
 # The same chip with other memory and L2: rates and the latency of memory by the probes
 # (cutex/bench/clock_probes.py) on an H100 80GB HBM3 of 700 W, `l2_requests` less by as much as
@@ -160,6 +166,8 @@ SOURCES: dict[str, tuple[str, str]] = {
         "fit: the same, with hbm_latency; SemiAnalysis has 1413 in all under load",
     ),
     "hbm_latency": ("probe tma: the same from memory, +-10 %", "fit: half of both, +-30 %"),
+    "hbm_burst": ("fit: small launches with tiles of many lengths, 0.6 to 0.7", "not known"),
+    "first_miss": ("fit: half of the small launches, +-30 %", "not known"),
     "latency_spread": (
         "none, as in its fits; one load: +-7 % from L2, +-20 % from memory, eight of ten",
         "prior: an H200's from memory",
@@ -196,7 +204,15 @@ SOURCES: dict[str, tuple[str, str]] = {
     "tmem_copy_bytes": ("-", "fit: the rows in nvfp4, +-15 %"),
     "launch_control": ("-", "prior, not known"),
     "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
-    "launch": ("probe empty: 1.07 us in a graph, +-15 %", "the H200's"),
+    "launch": (
+        "fit: half of the small launches, with their first reads of constants; a kernel without "
+        "parameters has 2100 (probe empty), +-15 %",
+        "prior",
+    ),
+    "overlapped_launch": (
+        "fit: half of the small launches of stage 9, +-500",
+        "not known: as `launch`",
+    ),
     "clusters_of_four": (
         "kernels timed: 29 run at one time, 32 do not",
         "fit: rows of a B200 at 1300 MHz, 32 to 36",

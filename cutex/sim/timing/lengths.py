@@ -45,6 +45,10 @@ class Lengths:
         return self.long.name
 
     @property
+    def overlaps(self) -> bool:
+        return self.long.overlaps
+
+    @property
     def flops(self) -> float:
         """The MMA FLOPs of the whole grid."""
         return sum(self.at(self.tile_flops, n) for n in self.tiles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.lengths import Lengths, predict_lengths
@@ -29,6 +30,7 @@ def predict(
                      need
     """
     whole = whole or Whole()
+    gpu = replace(gpu, launch=launch_cycles(traced, gpu))
     if isinstance(traced, Lengths):
         return predict_lengths(traced, gpu, log)
     if isinstance(traced, Sampled):
@@ -85,6 +87,11 @@ def predict(
         dram=missed,
         side_by_side=slots,
     )
+
+
+def launch_cycles(traced: Traced | Lengths | Sampled, gpu: Gpu) -> float:
+    """From the end of the kernel before, of the same kind, to the first instruction."""
+    return (traced.overlaps and gpu.overlapped_launch) or gpu.launch
 
 
 def whole_cycles(run: Run, work: float, tile: float, recorded: float) -> float:

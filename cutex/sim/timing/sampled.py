@@ -54,6 +54,10 @@ class Sampled:
         return self.first.name
 
     @property
+    def overlaps(self) -> bool:
+        return self.first.overlaps
+
+    @property
     def clusters(self) -> int:
         return self.first.clusters
 

@@ -142,4 +142,5 @@ def _traced(row: dict[str, Any], programs: list[Any]) -> Traced:
         r[name] = {int(w): x for w, x in r[name].items()}
     r["fetched"] = {int(at): Fetched(*x) for at, x in r.get("fetched", {}).items()}
     sharing = {int(m): Sharing(**s) for m, s in row["sharing"].items()}
-    return Traced(Record(**r), tuple(row["grid"]), row["per_sm"], sharing, row["name"])
+    grid, overlaps = tuple(row["grid"]), row.get("overlaps", False)
+    return Traced(Record(**r), grid, row["per_sm"], sharing, row["name"], overlaps)

@@ -27,6 +27,7 @@ from cutex.sim.timing.record import Enough, Recorder
 SM_REGISTERS = 65536
 BESIDE = {FMA: H200.fma_beside_mma, ALU: H200.alu_beside_mma, MUFU: H200.mufu_beside_mma}
 TMEM_COLUMNS = 512  # columns of an SM's tensor memory
+LETS_START = "griddepcontrol.launch_dependents"
 MOST_LOADS = 24  # loads of each CTA that are recorded, to see which boxes CTAs share
 TOGETHER = 4  # loads of a tensor within which CTAs share a box: GEMMs lose nothing so far apart
 
@@ -55,6 +56,7 @@ class Traced:
     per_sm: int  # resident CTAs of an SM
     sharing: dict[int, Sharing]  # by tensor map
     name: str = ""
+    overlaps: bool = False  # whether it starts before one like it, launched before, has ended
 
     @property
     def takes_over(self) -> bool:
@@ -153,7 +155,8 @@ class Few(Simulation):
         )
         self.traced.append(
             Traced(
-                recorder.record(complete), what.grid, max(1, held), {}, machine.program.title
+                recorder.record(complete), what.grid, max(1, held), {}, machine.program.title,
+                what.programmatic and any(i.op == LETS_START for i in machine.program.code),
             )
         )  # fmt: skip
 

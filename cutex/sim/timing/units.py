@@ -103,6 +103,7 @@ class SubCore:
 
 class Sm:
     def __init__(self, number: int) -> None:
+        self.missed: set[int] = set()  # tensors of which it has loaded from HBM
         self.cores = [SubCore() for _ in range(4)]
         self.port = Unit("smem port")
         self.tensor = Unit("tensor core")

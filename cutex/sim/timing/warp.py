@@ -201,12 +201,16 @@ class Warp:
         read = e.size * copies * (1.0 - g.l2_merged * m.shared)
         # NOTE: each row of a box is a request of its own, even if short or shared
         l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share) - m.ahead
-        miss = m.miss
+        miss, rate = m.miss, g.hbm_bytes
         if touch := m.touches.get(e.source[0]):
             miss = touch.miss(self.running.loaded[e.source[0]])
             self.running.loaded[e.source[0]] += e.size
-        hbm = sm.hbm.serve(at, e.size * miss * share / g.hbm_bytes) if miss else at
+            rate *= g.hbm_burst
+        hbm = sm.hbm.serve(at, e.size * miss * share / rate) if miss else at
         latency = g.l2_latency + (g.hbm_latency * m.waits if miss else 0.0)
+        if miss and e.source[0] not in sm.missed:
+            sm.missed.add(e.source[0])
+            latency += g.first_miss * m.waits
         if g.latency_spread:
             latency *= 1.0 + g.latency_spread * self.timeline.drawn()
         for signal, cta in zip(e.signals, e.ctas, strict=True):
