@@ -63,7 +63,7 @@ BULK_VECTORS_LONG: dict[bool, Clusters] = {
     False: {},
 }  # fmt: skip
 BULK_ANYWHERE_LONG: dict[bool, Clusters] = {
-    True: {(36_865, 43_008): (256, 4), (43_009, 90_112): (256, 8),
+    True: {(36_865, 43_008): (512, 4), (43_009, 90_112): (256, 8),
            (90_113, 180_224): (512, 8), (180_225, 360_448): (512, 16)},
     False: {},
 }  # fmt: skip
@@ -95,6 +95,7 @@ class Bulk(NamedTuple):
     vector: int
     open: int
     ahead: int
+    halves: bool
 
 
 def by_smem(n: int, other: RowTile) -> RowTile | None:
@@ -191,7 +192,8 @@ def _bulk(n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: 
     most = next(stages for t, stages in BULK_STAGES.items() if threads <= t)
     stages = min(most, room // (resident * slot))
     ahead = (1 + (relays and ctas > CLUSTER)) * (ctas > 1)  # rows.md#rows-norm-relayed
-    return Bulk(tile, words, stages, resident, vector, last, ahead)
+    halves = ctas > CLUSTER and n % (other.width // 4) > 0  # rows.md#rows-norm-halves
+    return Bulk(tile, words, stages, resident, vector, last, ahead, halves)
 
 
 def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:

@@ -7,12 +7,12 @@ once. Threads have a row by words of 32 bits, as in norm_dense.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cutex.compile import Argument, Scalar
+from cutex.compile import Argument, Operand, Scalar
 from cutex.device.pipeline import publish_barriers
 from cutex.device.row.bulk import BulkRing, Run
 from cutex.device.row.columns import Columns
@@ -35,7 +35,8 @@ class BulkConfig(NormConfig):
     part of one; stages: slots for rows on their way; resident: CTAs of an SM; vector: words of a
     vector of rows that are a whole number of them and begin with one, of which the last `open` of
     a thread may lie behind the row; 0: rows begin anywhere. ahead: turns, one or two, between the
-    sums of a cluster's row and the end of them.
+    sums of a cluster's row and the end of them. halves: rows begin in either half of a word, and a
+    cluster takes first those of one, then those of the other.
     """
 
     words: int = 1
@@ -44,6 +45,7 @@ class BulkConfig(NormConfig):
     vector: int = 0
     open: int = 0
     ahead: int = 0
+    halves: bool = False
 
     @property
     def meets_once(self) -> bool:
@@ -53,6 +55,26 @@ class BulkConfig(NormConfig):
     def relays(self) -> bool:
         """Whether a cluster's sums are relayed (docs/facts/rows.md#rows-norm-relayed)."""
         return self.tile.ctas > 1 and self.centred
+
+
+@dataclass(frozen=True)
+class Order:
+    """The chunks of rows that a group takes, one a turn: every `step`-th from the first on; or, of
+    all rows, the `even` ones before the others, so that those of its first `evens` turns begin
+    alike, and those of the others."""
+
+    first: Int32
+    turns: Int32
+    step: Int32
+    even: Int32 | None = None
+    evens: Int32 | None = None
+
+    def chunk(self, turn: Int32 | int) -> Int32:
+        place = self.first + turn * self.step
+        if self.even is None:
+            return place
+        behind = place >= self.even
+        return place * 2 - cutlass.select_(behind, self.even * 2 - 1, Int32(0))
 
 
 class NormBulk(Norm):
@@ -78,7 +100,13 @@ class NormBulk(Norm):
             raise ValueError(f"stages={config.stages} must be at least {least}")
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return (*super().operands(dtype), Scalar("groups", "int32"))
+        made = (*super().operands(dtype), Scalar("groups", "int32"))
+        if not self.config.vector:
+            return made
+        by_vectors = {"x", "y", *self.config.vectors}
+        return tuple(
+            replace(a, aligned=a.name in by_vectors) if isinstance(a, Operand) else a for a in made
+        )
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mY: cute.Tensor, *rest) -> None:
@@ -99,43 +127,71 @@ class NormBulk(Norm):
         words = tile.num_threads * c.words
         ring = BulkRing.allocate(mX.element_type, words * 32 // mX.element_type.width, c.stages)
         publish_barriers((ring.full,))
-        group = Int32(cute.arch.block_idx()[0]) // tile.ctas
-        for ahead in cutlass.range_constexpr(c.stages - 1):
-            self.fetch(mX, group + ahead * groups, ring, ahead)
-        norm = self.norm(mX, group, optional, sums)
-        chunks = cute.ceil_div(Int32(cute.size(mX, mode=[0])), tile.rows)
-        turns = cute.ceil_div(chunks - group, groups)
+        order = self.order(mX, Int32(cute.arch.block_idx()[0]) // tile.ctas, groups)
+        for turn in cutlass.range_constexpr(c.stages - 1):
+            self.fetch(mX, order, ring, turn)
+        if cutlass.const_expr(c.halves):
+            for half in cutlass.range(2, unroll=1):
+                begin = cutlass.select_(half == 0, Int32(0), order.evens)
+                end = cutlass.select_(half == 0, order.evens, order.turns)
+                if begin < end:
+                    self.turns((mX, mY), order, (begin, end), ring, sums, eps, optional)
+        else:
+            self.turns((mX, mY), order, (0, order.turns), ring, sums, eps, optional)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def turns(
+        self, matrices: tuple[cute.Tensor, cute.Tensor], order: Order, span: tuple[Int32, Int32],
+        ring: BulkRing, sums: Sums, eps: Float32, optional: dict[str, cute.Tensor],
+    ) -> None:  # fmt: skip
+        """Take the rows of the turns from the first to the last of a span, which begin alike."""
+        c, (mX, mY), (begin, end) = self.config, matrices, span
+        norm = self.norm(mX, order.chunk(begin), optional, sums)
         for turn in cutlass.range_constexpr(c.ahead):
-            self.start(mX, group + turn * groups, ring, norm, Int32(turn))
+            self.start(mX, order, ring, norm, (begin + turn, end))
         if cutlass.const_expr(c.ahead > 0):
             cute.arch.sync_threads()
         for turn in cutlass.range_constexpr(c.ahead * c.relays):
-            self.relay(norm, Int32(turn), turns)
-        for turn in cutlass.range(turns, unroll=1):
-            chunk = group + turn * groups
+            self.relay(norm, Int32(begin + turn), end)
+        for turn in cutlass.range(begin, end, unroll=1):
+            chunk = order.chunk(turn)
             if cutlass.const_expr(c.ahead > 0):
-                self.start(mX, chunk + c.ahead * groups, ring, norm, turn + c.ahead)
+                self.start(mX, order, ring, norm, (turn + c.ahead, end))
             else:
                 ring.wait(turn)
-            self.rows(mY, chunk, ring[turn], norm, (turn, turns), eps, optional)
+            self.rows(mY, chunk, ring[turn], norm, (turn, order.turns), eps, optional)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
-            self.run(mY, chunk).store(ring[turn])
-            # the slot of the turn before, whose rows are on their way out
-            cute.arch.cp_async_bulk_wait_group(1, read=True)
-            later = turn + (c.stages - 1)
-            self.fetch(mX, group + later * groups, ring, later)
+            # NOTE: other warps would only find where a row lies
+            # (docs/facts/rows.md#rows-norm-instructions)
+            if cute.arch.warp_idx() == 0:
+                self.run(mY, chunk).store(ring[turn])
+                # the slot of the turn before, whose rows are on their way out
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+                self.fetch(mX, order, ring, turn + (c.stages - 1))
             if cutlass.const_expr(c.relays):
-                self.release(norm, turn, turns)
-                self.relay(norm, turn + c.ahead, turns)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self.release(norm, turn, order.turns)
+                self.relay(norm, turn + c.ahead, end)
+
+    def order(self, mX: cute.Tensor, group: Int32, groups: Int32) -> Order:
+        """The chunks of rows that a group has."""
+        rows = Int32(cute.size(mX, mode=[0]))
+        if not self.config.halves:
+            chunks = cute.ceil_div(rows, self.tile.rows)
+            return Order(group, cute.ceil_div(chunks - group, groups), groups)
+        each, more = rows // groups, rows % groups
+        first = group * each + cutlass.min(group, more)
+        turns = each + (group < more).to(Int32)
+        even = (rows + 1) // 2
+        return Order(first, turns, Int32(1), even, cutlass.min(cutlass.max(even - first, 0), turns))
 
     def norm(
-        self, mX: cute.Tensor, group: Int32, optional: dict[str, cute.Tensor], sums: Sums
+        self, mX: cute.Tensor, chunk: Int32, optional: dict[str, cute.Tensor], sums: Sums
     ) -> NormByWords:
-        """What this thread needs for its row of all chunks of a group, which begin alike to a word,
-        since an even number of rows lies between them."""
-        c, tile, first = self.config, self.tile, self.run(mX, group)
+        """What this thread needs for its row of a chunk, and of all chunks that begin like it to a
+        word, since an even number of rows lies between them."""
+        c, tile, first = self.config, self.tile, self.run(mX, chunk)
         n, per = Int32(cute.size(mX, mode=[1])), 32 // mX.element_type.width
         lead = (first.lead + self.own() * n) & (per - 1)
         parts = tile.ctas > 1
@@ -151,12 +207,14 @@ class NormBulk(Norm):
 
     @cute.jit
     def start(
-        self, mX: cute.Tensor, row: Int32, ring: BulkRing, norm: NormByWords, turn: Int32
-    ) -> None:
-        """Begin the sums of a row, if there is one, whose turn it is not yet."""
-        if row < cute.size(mX, mode=[0]):
+        self, mX: cute.Tensor, order: Order, ring: BulkRing, norm: NormByWords,
+        span: tuple[Int32, Int32],
+    ) -> None:  # fmt: skip
+        """Begin the sums of the row of a turn that has not come yet, if it comes before the end."""
+        turn, end = span
+        if turn < end:
             ring.wait(turn)
-            norm.start(ring[turn], self.begin(mX, row), turn)
+            norm.start(ring[turn], self.begin(mX, order.chunk(turn)), turn)
 
     @cute.jit
     def relay(self, norm: NormByWords, turn: Int32, turns: Int32) -> None:
@@ -192,11 +250,10 @@ class NormBulk(Norm):
             self.store_rest(found, optional)
 
     @cute.jit
-    def fetch(self, mX: cute.Tensor, chunk: Int32, ring: BulkRing, turn: Int32 | int) -> None:
-        """Start the copy of a chunk to its slot; none behind the last."""
-        exists = chunk * self.tile.rows < cute.size(mX, mode=[0])
-        if exists & (cute.arch.thread_idx()[0] == 0):
-            ring.load(self.run(mX, chunk), turn)
+    def fetch(self, mX: cute.Tensor, order: Order, ring: BulkRing, turn: Int32 | int) -> None:
+        """Start the copy of a turn's chunk to its slot; none behind the last."""
+        if (turn < order.turns) & (cute.arch.thread_idx()[0] == 0):
+            ring.load(self.run(mX, order.chunk(turn)), turn)
 
     def own(self) -> Int32:
         """The row of a chunk that this thread has."""
@@ -215,7 +272,12 @@ class NormBulk(Norm):
 
     def begin(self, mX: cute.Tensor, chunk: Int32) -> Int32:
         """Where a chunk begins in its slot, in elements."""
-        return Int32(0) if self.config.vector else self.run(mX, chunk).lead
+        if self.config.vector:
+            return Int32(0)
+        n, bits = Int32(cute.size(mX, mode=[1])), mX.element_type.width
+        # NOTE: 32 bits may overflow, of which the lowest alone are wanted
+        elements = chunk * self.tile.rows * n + self.column(n)
+        return (Int32(mX.iterator.toint()) // (bits // 8) + elements) & (128 // bits - 1)
 
     def run(self, mX: cute.Tensor, chunk: Int32) -> Run:
         """This CTA's part of a chunk of rows of mX (M, N), which is dense."""

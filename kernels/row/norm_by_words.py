@@ -58,7 +58,8 @@ class NormByWords:
         """The second half, a barrier of the CTA later."""
         exists = Boolean(True)
         found = self.moments.sums.finish(self.moments.gather, turn, turns)
-        return self.scaled(self.words.load(sX, begin, exists), found, sX, begin, exists, eps)
+        rX = self.words.load_again(sX, begin, exists)
+        return self.scaled(rX, found, sX, begin, exists, eps)
 
     def of_its_warp(self, rX: cute.Tensor) -> Values:
         """How many elements the warp has of the row, their mean and the sum of squares of the

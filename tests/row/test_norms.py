@@ -168,6 +168,7 @@ BULK = {  # rows, threads, CTAs; columns; by vectors
     "rows of half a warp": ((8, 16, 1), 75, False),
     "a row of two warps": ((1, 64, 1), 301, False),
     "parts of a row": ((1, 64, 4), 785, False),
+    "parts that begin in either half of a word": ((1, 64, 4), 787, False, True),
     "whole vectors": ((2, 32, 1), 144, False),
     "a row by vectors": ((1, 64, 1), 744, True),
     "parts by vectors": ((1, 64, 4), 3960, True),
@@ -197,7 +198,7 @@ def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
     if (how[2] and apart) or (ahead == 2 and (tile.ctas == 1 or not centred)):
         pytest.skip("vectors begin at a multiple of their size, only layer norms' clusters relay")
     config = BulkConfig(
-        tile, centred, weight="bf16", bias="bf16" * centred, saves=True,
+        tile, centred, weight="bf16", bias="bf16" * centred, saves=True, halves=len(how) > 3,
         **words_of(n, tile, how[2], ahead),
     )  # fmt: skip
     x, y = (
@@ -208,7 +209,8 @@ def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
     x.copy_(rows(device, (m, n), dtype))
     x[1, : n // 3] += 64  # the parts of the row, which meet, differ
     x[2::3] = torch.nan
-    w, b = (rows(device, (n + 1,), torch.bfloat16, seed=seed)[1:] for seed in (1, 2))
+    first = 8 if how[2] else 1
+    w, b = (rows(device, (n + first,), torch.bfloat16, seed=seed)[first:] for seed in (1, 2))
     mean, rstd = torch.full((2, m), torch.nan, device=device)
     optional = (w, b, mean, rstd) if centred else (w, rstd)
     kernel = compile(
@@ -216,7 +218,7 @@ def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
         of_torch(dtype).name,
         "sm_90a" if device == "cpu" else arch_of(x.device, "a norm"),
     )
-    launched(kernel, device, x, y, *optional, 1e-5, 3 if how[2] else 4)
+    launched(kernel, device, x, y, *optional, 1e-5, 3 if how[2] or config.halves else 4)
     wide = x.double()
     wide = wide - wide.mean(-1, keepdim=True) if centred else wide
     inverse = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()

@@ -9,16 +9,21 @@ from cutlass import Float32, Int32, cute
 
 from cutex.device.row.bulk import BulkRing, Run
 from cutex.device.row.tile import RowTile
+from cutex.device.row.vector_words import VectorWords
 from cutex.device.row.words import Words
 
 
 @dataclass(frozen=True)
 class PackedRows:
     """The rows of dense matrices (M, N) that begin alike, of each of which a CTA has one, or its
-    cluster one and it a part; `count` words of 32 bits of it are a thread's."""
+    cluster one and it a part; `count` words of 32 bits of it are a thread's. vector: words beside
+    each other, of rows that begin with a vector, of which a thread's last `open` may lie behind a
+    row; 0: rows begin anywhere."""
 
     tile: RowTile
     count: int
+    vector: int = 0
+    open: int = 0
 
     def elements(self, bits: int) -> int:
         """The elements of so many bits that a slot has room for."""
@@ -30,6 +35,9 @@ class PackedRows:
         first, parts = self.run(mX, group), self.tile.ctas > 1
         per = 32 // mX.element_type.width
         lead, columns = first.lead & (per - 1), Int32(cute.size(first.gX))
+        if self.vector:
+            how = Int32(0), columns, self.open, True, self.vector
+            return VectorWords(self.tile.threads, self.count, per, *how)
         return Words(self.tile.threads, self.count, per, lead, columns, 1 + parts, True)
 
     def column(self, n: Int32) -> Int32:
@@ -42,6 +50,15 @@ class PackedRows:
         """The columns of a CTA's part of a row of n, but for the last part: a multiple of 8."""
         return cute.ceil_div(cute.ceil_div(n, self.tile.ctas), 8) * 8
 
+    def begin(self, mX: cute.Tensor, row: Int32) -> Int32:
+        """Where this CTA's part of a row of mX (M, N) begins in its slot, in elements."""
+        if self.vector:
+            return Int32(0)
+        n, bits = Int32(cute.size(mX, mode=[1])), mX.element_type.width
+        # NOTE: 32 bits may overflow, of which the lowest alone are wanted
+        elements = row * n + self.column(n)
+        return (Int32(mX.iterator.toint()) // (bits // 8) + elements) & (128 // bits - 1)
+
     def run(self, mX: cute.Tensor, row: Int32) -> Run:
         """This CTA's part of a row of mX (M, N)."""
         rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
@@ -50,7 +67,7 @@ class PackedRows:
             count = cutlass.min(self.part(n), n - column)
         gX = cute.make_tensor(mX[row, None].iterator + column, cute.make_layout(count))
         last = (row + 1 >= rows) & (column + count >= n)
-        return Run.of(gX, (row > 0) | (column > 0), ~last)
+        return Run.of(gX, (row > 0) | (column > 0), ~last, self.vector > 0)
 
     @cute.jit
     def fetch(self, mX: cute.Tensor, row: Int32, ring: BulkRing, turn: Int32 | int) -> None:
@@ -58,26 +75,48 @@ class PackedRows:
         if (row < cute.size(mX, mode=[0])) & (cute.arch.thread_idx()[0] == 0):
             ring.load(self.run(mX, row), turn)
 
+    def group(
+        self, words: Words, slot: cute.Tensor, begin: Int32, first: int, count: int
+    ) -> list[Float32]:
+        """The elements of `count` words from `first` on of the row at element `begin` of a slot, in
+        fp32; 0 outside. Of vectors, one."""
+        if isinstance(words, VectorWords):
+            rX = cute.make_rmem_tensor(count * words.per, slot.element_type)
+            words.fetch_vector(rX, slot, first // self.vector)
+            return [x for word in range(count) for x in words.pair(rX, word)]
+        return [
+            x for word in range(first, first + count) for x in self.pair(words, slot, begin, word)
+        ]
+
     def pair(self, words: Words, slot: cute.Tensor, begin: Int32, word: int) -> list[Float32]:
         """The elements of a word of the row at element `begin` of a slot, in fp32; 0 outside."""
         rX = cute.make_rmem_tensor(words.per, slot.element_type)
         rX_words = cute.recast_tensor(rX, Int32)
-        rX_words[0] = words.loaded(cute.recast_tensor(slot, Int32), begin, word)
+        rX_words[0] = words.loaded(words.own_words(slot, begin), word)
         return words.pair(rX, 0)
 
-    @cute.jit
     def keep(
-        self, words: Words, found: list[Float32], slot: cute.Tensor, begin: Int32,
-        first: cutlass.Constexpr[int],
-    ) -> None:  # fmt: skip
+        self, words: Words, found: list[Float32], slot: cute.Tensor, begin: Int32, first: int
+    ) -> None:
         """Write elements, those of words from `first` on, to their place in a slot."""
         rY = cute.make_rmem_tensor(len(found), Float32)
-        for i in cutlass.range_constexpr(len(found)):
-            rY[i] = found[i]
+        for i, x in enumerate(found):
+            rY[i] = x
         rOut = cute.make_rmem_tensor(len(found), slot.element_type)
         rOut.store(rY.load().to(slot.element_type))
-        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rOut, slot))
-        for i in cutlass.range_constexpr(len(found) // words.per):
+        if isinstance(words, VectorWords):
+            words.keep_vector(rOut, slot, first // self.vector)
+        else:
+            self.keep_words(words, cute.recast_tensor(rOut, Int32), slot, begin, first)
+
+    @cute.jit
+    def keep_words(
+        self, words: Words, rWords: cute.Tensor, slot: cute.Tensor, begin: Int32,
+        first: cutlass.Constexpr[int],
+    ) -> None:  # fmt: skip
+        """Write rWords, words from `first` on, to their place in a slot."""
+        own = words.own_words(slot, begin)
+        for i in cutlass.range_constexpr(cute.size(rWords)):
             word = first + i
             if cutlass.const_expr(not words.is_edge(word)) or words.is_begun(word):
-                sWords[words.place(begin, word)] = rWords[i]
+                own[word] = rWords[i]

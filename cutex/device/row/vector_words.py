@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, cute
 
+from cutex.device.row.tile import VECTOR_BYTES
 from cutex.device.row.words import Words
 
 
@@ -39,36 +40,55 @@ class VectorWords(Words):
         self.fetch(rX, sX)
         return rX
 
+    def load_again(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
+        return self.load(sX, begin, exists)
+
     def store(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
         self.keep(rX, sX)
 
+    def weights(self, mW: cute.Tensor) -> cute.Tensor:
+        # mW begins with a vector, too
+        rW = cute.make_rmem_tensor(self.count * self.per, mW.element_type)
+        self.fetch(rW, mW)
+        return rW
+
     @cute.jit
     def fetch(self, rX: cute.Tensor, sX: cute.Tensor) -> None:
-        """Load this thread's vectors of a slot; 0 outside of the row."""
+        """Load this thread's vectors of a slot, or of a vector of columns; 0 outside of the row."""
         for i in cutlass.range_constexpr(self.count // self.vector):
-            first, own = i * self.vector, self.own_vector(rX, i)
-            if cutlass.const_expr(self.is_edge(first)):
-                own.fill(0)
-                if self.is_begun(first):
-                    cute.autovec_copy(self.vector_of(sX, i), own)
-            else:
+            self.fetch_vector(self.own_vector(rX, i), sX, i)
+
+    @cute.jit
+    def fetch_vector(self, own: cute.Tensor, sX: cute.Tensor, i: cutlass.Constexpr[int]) -> None:
+        """Load vector i of this thread to `own`; 0 outside of the row."""
+        if cutlass.const_expr(self.is_edge(i * self.vector)):
+            own.fill(0)
+            if self.is_begun(i * self.vector):
                 cute.autovec_copy(self.vector_of(sX, i), own)
+        else:
+            cute.autovec_copy(self.vector_of(sX, i), own)
 
     @cute.jit
     def keep(self, rX: cute.Tensor, sX: cute.Tensor) -> None:
         """Write this thread's vectors to a slot."""
         for i in cutlass.range_constexpr(self.count // self.vector):
-            edge = cutlass.const_expr(self.is_edge(i * self.vector))
-            if cutlass.const_expr(not edge) or self.is_begun(i * self.vector):
-                cute.autovec_copy(self.own_vector(rX, i), self.vector_of(sX, i))
+            self.keep_vector(self.own_vector(rX, i), sX, i)
+
+    @cute.jit
+    def keep_vector(self, own: cute.Tensor, sX: cute.Tensor, i: cutlass.Constexpr[int]) -> None:
+        """Write `own` as vector i of this thread."""
+        edge = cutlass.const_expr(self.is_edge(i * self.vector))
+        if cutlass.const_expr(not edge) or self.is_begun(i * self.vector):
+            cute.autovec_copy(own, self.vector_of(sX, i))
 
     def own_vector(self, rX: cute.Tensor, i: int) -> cute.Tensor:
         """Vector i of rX, the elements of this thread (V)."""
         return cute.local_tile(rX, (self.vector * self.per,), (i,))
 
     def vector_of(self, sX: cute.Tensor, i: int) -> cute.Tensor:
-        """Vector i of this thread in a slot (V)."""
-        start = (sX.iterator + self.number(i * self.vector) * self.per).toint()
-        space, align = cute.AddressSpace.smem, 4 * self.vector
-        p = cute.make_ptr(sX.element_type, start, space, assumed_align=align)
-        return cute.make_tensor(p, cute.make_layout(self.vector * self.per))
+        """Vector i of this thread in a slot, or in a vector of columns (V)."""
+        elements, iterator = self.vector * self.per, sX.iterator
+        start = (iterator + self.number(i * self.vector) * self.per).toint()
+        align = min(VECTOR_BYTES, elements * sX.element_type.width // 8)
+        p = cute.make_ptr(sX.element_type, start, iterator.memspace, assumed_align=align)
+        return cute.make_tensor(p, cute.make_layout(elements))

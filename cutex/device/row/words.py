@@ -65,39 +65,57 @@ class Words:
 
     @cute.jit
     def load_alone(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32, exists: Boolean) -> None:
-        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
+        rWords, own = cute.recast_tensor(rX, Int32), self.own_words(sX, begin)
         for word in cutlass.range_constexpr(self.count):
-            rWords[word] = self.loaded(sWords, begin, word)
+            rWords[word] = self.loaded(own, word)
 
     @cute.jit
-    def loaded(self, sWords: cute.Tensor, begin: Int32, word: cutlass.Constexpr[int]) -> Int32:
-        """A word of the row at element `begin` of a slot, of which sWords are the words; its bits
-        that are not the row's are 0. Of a row that is alone in its slot."""
-        at = self.place(begin, word)
+    def loaded(self, own: cute.Tensor, word: cutlass.Constexpr[int]) -> Int32:
+        """A word of `own`, the words of a row that is alone in its slot; its bits that are not the
+        row's are 0."""
         if cutlass.const_expr(not self.is_edge(word)):
-            return sWords[at]
+            return own[word]
+        return self.begun(own, word) & self.mask(word)
+
+    @cute.jit
+    def begun(self, own: cute.Tensor, word: cutlass.Constexpr[int]) -> Int32:
+        """The same with what else lies in a word, of the first and the last; 0 behind the row."""
         found = Int32(0)
         if self.is_begun(word):
-            found = sWords[at]
-        return found & self.mask(word)
+            found = own[word]
+        return found
+
+    @cute.jit
+    def load_again(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
+        """The elements of the row, each to be changed for itself and stored; of one that is alone
+        in its slot with what else lies in its first and its last word."""
+        rX = cute.make_rmem_tensor(self.count * self.per, sX.element_type)
+        if cutlass.const_expr(not self.alone):
+            self.load_shared(rX, sX, begin, exists)
+        else:
+            rWords, own = cute.recast_tensor(rX, Int32), self.own_words(sX, begin)
+            for word in cutlass.range_constexpr(self.count):
+                edge = cutlass.const_expr(self.is_edge(word))
+                rWords[word] = self.begun(own, word) if edge else own[word]
+        return rX
 
     @cute.jit
     def store_alone(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
-        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
+        rWords, own = cute.recast_tensor(rX, Int32), self.own_words(sX, begin)
         for word in cutlass.range_constexpr(self.count):
             if cutlass.const_expr(not self.is_edge(word)) or self.is_begun(word):
-                sWords[self.place(begin, word)] = rWords[word]
+                own[word] = rWords[word]
 
     @cute.jit
     def load_shared(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32, exists: Boolean) -> None:
         rX.fill(0)
-        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
+        rWords, own = cute.recast_tensor(rX, Int32), self.own_words(sX, begin)
         for word in cutlass.range_constexpr(self.count):
             if cutlass.const_expr(not self.is_edge(word)):
                 if exists:
-                    rWords[word] = sWords[self.place(begin, word)]
+                    rWords[word] = own[word]
             elif exists & self.is_whole(word):
-                rWords[word] = sWords[self.place(begin, word)]
+                rWords[word] = own[word]
             elif exists:
                 for i in cutlass.range_constexpr(self.per):
                     if self.holds(word, i):
@@ -105,19 +123,21 @@ class Words:
 
     @cute.jit
     def store_shared(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
-        rWords, sWords = (cute.recast_tensor(x, Int32) for x in (rX, sX))
+        rWords, own = cute.recast_tensor(rX, Int32), self.own_words(sX, begin)
         for word in cutlass.range_constexpr(self.count):
             if cutlass.const_expr(not self.is_edge(word)) or self.is_whole(word):
-                sWords[self.place(begin, word)] = rWords[word]
+                own[word] = rWords[word]
             else:
                 for i in cutlass.range_constexpr(self.per):
                     if self.holds(word, i):
                         sX[begin + self.column(word) + i] = rX[word * self.per + i]
 
-    def place(self, begin: Int32, word: int) -> Int32:
-        """Which word of smem a word of the row at element `begin` is; begin - lead is a whole
-        number of words."""
-        return (begin - self.lead >> self.per // 2) + self.number(word)
+    def own_words(self, sX: cute.Tensor, begin: Int32) -> cute.Tensor:
+        """The thread's words of the row at sX[begin] (WORD); begin - lead is a whole number of
+        words."""
+        first = (begin - self.lead >> self.per // 2) + self.number(0)
+        own = cute.make_layout(self.count, stride=self.threads)
+        return cute.make_tensor(cute.recast_tensor(sX, Int32).iterator + first, own)
 
     def mask(self, word: int) -> Int32:
         """The bits of a word that are the row's."""

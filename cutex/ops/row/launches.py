@@ -201,7 +201,8 @@ def _aligned(x: Tensor) -> Tensor:
 
 def bulk_groups(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -> int:
     """The clusters, or CTAs, that take the rows of x (M, N) in turn: as many as run at one time; of
-    rows that begin in the middle of a word an even number, so that those of each begin alike."""
+    rows that begin in either half of a word an even number, so that those of each begin alike, but
+    where the kernel takes both kinds."""
     tile = config.tile
     compiled = kernel_for(kind, config, dtype_of(x), arch)
     at_once = clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device)
@@ -209,7 +210,9 @@ def bulk_groups(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -
         at_once = config.resident * (sms_of(x.device, arch) // tile.ctas)
     groups = min(-(-len(x) // tile.rows), at_once)
     halves = tile.rows * x.shape[1] * x.element_size() % WORD > 0
-    return max(2, groups // 2 * 2) if halves else groups
+    if not halves or getattr(config, "halves", False):
+        return groups
+    return max(2, groups // 2 * 2)
 
 
 def runs(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -> bool:
