@@ -13,6 +13,8 @@ from cutex.kernels.row.choose import (
     BULK_THREADS,
     CLUSTER,
     CTA,
+    LARGE_ARCHS,
+    LARGE_CLUSTER,
     WIDE,
     words_of,
 )
@@ -43,6 +45,16 @@ SUMS_MIDDLE = {
     (8, 1): (7169, 32_768), (8, 2): (4865, 32_768),
     (4, 1): (24_577, 32_767), (4, 2): (24_577, 32_767),
 }  # fmt: skip
+# rows of 16 bits that begin with vectors (docs/facts/rows.md#rows-gradient-vectors), by the least
+# and most columns of a gradient with one sum of columns or two: threads and CTAs of a row, and
+# whether its sums are relayed
+SUMS_VECTORS: dict[int, dict[tuple[int, int], tuple[int, int, bool]]] = {
+    1: {(16_385, 24_576): (512, 2, False), (24_577, 65_536): (512, 4, False),
+        (65_537, 98_304): (512, 8, False), (126_977, 262_144): (512, 16, True)},
+    2: {(2049, 4096): (256, 1, False), (8192, 12_288): (512, 1, False),
+        (12_289, 24_576): (512, 2, False), (24_577, 65_536): (512, 4, False),
+        (65_537, 98_304): (512, 8, False), (122_881, 196_608): (512, 16, True)},
+}  # fmt: skip
 
 
 def with_sums(n: int, other: RowTile) -> RowTile:
@@ -71,17 +83,29 @@ class BulkGradient(NamedTuple):
     slots: int
     resident: int
     held: str
+    vector: int = 0
+    open: int = 0
+    relays: bool = False
 
 
 def bulk_gradient(
     m: int, n: int, widest: int, sums: int, weight_bytes: int, arch_name: str,
-    least: int = BULK_LEAST,
+    least: int = BULK_LEAST, *, aligned: bool = False, largest: int = LARGE_CLUSTER,
 ) -> BulkGradient | None:  # fmt: skip
     """How `m` rows of `n` elements of a norm's gradient that lie one after another come by bulk
     copies: widest: the elements of 16 bytes; sums: of columns, 0 to 2; weight_bytes: of an element
-    of the weights, 0 if there are none. None for rows that are better taken otherwise, that no
-    cluster holds, and where there are no bulk copies."""
+    of the weights, 0 if there are none; aligned: rows and weights begin with 16 bytes; largest: the
+    CTAs of a cluster at most. None for rows that are better taken otherwise, that no cluster holds,
+    and where there are no bulk copies."""
     of = arch(arch_name)
+    if aligned and widest == 8 and of.capability >= (9, 0) and m * n >= least:
+        largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
+        for (first, last), (threads, ctas, relays) in SUMS_VECTORS.get(sums, {}).items():
+            tile = RowTile(1, threads, ctas, 1, widest, False)
+            if first <= n <= last and ctas <= largest:
+                by = _by_vectors(n, tile, relays, of.smem_per_cta - BULK_SPARE)
+                if by is not None:
+                    return by
     wanted = (SUMS_ALIGNED if n % widest == 0 else SUMS_ANYWHERE).get(widest)
     if of.capability < (9, 0) or wanted is None or m * n < least:
         return None
@@ -104,6 +128,20 @@ def bulk_gradient(
                     found = _bulk_gradient(n, tile, sums, weight_bytes, room, slots, held)
                     if found is not None:
                         return found
+    return None
+
+
+def _by_vectors(n: int, tile: RowTile, relays: bool, room: int) -> BulkGradient | None:
+    """The same by vectors of a tile; None without room."""
+    part, row = -(-n // (8 * tile.ctas)) * 8, tile.threads * tile.width  # of a vector each
+    vectors, shortest = -(-part // row), n - (tile.ctas - 1) * part
+    words, last = vectors * tile.width // 2, vectors - shortest // row
+    slot = tile.threads * words * 4 + 2 * VECTOR_BYTES
+    for resident in range(BULK_THREADS // tile.threads, 0, -1):
+        slots = min(SUMS_SLOTS[0], (room // resident // slot + 1) // 2)
+        if slots >= min(SUMS_SLOTS):
+            vector = VECTOR_BYTES // 4
+            return BulkGradient(tile, words, slots, resident, "registers", vector, last, relays)
     return None
 
 

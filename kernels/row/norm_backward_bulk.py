@@ -7,22 +7,26 @@ hold the columns' sums alone, and rows may begin anywhere, as in norm_bulk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
+from cutex.compile import Argument, Operand
 from cutex.device.pipeline import publish_barriers
 from cutex.device.row.bulk import BulkRing
 from cutex.device.row.packed import PackedRows
-from cutex.device.row.reduction import add
+from cutex.device.row.reduction import add, lanes, pairwise
+from cutex.device.row.tile import WARP
+from cutex.device.row.vector_words import VectorWords
 from cutex.device.row.words import Words
-from cutex.kernels.row.kernel import launch_of_groups, reductions
+from cutex.kernels.row.kernel import launch_of_groups, relayed, repeated
 from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
 
 LEAST_SLOTS = 2
+RELAYS = 1  # the warp that relays
 REGISTERS, SMEM, MEMORY = "registers", "smem", "memory"
 AT_ONCE = 4  # words of a thread between two stores to smem, which hold back the next loads
 CHAINS = 2  # sums of a thread that are added up beside each other
@@ -34,13 +38,17 @@ class BackwardBulkConfig(NormBackwardConfig):
 
     The tile's vectors are not used. words: of 32 bits, that a thread has of a row, or of its CTA's
     part of one; slots: for rows of dy, of which x has one less; resident: CTAs of an SM; held:
-    where weights are, which for a row are read twice.
+    where weights are, which for a row are read twice. vector, open: see PackedRows. relays: the
+    sums of a cluster's row are relayed, and begun a turn before they are needed.
     """
 
     words: int = 1
     slots: int = 3
     resident: int = 1
     held: str = REGISTERS
+    vector: int = 0
+    open: int = 0
+    relays: bool = False
 
 
 class NormBackwardBulk(NormBackward):
@@ -55,8 +63,22 @@ class NormBackwardBulk(NormBackward):
         tile = config.tile
         if tile.aligned or tile.rows > 1:
             raise ValueError("rows by bulk copies may begin anywhere, and a CTA has one of them")
-        if config.slots < LEAST_SLOTS:
-            raise ValueError(f"slots={config.slots} must be at least {LEAST_SLOTS}")
+        least = LEAST_SLOTS + config.relays
+        if config.slots < least:
+            raise ValueError(f"slots={config.slots} must be at least {least}")
+        if config.vector and config.held != REGISTERS:
+            raise ValueError(f"held={config.held!r}: vectors of weights are held in registers")
+
+    def operands(self, dtype: str) -> tuple[Argument, ...]:
+        made = super().operands(dtype)
+        if not self.config.vector:
+            return made
+        parts = (f"{name}_parts" for name in self.config.sums)
+        aligned = {"x", "dy", "dx", "weight", "dsummed", *parts}
+        return tuple(
+            replace(a, aligned=True) if isinstance(a, Operand) and a.name in aligned else a
+            for a in made
+        )
 
     @cute.jit
     def __call__(self, mX, mdY, mdX, mRstd, *rest) -> None:
@@ -70,7 +92,8 @@ class NormBackwardBulk(NormBackward):
     @cute.kernel
     def by_rows(self, mX, mdY, mdX, mRstd, groups: Int32, optional: dict[str, cute.Tensor]) -> None:
         c, tile = self.config, self.tile
-        (reduction,) = reductions(tile, 1 + c.centred, repeated=True)
+        made = relayed if c.relays else repeated
+        reduction: Any = made(tile, 1 + c.centred)
         dense = self.dense
         elements = dense.elements(mX.element_type.width)
         xs = BulkRing.allocate(mX.element_type, elements, c.slots - 1)
@@ -85,54 +108,94 @@ class NormBackwardBulk(NormBackward):
         held = self.weights(words, optional, n)
         sums = {name: zeros(c.words * words.per) for name in c.sums}
         turns = cute.ceil_div(rows - group, groups)
-        first = cutlass.min(group, rows - 1)
-        rstd, mean = mRstd[first], Float32(0)
-        if cutlass.const_expr(c.centred):
-            mean = optional["mean"][first]
+        given = words, held, (xs, dys), (mX, mdY)
+        moments = self.moments(mRstd, optional, group)
+        following = self.moments(mRstd, optional, group + groups) if c.relays else moments
+        if cutlass.const_expr(c.relays):
+            self.begin(given, sums, reduction, moments, (group, Int32(0)), turns)
+            cute.arch.sync_threads()
+            self.relay(reduction, Int32(0), turns)
         for turn in cutlass.range(turns, unroll=1):
             row = group + turn * groups
-            # those of the next row are on their way while this one is worked on
-            later = cutlass.min(row + groups, rows - 1)
-            next_rstd, next_mean = mRstd[later], Float32(0)
-            if cutlass.const_expr(c.centred):
-                next_mean = optional["mean"][later]
-            xs.wait(turn)
-            dys.wait(turn)
-            sX, sdY = xs[turn], dys[turn]
-            begins = dense.run(mX, row).lead, dense.run(mdY, row).lead
-            values = self.summed(words, held, (sX, sdY), begins, (mean, rstd), sums)
-            means = [total / n for total in reduction(values, add, turn, turns)]
+            # those of a later row are on their way while this one is worked on
+            later = self.moments(mRstd, optional, row + (1 + c.relays) * groups)
+            if cutlass.const_expr(c.relays):
+                self.begin(given, sums, reduction, following, (row + groups, turn + 1), turns)
+                totals = reduction.finish(pairwise(add), turn, turns)
+            else:
+                xs.wait(turn)
+                dys.wait(turn)
+                values = self.summed(given, moments, (row, turn), sums)
+                totals = reduction(values, add, turn, turns)
+            means = [total / n for total in totals]
             gMore = dense.run(optional["dsummed"], row).gX if c.summed else None
-            self.put(words, held, (sX, sdY), begins, (mean, rstd), means, gMore)
+            self.put(given, moments, means, (row, turn), gMore)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
-            dense.run(mdX, row).store(sdY)
-            # the slot of the turn before, whose dx is on its way out
-            cute.arch.cp_async_bulk_wait_group(1, read=True)
-            ahead = turn + (c.slots - 1)
-            dense.fetch(mX, group + ahead * groups, xs, ahead)
-            dense.fetch(mdY, group + ahead * groups, dys, ahead)
-            rstd, mean = next_rstd, next_mean
+            # NOTE: other warps would only find where a row lies
+            if cute.arch.warp_idx() == 0:
+                dense.run(mdX, row).store(dys[turn])
+                # the slot of the turn before, whose dx is on its way out
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+                ahead = turn + (c.slots - 1)
+                dense.fetch(mX, group + ahead * groups, xs, ahead)
+                dense.fetch(mdY, group + ahead * groups, dys, ahead)
+            if cutlass.const_expr(c.relays):
+                if cute.arch.warp_idx() == RELAYS:
+                    reduction.release(turn, turns)
+                self.relay(reduction, turn + 1, turns)
+                moments, following = following, later
+            else:
+                moments = later
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         for name in c.sums:
             gPart = optional[f"{name}_parts"][group, None]  # (N)
             self.write(words, sums[name], cute.domain_offset((dense.column(n),), gPart))
 
+    def moments(
+        self, mRstd: cute.Tensor, optional: dict[str, cute.Tensor], row: Int32
+    ) -> tuple[Float32, Float32]:
+        """The mean and rstd of a row; of the last one, if there is no such row."""
+        row = cutlass.min(row, Int32(cute.size(mRstd)) - 1)
+        mean = optional["mean"][row] if self.config.centred else Float32(0)
+        return mean, mRstd[row]
+
+    @cute.jit
+    def begin(
+        self, given: tuple, sums: dict[str, cute.Tensor], reduction: Any,
+        moments: tuple[Float32, Float32], place: tuple[Int32, Int32], turns: Int32,
+    ) -> None:  # fmt: skip
+        """Begin the sums of a row, if there is one, a turn before they are needed."""
+        turn = place[1]
+        if turn < turns:
+            for ring in given[2]:
+                ring.wait(turn)
+            values = self.summed(given, moments, place, sums)
+            reduction.start(lanes(values, add, WARP), turn)
+
+    @cute.jit
+    def relay(self, reduction: Any, turn: Int32, turns: Int32) -> None:
+        """Send this CTA's sums of a row, if there is one, which all threads have begun."""
+        if (cute.arch.warp_idx() == RELAYS) & (turn < turns):
+            reduction.relay(pairwise(add), turn)
+
     # ---- a row in smem
 
     @cute.jit
     def summed(
-        self, words: Words, held: Any, slots: tuple[cute.Tensor, cute.Tensor],
-        begins: tuple[Int32, Int32], moments: tuple[Float32, Float32], sums: dict[str, cute.Tensor],
+        self, given: tuple, moments: tuple[Float32, Float32], place: tuple[Int32, Int32],
+        sums: dict[str, cute.Tensor],
     ) -> tuple[Float32, ...]:  # fmt: skip
         """This thread's part of the sums over the row, of g * xhat and, of a layer norm, g; its
         columns of the row are added to `sums`."""
+        words, held, *_ = given
         mean, rstd = moments
         along, whole = [Float32(0)] * CHAINS, [Float32(0)] * CHAINS
-        for word in cutlass.range_constexpr(words.count):
-            w = self.of_word(words, held, word)
-            for i, (x, dy) in enumerate(self.pairs(words, slots, begins, word)):
-                at = word * words.per + i
+        step = max(1, self.config.vector)
+        for first in cutlass.range_constexpr(0, words.count, step):
+            w = self.of_words(words, held, first, step)
+            for i, (x, dy) in enumerate(self.pairs(given, place, first, step)):
+                at = first * words.per + i
                 xhat = (x - mean if self.config.centred else x) * rstd
                 g = dy * w[i] if self.config.weight else dy
                 along[at % CHAINS] += g * xhat
@@ -145,25 +208,26 @@ class NormBackwardBulk(NormBackward):
 
     @cute.jit
     def put(
-        self, words: Words, held: Any, slots: tuple[cute.Tensor, cute.Tensor],
-        begins: tuple[Int32, Int32], moments: tuple[Float32, Float32], means: list[Float32],
-        gMore: Any,
+        self, given: tuple, moments: tuple[Float32, Float32], means: list[Float32],
+        place: tuple[Int32, Int32], gMore: Any,
     ) -> None:  # fmt: skip
         """dx in the place of dy; gMore, if there is any, is added to it."""
+        words, held, (_, dys), (_, mdY) = given
         mean, rstd = moments
-        for first in cutlass.range_constexpr(0, words.count, AT_ONCE):
+        for first in cutlass.range_constexpr(0, words.count, self.config.vector or AT_ONCE):
+            count = min(self.config.vector or AT_ONCE, words.count - first)
+            w = self.of_words(words, held, first, count)
             found = []
-            for word in cutlass.range_constexpr(first, min(first + AT_ONCE, words.count)):
-                w = self.of_word(words, held, word)
-                for i, (x, dy) in enumerate(self.pairs(words, slots, begins, word)):
-                    xhat = (x - mean if self.config.centred else x) * rstd
-                    g = dy * w[i] if self.config.weight else dy
-                    g = g - means[1] if self.config.centred else g
-                    found.append((g - xhat * means[0]) * rstd)
+            for i, (x, dy) in enumerate(self.pairs(given, place, first, count)):
+                xhat = (x - mean if self.config.centred else x) * rstd
+                g = dy * w[i] if self.config.weight else dy
+                g = g - means[1] if self.config.centred else g
+                found.append((g - xhat * means[0]) * rstd)
             if cutlass.const_expr(gMore is not None):
-                more = self.elements(words, gMore, first, len(found) // words.per, True)
+                more = self.elements(words, gMore, first, count, True)
                 found = [dx + m for dx, m in zip(found, more, strict=True)]
-            self.dense.keep(words, found, slots[1], begins[1], first)
+            row, turn = place
+            self.dense.keep(words, found, dys[turn], self.dense.begin(mdY, row), first)
 
     @cute.jit
     def elements(
@@ -189,11 +253,15 @@ class NormBackwardBulk(NormBackward):
         return [Float32(rX[j, i]) for i in range(count) for j in range(words.per)]
 
     def pairs(
-        self, words: Words, slots: tuple[cute.Tensor, cute.Tensor], begins: tuple[Int32, Int32],
-        word: int,
-    ) -> list[tuple[Float32, Float32]]:  # fmt: skip
-        """The elements of a word of x and of dy, in fp32."""
-        found = [self.dense.pair(words, *at, word) for at in zip(slots, begins, strict=True)]
+        self, given: tuple, place: tuple[Int32, Int32], first: int, count: int
+    ) -> list[tuple[Float32, Float32]]:
+        """The elements of `count` words from `first` on of x and of dy, in fp32."""
+        words, _, rings, matrices = given
+        row, turn = place
+        found = [
+            self.dense.group(words, ring[turn], self.dense.begin(m, row), first, count)
+            for ring, m in zip(rings, matrices, strict=True)
+        ]
         return list(zip(*found, strict=True))
 
     # ---- weights
@@ -218,6 +286,10 @@ class NormBackwardBulk(NormBackward):
             cute.autovec_copy(own, sW[None, cute.arch.thread_idx()[0], word])
         return sW
 
+    def of_words(self, words: Words, held: Any, first: int, count: int) -> list[Float32]:
+        """The weights of the elements of `count` words from `first` on; none if there are none."""
+        return [w for i in range(count) for w in self.of_word(words, held, first + i)]
+
     def of_word(self, words: Words, held: Any, word: int) -> list[Float32]:
         """The weights of a word's elements; none if there are none."""
         if not self.config.weight:
@@ -230,9 +302,15 @@ class NormBackwardBulk(NormBackward):
         cute.autovec_copy(held[None, cute.arch.thread_idx()[0], word], own)
         return [Float32(own[i]) for i in range(words.per)]
 
-    @cute.jit
     def write(self, words: Words, rSum: cute.Tensor, gPart: cute.Tensor) -> None:
         """Write the sums of this thread's columns to this CTA's part gPart of a row of sums."""
+        if isinstance(words, VectorWords):
+            words.keep(rSum, gPart)
+        else:
+            self.write_words(words, rSum, gPart)
+
+    @cute.jit
+    def write_words(self, words: Words, rSum: cute.Tensor, gPart: cute.Tensor) -> None:
         for word in cutlass.range_constexpr(words.count):
             for i in cutlass.range_constexpr(words.per):
                 if cutlass.const_expr(not words.is_edge(word)) or words.holds(word, i):
@@ -240,7 +318,8 @@ class NormBackwardBulk(NormBackward):
 
     @property
     def dense(self) -> PackedRows:
-        return PackedRows(self.tile, self.config.words)
+        c = self.config
+        return PackedRows(self.tile, c.words, c.vector, c.open)
 
     kernels = {"rows": by_rows, "sums": NormBackward.sums}  # noqa: RUF012
 

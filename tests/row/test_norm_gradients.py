@@ -48,7 +48,8 @@ def case(device, n, m, dtype, config, apart=0):
 
     x, dy, dsummed = (dense(rows(device, (m, n), dtype, seed=seed)) for seed in (0, 1, 2))
     x[1, : n // 3] += 64  # the parts of the row, which meet, differ
-    w = rows(device, (n + 1,), torch.bfloat16, seed=3)[1:] if config.weight else None
+    first = 8 if config.vector else 1
+    w = rows(device, (n + first,), torch.bfloat16, seed=3)[first:] if config.weight else None
     given = reference(x, dy, w, dsummed if config.summed else None, config.centred)
     dx, dweight, dbias, mean, rstd = given
     out = dense()
@@ -71,11 +72,14 @@ def case(device, n, m, dtype, config, apart=0):
     assert whole[: 8 + apart].isnan().all() and whole[8 + apart + m * n :].isnan().all()
 
 
-BULK = {  # threads, CTAs; columns
-    "a row of a warp": ((32, 1), 137),
-    "a row of two warps": ((64, 1), 301),
-    "parts of a row": ((64, 4), 785),
-    "whole vectors": ((32, 1), 144),
+BULK = {  # threads, CTAs; columns; whether by vectors, and relayed
+    "a row of a warp": ((32, 1), 137, False, False),
+    "a row of two warps": ((64, 1), 301, False, False),
+    "parts of a row": ((64, 4), 785, False, False),
+    "whole vectors": ((32, 1), 144, False, False),
+    "a row by vectors": ((64, 1), 744, True, False),
+    "parts by vectors, relayed": ((64, 4), 3960, True, True),
+    "parts of a row, relayed": ((64, 4), 787, False, True),
 }
 
 
@@ -89,11 +93,15 @@ BULK = {  # threads, CTAs; columns
 @pytest.mark.parametrize("apart", [3, 0])
 def test_gradients_by_bulk_copies(device, how, m, apart, slots, summed, held, centred, dtype):
     # fewer CTAs than rows, slots that come round again, a first and a last row within 16 bytes
-    (threads, ctas), n = how
+    (threads, ctas), n, by_vectors, relays = how
+    if by_vectors and (apart or held != "registers"):
+        pytest.skip("vectors begin at a multiple of their size, and stay in registers")
     tile = RowTile(1, threads, ctas, 1, 16 // dtype.itemsize, False)
+    by = choose.vectors_of(n, tile) if by_vectors else (choose.words_of(n, tile),)
     config = BackwardBulkConfig(
         tile, centred, weight="bf16", bias="bf16" * centred, summed=summed, held=held,
-        words=choose.words_of(n, tile), slots=slots,
+        slots=slots + relays, relays=relays,
+        **dict(zip(("words", "vector", "open"), by, strict=False)),
     )  # fmt: skip
     case(device, n, m, dtype, config, apart)
 
@@ -159,6 +167,27 @@ def test_every_tile_of_a_gradient_holds_its_rows():
             assert found.resident * tile.threads == choose.BULK_THREADS
     assert taken > 200
     assert choose_gradient.bulk_gradient(1 << 22, 4097, 8, 2, 2, "sm_80") is None
+
+
+def test_every_tile_of_a_gradient_by_vectors_holds_its_rows():
+    room, taken = arch("sm_90a").smem_per_cta - choose.BULK_SPARE, 0
+    for n in range(1024, 300_000, 1032):
+        for sums, largest in ((1, 16), (2, 16), (2, 8)):
+            found = choose_gradient.bulk_gradient(
+                1 << 22, n, 8, sums, 4, "sm_90a", aligned=True, largest=largest
+            )
+            if found is None or not found.vector:
+                continue
+            taken += 1
+            tile = found.tile
+            assert tile.why_not() is None and tile.ctas <= largest
+            part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
+            last, row = n - part * (tile.ctas - 1), tile.threads * found.vector * 2
+            assert found.words * 2 * tile.threads >= part and found.words % found.vector == 0
+            assert (found.words // found.vector - found.open) * row <= last  # but these are whole
+            assert found.slots >= 2 + found.relays and found.words * 2 <= 32
+            assert found.resident * (2 * found.slots - 1) * (tile.threads * found.words * 4) <= room
+    assert taken > 200
 
 
 FAULTS = {

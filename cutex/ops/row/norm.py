@@ -23,6 +23,7 @@ from cutex.ops.row.rows import (
     dense_of,
     dtype_of,
     empty_rows,
+    loads_of,
     sms_of,
     tile_of,
 )
@@ -274,11 +275,16 @@ def _gradient_kernel(
     if widest := dense_of(rows):
         sums = (weight is not None) + (bias is not None)
         each = 0 if weight is None else weight.element_size()
-        if by := choose_gradient.bulk_gradient(m, n, widest, sums, each, kernels_of(arch), least):
-            return NormBackwardBulk, BackwardBulkConfig(
-                by.tile, *names, summed, words=by.words, slots=by.slots, resident=by.resident,
-                held=by.held,
-            )  # fmt: skip
+        given = m, n, widest, sums, each, kernels_of(arch), least
+        aligned = loads_of(rows, vectors, shifts=False)[0] == widest
+        for largest in (choose.LARGE_CLUSTER, choose.CLUSTER):
+            by = choose_gradient.bulk_gradient(*given, aligned=aligned, largest=largest)
+            if by is None:
+                break
+            own = by._asdict()
+            bulk = BackwardBulkConfig(own.pop("tile"), *names, summed, **own)
+            if runs(NormBackwardBulk, bulk, x, arch):
+                return NormBackwardBulk, bulk
     if tile is None:  # in one pass nobody holds the sums of so many columns
         tile = tile_of(rows, vectors, arch)
         return NormBackward, NormBackwardConfig(tile, *names, summed, alone=True)
