@@ -42,10 +42,9 @@ SMS_OF_FOURS, SMS_OF_THREES = 0.8, 0.86  # of the SMs, those that clusters of so
 MOST_SENT = 128 * 128  # elements of a tile, up to which its K is split
 DEEPEST = 8  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256  # up to which rows may be columns of the MMA
-# rows from which on pairs that share A are as fast as any (#fp8-promotion-chain), if their tiles
-# are so large a part of the SMs
+# rows from which on tiles of 256x128 are as fast as any (#fp8-alone), if they are so large a part
+# of the SMs
 MANY_ROWS, FILLED = 1000, 0.75
-ODD_COLUMNS = 16  # of tiles, from which on the tile too much that pairs compute costs little
 WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192)
 SWAPPED_WIDTHS = (16, 32, 64, 96, 128, 160)
 TALL = ((64, 1), (128, 2), (256, 2))  # rows of a tile, and its warpgroups
@@ -58,10 +57,8 @@ def candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp
                      recipe=problem.dtype)  # fmt: skip
     if problem.m >= MANY_ROWS:
         tall = replace(base, tile_m=256, epi_n=64)
-        across = ceil_div(problem.n, tall.tile_n)
         # NOTE: all of C in smem, so that a store waits for no slot
-        pairs = replace(tall, epi_stages=4, cluster_n=2)
-        yield pairs if across % 2 == 0 or across >= ODD_COLUMNS else tall
+        yield replace(tall, epi_stages=4)
         if ceil_div(problem.m, 256) * ceil_div(problem.n, 128) * batch < num_sms * FILLED:
             yield from (replace(base, epi_n=64, split_k=split_k) for split_k in (1, 2, 4))
         return
