@@ -273,6 +273,7 @@ def _subjects() -> list[Subject]:
         subject("w4, rings of warps", "sm_90a", _w4(3, "uint4", 6656)),
         subject("w4, two CTAs of an SM", "sm_90a", _w4(64, k=3584), sms=FEW),
         subject("grouped, 208 columns", "sm_90a", _long_groups, sms=FEW),
+        subject("w4, blocks in turn", "sm_90a", _w4(16, "mxfp4", 6144)),
         subject("backward of pairs", "sm_100a", _with_pairs(_backward("sm_100a", 128, 300))),
         subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {}), sms=FEW),
         subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {}), sms=FEW),

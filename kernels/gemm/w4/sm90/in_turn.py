@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
 
 MOST_ROWS = 64
-MANY_COLUMNS = 4 * 64  # of all strips of a tile: from there on accumulators leave few registers
+MANY_COLUMNS = 3 * 64  # of all strips of a tile: from there on accumulators leave few registers
+FEWEST = 9  # blocks of a share of K, below which the ends of warpgroups are too large a part
 # clocks of a strip's block, of each of its columns, and of one of few columns; what a warpgroup
 # waits in a block, which the others fill; the end of each warpgroup but one, for a strip
 STRIP_CLOCKS, COLUMN_CLOCKS, FEW_CLOCKS = 100, 3.61, 207
@@ -44,7 +45,7 @@ def candidates(base: W4Config, mnk: tuple[int, int, int], arch: Arch) -> Iterato
     for strips in (1, 2, 3, 4):
         for split_k, share in SMS_OF.items():
             ctas = ceil_div(n, strips * STRIP) * split_k
-            if ctas > int(arch.num_sms * share) or ceil_div(k, BLOCK_K) < 2 * split_k:
+            if ctas > int(arch.num_sms * share) or ceil_div(k, BLOCK_K) < FEWEST * split_k:
                 continue
             if strips * tile_n >= MANY_COLUMNS:
                 continue
