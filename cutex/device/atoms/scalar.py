@@ -126,6 +126,18 @@ def product_of_bf16(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def product_plus(
+    a: Int32, b: Int32, c: Int32, is_fp16: bool = False, *, loc=None, ip=None
+) -> Int32:
+    """a * b + c of the two bf16, or fp16, numbers in each word (PTX ISA, half precision fma)."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    ptx = f"fma.rn.{'f16x2' if is_fp16 else 'bf16x2'} $0, $1, $2, $3;"
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, "=r,r,r,r", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
 def low_bits(count: Int32, *, loc=None, ip=None) -> Int32:
     """A word whose `count` lowest bits are 1; all bits from 32 on (PTX ISA: shl clamps)."""
     value = Int32(count).ir_value(loc=loc, ip=ip)

@@ -217,9 +217,10 @@ class BlockLoop:
 
     @cute.jit
     def eager(self, count: Int32) -> Int32:
-        """In how many of `count` guarded blocks the largest probabilities are exact. In none of few
-        of causal rows: a large share of them would raise references."""
-        eager = (count + EAGER - 1) // EAGER
+        """In how many of `count` guarded blocks the largest probabilities are exact: in an eighth,
+        in one of few, and in none of few of causal rows: a large share of them would raise
+        references."""
+        eager = Int32(1) if count < 2 * EAGER else (count + EAGER - 1) // EAGER
         causal = self.score_ops.mask.band.hi is not None
         if cutlass.const_expr(causal and self.softmax.peaked is not None):
             eager = eager if count >= EAGER else Int32(0)
@@ -434,13 +435,3 @@ class BlockLoop:
             twice = [bf16_twice(factors[r]) for r in range(2)]
             for i in cutlass.range_constexpr(cute.size(words)):
                 words[i] = product_of_bf16(words[i], twice[i % 2])
-
-    @cute.jit
-    def is_finite(self) -> Boolean:
-        """Whether this thread's part of O is finite."""
-        rows = rows_of(self.acc_o)
-        a, b = Float32(0.0), Float32(0.0)
-        for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-            a += rows[0, c] * 0.0
-            b += rows[1, c] * 0.0
-        return a + b == 0.0

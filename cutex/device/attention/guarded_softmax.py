@@ -9,8 +9,7 @@ is exact, and multiply after. `add` does not, and `finish` tells: such rows are 
 A row whose first block has no key has no reference that `add` could use. Any score in a later block
 makes its sum infinite, and `finish` tells.
 
-What `finish` says depends on the sums alone, never on V: up to 2^26 they leave room for values of V
-up to 1e30.
+What `finish` says depends on the sums alone, never on V.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ class GuardedSoftmax(Softmax):
     """A Softmax that `finish` guards; `shift` is kept if blocks may come by `add`."""
 
     shift: Any = None  # (rows) the reference in powers of two, or NO_KEY; None if not kept
+    headroom: Float32 | float = 0.0  # powers of two by which that exceeds the largest score
 
     valid_sum: ClassVar[float] = 2.0**26
 
     @classmethod
-    def of(cls, scale_log2: Float32, threshold: float, speculates: bool) -> Self:
+    def of(cls, scale_log2: Float32, threshold: float | Float32, speculates: bool) -> Self:
         """The state before the first block; `speculates`: whether blocks may come by `add`.
 
         NOTE: `shift` has registers of its own only then: computed in `add` from the reference,
@@ -80,7 +80,8 @@ class GuardedSoftmax(Softmax):
         self.reference[r] = reference
         if cutlass.const_expr(self.shift is not None):
             no_key = reference == -Float32.inf
-            self.shift[r] = Float32(NO_KEY) if no_key else reference * self.scale_log2
+            shift = reference * self.scale_log2 + self.headroom
+            self.shift[r] = Float32(NO_KEY) if no_key else shift
 
     @cute.jit
     def reference_log2(self, r: int) -> Float32:
@@ -91,7 +92,7 @@ class GuardedSoftmax(Softmax):
     @cute.jit
     def shift_of(self, r: int) -> Float32:
         """The power of two by which scores are lowered that `_lower` has seen."""
-        return Float32(0.0) if self._is_large(r) else self.reference_log2(r)
+        return Float32(self.headroom) if self._is_large(r) else self.reference_log2(r)
 
     @cute.jit
     def _is_large(self, r: int) -> Boolean:

@@ -7,6 +7,7 @@ scales them, and the softmax makes them natural.
 
 from __future__ import annotations
 
+from ctypes import c_float
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,17 @@ class ScoreOps:
         if self.score_mod is not None:
             return Float32(1.0)
         return self.scale if self.softcap is None else self.softcap
+
+    def usual_unit(self, head_dim: int) -> float:
+        """What LSE should take for `unit`, unless a call brings a scale of its own; 0 if others
+        count.
+
+        NOTE: tensor cores truncate sums of 16 products, and with them scores, by 2^-26 at most in
+        the mean of Gaussian ones, of others not at all: so never less than what is exact.
+        """
+        changed = self.score_mod is not None or self.softcap is not None
+        usual = max(head_dim**-0.5, c_float(head_dim**-0.5).value)
+        return 0.0 if changed else usual * (1.0 + head_dim // 16 * 2.0**-31)
 
     def scale_log2(self) -> Float32:
         """The factor that turns a score as `apply` leaves it into a power of two."""

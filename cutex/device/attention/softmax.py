@@ -68,7 +68,7 @@ class Softmax:
     reference: cute.Tensor  # (rows) in units of scores; -inf before the first key
     sums: cute.Tensor  # (rows) of this thread's columns alone
     scale_log2: Float32  # powers of two in a unit of scores
-    threshold: float  # powers of two by which the maximum may exceed the reference
+    threshold: float | Float32  # powers of two by which the maximum may exceed the reference
     shift: cute.Tensor | None = None  # (rows) the reference in powers of two; 0, not -inf
 
     rows: ClassVar[int] = 2
@@ -76,7 +76,7 @@ class Softmax:
     over_row: ClassVar[Any] = staticmethod(over_quad)  # the reduction over the threads of a row
 
     @classmethod
-    def start(cls, scale_log2: Float32, threshold: float) -> Self:
+    def start(cls, scale_log2: Float32, threshold: float | Float32) -> Self:
         """The state before the first block."""
         rows = cute.make_layout(cls.rows)
         reference = cute.make_rmem_tensor(rows, Float32)

@@ -49,6 +49,7 @@ class WatchedSoftmax(WatchedState):
     above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
     loses_low: ClassVar[bool] = False  # whether probabilities of 2^-25 are rounded to 0
     least_guarded: ClassVar[float] = LOW  # reference in powers of two of a row that is guarded
+    most_headroom: ClassVar[float] = 20.0  # powers of two, of a tile that is computed again
 
     @staticmethod
     def rounding_to(dtype: type[cutlass.Numeric]) -> type[WatchedSoftmax]:
@@ -59,11 +60,13 @@ class WatchedSoftmax(WatchedState):
     def of(
         cls,
         scale_log2: Float32,
-        threshold: float,
+        threshold: float | Float32,
         speculates: bool,
         blocks: Int32 | int = 1,
         looks: bool = True,
         unit: Float32 | None = None,
+        usual_unit: float = 0.0,
+        headroom: Float32 | float = 0.0,
     ) -> Self:
         kept = GuardedSoftmax.of(scale_log2, threshold, speculates)
         top = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32)
@@ -72,19 +75,18 @@ class WatchedSoftmax(WatchedState):
         peaked = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if looks else None
         best = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if speculates else None
         part = cute.make_rmem_tensor(cute.make_layout(cls.rows), Float32) if speculates else None
-        raised = cute.make_rmem_tensor(cute.make_layout(1), Boolean) if speculates else None
-        if best is not None and part is not None and raised is not None:
+        if best is not None and part is not None:
             best.fill(-Float32.inf)
             part.fill(0.0)
-            raised[0] = Boolean(False)
         if peaked is not None:
             peaked[0] = Boolean(False)
         raised_at = None
         if speculates and (cls.loses_low or not looks):
             raised_at = cute.make_rmem_tensor(cute.make_layout(1), Int32)
             raised_at[0] = Int32(NEVER)
-        tensors = kept.reference, kept.sums, scale_log2, threshold, kept.shift
-        return cls(*tensors, top, squares, part, best, peaked, raised, blocks, raised_at, unit)
+        tensors = kept.reference, kept.sums, scale_log2, threshold, kept.shift, headroom
+        units = unit, usual_unit
+        return cls(*tensors, top, squares, part, best, peaked, blocks, raised_at, *units)
 
     # ---- blocks
 
@@ -105,7 +107,7 @@ class WatchedSoftmax(WatchedState):
         for r in cutlass.range_constexpr(self.rows):
             self.sums[r] = self._exponentials(scores, r)
             self.squares[r] = self.sums[r] * self.sums[r]
-            self.top[r] = Float32(1.0)
+            self.top[r] = exp2(-Float32(self.headroom))
         if cutlass.const_expr(seen is not None):
             self.look(largest, [self.sums[r] for r in range(self.rows)], seen)
 
@@ -122,8 +124,6 @@ class WatchedSoftmax(WatchedState):
         known = [self.top[r] > 0.0 for r in range(self.rows)]
         largest = [row_max(scores, r) for r in range(self.rows)]
         highest = [self.over_row(largest[r], cute.arch.fmax) for r in range(self.rows)]
-        if cutlass.const_expr(late):
-            self.note_raise()
         rescale = self.raise_references(highest, factors)
         self._lower(scores)
         added = [Float32(0.0)] * self.rows
@@ -160,10 +160,11 @@ class WatchedSoftmax(WatchedState):
         probability is then exact. `step`: the number of guarded blocks before. `last`: of rows
         whose references have risen, these end near the largest score (`_settles`).
         """
-        best, settles = self.best, self._settles(step, last)
+        best, settles = self.best, self._settles(step, last, low)
         room = Float32(0.0) if eager else Float32(self.room)
         if cutlass.const_expr(last is not False and self.raised_at is not None):
             room = Float32(NEAR) if settles else room
+        before = [best[r] for r in range(self.rows)]
         mixed = self._find_best(scores, low, surely=seen is not None)
         exceeds = mixed
         for r in cutlass.range_constexpr(self.rows):
@@ -179,7 +180,14 @@ class WatchedSoftmax(WatchedState):
             if cutlass.const_expr(low):  # noqa: SIM102 - known when tracing
                 if cute.arch.vote_any_sync(mixed):
                     self._find_mixed(scores)
+            keeps = low and last is not False and not self.loses_low
+            if cutlass.const_expr(keeps):
+                self._keep_top(before, settles)
             self._raise_above(scores, factors, low, eager, step, settles)
+            if cutlass.const_expr(keeps):
+                for r in cutlass.range_constexpr(self.rows):
+                    found = (best[r] > before[r]) | ~settles
+                    best[r] = best[r] if found else -Float32.inf
         added = [Float32(0.0)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
             added[r] = self._by_shift(scores, r, self.reference_log2(r))
@@ -267,7 +275,6 @@ class WatchedSoftmax(WatchedState):
         shift, reference = self.shift, self.reference
         above = Float32(0.0) if eager else Float32(self.above)
         rises = self._rises(step) & ~Boolean(eager) & ~settles
-        self.note_raise()
         found = [self.best[r] for r in range(self.rows)]
         if cutlass.const_expr(not low):
             unseen = Boolean(False)
@@ -310,28 +317,29 @@ class WatchedSoftmax(WatchedState):
         return rises
 
     @cute.jit
-    def _settles(self, step: Int32 | int, last: Boolean | bool) -> Boolean:
+    def _settles(
+        self, step: Int32 | int, last: Boolean | bool, low: cutlass.Constexpr[bool]
+    ) -> Boolean:
         """Whether this block is the `last`, and references of this warp have risen so that they may
         be far from the largest scores: exponents are rounded by what they differ by, which LSE
-        would have. In fp16 only if they rise block by block: else what they differ by is less than
-        what such scores are rounded by."""
+        would have; of `low` rows those of few blocks may be as far without a raise. In fp16 only if
+        they rise block by block: else what they differ by is less than what such scores are rounded
+        by."""
         settles = Boolean(False)
         if cutlass.const_expr(last is not False and self.raised_at is not None):
-            risen = self.raised_at[0] > NEVER
+            risen = Boolean(low) | (self.raised_at[0] > NEVER)
             if cutlass.const_expr(self.loses_low):
                 risen = Int32(step) - self.raised_at[0] <= 1
             settles = Boolean(last) & risen
         return settles
 
     @cute.jit
-    def note_raise(self) -> None:
-        """Note whether some row of this warp has had so large exponentials that products of V with
-        them may have overflowed, before its reference rises, and its sum falls."""
-        if cutlass.const_expr(self.raised is not None):
-            huge = Boolean(False)
-            for r in cutlass.range_constexpr(self.rows):
-                huge = huge | ~(self.sums[r] <= self.small)
-            self.raised[0] = self.raised[0] | huge  # NOTE: of one thread, until `finish` votes
+    def _keep_top(self, before: list[Float32], settles: Boolean) -> None:
+        """Count the largest scores that `guard` has found `before` among the largest exponentials,
+        as they were rounded, where references settle: by another one they are rounded otherwise."""
+        for r in cutlass.range_constexpr(self.rows):
+            found = exp2(before[r] * self.scale_log2 - self.shift[r])
+            self.top[r] = cute.arch.fmax(self.top[r], found if settles else Float32(0.0))
 
     @cute.jit
     def note_looked(self) -> None:
@@ -381,12 +389,13 @@ class WatchedSoftmax(WatchedState):
     @cute.jit
     def _exponential(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
         """The exponential of a score of row r."""
-        return exp2((score - self._finite(self.reference[r])) * self.scale_log2)
+        power = (score - self._finite(self.reference[r])) * self.scale_log2
+        return exp2(power - self.headroom)
 
     @cute.jit
     def _probability(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
         """The same to the bit that `_exponentials` gives, so that it is rounded to the same."""
-        large = (score - self._finite(self.reference[r])) * self.scale_log2
+        large = (score - self._finite(self.reference[r])) * self.scale_log2 - self.headroom
         power = score * self.scale_log2 - self.reference_log2(r)
         return exp2(large if self._is_large(r) else power)
 
@@ -454,7 +463,6 @@ class WatchedSoftmax(WatchedState):
         would be rounded by more than they need be."""
         shift, each = self.shift, reciprocal(Float32(blocks))
         before = Float32(0.0) if first else Float32(self.lowered)
-        self.note_raise()
         for r in cutlass.range_constexpr(self.rows):
             total = self.over_row(self.part[r], cute.arch.fmax)
             size, far = power_below(total), total >= self.high
@@ -484,6 +492,6 @@ class WatchedSoftmaxFp16(WatchedSoftmax):
     above: ClassVar[float] = 5.0
     loses_low: ClassVar[bool] = True
     least_guarded: ClassVar[float] = -1e30
-    small: ClassVar[float] = 2.0**15
+    most_headroom: ClassVar[float] = 0.0  # O of fp16 values cannot overflow
     most: ClassVar[float] = 2.0**26
     alone: ClassVar[float] = 2.0**-16

@@ -5,13 +5,14 @@ it as O loses along itself is taken from the sum that O is divided by, too. With
 reference, as others have it, that probability is 1, and exact. `top` is 0 where nobody has looked
 for it in some block. Only the largest sum of half a thread's part of a block, `part`, is known.
 
-What `finish` says depends on the sums alone, never on V: up to `small` they leave room for values
-of V up to 1e30. Above, up to `most`, it has the caller look whether O is finite. After a reference
-was raised, what values of V below 1e-19 contribute may be 0.
+What `finish` says depends on the sums alone, never on V: whether products with it have overflowed
+is seen in O, rounded. After a reference was raised, what values of V below 1e-19 contribute may be
+0.
 """
 
 from __future__ import annotations
 
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,33 +38,26 @@ class WatchedState(GuardedSoftmax):
     part: Any = None  # (rows) the largest sum of half a thread's part of a block, `top` being 0
     best: Any = None  # (rows) the largest score that `guard` has found, or 0, if none is positive
     peaked: Any = None  # (1) whether the last block's scores are; None if it need not be known
-    raised: Any = None  # (1) whether references rose under exponentials that were huge
     blocks: Int32 | int = 1  # in which these rows' keys come
     raised_at: Any = None  # (1) the step in which `guard` last raised references; None: unknown
     unit: Float32 | None = None  # what a score of 1 is as a natural exponent
+    usual_unit: float = 0.0  # the same, exactly, where `unit` is this number, rounded
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
-    small: ClassVar[float] = 2.0**26
-    most: ClassVar[float] = 2.0**124
+    most: ClassVar[float] = 2.0**124  # the largest valid sum
     alone: ClassVar[float] = 2.0**-13  # share of others in a row whose error is that of one key
 
     @cute.jit
-    def finish(
-        self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor
-    ) -> tuple[Boolean, Boolean]:
-        """As that of Softmax; and whether O must be looked at, since products with V may have
-        overflowed. Of rows whose sums are usual nothing is looked for."""
+    def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
+        """As that of Softmax. Of rows whose sums are usual nothing is looked for."""
         totals = [self.over_row(self.sums[r], lambda x, y: x + y) for r in range(self.rows)]
-        lost, valid, looks = [Float32(0.0), Float32(0.0)], Boolean(True), Boolean(False)
+        lost, valid = [Float32(0.0), Float32(0.0)], Boolean(True)
         if self._is_unusual(totals):
             lost, valid = self._lost(totals)
             for r in cutlass.range_constexpr(self.rows):
                 valid = valid & (totals[r] <= self.most)
-                looks = looks | (totals[r] > self.small)
                 if cutlass.const_expr(self.shift is not None):
                     valid = valid & ~self._is_large(r)
-            if cutlass.const_expr(self.raised is not None):
-                looks = looks | cute.arch.vote_any_sync(self.raised[0])
         for r in cutlass.range_constexpr(self.rows):
             total, highest, scaled = totals[r], self.reference_log2(r), Float32(1.0)
             if cutlass.const_expr(len(sinks) > 0):
@@ -74,7 +68,7 @@ class WatchedState(GuardedSoftmax):
             if cutlass.const_expr(self.shift is None and len(sinks) == 0):  # noqa: SIM102
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
                     lse[r] = self.reference[r] * (self.scale_log2 * LN2) + log2(total) * LN2
-        return valid, looks
+        return valid
 
     @cute.jit
     def _is_unusual(self, totals: list[Float32]) -> Boolean:
@@ -84,11 +78,9 @@ class WatchedState(GuardedSoftmax):
         for r in cutlass.range_constexpr(self.rows):
             if cutlass.const_expr(self.part is not None):
                 unusual = unusual | (self.part[r] > OUTWEIGHS * totals[r])
-            unusual = unusual | ~(totals[r] <= self.small)  # NOTE: so is NaN
+            unusual = unusual | ~(totals[r] <= self.most)  # NOTE: so is NaN
             if cutlass.const_expr(self.shift is not None):
                 unusual = unusual | (cute.arch.fmax(self.shift[r], -self.shift[r]) > LARGE)
-        if cutlass.const_expr(self.raised is not None):
-            unusual = unusual | self.raised[0]
         return cute.arch.vote_any_sync(unusual)
 
     @cute.jit
@@ -148,10 +140,15 @@ class WatchedState(GuardedSoftmax):
     @cute.jit
     def _beyond_ln2(self) -> Float32:
         """What a power of two of scores is as a natural exponent, less ln 2: what `scale_log2` has
-        been rounded by."""
+        been rounded by, and `unit` before."""
         beyond = Float32(0.0)
         if cutlass.const_expr(self.unit is not None):
-            beyond = fma(self.scale_log2, Float32(-LN2), self.unit) * reciprocal(self.scale_log2)
+            beyond = fma(self.scale_log2, Float32(-LN2), self.unit)
+            rounded = c_float(self.usual_unit).value
+            if cutlass.const_expr(rounded != self.usual_unit):
+                rest = Float32(self.usual_unit - rounded)
+                beyond += rest if self.unit == Float32(rounded) else Float32(0.0)
+            beyond *= reciprocal(self.scale_log2)
         return beyond
 
     @staticmethod

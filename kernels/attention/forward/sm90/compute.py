@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.device.atoms.mma import contiguous_rows_layout
+from cutex.device.atoms.scalar import product_plus
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_loop import (
     BlockLoop,
@@ -73,8 +74,10 @@ class Compute:
             number = blocks.end - blocks.first
             # NOTE: from a constant, it would be computed again in each block, after QK
             scale_log2 = cute.arch.shuffle_sync(score_ops.scale_log2(), 0)
-            options = c.speculates, number, not c.guards_all, score_ops.unit()
-            softmax = kind.of(scale_log2, self.threshold, *options)
+            unit = score_ops.unit(), score_ops.usual_unit(c.head_dim)
+            options = c.speculates, number, not c.guards_all, *unit
+            threshold, headroom = self.limits(mode, kind.most_headroom)
+            softmax = kind.of(scale_log2, threshold, *options, headroom)
             tSrQ = query.of_slot(q_slot)
             halves = None if half_qk is None else half_qk.of(tSrQ)
             loop = BlockLoop(
@@ -88,20 +91,20 @@ class Compute:
                 state = loop.pass_over(around[0], state, True)
                 state = self.attend(loop, own, q_take, state, mode, forwards)
                 loop.issue_last(state)
-                in_range, looks = softmax.finish(self.sinks(own), factors, lse)
+                in_range = softmax.finish(self.sinks(own), factors, lse)
                 state = loop.await_last(state)
                 state = loop.pass_over(around[1], state, True)
                 if cutlass.const_expr(c.speculates):
                     valid = in_range
-                    if looks:
-                        valid = valid & loop.is_finite()
-                    valid = valid | (mode == RETRY)
                 loop.scale_output()
             else:
                 state = self.pass_tile(loop, tile.end - tile.first, q_take, state)
                 pv.acc.fill(0.0)
                 self.without_keys(self.sinks(own), lse)
-            self.store(pv.acc, lse, own, wg if c.own_o else q_slot, q_take, valid)
+            rounded = self.out.rounded(pv.acc)
+            if cutlass.const_expr(c.speculates):
+                valid = (valid & is_finite(rounded)) | (mode == RETRY)
+            self.store(rounded, lse, own, wg if c.own_o else q_slot, q_take, valid)
             q_take.advance()
             ring.q.wait_full(q_take)
             mode = ring.mode(q_take.slot)
@@ -204,7 +207,7 @@ class Compute:
     @cute.jit
     def store(
         self,
-        acc_o: cute.Tensor,
+        rounded: cute.Tensor,
         lse: cute.Tensor,
         own: OwnRows,
         o_slot: Int32,
@@ -213,14 +216,14 @@ class Compute:
     ) -> None:
         """Store O, through `o_slot`, and LSE, and release Q's slot when nothing reads it."""
         c, ring = self.config, self.shared.work
-        if cutlass.const_expr(c.own_o and not c.releases_early):
+        self.out.store(rounded, own, o_slot)
+        if cutlass.const_expr(not c.releases_early):
+            if cutlass.const_expr(not c.own_o):
+                self.out.wait()
+            # NOTE: behind the store, which is not to wait for what `valid` takes
             ring.release(q_take, valid)
-        self.out.store(acc_o, own, o_slot)
         if cutlass.const_expr(c.lse):
             self.out.store_lse(lse, own)
-        if cutlass.const_expr(not c.own_o):
-            self.out.wait()
-            ring.release(q_take, valid)
 
     # ---- rows
 
@@ -230,6 +233,19 @@ class Compute:
         `Softmax.add` should not reach either."""
         threshold = self.config.rescale_threshold
         return min(threshold, 4.0) if self.dtype is cutlass.Float16 else threshold
+
+    @cute.jit
+    def limits(
+        self, mode: Int32, most_headroom: cutlass.Constexpr[float]
+    ) -> tuple[Float32 | float, Float32 | float]:
+        """The threshold, and the powers of two by which references exceed the largest score: of
+        tiles that are computed again none, and so many that O, unscaled, is as small as V."""
+        threshold, headroom = self.threshold, 0.0
+        if cutlass.const_expr(self.config.speculates):
+            threshold = Float32(0.0) if mode == RETRY else Float32(self.threshold)
+            if cutlass.const_expr(most_headroom > 0.0):
+                headroom = Float32(most_headroom) if mode == RETRY else Float32(0.0)
+        return threshold, headroom
 
     def thread_rows(self, m_block: Int32) -> tuple[Int32, Int32]:
         """The two packed rows of a sequence's head that this thread holds."""
@@ -263,6 +279,25 @@ class Compute:
 # ---- the store of O
 
 
+@cute.jit
+def is_finite(rounded: cute.Tensor) -> Boolean:
+    """Whether O, rounded, is finite in this thread's columns of its two rows.
+
+    Of fp16 one column of each tells: what overflows is P, and with it all columns of its row. Of
+    bf16 products of pairs are added up, which overflow beyond 1e19, too.
+    """
+    words = cute.recast_tensor(rounded, Int32)  # two columns of one row, of the other, ..
+    is_fp16 = rounded.element_type is Float16
+    total = [Int32(0)] * 2
+    if cutlass.const_expr(is_fp16):
+        total = [product_plus(words[r], Int32(0), total[r], True) for r in range(2)]
+    else:
+        for i in cutlass.range_constexpr(0, cute.size(words), 2):
+            total[i // 2 % 2] = product_plus(words[i], words[i + 1], total[i // 2 % 2])
+        total = [product_plus(x, Int32(0), Int32(0)) for x in total]
+    return (total[0] | total[1]) & 0x7FFF7FFF == 0
+
+
 STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 
 
@@ -275,10 +310,19 @@ class OutStore:
     sO: cute.Tensor  # (64, DV / o_parts, SLOT)
     mLSE: Any  # (batch, heads, seqlen_q) or (heads, total_q); None if it is not wanted
 
+    def rounded(self, acc_o: cute.Tensor) -> cute.Tensor:
+        """O of 16 bits, in registers (8, units of 8 columns)."""
+        layout = cute.make_layout((8, cute.size(acc_o) // 8))
+        wide = cute.make_tensor(acc_o.iterator, layout)
+        narrow = cute.make_rmem_tensor(layout, self.sO.element_type)
+        for unit in range(cute.size(layout, mode=[1])):
+            narrow[None, unit].store(wide[None, unit].load().to(self.sO.element_type))
+        return narrow
+
     @cute.jit
-    def store(self, acc_o: cute.Tensor, own: OwnRows, slot: Int32) -> None:
-        """Round O, write it to `slot`, one part of its columns at a time, and start the stores,
-        which leave out rows past the end.
+    def store(self, rounded: cute.Tensor, own: OwnRows, slot: Int32) -> None:
+        """Write O, one part of its columns at a time, to `slot`, and start the stores, which leave
+        out rows past the end.
 
         NOTE: the two stores of a tile that is computed again have one address; the second waits
         until the first has been written, not only read.
@@ -292,16 +336,13 @@ class OutStore:
         r2s = cute.make_tiled_copy_C(to_smem, Wgmma(columns, sO.element_type).tiled())
         thr_r2s = r2s.get_slice(thread % WARPGROUP)
         tRS_sO = thr_r2s.partition_D(sO[None, None, slot])  # (R2S, R2S_M, R2S_N)
-        tRS_rO = cute.make_rmem_tensor(tRS_sO.shape, sO.element_type)  # as tRS_sO
-        units = cute.size(acc_o) // 8 // c.o_parts  # of 8 registers, in a part
-        narrow = cute.make_tensor(tRS_rO.iterator, cute.make_layout((8, units)))
-        wide = cute.make_tensor(acc_o.iterator, cute.make_layout((8, units, c.o_parts)))
+        of_part = cute.make_rmem_tensor(tRS_sO.shape, sO.element_type).layout
+        size = cute.size(rounded) // c.o_parts
         for part in cutlass.range_constexpr(c.o_parts):
             if stores:
                 cute.arch.cp_async_bulk_wait_group(0, read=part > 0 or not c.speculates)
             cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
-            for unit in cutlass.range_constexpr(units):
-                narrow[None, unit].store(wide[None, unit, part].load().to(sO.element_type))
+            tRS_rO = cute.make_tensor(rounded.iterator + part * size, of_part)  # as tRS_sO
             cute.copy(r2s, tRS_rO, tRS_sO)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=STORE_BARRIER + wg, number_of_threads=WARPGROUP)
