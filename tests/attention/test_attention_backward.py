@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import cutex
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.tail import Tail, spare_sums
 from cutex.kernels.attention.backward.tiles import Sizes, tile_order, tiles_ahead
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
@@ -196,6 +198,27 @@ def test_sums_are_zeroed_by_tiles_that_are_handed_out_before_those_that_add(caus
         for index in reversed(range(order.total)):
             first[order.tile(index).head] = index
         assert all((unit + 1) * num_n_blocks - ahead <= first[unit] for unit in first)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("steps", [1, 7, 32])
+@pytest.mark.parametrize("tiles", [1, 5, 131, 132, 200, 4096])
+def test_shares_of_the_last_tiles_hold_each_step_once(tiles, steps):
+    tail = Tail(tiles, steps, ctas=132, least=2, cost=1)
+    taken: dict[int, list[tuple[int, int]]] = {}
+    kept = []  # shares whose sums another adds
+    for number in range(tail.total):
+        for which in range(tail.pieces(number)):
+            piece = tail.piece(number, which)
+            taken.setdefault(piece.index, []).append((piece.first, piece.end))
+            kept += [number - tail.whole] * (piece.end < steps)
+    assert len(set(kept)) == len(kept)
+    assert max(kept, default=-1) < spare_sums(tail)
+    assert sorted(taken) == list(range(tiles))
+    for pieces in taken.values():
+        ends = [0, *(end for _, end in sorted(pieces))]
+        assert sorted(pieces) == list(pairwise(ends))
+        assert ends[-1] == steps
 
 
 @pytest.mark.sweep(3)

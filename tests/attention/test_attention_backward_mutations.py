@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, cute
 from cutex.compile import compile
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import KeyMask
+from cutex.device.kept_sums import KeptSums
 from cutex.device.pipeline import Barrier
 from cutex.kernels.attention.backward import rows
 from cutex.kernels.attention.backward.choose import fitted
@@ -57,6 +58,10 @@ PACKED_CASE = replace(
     OWN_CASE, batch=6, heads_q=4, heads_kv=2, lengths_q=(70, 0, 200, 90, 0, 150),
     lengths_k=(200, 130, 200, 0, 0, 1), seqlen_q=200, seqlen_k=200,
 )  # fmt: skip
+# the queries of the last two of five tiles of keys are cut into shares for three CTAs
+SPREAD = replace(fitted(BackwardConfig()), num_ctas=3)
+SPREAD_64 = replace(fitted(BackwardConfig(head_dim=64, head_dim_v=64)), num_ctas=3)
+SPREAD_CASE = replace(OWN_CASE, seqlen_q=260, seqlen_k=600, causal=False)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
@@ -83,7 +88,8 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
         found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)
         found["ranks"] = torch.full((case.batch + 1, 3), 9, dtype=torch.int32)
         found["zeroed"] = torch.full((case.batch * case.heads_kv,), 9, dtype=torch.int32)
-        found["counter"] = torch.zeros(2, dtype=torch.int32)
+        found["counter"] = torch.zeros(2 + 8 * config.num_ctas, dtype=torch.int32)
+        found["partials"] = torch.full((config.num_ctas, config.partial_numbers), torch.nan)
         values = [(given | found)[name] for name in kernel.argument_names]
         try:
             simulate(kernel, *values, **order)
@@ -424,3 +430,32 @@ def shifted(n_blocks):
         return blocks._replace(end=blocks.end + Int32(1))
 
     return later
+
+
+@pytest.fixture
+def short_shares(monkeypatch):
+    """A share of the last tiles may be one block of queries."""
+    monkeypatch.setattr(BackwardConfig, "tail_steps", (1, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ctas", [2, 3])
+@pytest.mark.parametrize("config", [SPREAD, SPREAD_64], ids=["128", "64"])
+def test_last_tiles_whose_queries_are_spread_are_right(short_shares, config, ctas):
+    dims = {"head_dim": config.head_dim, "head_dim_v": config.head_dim}
+    case = replace(SPREAD_CASE, heads_q=2, heads_kv=1, **dims)
+    assert config.spread
+    assert wrong(replace(config, num_ctas=ctas), case=case) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["no wait", "no reset", "not added"])
+def test_sums_of_a_piece_that_are_passed_on_wrongly_are_found(short_shares, monkeypatch, fault):
+    if fault == "no wait":
+        monkeypatch.setattr(KeptSums, "await_kept", lambda self: None)
+    elif fault == "no reset":
+        say = KeptSums.say
+        monkeypatch.setattr(KeptSums, "say", lambda self, kept: say(self, 1))
+    else:
+        monkeypatch.setattr(KeptSums, "add", lambda self, accs: self.say(0))
+    assert wrong(SPREAD, case=SPREAD_CASE) is not None

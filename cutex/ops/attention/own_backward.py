@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cutex.kernels.attention.backward.choose import CONFIGS, Config, fitted
+from cutex.kernels.attention.backward.tail import Tail, spare_sums
 from cutex.ops.attention import torch_backward
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.plan import (
@@ -96,7 +97,9 @@ class Plan:
         self.empty_k = torch.zeros_like if c.ragged_k else torch.empty_like
         self.tiles = num_tiles(call, c)
         self.numbers = scalars(call, c)
-        self.counter = flags_of(self.device, COUNTER)
+        spare = spare_sums(tail_of_call(call, c)) if c.spread else 0
+        self.partials = (max(spare, 1), c.partial_numbers) if c.spread else None
+        self.counter = flags_of(self.device, COUNTER + c.sum_warps * spare)
         self.launch: Callable[..., None] | None = None
 
     def operand(self, name: str, x: Tensor) -> Tensor:
@@ -126,6 +129,8 @@ class Plan:
             in_turn.append(self.counter())
         if c.late_zeros:
             in_turn.append(torch.empty(call.batch * call.heads[1], **kind))
+        if self.partials is not None:
+            in_turn.append(torch.empty(self.partials, dtype=torch.float32, device=self.device))
         if c.ranked:
             in_turn.append(torch.empty((call.batch + 1, 3), **kind))
         of_lse = [] if grad_lse is None else [grad_lse.float()]
@@ -183,6 +188,14 @@ def num_tiles(call: AttentionCall, config: Config) -> int:
     if config.varlen_q:
         return (rows // tile + call.batch) * call.heads[0]
     return -(-rows // tile) * call.batch * call.heads[0]
+
+
+def tail_of_call(call: AttentionCall, config: Config) -> Tail:
+    """The tiles of keys of a call, of which the last are cut."""
+    heads, heads_kv = call.heads
+    tiles = -(-call.k.shape[-3] // config.tile_n) * call.batch * heads_kv
+    steps = -(-call.q.shape[-3] // config.tile_m) * (heads // heads_kv)
+    return Tail(tiles, steps, config.num_ctas, *config.tail_steps)
 
 
 def scalars(call: AttentionCall, config: Config) -> list[float | int]:

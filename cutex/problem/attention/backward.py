@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 INPUTS = ("q", "k", "v", "o", "do", "lse")
 OUTPUTS = ("dq", "dk", "dv")
+SHARES = 132  # of the last tiles of keys, at most
 TILE = 64  # rows of a tile of the sums of dQ on Hopper; on Blackwell up to twice as many
 
 
@@ -138,7 +139,7 @@ class BackwardProblem(AttentionProblem):
         the sums of dQ, by tiles."""
         import torch
 
-        rows, block = self.seqlen_q, 2 * TILE
+        rows, block, dims = self.seqlen_q, 2 * TILE, self.head_dim + self.head_dim_v
         tiles = self.batch * -(-rows // block)
         if self.varlen:
             tiles = self.batch * rows // block + self.batch
@@ -146,7 +147,8 @@ class BackwardProblem(AttentionProblem):
         return {
             "stats": torch.full((tiles, 4 * TILE), torch.nan, device=device),
             "dq_sums": torch.full((tiles, TILE * self.head_dim), torch.nan, device=device),
-            "counter": torch.zeros(2, dtype=torch.int32, device=device),
+            "counter": torch.zeros(2 + 8 * SHARES, dtype=torch.int32, device=device),
+            "partials": torch.full((SHARES, 2 * TILE * dims), torch.nan, device=device),
             "zeroed": torch.zeros(self.batch * self.heads_kv, dtype=torch.int32, device=device),
             "ranks": torch.zeros((self.batch + 1, 3), dtype=torch.int32, device=device),
         }

@@ -37,6 +37,7 @@ class BackwardConfig(BackwardSpec):
     alternate: bool = False  # the warpgroups that own keys start their products in alternation
     dq_last: bool = False  # of own_dq: a turn is dK, dV, dQ, not dV, dQ, dK
     late_zeros: bool = False  # sums of dQ are zeroed by main, shortly before they are added to
+    spread: bool = False  # the last tiles of keys are cut along their queries, for all CTAs
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
@@ -82,6 +83,10 @@ class BackwardConfig(BackwardSpec):
         return self.own_dq and self.tile_m == WARPGROUP_ROWS and (self.causal or self.window[1])
 
     @property
+    def ragged(self) -> bool:
+        return self.ragged_q or self.ragged_k or any(self.window)
+
+    @property
     def ranked(self) -> bool:
         return self.own_dq and self.varlen_q and self.varlen_k
 
@@ -92,8 +97,12 @@ class BackwardConfig(BackwardSpec):
         return 3 if self.own_dq and self.deterministic else 0
 
     @property
+    def longest_last(self) -> bool:
+        return self.adding_warps > 0 and self.last_first
+
+    @property
     def waves(self) -> int:
-        return 1 if self.adding_warps and self.last_first and self.tile_m == TILE else 2
+        return 1 if self.longest_last and self.tile_m == TILE else 2
 
     @property
     def first_stores(self) -> bool:
@@ -195,6 +204,10 @@ class BackwardConfig(BackwardSpec):
             return "dq_last=True: the last of the products of own_dq"
         if self.late_zeros and not self.own_dq:
             return "late_zeros=True: for own_dq, which leaves a warp for them"
+        if self.spread and (
+            not self.own_dq or self.deterministic or self.interleaved or self.ragged
+        ):
+            return "spread=True: for own_dq, tiles that take equally long and adds in any order"
         if self.own_dq and (reason := self.why_not_own_dq()):
             return f"own_dq=True: {reason}"
         if self.num_stages < 2:

@@ -31,6 +31,8 @@ def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
         return Operand(name, ("tiles", "warps"), "int32", aligned=False, whole=False)
     if name == "ranks":
         return Operand(name, ("b1", "three"), "int32", aligned=False, whole=False)
+    if name == "partials":
+        return Operand(name, ("shares", "numbers"), "fp32")
     if name == "zeroed":
         return Operand(name, ("units",), "int32", aligned=False, whole=False)
     if name == "counter":
@@ -52,6 +54,7 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
         "turns": c.deterministic,
         "counter": c.counted,
         "zeroed": c.late_zeros,
+        "partials": c.spread,
         "ranks": c.ranked,
         "dlse": c.dlse,
         "cu_seqlens_q": c.varlen_q,
@@ -92,8 +95,10 @@ class KernelArgs(NamedTuple):
     """The arguments after Tensors; None for those that the config does not have."""
 
     turns: Any = None  # (tiles, parts) how many key blocks have added to a warp's part of dQ's tile
-    counter: Any = None  # (2), of which the first is 0 before and after
+    # (2), of which the first is 0 before and after; then one for each warp of `partials`, as well
+    counter: Any = None
     zeroed: Any = None  # (batch * heads_kv) how many shares of a unit's sums of dQ are zeroed
+    partials: Any = None  # (shares, bN * (D + DV)) dK and dV of a front part of a tile of keys
     # (batch + 1, 3) by rank, the longest first: a sequence, and the blocks of keys of those before;
     # by sequence: its rank
     ranks: Any = None

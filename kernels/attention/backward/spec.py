@@ -10,6 +10,10 @@ from typing import Any, ClassVar
 
 from cutex.kernels.attention.spec import ScoreSpec
 
+# of the shares that the last tiles of keys are cut into: the queries of one, at least, and as many
+# as take the time of a share's second piece and of the sums that it adds
+LEAST_QUERIES, COST_QUERIES = 512, 1024
+
 
 @dataclass(frozen=True)
 class BackwardSpec(ScoreSpec):
@@ -40,6 +44,11 @@ class BackwardSpec(ScoreSpec):
     def waves(self) -> int:
         """How many times the key blocks that are taken in turn fill the SMs."""
         return 2
+
+    @property
+    def longest_last(self) -> bool:
+        """Whether the key blocks that see the most queries are taken last, by persistent CTAs."""
+        return False
 
     @property
     def reversed(self) -> bool:
@@ -91,6 +100,31 @@ class BackwardSpec(ScoreSpec):
     def first_stores(self) -> bool:
         """Whether the first one to add to a tile of dQ in turn stores, so that nobody zeroes it."""
         return False
+
+    @property
+    def spread(self) -> bool:
+        """Whether the last tiles of keys are cut along their queries, for all CTAs."""
+        return False
+
+    @property
+    def tail_steps(self) -> tuple[int, int]:
+        """LEAST_QUERIES and COST_QUERIES in blocks."""
+        return LEAST_QUERIES // self.tile_m, COST_QUERIES // self.tile_m
+
+    @property
+    def sum_warps(self) -> int:
+        """The warps that sum dK and dV of a CTA's keys, 16 each."""
+        return self.tile_n // 16
+
+    @property
+    def sums_of_keys(self) -> int:
+        """The numbers of dK and dV that a thread of these has."""
+        return (self.head_dim + self.head_dim_v) // 2
+
+    @property
+    def partial_numbers(self) -> int:
+        """The fp32 numbers of dK and dV of a CTA's keys."""
+        return self.tile_n * (self.head_dim + self.head_dim_v)
 
     @property
     def counted(self) -> bool:

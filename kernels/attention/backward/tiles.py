@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from cutlass import Boolean, Int32, cute
 
-from cutex.device.attention.block_info import BlockInfo, ceil_div
+from cutex.device.attention.block_info import BlockInfo, ceil_div, larger
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.row_source import END
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, keys, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
+from cutex.kernels.attention.backward.tail import Tail
 from cutex.kernels.attention.order import AttentionOrder, Wave
 from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.ranked import Ranked, RankedTile
@@ -32,9 +33,11 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
     """The order in which key blocks are taken, those of a cluster together, which are its `m`.
     Causal, the first keys see the most queries: they go first, of as many heads at a time as fill
     the SMs twice; with `late_zeros` of one head at a time, but at the end. Where they go last, of
-    as many as fill the SMs once."""
+    as many as fill the SMs once, or of fewer, if tiles are as long as those of several heads."""
     count = ceil_div(sizes.num_n_blocks, config.key_ctas)
     waves = config.waves * config.num_ctas // config.key_ctas
+    if config.longest_last:
+        waves = larger(waves // sizes.heads_per_kv, 1)
     units = (waves + count - 1) // count
     return AttentionOrder(
         num_m_blocks=count,
@@ -46,6 +49,12 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
         l2_rows=END,  # groups are as large as a wave
         wave=Wave(1, units) if config.late_zeros else Wave(units, 2 * units),
     )
+
+
+def tail_of(config: BackwardSpec, sizes: Sizes) -> Tail:
+    """The tiles of `tile_order`, of which the last are cut."""
+    steps = ceil_div(sizes.rows_q, config.tile_m) * sizes.heads_per_kv
+    return Tail(tile_order(config, sizes).total, steps, config.num_ctas, *config.tail_steps)
 
 
 def tiles_ahead(config: BackwardSpec, sizes: Sizes) -> Int32:
@@ -136,8 +145,24 @@ class Walk:
     args: KernelArgs
     sizes: Sizes
 
+    @property
+    def total(self) -> Int32:
+        """How many tiles there are, whole or cut."""
+        return self.dispatch.order.tiles if self.config.spread else self.dispatch.total
+
     def tile(self, ticket: Ticket) -> Tile:
         return tile_of(self.config, ticket.index, self.args, self.sizes)
+
+    def pieces(self, ticket: Ticket) -> Int32 | int:
+        """How many tiles, or parts of them, a ticket stands for."""
+        return self.dispatch.order.pieces(ticket.index) if self.config.spread else 1
+
+    def piece(self, ticket: Ticket, which: Int32 | int) -> tuple[Tile, Any]:
+        """Number `which` of a ticket's: its tile, and the steps of it; None: all."""
+        if not self.config.spread:
+            return self.tile(ticket), None
+        piece = self.dispatch.order.piece(ticket.index, which)
+        return self.tile(ticket.moved_to(piece.index)), piece
 
     def number(self, ticket: Ticket) -> Int32:
         """The number of a ticket's tile, among those of all units (heads of K and V, of a batch

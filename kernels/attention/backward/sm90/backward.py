@@ -46,6 +46,7 @@ from cutex.kernels.attention.backward.tiles import (
     Walk,
     ranked,
     sizes_of,
+    tail_of,
     tile_of,
     tile_order,
 )
@@ -137,7 +138,7 @@ class Main:
             else None,
         )
         sizes, tiles = sizes_of(c, tensors, args)
-        total = tile_order(c, sizes).total
+        total = tail_of(c, sizes).total if c.spread else tile_order(c, sizes).total
         if cutlass.const_expr(c.own_dq):
             total = cutlass.min(Int32(c.num_ctas), total)
         self.kernel(operands, tensors.stats, tensors.dq_sums, args, sizes, tiles).launch(
@@ -167,7 +168,7 @@ class Main:
     def several_tiles(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
         """Take one tile of keys after the other; their warpgroups compute dQ."""
         c, smem = self.config, SmemAllocator()
-        order = tile_order(c, sizes)
+        order: Any = tail_of(c, sizes) if c.spread else tile_order(c, sizes)
         readers = self.key_warps.count + c.adding_warps + c.late_zeros
         chosen = ranked(c, args, sizes)
         dispatch = CounterDispatch.allocate(smem, order, args.counter, readers, chosen)

@@ -46,5 +46,7 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
             tiles |= {"early_stats": plain, "dq_last": c.causal}
         late = not c.deterministic and c.varlen_q == c.varlen_k
         tiles |= {"late_zeros": "own_dq" in tiles and late}
+        equal = plain and not (c.deterministic or any(c.window))
+        tiles |= {"spread": "own_dq" in tiles and equal}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
     return replace(config, **tiles, overlap=config.wide or not config.softcap)

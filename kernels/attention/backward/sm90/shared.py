@@ -247,19 +247,22 @@ class Load:
             loads.load(tile.n_block * c.key_tiles + wg, wg, loaded[0])
 
     @cute.jit
-    def next_tile(self, fill: PipelineState, phase: Int32) -> PipelineState:
-        """Load one of several tiles of a CTA, of parity `phase`, and its blocks of queries; return
-        the state behind them. What the tile before does not need any more comes first."""
+    def next_tile(self, fill: PipelineState, phase: Int32, piece: Any = None) -> PipelineState:
+        """Load one of several tiles of a CTA, of parity `phase`, and its blocks of queries, or a
+        `piece` of them; return the state behind them. What the tile before does not need any more
+        comes first."""
         s, blocks = self.shared, self.shared.m_blocks()
-        total = (blocks.end - blocks.first) * s.heads_per_kv
+        first, total = Int32(0), (blocks.end - blocks.first) * s.heads_per_kv
+        if cutlass.const_expr(piece is not None):
+            first, total = piece.first, piece.end
         if total > 0:
-            self.queries(Int32(0), fill)
+            self.queries(first, fill)
             fill.advance()
         s.v_read.wait(phase ^ 1)
         self.of_keys(self.v, s.sV, s.v_loaded)
         s.k_read.wait(phase ^ 1)
         self.of_keys(self.k, s.sK, s.k_loaded)
-        for i in cutlass.range(1, total, unroll=1):
+        for i in cutlass.range(first + 1, total, unroll=1):
             self.queries(i, fill)
             fill.advance()
         return fill
@@ -298,16 +301,27 @@ class Supply:
         fill, phase = s.q.producer(), Int32(0)
         ticket, announcing = dispatch.first(), dispatch.announcing()
         while ticket.valid:
-            tile = walk.tile(ticket)
-            if tile.has_keys(self.config):
-                if cutlass.const_expr(self.config.late_zeros):
-                    await_zeros(walk, tile)
-                load = replace(self.load, shared=replace(s, tile=tile))
-                fill = load.next_tile(fill, phase)
-                phase ^= 1
+            if cutlass.const_expr(self.config.spread):
+                for which in cutlass.range(walk.pieces(ticket), unroll=1):
+                    fill, phase = self.supply(walk, *walk.piece(ticket, which), fill, phase)
+            else:
+                fill, phase = self.supply(walk, walk.tile(ticket), None, fill, phase)
             # NOTE: only when the last load is issued: a CTA that is late gets fewer tiles
             ticket = dispatch.announce(ticket, announcing)
             announcing.advance()
+
+    @cute.jit
+    def supply(
+        self, walk: Walk, tile: Tile, piece: Any, fill: PipelineState, phase: Int32
+    ) -> tuple[PipelineState, Int32]:
+        """Load a tile, or a piece of it; return the state behind, and the next one's parity."""
+        if tile.has_keys(self.config):
+            if cutlass.const_expr(self.config.late_zeros):
+                await_zeros(walk, tile)
+            load = replace(self.load, shared=replace(self.shared, tile=tile))
+            fill = load.next_tile(fill, phase, piece)
+            phase ^= 1
+        return fill, phase
 
 
 @dataclass(frozen=True)
@@ -331,7 +345,7 @@ class Zeros:
     @cute.jit
     def run(self, walk: Walk) -> None:
         """Zero the shares of this CTA. One warp calls it."""
-        ahead, total = tiles_ahead(self.config, walk.sizes), walk.dispatch.total
+        ahead, total = tiles_ahead(self.config, walk.sizes), walk.total
         number, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         while number < cutlass.min(ahead, total):

@@ -1,0 +1,74 @@
+"""Sums that one CTA keeps in global memory for another, which adds them to its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+LANES = 32
+VECTOR = 4  # numbers of a load or store of 16 bytes
+
+
+class KeptSums(NamedTuple):
+    """The accumulators of one warp, in the order in which its lanes have them, for the warp of the
+    same number in another CTA.
+
+    flag   counts                          waits
+    kept   1: the warp that keeps its      the warp that adds them, which sets it to 0
+           sums, these being stored
+    """
+
+    sums: cute.Tensor  # (LANES * numbers of a thread) fp32 in global memory
+    kept: cute.Pointer  # Int32 in global memory, 0 before and after
+
+    @staticmethod
+    def of(sums: cute.Tensor, flags: cute.Pointer, warp: Int32, numbers: int) -> KeptSums:
+        """Those of warp `warp` of all that share `sums` and `flags`, `numbers` a thread."""
+        size = LANES * numbers
+        mine = cute.make_tensor(sums.iterator + Int64(warp) * size, cute.make_layout(size))
+        return KeptSums(mine, flags + warp)
+
+    def vectors(self, accs: tuple[cute.Tensor, ...]) -> Iterator[tuple[cute.Tensor, cute.Tensor]]:
+        """The vectors of this thread's accumulators, one after the other, and their places."""
+        places = cute.logical_divide(self.sums, cute.make_layout(VECTOR))  # (4, NumV)
+        first = 0
+        for acc in accs:
+            count = cute.size(acc) // VECTOR
+            mine = cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, count)))
+            for j in range(count):
+                yield mine[None, j], places[None, (first + j) * LANES + cute.arch.lane_idx()]
+            first += count
+
+    @cute.jit
+    def keep(self, accs: tuple[cute.Tensor, ...]) -> None:
+        """Store the accumulators, and say so."""
+        for mine, place in self.vectors(accs):
+            cute.autovec_copy(mine, place)
+        self.say(1)
+
+    @cute.jit
+    def add(self, accs: tuple[cute.Tensor, ...]) -> None:
+        """Wait until the sums are there, and add them to the accumulators."""
+        self.await_kept()
+        others = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
+        for mine, place in self.vectors(accs):
+            cute.autovec_copy(place, others)
+            mine.store(mine.load() + others.load())
+        self.say(0)
+
+    @cute.jit
+    def await_kept(self) -> None:
+        if cute.arch.lane_idx() == 0:
+            kept = cute.arch.load(self.kept, Int32, sem="acquire", scope="gpu")
+            while kept == 0:
+                kept = cute.arch.load(self.kept, Int32, sem="acquire", scope="gpu")
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def say(self, kept: cutlass.Constexpr[int]) -> None:
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.store(self.kept, Int32(kept), sem="release", scope="gpu")
