@@ -120,14 +120,13 @@ def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
                 tiles = choose.level_tiles(columns, gated, most)
                 chosen = config(gated, "column", tiles=tiles)
                 assert chosen.why_not(hopper) is None
-    x, w = torch.zeros(1024, 2048, dtype=bf16), torch.zeros(4, 256, 2048, dtype=bf16).mT
-    edges = torch.zeros(4, dtype=torch.int32)
+    x, w = torch.zeros(1, 64, dtype=bf16), torch.zeros(4, 96, 64, dtype=bf16).mT
     with ops.simulated("sm_90a"):
-        assert launch.levels(x, w, edges, None) and launch.levels(x, w, edges, "gated_silu")
-        assert not launch.levels(x, w.contiguous(), edges, "gated_silu")
-        assert not launch.levels(x, w, edges, "relu") and not launch.levels(x[:9], w, edges, None)
+        assert launch.levels(x, 1024, w, None) and launch.levels(x, 1024, w, "gated_silu")
+        assert not launch.levels(x, 1024, w.contiguous(), "gated_silu")
+        assert not launch.levels(x, 1024, w, "relu") and not launch.levels(x, 100, w, None)
     with ops.simulated("sm_100a"):
-        assert not launch.levels(x, w, edges, None)
+        assert not launch.levels(x, 1024, w, None)
 
 
 def test_a_config_that_does_not_fit_says_why() -> None:

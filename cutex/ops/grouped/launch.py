@@ -49,22 +49,23 @@ def rows(
     choose.rows_tiles."""
     bias, activation, padded = options
     fused_with = [t for t in (bias, row_scale) if t is not None]
-    if ragged and not (fused_with or padded) and levels(x, w, edges, activation):
+    if ragged and not (fused_with or padded) and levels(x, x.shape[0], w, activation):
         again("level", (activation,), [x, w, with_padding(out), edges], level_call)
         return
     kind = activation, padded, bias is None, row_scale is None, ragged
     again("rows", kind, [x, w, with_padding(out), edges, *fused_with], rows_call)
 
 
-def levels(x: Tensor, w: Tensor, edges: Tensor, activation: str | None) -> bool:
-    """Whether x (T, K) and w (E, K, N) are multiplied in tiles that are equally wide."""
+def levels(x: Tensor, count: int, w: Tensor, activation: str | None) -> bool:
+    """Whether `count` rows like those of x (T, K), in a router's groups, are multiplied by w (E, K,
+    N) in tiles that are equally wide."""
     if arch_for(x) != "sm_90a" or not x.shape[1] or w.stride(0) == 0:
         return False
     if activation is not None:  # a gate, whose columns are loaded apart
         gated = activation.startswith("gated_") and aligned(w, -2) and w.shape[2] % 16 == 0
         if not gated:
             return False
-    return choose.levels_pay(-(-x.shape[0] // edges.shape[0]), (w.shape[1], w.shape[2]))
+    return choose.levels_pay(count // w.shape[0])
 
 
 def level_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
@@ -118,7 +119,7 @@ def gathered(
     """The same with the rows x[index] instead of x, index (R,), and out (R, N): gathered by the
     kernel where it can, else before it."""
     bias, activation, padded = options
-    if not gathers_in_load(x, index, w):
+    if not gathers_in_load(x, index, w, activation, ragged):
         rows(x.index_select(0, index), w, edges, out, options, row_scale, ragged)
         return
     fused_with = [t for t in (bias, row_scale) if t is not None]
@@ -126,10 +127,15 @@ def gathered(
     again("gathered", kind, [x, w, with_padding(out), edges, index, *fused_with], gathered_call)
 
 
-def gathers_in_load(x: Tensor, index: Tensor, w: Tensor) -> bool:
+def gathers_in_load(
+    x: Tensor, index: Tensor, w: Tensor, activation: str | None, ragged: bool
+) -> bool:
     """Whether the rows x[index] are best gathered by the kernel that multiplies them by w (E, K,
     N)."""
-    return gathers(x) and choose.gathering_pays(index.shape[0] // w.shape[0], w.shape[2])
+    count = index.shape[0]
+    if ragged and levels(x, count, w, activation):
+        return False
+    return gathers(x) and choose.gathering_pays(count // w.shape[0], w.shape[2])
 
 
 def gathers(x: Tensor) -> bool:

@@ -27,7 +27,7 @@ def _forward(
     tokens, places, order, offs = route(ids, experts)
     y = x.new_empty((tokens.shape[0], f2 // 2))
     to, options = (h, PLAIN) if keep else (y, (None, SILU, False))
-    if products.gathers_in_load(x, tokens, w_up):
+    if products.gathers_in_load(x, tokens, w_up, options[1], ragged=True):
         products.gathered(x, tokens, w_up, offs, to, options, ragged=True)
     else:
         products.rows(spread(x, places, offs), w_up, offs, to, options, ragged=True)

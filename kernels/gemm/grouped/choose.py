@@ -32,8 +32,9 @@ VERY_FEW_ROWS, FEW_GATHERED, MANY_ROWS = 32, 60, 256
 LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
 MANY_COLUMNS = 40  # tiles of columns from which on one too many is less than what sharing saves
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
-# of a router's group in a tile, at most; and K from which on groups are divided into equal tiles
-LEVEL_ROWS, LEVEL_K = 192, 2048
+# of a router's group in a tile, at most; in the mean, from which on groups are divided into equal
+# tiles; and tiles of columns from which on one too many is less than what sharing rows saves
+LEVEL_ROWS, FEW_LEVEL, MANY_LEVEL = 192, 128, 20
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # fp8: rows of a group in the mean, below which 128 columns that two CTAs share are as fast as 192,
@@ -124,17 +125,16 @@ def rows_tiles(
     return _filled(tiles, fused, most)
 
 
-def levels_pay(mean_rows: int, matrix: tuple[int, int]) -> bool:
+def levels_pay(mean_rows: int) -> bool:
     """Whether tiles of a router's groups that are equally wide are faster than those of a fixed
-    height, of which more is wasted, for matrices of (K, N) elements
-    (docs/facts/grouped.md#grouped-level-tiles)."""
-    k, n = matrix
-    return mean_rows >= MANY_ROWS and k >= LEVEL_K and _sharers(n, 128) == 2
+    height, of which more is wasted (docs/facts/grouped.md#grouped-level-tiles)."""
+    return mean_rows >= FEW_LEVEL
 
 
 def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:
     """Hopper's tiles of rows that are divided equally, whose matrices have so many columns."""
-    tiles = replace(_in_turn(LEVEL_ROWS), swap_ab=True, cluster_m=_sharers(columns, 128))
+    sharers = 2 if ceil_div(columns, 128) >= MANY_LEVEL else _sharers(columns, 128)
+    tiles = replace(_in_turn(LEVEL_ROWS), swap_ab=True, cluster_m=sharers)
     return _filled(tiles, fused, most)
 
 
