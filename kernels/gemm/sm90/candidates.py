@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config
+from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, contiguous_box
 from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ LONG = 512  # K, in units of 2 bytes, from which on that pays
 FINE_ROWS = 512  # M above it is not looked at closely: tiles are loaded in boxes, in case
 SMALL = 512  # columns of a C that is cut into few; eight CTAs share the K of SMALL x SMALL
 NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
-SECTOR = 32  # bytes of a sector of L2
+SECTOR, LINE = 32, 128  # bytes of a sector and of a line of L2
 
 
 def at_once(size: int, num_sms: int) -> int:
@@ -390,7 +390,7 @@ def candidates(
     every += in_whole_rounds(mnk, *here)
     found = (c for c in every if _loads_well(c, problem, majors, fitted))
     within = dict.fromkeys(_stored_whole(_within_k(c, problem), problem, arch) for c in found)
-    return [_in_boxes(c, problem, majors) for c in within]
+    return [x for c in within for x in _in_boxes(c, problem, majors)]
 
 
 def _within_k(config: Sm90Config, problem: GemmProblem) -> Sm90Config:
@@ -434,17 +434,28 @@ def straddles(problem: GemmProblem, majors: Majors) -> bool:
     return any(pitch * ELEMENT % SECTOR for pitch in pitches)
 
 
-def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> Sm90Config:
+def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> tuple[Sm90Config, ...]:
     """`config`, loading boxes of BOX_ROWS where tiles may reach far outside: of N, or of an M of
-    which only the class is known. Rows along which K is not contiguous gain nothing, nor does a
-    short K (docs/facts/gemm.md#boxes-inside)."""
+    which only the class is known; a short K gains nothing (docs/facts/gemm.md#boxes-inside). Where
+    K is contiguous in one operand, or in none, both ways: clusters that have time for what is
+    outside lose up to 4 % by boxes (docs/facts/gemm.md#boxes-of-gradients)."""
     c = config
-    if c.spread or majors != (True, True) or problem.k < LONG:
-        return c
     of_m, of_n = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
-    far_n = -problem.n % of_n > 8 and of_n > BOX_ROWS
-    far_m = problem.m > FINE_ROWS and of_m > BOX_ROWS
-    return replace(c, box_rows=BOX_ROWS) if far_n or far_m else c
+    rough = majors[0] and problem.m > FINE_ROWS
+    far = _far_outside(problem.m, of_m, majors[0], rough)
+    far = far or _far_outside(problem.n, of_n, majors[1], False)
+    if c.spread or problem.k < LONG or not far:
+        return (c,)
+    boxed = replace(c, box_rows=BOX_ROWS)
+    return (boxed,) if majors == (True, True) else (c, boxed)
+
+
+def _far_outside(size: int, tile: int, k_major: bool, rough: bool) -> bool:
+    """Whether the last of the tiles of a side may reach beyond a box that is not loaded; `rough`:
+    `size` is only about known."""
+    if k_major:
+        return tile > BOX_ROWS and (rough or -size % tile > 8)
+    return -size % tile >= contiguous_box(tile)
 
 
 def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:

@@ -303,3 +303,8 @@ def box_rows(rows: int, most: int) -> int:
     if below and (2 * below[-1] > most or not above):
         return below[-1]
     return above[0] if above else rows
+
+
+def contiguous_box(rows: int) -> int:
+    """The rows of a box of `rows` rows of 16 bits along which K is not contiguous."""
+    return next(n for n in (64, 32, 16, 8) if rows % n == 0)

@@ -16,15 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
+from math import gcd, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.candidates import SECTOR, Majors, at_once, candidates
-from cutex.kernels.gemm.sm90.config import Sm90Config, box_rows, placed_unevenly
+from cutex.kernels.gemm.sm90.candidates import LINE, SECTOR, Majors, at_once, candidates
+from cutex.kernels.gemm.sm90.config import (
+    Sm90Config,
+    box_rows,
+    contiguous_box,
+    placed_unevenly,
+)
 from cutex.measured.nearby import CAUTION, errors_nearby
 from cutex.measured.trees import trees
 
@@ -37,6 +42,7 @@ __all__ = ["Costs", "Counts", "candidates", "count", "modelled", "place", "predi
 MEASURED = "gemm-sm_90a"  # the model's name in cutex/measured
 MOST_SHARERS = 4  # clusters whose requests of the larger operand cost more than the first's
 ROWS_OUTSIDE = 8  # rows of a box outside of the operand that cost nothing
+BOX = 64  # rows of 16 bits that a box brings at most along which K is not contiguous
 SPREAD = 0.99  # time, relative to tiles that leave a few SMs idle
 WALKED_ONCE = 1.04  # time of one round in a persistent loop, relative to tiles without a loop
 # relative time of stores of 16 and of 32 columns of C at a time: 32 and 64 bytes of a line of 128;
@@ -176,6 +182,7 @@ class Counts(NamedTuple):
     narrow: Any  # bool: B is loaded in boxes of few rows
     outside: Any  # rows of boxes outside of the operands
     straddled: Any  # bytes of `asked` in rows that begin within a sector of L2
+    cut: Any  # bytes of `asked` in rows that two lines of L2 hold, not one
     elements: Any  # of a tile of C
     store: Any  # relative time of storing a byte of C
     flops: Any  # of useful CTAs
@@ -234,8 +241,9 @@ def count(
         asked=asked,
         received=c.stage_bytes - asked,
         narrow=not (majors[0] if c.swap_ab else majors[1]) and c.tile_n % 64 > 0,
-        outside=_rows_outside(c, m, n, rounds) * c.k_bytes / 128,
-        straddled=_straddled(c, problem, majors),
+        outside=_rows_outside(c, m, n, rounds, majors) * c.k_bytes / 128,
+        straddled=_apart(c, problem, majors, SECTOR),
+        cut=_apart(c, problem, majors, LINE),
         elements=c.tile_m * c.tile_n,
         store=SHORT_STORES[c.swap_ab].get(c.epi_n, 1.0),
         flops=2 * useful * c.tile_m * c.tile_n * k_tiles * c.k_of(16),
@@ -261,12 +269,16 @@ def _exchanged(c: Sm90Config, rounds: float) -> float:
     return c.partial_bytes * (c.split_k - 1) / c.split_k
 
 
-def _rows_outside(c: Sm90Config, m: int, n: int, rounds: float) -> float:
+def _rows_outside(c: Sm90Config, m: int, n: int, rounds: float, majors: Majors) -> float:
     """The rows of the last boxes that are outside of both operands, beyond ROWS_OUTSIDE each; for
     CTAs with several tiles, the mean over the tiles of one that has a last one."""
     if c.spread:
         return 0
-    sides = (m, c.tile_m, c.cluster_m, c.cluster_n), (n, c.tile_n, c.cluster_n, c.cluster_m)
+    of_m, of_n = reversed(majors) if c.swap_ab else majors
+    sides = (
+        (m, c.tile_m, c.cluster_m, c.cluster_n, of_m),
+        (n, c.tile_n, c.cluster_n, c.cluster_m, of_n),
+    )
     return sum(
         max(0, _last_outside(c, *side) - ROWS_OUTSIDE)
         * (1 if c.one_tile else max(1 / max(1, rounds), side[1] / side[0]))
@@ -275,26 +287,36 @@ def _rows_outside(c: Sm90Config, m: int, n: int, rounds: float) -> float:
     )
 
 
-def _last_outside(c: Sm90Config, size: int, tile: int, cluster: int, sharers: int) -> int:
+def _last_outside(
+    c: Sm90Config, size: int, tile: int, cluster: int, sharers: int, k_major: bool
+) -> int:
     """The rows of the last tile of a side that TMA finds outside of an operand of `size` rows."""
     tiles = ceil_div(ceil_div(size, tile), cluster) * cluster
     outside = tile - max(0, size - (tiles - 1) * tile)
     if not c.box_rows:
         return outside
+    if outside == tile:
+        return 0
+    if not k_major:
+        return outside % contiguous_box(tile)
     part = tile // sharers if tile % (8 * sharers) == 0 else tile
-    return outside % box_rows(part, c.box_rows) if outside < tile else 0
+    return outside % box_rows(part, c.box_rows)
 
 
-def _straddled(c: Sm90Config, problem: GemmProblem, majors: Majors) -> float:
-    """The bytes of a K tile that a CTA requests in rows that begin within a sector of L2: half of
-    an operand whose rows are an odd number of 16 bytes apart."""
+def _apart(c: Sm90Config, problem: GemmProblem, majors: Majors, unit: int) -> float:
+    """The bytes of a K tile that a CTA requests in rows that begin within a unit of L2, as some of
+    an operand do whose rows are no multiple of `unit` bytes apart. A row costs what it does however
+    short it is: those of narrow boxes count as whole ones."""
     pitches = (problem.k if majors[0] else problem.m, problem.k if majors[1] else problem.n)
     tiles = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
     sharers = (c.cluster_m, c.cluster_n) if c.swap_ab else (c.cluster_n, c.cluster_m)
     return sum(
-        tile / by * c.k_bytes / 2
-        for tile, by, pitch in zip(tiles, sharers, pitches, strict=True)
-        if pitch * ELEMENT % SECTOR
+        tile
+        / by
+        * c.k_bytes
+        * (1 - gcd(pitch * ELEMENT, unit) / unit)
+        * (1 if k_major else BOX / contiguous_box(tile))
+        for tile, by, pitch, k_major in zip(tiles, sharers, pitches, majors, strict=True)
     )
 
 
@@ -413,6 +435,7 @@ def features(places: np.ndarray, x: Counts, of: Terms) -> np.ndarray:
             x.rounds * x.k_tiles * of.mma / of.time,
             x.rounds * of.leaving / of.time,
             x.asked * x.ctas * x.k_tiles / of.time,
+            x.cut / x.asked,
         ]
     )
 
