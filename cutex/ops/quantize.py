@@ -67,9 +67,10 @@ def quantize(
 
     x: bfloat16, float16 or float32, any strides; copied first where K is not contiguous. The bits
     are those of torchao's to_mx and nvfp4_quantize and of DeepGEMM's casts: elements rounded to
-    nearest even, saturated; a block with a NaN or an infinity has the factor NaN (nvfp4's saturates
-    for an infinity); what a last block lacks counts as zero. Not differentiable. Returns a
-    QuantizedTensor, or two. Raises TypeError or ValueError, with one sentence, for arguments that
+    nearest even, saturated; what a last block lacks counts as zero. Unlike torchao's, a block with
+    a NaN or an infinity has the factor and elements NaN (nvfp4's saturates for an infinity), and
+    elements with the factor 2^-127 are multiples of it, not of 2^-126. Not differentiable. Returns
+    a QuantizedTensor, or two. Raises TypeError or ValueError, with one sentence, for arguments that
     do not fit, and where there is no NVIDIA GPU from Ampere on.
     """
     check_rows("x", x)
