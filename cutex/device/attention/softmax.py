@@ -36,6 +36,13 @@ def threshold_of(dtype: type[cutlass.Numeric], powers: float, of_fp16: float) ->
     return min(powers, of_fp16) if dtype is cutlass.Float16 else powers
 
 
+def headroom_of(dtype: type[cutlass.Numeric], powers: float) -> float:
+    """The powers of two by which exponentials are lowered, so that their products with a large V
+    stay as far from the end of float32 as those with a small one: `powers`, but none where P is
+    float16, which is coarse far below 1; V ends at 2^16 there."""
+    return 0.0 if dtype is cutlass.Float16 else powers
+
+
 def rows_of(acc: cute.Tensor) -> cute.Tensor:
     """A thread's part of a wgmma accumulator, ((2, 2, N/8), 1, 1), as (rows, columns): (2, N/4)."""
     columns = cute.size(acc) // 4

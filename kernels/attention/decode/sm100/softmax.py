@@ -16,7 +16,7 @@ from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import threshold_of
+from cutex.device.attention.softmax import headroom_of, threshold_of
 from cutex.device.attention.tmem_rows import (
     PART,
     ScoreRow,
@@ -104,7 +104,9 @@ class Softmax:
         heads = (rows.head_of(thread),)
         ops = ScoreOps(mask, args.scale, args.softcap, None, None, rows.batch, heads)
         threshold = threshold_of(s.sK.element_type, c.rescale_threshold, 15.0)
-        return ScoreRow(self.tmem, c.tile_n, RowSoftmax.start(ops.unit(), threshold), ops)
+        headroom = headroom_of(s.sK.element_type, threshold / 2)
+        softmax = RowSoftmax.start(ops.unit(), threshold, headroom)
+        return ScoreRow(self.tmem, c.tile_n, softmax, ops)
 
     @cute.jit
     def exponentiate(

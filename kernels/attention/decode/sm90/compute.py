@@ -21,11 +21,11 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout
 from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_loop import BlockLoop, KeyRings, Products
-from cutex.device.attention.guarded_softmax import GuardedSoftmax
+from cutex.device.attention.lowered_softmax import LoweredSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import rows_of, threshold_of
+from cutex.device.attention.softmax import rows_of
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.kernels.attention.decode.config import WIDE_SLOTS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots
@@ -73,8 +73,9 @@ class Compute:
                 blocks = s.of_piece(piece)
                 unit = self.load_q(registers, rows)
                 score_ops = self.score_ops(rows, unit)
-                threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
-                softmax = GuardedSoftmax.of(score_ops.scale_log2(), threshold, False)
+                softmax = LoweredSoftmax.rounding_to(
+                    dtype, score_ops.scale_log2(), c.rescale_threshold
+                )
                 if blocks.end > blocks.first:
                     products, rings = Products(qk, pv), KeyRings(tiles.k, tiles.v)
                     loop = BlockLoop(products, rings, score_ops, softmax, factors)

@@ -25,10 +25,10 @@ from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.scalar import exp2, log2
 from cutex.device.atoms.wgmma import round_to
 from cutex.device.attention.block_info import Blocks
-from cutex.device.attention.guarded_softmax import GuardedSoftmax
+from cutex.device.attention.lowered_softmax import LoweredSoftmax
 from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import LN2, LOG2_E, rows_of, threshold_of
+from cutex.device.attention.softmax import LN2, LOG2_E, rows_of
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.config import FEW_ROWS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots
@@ -314,8 +314,10 @@ class FewRows(Compute):
         groups, dtype = len(q), q[0].element_type
         p = tuple(cute.make_rmem_tensor(fragment_of_a(c.tile_n), dtype) for _ in q)
         factors = tuple(cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in q)
-        threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
-        softmax = tuple(GuardedSoftmax.of(x.scale_log2(), threshold, False) for x in score_ops)
+        softmax = tuple(
+            LoweredSoftmax.rounding_to(dtype, x.scale_log2(), c.rescale_threshold)
+            for x in score_ops
+        )
         for g in cutlass.range_constexpr(groups):
             softmax[g].reference.fill(-Float32.inf)
             softmax[g].sums.fill(0.0)

@@ -19,7 +19,7 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_softmax import RowSoftmax
 from cutex.device.attention.row_store import UNIT, RoundedRow
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import threshold_of
+from cutex.device.attention.softmax import headroom_of, threshold_of
 from cutex.device.attention.tmem_rows import (
     PART,
     ScoreRow,
@@ -119,7 +119,9 @@ class Softmax:
         heads = (rows.head_of(self.row),)
         ops = ScoreOps(mask, args.scale, None, None, None, rows.batch, heads)
         threshold = threshold_of(s.sK.element_type, s.config.rescale_threshold, 15.0)
-        return ScoreRow(self.tmem, KEYS_OF_CTA, RowSoftmax.start(ops.unit(), threshold), ops)
+        headroom = headroom_of(s.sK.element_type, threshold / 2)
+        softmax = RowSoftmax.start(ops.unit(), threshold, headroom)
+        return ScoreRow(self.tmem, KEYS_OF_CTA, softmax, ops)
 
     @cute.jit
     def block(

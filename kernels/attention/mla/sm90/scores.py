@@ -17,11 +17,11 @@ from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.atoms.scalar import exp2
 from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, round_to, write_fragment
 from cutex.device.attention.block_info import Blocks
-from cutex.device.attention.guarded_softmax import GuardedSoftmax
+from cutex.device.attention.lowered_softmax import LoweredSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import over_quad, row_max, rows_of, threshold_of
+from cutex.device.attention.softmax import over_quad, row_max, rows_of
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.splits import Piece
@@ -94,8 +94,7 @@ class Scores:
         factors.fill(1.0)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         ops = self.score_ops(rows)
-        threshold = threshold_of(dtype, c.rescale_threshold, 4.0)
-        softmax = GuardedSoftmax.of(ops.scale_log2(), threshold, False)
+        softmax = LoweredSoftmax.rounding_to(dtype, ops.scale_log2(), c.rescale_threshold)
         softmax.reference.fill(-Float32.inf)
         softmax.sums.fill(0.0)
         rounded = mma.a_registers(c.tile_n)
@@ -125,7 +124,7 @@ class Block:
     factors: cute.Tensor  # (2)
     lse: cute.Tensor  # (2)
     ops: ScoreOps
-    softmax: GuardedSoftmax
+    softmax: LoweredSoftmax
     blocks: Blocks
     group: Int32
 
