@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cutex
+from cutex.kernels.attention.decode.choose import fitted
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.shared import Walk
 from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, EvenParts, Splits, weight
@@ -181,3 +182,21 @@ def test_ctas_have_equal_shares_of_ragged_lengths():
     for team in (1, 8):
         _, most = shares(lengths, 8, 264, 1, 1, 0, team)
         assert most <= 1.01 * sum(lengths) * 8 / 264 + 1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "room", "units", "whole"),
+    [
+        (64, 2048, 800, True),  # three waves of 264 CTAs and a bit
+        (64, 2048, 300, False),  # the second of two waves would be a few
+        (64, 2112, 800, False),
+        (128, 4096, 320, True),
+        (128, 4096, 144, False),
+        (128, 4096, 100, True),
+        (128, 4096, 90, False),
+    ],
+)
+def test_units_of_e4m3_are_whole_where_they_fill_the_gpu(head_dim, room, units, whole):
+    config = DecodeConfig(head_dim=head_dim, head_dim_v=head_dim, fp8=True, one_block=True)
+    found = fitted(config, room, units, 64)
+    assert found.most_whole * found.tile_n == (0 if not whole else 2048 if head_dim == 64 else 4096)

@@ -102,6 +102,11 @@ _E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (256, 256): {"tile_n": 32, "num_stages": 6},
     },
 }
+# keys of room up to which units are whole, if they fill the GPU: to begin and to end a part takes
+# as long as many of its blocks (docs/facts/decode.md#e4m3-whole)
+_WHOLE_E4M3: dict[str, dict[tuple[int, int], int]] = {
+    "sm_90a": {(64, 64): 2048, (128, 128): 4096},
+}
 CONFIGS: dict[str, type[DecodeConfig]] = {"sm_90a": DecodeConfig, "sm_100a": Sm100DecodeConfig}
 
 
@@ -125,9 +130,18 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
         tiles = _MEDIUM.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:
         tiles = _E4M3.get(arch, {}).get(config.head_dims, tiles)
+        whole = _WHOLE_E4M3.get(arch, {}).get(config.head_dims, 0)
+        if room <= whole and are_filled(units, config.num_sms * tiles.get("ctas_per_sm", 1)):
+            tiles = {**tiles, "most_whole": whole // tiles["tile_n"]}
     if rows <= FEW_ROWS:  # parts of few rows are merged in less time
         tiles = {**tiles, "most_whole": 0}
     return replace(config, **tiles)
+
+
+def are_filled(units: int, ctas: int) -> bool:
+    """Whether whole units, one CTA each, leave CTAs idle for a quarter of the time at most."""
+    waves = -(-units // ctas)
+    return units > 0 and 3 * waves * ctas <= 4 * units
 
 
 def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, Any] | None:
