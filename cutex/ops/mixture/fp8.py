@@ -9,14 +9,14 @@ from torch import Tensor
 
 from cutex.ops.grouped import launch as products
 from cutex.ops.grouped.scaled import SCALED_GROUPED
-from cutex.ops.mixture.launch import combine
+from cutex.ops.mixture.launch import combine, spread
 from cutex.ops.mixture.routing import route
 from cutex.ops.quantize import QuantizedTensor, quantize
 from cutex.ops.row.operators import define
 
 ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
 BLOCK = 128
-WORD = torch.int64  # in which rows of bytes are gathered
+WORD = torch.bfloat16  # in which rows of bytes are copied
 
 
 def moe_fp8(x: Tensor, weights: Tensor, ids: Tensor, up: Any, down: Any) -> Tensor:
@@ -49,8 +49,7 @@ def _forward(
         return out
     tokens, places, _, offs = route(ids, up.shape[0])
     whole = quantize(x, ROWS)
-    # NOTE: elements of 8 bytes: torch gathers one at a time
-    rows = whole.data.view(WORD).index_select(0, tokens).view(whole.data.dtype)
+    rows = spread(whole.data.view(WORD), places, offs).view(whole.data.dtype)
     factors = whole.scale.mT.index_select(1, tokens).mT
     y = _product((rows, factors), (up, of_up), offs, "gated_silu", x.dtype)
     part = quantize(y, ROWS)

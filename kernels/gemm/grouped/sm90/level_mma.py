@@ -124,7 +124,8 @@ def sums_of(
     """The sums of one width in the first columns of acc.
 
     NOTE: in registers of its own: those that more than one mainloop begins in, ptxas would wait for
-    after each wgmma.
+    after each wgmma (docs/facts/grouped.md#grouped-level-one-loop). 8 to 12 of them spill on their
+    way to the store.
     """
     blocks, columns = cute.size(acc, mode=[1]), product.mma.columns
     own = cute.make_rmem_tensor(cute.make_layout(((2, 2, columns // 8), blocks, 1)), Float32)
