@@ -166,6 +166,27 @@ def test_tiles_are_fitted_to_whole_rounds(mnk: tuple[int, int, int], tile: tuple
         assert persistent and all((c.num_ctas or 132) <= target.num_sms for c in persistent)
 
 
+@pytest.mark.parametrize("direction", ["forward", "dgrad", "wgrad"])
+def test_tiles_far_outside_are_loaded_in_boxes(direction: str) -> None:
+    """By boxes alone where K is contiguous in both operands, either way elsewhere; a box of 64 rows
+    along which K is not contiguous is then outside of nothing."""
+    target, problem, majors = arch("sm_90a"), GemmProblem(2334, 1040, 6096), fit.MAJORS[direction]
+    usual = Sm90Config(tile_m=128, warpgroups=2, swap_ab=True)  # N is 8 tiles and 16 rows
+    boxes: dict[Any, set[int]] = {}
+    for c in candidates(problem, target, majors):
+        if c.tile_m == usual.tile_m and c.swap_ab and c.tile_n > 32 and not c.spread:
+            boxes.setdefault(fit.tiling(c), set()).add(c.box_rows)
+    assert boxes and set(map(frozenset, boxes.values())) == {
+        frozenset({32} if direction == "forward" else {0, 32})
+    }
+    config = replace(usual, tile_n=176, num_stages=4)
+    boxed = replace(config, box_rows=32)
+    whole, parts = (
+        cost_model.count(c, problem, target, 1, majors).outside for c in (config, boxed)
+    )
+    assert parts < whole - 64
+
+
 def test_operations_take_no_tile_that_is_stored_whole_and_transposed() -> None:
     """It has no slot for a matrix to add, and all its columns in registers at once."""
     layouts = OperandLayout(), OperandLayout(major="column"), OperandLayout()
