@@ -9,7 +9,7 @@ products during the others' exponentials:
   starts all loads. With `own_dq` it only loads, and those that own keys compute dQ, too; then
   CTAs are persistent, and take tiles of keys from a counter.
   Where adds come in one order, three of its warps wait for turns, and add; else one zeroes sums
-  that are added to later.
+  that are added to later. Where tiles take equally long, the last ones are cut (../tail.py).
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class Main:
     k read           1 a warp of dQ, after its last dQ, and    those that store dK in its place;
                      of the one that sums dV alone             the load warp, for the next tile
     v read           1 a warp that computes scores             the load warp, for the next tile
+    kept             a flag in global memory: a warp that      the same warp of the CTA that has
+                     keeps sums of a part of a tile            the tile's end (KeptSums)
 
     smem       bytes                                 hd 128   hd 64    hd 256
     sK, sV     tile_n * (D + DV) * 2                 65536    32768    65536
