@@ -34,7 +34,7 @@ MANY_COLUMNS = 40  # tiles of columns from which on one too many is less than wh
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
 # of a router's group in a tile, at most; in the mean, from which on groups are divided into equal
 # tiles; and tiles of columns from which on one too many is less than what sharing rows saves
-LEVEL_ROWS, FEW_LEVEL, MANY_LEVEL = 192, 128, 20
+LEVEL_ROWS, FEW_LEVEL, MANY_LEVEL = 192, 96, 20
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # fp8: rows of a group in the mean, below which 128 columns that two CTAs share are as fast as 192,
