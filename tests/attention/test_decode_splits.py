@@ -190,13 +190,30 @@ def test_ctas_have_equal_shares_of_ragged_lengths():
         (64, 2048, 800, True),  # three waves of 264 CTAs and a bit
         (64, 2048, 300, False),  # the second of two waves would be a few
         (64, 2112, 800, False),
-        (128, 4096, 320, True),
-        (128, 4096, 144, False),
-        (128, 4096, 100, True),
-        (128, 4096, 90, False),
+        (128, 2048, 320, True),
+        (128, 2048, 144, False),
+        (128, 2048, 100, True),
+        (128, 2048, 90, False),
     ],
 )
 def test_units_of_e4m3_are_whole_where_they_fill_the_gpu(head_dim, room, units, whole):
     config = DecodeConfig(head_dim=head_dim, head_dim_v=head_dim, fp8=True, one_block=True)
     found = fitted(config, room, units, 64)
-    assert found.most_whole * found.tile_n == (0 if not whole else 2048 if head_dim == 64 else 4096)
+    assert found.most_whole * found.tile_n == (2048 if whole else 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "fp8", "by_room"), [(1, True, 16), (2, True, 8), (3, True, 0), (1, False, 0)]
+)
+def test_few_sequences_of_e4m3_are_cut_by_their_room(batch, fp8, by_room):
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    q, used = torch.empty(batch, 8, 64, 128).bfloat16(), torch.empty(batch, dtype=torch.int32)
+    cache = torch.empty(batch, 65536, 8, 128, dtype=dtype, device="meta")
+    scales = [torch.empty(batch, 8)] * 2 if fp8 else [None] * 2
+    others = None, None, None, None, None, *scales, None, None, None, None
+    call = KVCacheCall(q, cache, cache, None, used, *others, True, (None, None), 0.0, 0)
+    config = config_for(call, False)
+    assert (config.by_room, kvcache.parts_by_room(call, config, call.room)) == (
+        by_room > 0,
+        by_room,
+    )

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 # rows of parts that the last CTA merges, at most (docs/facts/decode.md#combine)
 MOST_MERGED = 64
+FEW_SEQUENCES = 2  # of e4m3 (docs/facts/decode.md#e4m3-shares)
 # bits of a plan's key: which of the tensors that may be left out are given, in a launch's order
 CU_Q, ENDS, TABLE, ENTRIES, BEGINS, CU_NEW, SINK, K_SCALE, V_SCALE, NEW_K, NEW_V = (
     1 << bit for bit in range(TENSORS - 3)
@@ -394,7 +395,9 @@ def parts_by_room(call: KVCacheCall, config: DecodeConfig, room: int) -> int:
         return 0
     parts = min(teams // units, -(-blocks // config.least))
     size = -(-blocks // parts)
-    if not config.is_short(size):
+    # NOTE: of so few sequences lengths differ less than it takes roles to share them out
+    few = config.widens and call.batch <= FEW_SEQUENCES
+    if not (few or config.is_short(size)):
         return 0
     return 1 if blocks <= size + config.merge else -(-blocks // size)
 

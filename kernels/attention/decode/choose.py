@@ -105,7 +105,7 @@ _E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
 # keys of room up to which units are whole, if they fill the GPU: to begin and to end a part takes
 # as long as many of its blocks (docs/facts/decode.md#e4m3-whole)
 _WHOLE_E4M3: dict[str, dict[tuple[int, int], int]] = {
-    "sm_90a": {(64, 64): 2048, (128, 128): 4096},
+    "sm_90a": {(64, 64): 2048, (128, 128): 2048},
 }
 CONFIGS: dict[str, type[DecodeConfig]] = {"sm_90a": DecodeConfig, "sm_100a": Sm100DecodeConfig}
 
