@@ -47,6 +47,13 @@ BULK_LONGEST = 56  # of an RMS norm, whose threads have no bias
 BULK_CTA = 128
 BULK_STAGES = {32: 3, 64: 4, 512: 6}
 LEAST_RELAYED = 4  # slots of a cluster's rows whose sums are relayed, at least
+# and at most of clusters of 8 (docs/facts/rows.md#rows-norm-slots) whose slots have so many bytes,
+# of rows that begin anywhere, and whose parts are of so many, of others
+BULK_LARGE, BULK_WHOLE = 40 << 10, 32 << 10
+# a layer norm's rows of 16 bits that begin with vectors and fill no tile in registers: threads of
+# their CTA, which has three slots, by the least and most columns (rows.md#rows-norm-one-cta)
+BULK_ONE = {(8_193, 10_240): 256, (18_433, 20_480): 512}
+BULK_ONE_STAGES = 3
 # which rows: those that begin anywhere from so many columns on, of a layer norm's or an RMS norm's,
 # by the elements of a vector; of a layer norm's that begin with vectors, those of so many vectors a
 # thread between two lengths, and those between others
@@ -161,6 +168,11 @@ def bulk(
     for (first, last), (threads, ctas) in tables[centred].items() if other.width == 8 else ():
         if first <= n <= last and ctas <= largest:
             return _bulk(n, threads, ctas, other, centred, of.smem_per_cta)
+    if (threads := _one_cta(n, other, centred)) is not None:
+        words = -(-n // (threads * other.width)) * VECTOR_BYTES // 4
+        tile = RowTile(1, threads, 1, 1, other.width, False)
+        here = BULK_THREADS // threads
+        return Bulk(tile, words, BULK_ONE_STAGES, here, VECTOR_BYTES // 4, 1, 0, False)
     if not _is_for_bulk(n, other, centred):
         return None
     for ctas, columns in (BULK_COLUMNS if centred else BULK_COLUMNS | {8: BULK_LONGEST}).items():
@@ -190,10 +202,20 @@ def _bulk(n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: 
     if not resident:
         return None
     most = next(stages for t, stages in BULK_STAGES.items() if threads <= t)
-    stages = min(most, room // (resident * slot))
+    whole = other.aligned and n * 16 // other.width % (ctas * BULK_WHOLE) == 0
+    large = whole or (not other.aligned and slot >= BULK_LARGE)
+    few = ctas == CLUSTER and relays and large
+    stages = min(LEAST_RELAYED if few else most, room // (resident * slot))
     ahead = (1 + (relays and ctas > CLUSTER)) * (ctas > 1)  # rows.md#rows-norm-relayed
     halves = ctas > CLUSTER and n % (other.width // 4) > 0  # rows.md#rows-norm-halves
     return Bulk(tile, words, stages, resident, vector, last, ahead, halves)
+
+
+def _one_cta(n: int, other: RowTile, centred: bool) -> int | None:
+    """The threads of the CTA that has a row of BULK_ONE by bulk copies; None for other rows."""
+    if not (centred and other.aligned and other.width == 8):
+        return None
+    return next((t for (first, last), t in BULK_ONE.items() if first <= n <= last), None)
 
 
 def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
@@ -217,10 +239,14 @@ class Resident(NamedTuple):
 
 
 def resident(
-    m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST
-) -> Resident | None:
+    m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST,
+    *, dense: bool = False,
+) -> Resident | None:  # fmt: skip
     """How `m` rows of `n` elements, a norm's, whose vectors are of 16 bytes, are taken in turn by
-    CTAs that stay. None for rows that are better taken as `other` has them."""
+    CTAs that stay; dense: they lie one after another. None for rows that are better taken as
+    `other` has them, or by bulk copies."""
+    if dense and _one_cta(n, other, centred) is not None:
+        return None
     few = m * n < least or n < RESIDENT_LEAST[centred]
     if not other.aligned or few or arch(arch_name).capability < (9, 0):
         return None

@@ -145,7 +145,7 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
     dense = config.is_plain and (x.stride(0) == n or m == 1)
     widest = config.tile.width * x.element_size() == VECTOR
     if config.is_plain and widest:
-        here = choose_norm.resident(m, n, config.tile, centred, kernels_of(arch))
+        here = choose_norm.resident(m, n, config.tile, centred, kernels_of(arch), dense=dense)
         if here is not None:
             return NormResident, ResidentConfig(**{**vars(config), **here._asdict()})
     by_words = dense and widest
