@@ -107,6 +107,11 @@ def test_only_empty_tensors_of_the_gpu_are_filled():
         made = [torch.empty(3, 7, device="cuda"), torch.zeros(64, device="cuda")]
         made += [made[0].new_empty(5), torch.empty_like(made[1], dtype=torch.bfloat16)]
         here = torch.zeros(4).new_empty(4)
+        gone = torch.zeros(4, device="cuda")
+        old = memory._held[gone.untyped_storage().data_ptr()]
+        memory._held[here.data_ptr()] = old._replace(address=here.data_ptr())
+        del gone  # whose address another tensor has now
+        assert not memory.blank(here.zero_()).any()
         blank = {r.address: r.blank for r in memory.regions([])}
         assert [blank[t.data_ptr()] for t in made] == [True, False, True, True]
         assert here.data_ptr() not in blank

@@ -67,11 +67,14 @@ class DeviceMemory:
 
     def blank(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill a tensor that nothing has written with BLANK32, unless it is large."""
-        held = self._held.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-        if held is not None and held.size <= LARGEST:
+        if not tensor.numel() or tensor not in self:  # NOTE: or at the address of one that is gone
+            return tensor
+        at = tensor.untyped_storage().data_ptr()
+        held = self._held[at]
+        if held.size <= LARGEST:
             words = ctypes.c_uint32 * (held.size // 4)
             np.ctypeslib.as_array(words.from_address(held.address))[:] = BLANK32
-            self._held[tensor.untyped_storage().data_ptr()] = held._replace(blank=True)
+            self._held[at] = held._replace(blank=True)
         return tensor
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
