@@ -18,7 +18,7 @@ from cutex.sim import simulate
 from cutex.sim.host.loaded import captured
 from cutex.sim.machine.events import SharedBytes
 from cutex.sim.timing import stored
-from cutex.sim.timing.call import time_call
+from cutex.sim.timing.call import time_call, time_launch
 from cutex.sim.timing.events import (
     Arrive,
     Fetch,
@@ -31,6 +31,7 @@ from cutex.sim.timing.events import (
     Touch,
     Wait,
 )
+from cutex.sim.timing.fetches import SECTOR, Reuse
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.power import watts
 from cutex.sim.timing.predict import predict
@@ -148,10 +149,45 @@ def test_what_all_ctas_load_comes_from_memory_once():
     traced = recorded("last", x, torch.zeros(6), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
     (row,) = traced.record.fetched.values()
     assert row == Fetched(4 * styled_kernels.THREADS, 4 * styled_kernels.THREADS, 4 * x.numel())
-    assert list(fetched(traced).values()) == [1.0]
+    board = gpu("h200")
+    assert list(fetched(traced, board).values()) == [1.0]
     record = traced.record
     record.fetched = {1: Fetched(1000.0, 1000.0, 1000.0)}  # by each of the six
-    assert fetched(traced) == {1: pytest.approx(1 / 6)}
+    assert fetched(traced, board) == {1: pytest.approx(1 / 6)}
+
+
+@pytest.mark.parametrize(
+    ("between", "size", "share"),
+    [
+        (4e6, 1e9, 1 / 2),  # six times so much is in L2 still
+        (5e6, 1e9, 1.0),  # six times so much is not
+        (5e6, 2e7, 1 / 2),  # all of the tensor is
+    ],
+)
+def test_what_a_cta_loads_again_comes_from_l2_while_that_keeps_it(between, size, share):
+    x = torch.zeros(6 * styled_kernels.THREADS)
+    traced = recorded("last", x, torch.zeros(6), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
+    row = Fetched(2 * size / 6, size / 6, size, ((between, size / 6),))
+    traced.record.fetched = {1: row}
+    assert fetched(traced, gpu("h200")) == {1: pytest.approx(share)}
+
+
+def test_a_prediction_says_what_is_spilled(tmp_path):
+    x = torch.zeros(6 * styled_kernels.THREADS)
+    traced = recorded("last", x, torch.zeros(6), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
+    assert traced.stack == 0 and "spilled" not in str(time_launch(traced, gpu("h200")))
+    stored.save({"last": replace(traced, stack=64)}, tmp_path / "one.json.gz")
+    report = time_launch(stored.load(tmp_path / "one.json.gz")["last"], gpu("h200"))
+    assert "64 bytes of a thread are spilled" in str(report)
+    assert json.loads(report.to_json())["stack_bytes"] == 64
+
+
+def test_the_bytes_between_two_loads_of_the_same_are_counted():
+    one = Reuse()
+    for _ in range(2):
+        one.fetch(list(range(8)))
+    one.fetch([0])
+    assert one.again == {8 * SECTOR: 9 * SECTOR}
 
 
 def test_copies_by_cp_async_are_waited_for_by_their_group(tmp_path):

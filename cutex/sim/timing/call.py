@@ -64,6 +64,7 @@ def time_launch(
         timed=timed,
         intervals=timed.intervals,
         chain=parts,
+        stack=traced.stack,
     )
 
 

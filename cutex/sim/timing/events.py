@@ -181,12 +181,14 @@ Event = Any  # one of the above
 
 class Fetched(NamedTuple):
     """The bytes that a cluster fetches of one tensor: in all, and of different addresses; and its
-    size.
+    size. again: of bytes that a CTA fetches once more, how many of the tensor it has fetched since,
+    and how many they are.
     """
 
     loaded: float
     different: float
     size: float
+    again: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from math import log2
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class Fetches:
         self.m, self.add = machine, add
         self.loaded: dict[int, float] = defaultdict(float)  # bytes, by the base of their tensor
         self.sectors: dict[int, set[int]] = defaultdict(set)
+        self.reuse: dict[tuple[int, int], Reuse] = defaultdict(Reuse)  # by tensor and CTA
         self.count: dict[int, int] = defaultdict(int)  # loads into registers, of a warp
         self.needed: dict[int, int] = defaultdict(int)  # the last that the warp waited for
         self.loads: dict[int, dict[Any, int]] = defaultdict(dict)  # of a warp, by register
@@ -98,7 +100,9 @@ class Fetches:
                     self.count[warp] += 1
                     numbers = dict.fromkeys(self.written[pc], self.count[warp])
                     self.loads[warp].update(numbers)
-                event = self._peer(warp, at, size) if peer else self._fetch(at, size, registers)
+                event = (
+                    self._peer(warp, at, size) if peer else self._fetch(warp, at, size, registers)
+                )
                 self.add(warp, event)
 
         return add
@@ -110,7 +114,7 @@ class Fetches:
         cta, _ = g.shared_location(np.full(len(at), warp), addresses)
         return Peer(size * int((cta != g.warp_cta[warp]).sum()))
 
-    def _fetch(self, at: np.ndarray, size: int, registers: bool) -> Fetch:
+    def _fetch(self, warp: int, at: np.ndarray, size: int, registers: bool) -> Fetch:
         if not len(at):
             return Fetch(0, 0, 0, registers)
         steps = np.arange(0, size, SECTOR)
@@ -120,14 +124,45 @@ class Fetches:
         base = region.base if region is not None else 0
         self.loaded[base] += SECTOR * len(sectors)
         self.sectors[base].update(sectors.tolist())
+        self.reuse[base, int(self.m.grid.warp_cta[warp])].fetch(sectors.tolist())
         return Fetch(len(sectors), len(np.unique(sectors // 4)), base, registers)
 
     def fetched(self) -> dict[int, Fetched]:
         sizes = {r.base: float(len(r.data)) for r in self.m.memory.regions}
+        again: dict[int, dict[float, float]] = defaultdict(lambda: defaultdict(float))
+        for (base, _), reuse in self.reuse.items():
+            for between, size in reuse.again.items():
+                again[base][between] += size
         return {
-            base: Fetched(loaded, float(SECTOR * len(self.sectors[base])), sizes.get(base, loaded))
+            base: Fetched(
+                loaded,
+                float(SECTOR * len(self.sectors[base])),
+                sizes.get(base, loaded),
+                tuple(sorted(again[base].items())),
+            )
             for base, loaded in self.loaded.items()
         }
+
+
+class Reuse:
+    """How much of a tensor a CTA fetches between two fetches of the same sector."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+        self.latest: dict[int, int] = {}  # by sector: the bytes loaded before it
+        self.again: dict[float, float] = defaultdict(float)  # bytes, by those fetched in between
+
+    def fetch(self, sectors: list[int]) -> None:
+        for sector in sectors:
+            if (before := self.latest.get(sector)) is not None:
+                self.again[_rounded(self.loaded - before)] += SECTOR
+            self.latest[sector] = self.loaded
+            self.loaded += SECTOR
+
+
+def _rounded(size: int) -> float:
+    """A number of bytes to an eighth of a power of two, so that few are different."""
+    return float(round(2 ** (round(8 * log2(size)) / 8)))
 
 
 def width(ins: Instruction) -> int:

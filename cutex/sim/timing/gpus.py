@@ -47,6 +47,8 @@ class Gpu:
     l2_merged: float = 0.5  # share of bytes saved where several SMs request the same at one time
     l2_copies: float = 0.0  # cost of each further CTA of a multicast, as a share of a load's
     l2_store: float = 0.0  # cost of a stored byte at L2, in loaded bytes; 0: a path of its own
+    hbm_written: float = 1.2  # cost of a byte of ordinary stores, in bytes that are read
+    hbm_ahead: float = 2000.0  # the same of HBM, for ordinary loads
     l2_ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others use less
     tma_issue: float = 8.0  # of the TMA engine, for an instruction
     tma_row: float = 0.9  # of the TMA engine, for a row of a box of any length
@@ -59,7 +61,7 @@ class Gpu:
     write_buffer: float = 8e6  # bytes that L2 takes before HBM slows stores down
     store_queue: float = 8.0  # ordinary stores of a warp in flight before it has to wait
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions access
-    global_latency: float = 600.0
+    global_latency: float = 500.0  # of an ordinary load that misses L2
     peer_bytes: float = 9.0  # bytes per cycle that an SM loads from others' shared memory
     sent_bytes: float = 16.0  # bytes per cycle that an SM sends to others' shared memory
     peer_latency: float = 200.0  # of such a load, and of what is sent
@@ -86,6 +88,7 @@ class Gpu:
     launch: float = 3000.0  # from the end of the kernel before to the first instruction
     overlapped_launch: float = 0.0  # the same where the kernel before lets it start; 0: as long
     l2_capacity: float = 50e6  # bytes of tensors that L2 keeps
+    l2_kept: float = 25e6  # bytes read since, after which ordinary loads find data in L2 again
     clusters_of_four: int = 0  # clusters of 4 CTAs that run at one time; 0: sms // 4
     power: Power = Power()
     band: float = 0.1  # expected relative error of the cycles
@@ -112,7 +115,8 @@ B200 = Gpu(
     "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=12700.0,
     hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=600.0, hbm_latency=580.0,
     latency_spread=0.2, l2_requests=156.0, l2_merged=0.0, l2_copies=1.06, l2_store=2.95,
-    l2_ahead=640.0, l2_capacity=77e6, clusters_of_four=33, try_wait=10.0, tmem_copy_bytes=170.0,
+    l2_ahead=640.0, l2_capacity=77e6, l2_kept=60e6, global_latency=600.0, clusters_of_four=33,
+    try_wait=10.0, tmem_copy_bytes=170.0,
     mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0, band=0.13,
     clock_band=0.11,
     power=Power(
@@ -132,7 +136,8 @@ H200 = Gpu(
 # held out. The rest is the H200's, which the probes gave again within 3 %.
 H100 = replace(
     H200, name="H100", hbm_gbs=3150.0, l2_bytes=3930.0, l2_requests=82.0, store_bytes=2120.0,
-    hbm_latency=700.0, l2_capacity=H200.l2_capacity * 50 / 60, band=0.15, clock_band=0.1,
+    hbm_latency=700.0, l2_capacity=H200.l2_capacity * 50 / 60, l2_kept=H200.l2_kept * 50 / 60,
+    band=0.15, clock_band=0.1,
     power=replace(
         H200.power, idle_w=70.0, flop_pj=0.76, issue_pj=570.0, l2_pj=32.9, burst_ghz=0.7,
     ),
@@ -155,6 +160,8 @@ SOURCES: dict[str, tuple[str, str]] = {
     "l2_merged": ("fit, stages 1 to 5; +-0.15", "none is seen in those rows"),
     "l2_copies": ("none is seen: each is free", "fit: the same, +-0.2; a multicast saves nothing"),
     "l2_store": ("stores have a path of their own", "fit: the same, +-10 %"),
+    "hbm_written": ("fit: row kernels that write as much as they read, +-5 %", "the H200's"),
+    "hbm_ahead": ("fit: row kernels of one CTA an SM, +-1000", "the H200's"),
     "l2_ahead": ("none is seen", "fit: the same, +-300"),
     "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
     "store_bytes": ("probe tmastores: 132 SMs into L2, +-8 %", "prior"),
@@ -181,7 +188,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "write_buffer": ("prior", "prior"),
     "store_queue": ("prior", "prior"),
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
-    "global_latency": ("prior", "prior"),
+    "global_latency": ("fit: two row kernels that load words, +-10 %; published: 480", "prior"),
     "peer_bytes": ("fit, microseconds of 23 kernels that split K, +-30 %", "the H200's"),
     "sent_bytes": ("fit, microseconds of 28 kernels that split K, +-30 %", "the H200's"),
     "peer_latency": ("published: 180 to 210", "the H200's"),
@@ -217,6 +224,7 @@ SOURCES: dict[str, tuple[str, str]] = {
         "kernels timed: 29 run at one time, 32 do not",
         "fit: rows of a B200 at 1300 MHz, 32 to 36",
     ),
+    "l2_kept": ("row kernels: 43 MB are lost, 9 MB are not", "prior: half, as on an H200"),
     "l2_capacity": ("60 MB less what stores take", "fit: the one problem whose A is larger"),
 }
 

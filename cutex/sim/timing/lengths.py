@@ -49,6 +49,10 @@ class Lengths:
         return self.long.overlaps
 
     @property
+    def stack(self) -> int:
+        return self.long.stack
+
+    @property
     def flops(self) -> float:
         """The MMA FLOPs of the whole grid."""
         return sum(self.at(self.tile_flops, n) for n in self.tiles)

@@ -58,7 +58,7 @@ def predict(
     missed = dram(traced, by_tensor, gpu)
     memory = Memory(
         missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor),
-        fetched=fetched(traced), ahead=gpu.l2_ahead,
+        fetched=fetched(traced, gpu), ahead=gpu.l2_ahead,
     )  # fmt: skip
     for at, f in record.fetched.items():
         loads += f.loaded * times

@@ -13,6 +13,7 @@ from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.units import Interval
 
 WAYS_LOST = "  steps: in which ways they came is not known: no function that takes one was recorded"
+SPILLED = "  {} bytes of a thread are spilled: the time of their loads and stores is not in this"
 
 
 @dataclass
@@ -50,6 +51,7 @@ class TimeReport:
     ways_lost: bool = False  # it has such ways, but none of their functions was seen
     # where nothing binds, the cycles of the longest chain by what they are
     chain: dict[str, float] = field(default_factory=dict)
+    stack: int = 0  # bytes of a thread, for whose loads and stores no time is counted
 
     @property
     def us(self) -> float:
@@ -81,6 +83,7 @@ class TimeReport:
             *([f"  its time: {_shares(self.chain, self.cycles)}"] if self.chain else []),
             *([f"  steps: {_parts(self.ways)}"] if self.ways else []),
             *([WAYS_LOST] if self.ways_lost else []),
+            *([SPILLED.format(self.stack)] if self.stack else []),
             f"  {'role':<16}{'warps':>6}{'works':>8}   waits for",
         ]
         for role in self.roles:
@@ -103,7 +106,7 @@ class TimeReport:
             "clock_ghz": self.clock_ghz, "us": self.us, "us_low": low, "us_high": high,
             "tflops": self.tflops, "binds": self.binds, "busy": self.busy, "chain": self.chain,
             "clusters_recorded": self.timed.sampled[0] or None,
-            "roles": [asdict(r) for r in self.roles], "ways": self.ways,
+            "stack_bytes": self.stack, "roles": [asdict(r) for r in self.roles], "ways": self.ways,
         }  # fmt: skip
         return json.dumps(found)
 

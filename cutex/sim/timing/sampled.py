@@ -58,6 +58,10 @@ class Sampled:
         return self.first.overlaps
 
     @property
+    def stack(self) -> int:
+        return self.first.stack
+
+    @property
     def clusters(self) -> int:
         return self.first.clusters
 
@@ -162,7 +166,7 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
     missed = dram(first, by_tensor, gpu)
     memory = Memory(
         missed / total if total else 1.0, min(count, groups) * size, shared(first, by_tensor),
-        fetched=fetched(first), ahead=gpu.l2_ahead,
+        fetched=fetched(first, gpu), ahead=gpu.l2_ahead,
     )  # fmt: skip
     for at, miss in memory.fetched.items():
         found = [r.fetched[at].loaded if at in r.fetched else 0.0 for r in records]

@@ -140,7 +140,8 @@ def _traced(row: dict[str, Any], programs: list[Any]) -> Traced:
     r["barriers"] = {(cta, offset): n for cta, offset, n in r["barriers"]}
     for name in ("cta", "place", "roles"):
         r[name] = {int(w): x for w, x in r[name].items()}
-    r["fetched"] = {int(at): Fetched(*x) for at, x in r.get("fetched", {}).items()}
+    r["fetched"] = {int(at): _tuple(x) for at, x in r.get("fetched", {}).items()}
+    r["fetched"] = {at: Fetched(*x) for at, x in r["fetched"].items()}
     sharing = {int(m): Sharing(**s) for m, s in row["sharing"].items()}
-    grid, overlaps = tuple(row["grid"]), row.get("overlaps", False)
-    return Traced(Record(**r), grid, row["per_sm"], sharing, row["name"], overlaps)
+    grid, overlaps, stack = tuple(row["grid"]), row.get("overlaps", False), row.get("stack", 0)
+    return Traced(Record(**r), grid, row["per_sm"], sharing, row["name"], overlaps, stack)

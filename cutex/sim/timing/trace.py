@@ -57,6 +57,7 @@ class Traced:
     sharing: dict[int, Sharing]  # by tensor map
     name: str = ""
     overlaps: bool = False  # whether it starts before one like it, launched before, has ended
+    stack: int = 0  # bytes of a thread: spilled registers, and arrays that are not in registers
 
     @property
     def takes_over(self) -> bool:
@@ -146,17 +147,18 @@ class Few(Simulation):
         if self.number == 0:
             self.counters = counters.asked_again if counters else set()
         threads = 32 * what.warps_per_cta
-        registers = Cubin(self.machine_code, what.kernel).registers
+        cubin = Cubin(self.machine_code, what.kernel)
         held = min(
             SM_THREADS // threads,
             SM_SMEM // (1024 + machine.static_smem + what.smem),
-            SM_REGISTERS // (threads * max(registers, 16)),
+            SM_REGISTERS // (threads * max(cubin.registers, 16)),
             TMEM_COLUMNS // recorder.columns if recorder.columns else SM_THREADS,
         )
         self.traced.append(
             Traced(
                 recorder.record(complete), what.grid, max(1, held), {}, machine.program.title,
                 what.programmatic and any(i.op == LETS_START for i in machine.program.code),
+                cubin.stack_bytes,
             )
         )  # fmt: skip
 

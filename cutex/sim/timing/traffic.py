@@ -51,14 +51,21 @@ def held_by_l2(record: Record, near: float) -> dict[int, float]:
     return {tmap: again[tmap] / size for tmap, size in loads.items()}
 
 
-def fetched(traced: Traced) -> dict[int, float]:
+def fetched(traced: Traced, gpu: Gpu) -> dict[int, float]:
     """The share of the bytes of each tensor that all clusters fetch from HBM, where each comes
-    once.
+    once; and once more if L2 keeps neither the tensor nor what all CTAs that run side by side fetch
+    of it between two fetches of the same.
     """
+    size = traced.record.cluster_size
+    ctas = min(traced.clusters, clusters_at_once(gpu, size) * traced.per_sm) * size
     missed = {}
     for at, f in traced.record.fetched.items():
         once = min(f.size, f.different * traced.clusters)
-        missed[at] = once / (f.loaded * traced.clusters) if f.loaded else 0.0
+        lost = 0.0
+        if f.size > gpu.l2_capacity:
+            lost = sum(bytes_ for between, bytes_ in f.again if between * ctas > gpu.l2_kept)
+        all_ = f.loaded * traced.clusters
+        missed[at] = min(1.0, (once + lost * traced.clusters) / all_) if all_ else 0.0
     return missed
 
 

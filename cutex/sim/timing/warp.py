@@ -398,7 +398,7 @@ class Warp:
         if e.waits:
             return self._until("global memory", now, end + g.global_latency)
         if not e.adds:
-            self.sm.hbm.serve(now, size * m.write_back * m.sms / g.hbm_bytes)
+            self.sm.hbm.serve(now, size * m.write_back * g.hbm_written * m.sms / g.hbm_bytes)
         self.timeline.stores_end = max(self.timeline.stores_end, end + g.store_latency)
         # the warp need not wait for its first few stores
         then = end - g.store_queue * g.line_cycles
@@ -413,7 +413,8 @@ class Warp:
         taken = self.sm.lines.serve(now, e.lines * g.line_cycles)
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
         if miss:
-            end = max(end, self.sm.hbm.serve(now, size * miss * m.sms / g.hbm_bytes))
+            hbm = self.sm.hbm.serve(now, size * miss * m.sms / g.hbm_bytes)
+            end = max(end, hbm - g.hbm_ahead)
         end += g.global_latency if miss > 0.5 else g.l2_latency
         if e.registers:
             self.fetched.append(max(end, self.fetched[-1] if self.fetched else 0.0))
