@@ -32,7 +32,7 @@ from cutex.sim.errors import SimError
 def none_in_turn(monkeypatch):
     """As if few rows were many, and none were taken in turn."""
     monkeypatch.setattr(choose, "BULK_LEAST", 0)
-    monkeypatch.setattr(choose_norm, "resident", lambda *_: None)
+    monkeypatch.setattr(choose_norm, "resident", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
