@@ -80,18 +80,31 @@ def _nothing_handed_over(subject: Subject, site: Site) -> str:
     return why if ours and not needed else ""
 
 
-_NOTHING = re.compile(r"prefetch|mov\b|add\b|cvta\b|shl\b|mad\b|cvt\b")
+_PREFETCH = re.compile(r"(cp\.async\.bulk\.)?prefetch")
+_REGISTERS_ONLY = re.compile(
+    r"(mov|add|sub|mul|mad|neg|and|or|xor|not|shl|shr|cvt|cvta|setp|selp|min|max)\b"
+)
 
 
 def _only_prefetches(subject: Subject, site: Site) -> str:
-    """Of an elected lane, whose block of code is as short as that."""
+    """Of an elected lane, whose block of code has nothing else but arithmetic for it."""
     behind = [line.split("//")[0].strip() for line in subject.kernel.ptx.split("\n")[site.line :]]
     jump = next(i for i, text in enumerate(behind) if re.search(r"\bbra\b", text))
     to = behind[jump].rstrip(";").split()[-1]
-    block = behind[jump + 1 : behind.index(f"{to}:")]
-    code = [text for text in block if text and not text.startswith(".")]
-    ours = code and all(_NOTHING.match(text) for text in code)
-    return "the elected lane only prefetches" if ours else ""
+    end = behind.index(f"{to}:")
+    code = [text for text in behind[jump + 1 : end] if text and not text.startswith(".")]
+    labels = {to, *(text.rstrip(":") for text in code if text.endswith(":"))}
+    made: set[str] = set()
+    for text in code:
+        if jumped := re.search(r"\bbra\s+(\S+);", text):
+            if jumped[1] not in labels:
+                return ""
+        elif _REGISTERS_ONLY.match(text):
+            made.add(text.split()[1].rstrip(","))
+        elif not text.endswith(":") and not _PREFETCH.match(text):
+            return ""
+    later = set(re.findall(r"%\w+", "\n".join(behind[end:])))
+    return "the elected lane only prefetches" if code and not made & later else ""
 
 
 def _arrival_not_waited_for(subject: Subject, site: Site) -> str:
