@@ -68,3 +68,6 @@ def rows(rows: int, columns: int) -> np.ndarray:
 
 
 CLUSTER_SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+# of tensor memory: columns of a CTA or a pair, by the place of their address
+ALLOC = "tcgen05.alloc.cta_group::{g}.sync.aligned.shared::cta.b32 [%r{at}], {n};"
+FREE = "tcgen05.dealloc.cta_group::{g}.sync.aligned.b32 %r{at}, {n};"
