@@ -168,10 +168,10 @@ def bulk(
     for (first, last), (threads, ctas) in tables[centred].items() if other.width == 8 else ():
         if first <= n <= last and ctas <= largest:
             return _bulk(n, threads, ctas, other, centred, of.smem_per_cta)
-    if (threads := _one_cta(n, other, centred)) is not None:
-        words = -(-n // (threads * other.width)) * VECTOR_BYTES // 4
-        tile = RowTile(1, threads, 1, 1, other.width, False)
-        here = BULK_THREADS // threads
+    if (alone := _one_cta(n, other, centred)) is not None:
+        words = -(-n // (alone * other.width)) * VECTOR_BYTES // 4
+        tile = RowTile(1, alone, 1, 1, other.width, False)
+        here = BULK_THREADS // alone
         return Bulk(tile, words, BULK_ONE_STAGES, here, VECTOR_BYTES // 4, 1, 0, False)
     if not _is_for_bulk(n, other, centred):
         return None
