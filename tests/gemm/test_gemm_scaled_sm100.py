@@ -87,7 +87,10 @@ def test_nothing_spills_on_either_blackwell(kind: str, tile: str) -> None:
 @pytest.mark.parametrize("tile", ["two accumulators", "192 columns", "shared columns"])
 def test_a_quantized_epilogue_does_not_spill(tile: str) -> None:
     ops = (Scale("a"), Bias("column", "bf16", whole=True), Activation("gelu"), QuantizeRows())
-    config = replace(Case("nvfp4", TILES[tile], (1, 1, 1), out="e4m3").config, ops=ops)
+    tiles = TILES[tile]
+    if tile == "192 columns":  # three sub-tiles, of which no two in turn share a slot
+        tiles = replace(tiles, epi_stages=3)
+    config = replace(Case("nvfp4", tiles, (1, 1, 1), out="e4m3").config, ops=ops)
     for name in ("sm_100a", "sm_103a"):
         assert resources(compile(Scaled(config), "nvfp4", name)).spill_bytes == 0
 
