@@ -69,13 +69,8 @@ class DecodeProblem(AttentionProblem):
     title = "attention to caches"
     about = "the ladder of attention to caches of keys and values"
     cases: ClassVar[Mapping[str, Sequence[Sizes]]] = {
-        # many sequences, for which packed heads suffice; one, whose keys have to be cut; and ragged
-        # ones, whose shares have to be equal
-        "cuda": (
-            sizes_of(16, 1, 8192, 32, 8),
-            sizes_of(1, 1, 65536, 32, 8),
-            {**sizes_of(32, 1, 32768, 32, 8), "ragged": True},
-        ),
+        # many sequences, for which packed heads suffice, and one, whose keys have to be cut
+        "cuda": (sizes_of(16, 1, 8192, 32, 8), sizes_of(1, 1, 65536, 32, 8)),
         "sim": ({**sizes_of(2, 2, 300, 4, 2), "head_dim": 64, "head_dim_v": 64},),
         "sweep": (sizes_of(1, 1, 65536, 32, 8), sizes_of(64, 1, 4096, 64, 8)),
         "confirm": (sizes_of(16, 1, 8192, 32, 8), sizes_of(1, 1, 65536, 32, 8)),
