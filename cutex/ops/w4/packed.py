@@ -76,12 +76,11 @@ class W4Weight(NamedTuple):
         due = -(-self.n // STRIP), -(-self.k // BLOCK_K), of.words
         if packed.dtype is not words or packed.shape != due or not packed.is_contiguous():
             kind = str(words).removeprefix("torch.")
-            former = ", as code before packed them: pack the weight again with cutex.pack_w4"
+            is_older = packed.dtype is torch.int32 and words is not torch.int32
+            advice = ", as code before packed them: pack the weight again with cutex.pack_w4"
             raise ValueError(
                 f"{name} of (N, K) = {(self.n, self.k)} must have packed words of {kind} {due}, "
-                f"contiguous, got {packed.dtype} {tuple(packed.shape)}"
-                + former
-                * (packed.dtype is torch.int32 is not words)
+                f"contiguous, got {packed.dtype} {tuple(packed.shape)}" + advice * is_older
             )
         if factor is None:
             return
