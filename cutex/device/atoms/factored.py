@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
-from cutex.device.atoms.multicast import AbOperands, Cluster
+from cutex.device.atoms.multicast import Cluster
 from cutex.device.atoms.tma import AbLoads, matrix, tile_loads
 from cutex.device.work_tile import WorkTile
 
@@ -32,12 +32,10 @@ class FactoredLoads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FactoredOperands:
-    """The operands A and B with the factors of both sides, and the slots that TMA loads into."""
+class WithFactors:
+    """The operands A and B; what derives from it has their factors."""
 
-    ab: AbOperands
-    factors: tuple[Any, Any]  # of A's rows and B's: TmaInfo, or a tensor where 128 share one
-    slots: tuple[Any, Any]  # (bRows, 1, SLOT) of each; None without a tensor map
+    ab: Any  # AbOperands, or those of groups
 
     @property
     def a(self) -> Any:
@@ -50,6 +48,14 @@ class FactoredOperands:
     @property
     def num_k_tiles(self) -> Int32:
         return self.ab.num_k_tiles
+
+
+@dataclass(frozen=True)
+class FactoredOperands(WithFactors):
+    """The operands A and B with the factors of both sides, and the slots that TMA loads into."""
+
+    factors: tuple[Any, Any]  # of A's rows and B's: TmaInfo, or a tensor where 128 share one
+    slots: tuple[Any, Any]  # (bRows, 1, SLOT) of each; None without a tensor map
 
     @cute.jit
     def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> FactoredLoads:

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.factored import FactoredLoads
+from cutex.device.atoms.factored import FactoredLoads, WithFactors
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import Cluster
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
@@ -85,23 +85,10 @@ class RowFactors:
 
 
 @dataclass(frozen=True)
-class FactoredRows:
+class FactoredRows(WithFactors):
     """A and B of groups, with the factors of A's rows."""
 
-    ab: GroupedOperands
     factors: RowFactors
-
-    @property
-    def a(self) -> Any:
-        return self.ab.a
-
-    @property
-    def b(self) -> Any:
-        return self.ab.b
-
-    @property
-    def num_k_tiles(self) -> Int32:
-        return self.ab.num_k_tiles
 
     @cute.jit
     def loads(self, tile: WorkTile, cluster: cutlass.Constexpr[Cluster]) -> FactoredLoads:
