@@ -16,7 +16,7 @@ from itertools import product
 
 from cutex.clock_errors.processes import Job, results
 from cutex.clock_errors.rows import FOLDER
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_launch
 from cutex.sim.timing.events import Fetched, Work
@@ -234,6 +234,10 @@ def instructions_table(traces: Mapping[str, Traced | Lengths]) -> str:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
+    Parser(
+        prog="python -m cutex.clock_errors.backward",
+        description="Hold the simulator's clock against measured times of attention's backward.",
+    ).parse_args(argv)
     traces = stored.load(TRACES)
     found = results("backwards are timed", jobs(traces))
     print(table(traces, dict(zip(TIMED, found, strict=True))))

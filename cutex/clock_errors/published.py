@@ -18,7 +18,7 @@ from functools import partial
 
 from cutex.clock_errors.processes import Job, results
 from cutex.clock_errors.rows import FOLDER, Summary, traces_file
-from cutex.command import answered
+from cutex.command import Parser, answered
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_launch
 from cutex.sim.timing.gpus import B200, Gpu
@@ -137,6 +137,10 @@ def jobs() -> list[Job[PublishedError]]:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
+    Parser(
+        prog="python -m cutex.clock_errors.published",
+        description="Hold the simulator's clock against rates of B200s that others have published.",
+    ).parse_args(argv)
     print(table(results("rates are predicted", jobs())))
     return 0
 

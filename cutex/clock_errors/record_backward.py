@@ -9,13 +9,12 @@ as they are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from cutex.bench.clock import launched
 from cutex.clock_errors.backward import BLOCK, CASES, STEPS, TRACES, WALKED, Case, key
-from cutex.command import answered, refuse
+from cutex.command import Parser, answered, refuse
 from cutex.kernels.attention.backward import stages
 from cutex.problem.attention.backward import BackwardProblem
 from cutex.sim.host.capture import HostFunction
@@ -65,8 +64,14 @@ def records(case: Case, causal: bool) -> dict[str, Traced | Lengths]:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    dims = sys.argv[1:] if argv is None else argv
     known = {case.dims: case for case in CASES}
+    parser = Parser(
+        prog="python -m cutex.clock_errors.record_backward",
+        description="Record the traces of attention's backward kernels that the clock is held "
+        "against.",
+    )
+    parser.add_argument("dims", nargs="*", metavar="HEAD_DIM", help=f"{', '.join(known)}")
+    dims: list[str] = parser.parse_args(argv).dims
     for name in dims:
         if name not in known:
             return refuse(f"{name}: takes {', '.join(known)}")

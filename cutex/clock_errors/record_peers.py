@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from cutex.arch import arch
 from cutex.bench.clock import STEPS, TILES
 from cutex.clock_errors.foreign import QUACK, row_of, traces_file
 from cutex.clock_errors.page import MEASURED
-from cutex.command import answered, refuse
+from cutex.command import Parser, answered, refuse
 from cutex.problem import problem_class
 from cutex.sim.__main__ import NO_DISK_CACHES
 from cutex.sim.host.calls import CapturedKernel
@@ -148,7 +147,12 @@ def empty(*shape: int) -> torch.Tensor:
 
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
-    libraries = sys.argv[1:] if argv is None else argv
+    parser = Parser(
+        prog="CUTE_DSL_ARCH=sm_90a python -m cutex.clock_errors.record_peers",
+        description="Record the kernels of other libraries that the clock is held against.",
+    )
+    parser.add_argument("libraries", nargs="*", metavar="LIBRARY", help="quack, fa4")
+    libraries: list[str] = parser.parse_args(argv).libraries
     how: dict[str, Callable[..., Traced | Lengths]] = {"quack": quack, "fa4": fa4}
     for name in libraries:
         if name not in how:

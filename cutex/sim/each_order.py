@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cutex.command import refuse
 from cutex.sim.__main__ import NO_DISK_CACHES, main, parser
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def _import_once(arch: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or not Path(sys.argv[1], "runs.json").is_file():
+        raise SystemExit(refuse("python -m cutex.check starts this, with FOLDER and N"))
     folder = Path(sys.argv[1])
     wanted = json.loads((folder / "runs.json").read_text(encoding="utf-8"))
     _import_once(parser().parse_args(wanted[0]).arch)

@@ -293,3 +293,13 @@ def test_causal_clusters_have_the_blocks_of_queries_that_see_their_keys():
     assert backward.blocks_of(case, True, 128, 1, 1) == (4, 3, 2, 1) * 2
     assert backward.blocks_of(case, True, 256, 1, 2) == (4, 4, 2, 2)
     assert backward.blocks_of(case, False, 256, 2, 1) == (4,) * 8
+
+
+@pytest.mark.parametrize("module", [backward, published, record_backward])
+def test_commands_of_errors_take_no_argument_silently(module, capsys):
+    """--help ends before any work, and an unknown option is one sentence."""
+    with pytest.raises(SystemExit) as told:
+        module.main(["--help"])
+    assert told.value.code == 0 and "usage:" in capsys.readouterr().out
+    assert module.main(["--no-such-option"]) == 2
+    assert capsys.readouterr().err == "cutex: unrecognized arguments: --no-such-option\n"

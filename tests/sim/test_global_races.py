@@ -11,6 +11,7 @@ import pytest
 import torch
 from mutations import mutate
 from ptx_kernel import Shape, simulate_ptx
+from tensor_maps import aligned
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
@@ -275,3 +276,30 @@ def test_strong_accesses_that_overlap_in_part_are_told(first, second, told):
     report = simulate_ptx(body, {"out": np.zeros(64, np.uint32)}, Shape(grid=2))
     found = [str(a) for a in report.advisories if "overlap in part" in str(a)]
     assert len(found) == bool(told) and all(told in text for text in found), report.advisories
+
+
+# -- bulk copies -----------------------------------------------------------------------------------
+
+BULK = """.reg .b32 bar; mov.u32 bar, smem; mov.u32 %r2, %tid.x; setp.eq.u32 %p0, %r2, 0;
+    setp.eq.u32 %p1, %cta, WRITER;
+    @%p1 bra STORE;
+    @%p0 mbarrier.init.shared.b64 [bar], 1;
+    bar.sync 0; add.u32 %r9, bar, 16;
+    @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 64;
+    @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r9], [%x], 64, [bar];
+    W: mbarrier.try_wait.parity.shared.b64 %p2, [bar], 0;
+    @!%p2 bra W;
+    bra END;
+    STORE: @%p0 st.global.u32 [%x+PLACE], 7;
+    END:"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_bulk_copy_of_what_another_cta_stores_is_found(writer, jobs):
+    """Whichever of the two comes first, and whether or not processes share the grid."""
+    body = BULK.replace("WRITER", str(writer))
+    how = {"shape": Shape(grid=2, smem=128), "jobs": jobs}
+    simulate_ptx(body.replace("PLACE", "64"), {"x": aligned(np.zeros(64, np.uint32))}, **how)
+    with pytest.raises(Hazards, match=r"race: a bulk copy of CTA .* reads byte 60 of x"):
+        simulate_ptx(body.replace("PLACE", "60"), {"x": aligned(np.zeros(64, np.uint32))}, **how)

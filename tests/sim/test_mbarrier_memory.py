@@ -24,7 +24,26 @@ WRONG = {
     "another warp's": f"""{FIRST} setp.eq.u32 %p2, %i, 40; @%p2 st.shared.u8 [bar+3], 1; bar.sync 0;
         {AGAIN}""",
 }
+WRONG |= {
+    "a cp.async, then an arrival": f"""{FIRST} @%p0 cp.async.ca.shared.global [bar], [%x], 8;
+        cp.async.wait_all; bar.sync 0; {AGAIN}""",
+}
+ZERO = "@%p0 st.shared.v4.u32 [bar+-16], {0, 0, 0, 0}; @%p0 st.shared.u64 [bar+8], 0;"
+READS = {
+    "a load": f"{FIRST} ld.shared.u32 %r1, [bar+4]; {AGAIN}",
+    "a load of many bytes, as the last": f"{FIRST} ld.shared.v4.u32 {{%r1, %r2, %r3, %r4}}, [bar];",
+    "a volatile load of a generic address": f"""{FIRST} cvta.shared.u64 %d1, smem;
+        ld.volatile.u64 %d2, [%d1];""",
+    "an atomic": f"{FIRST} @%p0 atom.shared.add.u32 %r1, [bar], 0;",
+    "a bulk store": f"""{init(1).replace("smem;", "smem; add.u32 bar, bar, 16;")} {ZERO} {ARRIVE}
+        fence.proxy.async.shared::cta; add.u32 %r9, bar, -16;
+        @%p0 cp.async.bulk.global.shared::cta.bulk_group [%x], [%r9], 32;
+        @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;""",
+}
 RIGHT = {
+    "a load beside it": f"{FIRST} @%p0 ld.shared.u32 %r1, [bar+8]; {AGAIN}",
+    "a load of what was stored after its last use": f"{FIRST} {OVER} ld.shared.u32 %r1, [bar+4];",
+    "a load behind inval": f"{FIRST} {INVAL} ld.shared.u32 %r1, [bar];",
     "beside it": f"{init(1)} @%p0 st.shared.u32 [bar+8], 7; {ARRIVE} {wait('bar', 0, 'W0')}",
     "not used any more": f"{FIRST} {OVER}",
     "inval before": f"{FIRST} {INVAL} {OVER}",
@@ -46,6 +65,14 @@ def test_a_write_to_an_mbarrier_that_is_used_again_is_found(text):
     first = str(told.value.findings[0])
     assert first.startswith("barrier misuse: ") and "writes to the memory of mbarrier 0x4" in first
     assert first.count("PTX line") >= 3
+
+
+@pytest.mark.parametrize("text", READS.values(), ids=READS)
+def test_a_read_of_an_mbarrier_is_found(text):
+    with pytest.raises(Hazards) as told:
+        run(text)
+    found = [str(f) for f in told.value.findings if f.rule == "barrier misuse"]
+    assert "reads the memory of mbarrier 0x4" in found[0] and "opaque" in found[0]
 
 
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)

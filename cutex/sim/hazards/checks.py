@@ -28,7 +28,7 @@ from cutex.sim.hazards.one_store import OneStore
 from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.hazards.register_moves import RegisterMoves
 from cutex.sim.hazards.smem_shadow import SmemShadow
-from cutex.sim.hazards.strong_sizes import StrongSizes
+from cutex.sim.hazards.strong_sizes import SharedSizes, StrongSizes
 from cutex.sim.hazards.tmem_accesses import TmemAccesses
 from cutex.sim.hazards.tmem_shadow import TmemShadow
 from cutex.sim.hazards.unwritten_values import UnwrittenValues
@@ -76,7 +76,7 @@ class Checks:
         one_lane: list[Observer] = [LaneWaits(m, clocks, asynchronous)]
         if self.global_races.active and acquires(m.program):
             one_lane.append(LaneAcquires(m, clocks, self.global_races))
-        sizes = StrongSizes(m, self.global_races)
+        in_global, in_shared = StrongSizes(m, self.global_races), SharedSizes(m, clocks)
         flags += [Leaders(m)] if places_of_groups(m.program) else []
         grids = [self.grid_order] if self.grid_order.active else []
         rechecks = [self.rechecks] if self.rechecks.active else []
@@ -87,7 +87,7 @@ class Checks:
             OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
             UnwrittenValues(m, self.unwritten), CopySources(m, clocks, asynchronous),
             *one_lane,  # NOTE: before the acquires that they watch count
-            *([sizes] if sizes.active else []),
+            *([in_global] if in_global.active else []), *([in_shared] if in_shared.active else []),
             self.global_races, *flags, *orders, *grids, *rechecks, *self.of_launch,
             clocks,  # NOTE: after the order of clusters, which a fence releases before it counts
         ]  # fmt: skip

@@ -6,10 +6,13 @@ with the row's number and the lane, so that a byte needs one word.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cutex.sim.isa.boxes import box_places
+from cutex.sim.machine.memory import GlobalMemory, Region
 from cutex.sim.machine.runs import heads_of, lengths_of
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import Strength
@@ -52,12 +55,30 @@ class Clash(NamedTuple):
 
 
 class BoxRead(NamedTuple):
-    """A TMA load of a box, by the cluster ``owner`` of the grid."""
+    """A TMA load of a box, by the cluster ``owner`` of the grid; or, without a map, a bulk copy
+    from ``at``: its address, and the number of its bytes."""
 
     tmap: Any
     at: tuple[int, ...]
     owner: int
     instruction: Instruction
+
+    @property
+    def itemsize(self) -> int:
+        return 1 if self.tmap is None else self.tmap.itemsize
+
+    def places(
+        self, memory: GlobalMemory, among: Container[int]
+    ) -> tuple[Region, np.ndarray] | None:
+        """The tensor that it reads, and the offset of each element; None if the tensor's address is
+        not ``among`` these."""
+        if self.tmap is not None:
+            return box_places(memory, self.tmap, self.at, among)
+        address, size = self.at
+        region = memory.find(address)
+        if region is None or region.base not in among:
+            return None
+        return region, address - region.base + np.arange(size)
 
 
 class Touched(NamedTuple):

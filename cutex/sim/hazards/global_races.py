@@ -10,9 +10,9 @@ lost.
 
 Of a bulk store the write counts: it is complete after ``wait_group``, not after ``.read``, and it
 comes after what its thread knew when it issued it. Loads by ordinary instructions are recorded by
-byte: the last one, and one before that it is not ordered after. TMA loads are compared with earlier
-writes when they are issued and, recorded as boxes, at the end with those of other clusters; if
-clusters have an order, only when they are issued.
+byte: the last one, and one before that it is not ordered after. TMA and bulk loads are compared
+with earlier writes when they are issued and, recorded as boxes, at the end with those of other
+clusters; if clusters have an order, only when they are issued.
 """
 
 from __future__ import annotations
@@ -196,6 +196,10 @@ class GlobalRaces(Observer):
         self, warp: int, address: int, size: int, write: bool, ins: Instruction
     ) -> None:
         """Check a bulk copy of contiguous bytes against the writes so far."""
+        if not write and self.active and not self.order.active:
+            owner = int(self.clashes.clusters(np.array([warp]))[0])
+            read = BoxRead(None, (address, size), owner, ins)
+            self.boxes.setdefault((0, read.at, owner), read)
         region = self.m.memory.find(address)
         if region is None or region.base not in (self.stored_to if write else self.writes):
             return
@@ -231,12 +235,13 @@ class GlobalRaces(Observer):
         read = {base: last != 0 for base, (last, _) in self.reads.items()}
         loaded = set()
         for box in self.boxes.values():
-            found = box_places(self.m.memory, box.tmap, box.at, written)
+            found = box.places(self.m.memory, written)
+            address = box.at[0] if box.tmap is None else box.tmap.address
             if found is not None:
                 region, offsets = found
                 marks = read.setdefault(region.base, np.zeros(len(region.data), bool))
-                marks[offsets[:, None] + np.arange(box.tmap.itemsize)] = True
-            elif (region_of := self.m.memory.find(box.tmap.address)) is not None:
+                marks[offsets[:, None] + np.arange(box.itemsize)] = True
+            elif (region_of := self.m.memory.find(address)) is not None:
                 loaded.add(region_of.base)
         return Touched(
             self.written(),
@@ -353,7 +358,7 @@ class GlobalRaces(Observer):
         """Check a TMA load against the writes so far: when it is issued by ``warp``, or at the end
         against those of other clusters.
         """
-        found = box_places(self.m.memory, read.tmap, read.at, self.writes)
+        found = read.places(self.m.memory, self.writes)
         if found is None:
             return
         region, offsets = found

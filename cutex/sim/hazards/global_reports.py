@@ -91,9 +91,10 @@ class GlobalReports:
         by, remedy = self._name(int(self.records.who[earlier])), _REMEDY
         if warp is not None and self.records.who[earlier] == read.owner + 1:
             who, by, remedy = self.m.grid.name_warp(warp), self._agent(earlier), _BARRIER
+        load = "a TMA load" if read.tmap is not None else "a bulk copy"
         self.m.findings.add(
             "race",
-            f"a TMA load of {who} reads byte {place} of {region.description or region.name}, which "
+            f"{load} of {who} reads byte {place} of {region.description or region.name}, which "
             f"{by} writes (PTX line {line}): nothing orders the two",
             read.instruction,
             remedy=remedy,

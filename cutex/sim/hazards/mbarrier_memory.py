@@ -1,15 +1,16 @@
-"""Memory of mbarriers that something else is written to.
+"""Memory of mbarriers that something else is written to, or read from.
 
 An mbarrier is an opaque object of 8 bytes: until mbarrier.inval nothing else may write there, and
 no operation on it works after that (PTX ISA 9.7.13.15.1, 9.7.13.15.10). Kernels do reuse the memory
-of barriers that they are done with, so a write is reported when the mbarrier is used again. An
+of barriers that they are done with, so a write is reported when the mbarrier is used again. What
+another instruction reads of one that nothing has overwritten is not defined either. An
 mbarrier.inval comes after all uses of other warps.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 BYTES = 8
 
 
-class _Write(NamedTuple):
-    """What has been written over an mbarrier, by a warp."""
+class _Access(NamedTuple):
+    """An access of the memory of an mbarrier by a warp; ``what``: the operation's name, if it is
+    one."""
 
     what: str
     warp: int
@@ -43,7 +45,7 @@ class MBarrierMemory(Observer):
         # by CTA and offset: the warps that have used the mbarrier, with their counts
         self.uses: dict[tuple[int, int], dict[int, tuple[int, Instruction]]] = defaultdict(dict)
         self.low, self.high = machine.smem_bytes, 0  # bounds of the mbarriers of all CTAs
-        self.written: dict[tuple[int, int], _Write] = {}  # by CTA and offset
+        self.written: dict[tuple[int, int], _Access] = {}  # by CTA and offset
 
     def mbarrier_made(self, barrier: MBarrier, warp: int, lane: int, again: bool) -> None:
         self.written.pop((barrier.cta, barrier.offset), None)
@@ -87,27 +89,58 @@ class MBarrierMemory(Observer):
         uses.clear()
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
-        if not write or not self.high:
-            return
-        near = (at.offset < self.high) & (at.offset + at.width > self.low)
-        if near.any():
-            for k in np.flatnonzero(near).tolist():
-                low, cta = int(at.offset[k]), int(at.cta[k])
-                self._write(cta, low, low + at.width, _Write("", int(at.warps[k]), ins))
+        for k in self._near(at).tolist():
+            low, cta, warp = int(at.offset[k]), int(at.cta[k]), int(at.warps[k])
+            if write:
+                self._write(cta, low, low + at.width, _Access("", warp, ins))
+            else:
+                self._read(cta, low, low + at.width, _Access("", warp, ins))
+
+    def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
+        for k in self._near(at).tolist():
+            low, by = int(at.offset[k]), _Access("the cp.async of ", int(at.warps[k]), ins)
+            self._write(int(at.cta[k]), low, low + at.width, by)
+
+    def _near(self, at: SharedBytes) -> np.ndarray:
+        """The places of an access between the first and the last of the mbarriers."""
+        if not self.high:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero((at.offset < self.high) & (at.offset + at.width > self.low))
 
     def issued(self, ops: Sequence[Operation]) -> None:
         for op in ops if self.high else ():
+            by = _Access(f"{op.what} of ", op.warp, op.instruction)
+            for place in op.reads:
+                if isinstance(place, Span) and place.low < self.high and place.high > self.low:
+                    self._read(place.cta, place.low, place.high, by, place)
             for place in op.writes:
                 if isinstance(place, Span) and place.low < self.high and place.high > self.low:
-                    by = _Write(f"{op.what} of ", op.warp, op.instruction)
                     self._write(place.cta, place.low, place.high, by, place)
 
-    def _write(self, cta: int, low: int, high: int, by: _Write, place: Span | None = None) -> None:
-        """Keep a write of these bytes; of a ``place`` with gaps, to its chunks only."""
-        barriers = self.m.mbarriers.barriers
+    def _mbarriers(self, cta: int, low: int, high: int, place: Span | None) -> Iterator[int]:
+        """The offsets of the mbarriers in these bytes; of a ``place`` with gaps, in its chunks."""
         first = max(low, self.low) // BYTES * BYTES
         for offset in range(first, min(high, self.high), BYTES):
-            if (cta, offset) in barriers and (
+            if (cta, offset) in self.m.mbarriers.barriers and (
                 place is None or place.holds(np.array([offset]), BYTES).any()
             ):
-                self.written.setdefault((cta, offset), by)
+                yield offset
+
+    def _write(self, cta: int, low: int, high: int, by: _Access, place: Span | None = None) -> None:
+        """Keep a write of these bytes."""
+        for offset in self._mbarriers(cta, low, high, place):
+            self.written.setdefault((cta, offset), by)
+
+    def _read(self, cta: int, low: int, high: int, by: _Access, place: Span | None = None) -> None:
+        """Report a read of these bytes, where nothing has overwritten the mbarrier."""
+        for offset in self._mbarriers(cta, low, high, place):
+            if (cta, offset) not in self.written:
+                self.m.findings.add(
+                    "barrier misuse",
+                    f"{by.what}{self.m.grid.name_warp(by.warp)} reads the memory of "
+                    f"{self.m.mbarriers.name(cta, offset)}, which is opaque: what it gets is not "
+                    "defined",
+                    by.instruction,
+                    remedy="mbarrier.test_wait, which tells whether a phase is complete",
+                )
+                return

@@ -53,7 +53,8 @@ class SmemShadow(Observer):
         self.readers = Several(shape, self.clocks.warps)  # besides the last one
         self.writers = Several(shape, self.clocks.warps)  # of other bytes than the last one's
         self.changers = Several(shape, self.clocks.warps)  # by atomics and other strong stores
-        self.change: dict[tuple[int, int], Instruction] = {}  # the last of them
+        # by CTA, word and slot of the warp: the last of them
+        self.change: dict[tuple[int, int, int], Instruction] = {}
         # by warp: its count when it has waited for its copies
         self.copies_known = np.zeros(machine.grid.num_warps, np.int32)
         self.copies = any(ins.op.startswith("cp.async.c") for ins in machine.program.code)
@@ -150,10 +151,11 @@ class SmemShadow(Observer):
                 wrote = last is self.writes
                 line = int(self.line[place] >> 5 if wrote else self.read_line[place])
                 self.reports.strong(ins, int(warps[k]), place[1], int(other[k]), last.did, line)
-        if changes and at.width >= WORD:
+        if changes:
             self._check_scopes(touches, how, ins)
-            self.changers.add(touches.at, own, self.clocks.known[warps, own], WHOLE)
-            self.change.update(dict.fromkeys(zip(cta.tolist(), word.tolist(), strict=True), ins))
+            self.changers.add(touches.at, own, self.clocks.known[warps, own], part)
+            keys = zip(cta.tolist(), word.tolist(), own.tolist(), strict=True)
+            self.change.update(dict.fromkeys(keys, ins))
             np.minimum.at(self.low, cta, word)
             np.maximum.at(self.high, cta, word)
 
@@ -161,17 +163,18 @@ class SmemShadow(Observer):
         """Check against strong accesses of other CTAs, where one of two has the scope of its own:
         they race as ordinary ones do (8.7.1).
         """
-        warps, _, cta, word, _ = touches
+        warps, _, cta, word, part = touches
+        parts = np.broadcast_to(part, word.shape)
         for k in np.nonzero(self.changers.some[cta, word])[0].tolist():
             place, warp = (int(cta[k]), int(word[k])), int(warps[k])
-            if not (how.own or strength(self.change[place].op).own):
-                continue
-            unknown = self.changers.of(*place) > self.clocks.known[warp, : self.clocks.warps]
+            counts = self.changers.touching(*place, parts[k])
+            unknown = counts > self.clocks.known[warp, : self.clocks.warps]
             unknown[self.clocks.of_cta(warp)] = False
-            if unknown.any():
-                peer, change = int(unknown.argmax()), self.change[place]
-                self.reports.scopes(ins, warp, place[1], peer, change)
-                return
+            for peer in np.flatnonzero(unknown).tolist():
+                change = self.change[(*place, peer)]
+                if how.own or strength(change.op).own:
+                    self.reports.scopes(ins, warp, place[1], peer, change)
+                    return
 
     def _check_written(self, at: SharedBytes, ins: Instruction) -> None:
         """Report an atomic on shared memory that nothing has written."""
@@ -183,14 +186,17 @@ class SmemShadow(Observer):
 
     def _check_changed(self, touches: Touches, access: SmemAccess) -> None:
         """Check ordinary accesses against atomics and other strong stores."""
-        warps, _, cta, word, _ = touches
+        warps, _, cta, word, part = touches
+        parts = np.broadcast_to(part, word.shape)
         some = self.changers.some[cta, word]
         for k in np.nonzero(some)[0].tolist():
             place, warp = (int(cta[k]), int(word[k])), int(warps[k])
-            unknown = self.changers.of(*place) > self.clocks.known[warp, : self.clocks.warps]
+            counts = self.changers.touching(*place, parts[k])
+            unknown = counts > self.clocks.known[warp, : self.clocks.warps]
             unknown[self.clocks.slot[warp]] = False
             if unknown.any():
-                change, other = self.change[place], int(unknown.argmax())
+                other = int(unknown.argmax())
+                change = self.change[(*place, other)]
                 self.reports.changed(access, warp, place[1], other, change)
                 return
 
@@ -398,5 +404,8 @@ class SmemShadow(Observer):
         if last is self.reads:
             before = f"ordinary loads have read at PTX line {self.read_line[place]}"
         elif self.changers.some[place]:
-            copied, before = False, f"was changed at PTX line {self.change[place].line}"
+            page = self.changers.of(*place)
+            late = (page > visible[:few]) & (page <= known[:few])
+            change = self.change[(*place, int((late if late.any() else page > 0).argmax()))]
+            copied, before = False, f"was changed at PTX line {change.line}"
         self.reports.proxy(op, warp, place[1], before, write, copied)

@@ -1,4 +1,4 @@
-"""Atomics and other strong accesses of global memory that overlap in part.
+"""Atomics and other strong accesses of global or shared memory that overlap in part.
 
 Two strong accesses do not race only where they overlap completely (PTX ISA 8.7.1): an atomic of 64
 bits beside one of 32 bits in it, or a flag that one thread sets as 64 bits and another polls as 32,
@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.global_marks import LANE, PLAIN, By
 from cutex.sim.hazards.global_races import LARGEST, GlobalRaces
+from cutex.sim.hazards.smem_marks import Several, Touches
 from cutex.sim.machine.batch import Lanes
-from cutex.sim.machine.events import Observer
+from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import Part, Region
+from cutex.sim.machine.operation import WORD
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.program import Instruction, Program
 from cutex.sim.ptx.strength import WEAK, strength
@@ -29,15 +33,44 @@ if TYPE_CHECKING:
 _TYPE = re.compile(r"(?:[bsuf]|bf)(8|16|32|64|128)(x2)?")
 
 
+@lru_cache(maxsize=1024)
+def element_bytes(op: str) -> int:
+    """The bytes of an element of a strong access, as its opcode gives it; 0 of another one."""
+    if not strength(op).strong:
+        return 0
+    types = [m for part in op.split(".") if (m := _TYPE.fullmatch(part))]
+    return int(types[-1][1]) // 8 if types else 0
+
+
 @once
 def sizes(program: Program) -> np.ndarray:
     """By PTX line, the bytes of an element of the strong access of global memory there, or 0."""
     found = np.zeros(max((ins.line for ins in program.code), default=0) + 1, np.int16)
     for ins in program.code:
-        if strength(ins.op).strong and not any(p.startswith("shared") for p in ins.parts):
-            types = [m for part in ins.parts if (m := _TYPE.fullmatch(part))]
-            found[ins.line] = int(types[-1][1]) // 8 if types else 0
+        if not any(part.startswith("shared") for part in ins.parts):
+            found[ins.line] = element_bytes(ins.op)
     return found
+
+
+@once
+def shared_sizes(program: Program) -> frozenset[int]:
+    """The bytes of elements of all strong accesses that may be of shared memory."""
+    code = (ins for ins in program.code if "global" not in ins.parts)
+    return frozenset(element_bytes(ins.op) for ins in code) - {0}
+
+
+def _tell(machine: Machine, warp: int, what: str, ins: Instruction, size: int, *peer: int) -> None:
+    """Report two that overlap in part; ``peer``: the PTX line and the size of the earlier one."""
+    line, theirs = peer
+    machine.findings.add(
+        "race",
+        f"{machine.grid.name_warp(warp)} accesses {what} as {8 * size} bits, and PTX line {line} "
+        f"as {8 * theirs}: by the letter, atomics and other strong accesses that overlap in part "
+        "race, and nothing orders the two",
+        ins,
+        advisory=True,
+        remedy="accesses of one size",
+    )
 
 
 class StrongSizes(Observer):
@@ -88,13 +121,51 @@ class StrongSizes(Observer):
         if clash is None:
             return
         line = int(races.records.line[clash.earlier])
-        who = self.m.grid.name_warp(int(where.warps[clash.later]))
-        self.m.findings.add(
-            "race",
-            f"{who} accesses {region.element(int(offsets[clash.later]))} as {8 * int(mine)} bits, "
-            f"and PTX line {line} as {8 * int(self.sizes[line])}: by the letter, atomics and other "
-            "strong accesses that overlap in part race, and nothing orders the two",
-            ins,
-            advisory=True,
-            remedy="accesses of one size",
-        )
+        what = region.element(int(offsets[clash.later]))
+        warp = int(where.warps[clash.later])
+        _tell(self.m, warp, what, ins, int(mine), line, int(self.sizes[line]))
+
+
+class SharedSizes(Observer):
+    """The same for shared memory: compares strong accesses with all earlier ones of other sizes."""
+
+    def __init__(self, machine: Machine, clocks: Clocks) -> None:
+        self.m, self.clocks = machine, clocks
+        self.active = len(shared_sizes(machine.program)) > 1
+        self.shape = machine.grid.num_ctas, machine.smem_bytes // WORD
+        # by size, and whether they change something: the warps of each word
+        self.seen: dict[tuple[int, bool], Several] = {}
+        self.lines: dict[tuple[int, bool, int], int] = {}  # and by slot: the PTX line of the last
+
+    def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
+        how, size = strength(ins.op), element_bytes(ins.op)
+        if not size or (how.atomic and write):
+            return  # NOTE: an atomic was recorded when it loaded, as both
+        changes, touches = how.atomic or write, Touches.of(at)
+        for (theirs, changed), several in self.seen.items():
+            if theirs != size and (changes or changed):
+                self._check(touches, several, (size, theirs, changed), ins)
+        slots = self.clocks.slot[touches.warps]
+        if (size, changes) not in self.seen:
+            self.seen[size, changes] = Several(self.shape, self.clocks.warps)
+        counts = self.clocks.known[touches.warps, slots]
+        self.seen[size, changes].add(touches.at, slots, counts, touches.part)
+        self.lines |= {(size, changes, s): ins.line for s in set(slots.tolist())}
+
+    def _check(
+        self, touches: Touches, several: Several, sizes: tuple[int, int, bool], ins: Instruction
+    ) -> None:
+        """Check an access against those of another size; ``sizes``: its own, the other, and whether
+        those change something."""
+        warps, _, cta, word, part = touches
+        parts, (size, *theirs) = np.broadcast_to(part, word.shape), sizes
+        for k in np.flatnonzero(several.some[cta, word]).tolist():
+            place, warp = (int(cta[k]), int(word[k])), int(warps[k])
+            counts = several.touching(*place, parts[k])
+            unknown = counts > self.clocks.known[warp, : self.clocks.warps]
+            unknown[self.clocks.slot[warp]] = False
+            if unknown.any():
+                line = self.lines[theirs[0], bool(theirs[1]), int(unknown.argmax())]
+                what = f"shared memory 0x{place[1] * WORD:x}"
+                _tell(self.m, warp, what, ins, size, line, theirs[0])
+                return
