@@ -74,13 +74,7 @@ class AttentionOrder:
             unit = index // self.num_m_blocks
             m = index - unit * self.num_m_blocks
             return WorkTile(m, head=unit % self.heads, batch=unit // self.heads)
-        group = larger(self.l2_rows // larger(self.rows_k, 1), 1) * self.heads_per_kv
-        group = smaller(group, self.units)  # units in a group
-        if self.wave is None:
-            last = (self.units - 1) // group  # the last group may be smaller
-        else:
-            group = smaller(group, self.wave.units)
-            last = larger(self.units - self.wave.last, 0) // group
+        group, last = self.groups()
         number = smaller(index // (group * self.num_m_blocks), last)
         rest = index - number * (group * self.num_m_blocks)
         here = group + (1 - any_in(number, last)) * (self.units - last * group - group)
@@ -88,6 +82,20 @@ class AttentionOrder:
         unit = number * group + rest - row * here
         m = self.num_m_blocks - 1 - row
         return WorkTile(m, head=unit % self.heads, batch=unit // self.heads)
+
+    def groups(self) -> tuple[Any, Any]:
+        """The units of a group, and the number of the last group, which may have fewer or more."""
+        group = larger(self.l2_rows // larger(self.rows_k, 1), 1) * self.heads_per_kv
+        group = smaller(group, self.units)
+        if self.wave is None:
+            return group, (self.units - 1) // group
+        group = smaller(group, self.wave.units)
+        return group, larger(self.units - self.wave.last, 0) // group
+
+    def in_last_group(self, tile: WorkTile) -> Any:
+        """Whether a tile is one of the last group's."""
+        group, last = self.groups()
+        return tile.batch * self.heads + tile.head >= last * group
 
     @staticmethod
     def is_forwards(index: Any, ctas: int) -> Any:

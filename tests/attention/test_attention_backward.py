@@ -16,8 +16,10 @@ from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.tail import Tail, spare_sums
-from cutex.kernels.attention.backward.tiles import Sizes, tile_order, tiles_ahead
+from cutex.kernels.attention.backward.tiles import Sizes, key_block, tile_order, tiles_ahead
 from cutex.kernels.attention.spec import HEAD_DIMS
+from cutex.ops.attention import own_backward
+from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
 
@@ -169,8 +171,6 @@ BANDS = [
     Band(None, -100), Band(70, 130), Band(64, None),
 ]  # fmt: skip
 
-BANDS = [Band(), Band(None, 0), Band(None, 30), Band(-70, None), Band(-150, 0), Band(-3, 90)]
-
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("band", BANDS)
@@ -236,6 +236,30 @@ def test_each_key_block_is_taken_once(sizes, causal, deterministic):
     assert len(tiles_of_pairs) == pairs.total == (num_n_blocks + 1) // 2 * heads_kv * batch
     if config.interleaved:  # m counts from the last key block
         assert tiles[0].m == num_n_blocks - 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 2, 5), (64, 8, 2), (128, 32, 1), (7, 400, 3)])
+def test_of_the_last_heads_the_longest_tiles_come_first(sizes):
+    """In one order, causal: in ascending order where the first keys add first, else descending."""
+    num_n_blocks, heads_kv, batch = sizes
+    config = fitted(BackwardConfig(causal=True, deterministic=True))
+    assert config.flips and not fitted(replace(config, varlen_q=True, varlen_k=True)).flips
+    order = tile_order(config, Sizes(heads_kv, 1, 0, 0, num_n_blocks, batch))
+    taken: dict[tuple[int, int, bool], list[int]] = {}
+    for tile in map(order.tile, range(order.total)):
+        n_block, flipped = key_block(config, order, tile)
+        taken.setdefault((tile.batch, tile.head, flipped), []).append(n_block)
+    up = list(range(num_n_blocks))
+    assert all(blocks == (up if key[2] else up[::-1]) for key, blocks in taken.items())
+    assert next(reversed(taken))[2] and len(taken) == heads_kv * batch
+
+
+@pytest.mark.parametrize("num_sms", [78, 114])
+def test_no_more_ctas_wait_for_each_other_than_a_gpu_runs(monkeypatch, num_sms):
+    monkeypatch.setattr(own_backward, "resources", lambda device, name: (num_sms, 0))
+    q, k, v = (torch.empty(1, 128, 1, 64, dtype=torch.bfloat16) for _ in range(3))
+    with cutex.ops.simulated("sm_90a"):
+        assert own_backward.config_for(AttentionCall(q, k, v), False).num_ctas == num_sms
 
 
 def test_warpgroups_of_keys_compute_dq_without_a_soft_cap():

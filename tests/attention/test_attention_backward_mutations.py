@@ -61,6 +61,7 @@ PACKED_CASE = replace(
 # the queries of the last two of five tiles of keys are cut into shares for three CTAs
 SPREAD = replace(fitted(BackwardConfig()), num_ctas=3)
 SPREAD_64 = replace(fitted(BackwardConfig(head_dim=64, head_dim_v=64)), num_ctas=3)
+SPREAD_IN_ORDER = replace(fitted(BackwardConfig(deterministic=True)), num_ctas=3, spread=True)
 SPREAD_CASE = replace(OWN_CASE, seqlen_q=260, seqlen_k=600, causal=False)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
@@ -131,6 +132,15 @@ def test_the_unchanged_kernel_of_several_tiles_is_right(config, ctas):
     orders = *ORDERS, {"order": "random", "seed": 7}
     case = replace(OWN_CASE, head_dim=config.head_dim, head_dim_v=config.head_dim)
     assert wrong(replace(config, num_ctas=ctas), orders, case) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [IN_ORDER, IN_ORDER_64], ids=["128", "64"])
+def test_heads_that_are_taken_the_other_way_around_are_right(config):
+    """The last two of four heads of K."""
+    dims = {"head_dim": config.head_dim, "head_dim_v": config.head_dim}
+    case = replace(OWN_CASE, seqlen_q=300, seqlen_k=270, batch=2, heads_q=4, heads_kv=2, **dims)
+    assert config.flips and wrong(replace(config, num_ctas=2), case=case) is None
 
 
 @pytest.mark.slow
@@ -440,7 +450,7 @@ def short_shares(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ctas", [2, 3])
-@pytest.mark.parametrize("config", [SPREAD, SPREAD_64], ids=["128", "64"])
+@pytest.mark.parametrize("config", [SPREAD, SPREAD_64, SPREAD_IN_ORDER], ids=["128", "64", "turns"])
 def test_last_tiles_whose_queries_are_spread_are_right(short_shares, config, ctas):
     dims = {"head_dim": config.head_dim, "head_dim_v": config.head_dim}
     case = replace(SPREAD_CASE, heads_q=2, heads_kv=1, **dims)

@@ -26,6 +26,7 @@ from cutex.ops.attention.plan import (
     longest_k,
     longest_q,
     packed,
+    resources,
     stepped,
     why_copied,
 )
@@ -154,8 +155,12 @@ def is_empty(call: AttentionCall, out: Tensor) -> bool:
 def config_for(call: AttentionCall, dlse: bool) -> Config:
     left, right = call.window
     head_dim, head_dim_v = kernel_dims(*call.head_dims)  # type: ignore[misc] # checked
+    target = arch_of(call.q.device)
+    # NOTE: CTAs wait for each other, so no more may be launched than run at one time
+    num_sms, _ = resources(call.q.device, target)
     return fitted(
-        CONFIGS[arch_of(call.q.device)](
+        CONFIGS[target](
+            num_ctas=num_sms,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             causal=right == 0,

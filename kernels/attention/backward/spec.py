@@ -51,6 +51,12 @@ class BackwardSpec(ScoreSpec):
         return False
 
     @property
+    def flips(self) -> bool:
+        """Whether the last group of heads is taken the other way around: the key blocks that see
+        the most queries first, from the last queries on, so that the shortest end last."""
+        return False
+
+    @property
     def reversed(self) -> bool:
         """Whether key blocks are counted from the last: the order's longest rows are its last, and
         the first keys are to go first."""

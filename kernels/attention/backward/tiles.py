@@ -10,11 +10,13 @@ from cutlass import Boolean, Int32, cute
 from cutex.device.attention.block_info import BlockInfo, ceil_div, larger
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.row_source import END
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, keys, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
 from cutex.kernels.attention.backward.tail import Tail
 from cutex.kernels.attention.order import AttentionOrder, Wave
 from cutex.schedulers.dispatch import Ticket
+from cutex.schedulers.order import select
 from cutex.schedulers.ranked import Ranked, RankedTile
 
 
@@ -106,6 +108,7 @@ class Tile:
     batch: Int32
     seq_q: SeqlenInfo
     seq_k: SeqlenInfo
+    flipped: Any = False  # of the last group of heads, where these are taken the other way around
 
     def has_keys(self, config: BackwardSpec) -> Boolean:
         """Whether the sequence has keys of this CTA, or of its pair."""
@@ -113,17 +116,24 @@ class Tile:
         return self.n_block // ctas * ctas * config.tile_n < self.seq_k.length
 
 
+def key_block(config: BackwardSpec, order: AttentionOrder, work: WorkTile) -> tuple[Any, Any]:
+    """The key block of a tile, or the pair of them, and whether it is one of those that are taken
+    the other way around."""
+    if config.flips:
+        flipped = order.in_last_group(work)
+        return select(flipped, order.num_m_blocks - 1 - work.m, work.m), flipped
+    return (order.num_m_blocks - 1 - work.m if config.reversed else work.m), False
+
+
 def tile_of(config: BackwardSpec, index: Int32, args: KernelArgs, sizes: Sizes) -> Tile:
     """The keys of number `index` in the order."""
     order, ctas = tile_order(config, sizes), config.key_ctas
     work = order.tile(index // ctas)
-    n_block = work.m
-    if config.reversed:
-        n_block = order.num_m_blocks - 1 - work.m
+    n_block, flipped = key_block(config, order, work)
     n_block = n_block * ctas + index % ctas
     batch = work.batch
     seq_q, seq_k = queries(args, sizes.rows_q).of(batch), keys(args, sizes.rows_k).of(batch)
-    return Tile(n_block, work.head, batch, seq_q, seq_k)
+    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped)
 
 
 def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -> Int32:
@@ -131,6 +141,9 @@ def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -
     ctas = config.key_ctas
     info = info._replace(tile_n=ctas * info.tile_n)
     blocks = info.n_blocks(m_block, tile.seq_q.length, tile.seq_k.length)
+    if config.flips:
+        before, behind = tile.n_block - blocks.first, blocks.end - 1 - tile.n_block
+        return select(tile.flipped, before, behind)
     if config.last_first:
         return blocks.end - 1 - tile.n_block // ctas
     return tile.n_block // ctas - blocks.first

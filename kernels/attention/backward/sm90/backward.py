@@ -177,7 +177,7 @@ class Main:
         queue = SumsQueue.allocate(smem, c) if c.adding_warps else None
         more = dispatch.barriers if queue is None else (*dispatch.barriers, queue)
         shared = self.shared(smem, operands, args, sizes, tiles, None, more)
-        shared = replace(shared, queue=queue, descending=c.descending)
+        shared = replace(shared, queue=queue, descending=c.descending, flips=c.flips)
         walk = Walk(c, dispatch, args, sizes)
         warp, first = cute.arch.warp_idx(), self.query_warps.first
         if warp >= first:

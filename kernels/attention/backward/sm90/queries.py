@@ -233,8 +233,9 @@ class AllGradients(KeyGradients):
 
     Where adds come in one order, and the mask leaves out early queries, the last keys add first,
     and are taken first: those that begin together begin at queries of their own, two blocks apart,
-    so that each adds behind the one before without a wait. Where the mask leaves out none, blocks
-    of queries are taken from the last to the first.
+    so that each adds behind the one before without a wait. The last group of heads is taken the
+    other way around, so that the shortest tiles end last. Where the mask leaves out none, blocks of
+    queries are taken from the last to the first.
     """
 
     queries: QueryGradients  # whose product and adds are this role's
@@ -287,13 +288,7 @@ class AllGradients(KeyGradients):
         products.dv.acc.fill(0.0)
         products.dk.acc.fill(0.0)
         blocks, own = s.m_blocks(), self.own_blocks()
-        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
-        tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
-        if cutlass.const_expr(piece is not None):
-            total = piece.end - piece.first
-            head = piece.first // blocks.end
-            m_block = piece.first - head * blocks.end
-            tile += head * s.tiles.per_head
+        total, m_block, tile = s.start(self.config, blocks, piece)
         s.v_loaded.wait(phase)
         s.k_loaded.wait(phase)
         rP, rdS = self.operands()

@@ -24,7 +24,9 @@ from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, queries
+from cutex.kernels.attention.backward.tail import Piece
 from cutex.kernels.attention.backward.tiles import Tile, Walk, tiles_ahead, turn_of
+from cutex.schedulers.order import select
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ class Shared:
     heads_per_kv: Int32
     queue: Any = None  # the SumsQueue, where warps of their own add dQ
     descending: bool = False  # blocks of queries are taken from the last to the first
+    flips: bool = False  # they are taken so in the last group of heads
 
     def m_blocks(self) -> Blocks:
         """The blocks of queries that see one of the keys of the CTA, or of its pair."""
@@ -190,15 +193,37 @@ class Shared:
 
     def first_block(self, blocks: Blocks) -> Int32:
         """The block of queries that is taken first."""
+        if self.flips:
+            return select(self.tile.flipped, blocks.end - 1, blocks.first)
         return blocks.end - 1 if self.descending else blocks.first
 
     @cute.jit
     def block_after(self, m_block: Int32, blocks: Blocks) -> Int32:
         """The block after `m_block`, of the next head if it is a head's last."""
-        if cutlass.const_expr(self.descending):
+        if cutlass.const_expr(self.flips):
+            last = select(self.tile.flipped, blocks.first, blocks.end - 1)
+            step = select(self.tile.flipped, -1, 1)
+            return self.first_block(blocks) if m_block == last else m_block + step
+        elif cutlass.const_expr(self.descending):
             return blocks.end - 1 if m_block == blocks.first else m_block - 1
         else:
             return blocks.first if m_block + 1 == blocks.end else m_block + 1
+
+    def start(
+        self, config: BackwardConfig, blocks: Blocks, piece: Piece | None
+    ) -> tuple[Int32, Int32, Int32]:
+        """How many blocks of queries a tile of keys has, or a `piece` of one; the first of these,
+        and the first tile of the sums of its head."""
+        total, m_block = (blocks.end - blocks.first) * self.heads_per_kv, self.first_block(blocks)
+        tile = self.tiles.tile(config, self.first_head(), self.tile.batch, self.tile.seq_q)
+        if piece is not None:
+            total = piece.end - piece.first
+            head = piece.first // blocks.end
+            m_block = piece.first - head * blocks.end
+            if self.descending:
+                m_block = blocks.end - 1 - m_block
+            tile += head * self.tiles.per_head
+        return total, m_block, tile
 
     def first_head(self) -> Int32:
         return self.tile.head_kv * self.heads_per_kv
@@ -278,6 +303,8 @@ class Load:
         m_block = blocks.first + number - turn * count
         if cutlass.const_expr(s.descending):
             m_block = blocks.end - 1 - number + turn * count
+        elif cutlass.const_expr(s.flips):
+            m_block = select(s.tile.flipped, blocks.first + blocks.end - 1 - m_block, m_block)
         of = (s.first_head() + turn, s.tile.batch, s.tile.seq_q)
         tile = s.tiles.tile(c, *of) + m_block
         full = s.q.acquire(state)
@@ -427,19 +454,27 @@ class Adds:
     def run(self, walk: Walk) -> None:
         number, ticket = Int32(0), walk.dispatch.first()
         while ticket.valid:
-            tile = walk.tile(ticket)
-            if tile.has_keys(self.config):
-                mine = replace(self, shared=replace(self.shared, tile=tile))
-                number = mine.add_blocks(number)
+            if cutlass.const_expr(self.config.spread):
+                for which in cutlass.range(walk.pieces(ticket), unroll=1):
+                    number = self.add_blocks(*walk.piece(ticket, which), number)
+            else:
+                number = self.add_blocks(walk.tile(ticket), None, number)
             ticket = walk.dispatch.next(ticket)
 
     @cute.jit
-    def add_blocks(self, number: Int32) -> Int32:
-        """Add the blocks of a tile of keys, which begin at block `number` of the CTA's; return the
-        number behind them."""
+    def add_blocks(self, tile: Tile, piece: Any, number: Int32) -> Int32:
+        """Add the blocks of a tile of keys, or of a `piece` of one, which begin at block `number`
+        of the CTA's; return the number behind them."""
+        if tile.has_keys(self.config):
+            mine = replace(self, shared=replace(self.shared, tile=tile))
+            number = mine.add_in_turn(piece, number)
+        return number
+
+    @cute.jit
+    def add_in_turn(self, piece: Any, number: Int32) -> Int32:
+        """The same of a tile that has keys."""
         s, blocks = self.shared, self.shared.m_blocks()
-        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
-        tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
+        total, m_block, tile = s.start(self.config, blocks, piece)
         end = number + total
         while number < end:
             if number % self.config.adding_warps == self.turn:
