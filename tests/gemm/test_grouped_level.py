@@ -15,7 +15,7 @@ import cutex
 from cutex import ops
 from cutex.arch import arch as arch_named
 from cutex.compile import compile
-from cutex.device.epilogue.epilogue_ops import Activation, Gate
+from cutex.device.epilogue.epilogue_ops import Activation, Bias, Gate, Scale
 from cutex.kernels.gemm.grouped import choose
 from cutex.kernels.gemm.grouped.config import LevelConfig
 from cutex.kernels.gemm.grouped.sm90.level import GroupedLevel
@@ -31,10 +31,12 @@ TILES = Sm90Config(
 )  # fmt: skip
 
 
-def config(gated: bool, major: str, dtype: str = "bf16", tiles: Sm90Config = TILES) -> LevelConfig:
+def config(
+    gated: bool, major: str, dtype: str = "bf16", tiles: Sm90Config = TILES, ops: Any = ()
+) -> LevelConfig:
     row = OperandLayout(dtype)
     layouts = row, OperandLayout(dtype, major, batched=True), row
-    product = GeneralConfig(tiles, *layouts, (Gate("silu"),) if gated else ())
+    product = GeneralConfig(tiles, *layouts, (Gate("silu"),) if gated else ops)
     return LevelConfig(product, step=32)
 
 
@@ -113,6 +115,31 @@ def test_a_layer_is_that_of_other_tiles_to_the_bit(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_operations_take_the_numbers_of_their_rows_and_columns(seed: int) -> None:
+    """A bias of each group, an activation, a number for each row."""
+    g = torch.Generator().manual_seed(seed)
+    rows, n, k = [0, 127, 31, 65 + seed, 1], 40 + 48 * seed, 72
+    x = torch.randn((sum(rows) + 7, k), generator=g).to(bf16)
+    w = torch.randn((len(rows), n, k), generator=g).to(bf16).mT
+    bias = torch.randn((len(rows), n), generator=g).to(bf16)
+    scale = torch.randn(len(x), generator=g)
+    x[sum(rows) :] = math.nan
+    out = torch.full((len(x), n), math.nan, dtype=bf16)
+    offs = torch.tensor(rows).cumsum(0).int()
+    operations = Bias("column", whole=n % 8 == 0), Activation("relu"), Scale("row_scale", "row")
+    compiled = compile(GroupedLevel(config(False, "column", ops=operations)), "bf16", "sm_90a")
+    orders: Any = {"order": ORDERS[seed % len(ORDERS)], "seed": seed}
+    assert not cutex.simulate(compiled, x, w, out, offs, bias, scale, **orders).findings
+    of_group = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
+    mine = slice(0, sum(rows))
+    y = torch.einsum("tk,tkn->tn", x[mine].double(), w[of_group].double())
+    want = (y + bias[of_group].double()).relu() * scale[mine, None].double()
+    assert torch.allclose(out[mine].double(), want, rtol=2.0**-7, atol=1e-3)
+    assert out[sum(rows) :].isnan().all()
+
+
 def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
     hopper = arch_named("sm_90a")
     for columns in (16, 2880, 4096):
@@ -125,7 +152,9 @@ def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
     with ops.simulated("sm_90a"):
         assert launch.levels(x, 1024, w, None) and launch.levels(x, 1024, w, "gated_silu")
         assert not launch.levels(x, 1024, w.contiguous(), "gated_silu")
-        assert not launch.levels(x, 1024, w, "relu") and not launch.levels(x, 4 * 95, w, None)
+        assert launch.levels(x, 1024, w, "relu", with_more=True)
+        assert not launch.levels(x, 1024, w, "gated_silu", with_more=True)
+        assert not launch.levels(x, 4 * 95, w, None)
     with ops.simulated("sm_100a"):
         assert not launch.levels(x, 1024, w, None)
 

@@ -49,21 +49,24 @@ def rows(
     choose.rows_tiles."""
     bias, activation, padded = options
     fused_with = [t for t in (bias, row_scale) if t is not None]
-    if ragged and not (fused_with or padded) and levels(x, x.shape[0], w, activation):
-        again("level", (activation,), [x, w, with_padding(out), edges], level_call)
+    given = [x, w, with_padding(out), edges, *fused_with]
+    if ragged and not padded and levels(x, x.shape[0], w, activation, bool(fused_with)):
+        again("level", (activation, bias is None, row_scale is None), given, level_call)
         return
     kind = activation, padded, bias is None, row_scale is None, ragged
-    again("rows", kind, [x, w, with_padding(out), edges, *fused_with], rows_call)
+    again("rows", kind, given, rows_call)
 
 
-def levels(x: Tensor, count: int, w: Tensor, activation: str | None) -> bool:
+def levels(
+    x: Tensor, count: int, w: Tensor, activation: str | None, with_more: bool = False
+) -> bool:
     """Whether `count` rows like those of x (T, K), in a router's groups, are multiplied by w (E, K,
-    N) in tiles that are equally wide."""
+    N) in tiles that are equally wide; with_more: the epilogue has a bias or scales rows."""
     if arch_for(x) != "sm_90a" or not x.shape[1] or w.stride(0) == 0:
         return False
-    if activation is not None:  # a gate, whose columns are loaded apart
-        gated = activation.startswith("gated_") and aligned(w, -2) and w.shape[2] % 16 == 0
-        if not gated:
+    if activation is not None and activation.startswith("gated_"):
+        # NOTE: gates' columns are loaded apart from those that they gate
+        if with_more or not aligned(w, -2) or w.shape[2] % 16:
             return False
     return choose.levels_pay(count // w.shape[0])
 
@@ -73,14 +76,14 @@ def level_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str
     from cutex.kernels.gemm.grouped.config import LevelConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
-    (activation,), (x, w, out, edges) = options, passed
+    (activation, *without), (x, w, out, edges, *given) = options, passed
     x, a, _ = operand(x, -1, True)
     w, b, _ = operand(w, -2, False)
-    ops, _ = fused(None, activation=activation)
+    ops, others = fused(*taken(given, without), activation=activation)
     most = choose.most_groups(edges.shape[0])
     tiles = choose.level_tiles(w.shape[2], bool(ops), most)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
-    return LevelConfig(product, most), arch_for(x), [x, w, out, edges.contiguous()]
+    return LevelConfig(product, most), arch_for(x), [x, w, out, edges.contiguous(), *others]
 
 
 def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:

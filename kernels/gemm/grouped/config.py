@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cutex.compile import Argument, Bound, Operand
-from cutex.device.epilogue.epilogue_ops import Gate, op_arguments
+from cutex.device.epilogue.epilogue_ops import op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig
 from cutex.kernels.gemm.grouped.choose import WARP, WITH_CHUNKS, table_bytes
@@ -110,8 +110,8 @@ class LevelConfig(GroupedConfig):
             return "a grouped product takes a (M, K), b (E, K, N) and out (M, N), by rows"
         if DTYPES[p.a.dtype].bits != 16 or p.out.dtype != p.a.dtype or self.padded:
             return f"a.dtype={p.a.dtype}, padded={self.padded}: rows of 16 bits, by their ends"
-        if p.ops and (len(p.ops) > 1 or not isinstance(p.ops[0], Gate)):
-            return f"ops={p.ops}: none, or a gate"
+        if p.gated and len(p.ops) > 1:
+            return f"ops={p.ops}: a gate, or others"
         if p.gated and (p.b.major != "column" or tiles.epi_n % 32):
             return f"b.major={p.b.major}, epi_n={tiles.epi_n}: a gate takes rows of K, 32 at a time"
         if tiles.one_tile or tiles.stream_k or tiles.box_rows or tiles.cluster_n > 1:

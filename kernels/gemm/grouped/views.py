@@ -103,10 +103,19 @@ class GroupOps:
 
     def of(self, groups: RowGroups, group: Int32) -> BoundOps:
         """The operations bound to the product of one group."""
-        begin = groups.begins[group]
-        pairs = zip(op_arguments(self.ops), self.arguments, strict=True)
-        passed = tuple(self.argument(declared, x, group, begin) for declared, x in pairs)
+        passed = self.passed(group, groups.begins[group])
         return BoundOps(self.ops, passed, (groups.rows(group), self.columns), transposed=False)
+
+    def of_columns(self, group: Int32, begin: Int32, end: Int32) -> BoundOps:
+        """The operations bound to the rows from `begin` to `end`, of one group, which are the
+        accumulator's columns."""
+        bounds = end - begin, self.columns
+        return BoundOps(self.ops, self.passed(group, begin), bounds, transposed=True)
+
+    def passed(self, group: Int32, begin: Int32) -> tuple[Any, ...]:
+        """The parts of all arguments for one group's rows, from `begin` on."""
+        pairs = zip(op_arguments(self.ops), self.arguments, strict=True)
+        return tuple(self.argument(declared, x, group, begin) for declared, x in pairs)
 
     def argument(self, declared: Any, x: Any, group: Int32, begin: Int32) -> Any:
         """An argument's part for one group: its row of (E, N), or the rows of (M) or (M, N) from

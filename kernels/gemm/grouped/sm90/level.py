@@ -100,7 +100,7 @@ class LevelStore:
         """The store of one tile."""
         first, end = self.level.rows(tile)
         out = stored_columns(self.out, first, end)
-        ops = self.ops.of(self.level.groups, tile.group)
+        ops = self.ops.of_columns(tile.group, first, end)
         if ops.gated:
             return paired_store(out, self.sC, self.num_slots, ops.ops[0], end - first)
         return fused_store(out, self.sC, self.num_slots, False, ops, None)
@@ -126,10 +126,12 @@ class GroupedLevel(GroupedKernel):
 
     @cute.jit
     def __call__(
-        self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, edges: cute.Tensor, stream
+        self, mA: cute.Tensor, mB: cute.Tensor, mOut: cute.Tensor, edges: cute.Tensor, *rest
     ) -> None:
-        """Launch with a (M, K), b (E, K, N), out (M, N), edges (E), and a stream."""
+        """Launch with a (M, K), b (E, K, N), out (M, N), edges (E), the operations' arguments, and
+        a stream."""
         c, general, product = self.tiles, self.general, self.config.product
+        *passed, stream = rest
         mRows, mB = modes(mA, columns_first=False), modes(mB, columns_first=True)
         n = cute.size(mB, mode=[0])
         slots = general.epilogue_slots(mOut.element_type)
@@ -138,7 +140,7 @@ class GroupedLevel(GroupedKernel):
         a = general.load_operand(mB, c.tile_m, c.cluster_n, general.config.k_major[0])
         b = general.load_operand(mRows, c.tile_n, c.cluster_m, general.config.k_major[1])
         out = column_operand(mOut, slots)
-        launched = self.kernel(a, b, out, edges, Int32(n))
+        launched = self.kernel(a, b, out, edges, Int32(n), tuple(passed))
         clusters = arch_named(self.arch).num_sms if not c.num_ctas else c.num_ctas
         clusters //= c.cluster_m * c.cluster_n
         self.start(launched, (c.cluster_m, c.cluster_n, Int32(max(1, clusters))), stream)
@@ -151,6 +153,7 @@ class GroupedLevel(GroupedKernel):
         out: cpasync.TmaInfo,
         edges: cute.Tensor,
         columns: Int32,
+        passed: tuple[Any, ...],
     ) -> None:
         """Run the roles."""
         c, product, smem = self.tiles, self.config.product, SmemAllocator()
@@ -165,7 +168,7 @@ class GroupedLevel(GroupedKernel):
         raster = Raster(c.raster_group, c.raster_along)
         scheduler: Any = LevelTiles(raster, *shape, groups, self.widths)
         role = PingPong(product, c, scheduler, level=level)
-        store = LevelStore(out, sC, c.epi_stages, level, GroupOps(product.ops, (), columns))
+        store = LevelStore(out, sC, c.epi_stages, level, GroupOps(product.ops, passed, columns))
         mProduct = cute.make_identity_tensor((columns, cute.size(b.tma_tensor, mode=[0])))
         self.run(GroupMemory(sA, sB, sC, groups, ab), operands, role, store, edges, mProduct)
 
