@@ -272,7 +272,7 @@ def test_the_gradient_of_row_scale_ignores_rows_of_no_group(monkeypatch) -> None
     y, offs = torch.tensor([[1.0, 2], [3, 4], [5, torch.nan]]), torch.tensor([1, 2])
     monkeypatch.setattr(function, "_rows", lambda *args, **options: y)
     scale = torch.ones(3, requires_grad=True)
-    function._gathered(y, y, offs, None, None, None, scale)[:2].sum().backward()
+    function._gathered(y, y, offs, None, None, None, scale, False)[:2].sum().backward()
     assert scale.grad.tolist() == [3, 7, 0]
 
 

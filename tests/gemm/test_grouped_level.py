@@ -140,6 +140,33 @@ def test_operations_take_the_numbers_of_their_rows_and_columns(seed: int) -> Non
     assert out[sum(rows) :].isnan().all()
 
 
+@pytest.mark.slow
+def test_grouped_mm_of_ragged_groups_is_that_of_others_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choose, "LEVEL_ROWS", 64)
+    g = torch.Generator().manual_seed(2)
+    x, w, bias, dy = (
+        torch.randn(s, generator=g).to(bf16) for s in ((99, 64), (3, 72, 64), (3, 72), (99, 72))
+    )
+    offs = torch.tensor([40, 40, 95], dtype=torch.int32)
+    index = torch.randint(0, 99, (99,), generator=g, dtype=torch.int32)
+    scale = torch.rand(99, generator=g)
+    results = []
+    for ragged in (False, True):
+        monkeypatch.setattr(choose, "levels_pay", lambda *_, ragged=ragged: ragged)
+        given = [t.clone().requires_grad_() for t in (x, w.mT, bias)]
+        with ops.simulated("sm_90a"):
+            y = cutex.grouped_mm(given[0], given[1], offs, bias=given[2], ragged=ragged)
+            grads = torch.autograd.grad(y, given, dy)
+            more = [
+                cutex.grouped_mm(x, w.mT, offs, ragged=ragged, **options)
+                for options in ({}, {"index": index, "row_scale": scale, "activation": "silu"})
+            ]
+        results.append([*grads, *(t[:95] for t in (y.detach(), *more))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
     hopper = arch_named("sm_90a")
     for columns in (16, 2880, 4096):
@@ -155,6 +182,10 @@ def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
         assert launch.levels(x, 1024, w, "relu", with_more=True)
         assert not launch.levels(x, 1024, w, "gated_silu", with_more=True)
         assert not launch.levels(x, 4 * 95, w, None)
+        long = x.expand(1024, 64)
+        assert launch.way(long, w, (None, "relu", False), scaled=True, ragged=True)[0] == "level"
+        assert launch.way(long, w, (None, None, False), scaled=True, ragged=False)[0] == "rows"
+        assert launch.way(long, w, (None, None, True), scaled=False, ragged=True)[0] == "rows"
     with ops.simulated("sm_100a"):
         assert not launch.levels(x, 1024, w, None)
 

@@ -18,7 +18,7 @@ from cutex.ops.grouped.checks import (
     check_target,
     check_tensor,
 )
-from cutex.ops.grouped.launch import repeated
+from cutex.ops.grouped.launch import repeated, way
 from cutex.ops.grouped.registered import GATHERED, grouped_rows, grouped_sums, run_rows
 from cutex.ops.number import check_flag
 from cutex.ops.plain import is_plain, nobody_watches
@@ -40,6 +40,7 @@ def grouped_mm(
     out: Tensor | None = None,
     out_index: Tensor | None = None,
     add: bool = False,
+    ragged: bool = False,
 ) -> Tensor:
     """Products of groups, as torch.nn.functional.grouped_mm: group e is x's rows, or columns, from
     offs[e - 1], or 0, to offs[e].
@@ -70,13 +71,17 @@ def grouped_mm(
         rounded to out's dtype: not deterministic where a row of out gets several. Not
         differentiable.
 
+    ragged: groups surely differ in length, as a router's do, and x (T, K) is multiplied by tiles
+        that fit each group, where a Hopper has some that are faster; even groups may take longer.
+        A hint: the sums are the same.
+
     Rows of no group, from the last of offs on or from counts[e] on, are neither read nor written:
     those of the result hold whatever its memory did, as torch's; those of a gradient are zeros.
     Differentiable in x, w and bias, to any order. Raises TypeError or ValueError, with one sentence
     that names the argument, for arguments that do not fit, and where there is no Hopper or
     Blackwell GPU.
     """
-    options = activation, offs is None, bias is None
+    options = activation, offs is None, bias is None, ragged
     stored = out is None and out_index is None and add is False  # to memory of its own
     plain = index is None and row_scale is None and stored
     if plain and not torch.compiler.is_dynamo_compiling():
@@ -86,6 +91,7 @@ def grouped_mm(
             return known.launch(x, w, edges, *rest)
     check_tensor("x", x)
     check_tensor("w", w, x)
+    check_flag("ragged", ragged)
     if (offs is None) == (counts is None):
         raise ValueError("grouped_mm takes offs or counts, one of them")
     name, edges = ("offs", offs) if counts is None else ("counts", counts)
@@ -103,8 +109,8 @@ def grouped_mm(
             if not stored:
                 fused = bias, activation, row_scale
                 return _scattered(x, w, edges, index, fused, (out, out_index, add))
-            return _gathered(x, w, edges, index, bias, activation, row_scale)
-        return _rows(x, w, edges, bias, activation, padded=False)
+            return _gathered(x, w, edges, index, bias, activation, row_scale, ragged)
+        return _rows(x, w, edges, bias, activation, padded=False, ragged=ragged)
     if not plain:
         raise ValueError("index, row_scale and out take x (T, K), w (E, K, N) and offs")
     if form == (3, 3) and counts is not None:
@@ -123,28 +129,29 @@ def grouped_mm(
 
 
 def _rows(
-    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None, padded: bool
-) -> Tensor:
+    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
+    padded: bool, ragged: bool = False,
+) -> Tensor:  # fmt: skip
     check_fused(bias, activation, w)
     given = [t for t in (x, w, bias) if t is not None]
     if activation is not None and torch.is_grad_enabled() and any(t.requires_grad for t in given):
         from cutex.problem.matmul import ACTIVATIONS
 
         # NOTE: the activation's input is what its gradient needs
-        return ACTIVATIONS[activation](grouped_rows(x, w, edges, bias, None, padded))
-    remember(x, w, edges, bias, activation, padded)
-    return grouped_rows(x, w, edges, bias, activation, padded)
+        return ACTIVATIONS[activation](grouped_rows(x, w, edges, bias, None, padded, ragged))
+    remember(x, w, edges, bias, activation, padded, ragged)
+    return grouped_rows(x, w, edges, bias, activation, padded, ragged)
 
 
 def _gathered(
     x: Tensor, w: Tensor, edges: Tensor, index: Tensor | None, bias: Tensor | None,
-    activation: str | None, row_scale: Tensor | None,
+    activation: str | None, row_scale: Tensor | None, ragged: bool,
 ) -> Tensor:  # fmt: skip
     given = [t for t in (x, w, bias, row_scale) if t is not None]
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
-        return GATHERED(x, w, edges, index, bias, activation, row_scale)
+        return GATHERED(x, w, edges, index, bias, activation, row_scale, ragged)
     rows = x if index is None else x.index_select(0, index)
-    y = _rows(rows, w, edges, bias, activation, padded=False)
+    y = _rows(rows, w, edges, bias, activation, padded=False, ragged=ragged)
     if row_scale is None:
         return y
     # NOTE: rows of no group hold anything, and the gradient of their row_scale adds up 0 times it
@@ -178,8 +185,9 @@ def _scattered(
 
 
 def remember(
-    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None, padded: bool
-) -> None:
+    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
+    padded: bool, ragged: bool,
+) -> None:  # fmt: skip
     """Keep a plan for such calls, if torch has nothing more to do than to run them."""
     given = [t for t in (x, w, edges, bias) if t is not None]
     if torch.compiler.is_dynamo_compiling() or not nobody_watches():
@@ -187,16 +195,17 @@ def remember(
     if not all(map(is_plain, given)) or any(t.requires_grad for t in given):
         return
 
-    kind = activation, padded, bias is None, True, False  # as launch.rows has it
     known: list[Callable[..., Tensor]] = []
 
     def launch(x: Tensor, w: Tensor, edges: Tensor, *bias: Tensor) -> Tensor:
         if known:
             return known[0](x, w, edges, *bias)
-        out = run_rows(x, w, edges, bias[0] if bias else None, activation, padded, False)
-        if found := repeated("rows", kind, [x, w, out, edges, *bias], 2):
+        out = run_rows(x, w, edges, bias[0] if bias else None, activation, padded, False, ragged)
+        given = (*(bias or (None,)), activation, padded)
+        kind, chosen, _ = way(x.flatten(0, -2), w, given, False, ragged)
+        if found := repeated(kind, chosen, [x, w, out, edges, *bias], 2):
             known.append(found)
         return out
 
-    options = activation, padded, bias is None
+    options = activation, padded, bias is None, ragged
     PLANS.remember(PLANS.key_of(options, *given), given, launch)

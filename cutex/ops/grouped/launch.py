@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FOLDERS = {"sm_90a": "sm90", "sm_100a": "sm100"}
 
 
+# the config, arch and arguments of a call, of its options and the tensors passed
+Call = Callable[[tuple[Any, ...], list[Tensor]], tuple[Any, str, list[Tensor]]]
 MOST_KNOWN = 4096
 _known: dict[Hashable, Callable[..., None]] = per_device({})  # launches of calls like one before
 
@@ -47,14 +49,21 @@ def rows(
     """out[rows of e] = activation(x[rows of e] @ w[e] + bias[e]) * row_scale, with x (T, K), w (E,
     K, N), and out (T, N) in memory of `empty`; options: bias, activation, padded. ragged: as of
     choose.rows_tiles."""
+    fused_with = [t for t in (options[0], row_scale) if t is not None]
+    kind, chosen, call = way(x, w, options, row_scale is not None, ragged)
+    again(kind, chosen, [x, w, with_padding(out), edges, *fused_with], call)
+
+
+def way(
+    x: Tensor, w: Tensor, options: tuple[Any, ...], scaled: bool, ragged: bool
+) -> tuple[str, tuple[Any, ...], Call]:
+    """The kind of kernel that a call of `rows` runs, the options that it is known by, and the
+    function that gives its config; scaled: with row_scale."""
     bias, activation, padded = options
-    fused_with = [t for t in (bias, row_scale) if t is not None]
-    given = [x, w, with_padding(out), edges, *fused_with]
-    if ragged and not padded and levels(x, x.shape[0], w, activation, bool(fused_with)):
-        again("level", (activation, bias is None, row_scale is None), given, level_call)
-        return
-    kind = activation, padded, bias is None, row_scale is None, ragged
-    again("rows", kind, given, rows_call)
+    without = bias is None, not scaled
+    if ragged and not padded and levels(x, x.shape[0], w, activation, not all(without)):
+        return "level", (activation, *without), level_call
+    return "rows", (activation, padded, *without, ragged), rows_call
 
 
 def levels(
@@ -64,10 +73,10 @@ def levels(
     N) in tiles that are equally wide; with_more: the epilogue has a bias or scales rows."""
     if arch_for(x) != "sm_90a" or not x.shape[1] or w.stride(0) == 0:
         return False
-    if activation is not None and activation.startswith("gated_"):
-        # NOTE: gates' columns are loaded apart from those that they gate
-        if with_more or not aligned(w, -2) or w.shape[2] % 16:
-            return False
+    # NOTE: gates' columns are loaded apart from those that they gate
+    apart = not with_more and aligned(w, -2) and w.shape[2] % 16 == 0
+    if (activation or "").startswith("gated_") and not apart:
+        return False
     return choose.levels_pay(count // w.shape[0])
 
 
@@ -297,12 +306,7 @@ def kernel_for(kind: Any, config: Any, dtype: str, arch: str) -> Compiled:
     return compile(kind(config), dtype, arch)
 
 
-def again(
-    kind: Any,
-    options: tuple[Any, ...],
-    passed: list[Tensor],
-    call: Callable[[tuple[Any, ...], list[Tensor]], tuple[Any, str, list[Tensor]]],
-) -> None:
+def again(kind: Any, options: tuple[Any, ...], passed: list[Tensor], call: Call) -> None:
     """Launch a call on `passed`, at once if one like it was launched before; `call` gives its
     config, arch and arguments."""
     key = key_of(kind, options, passed)

@@ -25,15 +25,16 @@ EIGHT = 8  # rows of ones whose product with a gradient is that of a bias
 
 def run_rows(
     x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
-    padded: bool, zeros: bool,
+    padded: bool, zeros: bool, ragged: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch the product of rows, and with `zeros` that of the zeros beside them."""
+    """Launch the product of rows, and with `zeros` that of the zeros beside them; ragged: as of
+    launch.rows."""
     out = _fake_rows(x, w, edges, bias, activation, padded, zeros)
     if out.numel() == 0:
         launch.arch_for(x)
         return out
     flat = out.flatten(0, -2)
-    launch.rows(x.flatten(0, -2), w, edges, flat, (bias, activation, padded))
+    launch.rows(x.flatten(0, -2), w, edges, flat, (bias, activation, padded), ragged=ragged)
     if zeros:
         launch.zeros(flat, edges, padded)
     return out
@@ -41,7 +42,7 @@ def run_rows(
 
 def _fake_rows(
     x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
-    padded: bool, zeros: bool,
+    padded: bool, zeros: bool, ragged: bool = False,
 ) -> Tensor:  # fmt: skip
     n = w.shape[2]
     if activation is not None and activation.startswith("gated_"):
@@ -50,11 +51,11 @@ def _fake_rows(
 
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, edges, bias, activation, padded, _ = inputs
+    x, w, edges, bias, activation, padded, _, ragged = inputs
     if activation is not None:
         raise ValueError("cutex::grouped_rows has no gradient of an activation: call grouped_mm")
     ctx.save_for_backward(x, w, edges, bias)
-    ctx.padded = padded
+    ctx.padded, ctx.ragged = padded, ragged
 
 
 def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -63,7 +64,7 @@ def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     product, sums, padded = torch.ops.cutex.grouped_rows, torch.ops.cutex.grouped_sums, ctx.padded
     needs_x, needs_w, _, needs_bias = ctx.needs_input_grad[:4]
     if needs_x:
-        of_x = product(grad, w.mT, edges, None, None, padded, True)
+        of_x = product(grad, w.mT, edges, None, None, padded, True, ctx.ragged)
     flat, rows = grad.flatten(0, -2), x.flatten(0, -2)
     if needs_w:
         if w.stride(-2) == 1:  # as memory has it
@@ -73,7 +74,7 @@ def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_bias:
         ones = flat.new_ones((flat.shape[0], EIGHT))
         of_bias = sums(ones.mT, flat, edges, padded)[:, 0].to(bias.dtype)
-    return of_x, of_w, None, of_bias, None, None, None
+    return of_x, of_w, None, of_bias, None, None, None, None
 
 
 def _sums(x: Tensor, w: Tensor, edges: Tensor, padded: bool) -> Tensor:
@@ -99,10 +100,14 @@ def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     product = torch.ops.cutex.grouped_rows
     of_x = of_w = None
     if ctx.needs_input_grad[0]:
-        of_x = product(_padded(w, grad, ctx.padded), grad.mT, edges, None, None, ctx.padded, True)
+        of_x = product(
+            _padded(w, grad, ctx.padded), grad.mT, edges, None, None, ctx.padded, True, False
+        )
         of_x = of_x.flatten(0, -2).mT
     if ctx.needs_input_grad[1]:
-        of_w = product(_padded(x.mT, grad, ctx.padded), grad, edges, None, None, ctx.padded, True)
+        of_w = product(
+            _padded(x.mT, grad, ctx.padded), grad, edges, None, None, ctx.padded, True, False
+        )
         of_w = of_w.flatten(0, -2)
     return of_x, of_w, None, None
 
@@ -114,8 +119,8 @@ def _padded(x: Tensor, of_groups: Tensor, padded: bool) -> Tensor:
 
 define(
     "grouped_rows",
-    "(Tensor x, Tensor w, Tensor edges, Tensor? bias, str? activation, bool padded, bool zeros) "
-    "-> Tensor",
+    "(Tensor x, Tensor w, Tensor edges, Tensor? bias, str? activation, bool padded, bool zeros, "
+    "bool ragged) -> Tensor",
     run_rows,
     _fake_rows,
     _setup_rows,
@@ -133,21 +138,22 @@ define(
 
 def _run_gathered(
     x: Tensor, w: Tensor, edges: Tensor, index: Tensor | None, bias: Tensor | None,
-    activation: str | None, row_scale: Tensor | None,
+    activation: str | None, row_scale: Tensor | None, ragged: bool,
 ) -> Tensor:  # fmt: skip
-    out = _fake_gathered(x, w, edges, index, bias, activation, row_scale)
+    out = _fake_gathered(x, w, edges, index, bias, activation, row_scale, ragged)
+    options = bias, activation, False
     if out.numel() == 0:
         launch.arch_for(x)
     elif index is None:
-        launch.rows(x, w, edges, out, (bias, activation, False), row_scale)
+        launch.rows(x, w, edges, out, options, row_scale, ragged)
     else:
-        launch.gathered(x, index, w, edges, out, (bias, activation, False), row_scale)
+        launch.gathered(x, index, w, edges, out, options, row_scale, ragged)
     return out
 
 
 def _fake_gathered(
     x: Tensor, w: Tensor, edges: Tensor, index: Tensor | None, bias: Tensor | None,
-    activation: str | None, row_scale: Tensor | None,
+    activation: str | None, row_scale: Tensor | None, ragged: bool,
 ) -> Tensor:  # fmt: skip
     like = x if index is None else x.new_empty((index.shape[0], 0))
     return _fake_rows(like, w, edges, bias, activation, False, False)
@@ -156,7 +162,7 @@ def _fake_gathered(
 GATHERED = define(
     "grouped_gathered",
     "(Tensor x, Tensor w, Tensor edges, Tensor? index, Tensor? bias, str? activation, "
-    "Tensor? row_scale) -> Tensor",
+    "Tensor? row_scale, bool ragged) -> Tensor",
     _run_gathered,
     _fake_gathered,
 )
@@ -208,10 +214,11 @@ register_flop_formula(torch.ops.cutex.grouped_sums)(_sums_flops)
 
 
 def grouped_rows(
-    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None, padded: bool
-) -> Tensor:
+    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
+    padded: bool, ragged: bool = False,
+) -> Tensor:  # fmt: skip
     """The rows of each group of x times its matrix."""
-    return torch.ops.cutex.grouped_rows(x, w, edges, bias, activation, padded, False)
+    return torch.ops.cutex.grouped_rows(x, w, edges, bias, activation, padded, False, ragged)
 
 
 def grouped_sums(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:

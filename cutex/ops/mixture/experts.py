@@ -44,8 +44,8 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     routing = route(top_k_index, experts)
     rows = hidden_states.to(up.dtype).index_select(0, routing.tokens)
     biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
-    y = self._apply_gate(grouped_mm(rows, up, routing.offs, bias=biases[0]))
-    z = grouped_mm(y, down, routing.offs, bias=biases[1])
+    y = self._apply_gate(grouped_mm(rows, up, routing.offs, bias=biases[0], ragged=True))
+    z = grouped_mm(y, down, routing.offs, bias=biases[1], ragged=True)
     known = routing.places < routing.offs[-1]
     terms = torch.where(known[..., None], z[routing.places.long()], 0)  # (T, J, D)
     if getattr(self, "has_post_expert_norm", False):  # not every version of transformers has it
