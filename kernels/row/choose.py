@@ -79,7 +79,8 @@ def tile(
     threads = power(-(-vectors // few), least, CTA)
     fewer = power(-(-vectors // max(few, in_warp)), least, CTA)
     threads = fewer if fewer <= WARP else threads
-    ctas = power(-(-vectors // (max(wide, few) * threads)), 1, most_ctas)
+    # a cluster has CTAs of whole warps: of fewer threads one holds the row
+    ctas = power(-(-vectors // (max(wide, few) * threads)), 1, most_ctas) if threads == CTA else 1
     threads = max(threads, power(-(-vectors // (MOST * ctas)), least, 1024))
     if not lines and -(-vectors // (threads * ctas)) > ROOMY:
         # docs/facts/rows.md#rows-norm-lines

@@ -366,6 +366,17 @@ def test_a_fault_of_bulk_copies_is_found(how, n, by_vectors, fault, order, seed,
     assert found == (fault is not None)
 
 
+@pytest.mark.parametrize("wide", [choose.WIDE, choose.NORM_WIDE])
+def test_every_tile_of_short_rows_is_one(wide):
+    for n in [*range(1, 300), *range(300, 3000, 37)]:
+        for unit in (1, 2, 4, 8):
+            found = choose.tile(
+                n, 16, "sm_90a", unit, n % unit > 0, wide,
+                choose.LEAST_THREADS, in_warp=choose.IN_WARP,
+            )  # fmt: skip
+            assert found.why_not() is None and found.columns >= n
+
+
 def test_every_tile_of_dense_rows_holds_them():
     for n in range(1, 1200):
         for width, centred in ((8, True), (8, False), (4, True), (4, False)):
