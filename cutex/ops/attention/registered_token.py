@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutex.ops.attention.cache import why_no_steps
 from cutex.ops.attention.kvcache import flash_attn_with_kvcache
+from cutex.ops.attention.plan import packed
 
 _library = torch.library.Library("cutex", "FRAGMENT")
 _library.define(
@@ -32,7 +33,7 @@ def _operator(
 ) -> Tensor:
     """O (batch, 1, heads, DV) for q (batch, 1, heads, D) and caches (batch, room, heads_kv, D or
     DV), of which each sequence has the rows from begins, or 0, to ends, (batch,) int32."""
-    k, v = (x if why_no_steps(x) is None else x.contiguous() for x in (k_cache, v_cache))
+    k, v = (x if why_no_steps(x) is None else packed(x) for x in (k_cache, v_cache))
     out = flash_attn_with_kvcache(
         q, k, v, cache_seqlens=ends, cache_leftpad=begins, softmax_scale=softmax_scale,
         softcap=softcap, learnable_sink=learnable_sink,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutex.ops.grouped.launch import again, arch_for
-from cutex.ops.matmul.arrange import aligned, normal
+from cutex.ops.matmul.arrange import aligned, normal, repacked
 
 
 def combine(z: Tensor, places: Tensor, offs: Tensor, out: Tensor, weights: Tensor | None) -> None:
@@ -25,7 +25,7 @@ def spread(x: Tensor, places: Tensor, offs: Tensor) -> Tensor:
     from cutex.kernels.mixture.spread import Spread, SpreadConfig
 
     out = x.new_empty((places.numel(), x.shape[1]))
-    x = normal(x, -1) if aligned(x, -1) else x.contiguous()
+    x = normal(x, -1) if aligned(x, -1) else repacked(x, -1)
     run(Spread, SpreadConfig(places.shape[1]), [x, places, offs, out])
     return out
 
