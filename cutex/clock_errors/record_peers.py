@@ -53,6 +53,7 @@ class Recording(Calls):
         function: CapturedKernel,
         arguments: list[Any],
         tensors: Sequence[HostTensor] = (),
+        stream: int | None = None,
     ) -> None:
         named = [*tensors, *(a for a in arguments if isinstance(a, HostTensor))]
         regions = self.memory.regions(named)

@@ -16,6 +16,7 @@ from cutex.sim.errors import CooperativeTooLarge, Deadlock, SimError
 from cutex.sim.finding import Finding
 from cutex.sim.hazards.checks import Checks
 from cutex.sim.hazards.cluster_order import orders_clusters
+from cutex.sim.hazards.global_marks import Touched
 from cutex.sim.hazards.grid_order import Stream
 from cutex.sim.host.capture import HostTensor, Launch
 from cutex.sim.machine.banks import BankConflicts
@@ -123,6 +124,8 @@ class Simulation:
         self.checks, self.clusters = checks, clusters
         self.programs, self.tensors, self.order, self.seed = programs, tensors, order, seed
         self.report = SimReport()
+        # which bytes launches touch: "" (not kept), "written" or "all"; with the kernels' names
+        self.watch, self.touched = "", list[tuple[str, Touched]]()
         self._found: dict[tuple[str, str, bool], Finding] = {}
 
     def launch(self, what: Launch) -> None:
@@ -160,6 +163,10 @@ class Simulation:
         try:
             self._run(scheduler, what)
             checks.finish()
+            if self.watch and self.checks:
+                races, every = checks.global_races, {region.base for region in memory.regions}
+                found = races.touched(every) if self.watch == "all" else Touched(races.written())
+                self.touched.append((program.title, found))
             unreached.tell(program, scheduler.m, scheduler.executed)
         finally:  # NOTE: findings before an error count
             checks.stop()
@@ -214,6 +221,8 @@ class Simulation:
             return False
         for part in parts:
             self._add_rings(part.rings)
+            if self.watch:
+                self.touched.append((program.title, part.touched))
         self._sample(program, what, memory, [part.touched.written for part in parts])
         self._count(program, what, np.sum([part.executed for part in parts], 0))
         return True

@@ -6,7 +6,8 @@ with the row's number and the lane, so that a byte needs one word.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,13 +86,14 @@ class Touched(NamedTuple):
     """The accesses of some clusters of a grid, by the regions' addresses; bits are packed."""
 
     written: dict[int, np.ndarray]  # bytes
-    read: dict[int, np.ndarray]
-    loaded: set[int]  # regions loaded by TMA that these clusters do not write
+    read: Mapping[int, np.ndarray] = MappingProxyType({})
+    loaded: Set[int] = frozenset()  # regions loaded by TMA that these clusters do not write
 
     def clashes(self, other: Touched) -> bool:
         """Whether both touch a byte that one of them writes."""
+        pairs: list[tuple[Mapping[int, np.ndarray], Mapping[int, np.ndarray]]]
         pairs = [(self.written, other.written), (self.written, other.read)]
-        pairs += [(self.read, other.written)]
+        pairs += [(other.written, self.read)]
         if self.loaded & other.written.keys() or other.loaded & self.written.keys():
             return True
         return any(bool((a[base] & b[base]).any()) for a, b in pairs for base in a.keys() & b)

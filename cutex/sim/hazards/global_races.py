@@ -17,7 +17,7 @@ clusters; if clusters have an order, only when they are issued.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -229,13 +229,14 @@ class GlobalRaces(Observer):
         """The written bytes of the watched tensors, as packed bits by the regions' addresses."""
         return {base: np.packbits(marks != 0) for base, marks in self.writes.items()}
 
-    def touched(self) -> Touched:
-        """The accesses of the clusters that have run."""
-        written = self.writes
+    def touched(self, among: Container[int] | None = None) -> Touched:
+        """The accesses of the clusters that have run; boxes ``among`` these tensors by byte, by
+        default among those that are written."""
+        among = self.writes if among is None else among
         read = {base: last != 0 for base, (last, _) in self.reads.items()}
         loaded = set()
         for box in self.boxes.values():
-            found = box.places(self.m.memory, written)
+            found = box.places(self.m.memory, among)
             address = box.at[0] if box.tmap is None else box.tmap.address
             if found is not None:
                 region, offsets = found
@@ -246,7 +247,7 @@ class GlobalRaces(Observer):
         return Touched(
             self.written(),
             {base: np.packbits(marks) for base, marks in read.items()},
-            loaded - written.keys(),
+            loaded - self.writes.keys(),
         )
 
     def finish(self) -> None:

@@ -19,6 +19,7 @@ from cutex.sim.host.capture import HostFunction, HostTensor, Launch
 from cutex.sim.host.cuda_graphs import deferred
 from cutex.sim.host.loaded import captured
 from cutex.sim.host.stopwatch import STOPWATCH
+from cutex.sim.host.streams import STREAMS
 from cutex.sim.host.torch_stand_in import DeviceMemory
 from cutex.sim.ptx.program import Program
 from cutex.sim.reports import around, folded
@@ -99,13 +100,18 @@ class Calls:
     errors: list[tuple[SimError, str]] = field(default_factory=list)  # with the kernel's PTX
     _ptx: dict[Finding, str] = field(default_factory=dict, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        STREAMS.begin(self._of_streams)
+
     def run(
         self,
         function: CapturedKernel,
         arguments: list[Any],
         tensors: Sequence[HostTensor] = (),
+        stream: int | None = None,
     ) -> None:
-        """Simulate one call; ``tensors`` are those that ``arguments`` hold only as addresses."""
+        """Simulate one call; ``tensors`` are those that ``arguments`` hold only as addresses,
+        ``stream`` the handle of the one that it names, else it is torch's current one."""
         first, self.at_launch = self.at_launch, None
         if first is not None:
             first()
@@ -123,6 +129,7 @@ class Calls:
             cubin=(function.host.cubin or b"") if self.resources else None, jobs=self.jobs,
             checks=self.checks, clusters=self.clusters,
         )  # fmt: skip
+        sim.watch = "all" if STREAMS.several else "written"
 
         def launch(what: Launch) -> None:
             self.launches[what.kernel] = self.launches.get(what.kernel, 0) + 1
@@ -141,6 +148,9 @@ class Calls:
         try:
             function.host(arguments, launch)
         finally:
+            owners = {t.address: t.owner for t in regions if t.owner is not None}
+            for title, touched in sim.touched:
+                STREAMS.launched(stream, title, touched, owners)
             sim.report.seconds = time.perf_counter() - started
             self._add(sim.report, function.ptx)
         if untimed is not None:
@@ -207,6 +217,13 @@ class Calls:
                 print(around(ptx, text), file=sys.stderr)
         for kernel in self.report.kernels.values():
             print(f"cutex: {kernel}", file=sys.stderr)
+
+    def _of_streams(self, finding: Finding) -> None:
+        """Take up a finding of two streams."""
+        found = self.report.advisories if finding.advisory else self.report.findings
+        if not any((f.rule, f.where) == (finding.rule, finding.where) for f in found):
+            found.append(finding)
+            self._ptx[finding] = ""
 
     def _add(self, new: SimReport, ptx: str) -> None:
         total = self.report

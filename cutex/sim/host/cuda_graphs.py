@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from cutex.sim.host.streams import STREAMS
+
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
 
@@ -92,8 +94,9 @@ class CUDAGraph:
     def replay(self) -> None:
         if self.capture is None:
             raise RuntimeError("this CUDA graph has captured nothing")
-        for step in self.capture.steps:
-            step()
+        with STREAMS.replay():
+            for step in self.capture.steps:
+                step()
 
     def reset(self) -> None:
         self.capture = None

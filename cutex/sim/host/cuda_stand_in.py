@@ -14,6 +14,7 @@ import cuda.bindings.runtime as runtime
 import torch
 
 from cutex.arch import Arch
+from cutex.sim.host.streams import STREAMS
 from cutex.sim.host.torch_stand_in import DeviceMemory
 
 
@@ -94,6 +95,7 @@ class CudaMemory:
 
     @staticmethod
     def copy(to: Any, frm: Any, size: int, *_: Any) -> None:
+        STREAMS.all_wait()  # NOTE: more than one that is asynchronous does
         ctypes.memmove(_address(to), _address(frm), size)
 
     def runtime_functions(self) -> dict[str, Callable[..., Any]]:
@@ -104,8 +106,10 @@ class CudaMemory:
             "cudaFreeAsync": self.free, "cudaMemset": self.fill, "cudaMemsetAsync": self.fill,
             "cudaMemcpy": self.copy, "cudaMemcpyAsync": self.copy,
         }  # fmt: skip
-        waits = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaGetLastError")
-        return _answering(ok, functions, waits)
+        functions |= dict.fromkeys(
+            ("cudaDeviceSynchronize", "cudaStreamSynchronize"), STREAMS.all_wait
+        )
+        return _answering(ok, functions, ("cudaGetLastError",))
 
     def driver_functions(self) -> dict[str, Callable[..., Any]]:
         """The stand-ins for functions of `cuda.bindings.driver`."""
@@ -116,8 +120,8 @@ class CudaMemory:
         }  # fmt: skip
         for name in ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD"):
             functions |= {name: self.copy, f"{name}Async": self.copy}
-        waits = ("cuStreamSynchronize", "cuCtxSynchronize")
-        return _answering(driver.CUresult.CUDA_SUCCESS, functions, waits)
+        functions |= dict.fromkeys(("cuStreamSynchronize", "cuCtxSynchronize"), STREAMS.all_wait)
+        return _answering(driver.CUresult.CUDA_SUCCESS, functions, ())
 
 
 def _answering(

@@ -59,7 +59,7 @@ class Compiler:
             return function(*function.runtime_arguments(arguments, named))
         bound = inspect.signature(body).bind(*arguments, **named)
         bound.apply_defaults()
-        wanted = function.host.argument_names
+        wanted = {*function.host.argument_names, *function.streams}
         return function(*[v for n, v in bound.arguments.items() if n in wanted])
 
     def _compile(

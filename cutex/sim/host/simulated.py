@@ -55,14 +55,23 @@ class Simulated:
         given += [named[n] for n in self.parameters[len(given) :] if n in named]
         wanted = self.host.argument_names
         takes = [n for n in self.parameters if n in wanted or n in self.streams]
+        named_streams = [g for g in given if is_stream(g)]
         if len(given) == len(takes):  # a stream may be its address, a number
+            named_streams += [g for g, n in zip(given, takes, strict=True) if n in self.streams]
             given = [g for g, n in zip(given, takes, strict=True) if n not in self.streams]
         given = [g for g in given if not (is_stream(g) and not takes_stream(given))]
         given += [self.defaults[n] for n in wanted[len(given) :] if n in self.defaults]
         names = [*wanted, *(f"argument {i}" for i in range(len(given)))]
         with torch._C.DisableTorchFunction():  # to see the tensors' real devices
             values = [captured(g, n) for g, n in zip(given, names, strict=False)]
-        self.calls.run(self, values)
+        self.calls.run(self, values, stream=_handle(named_streams))
+
+
+def _handle(streams: list[Any]) -> int | None:
+    """The handle of the first of the streams that a call names."""
+    return (
+        int(streams[0]) if streams and not hasattr(streams[0], "use_tvm_ffi_env_stream") else None
+    )
 
 
 class _Type:
@@ -94,7 +103,8 @@ class PlainSimulated:
         pointers, adapted = self.compiled.execution_args.generate_execution_args(
             tuple(values), named
         )
-        self.calls.run(self, pointers, list(self._tensors(arguments, named)))
+        stream = _handle([a for a in (*arguments, *named.values()) if is_stream(a)])
+        self.calls.run(self, pointers, list(self._tensors(arguments, named)), stream)
         del adapted  # kept until here because the pointers are to it
 
     def runtime_arguments(self, arguments: Any, named: dict[str, Any]) -> tuple[Any, ...]:

@@ -13,42 +13,108 @@ import torch
 from cutex.arch import Arch
 from cutex.sim.host.cuda_graphs import CUDAGraph, graph
 from cutex.sim.host.stopwatch import STOPWATCH
+from cutex.sim.host.streams import DEFAULT, STREAMS, Clock
 
 GPU = torch.device("cuda", 0)
 
 
 class _Stream:
-    cuda_stream, device = 0, GPU
+    """torch.cuda.Stream; as a context, the current stream."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait_stream(self, _: Any) -> None: ...
-    def wait_event(self, _: Any) -> None: ...
+    device, device_index, device_type = GPU, 0, 1
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = STREAMS.make()
+
+    @classmethod
+    def of(cls, handle: int) -> _Stream:
+        """The stream with a handle."""
+        stream = object.__new__(cls)
+        stream.cuda_stream = STREAMS.known(int(handle))
+        return stream
+
+    @property
+    def stream_id(self) -> int:
+        return self.cuda_stream
+
+    def synchronize(self) -> None:
+        STREAMS.host_waits(STREAMS.recorded(self.cuda_stream))
+
+    def wait_stream(self, other: Any) -> None:
+        STREAMS.wait(self.cuda_stream, STREAMS.recorded(other.cuda_stream))
+
+    def wait_event(self, event: Any) -> None:
+        STREAMS.wait(self.cuda_stream, event.after)
+
     def query(self) -> bool:
+        self.synchronize()
         return True
 
     def record_event(self, event: Any = None) -> Any:
         event = event or _Event()
-        event.record()
+        event.record(self)
         return event
 
     def __enter__(self) -> _Stream:
+        self.before = [*getattr(self, "before", ()), STREAMS.current]
+        STREAMS.current = self.cuda_stream
         return self
 
-    def __exit__(self, *_: Any) -> None: ...
+    def __exit__(self, *_: Any) -> None:
+        STREAMS.current = self.before.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
+
+
+class _ExternalStream(_Stream):
+    def __init__(self, handle: int, *_: Any, **__: Any) -> None:
+        self.cuda_stream = STREAMS.known(int(handle))
+
+
+class _Entered:
+    """torch.cuda.stream: a context in which a stream is the current one; None: as before."""
+
+    def __init__(self, stream: Any = None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *_: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()
+
+
+def _set_stream(stream: Any) -> None:
+    if stream is not None:
+        STREAMS.current = stream.cuda_stream
 
 
 class _Event:
     cuda_event = 0  # made by its first record, as torch does
     at: float | None = None
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None:
-        self.cuda_event, self.at = id(self), STOPWATCH.now()
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.after: Clock = {}  # what it comes after
 
-    def wait(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        self.cuda_event, self.at = id(self), STOPWATCH.now()
+        handle = STREAMS.current if stream is None else stream.cuda_stream
+        self.after = STREAMS.recorded(handle)
+
+    def wait(self, stream: Any = None) -> None:
+        STREAMS.wait(STREAMS.current if stream is None else stream.cuda_stream, self.after)
+
+    def synchronize(self) -> None:
+        STREAMS.host_waits(self.after)
+
     def query(self) -> bool:
+        self.synchronize()
         return True
 
     def elapsed_time(self, end: _Event) -> float:
@@ -104,7 +170,6 @@ def cuda_functions(arch: Arch) -> dict[str, Any]:
     requires.
     """
     nothing = lambda: lambda *_, **__: None
-    stream = lambda: lambda *_, **__: _Stream()
     total = _Properties(arch).total_memory
     return {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
@@ -115,17 +180,19 @@ def cuda_functions(arch: Arch) -> dict[str, Any]:
         "can_device_access_peer": lambda *_: False,
         "is_bf16_supported": lambda *_, **__: True, "cudart": lambda: _Runtime(),
         "device": type("device", (_Nothing,), {}), "device_of": type("device_of", (_Nothing,), {}),
-        **{name: stream() for name in (
-            "current_stream", "default_stream", "stream", "get_stream_from_external")},
-        "Stream": _Stream, "ExternalStream": type("ExternalStream", (_Stream,), {}),
+        "current_stream": lambda *_, **__: _Stream.of(STREAMS.current),
+        "default_stream": lambda *_, **__: _Stream.of(DEFAULT), "stream": _Entered,
+        "get_stream_from_external": lambda handle, *_, **__: _Stream.of(handle),
+        "Stream": _Stream, "ExternalStream": _ExternalStream, "set_stream": _set_stream,
+        "synchronize": STREAMS.all_wait,
         "Event": _Event, "_lazy_init": nothing(),
         "CUDAGraph": CUDAGraph, "graph": graph, "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: CUDAGraph.capturing is not None,
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         **{name: nothing() for name in (
-            "synchronize", "set_device", "init", "empty_cache", "manual_seed", "manual_seed_all",
-            "seed", "seed_all", "ipc_collect", "_sleep", "set_stream",
+            "set_device", "init", "empty_cache", "manual_seed", "manual_seed_all",
+            "seed", "seed_all", "ipc_collect", "_sleep",
             "reset_peak_memory_stats", "reset_max_memory_allocated")},
     }  # fmt: skip
 

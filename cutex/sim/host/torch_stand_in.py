@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from cutex.arch import Arch
 from cutex.sim.host.capture import HostTensor
+from cutex.sim.host.cuda_graphs import CUDAGraph
+from cutex.sim.host.streams import STREAMS
 from cutex.sim.host.torch_cuda import (
     GPU,
     Generator,
@@ -76,6 +78,11 @@ class DeviceMemory:
             np.ctypeslib.as_array(words.from_address(held.address))[:] = BLANK32
             self._held[at] = held._replace(blank=True)
         return tensor
+
+    def held(self, tensors: Iterable[torch.Tensor]) -> set[tuple[int, StorageWeakRef]]:
+        """The addresses and storages of what these tensors are parts of, of those that are held."""
+        parts = (self._held[t.untyped_storage().data_ptr()] for t in tensors if t in self)
+        return {(part.address, part.storage) for part in parts}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided:
@@ -190,6 +197,14 @@ _EMPTY = {
 }  # fmt: skip
 
 
+# functions whose result is no tensor that read the values of one, and for which the host waits
+_READ = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__",
+         "__int__", "__index__", "cpu", "__format__", "__repr__"}  # fmt: skip
+_WAITED = {*_READ, "cuda", "nonzero", "masked_select", "unique", "argwhere"}
+_UNREAD = {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+           "new_zeros", "new_ones", "new_full", "record_stream", "data_ptr"}  # fmt: skip
+
+
 class OnCpu(TorchFunctionMode):
     """A mode in which calls that name the device "cuda", or take a tensor there, create their
     results there.
@@ -204,6 +219,33 @@ class OnCpu(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if STREAMS.several:
+            return self._called_on_stream(func, args, kwargs)
+        return self._called(func, args, kwargs)
+
+    def _called_on_stream(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same where a script has several streams: of what torch reads and writes, the work
+        that nothing orders before it is told."""
+        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        out = self._called(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if CUDAGraph.capturing is not None or name in _UNREAD or func in _EMPTY:
+            return out
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        changed = [t for t in given if any(t is m for m in made)]
+        changed += given[:1] if name == "__setitem__" else []
+        held = self.memory.held(given)
+        new = self.memory.held(made) - held
+        if name not in _READ and not changed and not (made and (new or not held)):
+            return out  # NOTE: a view, or a question of a shape
+        written = self.memory.held(changed) | new
+        STREAMS.computed(f"torch's {name}", held - new, written)
+        beside_host = bool(held) and any(t not in self.memory for t in given)
+        if name in _WAITED or beside_host or _names("cpu", (*args, *kwargs.values())):
+            STREAMS.host_waits(STREAMS.recorded(STREAMS.current))
+        return out
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.backward:
             for a in args:
                 if isinstance(a, torch.Tensor) and a not in self.memory:
@@ -338,7 +380,7 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
     memory = DeviceMemory()
     with ExitStack() as stack:
         stack.enter_context(patched(torch.cuda, **cuda_functions(arch)))
-        stack.enter_context(patched(torch._C, _cuda_getCurrentRawStream=lambda _: 0))
+        stack.enter_context(patched(torch._C, _cuda_getCurrentRawStream=lambda _: STREAMS.current))
         stack.enter_context(patched(torch.Tensor, record_stream=lambda *_: None))
         stack.enter_context(patched(torch, Generator=Generator, compile=uncompiled))
         stack.enter_context(patched(torch, load=Load(memory)))
@@ -376,10 +418,12 @@ def torch_on_cpu(arch: Arch) -> Iterator[DeviceMemory]:
                 mode.backward,
                 any(isinstance(t, torch.Tensor) and t in memory for t in tensors),
             )
+            STREAMS.all_wait()  # NOTE: torch orders the streams of the forward pass around it
             try:
                 return ops.within(engine)(tensors, *arguments, **named)
             finally:
                 mode.backward = before
+                STREAMS.all_wait()
 
         stack.enter_context(patched(torch.autograd, _engine_run_backward=backward))
         yield memory
