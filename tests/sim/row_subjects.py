@@ -5,6 +5,7 @@ The kernels of short norms, of rope, of map and of cross-entropy's gradient sync
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
@@ -15,7 +16,7 @@ from subjects import Subject
 
 import cutex
 from cutex.kernels.quantize import config
-from cutex.kernels.row import choose_norm
+from cutex.kernels.row import choose, choose_norm
 from cutex.ops.mixture import routing
 from cutex.ops.row import norm, rows
 
@@ -24,15 +25,22 @@ ARCH = "sm_90a"
 
 @contextmanager
 def _of_many_rows(like: str) -> Iterator[None]:
-    """A context in which norms of few rows run as those of many do: ``like`` "bulk" or "dense", and
-    two clusters take all rows in turn.
+    """A context in which few rows run as many do: ``like`` "bulk", "dense" or "resident", and two
+    clusters take all rows in turn.
     """
-    never, always = (1 << 40,), (0,)
+
+    def when(how: str) -> tuple[int]:
+        return (0 if like == how else 1 << 40,)
+
     with (
-        mock.patch.object(choose_norm.bulk, "__defaults__", always if like == "bulk" else never),
-        mock.patch.object(choose_norm.dense, "__defaults__", always if like == "dense" else never),
+        mock.patch.object(choose_norm.bulk, "__defaults__", when("bulk")),
+        mock.patch.object(choose_norm.dense, "__defaults__", when("dense")),
+        mock.patch.object(choose_norm.resident, "__defaults__", when("resident")),
+        mock.patch.object(choose, "BULK_LEAST", *when("bulk")),
+        mock.patch.object(choose.bulk_rows, "__defaults__", when("bulk")),
         mock.patch.object(rows, "LINE", 1),  # of a choice that the place of a tensor decides
         mock.patch.object(norm, "bulk_groups", lambda *_: 2),
+        mock.patch.object(sys.modules["cutex.ops.row.softmax"], "bulk_groups", lambda *_: 2),
         mock.patch.object(norm, "most_clusters", lambda *_: 2),
     ):
         yield
@@ -52,15 +60,28 @@ def _norm(m: int, n: int, centred: bool = False, like: str = "", **options: str)
     return call
 
 
-def _gradient(of: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Call:
+def _gradient(of: Callable[..., torch.Tensor], *inputs: torch.Tensor, like: str = "") -> Call:
     """The gradients of a function, of a forward pass that runs with each call."""
 
     def call() -> Sequence[torch.Tensor]:
         leaves = [x.clone().requires_grad_() for x in inputs]
-        with _of_many_rows(""):
+        with _of_many_rows(like):
             out = of(*leaves)
             dy = normal(*out.shape, seed=9).to(out.dtype)
             return torch.autograd.grad(out, leaves, dy)
+
+    return call
+
+
+def _layer_gradient(m: int, n: int) -> Call:
+    """The gradient of a layer norm of dense rows, which come by bulk copies."""
+    return _gradient(cutex.layer_norm, normal(m, n), *normal(2, n, seed=1).unbind(), like="bulk")
+
+
+def _softmax(m: int, n: int) -> Call:
+    def call() -> Sequence[torch.Tensor]:
+        with _of_many_rows("bulk"):
+            return (cutex.softmax(normal(m, n)),)
 
     return call
 
@@ -112,6 +133,18 @@ def _subjects() -> list[Subject]:
         "norm, by bulk copies, short": (_norm(300, 390, centred=True, like="bulk"), 0),
         "norm, by bulk copies, clusters": (_norm(20, 40_001, centred=True, like="bulk"), 0),
         "norm, by bulk copies, sixteen CTAs": (_norm(10, 140_001, centred=True, like="bulk"), 0),
+        "norm, relayed vectors": (_norm(14, 40_000, centred=True, like="bulk"), 0),
+        "norm, relayed by sixteen CTAs": (_norm(10, 140_000, centred=True, like="bulk"), 0),
+        "norm, halves of words": (_norm(10, 188_793, centred=True, like="bulk"), 0),
+        "norm, one CTA of vectors": (_norm(14, 20_000, centred=True, like="bulk"), 0),
+        "norm, rows in turn": (_norm(14, 2048, centred=True, like="resident"), 0),
+        "norm, rows in turn, clusters": (_norm(14, 16_384, centred=True, like="resident"), 0),
+        "layer_norm's gradient, bulk": (_layer_gradient(14, 1601), "backward_bulk"),
+        "layer_norm's gradient, parts": (_layer_gradient(14, 50_257), "backward_bulk"),
+        "layer_norm's gradient, vectors": (_layer_gradient(14, 16_384), "backward_bulk"),
+        "layer_norm's gradient, relayed": (_layer_gradient(10, 131_072), "backward_bulk"),
+        "softmax, bulk": (_softmax(14, 11_003), 0),
+        "softmax, bulk, parts": (_softmax(14, 40_001), 0),
         "rms_norm, fp8": (_norm(40, 2048, quantize="fp8"), 0),
         "rms_norm, mxfp8": (_norm(40, 2048, quantize="mxfp8"), 0),
         "rms_norm's gradient": (
