@@ -14,7 +14,8 @@ from cutex.device.row.tile import VECTOR_BYTES
 from cutex.kernels.row.kernel import ARCHS
 
 THREADS = 256
-VECTORS = 4  # of a thread, whose loads it starts at once
+VECTORS = 4  # of a thread, whose loads it starts at once; one where a GPU is not full of them
+FEW = 1 << 17  # vectors
 LOADS = ("vector", "one", "element")  # next to each other, the same for all, or anywhere
 
 
@@ -31,6 +32,7 @@ class MapConfig:
     out: str  # the dtype of the result
     rank: int = 1
     width: int = 8  # elements of a vector
+    vectors: int = VECTORS  # of a thread
 
     @property
     def cacheable(self) -> bool:
@@ -41,7 +43,7 @@ class MapConfig:
 class Map:
     """y = function(x0, x1, ..) of tensors (D0, .., Dn), broadcast by strides of 0; y is contiguous.
 
-    A thread has VECTORS vectors along the last mode.
+    A thread has `vectors` along the last mode.
     """
 
     archs = ARCHS
@@ -67,7 +69,7 @@ class Map:
         for i in cutlass.range_constexpr(self.config.rank - 1):
             vectors *= mY.shape[i]
         self.kernel(mY, tuple(given)).launch(
-            grid=(cute.ceil_div(vectors, THREADS * VECTORS), 1, 1),
+            grid=(cute.ceil_div(vectors, THREADS * self.config.vectors), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
         )
@@ -75,10 +77,10 @@ class Map:
     @cute.kernel
     def kernel(self, mY: cute.Tensor, given: tuple) -> None:
         c = self.config
-        first = cute.arch.block_idx()[0] * (THREADS * VECTORS) + cute.arch.thread_idx()[0]
-        places = [self.place(mY, first + i * THREADS) for i in range(VECTORS)]
+        first = cute.arch.block_idx()[0] * (THREADS * c.vectors) + cute.arch.thread_idx()[0]
+        places = [self.place(mY, first + i * THREADS) for i in range(c.vectors)]
         values = [[self.loaded(k, x, place) for k, x in enumerate(given)] for place in places]
-        for i in cutlass.range_constexpr(VECTORS):
+        for i in cutlass.range_constexpr(c.vectors):
             rY = cute.make_rmem_tensor(c.width, mY.element_type)  # (V)
             for j in cutlass.range_constexpr(c.width):
                 arguments = [r[j].to(Float32) for r in values[i]]

@@ -69,7 +69,7 @@ def _checked(fn: Any, tensors: Sequence[Any], out_dtype: Any) -> torch.dtype:
 
 
 def _plan(function: UserFunction, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Run:
-    from cutex.kernels.row.map import Map, MapConfig
+    from cutex.kernels.row.map import FEW, VECTORS, Map, MapConfig
 
     arch = arch_of(tensors[0].device, "cutex.map")
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -92,7 +92,8 @@ def _plan(function: UserFunction, dtype: torch.dtype, tensors: Sequence[Tensor])
     if y.numel() // width >= MOST:
         raise ValueError(f"the result has {y.numel()} elements: at most {MOST * width}")
     names = tuple(dtype_of(x) for x in tensors)
-    config = MapConfig(function, names, loads, dtype_of(y), len(sizes), width)
+    vectors = 1 if y.numel() < FEW * width else VECTORS
+    config = MapConfig(function, names, loads, dtype_of(y), len(sizes), width, vectors)
     inputs = (f"x{i}" for i in range(len(tensors)))
     run = launch.run((Map, config, arch), ("y", *inputs), (), ("y",))
     if list(sizes) == list(shape):
