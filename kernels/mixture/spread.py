@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
 from cutex.compile import Argument, Bound, Operand
 from cutex.device.pipeline import publish_barriers
@@ -122,4 +122,5 @@ def part_of(mX: cute.Tensor, unit: Int32, parts: Int32) -> Run:
     column = (unit - row * parts) * PART
     gX = cute.domain_offset(column, mX[row, None])  # (columns - column)
     count = cutlass.min(cute.size(mX, mode=[1]) - column, PART)
-    return Run.of(cute.make_tensor(gX.iterator, cute.make_layout(count)), True, True, whole=True)
+    whole = cute.make_tensor(gX.iterator, cute.make_layout(count))
+    return Run(whole, Int32(0), Boolean(True), Boolean(True), whole=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cutex.arch import arch
-from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
+from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile, slot_bytes
 from cutex.errors import CutexError
 
 WIDE = 4  # vectors of a thread, from which on more threads share a row
@@ -133,7 +133,7 @@ def bulk_rows(
 def _bulk_rows(n: int, tile: RowTile, room: int) -> BulkRows | None:
     """The same by a tile; None without room."""
     words, resident = words_of(n, tile), BULK_THREADS // tile.threads
-    slot = tile.threads * words * 4 + 2 * VECTOR_BYTES
+    slot = slot_bytes(tile.threads * words * 4)
     slots = min(ROWS_SLOTS, room // resident // slot)
     if words * tile.width // 4 > ROWS_ELEMENTS or slots < 3:
         return None

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cutex.arch import arch
-from cutex.device.row.tile import VECTOR_BYTES, RowTile
+from cutex.device.row.tile import VECTOR_BYTES, RowTile, slot_bytes
 from cutex.kernels.row.choose import (
     BULK_LEAST,
     BULK_SPARE,
@@ -98,8 +98,8 @@ def bulk_gradient(
     CTAs of a cluster at most. None for rows that are better taken otherwise, that no cluster holds,
     and where there are no bulk copies."""
     of = arch(arch_name)
+    largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
     if aligned and widest == 8 and of.capability >= (9, 0) and m * n >= least:
-        largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
         for (first, last), (threads, ctas, relays) in SUMS_VECTORS.get(sums, {}).items():
             tile = RowTile(1, threads, ctas, 1, widest, False)
             if first <= n <= last and ctas <= largest:
@@ -136,7 +136,7 @@ def _by_vectors(n: int, tile: RowTile, relays: bool, room: int) -> BulkGradient 
     part, row = -(-n // (8 * tile.ctas)) * 8, tile.threads * tile.width  # of a vector each
     vectors, shortest = -(-part // row), n - (tile.ctas - 1) * part
     words, last = vectors * tile.width // 2, vectors - shortest // row
-    slot = tile.threads * words * 4 + 2 * VECTOR_BYTES
+    slot = slot_bytes(tile.threads * words * 4)
     for resident in range(BULK_THREADS // tile.threads, 0, -1):
         slots = min(SUMS_SLOTS[0], (room // resident // slot + 1) // 2)
         if slots >= min(SUMS_SLOTS):
@@ -157,7 +157,7 @@ def _bulk_gradient(
         return None
     if held == "registers" and in_registers > SUMS_WORDS[weight_bytes]:
         return None
-    slot = tile.threads * words * 4 + 2 * VECTOR_BYTES
+    slot = slot_bytes(tile.threads * words * 4)
     left = room // resident - (held == "smem") * tile.threads * elements * weight_bytes
     for count in slots:
         if (2 * count - 1) * slot <= left:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cutex.arch import arch
-from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
+from cutex.device.row.tile import LINE_BYTES, VECTOR_BYTES, WARP, RowTile, slot_bytes
 from cutex.kernels.row.choose import (
     BULK_LEAST,
     BULK_SPARE,
@@ -61,7 +61,7 @@ BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
 BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
 BULK_LONG = ((20_481, 90_112), (98_305, 1 << 20))
 # and of an RMS norm's, from so many columns on those that begin within a line of memory
-BULK_LINES, LINE_BYTES = 20_481, 128
+BULK_LINES = 20_481
 # threads and CTAs of long rows of 16 bits by the least and most columns of a layer norm's or an RMS
 # norm's (docs/facts/rows.md#rows-norm-relayed): of rows that begin with vectors, and anywhere
 BULK_VECTORS_LONG: dict[bool, Clusters] = {
@@ -194,7 +194,7 @@ def _bulk(n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: 
     words, vector, last = words_of(n, tile, other.aligned), 0, 0
     if other.aligned and rows == 1:
         words, vector, last = vectors_of(n, tile)
-    slot = tile.num_threads * words * 4 + 2 * VECTOR_BYTES
+    slot = slot_bytes(tile.num_threads * words * 4)
     room = smem - BULK_SPARE
     relays = ctas > 1 and centred
     least = LEAST_RELAYED if relays else min(BULK_STAGES.values())

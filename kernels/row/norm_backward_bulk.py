@@ -134,7 +134,7 @@ class NormBackwardBulk(NormBackward):
             cute.arch.sync_threads()
             # NOTE: other warps would only find where a row lies
             if cute.arch.warp_idx() == 0:
-                dense.run(mdX, row).store(dys[turn])
+                dense.run(mdX, row, mdY).store(dys[turn])
                 # the slot of the turn before, whose dx is on its way out
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
                 ahead = turn + (c.slots - 1)

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
 from cutex.device.pipeline import publish_barriers
-from cutex.device.row.bulk import BulkRing, Run
+from cutex.device.row.bulk import BulkRing, Run, lead_of
 from cutex.device.row.columns import Columns
 from cutex.device.row.vector_words import VectorWords
 from cutex.device.row.words import Words
@@ -160,13 +160,13 @@ class NormBulk(Norm):
                 self.start(mX, order, ring, norm, (turn + c.ahead, end))
             else:
                 ring.wait(turn)
-            self.rows(mY, chunk, ring[turn], norm, (turn, order.turns), eps, optional)
+            self.rows((mX, mY), chunk, ring[turn], norm, (turn, order.turns), eps, optional)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
             # NOTE: other warps would only find where a row lies
             # (docs/facts/rows.md#rows-norm-instructions)
             if cute.arch.warp_idx() == 0:
-                self.run(mY, chunk).store(ring[turn])
+                self.run(mY, chunk, mX).store(ring[turn])
                 # the slot of the turn before, whose rows are on their way out
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
                 self.fetch(mX, order, ring, turn + (c.stages - 1))
@@ -230,13 +230,14 @@ class NormBulk(Norm):
 
     @cute.jit
     def rows(
-        self, mY: cute.Tensor, chunk: Int32, slot: cute.Tensor, norm: NormByWords,
+        self, matrices: tuple, chunk: Int32, slot: cute.Tensor, norm: NormByWords,
         turn: tuple[Int32, Int32], eps: Float32, optional: dict[str, cute.Tensor],
     ) -> None:  # fmt: skip
         """Put the norms of a chunk of rows in their place in a slot; store what belongs to them
         beside. turn: which it is, and of how many."""
+        mX, mY = matrices
         rows, n = (Int32(cute.size(mY, mode=[i])) for i in range(2))
-        own, begin = self.own(), self.begin(mY, chunk)
+        own, begin = self.own(), self.begin(mX, chunk)
         row = chunk * self.tile.rows + own
         # a CTA with one row at a time has no turn without one
         exists = row < rows if self.tile.rows > 1 else cutlass.Boolean(True)
@@ -272,15 +273,12 @@ class NormBulk(Norm):
 
     def begin(self, mX: cute.Tensor, chunk: Int32) -> Int32:
         """Where a chunk begins in its slot, in elements."""
-        if self.config.vector:
-            return Int32(0)
-        n, bits = Int32(cute.size(mX, mode=[1])), mX.element_type.width
-        # NOTE: 32 bits may overflow, of which the lowest alone are wanted
-        elements = chunk * self.tile.rows * n + self.column(n)
-        return (Int32(mX.iterator.toint()) // (bits // 8) + elements) & (128 // bits - 1)
+        n = Int32(cute.size(mX, mode=[1]))
+        return lead_of(mX, chunk * self.tile.rows * n + self.column(n))
 
-    def run(self, mX: cute.Tensor, chunk: Int32) -> Run:
-        """This CTA's part of a chunk of rows of mX (M, N), which is dense."""
+    def run(self, mX: cute.Tensor, chunk: Int32, like: cute.Tensor | None = None) -> Run:
+        """This CTA's part of a chunk of rows of mX (M, N), which is dense; of `like`, where that
+        begins in its slot."""
         c, most = self.config, self.tile.rows
         rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
         row, column = chunk * most, self.column(n)
@@ -290,4 +288,5 @@ class NormBulk(Norm):
             count = cutlass.min(rows - row, most) * n
         gX = cute.make_tensor(mX[row, None].iterator + column, cute.make_layout(count))
         last = (row + most >= rows) & (column + count >= n * (rows - row))
-        return Run.of(gX, (row > 0) | (column > 0), ~last, c.vector > 0)
+        lead = self.begin(mX if like is None else like, chunk)
+        return Run(gX, lead, (row > 0) | (column > 0), ~last, c.vector > 0)

@@ -71,14 +71,14 @@ class SoftmaxBulk(RowKernel):
         for turn in cutlass.range(turns, unroll=1):
             row = group + turn * groups
             ring.wait(turn)
-            slot, begin = ring[turn], dense.run(mX, row).lead
+            slot, begin = ring[turn], dense.begin(mX, row)
             own, e = exponentials(scores(dense, words, slot, begin))
             top, total = reduction((own, folded(e, plus)), merged, turn, turns)
             factor = exp(own - above(top)) * cute.arch.rcp_approx(total)
             dense.keep(words, [v * factor for v in e], slot, begin, 0)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
-            dense.run(mY, row).store(slot)
+            dense.run(mY, row, mX).store(slot)
             # the slot of the turn before, whose row is on its way out
             cute.arch.cp_async_bulk_wait_group(1, read=True)
             ahead = turn + (c.slots - 1)

@@ -11,6 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.bulk import load_bulk, store_bulk
 from cutex.device.pipeline import Barrier
+from cutex.device.row.tile import LINE_BYTES, slot_bytes
 
 COPY_BYTES = 16  # a bulk copy has a whole number of these, and begins with one on both sides
 
@@ -18,23 +19,15 @@ COPY_BYTES = 16  # a bulk copy has a whole number of these, and begins with one 
 @dataclass(frozen=True)
 class Run:
     """Elements of gmem that one bulk copy brings to a slot of smem, at the same offset from a
-    multiple of 16 bytes as in gmem. What shares the first or the last 16 bytes with them comes,
+    line of 128 bytes as in gmem. What shares the first or the last 16 bytes with them comes,
     too, if it is `after` or `before` elements of the same tensor; else those at the end come by the
     element."""
 
     gX: cute.Tensor  # (count)
-    lead: Int32  # elements from a multiple of 16 bytes to the first
+    lead: Int32  # elements from the begin of a slot to the first
     after: Boolean
     before: Boolean
     whole: bool = False  # it begins with 16 bytes, and is a whole number of them
-
-    @staticmethod
-    def of(gX: cute.Tensor, after: Boolean, before: Boolean, whole: bool = False) -> Run:
-        if whole:
-            return Run(gX, Int32(0), Boolean(True), Boolean(True), True)
-        size = gX.element_type.width // 8
-        lead = (Int32(gX.iterator.toint()) & (COPY_BYTES - 1)) // size
-        return Run(gX, lead, after, before)
 
     @property
     def width(self) -> int:
@@ -50,9 +43,10 @@ class Run:
     def load(self, slot: cute.Tensor, full: cute.Pointer) -> None:
         """Start the copy to a slot; a phase of `full` completes with it. One thread calls it."""
         if cutlass.const_expr(self.whole):
-            self.copy(slot, full, Int32(0), self.end)
+            self.copy(slot, full, self.lead, self.end)
         elif self.after & self.before:  # nearly always
-            self.copy(slot, full, Int32(0), (self.end + (self.width - 1)) & -self.width)
+            first, last = self.lead & -self.width, (self.end + (self.width - 1)) & -self.width
+            self.copy(slot, full, first, last)
         else:
             self.load_ends(slot, full)
 
@@ -62,11 +56,11 @@ class Run:
         width, end = self.width, self.end
         first, last = self.inner()
         if self.after:
-            first = Int32(0)
+            first = self.lead & -width
         if self.before:
             last = (end + (width - 1)) & -width
-        if (self.lead > 0) & ~self.after:
-            for i in cutlass.range(self.lead, width, unroll=1):
+        if (first > self.lead) & ~self.after:
+            for i in cutlass.range(self.lead, first, unroll=1):
                 slot[i] = self.gX[i - self.lead]
         if ~self.before:
             for i in cutlass.range(last, end, unroll=1):
@@ -83,8 +77,8 @@ class Run:
     def send(self, slot: cute.Tensor) -> None:
         """Start the copy of a slot to here, in the bulk group that this thread commits next; only
         of a `whole` run."""
-        num_bytes = self.end * (COPY_BYTES // self.width)
-        store_bulk(self.gX.iterator, slot.iterator, num_bytes)
+        num_bytes = (self.end - self.lead) * (COPY_BYTES // self.width)
+        store_bulk(self.gX.iterator, slot.iterator + self.lead, num_bytes)
 
     @cute.jit
     def store(self, slot: cute.Tensor) -> None:
@@ -96,8 +90,8 @@ class Run:
             store_bulk(self.gX.iterator + (first - self.lead), slot.iterator + first, num_bytes)
             cute.arch.cp_async_bulk_commit_group()
         if cutlass.const_expr(not self.whole) and thread < self.width:
-            if (thread >= self.lead) & (self.lead > 0):
-                self.gX[thread - self.lead] = slot[thread]
+            if self.lead + thread < first:
+                self.gX[thread] = slot[self.lead + thread]
             if last + thread < self.end:
                 self.gX[last + thread - self.lead] = slot[last + thread]
 
@@ -105,8 +99,18 @@ class Run:
         """The range in a slot whose 16-byte units are all this run's own."""
         width = self.width
         if self.whole:
-            return Int32(0), self.end
+            return self.lead, self.end
         return (self.lead + (width - 1)) & -width, self.end & -width
+
+
+def lead_of(mX: cute.Tensor, elements: Int32 | int) -> Int32:
+    """Where in its slot an element of mX comes to: as far behind a line of 128 bytes as in gmem,
+    so that no line of either is copied to, or from, two (docs/facts/rows.md#rows-bulk-lines).
+
+    NOTE: `elements` may have overflown 32 bits, of which the lowest alone are wanted.
+    """
+    bits = mX.element_type.width
+    return (Int32(mX.iterator.toint()) // (bits // 8) + elements) & (LINE_BYTES * 8 // bits - 1)
 
 
 @dataclass(frozen=True)
@@ -123,10 +127,11 @@ class BulkRing:
     @staticmethod
     def allocate(dtype: Any, elements: int, stages: int) -> BulkRing:
         """Slots for runs of so many elements; its barriers are to be published."""
-        smem, width = SmemAllocator(), COPY_BYTES * 8 // dtype.width
+        smem = SmemAllocator()
         full = Barrier.allocate(smem, "full", 1, stages)
-        shape = (elements // width + 2) * width, stages  # 16 bytes at each end are others', too
-        return BulkRing(smem.allocate_tensor(dtype, cute.make_layout(shape), COPY_BYTES), full)
+        length = slot_bytes(elements * dtype.width // 8) * 8 // dtype.width
+        layout = cute.make_layout((length, stages))
+        return BulkRing(smem.allocate_tensor(dtype, layout, LINE_BYTES), full)
 
     @property
     def stages(self) -> int:

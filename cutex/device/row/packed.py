@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cutex.device.row.bulk import BulkRing, Run
+from cutex.device.row.bulk import BulkRing, Run, lead_of
 from cutex.device.row.tile import RowTile
 from cutex.device.row.vector_words import VectorWords
 from cutex.device.row.words import Words
@@ -52,22 +52,19 @@ class PackedRows:
 
     def begin(self, mX: cute.Tensor, row: Int32) -> Int32:
         """Where this CTA's part of a row of mX (M, N) begins in its slot, in elements."""
-        if self.vector:
-            return Int32(0)
-        n, bits = Int32(cute.size(mX, mode=[1])), mX.element_type.width
-        # NOTE: 32 bits may overflow, of which the lowest alone are wanted
-        elements = row * n + self.column(n)
-        return (Int32(mX.iterator.toint()) // (bits // 8) + elements) & (128 // bits - 1)
+        n = Int32(cute.size(mX, mode=[1]))
+        return lead_of(mX, row * n + self.column(n))
 
-    def run(self, mX: cute.Tensor, row: Int32) -> Run:
-        """This CTA's part of a row of mX (M, N)."""
+    def run(self, mX: cute.Tensor, row: Int32, like: cute.Tensor | None = None) -> Run:
+        """This CTA's part of a row of mX (M, N); of `like`, where that begins in its slot."""
         rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
         column, count = self.column(n), n
         if self.tile.ctas > 1:
             count = cutlass.min(self.part(n), n - column)
         gX = cute.make_tensor(mX[row, None].iterator + column, cute.make_layout(count))
         last = (row + 1 >= rows) & (column + count >= n)
-        return Run.of(gX, (row > 0) | (column > 0), ~last, self.vector > 0)
+        lead = self.begin(mX if like is None else like, row)
+        return Run(gX, lead, (row > 0) | (column > 0), ~last, self.vector > 0)
 
     @cute.jit
     def fetch(self, mX: cute.Tensor, row: Int32, ring: BulkRing, turn: Int32 | int) -> None:
@@ -82,7 +79,7 @@ class PackedRows:
         fp32; 0 outside. Of vectors, one."""
         if isinstance(words, VectorWords):
             rX = cute.make_rmem_tensor(count * words.per, slot.element_type)
-            words.fetch_vector(rX, slot, first // self.vector)
+            words.fetch_vector(rX, cute.domain_offset((begin,), slot), first // self.vector)
             return [x for word in range(count) for x in words.pair(rX, word)]
         return [
             x for word in range(first, first + count) for x in self.pair(words, slot, begin, word)
@@ -105,7 +102,7 @@ class PackedRows:
         rOut = cute.make_rmem_tensor(len(found), slot.element_type)
         rOut.store(rY.load().to(slot.element_type))
         if isinstance(words, VectorWords):
-            words.keep_vector(rOut, slot, first // self.vector)
+            words.keep_vector(rOut, cute.domain_offset((begin,), slot), first // self.vector)
         else:
             self.keep_words(words, cute.recast_tensor(rOut, Int32), slot, begin, first)
 

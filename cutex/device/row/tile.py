@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 WARP = 32
 VECTOR_BYTES = 16  # the widest load and store of a thread
+LINE_BYTES = 128  # of memory, and of smem as bulk copies write it
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """The size of a slot of smem for runs of at most so many bytes, which begin in it as far behind
+    a line as in memory, and of which 16 bytes at each end are others', too."""
+    return -(-(num_bytes + LINE_BYTES + VECTOR_BYTES) // LINE_BYTES) * LINE_BYTES
 
 
 @dataclass(frozen=True)

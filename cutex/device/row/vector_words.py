@@ -37,14 +37,14 @@ class VectorWords(Words):
 
     def load(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
         rX = cute.make_rmem_tensor(self.count * self.per, sX.element_type)
-        self.fetch(rX, sX)
+        self.fetch(rX, cute.domain_offset((begin,), sX))
         return rX
 
     def load_again(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
         return self.load(sX, begin, exists)
 
     def store(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
-        self.keep(rX, sX)
+        self.keep(rX, cute.domain_offset((begin,), sX))
 
     def weights(self, mW: cute.Tensor) -> cute.Tensor:
         # mW begins with a vector, too
