@@ -40,11 +40,11 @@ OF_FP8 = (
 )
 OF_SUMS = OperandLayout(major="column"), ROW, OperandLayout(batched=True)
 WIDE = choose.rows_tiles("sm_90a", 512, (512, 512), False)
-FP8 = choose.blocks_tiles(512, (512, 512), False)
+FP8 = choose.blocks_tiles(512, (512, 4096), False)
 STREAMED = Sm90Config(
     tile_m=128, tile_n=128, num_stages=5, epi_n=64, epi_stages=2, warpgroups=2, stream_k=1
 )
-FULL = {"e": 32, "j": 4, "ctas": 8, "buckets": 64}
+FULL = {"e": 32, "j": 4, "ctas": 8, "buckets": 64, "k": 512}
 
 KERNELS: dict[str, Any] = {
     "rows": GroupedRows(GroupedConfig(GeneralConfig(WIDE, ROW, MATRICES, ROW))),
@@ -58,6 +58,7 @@ KERNELS: dict[str, Any] = {
 REFUSED = (
     ("rows", "edges", "e", 33, "edges has E=33, this kernel takes at most 32"),
     ("fp8", "edges", "e", 33, "edges has E=33, this kernel takes at most 32"),
+    ("fp8", "a", "k", 640, "a has K=640, this kernel takes 1024"),
     ("sums", "edges", "e", 64, "edges has E=64, this kernel takes at most 32"),
     ("route", "offs", "e", 64, "offs has E=64, this kernel takes at most 63"),
     ("route", "totals", "buckets", 32, "totals has BUCKETS=32, this kernel takes 64"),

@@ -355,6 +355,49 @@ def test_the_tiles_that_are_chosen_fit(groups: int) -> None:
                     assert config.why_not(arch_named("sm_90a")) is None
 
 
+ROUNDS = RowBlocksConfig(
+    tile_m=128,
+    tile_n=64,
+    num_stages=4,
+    warpgroups=2,
+    epi_n=64,
+    epi_stages=1,
+    num_ctas=2,
+    rounds=True,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("blocks", "changes"), [
+    (4, {}), (36, {}), (8, {"num_stages": 2, "cluster_m": 2}), (8, {"tile_m": 256}),
+    (8, {"tile_n": 192, "epi_stages": 3}),
+])  # fmt: skip
+def test_blocks_of_k_that_are_whole_rounds_of_the_ring(
+    blocks: int, changes: dict[str, Any], seed: int
+) -> None:
+    problem = ScaledGroupedProblem((100, 0, 37, 129 + seed), 136, 128 * blocks, rest=3, seed=seed)
+    config = BlocksConfig(GeneralConfig(replace(ROUNDS, **changes), *LAYOUTS))
+    compiled = compile(GroupedBlocks(config), "e4m3", "sm_90a")
+    given, out = problem.inputs(), torch.full((problem.length, 136), torch.nan).bfloat16()
+    names = "a", "b", "scale_a", "scale_b"
+    tensors = [given[name] for name in names]
+    tensors[3] = tensors[3].mT
+    order = ORDERS[seed % len(ORDERS)]
+    report = cutex.simulate(compiled, *tensors, out, problem.edges, order=order, seed=seed)
+    assert not report.findings
+    assert problem.error(out) is None and out[sum(problem.rows) :].isnan().all()
+
+
+def test_rounds_are_taken_where_k_has_them() -> None:
+    for k, whole in ((7168, True), (2048, True), (500, True), (640, False), (128 * 7, False)):
+        tiles = choose.blocks_tiles(512, (k, 4096), False)
+        assert (tiles.num_stages, tiles.rounds) == (4, whole)
+    odd = replace(ROUNDS, num_stages=3)
+    config = BlocksConfig(GeneralConfig(odd, *LAYOUTS))
+    assert "num_stages=3" in (config.why_not(arch_named("sm_90a")) or "")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", FP32)
 def test_a_graph_is_replayed_with_other_groups(recipe: str) -> None:

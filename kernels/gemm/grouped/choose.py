@@ -167,7 +167,7 @@ def blocks_tiles(
 ) -> RowBlocksConfig:
     """Hopper's tiles of a product of fp8 rows in `groups` groups and matrices of (K, N) elements
     with factors of blocks."""
-    _, n = matrix
+    k, n = matrix
     if mean_rows <= VERY_FEW_ROWS:
         tiles = RowBlocksConfig(tile_m=64, tile_n=128, warpgroups=1)
     elif mean_rows < LONG_BLOCKS or n < 128:
@@ -187,7 +187,7 @@ def blocks_tiles(
     # NOTE: a part of a warpgroup's store then waits for no slot, and those of 128 rows are written
     # behind one barrier (docs/facts/grouped.md#grouped-fp8-at-once)
     tiles = replace(tiles, epi_stages=parts)
-    return replace(tiles, num_stages=_stages(tiles, most))
+    return replace(tiles, num_stages=_stages(tiles, most)).with_rounds(k)
 
 
 def scaled_tiles(

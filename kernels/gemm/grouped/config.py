@@ -181,7 +181,9 @@ class BlocksConfig(GroupedConfig):
         """The kernel's arguments: a, b, the factors scale_a (M, K / 128) with contiguous rows and
         scale_b (E, N / 128, K / 128) of any strides, out, edges, and those of the operations."""
         (a, b, *rest), p = super().arguments(), self.product
-        return (a, b, *p.a.factors("a", "m", ""), *p.b.factors("b", "n", "e"), *rest)
+        assert isinstance(p.tiles, RowBlocksConfig) and isinstance(a, Operand)
+        of_factors = *p.a.factors("a", "m", ""), *p.b.factors("b", "n", "e")
+        return (p.tiles.of_rounds(a), b, *of_factors, *rest)
 
     def why_not(self, arch: Arch) -> str | None:
         """The reason why this config does not fit `arch`, or None."""

@@ -4,9 +4,12 @@ torch nor the DSL."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
+from cutex.compile import Bound, Operand
 from cutex.kernels.gemm.sm90.config import ACCUMULATORS, Sm90Config
 from cutex.problem.scaled.formats import RECIPES, Format
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
 FACTORS_ALIGN = 32  # TMA writes to multiples of 128 bytes: so many fp32 factors
 BLOCK = 128  # rows, or elements of K, that share a factor
+LANES = 32  # blocks of K whose shared factors a warp holds
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Fp8Config(Sm90Config):
 
     recipe: str = "fp8_block"  # the formats of A and B (cutex/problem/scaled/formats.py)
     alternating: bool = False  # two warpgroups compute all rows of the tile, of every second block
+    # K is whole rounds of the ring: a block's slot is known when the kernel is traced
+    rounds: bool = False
 
     @property
     def cluster(self) -> tuple[int, int, int] | None:
@@ -45,6 +51,11 @@ class Fp8Config(Sm90Config):
     def steps(self) -> int:
         """The blocks of K from one that a warpgroup computes to its next."""
         return self.mma_warpgroups // self.readers
+
+    @property
+    def blocks_in_turn(self) -> int:
+        """The blocks of K from the first of a turn of a warpgroup's loop to that of its next."""
+        return self.num_stages if self.rounds else self.steps
 
     @property
     def warpgroup_rows(self) -> int:
@@ -102,6 +113,8 @@ class Fp8Config(Sm90Config):
             return f"recipe={self.recipe}: takes formats with a factor for each {BLOCK} of K"
         if self.k_bytes != BLOCK:
             return f"k_bytes={self.k_bytes}: a factor serves {BLOCK} bytes of K"
+        if self.rounds and (not self.announced or self.alternating or LANES % self.num_stages):
+            return f"rounds, num_stages={self.num_stages}: CTAs loop over tiles, and it divides 32"
         if self.pingpong or self.spread or self.stream_k:
             return "pingpong, spread, stream_k: sums are scaled by tiles of all warpgroups"
         return super()._why_not_shape(arch)
@@ -122,6 +135,22 @@ class Fp8Config(Sm90Config):
             )
         return None
 
+    def of_rounds(self, a: Operand) -> Operand:
+        """Operand A, whose K has to be whole rounds of the ring where `rounds` says so."""
+        return replace(a, bounds_by=partial(whole_rounds, self.num_stages)) if self.rounds else a
+
+    def with_rounds(self, k: int) -> Self:
+        """The same, with `rounds` where a product over `k` elements has them."""
+        whole = LANES % self.num_stages == 0 and -(-k // BLOCK) % self.num_stages == 0
+        return replace(self, rounds=whole and self.announced and not self.alternating)
+
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Fp8Config:
         return super().from_row(row)  # type: ignore[return-value]
+
+
+def whole_rounds(num_stages: int, sizes: Mapping[str, int]) -> tuple[Bound, ...]:
+    """The bounds of K where it has to be whole rounds of a ring of so many slots."""
+    k, of_round = sizes["k"], BLOCK * num_stages
+    fits = k if -(-k // BLOCK) % num_stages == 0 else -(-k // of_round) * of_round
+    return (Bound("k", fits, fits),)

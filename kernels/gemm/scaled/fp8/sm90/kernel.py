@@ -66,7 +66,8 @@ class Fp8Signature(GeneralConfig):
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a, b, the factors of each, out, and those of the operations."""
         a, b, *rest = super().arguments()
-        return (a, b, *self.factors, *rest)
+        assert isinstance(a, Operand)
+        return (self.tiles.of_rounds(a), b, *self.factors, *rest)
 
 
 class Fp8Gemm:

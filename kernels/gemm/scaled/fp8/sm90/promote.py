@@ -21,7 +21,7 @@ from cutex.device.atoms.tma import load_operand
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, Fp8Config
+from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, LANES, Fp8Config
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.mma import MmaRole, PartStore, RoleProduct, Walk
 from cutex.kernels.gemm.sm90.shared_k import SUMS_BARRIER, VECTOR, SplitK, thread_vectors
@@ -83,12 +83,29 @@ class Promotion:
         return take, seen
 
     @cute.jit
+    def add_round(
+        self,
+        take: PipelineState,
+        seen: cutlass.Boolean,
+        lane: Int32,
+        under: cutlass.Constexpr[Callable[[], None] | None] = None,
+    ) -> tuple[PipelineState, cutlass.Boolean]:
+        """Add one block of K, as add_block; or with `rounds` one of each slot, from the first slot
+        on, whose addresses are constants."""
+        if cutlass.const_expr(not self.factors.tiles.rounds):
+            return self.add_block(take, seen, lane, under)
+        take = PipelineState(take.num_slots, Int32(0), take.phase)
+        for slot in cutlass.range_constexpr(take.num_slots):
+            take, seen = self.add_block(take, seen, lane + slot, under if slot == 0 else None)
+        return take, seen
+
+    @cute.jit
     def add_blocks(
         self, take: PipelineState, seen: cutlass.Boolean, first: Int32, begin: Int32, end: Int32
     ) -> tuple[PipelineState, cutlass.Boolean]:
         """Add the blocks of K from `begin` to `end`; lane 0 holds the factors of block `first`."""
-        for k_tile in cutlass.range(begin, end, self.factors.tiles.steps, unroll=1):
-            take, seen = self.add_block(take, seen, k_tile - first)
+        for k_tile in cutlass.range(begin, end, self.factors.tiles.blocks_in_turn, unroll=1):
+            take, seen = self.add_round(take, seen, k_tile - first)
         return take, seen
 
 
@@ -229,9 +246,10 @@ class Coming:
             if cutlass.const_expr(self.ahead is not None):
                 promotion.held.store(self.ahead.load())
             look = partial(self.look, begin, num_k_tiles)
-            take, seen = promotion.add_block(take, seen, Int32(0), look)
+            take, seen = promotion.add_round(take, seen, Int32(0), look)
             end = cutlass.min(begin + LANES, num_k_tiles)
-            take, seen = promotion.add_blocks(take, seen, begin, begin + 1, end)
+            second = begin + self.factors.tiles.blocks_in_turn
+            take, seen = promotion.add_blocks(take, seen, begin, second, end)
         return take
 
     @cute.jit
@@ -339,9 +357,6 @@ class PromoteAlternating(Promote):
 # A row of the product, or a column, has a factor of its own for each 128 of K (1x128), which TMA
 # loads into the slot of its operand; or 128 of them share one (128x128), which threads load from
 # global memory when the slot is full, under the MMAs of their block.
-
-
-LANES = 32  # blocks of K whose shared factors a warp holds
 
 
 def factors_layout(rows: int, num_slots: int) -> cute.ComposedLayout:
