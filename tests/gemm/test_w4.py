@@ -230,17 +230,26 @@ def test_warpgroups_that_take_blocks_in_turn(
         assert (out.double() - want).norm() <= 2.0**-8 * want.norm(), order
 
 
-def test_few_rows_take_rings_of_warps_where_they_are_the_faster() -> None:
-    """As timed (docs/facts/scaled.md#w4-decode)."""
-    for mnk, decoded in (
-        ((1, 8192, 8192), True),
-        ((8, 8192, 8192), True),
-        ((1, 57344, 8192), True),
-        ((1, 28672, 4096), False),
-        ((8, 28672, 4096), False),
-        ((16, 8192, 8192), False),
+def test_few_rows_take_the_rings_of_warps_that_are_the_fastest() -> None:
+    """As timed (docs/facts/scaled.md#w4-decode-placed)."""
+    for mnk, placed in (  # tile_m, warps, resident, num_stages
+        ((1, 4096, 4096), (32, 16, 1, 4)),
+        ((8, 4096, 4096), (16, 8, 2, 4)),
+        ((8, 4096, 14336), (32, 16, 1, 3)),
+        ((1, 5120, 5120), (16, 8, 3, 4)),
+        ((8, 6144, 4096), (32, 8, 2, 3)),
+        ((1, 8192, 8192), (32, 8, 2, 4)),
+        ((1, 10240, 8192), (16, 8, 4, 4)),
+        ((8, 10240, 8192), (32, 8, 3, 2)),
+        ((1, 28672, 4096), (32, 8, 3, 3)),
+        ((8, 57344, 8192), (32, 4, 4, 3)),
+        ((16, 8192, 8192), None),
     ):
-        assert isinstance(configs_for(mnk, W4Format())[0], W4DecodeConfig) is decoded, mnk
+        tiles = configs_for(mnk, W4Format())[0]
+        decoded = isinstance(tiles, W4DecodeConfig)
+        found = (tiles.tile_m, tiles.warps, tiles.resident) if decoded else None
+        assert found == (placed and placed[:3]), mnk
+        assert not decoded or tiles.num_stages == placed[3], mnk
 
 
 def test_ctas_of_some_rows_share_sms_where_that_is_the_faster() -> None:

@@ -6,10 +6,11 @@ that widen codes, and of loads; the rounds of tiles; and memory. Imports neither
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cutex.arch import BOARDS
 from cutex.arch import arch as arch_named
@@ -49,12 +50,39 @@ DIGITS_STEP = 16  # blocks, so that few kernels serve all K
 X_VECTOR = 8  # elements of x that a bulk copy has a multiple of
 # of the kernel of up to eight rows (docs/facts/scaled.md#w4-decode): clocks of 32 rows by 128 of K
 # on an SM, and what a CTA takes beside them where there are many
-DECODE_CLOCKS, DECODE_ROUND_US, DECODE_EIGHT_TIMES = 120, 0.1, 1.2
-MANY_ROUNDS = 3  # tiles for each SM, beyond which more rows of x than one take longer
-RING = 4  # slots of a warp, beyond which nothing is gained
-THREE_OF_FEW = 1.3, 1.6  # tiles for each SM, between which three CTAs may share one
+DECODE_CLOCKS, DECODE_ROUND_US = 120, 0.1
+DECODE_ROWS = 32
 TWO_ROUNDS = 1.8  # the time of two CTAs that share an SM, relative to that of 16 warps of one
-RANKED_TIMES = 0.98  # the time of the other kernel, relative to what is predicted of few rows
+
+
+class Placed(NamedTuple):
+    """The CTAs of the kernel of few rows: rows of a tile, warps, CTAs that share an SM, slots."""
+
+    tile_m: int
+    warps: int
+    resident: int
+    most_stages: int
+
+
+# by how many tiles of 32 rows there are for each SM, up to so many: of one row of x, and of up to
+# eight (docs/facts/scaled.md#w4-decode-placed). Slots are as many as keep another CTA from an SM: a
+# launch that begins under the one before would leave some SMs more CTAs than others
+OF_ONE_ROW = (
+    (1.0, Placed(32, 16, 1, 4)),
+    (1.3, Placed(16, 8, 3, 4)),
+    (1.6, Placed(32, 8, 3, 3)),
+    (2.0, Placed(32, 8, 2, 4)),
+    (3.0, Placed(16, 8, 4, 4)),
+    (math.inf, Placed(32, 8, 3, 3)),
+)
+OF_EIGHT_ROWS = (
+    (1.0, Placed(32, 16, 1, 4)),
+    (2.0, Placed(32, 8, 2, 4)),
+    (3.0, Placed(32, 8, 3, 2)),
+    (math.inf, Placed(32, 4, 4, 3)),
+)
+# of nearly one tile of 32 rows an SM, and K that x of twice as many CTAs may have
+NEARLY_ONE, SHORT_K, HALVED = 0.9, 4096, Placed(16, 8, 2, 4)
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
 # of 9 to 64 rows by up to 8448 of a weight (docs/facts/scaled.md#w4-shared-sms): clocks of 64 rows
@@ -258,8 +286,7 @@ def configs_for(
     found: list[W4Config | W4DecodeConfig] = []
     others = ranked((few if m <= EIGHT else rows_class(m), n, k), of, arch)
     if m <= EIGHT and (decode := decode_config(mnk, of, arch)) is not None:
-        times = 1.0 if of.zeros else RANKED_TIMES
-        least = times * predict(others[0], (few, n, k), arch)
+        least = predict(others[0], (few, n, k), arch)
         found = [decode] if predict_decode(decode, mnk, arch) < least else []
     return [*found, *others]
 
@@ -270,21 +297,20 @@ def configs_for(
 def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4DecodeConfig | None:
     """The config of the kernel of few rows for sizes (M, N, K); None if it is not for them.
 
-    Of one tile for an SM 16 warps; of two for each, or of many, 8, since CTAs that share an SM have
-    the end of one under the work of the others. Three share it only where that was faster: a launch
-    that begins under the one before leaves some SMs three CTAs and others one.
+    Of one tile for an SM 16 warps; of more 8 or 4, since CTAs that share an SM have the end of one
+    under the work of the others.
     """
     m, n, k = mnk
     columns = 1 if m == 1 and k % X_VECTOR == 0 else EIGHT
-    tile = W4DecodeConfig(tile_n=columns, format=of)
-    a_sm = ceil_div(n, tile.tile_m) / arch.num_sms
-    uneven = THREE_OF_FEW[0] < a_sm <= THREE_OF_FEW[1]
-    if uneven and columns > 1:  # two CTAs were slower there, and three have no room
-        return None
-    resident = 1 if a_sm <= 1 else 3 if uneven or (a_sm > 2 and columns == 1) else 2
-    warps = 16 if resident == 1 else 8
-    for num_stages in range(RING, 1, -1):
-        found = replace(tile, warps=warps, resident=resident, num_stages=num_stages)
+    a_sm = ceil_div(n, DECODE_ROWS) / arch.num_sms
+    known = OF_ONE_ROW if columns == 1 else OF_EIGHT_ROWS
+    placed = next(placed for most, placed in known if a_sm <= most)
+    if columns > 1 and NEARLY_ONE < a_sm <= 1 and k <= SHORT_K:
+        placed = HALVED
+    tile_m, warps, resident, most_stages = placed
+    tile = W4DecodeConfig(tile_m=tile_m, tile_n=columns, format=of, warps=warps, resident=resident)
+    for num_stages in range(most_stages, 1, -1):
+        found = replace(tile, num_stages=num_stages)
         if found.why_not(None, arch) is None:
             return found.on(arch.num_sms)
     return None
@@ -293,11 +319,11 @@ def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4Deco
 def predict_decode(tiles: W4DecodeConfig, mnk: tuple[int, int, int], arch: Arch) -> float:
     """Microseconds."""
     _, n, k = mnk
-    rounds = ceil_div(n, tiles.tile_m) / arch.num_sms
+    rounds = ceil_div(n, DECODE_ROWS) / arch.num_sms
     if rounds <= 2:
         rounds = 1 if rounds <= 1 else TWO_ROUNDS
-    each = tiles.weight_bytes * arch.num_sms / (MEMORY * arch.hbm_gbs * 1e3)
+    block = tiles.weight_bytes * DECODE_ROWS // tiles.tile_m
+    each = block * arch.num_sms / (MEMORY * arch.hbm_gbs * 1e3)
     each = max(each, DECODE_CLOCKS / (CLOCK * arch.clock_hz * 1e-6))
-    each *= DECODE_EIGHT_TIMES if tiles.tile_n > 1 and rounds > MANY_ROUNDS else 1
     more = DECODE_ROUND_US * rounds if rounds > 2 else 0
     return FIXED_US + rounds * ceil_div(k, BLOCK_K) * each + more
