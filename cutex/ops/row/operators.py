@@ -51,6 +51,16 @@ def _is_recorded(given: list[Tensor]) -> bool:
     return _grad_enabled() and any(x.requires_grad for x in given)
 
 
+def _no_view(output: Any) -> Any:
+    """`output` with tensors of their own instead of views of what only it has: torch refuses to
+    change in place a view that an autograd function has made."""
+    if isinstance(output, Tensor):
+        return output.data if output._is_view() else output
+    if isinstance(output, tuple | list):
+        return type(output)(map(_no_view, output))
+    return output
+
+
 def define(
     name: str,
     schema: str,
@@ -66,7 +76,7 @@ def define(
 
     @torch.no_grad()
     def launch(*args: Any) -> Any:
-        return run(*map(bare, args))
+        return _no_view(run(*map(bare, args)))
 
     def keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
         pass
@@ -83,7 +93,7 @@ def define(
     class Recorded(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            output = run(*args)
+            output = _no_view(run(*args))
             keep(ctx, args, output)
             return output
 
