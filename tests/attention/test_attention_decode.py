@@ -168,6 +168,22 @@ def test_caches_of_8_bits_are_attended_to(name):
         assert outcome(AttentionCase(**{**SMALL, **case}), fp8=True, **layout) == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("used", [(300, *(0,) * 7, 165), (*(0,) * 4, 300, *(0,) * 4)], ids=str)
+def test_parts_without_keys_are_told_between_others(used, monkeypatch):
+    """The roles that a warp tells its parts wait for no part that it has not loaded."""
+
+    def of_two_sms(*given: object) -> DecodeConfig:
+        return replace(config_for(*given), num_sms=2, by_room=False, whole=False)
+
+    monkeypatch.setattr(kvcache, "config_for", of_two_sms)
+    PLANS.forget()
+    sizes = {"batch": len(used), "seqlen_k": 300, "used_k": used, "heads_q": 16, "seqlen_q": 3}
+    with cutex.ops.simulated("sm_90a"):
+        assert outcome(AttentionCase(**{**SMALL, **sizes}), fp8=True) == ""
+    PLANS.forget()
+
+
 TWO_GROUPS = {  # of 16 rows
     "cut": (
         {"seqlen_q": 3, "causal": True, "used_k": (330, 5, 0), "seqlen_k": 330},

@@ -180,6 +180,20 @@ def test_a_slot_is_one_warps_where_warps_have_other_keys_each():
     )
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"appended": False}, {"varlen_new": True}, {"varlen_q": True}, {"one_block": False},
+        {"packed": False}, {"leftpad": True}, {"page_size": 12}, {"window": (True, False)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_warp_appends_only_rows_that_no_other_loads(other):
+    appending = DecodeConfig(appended=True, appends=True, used_k=True, one_block=True)
+    assert appending.why_not() is None
+    assert "appends=True: takes" in str(replace(appending, **other).why_not())
+
+
 def test_roles_have_no_more_registers_than_an_sm():
     """setmaxnreg would wait for ever, on a card."""
     of_8_bits = DecodeConfig(fp8=True, used_k=True, tile_n=64, ctas_per_sm=2, head_dim=64)

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 # rows of parts that the last CTA merges, at most (docs/facts/decode.md#combine)
 MOST_MERGED = 64
+# new rows of a sequence that the warps that load append (docs/facts/decode.md#appended-inside)
+MOST_APPENDED = 16
 FEW_SEQUENCES = 2  # of e4m3 (docs/facts/decode.md#e4m3-shares)
 # bits of a plan's key: which of the tensors that may be left out are given, in a launch's order
 CU_Q, ENDS, TABLE, ENTRIES, BEGINS, CU_NEW, SINK, K_SCALE, V_SCALE, NEW_K, NEW_V = (
@@ -372,7 +374,8 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
     config = fitted(config, room, units, call.rows)
     parts = parts_by_room(call, config, room)
     config = replace(config, by_room=parts > 0, whole=parts == 1)
-    return replace(config, combined=is_combined(call, config, room))
+    config = replace(config, combined=is_combined(call, config, room))
+    return replace(config, appends=is_appending(call, config))
 
 
 def parts_by_room(call: KVCacheCall, config: DecodeConfig, room: int) -> int:
@@ -421,6 +424,13 @@ def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
     else:
         parts = min(-(-config.num_sms // units), blocks)
     return min(call.rows, config.tile_m) * parts > MOST_MERGED
+
+
+def is_appending(call: KVCacheCall, config: DecodeConfig) -> bool:
+    """Whether the warps that load append k and v, instead of a launch before."""
+    if not config.appended or call.k is None or call.k.shape[-3] > MOST_APPENDED:
+        return False
+    return replace(config, appends=True).why_not_appending() is None
 
 
 def units_of(call: KVCacheCall, config: DecodeConfig) -> int:

@@ -96,7 +96,8 @@ _E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 64, "num_stages": 8, "ctas_per_sm": 2},
         (96, 96): {"num_stages": 8},
-        (128, 128): {"tile_n": 128, "num_stages": 3},
+        # NOTE: teams of 4, of which 132 SMs are a multiple, where products bind, not memory
+        (128, 128): {"tile_n": 128, "num_stages": 3, "team": 4},
         (192, 128): {"num_stages": 6},
         (192, 192): {"tile_n": 32, "num_stages": 8},
         (256, 256): {"tile_n": 32, "num_stages": 6},

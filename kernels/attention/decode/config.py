@@ -55,6 +55,7 @@ class DecodeConfig(ScoreSpec):
     time, for 64 packed rows of queries, from rings of num_stages slots."""
 
     appended: bool = False  # k_new and v_new are passed, and appended to the caches
+    appends: bool = False  # by the warps that load, few rows; else by a launch before
     page_size: int = 0  # keys of a page; 0: the cache has no pages
     batch_idx: bool = False  # cache_batch_idx is passed
     leftpad: bool = False  # cache_leftpad is passed
@@ -147,6 +148,12 @@ class DecodeConfig(ScoreSpec):
     def widens(self) -> bool:
         """Whether a warpgroup widens K of 8 bits to 16, in smem, and another one V."""
         return self.fp8 and not self.few_rows
+
+    @property
+    def tells_parts(self) -> bool:
+        """Whether only the warps that load walk over all lengths, and tell the others each part: of
+        four roles each would else do so before its first tile (docs/facts/decode.md#e4m3-told)."""
+        return self.widens and not self.by_room
 
     @property
     def registers(self) -> RoleRegisters | None:
@@ -262,6 +269,8 @@ class DecodeConfig(ScoreSpec):
             return f"row_groups={self.row_groups}: up to {MOST_GROUPS} with few_rows, else 1"
         if self.appended and not self.used_k:
             return "appended=True: needs the caches' lengths"
+        if self.appends and (reason := self.why_not_appending()):
+            return f"appends=True: {reason}"
         if self.page_size < 0 or (self.page_size and self.batch_idx):
             return f"page_size={self.page_size}: at least 1, or 0; pages have no cache_batch_idx"
         if self.single_rows and any(x * self.cache_element % 128 for x in self.head_dims):
@@ -277,6 +286,22 @@ class DecodeConfig(ScoreSpec):
                 f"least={self.least}, start={self.start}: at least 2, 1, 1 and 0"
             )
         return None
+
+    def why_not_appending(self) -> str | None:
+        """The reason why the warps that load cannot append, or None: each new row must belong to
+        one part, and a part's rows of a head to one warp."""
+        if not self.appended or self.varlen_new or self.varlen_q:
+            return "takes k_new and v_new of as many rows, and queries, of each sequence"
+        if not (self.one_block and self.packed) or self.load_warps > 1 or self.leftpad:
+            return "takes one block of packed rows, and a warp that loads whole pages"
+        if any(self.window):
+            return "takes no window, outside of which no part is"
+        return None
+
+    @property
+    def appended_before(self) -> bool:
+        """Whether a launch before appends k_new and v_new."""
+        return self.appended and not self.appends
 
     def why_not_few(self, problem: AttentionProblem | None) -> str | None:
         """The reason why warps cannot have other keys each, or None."""

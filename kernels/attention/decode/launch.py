@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
 from cutex.device.atoms.mma import slots_layout
+from cutex.device.attention.new_rows import CacheRows, units_of_row, vectors
 from cutex.device.pipeline import Barrier, Ring
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.decode.config import DecodeConfig
@@ -38,7 +39,7 @@ class DecodeKernel(Generic[Config]):
 
     @property
     def kernels(self) -> dict[str, Any]:
-        append = {"append": Append.kernel} if self.config.appended else {}
+        append = {"append": Append.kernel} if self.config.appended_before else {}
         combine = {"combine": Combine.kernel} if self.config.combined else {}
         return {**append, "decode": type(self).kernel, **combine}
 
@@ -68,7 +69,9 @@ def launch(
         most *= 1 if c.whole else args.num_splits
     else:
         most *= cute.ceil_div(sizes.rows_k, c.tile_n) + c.start
-    if cutlass.const_expr(c.appended):
+    if cutlass.const_expr(c.appends):
+        args = args._replace(k_cache=mK, v_cache=mV)
+    elif cutlass.const_expr(c.appended):
         Append(c).launch(mK, mV, args, sizes, stream)
     pitches = page_pitch(mK), page_pitch(mV)
     kernel.kernel(mQ, k, v, mO, args, sizes, pitches).launch(
@@ -102,7 +105,6 @@ def ring(
 # ---- new keys
 
 
-BITS = 128  # of a vector
 THREADS = 128
 
 
@@ -149,30 +151,11 @@ class Append:
         """Copy the row of all heads at `place` of `new` to row `at` of its sequence."""
         c, (batch, row) = self.config, place
         thread, _, _ = cute.arch.thread_idx()
-        heads, units = cute.size(cache, mode=[2]), cute.size(cache, mode=[3]) // unit_of(cache)
+        heads, units = cute.size(cache, mode=[2]), units_of_row(cache)
         if exists:
-            entry = batch
-            if cutlass.const_expr(c.page_size):
-                entry, at = args.page_table[batch, at // c.page_size], at % c.page_size
-            elif cutlass.const_expr(c.batch_idx):
-                entry = Int32(args.batch_idx[batch])
+            rows = CacheRows(c.page_size, args.page_table, args.batch_idx)
+            entry, at = rows.place(batch, at)
             from_row, to_row = vectors(new, batch, row), vectors(cache, entry, at)
             for i in cutlass.range(thread, heads * units, THREADS, unroll=1):
                 head, unit = i // units, i % units
                 cute.autovec_copy(from_row[None, unit, head], to_row[None, unit, head])
-
-
-def vectors(mX: cute.Tensor, entry: Int32, row: Int32) -> cute.Tensor:
-    """A row of all heads as (UNIT, units, heads); of packed rows `entry` does not count."""
-    unit, of_heads = unit_of(mX), cute.rank(mX) - 2
-    at = mX.stride[0] * Int64(row)
-    if of_heads == 2:
-        at = mX.stride[0] * Int64(entry) + mX.stride[1] * row
-    units, heads = cute.size(mX, mode=[of_heads + 1]) // unit, cute.size(mX, mode=[of_heads])
-    layout = cute.make_layout((unit, units, heads), stride=(1, unit, mX.stride[of_heads]))
-    return cute.make_tensor((mX.iterator + at).align(16), layout)
-
-
-def unit_of(mX: cute.Tensor) -> int:
-    """The elements of a vector."""
-    return BITS // mX.element_type.width

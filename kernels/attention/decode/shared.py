@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.block_info import BlockInfo, Blocks, larger, ordered
+from cutex.device.attention.new_rows import CacheRows, append_rows
 from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState, Ring
@@ -30,6 +31,7 @@ from cutex.schedulers.order import select
 
 WARP = 32
 TOGETHER = 4  # entries that a lane looks at together
+PART = len(Piece._fields) + len(Blocks._fields)  # words of a part, as it is told
 
 
 class Part(NamedTuple):
@@ -294,6 +296,18 @@ class Shared(Walk):
     sV: cute.Tensor  # (bN, DV, SLOT)
     k: Ring
     v: Ring
+    parts: Any = None  # a WordRing, where only the warps that load walk; None: each role does
+
+    def take_part(self, told: PipelineState) -> tuple[Piece, Blocks, PipelineState]:
+        """The next part that the warps that load have told; without blocks behind the last."""
+        found, told = self.parts.take(told)
+        return Piece(*found[: -len(Blocks._fields)]), Blocks(*found[-len(Blocks._fields) :]), told
+
+    def new_rows(self) -> tuple[Any, Any, CacheRows]:
+        """The new keys and values, the caches that they are appended to, and where."""
+        a, page_size = self.args, self.config.page_size
+        where = CacheRows(page_size, a.page_table, a.batch_idx)
+        return (a.k_new, a.v_new), (a.k_cache, a.v_cache), where
 
 
 # ---- rows
@@ -407,10 +421,10 @@ class Load:
         for operand in (self.k, self.v):
             cpasync.prefetch_descriptor(operand.atom)
         splits, place, end = s.begin()
-        fills = s.k.producer(), s.v.producer()
-        part = s.part(splits, end, splits.begin, place)
+        fills, told = (s.k.producer(), s.v.producer()), self.parts_told()
+        part, told = self.next_part(splits, end, splits.begin, place, told)
         while part.end > part.first:
-            fills, part = self.load(splits, end, part, fills)
+            fills, part, told = self.load(splits, end, part, fills, told)
         if cutlass.const_expr(s.config.overlaps):
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -421,13 +435,19 @@ class Load:
         end: Int32,
         part: Part,
         fills: tuple[PipelineState, PipelineState],
-    ) -> tuple[tuple[PipelineState, PipelineState], Part]:
+        told: PipelineState,
+    ) -> tuple[tuple[PipelineState, PipelineState], Part, PipelineState]:
         """Load the keys of a part; return the next one, which is looked for while the last slot is
         not free yet."""
         s = self.shared
         k_fill, v_fill = fills
         batch, _ = s.entry(part.entry)
         keys, head = s.sizes.keys(s.args, batch), s.kv_head(part.head)
+        if cutlass.const_expr(s.config.appends):
+            before, size = Int32(s.args.seqused_k[batch]), s.config.tile_n
+            to = cutlass.min(keys, part.end * size)
+            rows = cutlass.max(before, part.first * size), to, before
+            append_rows(*s.new_rows(), (batch, head), rows)
         of_k, of_v = (s.source(batch, keys, x) for x in (self.pitch_k, self.pitch_v))
         loads_k = BoxLoads(self.k, of_k, s.sK, head)
         loads_v = BoxLoads(self.v, of_v, s.sV, head)
@@ -440,7 +460,41 @@ class Load:
             k_fill.advance()
             loads_v.load(block, v_fill.slot, s.v.acquire(v_fill), *share)
             v_fill.advance()
-        following = s.part(splits, end, part.after, part.span)
+        following = part
+        if cutlass.const_expr(s.parts is None):
+            following, told = self.next_part(splits, end, part.after, part.span, told)
         loads_v.load(part.first, v_fill.slot, s.v.acquire(v_fill), *share)
         v_fill.advance()
-        return (k_fill, v_fill), following
+        if cutlass.const_expr(s.parts is not None):
+            # NOTE: a part is told when one before has been taken, for which this one must be there
+            following, told = self.next_part(splits, end, part.after, part.span, told)
+        return (k_fill, v_fill), following, told
+
+    def parts_told(self) -> PipelineState:
+        """The state in the ring of parts, of this warp that fills it."""
+        s = self.shared
+        return s.k.producer() if s.parts is None else s.parts.ring.producer()
+
+    @cute.jit
+    def next_part(
+        self, splits: Splits, end: Int32, at: Int32, span: EntrySpan, told: PipelineState
+    ) -> tuple[Part, PipelineState]:
+        """The first part with keys at position `at` or after it. Other roles that do not walk are
+        told it, those without keys before it, and the end."""
+        s = self.shared
+        if cutlass.const_expr(s.parts is None):
+            part = s.part(splits, end, at, span)
+        else:
+            entry, head, first, last = (Int32(0) for _ in range(4))
+            while (first >= last) & (at < end):
+                span = s.span_at(splits, at, span)
+                piece = s.piece(splits, at, span)
+                at = piece.after
+                if piece.end > piece.first:
+                    blocks = s.of_piece(piece)
+                    entry, head, first, last = piece.entry, piece.head, blocks.first, blocks.end
+                    told = s.parts.tell(told, (*piece, *blocks), self.number == 0)
+            if first >= last:
+                told = s.parts.tell(told, tuple(Int32(0) for _ in range(PART)), self.number == 0)
+            part = Part(entry, head, first, last, at, span)
+        return part, told

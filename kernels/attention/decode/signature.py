@@ -87,6 +87,8 @@ class KernelArgs(NamedTuple):
     v_descale: Any = None
     k_new: Any = None  # (batch, new keys, heads_kv, D), or packed: appended to the caches first
     v_new: Any = None
+    k_cache: Any = None  # where the kernel appends them itself, the caches
+    v_cache: Any = None
     scale: Any = None
     softcap: Any = None
     lo: Any = None

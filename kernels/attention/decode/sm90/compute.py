@@ -20,7 +20,8 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout
 from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct
-from cutex.device.attention.block_loop import BlockLoop, KeyRings, Products
+from cutex.device.attention.block_info import Blocks
+from cutex.device.attention.block_loop import BlockLoop, KeyRings, Products, State
 from cutex.device.attention.lowered_softmax import LoweredSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT
@@ -59,37 +60,61 @@ class Compute:
         pv_mma = Wgmma(c.columns_of_pv, dtype, b_major=OperandMajorMode.MN)
         acc = pv_mma.accumulator(columns=c.head_dim_v)
         pv = WgmmaProduct(pv_mma, pv_mma.a_registers(c.tile_n), pv_mma.b_slots(sVt), acc)
+        state = tiles.k.consumer(), tiles.v.consumer()
+        products, rings = Products(qk, pv), KeyRings(tiles.k, tiles.v)
+        if cutlass.const_expr(s.parts is None):
+            splits, span, end = s.begin()
+            at = splits.begin
+            while at < end:
+                span = s.span_at(splits, at, span)
+                piece = s.piece(splits, at, span)
+                at = piece.after
+                if piece.end > piece.first:
+                    rows = s.rows(piece)
+                    blocks = s.of_piece(piece)
+                    state = self.part(rows, piece, blocks, (products, rings), registers, state)
+        else:
+            piece, blocks, told = s.take_part(s.parts.ring.consumer())
+            while piece.end > piece.first:
+                rows = s.rows(piece)
+                state = self.part(rows, piece, blocks, (products, rings), registers, state)
+                piece, blocks, told = s.take_part(told)
+
+    @cute.jit
+    def part(
+        self,
+        rows: Rows,
+        piece: Piece,
+        blocks: Blocks,
+        how: cutlass.Constexpr[tuple[Products, KeyRings]],
+        registers: Any,
+        state: State,
+    ) -> State:
+        """Compute a part, `how` by these products of tiles in these rings, and store it."""
+        s, c = self.shared, self.shared.config
+        products, rings = how
+        pv = products.pv
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        splits, span, end = s.begin()
-        state = tiles.k.consumer(), tiles.v.consumer()
-        at = splits.begin
-        while at < end:
-            span = s.span_at(splits, at, span)
-            piece = s.piece(splits, at, span)
-            at = piece.after
-            if piece.end > piece.first:
-                rows = s.rows(piece)
-                blocks = s.of_piece(piece)
-                unit = self.load_q(registers, rows)
-                score_ops = self.score_ops(rows, unit)
-                softmax = LoweredSoftmax.rounding_to(
-                    dtype, score_ops.scale_log2(), c.rescale_threshold
-                )
-                if blocks.end > blocks.first:
-                    products, rings = Products(qk, pv), KeyRings(tiles.k, tiles.v)
-                    loop = BlockLoop(products, rings, score_ops, softmax, factors)
-                    state = loop.run(blocks, None, state, Int32(0), None)
-                    state = loop.last(state)
-                    softmax.finish((), factors, lse)
-                    if cutlass.const_expr(c.fp8):
-                        for r in cutlass.range_constexpr(2):
-                            factors[r] *= s.descale(s.args.v_descale, rows)
-                    loop.scale_output()
-                else:
-                    pv.acc.fill(0.0)
-                    lse.fill(-Float32.inf)
-                self.store(rows_of(pv.acc), lse, rows, piece)
+        unit = self.load_q(registers, rows)
+        score_ops = self.score_ops(rows, unit)
+        softmax = LoweredSoftmax.rounding_to(
+            pv.a.element_type, score_ops.scale_log2(), c.rescale_threshold
+        )
+        if blocks.end > blocks.first:
+            loop = BlockLoop(products, rings, score_ops, softmax, factors)
+            state = loop.run(blocks, None, state, Int32(0), None)
+            state = loop.last(state)
+            softmax.finish((), factors, lse)
+            if cutlass.const_expr(c.fp8):
+                for r in cutlass.range_constexpr(2):
+                    factors[r] *= s.descale(s.args.v_descale, rows)
+            loop.scale_output()
+        else:
+            pv.acc.fill(0.0)
+            lse.fill(-Float32.inf)
+        self.store(rows_of(pv.acc), lse, rows, piece)
+        return state
 
     def thread_rows(self) -> tuple[Int32, Int32]:
         """The two rows of a block that this thread holds."""
@@ -276,13 +301,21 @@ class Widen:
     def run(self) -> None:
         """Widen the tiles of this CTA's parts, in the order in which they are loaded."""
         s = self.shared
-        splits, span, end = s.begin()
-        state = self.narrow.consumer(), self.wide.producer()
-        part = s.part(splits, end, splits.begin, span)
-        while part.end > part.first:
-            for _ in cutlass.range(part.end - part.first, unroll=1):
-                state = self.widen_next(state)
-            part = s.part(splits, end, part.after, part.span)
+        if cutlass.const_expr(s.parts is None):
+            splits, span, end = s.begin()
+            state = self.narrow.consumer(), self.wide.producer()
+            part = s.part(splits, end, splits.begin, span)
+            while part.end > part.first:
+                for _ in cutlass.range(part.end - part.first, unroll=1):
+                    state = self.widen_next(state)
+                part = s.part(splits, end, part.after, part.span)
+        else:
+            state = self.narrow.consumer(), self.wide.producer()
+            piece, blocks, told = s.take_part(s.parts.ring.consumer())
+            while piece.end > piece.first:
+                for _ in cutlass.range(blocks.end - blocks.first, unroll=1):
+                    state = self.widen_next(state)
+                piece, blocks, told = s.take_part(told)
 
     @cute.jit
     def widen_next(self, state: TileState) -> TileState:

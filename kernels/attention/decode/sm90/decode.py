@@ -21,10 +21,11 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.pipeline import Warps, publish_barriers
+from cutex.device.words import WordRing
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
 from cutex.kernels.attention.decode.launch import DecodeKernel, kv_slots, ring
 from cutex.kernels.attention.decode.out import out_of
-from cutex.kernels.attention.decode.shared import Load, Shared
+from cutex.kernels.attention.decode.shared import PART, Load, Shared
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.sm90.compute import Compute, Wide, Widen, product_dtype
 from cutex.kernels.attention.decode.sm90.few_rows import FewRows, Sums
@@ -38,6 +39,8 @@ class Decode(DecodeKernel[DecodeConfig]):
     k.empty, v.empty 1 a warp that reads the slot           LOAD
     wide.full        4: WIDEN's warps for K, or for V       COMPUTE
     wide.empty       4: COMPUTE's warps                     WIDEN
+    part full        1 a warp that loads                    COMPUTE, WIDEN: parts of 8 bits
+    part empty       1 a warp that computes or widens       LOAD
     (warpgroup)      its threads, a part being written      the same, before it counts as written
 
     smem       bytes                                        hd 128   hd 64    hd 256
@@ -105,11 +108,16 @@ class Decode(DecodeKernel[DecodeConfig]):
         wide: Any = None
         if cutlass.const_expr(c.widens):
             wide = Wide(Wide.ring(smem, "k"), Wide.ring(smem, "v"), *wide_tiles)
-        publish_barriers((k_ring, v_ring) if wide is None else (k_ring, v_ring, wide.k, wide.v))
+        parts: Any = None
+        if cutlass.const_expr(c.tells_parts):
+            parts = WordRing.allocate(smem, "part", PART, c.load_warps, self.load_warps.first)
+        of_wide = () if wide is None else (wide.k, wide.v)
+        of_parts = () if parts is None else (parts.ring,)
+        publish_barriers((k_ring, v_ring, *of_wide, *of_parts))
         cute.arch.griddepcontrol_wait()
         sizes = sizes.known(c)
         info = sizes.block_info(c, args.band(c.causal))
-        shared = Shared(c, info, args, sizes, sQ, sK, sV, k_ring, v_ring)
+        shared = Shared(c, info, args, sizes, sQ, sK, sV, k_ring, v_ring, parts)
         warp, registers = cute.arch.warp_idx(), self.registers
         if warp >= self.load_warps.first:
             if cutlass.const_expr(registers is not None):
