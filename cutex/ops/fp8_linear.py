@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from cutex.ops.block_scaled import of_quantized
 from cutex.ops.device import arch_of
 from cutex.ops.fp8_blocks import UNIT, product
+from cutex.ops.plain import check_strided
 from cutex.ops.quantize import QuantizedTensor, quantize
 from cutex.problem.scaled.formats import format_named
 
@@ -38,8 +39,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     for name, y in (("x", x), ("weight", weight), ("bias", bias)):
         if name == "bias" and y is None:
             continue
-        if not isinstance(y, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(y).__name__}")
+        check_strided(name, y)
         if y.dtype not in DTYPES:
             raise TypeError(f"{name} must be of bfloat16, float16, float32, got {y.dtype}")
         if y.device != x.device:

@@ -110,6 +110,15 @@ def untraced(function: Function) -> Function:
     return function
 
 
+def check_strided(name: str, x: Any) -> None:
+    """Raise, in one sentence, unless x is a torch.Tensor with strides."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a strided tensor, got {layout}")
+
+
 def bare(x: Any) -> Any:
     """x without the tensor subclass that torch passes along to an operator's kernel."""
     if isinstance(x, Tensor) and type(x) not in _PLAIN:

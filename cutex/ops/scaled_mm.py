@@ -26,7 +26,7 @@ from cutex.ops.fp8_blocks import (
 )
 from cutex.ops.matmul.checks import Call, check
 from cutex.ops.matmul.eager import launch_like, matmul
-from cutex.ops.plain import untraced
+from cutex.ops.plain import check_strided, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
 from cutex.ops.recipes import name_of, names_of, only
@@ -115,8 +115,7 @@ def scaled_mm(
         b, scale_b, scale_recipe_b = unpacked("b", b, scale_b)
     kinds = _kind("scale_recipe_a", scale_recipe_a), _kind("scale_recipe_b", scale_recipe_b)
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        if not isinstance(scale, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
+        check_strided(name, scale)
         if scale.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, got {scale.dtype}")
     assert isinstance(scale_a, Tensor) and isinstance(scale_b, Tensor)

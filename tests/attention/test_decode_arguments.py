@@ -106,6 +106,18 @@ BAD = {
         "q": torch.zeros(2, 1, 4, 64), "k": NEW, "v": NEW,
         "rotary_cos": torch.zeros(64, 32), "rotary_sin": torch.zeros(64, 32),
     },
+    "q must be a torch.Tensor, got list": {
+        "q": [1], "k": NEW, "v": NEW,
+        "rotary_cos": torch.zeros(64, 32), "rotary_sin": torch.zeros(64, 32),
+    },
+    "rotary_cos: q of shape () must be of as many sequences": {
+        "q": torch.zeros(()).half(), "k": NEW, "v": NEW,
+        "rotary_cos": torch.zeros(64, 32), "rotary_sin": torch.zeros(64, 32),
+    },
+    "k is on meta, but q is on cpu": {
+        "k": NEW.to("meta"), "v": NEW,
+        "rotary_cos": torch.zeros(64, 32), "rotary_sin": torch.zeros(64, 32),
+    },
     "cache_seqlens must be given with page_table": {"page_table": TABLE, "cache_seqlens": None},
     "cache_seqlens has dtype torch.int64": {"cache_seqlens": torch.tensor([1, 2])},
     "k_cache has batch size 1, but q has 2": {

@@ -56,6 +56,16 @@ BAD = [
         {"q": tensor(2, 24, 4, 64).to_sparse()},
     ),
     (
+        ValueError,
+        "alibi_slopes must be a strided tensor, got torch.sparse_coo",
+        {"alibi_slopes": tensor(4).float().to_sparse()},
+    ),
+    (
+        ValueError,
+        "q has 0 dimensions, without cu_seqlens_q it has 4",
+        {"q": tensor(), "alibi_slopes": tensor(4).float()},
+    ),
+    (
         TypeError,
         r"window_size=\(1.5, 0\): a side is a whole number or None",
         {"window_size": (1.5, 0)},
@@ -138,6 +148,11 @@ BAD_VARLEN = [
     ),
     (ValueError, r"seqused_q has shape \(3,\), it must be \(2,\)", {"seqused_q": lengths(1, 1, 1)}),
     (ValueError, "q has 3 dimensions, without cu_seqlens_q it has 4", {"cu_seqlens_q": None}),
+    (
+        ValueError,
+        r"cu_seqlens_q must be a vector, got the shape \(\)",
+        {"cu_seqlens_q": torch.tensor(14, dtype=torch.int32)},
+    ),
     (
         ValueError,
         r"cu_seqlens_q has shape \(0,\), it must be",

@@ -349,6 +349,8 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "index": (TypeError, "index must be int32, got torch.int64", {"index": OFFS.long()}),
     "scale": (ValueError, r"row_scale must be \(6,\), one for each row, got \(2,\)", {
         "row_scale": torch.ones(2)}),
+    "sparse scale": (ValueError, "row_scale must be a strided tensor, got torch.sparse_coo", {
+        "row_scale": torch.ones(6).to_sparse()}),
     "scale of padded": (ValueError, "index, row_scale and out take x", {
         "x": X[None].expand(2, 6, 8), "offs": None, "counts": OFFS, "row_scale": torch.ones(6)}),
     "fused sums": (ValueError, "bias and activation", {"x": X.mT, "w": X, "activation": GATE}),

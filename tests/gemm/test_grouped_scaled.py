@@ -290,6 +290,8 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "blocks": (ValueError, "K=104: with factors of 128", {"a": A[:, :104], "b": B[:, :104]}),
     "scale": (TypeError, "scale_a must be a torch.Tensor, got NoneType", {"scale_a": None}),
     "scale dtype": (TypeError, "scale_b must be float32", {"scale_b": OF_B.half()}),
+    "sparse scale": (ValueError, "scale_b must be a strided tensor, got torch.sparse_coo", {
+        "scale_b": OF_B.to_sparse()}),
     "scale shape": (ValueError, r"scale_a must be \(6, 1\), got \(5, 1\)", {"scale_a": OF_A[1:]}),
     "rows": (ValueError, r"scale_a must be \(6,\), got \(6, 1\)", ROW),
     "recipes": (ValueError, "BlockWise1x128 with scale_recipe_b RowWise: takes", {

@@ -157,6 +157,8 @@ def check(call: AttentionCall) -> None:
         if x.layout is not torch.strided or x.is_nested:
             layout = "a nested tensor" if x.is_nested else x.layout
             raise ValueError(f"{name} must be a strided tensor, got {layout}")
+        if name in call.lengths and x.dim() != 1:
+            raise ValueError(f"{name} must be a vector, got the shape {tuple(x.shape)}")
     _check_operands(call)
     _check_lengths(call)
     _check_numbers(call)

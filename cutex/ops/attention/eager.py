@@ -228,6 +228,8 @@ def _of_batch(slopes: Any, q: Any, cu_seqlens_q: Any) -> Any:
     rows = q if cu_seqlens_q is None else cu_seqlens_q
     if not (isinstance(slopes, Tensor) and isinstance(rows, Tensor) and slopes.dim() == 1):
         return slopes
+    if rows.dim() == 0 or slopes.layout is not torch.strided:
+        return slopes
     return slopes.expand(len(rows) - (cu_seqlens_q is not None), -1)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cutex.ops.attention.call import DTYPES
 from cutex.ops.number import check_flag
+from cutex.ops.plain import check_strided
 from cutex.ops.row.rope import rope
 
 FP8_MAX = 448.0  # of e4m3; more would be rounded to NaN
@@ -32,14 +33,23 @@ def rotated(
     cos, sin = (x.half() if _is_fp8(x) else x for x in (cos, sin))  # which holds every e4m3
     if not (isinstance(k, Tensor) and isinstance(lengths, Tensor)):
         raise ValueError("rotary_cos and rotary_sin need k and v, and cache_seqlens: their places")
+    given = {"q": q, "k": k, "cache_seqlens": lengths}
+    given |= dict(zip(("cu_seqlens_q", "cu_seqlens_k_new"), ends, strict=True))
+    for name, x in given.items():
+        if x is not None or name == "q":
+            check_strided(name, x)
+            if x.device != q.device:
+                raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
     found = []
     for name, x, of, follow in (("q", q, ends[0], aligned), ("k", k, ends[1], True)):
         if x.dtype not in DTYPES and not _is_fp8(x):
             raise TypeError(
                 f"{name} has dtype {x.dtype}: rotary_cos turns bfloat16, float16 and float8_e4m3fn"
             )
-        batch = x.shape[0] if of is None else of.shape[0] - 1
-        if x.dim() != (4 if of is None else 3) or tuple(lengths.shape) != (batch,):
+        batch = len(lengths) if lengths.dim() else -1
+        begins = (x if of is None else of).shape
+        fits = len(begins) > 0 and begins[0] == batch + (of is not None)
+        if x.dim() != (4 if of is None else 3) or lengths.dim() != 1 or not fits:
             raise ValueError(
                 f"rotary_cos: {name} of shape {tuple(x.shape)} must be of as many sequences as "
                 f"there are cache_seqlens, {tuple(lengths.shape)}"

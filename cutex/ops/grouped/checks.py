@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cutex.ops.matmul.checks import ACTIVATIONS
 from cutex.ops.overlap import overlaps_itself
+from cutex.ops.plain import check_strided
 from cutex.ops.written import are_apart, check_writable
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -23,11 +24,7 @@ FORMS = (
 def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
     """Raise unless x is a strided tensor of a dtype that the kernels take, like `like`, which is
     called x."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided or x.is_nested:
-        layout = "a nested tensor" if x.is_nested else x.layout
-        raise ValueError(f"{name} must be a strided tensor, got {layout}")
+    check_strided(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be bfloat16 or float16, got {x.dtype}")
     if like is not None and x.dtype != like.dtype:
@@ -73,8 +70,7 @@ def check_rows(x: Tensor, index: Any, row_scale: Any) -> None:
     ):
         if given is None:
             continue
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        check_strided(name, given)
         if given.dtype is not dtype:
             raise TypeError(f"{name} must be {str(dtype)[6:]}, got {given.dtype}")
         if given.device != x.device:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cutex.ops.grouped.checks import check_edges, check_groups
 from cutex.ops.matmul.checks import ACTIVATIONS
+from cutex.ops.plain import check_strided
 
 BLOCK = 128
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -17,8 +18,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_operands(a: Any, b: Any, edges: Tensor, name: str) -> None:
     """Raise unless a (T, K), or with counts (E, M, K), and b (E, K, N) are fp8 and agree."""
     for of, x in (("a", a), ("b", b)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{of} must be a torch.Tensor, got {type(x).__name__}")
+        check_strided(of, x)
         if x.dtype is not torch.float8_e4m3fn:
             raise TypeError(f"{of} must be float8_e4m3fn, got {x.dtype}")
         if x.device != a.device:
@@ -37,8 +37,7 @@ def check_operands(a: Any, b: Any, edges: Tensor, name: str) -> None:
 
 def check_factors(name: str, scale: Any, due: tuple[tuple[int, ...], ...], a: Tensor) -> None:
     """Raise unless `scale` is float32 of one of the shapes `due`, on the device of a."""
-    if not isinstance(scale, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
+    check_strided(name, scale)
     if scale.dtype is not torch.float32:
         raise TypeError(f"{name} must be float32, got {scale.dtype}")
     if scale.device != a.device:
@@ -54,8 +53,7 @@ def check_epilogue(bias: Any, activation: Any, b: Tensor, output_dtype: Any) -> 
         raise TypeError(f"output_dtype {output_dtype} is not bfloat16, float16 or float32")
     if bias is not None:
         want = b.shape[0], b.shape[2]
-        if not isinstance(bias, Tensor):
-            raise TypeError(f"bias must be a torch.Tensor, got {type(bias).__name__}")
+        check_strided("bias", bias)
         if bias.dtype not in OUT_DTYPES:
             raise TypeError(f"bias must be bfloat16, float16 or float32, got {bias.dtype}")
         if bias.device != b.device:

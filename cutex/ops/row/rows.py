@@ -13,6 +13,7 @@ from cutex.arch import KNOWN, arch, kernels_of
 from cutex.dtypes import of_torch
 from cutex.kernels.row import choose
 from cutex.ops.device import simulated_arch
+from cutex.ops.plain import check_strided
 
 if TYPE_CHECKING:
     from cutex.device.row.tile import RowTile
@@ -30,11 +31,7 @@ PIECE = 1 << 30  # elements of a launch on all elements of more than that
 def check(name: str, x: Any, like: Tensor | None = None) -> None:
     """Raise TypeError or ValueError, in one sentence, unless x is a strided tensor of a dtype that
     the kernels take, on the device of `like`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided or x.is_nested:
-        layout = "a nested tensor" if x.is_nested else x.layout
-        raise ValueError(f"{name} must be a strided tensor, got {layout}")
+    check_strided(name, x)
     if x.dtype not in DTYPES:
         known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise TypeError(f"{name} must be of {known}, got {x.dtype}")
