@@ -40,6 +40,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if name == "bias" and y is None:
             continue
         check_strided(name, y)
+        assert y is not None
         if y.dtype not in DTYPES:
             raise TypeError(f"{name} must be of bfloat16, float16, float32, got {y.dtype}")
         if y.device != x.device:
