@@ -33,6 +33,7 @@ SWAPPED = 1.05  # times as long, transposed
 # clocks of a round of tiles; of an exchange of sums; of one that the next tile's loads wait for; of
 # an element that is exchanged
 ROUND, SPLIT, SPLIT_ROUND, SPLIT_ELEMENT = 1150, 570, 550, 0.41
+SPLIT_OF_TWO = 0  # of one between two CTAs of two warpgroups each (docs/facts/scaled.md#fp8-halves)
 CLOCK = 0.88  # the SMs' clock, relative to that of the dense peak
 L2 = 129.4  # bytes in a clock, of an SM
 MEMORY = 0.887  # of its nominal rate
@@ -149,7 +150,9 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -
     blocks = ceil_div(ceil_div(problem.k, BLOCK), tiles.split_k)
     clocks = rounds * (blocks * block_clocks(tiles) + ROUND)
     if tiles.split_k > 1:
-        clocks += SPLIT if rounds == 1 else rounds * SPLIT_ROUND
+        of_two = tiles.split_k == tiles.warpgroups == 2 and not tiles.swap_ab
+        one = SPLIT_OF_TWO if of_two else SPLIT
+        clocks += one if rounds == 1 else rounds * SPLIT_ROUND
         sent = tiles.tile_m * tiles.tile_n * (tiles.split_k - 1) / tiles.split_k
         clocks += rounds * SPLIT_ELEMENT * sent
     if tiles.alternating:

@@ -81,6 +81,9 @@ OF_EIGHT_ROWS = (
     (3.0, Placed(32, 8, 3, 2)),
     (math.inf, Placed(32, 4, 4, 3)),
 )
+# tiles of 32 rows an SM, beyond which two to seven rows of x, whose boxes lack some of eight, take
+# the other kernel (docs/facts/scaled.md#w4-decode-rows-lacking)
+FILLED = 3.0
 # of nearly one tile of 32 rows an SM, and K that x of twice as many CTAs may have
 NEARLY_ONE, SHORT_K, HALVED = 0.9, 4096, Placed(16, 8, 2, 4)
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
@@ -305,6 +308,8 @@ def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4Deco
     a_sm = ceil_div(n, DECODE_ROWS) / arch.num_sms
     known = OF_ONE_ROW if columns == 1 else OF_EIGHT_ROWS
     placed = next(placed for most, placed in known if a_sm <= most)
+    if 1 < m < EIGHT and a_sm > FILLED:
+        return None
     if columns > 1 and NEARLY_ONE < a_sm <= 1 and k <= SHORT_K:
         placed = HALVED
     tile_m, warps, resident, most_stages = placed
