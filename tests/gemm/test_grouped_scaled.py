@@ -395,6 +395,8 @@ def test_rounds_are_taken_where_k_has_them() -> None:
     for k, whole in ((7168, True), (2048, True), (500, True), (640, False), (128 * 7, False)):
         tiles = choose.blocks_tiles(512, (k, 4096), False)
         assert (tiles.num_stages, tiles.rounds) == (4, whole)
+        fused = choose.blocks_tiles(512, (k, 4096), True)
+        assert (fused.num_stages, fused.rounds) == ((4, True) if whole else (5, False))
     odd = replace(ROUNDS, num_stages=3)
     config = BlocksConfig(GeneralConfig(odd, *LAYOUTS))
     assert "num_stages=3" in (config.why_not(arch_named("sm_90a")) or "")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig, ceil_div
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
+from cutex.kernels.gemm.scaled.fp8.config import BLOCK
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
@@ -43,6 +44,7 @@ SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # (docs/facts/grouped.md#grouped-fp8-widths, #grouped-fp8-192-again)
 FEW_BLOCKS, LONG_BLOCKS = 136, 1000
 TALL_BLOCKS = 1.045
+ROUND = 4  # slots of 128x192
 SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
@@ -168,6 +170,7 @@ def blocks_tiles(
     """Hopper's tiles of a product of fp8 rows in `groups` groups and matrices of (K, N) elements
     with factors of blocks."""
     k, n = matrix
+    whole = ceil_div(k, BLOCK) % ROUND == 0
     if mean_rows <= VERY_FEW_ROWS:
         tiles = RowBlocksConfig(tile_m=64, tile_n=128, warpgroups=1)
     elif mean_rows < LONG_BLOCKS or n < 128:
@@ -176,13 +179,18 @@ def blocks_tiles(
         tile_n = width(n, {192: 1.0, 128: SHORT_BLOCKS[mean_rows < FEW_BLOCKS, sharers]})
         tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2)
         tiles = replace(tiles, cluster_n=sharers if tile_n == 128 else 1)
-    elif not fused and width(n, {192: 1.0, 128: TALL_BLOCKS}) == 192:
+    elif (not fused or whole) and width(n, {192: 1.0, 128: TALL_BLOCKS}) == 192:
         tiles = RowBlocksConfig(tile_m=128, tile_n=192, warpgroups=2)
     else:
         tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
     parts = tiles.warpgroup_rows * tiles.tile_n // (64 * tiles.epi_n)  # of a warpgroup's store
-    if fused or tiles.tile_m * tiles.tile_n < 128 * 192:
+    if tiles.tile_m * tiles.tile_n < 128 * 192:
+        return tiles
+    if fused and whole and tiles.tile_n == 192:
+        # NOTE: faster than a slot more (docs/facts/grouped.md#grouped-fp8-gated-rounds)
+        return replace(tiles, num_stages=min(ROUND, tiles.num_stages)).with_rounds(k)
+    if fused:
         return tiles
     # NOTE: a part of a warpgroup's store then waits for no slot, and those of 128 rows are written
     # behind one barrier (docs/facts/grouped.md#grouped-fp8-at-once)
