@@ -101,6 +101,12 @@ class BackwardConfig(BackwardSpec):
         return self.adding_warps > 0 and self.last_first
 
     @property
+    def one_fence(self) -> bool:
+        """Whether a block's dS is handed over behind dQ of the block before, so that one fence
+        serves both: not behind the last product of a turn, unless other warps add."""
+        return self.adding_warps > 0 or not self.dq_last
+
+    @property
     def flips(self) -> bool:
         return self.longest_last and not self.window[0] and not self.ranked
 
@@ -208,8 +214,10 @@ class BackwardConfig(BackwardSpec):
             return "dq_last=True: the last of the products of own_dq"
         if self.late_zeros and not self.own_dq:
             return "late_zeros=True: for own_dq, which leaves a warp for them"
-        if self.spread and (not self.own_dq or self.causal or self.ragged):
-            return "spread=True: for own_dq, and tiles that take equally long"
+        if self.spread and (
+            not self.own_dq or self.deterministic or self.interleaved or self.ragged
+        ):
+            return "spread=True: for own_dq, tiles that take equally long and adds in any order"
         if self.own_dq and (reason := self.why_not_own_dq()):
             return f"own_dq=True: {reason}"
         if self.num_stages < 2:

@@ -274,9 +274,14 @@ def row_sizes(config: BackwardSpec, mX: cute.Tensor, args: KernelArgs):
 
 
 @cute.jit
-def row_block(num_m_blocks: Int32, heads: Int32) -> tuple[Int32, Int32, Int32]:
+def row_block(
+    num_m_blocks: Int32, heads: Int32, last_first: cutlass.Constexpr[bool] = False
+) -> tuple[Int32, Int32, Int32]:
     """The block of queries, the head and the batch entry of this CTA."""
     index, _, _ = cute.arch.block_idx()
+    if cutlass.const_expr(last_first):
+        ctas, _, _ = cute.arch.grid_dim()
+        index = ctas - 1 - index
     unit = index // num_m_blocks
     return index - unit * num_m_blocks, unit % heads, unit // heads
 
@@ -310,7 +315,8 @@ class Convert:
     def kernel(self, mSums, mdQ, args: KernelArgs, tiles: RowTiles, num_m_blocks: Int32) -> None:
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
-        m_block, head, batch = row_block(num_m_blocks, tiles.heads)
+        # NOTE: of the sums, those of the last heads are still in L2
+        m_block, head, batch = row_block(num_m_blocks, tiles.heads, last_first=True)
         seqlen = queries(args, cute.size(mdQ, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
             sums = mSums[tiles.tile(c, head, batch, seqlen) + m_block, None]  # (bM * D)

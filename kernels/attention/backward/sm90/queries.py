@@ -288,7 +288,13 @@ class AllGradients(KeyGradients):
         products.dv.acc.fill(0.0)
         products.dk.acc.fill(0.0)
         blocks, own = s.m_blocks(), self.own_blocks()
-        total, m_block, tile = s.start(self.config, blocks, piece)
+        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
+        tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
+        if cutlass.const_expr(piece is not None):
+            total = piece.end - piece.first
+            head = piece.first // blocks.end
+            m_block = piece.first - head * blocks.end
+            tile += head * s.tiles.per_head
         s.v_loaded.wait(phase)
         s.k_loaded.wait(phase)
         rP, rdS = self.operands()
@@ -386,13 +392,16 @@ class AllGradients(KeyGradients):
         if cutlass.const_expr(not c.dq_last):
             products.dk.of(rdS).issue(state.slot, True)
         self.leave()
-        # NOTE: dS is for the next turn's dQ; the fence, which takes long, runs under the products
-        s.ds.hand_over(ds)
-        self.finish(state, acc_dq, of_dq)
+        # NOTE: dS is for the next turn's dQ. It is handed over behind this turn's dQ, so that one
+        # fence, which takes long, serves both; else the fence runs under the products.
+        if cutlass.const_expr(of_dq is None or not c.one_fence):
+            s.ds.hand_over(ds)
+        self.finish(state, ds, acc_dq, of_dq)
 
     @cute.jit
-    def finish(self, state: PipelineState, acc_dq: Any, of_dq: Any) -> None:
-        """Wait for the products of a turn, release what each has read, and hand dQ on."""
+    def finish(self, state: PipelineState, ds: PipelineState, acc_dq: Any, of_dq: Any) -> None:
+        """Wait for the products of a turn, release what each has read, and hand on dQ and then the
+        slot `ds` of dS."""
         s, dq = self.shared, of_dq is not None
         if cutlass.const_expr(self.config.dq_last):
             warpgroup.wait_group(1 + dq)
@@ -402,13 +411,20 @@ class AllGradients(KeyGradients):
             if cutlass.const_expr(dq):
                 warpgroup.wait_group(0)
                 self.hand_on(acc_dq, *of_dq)
+                self.hand_over_behind(ds)
         else:
             warpgroup.wait_group(1)
             s.do.release(state)
             if cutlass.const_expr(dq):
                 self.hand_on(acc_dq, *of_dq)
+                self.hand_over_behind(ds)
             warpgroup.wait_group(0)
             s.q.release(state)
+
+    def hand_over_behind(self, ds: PipelineState) -> None:
+        """Hand the slot `ds` of dS over behind the fence of dQ, if it has none of its own."""
+        if self.config.one_fence:
+            self.shared.ds.hand_over_fenced(ds)
 
     @cute.jit
     def first_block(

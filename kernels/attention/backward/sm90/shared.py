@@ -24,7 +24,6 @@ from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, queries
-from cutex.kernels.attention.backward.tail import Piece
 from cutex.kernels.attention.backward.tiles import Tile, Walk, tiles_ahead, turn_of
 from cutex.schedulers.order import select
 
@@ -72,6 +71,10 @@ class Handover:
         """Arrive once for this warp: its part of the slot is written, also for wgmma to read."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
+        self.hand_over_fenced(state)
+
+    def hand_over_fenced(self, state: PipelineState) -> None:
+        """The same behind a fence, and behind a barrier of the warp."""
         with cute.arch.elect_one():
             self.full.arrive(state.slot)
 
@@ -208,22 +211,6 @@ class Shared:
             return blocks.end - 1 if m_block == blocks.first else m_block - 1
         else:
             return blocks.first if m_block + 1 == blocks.end else m_block + 1
-
-    def start(
-        self, config: BackwardConfig, blocks: Blocks, piece: Piece | None
-    ) -> tuple[Int32, Int32, Int32]:
-        """How many blocks of queries a tile of keys has, or a `piece` of one; the first of these,
-        and the first tile of the sums of its head."""
-        total, m_block = (blocks.end - blocks.first) * self.heads_per_kv, self.first_block(blocks)
-        tile = self.tiles.tile(config, self.first_head(), self.tile.batch, self.tile.seq_q)
-        if piece is not None:
-            total = piece.end - piece.first
-            head = piece.first // blocks.end
-            m_block = piece.first - head * blocks.end
-            if self.descending:
-                m_block = blocks.end - 1 - m_block
-            tile += head * self.tiles.per_head
-        return total, m_block, tile
 
     def first_head(self) -> Int32:
         return self.tile.head_kv * self.heads_per_kv
@@ -454,27 +441,19 @@ class Adds:
     def run(self, walk: Walk) -> None:
         number, ticket = Int32(0), walk.dispatch.first()
         while ticket.valid:
-            if cutlass.const_expr(self.config.spread):
-                for which in cutlass.range(walk.pieces(ticket), unroll=1):
-                    number = self.add_blocks(*walk.piece(ticket, which), number)
-            else:
-                number = self.add_blocks(walk.tile(ticket), None, number)
+            tile = walk.tile(ticket)
+            if tile.has_keys(self.config):
+                mine = replace(self, shared=replace(self.shared, tile=tile))
+                number = mine.add_blocks(number)
             ticket = walk.dispatch.next(ticket)
 
     @cute.jit
-    def add_blocks(self, tile: Tile, piece: Any, number: Int32) -> Int32:
-        """Add the blocks of a tile of keys, or of a `piece` of one, which begin at block `number`
-        of the CTA's; return the number behind them."""
-        if tile.has_keys(self.config):
-            mine = replace(self, shared=replace(self.shared, tile=tile))
-            number = mine.add_in_turn(piece, number)
-        return number
-
-    @cute.jit
-    def add_in_turn(self, piece: Any, number: Int32) -> Int32:
-        """The same of a tile that has keys."""
+    def add_blocks(self, number: Int32) -> Int32:
+        """Add the blocks of a tile of keys, which begin at block `number` of the CTA's; return the
+        number behind them."""
         s, blocks = self.shared, self.shared.m_blocks()
-        total, m_block, tile = s.start(self.config, blocks, piece)
+        total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
+        tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
         end = number + total
         while number < end:
             if number % self.config.adding_warps == self.turn:
