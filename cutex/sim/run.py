@@ -76,6 +76,8 @@ def simulate(
         raise ValueError(f"seed {seed}: takes a number from 0 to {(1 << 31) - 1}")
     if max_instructions is not None and max_instructions < 1:
         raise ValueError(f"max_instructions {max_instructions}: takes a number from 1")
+    if not isinstance(gpu, str):
+        raise TypeError(f"gpu must be a str, got {gpu!r}")
     if gpu and not time:
         raise ValueError(f"gpu {gpu!r} goes with time=True")
     if clusters is not None and (clusters < 1 or not checks):
@@ -83,6 +85,8 @@ def simulate(
     arch_named(arch)
     started = perf_counter()
     host, programs, arguments, reached = captured(compiled, tensors, arch)
+    if not isinstance(memory, Sequence):
+        raise TypeError(f"memory takes a list of CPU tensors, got {type(memory).__name__}")
     for i, more in enumerate(memory):
         tensor = HostTensor.of(more, f"memory {i}")
         if tensor is None:

@@ -181,6 +181,9 @@ def test_what_is_no_kernel_is_refused():
         ({"seed": "a"}, TypeError, "seed must be an int, got 'a'"),
         ({"jobs": 1.5}, TypeError, "jobs must be an int, got 1.5"),
         ({"clusters": 2.0}, TypeError, "clusters must be an int, got 2.0"),
+        ({"gpu": 3, "time": True}, TypeError, "gpu must be a str, got 3"),
+        ({"memory": 3}, TypeError, "memory takes a list of CPU tensors, got int"),
+        ({"memory": torch.zeros(2)}, TypeError, "memory takes a list of CPU tensors, got Tensor"),
         ({"max_instructions": 0}, ValueError, "max_instructions 0: takes a number from 1"),
         ({"gpu": "b200"}, ValueError, "gpu 'b200' goes with time=True"),
     ],
@@ -391,3 +394,15 @@ def test_packed_elements_lie_side_by_side():
     codes = torch.zeros(4, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     with pytest.raises(ValueError, match="needs a dimension that is contiguous"):
         simulate(layout_of, codes.as_strided((2, 2), (8, 2)), torch.zeros(34, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("tensor, error, sentence", [
+    (torch.conj(torch.complex(torch.ones(4), torch.ones(4))).imag, ValueError, "negated or conj"),
+    (torch.conj(torch.ones(4, dtype=torch.complex64)), ValueError, "x is negated or conjugated"),
+    (torch.ones(4).to_sparse(), TypeError, "x must be a strided tensor, got torch.sparse_coo"),
+    (np.zeros(4, [("a", "f4"), ("b", "i1")])["a"], ValueError, "no multiples of its elements' 4"),
+])  # fmt: skip
+def test_memory_that_is_not_what_a_tensor_says_is_refused(tensor, error, sentence):
+    """Of which a kernel would read other values, or from other places."""
+    with pytest.raises(error, match=sentence):
+        HostTensor.of(tensor, "x")

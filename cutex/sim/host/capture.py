@@ -146,12 +146,25 @@ class HostTensor:
         if hasattr(tensor, "_dltensor_wrapper"):
             return of_dsl(tensor, name)
         if hasattr(tensor, "data_ptr") and hasattr(tensor, "stride"):  # torch
+            if str(tensor.layout) != "torch.strided" or tensor.is_nested:
+                layout = "a nested tensor" if tensor.is_nested else tensor.layout
+                raise TypeError(f"{name} must be a strided tensor, got {layout}")
+            if tensor.is_neg() or tensor.is_conj():
+                raise ValueError(
+                    f"{name} is negated or conjugated lazily, and its memory holds other values: "
+                    "pass resolve_neg() or resolve_conj() of it"
+                )
             return HostTensor(
                 tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()),
                 str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tensor, name,
             )  # fmt: skip
         if hasattr(tensor, "__array_interface__") and hasattr(tensor, "dtype"):
             size = tensor.dtype.itemsize
+            if any(step % size for step in tensor.strides):
+                raise ValueError(
+                    f"{name} has strides of {tensor.strides} bytes, no multiples of its elements' "
+                    f"{size}: pass a copy"
+                )
             return HostTensor(
                 tensor.__array_interface__["data"][0], tensor.shape,
                 tuple(s // size for s in tensor.strides), str(tensor.dtype), size, tensor, name,
