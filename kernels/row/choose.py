@@ -149,16 +149,13 @@ def words_of(n: int, tile: RowTile, whole: bool = False) -> int:
 
 
 def vectors_of(n: int, tile: RowTile) -> tuple[int, int, int]:
-    """The same in vectors of words, of rows of whole units of 16 bytes: as few words as any have,
-    the widest vector that makes no more, and how many of a thread's may lie behind the row."""
-    per = tile.width // 4
+    """The same in vectors of 16 bytes, of rows of whole ones: the words of a thread, those of a
+    vector, and how many of a thread's vectors may lie behind the row."""
+    per, vector = tile.width // 4, VECTOR_BYTES // 4
     part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
-    words, vector = min(
-        (-(-part // (tile.threads * per * v)) * v, -v) for v in (1, 2, VECTOR_BYTES // 4)
-    )
-    shortest, all_full = n - (tile.ctas - 1) * part, words * tile.threads * per
-    row_of_vectors = tile.threads * per * -vector
-    return words, -vector, -(-(all_full - shortest) // row_of_vectors)
+    one_each = tile.threads * per * vector
+    vectors, shortest = -(-part // one_each), n - (tile.ctas - 1) * part
+    return vectors * vector, vector, vectors - shortest // one_each
 
 
 def one_cta(other: RowTile) -> RowTile:

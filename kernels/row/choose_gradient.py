@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cutex.arch import arch
-from cutex.device.row.tile import VECTOR_BYTES, RowTile, slot_bytes
+from cutex.device.row.tile import RowTile, slot_bytes
 from cutex.kernels.row.choose import (
     BULK_LEAST,
     BULK_SPARE,
@@ -16,6 +16,7 @@ from cutex.kernels.row.choose import (
     LARGE_ARCHS,
     LARGE_CLUSTER,
     WIDE,
+    vectors_of,
     words_of,
 )
 
@@ -23,11 +24,13 @@ from cutex.kernels.row.choose import (
 # and CTAs of those that are loaded by the element, by the least and most columns; the vectors of a
 # thread of a cluster, from which on it has twice as many
 SUMS_BY_ELEMENT = {
-    (129, 256): (16, 1), (2049, 5120): (256, 1), (10_241, 24_576): (512, 2),
+    (129, 208): (32, 1), (209, 256): (16, 1), (2049, 5120): (256, 1), (10_241, 24_576): (512, 2),
     (24_577, 53_248): (256, 8),
 }  # fmt: skip
 SUMS_MOST = 5
-SUMS_FP32 = 193, 2048  # columns of fp32 of which half the threads have a row
+SUMS_FP32 = 145, 2048  # columns of fp32 of which half the threads have a row
+# and short rows of four threads, by the elements of a vector (rows.md#rows-gradient-four)
+SUMS_FOUR = {8: (129, 160), 4: (97, 144)}
 # gradients of a norm's dense rows by bulk copies (docs/facts/rows.md#rows-gradient-bulk): the
 # elements of a thread, by the threads of a CTA, from which on others share a row; registers of a
 # thread for sums, and for weights beside them, by the bytes of one; slots at most, and as many as
@@ -35,6 +38,7 @@ SUMS_FP32 = 193, 2048  # columns of fp32 of which half the threads have a row
 SUMS_THREADS = {32: 14, 64: 22, 128: 26, 256: 26, 512: 26}
 SUMS_WORDS = {0: 80, 2: 70, 4: 80}
 SUMS_SLOTS = (4, 3)
+LEAST_SLOTS = 2
 # which rows: from so many columns on, by the elements of a vector, of those that begin anywhere,
 # and of those that begin with vectors
 SUMS_ANYWHERE = {8: 289, 4: 1025}
@@ -45,16 +49,27 @@ SUMS_MIDDLE = {
     (8, 1): (7169, 32_768), (8, 2): (4865, 32_768),
     (4, 1): (24_577, 32_767), (4, 2): (24_577, 32_767),
 }  # fmt: skip
-# rows of 16 bits that begin with vectors (docs/facts/rows.md#rows-gradient-vectors), by the least
-# and most columns of a gradient with one sum of columns or two: threads and CTAs of a row, and
-# whether its sums are relayed
-SUMS_VECTORS: dict[int, dict[tuple[int, int], tuple[int, int, bool]]] = {
-    1: {(16_385, 24_576): (512, 2, False), (24_577, 65_536): (512, 4, False),
-        (65_537, 98_304): (512, 8, False), (126_977, 262_144): (512, 16, True)},
-    2: {(2049, 4096): (256, 1, False), (8192, 12_288): (512, 1, False),
-        (12_289, 24_576): (512, 2, False), (24_577, 65_536): (512, 4, False),
-        (65_537, 98_304): (512, 8, False), (122_881, 196_608): (512, 16, True)},
+# threads and CTAs of a row, and whether its sums are relayed, by the elements of a vector and the
+# sums of columns, and by the least and most columns: of rows that begin with vectors
+# (docs/facts/rows.md#rows-gradient-vectors), and anywhere (rows.md#rows-gradient-large)
+Spans = dict[tuple[int, int], tuple[int, int, bool]]
+SUMS_VECTORS: dict[tuple[int, int], Spans] = {
+    (8, 1): {(16_385, 24_576): (512, 2, False), (24_577, 65_536): (512, 4, False),
+             (65_537, 98_304): (512, 8, False), (126_977, 196_608): (512, 16, True),
+             (196_609, 262_144): (512, 16, False)},
+    (8, 2): {(2049, 4096): (256, 1, False), (8192, 12_288): (512, 1, False),
+             (12_289, 24_576): (512, 2, False), (24_577, 65_536): (512, 4, False),
+             (65_537, 98_304): (512, 8, False), (122_881, 196_608): (512, 16, True),
+             (196_609, 262_144): (512, 16, False)},
+    (4, 1): {(1153, 1536): (128, 1, False), (163_841, 212_992): (512, 16, False)},
+    (4, 2): {(90_113, 114_688): (512, 16, True), (114_689, 212_992): (512, 16, False)},
 }  # fmt: skip
+SUMS_LARGE: dict[tuple[int, int], Spans] = {
+    (8, 1): {(180_225, 262_144): (512, 16, True)},
+    (8, 2): {(122_881, 262_144): (512, 16, True)},
+    (4, 1): {(163_841, 212_992): (512, 16, False)},
+    (4, 2): {(90_113, 212_992): (512, 16, False)},
+}
 
 
 def with_sums(n: int, other: RowTile) -> RowTile:
@@ -69,6 +84,9 @@ def with_sums(n: int, other: RowTile) -> RowTile:
         threads = 2 * CTA
     elif other.width == 4 and ctas == 1 and SUMS_FP32[0] <= n <= SUMS_FP32[1]:
         threads //= 2
+    first, last = SUMS_FOUR.get(other.width, (0, 0))
+    if first <= n <= last and ctas == 1:
+        threads = 4
     vectors, rows = -(-n // (threads * ctas * other.width)), other.rows
     if threads != other.threads:
         rows = max(1, CTA // threads)
@@ -99,11 +117,12 @@ def bulk_gradient(
     and where there are no bulk copies."""
     of = arch(arch_name)
     largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
-    if aligned and widest == 8 and of.capability >= (9, 0) and m * n >= least:
-        for (first, last), (threads, ctas, relays) in SUMS_VECTORS.get(sums, {}).items():
+    if of.capability >= (9, 0) and m * n >= least:
+        spans = (SUMS_VECTORS if aligned else SUMS_LARGE).get((widest, sums), {})
+        for (first, last), (threads, ctas, relays) in spans.items():
             tile = RowTile(1, threads, ctas, 1, widest, False)
             if first <= n <= last and ctas <= largest:
-                by = _by_vectors(n, tile, relays, of.smem_per_cta - BULK_SPARE)
+                by = _by_tile(n, tile, relays, aligned, of.smem_per_cta - BULK_SPARE)
                 if by is not None:
                     return by
     wanted = (SUMS_ALIGNED if n % widest == 0 else SUMS_ANYWHERE).get(widest)
@@ -117,7 +136,7 @@ def bulk_gradient(
     for slots, few, places in (
         (SUMS_SLOTS, True, ("registers", "smem")),
         (SUMS_SLOTS, False, ("registers", "smem", "memory")),
-        ((2,), False, ("registers", "smem", "memory")),
+        ((LEAST_SLOTS,), False, ("registers", "smem", "memory")),
     ):
         for ctas in (1, 2, 4, CLUSTER):
             for threads, most in SUMS_THREADS.items():
@@ -131,16 +150,14 @@ def bulk_gradient(
     return None
 
 
-def _by_vectors(n: int, tile: RowTile, relays: bool, room: int) -> BulkGradient | None:
-    """The same by vectors of a tile; None without room."""
-    part, row = -(-n // (8 * tile.ctas)) * 8, tile.threads * tile.width  # of a vector each
-    vectors, shortest = -(-part // row), n - (tile.ctas - 1) * part
-    words, last = vectors * tile.width // 2, vectors - shortest // row
+def _by_tile(n: int, tile: RowTile, relays: bool, vectors: bool, room: int) -> BulkGradient | None:
+    """The same by a tile, with weights in registers, of vectors or words; None without room."""
+    words, vector, last = vectors_of(n, tile) if vectors else (words_of(n, tile), 0, 0)
     slot = slot_bytes(tile.threads * words * 4)
+    least = LEAST_SLOTS + relays
     for resident in range(BULK_THREADS // tile.threads, 0, -1):
         slots = min(SUMS_SLOTS[0], (room // resident // slot + 1) // 2)
-        if slots >= min(SUMS_SLOTS):
-            vector = VECTOR_BYTES // 4
+        if slots >= least:
             return BulkGradient(tile, words, slots, resident, "registers", vector, last, relays)
     return None
 

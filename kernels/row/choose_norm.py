@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cutex.arch import arch
-from cutex.device.row.tile import LINE_BYTES, VECTOR_BYTES, WARP, RowTile, slot_bytes
+from cutex.device.row.tile import LINE_BYTES, WARP, RowTile, slot_bytes
 from cutex.kernels.row.choose import (
     BULK_LEAST,
     BULK_SPARE,
@@ -47,32 +47,40 @@ BULK_LONGEST = 56  # of an RMS norm, whose threads have no bias
 BULK_CTA = 128
 BULK_STAGES = {32: 3, 64: 4, 512: 6}
 LEAST_RELAYED = 4  # slots of a cluster's rows whose sums are relayed, at least
-# and at most of clusters of 8 (docs/facts/rows.md#rows-norm-slots) whose slots have so many bytes,
-# of rows that begin anywhere, and whose parts are of so many, of others
-BULK_LARGE, BULK_WHOLE = 40 << 10, 32 << 10
-# a layer norm's rows of 16 bits that begin with vectors and fill no tile in registers: threads of
-# their CTA, which has three slots, by the least and most columns (rows.md#rows-norm-one-cta)
-BULK_ONE = {(8_193, 10_240): 256, (18_433, 20_480): 512}
-BULK_ONE_STAGES = 3
+# and at most of clusters of 8 whose slots have so many bytes (docs/facts/rows.md#rows-norm-slots),
+# of rows that begin anywhere
+BULK_LARGE = 40 << 10
+BULK_MOST = {128: 6, 256: 4, 512: 6}  # slots of rows that begin with vectors, of one CTA
 # which rows: those that begin anywhere from so many columns on, of a layer norm's or an RMS norm's,
 # by the elements of a vector; of a layer norm's that begin with vectors, those of so many vectors a
-# thread between two lengths, and those between others
+# thread between two lengths
 BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
-BULK_VECTORS, BULK_SHORT = 3, (160, 2048)
-BULK_LONG = ((20_481, 90_112), (98_305, 1 << 20))
-# and of an RMS norm's, from so many columns on those that begin within a line of memory
-BULK_LINES = 20_481
-# threads and CTAs of long rows of 16 bits by the least and most columns of a layer norm's or an RMS
-# norm's (docs/facts/rows.md#rows-norm-relayed): of rows that begin with vectors, and anywhere
-BULK_VECTORS_LONG: dict[bool, Clusters] = {
-    True: {(20_481, 36_863): (512, 2), (36_864, 65_536): (512, 4), (65_537, 131_072): (512, 8),
-           (131_073, 262_144): (512, 16)},
-    False: {},
+BULK_VECTORS, BULK_SHORT = 3, (160, 1152)
+# threads and CTAs of a row by the least and most columns, of a layer norm's or an RMS norm's rows,
+# by the elements of a vector: of rows that begin with vectors (rows.md#rows-norm-vectors)
+BULK_BY_VECTORS: dict[tuple[bool, int], Clusters] = {
+    (True, 8): {
+        (1153, 2560): (64, 1), (2561, 5120): (128, 1), (5121, 10_240): (256, 1),
+        (10_241, 12_288): (256, 2), (16_385, 18_000): (256, 2), (18_001, 20_480): (512, 2),
+        (20_481, 24_576): (256, 4), (24_577, 28_672): (512, 2), (32_769, 40_960): (512, 2),
+        (40_961, 53_248): (256, 8), (53_249, 79_872): (512, 4), (79_873, 163_840): (512, 8),
+        (163_841, 262_144): (512, 16),
+    },
+    (False, 8): {
+        (20_481, 28_672): (256, 2), (28_673, 40_960): (256, 4), (40_961, 49_152): (512, 2),
+        (49_153, 81_920): (512, 4), (81_921, 229_376): (512, 8),
+    },
+    (True, 4): {
+        (14_337, 16_384): (512, 2), (16_385, 32_768): (512, 4), (32_769, 98_304): (512, 8),
+    },
+    (False, 4): {(16_385, 32_768): (512, 4), (32_769, 98_304): (512, 8)},
 }  # fmt: skip
-BULK_ANYWHERE_LONG: dict[bool, Clusters] = {
-    True: {(36_865, 43_008): (512, 4), (43_009, 90_112): (256, 8),
-           (90_113, 180_224): (512, 8), (180_225, 360_448): (512, 16)},
-    False: {},
+# and anywhere (docs/facts/rows.md#rows-norm-relayed)
+BULK_BY_WORDS: dict[tuple[bool, int], Clusters] = {
+    (True, 8): {
+        (36_865, 43_008): (512, 4), (43_009, 90_112): (256, 8), (90_113, 180_224): (512, 8),
+        (180_225, 360_448): (512, 16),
+    },
 }  # fmt: skip
 # aligned rows taken in turn (docs/facts/rows.md#rows-norm-resident): threads and CTAs of a row, and
 # the most vectors of each, the first that holds it; of a layer norm's or an RMS norm's, by the
@@ -88,7 +96,7 @@ RESIDENT = {
 }
 RESIDENT_LEAST = {True: 33, False: 8193}
 # of a layer norm's rows of 16 bits, from so many columns on: those that fill so much of the tile,
-# and no longer ones
+# and no longer ones, which do not lie one behind the other
 RESIDENT_LONG, RESIDENT_FULL, RESIDENT_MOST = 20_481, 0.85, 65_536
 
 
@@ -164,16 +172,10 @@ def bulk(
     if of.capability < (9, 0) or m * n < least:
         return None
     largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
-    tables = BULK_VECTORS_LONG if other.aligned else BULK_ANYWHERE_LONG
-    for (first, last), (threads, ctas) in tables[centred].items() if other.width == 8 else ():
-        if first <= n <= last and ctas <= largest:
-            return _bulk(n, threads, ctas, other, centred, of.smem_per_cta)
-    if (alone := _one_cta(n, other, centred)) is not None:
-        words = -(-n // (alone * other.width)) * VECTOR_BYTES // 4
-        tile = RowTile(1, alone, 1, 1, other.width, False)
-        here = BULK_THREADS // alone
-        return Bulk(tile, words, BULK_ONE_STAGES, here, VECTOR_BYTES // 4, 1, 0, False)
-    if not _is_for_bulk(n, other, centred):
+    known = _known(n, other, centred)
+    if known is not None and known[1] <= largest:
+        return _bulk(n, *known, other, centred, of.smem_per_cta, vectors=other.aligned)
+    if known is None and not _is_for_bulk(n, other, centred):
         return None
     for ctas, columns in (BULK_COLUMNS if centred else BULK_COLUMNS | {8: BULK_LONGEST}).items():
         threads = power(-(-n // (ctas * columns)), 4, 1024)
@@ -187,12 +189,16 @@ def bulk(
     return None
 
 
-def _bulk(n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: int) -> Bulk | None:
-    """The same with so many threads for a row in each of so many CTAs; None without room."""
-    rows = max(1, BULK_CTA // threads) if ctas == 1 else 1
+def _bulk(
+    n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: int, *,
+    vectors: bool = False,
+) -> Bulk | None:  # fmt: skip
+    """The same with so many threads for a row in each of so many CTAs, or by vectors; None without
+    room."""
+    rows = max(1, BULK_CTA // threads) if ctas == 1 and not vectors else 1
     tile = RowTile(rows, threads, ctas, 1, other.width, False)
     words, vector, last = words_of(n, tile, other.aligned), 0, 0
-    if other.aligned and rows == 1:
+    if vectors:
         words, vector, last = vectors_of(n, tile)
     slot = slot_bytes(tile.num_threads * words * 4)
     room = smem - BULK_SPARE
@@ -202,20 +208,20 @@ def _bulk(n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: 
     if not resident:
         return None
     most = next(stages for t, stages in BULK_STAGES.items() if threads <= t)
-    whole = other.aligned and n * 16 // other.width % (ctas * BULK_WHOLE) == 0
-    large = whole or (not other.aligned and slot >= BULK_LARGE)
-    few = ctas == CLUSTER and relays and large
+    if vectors and ctas == 1:
+        most = next(stages for t, stages in BULK_MOST.items() if threads <= t)
+    few = ctas == CLUSTER and relays and not other.aligned and slot >= BULK_LARGE
     stages = min(LEAST_RELAYED if few else most, room // (resident * slot))
     ahead = (1 + (relays and ctas > CLUSTER)) * (ctas > 1)  # rows.md#rows-norm-relayed
     halves = ctas > CLUSTER and n % (other.width // 4) > 0  # rows.md#rows-norm-halves
     return Bulk(tile, words, stages, resident, vector, last, ahead, halves)
 
 
-def _one_cta(n: int, other: RowTile, centred: bool) -> int | None:
-    """The threads of the CTA that has a row of BULK_ONE by bulk copies; None for other rows."""
-    if not (centred and other.aligned and other.width == 8):
-        return None
-    return next((t for (first, last), t in BULK_ONE.items() if first <= n <= last), None)
+def _known(n: int, other: RowTile, centred: bool) -> tuple[int, int] | None:
+    """The threads and CTAs of a row by bulk copies that a table has; None if none has."""
+    tables = BULK_BY_VECTORS if other.aligned else BULK_BY_WORDS
+    spans = tables.get((centred, other.width), {})
+    return next((how for (first, last), how in spans.items() if first <= n <= last), None)
 
 
 def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
@@ -225,10 +231,8 @@ def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
         return False
     if not other.aligned:
         return n >= least[centred]
-    if not centred:
-        return other.width == 8 and n >= BULK_LINES and 2 * n % LINE_BYTES > 0
     short = BULK_SHORT[0] <= n <= BULK_SHORT[1] and other.vectors == BULK_VECTORS
-    return other.width == 8 and (short or any(a <= n <= b for a, b in BULK_LONG))
+    return centred and other.width == 8 and short
 
 
 class Resident(NamedTuple):
@@ -245,7 +249,8 @@ def resident(
     """How `m` rows of `n` elements, a norm's, whose vectors are of 16 bytes, are taken in turn by
     CTAs that stay; dense: they lie one after another. None for rows that are better taken as
     `other` has them, or by bulk copies."""
-    if dense and _one_cta(n, other, centred) is not None:
+    known = dense and other.aligned and _known(n, other, centred)
+    if known and bulk(m, n, other, centred, arch_name) is not None:
         return None
     few = m * n < least or n < RESIDENT_LEAST[centred]
     if not other.aligned or few or arch(arch_name).capability < (9, 0):
