@@ -65,9 +65,43 @@ def test_wild_scores_are_computed_once(init, dtype):
         assert products(kernel, replace(case, init=init)) == products(kernel, case)
 
 
-def products(kernel: Compiled, case: AttentionCase) -> int:
-    """How many instructions of tensor cores `kernel` executes."""
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_fp16_follows_scores_that_rise_in_any_block(causal):
+    """Nothing is computed again for one key above all others, wherever it comes, for a wild row
+    among tame ones, or for few rows that do not show what scores are like."""
+    config = Sm90ForwardConfig(head_dim=64, head_dim_v=64, causal=causal, num_ctas=1, tile_n=128)
+    kernel = compile(Forward(config), "fp16", "sm_90a")
+    case = replace(CASE, seqlen_q=128, seqlen_k=1024, causal=causal, dtype="fp16")
+    tame = products(kernel, case)
+    for at in (900, 500, 5):
+        inputs = case.inputs()
+        inputs.q[..., 0], inputs.k[:, at, :, 0] = 4.0, 60.0
+        assert products(kernel, case, inputs) == tame
     inputs = case.inputs()
+    inputs.q[:, 37].mul_(16.0)
+    assert products(kernel, case, inputs) == tame
+    few = replace(case, seqlen_q=8, seqlen_k=424)
+    assert products(kernel, replace(few, init="falling")) == products(kernel, few)
+
+
+@pytest.mark.slow
+def test_a_wild_row_of_bf16_is_seen_where_rows_see_little():
+    """Rows of log-normal lengths, some of whose scores differ by more than bf16's range, in causal
+    tiles, whose only block that is looked at has a mask."""
+    config = Sm90ForwardConfig(head_dim=64, head_dim_v=64, causal=True, num_ctas=1, tile_n=128)
+    kernel = compile(Forward(config), "bf16", "sm_90a")
+    case = replace(CASE, seqlen_q=128, seqlen_k=1024, causal=True, dtype="bf16")
+    inputs = case.inputs()
+    for x in inputs[:2]:
+        lengths = torch.randn(x.shape[:-1], generator=torch.Generator().manual_seed(3)).exp()
+        x.mul_(lengths[..., None].to(x.dtype))
+    assert products(kernel, case, inputs) == products(kernel, case)
+
+
+def products(kernel: Compiled, case: AttentionCase, inputs: Inputs | None = None) -> int:
+    """How many instructions of tensor cores `kernel` executes."""
+    inputs = case.inputs() if inputs is None else inputs
     out, lse = case.outputs()
     counter = torch.zeros(2, dtype=torch.int32)
     report = simulate(kernel, *inputs[:3], out, lse, counter, case.softmax_scale)

@@ -22,7 +22,7 @@ from cutlass import Boolean, Float16, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.scalar import bf16_twice, product_of_bf16
-from cutex.device.atoms.wgmma import WARPGROUP, WgmmaProduct, pin, round_to
+from cutex.device.atoms.wgmma import ROWS, WARPGROUP, WgmmaProduct, pin, round_to
 from cutex.device.attention.block_info import Blocks, Path
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import rows_of
@@ -88,6 +88,8 @@ class BlockLoop:
     factors: cute.Tensor  # (2)
     issue_order: IssueOrder | None = None  # None: the only warpgroup
     speculates: bool = False  # blocks without a mask may be added without their maximum
+    rows: Int32 | int = ROWS  # of them, that are of the sequence
+    pending: Any = None  # (1) whether O is to be scaled behind QK of the next block; None: at once
 
     @property
     def qk(self) -> WgmmaProduct:
@@ -188,12 +190,16 @@ class BlockLoop:
             state = self.guarded(path, count, state)
         else:
             peaked = self.threads_where(self.softmax.is_guarded())
-            if (peaked > PEAKED_THREADS) | (count == 0):
+            if (peaked > self.most_tame()) | (count == 0):
                 state = self.guarded(path, count, state)
             else:
                 self.softmax.forget_top()
-                rises = False if self.is_fp16 else cute.arch.vote_any_sync(self.softmax.is_low())
-                state = self.chunks(path, count, state, rises)
+                if cutlass.const_expr(self.is_fp16):
+                    self.scale_pending()
+                    state = self.steps(path, count, state, "add")
+                else:
+                    rises = cute.arch.vote_any_sync(self.softmax.is_low())
+                    state = self.chunks(path, count, state, rises)
         return state
 
     @cute.jit
@@ -303,6 +309,8 @@ class BlockLoop:
         self.k.wait_full(k)
         self.await_issue()
         self.qk.into(acc_s).issue(k.slot, accumulate=False)
+        if cutlass.const_expr(kind != "add"):
+            self.scale_pending()
         self.v.wait_full(v)
         self.pv.issue(v.slot, accumulate=True)
         self.end_issue()
@@ -312,7 +320,9 @@ class BlockLoop:
         k.advance()
         scores = rows_of(acc_s)
         self.score_ops.apply(scores, n_block, kind in ("masked", "late"))
-        if cutlass.const_expr(kind == "add"):
+        if cutlass.const_expr(kind == "add" and self.is_fp16):
+            rescale = softmax.add_within(scores)
+        elif cutlass.const_expr(kind == "add"):
             softmax.add(scores)
         elif cutlass.const_expr(kind == "guard"):
             ends = last if not self.is_fp16 and softmax.peaked is None else False
@@ -331,13 +341,30 @@ class BlockLoop:
         self.v.release(v)
         v.advance()
         round_to(self.tOrP, acc_s)
-        if cutlass.const_expr(kind != "add"):
+        if cutlass.const_expr(kind == "add" and self.is_fp16):
+            pin(self.tOrP)
+            if rescale:
+                softmax.lower(self.factors, False, True, Int32(1))
+                self.scale(scores)
+                self.scale_output()
+                round_to(self.tOrP, acc_s)
+        elif cutlass.const_expr(kind != "add"):
             if cutlass.const_expr(self.speculates):
                 # NOTE: behind the branch, P is rounded behind all exponentials, not among them
                 pin(self.tOrP)
-            if rescale:
+            if cutlass.const_expr(self.pending is not None):
+                self.pending[0] = Int32(rescale)
+            elif rescale:
                 self.scale_output()
         return k, v
+
+    @cute.jit
+    def scale_pending(self) -> None:
+        """Scale O if references were raised in the block before and it has not been since."""
+        if cutlass.const_expr(self.pending is not None):
+            if self.pending[0] != 0:
+                self.scale_output()
+            self.pending[0] = Int32(0)
 
     @property
     def is_fp16(self) -> bool:
@@ -354,9 +381,21 @@ class BlockLoop:
         """The same of a block that may have a mask; None if another is looked at for it."""
         return None if self.looks_at_one else self.seen(n_block, cute.size(scores, mode=[1]))
 
-    def seen(self, n_block: Int32, columns: int) -> tuple[Int32, ...]:
-        """How many of this thread's `columns` of a block each of its rows sees."""
-        return tuple(self.score_ops.mask.seen(r, n_block, columns) for r in range(2))
+    @cute.jit
+    def seen(self, n_block: Int32, columns: cutlass.Constexpr[int]) -> tuple[Int32, ...]:
+        """How many of this thread's `columns` of a block each of its rows sees; in fp16 -1 of rows
+        behind the sequence."""
+        mask = self.score_ops.mask
+        seen = [mask.seen(r, n_block, columns) for r in range(2)]
+        if cutlass.const_expr(self.is_fp16):
+            for r in cutlass.range_constexpr(2):
+                seen[r] = seen[r] if mask.queries[r] < mask.seqlen_q else Int32(-1)
+        return tuple(seen)
+
+    def most_tame(self) -> Int32 | int:
+        """How many threads may say that scores are peaked before all rows are guarded: in fp16 in
+        proportion to the rows that are of the sequence."""
+        return PEAKED_THREADS * self.rows // ROWS if self.is_fp16 else PEAKED_THREADS
 
     def await_issue(self) -> None:
         """Wait until it is this warpgroup's turn to issue."""
@@ -396,6 +435,7 @@ class BlockLoop:
     def issue_last(self, state: State) -> None:
         """Issue PV of the last block."""
         _, v = state
+        self.scale_pending()
         self.v.wait_full(v)
         self.pv.issue(v.slot, accumulate=True)
 

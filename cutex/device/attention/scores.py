@@ -63,6 +63,13 @@ class ScoreOps:
         usual = max(head_dim**-0.5, c_float(head_dim**-0.5).value)
         return 0.0 if changed else usual * (1.0 + head_dim // 16 * 2.0**-31)
 
+    def truncated(self, head_dim: int, of_fp16: bool) -> float:
+        """Half of the share of a score that tensor cores truncate in the mean, 2^-26 for 16
+        products of float16, whose sums seldom fit float32: those that do would be off by as much.
+        Sums of bfloat16's often do."""
+        known = of_fp16 and self.score_mod is None and self.softcap is None and not self.slopes
+        return head_dim // 16 * 2.0**-27 if known else 0.0
+
     def scale_log2(self) -> Float32:
         """The factor that turns a score as `apply` leaves it into a power of two."""
         return Float32(LOG2_E) if self.score_mod is not None else self.unit() * LOG2_E

@@ -1,9 +1,7 @@
 """The softmax of Hopper's forward, as fast and as exact for peaked scores as for tame ones.
 
-Where scores are tame, blocks come by `add`, which takes a row's reference as it is. That they are
-is seen in the first blocks (`look`). Should sums grow all the same, `lower` raises references by
-whole powers of two, which changes no bit of a mantissa, once in some blocks: exponentials up to
-2^127 and what they give are finite in bf16.
+Where scores are tame, blocks come by `add`, which takes a row's reference as it is:
+tame_softmax.py.
 
 Where they are peaked, blocks come by `guard`, which keeps the largest score of each thread's part
 of a row, and raises references before it computes exponentials if some row of the warp exceeds its
@@ -26,29 +24,24 @@ from cutex.device.atoms.scalar import (
     largest_of,
     nearest_whole,
     power_below,
-    reciprocal,
     sqrt,
 )
 from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.softmax import row_max
-from cutex.device.attention.watched_state import ABOUT_ONE, WatchedState
+from cutex.device.attention.tame_softmax import LOW, TameSoftmax
+from cutex.device.attention.watched_state import ABOUT_ONE
 
-LEAST_SEEN = 8  # columns of a thread, in which what scores are like can be seen
 NEVER = -3  # a step long before those of `guard`
-LOW = -15.0  # powers of two: a reference below which `guard` has to order scores below 0, too
+FEW_KEYS = 64  # in a block, of which two rise by as much as one of twice as many
 NEAR = 4.0  # powers of two by which a reference may differ from the largest score at the end
 
 
 @dataclass(frozen=True)
-class WatchedSoftmax(WatchedState):
+class WatchedSoftmax(TameSoftmax):
     """The softmax of a tile's blocks, of probabilities in bf16."""
 
-    high: ClassVar[float] = 2.0**12  # a part's sum from which on `lower` raises a reference
-    lowered: ClassVar[float] = -64.0  # the power of two that the sum then has
     room: ClassVar[float] = 60.0  # powers of two by which a score may exceed its reference
     above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
-    loses_low: ClassVar[bool] = False  # whether probabilities of 2^-25 are rounded to 0
-    least_guarded: ClassVar[float] = LOW  # reference in powers of two of a row that is guarded
     most_headroom: ClassVar[float] = 20.0  # powers of two, of a tile that is computed again
 
     @staticmethod
@@ -66,6 +59,7 @@ class WatchedSoftmax(WatchedState):
         looks: bool = True,
         unit: Float32 | None = None,
         usual_unit: float = 0.0,
+        truncated: float = 0.0,
         headroom: Float32 | float = 0.0,
     ) -> Self:
         kept = GuardedSoftmax.of(scale_log2, threshold, speculates)
@@ -85,17 +79,10 @@ class WatchedSoftmax(WatchedState):
             raised_at = cute.make_rmem_tensor(cute.make_layout(1), Int32)
             raised_at[0] = Int32(NEVER)
         tensors = kept.reference, kept.sums, scale_log2, threshold, kept.shift, headroom
-        units = unit, usual_unit
+        units = unit, usual_unit, truncated
         return cls(*tensors, top, squares, part, best, peaked, blocks, raised_at, *units)
 
     # ---- blocks
-
-    @cute.jit
-    def add(self, scores: cute.Tensor) -> None:
-        for r in cutlass.range_constexpr(self.rows):
-            a, b = self._halves_by_shift(scores, r, self.reference_log2(r))
-            self.sums[r] += a + b
-            self.part[r] = largest_of(self.part[r], a, b)
 
     @cute.jit
     def first(self, scores: cute.Tensor, seen: tuple[Int32, ...] | None = None) -> None:
@@ -160,7 +147,7 @@ class WatchedSoftmax(WatchedState):
         probability is then exact. `step`: the number of guarded blocks before. `last`: of rows
         whose references have risen, these end near the largest score (`_settles`).
         """
-        best, settles = self.best, self._settles(step, last, low)
+        best, settles = self.best, self._settles(step, last, low, self._gap(scores))
         room = Float32(0.0) if eager else Float32(self.room)
         if cutlass.const_expr(last is not False and self.raised_at is not None):
             room = Float32(NEAR) if settles else room
@@ -274,7 +261,7 @@ class WatchedSoftmax(WatchedState):
         """
         shift, reference = self.shift, self.reference
         above = Float32(0.0) if eager else Float32(self.above)
-        rises = self._rises(step) & ~Boolean(eager) & ~settles
+        rises = self._rises(step, self._gap(scores)) & ~Boolean(eager) & ~settles
         found = [self.best[r] for r in range(self.rows)]
         if cutlass.const_expr(not low):
             unseen = Boolean(False)
@@ -307,18 +294,28 @@ class WatchedSoftmax(WatchedState):
             reference[r] = shift[r] / self.scale_log2
 
     @cute.jit
-    def _rises(self, step: Int32 | int) -> Boolean:
-        """Whether `guard`, which raises references in `step`, has done so in the block before, and
-        so on: every second block then, because of what fp16 raises them by."""
+    def _rises(self, step: Int32 | int, gap: cutlass.Constexpr[int]) -> Boolean:
+        """Whether `guard`, which raises references in `step`, has done so `gap` blocks before, and
+        so on: one block less often then, because of what fp16 raises them by."""
         rises = Boolean(False)
         if cutlass.const_expr(self.raised_at is not None):
-            rises = Int32(step) - self.raised_at[0] <= 1
+            rises = Int32(step) - self.raised_at[0] <= gap
             self.raised_at[0] = Int32(step) + Int32(rises)
         return rises
 
+    @staticmethod
+    def _gap(scores: cute.Tensor) -> int:
+        """In how many blocks scores that rise steadily exceed fp16's range: of 64 keys in two, as
+        in one of 128; of 96, which in two exceed what references may be raised by, in one."""
+        return 2 if 4 * cute.size(scores, mode=[1]) <= FEW_KEYS else 1
+
     @cute.jit
     def _settles(
-        self, step: Int32 | int, last: Boolean | bool, low: cutlass.Constexpr[bool]
+        self,
+        step: Int32 | int,
+        last: Boolean | bool,
+        low: cutlass.Constexpr[bool],
+        gap: cutlass.Constexpr[int],
     ) -> Boolean:
         """Whether this block is the `last`, and references of this warp have risen so that they may
         be far from the largest scores: exponents are rounded by what they differ by, which LSE
@@ -329,7 +326,7 @@ class WatchedSoftmax(WatchedState):
         if cutlass.const_expr(last is not False and self.raised_at is not None):
             risen = Boolean(low) | (self.raised_at[0] > NEVER)
             if cutlass.const_expr(self.loses_low):
-                risen = Int32(step) - self.raised_at[0] <= 1
+                risen = Int32(step) - self.raised_at[0] <= gap
             settles = Boolean(last) & risen
         return settles
 
@@ -373,51 +370,11 @@ class WatchedSoftmax(WatchedState):
         return cute.arch.fmin(sqrt(self.squares[r]) * ABOUT_ONE, self.sums[r])
 
     @cute.jit
-    def forget_top(self) -> None:
-        """Keep no largest exponential, so that no register holds it, but as a part's sum."""
-        for r in cutlass.range_constexpr(self.rows):
-            self.part[r] = cute.arch.fmax(self.part[r], self.top[r])
-        self.top.fill(0.0)
-        self.squares.fill(0.0)
-
-    def _scale(self, r: int, factor: Float32) -> None:
-        """Multiply what is kept of row r's exponentials by `factor`."""
-        self.sums[r] *= factor
-        self.top[r] *= factor
-        self.squares[r] *= factor * factor
-
-    @cute.jit
-    def _exponential(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
-        """The exponential of a score of row r."""
-        power = (score - self._finite(self.reference[r])) * self.scale_log2
-        return exp2(power - self.headroom)
-
-    @cute.jit
     def _probability(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
         """The same to the bit that `_exponentials` gives, so that it is rounded to the same."""
         large = (score - self._finite(self.reference[r])) * self.scale_log2 - self.headroom
         power = score * self.scale_log2 - self.reference_log2(r)
         return exp2(large if self._is_large(r) else power)
-
-    @cute.jit
-    def look(self, largest: list[Float32], added: list[Float32], seen: tuple[Int32, ...]) -> None:
-        """Tell from a block, of which this thread's parts of rows see so many columns and have the
-        `largest` scores and the sums of exponentials given, whether they are `peaked`: a sum is
-        that of fewer largest scores than of Gaussian scores of a standard deviation of 1.4 mostly.
-        Rows that see little are not."""
-        if cutlass.const_expr(self.peaked is not None):
-            peaked = Boolean(True)
-            for r in cutlass.range_constexpr(self.rows):
-                number = 2.2 + 0.0875 * Float32(seen[r])
-                peaked = peaked & (added[r] < number * self._exponential(largest[r], r))
-                peaked = peaked & (seen[r] >= LEAST_SEEN)
-            self.peaked[0] = peaked
-
-    @cute.jit
-    def is_guarded(self) -> Boolean:
-        """Whether scores are peaked and, in bf16, not far below 0: those `guard` orders slowly, and
-        `lower` can follow."""
-        return self.peaked[0] & (cute.arch.fmin(self.shift[0], self.shift[1]) > self.least_guarded)
 
     # ---- references
 
@@ -441,45 +398,6 @@ class WatchedSoftmax(WatchedState):
                 self.set_reference(r, reference)
         return rescale
 
-    @cute.jit
-    def has_grown(self, last: Boolean | bool) -> Boolean:
-        """Whether a part of some row of this warp is `high`, or, before the `last` block, low."""
-        grown = Boolean(False)
-        for r in cutlass.range_constexpr(self.rows):
-            grown = grown | (self.part[r] >= self.high)
-            grown = grown | (Boolean(last) & (self.part[r] < 1.0 / self.high))
-        return cute.arch.vote_any_sync(grown)
-
-    @cute.jit
-    def lower(
-        self, factors: cute.Tensor, last: Boolean | bool, first: Boolean | bool, blocks: Int32
-    ) -> None:
-        """Where parts are `high`, raise references by whole powers of two, and scale the sums by
-        `factors` (rows). Outputs, and probabilities that are no part of them yet, must be scaled,
-        too.
-
-        Before the `last` block they are set to where its scores will be if these go on to grow as
-        in the `blocks` before, which were the `first` or came after this: else exponents, and LSE,
-        would be rounded by more than they need be."""
-        shift, each = self.shift, reciprocal(Float32(blocks))
-        before = Float32(0.0) if first else Float32(self.lowered)
-        for r in cutlass.range_constexpr(self.rows):
-            total = self.over_row(self.part[r], cute.arch.fmax)
-            size, far = power_below(total), total >= self.high
-            goal = Float32(self.lowered)
-            if last:
-                far = far | ((total < 1.0 / self.high) & (total > 0.0))
-                grown = cute.arch.fmax(size - before, 0.0) * each
-                goal = -cute.arch.fmin(nearest_whole(grown), -self.lowered)
-            # NOTE: a factor below 2^-126 would be 0; the next time then lowers the rest
-            power = cute.arch.fmin(size - goal, 126.0)
-            power = power if far else Float32(0.0)
-            factors[r] = exp2(-power)
-            self.sums[r] *= factors[r]
-            self.part[r] *= factors[r]
-            shift[r] += power
-            self.reference[r] = shift[r] / self.scale_log2
-
 
 @dataclass(frozen=True)
 class WatchedSoftmaxFp16(WatchedSoftmax):
@@ -493,5 +411,5 @@ class WatchedSoftmaxFp16(WatchedSoftmax):
     loses_low: ClassVar[bool] = True
     least_guarded: ClassVar[float] = -1e30
     most_headroom: ClassVar[float] = 0.0  # O of fp16 values cannot overflow
-    most: ClassVar[float] = 2.0**26
+    most: ClassVar[float] = 2.0**40  # parts of blocks are below `high`
     alone: ClassVar[float] = 2.0**-16

@@ -27,6 +27,8 @@ BELOW_LSE = 5.0  # powers of two: about where the mean of scores lies, each with
 OUTWEIGHS = 0.5  # of a row's sum: the least that counts of one that outweighs others
 ABOUT_ONE = 1.0 + 2.0**-20  # a root and a sum that differ by less are taken for the same
 LEAST_TOP = 2.0**-60  # the largest exponential, below which its square would lose bits
+MANY = 32.0  # largest probabilities that have a row's sum: rows of fewer are peaked
+FURTHER = 1.4  # times their logarithm, about how far LSE lies above the mean of scores
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class WatchedState(GuardedSoftmax):
     raised_at: Any = None  # (1) the step in which `guard` last raised references; None: unknown
     unit: Float32 | None = None  # what a score of 1 is as a natural exponent
     usual_unit: float = 0.0  # the same, exactly, where `unit` is this number, rounded
+    truncated: float = 0.0  # the share of scores that the product has truncated
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
     most: ClassVar[float] = 2.0**124  # the largest valid sum
@@ -52,8 +55,9 @@ class WatchedState(GuardedSoftmax):
         """As that of Softmax. Of rows whose sums are usual nothing is looked for."""
         totals = [self.over_row(self.sums[r], lambda x, y: x + y) for r in range(self.rows)]
         lost, valid = [Float32(0.0), Float32(0.0)], Boolean(True)
+        numbers = [Float32(MANY)] * self.rows
         if self._is_unusual(totals):
-            lost, valid = self._lost(totals)
+            lost, valid, numbers = self._lost(totals)
             for r in cutlass.range_constexpr(self.rows):
                 valid = valid & (totals[r] <= self.most)
                 if cutlass.const_expr(self.shift is not None):
@@ -64,7 +68,8 @@ class WatchedState(GuardedSoftmax):
                 total, highest, scaled = self.with_sink(total, highest, sinks[r])
             factors[r] = self.normaliser(total - lost[r] * scaled, scaled)
             beyond = Float32(0.0) if len(sinks) > 0 else self._beyond_ln2()
-            lse[r] = self.log_sum(total, highest, beyond)
+            number = numbers[r] if self.truncated > 0.0 and len(sinks) == 0 else None
+            lse[r] = self.log_sum(total, highest, beyond, number, self.truncated)
             if cutlass.const_expr(self.shift is None and len(sinks) == 0):  # noqa: SIM102
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
                     lse[r] = self.reference[r] * (self.scale_log2 * LN2) + log2(total) * LN2
@@ -84,10 +89,11 @@ class WatchedState(GuardedSoftmax):
         return cute.arch.vote_any_sync(unusual)
 
     @cute.jit
-    def _lost(self, totals: list[Float32]) -> tuple[list[Float32], Boolean]:
+    def _lost(self, totals: list[Float32]) -> tuple[list[Float32], Boolean, list[Float32]]:
         """What to take from the sum of each row, so that O is nearest to what it is without the
         rounding of the largest probability, p: the share p^2 / sum of p_i^2 of what O loses by it.
-        Whether that is known, as far as it counts.
+        Whether that is known, as far as it counts. How many p have the row's sum; infinity if p is
+        not known.
 
         NOTE: sums of parts, less their mean, have about the squares that the p_i have. Rows side by
         side, and asked by one vote: this is what ends a tile.
@@ -96,9 +102,11 @@ class WatchedState(GuardedSoftmax):
         squares = [self.over_row(self.squares[r], lambda x, y: x + y) for r in range(self.rows)]
         per_part = reciprocal(Float32(4 * self.blocks))  # a thread's parts of a row
         lost, known, unseen = [Float32(0.0)] * self.rows, Boolean(True), Boolean(False)
+        numbers = [Float32(0.0)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
             top, scale = tops[r], reciprocal(tops[r])
             number = totals[r] * scale  # of largest probabilities that have that sum
+            numbers[r] = number
             spread = squares[r] * scale * scale - number * (number * per_part)
             share = number * reciprocal(cute.arch.fmax(spread, 1.0))
             rounding = top - Float32(self.rounded(top))
@@ -110,7 +118,7 @@ class WatchedState(GuardedSoftmax):
                     by_one, known_of_one = self._lost_by_one(r, totals[r], squares[r])
                     lost[r] = lost[r] if tops[r] > 0.0 else by_one
                     known = known & ((tops[r] > 0.0) | known_of_one)
-        return lost, known
+        return lost, known, numbers
 
     @cute.jit
     def _lost_by_one(
@@ -153,9 +161,17 @@ class WatchedState(GuardedSoftmax):
 
     @staticmethod
     @cute.jit
-    def log_sum(total: Float32, highest: Float32, beyond: Float32 | float = 0.0) -> Float32:
+    def log_sum(
+        total: Float32,
+        highest: Float32,
+        beyond: Float32 | float = 0.0,
+        number: Any = None,
+        truncated: float = 0.0,
+    ) -> Float32:
         """The LSE of a row, whose sum is `total` times 2^highest, where powers of two of scores are
-        ln 2 and `beyond`; -inf without keys.
+        ln 2 and `beyond`; -inf without keys. Of a peaked row, which has the sum of a `number` of
+        largest probabilities, it has what was `truncated` of scores: a share of their mean, each
+        with its probability, above which LSE lies by about the logarithm of that number.
 
         NOTE: a reference far above all scores and a logarithm as far below 0 would cost bits.
         """
@@ -164,4 +180,7 @@ class WatchedState(GuardedSoftmax):
         whole = highest + power
         rest = (highest - whole) + power + fraction  # what that addition has rounded, too
         small = rest * LN2 + (whole - BELOW_LSE) * beyond
+        if cutlass.const_expr(number is not None):
+            missing = (whole - FURTHER * log2(number)) * (truncated * LN2)
+            small += missing if number < MANY else Float32(0.0)
         return -Float32.inf if total == 0.0 else whole * LN2 + small

@@ -27,7 +27,8 @@ from cutex.device.attention.row_store import row_stores
 from cutex.device.attention.rows import Rows
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import store_lse
-from cutex.device.attention.watched_softmax import LEAST_SEEN, WatchedSoftmax
+from cutex.device.attention.tame_softmax import LEAST_SEEN
+from cutex.device.attention.watched_softmax import WatchedSoftmax
 from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
@@ -53,7 +54,10 @@ class Compute:
         query, half_qk, pv = self.query(), self.half_qk(), self.pv()
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        issue_order = None
+        issue_order = pending = None
+        if cutlass.const_expr(c.scales_later and self.dtype is cutlass.Float16):
+            pending = cute.make_rmem_tensor(cute.make_layout(1), Int32)
+            pending[0] = Int32(0)
         if cutlass.const_expr(c.warpgroups > 1):
             issue_order = IssueOrder(OrderedBarrier(ORDER_BARRIER), wg, c.warpgroups)
             issue_order.start()
@@ -75,7 +79,8 @@ class Compute:
             # NOTE: from a constant, it would be computed again in each block, after QK
             scale_log2 = cute.arch.shuffle_sync(score_ops.scale_log2(), 0)
             unit = score_ops.unit(), score_ops.usual_unit(c.head_dim)
-            options = c.speculates, number, not c.guards_all, *unit
+            truncated = score_ops.truncated(c.head_dim, self.dtype is cutlass.Float16)
+            options = c.speculates, number, not c.guards_all, *unit, truncated
             threshold, headroom = self.limits(mode, kind.most_headroom)
             softmax = kind.of(scale_log2, threshold, *options, headroom)
             tSrQ = query.of_slot(q_slot)
@@ -83,6 +88,7 @@ class Compute:
             loop = BlockLoop(
                 Products(query.qk.of(tSrQ), pv, halves),
                 *(rings, score_ops, softmax, factors, issue_order, c.speculates),
+                *(cutlass.min(ROWS, seq_q.length * c.pack - m_block * ROWS), pending),
             )
             forwards = ring.forwards(q_take.slot) if c.alternates else None
             around = tile.around(blocks, forwards)  # what only other warpgroups' rows see
@@ -183,8 +189,10 @@ class Compute:
         c, band = self.config, self.shared.info.band
         searched = Int32(1)
         if cutlass.const_expr(band.hi is None and band.lo is None):
-            rest = own.seqlen_k % c.tile_n
-            searched = Int32(1) if (rest > 0) & (rest < 4 * LEAST_SEEN) else Int32(0)
+            rest, tells = own.seqlen_k % c.tile_n, 4 * LEAST_SEEN
+            if cutlass.const_expr(self.dtype is cutlass.Float16):
+                tells *= 2  # NOTE: that scores fall along the keys is not seen in fewer
+            searched = Int32(1) if (rest > 0) & (rest < tells) else Int32(0)
         elif cutlass.const_expr(band.lo is None and not c.alternates):
             end = own.m_block * ROWS // c.pack + own.seqlen_k - own.seq_q.length + band.hi + 1
             searched = Int32(1) if end % c.tile_n == 0 else Int32(0)  # of the first row's keys

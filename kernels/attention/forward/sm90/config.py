@@ -55,6 +55,12 @@ class Sm90ForwardConfig(ForwardConfig):
         return self.speculative and not self.modified
 
     @property
+    def scales_later(self) -> bool:
+        """Whether guarded blocks of fp16 scale O behind QK of the next block, which is long enough
+        for it: not at head dim 256, nor worth it where O has fewer columns."""
+        return self.speculates and self.head_dim_v == 128
+
+    @property
     def releases_early(self) -> bool:
         """Whether Q's slot is released right after the last QK, without a result of the tile."""
         return self.own_o and not self.speculates
