@@ -104,7 +104,7 @@ def larger_halves(x: Int32, y: Int32, kind: str, signed: bool, *, loc=None, ip=N
     if they are `signed`, the larger magnitude, with a sign of no meaning. A NaN is above all (PTX
     ISA, max)."""
     by = ".xorsign.abs" if signed else ""
-    return _b32(f"max.NaN{by}.{kind}x2 $0, $1, $2;", (x, y), loc, ip)
+    return as_word(f"max.NaN{by}.{kind}x2 $0, $1, $2;", (x, y), loc, ip)
 
 
 # ---- elements
@@ -204,13 +204,14 @@ def scaled_halves(x: Int32, inverse: Int32, *, loc=None, ip=None) -> Int32:
         mov.b32 zero, 0x80008000;
         fma.rn.bf16x2 $0, $1, $2, zero;
     }"""
-    return _b32(ptx, (x, inverse), loc, ip)
+    return as_word(ptx, (x, inverse), loc, ip)
 
 
 @dsl_user_op
-def coded_halves(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
+def coded_halves(low: Float32, high: Float32, limited: bool = True, *, loc=None, ip=None) -> Int32:
     """The e2m1 codes of two numbers, given times CODED: each half has the sign in bit 15 and the
-    rest of the code in bits 9 to 11; other bits are of no meaning.
+    rest of the code in bits 9 to 11; other bits are of no meaning. Unless `limited`, both are below
+    7, and none is a NaN.
 
     CODED brings the least normal number of e2m1 to that of fp16, so that an e2m1 is an fp16, normal
     or not, of which bits 9 and up are left. Numbers are cut off to fp16, and rounded to nearest
@@ -225,12 +226,12 @@ def coded_halves(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
         mov.b32 rest, 0x02FF02FF;
         mov.b32 one, 0x00010001;
         cvt.rz.f16x2.f32 cut, $2, $1;
-        min.xorsign.abs.f16x2 cut, cut, most;
+        LIMIT
         prmt.b32 up, $3, $4, 0x5410;
         lop3.b32 up, cut, rest, up, 0xEA;
         min.u16x2 up, up, one;
         mad.lo.u32 $0, up, 256, cut;
-    }"""
+    }""".replace("LIMIT", "min.xorsign.abs.f16x2 cut, cut, most;" if limited else "")
     values = [x.ir_value(loc=loc, ip=ip) for x in (low, high, bits_of(low), bits_of(high))]
     return Int32(
         llvm.inline_asm(T.i32(), values, ptx, "=r,f,f,r,r", has_side_effects=False, loc=loc, ip=ip)
@@ -263,10 +264,11 @@ def e2m1_pair(x: Int32, *, loc=None, ip=None) -> Int32:
         min.bf16x2 three, three, two;
         min.bf16x2 $0, one, three;
     }"""
-    return _b32(ptx, (x,), loc, ip)
+    return as_word(ptx, (x,), loc, ip)
 
 
-def _b32(ptx: str, operands: tuple[Any, ...], loc: Any, ip: Any) -> Int32:
+def as_word(ptx: str, operands: tuple[Any, ...], loc: Any, ip: Any) -> Int32:
+    """The result of an instruction of 32-bit operands."""
     values = [Int32(x).ir_value(loc=loc, ip=ip) for x in operands]
     constraints = ",".join(["=r", *["r"] * len(values)])
     return Int32(
@@ -331,7 +333,7 @@ def coded_nibbles(low: Int32, high: Int32, *, loc=None, ip=None) -> Int32:
         mov.b32 mask, 0x0F0F0F0F;
         lop3.b32 $0, a, c, mask, 0xE4;
     }"""
-    return _b32(ptx, (low, high), loc, ip)
+    return as_word(ptx, (low, high), loc, ip)
 
 
 def nibbles(low: Int32, high: Int32) -> Int32:

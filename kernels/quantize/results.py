@@ -84,10 +84,14 @@ class Results:
     ) -> None:
         """Write the factor of the block of `row` of the tile that begins at `k` to where the
         swizzled layout has it; the first of `group` threads does."""
-        block = k // self.config.block
-        byte = block // 4 * (4 * TILE) + row % 32 * 16 + row // 32 * 4 + block % 4
+        byte = self.factor_byte(row, k)
         if cute.arch.thread_idx()[0] % group == 0:
             sF[byte] = code.to(cutlass.Uint8)
+
+    def factor_byte(self, row: Int32, k: Int32) -> Int32:
+        """Where the swizzled layout has the factor of the block of `row` that begins at `k`."""
+        block = k // self.config.block
+        return block // 4 * (4 * TILE) + row % 32 * 16 + row // 32 * 4 + block % 4
 
     def store_rest(
         self, sQ: Any, sF: Any, row_tile: Int32, column_tile: Int32, mX: cute.Tensor, rest: Any

@@ -112,6 +112,32 @@ def test_ctas_that_stay_have_the_references_bits(along, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("along", ["columns", "both"])
+def test_whole_tiles_of_nvfp4_have_the_references_bits(along, monkeypatch):
+    """Tensors' factors with which products may and may not be half way between elements, or factors
+    between factors; with which some blocks are cut off; every mantissa of bf16; NaN and infinities
+    in single blocks."""
+    monkeypatch.setattr(config, "STAYING", (2, 2))
+    torch.manual_seed(2)
+    mantissas = (1 + torch.arange(128) / 128) * torch.exp2(torch.arange(128)[:, None] % 9 - 4.0)
+    mantissas = mantissas[:, torch.randperm(128)] * (1 - 2 * (torch.randn(128, 128) > 0))
+    odd = torch.randn(128, 256)
+    odd[3, 40], odd[70, 200], odd[90, 7], odd[5] = math.nan, math.inf, -math.inf, 0.0
+    for x, own in (
+        *((mantissas, own) for own in (1e-3, 1.0, 0.37, 0.01, 3 / 448, 5.6875 / 2688)),
+        *((torch.randn(128, 128), own) for own in (2.0**-60, 2.0**-61, 1e-3 / 7)),
+        (odd, 1e-3), (odd, 5.5 / 2688), (odd, 0.37), ((odd * 8).round() / 16 * 3, 1.0),
+    ):  # fmt: skip
+        x, scale = x.bfloat16(), torch.tensor([own])
+        monkeypatch.setattr("cutex.ops.quantize._KNOWN", {})
+        with cutex.ops.simulated("sm_90a"):
+            q = cutex.quantize(x, "nvfp4", along=along, tensor_scale=scale)
+        if along == "both":
+            check(q[0], x)
+        check(q[1] if along == "both" else q, x.mT)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [0, 8])
 def test_rows_that_overlap_take_no_tensor_map(stride):
     x, own = values(32, 400, DTYPES[0]).flatten()[:5000], torch.tensor([0.37])
