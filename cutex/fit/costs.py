@@ -151,8 +151,10 @@ geometry = attrgetter(
 
 
 def tiling(config: Sm90Config) -> tuple[Any, ...]:
-    """The geometry of `config`, however its tiles are loaded."""
-    return geometry(replace(config, box_rows=0))
+    """The geometry of `config`, however its tiles are loaded, and in whatever order."""
+    usual = Sm90Config()
+    group, along = usual.raster_group, usual.raster_along
+    return geometry(replace(config, box_rows=0, raster_group=group, raster_along=along))
 
 
 @dataclass(frozen=True)

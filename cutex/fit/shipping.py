@@ -20,6 +20,7 @@ from cutex.command import Parser, answered
 from cutex.dtypes import DTYPES
 from cutex.fit import costs as fit
 from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.sm90.candidates import in_order
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates as all_candidates
 from cutex.ops.matmul.choices import CallClass, name_of, shipped_file
@@ -60,12 +61,13 @@ def better(calls: CallClass, times: dict[Sm90Config, float]) -> Sm90Config | Non
     if not times:
         return None
     best = min(times, key=times.__getitem__)
+    today = in_order(best)
     first = next(candidates(calls)).tiles
     assert isinstance(first, Sm90Config)
     of_first = [t for c, t in times.items() if fit.tiling(c) == fit.tiling(first)]
     if of_first:
-        return best if min(of_first) > SLOWER * times[best] else None
-    return best if len(times) >= MEASURED else None
+        return today if min(of_first) > SLOWER * times[best] else None
+    return today if len(times) >= MEASURED else None
 
 
 def table() -> dict[str, dict[str, Any]]:

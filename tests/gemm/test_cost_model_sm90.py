@@ -20,6 +20,7 @@ from cutex.fit.trees import grown
 from cutex.kernels.gemm.choose import sizes_class
 from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.sm90 import cost_model
+from cutex.kernels.gemm.sm90.candidates import walked
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import MEASURED as MODEL
 from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
@@ -30,6 +31,7 @@ from cutex.ops.matmul.plan import candidates as of_calls
 from cutex.problem import any_shapes
 from cutex.problem.gemm import GemmProblem
 from cutex.problem.models import corpus
+from cutex.schedulers.raster import Raster
 
 H200 = arch("sm_90a")
 MEASURED = Path(__file__).parents[2] / "results" / "configs" / "gemm-nvidia-h200.jsonl"
@@ -55,6 +57,15 @@ def test_tiles_overlap_only_across_rows() -> None:
     few = GemmProblem(16, 8192, 512)
     spread = [any(c.spread for c in candidates(few, H200, x)) for x in MAJORS.values()]
     assert spread == [True, False, False]
+
+
+def test_clusters_that_share_b_are_followed_by_clusters_of_the_same_rows() -> None:
+    share_b = [c for c in walked("sm_90a") if c.cluster_m > 1]
+    assert len(share_b) > 50
+    for config in share_b:
+        raster = Raster(config.raster_group, config.raster_along)
+        rows = {raster.cluster(i, 5, 11)[0] for i in range(raster.group)}
+        assert rows == {0}, config
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,16 @@ def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
     return replace(config, num_stages=max(2, min(24, room // config.stage_bytes)))
 
 
+def in_order(config: Sm90Config) -> Sm90Config:
+    """`config`; if its CTAs walk over whole tiles and share B, in the order of tiles in which
+    clusters that follow each other share A: L2 answers once for requests that come together
+    (docs/facts/gemm.md#neighbours-share). Those that share A have it so by default."""
+    c = config
+    walks = not c.one_tile and c.split_k == 1 and not c.stream_k
+    shares_b = c.cluster_m > 1 and c.cluster_n == 1
+    return replace(c, raster_along="n") if walks and shares_b else c
+
+
 def _with_second_slot(config: Sm90Config, arch: Arch) -> Sm90Config:
     """`config` with two slots for parts of C, if the ring keeps its slots
     (docs/facts/gemm.md#second-slot)."""
@@ -165,7 +175,7 @@ def _walked(
                 if pingpong and config.epi_n == 16:
                     config = _with_second_slot(config, arch)
                 if config.why_not(None, arch) is None:
-                    found[config] = None
+                    found[in_order(config)] = None
     return tuple(found)
 
 
@@ -223,7 +233,7 @@ def in_whole_rounds(
             for config in (tile, pingpong) if rounds == 2 and tile_m < 256 else (tile,):
                 config = _stored_at_once(_deepest(config, arch), arch)
                 if config.num_stages > 2 and config.why_not(None, arch) is None:
-                    found[config] = None
+                    found[in_order(config)] = None
     return tuple(found)
 
 

@@ -51,6 +51,9 @@ SHORT_STORES = {False: {16: 1.9, 32: 1.4}, True: {16: 1.15}}
 HIDING = 1.5  # exponent of a ping-pong store and the next mainloop: infinite if one hid the other
 NEAR = 1.4  # configs above this multiple of the least modelled time are not corrected
 OF_BOARD = 1.5  # distance of pairs on boards of which one has twice the other's memory bandwidth
+# time of eight CTAs that share a K, by the number of operands that it is contiguous in, relative to
+# what was fitted to few such
+EIGHT_SHARE = (1.2, 1.06, 1.0)  # docs/facts/gemm.md#eight-share-k
 LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
 # what runs long enough to be held at the power limit, in FLOPs, and the exponent of its time by the
 # bytes asked of L2 for an element of C beyond those of 128x192 in pairs: few such were timed
@@ -461,6 +464,7 @@ def predictions(
     times = of.time * np.exp(trees(MEASURED).predict(features(places, every, of)))
     near = np.flatnonzero(times <= NEAR * times.min())
     times[near] *= np.exp(errors_nearby(MEASURED, places[near], caution))
+    times *= np.where([c.split_k == 8 for c in configs], EIGHT_SHARE[sum(majors)], 1)
     if problem.flops * batch >= LONG_RUN:
         asked = every.asked * 128 / every.elements / np.array([c.k_bytes for c in configs])
         times *= np.maximum(1.0, asked / PAIRS_OF_192) ** TRAFFIC
