@@ -72,9 +72,9 @@ SUMS_LARGE: dict[tuple[int, int], Spans] = {
 }
 
 
-def with_sums(n: int, other: RowTile) -> RowTile:
-    """The tile of rows of `n` elements whose threads keep sums of their columns, as a norm's
-    gradient does: `other`, or one with other threads and CTAs."""
+def with_sums(n: int, other: RowTile, centred: bool = True) -> RowTile:
+    """The tile of rows of `n` elements whose threads keep sums of their columns, as the gradient of
+    a layer norm, or an RMS norm, does: `other`, or one with other threads and CTAs."""
     threads, ctas = other.threads, other.ctas
     if other.width == 1:
         for (least, most), found in SUMS_BY_ELEMENT.items():
@@ -88,7 +88,8 @@ def with_sums(n: int, other: RowTile) -> RowTile:
     if first <= n <= last and ctas == 1:
         threads = 4
     vectors, rows = -(-n // (threads * ctas * other.width)), other.rows
-    if threads != other.threads:
+    # an RMS norm's rows of three vectors a thread, too (rows.md#rows-gradient-four)
+    if threads != other.threads or (not centred and other.width == 8 and vectors == WIDE - 1):
         rows = max(1, CTA // threads)
     return replace(other, rows=rows, threads=threads, ctas=ctas, vectors=vectors)
 

@@ -269,7 +269,7 @@ def _gradient_kernel(
     least = choose.BULK_LEAST
     try:
         # NOTE: the columns of a thread are those of all its rows, so rows may not shift
-        tile = choose_gradient.with_sums(n, tile_of(rows, vectors, arch, shifts=False))
+        tile = choose_gradient.with_sums(n, tile_of(rows, vectors, arch, shifts=False), centred)
     except choose.TooLong:
         tile, least = None, 0
     if widest := dense_of(rows):
