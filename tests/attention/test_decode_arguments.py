@@ -230,6 +230,16 @@ def test_every_choice_fits():
             assert found.why_not(arch=ARCHS[arch]) is None, found
 
 
+def test_many_short_units_of_e4m3_are_whole():
+    for dims, room in (((64, 64), 8192), ((128, 128), 4096)):
+        how = {"head_dim": dims[0], "head_dim_v": dims[1], "used_k": True, "one_block": True}
+        narrow = DecodeConfig(**how, fp8=True)
+        many, few = fitted(narrow, room, 133, 16), fitted(narrow, room, 132, 16)
+        assert (many.ctas_per_sm, many.overlaps, few.ctas_per_sm) == (2, False, 1)
+        assert fitted(narrow, room, 264, 16).overlaps
+        assert fitted(narrow, room + 1, 133, 16) == few
+
+
 def test_two_groups_of_rows_are_of_long_sequences_in_e4m3():
     how = {"head_dim": 64, "head_dim_v": 64, "used_k": True, "one_block": True}
     narrow, wide = (DecodeConfig(**how, fp8=fp8) for fp8 in (True, False))

@@ -84,6 +84,15 @@ _FEW_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 64, "num_stages": 8},
     },
 }
+# many units of few keys, whole, in two CTAs of an SM: at hd 128 64 bytes are spilled
+# (docs/facts/decode.md#few-e4m3-whole)
+_FEW_WHOLE_E4M3: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        dims: {"tile_n": tile_n, "num_stages": 4, "ctas_per_sm": 2, "merge": 12, "least": 4,
+               "most_whole": 64}
+        for dims, tile_n in (((64, 64), 128), ((128, 128), 64))
+    },
+}  # fmt: skip
 # of two groups of rows, which a warp widens each of its blocks for once; short units take longer to
 # begin and to end (docs/facts/decode.md#e4m3-two-groups)
 TWO_GROUPS_FROM = 2048  # keys that a sequence has room for
@@ -150,15 +159,17 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
     warpgroup should have them all."""
     dims = config.head_dims
     if config.fp8:
-        return _FEW_E4M3.get(arch, {}).get(dims)
+        whole = _FEW_WHOLE_E4M3.get(arch, {}).get(dims)
+        if whole is None or config.single_rows or units <= config.num_sms:
+            return _FEW_E4M3.get(arch, {}).get(dims)
+        short = room <= whole["most_whole"] * whole["tile_n"]
+        return _overlapping(config, whole, units) if short else _FEW_E4M3[arch][dims]
     if config.single_rows or not units or arch not in _FEW:
         return None
     many = units > config.num_sms
     whole = None if config.page_size else _FEW_WHOLE[arch].get(dims)
     if whole is not None and many and room <= MOST_WHOLE * whole["tile_n"]:
-        # NOTE: of fewer CTAs than there is room for, those that begin while others end would go to
-        # some SMs by two, and to others not at all (docs/facts/decode.md#two-by-two)
-        return {**whole, "overlaps": units >= whole["ctas_per_sm"] * config.num_sms}
+        return _overlapping(config, whole, units)
     of_units = _FEW if many else _FEW_ALONE
     if room > _FEW_KEYS.get(dims, 0) or (units <= config.num_sms and room > SHORT):
         of_units = _FEW_LONG
@@ -169,6 +180,13 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
             cut = _is_cut_by_room(config, _FEW_MEDIUM[arch][dims], room, units, least=2)
             of_units = _FEW_MEDIUM if cut else of_units
     return of_units.get(arch, {}).get(dims)
+
+
+def _overlapping(config: DecodeConfig, whole: dict[str, Any], units: int) -> dict[str, Any]:
+    """The tiles of units that are `whole`, and whether launches may overlap."""
+    # NOTE: of fewer CTAs than there is room for, those that begin while others end would go to
+    # some SMs by two, and to others not at all (docs/facts/decode.md#two-by-two)
+    return {**whole, "overlaps": units >= whole["ctas_per_sm"] * config.num_sms}
 
 
 def _is_cut_by_room(
