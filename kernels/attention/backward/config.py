@@ -103,8 +103,9 @@ class BackwardConfig(BackwardSpec):
     @property
     def one_fence(self) -> bool:
         """Whether a block's dS is handed over behind dQ of the block before, so that one fence
-        serves both: not behind the last product of a turn, unless other warps add."""
-        return self.adding_warps > 0 or not self.dq_last
+        serves both: unless other warps add, not behind the last product of a turn, nor where LSE is
+        read late, since the other warpgroup would wait for dS."""
+        return self.adding_warps > 0 or (self.early_stats and not self.dq_last)
 
     @property
     def flips(self) -> bool:
