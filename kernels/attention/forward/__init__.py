@@ -23,10 +23,10 @@ WAYS = {
         steps={
             "first": ("Softmax.first",),
             "searched": ("Softmax.next",),
-            "tame": ("Softmax.add",),
+            "tame": ("Softmax.add", "Softmax.add_within"),
             "guarded": ("Softmax.guard",),
         },
-        events={"raised": ("WatchedSoftmax._raise_above",), "lowered": ("WatchedSoftmax.lower",)},
+        events={"raised": ("WatchedSoftmax._raise_above",), "lowered": ("TameSoftmax.lower",)},
     ),
     "sm_100a": stage_of_any.Ways(
         steps={"searched": ("ScoreRow.search",), "tentative": ("ScoreRow.tentative",)},
