@@ -25,7 +25,7 @@ from cutex.sim.machine.memory import Part, Region
 from cutex.sim.machine.operation import WORD
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.program import Instruction, Program
-from cutex.sim.ptx.strength import WEAK, strength
+from cutex.sim.ptx.strength import WEAK, Strength, strength
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -80,17 +80,20 @@ class StrongSizes(Observer):
     def __init__(self, machine: Machine, races: GlobalRaces) -> None:
         self.m, self.races, self.sizes = machine, races, sizes(machine.program)
         self.active = races.active and len(set(self.sizes[self.sizes > 0].tolist())) > 1
+        self.loads: dict[int, np.ndarray] = {}  # by region: marks of the last strong load
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
         if self.active and self.sizes[ins.line] and len(where.addresses):
             region = self.m.memory.find(int(where.addresses[0]))
-            if region is None or region.base not in self.races.writes:
+            if region is None or len(region.data) > LARGEST:
                 return
             ends = where.addresses + np.uint64(size)
             inside = (where.addresses >= np.uint64(region.base)) & (ends <= np.uint64(region.end))
             mine = where.pick(inside)
             offsets = (mine.addresses - np.uint64(region.base)).astype(np.int64)
             self._check(region, mine, offsets, size, ins)
+            if not strength(ins.op).atomic and len(offsets):
+                self._keep(region, mine, offsets, size, ins)
 
     def global_stores(
         self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
@@ -98,30 +101,52 @@ class StrongSizes(Observer):
         # NOTE: an atomic comes as a load, too
         if self.active and self.sizes[ins.line] and not strength(ins.op).atomic:
             for region, members, offsets in parts:
-                if region.base in self.races.writes and len(region.data) <= LARGEST:
+                if len(region.data) <= LARGEST:
                     self._check(region, where.pick(members), offsets, values.shape[1], ins)
+
+    def _by(self, where: Lanes, how: Strength, ins: Instruction) -> By:
+        clocks = self.races.clocks
+        slots = clocks.slot[where.warps]
+        counts = clocks.known[where.warps, slots]
+        return By(where.warps, where.lanes, slots, counts, how, ins.line)
+
+    def _keep(
+        self, region: Region, where: Lanes, offsets: np.ndarray, size: int, ins: Instruction
+    ) -> None:
+        """Mark a strong load."""
+        marks = self.loads.get(region.base)
+        if marks is None:
+            marks = self.loads[region.base] = np.zeros(len(region.data), np.uint32)
+        by = self._by(where, strength(ins.op), ins)
+        made = self.races.records.add(by, self.races.clashes.who(by), 0 * where.warps)
+        marks[offsets[:, None] + np.arange(size)] = made[:, None]
 
     def _check(
         self, region: Region, where: Lanes, offsets: np.ndarray, size: int, ins: Instruction
     ) -> None:
-        races = self.races
-        places = offsets[:, None] + np.arange(size)
-        last = races.writes[region.base][places]
-        records, mine = last >> LANE, self.sizes[ins.line]
+        """Check an access against the last writes, and one that changes something against loads."""
+        how, kept = strength(ins.op), [self.races.writes.get(region.base)]
+        if how.atomic or ins.name == "st":
+            kept.append(self.loads.get(region.base))
+        for marks in kept:
+            if marks is not None:
+                self._compare(marks, region, where, offsets[:, None] + np.arange(size), ins)
+
+    def _compare(
+        self, marks: np.ndarray, region: Region, where: Lanes, places: np.ndarray, ins: Instruction
+    ) -> None:
+        races, last, mine = self.races, marks[places], self.sizes[ins.line]
+        records = last >> LANE
         theirs = self.sizes[races.records.line[records]]
         other = (last != 0) & (races.records.kind[records] != PLAIN)
         other &= (theirs > 0) & (theirs != mine)
         if not other.any():
             return
-        clocks = races.clocks
-        slots = clocks.slot[where.warps]
-        counts = clocks.known[where.warps, slots]
-        by = By(where.warps, where.lanes, slots, counts, WEAK, ins.line)
-        clash = races.clashes.first(last, places, by, other)
+        clash = races.clashes.first(last, places, self._by(where, WEAK, ins), other)
         if clash is None:
             return
         line = int(races.records.line[clash.earlier])
-        what = region.element(int(offsets[clash.later]))
+        what = region.element(int(places[clash.later, 0]))
         warp = int(where.warps[clash.later])
         _tell(self.m, warp, what, ins, int(mine), line, int(self.sizes[line]))
 
