@@ -22,7 +22,7 @@ from cutex.sim.finding import Finding
 from cutex.sim.hazards.global_marks import Touched
 
 DEFAULT = 0  # the handle of the default stream
-MOST = 16  # pieces of work that are kept of each tensor
+MOST, MOST_BYTES = 16, 1 << 24  # pieces of work, and bytes of them, that are kept of each tensor
 
 Clock = dict[int, int]  # by stream: how many of its pieces of work
 _FIX = "an event that the other stream records and this one waits for, as wait_stream()"
@@ -40,6 +40,11 @@ class Work(NamedTuple):
     writes: bool
     reads: bool
     kernel: bool
+
+    @property
+    def size(self) -> int:
+        """The bytes of its bits, or 1."""
+        return 1 + sum(bits.nbytes for bits in (self.written, self.read) if bits is not None)
 
     def meets(self, other: Work) -> bool:
         """Whether both touch a byte that one of them writes."""
@@ -170,8 +175,8 @@ class Streams:
             if clock.get(before.stream, 0) < before.number and work.meets(before):
                 self._race(work, before)
                 break
-        # NOTE: what comes before this in its own stream, and is no more than it, tells no more
-        tensor.work = [*tensor.work[1 - MOST :], work]
+        kept = max(1, min(MOST, MOST_BYTES // work.size))
+        tensor.work = [*tensor.work, work][-kept:]
 
     def _race(self, work: Work, before: Work) -> None:
         verb = "writes" if work.writes else "reads"
