@@ -158,7 +158,7 @@ def _tensor_scale(x: Tensor, of: Format, given: Tensor | None) -> Tensor | None:
         return None
     if given is None:
         if not x.numel():
-            return torch.ones(1, device=x.device)
+            return torch.ones(1, dtype=torch.float32, device=x.device)
         top = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
         return reference.tensor_scale_of(top.reshape(1, 1)).reshape(1)
     if not isinstance(given, Tensor) or given.dtype != torch.float32 or given.numel() != 1:
@@ -193,7 +193,7 @@ def _results(
         )
     elif of.scale == "fp32" and of.block[0] == 1:
         pitch = -(-down // layouts.PITCH) * layouts.PITCH
-        scale = torch.empty((along, pitch), device=device)[:, :down].mT
+        scale = torch.empty((along, pitch), dtype=torch.float32, device=device)[:, :down].mT
     else:
         scale = torch.empty((down, along), dtype=SCALES[of.scale], device=device)
     return data, scale

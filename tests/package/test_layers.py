@@ -356,3 +356,17 @@ def test_a_production_kernel_is_read_from_few_files(package, trees):
     for name in PRODUCTION.split():
         read = files_read(f"cutex.kernels.{name}", package, trees)
         assert len(read) <= FEW, (name, sorted(read))
+
+
+def test_what_operators_allocate_names_its_dtype():
+    """Else it has that of torch.set_default_dtype, which models set to bfloat16."""
+    makers = {"empty", "zeros", "ones", "full", "rand", "randn", "linspace", "empty_strided"}
+    root = Path(__file__).resolve().parents[2]
+    for file in sorted((root / "cutex/ops").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func)[:6] == "torch."):
+                continue
+            if ast.unparse(node.func)[6:] in makers:
+                given = {keyword.arg for keyword in node.keywords}  # None: of a dictionary
+                meta = "device='meta'" in ast.unparse(node)
+                assert meta or given & {"dtype", None}, f"{file}:{node.lineno}"

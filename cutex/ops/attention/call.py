@@ -264,7 +264,7 @@ def _check_values(call: AttentionCall) -> None:
     for side, x in (("q", call.q), ("k", call.k)):
         longest = x.shape[-3]
         cu, used = (getattr(call, f"{kind}_{side}") for kind in ("cu_seqlens", "seqused"))
-        lengths = torch.full((call.batch,), longest)
+        lengths = torch.full((call.batch,), longest, dtype=torch.int64)
         if cu is not None:
             lengths = cu.diff()
             if cu[0] != 0 or (lengths < 0).any() or cu[-1] > longest:

@@ -301,7 +301,7 @@ def _nothing_to_see(call: KVCacheCall, with_lse: bool) -> Any:
     out = call.q.new_zeros(call.out_shape)
     if not with_lse:
         return out
-    lse = torch.full(call.lse_shape, -torch.inf, device=call.q.device)
+    lse = torch.full(call.lse_shape, -torch.inf, dtype=torch.float32, device=call.q.device)
     if call.learnable_sink is not None:
         lse.copy_(call.learnable_sink[:, None].expand(lse.shape))
     return out, lse

@@ -110,7 +110,7 @@ def attend(call: MlaCall, key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     OPERATOR.check_device(call.q.device)
     OPERATOR.check_no_gradient(call)
     if 0 in call.q.shape or 0 in call.k_cache.shape or call.room == 0:
-        lse = torch.full(call.lse_shape, torch.inf, device=call.q.device)
+        lse = torch.full(call.lse_shape, torch.inf, dtype=torch.float32, device=call.q.device)
         return call.q.new_zeros(call.out_shape), lse
     with current(call.q.device):
         plan = plan_of(call)

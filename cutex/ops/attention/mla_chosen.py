@@ -64,7 +64,7 @@ def attend(call: MlaCall, given: tuple[Tensor, ...], key: tuple[Any, ...]) -> tu
     OPERATOR.check_no_gradient(call)
     assert call.block_table is not None, "it was checked"
     if 0 in call.q.shape or 0 in call.k_cache.shape or call.block_table.shape[2] == 0:
-        lse = torch.full(call.lse_shape, torch.inf, device=call.q.device)
+        lse = torch.full(call.lse_shape, torch.inf, dtype=torch.float32, device=call.q.device)
         return call.q.new_zeros(call.out_shape), lse
     tensors = by_token(*given)
     with current(call.q.device):

@@ -32,7 +32,7 @@ def prepared(
     elif q_descale is not None:
         k_descale = k_descale * q_descale
     if k_descale is None or v_descale is None:
-        ones = torch.ones(shape, device=q.device)
+        ones = torch.ones(shape, dtype=torch.float32, device=q.device)
         k_descale = ones if k_descale is None else k_descale
         v_descale = ones if v_descale is None else v_descale
     return q, k_descale, v_descale

@@ -214,7 +214,10 @@ class Mask(Tensor):
     def __new__(cls, made: dict[str, Any], dtype: torch.dtype) -> Mask:
         shape = (made["batch_size"], 1, made["q_length"], made["kv_length"])
         mask: Mask = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=torch.empty(0, device=made["device"]).device
+            cls,
+            shape,
+            dtype=dtype,
+            device=torch.empty(0, dtype=torch.float32, device=made["device"]).device,
         )
         mask.made, mask.packed = made, {}
         return mask

@@ -118,7 +118,7 @@ def _run(x: Tensor, w: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, .
         return loss.fill_(nothing), lse, dx, dw.zero_()
     if not (wants_x or wants_w):
         return _losses(of, chunk, x, w, target)
-    losses = torch.empty(x.shape[0], device=x.device)
+    losses = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     count = (target != of.ignored).sum(dtype=torch.float32)[None]
     parts = [*chunks(x, w, chunk, wide and wants_w)]
     sums = Sums(dw, len(parts), wide) if wants_w else None
@@ -141,7 +141,7 @@ class Sums:
         self.dw, self.last = dw, chunks - 1
         self.sums = dw
         if self.last and wide and dw.dtype != torch.float32:
-            self.sums = torch.empty(dw.shape, device=dw.device)
+            self.sums = torch.empty(dw.shape, dtype=torch.float32, device=dw.device)
 
     def add(self, z: Tensor, x: Tensor, chunk: int) -> None:
         """Add the product of a chunk's gradient of logits, z (m, N), and its x (m, K)."""

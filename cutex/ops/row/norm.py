@@ -301,7 +301,10 @@ def _with_sums_apart(
     )
     *means, rstd = rest[has_weight + has_bias :][: 1 + centred]
     n, dx = x.shape[-1], run(x, dy, *rest)
-    sums = [torch.zeros(n, device=x.device) if v is not None else None for v in (weight, bias)]
+    sums = [
+        torch.zeros(n, dtype=torch.float32, device=x.device) if v is not None else None
+        for v in (weight, bias)
+    ]
     flat = (*(v.reshape(-1, n) for v in (x, dy)), *(v.reshape(-1, 1) for v in (rstd, *means)))
     for part in zip(*(v.split(max(1, APART // n)) for v in flat), strict=True):
         px, pdy, prstd, *pmean = (v.float() for v in part)

@@ -82,7 +82,9 @@ def _by_rows(y: Tensor) -> quantization.QuantizedTensor:
 
     if not y.numel():
         data = torch.empty(y.shape, dtype=torch.float8_e4m3fn, device=y.device)
-        scale = torch.full((y.shape[:-1].numel(), 1), 1e-12 / 448, device=y.device)
+        scale = torch.full(
+            (y.shape[:-1].numel(), 1), 1e-12 / 448, dtype=torch.float32, device=y.device
+        )
         return quantization.QuantizedTensor(data, scale, ROW, False)
     found = reference.quantize(y.reshape(-1, y.shape[-1]), FORMATS[ROW])
     return quantization.QuantizedTensor(found.data.view(y.shape), found.scale, ROW, False)

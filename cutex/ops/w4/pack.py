@@ -219,7 +219,11 @@ def _of_fp4(q: QuantizedTensor, dtype: torch.dtype) -> W4Weight:
         factor = torch.where(scales.isfinite(), scales, 0.0).amax(1).clamp(min=2.0**-127)
         scales, factor = scales / factor[:, None], factor.float()
     else:
-        own = torch.ones(1, device=codes.device) if q.tensor_scale is None else q.tensor_scale
+        own = (
+            torch.ones(1, dtype=torch.float32, device=codes.device)
+            if q.tensor_scale is None
+            else q.tensor_scale
+        )
         scales, factor = scales / NVFP4_TOP, own.detach() * NVFP4_TOP
     unit = E2M1_UNIT[packing.NAMES[dtype]]
     scales = (scales * 2.0**unit).to(dtype)
