@@ -119,11 +119,19 @@ def pack(codes: Tensor) -> Tensor:
     return (codes[..., ::2] | codes[..., 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
 
+def magnitudes(codes: Tensor) -> Tensor:
+    """MAGNITUDES of codes below 8, in float32, by arithmetic: a table would have to be copied to
+    the GPU, which no CUDA graph can capture."""
+    whole = codes.int()
+    large = (2 + (whole & 1)) << ((whole >> 1) - 1).clamp(min=0)
+    return torch.where(whole < 2, whole, large).float() / 2
+
+
 def unpack(data: Tensor) -> Tensor:
     """The values (rows, k) of packed e2m1, in float64."""
     byte = data.view(torch.uint8)
     codes = torch.stack((byte & 15, byte >> 4), -1).flatten(-2).int()
-    size = torch.tensor(MAGNITUDES, dtype=torch.float64, device=data.device)[codes & 7]
+    size = magnitudes(codes & 7).double()
     return torch.where(codes >= 8, -size, size)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutex.dtypes import DTYPES
-from cutex.problem.scaled.quantization import MAGNITUDES
+from cutex.problem.scaled.quantization import magnitudes
 from cutex.problem.w4.layout import (
     BLOCK_K,
     CODE_WORDS,
@@ -113,7 +113,7 @@ def values(packed: Tensor, n: int, k: int, of: W4Format, dtype: torch.dtype) -> 
         less = DEFAULT_ZERO if zeros is None else _of_each(zeros.float(), of, k)
         x = codes.float() - less
     else:
-        size = torch.tensor(MAGNITUDES, device=codes.device)[(codes & 7).int()]
+        size = magnitudes(codes & 7)
         x = torch.where(codes >= 8, -size, size)
         if scales is not None:  # exact: its scales have a factor of the codes' unit
             scaled = _of_each(scales.double(), of, k) * 2.0 ** -E2M1_UNIT[NAMES[dtype]]
