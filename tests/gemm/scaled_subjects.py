@@ -37,7 +37,7 @@ TILES = {
     "two accumulators": PAIR,
     "64 columns": replace(PAIR, tile_n=64),
     "192 columns": replace(PAIR, tile_n=192, num_stages=3, epi_stages=2),
-    "224 columns": replace(PAIR, tile_n=224, num_stages=3, epi_stages=2),
+    "224 columns": replace(PAIR, tile_n=224, num_stages=3),
     "shared columns": replace(PAIR, tile_n=256, num_stages=3, epi_stages=2),
     "split": replace(PAIR, num_acc=1, split_k=2),
     "swapped": replace(PAIR, tile_n=32, swap_ab=True, epi_n=16),
