@@ -289,7 +289,8 @@ def predicted(problem: Problem, file: Path) -> dict[str, float]:
         if file.exists()
         else []
     )
-    cycles = {f"stage {r['stage']}": r["cycles"] for r in rows if r["size"] == problem.size}
+    mine = [r for r in rows if (r["op"], r["size"]) == (problem.op, problem.size)]
+    cycles = {f"stage {r['stage']}": r["cycles"] for r in mine}
     return {k: problem.flops * GHZ / c / 1e3 for k, c in cycles.items()}
 
 

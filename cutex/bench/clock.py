@@ -39,7 +39,7 @@ def record(problem: Problem, stage: AnyStage) -> tuple[Traced | Lengths, Whole]:
         return _record_lengths(problem, stage, tiles), whole
     at_once = 2 if getattr(config, "pingpong", False) else 1
     limit = DETAILED_FLOPS
-    if whole.tile_flops:
+    if 0 < whole.tile_flops < DETAILED_FLOPS:
         limit = (TILES * at_once - at_once + 1) * whole.tile_flops
     return _record(problem, stage, limit), whole
 

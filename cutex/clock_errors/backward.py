@@ -22,10 +22,11 @@ from cutex.sim.timing.call import time_launch
 from cutex.sim.timing.events import Fetched, Work
 from cutex.sim.timing.gpus import B200, Gpu
 from cutex.sim.timing.lengths import Lengths
+from cutex.sim.timing.stored import Recorded
 from cutex.sim.timing.trace import Sharing, Traced
 from cutex.sim.timing.traffic import loaded
 
-TRACES = FOLDER / "traces-attention_backward-sm_100a.json.gz"
+TRACES = FOLDER / "traces-backward-sm_100a.json.gz"
 BLOCK = 128  # queries of a step, keys of a CTA
 LIBRARIES = ("fa4", "cutex")
 COMPUTING = ("compute", "compute_loop")  # our role, and theirs
@@ -135,7 +136,7 @@ class BackwardTime:
 
 
 def timed(
-    library: str, case: Case, causal: bool, traces: Mapping[str, Traced | Lengths], gpu: Gpu
+    library: str, case: Case, causal: bool, traces: Mapping[str, Recorded], gpu: Gpu
 ) -> BackwardTime | None:
     """The prediction for a backward; None where it was not recorded."""
     short, long = (traces.get(key(library, case, causal, f"main {n}")) for n in STEPS)
@@ -156,7 +157,7 @@ def instructions(
     library: str,
     case: Case,
     causal: bool,
-    traces: Mapping[str, Traced | Lengths],
+    traces: Mapping[str, Recorded],
     roles: Sequence[str] = (),
 ) -> float | None:
     """The instructions of the machine code of all warps, or of those of `roles`, for each score of
@@ -179,12 +180,12 @@ Times = Mapping[tuple[str, Case, bool], BackwardTime | None]  # by library, case
 TIMED = tuple(product(LIBRARIES, CASES, (False, True)))
 
 
-def jobs(traces: Mapping[str, Traced | Lengths], gpu: Gpu = B200) -> list[Job[BackwardTime | None]]:
+def jobs(traces: Mapping[str, Recorded], gpu: Gpu = B200) -> list[Job[BackwardTime | None]]:
     """What computes each of TIMED."""
     return [partial(timed, *one, traces, gpu) for one in TIMED]
 
 
-def table(traces: Mapping[str, Traced | Lengths], times: Times) -> str:
+def table(traces: Mapping[str, Recorded], times: Times) -> str:
     """Markdown: each case's published and predicted rate, the error, and ours; the ratio to
     FlashAttention-4's rate, and of its main launch's cycles to ours, which no clock changes."""
     lines = [
@@ -212,7 +213,7 @@ def table(traces: Mapping[str, Traced | Lengths], times: Times) -> str:
     return "\n".join(lines)
 
 
-def instructions_table(traces: Mapping[str, Traced | Lengths]) -> str:
+def instructions_table(traces: Mapping[str, Recorded]) -> str:
     """Markdown: the instructions for a score, of all warps and of those that compute P and dS."""
     lines = [
         "| head dim | mask | cutex, all warps | those that compute "

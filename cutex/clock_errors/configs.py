@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from cutex.clock_errors.rows import FOLDER, Error, Row, Summary, board, errors
 from cutex.sim.timing import stored
-from cutex.sim.timing.lengths import Lengths
-from cutex.sim.timing.trace import Traced
+from cutex.sim.timing.stored import Recorded
 
 TRACES = FOLDER / "traces-configs-sm_90a.json.gz"
 
@@ -22,7 +21,7 @@ def configs(rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if r.set == "configs"]
 
 
-def traces() -> Mapping[str, Traced | Lengths]:
+def traces() -> Mapping[str, Recorded]:
     """The stored records of configs."""
     return stored.load(TRACES)
 

@@ -18,10 +18,9 @@ from cutex.clock_errors.rows import FOLDER, Summary
 from cutex.problem import problem_class
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import Gpu
-from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.predict import predict
+from cutex.sim.timing.stored import Recorded
 from cutex.sim.timing.timed import Whole
-from cutex.sim.timing.trace import Traced
 
 LIBRARIES = {"cutlass": "CUTLASS", "quack": "quack 0.6.5", "fa4": "flash-attn-4 4.0.0b36"}
 QUACK = {"tile_m": 128, "tile_n": 192, "pingpong": True, "cluster_m": 2}  # its default
@@ -86,13 +85,13 @@ def traces_file(library: str) -> Path:
     return FOLDER / f"traces-{library}-sm_90a.json.gz"
 
 
-def traces(libraries: Iterable[str] = LIBRARIES) -> Mapping[str, Traced | Lengths]:
+def traces(libraries: Iterable[str] = LIBRARIES) -> Mapping[str, Recorded]:
     """All stored records of these libraries' kernels."""
     return stored.load(*(file for file in map(traces_file, libraries) if file.exists()))
 
 
 def errors(
-    rows: Sequence[ForeignRow], traced: Mapping[str, Traced | Lengths], gpu: Gpu
+    rows: Sequence[ForeignRow], traced: Mapping[str, Recorded], gpu: Gpu
 ) -> Iterator[ForeignError]:
     """The errors of the rows whose kernel was recorded."""
     for row in rows:
@@ -100,7 +99,7 @@ def errors(
             yield error(row, traced, gpu)
 
 
-def error(row: ForeignRow, traced: Mapping[str, Traced | Lengths], gpu: Gpu) -> ForeignError:
+def error(row: ForeignRow, traced: Mapping[str, Recorded], gpu: Gpu) -> ForeignError:
     """The error of a row that was recorded."""
     timed = predict(traced[row.key], gpu.at(row.mhz / 1e3), row.work)
     return ForeignError(row, timed.cycles / row.cycles - 1)

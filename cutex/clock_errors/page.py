@@ -10,14 +10,12 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from cutex.bench.clock import record
-from cutex.bench.progress import progress
-from cutex.bench.run import settle
 from cutex.clock_errors import b200, backward, foreign, published
 from cutex.clock_errors import configs as clock_configs
 from cutex.clock_errors.b200 import ROWS
 from cutex.clock_errors.fit import report_b200, report_power
 from cutex.clock_errors.picture import ARCHS, timelines
+from cutex.clock_errors.predictions import ARCH, PREDICTED, PREDICTED_OPS, predicted
 from cutex.clock_errors.processes import in_groups, results
 from cutex.clock_errors.rows import (
     FOLDER,
@@ -31,27 +29,17 @@ from cutex.clock_errors.rows import (
     store_traces,
     stored_traces,
     table,
-    traces_file,
 )
 from cutex.command import Parser, answered, in_clone, refuse
-from cutex.errors import BadOption
-from cutex.problem import OPS, Problem, problem_class
-from cutex.problem.stage import AnyStage, ladders, stages
+from cutex.problem import OPS
+from cutex.problem.stage import ladders, stages
 from cutex.sim.timing import stored
-from cutex.sim.timing.call import time_launch
 from cutex.sim.timing.gpus import GPUS, SOURCES
-from cutex.sim.timing.lengths import Lengths
-from cutex.sim.timing.timed import Whole
-from cutex.sim.timing.trace import Traced
 
 PAGE = Path("docs/time.md")
 BOUNDS = Path("docs/attention-bounds.md")
 MEASURED = FOLDER / "cycles-nvidia-h200.jsonl"
 MEASURED_H100 = FOLDER / "cycles-nvidia-h100.jsonl"
-PREDICTED = FOLDER / "predicted-sm_100a.jsonl"
-# NOTE: a row has no dtype, in which the cases of a scaled GEMM differ; of attention to caches the
-# first stage comes out faster than memory allows
-PREDICTED_OPS = ("gemm", "attention")
 FITTED = "fit, two published rates"
 # of a B200's energies, those that are no priors
 OF_B200_POWER = {"flop_pj": FITTED, "issue_pj": FITTED, "burst_ghz": "the H200's"}
@@ -84,44 +72,6 @@ def written(page: str, name: str, text: str) -> str:
     if not found:
         raise ValueError(f"the page has no marks for {name}")
     return f"{before}{first}\n{text}\n\n{last}{after}"
-
-
-def predicted(op: str, arch: str, anew: bool) -> list[dict[str, Any]]:
-    """For a ladder without measurements on its arch, one row for each stage: a time, a rate, and
-    bands, from the stored records, or `anew` of the code as it is, whose records are stored."""
-    kind = problem_class(op)
-    file = traces_file(op, arch)
-    problems = [kind.of(sizes) for sizes in kind.cases["confirm"]]
-    traces: dict[str, Traced | Lengths] = {} if anew else dict(stored.load(file))
-    rows, every = [], list(product(problems, stages(op, arch)))
-    with progress(f"stages of {op} are {'recorded' if anew else 'predicted'}", len(every)) as step:
-        for problem, one in every:
-            key = f"{one.op}/{arch}/{one.number}/{problem.size}"
-            one = settle(one, problem, timed=False)
-            if anew:
-                traces[key] = record(problem, one)[0]
-            elif key not in traces:
-                raise BadOption(f"--predict: {key} is not in {file}; --predict --store records it")
-            rows.append(_predicted_row(problem, one, traces[key]))
-            step()
-    if anew:
-        stored.save(traces, file)
-    return rows
-
-
-def _predicted_row(problem: Problem, one: AnyStage, traced: Traced | Lengths) -> dict[str, Any]:
-    board_, whole = board(one.arch), Whole(*problem.work(one.config()))
-    report = time_launch(traced, board_, whole, data=problem.init)
-    report.flops = problem.flops
-    low, high = report.us_band
-    return {
-        "op": one.op, "arch": one.arch, "stage": one.number, "size": problem.size,
-        "problem": problem.as_dict(), "gpu": board_.name, "predicted": True,
-        "cycles": round(report.cycles), "ghz": round(report.clock_ghz, 3),
-        "us": round(report.us, 1), "tflops": round(report.tflops),
-        "low": round(problem.flops / high / 1e6), "high": round(problem.flops / low / 1e6),
-        "binds": report.binds,
-    }  # fmt: skip
 
 
 def _of_b200(file: Path, fit: bool, page: bool) -> int:
@@ -185,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
         in_clone(PREDICTED)
-        found_ = [row for op in PREDICTED_OPS for row in predicted(op, "sm_100a", args.store)]
+        found_ = [row for op in PREDICTED_OPS for row in predicted(op, ARCH, args.store)]
         PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_), encoding="utf-8")
         print(f"wrote {PREDICTED}")
         return 0

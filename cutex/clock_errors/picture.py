@@ -15,11 +15,10 @@ from cutex.problem import Problem, problem_class
 from cutex.problem.stage import AnyStage
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import gpu, of_arch
-from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.picture import UNITS, Bar, joined, one_of_each
 from cutex.sim.timing.predict import predict
+from cutex.sim.timing.stored import Recorded
 from cutex.sim.timing.timed import Whole
-from cutex.sim.timing.trace import Traced
 from cutex.sim.timing.units import Interval
 from cutex.svg import Canvas, colour, fits
 
@@ -83,7 +82,7 @@ def timelines(op: str, arch: str, ladder: Sequence[AnyStage]) -> str:
     )
 
 
-def _intervals(problem: Problem, one: AnyStage, traced: Traced | Lengths) -> list[Interval]:
+def _intervals(problem: Problem, one: AnyStage, traced: Recorded) -> list[Interval]:
     whole = Whole(problem.work(one.fitted(problem).config())[0])
     return predict(traced, gpu(of_arch(one.arch)), whole, log=True, most_rounds=2).intervals
 

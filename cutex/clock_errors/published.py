@@ -22,9 +22,8 @@ from cutex.command import Parser, answered
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_launch
 from cutex.sim.timing.gpus import B200, Gpu
-from cutex.sim.timing.lengths import Lengths
+from cutex.sim.timing.stored import Recorded
 from cutex.sim.timing.timed import Whole
-from cutex.sim.timing.trace import Traced
 
 TRACES = FOLDER / "traces-published-sm_100a.json.gz"
 SWEEP = "cuBLAS, the best of square sizes, 4096 to 15360 (gn-kernels)"
@@ -92,7 +91,7 @@ ROWS = (
 
 
 def errors(
-    rows: Iterable[Published], traces: Mapping[str, Traced | Lengths], gpu: Gpu
+    rows: Iterable[Published], traces: Mapping[str, Recorded], gpu: Gpu
 ) -> Iterator[PublishedError]:
     """The error of each row that was recorded."""
     for row in rows:
@@ -100,7 +99,7 @@ def errors(
             yield error(row, traces, gpu)
 
 
-def error(row: Published, traces: Mapping[str, Traced | Lengths], gpu: Gpu) -> PublishedError:
+def error(row: Published, traces: Mapping[str, Recorded], gpu: Gpu) -> PublishedError:
     """The error of a row that was recorded."""
     found = time_launch(traces[row.record], gpu, row.whole, data=row.data)
     return PublishedError(row, row.flops / found.us / 1e6, found.clock_ghz)
@@ -124,7 +123,7 @@ def held_out(found: Iterable[PublishedError]) -> Summary:
     return Summary.of(e.rate for e in found if not e.row.fitted)
 
 
-def traces() -> Mapping[str, Traced | Lengths]:
+def traces() -> Mapping[str, Recorded]:
     """Our records, of those that the ladders have and of those kept for these rows."""
     return stored.load(traces_file("gemm", "sm_100a"), TRACES)
 

@@ -20,6 +20,7 @@ from cutex.problem.attention.backward import BackwardProblem
 from cutex.sim.host.capture import HostFunction
 from cutex.sim.timing import stored
 from cutex.sim.timing.lengths import Lengths
+from cutex.sim.timing.stored import Recorded
 from cutex.sim.timing.trace import Few, Traced, machine_code
 
 HEADS = 3  # at least WALKED: the first tiles are those of the first keys of one head each
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in known:
             return refuse(f"{name}: takes {', '.join(known)}")
     kept = stored.load(TRACES)
-    found: dict[str, Traced | Lengths] = {name: kept[name] for name in kept}
+    found: dict[str, Recorded] = {name: kept[name] for name in kept}
     for case in (known[name] for name in dims or known):
         for causal in (False, True):
             found |= records(case, causal)

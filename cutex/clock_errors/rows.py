@@ -21,11 +21,10 @@ from cutex.problem.stage import AnyStage
 from cutex.problem.stage import stage as stage_of
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import Gpu, gpu, of_arch
-from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.power import clock_ghz
 from cutex.sim.timing.predict import predict
+from cutex.sim.timing.stored import Recorded
 from cutex.sim.timing.timed import Timed, Whole
-from cutex.sim.timing.trace import Traced
 
 FOLDER = Path("results/timing")
 
@@ -105,7 +104,7 @@ def traces_file(op: str, arch: str) -> Path:
     return FOLDER / f"traces-{op}-{arch}.json.gz"
 
 
-def stored_traces(rows: Iterable[Row]) -> Mapping[str, Traced | Lengths]:
+def stored_traces(rows: Iterable[Row]) -> Mapping[str, Recorded]:
     """All stored records of the operators and archs of these rows."""
     files = {traces_file(r.op, r.arch): None for r in rows}
     return stored.load(*(file for file in files if file.exists()))
@@ -127,14 +126,12 @@ def store(rows: Sequence[Row], file: Path) -> None:
     stored.save(traced, file)
 
 
-def errors(
-    rows: Sequence[Row], traced: Mapping[str, Traced | Lengths], board: Gpu
-) -> Iterator[Error]:
+def errors(rows: Sequence[Row], traced: Mapping[str, Recorded], board: Gpu) -> Iterator[Error]:
     for row in rows:
         yield error(row, traced, board)
 
 
-def error(row: Row, traced: Mapping[str, Traced | Lengths], board: Gpu) -> Error:
+def error(row: Row, traced: Mapping[str, Recorded], board: Gpu) -> Error:
     """The error of a row that was recorded."""
     whole = Whole(*row.problem.work(row.as_stage().fitted(row.problem).config()))
     timed = predict(traced[row.key], board.at(row.mhz / 1e3), whole)

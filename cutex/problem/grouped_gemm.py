@@ -130,7 +130,10 @@ class GroupedGemmProblem(Problem):
         step_k = config.k_of(16)
         steps = -(-self.k // step_k)
         tile = 2.0 * config.tile_m * config.tile_n * step_k * steps
-        return self.grid(self.tile(config)) * tile, tile / config.ctas
+        # NOTE: all CTAs of a cluster compute, also one whose tile is outside of its group
+        down, across = getattr(config, "cluster_m", 1), getattr(config, "cluster_n", 1)
+        clusters = self.grid((config.tile_m * down, config.tile_n * across))
+        return clusters * down * across * tile, tile / config.ctas
 
     # ---- data and judgement
 

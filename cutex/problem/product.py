@@ -45,7 +45,10 @@ class ProductProblem(Problem):
 
     def work(self, config: Any) -> tuple[float, float]:
         m, n = (self.n, self.m) if getattr(config, "swap_ab", False) else (self.m, self.n)
-        tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
+        # NOTE: all CTAs of a cluster compute, also one whose tile is outside
+        down, across = getattr(config, "cluster_m", 1), getattr(config, "cluster_n", 1)
+        clusters = -(-m // (config.tile_m * down)) * -(-n // (config.tile_n * across))
+        tiles = clusters * down * across
         step_k = self.step_k(config)
         tile = 2.0 * config.tile_m * config.tile_n * step_k * -(-self.k // step_k)
         return tiles * tile, tile / config.split_k / config.ctas

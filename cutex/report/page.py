@@ -4,7 +4,7 @@ themes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from cutex.arch import Arch
 from cutex.problem.stage import AnyStage
 from cutex.report import charts
 from cutex.report.look import SCRIPT, style
+from cutex.report.predictions import Predicted, predicted
 from cutex.report.rows import (
     Rows,
     Sizes,
@@ -28,7 +29,6 @@ from cutex.report.rows import (
     peer_hue,
     peer_title,
 )
-from cutex.report.tables import predicted
 from cutex.results import Result, Timing, history, tflops
 from cutex.results.rate import rate, rate_of
 from cutex.svg import colour
@@ -105,32 +105,30 @@ def _untimed(op: str, target: Arch, ladder: Sequence[AnyStage]) -> str:
             f"<li value={s.number}><b>{said(s.title)}</b> {said(s.idea)}</li>" for s in ladder
         )
         return f"<p>Not timed yet: no {target.board} has run it.</p><ol>{items}</ol>"
-    blocks = []
-    for size in dict.fromkeys(row["size"] for row in found):
-        of_size = {row["stage"]: row for row in found if row["size"] == size}
+    blocks, sizes = [], list(dict.fromkeys(p.size for p in found))
+    for size in sizes:
+        of_size = {p.stage: p for p in found if p.size == size}
         bars = [predicted_bar(s, of_size.get(s.number)) for s in ladder]
-        drawn = "".join(_bar(bar, target.dense_tflops["bf16"]) for bar in bars)
+        one = next(iter(of_size.values())).rate
+        drawn = "".join(_bar(bar, one.peak) for bar in bars)
         blocks.append(
-            f'<div data-size="{said(size)}"><p class="size">{said(size)}</p>{drawn}</div>'
+            f'<div data-size="{said(size)}"><p class="size">{said(size)}: {one.unit}; a full bar '
+            f"is the stated peak, {one.peak:.0f}</p>{drawn}</div>"
         )
-    options = "".join(
-        f"<option>{said(size)}</option>" for size in dict.fromkeys(row["size"] for row in found)
-    )
+    options = "".join(f"<option>{said(size)}</option>" for size in sizes)
     return (
         f'<figure class="ladder"><figcaption>Predicted, not measured: no {target.board} has run '
-        "it. TFLOPS by the simulator's clock on Gaussian data, and the band in which they should "
-        f"be. A full bar is the stated peak: {target.dense_tflops['bf16']:.0f} TFLOPS. "
+        "it. By the simulator's clock on Gaussian data, with the band in which it should be. "
         f"<label>Size <select>{options}</select></label></figcaption>{''.join(blocks)}</figure>"
     )
 
 
-def predicted_bar(stage: AnyStage, row: Mapping[str, Any] | None) -> charts.Bar:
-    """The bar of a predicted stage; `row` as `predicted` has it."""
+def predicted_bar(stage: AnyStage, found: Predicted | None) -> charts.Bar:
+    """The bar of a predicted stage."""
     label = f"{stage.number} {stage.title}"
-    if row is None:
+    if found is None:
         return charts.Bar(label, stage.idea, None, "not predicted")
-    text = f"{row['tflops']} ({row['low']} to {row['high']})"
-    return charts.Bar(label, stage.idea, float(row["tflops"]), text)
+    return charts.Bar(label, stage.idea, found.rate.value, str(found))
 
 
 def _ladder(target: Arch, ladder: Sequence[AnyStage], kind: history.Kind, rows: Rows) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from cutex.arch import Arch
 from cutex.problem import DEFAULT_OP, problem_class
 from cutex.problem.stage import AnyStage
+from cutex.report.predictions import Predicted, predicted
 from cutex.report.rows import (
     CACHE,
     DATA,
@@ -24,9 +22,8 @@ from cutex.report.rows import (
 from cutex.results import Result
 from cutex.results.rate import rate, rate_of
 
-PREDICTED = Path("results/timing")
-
 Kind = tuple[str, str, str, str]  # device, dtype, data, state of the L2
+LONG = 10  # stages from which README shows a ladder whole though no GPU has run it
 Table = tuple[str, list[str], list[list[str]]]  # a caption, the columns' heads, rows
 
 
@@ -46,24 +43,45 @@ def ladders(results: Iterable[Result], docs: str = "", main: bool = False) -> st
         if r.ok and r.timing is not None:
             kind = r.device_name, r.problem["dtype"], r.problem["init"], r.timing.cache_state
             timed.setdefault((r.op, r.arch), {}).setdefault(kind, []).append(r)
-    parts, bare = [], []
+    parts, brief, bare = [], [], []
     for op, target, ladder in all_ladders():
         tables = timed.get((op, target.name), {})
         counts = counted.get((op, target.name), {})
-        if main and not (tables or counts or predicted(op, target.name)):
-            bare.append(heading(op, target))
+        found = predicted(op, target.name)
+        whole = tables or counts or (found and len(ladder) >= LONG)
+        if main and not whole:
+            ends = _first_and_last(op, target, found)
+            brief += ends
+            bare += [] if ends else [heading(op, target)]
             continue
         parts.append(f"### {heading(op, target)} ({target.name})")
         if tables:
             parts.append(f"![The ladder as bars]({docs}{picture_name(op, target)})")
-        for kind, found in tables.items():
-            if shown := [r for r in found if not main or _is_main(r)]:
+        for kind, timings in tables.items():
+            if shown := [r for r in timings if not main or _is_main(r)]:
                 parts += _with_counts(_timed_table(target, ladder, kind, shown), ladder, counts)
         if not tables:
             parts += _with_counts(_untimed_table(target, ladder, docs), ladder, counts)
+    if brief:
+        head = ["ladder", "case", "first stage", "last stage"]
+        parts.append(
+            "Other ladders that no GPU has run: first and last stages as the simulator's clock "
+            f"predicts them; [results.md]({docs}results.md) has those between."
+        )
+        parts.append(_table(head, brief))
     if bare:
         parts.append(f"Ladders without figures yet, checked in the simulator: {', '.join(bare)}.")
     return "\n\n".join(parts)
+
+
+def _first_and_last(op: str, target: Arch, found: Sequence[Predicted]) -> list[list[str]]:
+    """For each size a row: the predicted rates of the first and of the last stage."""
+    rows = []
+    for size in dict.fromkeys(p.size for p in found):
+        of_size = sorted((p for p in found if p.size == size), key=lambda p: p.stage)
+        ends = [f"{p} {p.rate.unit}" if not p.rate.by_memory else str(p) for p in of_size]
+        rows.append([f"{heading(op, target)} ({target.name})", size, ends[0], ends[-1]])
+    return rows
 
 
 def _is_main(r: Result) -> bool:
@@ -123,16 +141,17 @@ def _untimed_table(target: Arch, ladder: Sequence[AnyStage], docs: str) -> Table
     caption = f"Not timed yet: no {target.board} has run it. The tests check it in the simulator."
     head, rows = ["stage", "what it adds"], [[str(s.number), s.idea] for s in ladder]
     found = predicted(ladder[0].op, target.name)
-    sizes = list(dict.fromkeys(r["size"] for r in found))
+    sizes = list(dict.fromkeys(p.size for p in found))
     if found:
+        units = " and ".join(dict.fromkeys(p.rate.unit for p in found))
         caption += (
-            " TFLOPS are predicted, not measured: by the simulator's clock, on Gaussian data, with "
-            f"the band in which they should be ([time.md]({docs}time.md))."
+            f" {units} are predicted, not measured: by the simulator's clock, on Gaussian data, "
+            f"with the band in which they should be ([time.md]({docs}time.md))."
         )
-        by = {(r["stage"], r["size"]): r for r in found}
+        by = {(p.stage, p.size): p for p in found}
         head += [f"{size}, predicted" for size in sizes]
         for row, s in zip(rows, ladder, strict=True):
-            row += [_band(by.get((s.number, size))) for size in sizes]
+            row += [str(by.get((s.number, size), "–")) for size in sizes]
     return caption, head, rows
 
 
@@ -155,24 +174,6 @@ def _with_counts(
         for row in rows[len(ladder) :]:
             row[2:2] = [""] * len(names)
     return caption, _table(head, rows)
-
-
-def _band(row: dict[str, Any] | None) -> str:
-    return f"{row['tflops']} ({row['low']} to {row['high']})" if row else "–"
-
-
-def predicted(op: str, arch: str) -> list[dict[str, Any]]:
-    """The rows that `python -m cutex.clock --predict` wrote for a ladder without measurements."""
-    file = PREDICTED / f"predicted-{arch}.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    fields = ("op", "stage", "size", "tflops", "low", "high")
-    try:
-        rows = [{name: row[name] for name in fields} for row in map(json.loads, lines)]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"{file} is damaged: python -m cutex.clock --predict writes it anew"
-        ) from None
-    return [row for row in rows if row["op"] == op]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -498,5 +498,8 @@ def test_the_bytes_of_ragged_lengths_are_those_of_their_keys():
     assert ragged.flops == 2 * sum(ragged.lengths) * 4 * 128
     assert even.flops == 2 * 3 * 640 * 4 * 128
     config = DecodeConfig(head_dim=64, head_dim_v=64, tile_n=128)
-    assert config.flops(even) == 2 * (3 * 5) * 64 * 128 * 128 * 2  # tiles are whole: 64 rows for 2
-    assert replace(config, packed=False).flops(even) == 2 * config.flops(even)
+    unit = 5 * 64 * 128 * 128 * 2  # tiles are whole: 64 rows for 2
+    assert config.work(even) == (3 * 2 * unit, 0)  # units are cut
+    assert replace(config, parts="one").work(even) == (3 * 2 * unit, unit)
+    assert replace(config, parts="one").work(ragged)[1] == 0
+    assert replace(config, packed=False).work(even)[0] == 2 * config.work(even)[0]

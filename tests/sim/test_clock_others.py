@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from cutex.clock_errors import b200 as clock_b200
-from cutex.clock_errors import backward, foreign, page, published, record_backward
+from cutex.clock_errors import backward, foreign, predictions, published, record_backward
 from cutex.clock_errors.fit import descend
-from cutex.clock_errors.page import MEASURED, PREDICTED, PREDICTED_OPS, main, predicted
+from cutex.clock_errors.page import MEASURED, main
+from cutex.clock_errors.predictions import PREDICTED, PREDICTED_OPS, predicted
 from cutex.clock_errors.rows import Summary, board
 from cutex.errors import BadOption
 from cutex.sim.ptx.operands import Reg
@@ -283,7 +284,7 @@ def test_predicted_rows_are_those_of_the_stored_records(op, root):
 
 def test_a_stage_without_a_record_is_named(monkeypatch, tmp_path):
     stored.save({}, tmp_path / "none.json.gz")
-    monkeypatch.setattr(page, "traces_file", lambda op, arch: tmp_path / "none.json.gz")
+    monkeypatch.setattr(predictions, "traces_file", lambda op, arch: tmp_path / "none.json.gz")
     with pytest.raises(BadOption, match=r"gemm/sm_100a/0/.* is not in .*--predict --store"):
         predicted("gemm", "sm_100a", False)
 

@@ -32,7 +32,20 @@ from cutex.problem.gemm import GemmProblem
 from cutex.problem.stage import Ways, stage
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_launch
-from cutex.sim.timing.events import Cluster, Event, Load, Mma, Peer, Record, Send, Work
+from cutex.sim.timing.events import (
+    Arrive,
+    Cluster,
+    Event,
+    Fetched,
+    Load,
+    Mma,
+    Peer,
+    Record,
+    Reply,
+    Send,
+    Wait,
+    Work,
+)
 from cutex.sim.timing.gpus import GPUS, SOURCES, Gpu, gpu
 from cutex.sim.timing.lengths import handed_out
 from cutex.sim.timing.machine_code import costs, read
@@ -42,7 +55,7 @@ from cutex.sim.timing.replay import Replay
 from cutex.sim.timing.roles import distinct
 from cutex.sim.timing.sampled import Sampled, numbers, sample
 from cutex.sim.timing.timed import Whole
-from cutex.sim.timing.trace import Traced, trace
+from cutex.sim.timing.trace import Sharing, Traced, trace
 from cutex.sim.timing.units import Interval, Memory
 
 SMALL = GemmProblem(512, 512, 256)
@@ -356,20 +369,72 @@ def test_a_grid_of_unknown_tiles_takes_as_long_as_one_of_known_ones(number, caus
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_clusters_between_the_recorded_ones_take_a_time_between_theirs(dynamic):
+def test_clusters_between_the_recorded_ones_take_a_time_between_theirs(dynamic, tmp_path):
     """Two for each SM, from 1000 cycles up to 3000: the last one begins when half the grid is done,
-    unless clusters ask for tiles; then the mean of all counts as much."""
+    unless clusters ask for tiles; then the mean of all counts as much. So it is by a stored one."""
     board = gpu("h200")
     records = {}
     for number, cycles in ((0, 1000.0), (1, 1000.0), (2 * board.sms - 1, 3000.0)):
         work = Work(cycles, cycles / 2, 0, 0, 0, 0, 0, 0)
         records[number] = Record({0: [work]}, {}, {0: 0}, {0: 0}, 1, 1, 1, complete=True)
     first = Traced(records[0], (2 * board.sms, 1, 1), 1, {})
-    found = predict(Sampled(first, records, dynamic), board)
+    sampled = Sampled(first, records, dynamic)
+    found = predict(sampled, board)
+    stored.save({"sampled": sampled}, tmp_path / "one.json.gz")
+    again = stored.load(tmp_path / "one.json.gz")["sampled"]
+    assert again == sampled and predict(again, board).cycles == found.cycles
     last, mean = 2000 + 3000 + 2 * board.cta_turnover, 2 * (2000 + board.cta_turnover)
     expected = (last + mean) / 2 if dynamic else last
     assert found.cycles - board.launch == pytest.approx(expected, rel=0.02)
     assert found.sampled == (3, 2 * board.sms) and found.sampling_error > 0.2
+
+
+def test_clusters_that_launch_control_takes_over_are_not_counted_again():
+    """Ten tiles for each SM: the recorded cluster did its ten, so an SM does no more, and loads all
+    of them from memory, each once."""
+    board = gpu("b200")
+    work, flops, size = Work(1000.0, 500.0, 0, 0, 0, 0, 0, 0), 1e9, 1e6
+    record = Record(
+        {0: [work, Reply(())]}, {}, {0: 0}, {0: 0}, 1, 1, 1, complete=True, flops=flops,
+        fetched={0: Fetched(size, size, size * board.sms)},
+    )  # fmt: skip
+    found = predict(Traced(record, (10 * board.sms, 1, 1), 1, {}), board)
+    assert found.flops == flops * board.sms
+    assert found.loaded == found.dram == size * board.sms
+
+
+@pytest.mark.parametrize(
+    "ctas, cluster, gbs",
+    [(8, 1, 60.0), (66, 1, 60.0), (80, 1, 39.0), (32, 2, 60.0), (132, 1, 34.1)],
+)
+def test_an_sm_takes_no_more_of_memory_than_it_can(ctas, cluster, gbs):
+    """Each CTA loads 4 MB of its own: few of them share what HBM gives among less than it has."""
+    board, size, boxes = gpu("h200"), 32768, 128
+    bar = (0, 0)
+    loads = [Load((bar,), size, (7, i), 64, (0,)) for i in range(boxes)]
+    waits = [Arrive(bar, 1, size * boxes, False), *loads, Wait(bar, 1, 0)]
+    warps = range(cluster)
+    record = Record(
+        {w: waits if w == 0 else [] for w in warps}, {bar: 1}, {w: w for w in warps},
+        dict.fromkeys(warps, 0), cluster, cluster, 1, complete=True,
+    )  # fmt: skip
+    whole = float(size * boxes)
+    seen = {7: Sharing(whole, whole, whole * ctas)}
+    found = predict(Traced(record, (ctas, 1, 1), 1, seen), board)
+    seconds = (found.cycles - board.launch) / board.clock / 1e9
+    assert whole / seconds / 1e9 == pytest.approx(gbs, rel=0.05)
+
+
+@pytest.mark.parametrize("tiles, share", [(4, 1), (296, 2)])
+def test_where_there_are_fewer_tiles_than_clusters_each_of_those_has_a_whole_one(tiles, share):
+    board = gpu("b200")
+    mma = [Mma(0, 0, int(1e6), 0, (0,), 1.0) for _ in range(40)]
+    record = Record({0: mma}, {}, {0: 0}, {0: 0}, 1, 1, 1, complete=False, flops=4e7)
+    one = Traced(record, (board.sms, 1, 1), 1, {})
+    found = predict(one, board, Whole(tiles * 4e8, 4e8))  # a tenth of one was recorded
+    least = share * 4e8 / board.mma_flops
+    assert found.cycles - board.launch == pytest.approx(least)
+    assert found.flops == tiles * 4e8
 
 
 def test_samples_are_spread_over_a_grid_whatever_its_period():

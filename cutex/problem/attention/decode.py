@@ -122,7 +122,7 @@ class DecodeProblem(AttentionProblem):
         return self.batch * self.heads_kv * -(-self.seqlen_q * pack // tile[0])
 
     def work(self, config: Any) -> tuple[float, float]:
-        return config.flops(self), 0.0
+        return config.work(self)
 
     def tile_steps(self, config: Any) -> tuple[int, ...]:
         return ()

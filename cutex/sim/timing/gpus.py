@@ -36,6 +36,8 @@ class Gpu:
     smem_bytes: float  # bytes per cycle of an SM's smem port
     l2_bytes: float  # bytes per cycle, loads of all SMs from L2
     hbm_gbs: float  # GB/s of a stream of loads
+    sm_hbm_gbs: float  # GB/s that one SM takes of it, alone in its TPC
+    tpc_hbm_gbs: float  # and both SMs of a TPC
     store_bytes: float  # bytes per cycle, stores of all SMs to L2
     tma_bytes: float  # bytes per cycle, TMA loads of one SM
     l2_latency: float  # of a TMA load that hits L2
@@ -113,12 +115,12 @@ class Gpu:
 
 B200 = Gpu(
     "B200", "sm_100a", sms=148, clock=1.965, mma_flops=8192, smem_bytes=128, l2_bytes=12700.0,
-    hbm_gbs=7260.0, store_bytes=5000.0, tma_bytes=128.0, l2_latency=600.0, hbm_latency=580.0,
-    latency_spread=0.2, l2_requests=156.0, l2_merged=0.0, l2_copies=1.06, l2_store=2.95,
-    l2_ahead=640.0, l2_capacity=77e6, l2_kept=60e6, global_latency=600.0, clusters_of_four=33,
-    try_wait=10.0, tmem_copy_bytes=170.0,
-    mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0, band=0.13,
-    clock_band=0.11,
+    hbm_gbs=7260.0, sm_hbm_gbs=86.0, tpc_hbm_gbs=112.0, store_bytes=5000.0, tma_bytes=128.0,
+    l2_latency=600.0, hbm_latency=580.0, latency_spread=0.2, l2_requests=156.0, l2_merged=0.0,
+    l2_copies=1.06, l2_store=2.95, l2_ahead=640.0, l2_capacity=77e6, l2_kept=60e6,
+    global_latency=600.0, clusters_of_four=33, try_wait=10.0, tmem_copy_bytes=170.0,
+    mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
+    band=0.13, clock_band=0.11,
     power=Power(
         limit_w=1000.0, idle_w=180.0, flop_pj=0.46, issue_pj=175.0, l2_pj=15.0, hbm_pj=40.0,
         volts_slope=0.2,
@@ -126,9 +128,9 @@ B200 = Gpu(
 )  # fmt: skip
 H200 = Gpu(
     "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,
-    hbm_gbs=4500.0, store_bytes=2550.0, tma_bytes=106.0, l2_latency=227.0, hbm_latency=600.0,
-    first_miss=900.0, hbm_burst=0.65, launch=3150.0, overlapped_launch=200.0, cta_turnover=450.0,
-    clusters_of_four=30, shared_registers=True,
+    hbm_gbs=4500.0, sm_hbm_gbs=60.0, tpc_hbm_gbs=78.0, store_bytes=2550.0, tma_bytes=106.0,
+    l2_latency=227.0, hbm_latency=600.0, first_miss=900.0, hbm_burst=0.65, launch=3150.0,
+    overlapped_launch=200.0, cta_turnover=450.0, clusters_of_four=30, shared_registers=True,
 )  # fmt: skip
 # The same chip with other memory and L2: rates and the latency of memory by the probes
 # (cutex/bench/clock_probes.py) on an H100 80GB HBM3 of 700 W, `l2_requests` less by as much as
@@ -164,6 +166,11 @@ SOURCES: dict[str, tuple[str, str]] = {
     "hbm_written": ("fit: row kernels that write as much as they read, +-5 %", "the H200's"),
     "hbm_ahead": ("fit: row kernels of one CTA an SM, +-1000", "the H200's"),
     "l2_ahead": ("none is seen", "fit: the same, +-300"),
+    "sm_hbm_gbs": (
+        "kernels of 8 to 64 CTAs that stream weights or keys, +-5 %",
+        "prior: as much more than its share",
+    ),
+    "tpc_hbm_gbs": ("the same, of 80 to 108 CTAs, +-5 %", "prior: as much more than its share"),
     "hbm_gbs": ("probe tma, 6 GB, +-3 %", "SemiAnalysis, TMA, +-3 %"),
     "store_bytes": ("probe tmastores: 132 SMs into L2, +-8 %", "prior"),
     "tma_store_bytes": ("probe tmastores: one SM, +-1 %", "the H200's"),

@@ -18,7 +18,7 @@ from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.trace import Traced
-from cutex.sim.timing.traffic import clusters_at_once, loaded, narrow, shared, stored
+from cutex.sim.timing.traffic import clusters_at_once, loaded, narrow, shared, stored, stream
 from cutex.sim.timing.units import FirstTouch, Memory
 
 AHEAD = 1000.0  # `Memory.ahead` of SMs out of step: cycles of a 32 KB box at an SM's share of L2
@@ -89,7 +89,14 @@ def predict_lengths(traced: Lengths, gpu: Gpu, log: bool = False) -> Timed:
     miss = missed / total if total else 1.0
     # NOTE: the first tiles of all SMs are in step, later ones are not
     waits, ahead = (miss, AHEAD) if len(tiles) > groups * slots else (1.0, 0.0)
-    memory = Memory(miss, busy_sms, shared(traced.long, loads), waits=waits, ahead=ahead)
+    memory = Memory(
+        miss,
+        busy_sms,
+        shared(traced.long, loads),
+        waits=waits,
+        ahead=ahead,
+        stream=stream(gpu, busy_sms),
+    )
     if not ahead and slots == 1:
         memory.touches = touches(traced, loads)
     times = []

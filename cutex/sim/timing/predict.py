@@ -11,7 +11,17 @@ from cutex.sim.timing.replay import Replay, Run, when
 from cutex.sim.timing.sampled import Sampled, predict_sampled
 from cutex.sim.timing.timed import Timed, Whole
 from cutex.sim.timing.trace import Traced
-from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, narrow, shared, stored
+from cutex.sim.timing.traffic import (
+    clusters_at_once,
+    dram,
+    fetched,
+    loaded,
+    narrow,
+    running,
+    shared,
+    stored,
+    stream,
+)
 from cutex.sim.timing.units import Memory
 
 
@@ -39,11 +49,11 @@ def predict(
     size = record.cluster_size
     groups = clusters_at_once(gpu, size)
     slots = min(traced.per_sm, math.ceil(traced.clusters / groups))
-    rounds = math.ceil(traced.clusters / groups)
-    workers = traced.clusters
-    if traced.takes_over:
-        rounds, workers = 1, min(groups * traced.per_sm, traced.clusters)
-    busy_sms = min(traced.clusters, groups) * size
+    workers = running(traced, gpu)
+    if whole.tile_flops:  # the others find no tile
+        workers = min(workers, max(1, round(whole.flops / whole.tile_flops / size)))
+    rounds = 1 if traced.takes_over else math.ceil(traced.clusters / groups)
+    busy_sms = min(workers, groups) * size
     share = work = 0.0
     if whole.flops:  # the busiest cluster decides
         work = whole.flops / workers
@@ -58,7 +68,7 @@ def predict(
     missed = dram(traced, by_tensor, gpu)
     memory = Memory(
         missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor),
-        fetched=fetched(traced, gpu), ahead=gpu.l2_ahead,
+        fetched=fetched(traced, gpu), stream=stream(gpu, busy_sms), ahead=gpu.l2_ahead,
     )  # fmt: skip
     for at, f in record.fetched.items():
         loads += f.loaded * times
@@ -79,7 +89,7 @@ def predict(
         intervals=run.intervals,
         miss=memory.miss,
         rounds=rounds,
-        flops=whole.flops or record.flops * traced.clusters,
+        flops=whole.flops or record.flops * workers,
         narrow=narrow(record),
         loaded=loads,
         stored=stores,
@@ -95,9 +105,12 @@ def launch_cycles(traced: Traced | Lengths | Sampled, gpu: Gpu) -> float:
 
 
 def whole_cycles(run: Run, work: float, tile: float, recorded: float) -> float:
-    """The end of a cluster with ``work`` FLOPs, extrapolated from the steady part of its record."""
-    first = tile or recorded / 4
-    last = math.floor(recorded / tile) * tile if tile else recorded
+    """The end of a cluster with ``work`` FLOPs, extrapolated from the steady part of its record:
+    from the end of its first tile to that of its last, or of one tile alone its last three
+    quarters."""
+    whole = tile and math.floor(recorded / tile) > 1
+    first = tile if whole else recorded / 4
+    last = math.floor(recorded / tile) * tile if whole else recorded
     a = when(run, first)
     b = when(run, last)
     rate = (last - first) / (b - a)

@@ -26,7 +26,16 @@ from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.replay import Replay, Run
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.trace import Few, Traced, machine_code
-from cutex.sim.timing.traffic import clusters_at_once, dram, fetched, loaded, narrow, shared, stored
+from cutex.sim.timing.traffic import (
+    clusters_at_once,
+    dram,
+    fetched,
+    loaded,
+    narrow,
+    shared,
+    stored,
+    stream,
+)
 from cutex.sim.timing.units import Memory
 
 FEW, MORE = 4, 16  # clusters that are recorded, and where those differ
@@ -164,9 +173,10 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
     by_tensor = {t: count * sampled.mean([of.get(t, 0.0) for of in loads]) for t in tensors}
     total = sum(by_tensor.values())
     missed = dram(first, by_tensor, gpu)
+    busy_sms = min(count, groups) * size
     memory = Memory(
-        missed / total if total else 1.0, min(count, groups) * size, shared(first, by_tensor),
-        fetched=fetched(first, gpu), ahead=gpu.l2_ahead,
+        missed / total if total else 1.0, busy_sms, shared(first, by_tensor),
+        fetched=fetched(first, gpu), stream=stream(gpu, busy_sms), ahead=gpu.l2_ahead,
     )  # fmt: skip
     for at, miss in memory.fetched.items():
         found = [r.fetched[at].loaded if at in r.fetched else 0.0 for r in records]

@@ -7,14 +7,17 @@ import gzip
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from cutex.sim.timing import events
 from cutex.sim.timing.events import Fetched, Load, Record
 from cutex.sim.timing.lengths import Lengths
+from cutex.sim.timing.sampled import Sampled
 from cutex.sim.timing.trace import Sharing, Traced
+
+Recorded = Traced | Lengths | Sampled
 
 _KINDS: tuple[Any, ...] = (
     events.Work, events.Wait, events.Arrive, events.Load, events.Store, events.Mma, events.Commit,
@@ -24,7 +27,7 @@ _KINDS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def save(traced: Mapping[str, Traced | Lengths], file: Path) -> None:
+def save(traced: Mapping[str, Recorded], file: Path) -> None:
     """Write records by name. Programs that several warps or records share are written once; of a
     load's source the tensor is written, and a number for the box.
     """
@@ -36,6 +39,9 @@ def save(traced: Mapping[str, Traced | Lengths], file: Path) -> None:
             rows[name] = {
                 "records": both, "steps": t.steps, "tiles": t.tiles, "tile_flops": t.tile_flops,
             }  # fmt: skip
+        elif isinstance(t, Sampled):
+            every = {n: _row(replace(t.first, record=r), programs) for n, r in t.records.items()}
+            rows[name] = {"clusters": every, "dynamic": t.dynamic}
         else:
             rows[name] = _row(t, programs)
     whole = {"rows": rows, "programs": [json.loads(p) for p in programs]}
@@ -65,19 +71,19 @@ def _plain(program: list[Any], boxes: dict[tuple[Any, ...], int]) -> list[Any]:
     return found
 
 
-class StoredRecords(Mapping[str, "Traced | Lengths"]):
+class StoredRecords(Mapping[str, "Recorded"]):
     """The records of some files by name; each is decoded when it is first asked for."""
 
     def __init__(self, *files: Path) -> None:
         self._rows: dict[str, tuple[dict[str, Any], list[Any]]] = {}  # of JSON, and its programs
-        self._decoded: dict[str, Traced | Lengths] = {}
+        self._decoded: dict[str, Recorded] = {}
         with _no_collection():
             for file in files:
                 whole = json.loads(gzip.decompress(file.read_bytes()))
                 programs = whole["programs"]
                 self._rows |= {name: (row, programs) for name, row in whole["rows"].items()}
 
-    def __getitem__(self, name: str) -> Traced | Lengths:
+    def __getitem__(self, name: str) -> Recorded:
         if name not in self._decoded:
             with _no_collection():
                 self._decoded[name] = _decoded(*self._rows[name])
@@ -110,7 +116,10 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _decoded(row: dict[str, Any], programs: list[Any]) -> Traced | Lengths:
+def _decoded(row: dict[str, Any], programs: list[Any]) -> Recorded:
+    if "clusters" in row:
+        every = {int(n): _traced(one, programs) for n, one in row["clusters"].items()}
+        return Sampled(every[0], {n: one.record for n, one in every.items()}, row["dynamic"])
     if "steps" not in row:
         return _traced(row, programs)
     short, long = (_traced(one, programs) for one in row["records"])

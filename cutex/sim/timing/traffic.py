@@ -19,6 +19,21 @@ def clusters_at_once(gpu: Gpu, size: int) -> int:
     return groups
 
 
+def stream(gpu: Gpu, sms: int) -> float:
+    """The bytes per cycle that one of so many busy SMs takes from HBM, at most; they have a TPC
+    each as long as there are enough."""
+    return (gpu.sm_hbm_gbs if sms <= gpu.sms // 2 else gpu.tpc_hbm_gbs / 2) / gpu.clock
+
+
+def running(traced: Traced, gpu: Gpu) -> int:
+    """The number of clusters that start; with launch control they take over the others' tiles, and
+    so does the recorded one."""
+    if not traced.takes_over:
+        return traced.clusters
+    at_once = clusters_at_once(gpu, traced.record.cluster_size) * traced.per_sm
+    return min(at_once, traced.clusters)
+
+
 def loaded(record: Record) -> dict[int, float]:
     """The bytes of each tensor that a cluster loads by TMA."""
     loads: dict[int, float] = defaultdict(float)
@@ -56,16 +71,16 @@ def fetched(traced: Traced, gpu: Gpu) -> dict[int, float]:
     once; and once more if L2 keeps neither the tensor nor what all CTAs that run side by side fetch
     of it between two fetches of the same.
     """
-    size = traced.record.cluster_size
-    ctas = min(traced.clusters, clusters_at_once(gpu, size) * traced.per_sm) * size
+    size, count = traced.record.cluster_size, running(traced, gpu)
+    ctas = min(count, clusters_at_once(gpu, size) * traced.per_sm) * size
     missed = {}
     for at, f in traced.record.fetched.items():
-        once = min(f.size, f.different * traced.clusters)
+        once = min(f.size, f.different * count)
         lost = 0.0
         if f.size > gpu.l2_capacity:
             lost = sum(bytes_ for between, bytes_ in f.again if between * ctas > gpu.l2_kept)
-        all_ = f.loaded * traced.clusters
-        missed[at] = min(1.0, (once + lost * traced.clusters) / all_) if all_ else 0.0
+        all_ = f.loaded * count
+        missed[at] = min(1.0, (once + lost * count) / all_) if all_ else 0.0
     return missed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from cutex.sim.timing.machine_code import PIPES
@@ -35,6 +36,7 @@ class Memory:
     write_back: float = 1.0  # share of stored bytes that go on to HBM, those of sums aside
     waits: float = 1.0  # share of loads that wait for HBM: all where CTAs run in step
     fetched: dict[int, float] = field(default_factory=dict)  # the miss of ordinary loads, by tensor
+    stream: float = inf  # bytes per cycle that one SM takes from HBM, at most
     ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others are idle
     # by tensor, in place of `miss`, where one tile a CTA is all there is
     touches: dict[int, FirstTouch] = field(default_factory=dict)

@@ -201,12 +201,12 @@ class Warp:
         read = e.size * copies * (1.0 - g.l2_merged * m.shared)
         # NOTE: each row of a box is a request of its own, even if short or shared
         l2 = sm.l2.serve(at, max(read / g.l2_bytes, e.rows / g.l2_requests) * share) - m.ahead
-        miss, rate = m.miss, g.hbm_bytes
+        miss, rate = m.miss, g.hbm_bytes / share
         if touch := m.touches.get(e.source[0]):
             miss = touch.miss(self.running.loaded[e.source[0]])
             self.running.loaded[e.source[0]] += e.size
             rate *= g.hbm_burst
-        hbm = sm.hbm.serve(at, e.size * miss * share / rate) if miss else at
+        hbm = sm.hbm.serve(at, e.size * miss / min(rate, m.stream)) if miss else at
         latency = g.l2_latency + (g.hbm_latency * m.waits if miss else 0.0)
         if miss and e.source[0] not in sm.missed:
             sm.missed.add(e.source[0])
@@ -413,7 +413,8 @@ class Warp:
         taken = self.sm.lines.serve(now, e.lines * g.line_cycles)
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
         if miss:
-            hbm = self.sm.hbm.serve(now, size * miss * m.sms / g.hbm_bytes)
+            rate = min(g.hbm_bytes / m.sms, m.stream)
+            hbm = self.sm.hbm.serve(now, size * miss / rate)
             end = max(end, hbm - g.hbm_ahead)
         end += g.global_latency if miss > 0.5 else g.l2_latency
         if e.registers:

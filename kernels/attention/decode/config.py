@@ -95,21 +95,23 @@ class DecodeConfig(ScoreSpec):
         assert isinstance(problem, DecodeProblem)
         return replace(super().of(problem), used_k=True, page_size=problem.page_size)
 
-    def flops(self, problem: DecodeProblem) -> float:
-        """The MMA FLOPs of a problem, whose rows and keys fill whole tiles."""
+    def work(self, problem: DecodeProblem) -> tuple[float, float]:
+        """The MMA FLOPs of a problem, whose rows and keys fill whole tiles, and those of a unit; 0
+        for the latter where units differ, or are cut."""
         from cutex.device.attention.block_info import Band, BlockInfo
 
         left, right = problem.bounds
         band = Band(None if left is None else -left, 0 if problem.causal else right)
         pack = problem.heads_q // problem.heads_kv if self.packed else 1
         info = BlockInfo(self.tile_m, self.tile_n, band, pack)
-        queries, blocks = problem.seqlen_q, 0
+        queries, blocks = problem.seqlen_q, []
         for keys in problem.lengths:
             for m_block in range(info.num_m_blocks(queries)):
                 found = info.n_blocks(m_block, queries, keys)
-                blocks += found.end - found.first
-        tile = 2.0 * self.tile_m * self.tile_n * (self.head_dim + self.head_dim_v)
-        return tile * blocks * (problem.heads_q // pack)
+                blocks.append(found.end - found.first)
+        block = 2.0 * self.tile_m * self.tile_n * (self.head_dim + self.head_dim_v)
+        whole = self.parts == "one" and min(blocks) == max(blocks)
+        return block * sum(blocks) * (problem.heads_q // pack), block * blocks[0] * whole
 
     @property
     def ctas(self) -> int:
