@@ -1,1 +1,1 @@
-"""Kernels for rows, bound by memory: each row is read once, and kept in registers. For any arch."""
+"""Memory-bound kernels over rows, for any arch: each row is read once and kept on chip."""

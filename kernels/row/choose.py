@@ -1,4 +1,4 @@
-"""The tile of rows of a length: few threads for short rows, a cluster for long ones."""
+"""The tile for rows of a given length: few threads for short rows, a cluster for long ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ODD_LOSSES = 9  # the same of losses of rows that begin anywhere, of 16 threads 
 
 
 class TooLong(CutexError):
-    """A row that no tile holds, by the vectors in which it can be loaded."""
+    """A row that no tile can hold with the vectors that its alignment allows."""
 
 
 def tile(
@@ -62,13 +62,13 @@ def tile(
     lines: bool = True,
     in_warp: int = WIDE,
 ) -> RowTile:
-    """The tile of rows of `n` elements of so many bits.
+    """The tile for rows of `n` elements of `bits` bits.
 
-    unit: the elements of the widest vector that every row can be loaded by. shifted: rows begin
-    anywhere, all operands alike. wide: the vectors of a thread, from which on CTAs share a row: of
-    rows that are only read, more than WIDE. least: threads that share a row, at least. lines:
-    whether all rows begin with a whole line of memory. in_warp: the vectors of a thread, from which
-    on more than one warp share a row. Raises TooLong, in one sentence, for a row that no tile
+    unit: the elements of the widest vector that every row can be loaded by. shifted: rows start
+    anywhere, equally in all operands. wide: from this many vectors per thread on, several CTAs
+    share a row (rows that are only read take more than WIDE). least: the fewest threads that share
+    a row. lines: whether all rows start on a 128-byte line. in_warp: from this many vectors per
+    thread on, several warps share a row. Raises TooLong, in one sentence, for a row that no tile
     holds.
     """
     width = min(unit, VECTOR_BYTES * 8 // bits)
@@ -100,7 +100,7 @@ def tile(
 
 
 class BulkRows(NamedTuple):
-    """How rows come by bulk copies: see RowsBulkConfig."""
+    """How rows are bulk-copied: see RowsBulkConfig."""
 
     tile: RowTile
     words: int
@@ -111,10 +111,11 @@ class BulkRows(NamedTuple):
 def bulk_rows(
     m: int, n: int, widest: int, arch_name: str, least: int = BULK_LEAST
 ) -> BulkRows | None:
-    """How `m` rows of `n` elements of a softmax that lie one after another and begin anywhere come
-    by bulk copies to CTAs that have one, or a part of one, at a time. widest: the elements of 16
-    bytes. None for rows that are better taken otherwise, that no cluster holds, and where there
-    are no bulk copies."""
+    """How the bulk-copy softmax processes `m` dense rows of `n` elements, which start anywhere;
+    each CTA holds one row, or one part of it, at a time.
+
+    widest: the elements of 16 bytes. None for rows that another kernel handles better, that no
+    cluster holds, and on archs without bulk copies."""
     of = arch(arch_name)
     wanted = ROWS_ANYWHERE.get(widest)
     if of.capability < (9, 0) or wanted is None or m * n < least or n < wanted:
@@ -131,7 +132,7 @@ def bulk_rows(
 
 
 def _bulk_rows(n: int, tile: RowTile, room: int) -> BulkRows | None:
-    """The same by a tile; None without room."""
+    """The same for one tile; None if shared memory is too small."""
     words, resident = words_of(n, tile), BULK_THREADS // tile.threads
     slot = slot_bytes(tile.threads * words * 4)
     slots = min(ROWS_SLOTS, room // resident // slot)
@@ -141,16 +142,16 @@ def _bulk_rows(n: int, tile: RowTile, room: int) -> BulkRows | None:
 
 
 def words_of(n: int, tile: RowTile, whole: bool = False) -> int:
-    """The words of 32 bits that a thread of a tile has of a row of `n` elements, or of its CTA's
-    part of one. whole: each row begins with a word; else anywhere."""
+    """The 32-bit words per thread for a row of `n` elements, or for its CTA's part of one. whole:
+    each row starts on a word; otherwise anywhere."""
     per = tile.width // 4  # elements of a word
     part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
     return -(-(part + (per - 1) * (not whole)) // (tile.threads * per))
 
 
 def vectors_of(n: int, tile: RowTile) -> tuple[int, int, int]:
-    """The same in vectors of 16 bytes, of rows of whole ones: the words of a thread, those of a
-    vector, and how many of a thread's vectors may lie behind the row."""
+    """The same in 16-byte vectors, for rows of whole vectors: the words of a thread, the words of a
+    vector, and how many of a thread's vectors may be past the row's end."""
     per, vector = tile.width // 4, VECTOR_BYTES // 4
     part = n if tile.ctas == 1 else -(-n // (8 * tile.ctas)) * 8
     one_each = tile.threads * per * vector
@@ -159,8 +160,9 @@ def vectors_of(n: int, tile: RowTile) -> tuple[int, int, int]:
 
 
 def one_cta(other: RowTile) -> RowTile:
-    """One CTA of twice the threads instead of two that share a row, of which rows that are only
-    read take longer (docs/facts/rows.md#rows-cross-entropy-h200); other tiles as they are."""
+    """One CTA with twice the threads instead of two CTAs sharing a row, where sharing is slower
+    for rows that are only read (docs/facts/rows.md#rows-cross-entropy-h200); any other tile
+    unchanged."""
     if other.ctas != 2:
         return other
     return replace(other, threads=2 * other.threads, ctas=1)
@@ -170,8 +172,8 @@ def softmax(
     m: int, n: int, bits: int, arch_name: str, unit: int, shifted: bool = False,
     largest: int = LARGE_CLUSTER,
 ) -> RowTile:  # fmt: skip
-    """The tile of a softmax of `m` rows of `n` elements, to a cluster of `largest` CTAs at most,
-    the others as of `tile`."""
+    """The softmax tile for `m` rows of `n` elements, with clusters of at most `largest` CTAs; other
+    arguments as of `tile`."""
     if m * n < BULK_LEAST:
         return tile(n, bits, arch_name, unit, shifted)
     large = largest >= LARGE_CLUSTER and arch_name in LARGE_ARCHS
@@ -192,7 +194,7 @@ def softmax(
 
 
 def softmax_gradient(n: int, bits: int, arch_name: str, unit: int, shifted: bool) -> RowTile:
-    """The tile of the gradient of a softmax of rows of `n` elements, the others as of `tile`."""
+    """The tile of a softmax's gradient for rows of `n` elements; other arguments as of `tile`."""
     found = tile(n, bits, arch_name, unit, shifted)
     first, last = GRADIENT_ODD
     if shifted and found.width == 8 and first <= n <= last and found.ctas <= CLUSTER // 2:
@@ -203,8 +205,8 @@ def softmax_gradient(n: int, bits: int, arch_name: str, unit: int, shifted: bool
 
 
 def cross_entropy(n: int, bits: int, arch_name: str, unit: int, shifted: bool) -> RowTile:
-    """The tile of the losses of rows of `n` logits, the others as of `tile`: of rows that begin
-    anywhere, each of which has ends, few threads have many vectors."""
+    """The cross-entropy tile for rows of `n` logits; other arguments as of `tile`. For unaligned
+    rows few threads take many vectors each, since every row has ends to handle."""
     found = tile(n, bits, arch_name, unit, shifted, MOST, LEAST_THREADS, in_warp=IN_WARP)
     vectors = -(-(n + found.lead) // (found.threads // 2 * found.width))
     if shifted and 8 < found.threads <= WARP and vectors <= ODD_LOSSES:
@@ -216,29 +218,29 @@ def cross_entropy(n: int, bits: int, arch_name: str, unit: int, shifted: bool) -
 def rms_norm(
     m: int, n: int, bits: int, arch_name: str, unit: int, shifted: bool, lines: bool
 ) -> RowTile:
-    """The tile of an RMS norm of `m` rows of `n` elements that are not taken in turn, the others as
-    of `tile`."""
+    """The RMS norm tile for `m` rows of `n` elements in kernels that are not persistent; other
+    arguments as of `tile`."""
     found = tile(n, bits, arch_name, unit, shifted, NORM_WIDE, LEAST_THREADS, lines, IN_WARP)
     return found if m * n < BULK_LEAST or found.vectors >= WIDE else one_cta(found)
 
 
 def inner(other: RowTile) -> RowTile:
-    """The tile of rows that are only read, which ask for no end in most vectors, however many a
-    thread has (docs/facts/rows.md#rows-odd-ends)."""
+    """The tile for rows that are only read, whose inner vectors skip the bounds check however many
+    a thread has (docs/facts/rows.md#rows-odd-ends)."""
     return replace(other, inner=not other.aligned and other.threads * other.ctas > 1)
 
 
 def two_ctas(other: RowTile) -> RowTile:
-    """Two CTAs of 256 threads instead of four of 128, of which rows take longer
-    (docs/facts/rows.md#rows-softmax-wide); other tiles as they are."""
+    """Two CTAs of 256 threads instead of four of 128, which are slower
+    (docs/facts/rows.md#rows-softmax-wide); any other tile unchanged."""
     if (other.threads, other.ctas) != (CTA, 4):
         return other
     return replace(other, threads=2 * CTA, ctas=2)
 
 
 def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
-    """The tile of a part of a row of `n` elements, for kernels that take each part for itself: the
-    parts are as many as WIDE vectors a thread make, and alike."""
+    """The tile for equal parts of a row of `n` elements, in kernels that process each part
+    independently: as many parts as it takes to leave a thread at most WIDE vectors."""
     width = min(unit, VECTOR_BYTES * 8 // bits)
     vectors = -(-(n + (width - 1) * shifted) // width)
     parts = -(-vectors // (WIDE * CTA))
@@ -246,13 +248,12 @@ def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
 
 
 def walk(bits: int, unit: int, shifted: bool = False) -> RowTile:
-    """The tile of one CTA that goes along a long row, part by part."""
+    """The tile of one CTA that loops over a long row, part by part."""
     return RowTile(1, 2 * CTA, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
 
 
 def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
-    """The tile of rows that are scanned: of whole ones by one CTA, or of a large part, so that
-    there are few parts to look back at."""
+    """The tile for scans: one CTA for a whole row, or large parts, so that look-back spans few."""
     width = min(unit, VECTOR_BYTES * 8 // bits)
     vectors = -(-(n + (width - 1) * shifted) // width)
     threads = power(-(-vectors // WIDE), 32, SCANNERS)
@@ -261,5 +262,5 @@ def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
 
 
 def power(x: int, least: int, most: int) -> int:
-    """The smallest power of two that is at least x, within bounds."""
+    """The smallest power of two that is at least x, clamped to the bounds."""
     return min(most, max(least, 1 << (x - 1).bit_length()))

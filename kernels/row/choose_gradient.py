@@ -1,4 +1,4 @@
-"""The tiles of a norm's gradient, whose threads keep sums of their columns."""
+"""Tiles for a norm's gradient, whose threads accumulate column sums."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ SUMS_LARGE: dict[tuple[int, int], Spans] = {
 
 
 def with_sums(n: int, other: RowTile, centred: bool = True) -> RowTile:
-    """The tile of rows of `n` elements whose threads keep sums of their columns, as the gradient of
-    a layer norm, or an RMS norm, does: `other`, or one with other threads and CTAs."""
+    """The tile for rows of `n` elements whose threads accumulate column sums, as the gradient of a
+    layer norm or RMS norm does: `other`, or one with other threads and CTAs."""
     threads, ctas = other.threads, other.ctas
     if other.width == 1:
         for (least, most), found in SUMS_BY_ELEMENT.items():
@@ -95,7 +95,7 @@ def with_sums(n: int, other: RowTile, centred: bool = True) -> RowTile:
 
 
 class BulkGradient(NamedTuple):
-    """How rows of a norm's gradient come by bulk copies: see BackwardBulkConfig."""
+    """How rows of a norm's gradient are bulk-copied: see BackwardBulkConfig."""
 
     tile: RowTile
     words: int
@@ -111,11 +111,12 @@ def bulk_gradient(
     m: int, n: int, widest: int, sums: int, weight_bytes: int, arch_name: str,
     least: int = BULK_LEAST, *, aligned: bool = False, largest: int = LARGE_CLUSTER,
 ) -> BulkGradient | None:  # fmt: skip
-    """How `m` rows of `n` elements of a norm's gradient that lie one after another come by bulk
-    copies: widest: the elements of 16 bytes; sums: of columns, 0 to 2; weight_bytes: of an element
-    of the weights, 0 if there are none; aligned: rows and weights begin with 16 bytes; largest: the
-    CTAs of a cluster at most. None for rows that are better taken otherwise, that no cluster holds,
-    and where there are no bulk copies."""
+    """How the bulk-copy gradient of a norm processes `m` dense rows of `n` elements.
+
+    widest: the elements of 16 bytes; sums: column sums wanted, 0 to 2; weight_bytes: of one weight,
+    0 if there are none; aligned: rows and weights start on 16 bytes; largest: the most CTAs in a
+    cluster. None for rows that another kernel handles better, that no cluster holds, and on archs
+    without bulk copies."""
     of = arch(arch_name)
     largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
     if of.capability >= (9, 0) and m * n >= least:
@@ -152,7 +153,8 @@ def bulk_gradient(
 
 
 def _by_tile(n: int, tile: RowTile, relays: bool, vectors: bool, room: int) -> BulkGradient | None:
-    """The same by a tile, with weights in registers, of vectors or words; None without room."""
+    """The same for one tile, with weights in registers, by vectors or words; None if it does not
+    fit."""
     words, vector, last = vectors_of(n, tile) if vectors else (words_of(n, tile), 0, 0)
     slot = slot_bytes(tile.threads * words * 4)
     least = LEAST_SLOTS + relays
@@ -167,7 +169,7 @@ def _bulk_gradient(
     n: int, tile: RowTile, sums: int, weight_bytes: int, room: int, slots: tuple[int, ...],
     held: str,
 ) -> BulkGradient | None:  # fmt: skip
-    """The same by a tile, with weights `held` somewhere; None without room."""
+    """The same for one tile, with weights `held` in the given memory; None if it does not fit."""
     words, resident = words_of(n, tile), BULK_THREADS // tile.threads
     elements = words * tile.width // 4
     in_registers = elements * (sums + weight_bytes / 4)

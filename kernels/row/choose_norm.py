@@ -1,4 +1,4 @@
-"""How rows of a norm come to threads: by the element, by vectors, or by bulk copies."""
+"""How a norm loads its rows: element by element, by vectors, or by bulk copies."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ RESIDENT_LONG, RESIDENT_FULL, RESIDENT_MOST = 20_481, 0.85, 65_536
 
 
 class Bulk(NamedTuple):
-    """How rows come by bulk copies: see BulkConfig."""
+    """How rows are bulk-copied: see BulkConfig."""
 
     tile: RowTile
     words: int
@@ -114,9 +114,9 @@ class Bulk(NamedTuple):
 
 
 def by_smem(n: int, other: RowTile) -> RowTile | None:
-    """The tile of a layer norm's rows of `n` elements that come by smem, by whole vectors: one CTA
-    with few vectors a thread, since threads that meet in a cluster take longer; `other` for long
-    rows. None for rows that better come as `other` has them, to registers."""
+    """The tile for a layer norm that stages rows of `n` elements in smem by whole vectors: one CTA
+    with few vectors per thread, since synchronising a cluster is slower; `other` for long rows.
+    None where loading straight to registers, as `other` does, is faster."""
     width, vectors = other.width, -(-n // other.width)
     if not other.aligned or not STAGED_LEAST[width] <= vectors <= STAGED_MOST[width]:
         return None
@@ -130,9 +130,9 @@ def by_smem(n: int, other: RowTile) -> RowTile | None:
 
 
 def by_element(n: int, other: RowTile, centred: bool) -> tuple[RowTile, int, int] | None:
-    """The tile of a norm's rows of `n` elements that begin anywhere, as `other` has them, and
-    whose columns go round the threads; the columns and the rows of a thread. None for rows that
-    are better taken as `other` has them."""
+    """For a norm of unaligned rows of `n` elements, whose columns are dealt to the threads element
+    by element: the tile, the columns per thread and the rows per thread. None where `other` is
+    faster."""
     least, most = BY_ELEMENT[centred]
     each = ELEMENTS.get(other.width)
     if other.aligned or each is None or not least <= n <= min(most, 1024 * each):
@@ -147,9 +147,8 @@ def by_element(n: int, other: RowTile, centred: bool) -> tuple[RowTile, int, int
 def dense(
     m: int, n: int, other: RowTile, centred: bool, least: int = DENSE_LEAST
 ) -> tuple[RowTile, int, int] | None:
-    """The tile of `m` rows of `n` elements, a norm's, that lie one after another and begin
-    anywhere, as `other` has them; the words and the rows of a thread. None for rows that are better
-    taken as `other` has them."""
+    """For a norm of `m` dense unaligned rows of `n` elements: the tile, the words per thread and
+    the rows per thread. None where `other` is faster."""
     longest = DENSE.get(other.width)
     if other.aligned or longest is None or n > longest[centred] or m * n < least:
         return None
@@ -165,9 +164,9 @@ def bulk(
     m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST, *,
     largest: int = LARGE_CLUSTER,
 ) -> Bulk | None:  # fmt: skip
-    """How `m` rows of `n` elements, a norm's, that lie one after another come by bulk copies, to
-    a part of a warp, a CTA or a cluster of `largest` CTAs at most. None for rows that are better
-    taken as `other` has them, and where there are no bulk copies."""
+    """How the bulk-copy norm processes `m` dense rows of `n` elements: by part of a warp, a CTA, or
+    a cluster of at most `largest` CTAs. None where `other` is faster, and on archs without bulk
+    copies."""
     of = arch(arch_name)
     if of.capability < (9, 0) or m * n < least:
         return None
@@ -193,8 +192,8 @@ def _bulk(
     n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: int, *,
     vectors: bool = False,
 ) -> Bulk | None:  # fmt: skip
-    """The same with so many threads for a row in each of so many CTAs, or by vectors; None without
-    room."""
+    """The same with this many threads and CTAs for a row, or by vectors; None if it does not
+    fit."""
     rows = max(1, BULK_CTA // threads) if ctas == 1 and not vectors else 1
     tile = RowTile(rows, threads, ctas, 1, other.width, False)
     words, vector, last = words_of(n, tile, other.aligned), 0, 0
@@ -218,14 +217,15 @@ def _bulk(
 
 
 def _known(n: int, other: RowTile, centred: bool) -> tuple[int, int] | None:
-    """The threads and CTAs of a row by bulk copies that a table has; None if none has."""
+    """The threads and CTAs for a bulk-copied row that the measured table names; None if it has no
+    entry."""
     tables = BULK_BY_VECTORS if other.aligned else BULK_BY_WORDS
     spans = tables.get((centred, other.width), {})
     return next((how for (first, last), how in spans.items() if first <= n <= last), None)
 
 
 def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
-    """Whether a norm's rows of `n` elements are better taken by bulk copies than as `other`."""
+    """Whether bulk copies beat `other` for a norm's rows of `n` elements."""
     least = BULK_ANYWHERE.get(other.width)
     if least is None:
         return False
@@ -236,7 +236,7 @@ def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
 
 
 class Resident(NamedTuple):
-    """How aligned rows are taken in turn: see ResidentConfig."""
+    """How a persistent kernel processes aligned rows: see ResidentConfig."""
 
     tile: RowTile
     resident: int
@@ -246,9 +246,8 @@ def resident(
     m: int, n: int, other: RowTile, centred: bool, arch_name: str, least: int = BULK_LEAST,
     *, dense: bool = False,
 ) -> Resident | None:  # fmt: skip
-    """How `m` rows of `n` elements, a norm's, whose vectors are of 16 bytes, are taken in turn by
-    CTAs that stay; dense: they lie one after another. None for rows that are better taken as
-    `other` has them, or by bulk copies."""
+    """How persistent CTAs process `m` rows of `n` elements of a norm, with 16-byte vectors; dense:
+    rows are contiguous. None where `other` or bulk copies are faster."""
     known = dense and other.aligned and _known(n, other, centred)
     if known and bulk(m, n, other, centred, arch_name) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits, each read once, and its gradient."""
+"""Cross-entropy over rows of logits, each read once, and its gradient."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAST, ONE, SHARED = "last", "one", "shared"  # who adds up losses
 
 @dataclass(frozen=True)
 class CrossEntropyConfig:
-    """A cross-entropy of rows, and the tile."""
+    """What a cross-entropy computes, and its tile."""
 
     tile: RowTile
     smoothed: bool = False  # labels are smoothed: the sum of a row's logits counts, too
@@ -56,13 +56,14 @@ SCALARS = Scalar("smoothing"), Scalar("z_loss"), Scalar("ignored", "int32")
 
 
 def one(name: str) -> Operand:
-    """An operand of a single number."""
+    """An operand that is a single number."""
     return Operand(name, ("one",), "fp32", aligned=False, whole=False)
 
 
 class CrossEntropy(RowKernel):
-    """loss = lse - (1 - s) x[target] - s mean(x) + z lse^2; 0 where the target is ignored. Their
-    sum or mean, and the count of rows that it is of, always added up in the same order."""
+    """loss = lse - (1 - s) x[target] - s mean(x) + z lse^2; 0 where the target is ignored.
+
+    Also their sum or mean, added up in a fixed order, and the count of rows in it."""
 
     title = "cross_entropy"
 
@@ -143,7 +144,7 @@ class CrossEntropy(RowKernel):
 
     @cute.jit
     def add_up_if_last(self, mLosses, mTarget, totals, ignored) -> None:
-        """The total, by the CTA that finds all others counted."""
+        """Add up the total in whichever CTA finds that all others have finished."""
         mLoss, mCount, mCounter = totals
         threads, thread = self.config.tile.num_threads, cute.arch.thread_idx()[0]
         is_last = SmemAllocator().allocate_tensor(Int32, cute.make_layout(1), 4)
@@ -160,7 +161,7 @@ class CrossEntropy(RowKernel):
     def read_label(
         self, gX: cute.Tensor, columns: Columns, speaks: Boolean, target: Any, label: cute.Tensor
     ) -> None:
-        """Load the target's logit of the row gX (N), if this thread speaks for it."""
+        """Load the target's logit of the row gX (N), in the one thread that holds it."""
         if speaks & columns.holds(target.to(cutlass.Int64)):
             word = cute.recast_tensor(label, WORDS[gX.element_type.width])
             at = gX.iterator + Int32(target)
@@ -168,8 +169,9 @@ class CrossEntropy(RowKernel):
 
     @cute.jit
     def of_part(self, columns: Columns, x: Any) -> Values:
-        """What this thread knows of a row by x (V, NumV): the maximum, the sum of exponentials
-        relative to it and, where labels are smoothed, its part of the mean of logits."""
+        """A thread's partial result for its elements x (V, NumV): the maximum, the sum of
+        exponentials relative to it and, with label smoothing, their contribution to the mean of the
+        logits."""
         own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         sums = [exp(x - above(own)).reduce(cute.ReductionOp.ADD, Float32(0), 0)]
         if cutlass.const_expr(self.config.smoothed):
@@ -181,7 +183,7 @@ class CrossEntropy(RowKernel):
         self, gX: cute.Tensor, columns: Columns, rX: cute.Tensor, speaks: Boolean, target: Any,
         label: cute.Tensor,
     ) -> Values:  # fmt: skip
-        """The same of all parts of a row gX (N), of which rX has the first."""
+        """The same over all parts of a row gX (N); rX has the first."""
         found = (-Float32.inf, *[Float32(0)] * (1 + self.config.smoothed))
         parts = parts_of(self.config.tile, gX)
         for part in cutlass.range(parts, unroll=1):
@@ -195,14 +197,14 @@ class CrossEntropy(RowKernel):
 
     @cute.kernel
     def total(self, mLosses, mTarget, mLoss, mCount, ignored) -> None:
-        """The sum, or the mean, of mLosses (M), always in the same order."""
+        """The sum or mean of mLosses (M), in a fixed order."""
         total, count = self.added(mLosses, mTarget, ignored, 0, 1)
         if cute.arch.thread_idx()[0] == 0:
             self.store_total(total, count, mLoss, mCount)
 
     @cute.kernel
     def parts(self, mLosses, mTarget, mParts, ignored) -> None:
-        """The sum and the count of each CTA's share of many losses, to mParts (2, P)."""
+        """Write the sum and count of each CTA's share of many losses to mParts (2, P)."""
         part = cute.arch.block_idx()[0]
         total, count = self.added(mLosses, mTarget, ignored, part, TOTAL_PARTS)
         if cute.arch.thread_idx()[0] == 0:
@@ -210,7 +212,7 @@ class CrossEntropy(RowKernel):
 
     @cute.kernel
     def total_of_parts(self, mParts, mLoss, mCount) -> None:
-        """The sum, or the mean, of those of all CTAs."""
+        """The sum or mean over the shares of all CTAs."""
         (reduction,) = reductions(RowTile(1, TOTAL_PARTS), 2)
         thread = cute.arch.thread_idx()[0]
         total, count = reduction((mParts[0, thread], mParts[1, thread]), add)
@@ -227,8 +229,8 @@ class CrossEntropy(RowKernel):
         parts: cutlass.Constexpr[int],
         threads: cutlass.Constexpr[int] = TOTAL_THREADS,
     ) -> Values:
-        """The sum of every `parts`-th share of mLosses (M), one for each of the CTA's `threads`,
-        and how many count."""
+        """The sum of every `parts`-th share of mLosses (M), one share per thread of the CTA's
+        `threads`, and how many losses count."""
         (reduction,) = reductions(RowTile(1, threads), 2)
         first = cute.arch.thread_idx()[0] + part * threads
         total, count = Float32(0), Float32(0)
@@ -257,7 +259,7 @@ class CrossEntropy(RowKernel):
 
 class CrossEntropyBackward(RowKernel):
     """dx = dloss * ((1 + 2 z lse) exp(x - lse) - s / N - (1 - s where x is the target)), part by
-    part of a row; dx may be x. 0 where the target is ignored."""
+    part of a row; 0 where the target is ignored. dx may alias x."""
 
     title = "cross_entropy_backward"
 
@@ -318,16 +320,16 @@ class CrossEntropyBackward(RowKernel):
 
 
 def load_now(pointer: cute.Pointer) -> Any:
-    """What is in gmem there, loaded here.
+    """The value at a gmem address, loaded right here.
 
-    NOTE: a plain load sinks to where its value is needed, behind the row's reduction, and then
-    everyone waits for it (docs/facts/rows.md#rows-cross-entropy-label).
+    NOTE: a plain load sinks to where its value is used, after the row's reduction, and everyone
+    then waits for it (docs/facts/rows.md#rows-cross-entropy-label).
     """
     return cute.arch.load(pointer, pointer.dtype, sem="relaxed", scope="gpu")
 
 
 def part_of_mean(columns: Columns, x: Any) -> Float32:
-    """What x (V, NumV), this thread's elements of a row, adds to the row's mean."""
+    """What this thread's elements x (V, NumV) contribute to the row's mean."""
     # NOTE: a sum of logits may overflow where their mean does not, and lse - inf would be NaN
     share = columns.where_held(x) * (Float32(1) / Float32(columns.n))
     return share.reduce(cute.ReductionOp.ADD, Float32(0), 0)

@@ -1,5 +1,4 @@
-"""Cross-entropy of rows of logits, whose gradient takes their place: each is read and written
-once."""
+"""Cross-entropy whose gradient overwrites the logits: each is read and written once."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from cutex.kernels.row.softmax import above, exp
 
 
 class CrossEntropyInPlace(RowKernel):
-    """losses = lse - (1 - s) x[target] - s mean(x) + z lse^2, and x becomes their gradient, of the
-    mean divided by `count`. Of rows whose target is ignored both are 0."""
+    """losses = lse - (1 - s) x[target] - s mean(x) + z lse^2, and x becomes the gradient of their
+    sum divided by `count`. Both are 0 in rows whose target is ignored."""
 
     title = "cross_entropy_in_place"
 
@@ -95,7 +94,7 @@ class CrossEntropyInPlace(RowKernel):
 
     @cute.jit
     def at(self, columns: Columns, rX: cute.Tensor, target: cutlass.Int64) -> Float32:
-        """The logit of the target, 0 in a thread that does not have it."""
+        """The target's logit in the thread that holds it; 0 in all others."""
         found = Float32(0)
         for i in cutlass.range_constexpr(self.tile.vectors):
             for j in cutlass.range_constexpr(self.tile.width):

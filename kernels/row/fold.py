@@ -1,4 +1,4 @@
-"""What a reduction makes of elements: their sum, their largest, or where the largest one is."""
+"""What a reduction computes: a sum, a maximum or minimum, or its index."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KINDS = ("sum", "max", "argmax")
 class Fold:
     """An associative and commutative combination of values in fp32.
 
-    Of "argmax" they are two words: the element as an integer that orders as it does, a NaN above
-    all, and its index; of equal ones the first counts.
+    A value of "argmax" is two words: the element as an integer that sorts as it does, NaN above
+    everything, and its index; among equal elements the first wins.
     """
 
     kind: str
@@ -35,22 +35,22 @@ class Fold:
 
     @property
     def count(self) -> int:
-        """The words of a value."""
+        """The number of 32-bit words of a value."""
         return 2 if self.kind == "argmax" else 1
 
     @property
     def fill(self) -> Any:
-        """What an element that is not there counts as."""
+        """The value loaded for elements outside the row."""
         return 0 if self.kind == "sum" else -self.sign * Float32.inf
 
     def start(self) -> Values:
-        """The value of no elements."""
+        """The identity: the value of no elements."""
         if self.kind == "argmax":
             return float_of(Int32(LEAST)), float_of(Int32(MOST))
         return (Float32(0) if self.kind == "sum" else -Float32.inf,)
 
     def of(self, x: Float32, index: Int32) -> Values:
-        """The value of one element."""
+        """The value of a single element."""
         x = x if self.sign == 1 else -x
         if self.kind != "argmax":
             return (x,)
@@ -68,7 +68,7 @@ class Fold:
         return tuple(float_of(cutlass.select_(first, p, q)) for p, q in ((a, b), (i, j)))
 
     def result(self, values: Values, scale: Float32) -> Any:
-        """What is stored: a sum times `scale`, the element, or its index."""
+        """The stored result: a sum times `scale`, the element, or its index."""
         if self.kind == "sum":
             return values[0] * scale
         if self.kind == "max":

@@ -1,4 +1,4 @@
-"""Counts of elements by bins of equal width: each CTA counts in smem, and adds what it found."""
+"""Counts of elements in bins of equal width: each CTA counts in smem, then adds to gmem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_SMEM = 8192  # bins that a CTA counts in its smem; of more, each element is a
 
 @dataclass(frozen=True)
 class HistogramConfig:
-    """The number of bins, and the tile of a part of the elements."""
+    """The number of bins, and the tile for a part of the elements."""
 
     tile: RowTile
     bins: int
@@ -79,7 +79,7 @@ class Histogram(RowKernel):
 
     @cute.jit
     def count(self, own: cute.Tensor, x: Float32, numbers: tuple) -> None:
-        """Count one element; a NaN is neither above nor below anything."""
+        """Count one element; NaN is in no bin."""
         low, high, scale = numbers
         if (x >= low) & (x <= high):
             b = cutlass.min(Int32((x - low) * scale), self.config.bins - 1)

@@ -1,4 +1,4 @@
-"""What all row kernels share: archs and dtypes, operands, and which row a thread works on."""
+"""What all row kernels share: archs, dtypes, operands, and the row of each thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 
 
 class RowKernel:
-    """A kernel for rows: its name, its config with a tile, the archs and dtypes that it takes."""
+    """A kernel over rows: its name, a config with a tile, and the archs and dtypes it supports."""
 
     archs: tuple[str, ...] = ARCHS
     dtypes = ("bf16", "fp16", "fp32")
@@ -47,7 +47,7 @@ class RowKernel:
 
 @dataclass(frozen=True)
 class ThisRow:
-    """The row of a thread. Behind the last row it reads the last one, and stores nothing."""
+    """The row of a thread. A thread past the last row reads the last one and stores nothing."""
 
     row: Int32
     rows: Int32
@@ -62,8 +62,8 @@ class ThisRow:
         return self.row < self.rows
 
     def is_between(self, mX: cute.Tensor, width: int) -> cutlass.Boolean:
-        """Whether the `width` elements before and after this row of mX (M, N) are mX's, too: those
-        of the rows beside it. What lies between rows of a view is not."""
+        """Whether the `width` elements before and after this row of mX (M, N) belong to
+        neighbouring rows of mX, and may be read. Gaps between the rows of a view may not."""
         step, n = mX.stride[0], cute.size(mX, mode=[1])
         dense = (step == n) & (n >= width)
         return dense & (self.row > 0) & (self.row < self.rows - 1)
@@ -74,7 +74,7 @@ class ThisRow:
 
 
 def row_of(mX: cute.Tensor, this: ThisRow, columns: Columns, fill: float = 0) -> cute.Tensor:
-    """A row of mX (M, N), which nothing writes to, in registers (V, NumV); `fill` elsewhere."""
+    """A read-only row of mX (M, N) in registers (V, NumV); `fill` outside it."""
     tile = columns.tile
     # NOTE: with more vectors a thread, its registers cost more than the ends do
     few = tile.vectors <= MOST_WITH_WHOLE_ENDS  # docs/facts/rows.md#rows-ends-loaded-whole
@@ -94,7 +94,7 @@ def column_vector(name: str, dtype: str, tile: RowTile) -> Operand:
 
 
 def by_vectors(tile: RowTile, dtype: str) -> bool:
-    """Whether the tile loads all elements of this dtype by the widest vectors."""
+    """Whether the tile loads every element of this dtype by its widest vectors."""
     return tile.aligned and DTYPES[dtype].bytes(tile.width) >= VECTOR_BYTES
 
 
@@ -104,7 +104,7 @@ def row_vector(name: str, dtype: str = "fp32") -> Operand:
 
 
 def launch_of(tile: RowTile, mX: cute.Tensor, stream: Any) -> dict[str, Any]:
-    """The arguments of the launch of a kernel whose clusters take the rows of mX in order."""
+    """Launch arguments: the grid's clusters take the rows of mX in order."""
     blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows) * tile.ctas
     return {
         "grid": (blocks, 1, 1),
@@ -115,12 +115,12 @@ def launch_of(tile: RowTile, mX: cute.Tensor, stream: Any) -> dict[str, Any]:
 
 
 def parts_of(tile: RowTile, gX: cute.Tensor) -> Int32:
-    """The parts of a row gX (N) that a tile holds one of."""
+    """A row gX (N) divided into parts of a tile's length."""
     return cute.ceil_div(cute.size(gX) + tile.lead, tile.columns + tile.lead)
 
 
 def reductions(tile: RowTile, *counts: int, repeated: bool = False) -> list[RowReduction]:
-    """Reductions of so many values each, ready to be called by all threads."""
+    """A reduction for each number of values given, ready to be called by all threads."""
     smem = SmemAllocator()
     made = [RowReduction.allocate(smem, tile, count, repeated) for count in counts]
     if tile.ctas > 1:
@@ -129,19 +129,20 @@ def reductions(tile: RowTile, *counts: int, repeated: bool = False) -> list[RowR
 
 
 def repeated(tile: RowTile, count: int) -> RowReduction:
-    """A reduction of so many values, for more than two turns."""
+    """A reduction of this many values that may be called more than twice."""
     return reductions(tile, count, repeated=True)[0]
 
 
 def relayed(tile: RowTile, count: int) -> RelayedReduction:
-    """A reduction of so many values over rows taken in turn, each by all CTAs of a cluster."""
+    """A reduction of this many values over successive rows, each shared by all CTAs of a
+    cluster."""
     made = RelayedReduction.allocate(SmemAllocator(), tile, count)
     publish_barriers(made.barriers, cluster=True)
     return made
 
 
 def launch_of_groups(tile: RowTile, resident: int, groups: Int32, stream: Any) -> dict[str, Any]:
-    """The arguments of the launch of CTAs, or clusters, that stay: `resident` of an SM."""
+    """Launch arguments of persistent CTAs or clusters: `resident` CTAs on each SM."""
     return {
         "grid": (groups * tile.ctas, 1, 1),
         "block": (tile.num_threads, 1, 1),

@@ -1,5 +1,5 @@
-"""The configs of ladders of rows: CTAs that go over a row more than once, and those that hold it.
-Loads no DSL."""
+"""Configs of the row ladders: CTAs that pass over a row several times, and those that hold it. Does
+not import the DSL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINE = 128  # bytes of memory
 
 @dataclass(frozen=True)
 class PassesConfig:
-    """A CTA that goes over its row more than once."""
+    """A CTA that passes over its row several times."""
 
     threads: int = 256
     vectors: int = 0  # loads of `width` elements of a thread at one time; 0: it loads one element
@@ -74,7 +74,7 @@ class WholeConfig:
     def chosen(
         self, problem: RowProblem, bits: int, arch: str, width: int, shifted: bool
     ) -> RowTile:
-        """The tile of the function."""
+        """The tile that the production function chooses."""
         m, n = problem.rows, problem.columns
         if not self.shared:
             return choose.softmax(m, n, bits, arch, width, shifted)
@@ -96,6 +96,6 @@ class WholeConfig:
 
 
 def loads(problem: RowProblem) -> tuple[int, bool]:
-    """The elements of a vector, and whether every row begins at a multiple of one."""
+    """The elements of a vector, and whether every row starts on a vector boundary."""
     width = DTYPES[problem.dtype].elements(VECTOR)
     return width, problem.columns % width == 0

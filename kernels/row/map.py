@@ -1,4 +1,4 @@
-"""A function of the user's own over the elements of any number of tensors."""
+"""An elementwise user-defined function of any number of tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOADS = ("vector", "one", "element")  # next to each other, the same for all, or
 
 @dataclass(frozen=True)
 class MapConfig:
-    """The function, the tensors that it takes, and how they are loaded.
+    """The function, the tensors it takes, and how they are loaded.
 
-    NOTE: the repr of the function, which identifies what it computes, is part of the compile key.
+    NOTE: the function's repr, which identifies what it computes, is part of the compile key.
     """
 
     function: UserFunction
@@ -36,14 +36,13 @@ class MapConfig:
 
     @property
     def cacheable(self) -> bool:
-        """Whether other processes may use the kernel, too."""
+        """Whether the compiled kernel may be cached for other processes."""
         return self.function.cacheable
 
 
 class Map:
-    """y = function(x0, x1, ..) of tensors (D0, .., Dn), broadcast by strides of 0; y is contiguous.
-
-    A thread has `vectors` along the last mode.
+    """y = function(x0, x1, ...) of tensors (D0, ..., Dn), broadcast by strides of 0; y is
+    contiguous. A thread processes `vectors` vectors along the last mode.
     """
 
     archs = ARCHS
@@ -88,7 +87,8 @@ class Map:
             self.store(rY, mY, places[i])
 
     def place(self, mY: cute.Tensor, vector: Int32) -> tuple[Any, ...]:
-        """The coordinates of a vector's first element; past the end the first is too large."""
+        """The coordinates of a vector's first element; past the end the first coordinate is out of
+        range."""
         c = self.config
         across = cute.ceil_div(mY.shape[-1], c.width)
         found: list[Any] = [vector % across * c.width]
@@ -99,13 +99,13 @@ class Map:
         return (at, *found) if c.rank > 1 else (vector * c.width,)
 
     def exists(self, mY: cute.Tensor, place: tuple[Any, ...], j: int) -> Any:
-        """Whether element j of a vector lies in the tensor."""
+        """Whether element j of a vector is inside the tensor."""
         there = place[-1] + j < mY.shape[-1]
         return there & (place[0] < mY.shape[0]) if self.config.rank > 1 else there
 
     @cute.jit
     def loaded(self, k: int, mX: cute.Tensor, place: tuple) -> cute.Tensor:
-        """The elements of tensor k of a vector (V), 0 where there are none."""
+        """The elements of tensor k in a vector (V), 0 outside the tensor."""
         c = self.config
         rX = cute.make_rmem_tensor(c.width, mX.element_type)  # (V)
         rX.fill(0)
@@ -132,7 +132,7 @@ class Map:
                     mY[(*place[:-1], place[-1] + j)] = rY[j]
 
     def vector(self, mX: cute.Tensor, place: tuple[Any, ...]) -> cute.Tensor:
-        """A vector of neighbours in the last mode, which begins at a multiple of its size."""
+        """A vector of consecutive elements in the last mode, aligned to its own size."""
         width, bits = self.config.width, mX.element_type.width
         start = cute.domain_offset(place, mX).iterator.toint()
         align = min(width * bits // 8, VECTOR_BYTES)

@@ -1,4 +1,4 @@
-"""The moments of rows whose threads meet in warps first, and then all: few instructions a row."""
+"""The moments of a row, combined first within warps and then across them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ CHAINS = 4  # sums that are added up beside each other, so that none waits for t
 
 @dataclass(frozen=True)
 class Moments:
-    """How the threads of rows of n columns, which all lie alike to them, find the moments of a row,
-    or the sum of its squares (of an RMS norm): the reduction over the row's threads, how many
-    columns this thread's warp, and its CTA of a cluster, have of a row, and the reciprocals of all
-    counts."""
+    """What the threads of a row of n columns need to compute its moments, or its sum of squares
+    (RMS norm).
+
+    The reduction over the row's threads, the number of columns held by this thread's warp and by
+    its CTA of a cluster, and the reciprocals of these counts."""
 
     centred: bool
     sums: Sums
@@ -36,8 +37,8 @@ class Moments:
     def of(
         centred: bool, sums: Sums, own: Float32 | None, n: Int32, part: Int32 | None = None
     ) -> Moments:
-        """own: the columns that this thread has of a row; None of an RMS norm. part: those that its
-        CTA has, if not all."""
+        """own: the number of columns this thread holds; None for an RMS norm. part: the number its
+        CTA holds, if not all."""
         of_warp, of_cta = Float32(0), Float32(n if part is None else part)
         if own is not None:
             of_warp = lanes((own,), add, min(sums.tile.threads, WARP))[0]
@@ -46,30 +47,31 @@ class Moments:
 
     @property
     def group(self) -> int:
-        """The threads of a warp that share a row."""
+        """The number of threads of a warp that share a row."""
         return min(self.sums.tile.threads, WARP)
 
     def mean_of_warp(self, x: list[Float32]) -> Float32:
-        """The mean of what the warp has of a row, of which this thread has x, 0 elsewhere."""
+        """The mean of the warp's elements of a row; x are this thread's, 0 outside the row."""
         return lanes((folded(x, plus),), add, self.group)[0] * self.by_warp
 
     def squares_of_warp(self, x: list[Float32]) -> Float32:
-        """The sum of squares of the elements that the warp has."""
+        """The sum of squares of the warp's elements."""
         return lanes((folded(x, squared),), add, self.group)[0]
 
     def gather(self, found: list[Values], group: int) -> Values:
-        """The moments of a row, or the sum of its squares, of those of its parts, of which `group`
-        lanes have some each."""
+        """The moments, or the sum of squares, of a whole row, from those of its parts; each of
+        `group` lanes holds some."""
         return self.gathered(found, group, self.by_n)
 
     def gather_of_cta(self, found: list[Values], group: int) -> Values:
-        """The same of a CTA's part of a row, as a part: with how many columns it has."""
+        """Like `gather`, for one CTA's part of a row; its number of columns comes first, so that it
+        can be combined again."""
         gathered = self.gathered(found, group, self.by_cta)
         return (self.of_cta, *gathered) if self.centred else gathered
 
     def gathered(self, found: list[Values], group: int, by_count: Float32) -> Values:
-        """The moments of parts that have `1 / by_count` columns. Their means come as differences
-        from the first one's, so that a mean far from 0 costs no digits."""
+        """The combined moments of parts of `1 / by_count` columns each. Their means are taken
+        relative to the first part's, so that a mean far from 0 loses no digits."""
         if not self.centred:
             return pairwise(add)(found, group)
         first = cute.arch.shuffle_sync(found[0][1], 0)

@@ -1,4 +1,5 @@
-"""Norms of rows, each read once: y = (x - mean) * rstd * weight + bias, or without the mean."""
+"""Layer and RMS norms of rows, each read once: y = (x - mean) * rstd * weight + bias, or without
+the mean."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ MEETS_ONCE = {8: 4096, 4: 32768}  # docs/facts/rows.md#rows-layer-norm-by-smem
 
 
 def merged(a: Values, b: Values) -> Values:
-    """The moments of two sets of elements together: how many, their mean, and the sum of squares of
-    the differences from it. Source: Chan, Golub and LeVeque, Updating formulae and a pairwise
-    algorithm for computing sample variances, 1979."""
+    """The moments of the union of two sets of elements: the count, the mean, and the sum of squared
+    differences from it.
+
+    Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample
+    variances, 1979."""
     count = a[0] + b[0]
     deviation = b[1] - a[1]
     part = b[0] * cute.arch.rcp_approx(cute.arch.fmax(count, Float32(1)))
@@ -41,7 +44,7 @@ def merged(a: Values, b: Values) -> Values:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """A norm of rows: what it computes, and the tile.
+    """What a norm computes, and its tile.
 
     The optional operands come in this order: residual, weight, bias, summed (x + residual), mean,
     rstd.
@@ -58,19 +61,19 @@ class NormConfig:
 
     @property
     def is_light(self) -> bool:
-        """Whether a thread needs hardly more than 64 registers: an RMS norm of large clusters."""
+        """Whether a thread needs hardly more than 64 registers: an RMS norm in large clusters."""
         tile = self.tile
         more = self.centred or self.residual or self.bias or not tile.aligned
         return tile.ctas >= 4 and tile.vectors <= 4 and tile.num_threads == 128 and not more
 
     @property
     def is_plain(self) -> bool:
-        """Whether x is all that is read of a row, and y, of its dtype, all that is written."""
+        """Whether only x is read of a row, and only y, of the same dtype, is written."""
         return not (self.residual or self.out)
 
     @property
     def meets_once(self) -> bool:
-        """Whether the threads of a long row of a layer norm meet once, with their moments."""
+        """Whether the threads of a long layer norm row synchronise once, exchanging moments."""
         tile = self.tile
         vectors = tile.threads * tile.vectors * tile.ctas
         long = vectors >= MEETS_ONCE.get(tile.width, vectors + 1)
@@ -78,13 +81,13 @@ class NormConfig:
 
     @property
     def reduced(self) -> tuple[int, ...]:
-        """The values of each reduction: of the squares, and of a layer norm's elements; or of the
-        moments, all in one."""
+        """The number of values in each reduction: squares, for a layer norm elements too; or all
+        moments in one."""
         return (3,) if self.meets_once else (1,) * (1 + self.centred)
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """The operands that all rows share."""
+        """The operands shared by all rows."""
         return tuple(name for name in ("weight", "bias") if getattr(self, name))
 
     @property
@@ -97,8 +100,8 @@ class NormConfig:
 
 
 class Normed(NamedTuple):
-    """A row's norm in a thread: the row, its columns, y (V, NumV), x + residual as it is written,
-    the mean and 1 / sqrt(mean square + eps)."""
+    """A thread's share of a normalised row: the row, its columns, y (V, NumV), x + residual as it
+    is written, the mean and 1 / sqrt(mean square + eps)."""
 
     this: ThisRow
     columns: Columns
@@ -152,7 +155,8 @@ class Norm(RowKernel):
     def normed(
         self, sums: list[RowReduction], mX: cute.Tensor, optional: dict[str, cute.Tensor], eps: Any
     ) -> Normed:
-        """The norm of this thread's row; `sums` are reductions of the config's `reduced`."""
+        """The norm of this thread's row; `sums` are reductions over the config's `reduced`
+        values."""
         c, tile = self.config, self.config.tile
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
@@ -177,8 +181,8 @@ class Norm(RowKernel):
         return Normed(this, columns, y, rSum, mean, rstd)
 
     def moments(self, sums: list[RowReduction], x: Any, columns: Columns) -> tuple[Any, Any, Any]:
-        """Of the row of which this thread has x (V, NumV), 0 elsewhere: x - mean (V, NumV), the
-        mean, and the sum of squares of the differences from it; an RMS norm's mean is 0."""
+        """x - mean (V, NumV), the mean, and the sum of squared differences from it, of the row of
+        which this thread holds x (V, NumV), 0 outside it. The mean is 0 for an RMS norm."""
 
         def summed(which: int, values: Any) -> Float32:
             own = values.reduce(cute.ReductionOp.ADD, Float32(0), 0)
@@ -197,7 +201,7 @@ class Norm(RowKernel):
 
     @cute.jit
     def store_rest(self, found: Normed, optional: dict[str, cute.Tensor]) -> None:
-        """Store what belongs to a row that exists, beside its norm."""
+        """Store the row's other outputs, if the row exists."""
         c, this, columns = self.config, found.this, found.columns
         if cutlass.const_expr(c.residual):
             summed = optional["summed"]

@@ -32,10 +32,10 @@ SUM_WARPS = 16  # warps that share 32 columns of the partial sums
 
 @dataclass(frozen=True)
 class NormBackwardConfig:
-    """What of a norm's gradient is computed, and the tile.
+    """What a norm's gradient computes, and its tile.
 
     The optional operands come in this order: weight, mean, dsummed (the gradient of x + residual),
-    then dweight and its partial sums (P, N), dbias and its own.
+    then dweight and its partial sums (P, N), dbias and its partial sums.
     """
 
     tile: RowTile
@@ -90,7 +90,7 @@ class NormBackward(RowKernel):
         return (*made, row_vector("rstd"), *optional, Scalar("groups", "int32"))
 
     def bounds(self, numbers: Mapping[str, int]) -> tuple[Bound, ...]:
-        """The bound of parts of sums by a launch's sizes and groups."""
+        """The bounds of the partial sums in a launch, by its sizes and groups."""
         count = numbers["groups"] // self.tile.rows
         return (Bound("p", count, count),)
 
@@ -168,7 +168,7 @@ class NormBackward(RowKernel):
             self.write_sums(columns, sums[name], whole, optional[f"{name}_parts"])
 
     def allocate_sums(self) -> cute.Tensor | None:
-        """The smem (COLUMN, row) in which the rows of a CTA add up."""
+        """The smem (COLUMN, row) in which a CTA adds up its rows."""
         tile = self.tile
         if tile.rows == 1 or not self.config.sums:
             return None
@@ -179,7 +179,7 @@ class NormBackward(RowKernel):
     def write_sums(
         self, columns: Columns, rSum: cute.Tensor, whole: Any, mParts: cute.Tensor
     ) -> None:
-        """Write the sums of this CTA, or of this part of a cluster, to its row of mParts (P, N)."""
+        """Write the sums of this CTA, or of its part of a cluster, to its row of mParts (P, N)."""
         tile = self.tile
         gPart = mParts[cute.arch.block_idx()[0] // tile.ctas, None]  # (N)
         if cutlass.const_expr(whole is None):
@@ -201,8 +201,8 @@ class NormBackward(RowKernel):
 
     @cute.kernel
     def sums(self, mParts: cute.Tensor, mSum: cute.Tensor) -> None:
-        """The sums of the columns of mParts (P, N): a warp has 32 of them, the warps of a CTA share
-        the rows."""
+        """The column sums of mParts (P, N): each warp takes 32 columns, and the warps of a CTA
+        divide the rows."""
         layout = cute.make_layout((WARP, SUM_WARPS))
         sums = SmemAllocator().allocate_tensor(Float32, layout, 16)
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()

@@ -1,8 +1,8 @@
-"""The gradient of a norm of dense rows that come and go by bulk copies, taken in turn.
+"""The gradient of a norm of dense rows, bulk-copied by persistent CTAs.
 
-A CTA has a row, or a part of one in a cluster, in smem: the threads read it once for the sums over
-the row and over its columns, and once again for dx, which takes the place of dy there. So registers
-hold the columns' sums alone, and rows may begin anywhere, as in norm_bulk.
+A CTA holds a row, or in a cluster a part of one, in smem. Its threads read it once for the sums
+over the row and over columns, and again for dx, which overwrites dy there. Registers hold only the
+column sums, and rows may start anywhere, as in norm_bulk.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ CHAINS = 2  # sums of a thread that are added up beside each other
 
 @dataclass(frozen=True)
 class BackwardBulkConfig(NormBackwardConfig):
-    """A norm's gradient of dense rows that come by bulk copies.
+    """A norm's gradient for dense rows that are bulk-copied. The tile's vectors are not used.
 
-    The tile's vectors are not used. words: of 32 bits, that a thread has of a row, or of its CTA's
-    part of one; slots: for rows of dy, of which x has one less; resident: CTAs of an SM; held:
-    where weights are, which for a row are read twice. vector, open: see PackedRows. relays: the
-    sums of a cluster's row are relayed, and begun a turn before they are needed.
+    words: the 32-bit words per thread of a row, or of its CTA's part; slots: for rows of dy (x has
+    one less); resident: CTAs per SM; held: where the weights are kept, which every row reads twice;
+    vector, open: see PackedRows; relays: a cluster's row sums are relayed, and started a turn
+    before they are needed.
     """
 
     words: int = 1
@@ -52,8 +52,8 @@ class BackwardBulkConfig(NormBackwardConfig):
 
 
 class NormBackwardBulk(NormBackward):
-    """The gradient of dense rows. Thread 0 starts the copies; that of a sum with a residual, which
-    is read once, comes to registers."""
+    """The gradient of a norm of dense rows. Thread 0 starts the copies; dsummed, which is read
+    once, is loaded to registers."""
 
     title = "norm_backward_bulk"
     archs = ("sm_90a", "sm_100a", "sm_120a")
@@ -155,7 +155,7 @@ class NormBackwardBulk(NormBackward):
     def moments(
         self, mRstd: cute.Tensor, optional: dict[str, cute.Tensor], row: Int32
     ) -> tuple[Float32, Float32]:
-        """The mean and rstd of a row; of the last one, if there is no such row."""
+        """The mean and rstd of a row; those of the last row if it does not exist."""
         row = cutlass.min(row, Int32(cute.size(mRstd)) - 1)
         mean = optional["mean"][row] if self.config.centred else Float32(0)
         return mean, mRstd[row]
@@ -165,7 +165,7 @@ class NormBackwardBulk(NormBackward):
         self, given: tuple, sums: dict[str, cute.Tensor], reduction: Any,
         moments: tuple[Float32, Float32], place: tuple[Int32, Int32], turns: Int32,
     ) -> None:  # fmt: skip
-        """Begin the sums of a row, if there is one, a turn before they are needed."""
+        """Start the sums of a row, if it exists, one turn before they are needed."""
         turn = place[1]
         if turn < turns:
             for ring in given[2]:
@@ -175,7 +175,7 @@ class NormBackwardBulk(NormBackward):
 
     @cute.jit
     def relay(self, reduction: Any, turn: Int32, turns: Int32) -> None:
-        """Send this CTA's sums of a row, if there is one, which all threads have begun."""
+        """Send this CTA's sums of a row, if it exists, which all threads have started."""
         if (cute.arch.warp_idx() == RELAYS) & (turn < turns):
             reduction.relay(pairwise(add), turn)
 
@@ -186,8 +186,8 @@ class NormBackwardBulk(NormBackward):
         self, given: tuple, moments: tuple[Float32, Float32], place: tuple[Int32, Int32],
         sums: dict[str, cute.Tensor],
     ) -> tuple[Float32, ...]:  # fmt: skip
-        """This thread's part of the sums over the row, of g * xhat and, of a layer norm, g; its
-        columns of the row are added to `sums`."""
+        """This thread's share of the sums over the row: of g * xhat and, for a layer norm, of g.
+        Adds its elements to the column `sums`."""
         words, held, *_ = given
         mean, rstd = moments
         along, whole = [Float32(0)] * CHAINS, [Float32(0)] * CHAINS
@@ -211,7 +211,7 @@ class NormBackwardBulk(NormBackward):
         self, given: tuple, moments: tuple[Float32, Float32], means: list[Float32],
         place: tuple[Int32, Int32], gMore: Any,
     ) -> None:  # fmt: skip
-        """dx in the place of dy; gMore, if there is any, is added to it."""
+        """Write dx over dy, plus gMore if there is one."""
         words, held, (_, dys), (_, mdY) = given
         mean, rstd = moments
         for first in cutlass.range_constexpr(0, words.count, self.config.vector or AT_ONCE):
@@ -234,8 +234,8 @@ class NormBackwardBulk(NormBackward):
         self, words: Words, gX: cute.Tensor, first: cutlass.Constexpr[int],
         count: cutlass.Constexpr[int], whole: cutlass.Constexpr[bool] = False,
     ) -> list[Float32]:  # fmt: skip
-        """The elements of `count` words of a row gX (N) of memory, in fp32; `whole`: which begins
-        as the rows do to a word."""
+        """The elements of `count` words of a row gX (N) of gmem, in fp32. whole: the row has the
+        same offset from a word as the others."""
         rX = cute.make_rmem_tensor((words.per, count), gX.element_type)
         rX.fill(0)
         for i in cutlass.range_constexpr(count):
@@ -255,7 +255,7 @@ class NormBackwardBulk(NormBackward):
     def pairs(
         self, given: tuple, place: tuple[Int32, Int32], first: int, count: int
     ) -> list[tuple[Float32, Float32]]:
-        """The elements of `count` words from `first` on of x and of dy, in fp32."""
+        """The elements of x and of dy in `count` words from `first` on, in fp32."""
         words, _, rings, matrices = given
         row, turn = place
         found = [
@@ -268,9 +268,8 @@ class NormBackwardBulk(NormBackward):
 
     @cute.jit
     def weights(self, words: Words, optional: dict[str, cute.Tensor], n: Int32) -> Any:
-        """The weights in this thread's columns: in registers, or in smem (V, THREAD, WORD), where
-        no other thread reads them, or those of this CTA's part in memory; None if there are
-        none."""
+        """The weights of this thread's columns: in registers, in its own part of smem (V, THREAD,
+        WORD), or this CTA's part in gmem; None without weights."""
         if cutlass.const_expr(not self.config.weight):
             return None
         mW = cute.domain_offset((self.dense.column(n),), optional["weight"])
@@ -287,11 +286,11 @@ class NormBackwardBulk(NormBackward):
         return sW
 
     def of_words(self, words: Words, held: Any, first: int, count: int) -> list[Float32]:
-        """The weights of the elements of `count` words from `first` on; none if there are none."""
+        """The weights of `count` words from `first` on; none without weights."""
         return [w for i in range(count) for w in self.of_word(words, held, first + i)]
 
     def of_word(self, words: Words, held: Any, word: int) -> list[Float32]:
-        """The weights of a word's elements; none if there are none."""
+        """The weights of one word's elements; none without weights."""
         if not self.config.weight:
             return []
         if self.config.held == REGISTERS:
@@ -303,7 +302,7 @@ class NormBackwardBulk(NormBackward):
         return [Float32(own[i]) for i in range(words.per)]
 
     def write(self, words: Words, rSum: cute.Tensor, gPart: cute.Tensor) -> None:
-        """Write the sums of this thread's columns to this CTA's part gPart of a row of sums."""
+        """Write this thread's column sums to gPart, this CTA's part of a row of partial sums."""
         if isinstance(words, VectorWords):
             words.keep(rSum, gPart)
         else:

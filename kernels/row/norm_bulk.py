@@ -1,8 +1,8 @@
-"""Norms of dense rows that come and go by bulk copies, taken in turn by CTAs that stay.
+"""Norms of dense rows, bulk-copied by persistent CTAs.
 
-Rows of any length that lie one behind the other are one run of memory, of which each copy brings a
-few rows, or a CTA's part of one, while the rows before them are worked on. A CTA loads weights
-once. Threads have a row by words of 32 bits, as in norm_dense.
+Dense rows of any length form one run of memory. Each copy brings a few rows, or a CTA's part of
+one, while earlier rows are being processed. A CTA loads the weights once. Threads hold a row as
+32-bit words, as in norm_dense.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ RELAYS = 1  # the warp that relays
 
 @dataclass(frozen=True)
 class BulkConfig(NormConfig):
-    """A norm of dense rows that come by bulk copies.
+    """A norm of dense rows that are bulk-copied. The tile's vectors are not used.
 
-    The tile's vectors are not used. words: of 32 bits, that a thread has of a row, or of its CTA's
-    part of one; stages: slots for rows on their way; resident: CTAs of an SM; vector: words of a
-    vector of rows that are a whole number of them and begin with one, of which the last `open` of
-    a thread may lie behind the row; 0: rows begin anywhere. ahead: turns, one or two, between the
-    sums of a cluster's row and the end of them. halves: rows begin in either half of a word, and a
-    cluster takes first those of one, then those of the other.
+    words: the 32-bit words per thread of a row, or of its CTA's part; stages: slots for rows in
+    flight; resident: CTAs per SM; vector: the words of a vector, for rows that consist of whole
+    vectors and start on one, and of a thread's vectors the last `open` may be past the row's end; 0
+    if rows start anywhere. ahead: one or two turns between the start and the end of a cluster's row
+    sums. halves: rows start in either half of a word; a cluster takes all rows of one kind, then
+    those of the other.
     """
 
     words: int = 1
@@ -59,9 +59,9 @@ class BulkConfig(NormConfig):
 
 @dataclass(frozen=True)
 class Order:
-    """The chunks of rows that a group takes, one a turn: every `step`-th from the first on; or, of
-    all rows, the `even` ones before the others, so that those of its first `evens` turns begin
-    alike, and those of the others."""
+    """The chunks of rows that a group processes, one per turn: every `step`-th from the first on.
+    With `even`, the even-numbered rows come before the odd ones, so that the rows of its first
+    `evens` turns are aligned alike, and so are the rest."""
 
     first: Int32
     turns: Int32
@@ -78,8 +78,8 @@ class Order:
 
 
 class NormBulk(Norm):
-    """The norm of dense rows, without a residual. Thread 0 starts the copies; of a cluster, warp 1
-    relays the sums of each row before its turn to be finished."""
+    """The norm of dense rows, without a residual. Thread 0 starts the copies; in a cluster, warp 1
+    relays the sums of each row before the turn that finishes it."""
 
     title = "norm_bulk"
     archs = ("sm_90a", "sm_100a", "sm_120a")
@@ -145,7 +145,7 @@ class NormBulk(Norm):
         self, matrices: tuple[cute.Tensor, cute.Tensor], order: Order, span: tuple[Int32, Int32],
         ring: BulkRing, sums: Sums, eps: Float32, optional: dict[str, cute.Tensor],
     ) -> None:  # fmt: skip
-        """Take the rows of the turns from the first to the last of a span, which begin alike."""
+        """Process the turns of a span, whose rows are aligned alike."""
         c, (mX, mY), (begin, end) = self.config, matrices, span
         norm = self.norm(mX, order.chunk(begin), optional, sums)
         for turn in cutlass.range_constexpr(c.ahead):
@@ -175,7 +175,7 @@ class NormBulk(Norm):
                 self.relay(norm, turn + c.ahead, end)
 
     def order(self, mX: cute.Tensor, group: Int32, groups: Int32) -> Order:
-        """The chunks of rows that a group has."""
+        """The chunks of rows that this group processes."""
         rows = Int32(cute.size(mX, mode=[0]))
         if not self.config.halves:
             chunks = cute.ceil_div(rows, self.tile.rows)
@@ -189,8 +189,8 @@ class NormBulk(Norm):
     def norm(
         self, mX: cute.Tensor, chunk: Int32, optional: dict[str, cute.Tensor], sums: Sums
     ) -> NormByWords:
-        """What this thread needs for its row of a chunk, and of all chunks that begin like it to a
-        word, since an even number of rows lies between them."""
+        """What a thread needs for its row of a chunk. It holds for every chunk with the same offset
+        from a word, since an even number of rows separates them."""
         c, tile, first = self.config, self.tile, self.run(mX, chunk)
         n, per = Int32(cute.size(mX, mode=[1])), 32 // mX.element_type.width
         lead = (first.lead + self.own() * n) & (per - 1)
@@ -210,7 +210,7 @@ class NormBulk(Norm):
         self, mX: cute.Tensor, order: Order, ring: BulkRing, norm: NormByWords,
         span: tuple[Int32, Int32],
     ) -> None:  # fmt: skip
-        """Begin the sums of the row of a turn that has not come yet, if it comes before the end."""
+        """Start the sums of the row of a later turn, if that turn is before the end."""
         turn, end = span
         if turn < end:
             ring.wait(turn)
@@ -218,13 +218,13 @@ class NormBulk(Norm):
 
     @cute.jit
     def relay(self, norm: NormByWords, turn: Int32, turns: Int32) -> None:
-        """Send this CTA's sums of a row, if there is one, which all threads have begun."""
+        """Send this CTA's sums of a row, if it exists, which all threads have started."""
         if (cute.arch.warp_idx() == RELAYS) & (turn < turns):
             norm.moments.sums.relay(norm.moments.gather_of_cta, turn)
 
     @cute.jit
     def release(self, norm: NormByWords, turn: Int32, turns: Int32) -> None:
-        """Give the place of a row's sums back, which all threads have read."""
+        """Release the slot of a row's sums, which all threads have read."""
         if cute.arch.warp_idx() == RELAYS:
             norm.moments.sums.release(turn, turns)
 
@@ -233,8 +233,8 @@ class NormBulk(Norm):
         self, matrices: tuple, chunk: Int32, slot: cute.Tensor, norm: NormByWords,
         turn: tuple[Int32, Int32], eps: Float32, optional: dict[str, cute.Tensor],
     ) -> None:  # fmt: skip
-        """Put the norms of a chunk of rows in their place in a slot; store what belongs to them
-        beside. turn: which it is, and of how many."""
+        """Overwrite a chunk of rows in its slot with their norms, and store their other outputs.
+        turn: the current one, of how many."""
         mX, mY = matrices
         rows, n = (Int32(cute.size(mY, mode=[i])) for i in range(2))
         own, begin = self.own(), self.begin(mX, chunk)
@@ -252,12 +252,12 @@ class NormBulk(Norm):
 
     @cute.jit
     def fetch(self, mX: cute.Tensor, order: Order, ring: BulkRing, turn: Int32 | int) -> None:
-        """Start the copy of a turn's chunk to its slot; none behind the last."""
+        """Start the copy of a turn's chunk into its slot; nothing past the last."""
         if (turn < order.turns) & (cute.arch.thread_idx()[0] == 0):
             ring.load(self.run(mX, order.chunk(turn)), turn)
 
     def own(self) -> Int32:
-        """The row of a chunk that this thread has."""
+        """The row of a chunk that this thread works on."""
         return Int32(cute.arch.thread_idx()[0] // self.tile.threads)
 
     def column(self, n: Int32) -> Int32:
@@ -265,20 +265,20 @@ class NormBulk(Norm):
         return self.part(n) * self.rank() if self.tile.ctas > 1 else Int32(0)
 
     def part(self, n: Int32) -> Int32:
-        """The columns of a CTA's part of a row of n, but for the last part: a multiple of 8."""
+        """The columns of each CTA's part of a row of n, except the last: a multiple of 8."""
         return cute.ceil_div(cute.ceil_div(n, self.tile.ctas), 8) * 8
 
     def rank(self) -> Int32:
         return Int32(cute.arch.block_idx_in_cluster())
 
     def begin(self, mX: cute.Tensor, chunk: Int32) -> Int32:
-        """Where a chunk begins in its slot, in elements."""
+        """The offset of a chunk in its slot, in elements."""
         n = Int32(cute.size(mX, mode=[1]))
         return lead_of(mX, chunk * self.tile.rows * n + self.column(n))
 
     def run(self, mX: cute.Tensor, chunk: Int32, like: cute.Tensor | None = None) -> Run:
-        """This CTA's part of a chunk of rows of mX (M, N), which is dense; of `like`, where that
-        begins in its slot."""
+        """This CTA's part of a chunk of rows of the dense mX (M, N), at the slot offset of
+        `like`'s."""
         c, most = self.config, self.tile.rows
         rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
         row, column = chunk * most, self.column(n)

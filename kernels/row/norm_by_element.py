@@ -1,8 +1,8 @@
-"""Norms of rows that begin anywhere, in columns that go round the threads element by element.
+"""Norms of unaligned rows, whose columns are dealt to the threads element by element.
 
-Rows come and go by whole vectors of memory, through smem. There thread t of T has the columns t,
-t + T, t + 2T and so on, whose weights neighbouring lanes load beside each other wherever the row
-begins; by vectors of memory each weight would be cut out of two.
+Rows are copied to and from smem by whole gmem vectors. There thread t of T holds columns t, t + T,
+t + 2T and so on, whose weights neighbouring lanes load from consecutive addresses wherever the row
+starts; by gmem vectors, each weight vector would have to be extracted from two.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from cutex.kernels.row.norm_in_turns import InTurnsConfig, NormInTurns
 class ByElementConfig(InTurnsConfig):
     """A norm of rows of more than (elements - 1) * threads and at most elements * threads columns.
 
-    elements: the columns of a thread, the last of which may lie behind the row.
+    elements: the columns per thread, the last of which may be past the row's end.
     """
 
     elements: int = 1
 
 
 class NormByElement(NormInTurns):
-    """The norm of rows that begin anywhere, without a residual. All rows of a CTA are on their way
-    to smem (cp.async) before the first is looked at; the norm takes the place of the row there."""
+    """The norm of unaligned rows, without a residual. All rows of a CTA are copied to smem
+    (cp.async) before the first is processed; the norm overwrites the row there."""
 
     title = "norm_by_element"
 
@@ -81,7 +81,7 @@ class NormByElement(NormInTurns):
 
     @cute.jit
     def meet(self) -> None:
-        """Wait until the threads of the row are here."""
+        """Synchronise the threads of the row."""
         if cutlass.const_expr(self.tile.threads == WARP):
             cute.arch.sync_warp()
         else:
@@ -91,7 +91,7 @@ class NormByElement(NormInTurns):
         return Int32(cute.arch.thread_idx()[0] % self.tile.threads + e * self.tile.threads)
 
     def has(self, e: int, n: Int32) -> Boolean:
-        """Whether the row has this thread's column e."""
+        """Whether this thread's column e is inside the row."""
         return Boolean(True) if e < self.config.elements - 1 else self.column(e) < n
 
     @cute.jit
@@ -109,7 +109,7 @@ class NormByElement(NormInTurns):
         self, this: ThisRow, columns: Columns, sX: cute.Tensor, shift: Int32, sums: RowReduction,
         turn: Int32, optional: dict[str, cute.Tensor], held: dict[str, Any], eps: Float32,
     ) -> None:  # fmt: skip
-        """The norm in the place of the row, which begins at sX[shift]."""
+        """Overwrite the row, which starts at sX[shift], with its norm."""
         c, n = self.config, columns.n
         rX = cute.make_rmem_tensor(c.elements, sX.element_type)
         rX.fill(0)
@@ -134,9 +134,11 @@ class NormByElement(NormInTurns):
             self.store_rest(Normed(this, columns, None, None, mean, rstd), optional)
 
     def moments_of(self, x: Any, n: Int32, sums: RowReduction, turn: Int32) -> tuple[Any, Any]:
-        """The mean of the row of which this thread has x (E), 0 behind its end, and the sum of
-        squares of the differences from it; an RMS norm's mean is 0. Within a warp the mean comes
-        first, then the squares; warps meet once, with both."""
+        """The mean of the row, of which this thread holds x (E), 0 past its end, and the sum of
+        squared differences from it. The mean is 0 for an RMS norm.
+
+        Each warp computes its mean first, then its squares; the warps synchronise once and exchange
+        both."""
         c, last = self.config, self.config.elements - 1
 
         def of_warp(values: Any) -> Float32:

@@ -1,4 +1,4 @@
-"""The norm of a row in the place that it has in smem, by words of 32 bits."""
+"""The norm of a row in smem, in place, by 32-bit words."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cutex.kernels.row.norm import NormConfig
 
 @dataclass(frozen=True)
 class NormByWords:
-    """What a thread needs for each of its rows of n columns, which all lie alike to the words: the
-    elements of weight and bias in its columns, and how the row's threads find its moments."""
+    """What a thread needs for its rows of n columns, all with the same offset from a word: the
+    weights and biases of its columns, and the reduction of the row's moments."""
 
     config: NormConfig
     words: Words
@@ -39,7 +39,7 @@ class NormByWords:
         self, sX: cute.Tensor, begin: Int32, exists: Boolean, eps: Float32, turn: Int32 | int,
         turns: Int32 | int,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Put the norm of the row at sX[begin] in its place; its mean and rstd. A row that does
+        """Overwrite the row at sX[begin] with its norm; returns its mean and rstd. A row that does
         not exist is neither read nor written."""
         rX = self.words.load(sX, begin, exists)
         found = self.moments.sums.of_warps(self.of_its_warp(rX), self.moments.gather, turn, turns)
@@ -47,7 +47,7 @@ class NormByWords:
 
     @cute.jit
     def start(self, sX: cute.Tensor, begin: Int32, turn: Int32) -> None:
-        """The first half: hand what this warp has of the row to the others."""
+        """The first half: contribute this warp's moments."""
         rX = self.words.load(sX, begin, Boolean(True))
         self.moments.sums.start(self.of_its_warp(rX), turn)
 
@@ -55,15 +55,15 @@ class NormByWords:
     def finish(
         self, sX: cute.Tensor, begin: Int32, eps: Float32, turn: Int32, turns: Int32
     ) -> tuple[Any, Any]:
-        """The second half, a barrier of the CTA later."""
+        """The second half, one CTA barrier later."""
         exists = Boolean(True)
         found = self.moments.sums.finish(self.moments.gather, turn, turns)
         rX = self.words.load_again(sX, begin, exists)
         return self.scaled(rX, found, sX, begin, exists, eps)
 
     def of_its_warp(self, rX: cute.Tensor) -> Values:
-        """How many elements the warp has of the row, their mean and the sum of squares of the
-        differences from it; of an RMS norm that of their squares. rX is this thread's."""
+        """The number of the warp's elements in the row, their mean, and the sum of squared
+        differences from it; for an RMS norm their sum of squares. rX are this thread's elements."""
         x, moments = self.words.elements(rX), self.moments
         if not self.config.centred:
             return (moments.squares_of_warp(x),)
@@ -76,7 +76,7 @@ class NormByWords:
         self, rX: cute.Tensor, found: Values, sX: cute.Tensor, begin: Int32, exists: Boolean,
         eps: Float32,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Store the norm of the row of which this thread has rX; its mean and rstd."""
+        """Store the norm of the row of which this thread holds rX; returns its mean and rstd."""
         c, words = self.config, self.words
         mean, squares = found[-2:] if c.centred else (Float32(0), found[0])
         rstd = cute.math.rsqrt(squares * self.moments.by_n + eps)

@@ -1,8 +1,8 @@
-"""Norms of rows of any length that lie one after another, many of them as one run of memory.
+"""Norms of contiguous rows of any length, several of them treated as one run of memory.
 
-What a CTA has of them comes and goes by whole vectors, through smem, whose ends are two for all its
-rows. There thread t of T has the words t, t + T, t + 2T and so on of a row: from the word of 32
-bits in which the row begins, so that the columns of a thread are the same in every row of its own.
+A CTA's rows are copied to and from smem by whole gmem vectors, so there are two partial ends for
+all its rows together. In smem, thread t of T holds words t, t + T, t + 2T and so on, counted from
+the 32-bit word in which the row starts: a thread's columns are the same in all its rows.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from cutex.kernels.row.norm_in_turns import InTurnsConfig, NormInTurns
 
 @dataclass(frozen=True)
 class DenseConfig(InTurnsConfig):
-    """A norm of dense rows, whatever their length.
+    """A norm of dense rows of any length. The tile's vectors are those of all rows of a CTA.
 
-    The tile's vectors are those of all rows of a CTA. words: of 32 bits, that a thread has of a
-    row; the first and the last of a row lie partly in its neighbours.
+    words: the 32-bit words per thread of a row; the first and last word are partly the neighbouring
+    rows'.
     """
 
     words: int = 1
 
 
 class NormDense(NormInTurns):
-    """The norm of dense rows, without a residual. All rows of a CTA are on their way to smem
-    (cp.async) before the first is looked at; the norm takes the place of the row there."""
+    """The norm of dense rows, without a residual. All rows of a CTA are copied to smem (cp.async)
+    before the first is processed; the norm overwrites the row there."""
 
     title = "norm_dense"
 
@@ -48,7 +48,7 @@ class NormDense(NormInTurns):
 
     @property
     def chunk(self) -> RowTile:
-        """The tile of all rows of a CTA as one."""
+        """The tile of all rows of a CTA, as one."""
         return replace(self.tile, rows=1, threads=self.tile.num_threads)
 
     @cute.kernel
@@ -87,7 +87,7 @@ class NormDense(NormInTurns):
 
 
 def run(mX: cute.Tensor, first: Int32, count: Int32) -> cute.Tensor:
-    """So many rows of mX (M, N), which is dense, from the first on, as one (count * N)."""
+    """`count` rows of the dense mX (M, N), from the first on, as one (count * N)."""
     return cute.make_tensor(
         mX[first, None].iterator, cute.make_layout(count * Int32(cute.size(mX, mode=[1])))
     )

@@ -1,4 +1,4 @@
-"""Norms of rows without a residual, whose threads have several rows one after the other."""
+"""Norms without a residual, whose threads process several rows one after another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cutex.kernels.row.norm import Norm, NormConfig
 
 @dataclass(frozen=True)
 class InTurnsConfig(NormConfig):
-    """turns: the rows that a thread has one after the other; their weights are loaded once."""
+    """turns: the number of rows per thread; weights are loaded once for all of them."""
 
     turns: int = 1
 
@@ -21,7 +21,7 @@ class InTurnsConfig(NormConfig):
 
 
 class NormInTurns(Norm):
-    """A norm of a tile's rows, `turns` times in each CTA, of plain rows that begin anywhere."""
+    """A norm of a tile of unaligned rows, `turns` times in each CTA."""
 
     def __init__(self, config: InTurnsConfig) -> None:
         super().__init__(config)

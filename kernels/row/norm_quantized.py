@@ -1,5 +1,4 @@
-"""Norms of rows that are quantized in registers: elements of 4 or 8 bits, and their scale factors,
-in one pass."""
+"""Norms quantized in registers: 4- or 8-bit elements and their scale factors in one pass."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from cutex.problem.scaled.formats import FORMATS, SWIZZLE_ROWS, Format
 
 @dataclass(frozen=True)
 class NormQuantizedConfig:
-    """A norm, and the format that its rows are quantized to."""
+    """A norm, and the format that its result is quantized to."""
 
     norm: NormConfig
     format: str  # a name in cutex.problem.scaled.formats.FORMATS
@@ -40,7 +39,8 @@ class NormQuantizedConfig:
 
     @property
     def lanes(self) -> int:
-        """The neighbouring threads that share a factor; 0: all of the row."""
+        """The number of neighbouring threads that share a scale factor; 0: all threads of the
+        row."""
         return max(1, self.of.block[1] // self.tile.width) if self.of.block[1] else 0
 
     def why_not(self) -> str | None:
@@ -54,12 +54,13 @@ class NormQuantizedConfig:
 
 
 def larger(x: Values, y: Values) -> Values:
-    """The larger ones; NaN if there is one."""
+    """The elementwise maximum; NaN if either is NaN."""
     return tuple(cute.arch.fmax(a, b, nan=True) for a, b in zip(x, y, strict=True))
 
 
 class NormQuantized(RowKernel):
-    """q = y / factors, and the factors, of y, the norm as it would be written."""
+    """q = y / factors, and the factors, where y is the norm rounded as the norm kernel would write
+    it."""
 
     title = "norm_quantized"
 
@@ -154,7 +155,8 @@ class NormQuantized(RowKernel):
     def store_factor(
         self, mFactors: cute.Tensor, this: Any, columns: Columns, i: int, code: Int32
     ) -> None:
-        """Store the factor of the block that vector i is in; swizzled, 0 where there is none."""
+        """Store the scale factor of the block that vector i is in; in the swizzled layout, 0 in the
+        padding."""
         c = self.config
         column = columns.first + i * columns.step
         held = this.exists & (column < columns.n)

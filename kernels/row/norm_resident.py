@@ -1,8 +1,8 @@
-"""Norms of aligned rows, taken in turn by CTAs that stay and hold the weights in registers.
+"""Norms of aligned rows by persistent CTAs that keep the weights in registers.
 
-A CTA of its own for each row loads all weights again, which of layer norms with weights of fp32 are
-more bytes of L2 than x and y together. Each thread loads its part of the next row while it works on
-one, so that x is always on its way.
+One CTA per row would load all weights again for each row: with fp32 weights of a layer norm that is
+more L2 traffic than x and y together. Each thread loads its part of the next row while it processes
+the current one, so loads are always in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cutex.kernels.row.norm import Norm, NormConfig, Normed
 
 @dataclass(frozen=True)
 class ResidentConfig(NormConfig):
-    """A norm of rows taken in turn. resident: CTAs of an SM."""
+    """A norm by persistent CTAs. resident: CTAs per SM."""
 
     resident: int = 1
 
@@ -33,27 +33,27 @@ class ResidentConfig(NormConfig):
 
 @dataclass(frozen=True)
 class FullColumns(Columns):
-    """Columns of aligned rows of which all vectors of a thread but the last lie in the row."""
+    """Columns of aligned rows, where all vectors of a thread but its last are inside the row."""
 
     def has(self, vector: int) -> Boolean:
         last = vector == self.tile.vectors - 1
         return super().has(vector) if last else Boolean(True)
 
     def own(self) -> Float32:
-        """How many elements of a row this thread holds."""
+        """The number of elements of a row that this thread holds."""
         tile = self.tile
         last = cutlass.select_(self.has(tile.vectors - 1), Float32(tile.width), Float32(0))
         return last + tile.width * (tile.vectors - 1)
 
     def where_held(self, x: list[Float32]) -> list[Float32]:
-        """x, the elements of this thread, 0 outside of the row."""
+        """x, this thread's elements, with 0 outside the row."""
         count = self.tile.width * (self.tile.vectors - 1)
         has = self.has(self.tile.vectors - 1)
         return [*x[:count], *(cutlass.select_(has, v, Float32(0)) for v in x[count:])]
 
 
 class NormResident(Norm):
-    """The norm of aligned rows without a residual, of which each CTA or cluster has several."""
+    """The norm of aligned rows, without a residual; each CTA or cluster processes several."""
 
     title = "norm_resident"
 
@@ -110,8 +110,8 @@ class NormResident(Norm):
                 self.store_rest(Normed(row, columns, None, None, mean, rstd), optional)
 
     def of_its_warp(self, x: list[Float32], columns: FullColumns, moments: Moments) -> tuple:
-        """The mean of what this thread's warp has of a row, of which x is its own; x less that
-        mean; and what the warps of the row meet with."""
+        """The mean of the row's elements in this warp, of which x are this thread's; x minus that
+        mean; and the values that the row's warps exchange."""
         if not self.config.centred:
             return Float32(0), x, (moments.squares_of_warp(x),)
         mean = moments.mean_of_warp(x)
@@ -129,10 +129,10 @@ class NormResident(Norm):
 
 
 def elements(rX: cute.Tensor) -> list[Float32]:
-    """A tensor in registers as fp32 values.
+    """The elements of a register tensor as fp32 values.
 
-    NOTE: of 16 bits, by words: a loop that carries elements of their own takes words apart where
-    they are loaded, which is waiting for them there (docs/facts/rows.md#rows-norm-resident).
+    NOTE: 16-bit elements go by words: a loop that carries single elements unpacks words where they
+    are loaded, and so waits for them there (docs/facts/rows.md#rows-norm-resident).
     """
     if rX.element_type.width == 32:
         return [rX[i] for i in range(cute.size(rX))]

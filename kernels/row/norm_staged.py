@@ -1,4 +1,4 @@
-"""Norms of long rows, whose elements come to smem instead of registers."""
+"""Norms of long rows, staged in smem instead of registers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LEAST, MOST = 1536, 6144  # vectors of a CTA: docs/facts/rows.md#rows-norm-by-sm
 
 
 def is_staged(config: NormConfig, element_bytes: int) -> bool:
-    """Whether the rows of a norm come by smem: those that come by whole vectors, of which each CTA
-    of a cluster, or of a layer norm the whole row, has many."""
+    """Whether a norm stages its rows in smem: rows of whole vectors, of which each CTA of a cluster
+    (or, for a layer norm, of the whole row) has many."""
     tile = config.tile
     whole = tile.aligned and tile.width * element_bytes == VECTOR_BYTES
     vectors = tile.threads * tile.vectors
@@ -28,10 +28,11 @@ def is_staged(config: NormConfig, element_bytes: int) -> bool:
 
 
 class NormStaged(Norm):
-    """The norm of aligned rows without a residual. Each thread copies its own vectors to smem
-    (cp.async) and reads them there, twice: what is on its way takes no registers, so
-    that an SM has room for more of it. The threads of a row meet once, those of a layer norm with
-    their moments. Weights are loaded after the reduction."""
+    """The norm of aligned rows, without a residual.
+
+    Each thread copies its own vectors to smem (cp.async) and reads them there twice: loads in
+    flight take no registers, so more of them fit on an SM. The threads of a row synchronise once;
+    for a layer norm they exchange moments. Weights are loaded after the reduction."""
 
     title = "norm_staged"
 
@@ -70,7 +71,7 @@ class NormStaged(Norm):
 
     @cute.jit
     def fetch(self, columns: Columns, gX: cute.Tensor, sX: cute.Tensor) -> None:
-        """Copy the vectors of this thread of gX (N) to sX (V, NumV), and wait for them."""
+        """Copy this thread's vectors of gX (N) to sX (V, NumV), and wait for them."""
         bits = columns.tile.width * gX.element_type.width
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(), gX.element_type, num_bits_per_copy=bits)
         for i in cutlass.range_constexpr(columns.tile.vectors):
@@ -81,7 +82,7 @@ class NormStaged(Norm):
 
     @cute.jit
     def staged(self, columns: Columns, sX: cute.Tensor) -> Any:
-        """sX (V, NumV) in fp32, 0 where there are no columns."""
+        """sX (V, NumV) in fp32, 0 outside the row."""
         rX = cute.make_rmem_tensor((columns.tile.width, columns.tile.vectors), sX.element_type)
         rX.fill(0)
         for i in cutlass.range_constexpr(columns.tile.vectors):
@@ -91,7 +92,7 @@ class NormStaged(Norm):
 
 
 def in_fp32(x: cute.Tensor) -> Any:
-    """A vector (V) of memory in registers, in fp32."""
+    """A vector (V) of smem or gmem in registers, in fp32."""
     rX = cute.make_rmem_tensor(cute.size(x), x.element_type)
     cute.autovec_copy(x, rX)
     return rX.load().to(Float32)

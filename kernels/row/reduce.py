@@ -1,4 +1,4 @@
-"""Reductions of contiguous rows, whole or in parts that several CTAs share."""
+"""Reductions of contiguous rows, each by one CTA or split among several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ATOMICS = "atomics"  # or added to the result, in any order
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """What rows are reduced to, how CTAs share them, and the tile."""
+    """What rows are reduced to, the number of CTAs that share a row, and the tile."""
 
     tile: RowTile
     fold: Fold
@@ -49,7 +49,7 @@ class Reduce(RowKernel):
         return (matrix("x", dtype, c.tile), *outs, *counted, *SCALARS)
 
     def bounds(self, numbers: Mapping[str, int]) -> tuple[Bound, ...]:
-        """The bound of the counts of a launch: one for each tile of rows."""
+        """The bound of the counters of a launch: one for each tile of rows."""
         return (Bound("groups", -(-numbers["outs"] // self.tile.rows)),)
 
     @cute.jit
@@ -81,7 +81,7 @@ class Reduce(RowKernel):
 
     @cute.jit
     def walked(self, gX: cute.Tensor, columns: Columns, first: Int32, last: Int32) -> Values:
-        """The value of this thread's elements of the parts of a row gX (N) from first to last."""
+        """This thread's partial result over parts `first` to `last` of a row gX (N)."""
         fold = self.config.fold
         found = fold.start()
         rX = columns.moved(first).load(gX, fold.fill)  # (V, NumV)
@@ -115,8 +115,8 @@ class Reduce(RowKernel):
     def finish_if_last(
         self, to: tuple, mine: Int32, splits: Int32, rows: Int32, scale: Float32
     ) -> None:
-        """Finish the results of a tile's rows, if its other CTAs have left their parts: a launch
-        less than by a second kernel. One CTA does it: a row has some hundred parts."""
+        """Finish the results of a tile's rows in the last of its CTAs to store partial results.
+        This saves a second launch; one CTA suffices, since a row has about a hundred parts."""
         tile, (mOut, mParts, mCounts) = self.tile, to
         is_last = SmemAllocator().allocate_tensor(Int32, cute.make_layout(1), 4)
         cute.arch.sync_threads()
@@ -137,18 +137,18 @@ SCALARS = Scalar("splits", "int32"), Scalar("scale")
 
 
 def results(c: Any, count: Callable[[Mapping[str, int]], int]) -> tuple[Operand, ...]:
-    """The operands that a reduction leaves: `count` results of a launch's sizes, and the parts of
-    which they are made."""
+    """The operands for a reduction's outputs: `count` results, and the partial results they are
+    combined from."""
 
     def made(numbers: Mapping[str, int]) -> tuple[Bound, ...]:
-        """The bound of a launch's results."""
+        """The bound of the number of results of a launch."""
         return (Bound("outs", count(numbers)),)
 
     out = Operand("out", ("outs",), c.out, aligned=False, whole=False, bounds_by=made)
     sizes = "words", "outs", "parts"
 
     def bounds(numbers: Mapping[str, int]) -> tuple[Bound, ...]:
-        """The bounds of a launch's parts, all of which are combined."""
+        """The bounds of a launch's partial results, all of which are combined."""
         count, splits = c.fold.count, numbers["splits"]
         return Bound("words", count, count), Bound("parts", splits, splits)
 
@@ -157,7 +157,7 @@ def results(c: Any, count: Callable[[Mapping[str, int]], int]) -> tuple[Operand,
 
 
 def tree(fold: Fold, values: list[Values]) -> Values:
-    """The combination of several values, in pairs."""
+    """The pairwise combination of several values."""
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=False)
         left = values[-1:] if len(values) % 2 else []
@@ -169,7 +169,7 @@ def tree(fold: Fold, values: list[Values]) -> Values:
 def store_value(
     c: Any, to: tuple, found: Values, place: tuple[Int32, Int32], scale: Float32
 ) -> None:
-    """Store the value of one result, or of this CTA's part of it, in `place` (result, split)."""
+    """Store one result, or this CTA's partial result, at `place` (result, split)."""
     out, split = place
     if cutlass.const_expr(c.shared == PARTS):
         for word in cutlass.range_constexpr(c.fold.count):
@@ -190,8 +190,8 @@ def finish_parts(
     warps: cutlass.Constexpr[int],
     scale: Float32,
 ) -> None:
-    """Combine the parts of each result from the first to the last, always in the same order; a warp
-    has one at a time."""
+    """Combine the partial results of each result in a fixed order, from first to last, one result
+    per warp at a time."""
     lane = cute.arch.lane_idx()
     for out in cutlass.range(results[0] + cute.arch.warp_idx(), results[1], warps, unroll=1):
         found = c.fold.start()

@@ -1,4 +1,4 @@
-"""Reductions over a dimension that is not contiguous: threads have columns, and walk down."""
+"""Reductions over a dimension that is not contiguous: each thread walks down its columns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ AHEAD = 4  # rows whose loads a thread starts at once
 
 @dataclass(frozen=True)
 class ReduceColumnsConfig:
-    """What columns are reduced to, how CTAs share them, and which threads have them."""
+    """What columns are reduced to, the number of CTAs that share a column, and each thread's
+    columns."""
 
     fold: Fold
     out: str  # the dtype of results
@@ -44,7 +45,7 @@ class ReduceColumnsConfig:
 
     @property
     def rows(self) -> int:
-        """The rows that a CTA loads at one time."""
+        """The rows that a CTA loads at once."""
         return THREADS // self.lanes
 
     def why_not(self) -> str | None:
@@ -124,7 +125,8 @@ class ReduceColumns:
     def walked(
         self, gX: cute.Tensor, column: Int32, first: Int32, last: Int32
     ) -> tuple[Values, ...]:
-        """The values of this thread's columns of gX (R, B), in rows from first to last."""
+        """This thread's partial results for its columns of gX (R, B), over rows `first` to
+        `last`."""
         c = self.config
         found = tuple(c.fold.start() for _ in range(c.width))
         for row in cutlass.range(first, last, c.rows * AHEAD, unroll=1):
@@ -138,7 +140,7 @@ class ReduceColumns:
         return found
 
     def value(self, x: Any, row: Int32, last: Int32) -> Values:
-        """The value of an element; of a row that is not there, of no element."""
+        """The value of an element; the identity for a row that does not exist."""
         fold = self.config.fold
         value = fold.of(x.to(Float32), row)
         if fold.kind != "argmax":
@@ -148,7 +150,7 @@ class ReduceColumns:
 
     @cute.jit
     def loaded(self, gX: cute.Tensor, row: Int32, column: Int32, last: Int32) -> cute.Tensor:
-        """A vector (V) of a row, filled with what changes nothing where there is none."""
+        """A vector (V) of a row, filled with the identity's element where it does not exist."""
         c = self.config
         rX = cute.make_rmem_tensor(c.width, gX.element_type)
         rX.fill(c.fold.fill)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of a head's elements turned by the angles of their position."""
+"""Rotary position embedding: pairs of a head's elements rotated by position-dependent angles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What turns, and how it is loaded."""
+    """Which elements are rotated, and how they are loaded."""
 
     interleaved: bool  # pairs are neighbours; else they are half of what turns apart
     table: str  # the dtype of cos and sin
@@ -33,10 +33,10 @@ class RopeConfig:
 
 
 class Rope:
-    """y = x turned: (a cos - s b sin, b cos + s a sin) for each pair (a, b), s = 1, or -1 for its
-    gradient; what lies after the turned elements of a head is copied.
+    """y = x rotated: (a cos - s b sin, b cos + s a sin) for each pair (a, b), s = 1, or -1 for its
+    gradient. Elements of a head past the rotated ones are copied.
 
-    A thread turns one vector of pairs, or copies one vector, of one head of one token.
+    A thread rotates one vector of pairs, or copies one vector, of one head of one token.
     """
 
     archs = ARCHS
@@ -82,7 +82,8 @@ class Rope:
         )
 
     def turned(self, mCos: cute.Tensor) -> Int32:
-        """The vectors of a head that turn; of halves, those of the first."""
+        """The number of vectors of a head to rotate; where pairs are a head's two halves, those of
+        the first half."""
         return cute.size(mCos, mode=[1]) * (1 + self.config.interleaved) // self.config.width
 
     @cute.kernel
@@ -108,7 +109,7 @@ class Rope:
 
     @cute.jit
     def copy(self, gX: cute.Tensor, gY: cute.Tensor, at: Int32) -> None:
-        """Copy the vector at `at`, of which the last of a head may lie in part after it."""
+        """Copy the vector at `at`; the last vector of a head may extend past its end."""
         c = self.config
         if at + c.width <= cute.size(gX):
             rX = cute.make_rmem_tensor(c.width, gX.element_type)
@@ -121,7 +122,7 @@ class Rope:
 
     @cute.jit
     def turn(self, gX, gY, table, vector: Int32, sign: Float32) -> None:
-        """Turn the pairs of one vector of a head gX (D) by a row (R) of cos and of sin."""
+        """Rotate the pairs of one vector of a head gX (D) by a row (R) of cos and of sin."""
         c = self.config
         pairs = cutlass.const_expr(c.width // 2 if c.interleaved else c.width)
         cos, sin = (self.loaded(t, vector * pairs, pairs, c.table_align) for t in table)  # (PAIR)

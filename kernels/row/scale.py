@@ -1,4 +1,4 @@
-"""Rows multiplied in place by one number, which nothing is read for where it is 1."""
+"""Rows scaled in place by one number; where it is 1, nothing is read."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Running sums along rows, each element read and written once.
 
-A row that one CTA does not hold is shared by many. Each leaves the value of its part, and finds
-those before it by look-back: a word has a value and the flag that it is there, so that no fence is
-needed. Parts are in groups of 32: the values of a group's earlier parts are combined by a warp, and
-what is before a group is handed on by the last part of the one before. A CTA takes its part by a
-ticket, so that those it waits for have begun.
+A row too long for one CTA is shared by many. Each publishes the value of its part and finds that of
+all earlier parts by look-back: value and ready flag share one word, so no fence is needed. Parts
+form groups of 32: a warp combines the values of earlier parts of its group, and the prefix of a
+group is passed on by the last part of the group before it. A CTA draws its part from a ticket
+counter, so the parts it waits for have started.
 
-Source: Merrill and Garland, Single-pass parallel prefix scan with decoupled look-back, 2016. Groups
-instead of whatever is there first make the order of all sums, and so the bits, the same each time.
+Source: Merrill and Garland, Single-pass parallel prefix scan with decoupled look-back, 2016. Fixed
+groups, instead of whatever has been published first, fix the order of all sums, and so the bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THERE = 1 << 32  # the flag of a word, above its value's 32 bits
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """What is scanned, which way, and the tile: of whole rows, or of a part of one."""
+    """What is scanned, in which direction, and the tile: of whole rows, or of a part of one."""
 
     tile: RowTile
     fold: Fold  # "sum", or "max" of the elements or of their negatives
@@ -50,7 +50,7 @@ class ScanConfig:
 
 
 class Scan(RowKernel):
-    """y[n] = fold of x[0], .., x[n], or without the last, of each row.
+    """y[n] = fold of x[0], ..., x[n] of each row, or without x[n].
 
     smem            bytes
     totals          4 * warps * vectors of each row
@@ -118,8 +118,8 @@ class Scan(RowKernel):
             columns.store(self.result(rS, before, mY), mY[here, None])
 
     def columns_of(self, gX: cute.Tensor, part: Int32, parts: Int32) -> Columns:
-        """This thread's columns of a part of a row gX (N); in reverse the last thread has those of
-        the first."""
+        """This thread's columns of a part of a row gX (N); in reverse the last thread takes the
+        first ones."""
         tile = self.tile
         columns = Columns.of(tile, gX)
         if self.config.reverse:
@@ -136,15 +136,16 @@ class Scan(RowKernel):
         return Float32(self.config.fold.start()[0])
 
     def order(self, count: int) -> list[int]:
-        """The indices of so many vectors, or elements of one, in the order of the scan."""
+        """The indices of this many vectors, or of the elements of one, in scan order."""
         return [*range(count)][:: -1 if self.config.reverse else 1]
 
     @cute.jit
     def within_vectors(
         self, rX: cute.Tensor, totals: cute.Tensor
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """The scan (V, NumV) of each vector of a thread, and what lies before it (NumV) in its
-        warp's vectors of this number; the value of all of these goes to totals."""
+        """The scan (V, NumV) inside each of a thread's vectors, and the sum (NumV) of what
+        precedes each among its warp's vectors of the same index; the sum of all of these goes to
+        `totals`."""
         tile = self.tile
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp, row = thread % tile.threads // WARP, thread // tile.threads
@@ -168,7 +169,7 @@ class Scan(RowKernel):
 
     @cute.jit
     def add_totals(self, before: cute.Tensor, totals: cute.Tensor) -> Float32:
-        """Add to `before` (NumV) what other warps have before; the value of the whole part."""
+        """Add the sums of earlier warps to `before` (NumV); returns the value of the whole part."""
         tile = self.tile
         thread = cute.arch.thread_idx()[0]
         own, row = thread % tile.threads // WARP, thread // tile.threads
@@ -185,10 +186,10 @@ class Scan(RowKernel):
     def look_back(
         self, words: cute.Tensor, carry: cute.Tensor, total: Float32, place: tuple
     ) -> None:
-        """Leave this part's value, and find that of all before it. A whole warp calls it.
+        """Publish this part's value and return that of all parts before it. Called by a whole warp.
 
-        Word 0 is the next ticket; each row has a word for each part, and one for each group, of
-        what is before it.
+        Word 0 is the next ticket. Each row has one word for each part, and one for the prefix of
+        each group.
         """
         row, part, parts = place
         lane = cute.arch.lane_idx()
@@ -214,7 +215,7 @@ class Scan(RowKernel):
 
     @cute.jit
     def result(self, rS: cute.Tensor, before: cute.Tensor, mY: cute.Tensor) -> cute.Tensor:
-        """The scan (V, NumV) of this thread's columns, in y's type."""
+        """The scan (V, NumV) of this thread's columns, in y's dtype."""
         c, tile = self.config, self.tile
         rY = cute.make_rmem_tensor((tile.width, tile.vectors), mY.element_type)
         for i in cutlass.range_constexpr(tile.vectors):
@@ -231,25 +232,25 @@ class Scan(RowKernel):
 
 
 def bounds(numbers: Mapping[str, int]) -> tuple[Bound, ...]:
-    """The bound of the words of a launch."""
+    """The bound of the number of words of a launch."""
     return (Bound("words", words_of(numbers["m"], numbers["parts"])),)
 
 
 def words_of(rows: int, parts: int) -> int:
-    """The words that CTAs leave for each other: a ticket, and those of look_back."""
+    """The words that CTAs publish to each other: a ticket counter, and those of `look_back`."""
     return 1 + rows * (parts + -(-parts // WARP))
 
 
 @cute.jit
 def leave(word: cute.Pointer, value: Float32) -> None:
-    """Write a value, and that it is there."""
+    """Publish a value together with its ready flag."""
     found = Int64(bits_of(value)) & (THERE - 1) | THERE
     cute.arch.store(word, found, sem="relaxed", scope="gpu")
 
 
 @cute.jit
 def taken(word: cute.Pointer) -> Float32:
-    """The value of a word, once it is there."""
+    """The value of a word, once it has been published."""
     found = cute.arch.load(word, Int64, sem="relaxed", scope="gpu")
     while found < THERE:
         found = cute.arch.load(word, Int64, sem="relaxed", scope="gpu")

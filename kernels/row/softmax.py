@@ -27,7 +27,7 @@ def exp(x: Any) -> Any:
 
 
 def above(top: Float32) -> Float32:
-    """What scores are taken relative to: their maximum, or 0 where all are -inf."""
+    """The reference that scores are taken relative to: their maximum, or 0 where all are -inf."""
     return cutlass.select_(top == -Float32.inf, Float32(0), top)
 
 
@@ -40,7 +40,7 @@ def merged(x: Values, y: Values) -> Values:
 
 class Softmax(RowKernel):
     """y = exp(x - max) / sum of exp(x - max), in one pass: each thread's exponentials are relative
-    to its own maximum until those of the row meet."""
+    to its own maximum until those of the row are combined."""
 
     title = "softmax"
 

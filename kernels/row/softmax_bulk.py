@@ -1,4 +1,4 @@
-"""Softmax of dense rows that come and go by bulk copies, taken in turn by CTAs that stay."""
+"""Softmax of dense rows, bulk-copied by persistent CTAs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LEAST_SLOTS = 3
 
 @dataclass(frozen=True)
 class RowsBulkConfig:
-    """How dense rows come: the tile, whose vectors are not used; the words of 32 bits that a thread
-    has of a row, or of its CTA's part of one; slots for rows on their way; CTAs of an SM."""
+    """How dense rows are processed: the tile (its vectors are not used), the 32-bit words per
+    thread of a row or of its CTA's part, the slots for rows in flight, and the CTAs per SM."""
 
     tile: RowTile
     words: int
@@ -33,8 +33,8 @@ class RowsBulkConfig:
 
 
 class SoftmaxBulk(RowKernel):
-    """y = exp(x - max) / sum of exp(x - max): a row is read once from smem, its exponentials wait
-    in registers until its threads have met. Thread 0 starts the copies."""
+    """y = exp(x - max) / sum of exp(x - max). A row is read once from smem; its exponentials stay
+    in registers until its threads have combined their sums. Thread 0 starts the copies."""
 
     title = "softmax_bulk"
     archs = ("sm_90a", "sm_100a", "sm_120a")
@@ -87,7 +87,8 @@ class SoftmaxBulk(RowKernel):
 
 
 def scores(dense: PackedRows, words: Words, slot: cute.Tensor, begin: Int32) -> list[Float32]:
-    """This thread's elements of the row at element `begin` of a slot, in fp32; -inf outside."""
+    """This thread's elements of the row at offset `begin` of a slot, in fp32; -inf outside the
+    row."""
     found = []
     for word in range(words.count):
         pair = dense.pair(words, slot, begin, word)
@@ -101,6 +102,6 @@ def scores(dense: PackedRows, words: Words, slot: cute.Tensor, begin: Int32) -> 
 
 
 def exponentials(x: list[Float32]) -> tuple[Float32, list[Float32]]:
-    """The largest of x, and the exponentials of x relative to it."""
+    """The maximum of x, and the exponentials of x relative to it."""
     own = functools.reduce(cute.arch.fmax, x)
     return own, [exp(v - above(own)) for v in x]

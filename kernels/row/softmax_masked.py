@@ -1,4 +1,4 @@
-"""Softmax of rows that are scaled and masked while they are read, and its gradient."""
+"""Softmax of rows that are scaled and masked as they are read, and its gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEEP = "uint8"  # the dtype of a mask that says which elements count; another is
 
 @dataclass(frozen=True)
 class SoftmaxMaskedConfig:
-    """A softmax of scaled rows, what they are masked by, and the tile."""
+    """A softmax of scaled rows, the kind of mask, and the tile."""
 
     tile: RowTile
     mask: str = ""  # the dtype of the mask; "": none
@@ -29,8 +29,8 @@ class SoftmaxMaskedConfig:
 
 
 class SoftmaxMasked(RowKernel):
-    """y = softmax(x * scale + mask), or of those elements alone that a mask keeps; 0 in a row of
-    which none is left."""
+    """y = softmax(x * scale + mask), or only over the elements that a boolean mask keeps; 0 in a
+    row with none left."""
 
     title = "softmax_masked"
 
@@ -81,7 +81,7 @@ class SoftmaxMasked(RowKernel):
             columns.store(columns.rounded(e * factor, mY), this(mY))
 
     def row_of(self, mMask: cute.Tensor, this: ThisRow) -> cute.Tensor:
-        """The mask (N) of a row, which is counted as those of x."""
+        """The mask (N) of a row, broadcast to x's rows."""
         row = cutlass.min(this.row, this.rows - 1)
         _, middle, inner, _ = mMask.shape
         at = row // inner
@@ -89,7 +89,7 @@ class SoftmaxMasked(RowKernel):
 
     @cute.jit
     def masks(self, columns: Columns, gM: cute.Tensor) -> cute.Tensor:
-        """The elements of gM (N) in registers (V, NumV), 0 where there are none."""
+        """The elements of gM (N) in registers (V, NumV), 0 outside the row."""
         c, tile = self.config, self.config.tile
         if cutlass.const_expr(c.vectors):
             rM = columns.load(gM)
@@ -105,7 +105,7 @@ class SoftmaxMasked(RowKernel):
 
     @cute.jit
     def scores(self, columns: Columns, rX: cute.Tensor, rM: Any, scale: Float32) -> cute.Tensor:
-        """The scaled elements (V, NumV) in fp32, -inf where they are masked or not there."""
+        """The scaled elements (V, NumV) in fp32, -inf where they are masked or outside the row."""
         c, tile = self.config, self.config.tile
         rS = cute.make_rmem_tensor((tile.width, tile.vectors), Float32)
         for i in cutlass.range_constexpr(tile.vectors):

@@ -1,1 +1,1 @@
-"""Rows that threads share: their loads and stores, and reductions over them."""
+"""Rows shared by threads: loads, stores and reductions."""

@@ -1,4 +1,4 @@
-"""Runs of memory on their way to slots of smem and back, by bulk copies."""
+"""Bulk copies of runs of contiguous elements between gmem and slots of smem."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ COPY_BYTES = 16  # a bulk copy has a whole number of these, and begins with one 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements of gmem that one bulk copy brings to a slot of smem, at the same offset from a
-    line of 128 bytes as in gmem. What shares the first or the last 16 bytes with them comes,
-    too, if it is `after` or `before` elements of the same tensor; else those at the end come by the
-    element."""
+    """Contiguous gmem elements that one bulk copy brings into a slot of smem.
+
+    A run keeps its gmem offset from a 128-byte line in the slot. If elements of the same tensor
+    stand `before` or `after` it, its first or last 16-byte unit is copied whole, neighbours
+    included; otherwise the elements at that end are copied one by one."""
 
     gX: cute.Tensor  # (count)
     lead: Int32  # elements from the begin of a slot to the first
@@ -31,17 +32,18 @@ class Run:
 
     @property
     def width(self) -> int:
-        """The elements of 16 bytes."""
+        """The number of elements in 16 bytes."""
         return COPY_BYTES * 8 // self.gX.element_type.width
 
     @property
     def end(self) -> Int32:
-        """The index in a slot after the last element."""
+        """The index in a slot one past the last element."""
         return self.lead + Int32(cute.size(self.gX))
 
     @cute.jit
     def load(self, slot: cute.Tensor, full: cute.Pointer) -> None:
-        """Start the copy to a slot; a phase of `full` completes with it. One thread calls it."""
+        """Start the copy into a slot; one phase of `full` completes with it. Called by one
+        thread."""
         if cutlass.const_expr(self.whole):
             self.copy(slot, full, self.lead, self.end)
         elif self.after & self.before:  # nearly always
@@ -52,7 +54,8 @@ class Run:
 
     @cute.jit
     def load_ends(self, slot: cute.Tensor, full: cute.Pointer) -> None:
-        """The same of a run at an end of its tensor, where elements come one by one."""
+        """Like `load`, for a run at an end of its tensor, where some elements are copied one by
+        one."""
         width, end = self.width, self.end
         first, last = self.inner()
         if self.after:
@@ -68,22 +71,22 @@ class Run:
         self.copy(slot, full, first, last)
 
     def copy(self, slot: cute.Tensor, full: cute.Pointer, first: Int32, last: Int32) -> None:
-        """Start the copy of what lies from `first` to `last` in a slot."""
+        """Start the bulk copy of elements `first` to `last` of a slot."""
         num_bytes = (last - first) * (COPY_BYTES // self.width)
         cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
         to = slot.iterator + first
         load_bulk(to, self.gX.iterator + (first - self.lead), num_bytes, full)
 
     def send(self, slot: cute.Tensor) -> None:
-        """Start the copy of a slot to here, in the bulk group that this thread commits next; only
-        of a `whole` run."""
+        """Start the copy from a slot to this run, in the bulk group that this thread commits next.
+        The run must be `whole`."""
         num_bytes = (self.end - self.lead) * (COPY_BYTES // self.width)
         store_bulk(self.gX.iterator, slot.iterator + self.lead, num_bytes)
 
     @cute.jit
     def store(self, slot: cute.Tensor) -> None:
-        """Start the copy of a slot to here, a bulk group of its own; but for what shares its 16
-        bytes with others, which is stored by the element. All threads call it."""
+        """Start the copy from a slot to this run as a bulk group of its own; elements that share a
+        16-byte unit with others are stored one by one. Called by all threads."""
         thread, (first, last) = Int32(cute.arch.thread_idx()[0]), self.inner()
         if thread == 0:
             num_bytes = (last - first) * (COPY_BYTES // self.width)
@@ -96,7 +99,7 @@ class Run:
                 self.gX[last + thread - self.lead] = slot[last + thread]
 
     def inner(self) -> tuple[Int32, Int32]:
-        """The range in a slot whose 16-byte units are all this run's own."""
+        """The range of a slot whose 16-byte units belong to this run alone."""
         width = self.width
         if self.whole:
             return self.lead, self.end
@@ -104,10 +107,10 @@ class Run:
 
 
 def lead_of(mX: cute.Tensor, elements: Int32 | int) -> Int32:
-    """Where in its slot an element of mX comes to: as far behind a line of 128 bytes as in gmem,
-    so that no line of either is copied to, or from, two (docs/facts/rows.md#rows-bulk-lines).
+    """The offset in its slot of an element of mX: as many elements past a 128-byte line as in gmem,
+    so that no line of either side is split by a copy (docs/facts/rows.md#rows-bulk-lines).
 
-    NOTE: `elements` may have overflown 32 bits, of which the lowest alone are wanted.
+    NOTE: `elements` may have overflowed 32 bits; only its lowest bits are used.
     """
     bits = mX.element_type.width
     return (Int32(mX.iterator.toint()) // (bits // 8) + elements) & (LINE_BYTES * 8 // bits - 1)
@@ -115,7 +118,7 @@ def lead_of(mX: cute.Tensor, elements: Int32 | int) -> Int32:
 
 @dataclass(frozen=True)
 class BulkRing:
-    """Slots of smem that runs come to, turn after turn.
+    """A ring of smem slots that runs are copied to.
 
     barrier     arrives                                           waits
     full[slot]  1: the thread that starts the copy, and its bytes  all threads
@@ -126,7 +129,7 @@ class BulkRing:
 
     @staticmethod
     def allocate(dtype: Any, elements: int, stages: int) -> BulkRing:
-        """Slots for runs of so many elements; its barriers are to be published."""
+        """Allocate slots for runs of this many elements. The caller publishes the barriers."""
         smem = SmemAllocator()
         full = Barrier.allocate(smem, "full", 1, stages)
         length = slot_bytes(elements * dtype.width // 8) * 8 // dtype.width
@@ -142,9 +145,9 @@ class BulkRing:
         return self.slots[None, turn % self.stages]
 
     def load(self, run: Run, turn: Int32 | int) -> None:
-        """Start the copy of a run to the slot of a turn. One thread calls it."""
+        """Start the copy of a run into the slot of a turn. Called by one thread."""
         run.load(self[turn], self.full[turn % self.stages])
 
     def wait(self, turn: Int32 | int) -> None:
-        """Wait for what was loaded for this turn."""
+        """Wait for the copy of this turn."""
         self.full.wait(turn // self.stages % 2, turn % self.stages)

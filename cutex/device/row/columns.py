@@ -15,12 +15,12 @@ LOW_HALVES, MIDDLE_HALVES = 0x3210, 0x5432  # selectors of prmt: a word, and the
 
 @dataclass(frozen=True)
 class Columns:
-    """The vectors of a row of `n` elements that this thread holds.
+    """The vectors of a row of `n` elements that one thread holds.
 
-    A row that is not `aligned` begins somewhere after a multiple of a vector; its vectors are
-    those of memory, and those at its ends are stored by the element. They are loaded whole where
-    what lies beside the row may be read, since loads by the element wait until the warp's vectors
-    have come (docs/facts/rows.md#rows-ends-loaded-whole).
+    A row that is not `aligned` starts in the middle of a vector of gmem. Its vectors are those of
+    gmem; the partial ones at its two ends are stored element by element. They are loaded whole
+    where the memory beside the row may be read, since element loads would wait for the warp's
+    vector loads (docs/facts/rows.md#rows-ends-loaded-whole).
     """
 
     tile: RowTile
@@ -29,7 +29,7 @@ class Columns:
 
     @staticmethod
     def of(tile: RowTile, gX: cute.Tensor) -> Columns:
-        """This thread's columns of gX (N), and of every row that lies as gX to the vectors."""
+        """This thread's columns of gX (N), and of every row with the same offset from a vector."""
         thread = cute.arch.thread_idx()[0] % tile.threads
         if tile.ctas > 1:
             thread += cute.arch.block_idx_in_cluster() * tile.threads
@@ -40,33 +40,33 @@ class Columns:
         return Columns(tile, cute.size(gX), first)
 
     def moved(self, chunk: Int32) -> Columns:
-        """The same thread's columns, so many tiles further on, of a row longer than a tile."""
+        """The same thread's columns `chunk` tiles further on, in a row longer than a tile."""
         first = self.first + chunk * (self.step * self.tile.vectors)
         return replace(self, tile=replace(self.tile, inner=False), first=first)
 
     def cut(self, n: Int32) -> Columns:
-        """Those of the first `n` columns of the row."""
+        """These columns, limited to the first `n` of the row."""
         return replace(self, tile=replace(self.tile, inner=False), n=n)
 
     def where(self, exists: Boolean) -> Columns:
-        """These columns if the row exists, else none."""
+        """These columns if the row exists, otherwise none."""
         return self.cut(Int32(cutlass.select_(exists, Int32(self.n), Int32(0))))
 
     @property
     def step(self) -> int:
-        """The columns from one vector of a thread to its next."""
+        """The distance in columns between two consecutive vectors of a thread."""
         return self.tile.threads * self.tile.ctas * self.tile.width
 
     def may_begin(self, vector: int) -> bool:
-        """Whether the row may begin in the middle of a vector."""
+        """Whether the row may start in the middle of a vector."""
         return not self.tile.aligned and (vector == 0 or not self.tile.inner)
 
     def may_end(self, vector: int) -> bool:
-        """Whether the row may end before, or in the middle of, a vector."""
+        """Whether the row may end before or inside a vector."""
         return vector >= self.tile.vectors - 2 or not self.tile.inner
 
     def has(self, vector: int) -> Boolean:
-        """Whether a vector lies whole in the row."""
+        """Whether all of a vector is inside the row."""
         column = self.first + vector * self.step
         if self.tile.aligned:
             return column < self.n
@@ -78,7 +78,7 @@ class Columns:
         return found
 
     def has_element(self, vector: int, element: int) -> Boolean:
-        """Whether the row has an element of a vector."""
+        """Whether an element of a vector is inside the row."""
         column = self.first + vector * self.step
         found = Boolean(True)
         if self.may_begin(vector):
@@ -91,22 +91,24 @@ class Columns:
         return (column >= 0) & (column < self.n)
 
     def overlaps(self, vector: int) -> Boolean:
-        """Whether any element of a vector lies in the row."""
+        """Whether any element of a vector is inside the row."""
         column = self.first + vector * self.step
         if self.tile.inner:
             return column < self.n if self.may_end(vector) else Boolean(True)
         return (column + self.tile.width > 0) & (column < self.n)
 
     def is_end(self, vector: int) -> Boolean:
-        """Whether some elements of a vector lie in the row, and others do not."""
+        """Whether a vector is partly inside the row and partly outside."""
         return self.overlaps(vector) & ~self.has(vector)
 
     @cute.jit
     def load(
         self, gX: cute.Tensor, fill: cutlass.Constexpr[Any] = 0, between: Boolean | None = None
     ) -> cute.Tensor:
-        """The elements of gX (N) in registers (V, NumV); `fill` where there are none. between:
-        whether a vector's worth of elements before and after the row may be read, too."""
+        """Load this thread's elements of gX (N) into registers (V, NumV), with `fill` outside the
+        row.
+
+        between: whether one vector before and one after the row may be read, too."""
         rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), gX.element_type)
         rX.fill(fill)
         if cutlass.const_expr(self.tile.aligned or between is None):
@@ -119,8 +121,10 @@ class Columns:
     def fetch_across(
         self, gX: cute.Tensor, rX: cute.Tensor, fill: cutlass.Constexpr[Any], between: Boolean
     ) -> None:
-        """Load the elements of gX (N) to rX (V, NumV). Vectors at its ends are loaded whole where
-        it lies `between` others, and what is not of the row becomes `fill`; else by the element."""
+        """Load the elements of gX (N) into rX (V, NumV).
+
+        Partial vectors at its ends are loaded whole and the elements outside set to `fill` if the
+        row is `between` others; otherwise they are loaded element by element."""
         tile = self.tile
         for i in cutlass.range_constexpr(tile.vectors):
             if self.has(i) | (between & self.overlaps(i)):
@@ -134,7 +138,7 @@ class Columns:
 
     @cute.jit
     def fetch_elements(self, gX: cute.Tensor, rX: cute.Tensor, i: cutlass.Constexpr[int]) -> None:
-        """Load the elements of vector i that gX (N) has, one by one."""
+        """Load the elements of vector i that are inside gX (N), one by one."""
         for j in cutlass.range_constexpr(self.tile.width):
             if self.has_element(i, j):
                 rX[j, i] = gX[self.first + i * self.step + j]
@@ -143,8 +147,8 @@ class Columns:
     def fill_outside(
         self, rX: cute.Tensor, i: cutlass.Constexpr[int], fill: cutlass.Constexpr[Any]
     ) -> None:
-        """Put `fill` in the place of the elements of vector i of rX (V, NumV) that are not the
-        row's: by masks of words of 32 bits, an instruction or two each."""
+        """Set the elements of vector i of rX (V, NumV) that are outside the row to `fill`, by
+        masking 32-bit words: one or two instructions each."""
         per = 32 // rX.element_type.width  # elements of a word
         rFill = cute.make_rmem_tensor(per, rX.element_type)
         rFill.fill(fill)
@@ -158,8 +162,10 @@ class Columns:
 
     @cute.jit
     def fetch(self, gX: cute.Tensor, rX: cute.Tensor, whole: Boolean | None = None) -> None:
-        """Load the elements of gX (N) to rX (V, NumV), which keeps what it has where there are
-        none. whole: whether all vectors of the tile lie in a row that begins anywhere."""
+        """Load the elements of gX (N) into rX (V, NumV); registers outside the row keep their
+        values.
+
+        whole: whether all vectors of the tile are inside a row of any alignment."""
         if cutlass.const_expr(self.tile.aligned or whole is None):
             self.fetch_asking(gX, rX)
         elif whole:
@@ -170,7 +176,7 @@ class Columns:
 
     @cute.jit
     def fetch_asking(self, gX: cute.Tensor, rX: cute.Tensor) -> None:
-        """The same, of each vector for itself."""
+        """Like `fetch`, with a bounds check for each vector."""
         tile = self.tile
         for i in cutlass.range_constexpr(tile.vectors):
             if self.has(i):
@@ -193,14 +199,14 @@ class Columns:
                             gX[self.first + i * self.step + j] = rX[j, i]
 
     def held(self, mW: cute.Tensor) -> cute.Tensor:
-        """The elements of mW (N), which all rows share and which may begin anywhere, in these
-        columns, in registers (V, NumV)."""
+        """This thread's columns of mW (N), a vector of any alignment shared by all rows, in
+        registers (V, NumV)."""
         return self.load(mW) if self.tile.aligned else self.realigned(mW)
 
     @cute.jit
     def realigned(self, mW: cute.Tensor) -> cute.Tensor:
-        """The same of rows that begin anywhere: each vector lies across two of memory in mW, of
-        which it is cut; at the ends of mW it is loaded by the element."""
+        """The same for rows of any alignment: each vector straddles two vectors of mW and is
+        extracted from them; at the ends of mW it is loaded element by element."""
         tile, element = self.tile, mW.element_type
         width, bytes_ = tile.width, mW.element_type.width // 8
         start = (mW.iterator + self.first).toint() // bytes_
@@ -228,12 +234,12 @@ class Columns:
         return rW
 
     def is_inside(self, vector: int, apart: Int32) -> Boolean:
-        """Whether the two vectors of memory that a vector lies across are both of the row."""
+        """Whether both gmem vectors that a vector straddles are inside the row."""
         column = self.first + vector * self.step - apart
         return (column >= 0) & (column + 2 * self.tile.width <= self.n)
 
     def count(self) -> Int32:
-        """How many elements of the row this thread holds."""
+        """The number of the row's elements that this thread holds."""
         found = Int32(0)
         for i in range(self.tile.vectors):
             column = self.first + i * self.step
@@ -242,7 +248,7 @@ class Columns:
         return found
 
     def squares(self, x: Any) -> Float32:
-        """The sum of squares of x (V, NumV) in the columns that lie in the row."""
+        """The sum of squares of x (V, NumV) over the columns inside the row."""
         tile, total = self.tile, Float32(0)
         rX = cute.make_rmem_tensor((tile.width, tile.vectors), Float32)
         rX.store(x)
@@ -257,7 +263,7 @@ class Columns:
 
     @cute.jit
     def where_held(self, x: Any) -> Any:
-        """x (V, NumV), 0 in columns that are past the row's end or before its beginning."""
+        """x (V, NumV), with 0 in columns outside the row."""
         rX = cute.make_rmem_tensor((self.tile.width, self.tile.vectors), Float32)
         rX.store(x)
         for i in cutlass.range_constexpr(self.tile.vectors):
@@ -289,7 +295,7 @@ class Columns:
         return rX
 
     def vector(self, gX: cute.Tensor, i: int) -> cute.Tensor:
-        """Vector i of this thread in gX (N), which begins at a multiple of its size."""
+        """This thread's vector i of gX (N), aligned to its own size."""
         width, bits = self.tile.width, gX.element_type.width
         start = (gX.iterator + (self.first + i * self.step)).toint()
         align = min(width * bits // 8, VECTOR_BYTES)
@@ -298,8 +304,8 @@ class Columns:
 
 
 def window(words: list[Int32], first: Int32, bits: int) -> list[Int32]:
-    """Half of the words, from element `first` of so many bits (16 or 32) on, which is one of the
-    first half: shifts by powers of two words, then by half a word."""
+    """Half of the words, starting at element `first` (16 or 32 bits each, in the first half):
+    shifts by powers of two words, then by half a word."""
     count = len(words) // 2
     at = first if bits == 32 else first >> 1
     for power in reversed(range((count - 1).bit_length())):

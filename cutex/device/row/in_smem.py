@@ -1,4 +1,4 @@
-"""A row on its way to smem and back, vector by vector of memory, wherever it begins."""
+"""Copies of a row of any alignment to smem and back, by vectors of gmem."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cutex.device.row.columns import Columns
 
 @cute.jit
 def fetch(columns: Columns, gX: cute.Tensor, sX: cute.Tensor, between: Boolean) -> None:
-    """Send this thread's vectors of the row gX to sX (cp.async, one group), which begins with the
-    vector in which the row begins; those at its ends whole, too, where it lies `between` others,
-    else by the element."""
+    """Copy this thread's vectors of the row gX to sX (cp.async, one group). sX starts with the gmem
+    vector in which the row starts. Partial vectors at the ends are copied whole if the row is
+    `between` others, otherwise element by element."""
     tile = columns.tile
     bits = tile.width * gX.element_type.width
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(), gX.element_type, num_bits_per_copy=bits)
@@ -30,7 +30,7 @@ def fetch(columns: Columns, gX: cute.Tensor, sX: cute.Tensor, between: Boolean) 
 
 @cute.jit
 def store(columns: Columns, sY: cute.Tensor, gY: cute.Tensor) -> None:
-    """Write this thread's vectors of the row that sY has to gY."""
+    """Write this thread's vectors of sY to the row gY."""
     tile = columns.tile
     rY = cute.make_rmem_tensor((tile.width, tile.vectors), gY.element_type)
     for i in cutlass.range_constexpr(tile.vectors):

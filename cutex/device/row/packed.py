@@ -1,4 +1,4 @@
-"""Rows that lie one behind the other, of which CTAs that stay take one in turn by bulk copies."""
+"""Rows of dense matrices, bulk-copied one at a time by persistent CTAs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from cutex.device.row.words import Words
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of dense matrices (M, N) that begin alike, of each of which a CTA has one, or its
-    cluster one and it a part; `count` words of 32 bits of it are a thread's. vector: words beside
-    each other, of rows that begin with a vector, of which a thread's last `open` may lie behind a
-    row; 0: rows begin anywhere."""
+    """Rows of dense (M, N) matrices with equal alignment, processed one at a time by a CTA, or by a
+    cluster whose CTAs each take a part. A thread holds `count` 32-bit words of a row.
+
+    vector: the words of a vector where rows start on a vector boundary; of a thread's vectors the
+    last `open` may be past the row's end. 0: rows start anywhere."""
 
     tile: RowTile
     count: int
@@ -26,12 +27,12 @@ class PackedRows:
     open: int = 0
 
     def elements(self, bits: int) -> int:
-        """The elements of so many bits that a slot has room for."""
+        """The elements of this many bits that a slot has room for."""
         return self.tile.num_threads * self.count * 32 // bits
 
     def words(self, mX: cute.Tensor, group: Int32) -> Words:
-        """This thread's words of all rows of a group, which begin alike to a word, since an even
-        number of rows lies between them."""
+        """This thread's words, valid for all rows of a group: an even number of rows apart, they
+        have the same offset from a word."""
         first, parts = self.run(mX, group), self.tile.ctas > 1
         per = 32 // mX.element_type.width
         lead, columns = first.lead & (per - 1), Int32(cute.size(first.gX))
@@ -47,16 +48,16 @@ class PackedRows:
         return self.part(n) * Int32(cute.arch.block_idx_in_cluster())
 
     def part(self, n: Int32) -> Int32:
-        """The columns of a CTA's part of a row of n, but for the last part: a multiple of 8."""
+        """The columns of each CTA's part of a row of n, except the last: a multiple of 8."""
         return cute.ceil_div(cute.ceil_div(n, self.tile.ctas), 8) * 8
 
     def begin(self, mX: cute.Tensor, row: Int32) -> Int32:
-        """Where this CTA's part of a row of mX (M, N) begins in its slot, in elements."""
+        """The offset in its slot of this CTA's part of a row of mX (M, N), in elements."""
         n = Int32(cute.size(mX, mode=[1]))
         return lead_of(mX, row * n + self.column(n))
 
     def run(self, mX: cute.Tensor, row: Int32, like: cute.Tensor | None = None) -> Run:
-        """This CTA's part of a row of mX (M, N); of `like`, where that begins in its slot."""
+        """This CTA's part of a row of mX (M, N), at the slot offset of `like`'s."""
         rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
         column, count = self.column(n), n
         if self.tile.ctas > 1:
@@ -68,15 +69,15 @@ class PackedRows:
 
     @cute.jit
     def fetch(self, mX: cute.Tensor, row: Int32, ring: BulkRing, turn: Int32 | int) -> None:
-        """Start the copy of a row to its slot; none behind the last."""
+        """Start the copy of a row into its slot; nothing past the last row."""
         if (row < cute.size(mX, mode=[0])) & (cute.arch.thread_idx()[0] == 0):
             ring.load(self.run(mX, row), turn)
 
     def group(
         self, words: Words, slot: cute.Tensor, begin: Int32, first: int, count: int
     ) -> list[Float32]:
-        """The elements of `count` words from `first` on of the row at element `begin` of a slot, in
-        fp32; 0 outside. Of vectors, one."""
+        """The elements of `count` words, from word `first` on, of the row at offset `begin` of a
+        slot, in fp32; 0 outside the row. If rows are vectors: of one vector."""
         if isinstance(words, VectorWords):
             rX = cute.make_rmem_tensor(count * words.per, slot.element_type)
             words.fetch_vector(rX, cute.domain_offset((begin,), slot), first // self.vector)
@@ -86,7 +87,8 @@ class PackedRows:
         ]
 
     def pair(self, words: Words, slot: cute.Tensor, begin: Int32, word: int) -> list[Float32]:
-        """The elements of a word of the row at element `begin` of a slot, in fp32; 0 outside."""
+        """The elements of one word of the row at offset `begin` of a slot, in fp32; 0 outside the
+        row."""
         rX = cute.make_rmem_tensor(words.per, slot.element_type)
         rX_words = cute.recast_tensor(rX, Int32)
         rX_words[0] = words.loaded(words.own_words(slot, begin), word)
@@ -95,7 +97,7 @@ class PackedRows:
     def keep(
         self, words: Words, found: list[Float32], slot: cute.Tensor, begin: Int32, first: int
     ) -> None:
-        """Write elements, those of words from `first` on, to their place in a slot."""
+        """Write the elements of the words from `first` on back to their place in a slot."""
         rY = cute.make_rmem_tensor(len(found), Float32)
         for i, x in enumerate(found):
             rY[i] = x
@@ -111,7 +113,7 @@ class PackedRows:
         self, words: Words, rWords: cute.Tensor, slot: cute.Tensor, begin: Int32,
         first: cutlass.Constexpr[int],
     ) -> None:  # fmt: skip
-        """Write rWords, words from `first` on, to their place in a slot."""
+        """Write the words rWords, from `first` on, back to their place in a slot."""
         own = words.own_words(slot, begin)
         for i in cutlass.range_constexpr(cute.size(rWords)):
             word = first + i

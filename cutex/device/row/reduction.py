@@ -1,4 +1,4 @@
-"""Reductions over the threads of a row: of a part of a warp, of a CTA, or of a cluster."""
+"""Reductions over the threads of a row: part of a warp, a CTA, or a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOTS = 2  # a warp may be a reduction ahead of another, never two
 
 
 def add(x: Values, y: Values) -> Values:
-    """The sums, value by value."""
+    """Elementwise sums of two tuples of values."""
     return tuple(a + b for a, b in zip(x, y, strict=True))
 
 
@@ -49,7 +49,7 @@ class RowReduction:
     def allocate(
         smem: SmemAllocator, tile: RowTile, count: int = 1, repeated: bool = False
     ) -> RowReduction:
-        """A reduction of `count` values; `repeated`: called more than twice."""
+        """Allocate a reduction of `count` values; `repeated` if it is called more than twice."""
         full = read = None
         if tile.warps * tile.ctas <= 1:
             return RowReduction(tile, count, None, full, read)
@@ -63,7 +63,7 @@ class RowReduction:
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """To be published to the cluster before the first reduction."""
+        """Barriers to publish to the cluster before the first reduction."""
         return tuple(b for b in (self.full, self.read) if b is not None)
 
     @cute.jit
@@ -74,9 +74,10 @@ class RowReduction:
         turn: Int32 | int = 0,
         turns: Int32 | int = 1,
     ) -> Values:
-        """`combine` of the values of all threads of the row. All threads of the CTA, and of the
-        cluster, call it; `turn` counts the reductions of this kind from 0, `turns` are all that
-        there will be."""
+        """The `combine` of the values of all threads of the row.
+
+        Called by all threads of the CTA and of the cluster; `turn` counts the reductions of this
+        kind from 0, of `turns` in all."""
         values = lanes(values, combine, min(self.tile.threads, WARP))
         return self.of_warps(values, pairwise(combine), turn, turns)
 
@@ -88,7 +89,8 @@ class RowReduction:
         turn: Int32 | int = 0,
         turns: Int32 | int = 1,
     ) -> Values:
-        """The same of values that all lanes of a warp, or of a row within it, have alike."""
+        """Like a call, for values that are already equal in all lanes of a warp (or of a row inside
+        it)."""
         if cutlass.const_expr(self.words is None):
             return values
         self.start(values, turn)
@@ -98,8 +100,8 @@ class RowReduction:
 
     @cute.jit
     def start(self, values: Values, turn: Int32 | int) -> None:
-        """Write this warp's values to where all warps of the row will find them: within one CTA,
-        after its next barrier."""
+        """Write this warp's values where all warps of the row will read them; inside one CTA they
+        are readable after its next barrier."""
         slot = turn % SLOTS
         row = cute.arch.thread_idx()[0] // self.tile.threads
         warp = cute.arch.warp_idx() % self.tile.warps
@@ -114,8 +116,8 @@ class RowReduction:
     def finish(
         self, gather: cutlass.Constexpr[Gather], turn: Int32 | int, turns: Int32 | int
     ) -> Values:
-        """`gather` of what all warps of the row have written in this turn. A turn may start before
-        the one before it is finished, none further ahead."""
+        """`gather` of the values of all warps of the row in this turn. A turn may start before the
+        previous one is finished, but not earlier."""
         slot = turn % SLOTS
         row = cute.arch.thread_idx()[0] // self.tile.threads
         if cutlass.const_expr(self.full is not None):
@@ -154,19 +156,20 @@ class RowReduction:
                 cute.arch.store_async_dsmem(to, word, self.full[slot], lane)
 
     def written(self, row: Int32, slot: Int32 | int) -> list[Values]:
-        """What warps of the row have written: each lane has others', or all have them again."""
+        """The values that the row's warps have written, distributed over lanes, or repeated if
+        there are fewer."""
         parts, lane = self.tile.warps * self.tile.ctas, cute.arch.lane_idx()
         places = [lane % parts] + [more + lane for more in range(WARP, parts, WARP)]
         return [tuple(self.words[p, row, i, slot] for i in range(self.count)) for p in places]
 
 
 def pairwise(combine: Combine) -> Gather:
-    """The `combine` of all values, two by two."""
+    """A gather that combines a lane's values, then its group's by shuffles."""
     return lambda found, group: lanes(functools.reduce(combine, found), combine, group)
 
 
 def lanes(values: Values, combine: Combine, group: int) -> Values:
-    """`combine` of the values of `group` neighbouring lanes, by shuffles."""
+    """The `combine` over `group` neighbouring lanes, by shuffles."""
     distance = group // 2
     while distance:
         other = tuple(cute.arch.shuffle_sync_bfly(x, offset=distance) for x in values)

@@ -1,4 +1,4 @@
-"""Reductions over rows that a cluster takes in turn, in steps between which nobody waits."""
+"""Reductions over the successive rows of a cluster, in steps that rarely wait."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RELAYED = 4  # slots of the CTAs' values
 
 @dataclass(frozen=True)
 class RelayedReduction:
-    """Reductions over the rows of a cluster, one after another, in three steps: each warp keeps
-    what it has in its CTA; a barrier of the CTA later one warp relays what all of them kept to
-    every CTA; and each warp combines what the CTAs sent. A row is begun one or two turns before it
-    is finished, so that few wait for others.
+    """Reductions over successive rows of a cluster, in three steps: each warp writes its values to
+    its CTA's smem; one CTA barrier later, one warp relays the CTA's combined value to every CTA;
+    and each warp combines what the CTAs sent. A row is started one or two turns before it is
+    finished, which hides the exchange.
 
     barrier     arrives                                         waits
     full[slot]  1: the warp of this CTA that relays, and        all threads
@@ -54,7 +54,7 @@ class RelayedReduction:
 
     @cute.jit
     def start(self, values: Values, turn: Int32 | int) -> None:
-        """Keep this warp's values for its CTA."""
+        """Write this warp's values to its CTA's smem."""
         count, kept = cutlass.const_expr(self.count), self.kept
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(count):
@@ -62,8 +62,8 @@ class RelayedReduction:
 
     @cute.jit
     def relay(self, gather: cutlass.Constexpr[Gather], turn: Int32 | int) -> None:
-        """Send `gather` of the values of all warps to every CTA. One warp calls it, a barrier of
-        the CTA after `start`."""
+        """Send `gather` of the values of all warps of the CTA to every CTA. Called by one warp, one
+        CTA barrier after `start`."""
         lane, slot = cute.arch.lane_idx(), turn % RELAYED
         if lane == 0:
             self.full.arrive_expecting(4 * self.tile.ctas * self.count, slot)
@@ -81,7 +81,7 @@ class RelayedReduction:
     def finish(
         self, gather: cutlass.Constexpr[Gather], turn: Int32 | int, turns: Int32 | int
     ) -> Values:
-        """`gather` of what all CTAs sent."""
+        """`gather` of the values that all CTAs sent."""
         slot, part = turn % RELAYED, cute.arch.lane_idx() % self.tile.ctas
         self.full.wait(turn // RELAYED % 2, slot)
         own = tuple(self.parts[part, i, slot] for i in range(self.count))
@@ -89,8 +89,8 @@ class RelayedReduction:
 
     @cute.jit
     def release(self, turn: Int32 | int, turns: Int32 | int) -> None:
-        """Let all CTAs write where this turn's values were. The warp that relays calls it, a
-        barrier of the CTA after `finish`."""
+        """Let all CTAs overwrite this turn's slot. Called by the relaying warp, one CTA barrier
+        after `finish`."""
         lane = cute.arch.lane_idx()
         # NOTE: only where the CTA waits for it: a signal to one that has ended is a fault
         if (lane < self.tile.ctas) & (turn + RELAYED < turns):

@@ -1,4 +1,4 @@
-"""Rows on their way to smem, ahead of the threads that need them."""
+"""A cp.async ring of rows in smem, loaded ahead of the threads that use them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LEAST_BITS = 32  # of a vector that cp.async copies
 
 @dataclass(frozen=True)
 class RowRing:
-    """Slots of smem for rows of several operands. Each thread copies the vectors that it will read
-    itself (cp.async), so that it waits for its own copies and meets no other thread."""
+    """A ring of smem slots for rows of several operands. Each thread copies the vectors that it
+    will read itself (cp.async), so it waits for its own copies alone and no barrier is needed."""
 
     stages: int  # slots; 0: rows are loaded when they are needed
     words: Any  # (V, THREAD, NumV, OPERAND, STAGE)
@@ -41,8 +41,8 @@ class RowRing:
     def fetch(
         self, columns: Columns, matrices: tuple[cute.Tensor, ...], row: Int32, turn: Int32 | int
     ) -> None:
-        """Start the copies of this turn's row of each of the matrices (M, N); none past the last
-        row. Called once a turn."""
+        """Start the copies of this turn's row of each matrix (M, N); nothing past the last row.
+        Called once per turn."""
         if cutlass.const_expr(self.stages):
             thread = cute.arch.thread_idx()[0]
             if row < cute.size(matrices[0], mode=[0]):
@@ -57,20 +57,20 @@ class RowRing:
     def start(
         self, columns: Columns, matrices: tuple[cute.Tensor, ...], row: Int32, step: Int32
     ) -> None:
-        """Start the copies of the first turns' rows: those of all slots but the last."""
+        """Start the copies of the first rows: one for every slot but the last."""
         for ahead in cutlass.range_constexpr(self.stages - 1):
             self.fetch(columns, matrices, row + ahead * step, ahead)
 
     @cute.jit
     def wait(self) -> None:
-        """Wait for the rows of the oldest turn; the copies of stages - 2 later turns may be in
+        """Wait for the rows of the oldest turn; copies of stages - 2 later turns may remain in
         flight."""
         if cutlass.const_expr(self.stages):
             cute.arch.cp_async_wait_group(self.stages - 2)
 
     @cute.jit
     def load(self, columns: Columns, gX: cute.Tensor, operand: int, turn: Int32) -> cute.Tensor:
-        """The row gX (N) of this turn in registers (V, NumV), 0 where there are no columns."""
+        """Load this turn's row gX (N) into registers (V, NumV), 0 outside the row."""
         if cutlass.const_expr(not self.stages):
             rX = columns.load(gX)
         else:

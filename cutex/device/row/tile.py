@@ -1,4 +1,5 @@
-"""The threads that share a row, and what each of them holds of it. Loads no DSL."""
+"""The threads that share a row, and the elements that each of them holds. Does not import the
+DSL."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ LINE_BYTES = 128  # of memory, and of smem as bulk copies write it
 
 
 def slot_bytes(num_bytes: int) -> int:
-    """The size of a slot of smem for runs of at most so many bytes, which begin in it as far behind
-    a line as in memory, and of which 16 bytes at each end are others', too."""
+    """The bytes of a smem slot for runs of at most this many bytes: a run keeps its gmem offset
+    from a 128-byte line, and up to 16 bytes at each end belong to neighbours."""
     return -(-(num_bytes + LINE_BYTES + VECTOR_BYTES) // LINE_BYTES) * LINE_BYTES
 
 
 @dataclass(frozen=True)
 class RowTile:
-    """Rows of one CTA, or of a cluster whose CTAs share a row, kept whole in registers.
+    """Rows held whole in registers by one CTA, or by a cluster whose CTAs share a row.
 
-    The vectors of a row go round: one to each of its threads, CTA by CTA, then again from the
-    first thread, so that neighbouring lanes load neighbouring vectors.
+    The vectors of a row are dealt out round-robin: one to each thread, CTA by CTA, then again from
+    the first thread, so that neighbouring lanes load neighbouring vectors.
     """
 
     rows: int = 1  # rows of a CTA at one time
@@ -47,22 +48,23 @@ class RowTile:
 
     @property
     def columns(self) -> int:
-        """The longest row that the tile holds."""
+        """The columns of the longest row that fits."""
         return self.threads * self.ctas * self.vectors * self.width - self.lead
 
     @property
     def least_columns(self) -> int:
-        """The shortest row that the tile takes: with `inner` vectors that are all of the row."""
+        """The columns of the shortest row allowed: `inner` vectors must be entirely inside the
+        row."""
         return self.threads * self.ctas * (self.vectors - 2) * self.width if self.inner else 0
 
     @property
     def lead(self) -> int:
-        """The elements of the first vector that may lie before a row."""
+        """The elements of the first vector that may be before the row's start."""
         return 0 if self.aligned else self.width - 1
 
     def why_not(self, clusters: bool = True) -> str | None:
-        """The reason why there is no such tile, or none on an arch without `clusters`; None if
-        there is."""
+        """Why this tile is invalid, or unavailable on an arch without `clusters`; None if it is
+        valid."""
         if self.threads & (self.threads - 1) or not 1 <= self.threads <= 1024:
             return f"threads={self.threads} must be a power of two up to 1024"
         if self.num_threads % WARP or self.num_threads > 1024:

@@ -1,4 +1,4 @@
-"""The columns of a row in smem that begins with a vector, as vectors that go round its threads."""
+"""The columns of a vector-aligned row in smem, dealt to its threads as vectors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from cutex.device.row.words import Words
 
 @dataclass(frozen=True)
 class VectorWords(Words):
-    """The words of a row that one thread has, `vector` of them beside each other. The row begins
-    with a slot, which is its alone, and is a whole number of vectors, of which only a thread's last
-    `open` may lie behind it. Fewer instructions than word by word, since no vector lies across an
-    end of the row, and its places in the slot are known."""
+    """One thread's words of a row that starts its slot, `vector` consecutive words at a time.
+
+    The row is alone in its slot and consists of whole vectors, so only the last `open` vectors of a
+    thread may be past its end. This takes fewer instructions than `Words`: no vector is partial,
+    and all slot offsets are known when the kernel is compiled."""
 
     vector: int = 4
 
@@ -29,7 +30,7 @@ class VectorWords(Words):
         return (self.count - word - 1) // self.vector < self.open
 
     def is_begun(self, word: int) -> Boolean:
-        """Whether a word's vector lies in the row."""
+        """Whether a word's vector is inside the row."""
         return self.column(word - word % self.vector) < self.n
 
     def holds(self, word: int, element: int) -> Boolean:
@@ -54,13 +55,14 @@ class VectorWords(Words):
 
     @cute.jit
     def fetch(self, rX: cute.Tensor, sX: cute.Tensor) -> None:
-        """Load this thread's vectors of a slot, or of a vector of columns; 0 outside of the row."""
+        """Load this thread's vectors from a slot, or from a vector of columns; 0 outside the
+        row."""
         for i in cutlass.range_constexpr(self.count // self.vector):
             self.fetch_vector(self.own_vector(rX, i), sX, i)
 
     @cute.jit
     def fetch_vector(self, own: cute.Tensor, sX: cute.Tensor, i: cutlass.Constexpr[int]) -> None:
-        """Load vector i of this thread to `own`; 0 outside of the row."""
+        """Load this thread's vector i into `own`; 0 outside the row."""
         if cutlass.const_expr(self.is_edge(i * self.vector)):
             own.fill(0)
             if self.is_begun(i * self.vector):
@@ -76,17 +78,17 @@ class VectorWords(Words):
 
     @cute.jit
     def keep_vector(self, own: cute.Tensor, sX: cute.Tensor, i: cutlass.Constexpr[int]) -> None:
-        """Write `own` as vector i of this thread."""
+        """Write `own` as this thread's vector i."""
         edge = cutlass.const_expr(self.is_edge(i * self.vector))
         if cutlass.const_expr(not edge) or self.is_begun(i * self.vector):
             cute.autovec_copy(own, self.vector_of(sX, i))
 
     def own_vector(self, rX: cute.Tensor, i: int) -> cute.Tensor:
-        """Vector i of rX, the elements of this thread (V)."""
+        """Vector i of rX, this thread's elements (V)."""
         return cute.local_tile(rX, (self.vector * self.per,), (i,))
 
     def vector_of(self, sX: cute.Tensor, i: int) -> cute.Tensor:
-        """Vector i of this thread in a slot, or in a vector of columns (V)."""
+        """This thread's vector i of a slot, or of a vector of columns (V)."""
         elements, iterator = self.vector * self.per, sX.iterator
         start = (iterator + self.number(i * self.vector) * self.per).toint()
         align = min(VECTOR_BYTES, elements * sX.element_type.width // 8)

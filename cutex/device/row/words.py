@@ -1,4 +1,4 @@
-"""The columns of a row in smem that begins anywhere, as words that go round its threads."""
+"""The columns of a row of any alignment in smem, dealt to its threads as 32-bit words."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ HIGH = -65536  # the upper half of a word
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a row that one thread has: `per` elements each, the first word `lead` of them
-    before the row of `n` columns, of which all words are full but the first and the last `open`.
-    alone: what else lies in the row's first and last word is nobody's, and the row exists."""
+    """One thread's 32-bit words of a row of `n` columns, `per` elements each.
+
+    The first word holds `lead` elements that precede the row. All words are full except the first
+    and the last `open`. alone: nobody else uses the other elements of the row's first and last
+    word, and the row exists."""
 
     threads: int
     count: int
@@ -26,15 +28,15 @@ class Words:
     alone: bool = False
 
     def column(self, word: int) -> Int32:
-        """The first column of a word; -1 if that lies before the row."""
+        """The first column of a word; -1 if it is before the row."""
         return Int32(self.number(word) * self.per - self.lead)
 
     def number(self, word: int) -> Int32:
-        """Which of the row's words it is."""
+        """The word's index in the row."""
         return Int32(cute.arch.thread_idx()[0] % self.threads + word * self.threads)
 
     def is_edge(self, word: int) -> bool:
-        """Whether elements of it may lie outside of the row."""
+        """Whether elements of a word may be outside the row."""
         return word == 0 or word >= self.count - self.open
 
     def is_whole(self, word: int) -> Boolean:
@@ -46,7 +48,7 @@ class Words:
         return (column >= 0) & (column < self.n)
 
     def own(self) -> Float32:
-        """How many columns of the row this thread has."""
+        """The number of the row's columns that this thread holds."""
         found = Float32(0)
         for word in range(self.count):
             for element in range(self.per):
@@ -54,13 +56,13 @@ class Words:
         return found
 
     def load(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
-        """The elements of the row at sX[begin] in registers; 0 where there are none."""
+        """Load this thread's elements of the row at sX[begin]; 0 outside the row."""
         rX = cute.make_rmem_tensor(self.count * self.per, sX.element_type)
         (self.load_alone if self.alone else self.load_shared)(rX, sX, begin, exists)
         return rX
 
     def store(self, rX: cute.Tensor, sX: cute.Tensor, begin: Int32) -> None:
-        """Write the elements of the row to sX from sX[begin] on."""
+        """Store this thread's elements to the row at sX[begin]."""
         (self.store_alone if self.alone else self.store_shared)(rX, sX, begin)
 
     @cute.jit
@@ -71,15 +73,16 @@ class Words:
 
     @cute.jit
     def loaded(self, own: cute.Tensor, word: cutlass.Constexpr[int]) -> Int32:
-        """A word of `own`, the words of a row that is alone in its slot; its bits that are not the
-        row's are 0."""
+        """A word of `own`, the words of a row that is alone in its slot, with bits outside the row
+        cleared."""
         if cutlass.const_expr(not self.is_edge(word)):
             return own[word]
         return self.begun(own, word) & self.mask(word)
 
     @cute.jit
     def begun(self, own: cute.Tensor, word: cutlass.Constexpr[int]) -> Int32:
-        """The same with what else lies in a word, of the first and the last; 0 behind the row."""
+        """A word as it is in smem, neighbours included in the first and last; 0 past the row's
+        end."""
         found = Int32(0)
         if self.is_begun(word):
             found = own[word]
@@ -87,8 +90,8 @@ class Words:
 
     @cute.jit
     def load_again(self, sX: cute.Tensor, begin: Int32, exists: Boolean) -> cute.Tensor:
-        """The elements of the row, each to be changed for itself and stored; of one that is alone
-        in its slot with what else lies in its first and its last word."""
+        """The thread's elements, read again to be changed and stored one by one; for a row alone in
+        its slot, the first and last word include the neighbouring elements."""
         rX = cute.make_rmem_tensor(self.count * self.per, sX.element_type)
         if cutlass.const_expr(not self.alone):
             self.load_shared(rX, sX, begin, exists)
@@ -133,14 +136,14 @@ class Words:
                         sX[begin + self.column(word) + i] = rX[word * self.per + i]
 
     def own_words(self, sX: cute.Tensor, begin: Int32) -> cute.Tensor:
-        """The thread's words of the row at sX[begin] (WORD); begin - lead is a whole number of
+        """This thread's words of the row at sX[begin] (WORD); begin - lead is a whole number of
         words."""
         first = (begin - self.lead >> self.per // 2) + self.number(0)
         own = cute.make_layout(self.count, stride=self.threads)
         return cute.make_tensor(cute.recast_tensor(sX, Int32).iterator + first, own)
 
     def mask(self, word: int) -> Int32:
-        """The bits of a word that are the row's."""
+        """The mask of a word's bits that are inside the row."""
         bits = 32 // self.per
         found = Int32(0)
         for i in range(self.per):
@@ -150,12 +153,12 @@ class Words:
         return found
 
     def is_begun(self, word: int) -> Boolean:
-        """Whether some element of a word lies before the end of the row."""
+        """Whether a word starts before the end of the row."""
         return self.column(word) < self.n
 
     @cute.jit
     def weights(self, mW: cute.Tensor) -> cute.Tensor:
-        """The elements of mW (N) in these columns, in registers; 0 where there are none."""
+        """The elements of mW (N) in these columns, in registers; 0 outside the row."""
         rW = cute.make_rmem_tensor(self.count * self.per, mW.element_type)
         rW.fill(0)
         for word in cutlass.range_constexpr(self.count):
@@ -165,17 +168,17 @@ class Words:
         return rW
 
     def elements(self, rX: cute.Tensor) -> list[Float32]:
-        """rX, the elements of the thread's words, in fp32."""
+        """The elements of the thread's words rX, in fp32."""
         return [x for word in range(self.count) for x in self.pair(rX, word)]
 
     def pair(self, rX: cute.Tensor, word: int) -> list[Float32]:
-        """The elements of a word of rX, in fp32."""
+        """The elements of one word of rX, in fp32."""
         if self.per == 2 and rX.element_type is BFloat16:
             return halves(cute.recast_tensor(rX, Int32)[word], BFloat16)
         return [Float32(rX[word * self.per + i]) for i in range(self.per)]
 
     def where_held(self, x: list[Float32]) -> list[Float32]:
-        """x, 0 outside of the row."""
+        """x, with 0 outside the row."""
         found = [*x]
         for word in range(self.count):
             if self.is_edge(word):
@@ -186,7 +189,7 @@ class Words:
 
 
 def halves(word: Int32, dtype: Any) -> list[Float32]:
-    """The two elements of a word in fp32: of bf16 by an instruction each."""
+    """The two elements of a word in fp32; one instruction each for bf16."""
     if dtype is BFloat16:
         return [(word << 16).bitcast(Float32), (word & HIGH).bitcast(Float32)]
     return [Float32(Int16(half).bitcast(dtype)) for half in (word, word >> 16)]
