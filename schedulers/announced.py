@@ -1,8 +1,8 @@
-"""Tiles of a walk that one warp of a CTA looks up, ahead of the roles that need them.
+"""Tiles of a walk that one warp of a CTA looks up ahead of the roles that need them.
 
-To find a tile of ragged groups takes a search and two divisions, hundreds of clocks, which every
-role would spend between two tiles. Here a warp with nothing else to do writes the tiles to slots of
-smem, and a role reads a few words.
+Finding a tile of ragged groups takes a search and two divisions, hundreds of clocks, which every
+role would spend between two tiles. Here an otherwise idle warp writes the tiles to slots of smem,
+and a role reads a few words.
 
     barrier          arrives                                  waits
     announced[slot]  1: the warp that looks up, having        every role
@@ -28,7 +28,7 @@ WORDS = 4  # of a slot: 16 bytes
 
 
 class HeldTile(NamedTuple):
-    """A tile in registers, which a loop may replace."""
+    """A tile in registers, which a loop may carry and replace."""
 
     fields: cute.Tensor  # those of a WorkTile
 
@@ -49,7 +49,7 @@ class HeldTile(NamedTuple):
 
 @dataclass(frozen=True)
 class AnnouncedTiles:
-    """The slots of a CTA's tiles: of each its `fields`, up to WORDS of a WorkTile's."""
+    """The slots for a CTA's tiles: `fields` of each, up to WORDS of a WorkTile's."""
 
     fields: tuple[str, ...]
     words: cute.Tensor  # (WORDS, SLOT) Int32 in smem

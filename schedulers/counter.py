@@ -1,8 +1,8 @@
 """A counter in global memory: CTAs take the next tile when they need one (any arch).
 
-Where tiles differ in their work, or SMs in their speed, some CTAs of a static walk end late. Here
-CTA c of G begins with index c, and every further index is G plus the counter's value when the CTA
-asked. The last CTA to be refused resets the counter for the next launch.
+Where tiles differ in work, or SMs in speed, some CTAs of a static walk finish late. Here CTA c of G
+starts with index c, and every further index is G plus the counter's value when the CTA asked. The
+last CTA to be refused resets the counter for the next launch.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class CounterDispatch:
 
     @cute.jit
     def index(self, number: Int32) -> Int32:
-        """The order's index of tile `number` of those that are handed out; its total behind the
-        last. A whole warp calls it."""
+        """The order's index of tile `number` of those handed out; the order's total past the
+        last."""
         found = number
         if cutlass.const_expr(self.chosen is not None):
             found = self.order.total
@@ -145,8 +145,8 @@ class CounterDispatch:
 
     @cute.jit
     def announce(self, ticket: Ticket, state: PipelineState) -> Ticket:
-        """Ask for the next tile, announce it, and return its ticket. A warp that has other work,
-        too, calls it in place of `schedule` and `next`."""
+        """Ask for the next tile, announce it, and return its ticket: called instead of `schedule`
+        and `next` by a warp that has other work, too."""
         indices = self.indices
         following = self.source.next(ticket, self.source.ask(ticket), self.total)
         index = self.index(following.index)

@@ -127,7 +127,7 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True)
 class SelfDispatch:
-    """A dispatcher for one warp of a CTA, or of each CTA of a pair, which asks its source itself:
+    """A dispatcher for one warp of a CTA, or of each CTA of a pair, that asks its source itself:
     for the next tile's ticket at once, or early, by `ask`."""
 
     order: Order

@@ -1,8 +1,8 @@
 """Tiles of ragged groups that are equally wide within a group.
 
-A group's rows are the columns of an MMA here, of which there may be any multiple of 8. So a group
-is divided into as few tiles as hold its rows, all of one width: fewer rows are computed in vain
-than by tiles of a fixed height, of which each group's last is half empty in the mean.
+A group's rows are the columns of an MMA here, which come in any multiple of 8. So a group is
+divided into as few tiles as hold its rows, all of one width: less padding is computed than with
+tiles of a fixed height, where each group's last tile is half empty in the mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cutex.schedulers.raster import clusters
 @dataclass(frozen=True)
 class Widths:
     """The widths that tiles may have: multiples of `step` above half of `most`, and of `coarse`
-    below, where memory limits and what is computed in vain costs little.
+    below, where memory binds and padding costs little.
 
     Plain operators only: Python ints run it, and the same code traces in the DSL.
     """
@@ -42,21 +42,21 @@ class Widths:
         )
 
     def of(self, rows: Any) -> Any:
-        """The width of the tiles of a group of so many rows, at least one."""
+        """The width of the tiles of a group of `rows` rows, at least one."""
         few = cutlass.max(clusters(rows, self.most), 1)
         even = cutlass.max(clusters(rows, few), 1)
         coarse, fine = (clusters(even, x) * x for x in (self.coarse, self.step))
         return select(even > self.most // 2, fine, coarse)
 
     def tiles(self, rows: Any) -> Any:
-        """The tiles of a group of so many rows: as few as the widest would take."""
+        """The tiles of a group of `rows` rows: as few as the widest would take."""
         return clusters(rows, self.most)
 
 
 @dataclass(frozen=True)
 class LevelOrder(RaggedOrder):
-    """The tiles of all groups, as of RaggedOrder; m counts those of the matrices' columns, of which
-    there are `tiles_n`, and n a group's own."""
+    """The tiles of all groups, like RaggedOrder; m counts `tiles_n` tiles of the matrices' columns,
+    and n a group's own."""
 
     widths: Widths = Widths(8, 8, 8)
 
@@ -66,8 +66,8 @@ class LevelOrder(RaggedOrder):
 
 @dataclass(frozen=True)
 class LevelTiles(RaggedTiles):
-    """A scheduler as RaggedTiles, of tiles whose rows are the matrices' columns, and whose columns
-    are a group's rows."""
+    """A scheduler like RaggedTiles, whose tiles have the matrices' columns as rows and a group's
+    rows as columns."""
 
     widths: Widths = Widths(8, 8, 8)
 

@@ -1,8 +1,7 @@
-"""One round of tiles: one for each cluster, in columns or rows that are fixed when the kernel is
-compiled.
+"""One round of tiles: one per cluster, in a number of columns or rows fixed at compile time.
 
-There is nothing to order: a cluster's index is its tile, and neighbours share the operand that
-takes the time: with few columns A, of which they load the same rows; with few rows B. The raster's
+There is nothing to order: a cluster's index is its tile, and neighbours share the operand whose
+loads dominate: with few columns A, of which they load the same rows; with few rows B. The raster's
 divisions took as long before the first load, and again after the last MMA, as the store of the
 tile: at M = 128 and N = K = 8192, 0.4 us of 39 (docs/facts/gemm.md#tile-s-place-cta).
 """

@@ -1,9 +1,9 @@
 """Tiles of ragged groups of rows, such as the tokens of experts: as many as each group needs.
 
-Rows of a list belong to groups, one after the other; where each ends is known on the device alone.
-A tile has rows of one group. So a group has its own number of tiles, which all have the same width
-and the same work, and CTAs that take equal steps through all of them share the work evenly, however
-uneven the groups are: no two differ by more than one tile.
+The rows of a list belong to consecutive groups, whose ends only the device knows. Each tile has
+rows of one group. Groups have different numbers of tiles, but all tiles have the same width and the
+same work, so CTAs that take equal steps through all of them share the work evenly, however uneven
+the groups are: no two differ by more than one tile.
 
     edges    ends (torch's `offs`) or counts      read by one warp of each CTA
     tables   begins, ends, starts                 in its smem, where every role looks a tile up
@@ -92,11 +92,11 @@ class RaggedOrder:
         return RasterOrder.of(self.raster, self.counts(self.groups.rows(group)), cluster)
 
     def counts(self, rows: Any) -> TileCounts:
-        """The tiles that cover so many rows."""
+        """The tiles that cover this many rows."""
         return TileCounts(clusters(rows, self.tile_rows), self.tiles_n)
 
     def clusters_of(self, rows: Any) -> Any:
-        """The clusters of tiles that cover so many rows."""
+        """The clusters of tiles that cover this many rows."""
         return RasterOrder.of(
             self.raster, self.counts(rows), (self.cluster_m, self.cluster_n)
         ).total
@@ -181,7 +181,7 @@ def group_edges(
 
 
 def clamp(x: Any, most: Any) -> Any:
-    """x, at least 0 and at most `most`."""
+    """x, clamped to [0, most]."""
     return cutlass.min(cutlass.max(x, 0), most)
 
 
@@ -197,7 +197,7 @@ def inclusive_scan(x: Int32, lane: Int32) -> Int32:
 def filled(
     tiles: RaggedTiles, edges: Sequence[int], rows: int, columns: int, padded: bool = False
 ) -> RaggedOrder:
-    """The order of `tiles` on the host: its tables as `fill` makes them, in lists."""
+    """The order of `tiles` on the host, with the tables of `fill` as lists."""
     most = tiles.groups.most
     bounds = [group_edges(edges, group, len(edges), rows, padded) for group in range(most)]
     order, starts = tiles.order(columns), [0]

@@ -1,7 +1,7 @@
-"""The tiles of packed sequences: only those that they have, the longest sequence's first.
+"""The tiles of packed sequences: only those that exist, the longest sequence's first.
 
-In an order over the blocks of the longest sequence, shorter ones have indices without work, which
-cost a CTA a round through L2 each, and a long sequence that comes last leaves most SMs idle.
+In an order over the blocks of the longest sequence, shorter ones have indices without work, each of
+which costs a CTA a round trip through L2, and a long sequence that comes last leaves most SMs idle.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Ranked:
 
     @cute.jit
     def tile(self, number: Int32) -> RankedTile:
-        """Tile `number` where heads come one after the other. A whole warp calls it."""
+        """Tile `number` where a sequence's heads follow one another. A whole warp calls it."""
         rank = self.rank_of(number)
         batch, blocks = self.ranks[rank, 0], self.ranks[rank + 1, 1] - self.ranks[rank, 1]
         rest = number - self.before(rank)
         return RankedTile(rest % blocks, rest // blocks, batch, blocks)
 
     def number(self, block: Int32, head: Int32, batch: Int32) -> Int32:
-        """The number of a tile where heads come one after the other."""
+        """The number of a tile where a sequence's heads follow one another."""
         rank = self.ranks[batch, 2]
         blocks = self.ranks[rank + 1, 1] - self.ranks[rank, 1]
         return self.before(rank) + head * blocks + block
@@ -93,9 +93,9 @@ class Ranked:
 
     @cute.jit
     def heads_in_order(self, rank: Int32, blocks: Int32) -> Int32:
-        """How many heads of a sequence come one after the other, before those whose blocks come in
-        turn: as many of the sequence's last as have `tail` tiles, if the last ones of all are among
-        them."""
+        """The number of a sequence's heads that follow one another before the rest are interleaved
+        by block: the interleaved ones are its last, with `tail` tiles in all, if they include the
+        last tiles of all sequences."""
         alone = self.heads
         if self.before(rank + 1) > self.total - self.tail:
             alone = cutlass.max(self.heads - (self.tail + blocks - 1) // blocks, Int32(0))

@@ -1,8 +1,8 @@
 """Exactly one tile per SM: where M does not divide evenly, neighbouring tiles overlap.
 
-128 tiles of 64 rows leave 4 of 132 SMs idle. Spread evenly, 132 tiles begin 56 or 64 rows apart;
-the rows that two of them share are computed twice, with the same result, and stored twice. Worth it
-where memory limits and the tiles nearly fill the GPU: the rows that are read twice come from L2.
+128 tiles of 64 rows leave 4 of 132 SMs idle. Spread evenly, 132 tiles start 56 or 64 rows apart;
+the rows that two of them share are computed and stored twice, with the same result. It pays where
+memory binds and the tiles nearly fill the GPU: rows read twice come from L2.
 
 Plain operators only: Python ints run it, and the same code traces in the DSL.
 """

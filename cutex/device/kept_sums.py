@@ -1,4 +1,4 @@
-"""Sums that one CTA keeps in global memory for another, which adds them to its own."""
+"""Sums that one CTA leaves in global memory for another CTA to add to its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ VECTOR = 4  # numbers of a load or store of 16 bytes
 
 
 class KeptSums(NamedTuple):
-    """The accumulators of one warp, in the order in which its lanes have them, for the warp of the
-    same number in another CTA.
+    """One warp's accumulators, in the order in which its lanes hold them, for the warp of the same
+    number in another CTA.
 
     flag   counts                          waits
     kept   1: the warp that keeps its      the warp that adds them, which sets it to 0
@@ -26,13 +26,13 @@ class KeptSums(NamedTuple):
 
     @staticmethod
     def of(sums: cute.Tensor, flags: cute.Pointer, warp: Int32, numbers: int) -> KeptSums:
-        """Those of warp `warp` of all that share `sums` and `flags`, `numbers` a thread."""
+        """The sums of warp `warp` among all that share `sums` and `flags`, `numbers` per thread."""
         size = LANES * numbers
         mine = cute.make_tensor(sums.iterator + Int64(warp) * size, cute.make_layout(size))
         return KeptSums(mine, flags + warp)
 
     def vectors(self, accs: tuple[cute.Tensor, ...]) -> Iterator[tuple[cute.Tensor, cute.Tensor]]:
-        """The vectors of this thread's accumulators, one after the other, and their places."""
+        """The vectors of this thread's accumulators, one after another, and their addresses."""
         places = cute.logical_divide(self.sums, cute.make_layout(VECTOR))  # (4, NumV)
         first = 0
         for acc in accs:
@@ -44,14 +44,14 @@ class KeptSums(NamedTuple):
 
     @cute.jit
     def keep(self, accs: tuple[cute.Tensor, ...]) -> None:
-        """Store the accumulators, and say so."""
+        """Store the accumulators and set the flag."""
         for mine, place in self.vectors(accs):
             cute.autovec_copy(mine, place)
         self.say(1)
 
     @cute.jit
     def add(self, accs: tuple[cute.Tensor, ...]) -> None:
-        """Wait until the sums are there, and add them to the accumulators."""
+        """Wait for the flag, and add the sums to the accumulators."""
         self.await_kept()
         others = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
         for mine, place in self.vectors(accs):

@@ -1,4 +1,4 @@
-"""Which of several CTAs ends last: a count in global memory, without a launch more."""
+"""Which of several CTAs finishes last: a counter in global memory, instead of another launch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from cutlass import Boolean, Int32, cute
 
 @cute.jit
 def is_last_arrival(count: cute.Pointer, arrivals: Int32) -> Boolean:
-    """Count an arrival; whether it is the last of `arrivals`, whose thread resets the count to 0.
+    """Count an arrival; returns whether it is the last of `arrivals`, in which case the thread
+    resets the counter to 0.
 
-    One thread calls it, after a barrier of all that wrote: it releases what they wrote, and
-    acquires what those before it released.
+    One thread calls it, after a barrier of all threads that wrote: it releases their writes, and
+    acquires what earlier arrivals released.
     """
     before = cute.arch.atomic_add(count, Int32(1), sem="acq_rel", scope="gpu")
     last = before == arrivals - 1

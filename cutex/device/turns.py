@@ -1,7 +1,8 @@
-"""Turns: CTAs add to a part of a tile in global memory one after another, for sums in one order.
+"""CTAs add to a part of a tile in global memory one after another, so that the sums have a fixed
+order.
 
-A flag in global memory, a semaphore, counts the CTAs that have added to the part. A warp waits
-until it is its CTA's turn, and passes the turn on when its adds have landed.
+A semaphore in global memory counts the CTAs that have added to the part. A warp waits until its
+CTA's turn, and passes the turn on once its adds have landed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def await_turn(turns: cute.Tensor, tile: Int32, part: Int32, turn: Int32) -> Non
 
 @cute.jit
 def pass_turn(turns: cute.Tensor, tile: Int32, part: Int32, turn: Int32) -> None:
-    """Let the next CTA add to part `part` of the tile, once this warp's adds have landed; nothing
-    if `turn` is negative."""
+    """Let the next CTA add to part `part` of the tile once this warp's adds have landed; does
+    nothing if `turn` is negative."""
     cute.arch.sync_warp()
     if (cute.arch.lane_idx() == 0) & (turn >= 0):
         cute.arch.cp_async_bulk_wait_group(0)

@@ -1,6 +1,6 @@
-"""WordRing: numbers that one role tells the warps of others, through slots of smem.
+"""WordRing: numbers that one role passes to the warps of others, through slots of smem.
 
-So what takes long to find out, or many instructions, is done by one warp of a CTA instead of by
+A computation that takes long, or many instructions, is then done by one warp of a CTA instead of by
 each.
 """
 
@@ -29,7 +29,8 @@ class WordRing:
     def allocate(
         cls, smem: SmemAllocator, name: str, words: int, writers: int, readers: int
     ) -> Self:
-        """The ring that `readers` warps read, and one of `writers` writes, which all take part."""
+        """Allocate a ring that `readers` warps read. Of `writers` warps, all of which arrive, one
+        writes."""
         slots = smem.allocate_tensor(Int32, cute.make_layout((words, SLOTS)), 16)
         full = Barrier.allocate(smem, f"{name} full", arrivals=writers, slots=SLOTS)
         empty = Barrier.allocate(smem, f"{name} empty", arrivals=readers, slots=SLOTS)

@@ -1,10 +1,10 @@
-"""TMA loads of a tile in several boxes, none of which lies outside of its matrix.
+"""TMA loads of a tile in several boxes, all of them inside its matrix.
 
-TMA fills rows outside of a matrix with zeros, but slowly: such a row takes as long as four inside
-(docs/facts/gemm.md#row-tma-box-lies), so that the last tile of a side that tiles do not divide
-takes up to twice as long as others. Here a tile is loaded in boxes of a part of its rows, and a box
-that would lie outside is replaced by the last one inside. The rows that this brings in place of
-zeros belong to elements of C that are never stored.
+TMA fills rows outside a matrix with zeros, but slowly: such a row takes as long as four inside
+(docs/facts/gemm.md#row-tma-box-lies), so a partial last tile takes up to twice as long as a full
+one. Here a tile is loaded in boxes of some of its rows, and a box that would be outside is replaced
+by the last one inside. The rows loaded instead of zeros belong to elements of C that are never
+stored.
 """
 
 from __future__ import annotations

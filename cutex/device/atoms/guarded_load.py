@@ -1,5 +1,5 @@
-"""Loads from global memory of what may be outside of a matrix: by a predicate instead of a branch,
-so that many are under way at a time (PTX ISA, ld, predicated execution)."""
+"""Loads from global memory that may be outside a matrix, predicated instead of branched around, so
+that many can be in flight at once (PTX ISA, ld, predicated execution)."""
 
 from __future__ import annotations
 

@@ -62,12 +62,12 @@ def _shifted(word: Int32, by: int) -> Int32:
 
 
 def turned(word: Int32, mask: int, turn: int) -> Int32:
-    """The bits `mask` of a word, of which those of `turn` are inverted."""
+    """The bits `mask` of a word, with those of `turn` inverted."""
     return _lop3(word, mask, turn, XOR_OF_AND)
 
 
 def splat(word: Int32) -> tuple[Int32, Int32]:
-    """The low and the high half of a word, each as a pair of itself."""
+    """The low half of a word as a pair, and its high half as a pair."""
     return _permuted(word, LOW), _permuted(word, HIGH)
 
 
@@ -94,7 +94,7 @@ def _shift_right(a: Int32, by: int) -> Int32:
 
 
 def _turned_right(a: Int32, by: int) -> Int32:
-    """The word with its last `by` bits in front."""
+    """The word rotated right by `by` bits."""
     return _words(f"shf.r.wrap.b32 $0, $1, $1, {by};", a)
 
 

@@ -59,8 +59,8 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def largest_of(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
-    """The largest of three floats of which none is negative, compared as integers: one instruction
-    on Hopper, whose maximum of floats takes two (PTX ISA, max)."""
+    """The maximum of three non-negative floats, compared as integers: one instruction on Hopper,
+    whose float maximum takes two (PTX ISA, max)."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
     ptx = (
         "{ .reg .b32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3;"
@@ -73,8 +73,8 @@ def largest_of(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Floa
 
 @dsl_user_op
 def largest_negative_of(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
-    """The largest of three floats that all have a sign, the least of them as unsigned integers; one
-    that has none, if there is one. One instruction on Hopper (PTX ISA, min)."""
+    """The maximum of three negative floats: the least of them as unsigned integers. Any
+    non-negative one wins. One instruction on Hopper (PTX ISA, min)."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
     ptx = (
         "{ .reg .b32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3;"
@@ -99,8 +99,8 @@ def power_below(x: Float32, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def nearest_whole(x: Float32, *, loc=None, ip=None) -> Float32:
-    """The whole number nearest to x, between -2^22 and 2^22: by two additions, of 1.5 * 2^23 and of
-    its negative, whose results come sooner than a conversion's."""
+    """The integer nearest to x, for x between -2^22 and 2^22: by adding 1.5 * 2^23 and subtracting
+    it again, which has a shorter latency than a conversion."""
     ptx = "add.rn.f32 $0, $1, 0f4B400000; add.rn.f32 $0, $0, 0fCB400000;"
     return _unary(ptx, x, loc, ip)
 
@@ -149,8 +149,8 @@ def low_bits(count: Int32, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def pinned(word: Int32, *, loc=None, ip=None) -> Int32:
-    """`word`, computed where this is written: before the wgmma.fence that follows, say, which the
-    compiler would else move a conversion across."""
+    """`word`, computed at this place: for instance before the wgmma.fence that follows, across
+    which the compiler could otherwise move a conversion."""
     value = Int32(word).ir_value(loc=loc, ip=ip)
     ptx = "mov.b32 $0, $1;"
     return Int32(
@@ -160,8 +160,8 @@ def pinned(word: Int32, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def hidden_zero(*, loc=None, ip=None) -> Float32:
-    """A 0 that the compiler does not know to be one, to clear accumulators with: else it computes
-    what is done with them twice, for a loop that ends and for one that never begins, of the former
-    before the wait for its wgmmas."""
+    """A 0 that the compiler cannot prove to be one, for clearing accumulators. With a constant it
+    duplicates the code behind a loop, for a loop that never runs, and hoists the copy above the
+    wait for its wgmmas."""
     ptx = "mov.b32 $0, 0;"
     return Float32(llvm.inline_asm(T.f32(), [], ptx, "=f", has_side_effects=True, loc=loc, ip=ip))

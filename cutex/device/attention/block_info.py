@@ -90,8 +90,8 @@ class Blocks(NamedTuple):
         return before, above + below - before
 
     def runs(self, forwards: Int | None) -> tuple[Int, Int, Int]:
-        """The blocks that follow the first one on the path, in three runs: how many are masked, are
-        clean, are masked again."""
+        """The blocks after the first one on the path, in three runs: how many are masked, then
+        clean, then masked again."""
         back = _runs_down(self.first, self.end, self.clean_first, self.clean_end)
         if forwards is None:
             return back
@@ -147,7 +147,7 @@ class BlockInfo(NamedTuple):
         return self._blocks(begin, end, clean_begin, clean_end, self.tile_n)
 
     def ends_in_first_half(self, m_block: Int, seqlen_q: Int, seqlen_k: Int) -> Int:
-        """1 if the rows of `m_block`, which see a key, see none in the second half of the last
+        """1 if the rows of `m_block`, which see some key, see none in the second half of the last
         block that they touch, else 0; tile_n is even."""
         halves = self._replace(tile_n=self.tile_n // 2).n_blocks(m_block, seqlen_q, seqlen_k)
         return halves.end % 2

@@ -127,9 +127,11 @@ class BlockLoop:
         forwards: Int32 | None,
     ) -> State:
         """Compute O over all blocks, of which there is at least one, without the last PV and
-        unscaled; return the states after. `half` says whether these rows see only the first half of
-        the first block (None: no), `searched` in how many blocks at least a larger score is looked
-        for, of those without a mask; `forwards` is given only with a band."""
+        without the final scaling; return the states.
+
+        half: whether these rows see only the first half of the first block (None: no). searched: in
+        at least how many unmasked blocks a larger score is looked for. forwards: given only with a
+        band."""
         band = self.score_ops.mask.band
         path, (before, clean, after) = blocks.path(forwards), blocks.runs(forwards)
         half_qk = self.products.half_qk
@@ -161,8 +163,8 @@ class BlockLoop:
 
     @cute.jit
     def first(self, n_block: Int32, state: State, qk: cutlass.Constexpr[WgmmaProduct]) -> State:
-        """Run QK and softmax of the first block, which may contain the end of the keys, or of its
-        first half."""
+        """Run QK and softmax of the first block, which may contain the end of the keys, or the end
+        of their first half."""
         k, v = state
         acc_s = qk.mma.accumulator()
         self.k.wait_full(k)
@@ -184,8 +186,9 @@ class BlockLoop:
 
     @cute.jit
     def unsearched(self, path: Path, count: Int32, state: State) -> State:
-        """Run `count` steps without a mask and without a search: by "guard" if the last block has
-        shown that the scores of these rows are peaked, or if it is not asked, by "add" else."""
+        """Run `count` steps without a mask and without searching for larger scores: by "guard" if
+        the last block showed that these rows' scores are peaked, or if it was not examined;
+        otherwise by "add"."""
         if cutlass.const_expr(self.softmax.peaked is None):
             state = self.guarded(path, count, state)
         else:
@@ -204,8 +207,8 @@ class BlockLoop:
 
     @cute.jit
     def guarded(self, path: Path, count: Int32, state: State) -> State:
-        """Run `count` steps by "guard", or by "guard low" where references are far below 0, of
-        which bf16's are left to "add"."""
+        """Run `count` steps by "guard", or by "guard low" where references are far below 0; in bf16
+        those are left to "add"."""
         low = Int32(0)
         if cutlass.const_expr(self.looks_at_one):  # noqa: SIM102 - known when tracing
             if count > 0:
@@ -223,9 +226,9 @@ class BlockLoop:
 
     @cute.jit
     def eager(self, count: Int32) -> Int32:
-        """In how many of `count` guarded blocks the largest probabilities are exact: in an eighth,
-        in one of few, and in none of few of causal rows: a large share of them would raise
-        references."""
+        """In how many of `count` guarded blocks the largest probabilities are exact: an eighth of
+        many, one of few, and none of few if rows are causal, where a large share of the blocks
+        would raise references."""
         eager = Int32(1) if count < 2 * EAGER else (count + EAGER - 1) // EAGER
         causal = self.score_ops.mask.band.hi is not None
         if cutlass.const_expr(causal and self.softmax.peaked is not None):
@@ -233,7 +236,7 @@ class BlockLoop:
         return eager
 
     def threads_where(self, condition: Boolean) -> Int32:
-        """How many of this warpgroup's threads say `condition`, a uniform number."""
+        """The number of this warp's threads for which `condition` holds; uniform over the warp."""
         barrier = LOOK_BARRIER
         if self.issue_order is not None:
             barrier = LOOK_BARRIER + self.issue_order.warpgroup
@@ -241,10 +244,10 @@ class BlockLoop:
 
     @cute.jit
     def chunks(self, path: Path, count: Int32, state: State, rises: Boolean | bool) -> State:
-        """Run `count` steps by "add"; between every CHUNK of keys references rise where sums have
-        grown, and, where scores of this warp's rows may rise, before the last block.
+        """Run `count` steps by "add". After every CHUNK keys references rise where sums have grown
+        and, where scores of this warp's rows may rise, before the last block, too.
 
-        NOTE: a branch within a step would have P rounded behind it, not among the exponentials.
+        NOTE: a branch within a step would make ptxas round P after it, not among the exponentials.
         """
         k, v = state
         chunk, done = CHUNK // self.score_ops.mask.tile_n, Int32(0)
@@ -263,7 +266,7 @@ class BlockLoop:
 
     @cute.jit
     def lower(self, last: Boolean, first: Boolean, blocks: Int32) -> None:
-        """Raise references where sums have grown, P of the last block being in registers."""
+        """Raise references where sums have grown, with P of the last block in registers."""
         if self.softmax.has_grown(last):
             self.softmax.lower(self.factors, last, first, blocks)
             self.scale_output()
@@ -294,14 +297,14 @@ class BlockLoop:
         number: Int32 | int = -1,
         last: Boolean | bool = False,
     ) -> State:
-        """Run QK and softmax of a block, and PV of the one before.
+        """Run QK and softmax of a block, and PV of the block before.
 
-        kind: "masked"; "late", the same behind blocks of other kinds; "clean", without a mask;
-        "add", without a mask and without looking for a larger score; "guard", "add" that raises
-        references where the block exceeds them by far; "guard low", the same of rows with
-        references far below 0; or "looked", that of any rows, which looks whether scores are
-        peaked. A "guard" that is `eager` raises references to any larger score; `number` counts
-        such blocks, of which one is the `last`.
+        kind: "masked"; "late", masked after blocks of other kinds; "clean", without a mask; "add",
+        without a mask or a search for larger scores; "guard", "add" after raising references that
+        the block exceeds by far; "guard low", the same for rows with references far below 0;
+        "looked", the same for any rows, and it tests whether scores are peaked. An `eager` "guard"
+        raises references to any larger score. `number` counts these blocks, and `last` marks the
+        last of them.
         """
         k, v = state
         # NOTE: an accumulator that outlives its step would keep its registers in the next
@@ -360,7 +363,7 @@ class BlockLoop:
 
     @cute.jit
     def scale_pending(self) -> None:
-        """Scale O if references were raised in the block before and it has not been since."""
+        """Scale O if the block before raised references and O has not been scaled since."""
         if cutlass.const_expr(self.pending is not None):
             if self.pending[0] != 0:
                 self.scale_output()
@@ -368,23 +371,23 @@ class BlockLoop:
 
     @property
     def is_fp16(self) -> bool:
-        """Whether probabilities may rise by 2^16 at most before their tile is computed again: then
-        a block without a mask is looked at, too, since rows may see little of those with one."""
+        """Whether probabilities may rise by only 2^16 before their tile must be computed again:
+        then an unmasked block is examined, too, since rows may see little of the masked ones."""
         return self.tOrP.element_type is Float16
 
     @property
     def looks_at_one(self) -> bool:
-        """Whether a whole block is looked at before it is known whether scores are peaked."""
+        """Whether a whole block is examined before it is known whether scores are peaked."""
         return self.speculates and self.is_fp16 and self.score_ops.mask.band.hi is not None
 
     def seen_by_mask(self, scores: cute.Tensor, n_block: Int32) -> tuple[Int32, ...] | None:
-        """The same of a block that may have a mask; None if another is looked at for it."""
+        """`seen` for a block that may be masked; None if another block is examined in its place."""
         return None if self.looks_at_one else self.seen(n_block, cute.size(scores, mode=[1]))
 
     @cute.jit
     def seen(self, n_block: Int32, columns: cutlass.Constexpr[int]) -> tuple[Int32, ...]:
-        """How many of this thread's `columns` of a block each of its rows sees; in fp16 -1 of rows
-        behind the sequence."""
+        """How many of this thread's `columns` of a block each of its rows sees; in fp16 -1 for rows
+        past the sequence's end."""
         mask = self.score_ops.mask
         seen = [mask.seen(r, n_block, columns) for r in range(2)]
         if cutlass.const_expr(self.is_fp16):
@@ -393,8 +396,8 @@ class BlockLoop:
         return tuple(seen)
 
     def most_tame(self) -> Int32 | int:
-        """How many threads may say that scores are peaked before all rows are guarded: in fp16 in
-        proportion to the rows that are of the sequence."""
+        """The number of threads that may vote "peaked" before all rows are guarded: in fp16 in
+        proportion to the rows inside the sequence."""
         return PEAKED_THREADS * self.rows // ROWS if self.is_fp16 else PEAKED_THREADS
 
     def await_issue(self) -> None:
@@ -409,8 +412,8 @@ class BlockLoop:
 
     @cute.jit
     def pass_over(self, count: Int32, state: State, in_turn: cutlass.Constexpr[bool]) -> State:
-        """Release `count` blocks that these rows do not see, taking turns as steps do or, not
-        `in_turn`, as the first block does."""
+        """Release `count` blocks that these rows do not see, alternating with the other warpgroup
+        as steps do or, if not `in_turn`, as the first block does."""
         k, v = state
         for _ in cutlass.range(count, unroll=1):
             if cutlass.const_expr(in_turn):
@@ -462,9 +465,9 @@ class BlockLoop:
 
     @cute.jit
     def scale_p(self) -> None:
-        """Multiply P, of the block before, by its rows' factors, which are powers of two.
+        """Multiply P of the block before by its rows' factors, which are powers of two.
 
-        NOTE: what rounding has made infinite stays so, here and in O."""
+        NOTE: values that rounding has made infinite stay infinite, here and in O."""
         p = cute.make_tensor(self.tOrP.iterator, cute.make_layout(cute.size(self.tOrP)))
         factors, dtype = self.factors, self.tOrP.element_type
         if cutlass.const_expr(self.is_fp16):  # which has not all of the factors

@@ -1,15 +1,14 @@
-"""The softmax of Hopper's forward, right for scores of any size and for rows that begin without
-keys.
+"""The softmax of Hopper's forward for scores of any size, and for rows that start without keys.
 
-Scores are lowered by one fused multiply-add, whose addend, the reference in powers of two, is
-rounded. Beyond 2^13 that error counts: `first` and `next` then subtract the reference first, which
-is exact, and multiply after. `add` does not, and `finish` tells: such rows are computed again with
-`next`.
+Scores are lowered by one fused multiply-add whose addend, the reference in powers of two, is
+rounded. Beyond 2^13 that rounding error matters: `first` and `next` then subtract the reference
+first, which is exact, and multiply afterwards. `add` does not; `finish` detects such rows, and they
+are computed again with `next`.
 
 A row whose first block has no key has no reference that `add` could use. Any score in a later block
-makes its sum infinite, and `finish` tells.
+makes its sum infinite, which `finish` detects.
 
-What `finish` says depends on the sums alone, never on V.
+The result of `finish` depends on the sums alone, never on V.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ LARGE = 2.0**13  # the largest shift, in powers of two, whose rounding does not 
 
 @dataclass(frozen=True)
 class GuardedSoftmax(Softmax):
-    """A Softmax that `finish` guards; `shift` is kept if blocks may come by `add`."""
+    """A Softmax whose overflows `finish` detects; `shift` is kept if blocks may be processed by
+    `add`."""
 
     shift: Any = None  # (rows) the reference in powers of two, or NO_KEY; None if not kept
     headroom: Float32 | float = 0.0  # powers of two by which that exceeds the largest score
@@ -38,10 +38,10 @@ class GuardedSoftmax(Softmax):
 
     @classmethod
     def of(cls, scale_log2: Float32, threshold: float | Float32, speculates: bool) -> Self:
-        """The state before the first block; `speculates`: whether blocks may come by `add`.
+        """The state before the first block; `speculates`: whether blocks may be processed by `add`.
 
-        NOTE: `shift` has registers of its own only then: computed in `add` from the reference,
-        which LSE needs in the end, it cost 3 % at head dim 64; `next` is faster without.
+        NOTE: `shift` has its own registers only then: computed in `add` from the reference, which
+        LSE needs in the end, it cost 3 % at head dim 64; `next` is faster without it.
         """
         start = cls.start(scale_log2, threshold)
         if not speculates:
@@ -65,7 +65,7 @@ class GuardedSoftmax(Softmax):
 
     @cute.jit
     def add_exactly(self, scores: cute.Tensor) -> None:
-        """As `add`, for references of any size."""
+        """Like `add`, for references of any size."""
         self._lower(scores)
         for r in cutlass.range_constexpr(self.rows):
             self.sums[r] += self._exponentials(scores, r)
@@ -91,12 +91,12 @@ class GuardedSoftmax(Softmax):
 
     @cute.jit
     def shift_of(self, r: int) -> Float32:
-        """The power of two by which scores are lowered that `_lower` has seen."""
+        """The power of two that scores are lowered by after `_lower`."""
         return Float32(self.headroom) if self._is_large(r) else self.reference_log2(r)
 
     @cute.jit
     def _is_large(self, r: int) -> Boolean:
-        """Whether row r has a reference too large for a rounded shift."""
+        """Whether row r's reference is too large for a rounded shift."""
         shift = self.reference_log2(r)
         return (cute.arch.fmax(shift, -shift) > LARGE) & (shift != NO_KEY)
 

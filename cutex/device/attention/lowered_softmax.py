@@ -1,9 +1,9 @@
-"""A softmax whose sums and outputs stay far from the end of float32, whatever V holds.
+"""A softmax whose sums and outputs stay far from the end of float32's range for any V.
 
-O is the sum of probabilities times V, divided by the sum of probabilities at the end only: before,
-it may be as many times as large as there are keys, and times 2^threshold where references lag. With
-a V near the end of bfloat16's range that exceeds float32. So exponentials are lowered by a power of
-two, which rounds none, and costs nothing: it is added to what scores are lowered by anyway.
+O is divided by the sum of probabilities only at the end. Until then it may be larger by the number
+of keys, and by 2^threshold where references lag; with V near the end of bfloat16's range that
+overflows float32. So exponentials are lowered by a power of two. This rounds nothing and costs
+nothing: it is added to the shift that scores are lowered by anyway.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LoweredSoftmax(GuardedSoftmax):
     def rounding_to(
         cls, dtype: type[cutlass.Numeric], scale_log2: Float32, threshold: float
     ) -> Self:
-        """The state before the first block, where P is rounded to `dtype`. fp16 has no room: it is
-        coarse far below 1, and V ends at 2^16."""
+        """The state before the first block, where P is rounded to `dtype`. fp16 has no headroom: it
+        is coarse far below 1, and V ends at 2^16."""
         start = cls.of(scale_log2, threshold_of(dtype, threshold, OF_FP16), False)
         return replace(start, headroom=HEADROOM if dtype is BFloat16 else 0.0)
 

@@ -1,8 +1,7 @@
-"""New rows of keys and values, and where they go in caches: in pages, or in the entry of each
-sequence.
+"""New rows of keys and values, and their place in a cache: in pages, or in each sequence's entry.
 
-The warp that loads a part may write the part's new rows itself, before it loads it, where they are
-no other CTA's: few rows take less time so than by a launch before.
+The warp that loads a part of a cache may first write that part's new rows itself, if no other CTA
+does: for few rows this is faster than a launch beforehand.
 """
 
 from __future__ import annotations

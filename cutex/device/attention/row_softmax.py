@@ -1,14 +1,13 @@
-"""The softmax of one whole row per thread, as loads of tensor memory return it, two columns at a
-time.
+"""The softmax of a whole row per thread, as tensor memory loads return it, two columns at a time.
 
-A row keeps a reference, the largest score that was seen when it was last set or more, and the sum
-of 2^(scale * (score - reference)). It need not be the maximum: it is raised, and sum and output are
+A row keeps a reference, at least the largest score seen when it was last set, and the sum of
+2^(scale * (score - reference)). It need not be the maximum: it is raised, and sum and output are
 scaled, only where a score exceeds it by more than `threshold` powers of two (as in
 FlashAttention-4).
 
-A block's exponentials may be computed before its maximum is known, with the reference of the blocks
-before: while no score exceeds the reference by more than the threshold, which `holds` tells, they
-are those that the maximum would have given.
+A block's exponentials may be computed before its maximum is known, with the reference of earlier
+blocks. While no score exceeds that by more than the threshold, which `holds` tests, they are the
+same as the maximum would have given.
 
 A share of the exponentials is computed on the FMA units (as in FlashAttention-4): for a block of
 128 keys at head dim 128, the tensor cores of an sm_100 take as long as MUFU takes for the
@@ -39,10 +38,10 @@ class RowSoftmax:
     """The reference and the sum of a thread's row.
 
     headroom: powers of two by which exponentials are lowered, so that their products with a large V
-        stay as far from the end of float32 as those with a small one.
-    margin: powers of two by which a reference is raised beyond the largest score, except for the
-        first time: scores that have grown may grow again.
-    by_fma: how many of 16 pairs of columns use the FMA units, for exponents of at most 127.
+    stay as far from the end of float32 as those with a small one. margin: powers of two by which a
+    reference is raised above the largest score, except the first time: scores that have grown may
+    grow again. by_fma: how many of 16 pairs of columns use the FMA units, for exponents of at most
+    127.
     """
 
     reference: cute.Tensor  # (1) in units of scores; -inf before the first key
@@ -98,8 +97,8 @@ class RowSoftmax:
 
     @cute.jit
     def _goal(self, highest: Float32) -> Float32:
-        """What to raise the reference to: with the margin, if it was set before, and is of a size
-        to which that can be added."""
+        """The new reference: above the largest score by the margin, if it was set before and is
+        small enough for the margin to be added exactly."""
         if cutlass.const_expr(self.margin > 0.0):
             grows = (self.reference[0] > -Float32.inf) & self._is_moderate(highest)
             margin = self.margin * reciprocal(self.scale_log2)
@@ -108,8 +107,8 @@ class RowSoftmax:
 
     @cute.jit
     def is_tame(self) -> Boolean:
-        """Whether `tentative` may be used for this warp's rows: each has a reference, and none is
-        so large that its product with the scale is inexact."""
+        """Whether `tentative` may be used for this warp's rows: each has a reference, small enough
+        that its product with the scale is exact."""
         return cute.arch.vote_all_sync(self._is_moderate(self.reference[0]))
 
     def _is_moderate(self, score: Float32) -> Boolean:
@@ -118,16 +117,16 @@ class RowSoftmax:
 
     @cute.jit
     def holds(self, highest: Float32) -> Boolean:
-        """Whether no row of this warp, whose `highest` score of a block is NaN if one of them is,
-        exceeds its reference by more than the threshold."""
+        """Whether no row of this warp exceeds its reference by more than the threshold; `highest`
+        is each row's largest score of a block, NaN if any score is."""
         within = (highest - self.reference[0]) * self.scale_log2 <= self.threshold
         return cute.arch.vote_all_sync(within)
 
     # ---- exponentials
 
     def exponentials(self, scores: cute.Tensor, columns: tuple[int, int], exact: bool) -> Float32:
-        """Turn columns [begin, end) of a part of a row into exponentials; return their sum. They
-        need not be `exact` where rows are tame."""
+        """Replace columns [begin, end) of a part of a row by exponentials; return their sum.
+        `exact` is not needed where rows are tame."""
         total: tuple[Float32, ...] = ()
         for c in range(*columns, 2):
             x, pair = self.exponents((scores[c], scores[c + 1]), exact), c // 2
@@ -141,9 +140,9 @@ class RowSoftmax:
     def exponents(self, scores: Pair, exact: bool) -> Pair:
         """The powers of two of a pair of scores.
 
-        NOTE: `exact`, the difference of two scores is taken first, and is exact where it matters,
-        whatever their size; subtracted from a product, in one multiply-add, it would be off by what
-        the product is rounded by.
+        NOTE: if `exact`, the difference of two scores is computed first, which is exact where it
+        matters, whatever their size. Subtracted from a product in one multiply-add, it would be off
+        by the product's rounding.
         """
         scale = (self.scale_log2,) * 2
         if exact:
@@ -162,11 +161,11 @@ class RowSoftmax:
         counts: Boolean | bool,
         exact: cutlass.Constexpr[bool],
     ) -> None:
-        """Count what rounding takes from the largest probability of a block of so many `columns`
-        and of the sum `total`, 0 unless the block `counts`.
+        """Account for the rounding of the largest probability of a block of `columns` columns and
+        sum `total`; 0 unless the block `counts`.
 
         NOTE: without p_i of a row O would be off by the share p_i^2 / sum of p^2 of its rounding,
-        and by what is orthogonal to O; the former is undone by another sum to divide by. The
+        and by something orthogonal to O; dividing by a corrected sum undoes the former. The
         squares: of each block's largest probability, and of twice the mean for the others.
         """
         largest = exp2(self.exponents((highest, highest), exact)[0])

@@ -103,8 +103,7 @@ class PartialRow(NamedTuple):
 
 
 class SummedTile(NamedTuple):
-    """A tile of fp32 sums in a workspace, to which several CTAs add, in whatever order its numbers
-    lie."""
+    """A tile of fp32 sums in a workspace, which several CTAs add to, in any order of elements."""
 
     numbers: cute.Tensor  # (bRows * bColumns)
 
@@ -126,8 +125,8 @@ class SummedTile(NamedTuple):
 
     @cute.jit
     def put_slot(self, slot: cute.Tensor, first: Int32, begins: Boolean) -> None:
-        """Start adding the contiguous `slot` of smem as `add_slot` does or, if nobody has added
-        before, and it `begins` the sums, storing it. One thread calls it."""
+        """Like `add_slot`; but if nobody has added before and this `begins` the sums, store instead
+        of adding. One thread calls it."""
         to, size = self.numbers.iterator + first, 4 * cute.size(slot)
         if begins:
             store_bulk(to, slot.iterator, size)

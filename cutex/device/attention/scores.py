@@ -35,7 +35,7 @@ class ScoreOps:
 
     @property
     def elementwise(self) -> bool:
-        """Whether scores change even in blocks without a mask."""
+        """Whether scores are changed even in blocks without a mask."""
         functions = self.softcap, self.score_mod, self.mask_mod
         return any(f is not None for f in functions) or len(self.slopes) > 0
 
@@ -53,20 +53,19 @@ class ScoreOps:
         return self.scale if self.softcap is None else self.softcap
 
     def usual_unit(self, head_dim: int) -> float:
-        """What LSE should take for `unit`, unless a call brings a scale of its own; 0 if others
-        count.
+        """The `unit` that LSE assumes unless a call brings its own scale; 0 if others apply.
 
-        NOTE: tensor cores truncate sums of 16 products, and with them scores, by 2^-26 at most in
-        the mean of Gaussian ones, of others not at all: so never less than what is exact.
+        NOTE: tensor cores truncate sums of 16 products, and with them scores, by 2^-26 in the mean
+        for Gaussian data, and not at all for other data: so never less than the exact value.
         """
         changed = self.score_mod is not None or self.softcap is not None
         usual = max(head_dim**-0.5, c_float(head_dim**-0.5).value)
         return 0.0 if changed else usual * (1.0 + head_dim // 16 * 2.0**-31)
 
     def truncated(self, head_dim: int, of_fp16: bool) -> float:
-        """Half of the share of a score that tensor cores truncate in the mean, 2^-26 for 16
-        products of float16, whose sums seldom fit float32: those that do would be off by as much.
-        Sums of bfloat16's often do. Of 256 dims it made LSE of a sink worse."""
+        """Half of the share of a score that tensor cores truncate in the mean: 2^-26 for 16
+        products of float16, whose sums seldom fit float32 (those that do would be off by as much).
+        Sums of bfloat16 products often fit. At 256 dims this made the LSE of a sink worse."""
         changed = self.score_mod is not None or self.softcap is not None or self.slopes
         known = of_fp16 and head_dim < 256 and not changed
         return head_dim // 16 * 2.0**-27 if known else 0.0

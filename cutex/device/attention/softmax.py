@@ -110,7 +110,7 @@ class Softmax:
 
     @cute.jit
     def raise_references(self, highest: list[Float32], factors: cute.Tensor) -> Boolean:
-        """Raise the references to the `highest` scores of a block, if some row of this warp exceeds
+        """Raise the references to the `highest` scores of a block if some row of this warp exceeds
         its own by more than the threshold, and scale the sums by `factors` (rows). Returns whether
         it did."""
         rescale = Boolean(False)
@@ -157,7 +157,7 @@ class Softmax:
 
     @cute.jit
     def _by_shift(self, scores: cute.Tensor, r: cutlass.Constexpr[int], shift: Float32) -> Float32:
-        """Turn row r, lowered by `shift` powers of two, into exponentials; return their sum."""
+        """Replace row r, lowered by `shift` powers of two, by exponentials; return their sum."""
         a, b = self._halves_by_shift(scores, r, shift)
         return a + b
 
@@ -165,7 +165,7 @@ class Softmax:
     def _halves_by_shift(
         self, scores: cute.Tensor, r: cutlass.Constexpr[int], shift: Float32
     ) -> tuple[Float32, Float32]:
-        """The same, with the sums of every other one."""
+        """Like `_by_shift`, with separate sums of even and odd elements."""
         columns = cute.size(scores, mode=[1])
         for c in cutlass.range_constexpr(columns):
             scores[r, c] = exp2(scores[r, c] * self.scale_log2 - shift)
@@ -206,7 +206,7 @@ class Softmax:
         self, total: Float32, highest: Float32, sink: Float32
     ) -> tuple[Float32, Float32, Float32]:
         """A row's sum of exponentials, lowered by `highest` powers of two, with one more key of
-        score `sink`: the new sum, what it is lowered by, and the factor of the old one."""
+        score `sink`: the new sum, the power it is lowered by, and the factor of the old sum."""
         sink_log2 = sink * LOG2_E
         new = cute.arch.fmax(highest, sink_log2) if total > 0.0 else sink_log2
         scaled = exp2(highest - new) if total > 0.0 else Float32(0.0)

@@ -1,9 +1,9 @@
 """The rows of a WatchedSoftmax while their scores are tame: `add`, and what makes it safe.
 
-That scores are tame is seen in the first blocks (`look`). Should sums grow all the same, `lower`
-raises references by whole powers of two, which changes no bit of a mantissa: in bf16 once in some
-blocks (`has_grown`), since exponentials up to 2^127 and what they give are finite; in fp16 before
-those of a block are rounded, if one of them may exceed its range (`add_within`).
+The first blocks show whether scores are tame (`look`). If sums grow nevertheless, `lower` raises
+references by whole powers of two, which changes no bit of a mantissa: in bf16 once every few blocks
+(`has_grown`), since exponentials up to 2^127 and their products are finite; in fp16 before a
+block's probabilities are rounded, if one of them may exceed its range (`add_within`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOW = -15.0  # powers of two: a reference below which `guard` has to order score
 
 @dataclass(frozen=True)
 class TameSoftmax(WatchedState):
-    """The blocks of tame rows, of probabilities in bf16."""
+    """The blocks of tame rows, with probabilities in bf16."""
 
     high: ClassVar[float] = 2.0**12  # a part's sum from which on `lower` raises a reference
     lowered: ClassVar[float] = -64.0  # the power of two that the sum then has
@@ -41,8 +41,8 @@ class TameSoftmax(WatchedState):
 
     @cute.jit
     def add_within(self, scores: cute.Tensor) -> Boolean:
-        """`add`. Returns whether a probability of this warp's rows may be too `high` to be rounded:
-        then it has to be followed by `lower` before."""
+        """Like `add`. Returns whether a probability of this warp's rows may be too `high` to be
+        rounded; then `lower` must come first."""
         exceeds = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
             a, b = self._halves_by_shift(scores, r, self.reference_log2(r))
@@ -54,11 +54,13 @@ class TameSoftmax(WatchedState):
 
     @cute.jit
     def look(self, largest: list[Float32], added: list[Float32], seen: tuple[Int32, ...]) -> None:
-        """Tell from a block, of which this thread's parts of rows see so many columns and have the
-        `largest` scores and the sums of exponentials given, whether they are `peaked`: a sum is
-        that of fewer largest scores than of Gaussian scores of a standard deviation of 1.4 mostly.
-        Rows that see little are not; those that see -1 do not count. In bf16 rows of two warps
-        whose parts are but their largest scores are enough.
+        """Test whether a block's scores are `peaked`.
+
+        Given are, for this thread's parts of rows, the number of columns they see, their `largest`
+        scores and sums of exponentials. A row is peaked if its sum is worth fewer of its largest
+        score than for most Gaussian scores of a standard deviation of 1.4. Rows that see little are
+        not peaked; those that see -1 do not count. In bf16 it is enough if in two warps some rows'
+        parts consist of little more than their largest scores.
         """
         if cutlass.const_expr(self.peaked is not None):
             peaked, wild, counts = Boolean(True), Boolean(False), Boolean(False)
@@ -80,22 +82,23 @@ class TameSoftmax(WatchedState):
 
     @cute.jit
     def is_guarded(self) -> Boolean:
-        """Whether scores are peaked and, in bf16, not far below 0: those `guard` orders slowly, and
-        `lower` can follow."""
+        """Whether scores are peaked and, in bf16, not far below 0: `guard` compares those slowly,
+        and `lower` can follow them."""
         return self.peaked[0] & (cute.arch.fmin(self.shift[0], self.shift[1]) > self.least_guarded)
 
     # ---- what is kept
 
     @cute.jit
     def forget_top(self) -> None:
-        """Keep no largest exponential, so that no register holds it, but as a part's sum."""
+        """Forget the largest exponential except as a part's sum, so that it occupies no
+        register."""
         for r in cutlass.range_constexpr(self.rows):
             self.part[r] = cute.arch.fmax(self.part[r], self.top[r])
         self.top.fill(0.0)
         self.squares.fill(0.0)
 
     def _scale(self, r: int, factor: Float32) -> None:
-        """Multiply what is kept of row r's exponentials by `factor`."""
+        """Multiply everything kept of row r's exponentials by `factor`."""
         self.sums[r] *= factor
         self.top[r] *= factor
         self.squares[r] *= factor * factor
@@ -110,7 +113,7 @@ class TameSoftmax(WatchedState):
 
     @cute.jit
     def has_grown(self, last: Boolean | bool) -> Boolean:
-        """Whether a part of some row of this warp is `high`, or, before the `last` block, low."""
+        """Whether a part of some row of this warp is `high` or, before the `last` block, low."""
         grown = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
             grown = grown | (self.part[r] >= self.high)
@@ -122,12 +125,11 @@ class TameSoftmax(WatchedState):
         self, factors: cute.Tensor, last: Boolean | bool, first: Boolean | bool, blocks: Int32
     ) -> None:
         """Where parts are `high`, raise references by whole powers of two, and scale the sums by
-        `factors` (rows). Outputs, and probabilities that are no part of them yet, must be scaled,
-        too.
+        `factors` (rows). Outputs, and probabilities not yet added to them, must be scaled, too.
 
-        Before the `last` block they are set to where its scores will be if these go on to grow as
-        in the `blocks` before, which were the `first` or came after this: else exponents, and LSE,
-        would be rounded by more than they need be."""
+        Before the `last` block, references are set to where its scores will be if they keep growing
+        as in the `blocks` since the last call (or since the `first`): otherwise exponents, and LSE,
+        would be rounded more than necessary."""
         shift, each = self.shift, reciprocal(Float32(blocks))
         before = Float32(0.0) if first else Float32(self.lowered)
         for r in cutlass.range_constexpr(self.rows):

@@ -1,9 +1,9 @@
 """Rows of tensor memory: each thread of a warpgroup owns one, and moves parts of it.
 
 A row of scores becomes probabilities part by part. Where its largest score is needed first, the row
-is read twice: 128 scores in registers would leave none for anything else. Where the reference of
-the blocks before will probably do, the row is read once, and its first parts are held back, 16 bits
-each, until the last scores are known.
+is read twice: 128 scores in registers would leave room for nothing else. Where the reference of
+earlier blocks will probably do, the row is read once, and its first parts are held back as 16-bit
+values until the last scores are known.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class ScoreRow:
     def search(
         self, column: Int32, n_block: Int32, masked: Boolean | bool
     ) -> tuple[Float32, cute.Tensor]:
-        """The largest score of the row, NaN if one is, and the first part, in registers. Scores of
-        the others that masking or other operations change are written back, for `exponentials` to
+        """The largest score of the row, NaN if any is, and the first part in registers. Scores of
+        other parts changed by masking or other operations are written back for `exponentials` to
         read."""
         parts = columns_of(self.tmem, column, self.tile_n)
         order = [*range(1, parts.num_parts), 0]
@@ -126,7 +126,7 @@ class ScoreRow:
         return highest, columns
 
     def changes(self, masked: Boolean | bool) -> Boolean | bool:
-        """Whether scores do not stay as the tensor core leaves them."""
+        """Whether any operation changes scores after the tensor core."""
         return True if self.score_ops.elementwise else masked
 
     @cute.jit
@@ -138,7 +138,7 @@ class ScoreRow:
         masked: Boolean | bool,
         part: cutlass.Constexpr[int],
     ) -> None:
-        """Apply the operations to part `part` of a row; the first is not written back."""
+        """Apply the operations to part `part` of a row; the first part is not written back."""
         any_masked = masked is not False
         if self.changes(masked):
             scores = cute.make_tensor(columns.iterator, cute.make_layout((1, PART)))
@@ -154,8 +154,8 @@ class ScoreRow:
         dtype: type[cutlass.Numeric],
         store: Store,
     ) -> None:
-        """Turn the scores, final as `search` has `found` them, into probabilities, and store them
-        part by part; the next part is loaded while one is computed."""
+        """Replace the scores, final as `search` has `found` them, by probabilities, and store them
+        part by part; each part is loaded while the one before is computed."""
         highest, following = found
         parts, total = columns_of(self.tmem, column, self.tile_n), Float32(0.0)
         for part in range(parts.num_parts):
@@ -177,10 +177,10 @@ class ScoreRow:
         dtype: type[cutlass.Numeric],
         store: Store,
     ) -> Boolean:
-        """Turn scores without a mask into exponentials with the present reference, and return True;
-        or return False, having changed nothing, if a row of this warp exceeds it by too much.
+        """Turn unmasked scores into exponentials with the present reference and return True; or, if
+        a row of this warp exceeds it by too much, change nothing and return False.
 
-        The first `num_held` parts are stored together, as soon as all scores are known.
+        The first `num_held` parts are stored together, once all scores are known.
         """
         softmax, parts = self.softmax, columns_of(self.tmem, column, self.tile_n)
         loaded, held = [parts.start_load(0)], []
@@ -226,8 +226,8 @@ def keep(
     exponentials: cutlass.Constexpr,
     store: cutlass.Constexpr[Store],
 ) -> Float32:
-    """If `kept`, store a row, the parts `held` of P and `others`, which are still scores, and
-    return the sum of its exponentials, those held being `total`; else 0."""
+    """If `kept`, store a row, the `held` parts of P and the `others`, which are still scores, and
+    return the sum of its exponentials (`total` is that of the held parts); otherwise return 0."""
     found = Float32(0.0)
     if kept:
         for part in cutlass.range_constexpr(len(held)):

@@ -1,13 +1,13 @@
 """The softmax of Hopper's forward, as fast and as exact for peaked scores as for tame ones.
 
-Where scores are tame, blocks come by `add`, which takes a row's reference as it is:
+Blocks of tame scores are processed by `add`, which uses a row's reference as it is:
 tame_softmax.py.
 
-Where they are peaked, blocks come by `guard`, which keeps the largest score of each thread's part
-of a row, and raises references before it computes exponentials if some row of the warp exceeds its
-own by more than `room` powers of two: so far that others need not follow soon.
+Blocks of peaked scores are processed by `guard`, which finds the largest score of each thread's
+part of a row and, if some row of the warp exceeds its reference by more than `room` powers of two,
+raises references before computing exponentials: by enough that further raises are rare.
 
-What it keeps, and what the end of a tile makes of it: watched_state.py.
+The state it keeps, and what is computed from it at the end of a tile: watched_state.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEAR = 4.0  # powers of two by which a reference may differ from the largest sco
 
 @dataclass(frozen=True)
 class WatchedSoftmax(TameSoftmax):
-    """The softmax of a tile's blocks, of probabilities in bf16."""
+    """The softmax of a tile's blocks, with probabilities in bf16."""
 
     room: ClassVar[float] = 60.0  # powers of two by which a score may exceed its reference
     above: ClassVar[float] = 40.0  # and by which a reference that is raised exceeds all scores
@@ -86,7 +86,7 @@ class WatchedSoftmax(TameSoftmax):
 
     @cute.jit
     def first(self, scores: cute.Tensor, seen: tuple[Int32, ...] | None = None) -> None:
-        """As that of Softmax; and `look` at the block if it is told what is `seen`."""
+        """Softmax's `first`, plus `look` at the block if `seen` is given."""
         largest = [row_max(scores, r) for r in range(self.rows)]
         for r in cutlass.range_constexpr(self.rows):
             self.set_reference(r, self.over_row(largest[r], cute.arch.fmax))
@@ -106,8 +106,8 @@ class WatchedSoftmax(TameSoftmax):
         seen: tuple[Int32, ...] | None = None,
         late: cutlass.Constexpr[bool] = False,
     ) -> Boolean:
-        """As that of Softmax; and `look` at the block if it is told what is `seen`. `late`: behind
-        blocks that may have come by `add`."""
+        """Softmax's `next`, plus `look` at the block if `seen` is given. `late`: after blocks that
+        may have been processed by `add`."""
         known = [self.top[r] > 0.0 for r in range(self.rows)]
         largest = [row_max(scores, r) for r in range(self.rows)]
         highest = [self.over_row(largest[r], cute.arch.fmax) for r in range(self.rows)]
@@ -140,12 +140,14 @@ class WatchedSoftmax(TameSoftmax):
         step: Int32 | int = -1,
         last: Boolean | bool = False,
     ) -> Boolean:
-        """`add` after references were raised, if the block exceeds one by more than `room` powers
-        of two, and `look` at it if it is told what is `seen`: blocks by `add` may follow. Returns
-        whether outputs so far must be multiplied by `factors` (rows). `low`: rows may have
-        references far below 0 (`is_low`). `eager`: references rise to any larger score, whose
-        probability is then exact. `step`: the number of guarded blocks before. `last`: of rows
-        whose references have risen, these end near the largest score (`_settles`).
+        """Like `add`, after raising references if the block exceeds one by more than `room` powers
+        of two.
+
+        Returns whether outputs so far must be multiplied by `factors` (rows). With `seen`, also
+        `look` at the block: blocks by `add` may follow. `low`: rows may have references far below 0
+        (`is_low`). `eager`: references rise to any larger score, whose probability is then exact.
+        `step`: the number of guarded blocks before. `last`: references that have risen end near the
+        largest score (`_settles`).
         """
         best, settles = self.best, self._settles(step, last, low, self._gap(scores))
         room = Float32(0.0) if eager else Float32(self.room)
@@ -193,12 +195,13 @@ class WatchedSoftmax(TameSoftmax):
         low: cutlass.Constexpr[bool],
         surely: cutlass.Constexpr[bool] = False,
     ) -> Boolean:
-        """Keep the largest scores that `guard` has found, this block's too, in `best`. Whether some
-        of this thread are yet to be found, by `_find_mixed`.
+        """Update `best`, the largest scores that `guard` has found, with this block. Returns
+        whether this thread must still search some rows by `_find_mixed`.
 
-        NOTE: as integers, floats are ordered as long as one is positive; else, not `low`, 0 is
-        found, unless they are searched for once more, `surely`. `low`, those without a sign are yet
-        to be found where there are any: they exceed low references, so that one vote asks for both.
+        NOTE: compared as integers, floats are ordered as long as one of them is positive. If none
+        is, not `low`, the result is 0 unless they are searched again, `surely`. If `low`, rows with
+        any non-negative score are searched again: such scores exceed low references, so one vote
+        serves both questions.
         """
         best, columns, mixed = self.best, cute.size(scores, mode=[1]), Boolean(False)
         if cutlass.const_expr(low):
@@ -228,14 +231,14 @@ class WatchedSoftmax(TameSoftmax):
 
     @cute.jit
     def _find_mixed(self, scores: cute.Tensor) -> None:
-        """Find the largest scores of a block of which some have no sign."""
+        """Find the largest scores of a block in which signs are mixed."""
         for r in cutlass.range_constexpr(self.rows):
             self.best[r] = cute.arch.fmax(self.best[r], row_max(scores, r))
 
     @cute.jit
     def is_low(self) -> Boolean:
-        """Whether a row of this thread has a reference so far below 0 that `guard` would raise it
-        for each score below 0 in fp16, or miss one that outweighs all others."""
+        """Whether some row of this thread has a reference so far below 0 that `guard` would raise
+        it for each score below 0 in fp16, or miss one that outweighs all others."""
         low = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
             low = low | (self.shift[r] < LOW)
@@ -251,13 +254,15 @@ class WatchedSoftmax(TameSoftmax):
         step: Int32 | int,
         settles: Boolean,
     ) -> None:
-        """Raise the references of this warp's rows above the scores that `guard` has found, or,
-        none of them being positive and the rows not `low`, above those of this block; `eager`, to
-        them. In fp16, too, but by whole powers of two, and not rows whose scores rise block by
-        block. Where they settle, by whole powers to them, or down to them.
+        """Raise the references of this warp's rows above the largest scores that `guard` has found
+        (or above this block's, if none of those is positive and the rows are not `low`); if
+        `eager`, exactly to them. In fp16 by whole powers of two, too, except for rows whose scores
+        rise block by block. Where references settle, move them to the largest scores by whole
+        powers, up or down.
 
-        NOTE: a largest score that is the reference has the probability 1, which is exact. Else
-        references rise by whole powers of two: probabilities keep what they were rounded to.
+        NOTE: a largest score that is the reference has probability 1, which is exact. Otherwise
+        references rise by whole powers of two, so probabilities keep the values they were rounded
+        to.
         """
         shift, reference = self.shift, self.reference
         above = Float32(0.0) if eager else Float32(self.above)
@@ -295,8 +300,8 @@ class WatchedSoftmax(TameSoftmax):
 
     @cute.jit
     def _rises(self, step: Int32 | int, gap: cutlass.Constexpr[int]) -> Boolean:
-        """Whether `guard`, which raises references in `step`, has done so `gap` blocks before, and
-        so on: one block less often then, because of what fp16 raises them by."""
+        """Whether `guard`, raising references in `step`, also did so `gap` blocks before, and so
+        on; one block less often then, because of how far fp16 raises them."""
         rises = Boolean(False)
         if cutlass.const_expr(self.raised_at is not None):
             rises = Int32(step) - self.raised_at[0] <= gap
@@ -305,8 +310,8 @@ class WatchedSoftmax(TameSoftmax):
 
     @staticmethod
     def _gap(scores: cute.Tensor) -> int:
-        """In how many blocks scores that rise steadily exceed fp16's range: of 64 keys in two, as
-        in one of 128; of 96, which in two exceed what references may be raised by, in one."""
+        """The number of blocks after which steadily rising scores exceed fp16's range: two blocks
+        of 64 or of 128 keys; one of 96, since two exceed what references may be raised by."""
         return 2 if 4 * cute.size(scores, mode=[1]) <= FEW_KEYS else 1
 
     @cute.jit
@@ -317,11 +322,10 @@ class WatchedSoftmax(TameSoftmax):
         low: cutlass.Constexpr[bool],
         gap: cutlass.Constexpr[int],
     ) -> Boolean:
-        """Whether this block is the `last`, and references of this warp have risen so that they may
-        be far from the largest scores: exponents are rounded by what they differ by, which LSE
-        would have; of `low` rows those of few blocks may be as far without a raise. In fp16 only if
-        they rise block by block: else what they differ by is less than what such scores are rounded
-        by."""
+        """Whether this is the `last` block and this warp's references may, having risen, be far
+        from the largest scores. Exponents are rounded by their distance, and LSE would inherit
+        that. `low` rows with few blocks may be far off without a raise. In fp16 only if they rise
+        block by block: otherwise their distance is less than the rounding of such scores."""
         settles = Boolean(False)
         if cutlass.const_expr(last is not False and self.raised_at is not None):
             risen = Boolean(low) | (self.raised_at[0] > NEVER)
@@ -332,16 +336,17 @@ class WatchedSoftmax(TameSoftmax):
 
     @cute.jit
     def _keep_top(self, before: list[Float32], settles: Boolean) -> None:
-        """Count the largest scores that `guard` has found `before` among the largest exponentials,
-        as they were rounded, where references settle: by another one they are rounded otherwise."""
+        """Where references settle, count the largest scores that `guard` found `before` among the
+        largest exponentials as they were rounded: relative to another reference they would round
+        differently."""
         for r in cutlass.range_constexpr(self.rows):
             found = exp2(before[r] * self.scale_log2 - self.shift[r])
             self.top[r] = cute.arch.fmax(self.top[r], found if settles else Float32(0.0))
 
     @cute.jit
     def note_looked(self) -> None:
-        """Count the largest score of the block that was looked at among the largest exponentials,
-        not as a score to which references could rise: its probability has been rounded."""
+        """Count the examined block's largest score among the largest exponentials, but not as a
+        score that references could rise to: its probability has already been rounded."""
         for r in cutlass.range_constexpr(self.rows):
             found = exp2(self.best[r] * self.scale_log2 - self.shift[r])
             # NOTE: alike in all threads of a row, which raise its reference alike
@@ -351,7 +356,7 @@ class WatchedSoftmax(TameSoftmax):
     @cute.jit
     def note_top(self, low: cutlass.Constexpr[bool] = False) -> None:
         """Count the largest score that `guard` has found among the largest exponentials. Where it
-        has found 0, one below may be the largest: of that only the part's sum is known."""
+        found 0, one below may be the largest: only its part's sum is known."""
         for r in cutlass.range_constexpr(self.rows):
             found = exp2(self.best[r] * self.scale_log2 - self.shift[r])
             self.part[r] = Float32(0.0)
@@ -365,13 +370,14 @@ class WatchedSoftmax(TameSoftmax):
     @cute.jit
     def _largest_part(self, r: cutlass.Constexpr[int]) -> Float32:
         """The sum of this thread's largest part of row r, if it is much larger than all others: the
-        root of the squares, or all of the thread's sum, which is exact where the root is as large.
+        root of the squares, or the thread's whole sum, which is exact when they agree.
         """
         return cute.arch.fmin(sqrt(self.squares[r]) * ABOUT_ONE, self.sums[r])
 
     @cute.jit
     def _probability(self, score: Float32, r: cutlass.Constexpr[int]) -> Float32:
-        """The same to the bit that `_exponentials` gives, so that it is rounded to the same."""
+        """The same probability to the bit as `_exponentials` computes, so that it rounds to the
+        same value."""
         large = (score - self._finite(self.reference[r])) * self.scale_log2 - self.headroom
         power = score * self.scale_log2 - self.reference_log2(r)
         return exp2(large if self._is_large(r) else power)
@@ -381,7 +387,7 @@ class WatchedSoftmax(TameSoftmax):
     @cute.jit
     def raise_references(self, highest: list[Float32], factors: cute.Tensor) -> Boolean:
         """Raise the references of rows whose `highest` scores of a block exceed them by more than
-        the threshold; others stay, and with them what `top` was rounded to."""
+        the threshold. Other rows keep theirs, and so the rounding of `top`."""
         rescale = Boolean(False)
         raised = [Boolean(False)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
@@ -401,7 +407,8 @@ class WatchedSoftmax(TameSoftmax):
 
 @dataclass(frozen=True)
 class WatchedSoftmaxFp16(WatchedSoftmax):
-    """The same of probabilities in fp16, which ends at 2^16 and loses bits below 2^-14."""
+    """The softmax of a tile's blocks, with probabilities in fp16, which ends at 2^16 and loses bits
+    below 2^-14."""
 
     rounded: ClassVar[type[cutlass.Numeric]] = Float16
     high: ClassVar[float] = 2.0**15

@@ -1,13 +1,14 @@
-"""What the softmax of Hopper's forward keeps of its rows, and what a tile's end makes of it.
+"""What the softmax of Hopper's forward keeps of its rows, and how a tile's end uses it.
 
-What rounding takes from a peaked row's largest probability, `top`, is most of the error. As much of
-it as O loses along itself is taken from the sum that O is divided by, too. With the maximum as
-reference, as others have it, that probability is 1, and exact. `top` is 0 where nobody has looked
-for it in some block. Only the largest sum of half a thread's part of a block, `part`, is known.
+The rounding of a peaked row's largest probability, `top`, is most of its error. The part of it that
+O loses along its own direction is therefore also subtracted from the sum that O is divided by.
+(With the maximum as reference, as in other kernels, that probability is 1, and exact.) `top` is 0
+where some block was not examined; then only `part`, the largest sum of half a thread's part of a
+block, is known.
 
-What `finish` says depends on the sums alone, never on V: whether products with it have overflowed
-is seen in O, rounded. After a reference was raised, what values of V below 1e-19 contribute may be
-0.
+The result of `finish` depends on the sums alone, never on V: whether products with V have
+overflowed is seen in O, rounded. After a reference was raised, the contribution of values of V
+below 1e-19 may be 0.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FURTHER = 1.4  # times their logarithm, about how far LSE lies above the mean of
 
 @dataclass(frozen=True)
 class WatchedState(GuardedSoftmax):
-    """A GuardedSoftmax that keeps the largest exponentials, of probabilities in bf16."""
+    """A GuardedSoftmax that keeps the largest exponentials, with probabilities in bf16."""
 
     top: Any = None  # (rows) the largest exponential of a row, or of a thread's part of it
     squares: Any = None  # (rows) squares of the sums of a thread's parts of blocks, added up
@@ -52,7 +53,7 @@ class WatchedState(GuardedSoftmax):
 
     @cute.jit
     def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
-        """As that of Softmax. Of rows whose sums are usual nothing is looked for."""
+        """Softmax's `finish`. Rows whose sums are usual need no correction."""
         totals = [self.over_row(self.sums[r], lambda x, y: x + y) for r in range(self.rows)]
         lost, valid = [Float32(0.0), Float32(0.0)], Boolean(True)
         numbers = [Float32(MANY)] * self.rows
@@ -77,8 +78,8 @@ class WatchedState(GuardedSoftmax):
 
     @cute.jit
     def _is_unusual(self, totals: list[Float32]) -> Boolean:
-        """Whether a row of this warp has a large sum or reference, or one key that outweighs all
-        others, or a largest exponential that is known. One vote says so."""
+        """Whether a row of this warp has a large sum or reference, one key that outweighs all
+        others, or a known largest exponential. Decided by one vote."""
         unusual = self.top[0] + self.top[1] > 0.0
         for r in cutlass.range_constexpr(self.rows):
             if cutlass.const_expr(self.part is not None):
@@ -90,13 +91,13 @@ class WatchedState(GuardedSoftmax):
 
     @cute.jit
     def _lost(self, totals: list[Float32]) -> tuple[list[Float32], Boolean, list[Float32]]:
-        """What to take from the sum of each row, so that O is nearest to what it is without the
-        rounding of the largest probability, p: the share p^2 / sum of p_i^2 of what O loses by it.
-        Whether that is known, as far as it counts. How many p have the row's sum; infinity if p is
-        not known.
+        """For each row, the correction of its sum that brings O nearest to what it would be without
+        the rounding of the largest probability p: the share p^2 / sum of p_i^2 of what O loses by
+        it. Also whether that is known, as far as it matters, and how many times p is in the row's
+        sum (infinity if p is not known).
 
-        NOTE: sums of parts, less their mean, have about the squares that the p_i have. Rows side by
-        side, and asked by one vote: this is what ends a tile.
+        NOTE: sums of parts, less their mean, have about the squares of the p_i. Rows are processed
+        side by side and decided by one vote: this is on the critical path at a tile's end.
         """
         tops = [self.over_row(self.top[r], cute.arch.fmax) for r in range(self.rows)]
         squares = [self.over_row(self.squares[r], lambda x, y: x + y) for r in range(self.rows)]
@@ -124,14 +125,14 @@ class WatchedState(GuardedSoftmax):
     def _lost_by_one(
         self, r: cutlass.Constexpr[int], total: Float32, squares: Float32
     ) -> tuple[Float32, Boolean]:
-        """The same of a row whose `top` is 0: nothing, unless a probability outweighs its part of a
-        block. It is then the largest part's sum, less what the others have in the mean.
+        """`_lost` for a row whose `top` is 0: nothing, unless one probability outweighs its part of
+        a block. It is then the largest part's sum, less the mean of the other parts.
 
-        NOTE: they seldom have more than that by half, but none where they are few keys that lie
-        elsewhere; of rows whose `squares` were kept, `_largest_part` is too large. Where rounding
-        is less, as of the reference's own probability, nothing is lost; where it differs so near,
-        being a tie, nothing is known, which counts where the others are so `few` that O has no
-        other error."""
+        NOTE: the others seldom exceed that mean by half, but they may be none where few keys are
+        elsewhere; where `squares` were kept, `_largest_part` is too large. Where the rounding is
+        smaller, as for the reference's own probability, nothing is lost; where it changes within
+        that uncertainty (a tie), nothing is known, which matters only where the others are so `few`
+        that O has no other error."""
         largest = self.over_row(self.part[r], cute.arch.fmax)
         guarded, few = squares > 0.0, total - largest < self.alone * total
         parts = Float32(4 * self.blocks) if guarded else Float32(8 * self.blocks)
@@ -147,8 +148,8 @@ class WatchedState(GuardedSoftmax):
 
     @cute.jit
     def _beyond_ln2(self) -> Float32:
-        """What a power of two of scores is as a natural exponent, less ln 2: what `scale_log2` has
-        been rounded by, and `unit` before."""
+        """The natural exponent of one power of two of scores, minus ln 2: the rounding of
+        `scale_log2`, and of `unit` before it."""
         beyond = Float32(0.0)
         if cutlass.const_expr(self.unit is not None):
             beyond = fma(self.scale_log2, Float32(-LN2), self.unit)
@@ -168,12 +169,14 @@ class WatchedState(GuardedSoftmax):
         number: Any = None,
         truncated: float = 0.0,
     ) -> Float32:
-        """The LSE of a row, whose sum is `total` times 2^highest, where powers of two of scores are
-        ln 2 and `beyond`; -inf without keys. Of a peaked row, which has the sum of a `number` of
-        largest probabilities, it has what was `truncated` of scores: a share of their mean, each
-        with its probability, above which LSE lies by about the logarithm of that number.
+        """The LSE of a row whose sum is `total` times 2^highest, where a power of two of scores is
+        ln 2 + `beyond`; -inf without keys.
 
-        NOTE: a reference far above all scores and a logarithm as far below 0 would cost bits.
+        For a peaked row, whose sum is worth `number` of its largest probability, the share of
+        scores that tensor cores `truncated` is added: a share of their probability-weighted mean,
+        which LSE exceeds by about log(number).
+
+        NOTE: a reference far above all scores plus a logarithm as far below 0 would cost bits.
         """
         power = power_below(total)
         fraction = log2(total * exp2(-power))

@@ -339,7 +339,8 @@ def _load_own(
     count: cutlass.Constexpr[int],
     bounds: tuple[Int32 | int, Int32 | int],
 ) -> list[Float32]:
-    """The same, and zeros out of bounds: what is at a clamped place, another warp may store."""
+    """Like `_load`, with zeros out of bounds: another warp may be storing what is at a clamped
+    place."""
     held = cute.make_rmem_tensor(count, Float32)
     held.fill(0.0)
     if row < bounds[0] and column < bounds[1]:
@@ -357,7 +358,7 @@ def _neighbours(vector: cute.Tensor, place: Int32, count: int) -> list[Float32]:
 
 
 def _raise_to(amax: cute.Tensor, x: Float32) -> None:
-    """NOTE: numbers of one sign order like their bits, and NaN is above infinity."""
+    """NOTE: numbers of one sign order like their bits, and NaN orders above infinity."""
     cute.arch.atomic_max(cute.recast_ptr(amax.iterator, dtype=Int32), x.bitcast(Int32))
 
 
