@@ -22,17 +22,21 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, and its gradients, in fp8 with factors of blocks.
+    """x @ weight.T + bias, and its gradients, computed in fp8 with block scale factors.
 
-    On Hopper x (.., K) and its gradient are quantized in blocks of 1x128 along what is added up,
-    weight (N, K) in blocks of 128x128: for dx from weight transposed, which has the same blocks;
-    for dweight along the rows, M, of copies of x and dy transposed, which one pass over x and one
-    over dy make beside the others. On Blackwell all are MXFP8, blocks of 1x32 along what is added
-    up, both ways in one pass, with the least power of two with which nothing saturates.
-    Products are those of `cutex.scaled_mm`; dweight and dbias have the dtypes of weight and bias.
-    x, weight: bfloat16, float16 or float32, alike; K and N are multiples of 16, on Blackwell of 32.
-    Differentiable once. Raises TypeError or ValueError, with one sentence, for arguments that do
-    not fit, and where there is no Hopper or Blackwell GPU.
+    x: (.., K); weight: (N, K); both bfloat16, float16 or float32. K and N are multiples of 16, on
+        Blackwell of 32. bias: (N,).
+
+    On Hopper this is DeepSeek-V3's recipe: x and the gradient of the result are quantized in blocks
+    of 1x128 along the summed dimension, weight in blocks of 128x128. dx uses the transposed weight,
+    which has the same blocks. dweight sums over rows, so its operands are transposed copies of x
+    and dy quantized along M, made in the same pass as the others. On Blackwell all operands are
+    MXFP8: blocks of 1x32 along the summed dimension, both directions in one pass, with the smallest
+    power of two for which nothing saturates.
+
+    Products are those of `cutex.scaled_mm`. dweight and dbias have the dtypes of weight and bias.
+    Differentiable once. Raises TypeError or ValueError, in one sentence, for arguments that are not
+    supported, and without a Hopper or Blackwell GPU.
 
     Source: DeepSeek-V3, arXiv 2412.19437, 3.3; Mishra et al., arXiv 2506.08027.
     """

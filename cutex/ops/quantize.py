@@ -29,13 +29,13 @@ COLUMN_VECTOR = 32  # elements of a result along M, to be aligned
 
 
 class QuantizedTensor(NamedTuple):
-    """A quantized matrix (rows, K), or rows of more dimensions.
+    """A quantized matrix (rows, K), possibly with more leading dimensions.
 
     data: float8, or float4_e2m1fn_x2 with two elements to a byte, (.., rows, K or K / 2).
-    scale: factors; swizzled (rows / 128, K / (4 block), 32, 4, 4) as torch's SWIZZLE_32_4_4 and
-        torchao's `to_blocked` order them; plain (rows, K / block), of fp8_1x128 with contiguous
-        rows at a pitch of 16 bytes; of fp8_128x128 (rows / 128, K / 128).
-    tensor_scale: fp32, one number, of nvfp4.
+    scale: factors. Swizzled: (rows / 128, K / (4 block), 32, 4, 4), in the order of torch's
+        SWIZZLE_32_4_4 and torchao's `to_blocked`. Plain: (rows, K / block), for fp8_1x128 with
+        contiguous rows at a pitch of a multiple of 16 bytes; for fp8_128x128 (rows / 128, K / 128).
+    tensor_scale: one fp32 number, for nvfp4.
     """
 
     data: Tensor
@@ -54,24 +54,29 @@ def quantize(
     swizzled: bool | None = None,
     tensor_scale: Tensor | None = None,
 ) -> Any:
-    """Quantize x (.., M, K) in blocks along K, or x transposed along M, or both in one pass.
+    """Quantize x (.., M, K) in blocks along K, or x transposed in blocks along M, or both in one
+    pass.
 
-    format: "mxfp8", "mxfp8_e5m2", "mxfp4" (a power of two for each 32), "nvfp4" (e4m3 for each 16,
-        relative to `tensor_scale`), "fp8_1x128", "fp8_128x128" (fp32, magnitude / 448).
-    along: "rows"; "columns" quantizes x transposed, (K, M), of a matrix x; "both" returns the two.
-    rounding: of powers of two. "floor", as the OCP specification and torchao by default; "rceil",
-        the least one with which nothing saturates, as NVIDIA's recipe.
-    swizzled: factors in the layout that tensor cores read, the default of mx and nvfp4; else plain.
-    tensor_scale: float32, one number; by default the largest magnitude / (448 * 6), which takes
-        another pass over x.
+    x: bfloat16, float16 or float32, any strides; copied first if K is not contiguous.
+    format: "mxfp8", "mxfp8_e5m2", "mxfp4" (a power of two per 32 elements), "nvfp4" (an e4m3 factor
+        per 16, relative to `tensor_scale`), "fp8_1x128" or "fp8_128x128" (a float32 factor, the
+        largest magnitude / 448).
+    along: "rows"; "columns", which quantizes the transpose (K, M) of a matrix x; or "both", which
+        returns the two.
+    rounding: of power-of-two factors: "floor", as in the OCP specification and torchao's default,
+        or "rceil", the smallest for which nothing saturates, as in NVIDIA's recipe.
+    swizzled: whether factors are in the layout that tensor cores read; the default for mx and
+        nvfp4.
+    tensor_scale: float32 with one element, for nvfp4; by default the largest magnitude of x / (448
+        * 6), which takes another pass over x.
 
-    x: bfloat16, float16 or float32, any strides; copied first where K is not contiguous. The bits
-    are those of torchao's to_mx and nvfp4_quantize and of DeepGEMM's casts: elements rounded to
-    nearest even, saturated; what a last block lacks counts as zero. Unlike torchao's, a block with
-    a NaN or an infinity has the factor and elements NaN (nvfp4's saturates for an infinity), and
-    elements with the factor 2^-127 are multiples of it, not of 2^-126. Not differentiable. Returns
-    a QuantizedTensor, or two. Raises TypeError or ValueError, with one sentence, for arguments that
-    do not fit, and where there is no NVIDIA GPU from Ampere on.
+    The bits are those of torchao's to_mx and nvfp4_quantize and of DeepGEMM's casts: elements are
+    rounded to nearest even and saturate; missing elements of a last block count as zero. Unlike in
+    torchao, a block with a NaN or an infinity has a NaN factor and NaN elements (in nvfp4 an
+    infinity saturates), and elements with the factor 2^-127 are multiples of it, not of 2^-126.
+
+    Returns a QuantizedTensor, or two. Not differentiable. Raises TypeError or ValueError, in one
+    sentence, for arguments that are not supported, and without an NVIDIA GPU from Ampere on.
     """
     check_rows("x", x)
     if x.dim() < 2:

@@ -56,33 +56,34 @@ def scaled_mm(
 ) -> Any:
     """activation((a * scale_a) @ (b * scale_b) + bias) + residual.
 
-    a (M, K) and b (K, N): float8_e4m3fn; or what `cutex.quantize` returned of x (M, K) and of a
-    weight (N, K), which have their scales; or torchao's MXTensor and NVFP4Tensor, (M, K) and (K,
-    N), as they are.
-    scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType, or their names:
-        "TensorWise" one float32; "RowWise" (M, 1) and (1, N), as `cutex.matmul`;
-        "BlockWise1x128" (M, K / 128) of a, (N, K / 128) of b; best with contiguous rows at a pitch
-        of a multiple of 16 bytes, as torch and DeepGEMM have them, else copied at each call;
-        "BlockWise128x128" of b, or of a where b's are 1x128: (K / 128, N / 128), or (K / 128,
-        M / 128), or with K / 128 padded to a multiple of 4. K is a multiple of 16 with these, of
-        which a last block may be shorter; M and N may be any. a and b may be batches of as many,
-        (L, M, K) and (L, K, N), and their factors with them.
-        "BlockWise1x32" (E8M0) and "BlockWise1x16" (e4m3) of both, which Blackwell's tensor cores
-        read: swizzled, (M / 128, K / (4 block), 32, 4, 4), rounded up; a and b float8 or
-        float4_e2m1fn_x2 (b transposed, K contiguous), matrices or batches. With 1x16 a tensor's
-        own factor may follow: [blocks, one float32] with [BlockWise1x16, TensorWise].
-    swizzle_a, swizzle_b: members of torch.nn.functional.SwizzleType, or their names, of factors of
-        1x32 and 1x16: SWIZZLE_32_4_4 in any shape, NO_SWIZZLE (M, K / block), swizzled here.
-    bias, activation, residual: as of `cutex.matmul`. output_dtype: bfloat16, float16 or float32;
-        with factors of 1x32 or 1x16 also "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4", a
-        QuantizedTensor, bit by bit `cutex.quantize` of the float32 result, for the next product;
-        of fp4 N is even and activation not gated. output_scale: of "nvfp4", the result's own
-        factor, one float32, which cannot be known before the product.
+    a, b: (M, K) and (K, N), float8_e4m3fn; or results of `cutex.quantize` for x (M, K) and for a
+        weight (N, K), which bring their scales; or torchao's MXTensor and NVFP4Tensor, (M, K) and
+        (K, N). If K is not contiguous, they are copied first.
+    scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType, or their names.
+        "TensorWise": one float32. "RowWise": (M, 1) and (1, N), as in `cutex.matmul`.
+        "BlockWise1x128": (M, K / 128) for a, (N, K / 128) for b; best with contiguous rows at a
+        pitch of a multiple of 16 bytes, as torch and DeepGEMM store them, otherwise copied at each
+        call. "BlockWise128x128": for b, or for a if b's are 1x128: (K / 128, N / 128) or (K / 128,
+        M / 128), or with K / 128 padded to a multiple of 4. With these two, K is a multiple of 16,
+        the last block may be shorter, and M and N are arbitrary; a and b may be batches, (L, M, K)
+        and (L, K, N), with their factors.
+        "BlockWise1x32" (E8M0) or "BlockWise1x16" (e4m3) for both, which Blackwell's tensor cores
+        read: swizzled, (M / 128, K / (4 block), 32, 4, 4), sizes rounded up. a and b are float8 or
+        float4_e2m1fn_x2 (b transposed, K contiguous), matrices or batches. With 1x16 a per-tensor
+        factor may follow: [blocks, one float32] with [BlockWise1x16, TensorWise].
+    swizzle_a, swizzle_b: members of torch.nn.functional.SwizzleType, or their names, for 1x32 and
+        1x16: SWIZZLE_32_4_4 in any shape, or NO_SWIZZLE (M, K / block), which is swizzled here.
+    bias, activation, residual: as in `cutex.matmul`.
+    output_dtype: bfloat16, float16 or float32. With 1x32 or 1x16 also "mxfp8", "mxfp8_e5m2",
+        "mxfp4" or "nvfp4": a QuantizedTensor, bit by bit `cutex.quantize` of the float32 result,
+        for the next product; for fp4, N is even and the activation not gated.
+    output_scale: for "nvfp4", the result's per-tensor factor, one float32, which cannot be known
+        before the product.
 
-    Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
-    DeepSeek-V3's. a and b whose K is not contiguous are copied first. Not differentiable. Raises
-    TypeError or ValueError, with one sentence that says what was due, for arguments that do not
-    fit, and where there is no such GPU.
+    On Hopper, block recipes scale and add the sums of each 128 of K in fp32 registers, as
+    DeepSeek-V3 does. Not differentiable. Raises TypeError or ValueError, in one sentence that says
+    what was expected, for arguments that are not supported, and without a GPU that the recipe runs
+    on.
     """
     recipes, swizzles = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
     scale_a, scale_b = only(scale_a), only(scale_b)

@@ -39,39 +39,43 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(mask(softmax_scale * q @ k.T)) @ v, as FlashAttention's function of this name.
+    """softmax(mask(softmax_scale * q @ k.T)) @ v, like FlashAttention's function of this name.
 
-    q (batch, seqlen_q, heads, head dim), k (batch, seqlen_k, heads_kv, head dim), v (batch,
-    seqlen_k, heads_kv, head dim of v): bfloat16 or float16, all alike, accumulated in fp32; heads a
-    multiple of heads_kv; head dims multiples of 8 up to 256, computed as the next of 64, 96, 128,
-    192, 256, or 192 with 128 of v. Any strides; a tensor that TMA cannot read (a head dim that is
-    not contiguous; a base or another stride that is no multiple of 16 bytes) is copied first.
-    by_place: what follows here, from softmax_scale to return_lse; or as in flash-attn 2, dropout_p,
-        softmax_scale, causal, .., which a first number of 0 tells, and what is named or no bool.
+    q: (batch, seqlen_q, heads, head dim), bfloat16 or float16; sums are in fp32.
+    k, v: (batch, seqlen_k, heads_kv, head dim), dtype of q; v's head dim may differ. heads is a
+        multiple of heads_kv. Head dims are multiples of 8 up to 256, computed as the next larger of
+        64, 96, 128, 192 and 256 (or 192 with 128 for v).
+        Any strides. A tensor that TMA cannot read is copied first: one whose head dim is not
+        contiguous, or whose base or another stride is not a multiple of 16 bytes.
+    by_place: positional arguments, either the following ones in this order, from softmax_scale to
+        return_lse; or flash-attn 2's (dropout_p, softmax_scale, causal, ...), told apart by their
+        types: a first number of 0, a second that is None or a float, or a third that is a bool.
     softmax_scale: 1 / sqrt(head dim) by default.
-    causal: query i sees keys j <= i + seqlen_k - seqlen_q, so that the last query sees all.
-    window_size: (left, right), how many keys on either side of that last one a query sees; None,
-        or -1 beside a number, is all of them. Another negative side is a bound off the diagonal:
-        (None, -3) ends three keys before it. causal closes the right side.
-    softcap: scores s become softcap * tanh(s / softcap); 0 is none.
-    learnable_sink: (heads,), one more score for each row, whose value is zero.
-    score_mod: a function of (score, batch, head, query, key), DSL numbers, that returns the score;
-        mask_mod: one of (batch, head, query, key) that returns whether the key is seen. @cute.jit
-        if they branch. What they read besides is compiled in.
-    alibi_slopes: (heads,) or (batch, heads) float32: from a score is subtracted its slope times the
-        distance of the key from the one that causal aligns with the query. Has no gradient itself.
-    others: arguments that only FlashAttention's functions have, with the value that changes nothing
-        (dropout_p, num_splits, ..).
-    return_lse: return (out, lse), lse (batch, heads, seqlen_q) float32, the natural logarithm of
-        the sum of the exponentials of a row's scores, the sink's included.
-    deterministic: the gradients have the same bits in every run, as under
-        torch.use_deterministic_algorithms; out always has.
+    causal: query i sees keys j <= i + seqlen_k - seqlen_q; the last query sees all keys.
+    window_size: (left, right), the number of keys that a query sees on either side of key
+        i + seqlen_k - seqlen_q. None is unbounded, and so is -1 beside another number. Other
+        negative numbers shift the bound across the diagonal: (None, -3) ends three keys before it.
+        causal closes the right side.
+    softcap: replaces scores s by softcap * tanh(s / softcap); 0 turns it off.
+    learnable_sink: (heads,), one additional score per row, whose value is zero.
+    score_mod: a function of (score, batch, head, query, key), as DSL numbers, that returns the new
+        score. mask_mod: a function of (batch, head, query, key) that returns whether the query sees
+        the key. Decorate them with @cute.jit if they branch. Values they close over are constants.
+    alibi_slopes: (heads,) or (batch, heads), float32. Each score is lowered by its slope times the
+        distance of the key from the diagonal. Slopes get no gradient.
+    others: arguments that only FlashAttention's functions have (dropout_p, num_splits, ...), each
+        with the value that changes nothing.
+    return_lse: return (out, lse); lse (batch, heads, seqlen_q) float32 is the natural logarithm of
+        the sum of exponentials of a row's scores, including the sink.
+    deterministic: make gradients bitwise reproducible, as torch.use_deterministic_algorithms does.
+        out always is.
 
-    Returns out (batch, seqlen_q, heads, head dim of v), contiguous. A row that sees no key is 0 and
-    has an lse of -inf, or of its sink. out and lse are differentiable in q, k, v and
-    learnable_sink, once, except with score_mod or mask_mod; with softcap on Hopper only. Raises
-    TypeError or ValueError, with one sentence that names the argument, for arguments that do not
-    fit, and where there is no Hopper or Blackwell GPU.
+    Returns out (batch, seqlen_q, heads, head dim of v), contiguous. Rows that see no key are 0,
+    with an lse of -inf or of their sink. out and lse are differentiable once in q, k, v and
+    learnable_sink, except with score_mod or mask_mod; with softcap on Hopper only.
+
+    Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
+    not supported, and without a Hopper or Blackwell GPU.
     """
     if by_place or others:
         by_name = {
@@ -143,23 +147,24 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn_func for sequences of different lengths, as FlashAttention's of this name.
+    """flash_attn_func for sequences of different lengths, like FlashAttention's function of this
+    name.
 
-    cu_seqlens_q: (batch + 1,) int32, where each sequence begins in q, which is then (total_q,
-        heads, head dim), and the last one ends; without it q is (batch, seqlen_q, heads, head dim).
-        cu_seqlens_k: the same of k and v.
-    max_seqlen_q: no sequence of q is longer; rows beyond it are not computed. By default the rows
-        of q, which costs time where sequences are many. max_seqlen_k: not needed;
-        without it the kernel is chosen for the mean.
-    seqused_q, seqused_k: (batch,) int32, how many rows of each sequence count.
-    page_table (or block_table): (batch, pages of the longest) int32; k and v are then pages, as in
-        flash_attn_with_kvcache, seqused_k their lengths, and num_splits as there.
+    cu_seqlens_q: (batch + 1,) int32, the first row of each sequence in q (total_q, heads, head
+        dim), and the end of the last one. Without it q is (batch, seqlen_q, heads, head dim).
+        cu_seqlens_k: the same for k and v.
+    max_seqlen_q: the longest sequence of q; rows beyond it are not computed. By default the number
+        of rows of q, which is slower for many sequences. max_seqlen_k: optional; without it the
+        kernel is chosen for the mean length.
+    seqused_q, seqused_k: (batch,) int32, the number of valid rows of each sequence.
+    page_table (or block_table): (batch, pages of the longest sequence) int32; k and v are then
+        pages, as in flash_attn_with_kvcache, with their lengths in seqused_k; num_splits as there.
 
-    Returns out (total_q, heads, head dim of v) and lse (heads, total_q), or as flash_attn_func
-    where q is not packed. Rows that belong to no sequence are left unwritten. Other arguments and
-    errors are those of flash_attn_func. What the int32 tensors hold is checked on the CPU only: on
-    a GPU that would have to wait for it. With seqused, or cu_seqlens of one side only, there are
-    gradients where there are with softcap.
+    Returns out (total_q, heads, head dim of v) and lse (heads, total_q), or the shapes of
+    flash_attn_func if q is not packed. Rows that belong to no sequence are left unwritten. Other
+    arguments and errors are those of flash_attn_func. The values of int32 tensors are checked only
+    on the CPU: on a GPU the check would have to wait for it. With seqused, or with cu_seqlens on
+    one side only, gradients have the same limits as with softcap.
     """
     if not by_place and paged.is_asked_for(others) and others.keys() <= set(paged.TAKEN):
         return paged.flash_attn_varlen_func(

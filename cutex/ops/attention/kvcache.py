@@ -88,44 +88,43 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q to the keys and values in caches, as FlashAttention's function of this name.
+    """Attention of q to cached keys and values, like FlashAttention's function of this name.
 
-    q (batch, seqlen_q, heads, head dim), or with cu_seqlens_q (batch + 1,) int32 and max_seqlen_q
-    packed, (total_q, heads, head dim).
-    k_cache, v_cache (batch, room, heads_kv, head dim), or with a page_table (pages, page size,
-    heads_kv, head dim): bfloat16 or float16 like q, read in place. Head dims as in flash_attn_func;
-    heads a multiple of heads_kv.
-        Or, on Hopper, float8_e4m3fn, with head dims by 16, and k_descale and v_descale (batch,
-        heads_kv) float32, by which they are multiplied; q may be float8, too, times q_descale, and
-        out is bfloat16 then.
-    k, v (batch, new keys, heads_kv, head dim): written to the caches after those that
-    cache_seqlens counts, before attention, which sees them too. Rows beyond a cache's room are left
-    out.
-    cache_seqlens: (batch,) int32, or a number, the keys of each sequence; all of k_cache by
-        default. Not read on the host; what lies after in the caches may be anything.
-    page_table, or block_table: (batch, pages of the longest) int32, which pages a sequence has.
-    cache_batch_idx: (batch,) int32, which entry of the caches, or row of the page table, is each
-        sequence's.
-    cache_leftpad: (batch,) int32, the row of a cache, or of a sequence's pages, at which its keys
-        begin; cache_seqlens and appended keys count from row 0. In pages, keys are loaded row by
-        row then.
-    cu_seqlens_k_new: (batch + 1,) int32: k and v are packed, (total of new keys, heads_kv, head
-        dim).
+    q: (batch, seqlen_q, heads, head dim); or packed, (total_q, heads, head dim), with cu_seqlens_q
+        (batch + 1,) int32 and max_seqlen_q.
+    k_cache, v_cache: (batch, room, heads_kv, head dim), or with a page_table (pages, page size,
+        heads_kv, head dim); bfloat16 or float16 like q, read in place. heads is a multiple of
+        heads_kv; head dims as in flash_attn_func.
+        On Hopper also float8_e4m3fn, with head dims that are multiples of 16, times k_descale and
+        v_descale (batch, heads_kv) float32. q may then be float8, too, times q_descale; out is
+        bfloat16 in that case.
+    k, v: (batch, new keys, heads_kv, head dim), appended to the caches after the cache_seqlens
+        existing ones, before attention, which sees them. Rows that a cache has no room for are
+        dropped. With cu_seqlens_k_new (batch + 1,) int32 they are packed, (total of new keys,
+        heads_kv, head dim). Appended float8 values saturate.
+    cache_seqlens: (batch,) int32, or a number: the keys of each sequence, by default all of
+        k_cache. Not read on the host. Cache contents past them may be anything.
+    page_table (or block_table): (batch, pages of the longest sequence) int32, the pages of each
+        sequence.
+    cache_batch_idx: (batch,) int32, the entry of the caches, or row of the page table, that belongs
+        to each sequence.
+    cache_leftpad: (batch,) int32, the row of a sequence's cache or pages at which its keys start;
+        cache_seqlens and appended keys count from row 0. Keys in pages are then loaded row by row.
     softmax_scale, causal, window_size, softcap, learnable_sink, return_lse (or return_softmax_lse):
         as in flash_attn_func; the last query is aligned with the last key.
-    rotary_cos, rotary_sin (rows, half of the rotary dim): q and k are turned by the row of their
-        position, which of new key i is cache_seqlens (or rotary_seqlens) + i, and of query i the
-        same with causal or a window, else cache_seqlens; rotary_interleaved: pairs are neighbours.
-        What is appended as float8 saturates.
-    num_splits: into how many parts a sequence's keys are cut, which CTAs work on at the same time;
-        0 as the number of SMs and all lengths want it, 1 for results that do not depend on what
-        else is in the batch.
+    rotary_cos, rotary_sin: (rows, half of the rotary dim). q and the new k are rotated by the row
+        of their position: cache_seqlens (or rotary_seqlens) + i for new key i; for query i the same
+        with causal or a window, otherwise cache_seqlens. rotary_interleaved: pairs are neighbours.
+    num_splits: the number of parts that each sequence's keys are divided into, which CTAs process
+        in parallel. 0 chooses by the number of SMs and all lengths; with 1 a result does not depend
+        on what else is in the batch.
 
-    Returns out, like q with v's head dim, or (out, lse). Rows that see no key are 0, their lse is
-    -inf or the sink's. There are no gradients. Arguments of FlashAttention's function that are not
-    named here are refused where they would change the result. Raises TypeError or ValueError, with
-    one sentence, for arguments that do not fit, and where there is no Hopper or Blackwell GPU. What
-    the int32 tensors hold is checked on the CPU only.
+    Returns out, like q with v's head dim, or (out, lse). Rows that see no key are 0, with an lse of
+    -inf or of their sink. There are no gradients.
+
+    Raises TypeError or ValueError, in one sentence, for arguments that are not supported (also
+    those of FlashAttention's function not named here, where they would change the result), and
+    without a Hopper or Blackwell GPU. The values of int32 tensors are checked only on the CPU.
     """
     if others:
         learnable_sink = other_sink(others, learnable_sink)

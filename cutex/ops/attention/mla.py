@@ -57,31 +57,33 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q to a cache of latent keys, whose first 512 columns are the values, too (MLA);
-    as FlashMLA's function of this name.
+    """Attention of q to a cache of latent keys, whose first 512 columns are also the values (MLA);
+    like FlashMLA's function of this name.
 
-    q (batch, tokens, heads, 576), bfloat16 or float16: any number of tokens and of heads.
-    k_cache (pages, page size, 1, 576), pages of any size, 64 the fastest; or, where block_table is
-        None, (batch, room, 1, 576). Dtype of q, read in place.
-    block_table (batch, pages of the longest) int32: which pages a sequence has.
-    cache_seqlens (batch,) int32: the keys of each sequence. Not read on the host; what lies behind
-        in the cache may be anything.
+    q: (batch, tokens, heads, 576), bfloat16 or float16, any number of tokens and heads.
+    k_cache: (pages, page size, 1, 576), any page size (64 is fastest); or, if block_table is None,
+        (batch, room, 1, 576). Dtype of q, read in place.
+    block_table: (batch, pages of the longest sequence) int32, the pages of each sequence.
+    cache_seqlens: (batch,) int32, the keys of each sequence. Not read on the host. Cache contents
+        past them may be anything.
     head_dim_v: 512.
-    tile_scheduler_metadata: what get_mla_metadata returned, or None; nothing depends on it.
-    indices (batch, tokens, topk) int32: the keys that each token sees, as rows of the cache (page
-        times page size plus place), in any order, one given twice counts twice; those that are no
-        row of it, -1 or behind its end, are no keys, as FlashMLA's. block_table and cache_seqlens
-        are then not looked at. topk_length (batch,) int32: how many of them count, by default all.
-        FlashMLA takes them for caches in fp8.
-    num_splits: None or 0, into how many parts a sequence's keys are cut is chosen by all lengths;
-        from 1 on every sequence is cut into as many, whatever else is in the batch.
-    softmax_scale: 576 ** -0.5 by default. causal: the last token is aligned with the last key.
+    tile_scheduler_metadata: the result of get_mla_metadata, or None; nothing depends on it.
+    indices: (batch, tokens, topk) int32, the keys that each token sees, as rows of the cache (page
+        times page size plus row in the page), in any order; a key given twice counts twice. Entries
+        outside of the cache, such as -1, are no keys, as in FlashMLA. block_table and cache_seqlens
+        are then ignored. topk_length: (batch,) int32, how many entries are valid, by default all.
+        FlashMLA itself takes indices only with fp8 caches.
+    num_splits: None or 0 chooses the number of parts that a sequence's keys are divided into by all
+        lengths; from 1 on, every sequence is divided into that many, whatever else is in the batch.
+    softmax_scale: 576 ** -0.5 by default.
+    causal: the last token is aligned with the last key.
 
     Returns out (batch, tokens, heads, 512) and lse (batch, heads, tokens) float32. Tokens that see
-    no key have out 0 and, as FlashMLA's, an lse of +inf. There are no gradients. Raises TypeError
-    or ValueError, with one sentence, for arguments that do not fit, among them FlashMLA's for
-    caches in fp8 and for sinks, and where there is no Hopper or Blackwell GPU. What the int32
-    tensors hold is checked on the CPU only.
+    no key have out 0 and, as in FlashMLA, an lse of +inf. There are no gradients.
+
+    Raises TypeError or ValueError, in one sentence, for arguments that are not supported (among
+    them FlashMLA's for fp8 caches and for sinks), and without a Hopper or Blackwell GPU. The values
+    of int32 tensors are checked only on the CPU.
     """
     if others or is_fp8_kvcache:
         refuse_sparse(others, is_fp8_kvcache)

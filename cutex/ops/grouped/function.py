@@ -42,44 +42,46 @@ def grouped_mm(
     add: bool = False,
     ragged: bool = False,
 ) -> Tensor:
-    """Products of groups, as torch.nn.functional.grouped_mm: group e is x's rows, or columns, from
-    offs[e - 1], or 0, to offs[e].
+    """Products of groups, like torch.nn.functional.grouped_mm. Group e consists of x's rows (or
+    columns) from offs[e - 1] (0 for e = 0) to offs[e].
 
     x (T, K), w (E, K, N): activation(x[rows of e] @ w[e] + bias[e]), (T, N).
-    x (M, T), w (T, N): x[:, rows of e] @ w[rows of e], (E, M, N), as of a weight's gradient; zeros
-        for an empty group.
+    x (M, T), w (T, N): x[:, rows of e] @ w[rows of e], (E, M, N), such as a weight's gradient;
+        zeros for an empty group.
     x (E, M, K), w (K, T): x[e] @ w[:, columns of e], (M, T).
     x (E, M, K), w (E, K, N), with counts: the first counts[e] rows of x[e] @ w[e], (E, M, N).
 
-    x, w: bfloat16 or float16, both alike, accumulated in fp32. Any strides; a tensor that TMA
-    cannot read (a base or stride that is no multiple of 16 bytes) is copied first, and so is one
-    whose contiguous side is T, along which groups begin anywhere.
-    offs, counts: (E,), int32, on the device of x, which alone reads them: nothing waits for the
-    host, and a CUDA graph may be replayed with others. offs ascend, the last at most T; groups may
-    be empty and of any length. Others are taken for the nearest that do: clamped to 0 .. T, and a
-    group that would end before it begins is empty; a row that two groups then have is of either.
-    bias (E, N): bfloat16 or float16. activation: as of `cutex.matmul`; gates take even columns, and
-    leave N / 2. Both only where w has three dimensions and x's rows are in groups.
-    index (R,), row_scale (R,): with x (T, K), w (E, K, N) and offs. Row r is x[index[r]], int32,
-        from 0 to T - 1, gathered by the kernel's loads on a Hopper where K is a multiple of 64, and
-        before it elsewhere; offs are ends among the R rows of the result. Row r of the result is
-        multiplied by row_scale[r], float32, before it is rounded, such as by a router's weight.
-    out (S, N), out_index (R,): with the same. Row r of the result is stored to out[out_index[r]],
-        int32, or with `add` added to what is there; where out has no such row, it is left out. out:
-        of x's dtype or float32 (after a gate of x's), of any strides, and returned. Of rows stored
-        to one place any stays. Rows are added by atomic instructions in no certain order, each sum
-        rounded to out's dtype: not deterministic where a row of out gets several. Not
+    x, w: bfloat16 or float16, the same for both; sums are in fp32. Any strides. A tensor that TMA
+        cannot read (its base or a stride is not a multiple of 16 bytes) is copied first, and so is
+        one whose contiguous dimension is T, where groups start anywhere.
+    offs, counts: (E,) int32 on the device of x. Only the device reads them: nothing waits for the
+        host, and a CUDA graph may be replayed with other values. offs ascend to at most T; groups
+        may be empty and of any length. Invalid values are replaced by the nearest valid ones: each
+        is clamped to [0, T], and a group that would end before it starts is empty. A row in two
+        groups gets the result of either.
+    bias: (E, N), bfloat16 or float16. activation: as in `cutex.matmul`; gates leave N / 2 columns.
+        Both only where w has three dimensions and x's rows are in groups.
+    index, row_scale: (R,), with x (T, K), w (E, K, N) and offs. Row r is x[index[r]]; index is
+        int32 in [0, T). On Hopper the kernel gathers rows as it loads them if K is a multiple of
+        64; otherwise they are gathered first. offs then count the R rows of the result. Row r of
+        the result is multiplied by row_scale[r], float32, before rounding, for instance by a
+        router's weight.
+    out, out_index: (S, N) and (R,), in the same form. Row r of the result is stored to
+        out[out_index[r]], int32, or added to it with `add`; it is dropped if out has no such row.
+        out has x's dtype or float32 (x's after a gate) and any strides, and is returned. Of several
+        rows stored to one place any one remains. Rows are added atomically, each sum rounded to
+        out's dtype, so with several rows for one row of out the result is not deterministic. Not
         differentiable.
+    ragged: a hint that groups differ in length, as a router's do. x (T, K) is then multiplied by
+        tiles that fit each group, where a Hopper kernel has faster ones; equal groups may be
+        slower. The sums are the same.
 
-    ragged: groups surely differ in length, as a router's do, and x (T, K) is multiplied by tiles
-        that fit each group, where a Hopper has some that are faster; even groups may take longer.
-        A hint: the sums are the same.
+    Rows of no group (from offs[-1] or from counts[e] on) are neither read nor written: in the
+    result they are uninitialised, as in torch; in a gradient they are zeros. Differentiable in x, w
+    and bias, to any order.
 
-    Rows of no group, from the last of offs on or from counts[e] on, are neither read nor written:
-    those of the result hold whatever its memory did, as torch's; those of a gradient are zeros.
-    Differentiable in x, w and bias, to any order. Raises TypeError or ValueError, with one sentence
-    that names the argument, for arguments that do not fit, and where there is no Hopper or
-    Blackwell GPU.
+    Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
+    not supported, and without a Hopper or Blackwell GPU.
     """
     options = activation, offs is None, bias is None, ragged
     stored = out is None and out_index is None and add is False  # to memory of its own

@@ -48,40 +48,41 @@ def scaled_grouped_mm(
     activation: str | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Products of groups of fp8 rows, activation((a * scale_a)[rows of e] @ (b * scale_b)[e] +
-    bias[e]), where group e has the rows from offs[e - 1], or 0, to offs[e]: (T, N).
+    """Grouped products of fp8 rows: activation((a * scale_a)[rows of e] @ (b * scale_b)[e] +
+    bias[e]), where group e has the rows from offs[e - 1] (0 for e = 0) to offs[e]. The result is
+    (T, N).
 
-    a (T, K), b (E, K, N): float8_e4m3fn, with K contiguous (b is a view of (E, N, K)); others are
-        copied first. Or what `cutex.quantize` returned of x (T, K) and of weights (E, N, K), N a
-        multiple of 128, which have their scales.
-    offs, counts: as of `cutex.grouped_mm`; with counts a is (E, M, K), the result (E, M, N).
-    scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType, or their names:
-        "TensorWise" one float32, or of b one for each group; "RowWise" (T,) of a, (E, N) of b; a
-        and b may differ.
-        "BlockWise1x128" (T, K / 128) of a, best with contiguous rows at a pitch of a multiple of 16
-        bytes, as torch and DeepGEMM have them, else copied at each call, with "BlockWise128x128"
-        (E, K / 128, N / 128) of b, rounded up, of any strides. K is a multiple of 16 with these,
-        of which a last block may be shorter.
-        "BlockWise1x32" (E8M0) and "BlockWise1x16" (e4m3) of both, which Blackwell's tensor cores
-        read: (T, K / block) of a, (E, N, K / block) of b; or swizzled, a's in chunks of 128 rows of
-        which each group begins a new one, as torch's. a and b float8 or float4_e2m1fn_x2 (K
-        contiguous). With 1x16 a tensor's own factor may follow, of b one for each group: [blocks,
+    a, b: (T, K) and (E, K, N), float8_e4m3fn with K contiguous (b a view of (E, N, K)); otherwise
+        copied first. Or results of `cutex.quantize` for x (T, K) and for weights (E, N, K), N a
+        multiple of 128, which bring their scales.
+    offs, counts: as in `cutex.grouped_mm`; with counts, a is (E, M, K) and the result (E, M, N).
+    scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType, or their names. With
+        counts, the shapes for a have E and M instead of T.
+        "TensorWise": one float32, for b alternatively one per group. "RowWise": (T,) for a, (E, N)
+        for b. a and b may differ.
+        "BlockWise1x128" for a, (T, K / 128), with "BlockWise128x128" for b, (E, K / 128, N / 128),
+        sizes rounded up. a's factors are best given with contiguous rows at a pitch of a multiple
+        of 16 bytes, as torch and DeepGEMM store them; otherwise they are copied at each call. b's
+        may have any strides. K is a multiple of 16; the last block may be shorter.
+        "BlockWise1x32" (E8M0) or "BlockWise1x16" (e4m3) for both, which Blackwell's tensor cores
+        read: (T, K / block) for a, (E, N, K / block) for b; or swizzled, with a's in chunks of 128
+        rows and a new chunk for each group, as in torch. a and b are float8 or float4_e2m1fn_x2 (K
+        contiguous). With 1x16 a per-tensor factor may follow, for b one per group: [blocks,
         float32] with [BlockWise1x16, TensorWise].
-        With counts, a's have E and M instead of T.
-    swizzle_a, swizzle_b: members of torch.nn.functional.SwizzleType, or their names, of factors of
-        1x32 and 1x16: SWIZZLE_32_4_4, or NO_SWIZZLE, arranged here. What `cutex.quantize` returned
-        of x is not swizzled: quantize(x, "mxfp8", swizzled=False).
-    bias (E, N), activation: as of `cutex.grouped_mm`. output_dtype: bfloat16, float16, float32.
-    a (M, T), b (T, N), with offs: a[:, rows of e] @ b[rows of e], (E, M, N), as of a weight's
-        gradient, zeros for an empty group, whatever its factors are. "TensorWise" one float32, or
-        one for each group; "RowWise" (E M,) or (E, M) of a, (E N,) or (E, N) of b, as torch's: a
-        group's rows have factors of their own. Computed in bfloat16, which has all of float8's
-        values, at its speed.
+    swizzle_a, swizzle_b: members of torch.nn.functional.SwizzleType, or their names, for 1x32 and
+        1x16: SWIZZLE_32_4_4, or NO_SWIZZLE, which is swizzled here. Quantize x for this function
+        without a swizzle: quantize(x, "mxfp8", swizzled=False).
+    bias, activation: as in `cutex.grouped_mm`. output_dtype: bfloat16, float16 or float32.
+    a (M, T), b (T, N), with offs: a[:, rows of e] @ b[rows of e], (E, M, N), such as a weight's
+        gradient; zeros for an empty group, whatever its factors. "TensorWise": one float32, or one
+        per group; "RowWise": (E M,) or (E, M) for a, (E N,) or (E, N) for b, as in torch: each
+        group has its own row factors. Computed in bfloat16, which represents every float8 exactly,
+        at bfloat16's speed.
 
-    Blocks run on a Hopper: sums of each 128 of K are scaled and added up in fp32 registers, as
-    DeepSeek-V3's. Rows of no group are neither read nor written. Nothing waits for the host. Not
-    differentiable. Raises TypeError or ValueError, with one sentence, for arguments that do not
-    fit, and where there is no such GPU.
+    On Hopper, block recipes scale and add the sums of each 128 of K in fp32 registers, as
+    DeepSeek-V3 does. Rows of no group are neither read nor written. Nothing waits for the host. Not
+    differentiable. Raises TypeError or ValueError, in one sentence, for arguments that are not
+    supported, and without a GPU that the recipe runs on.
     """
     name, edges = ("offs", offs) if counts is None else ("counts", counts)
     kinds = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)

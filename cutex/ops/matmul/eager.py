@@ -52,33 +52,38 @@ def matmul(
 ) -> Tensor:
     """activation(alpha * scale_a * scale_b * (a @ b) + beta * out + bias) + residual.
 
-    b may be what `cutex.pack_w4` made of a weight (N, K) of 4 bits: the product is a @ b^T, of a
-        bfloat16 or float16 a, with bias, a named activation, residual and out_dtype alone.
-        Differentiable in a, bias and residual.
-    a and b may be torchao's MXTensor or NVFP4Tensor, (M, K) and (K, N), or what `cutex.quantize`
-        returned of x (M, K) and of a weight (N, K): `cutex.scaled_mm`, with bias, a named
-        activation, residual and out_dtype alone.
-    a (.., M, K) and b (.., K, N): bfloat16, float16 or float32, both alike, or float8_e4m3fn /
-    float8_e5m2; accumulated in fp32. float32 is read as tf32, whatever precision torch is set to;
-    a first call warns where torch would not. Batch sizes broadcast. Any strides; a tensor that TMA
-    cannot read (a base or stride that is no multiple of 16 bytes; on Hopper float32 and fp8 whose
-    K is not contiguous) is copied first, but on Hopper a matrix a of 16 bits with M contiguous and
-    K a multiple of 8 is read as it is, whatever its stride.
+    a, b: (.., M, K) and (.., K, N), bfloat16, float16 or float32, the same for both, or
+        float8_e4m3fn / float8_e5m2; sums are in fp32. float32 is read as tf32, whatever precision
+        torch is set to; the first call warns where torch would not use tf32. Batch dimensions
+        broadcast. Any strides. A tensor that TMA cannot read is copied first: one whose base or a
+        stride is not a multiple of 16 bytes; on Hopper, float32 and fp8 whose K is not contiguous.
+        On Hopper a 16-bit matrix a with M contiguous and K a multiple of 8 is read as it is,
+        whatever its stride.
+        b may be a result of `cutex.pack_w4` for a 4-bit weight (N, K): the product is then a @ b^T,
+        with a bfloat16 or float16 a, and only bias, a named activation, residual and out_dtype are
+        supported. Differentiable in a, bias and residual.
+        a and b may be torchao's MXTensor or NVFP4Tensor, (M, K) and (K, N), or results of
+        `cutex.quantize` for x (M, K) and for a weight (N, K): this is `cutex.scaled_mm`, with bias,
+        a named activation, residual and out_dtype only.
     bias: (N,) or (1, N), or (M, 1). residual: broadcasts to the result. Both of any float dtype.
-    activation: "relu", "gelu", "gelu_tanh", "silu"; "gated_silu" or "gated_gelu", act(even columns)
-        * odd columns, which leaves (.., M, N / 2); or a function of one DSL Float32, or of it and
-        its row and column (@cute.jit if it branches). gelu of -inf is 0, its limit; torch has NaN.
-    alpha, beta: numbers, not tensors. beta: the factor of out's previous values.
-    out: the tensor to write, of any strides; it may be residual itself, but overlap no other input.
-    out_dtype: bfloat16, float16 or float32; by default that of a, bfloat16 for fp8.
-    scale_a, scale_b: float32, one number each, or one for each row of a and each column of b.
-    amax: float32 of one element, raised to the largest magnitude of the result before rounding, to
-        NaN if there is one. It may overlap no input, as a scale.
+    activation: "relu", "gelu", "gelu_tanh" or "silu"; "gated_silu" or "gated_gelu",
+        act(even columns) * odd columns, which leaves (.., M, N / 2); or a function of one DSL
+        Float32, or of it and its row and column (@cute.jit if it branches). gelu(-inf) is 0, the
+        limit, where torch returns NaN.
+    alpha, beta: numbers, not tensors; beta is the factor of out's previous values.
+    out: the tensor to write, of any strides. It may be residual itself, but must not overlap any
+        other input.
+    out_dtype: bfloat16, float16 or float32; by default a's, and bfloat16 for fp8.
+    scale_a, scale_b: float32, one number each, or one per row of a and one per column of b.
+    amax: float32 with one element, raised to the largest magnitude of the result before rounding,
+        or to NaN if the result has one. It must not overlap any input.
 
-    Differentiable in a, b, bias and residual, forward and backward, to any order, except where out,
-    a scale, amax or a function of the user's is given. torch.autocast casts a and b as those of
-    torch.matmul, unless out is given. Raises TypeError or ValueError, with one sentence that names
-    the argument, for arguments that do not fit, and where there is no Hopper or Blackwell GPU.
+    Differentiable in a, b, bias and residual, in forward and reverse mode, to any order, unless
+    out, a scale, amax or a user's function is given. torch.autocast casts a and b as for
+    torch.matmul, unless out is given.
+
+    Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
+    not supported, and without a Hopper or Blackwell GPU.
     """
     if isinstance(b, W4Weight):
         others = out, scale_a, scale_b, amax, alpha, beta

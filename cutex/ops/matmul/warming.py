@@ -58,14 +58,18 @@ def warm_up(
     out_dtype: torch.dtype | None = None,
     most: int = MOST_KERNELS,
 ) -> int:
-    """Build, in parallel, and load the kernels of `cutex.matmul(x, w.mT, ...)` for all `shapes`.
+    """Build the kernels of `cutex.matmul(x, w.mT, ...)` for all `shapes` in parallel, and load
+    them.
 
-    shapes: (M, N, K) each, x (M, K) and w (N, K) contiguous; M may be a range of token counts. bias
-    (N,) and residual (M, N), both of `dtype`, or bfloat16 for fp8; `activation` as `cutex.matmul`
-    takes it. At most `most` kernels serve them all, those that together cost the least by the
-    model; calls in this process then take these. Returns how many there are; after it none of the
-    calls compiles (`kernels_built`). Raises TypeError or ValueError for what `cutex.matmul` would
-    not take, and where there is no Hopper or Blackwell GPU.
+    shapes: (M, N, K) each, for contiguous x (M, K) and w (N, K); M may be a range of token counts.
+    bias, residual: (N,) and (M, N), both of `dtype`, or bfloat16 for fp8. activation: as in
+        `cutex.matmul`.
+    most: the number of kernels that may serve them all, chosen to cost the least by the model;
+        calls in this process then use these.
+
+    Returns the number of kernels. After it none of these calls compiles anything (`kernels_built`).
+    Raises TypeError or ValueError for what `cutex.matmul` would refuse, and without a Hopper or
+    Blackwell GPU.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")

@@ -26,21 +26,24 @@ def moe(
     """A mixture of experts: for each token t, the sum over its experts e = expert_ids[t, j] of
     router_weights[t, j] * (silu(g[:, 0::2]) * g[:, 1::2]) @ w_down[e], where g = x[t] @ w_up[e].
 
-    x (T, D): bfloat16 or float16. w_up (E, D, 2 F), of which even columns are gates; w_down (E, F,
-    D): as x, of any strides. D and F are multiples of 8. Or what `cutex.quantize` returned of both
-    transposed, (E, 2 F, D) and (E, D, F), as "fp8_128x128", D and F multiples of 128: on Hopper,
-    x and the gated product are then quantized as "fp8_1x128"; not differentiable.
-    router_weights (T, J): of any float dtype; used in float32. expert_ids (T, J): int32 or int64;
-    an id below 0 or from E on counts nothing. J is at most 32, E at most 1024.
+    x: (T, D), bfloat16 or float16.
+    w_up, w_down: (E, D, 2 F), whose even columns are gates, and (E, F, D); dtype of x, any strides.
+        D and F are multiples of 8. Or results of `cutex.quantize` for both transposed, (E, 2 F, D)
+        and (E, D, F), as "fp8_128x128", with D and F multiples of 128: on Hopper, x and the gated
+        product are then quantized as "fp8_1x128". Not differentiable.
+    router_weights: (T, J), any float dtype, used in float32.
+    expert_ids: (T, J), int32 or int64; ids outside of [0, E) contribute nothing. J is at most 32, E
+        at most 1024.
 
     Deterministic: a token's terms are added in the order of j, in float32. Nothing waits for the
-    host. Differentiable once in x, router_weights, w_up and w_down. The backward pass keeps x, g
-    in 16 bits, and the routing, as SonicMoE does: T * D + 2 * T * J * F elements and 12 * T * J
-    bytes. Where no gradient is wanted, g is not rounded.
+    host. Differentiable once in x, router_weights, w_up and w_down. Like SonicMoE, the forward pass
+    keeps x, g in 16 bits, and the routing for the backward pass: T * D + 2 * T * J * F elements and
+    12 * T * J bytes. If no gradient is wanted, g is not rounded.
 
-    Returns (T, D). Raises TypeError or ValueError, with one sentence that names the argument, for
-    arguments that do not fit, and where there is no Hopper or Blackwell GPU. Source: Guo et al.,
-    SonicMoE (arXiv 2512.14080).
+    Returns (T, D). Raises TypeError or ValueError, in one sentence that names the argument, for
+    arguments that are not supported, and without a Hopper or Blackwell GPU.
+
+    Source: Guo et al., SonicMoE (arXiv 2512.14080).
     """
     if isinstance(w_up, QuantizedTensor) or isinstance(w_down, QuantizedTensor):
         check_weights(w_up, w_down)

@@ -41,17 +41,17 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """The cross-entropy of logits and class numbers, as torch.nn.functional.cross_entropy, plus
+    """The cross-entropy of logits and class indices, like torch.nn.functional.cross_entropy, plus
     `z_loss` times the squared logarithm of the sum of exponentials.
 
-    x (M, N): bfloat16, float16 or float32; computed in float32, each row read once. target (M,):
-    int32 or int64, each in [0, N) or ignore_index, whose rows are 0 and no part of the mean; any
-        other gives NaN.
-    reduction: "mean", "sum" or "none". Differentiable once in x. Raises TypeError or ValueError,
-    with one sentence that names the argument, for arguments that do not fit, and where there is no
-    NVIDIA GPU from Ampere on.
+    x: (M, N), bfloat16, float16 or float32; computed in float32, each row read once.
+    target: (M,), int32 or int64, in [0, N), or ignore_index: such rows have loss 0 and do not count
+        in the mean. Any other index gives NaN.
+    reduction: "mean", "sum" or "none".
 
-    Returns float32: the loss, or for "none" that of each row (M,).
+    Returns float32: the loss, or with "none" that of each row (M,). Differentiable once in x.
+    Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
+    not supported, and without an NVIDIA GPU from Ampere on.
     """
     options = (ignore_index, label_smoothing, z_loss, reduction)
     if not _is_compiling() and ignore_index.__class__ is int:

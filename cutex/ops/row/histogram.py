@@ -19,16 +19,15 @@ MOST = 1 << 24  # bins, whose numbers float32 holds
 
 
 def histogram(x: Tensor, bins: int, *, low: float, high: float) -> Tensor:
-    """The numbers of elements of x in each of `bins` bins of equal width from low to high.
+    """The number of elements of x in each of `bins` bins of equal width from low to high.
 
-    x: bfloat16, float16 or float32, of any shape and strides. An element is of bin
-        floor((x - low) * (bins / (high - low))), in float32, high itself of the last; those
-        outside, and NaNs, are of none. Counts are the same each time.
+    x: bfloat16, float16 or float32, any shape and strides. An element belongs to bin
+        floor((x - low) * (bins / (high - low))), computed in float32; high itself belongs to the
+        last bin. Elements outside, and NaNs, belong to none.
 
-    Not differentiable. Raises TypeError or ValueError, with one sentence that names the argument,
-    for arguments that do not fit, and where there is no NVIDIA GPU from Ampere on.
-
-    Returns int64 (bins,).
+    Returns int64 (bins,), deterministic. Not differentiable. Raises TypeError or ValueError, in one
+    sentence that names the argument, for arguments that are not supported, and without an NVIDIA
+    GPU from Ampere on.
     """
     check("x", x)
     if isinstance(bins, bool) or not isinstance(bins, int):

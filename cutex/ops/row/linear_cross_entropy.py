@@ -46,23 +46,25 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """cutex.cross_entropy(x @ w.T, target), without the logits ever being whole in memory.
+    """cutex.cross_entropy(x @ w.T, target), without ever holding all logits in memory.
 
-    x (M, K), w (N, K), as torch.nn.Linear's weight: bfloat16, float16 or float32 (read as tf32),
-    both alike, any strides. target (M,), ignore_index, label_smoothing, z_loss and reduction: as of
-    `cutex.cross_entropy`; logits are rounded to x's dtype, as those of a linear layer.
-    chunk_rows: rows whose logits exist at one time; by default as many as take 512 MiB, at least
-        1024, or all, where all logits take no more memory than sums of chunks would.
-    accum_dtype: of the sums of chunks that are the gradient of w: float32, the default, which takes
-        N * K of them beside the gradient; or w's dtype, in which they are rounded once a chunk.
+    x, w: (M, K) and (N, K), like torch.nn.Linear's weight; bfloat16, float16 or float32 (read as
+        tf32), the same for both, any strides.
+    target, ignore_index, label_smoothing, z_loss, reduction: as in `cutex.cross_entropy`. Logits
+        are rounded to x's dtype, as a linear layer's are.
+    chunk_rows: the rows whose logits exist at one time. By default as many as take 512 MiB, at
+        least 1024; or all, if all logits take no more memory than the sums over chunks would.
+    accum_dtype: of the sums over chunks that become w's gradient: float32, the default, which takes
+        N * K float32 values beside the gradient; or w's dtype, in which they are rounded once per
+        chunk.
 
-    Differentiable once in x and w. Of "mean" and "sum" the gradients are computed with the loss,
-    where they are wanted, each chunk's in the place of its logits; of "none" in the backward pass,
-    from logits computed again. Raises TypeError or ValueError, with one sentence that names the
-    argument, for arguments that do not fit, and where there is no Hopper or Blackwell GPU.
+    Returns float32: the loss, or with "none" that of each row (M,). Differentiable once in x and w.
+    For "mean" and "sum" the gradients, where wanted, are computed together with the loss, each
+    chunk's in place of its logits; for "none" in the backward pass, from recomputed logits. Raises
+    TypeError or ValueError, in one sentence that names the argument, for arguments that are not
+    supported, and without a Hopper or Blackwell GPU.
 
-    Returns float32: the loss, or for "none" that of each row (M,). Source: Hsu et al., Liger
-    Kernel, 2024.
+    Source: Hsu et al., Liger Kernel, 2024.
     """
     for name, v in (("x", x), ("w", w)):
         check(name, v, x)

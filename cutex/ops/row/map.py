@@ -21,19 +21,18 @@ MOST = 2**31  # vectors of a launch
 
 
 def map(fn: Callable[..., Any], *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """fn(x, y, ..) of the elements of any number of tensors, broadcast together, in one pass.
+    """fn(x, y, ..) elementwise over any number of tensors, broadcast together, in one pass.
 
-    fn: a function of as many DSL Float32 (`cutlass.Float32`) as there are tensors, which returns
-        one; @cute.jit if it branches on them. What it closes over is part of the kernel: another
-        value there is another kernel.
-    tensors: bfloat16, float16 or float32, of any shapes that broadcast, and any strides; they may
-        differ in dtype. out_dtype: of these; by default torch's promotion of the tensors'.
+    fn: a function of as many DSL Float32 (`cutlass.Float32`) as there are tensors, returning one;
+        @cute.jit if it branches on them. Values that it closes over are part of the kernel: another
+        value gives another kernel. In a torch.compile graph they are those at trace time.
+    tensors: bfloat16, float16 or float32, any shapes that broadcast and any strides; dtypes may
+        differ. None may require a gradient.
+    out_dtype: one of these dtypes; by default torch's promotion of the tensors'.
 
-    No tensor may want a gradient. In a graph of torch.compile, what fn reads is that of the trace.
-    Raises TypeError or ValueError, with one sentence that names the
-    argument, for arguments that do not fit, and where there is no NVIDIA GPU from Ampere on.
-
-    Returns a tensor of the broadcast shape, in the order of memory of the first that has it.
+    Returns a tensor of the broadcast shape, with the dimension order in memory of the first tensor
+    of that shape. Raises TypeError or ValueError, in one sentence that names the argument, for
+    arguments that are not supported, and without an NVIDIA GPU from Ampere on.
     """
     if not _is_compiling() and tensors:
         known = _PLANS.find((fn, out_dtype), *tensors)

@@ -19,22 +19,23 @@ def rms_norm(
     quantize: str | None = None,
     tensor_scale: Tensor | None = None,
 ) -> Any:
-    """x / sqrt(mean of x^2 + eps) * weight over the last dimension; with a residual, of x +
+    """x / sqrt(mean of x^2 + eps) * weight over the last dimension. With a residual, of x +
     residual, and that sum is returned, too.
 
-    x (.., N): bfloat16, float16 or float32, of any strides; computed in float32, each row read
-    once. weight (N,): any of these dtypes. residual: as x. Differentiable once in all of them.
-    Raises TypeError or ValueError, with one sentence that names the argument, for arguments that do
-    not fit, and where there is no NVIDIA GPU from Ampere on.
-    quantize: "fp8" (e4m3, a float32 factor for each row, of FORMATS "fp8_row"), "fp8_1x128",
+    x: (.., N), bfloat16, float16 or float32, any strides; computed in float32, each row read once.
+    weight: (N,), any of these dtypes. residual: like x.
+    quantize: "fp8" (e4m3 with a float32 factor per row, "fp8_row" in FORMATS), "fp8_1x128",
         "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4": y is quantized in the same pass, bit by bit
-        `cutex.quantize` of y, for `cutex.scaled_mm`. No tensor may want a gradient then. Rows that
-        are no whole vectors of 16 bytes take a pass more.
-    tensor_scale: float32 of one element, of nvfp4, as of `cutex.quantize`; without it the largest
-        y is looked for first, which takes two passes more.
+        `cutex.quantize` of y, for `cutex.scaled_mm`. No tensor may require a gradient then. Rows
+        that are not whole vectors of 16 bytes take another pass.
+    tensor_scale: float32 with one element, for nvfp4, as in `cutex.quantize`; without it the
+        largest y is searched first, which takes two more passes.
 
-    Returns y, as x, or a QuantizedTensor; with a residual (y, x + residual). Source: Zhang and
-    Sennrich, Root mean square layer normalization, 2019.
+    Returns y, like x, or a QuantizedTensor; with a residual (y, x + residual). Differentiable once
+    in all tensors. Raises TypeError or ValueError, in one sentence that names the argument, for
+    arguments that are not supported, and without an NVIDIA GPU from Ampere on.
+
+    Source: Zhang and Sennrich, Root mean square layer normalization, 2019.
     """
     if quantize is not None or tensor_scale is not None:
         return norm_quantized(False, (x, weight, None, residual), eps, quantize, tensor_scale)
@@ -51,11 +52,12 @@ def layer_norm(
     quantize: str | None = None,
     tensor_scale: Tensor | None = None,
 ) -> Any:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, as
-    torch.nn.functional.layer_norm; with a residual, of x + residual, and that sum is returned, too.
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, like
+    torch.nn.functional.layer_norm. With a residual, of x + residual, and that sum is returned, too.
 
-    x, weight, residual, quantize, tensor_scale and errors as of `cutex.rms_norm`; bias (N,) as
-    weight. The variance is that of differences from the mean, so that rows far from 0 lose nothing.
+    x, weight, residual, quantize, tensor_scale and errors: as in `cutex.rms_norm`. bias: (N,), like
+    weight. The variance is computed from differences from the mean, so rows far from 0 lose no
+    precision.
     """
     if quantize is not None or tensor_scale is not None:
         return norm_quantized(True, (x, weight, bias, residual), eps, quantize, tensor_scale)

@@ -33,21 +33,20 @@ def reduce(
     keepdim: bool = False,
     deterministic: bool = True,
 ) -> Tensor:
-    """The sum, mean, max, min, argmax or argmin of x over `dim`; over all of it by default.
+    """The sum, mean, max, min, argmax or argmin of x over `dim`, by default over all of x.
 
-    x: bfloat16, float16 or float32, of any shape and strides; added up in float32.
-    dim: one, several (not of argmax and argmin), or None. A NaN is the largest and the smallest
-        element, and of equal ones argmax gives the first.
-    deterministic: few results are those of many CTAs. By default each leaves its part, and the
-        parts are combined in order, by the CTA that ends last or by a second kernel, so that the
-        bits are the same each time; with False a sum's parts are added to it by atomics, in any
-        order.
+    x: bfloat16, float16 or float32, any shape and strides; summed in float32.
+    dim: one dimension, several (not for argmax and argmin), or None. A NaN is both the largest and
+        the smallest element; among equal elements argmax returns the first.
+    deterministic: few results are shared by many CTAs. By default each CTA stores its part, and the
+        parts are combined in a fixed order, by the last CTA to finish or by a second kernel, so
+        that results are bitwise reproducible. With False, a sum's parts are added atomically, in
+        any order.
 
-    Differentiable once; a max's or min's gradient is shared by equal elements, as torch.amax's.
-    Raises TypeError or ValueError, with one sentence that names the argument, for arguments that do
-    not fit, and where there is no NVIDIA GPU from Ampere on.
-
-    Returns x's dtype, rounded once, or int64 of argmax and argmin.
+    Returns x's dtype, rounded once, or int64 for argmax and argmin. Differentiable once; the
+    gradient of a max or min is shared by equal elements, as in torch.amax. Raises TypeError or
+    ValueError, in one sentence that names the argument, for arguments that are not supported, and
+    without an NVIDIA GPU from Ampere on.
     """
     if (dim is None or dim.__class__ is int) and not _is_compiling():
         found = _again(x, op, dim, keepdim, deterministic)

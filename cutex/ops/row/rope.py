@@ -33,20 +33,23 @@ def rope(
     offset: int = 0,
     inplace: bool = False,
 ) -> Tensor:
-    """Rotary position embedding, as flash_attn's apply_rotary_emb: each pair (a, b) of a head
+    """Rotary position embedding, like flash_attn's apply_rotary_emb: each pair (a, b) of a head
     becomes (a cos - b sin, b cos + a sin).
 
-    x (B, T, H, D) or (T, H, D): bfloat16, float16 or float32, any strides but the last; computed in
-        float32. cos, sin (S, R): any of these dtypes, both alike; the first 2 R of D elements turn,
-        the others stay.
-    interleaved: pairs are neighbours (GPT-J); else a is of the first R elements, b of the next
-        (NeoX, Llama).
-    positions: int32 or int64, (T,) or (B, T): the row of cos and sin of each token, which must be
-        in [0, S); by default tokens count from `offset`.
-    inplace: write to x, which then may not want a gradient. Differentiable once in x. Raises
-    TypeError or ValueError, with one sentence that names the argument.
+    x: (B, T, H, D) or (T, H, D), bfloat16, float16 or float32, any strides except in the last
+        dimension; computed in float32.
+    cos, sin: (S, R), any of these dtypes, the same for both. The first 2 R of D elements are
+        rotated, the others are copied.
+    interleaved: pairs are neighbours (GPT-J); otherwise a is among the first R elements and b among
+        the next R (NeoX, Llama).
+    positions: (T,) or (B, T), int32 or int64, the row of cos and sin for each token, in [0, S); by
+        default tokens count from `offset`.
+    inplace: write to x, which then must not require a gradient.
 
-    Returns y, as x. Source: Su et al., RoFormer, 2021.
+    Returns y, like x. Differentiable once in x. Raises TypeError or ValueError, in one sentence
+    that names the argument, for arguments that are not supported.
+
+    Source: Su et al., RoFormer, 2021.
     """
     options = interleaved, offset, 1.0, inplace
     if not _is_compiling() and type(offset) is int and type(interleaved) is type(inplace) is bool:

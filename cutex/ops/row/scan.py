@@ -24,17 +24,18 @@ def scan(
     exclusive: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The running sum, max or min of x along `dim`, as torch.cumsum: of each element and those
-    before it.
+    """The running sum, max or min of x along `dim`, like torch.cumsum: element i covers elements 0
+    to i.
 
-    x: bfloat16, float16 or float32, of any shape and strides; added up in float32, read and written
-        once, however long; a dim that is not contiguous is copied first.
-    reverse: of each element and those after it. exclusive: without the element itself, so that the
-        first one is 0, or -inf of max and inf of min. out_dtype: by default x's.
+    x: bfloat16, float16 or float32, any shape and strides; summed in float32, read and written
+        once, however long. If `dim` is not contiguous, x is copied first.
+    reverse: element i covers elements i to the last one.
+    exclusive: without element i itself; the first result is 0 for sum, -inf for max, inf for min.
+    out_dtype: by default x's.
 
-    The order of sums is fixed, so that the bits are the same each time. A sum is differentiable
-    once. Raises TypeError or ValueError, with one sentence that names the argument, for arguments
-    that do not fit, and where there is no NVIDIA GPU from Ampere on.
+    Sums have a fixed order, so results are bitwise reproducible. A sum is differentiable once.
+    Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
+    not supported, and without an NVIDIA GPU from Ampere on.
     """
     check_rows("x", x)
     if op not in OPS:

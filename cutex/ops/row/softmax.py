@@ -34,19 +34,20 @@ def softmax(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """exp(x - max) / sum of exp(x - max), over `dim`, as torch.softmax; of x * scale + mask, where
-    they are given.
+    """exp(x - max) / sum of exp(x - max) over `dim`, like torch.softmax; of x * scale + mask, if
+    given.
 
-    x: bfloat16, float16 or float32, of any shape and strides; computed in float32, each row read
-        once. A dim that is not contiguous is copied first.
-    mask: broadcasts to x. Boolean: elements that count; or bfloat16, float16 or float32: added.
-    causal: of the last two dimensions (S, N), row s has columns up to N - S + s, as the causal mask
-        of attention; what is masked is not read. Takes the last dim.
+    x: bfloat16, float16 or float32, any shape and strides; computed in float32, each row read once.
+        If `dim` is not contiguous, x is copied first.
+    mask: broadcasts to x. Boolean: True for elements that count; or bfloat16, float16 or float32,
+        which is added. Requires the last dim.
+    causal: over the last two dimensions (S, N), row s has columns up to N - S + s, like attention's
+        causal mask; masked elements are not read. Requires the last dim.
 
-    With a mask or causal, a row of which nothing is left is 0, as in attention; else it is NaN, as
-    torch's. Differentiable once, in x and in a mask that is added. Raises TypeError or ValueError,
-    with one sentence, for arguments that do not fit, for rows that no tile holds (of some million
-    elements), and where there is no NVIDIA GPU from Ampere on.
+    With a mask or causal, a row with nothing left is 0, as in attention; otherwise it is NaN, as in
+    torch. Differentiable once, in x and in a mask that is added. Raises TypeError or ValueError, in
+    one sentence, for arguments that are not supported, for rows too long for any tile (more than a
+    million or so elements), and without an NVIDIA GPU from Ampere on.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
     """

@@ -31,22 +31,23 @@ def pack_w4(
     kind: str = "int4",
     dtype: torch.dtype | None = None,
 ) -> W4Weight:
-    """Pack a weight (N, K) of 4 bits, as torch.nn.Linear has it, for `cutex.matmul(x, packed)`.
+    """Pack a 4-bit weight (N, K), laid out like torch.nn.Linear's, for `cutex.matmul(x, packed)`.
 
-    w: a float weight, which is quantized here; or (codes, scales) or (codes, scales, zeros), the
-        weight (codes - zeros) * scales: codes (N, K) of 0 to 15, or uint8 (N, K / 2), two to a
-        byte, the first in the low bits; scales and zeros (N, K / group_size); zeros of whole
-        numbers from 0 to 15, by default 8; or what `cutex.quantize` returned as "mxfp4" or "nvfp4";
-        or torchao's MXTensor of fp4 or NVFP4Tensor, (N, K).
-    group_size: elements of K that share a scale: 32, 64, a multiple of 128, or None for one scale a
-        row. K is a multiple of it. Those of fp4 are 32 and 16.
-    kind: of a float weight: "int4", zeros of 8; "uint4", with zeros; "mxfp4", "nvfp4".
-    dtype: of the activations, bfloat16 or float16; by default that of a float w, else bfloat16.
-        Scales of groups are rounded to it. A row's scale, a tensor's, and the range of a row's
-        scales beyond what float16 has are multiplied in fp32.
+    w: a float weight, which is quantized here; or (codes, scales) or (codes, scales, zeros),
+        meaning (codes - zeros) * scales: codes (N, K) from 0 to 15, or uint8 (N, K / 2), two to a
+        byte, the first in the low bits; scales and zeros (N, K / group_size); zeros are whole
+        numbers from 0 to 15, by default 8. Or a result of `cutex.quantize` as "mxfp4" or "nvfp4";
+        or torchao's fp4 MXTensor or NVFP4Tensor, (N, K).
+    group_size: the elements of K that share a scale: 32, 64, a multiple of 128, or None for one
+        scale per row. K is a multiple of it. For fp4 formats it is 32 (MX) or 16 (NV).
+    kind: how a float weight is quantized: "int4" (zeros of 8), "uint4" (with zeros), "mxfp4" or
+        "nvfp4".
+    dtype: of the activations, bfloat16 or float16; by default that of a float w, otherwise
+        bfloat16. Group scales are rounded to it. Scales of rows and tensors, and what exceeds
+        float16's range within a row, are applied in fp32.
 
-    Layout: `W4Weight.layout`. Packing takes several passes by torch, once. Raises TypeError or
-    ValueError, with one sentence, for arguments that do not fit.
+    For the layout see `W4Weight.layout`. Packing takes several passes by torch, once. Raises
+    TypeError or ValueError, in one sentence, for arguments that are not supported.
     """
     if dtype is None:
         dtype = w.dtype if isinstance(w, Tensor) and w.dtype in DTYPES else torch.bfloat16

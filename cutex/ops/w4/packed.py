@@ -17,14 +17,15 @@ LAYOUT = (
 
 
 class W4Weight(NamedTuple):
-    """A weight (N, K) of 4 bits, packed once by `cutex.pack_w4`, for `cutex.matmul(x, weight)`.
+    """A 4-bit weight (N, K), packed once by `cutex.pack_w4`, for `cutex.matmul(x, weight)`.
 
-    packed: (N / 64, K / 128, words), rounded up, of int32; of uint32 where there was another layout
-    before (problem/w4/layout.py), so that older words are refused, whatever weight they are put in.
-    factor: fp32, (N,) or (1,), which the epilogue multiplies with; None: 1. dtype: of the
-    activations that it is packed for. layout_version: of `packed`; 0, as of those that were pickled
-    before it was kept, is taken only where all layouts were alike. Whoever saves `packed` alone
-    saves it too.
+    packed: (N / 64, K / 128, words), rounded up, int32; uint32 for formats whose layout has changed
+        (problem/w4/layout.py), so that words of the old layout are refused, whatever weight they
+        are put in.
+    factor: fp32, (N,) or (1,), applied by the epilogue; None: 1.
+    dtype: of the activations that it is packed for.
+    layout_version: of `packed`. 0, as in weights pickled before it existed, is accepted only for
+        formats whose layout has never changed. If `packed` is saved alone, save it, too.
     """
 
     packed: Tensor
