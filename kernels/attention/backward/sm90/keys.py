@@ -10,6 +10,7 @@ for dV; the other reads dS^T from smem, where it is for dQ's sake, for dK.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
@@ -17,6 +18,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cutex.device.atoms.wgmma import WARPGROUP
 from cutex.device.attention.block_info import Blocks
+from cutex.device.kept_sums import KeptSums
 from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.scores import (
@@ -26,6 +28,8 @@ from cutex.kernels.attention.backward.sm90.scores import (
     round_operand,
 )
 from cutex.kernels.attention.backward.sm90.shared import Shared
+from cutex.kernels.attention.backward.tail import Piece, Tail
+from cutex.schedulers.dispatch import Ticket
 
 ALTERNATION = OrderedBarrier(first_barrier=STORE_BARRIER + 2)
 
@@ -185,6 +189,34 @@ class KeyGradients(Scores):
         self.store_tile(dv, self.products[0].dv, self.shared.sV)
         self.store_dk(dk)
         self.stored()
+
+    @cute.jit
+    def finish_piece(
+        self,
+        tail: Tail,
+        ticket: Ticket,
+        piece: Piece,
+        out: tuple[Any, ...],
+    ) -> None:
+        """Store dK and dV of a tile by `store`, which takes `out`, with what others have summed of
+        it; or keep what this CTA has of it for the one that has the last piece."""
+        share = ticket.index - tail.whole
+        sums = self.products[0].dv.acc, self.products[0].dk.acc
+        if piece.end < tail.steps:
+            self.kept(share).keep(sums)
+        else:
+            missing = piece.first > 0
+            while missing:
+                share -= 1
+                self.kept(share).add(sums)
+                missing = tail.cut(share) > (piece.index - tail.whole) * tail.steps
+            self.store(*out)
+
+    def kept(self, share: Int32) -> KeptSums:
+        """The sums that this warp of a share of the last tiles keeps."""
+        c, args = self.config, self.shared.args
+        warp = share * c.sum_warps + cute.arch.warp_idx()
+        return KeptSums.of(args.partials, args.counter.iterator + 2, warp, c.sums_of_keys)
 
 
 @dataclass(frozen=True)

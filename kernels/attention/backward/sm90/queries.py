@@ -18,16 +18,13 @@ from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.row_store import SummedTile
-from cutex.device.kept_sums import KeptSums
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.scores import STORE_BARRIER, Products, round_operand
 from cutex.kernels.attention.backward.sm90.shared import Shared, number_of_part, other_cta
-from cutex.kernels.attention.backward.tail import Piece, Tail
 from cutex.kernels.attention.backward.tiles import Walk, turn_of
-from cutex.schedulers.dispatch import Ticket
 
 WIDE = 8  # columns of an accumulator of which a thread has 4 numbers
 
@@ -262,7 +259,7 @@ class AllGradients(KeyGradients):
                     if tile.has_keys(self.config):
                         mine = replace(self, shared=replace(s, tile=tile))
                         state, number = mine.sum_tile(state, number, phase, piece)
-                        mine.finish_piece(walk.dispatch.order, ticket, piece, (dk, dv), number)
+                        mine.finish_piece(walk.dispatch.order, ticket, piece, (dk, dv, number))
                         phase ^= 1
             else:
                 tile = walk.tile(ticket)
@@ -316,35 +313,6 @@ class AllGradients(KeyGradients):
             self.last_dq(before, number + total - 1)
         self.arrive(s.k_read)
         return state, number + total
-
-    @cute.jit
-    def finish_piece(
-        self,
-        tail: Tail,
-        ticket: Ticket,
-        piece: Piece,
-        out: tuple[cpasync.TmaInfo, cpasync.TmaInfo],
-        number: Int32,
-    ) -> None:
-        """Store dK and dV of a tile, with what others have summed of it, or keep what this CTA has
-        of it for the one that has the last piece."""
-        share = ticket.index - tail.whole
-        sums = self.products[0].dv.acc, self.products[0].dk.acc
-        if piece.end < tail.steps:
-            self.kept(share).keep(sums)
-        else:
-            missing = piece.first > 0
-            while missing:
-                share -= 1
-                self.kept(share).add(sums)
-                missing = tail.cut(share) > (piece.index - tail.whole) * tail.steps
-            self.store(*out, number)
-
-    def kept(self, share: Int32) -> KeptSums:
-        """The sums that this warp of a share of the last tiles keeps."""
-        c, args = self.config, self.shared.args
-        warp = share * c.sum_warps + cute.arch.warp_idx()
-        return KeptSums.of(args.partials, args.counter.iterator + 2, warp, c.sums_of_keys)
 
     @cute.jit
     def block(
