@@ -37,7 +37,12 @@ class GuardedSoftmax(Softmax):
     valid_sum: ClassVar[float] = 2.0**26
 
     @classmethod
-    def of(cls, scale_log2: Float32, threshold: float | Float32, speculates: bool) -> Self:
+    def of(
+        cls,
+        scale_log2: Float32 | tuple[Float32, ...],
+        threshold: float | Float32,
+        speculates: bool,
+    ) -> Self:
         """The state before the first block; `speculates`: whether blocks may be processed by `add`.
 
         NOTE: `shift` has its own registers only then: computed in `add` from the reference, which
@@ -80,14 +85,14 @@ class GuardedSoftmax(Softmax):
         self.reference[r] = reference
         if cutlass.const_expr(self.shift is not None):
             no_key = reference == -Float32.inf
-            shift = reference * self.scale_log2 + self.headroom
+            shift = reference * self.scale_of(r) + self.headroom
             self.shift[r] = Float32(NO_KEY) if no_key else shift
 
     @cute.jit
     def reference_log2(self, r: int) -> Float32:
         if cutlass.const_expr(self.shift is not None):
             return self.shift[r]
-        return self._finite(self.reference[r]) * self.scale_log2
+        return self._finite(self.reference[r]) * self.scale_of(r)
 
     @cute.jit
     def shift_of(self, r: int) -> Float32:
@@ -116,6 +121,6 @@ class GuardedSoftmax(Softmax):
                 valid = valid & ~self._is_large(r)
             elif cutlass.const_expr(len(sinks) == 0):  # noqa: SIM102 - known when tracing
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
-                    scale = self.scale_log2 * LN2
+                    scale = self.scale_of(r) * LN2
                     lse[r] = self.reference[r] * scale - log2(factors[r]) * LN2
         return valid

@@ -32,7 +32,10 @@ class LoweredSoftmax(GuardedSoftmax):
 
     @classmethod
     def rounding_to(
-        cls, dtype: type[cutlass.Numeric], scale_log2: Float32, threshold: float
+        cls,
+        dtype: type[cutlass.Numeric],
+        scale_log2: Float32 | tuple[Float32, ...],
+        threshold: float,
     ) -> Self:
         """The state before the first block, where P is rounded to `dtype`. fp16 has no headroom: it
         is coarse far below 1, and V ends at 2^16."""
@@ -41,7 +44,7 @@ class LoweredSoftmax(GuardedSoftmax):
 
     @cute.jit
     def reference_log2(self, r: int) -> Float32:
-        found = self._finite(self.reference[r]) * self.scale_log2
+        found = self._finite(self.reference[r]) * self.scale_of(r)
         return found + self.headroom if self.headroom else found
 
     @cute.jit
@@ -55,6 +58,6 @@ class LoweredSoftmax(GuardedSoftmax):
         if cutlass.const_expr(len(sinks) == 0):
             for r in cutlass.range_constexpr(self.rows):
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
-                    scale, sum_log2 = self.scale_log2 * LN2, self.headroom - log2(factors[r])
+                    scale, sum_log2 = self.scale_of(r) * LN2, self.headroom - log2(factors[r])
                     lse[r] = self.reference[r] * scale + sum_log2 * LN2
         return valid

@@ -32,6 +32,7 @@ class ScoreOps:
     batch: Int32
     heads: tuple[Int32, ...]
     slopes: tuple[Float32, ...] = ()  # ALiBi's of each row, in the unit of its scores
+    powers: tuple[Float32, ...] = ()  # of two, by which each row's queries were divided; (): none
 
     @property
     def elementwise(self) -> bool:
@@ -70,8 +71,11 @@ class ScoreOps:
         known = of_fp16 and head_dim < 256 and not changed
         return head_dim // 16 * 2.0**-27 if known else 0.0
 
-    def scale_log2(self) -> Float32:
-        """The factor that turns a score as `apply` leaves it into a power of two."""
+    def scale_log2(self) -> Float32 | tuple[Float32, ...]:
+        """The factor that turns a score as `apply` leaves it into a power of two; one of each row
+        where their queries were divided by `powers`."""
+        if self.powers and self.softcap is None:
+            return tuple(self.scale * x * LOG2_E for x in self.powers)
         return Float32(LOG2_E) if self.score_mod is not None else self.unit() * LOG2_E
 
     @cute.jit
@@ -85,9 +89,9 @@ class ScoreOps:
         """Apply the operations to `scores` (rows, columns), the thread's columns of block `n_block`
         from `column` on; `masked` says whether the band cuts the block."""
         if cutlass.const_expr(self.softcap is not None):
-            factor = self.scale / self.softcap
-            for i in cutlass.range_constexpr(cute.size(scores)):
-                scores[i] = tanh(scores[i] * factor)
+            factors = self._cap_factors()
+            for i in cutlass.range_constexpr(cute.size(scores)):  # rows first
+                scores[i] = tanh(scores[i] * factors[i % len(factors)])
         if cutlass.const_expr(len(self.slopes) > 0):
             self._subtract_distances(scores, n_block, column)
         if cutlass.const_expr(self.score_mod is not None):
@@ -103,6 +107,12 @@ class ScoreOps:
                 for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                     counts = cutlass.Boolean(self.mask_mod(*self._place(r, column + c, n_block)))
                     scores[r, c] = scores[r, c] if counts else -Float32.inf
+
+    def _cap_factors(self) -> tuple[Float32, ...]:
+        """What scores are multiplied by before tanh: of all rows, or of each."""
+        assert self.softcap is not None
+        factor = self.scale / self.softcap
+        return tuple(factor * x for x in self.powers) if self.powers else (factor,)
 
     @cute.jit
     def _subtract_distances(self, scores: cute.Tensor, n_block: Int32, column: Int32 | int) -> None:

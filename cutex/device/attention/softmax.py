@@ -49,6 +49,11 @@ def rows_of(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns)), stride=(2, (1, 4))))
 
 
+def of_row(scale: Float32 | tuple[Float32, ...], r: int) -> Float32:
+    """The scale of row r: the one of all rows, or its own."""
+    return scale[r] if isinstance(scale, tuple) else scale
+
+
 @cute.jit
 def over_quad(x: Float32, op: cutlass.Constexpr) -> Float32:
     """`op` over the four threads that hold a row."""
@@ -74,7 +79,7 @@ class Softmax:
 
     reference: cute.Tensor  # (rows) in units of scores; -inf before the first key
     sums: cute.Tensor  # (rows) of this thread's columns alone
-    scale_log2: Float32  # powers of two in a unit of scores
+    scale_log2: Float32 | tuple[Float32, ...]  # powers of two in a unit of scores; of each row's
     threshold: float | Float32  # powers of two by which the maximum may exceed the reference
     shift: cute.Tensor | None = None  # (rows) the reference in powers of two; 0, not -inf
 
@@ -83,12 +88,16 @@ class Softmax:
     over_row: ClassVar[Any] = staticmethod(over_quad)  # the reduction over the threads of a row
 
     @classmethod
-    def start(cls, scale_log2: Float32, threshold: float | Float32) -> Self:
+    def start(cls, scale_log2: Float32 | tuple[Float32, ...], threshold: float | Float32) -> Self:
         """The state before the first block."""
         rows = cute.make_layout(cls.rows)
         reference = cute.make_rmem_tensor(rows, Float32)
         sums = cute.make_rmem_tensor(rows, Float32)
         return cls(reference, sums, scale_log2, threshold)
+
+    def scale_of(self, r: int) -> Float32:
+        """The powers of two in a unit of row r's scores."""
+        return of_row(self.scale_log2, r)
 
     @cute.jit
     def first(self, scores: cute.Tensor) -> None:
@@ -115,7 +124,7 @@ class Softmax:
         it did."""
         rescale = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
-            above = (highest[r] - self.reference[r]) * self.scale_log2
+            above = (highest[r] - self.reference[r]) * self.scale_of(r)
             rescale = rescale | (above > self.threshold)
         rescale = cute.arch.vote_any_sync(rescale)
         if rescale:
@@ -123,7 +132,7 @@ class Softmax:
                 reference = cute.arch.fmax(highest[r], self.reference[r])
                 # NOTE: -inf less -inf; a row without keys keeps its sum of 0
                 shift = self.reference[r] - self._finite(reference)
-                factors[r] = exp2(shift * self.scale_log2)
+                factors[r] = exp2(shift * self.scale_of(r))
                 self.sums[r] *= factors[r]
                 self.set_reference(r, reference)
         return rescale
@@ -131,13 +140,13 @@ class Softmax:
     def set_reference(self, r: int, reference: Float32) -> None:
         self.reference[r] = reference
         if self.shift is not None:
-            self.shift[r] = self._finite(reference) * self.scale_log2
+            self.shift[r] = self._finite(reference) * self.scale_of(r)
 
     def shift_of(self, r: int) -> Float32:
         """The power of two by which row r's scores are lowered."""
         if self.shift is not None:
             return self.shift[r]
-        return self._finite(self.reference[r]) * self.scale_log2
+        return self._finite(self.reference[r]) * self.scale_of(r)
 
     def reference_log2(self, r: int) -> Float32:
         """The reference of row r in powers of two."""
@@ -168,7 +177,7 @@ class Softmax:
         """Like `_by_shift`, with separate sums of even and odd elements."""
         columns = cute.size(scores, mode=[1])
         for c in cutlass.range_constexpr(columns):
-            scores[r, c] = exp2(scores[r, c] * self.scale_log2 - shift)
+            scores[r, c] = exp2(scores[r, c] * self.scale_of(r) - shift)
         a, b = scores[r, 0], scores[r, 1]
         for c in cutlass.range_constexpr(2, columns, 2):
             a += scores[r, c]

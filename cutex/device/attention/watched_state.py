@@ -73,7 +73,7 @@ class WatchedState(GuardedSoftmax):
             lse[r] = self.log_sum(total, highest, beyond, number, self.truncated)
             if cutlass.const_expr(self.shift is None and len(sinks) == 0):  # noqa: SIM102
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
-                    lse[r] = self.reference[r] * (self.scale_log2 * LN2) + log2(total) * LN2
+                    lse[r] = self.reference[r] * (self.scale_of(r) * LN2) + log2(total) * LN2
         return valid
 
     @cute.jit

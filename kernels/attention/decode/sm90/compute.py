@@ -4,8 +4,8 @@ that widen keys and values of 8 bits to 16 for it.
 wgmma takes no two operands of different widths, nor 8 bits of V as it lies in memory. So between
 the warp that loads and the warpgroup of the products stand two, for K and for V, that copy each
 tile into a slot of 16 bits, while the products of the tile before are under way. Products are of
-fp16, to which one conversion leads, two more to bf16; queries in bf16 are scaled by a power of two,
-so that the largest of a warp's rows is around 2^8.
+fp16, to which one conversion leads, two more to bf16; queries in bf16 are divided by a power of two
+for each row, which brings its largest to around 2^8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cutex.device.attention.lowered_softmax import LoweredSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import rows_of
+from cutex.device.attention.softmax import over_quad, rows_of
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.kernels.attention.decode.config import WIDE_SLOTS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots
@@ -96,8 +96,8 @@ class Compute:
         pv = products.pv
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        unit = self.load_q(registers, rows)
-        score_ops = self.score_ops(rows, unit)
+        powers = self.load_q(registers, rows)
+        score_ops = self.score_ops(rows, powers)
         softmax = LoweredSoftmax.rounding_to(
             pv.a.element_type, score_ops.scale_log2(), c.rescale_threshold
         )
@@ -122,7 +122,7 @@ class Compute:
         row = thread // 32 * 16 + thread % 32 // 4
         return row, row + 8
 
-    def score_ops(self, rows: Rows, unit: Float32) -> ScoreOps:
+    def score_ops(self, rows: Rows, powers: tuple[Float32, ...]) -> ScoreOps:
         s = self.shared
         thread, _, _ = cute.arch.thread_idx()
         mine = self.thread_rows()
@@ -131,16 +131,16 @@ class Compute:
         mask = Mask(s.info.band, s.info.tile_n, rows.seq_q.length, keys, queries, thread % 4)
         scale = s.args.scale
         if cutlass.const_expr(s.config.fp8):
-            scale *= unit * s.descale(s.args.k_descale, rows)
-        return ScoreOps(mask, scale, s.args.softcap, None, None, rows.batch, heads)
+            scale *= s.descale(s.args.k_descale, rows)
+        return ScoreOps(mask, scale, s.args.softcap, None, None, rows.batch, heads, powers=powers)
 
     # ---- Q
 
     @cute.jit
-    def load_q(self, registers: Any, rows: Rows) -> Float32:
+    def load_q(self, registers: Any, rows: Rows) -> tuple[Float32, ...]:
         """Load Q, zeros where there are no rows or columns: into registers as operand A, or into
-        smem. Returns what scores have to be multiplied by."""
-        unit = Float32(1.0)
+        smem. Returns the powers of two by which its rows are divided, if they are."""
+        powers: tuple[Float32, ...] = ()
         if cutlass.const_expr(registers is None):
             sQ = self.shared.sQ
             assert sQ is not None
@@ -152,8 +152,8 @@ class Compute:
         else:
             held = cute.make_rmem_tensor(registers.layout, self.mQ.element_type)
             self.load_words(held, rows)
-            unit = to_fp16(held, registers)
-        return unit
+            powers = to_fp16(held, registers)
+        return powers
 
     @cute.jit
     def load_words(self, registers: cute.Tensor, rows: Rows) -> None:
@@ -232,21 +232,33 @@ def product_dtype(config: DecodeConfig, dtype: type[cutlass.Numeric]) -> type[cu
 
 
 @cute.jit
-def to_fp16(held: cute.Tensor, out: cute.Tensor) -> Float32:
-    """Round `held` to fp16, times a power of two for all threads of the warp, and return what the
-    result has to be multiplied by."""
+def to_fp16(held: cute.Tensor, out: cute.Tensor) -> tuple[Float32, Float32]:
+    """Round `held`, this thread's part of two rows as operand A, to fp16, each row divided by a
+    power of two, and return these.
+
+    NOTE: one for a whole warp would leave nothing of rows beside an infinite or a huge one."""
+    (low, of_low), (high, of_high) = (fp16_powers(held, r) for r in range(2))
+    factors = low, high
+    for i in cutlass.range_constexpr(cute.size(held)):
+        out[i] = Float16(Float32(held[i]) * factors[i // 2 % 2])
+    return of_low, of_high
+
+
+@cute.jit
+def fp16_powers(held: cute.Tensor, r: cutlass.Constexpr[int]) -> tuple[Float32, Float32]:
+    """The power of two that brings the largest of row r of `held`, of which three more threads have
+    parts, to around 2^AIM, and its reciprocal. NaN count for nothing, infinities as 2^127."""
     largest = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(held)):
-        x = Float32(held[i])
-        largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
+        if cutlass.const_expr(i // 2 % 2 == r):
+            x = Float32(held[i])
+            largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
     word = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     bits = cute.recast_tensor(word, Int32)
-    word[0] = cute.arch.warp_reduction_max(largest)
+    word[0] = over_quad(largest, cute.arch.fmax)
     exponent = cutlass.min(cutlass.max(bits[0] >> MANTISSA, AIM + 1), INFINITE - 1)
     bits[0], bits[1] = (2 * BIAS + AIM - exponent) << MANTISSA, (exponent - AIM) << MANTISSA
-    for i in cutlass.range_constexpr(cute.size(held)):
-        out[i] = Float16(Float32(held[i]) * word[0])
-    return word[1]
+    return word[0], word[1]
 
 
 WARPS = 4  # of a warpgroup

@@ -242,12 +242,12 @@ class FewRows(Compute):
             of_group.load_words(registers[of_group.group], rows)
 
     @cute.jit
-    def taken(self, ahead: cute.Tensor, q: cute.Tensor, rows: Rows) -> Float32:
+    def taken(self, ahead: cute.Tensor, q: cute.Tensor, rows: Rows) -> tuple[Float32, ...]:
         """Move Q from `ahead` to `q`, as the products have it, zeros where there are no rows or
-        columns. Returns what scores have to be multiplied by."""
+        columns. Returns the powers of two by which its rows are divided, if they are."""
         words = cute.recast_tensor(ahead, Int32)  # ((1, 2, 2), 1, MMA_K)
         units, mine, quad = units_of(self.mQ), self.thread_rows(), cute.arch.lane_idx() % 4
-        unit = Float32(1.0)
+        powers: tuple[Float32, ...] = ()
         for r in cutlass.range_constexpr(2):
             exists = mine[r] < rows.count
             for column in cutlass.range_constexpr(self.shared.config.head_dim // UNIT):
@@ -257,8 +257,8 @@ class FewRows(Compute):
         if cutlass.const_expr(q.element_type is ahead.element_type):
             q.store(ahead.load())
         else:
-            unit = to_fp16(ahead, q)
-        return unit
+            powers = to_fp16(ahead, q)
+        return powers
 
     def products(self) -> tuple[WarpProduct, WarpProduct]:
         """The products with the slots of K and of V."""
