@@ -59,6 +59,27 @@ def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Any
     return found
 
 
+def untouched_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Any, Any]]:
+    """As `buffers_of` for a kernel that takes a workspace and looks at none: all its launches have
+    the same."""
+    if device.type != "cuda":
+        return lambda: buffers(needs, device)
+    from tvm_ffi import from_dlpack
+
+    kept: tuple[Any, Any] | None = None
+
+    def found() -> tuple[Any, Any]:
+        nonlocal kept
+        if kept is None:
+            if torch._C._cuda_isCurrentStreamCapturing():
+                return buffers(needs, device)
+            made = allocated_apart(lambda: [_zeros(device, n) for n in needs], device)
+            kept = from_dlpack(made[0].view(torch.float32)), from_dlpack(made[1])
+        return kept
+
+    return found
+
+
 def flags(device: torch.device, count: int) -> Tensor:
     """`count` zeroed words (int32), which a launch leaves zeroed."""
     stream = 0

@@ -243,6 +243,7 @@ def _subjects() -> list[Subject]:
     one = {"heads": 8, "tokens": 1, "lengths": (400, 65)}
     many = {"heads": 16, "tokens": 4, "lengths": (400, 65)}
     two = {"heads": 8, "tokens": 4, "lengths": (2400, 65)}  # groups of 16 rows
+    told = {**many, "lengths": (200, 65, 10, 130, 90, 64, 1, 128, 70)}  # parts, to other roles
     found = []
     for arch in ("sm_90a", "sm_100a"):
         for dim in (64, 128):
@@ -278,6 +279,14 @@ def _subjects() -> list[Subject]:
         subject("decode, e4m3", "sm_90a", _cached({**many, **e4m3}, {}), sms=FEW),
         subject("decode, e4m3, one row", "sm_90a", _cached({**one, **e4m3}, {}), sms=FEW),
         subject("decode, e4m3, 32 rows", "sm_90a", _cached({**two, **e4m3}, {}), sms=FEW),
+        subject("decode, e4m3, told parts", "sm_90a", _cached({**told, **e4m3}, {}), sms=FEW),
+        subject(
+            "decode, e4m3, whole",
+            "sm_90a",
+            _cached({**one, **e4m3, "lengths": (400, 65, 9, 70, 130)}, {}),
+            sms=FEW,
+        ),
+        subject("decode, one row, appended", "sm_90a", _cached({**one, "appended": True}, {})),
         subject("MLA, chosen keys", "sm_90a", _chosen, sms=FEW),
         subject(
             "grouped fp8 blocks",

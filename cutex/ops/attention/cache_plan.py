@@ -21,7 +21,7 @@ from cutex.ops.attention.plan import ALIGN, arch_name, contiguous, packed, why_c
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.plain import empty_of, guard, untraced
 from cutex.ops.plans import PlanCache
-from cutex.ops.workspace import buffers, buffers_of
+from cutex.ops.workspace import buffers, buffers_of, untouched_of
 from cutex.ops.written import are_apart, check_writable, spans_apart, written_all
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class Plan:
 
     The kernel takes the first `operands` tensors, O and, with `with_lse`, LSE, the other tensors,
     `numbers` and a workspace; or, if that is flags alone, the counter of tiles, these first.
-    `prepare`: what is done to tensors before, by name.
+    `prepare`: what is done to tensors before, by name. `untouched`: no launch looks at the
+    workspace.
     """
 
     def __init__(
@@ -114,11 +115,13 @@ class Plan:
         numbers: tuple[float | int, ...],
         needs: Workspace,
         prepare: dict[str, Preparation],
+        untouched: bool = False,
     ) -> None:
         self.compiled, self.device, self.operands = compiled, call.q.device, operands
         shapes = [(call.out_shape, call.q.dtype), (call.lse_shape, torch.float32)]
         self.outputs = [(x, contiguous(x), dtype) for x, dtype in shapes[: 1 + with_lse]]
         self.numbers, self.needs, self.prepare = numbers, needs, prepare
+        self.untouched = untouched
         self.names = tuple(call.tensors)
         # NOTE: of lengths on the CPU the values are checked at each call
         integers = any(x.dtype == torch.int32 for x in call.tensors.values())
@@ -147,7 +150,8 @@ class Plan:
         outputs = [empty(*x) for x in self.outputs]
         first = [*given[:n], *outputs, *given[n:], *numbers, *at_first()]
         launch = on_device(self.device, launcher(self.compiled, first))
-        _, last = last_of(needs, self.numbers, buffers_of(needs, self.device))
+        of_stream = (untouched_of if self.untouched else buffers_of)(needs, self.device)
+        _, last = last_of(needs, self.numbers, of_stream)
 
         @untraced
         def run(*tensors: Tensor) -> Any:

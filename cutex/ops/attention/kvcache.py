@@ -126,75 +126,108 @@ def flash_attn_with_kvcache(
     those of FlashAttention's function not named here, where they would change the result), and
     without a Hopper or Blackwell GPU. The values of int32 tensors are checked only on the CPU.
     """
+    with_lse = return_lse or return_softmax_lse
+    # NOTE: only what a plan's key takes is asked here, and without a loop, which would take as long
+    # as the guard; a length that is a number, a list and scales left out have no plan
+    if (
+        not others
+        and block_table is None
+        and q_descale is None
+        and rotary_cos is None
+        and rotary_sin is None
+        and (cache_batch_idx is None or page_table is None)
+    ):
+        given, which = [q, k_cache, v_cache], 0
+        if cu_seqlens_q is not None:
+            given.append(cu_seqlens_q)
+            which += CU_Q
+        if cache_seqlens is not None:
+            given.append(cache_seqlens)
+            which += ENDS
+        if page_table is not None:
+            given.append(page_table)
+            which += TABLE
+        if cache_batch_idx is not None:
+            given.append(cache_batch_idx)
+            which += ENTRIES
+        if cache_leftpad is not None:
+            given.append(cache_leftpad)
+            which += BEGINS
+        if cu_seqlens_k_new is not None:
+            given.append(cu_seqlens_k_new)
+            which += CU_NEW
+        if learnable_sink is not None:
+            given.append(learnable_sink)
+            which += SINK
+        if k_descale is not None:
+            given.append(k_descale)
+            which += K_SCALE
+        if v_descale is not None:
+            given.append(v_descale)
+            which += V_SCALE
+        if k is not None:
+            given.append(k)
+            which += NEW_K
+        if v is not None:
+            given.append(v)
+            which += NEW_V
+        key = (
+            max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits, with_lse, which
+        )  # fmt: skip
+        found = PLANS.launched(key, *given)
+        if found is not None:
+            return found
     if others:
         learnable_sink = other_sink(others, learnable_sink)
-    if block_table is not None or cache_batch_idx is not None:
-        page_table, cache_batch_idx = table_of(page_table, block_table, cache_batch_idx)
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        if not 0 <= cache_seqlens < 1 << 31:
-            raise ValueError(f"cache_seqlens={cache_seqlens}: it must be from 0 to 2^31 - 1")
-        cache_seqlens = _all(cache_seqlens, q, cu_seqlens_q, (k_cache, page_table), k)
-    # NOTE: with both scales and q of 16 bits nothing is to be prepared, which is asked in less time
+    call = KVCacheCall(
+        q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx,
+        cache_leftpad, cu_seqlens_k_new, learnable_sink, k_descale, v_descale, k, v, max_seqlen_q,
+        softmax_scale, causal, window_size, softcap, num_splits,
+    )  # fmt: skip
+    rotary = rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
+    return _run(_prepared(call, block_table, q_descale, rotary), with_lse)
+
+
+def _prepared(
+    call: KVCacheCall, block_table: Tensor | None, q_descale: Tensor | None, rotary: tuple[Any, ...]
+) -> KVCacheCall:
+    """A call as the kernels have it: lengths that are a tensor, pages by one name, scales of K and
+    V, queries and new keys that are turned."""
+    q, k_cache, k, ends = call.q, call.k_cache, call.k, call.cache_seqlens
+    page_table, entries = call.page_table, call.cache_batch_idx
+    k_scale, v_scale, window = call.k_descale, call.v_descale, call.window_size
+    if block_table is not None or entries is not None:
+        page_table, entries = table_of(page_table, block_table, entries)
+    if isinstance(ends, int) and not isinstance(ends, bool):
+        if not 0 <= ends < 1 << 31:
+            raise ValueError(f"cache_seqlens={ends}: it must be from 0 to 2^31 - 1")
+        ends = _all(ends, q, call.cu_seqlens_q, (k_cache, page_table), k)
     if q_descale is not None or (
-        (k_descale is None or v_descale is None or getattr(q, "dtype", None) is FP8)
+        (k_scale is None or v_scale is None or getattr(q, "dtype", None) is FP8)
         and getattr(k_cache, "dtype", None) is FP8
     ):
-        scales = q_descale, k_descale, v_descale
-        q, k_descale, v_descale = scaled.prepared(q, k_cache, cu_seqlens_q, *scales)
-    if rotary_cos is not None or rotary_sin is not None:
-        positions = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-        by_position = causal or any(x is not None for x in sides_of(window_size))
-        tables, ends = (rotary_cos, rotary_sin), (cu_seqlens_q, cu_seqlens_k_new)
-        q, k = rotated(q, k, tables, rotary_interleaved, positions, by_position, ends)
-    if isinstance(window_size, list):
-        window_size = tuple(window_size)  # options are found by hash
-    # NOTE: no loop over what may be given, which would take as long as the guard
-    given, which = [q, k_cache, v_cache], 0
-    if cu_seqlens_q is not None:
-        given.append(cu_seqlens_q)
-        which += CU_Q
-    if cache_seqlens is not None:
-        given.append(cache_seqlens)
-        which += ENDS
-    if page_table is not None:
-        given.append(page_table)
-        which += TABLE
-    if cache_batch_idx is not None:
-        given.append(cache_batch_idx)
-        which += ENTRIES
-    if cache_leftpad is not None:
-        given.append(cache_leftpad)
-        which += BEGINS
-    if cu_seqlens_k_new is not None:
-        given.append(cu_seqlens_k_new)
-        which += CU_NEW
-    if learnable_sink is not None:
-        given.append(learnable_sink)
-        which += SINK
-    if k_descale is not None:
-        given.append(k_descale)
-        which += K_SCALE
-    if v_descale is not None:
-        given.append(v_descale)
-        which += V_SCALE
-    if k is not None:
-        given.append(k)
-        which += NEW_K
-    if v is not None:
-        given.append(v)
-        which += NEW_V
-    with_lse = return_lse or return_softmax_lse
-    key = (
-        max_seqlen_q, softmax_scale, causal, window_size, softcap, num_splits, with_lse, which
+        scales = q_descale, k_scale, v_scale
+        q, k_scale, v_scale = scaled.prepared(q, k_cache, call.cu_seqlens_q, *scales)
+    cos, sin, interleaved, positions = rotary
+    if cos is not None or sin is not None:
+        positions = ends if positions is None else positions
+        by_position = call.causal or any(x is not None for x in sides_of(window))
+        of_packed = call.cu_seqlens_q, call.cu_seqlens_k_new
+        q, k = rotated(q, k, (cos, sin), interleaved, positions, by_position, of_packed)
+    return call._replace(
+        q=q, k=k, cache_seqlens=ends, page_table=page_table, cache_batch_idx=entries,
+        k_descale=k_scale, v_descale=v_scale,
+        window_size=tuple(window) if isinstance(window, list) else window,
     )  # fmt: skip
+
+
+def _run(call: KVCacheCall, with_lse: bool) -> Any:
+    """What a prepared call returns."""
+    given = [x for x in call[:TENSORS] if x is not None]
+    which = sum(1 << bit for bit, x in enumerate(call[3:TENSORS]) if x is not None)
+    key = *call[TENSORS:], with_lse, which
     found = PLANS.launched(key, *given)
-    if found is not None:
-        return found
-    rest = (
-        cu_seqlens_q, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_k_new,
-        learnable_sink, k_descale, v_descale, k, v,
-    )  # fmt: skip
-    return attend(KVCacheCall(q, k_cache, v_cache, *rest, *key[:6]), with_lse, key)
+    return attend(call, with_lse, key) if found is None else found
 
 
 def known_token(
@@ -318,8 +351,10 @@ def plan_of(call: KVCacheCall, with_lse: bool) -> Plan:
     slots = Splits.slots(c.ctas, units, int(call.num_splits))
     words = WORDS * units if c.combined else 0
     needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), units)
+    if c.whole:  # no unit has parts, whose places and numbers are in the workspace
+        needs = Workspace(1, 1)
     prepare = preparations(call.tensors)
-    return Plan(call, compiled, 3, with_lse, numbers, needs, prepare)
+    return Plan(call, compiled, 3, with_lse, numbers, needs, prepare, untouched=c.whole)
 
 
 def prefill_plan(call: KVCacheCall, with_lse: bool, arch: str) -> Plan:
