@@ -3,6 +3,7 @@ own, their rows, smem and rings; and Load, the role of the warps that load K and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -238,6 +239,20 @@ class Walk:
         return piece
 
     @cute.jit
+    def each_part(self, work: cutlass.Constexpr[Callable[[Piece, Any], Any]], state: Any) -> Any:
+        """Do the `work` of each of this CTA's parts, one after the other: it has the part and
+        `state`, and returns the next. Returns the last."""
+        splits, span, end = self.begin()
+        at = splits.begin
+        while at < end:
+            span = self.span_at(splits, at, span)
+            piece = self.piece(splits, at, span)
+            at = piece.after
+            if piece.end > piece.first:
+                state = work(piece, state)
+        return state
+
+    @cute.jit
     def part(self, splits: Splits, end: Int32, at: Int32, span: EntrySpan) -> Part:
         """The first part with keys that begins at position `at` or after it."""
         entry, head, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -302,6 +317,17 @@ class Shared(Walk):
         """The next part that the warps that load have told; without blocks behind the last."""
         found, told = self.parts.take(told)
         return Piece(*found[: -len(Blocks._fields)]), Blocks(*found[-len(Blocks._fields) :]), told
+
+    @cute.jit
+    def each_told(
+        self, work: cutlass.Constexpr[Callable[[Piece, Blocks, Any], Any]], state: Any
+    ) -> Any:
+        """As `each_part`, of the parts that the warps that load tell."""
+        piece, blocks, told = self.take_part(self.parts.ring.consumer())
+        while piece.end > piece.first:
+            state = work(piece, blocks, state)
+            piece, blocks, told = self.take_part(told)
+        return state
 
     def new_rows(self) -> tuple[Any, Any, CacheRows]:
         """The new keys and values, the caches that they are appended to, and where."""

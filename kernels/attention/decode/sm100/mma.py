@@ -19,6 +19,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.sm100.config import ROWS, Sm100DecodeConfig
 from cutex.kernels.attention.decode.sm100.shared import Barriers
+from cutex.kernels.attention.decode.splits import Piece
 
 
 @dataclass(frozen=True)
@@ -43,27 +44,33 @@ class Mma:
         sVt = cute.make_tensor(s.sV.iterator, transposed.outer)  # (DV, bN, SLOT)
         acc_o = pv_mma.accumulator(self.tmem + c.o_column)
         pv = UmmaProduct(pv_mma, None, pv_mma.b_slots(sVt), acc_o)
-        splits, span, end = s.begin()
-        k, v = s.k.consumer(), s.v.consumer()
-        to_score, to_add = self.barriers.buffers(), self.barriers.buffers()
-        q_phase = Int32(0)
-        at = splits.begin
-        while at < end:
-            span = s.span_at(splits, at, span)
-            piece = s.piece(splits, at, span)
-            at = piece.after
-            if piece.end > piece.first:
-                blocks = s.of_piece(piece)
-                count = blocks.end - blocks.first
-                if count > 0:
-                    self.barriers.q_full.wait(q_phase)
-                    q_phase ^= 1
-                    fence_after_sync()
-                    for i in cutlass.range(count + 1, unroll=1):
-                        if i < count:
-                            k, to_score = self.scores(qk, k, to_score)
-                        if i > 0:
-                            v, to_add = self.outputs(pv, v, to_add, i > 1)
+        of_k, of_v = ((ring.consumer(), self.barriers.buffers()) for ring in (s.k, s.v))
+        s.each_part(lambda x, then: self.part(x, (qk, pv), *then), (Int32(0), *of_k, *of_v))
+
+    @cute.jit
+    def part(
+        self,
+        piece: Piece,
+        products: cutlass.Constexpr[tuple[UmmaProduct, UmmaProduct]],
+        q_phase: Int32,
+        k: PipelineState,
+        to_score: PipelineState,
+        v: PipelineState,
+        to_add: PipelineState,
+    ) -> tuple[Int32, PipelineState, PipelineState, PipelineState, PipelineState]:
+        """Start the products of a part's blocks."""
+        (qk, pv), blocks = products, self.shared.of_piece(piece)
+        count = blocks.end - blocks.first
+        if count > 0:
+            self.barriers.q_full.wait(q_phase)
+            q_phase ^= 1
+            fence_after_sync()
+            for i in cutlass.range(count + 1, unroll=1):
+                if i < count:
+                    k, to_score = self.scores(qk, k, to_score)
+                if i > 0:
+                    v, to_add = self.outputs(pv, v, to_add, i > 1)
+        return q_phase, k, to_score, v, to_add
 
     @cute.jit
     def scores(

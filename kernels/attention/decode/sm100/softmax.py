@@ -50,38 +50,46 @@ class Softmax:
     @cute.jit
     def run(self) -> None:
         """Compute this CTA's parts one after the other."""
-        s = self.shared
         factors = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-        splits, span, end = s.begin()
-        buffer, done = self.barriers.buffers(), Int32(0)  # `done`: PVs that were started
-        at = splits.begin
-        while at < end:
-            span = s.span_at(splits, at, span)
-            piece = s.piece(splits, at, span)
-            at = piece.after
-            if piece.end > piece.first:
-                rows, blocks = s.rows(piece), s.of_piece(piece)
-                exist = cute.arch.warp_idx() * WARP < rows.count
-                if blocks.end > blocks.first:
-                    self.hand_over_q(rows)
-                    row = self.score_row(rows)
-                    for i in cutlass.range(blocks.end - blocks.first, unroll=1):
-                        self.barriers.s_full.wait(buffer.phase, buffer.slot)
-                        fence_after_sync()
-                        if exist:
-                            self.exponentiate(row, blocks, i, buffer, done, factors)
-                        fence_before_sync()
-                        with cute.arch.elect_one():
-                            self.barriers.p_full.arrive(buffer.slot)
-                        buffer.advance()
-                        done += 1
-                    self.barriers.wait_output(done - 1)
-                    fence_after_sync()
-                    row.softmax.finish((), factors, lse)
-                else:
-                    factors[0], lse[0] = Float32(0.0), -Float32.inf
-                self.store(factors[0], lse[0], rows, piece, exist, blocks.end > blocks.first)
+        self.shared.each_part(
+            lambda x, then: self.part(x, (factors, lse), *then),
+            (Int32(0), self.barriers.buffers()),
+        )
+
+    @cute.jit
+    def part(
+        self,
+        piece: Piece,
+        ends: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor]],
+        done: Int32,
+        buffer: PipelineState,
+    ) -> tuple[Int32, PipelineState]:
+        """Compute a part, whose factors and LSE are left in `ends`, and store it. `done`: PVs that
+        were started."""
+        factors, lse = ends
+        rows, blocks = self.shared.rows(piece), self.shared.of_piece(piece)
+        exist = cute.arch.warp_idx() * WARP < rows.count
+        if blocks.end > blocks.first:
+            self.hand_over_q(rows)
+            row = self.score_row(rows)
+            for i in cutlass.range(blocks.end - blocks.first, unroll=1):
+                self.barriers.s_full.wait(buffer.phase, buffer.slot)
+                fence_after_sync()
+                if exist:
+                    self.exponentiate(row, blocks, i, buffer, done, factors)
+                fence_before_sync()
+                with cute.arch.elect_one():
+                    self.barriers.p_full.arrive(buffer.slot)
+                buffer.advance()
+                done += 1
+            self.barriers.wait_output(done - 1)
+            fence_after_sync()
+            row.softmax.finish((), factors, lse)
+        else:
+            factors[0], lse[0] = Float32(0.0), -Float32.inf
+        self.store(factors[0], lse[0], rows, piece, exist, blocks.end > blocks.first)
+        return done, buffer
 
     @cute.jit
     def hand_over_q(self, rows: Rows) -> None:

@@ -62,23 +62,11 @@ class Compute:
         pv = WgmmaProduct(pv_mma, pv_mma.a_registers(c.tile_n), pv_mma.b_slots(sVt), acc)
         state = tiles.k.consumer(), tiles.v.consumer()
         products, rings = Products(qk, pv), KeyRings(tiles.k, tiles.v)
+        how = products, rings, registers
         if cutlass.const_expr(s.parts is None):
-            splits, span, end = s.begin()
-            at = splits.begin
-            while at < end:
-                span = s.span_at(splits, at, span)
-                piece = s.piece(splits, at, span)
-                at = piece.after
-                if piece.end > piece.first:
-                    rows = s.rows(piece)
-                    blocks = s.of_piece(piece)
-                    state = self.part(rows, piece, blocks, (products, rings), registers, state)
+            s.each_part(lambda x, then: self.part(s.rows(x), x, s.of_piece(x), how, then), state)
         else:
-            piece, blocks, told = s.take_part(s.parts.ring.consumer())
-            while piece.end > piece.first:
-                rows = s.rows(piece)
-                state = self.part(rows, piece, blocks, (products, rings), registers, state)
-                piece, blocks, told = s.take_part(told)
+            s.each_told(lambda x, blocks, then: self.part(s.rows(x), x, blocks, how, then), state)
 
     @cute.jit
     def part(
@@ -86,13 +74,13 @@ class Compute:
         rows: Rows,
         piece: Piece,
         blocks: Blocks,
-        how: cutlass.Constexpr[tuple[Products, KeyRings]],
-        registers: Any,
+        how: cutlass.Constexpr[tuple[Products, KeyRings, Any]],
         state: State,
     ) -> State:
-        """Compute a part, `how` by these products of tiles in these rings, and store it."""
+        """Compute a part, `how` by these products of tiles in these rings, Q in these registers,
+        and store it."""
         s, c = self.shared, self.shared.config
-        products, rings = how
+        products, rings, registers = how
         pv = products.pv
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -312,22 +300,18 @@ class Widen:
     @cute.jit
     def run(self) -> None:
         """Widen the tiles of this CTA's parts, in the order in which they are loaded."""
-        s = self.shared
+        s, state = self.shared, (self.narrow.consumer(), self.wide.producer())
         if cutlass.const_expr(s.parts is None):
-            splits, span, end = s.begin()
-            state = self.narrow.consumer(), self.wide.producer()
-            part = s.part(splits, end, splits.begin, span)
-            while part.end > part.first:
-                for _ in cutlass.range(part.end - part.first, unroll=1):
-                    state = self.widen_next(state)
-                part = s.part(splits, end, part.after, part.span)
+            s.each_part(lambda x, state: self.part(s.of_piece(x), state), state)
         else:
-            state = self.narrow.consumer(), self.wide.producer()
-            piece, blocks, told = s.take_part(s.parts.ring.consumer())
-            while piece.end > piece.first:
-                for _ in cutlass.range(blocks.end - blocks.first, unroll=1):
-                    state = self.widen_next(state)
-                piece, blocks, told = s.take_part(told)
+            s.each_told(lambda _, blocks, state: self.part(blocks, state), state)
+
+    @cute.jit
+    def part(self, blocks: Blocks, state: TileState) -> TileState:
+        """Widen the tiles of a part."""
+        for _ in cutlass.range(blocks.end - blocks.first, unroll=1):
+            state = self.widen_next(state)
+        return state
 
     @cute.jit
     def widen_next(self, state: TileState) -> TileState:

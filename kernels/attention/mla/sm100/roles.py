@@ -62,33 +62,33 @@ class Load:
     def run(self) -> None:
         """Load the keys of this pair's parts, the last block of each first."""
         s = self.shared
-        splits, span, end = s.begin()
-        fill, q_fill = s.kv.producer(), s.q.producer()
-        at = splits.begin
-        while at < end:
-            span = s.span_at(splits, at, span)
-            piece = splits.piece(at, span)
-            at = piece.after
-            if piece.end > piece.first:
-                blocks = s.of_piece(piece)
-                if blocks.end > blocks.first:
-                    self.queries(piece, q_fill)
-                    q_fill.advance()
-                    batch, _ = s.entry(piece.entry)
-                    source = s.source(batch, s.sizes.keys(s.args, batch), self.pitch)
-                    loads = BoxLoads(self.kv, source, s.s32, s.kv_head(piece.head))
-                    found, here = no_box(), no_boxes()
-                    for i in cutlass.range(blocks.end - blocks.first, unroll=1):
-                        n_block = blocks.end - 1 - i
-                        if i % BLOCKS == 0:
-                            found = self.lookup(source, n_block)
-                        following = self.boxes(source, n_block, found, i % BLOCKS)
-                        fill = self.keys(loads, following, fill)
-                        if i > 0:
-                            fill = self.values(loads, here, fill)
-                        here = following
-                    fill = self.values(loads, here, fill)
+        s.each_part(lambda x, then: self.part(x, *then), (s.kv.producer(), s.q.producer()))
         cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def part(
+        self, piece: Piece, fill: PipelineState, q_fill: PipelineState
+    ) -> tuple[PipelineState, PipelineState]:
+        """Load the keys of a part."""
+        s, blocks = self.shared, self.shared.of_piece(piece)
+        if blocks.end > blocks.first:
+            self.queries(piece, q_fill)
+            q_fill.advance()
+            batch, _ = s.entry(piece.entry)
+            source = s.source(batch, s.sizes.keys(s.args, batch), self.pitch)
+            loads = BoxLoads(self.kv, source, s.s32, s.kv_head(piece.head))
+            found, here = no_box(), no_boxes()
+            for i in cutlass.range(blocks.end - blocks.first, unroll=1):
+                n_block = blocks.end - 1 - i
+                if i % BLOCKS == 0:
+                    found = self.lookup(source, n_block)
+                following = self.boxes(source, n_block, found, i % BLOCKS)
+                fill = self.keys(loads, following, fill)
+                if i > 0:
+                    fill = self.values(loads, here, fill)
+                here = following
+            fill = self.values(loads, here, fill)
+        return fill, q_fill
 
     @cute.jit
     def queries(self, piece: Piece, fill: PipelineState) -> None:
@@ -210,30 +210,36 @@ class Mma:
         tOrP = pv_mma.a_slots(s.sP)[None, None, None, 0]  # (MMA, MMA_M, MMA_K)
         acc_o = pv_mma.accumulator(self.tmem + c.o_column)
         pv = UmmaProduct(pv_mma, tOrP, pv_mma.b_slots(s.sVt), acc_o)
-        splits, span, end = s.begin()
-        kv, q, buffer = s.kv.consumer(), s.q.consumer(), s.barriers.buffers()
-        p_phase = Int32(0)
-        at = splits.begin
-        while at < end:
-            span = s.span_at(splits, at, span)
-            piece = splits.piece(at, span)
-            at = piece.after
-            if piece.end > piece.first:
-                blocks = s.of_piece(piece)
-                count = blocks.end - blocks.first
-                if count > 0:
-                    s.q.wait_full(q)
-                    for i in cutlass.range(count + 1, unroll=1):
-                        if i < count:
-                            kv = self.scores(qk, kv, buffer)
-                            buffer.advance()
-                        if i == count - 1:
-                            commit(s.q.empty[0], pair=True)
-                        if i > 0:
-                            s.barriers.p_full.wait(p_phase)
-                            p_phase ^= 1
-                            kv = self.outputs(pv, kv, i > 1)
-                    q.advance()
+        states = s.kv.consumer(), Int32(0), s.barriers.buffers(), s.q.consumer()
+        s.each_part(lambda x, then: self.part(x, (qk, pv), *then), states)
+
+    @cute.jit
+    def part(
+        self,
+        piece: Piece,
+        products: cutlass.Constexpr[tuple[UmmaProduct, UmmaProduct]],
+        kv: PipelineState,
+        p_phase: Int32,
+        buffer: PipelineState,
+        q: PipelineState,
+    ) -> tuple[PipelineState, Int32, PipelineState, PipelineState]:
+        """Start the products of a part's blocks."""
+        s, (qk, pv), blocks = self.shared, products, self.shared.of_piece(piece)
+        count = blocks.end - blocks.first
+        if count > 0:
+            s.q.wait_full(q)
+            for i in cutlass.range(count + 1, unroll=1):
+                if i < count:
+                    kv = self.scores(qk, kv, buffer)
+                    buffer.advance()
+                if i == count - 1:
+                    commit(s.q.empty[0], pair=True)
+                if i > 0:
+                    s.barriers.p_full.wait(p_phase)
+                    p_phase ^= 1
+                    kv = self.outputs(pv, kv, i > 1)
+            q.advance()
+        return kv, p_phase, buffer, q
 
     @cute.jit
     def scores(

@@ -51,41 +51,48 @@ class Softmax:
     @cute.jit
     def run(self) -> None:
         """Compute this CTA's rows of the pair's parts, one after the other."""
-        s = self.shared
         factors = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-        splits, span, end = s.begin()
-        buffer, o_phase = s.barriers.buffers(), Int32(0)
-        at = splits.begin
-        while at < end:
-            span = s.span_at(splits, at, span)
-            piece = splits.piece(at, span)
-            at = piece.after
-            if piece.end > piece.first:
-                rows, blocks = s.own_rows(piece), s.of_piece(piece)
-                factors[0], lse[0] = Float32(0.0), -Float32.inf
-                if blocks.end > blocks.first:
-                    row = self.score_row(rows)
-                    for i in cutlass.range(blocks.end - blocks.first, unroll=1):
-                        s.barriers.s_full.wait(buffer.phase, buffer.slot)
-                        fence_after_sync()
-                        if i > 0:
-                            self.block(row, blocks, i, buffer, o_phase, factors)
-                            o_phase ^= 1
-                        else:
-                            self.block(row, blocks, i, buffer, None, factors)
-                        fence_before_sync()
-                        cute.arch.sync_warp()
-                        with cute.arch.elect_one():
-                            s.barriers.p_full.arrive_at_leader()
-                        buffer.advance()
-                    s.barriers.o_full.wait(o_phase)
+        self.shared.each_part(
+            lambda x, then: self.part(x, (factors, lse), *then),
+            (Int32(0), self.shared.barriers.buffers()),
+        )
+
+    @cute.jit
+    def part(
+        self,
+        piece: Piece,
+        ends: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor]],
+        o_phase: Int32,
+        buffer: PipelineState,
+    ) -> tuple[Int32, PipelineState]:
+        """Compute a part, whose factors and LSE are left in `ends`, and store it."""
+        s, (factors, lse) = self.shared, ends
+        rows, blocks = s.own_rows(piece), s.of_piece(piece)
+        factors[0], lse[0] = Float32(0.0), -Float32.inf
+        if blocks.end > blocks.first:
+            row = self.score_row(rows)
+            for i in cutlass.range(blocks.end - blocks.first, unroll=1):
+                s.barriers.s_full.wait(buffer.phase, buffer.slot)
+                fence_after_sync()
+                if i > 0:
+                    self.block(row, blocks, i, buffer, o_phase, factors)
                     o_phase ^= 1
-                    fence_after_sync()
-                    total = row.softmax.sums
-                    total[0] += self.other(total[0], BUFFERS)
-                    row.softmax.finish((), factors, lse)
-                self.store(factors[0], lse[0], rows, piece, blocks.end > blocks.first)
+                else:
+                    self.block(row, blocks, i, buffer, None, factors)
+                fence_before_sync()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    s.barriers.p_full.arrive_at_leader()
+                buffer.advance()
+            s.barriers.o_full.wait(o_phase)
+            o_phase ^= 1
+            fence_after_sync()
+            total = row.softmax.sums
+            total[0] += self.other(total[0], BUFFERS)
+            row.softmax.finish((), factors, lse)
+        self.store(factors[0], lse[0], rows, piece, blocks.end > blocks.first)
+        return o_phase, buffer
 
     @property
     def half(self) -> Int32:

@@ -295,25 +295,29 @@ class Values:
     @cute.jit
     def run(self) -> None:
         """Compute these columns of O of this CTA's parts, one after the other."""
-        s = self.shared
         pv = self.product()
-        factors, lse = (cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
-        splits, span, end = s.begin()
-        kv = s.kv.consumer()
-        at = splits.begin
-        while at < end:
-            span = s.span_at(splits, at, span)
-            piece = splits.piece(at, span)
-            at = piece.after
-            if piece.end > piece.first:
-                rows, blocks = s.rows(piece), s.of_piece(piece)
-                pv.acc.fill(0.0)
-                factors.fill(1.0)
-                lse.fill(-Float32.inf)
-                if blocks.end > blocks.first:
-                    kv = self.sum(pv, blocks.end - blocks.first, kv, (factors, lse))
-                self.store(pv.acc, factors, rows, piece)
-                self.end(lse, rows, piece)
+        ends = tuple(cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
+        kv = self.shared.kv.consumer()
+        self.shared.each_part(lambda x, then: self.part(x, pv, ends, then), kv)
+
+    @cute.jit
+    def part(
+        self,
+        piece: Piece,
+        pv: cutlass.Constexpr[WgmmaProduct],
+        ends: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor]],
+        kv: PipelineState,
+    ) -> PipelineState:
+        """Compute these columns of a part, with its factors and LSE in `ends`, and store them."""
+        (factors, lse), rows, blocks = ends, self.shared.rows(piece), self.shared.of_piece(piece)
+        pv.acc.fill(0.0)
+        factors.fill(1.0)
+        lse.fill(-Float32.inf)
+        if blocks.end > blocks.first:
+            kv = self.sum(pv, blocks.end - blocks.first, kv, ends)
+        self.store(pv.acc, factors, rows, piece)
+        self.end(lse, rows, piece)
+        return kv
 
     def product(self) -> WgmmaProduct:
         """O += P V for these columns."""
