@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from elementwise import apply, crossed, expect_equal, integers
+from ptx_kernel import simulate_ptx
 
 DTYPES = {
     "u16": np.uint16, "s16": np.int16, "u32": np.uint32, "s32": np.int32, "u64": np.uint64,
@@ -129,6 +130,15 @@ def test_div_rounds_to_zero_and_rem_has_the_sign_of_the_dividend(execute, kind):
     columns = [integers(DTYPES[kind]), divisors[divisors != 0]]
     check(execute, f"div.{kind}", kind, truncated, columns=columns)
     check(execute, f"rem.{kind}", kind, lambda a, b: a - b * truncated(a, b), columns=columns)
+
+
+@pytest.mark.parametrize("op", ["div.u32", "rem.s64"])
+def test_a_division_by_zero_is_told(op):
+    body = f"""cvt.u64.u32 %d1, %lane; sub.u64 %d1, %d1, FROM; cvt.u32.u64 %r1, %d1;
+        {op} {"%r2, %lane, %r1" if "32" in op else "%d2, %d1, %d1"};"""
+    assert not simulate_ptx(body.replace("FROM", "40"), {}).advisories
+    (told,) = simulate_ptx(body.replace("FROM", "3"), {}).advisories
+    assert "warp 0 lane 3 divides by zero: what it gets is not defined" in str(told)
 
 
 @pytest.mark.sweep(2)

@@ -396,11 +396,18 @@ def test_packed_elements_lie_side_by_side():
         simulate(layout_of, codes.as_strided((2, 2), (8, 2)), torch.zeros(34, dtype=torch.int32))
 
 
+def without_storage(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize("tensor, error, sentence", [
     (torch.conj(torch.complex(torch.ones(4), torch.ones(4))).imag, ValueError, "negated or conj"),
     (torch.conj(torch.ones(4, dtype=torch.complex64)), ValueError, "x is negated or conjugated"),
     (torch.ones(4).to_sparse(), TypeError, "x must be a strided tensor, got torch.sparse_coo"),
     (np.zeros(4, [("a", "f4"), ("b", "i1")])["a"], ValueError, "no multiples of its elements' 4"),
+    (torch._efficientzerotensor(4), ValueError, "x is a tensor whose elements are not in memory"),
+    (without_storage(torch.ones(8)[4:]), ValueError, r"\(Tensor, storage of 0 bytes\)"),
 ])  # fmt: skip
 def test_memory_that_is_not_what_a_tensor_says_is_refused(tensor, error, sentence):
     """Of which a kernel would read other values, or from other places."""

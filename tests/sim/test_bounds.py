@@ -8,7 +8,9 @@ import re
 
 import numpy as np
 import pytest
+from barriers import copy, init, wait
 from ptx_kernel import Shape, simulate_ptx
+from tensor_maps import aligned
 
 from cutex.sim import BadAddress
 
@@ -96,6 +98,39 @@ def test_a_vector_that_covers_padding_is_out_of_bounds():
     columns = whole[start : start + 32 * 8].reshape(32, 8)[:, ::3]  # elements 0, 3 and 6 of a row
     with pytest.raises(BadAddress, match="in the padding of a"):
         simulate_ptx("ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%a_i];", {"a": columns})
+
+
+BULK = {
+    "load": f"""{init(1)} @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], SIZE;
+        @%p0 {copy("bar+128", "%a", "SIZE")} {wait("bar", 0, "W")}""",
+    "store": """@%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [bar], SIZE;
+        @%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;""",
+}
+BULK["sum"] = BULK["store"].replace("cp.async.bulk.global", "cp.reduce.async.bulk.global").replace(
+    "group [", "group.add.u32 [")  # fmt: skip
+FILL = """.reg .b32 bar; mov.u32 bar, smem; mad.lo.u32 %r1, %i, 4, bar; st.shared.b32 [%r1], %i;
+    fence.proxy.async.shared::cta; bar.warp.sync -1; setp.eq.u32 %p1, %i, 0;"""
+
+
+@pytest.mark.parametrize("how", BULK)
+def test_a_bulk_copy_that_covers_padding_is_out_of_bounds(how):
+    body = ("" if how == "load" else FILL) + BULK[how]
+    whole = aligned(np.zeros((32, 32), np.int32))
+    simulate_ptx(body.replace("SIZE", "64"), {"a": whole[:, :16]}, Shape(smem=512))
+    with pytest.raises(BadAddress, match=r"\+128, in the padding of a \(32x16 int32\), 64 bytes"):
+        simulate_ptx(body.replace("SIZE", "128"), {"a": whole[:, :16]}, Shape(smem=512))
+
+
+@pytest.mark.parametrize("how", ["store", "sum", "plain", "atomic"])
+def test_a_read_only_array_is_not_written(how):
+    plain = {"plain": "st.global.b32 [%a_i], 1;", "atomic": "red.global.add.u32 [%a_i], 1;"}
+    body = plain.get(how) or FILL + BULK[how].replace("SIZE", "128")
+    a = aligned(np.zeros(32, np.int32))
+    a.flags.writeable = False
+    simulate_ptx(load(""), {"a": a})
+    with pytest.raises(BadAddress, match=r"in a\[0\] \(32 int32\), a read-only array"):
+        simulate_ptx(body, {"a": a}, Shape(smem=512))
+    assert not a.any()
 
 
 def test_the_rest_of_the_storage_behind_an_offset_view_is_out_of_bounds():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from barriers import copy, wait
 from mutations import mutate
 from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import aligned
@@ -305,3 +306,54 @@ def test_a_bulk_copy_of_what_another_cta_stores_is_found(writer, jobs):
     simulate_ptx(body.replace("PLACE", "64"), {"x": aligned(np.zeros(64, np.uint32))}, **how)
     with pytest.raises(Hazards, match=r"race: a bulk copy of CTA .* reads byte 60 of x"):
         simulate_ptx(body.replace("PLACE", "60"), {"x": aligned(np.zeros(64, np.uint32))}, **how)
+
+
+BEFORE = """.reg .b32 bar, at; mov.u32 bar, smem; setp.eq.u32 %p0, %lane, 0;
+    setp.eq.u32 %p1, %cta, 0; mad.lo.u32 at, %lane, 4, bar; mad.wide.u32 %d2, %lane, 4, %x;
+    @!%p1 bra READ; COPY WAITS bar.warp.sync -1; @%p0 st.release.gpu.global.u32 [%x+512], 1; LATE
+    bra END; READ: P: ld.acquire.gpu.global.u32 %r1, [%x+512]; setp.eq.u32 %p2, %r1, 0; @%p2 bra P;
+    bar.warp.sync -1; WRITE [%d2], 5; END:"""
+COPIES = {
+    "cp.async": (
+        "cp.async.ca.shared.global [at], [%d2], 4; cp.async.commit_group;", "cp.async.wait_all;"),
+    "bulk": (
+        f"""@%p0 mbarrier.init.shared.b64 [bar], 1; bar.warp.sync -1;
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;
+        @%p0 {copy("bar+128", "%x", 128)}""", wait("bar", 0, "W")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", ["st.global.u32", "red.global.add.u32"])
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_flag_set_while_a_copy_reads_says_nothing_of_its_end(kind, write):
+    """The next CTA writes what the copy of another, before it sets the flag, still reads."""
+    body = BEFORE.replace("COPY", COPIES[kind][0]).replace("WRITE", write)
+    wait_for = COPIES[kind][1]
+    for right in (True, False):
+        text = body.replace("WAITS", wait_for if right else "")
+        text = text.replace("LATE", "" if right else wait_for)
+        x, shape = {"x": aligned(np.zeros(256, np.uint32))}, Shape(grid=2, smem=512)
+        if right:
+            assert not simulate_ptx(text, x, shape).advisories
+        else:
+            with pytest.raises(Hazards, match=r"CTA \(1,0,0\) warp 0 writes x\[0\].*, which the"):
+                simulate_ptx(text, x, shape)
+
+
+# eight CTAs read a row and count, but for one; the ninth writes the row
+READERS = """setp.eq.u32 %p0, %lane, 0; setp.eq.u32 %p1, %cta, 8; mad.wide.u32 %d2, %lane, 4, %x;
+    @%p1 bra WRITE; ld.global.u32 %r1, [%d2]; bar.warp.sync -1; setp.eq.u32 %p2, %cta, WITHOUT;
+    @%p2 bra END; @%p0 red.release.gpu.global.add.u32 [%x+512], 1; bra END;
+    WRITE: P: ld.acquire.gpu.global.u32 %r2, [%x+512]; setp.lt.u32 %p3, %r2, COUNT; @%p3 bra P;
+    bar.warp.sync -1; st.global.u32 [%d2], 5; END:"""
+
+
+@pytest.mark.parametrize("order", ["fifo", "peer-late"])
+@pytest.mark.parametrize("without", [0, 3, 7])
+def test_a_write_that_comes_after_all_readers_but_one_is_found(without, order):
+    how = {"shape": Shape(grid=9), "order": order}
+    right = READERS.replace("WITHOUT", "8").replace("COUNT", "8")
+    assert not simulate_ptx(right, {"x": aligned(np.zeros(256, np.uint32))}, **how).advisories
+    wrong = READERS.replace("WITHOUT", str(without)).replace("COUNT", "7")
+    with pytest.raises(Hazards, match=rf"which CTA \({without},0,0\) has read"):
+        simulate_ptx(wrong, {"x": aligned(np.zeros(256, np.uint32))}, **how)

@@ -185,6 +185,14 @@ def test_a_spin_on_test_wait_lets_the_copy_complete(execute):
     assert (out == a[0]).all()
 
 
+def test_a_parity_is_0_or_1_by_the_letter():
+    body = f"{init(1)} @%p0 mbarrier.arrive.shared.b64 _, [bar]; mov.u32 %r5, PARITY;"
+    body += wait("bar", "%r5", "W")
+    assert not simulate_ptx(body.replace("PARITY", "0"), {}, Shape(smem=64)).advisories
+    (told,) = simulate_ptx(body.replace("PARITY", "2"), {}, Shape(smem=64)).advisories
+    assert "warp 0 waits for parity 2: by the letter it is 0 or 1" in str(told)
+
+
 # -- a wait whose result nobody looks at -----------------------------------------------------------
 
 LOADED = f"""{init(1)} .reg .b32 data; add.u32 data, bar, 128;

@@ -5,6 +5,7 @@ Snippets run in the simulator, and on a Hopper GPU where there is one.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
@@ -31,7 +32,7 @@ from copies import (
 from ptx_kernel import Shape, simulate_ptx
 from tensor_maps import ATOMS_OF_32, aligned, size_of
 
-from cutex.sim.errors import BadOperand, Hazards, SimError, UnknownInstruction
+from cutex.sim.errors import BadAddress, BadOperand, Hazards, SimError, UnknownInstruction
 
 REFUSED = (BadOperand, Hazards)
 
@@ -322,6 +323,19 @@ def test_a_map_that_reaches_past_its_tensor_is_found():
     tensor.dims = (64, 32)
     with pytest.raises(SimError, match=r"bytes past the end of x"):
         run(simulate_ptx, copy, load_text(copy) + WAIT)
+
+
+def test_a_map_that_reaches_into_the_padding_of_a_view_is_found():
+    tensor = Tensor("f16", (64, 16), pad=16)
+    for width, found in ((64, False), (72, True)):
+        tensor.dims = (width, 16)
+        copy = Copy(tensor, (72, 8), (0, 4))
+        whole = tensor.data
+        tensor.data = whole.reshape(16, -1)[:, :128]
+        for text in (load_text(copy) + WAIT, store_text(copy) + DONE):
+            with pytest.raises(BadAddress, match="in the padding of x") if found else nullcontext():
+                run(simulate_ptx, copy, text)
+        tensor.data = whole
 
 
 @pytest.mark.sweep(2)

@@ -71,7 +71,7 @@ class Checks:
             order.start(clocks)
         self.grid_order.start(clocks)
         wgmma = [WgmmaRegisters(m)] if any(i.name == "wgmma" for i in m.program.code) else []
-        flags: list[Observer] = [FlagOrder(m, clocks)] if has_flags(m.program) else []
+        flags: list[Observer] = [FlagOrder(m, clocks, orders)] if has_flags(m.program) else []
         flags += [LaneReleases(m, clocks)] if releases(m.program) else []
         one_lane: list[Observer] = [LaneWaits(m, clocks, asynchronous)]
         if self.global_races.active and acquires(m.program):
@@ -85,7 +85,7 @@ class Checks:
             ByteCounts(m, m.mbarriers), MBarrierMemory(m, clocks),
             MBarrierPhases(m, clocks, mbarriers), BarrierOrder(m, clocks),
             OneStore(m), *wgmma, RegisterMoves(m, clocks), LaunchRequests(m, clocks),
-            UnwrittenValues(m, self.unwritten), CopySources(m, clocks, asynchronous),
+            UnwrittenValues(m, self.unwritten), CopySources(m, clocks, asynchronous, orders),
             *one_lane,  # NOTE: before the acquires that they watch count
             *([in_global] if in_global.active else []), *([in_shared] if in_shared.active else []),
             self.global_races, *flags, *orders, *grids, *rechecks, *self.of_launch,

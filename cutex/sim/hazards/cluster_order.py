@@ -34,6 +34,9 @@ ClusterClock = dict[
 ]  # a clock: by cluster of the grid, counts of its agents, by slot
 
 
+KEPT = 64  # writes of a place that are kept
+
+
 class _At(NamedTuple):
     """A clock, and the count of the warp that has it from which on another is ordered after it."""
 
@@ -67,7 +70,8 @@ class ClusterOrder(Observer):
         """``lenient``: fences count for the threads that are ordered after or before them."""
         self.m, self.lenient = machine, lenient
         self.active = _releases(machine.program)
-        self.released: dict[int, ClusterClock] = {}  # by address
+        # by address: the clocks released there, after each of the last writes, and before any
+        self.released: dict[int, list[ClusterClock]] = {}
 
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
@@ -91,10 +95,11 @@ class ClusterOrder(Observer):
             if releases:
                 self.at_fence[warp] = _At(self._now(warp), self.clocks.now(warp) + 1)
 
-    def read(self, warp: int, address: int, how: Strength) -> None:
-        """A strong read."""
-        if (seen := self.released.get(address)) is None:
+    def read(self, warp: int, address: int, how: Strength, back: int = 0) -> None:
+        """A strong read of what the last write left, or one so many before it."""
+        if (all_seen := self.released.get(address)) is None or not all_seen[-1 - back]:
             return
+        seen = all_seen[-1 - back]
         if how.acquires:
             if self.latest.get(warp) is not seen:  # else it spins
                 self.latest[warp] = seen
@@ -108,8 +113,10 @@ class ClusterOrder(Observer):
         given = self._now(warp) if how.releases else self._before(self.at_fence, warp)
         if how.releases and not self.lenient:
             self.clocks.count(warp)
-        if given is not None:
-            self.released[address] = _joined(self.released.get(address, {}), given)
+        released = self.released.setdefault(address, [{}])
+        released.append(released[-1] if given is None else _joined(released[-1], given))
+        if len(released) > KEPT:
+            del released[0]
 
     def _before(self, each: dict[int, _At], warp: int) -> ClusterClock | None:
         """The warp's own clock in ``each``; if lenient, with those of warps that it is ordered
@@ -131,6 +138,12 @@ class ClusterOrder(Observer):
         """
         row = self._foreign(warp, clock).get(cluster)
         return int(row[slot]) if row is not None and slot < len(row) else 0
+
+    def includes(self, warp: int, cluster: int, slot: int, count: int) -> bool:
+        """Whether ``warp`` is ordered after an access of that count by a warp of any cluster."""
+        if int(self.m.grid.cta_cluster[self.m.grid.warp_cta[warp]]) == cluster:
+            return self.clocks.known.item(warp, slot) >= count
+        return self.known(warp, cluster, slot) >= count
 
     def clocks_of_others(self, warp: int) -> ClusterClock:
         """The clocks of other clusters that ``warp`` has."""

@@ -4,19 +4,23 @@ A TMA load, a bulk copy or a cp.async reads its source at some moment between it
 completion. A write to the source needs to come after that: its thread has waited for the copy, or
 for a barrier behind such a wait (PTX ISA 8.9.1, 9.7.9.25). That the copy was issued before says
 nothing. Looked at is the last copy to each place of shared memory, as a ring's slot is filled again
-only behind a wait for what was there; and writes of the copy's own cluster.
+only behind a wait for what was there; and writes of the resident clusters: of another than the
+copy's only where flags or atomics may order the two (see cluster_order), as a grid without compares
+all at its end (see global_races).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.cluster_order import ClusterOrder
 from cutex.sim.isa.boxes import box_places, box_range
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, SharedBytes
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 _KEPT = 64  # cp.asyncs of a warp that are looked at, in the mean
 _REMEDY = "a wait for the copy by this warp, or a barrier behind such a wait of another"
+_FLAG = "a flag that the copy's CTA sets behind a wait for the copy, and that this warp acquires"
 
 
 class _Lanes(NamedTuple):
@@ -38,18 +43,33 @@ class _Lanes(NamedTuple):
     addresses: np.ndarray
     width: int
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The addresses of its first byte, and behind its last."""
+        return int(self.addresses.min()), int(self.addresses.max()) + self.width
+
 
 class CopySources(Observer):
     """The copies from global memory of the resident clusters."""
 
-    def __init__(self, machine: Machine, clocks: Clocks, copies: AsyncAccesses) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        clocks: Clocks,
+        copies: AsyncAccesses,
+        orders: Sequence[ClusterOrder],
+    ) -> None:
+        """``orders``: those of clusters, of which any may order a write after a copy."""
         self.m, self.clocks, self.copies = machine, clocks, copies
+        self.orders = [order for order in orders if order.active]
         # by CTA and first byte: the last TMA load or bulk copy there
         self.loads: dict[int, dict[int, Operation]] = defaultdict(dict)
         self.of_lanes: dict[int, list[_Lanes]] = defaultdict(list)  # by CTA: its cp.asyncs
         self.read: dict[int, Region] = {}  # the regions that anything reads, by their addresses
         self.of_maps: dict[int, Any] = {}  # the tensor maps that were looked at, by their ids
         self.about_to: tuple[Lanes, int] | None = None  # what a cp.async reads
+        # by tensor map and coordinates: the addresses at which a box begins and ends
+        self.ends: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -122,7 +142,10 @@ class CopySources(Observer):
         know to be complete reads them.
         """
         low, high = int(places.min()), int(places.max()) + 1
-        for op, first, width in self._unknown(warp, region, low, high):
+        copies = self._unknown(warp, region, low, high)
+        if self.orders:
+            copies = chain(copies, self._unknown_elsewhere(warp, region, low, high))
+        for op, first, width in copies:
             both = np.intersect1d(places, (first[:, None] + np.arange(width)).reshape(-1))
             if len(both):
                 self._tell(warp, op, region.element(int(both[0])), verb, ins)
@@ -153,6 +176,50 @@ class CopySources(Observer):
                 if not any(o.warp == op.warp and o.source == op.source for o in complete):
                     yield op, at, width
 
+    def _unknown_elsewhere(
+        self, warp: int, region: Region, low: int, high: int
+    ) -> Iterator[tuple[Operation, np.ndarray, int]]:
+        """As `_unknown`, the copies by other clusters."""
+        grid, low, high = self.m.grid, low + region.base, high + region.base
+        own = int(grid.cta_cluster[grid.warp_cta[warp]])
+        for cta, loads in self.loads.items():
+            if (cluster := int(grid.cta_cluster[cta])) == own:
+                continue
+            for op in loads.values():
+                if any(start < high and low < end for start, end in self._ends(op.source)):
+                    last = self.copies.tracks[op.writes[0].key].write
+                    agent = int(last.slot[cta]), int(last.count[cta])
+                    if last.operation[cta] is op and not self._ordered(warp, cluster, *agent):
+                        for at, width in self._reads(
+                            op.source, region, low - region.base, high - region.base
+                        ):
+                            yield op, at, width
+        for cta, copies in self.of_lanes.items():
+            if (cluster := int(grid.cta_cluster[cta])) == own:
+                continue
+            for copy in copies:
+                start, end = copy.ends
+                agent = self.clocks.agent(Kind.COPY, copy.op.warp), copy.op.number
+                if start < high and low < end and not self._ordered(warp, cluster, *agent):
+                    yield copy.op, copy.addresses.astype(np.int64) - region.base, copy.width
+
+    def _ordered(self, warp: int, cluster: int, slot: int, count: int) -> bool:
+        """Whether ``warp`` is ordered after an agent's first ``count`` operations."""
+        return any(order.known(warp, cluster, slot) >= count for order in self.orders)
+
+    def _ends(self, source: Any) -> Iterator[tuple[int, int]]:
+        """The addresses of the first byte that a load reads, and behind the last: of each box."""
+        if source[0] == "global":
+            yield source[1], source[1] + source[2]
+            return
+        tmap, boxes = source
+        for at in boxes:
+            key = id(tmap), tuple(at)  # NOTE: `of_maps` keeps each map
+            if key not in self.ends:
+                first, size = box_range(self.m.memory, tmap, at)
+                self.ends[key] = first, first + size
+            yield self.ends[key]
+
     def _reads(
         self, source: Any, region: Region, low: int, high: int
     ) -> Iterator[tuple[np.ndarray, int]]:
@@ -175,10 +242,11 @@ class CopySources(Observer):
     def _tell(self, warp: int, op: Operation, place: str, verb: str, ins: Instruction) -> None:
         name = self.m.grid.name_warp
         done = "it is complete, but nothing that this warp has waited for says so"
+        first = self.m.grid.first_cta
         self.m.findings.add(
             "race",
             f"{name(warp)} {verb} {place}, which {op.what} of {name(op.warp)} reads (PTX line "
             f"{op.instruction.line}): {done if op.done else 'it is not complete'}",
             ins,
-            remedy=_REMEDY,
+            remedy=_REMEDY if first[warp] == first[op.warp] else _FLAG,
         )

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.cluster_order import KEPT, ClusterOrder
+from cutex.sim.hazards.flag_values import FlagValues
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import Part
+from cutex.sim.ptx.flag_tests import only_reads
 from cutex.sim.ptx.once import once
 from cutex.sim.ptx.program import Instruction, Program
 from cutex.sim.ptx.strength import Strength, is_fence, is_near_fence, strength
@@ -39,10 +42,14 @@ def has_flags(program: Program) -> bool:
 class FlagOrder(Observer):
     """The flags of the resident clusters."""
 
-    def __init__(self, machine: Machine, clocks: Clocks) -> None:
-        self.m, self.clocks = machine, clocks
-        # by CTA, or by cluster of which the first CTA's number is negated, and place: a clock
-        self.released: dict[tuple[int, int], np.ndarray] = {}
+    def __init__(self, machine: Machine, clocks: Clocks, clusters: Sequence[ClusterOrder]) -> None:
+        """``clusters``: orders of clusters, of which any may order a load after a flag's value."""
+        self.m, self.clocks, self.clusters = machine, clocks, clusters
+        self.values = FlagValues(machine)
+        self.values.start(clocks)
+        # by CTA, or by cluster of which the first CTA's number is negated, and place: the clocks
+        # released there, each with the number of the flag's version
+        self.released: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
         # by warp, for its CTA alone (True) and for all: the clock that its last fence released
         self.at_fence: dict[tuple[int, bool], np.ndarray] = {}
         # likewise: clocks read since its last fence
@@ -61,30 +68,41 @@ class FlagOrder(Observer):
                 self.at_fence |= {(warp, own): row for own in (True, False)[: 1 + (scope != "cta")]}
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
-        self._access(where.warps, where.addresses, False, strength(ins.op))
+        self._access(where.warps, where.addresses, size, False, ins)
 
     def global_stores(
         self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
     ) -> None:
-        self._access(where.warps, where.addresses, True, strength(ins.op))
+        if not strength(ins.op).atomic:  # NOTE: an atomic was both when it loaded
+            self._access(where.warps, where.addresses, values.shape[1], True, ins)
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
         if not ordinary:
             place = at.cta * self.m.smem_bytes + at.offset
-            self._access(at.warps, -1 - place, write, strength(ins.op))
+            self._access(at.warps, -1 - place, at.width, write, ins)
 
-    def _access(self, warps: np.ndarray, places: np.ndarray, write: bool, how: Strength) -> None:
+    def _access(
+        self, warps: np.ndarray, places: np.ndarray, size: int, write: bool, ins: Instruction
+    ) -> None:
         """Strong accesses; of shared memory negative numbers."""
+        how = strength(ins.op)
         if not how.strong:
             return
         pairs: Iterable[tuple[int, int]] = set(zip(warps.tolist(), places.tolist(), strict=True))
         for warp, place in pairs:
-            if write:
-                self._write(warp, place, how)
-            else:
-                self._read(warp, place, how)
-                if how.atomic and place >= 0:  # NOTE: one that changes nothing stores nothing
-                    self._write(warp, place, how)
+            if not write:
+                back = self.values.back(self, warp, place, size, ins)
+                self._read(warp, place, how, self.values.newest(place) - back)
+                if not how.atomic or place < 0 or only_reads(ins):
+                    continue
+            self.values.wrote(warp, place, size)
+            self._write(warp, place, how)
+
+    def includes(self, warp: int, cluster: int, slot: int, count: int) -> bool:
+        """Whether ``warp`` is ordered after an access of that count by a warp of any cluster."""
+        if int(self.m.grid.cta_cluster[self.m.grid.warp_cta[warp]]) == cluster:
+            return self.clocks.known.item(warp, slot) >= count
+        return any(o.active and o.includes(warp, cluster, slot, count) for o in self.clusters)
 
     def _groups(self, warp: int, place: int, how: Strength) -> list[tuple[bool, tuple[int, int]]]:
         """Those whom the warp orders itself with there: its CTA, and unless the access has that
@@ -94,9 +112,10 @@ class FlagOrder(Observer):
         own = True, (grid.cta_of(warp), place)
         return [own] if how.own else [own, (False, (-1 - grid.first_cta[warp], place))]
 
-    def _read(self, warp: int, place: int, how: Strength) -> None:
+    def _read(self, warp: int, place: int, how: Strength, version: int) -> None:
+        """A strong read of a version of the flag."""
         for own, key in self._groups(warp, place, how):
-            seen = self.released.get(key)
+            seen = next((c for n, c in reversed(self.released.get(key, ())) if n <= version), None)
             if seen is None:
                 continue
             if not how.acquires:
@@ -110,4 +129,8 @@ class FlagOrder(Observer):
         for own, key in self._groups(warp, place, how):
             given = self.clocks.give(warp) if how.releases else self.at_fence.get((warp, own))
             if given is not None:
-                self.released[key] = self.clocks.join(self.released.get(key), given)
+                released = self.released.setdefault(key, [])
+                last = released[-1][1] if released else None
+                released.append((self.values.newest(place), self.clocks.join(last, given)))
+                if len(released) > KEPT:
+                    del released[0]

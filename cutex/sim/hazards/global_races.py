@@ -25,6 +25,7 @@ import numpy as np
 from cutex.sim.hazards.bulk_sums import BulkSums
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import ClusterOrder
+from cutex.sim.hazards.flag_values import ClusterFlags
 from cutex.sim.hazards.global_clashes import GlobalClashes
 from cutex.sim.hazards.global_marks import (
     ALONE,
@@ -38,6 +39,7 @@ from cutex.sim.hazards.global_marks import (
     Records,
     Touched,
 )
+from cutex.sim.hazards.global_readers import Readers
 from cutex.sim.hazards.global_reports import GlobalReports
 from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.isa.boxes import box_places
@@ -71,19 +73,20 @@ class GlobalRaces(Observer):
         # whether a fence of proxies may be one of global memory
         self.fences = self.fences_all or any(i.op == "fence.proxy.async.global" for i in code)
         self.order, self.lenient = ClusterOrder(machine), ClusterOrder(machine, lenient=True)
-        self.records = Records()
+        self.records, self.flags = Records(), ClusterFlags(machine, self.order, self.lenient)
         self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
-        self.reports = GlobalReports(machine, self.records, rechecks)
+        self.reports = GlobalReports(machine, self.records, rechecks, self.flags.values)
         self.sums = BulkSums(machine, self.clashes, self.records)
         self.writes: dict[int, np.ndarray] = {}
         self.stored_to: set[int] = set()  # of these, where not only bulk stores have written
         self.beneath: dict[int, np.ndarray] = {}  # the last ordinary write before atomics
-        self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.reads: dict[int, Readers] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
 
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
         self.clocks = self.reports.clocks = self.clashes.clocks = clocks
+        self.flags.values.start(clocks)
         self.at_issue: dict[int, np.ndarray] = {}  # by bulk store in flight: its thread's clock
         # by warp: its clock at its last fence.proxy.async.global
         self.proxy_clocks: dict[int, np.ndarray] = {}
@@ -91,7 +94,7 @@ class GlobalRaces(Observer):
     # -- accesses ----------------------------------------------------------------------------------
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
-        warps, _, addresses = where
+        addresses = where.addresses
         if not self.active or not len(addresses):
             return
         region = self.m.memory.find(int(addresses[0]))
@@ -106,19 +109,14 @@ class GlobalRaces(Observer):
         inside = (addresses >= np.uint64(region.base)) & (ends <= np.uint64(region.end))
         if not inside.all():
             where = where.pick(inside)
-            warps, _, addresses = where
+            addresses = where.addresses
         places = (addresses - np.uint64(region.base)).astype(np.int64)[:, None] + np.arange(size)
         by = self._lanes(where, how, ins)
         if how.atomic:
             self._atomic(region, places, by, ins)
         else:
             self._read(region, places, by, ins)
-        if how.far and self.order.active:
-            for warp, address in set(zip(warps.tolist(), addresses.tolist(), strict=True)):
-                for order in (self.lenient, self.order):
-                    order.read(warp, address, how)
-                    if how.atomic:
-                        order.write(warp, address, how)
+        self.flags.loaded(where, size, how, ins)
 
     def global_stores(
         self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
@@ -129,11 +127,7 @@ class GlobalRaces(Observer):
         for region, members, offsets in parts:
             by = self._lanes(where.pick(members), how, ins)
             self._write(region, offsets, values[members], by, ins)
-        if how.far and self.order.active:
-            written = zip(where.warps.tolist(), where.addresses.tolist(), strict=True)
-            for warp, address in set(written):
-                for order in (self.lenient, self.order):
-                    order.write(warp, address, how)
+        self.flags.stored(where, values, how)
 
     def global_proxy_fenced(self, warps: np.ndarray) -> None:
         for warp in warps.tolist():
@@ -233,7 +227,7 @@ class GlobalRaces(Observer):
         """The accesses of the clusters that have run; boxes ``among`` these tensors by byte, by
         default among those that are written."""
         among = self.writes if among is None else among
-        read = {base: last != 0 for base, (last, _) in self.reads.items()}
+        read = {base: readers.last != 0 for base, readers in self.reads.items()}
         loaded = set()
         for box in self.boxes.values():
             found = box.places(self.m.memory, among)
@@ -273,15 +267,7 @@ class GlobalRaces(Observer):
                 self._check_constant(last, places, by, region, ins)
         if by.how.far or len(region.data) > LARGEST_READ:
             return
-        first, second = self._readers(region)
-        mine, before = self._mark(by)[:, None], first[places]
-        other = self.clashes.late(before, by, reads=True)
-        if other is not None:
-            second[places[other]] = before[other]
-        first[places] = mine
-        several = first[places] >> LANE != mine >> LANE  # several warps in one batch
-        if several.any():
-            second[places[several]] = np.broadcast_to(mine, places.shape)[several]
+        self._readers(region).add(places, by, self._mark(by), self.clashes)
 
     def _write(
         self, region: Region, offsets: np.ndarray, values: np.ndarray, by: By, ins: Instruction
@@ -316,14 +302,14 @@ class GlobalRaces(Observer):
         """Report a write that is not ordered after loads."""
         if region.base not in self.reads:
             return
-        first, second = self._readers(region)
-        for marks in (first[places], second[places]):
+        readers = self.reads[region.base]
+        for marks in (readers.last[places], readers.other[places]):
             if clash := self.clashes.first(marks, places, by, differs):
                 load = int(self.records.line[clash.earlier]) if by.how.strong else 0
                 self.reports.race(by, clash, region, "writes", "has read", ins, by.how.strong, load)
                 break
         if self.order.active:
-            first[places] = second[places] = 0
+            readers.forget(places)
 
     def _atomic(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
         """An atomic, which is a read and a write; ordinary accesses must be ordered with it."""
@@ -493,8 +479,7 @@ class GlobalRaces(Observer):
             self.writes[region.base] = np.zeros(len(region.data), np.uint32)
         return self.writes[region.base]
 
-    def _readers(self, region: Region) -> tuple[np.ndarray, np.ndarray]:
+    def _readers(self, region: Region) -> Readers:
         if region.base not in self.reads:
-            first, second = (np.zeros(len(region.data), np.uint32) for _ in range(2))
-            self.reads[region.base] = first, second
+            self.reads[region.base] = Readers(len(region.data))
         return self.reads[region.base]

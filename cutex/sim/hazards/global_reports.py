@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cutex.sim.hazards.clocks import Clocks
+from cutex.sim.hazards.flag_values import FlagValues
 from cutex.sim.hazards.global_marks import ATOMIC, LANE, BoxRead, By, Clash, Records
 from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.machine.memory import Region
@@ -32,8 +33,10 @@ class GlobalReports:
 
     clocks: Clocks  # of the resident clusters
 
-    def __init__(self, machine: Machine, records: Records, rechecks: Rechecks) -> None:
-        self.m, self.records, self.rechecks = machine, records, rechecks
+    def __init__(
+        self, machine: Machine, records: Records, rechecks: Rechecks, values: FlagValues
+    ) -> None:
+        self.m, self.records, self.rechecks, self.values = machine, records, rechecks, values
 
     def lanes(
         self, by: By, row: int, verb: str, place: str, mark: int, advisory: bool, ins: Instruction
@@ -134,6 +137,9 @@ class GlobalReports:
         else:
             message = f"{later} {verb} {place}, and {before} {did} {line}"
         message += f": {why}"
+        if who != r.who[earlier] and (wait := self.values.older.get(who - 1)) is not None:
+            message += f", as the load at PTX line {wait.line} may have read an older value, by "
+            message += "which the kernel goes on in the same way"
         if clash.fenced:
             message, remedy, letter, load = f"{message}{_BY_LETTER}", _OWN_FENCE, True, 0
         elif letter:

@@ -128,6 +128,7 @@ class HostTensor:
     name: str = ""
     views: tuple[HostTensor, ...] = ()  # if it is memory: the tensors of the launch in it
     blank: bool = False  # holds BLANK32 where nothing has been written
+    read_only: bool = False
 
     @staticmethod
     def of(tensor: Any, name: str) -> HostTensor | None:
@@ -154,6 +155,7 @@ class HostTensor:
                     f"{name} is negated or conjugated lazily, and its memory holds other values: "
                     "pass resolve_neg() or resolve_conj() of it"
                 )
+            _check_memory(tensor, name)
             return HostTensor(
                 tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()),
                 str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tensor, name,
@@ -168,12 +170,29 @@ class HostTensor:
             return HostTensor(
                 tensor.__array_interface__["data"][0], tensor.shape,
                 tuple(s // size for s in tensor.strides), str(tensor.dtype), size, tensor, name,
+                read_only=tensor.__array_interface__["data"][1],
             )  # fmt: skip
         if hasattr(tensor, "__dlpack_device__") and not isinstance(tensor, type | HostTensor):
             import torch
 
             return HostTensor.of(torch.from_dlpack(tensor), name)
         return None
+
+
+def _check_memory(tensor: Any, name: str) -> None:
+    """Raise ValueError for a torch tensor whose elements no memory holds: of a storage that was
+    freed or is too small, of a fake tensor, of zeros that are none in memory.
+    """
+    if not tensor.numel():
+        return
+    size, first = tensor.element_size(), tensor.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    held = tensor.untyped_storage().nbytes()
+    if (last + 1) * size > held or tensor.data_ptr() == first * size:
+        raise ValueError(
+            f"{name} is a tensor whose elements are not in memory ({type(tensor).__name__}, "
+            f"storage of {held} bytes): pass one that holds its values"
+        )
 
 
 def of_dsl(tensor: Any, name: str) -> HostTensor:

@@ -126,7 +126,7 @@ class Access:
             turns = [slice(None)]
         for turn in turns:
             part, new = where.pick(turn), values[turn]
-            places = m.memory.by_region(part.addresses, self.width, refuse)
+            places = m.memory.by_region(part.addresses, self.width, refuse, write=True)
             m.events.global_stores(part, new, places, self.d.ins)
             m.memory.write(places, new)
 

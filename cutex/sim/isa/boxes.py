@@ -6,6 +6,7 @@ from collections.abc import Container
 
 import numpy as np
 
+from cutex.sim.errors import BadAddress
 from cutex.sim.isa.im2col import PixelBox
 from cutex.sim.isa.tensormap import Overlap, TensorMap, overlap
 from cutex.sim.machine.memory import GlobalMemory, Region
@@ -17,15 +18,33 @@ def extent(tmap: TensorMap, part: Overlap) -> int:
     return sum((s.stop - s.start - 1) * stride * n for s, stride, n in steps) + tmap.itemsize
 
 
-def window(memory: GlobalMemory, tmap: TensorMap, part: Overlap, why: str) -> np.ndarray:
-    """The tensor's elements under the box, a strided view (outermost first) of unsigned words."""
+def window(
+    memory: GlobalMemory, tmap: TensorMap, part: Overlap, why: str, write: bool = False
+) -> np.ndarray:
+    """The tensor's elements under the box, a strided view (outermost first) of unsigned words.
+    Raises BadAddress.
+    """
     counts = [s.stop - s.start for s in part.slices]
     step = [1, *tmap.steps[1:]]
     strides = [st * s for st, s in zip(tmap.strides, step, strict=True)]
-    raw = memory.view(tmap.address_of(part), extent(tmap, part), why)
-    return np.lib.stride_tricks.as_strided(
-        raw[: tmap.itemsize].view(word_of(tmap)), counts[::-1], strides[::-1]
-    )
+    address = tmap.address_of(part)
+    region, at = memory.within(address, extent(tmap, part), why, write)
+    if region.valid is not None:
+        _check_padding(memory, region, at, [*counts[::-1], tmap.itemsize], [*strides[::-1], 1], why)
+    raw = region.data[at : at + tmap.itemsize]
+    return np.lib.stride_tricks.as_strided(raw.view(word_of(tmap)), counts[::-1], strides[::-1])
+
+
+def _check_padding(
+    memory: GlobalMemory, region: Region, at: int, shape: list[int], strides: list[int], why: str
+) -> None:
+    """Raise BadAddress where bytes under a box belong to none of the region's tensors."""
+    assert region.valid is not None
+    inside = np.lib.stride_tricks.as_strided(region.valid[at:], shape, strides)
+    if not inside.all():
+        first = np.argwhere(~inside)[0]
+        address = region.base + at + int(first @ np.array(strides))
+        raise BadAddress(f"{why}: 0x{address:x}, {memory.why_not(address, 1)}")
 
 
 def word_of(tmap: TensorMap) -> np.dtype:

@@ -237,7 +237,8 @@ def _bulk_storer(
     def complete() -> None:
         modes = m.box_swizzle[source[0], source[1] >> 4 : source[1] + n >> 4]
         check_source(m, "the bulk store", source[0], modes, None, d.ins)
-        old = m.memory.view(target, n, f"the bulk store at {d.ins.where()}")
+        why = f"the bulk store at {d.ins.where()}"
+        old = m.memory.view(target, n, why, write=True, only=copied)
         new = _combined(d, reduction, old, m.smem[source[0], source[1] : source[1] + n])
         region = m.memory.find(target)
         values = new[None] if copied is None else new[copied, None]

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cutex.sim.errors import BadOperand
+from cutex.sim.errors import BadAddress, BadOperand
 from cutex.sim.isa.tensormap import TensorMap
 from cutex.sim.machine.memory import GlobalMemory, Region
 from cutex.sim.ptx.program import Instruction
@@ -90,7 +90,15 @@ class PixelBox:
             self.memory.view(tmap.address + int(first.min()), last + 1 - tmap.address, why)
         assert region is not None
         elements = first[:, None] + np.arange(channels) * tmap.itemsize
-        return region, (elements + (tmap.address - region.base)).reshape(-1)
+        places = (elements + (tmap.address - region.base)).reshape(-1)
+        inside = region.holds(places, tmap.itemsize)
+        if not inside.all():
+            outside = region.base + int(places[inside.argmin()])
+            raise BadAddress(
+                f"a load in im2col mode of {self.name}: 0x{outside:x}, "
+                f"{self.memory.why_not(outside, tmap.itemsize)}"
+            )
+        return region, places
 
     def chunks(self) -> np.ndarray:
         """The data written to shared memory, in chunks of 16 bytes before the swizzle, (bytes /

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.isa.floating import arithmetic, change_sign, extremum, is_float
+from cutex.sim.machine.batch import Batch
 from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, UNSIGNED, Decoder, Execute, instruction
 
@@ -206,20 +207,42 @@ def _divide(x: Any, y: Any, remainder: bool) -> Any:
     return np.where(zero, y.dtype.type(-1) if y.dtype.kind == "i" else ~y.dtype.type(0), out)
 
 
+def _division(d: Decoder, remainder: bool) -> Execute:
+    d.only()
+    x, y, write = d.src(1), d.src(2), d.dst()
+
+    def execute(b: Batch) -> None:
+        divisor = y(b)
+        if not np.all(divisor):
+            _tell_zero(d, b, np.broadcast_to(divisor == 0, (b.n, 32)) & b.active())
+        write(b, _divide(x(b), divisor, remainder))
+
+    return execute
+
+
+def _tell_zero(d: Decoder, b: Batch, zero: np.ndarray) -> None:
+    """Tell of the first lane, of those ``zero`` (n, 32), that divides by zero."""
+    if zero.any():
+        row, lane = (int(v[0]) for v in np.nonzero(zero))
+        d.m.findings.add(
+            "division",
+            f"{d.m.grid.name_warp(int(b.idx[row]))} lane {lane} divides by zero: what it gets is "
+            "not defined",
+            d.ins,
+            advisory=True,
+        )
+
+
 @instruction("div")
 def div(d: Decoder) -> Execute:
     """div (9.7.1.8): truncated towards zero."""
-    if is_float(d):
-        return arithmetic(d, "div")
-    d.only()
-    return d.map(lambda x, y: _divide(x, y, False), 2)
+    return arithmetic(d, "div") if is_float(d) else _division(d, remainder=False)
 
 
 @instruction("rem")
 def rem(d: Decoder) -> Execute:
     """rem (9.7.1.9): the remainder, with the sign of the dividend."""
-    d.only()
-    return d.map(lambda x, y: _divide(x, y, True), 2)
+    return _division(d, remainder=True)
 
 
 @instruction("min", "max")

@@ -13,6 +13,7 @@ from cutex.sim.machine.memory import shared_addresses
 from cutex.sim.machine.waits import PassedWait, Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address
+from cutex.sim.ptx.program import Instruction
 
 _LANES = np.arange(32)
 
@@ -198,6 +199,8 @@ def mbarrier_wait(d: Decoder) -> Execute:
             for lanes, cta, offset in groups:
                 value = int(values[row, lanes[0]])
                 waited = m.mbarriers.use(cta, offset, warp, ins)
+                if by_parity and value > 1:
+                    _tell_parity(m, warp, value, ins)
                 if not by_parity and waited.phases > value + 1:
                     m.mbarriers.refuse_token(waited, value, warp, ins)
                 if not passed(waited.phases, value):
@@ -230,6 +233,16 @@ def mbarrier_wait(d: Decoder) -> Execute:
         return None
 
     return execute
+
+
+def _tell_parity(m: Machine, warp: int, value: int, ins: Instruction) -> None:
+    m.findings.add(
+        "barrier misuse",
+        f"{m.grid.name_warp(warp)} waits for parity {value}: by the letter it is 0 or 1, of which "
+        "hardware takes the lowest bit",
+        ins,
+        advisory=True,
+    )
 
 
 def _all_or(lanes: np.ndarray) -> slice | np.ndarray:

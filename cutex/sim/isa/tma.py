@@ -136,7 +136,7 @@ class Box:
         """The tensor's elements under the box, of which there must be some, as `_window`."""
         what = "load" if "mbarrier" in self.ins.parts else "store"
         why = f"the TMA {what} at {self.ins.where()}"
-        return window(self.m.memory, self.tmap, self.part, why)
+        return window(self.m.memory, self.tmap, self.part, why, write=what == "store")
 
     def chunks(self) -> np.ndarray:
         """The data that a load writes to shared memory, in chunks of 16 bytes before the swizzle,

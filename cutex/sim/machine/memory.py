@@ -70,6 +70,7 @@ class Region:
     description: str = ""
     tensors: tuple[HostTensor, ...] = ()
     blank: bool = False  # holds BLANK32 where nothing has been written
+    read_only: bool = False
 
     @property
     def end(self) -> int:
@@ -132,7 +133,9 @@ class GlobalMemory:
             view[...] = True
             valid = np.repeat(elements, size)
         what = f"{tensor.name} ({description(tensor)})"
-        self.add(Region(tensor.name, base, data, valid, what, (tensor,), tensor.blank))
+        region = Region(tensor.name, base, data, valid, what, (tensor,), tensor.blank)
+        region.read_only = tensor.read_only
+        self.add(region)
 
     def find(self, address: int) -> Region | None:
         if not 0 <= address < 1 << 64:
@@ -173,7 +176,7 @@ class GlobalMemory:
 
     def store(self, addresses: np.ndarray, values: np.ndarray, complain: Any) -> None:
         """Store ``values``, (n, size) bytes; where addresses repeat, the last lane wins."""
-        self.write(self.by_region(addresses, values.shape[1], complain), values)
+        self.write(self.by_region(addresses, values.shape[1], complain, write=True), values)
 
     @staticmethod
     def write(parts: Sequence[Part], values: np.ndarray) -> None:
@@ -181,9 +184,11 @@ class GlobalMemory:
         for region, members, offsets in parts:
             region.data[offsets[:, None] + np.arange(values.shape[1])] = values[members]
 
-    def by_region(self, addresses: np.ndarray, size: int, complain: Any) -> list[Part]:
-        """For each region: the region, the addresses in it, and their offsets, all within bounds;
-        otherwise it complains as `load` does.
+    def by_region(
+        self, addresses: np.ndarray, size: int, complain: Any, write: bool = False
+    ) -> list[Part]:
+        """For each region: the region, the addresses in it, and their offsets, all within bounds
+        and, to ``write``, none of a read-only tensor; otherwise it complains as `load` does.
         """
         if not len(addresses):
             return []
@@ -206,19 +211,51 @@ class GlobalMemory:
         misaligned = np.bitwise_and(addresses, np.uint64(size - 1)) != 0
         if misaligned.any():
             complain(int(misaligned.argmax()), f"not aligned to {size} bytes")
+        for region, members, offsets in parts if write else ():
+            if region.read_only and len(offsets):
+                k = np.arange(len(addresses))[members][0]
+                complain(int(k), _read_only(region, int(offsets[0])))
         return parts
 
     @staticmethod
     def _offsets(region: Region, addresses: np.ndarray) -> np.ndarray:
         return (addresses - np.uint64(region.base)).astype(np.int64)
 
-    def view(self, address: int, size: int, why: str) -> np.ndarray:
-        """The ``size`` bytes at ``address``, writable, for bulk copies. Raises BadAddress."""
+    def view(
+        self,
+        address: int,
+        size: int,
+        why: str,
+        write: bool = False,
+        only: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """The ``size`` bytes at ``address``, for bulk copies, which take all or ``only`` some of
+        them. Raises BadAddress.
+        """
+        region, at = self.within(address, size, why, write)
+        if region.valid is not None:
+            inside = region.valid[at : at + size]
+            taken = np.arange(size) if only is None else only
+            if not inside[taken].all():
+                outside = address + int(taken[inside[taken].argmin()])
+                raise BadAddress(f"{why}: 0x{address:x}..+{size}, {self.why_not(outside, 1)}")
+        return region.data[at : at + size]
+
+    def within(self, address: int, size: int, why: str, write: bool) -> tuple[Region, int]:
+        """The region that ``size`` bytes at ``address`` are in, padding or not, and their offset.
+        Raises BadAddress; to ``write``, for those of a read-only tensor too.
+        """
         region = self.find(address)
         if region is None or address + size > region.end:
             raise BadAddress(f"{why}: 0x{address:x}..+{size}, {self.why_not(address, size)}")
-        at = address - region.base
-        return region.data[at : at + size]
+        if write and region.read_only:
+            there = _read_only(region, address - region.base)
+            raise BadAddress(f"{why}: 0x{address:x}..+{size}, {there}")
+        return region, address - region.base
+
+
+def _read_only(region: Region, offset: int) -> str:
+    return f"in {region.element(offset)}, a read-only array"
 
 
 def _union(parts: list[Region]) -> Region:
@@ -236,6 +273,7 @@ def _union(parts: list[Region]) -> Region:
         " and ".join(names),
         tuple(t for r in parts for t in r.tensors),
         any(r.blank for r in parts),
+        all(r.read_only for r in parts),
     )
 
 

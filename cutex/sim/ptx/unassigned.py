@@ -9,7 +9,7 @@ from cutex.sim.ptx.once import once
 from cutex.sim.ptx.operands import Address, RegisterId, registers_of
 from cutex.sim.ptx.program import Instruction, Program
 
-_READS_ALL = ("bar", "barrier", "bra", "nanosleep", "red", "st")  # no operand is a result
+READS_ALL = ("bar", "barrier", "bra", "nanosleep", "red", "st")  # no operand is a result
 
 
 @once
@@ -17,8 +17,9 @@ def unassigned(program: Program) -> set[RegisterId]:
     """The registers that are read on some path from the program's start with no write before. A
     write under a predicate counts as none, so some of them are right.
     """
-    heads, followers = _blocks(program.code)
-    effects = [_effects(program.code[a:b]) for a, b in zip(heads, [*heads[1:], None], strict=True)]
+    heads, followers = blocks_of(program)
+    ends = [*heads[1:], None]
+    effects = [_effects(program.code[a:b]) for a, b in zip(heads, ends, strict=True)]
     read = set[RegisterId]().union(*(exposed for exposed, _ in effects))
     bit = {register: 1 << n for n, register in enumerate(read)}
     writes = [sum(bit[r] for r in written & read) for _, written in effects]
@@ -37,8 +38,10 @@ def unassigned(program: Program) -> set[RegisterId]:
     return {r for block in reached for r in effects[block][0] if not assigned[block] & bit[r]}
 
 
-def _blocks(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
+@once
+def blocks_of(program: Program) -> tuple[list[int], list[list[int]]]:
     """The places where basic blocks begin, and for each block those that may follow it."""
+    code = program.code
     ends = [pc for pc, ins in enumerate(code) if ins.name == "bra" or ins.name in LEAVES]
     places = {0, *(code[pc].target for pc in ends if code[pc].name == "bra")}
     heads = sorted(places | {pc + 1 for pc in ends if pc + 1 < len(code)})
@@ -64,7 +67,7 @@ def _effects(code: list[Instruction]) -> tuple[set[RegisterId], set[RegisterId]]
         results = set[RegisterId]()
         for n, operand in enumerate(ins.operands):
             registers = registers_of(operand)
-            if n or isinstance(operand, Address) or ins.name in _READS_ALL:
+            if n or isinstance(operand, Address) or ins.name in READS_ALL:
                 exposed.update(r for r in registers if r not in written)
             else:
                 results.update(registers)
