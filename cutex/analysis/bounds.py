@@ -38,6 +38,7 @@ from cutex.peers import cutlass_example
 from cutex.problem import DEFAULT_OP, Problem, problem_class
 from cutex.problem.stage import Stage, stages
 from cutex.sim.timing.gpus import Gpu, gpu, of_arch
+from cutex.whole_file import write_whole
 
 ARCH = "sm_100a"
 GHZ = arch(ARCH).clock_hz / 1e9  # the clock at which the stated peak holds
@@ -340,7 +341,7 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 def write(rows: Iterable[Row], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows), encoding="utf-8")
+    write_whole(file, "".join(json.dumps(asdict(r)) + "\n" for r in rows))
 
 
 @answered
@@ -364,6 +365,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cutex: {error}", file=sys.stderr)
         return 2
     rows = in_order(read(FOLDER))
-    PAGE.write_text(page(rows), encoding="utf-8")
+    write_whole(PAGE, page(rows))
     print(table(rows))
     return 0

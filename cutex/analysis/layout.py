@@ -36,6 +36,7 @@ from cutex.analysis.traced import (
 from cutex.arch import arch
 from cutex.command import Parser, answered
 from cutex.svg import Canvas, alone
+from cutex.whole_file import write_whole
 
 # NOTE: pictures are narrow enough for their text to be read in a column of 500 px
 CELL, LINE = 26.0, 12.0  # a cell's height, and that of a line of text
@@ -340,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out == "-":
         print(picture, end="")
         return 0
-    path = Path(args.out or f"{args.kind}.svg")
-    path.write_text(picture, encoding="utf-8")
+    path = Path(f"{args.kind}.svg" if args.out is None else args.out)
+    write_whole(path, picture)
     print(f"wrote {path}")
     return 0

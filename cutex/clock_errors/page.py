@@ -35,6 +35,7 @@ from cutex.problem import OPS
 from cutex.problem.stage import ladders, stages
 from cutex.sim.timing import stored
 from cutex.sim.timing.gpus import GPUS, SOURCES
+from cutex.whole_file import write_whole
 
 PAGE = Path("docs/time.md")
 BOUNDS = Path("docs/attention-bounds.md")
@@ -97,7 +98,7 @@ def _write(parts: dict[str, str], file: Path = PAGE) -> int:
             page = written(page, name, text)
     except ValueError as error:
         return refuse(str(error))
-    file.write_text(page, encoding="utf-8")
+    write_whole(file, page)
     return 0
 
 
@@ -109,7 +110,7 @@ def _draw() -> int:
             continue
         if html := timelines(op, arch, stages(op, arch)):
             file = FOLDER / f"timeline-{op}-{arch}.html"
-            file.write_text(html, encoding="utf-8")
+            write_whole(file, html)
             print(f"wrote {file}")
     return 0
 
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.predict:
         in_clone(PREDICTED)
         found_ = [row for op in PREDICTED_OPS for row in predicted(op, ARCH, args.store)]
-        PREDICTED.write_text("".join(json.dumps(row) + "\n" for row in found_), encoding="utf-8")
+        write_whole(PREDICTED, "".join(json.dumps(row) + "\n" for row in found_))
         print(f"wrote {PREDICTED}")
         return 0
     if args.timelines:

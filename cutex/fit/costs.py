@@ -33,6 +33,7 @@ from cutex.measured.nearby import estimate, file_of
 from cutex.measured.trees import Trees, trees
 from cutex.problem import any_shapes
 from cutex.problem.gemm import GemmProblem
+from cutex.whole_file import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "results" / "configs"
@@ -307,7 +308,7 @@ def write(model: Model, pairs: Pairs) -> None:
     for file in files():
         first, *rows = file.read_text(encoding="utf-8").splitlines(keepends=True)
         head = json.loads(first) | {FITTED_RUNS: max(json.loads(row)["card"] for row in rows)}
-        file.write_text("".join((json.dumps(head) + "\n", *rows)), encoding="utf-8")
+        write_whole(file, "".join((json.dumps(head) + "\n", *rows)))
     source = Path(cost_model.__file__)
     text = source.read_text(encoding="utf-8")
     for name, costs in (("ROUND", model.round), ("WALK", model.walk)):
@@ -315,7 +316,7 @@ def write(model: Model, pairs: Pairs) -> None:
         text = re.sub(
             rf"{name} = Costs\(\n(.*?\n)??\)\n", f"{name} = Costs(\n{lines})\n", text, flags=re.S
         )
-    source.write_text(text, encoding="utf-8")
+    write_whole(source, text)
 
 
 def rounded(model: Model) -> Model:

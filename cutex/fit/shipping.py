@@ -25,6 +25,7 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates as all_candidates
 from cutex.ops.matmul.choices import CallClass, name_of, shipped_file
 from cutex.ops.matmul.plan import call_class, candidates, fitted, majors_of, problem_of
+from cutex.whole_file import write_whole
 
 FILE = shipped_file("sm_90a")
 SLOWER = 1.03
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = table()
     print(f"{len(rows)} classes of calls")
     if args.write:
-        FILE.write_text(text(rows), encoding="utf-8")
+        write_whole(FILE, text(rows))
     return 0
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from cutex.results.history import kind as kind_of
 from cutex.results.rate import rate_of
 from cutex.results.sweep import SweepRow
 from cutex.svg import alone
+from cutex.whole_file import write_whole
 
 BEGIN = "<!-- ladders: written by python -m cutex.report from results/ -->"
 END = "<!-- end of ladders -->"
@@ -87,21 +85,6 @@ def parser() -> Parser:
     return p
 
 
-def _replace(file: Path, text: str) -> None:
-    """Write a file that has more than this command can make again: completely or not at all."""
-    file = file.resolve()  # a link stays one
-    fd, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as out:
-            out.write(text)
-        if file.exists():
-            shutil.copymode(file, scratch)
-        os.replace(scratch, file)
-    except BaseException:
-        os.unlink(scratch)
-        raise
-
-
 def _readme(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -130,10 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         docs = args.readme.parent / DOCS
         docs.mkdir(exist_ok=True)
         for name, svg in {**pictures(rows), **sweeps.pictures(models)}.items():
-            (docs / name).write_text(svg, encoding="utf-8")
-        _replace(docs / TABLES, results_page(rows, models))
-        _replace(args.readme, text)
-        args.html.write_text(html, encoding="utf-8")
+            write_whole(docs / name, svg)
+        write_whole(docs / TABLES, results_page(rows, models))
+        write_whole(args.readme, text)
+        write_whole(args.html, html)
     except ValueError as error:
         print(f"cutex: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cutex.command import Parser, answered
 from cutex.errors import BadOption
+from cutex.whole_file import write_whole
 
 KINDS = {
     "kernel": "a @cute.jit function",
@@ -55,7 +56,7 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
     title = "".join(part.capitalize() for part in name.split("_"))
     for file, text in files.items():
         file.parent.mkdir(exist_ok=True)
-        file.write_text(text.replace("NAME", name).replace("TITLE", title), encoding="utf-8")
+        write_whole(file, text.replace("NAME", name).replace("TITLE", title))
     return list(files)
 
 

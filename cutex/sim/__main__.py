@@ -21,6 +21,7 @@ from cutex.arch import KNOWN, arch
 from cutex.command import INTERRUPTED, Parser, answered, print_nowhere, refuse, writable
 from cutex.errors import Missing
 from cutex.orders import MOST_JOBS, add_order
+from cutex.whole_file import write_whole
 
 if TYPE_CHECKING:
     from cutex.sim.host.calls import Calls
@@ -138,9 +139,7 @@ def main(
                 print(f"cutex: {STOPWATCH}", file=sys.stderr)
             print(f"cutex: {calls}", file=sys.stderr)
             if options.json is not None:
-                options.json.write_text(
-                    json.dumps(calls.as_dict(), indent=1) + "\n", encoding="utf-8"
-                )
+                write_whole(options.json, json.dumps(calls.as_dict(), indent=1) + "\n")
     return end.code or int(calls.failed)
 
 

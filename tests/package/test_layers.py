@@ -19,7 +19,7 @@ from cutex.sim import SimError
 # Each part imports only itself and parts of the lines above it. A part is a module or folder of
 # cutex/; "doors" are the modules behind `python -m cutex.X`, and cutex itself, which loads lazily.
 LAYERS = (
-    ("assigned_names", "cores", "errors", "orders", "qualified_names", "svg"),
+    ("assigned_names", "cores", "errors", "orders", "qualified_names", "svg", "whole_file"),
     (
         *("arch", "cache", "command", "cubin", "debug_info", "dtypes"),
         *("measured", "simulation", "tracing"),
@@ -53,6 +53,7 @@ SIM_KNOWS = {
         "simulation",
         "svg",
         "tracing",
+        "whole_file",
     )
 }
 # parts with files of one operator; the rest names none

@@ -11,6 +11,7 @@ from typing import Any
 from cutex.sim.timing.picture import UNITS, draw
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.units import Interval
+from cutex.whole_file import write_whole
 
 WAYS_LOST = "  steps: in which ways they came is not known: no function that takes one was recorded"
 SPILLED = "  {} bytes of a thread are spilled: the time of their loads and stores is not in this"
@@ -114,9 +115,9 @@ class TimeReport:
         """Write a picture of the first CTA if ``file`` ends in .svg; else JSON for Perfetto."""
         if file.suffix == ".svg":
             title = f"the first CTA on {self.gpu}, predicted: {self.cycles:,.0f} cycles in all"
-            file.write_text(draw(self.intervals, title), encoding="utf-8")
+            write_whole(file, draw(self.intervals, title))
         else:
-            file.write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
+            write_whole(file, json.dumps(self.chrome_trace()))
 
 
 def _parts(ways: dict[str, float]) -> str:
