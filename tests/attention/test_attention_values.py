@@ -158,6 +158,20 @@ def test_lse_is_as_exact_as_with_a_maximum(init, dtype, causal, seqlen_k, head_d
 
 
 @pytest.mark.slow
+def test_lse_of_equal_keys_is_as_exact_as_in_float32():
+    """The sum's exponent is larger than the reference that it is added to."""
+    case = replace(CASE, dtype="fp16", seqlen_q=128, seqlen_k=512)
+    inputs = case.inputs()
+    inputs.k.copy_(inputs.k[:, :1].clone().expand_as(inputs.k))
+    _, lse = computed(case, inputs)
+    _, want = wanted(case, inputs)
+    q, k = (x[0, :, 0].double() for x in inputs[:2])
+    scores = (q @ k[0]).float() * torch.tensor(case.softmax_scale)
+    usual = scores + torch.tensor(float(case.seqlen_k)).log()
+    assert (lse[0] - want).norm() < 1.15 * (usual - want).norm()
+
+
+@pytest.mark.slow
 def test_lse_takes_the_scale_as_it_is():
     """Of scores that are exact, LSE is off by what rounds it in the end, to either side, and by the
     4e-9 that it takes more for what tensor cores truncate of others; by 1 over the root of 128 in

@@ -24,7 +24,7 @@ from cutex.device.atoms.scalar import exp2, fma, log2, power_below, reciprocal
 from cutex.device.attention.guarded_softmax import LARGE, GuardedSoftmax
 from cutex.device.attention.softmax import LN2
 
-BELOW_LSE = 5.0  # powers of two: about where the mean of scores lies, each with its probability
+LEAST_BELOW, MOST_BELOW = 5.0, 10.0  # powers of two by which the mean of scores is below LSE
 OUTWEIGHS = 0.5  # of a row's sum: the least that counts of one that outweighs others
 ABOUT_ONE = 1.0 + 2.0**-20  # a root and a sum that differ by less are taken for the same
 LEAST_TOP = 2.0**-60  # the largest exponential, below which its square would lose bits
@@ -181,8 +181,12 @@ class WatchedState(GuardedSoftmax):
         power = power_below(total)
         fraction = log2(total * exp2(-power))
         whole = highest + power
-        rest = (highest - whole) + power + fraction  # what that addition has rounded, too
-        small = rest * LN2 + (whole - BELOW_LSE) * beyond
+        # NOTE: what that addition has rounded, exact whichever of the two is larger
+        added = whole - highest
+        rest = (highest - (whole - added)) + (power - added) + fraction
+        # the mean of scores, each with its probability, is that far below LSE if all are equal
+        below = cute.arch.fmin(cute.arch.fmax(power, LEAST_BELOW), MOST_BELOW)
+        small = rest * LN2 + (whole - below) * beyond
         if cutlass.const_expr(number is not None):
             missing = (whole - FURTHER * log2(number)) * (truncated * LN2)
             small += missing if number < MANY else Float32(0.0)
