@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 # the names of the members of torch's enumerations by their ids: to hash one takes 0.6 us
@@ -32,6 +33,10 @@ def name_of(member: Any) -> Any:
     """The name of a member of one of torch's enumerations, the first of a list; None of None."""
     if isinstance(member, list | tuple):
         member = member[0] if member else None
-    if (known := _NAMES.get(id(member))) is not None:
+    if isinstance(member, str):
+        return member
+    # NOTE: dynamo of torch 2.11 traces no id() of a number or of a member of an enumeration
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling and (known := _NAMES.get(id(member))) is not None:
         return known
-    return member if isinstance(member, str) else getattr(member, "name", member)
+    return getattr(member, "name", member)
