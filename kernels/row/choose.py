@@ -45,6 +45,13 @@ NORM_WIDE = 5
 # whose rows are short (docs/facts/rows.md#rows-short)
 LEAST_THREADS, IN_WARP = 4, 5
 ODD_LOSSES = 9  # the same of losses of rows that begin anywhere, of 16 threads or fewer
+# few elements (docs/facts/rows.md#rows-few): of a launch whose rows, if they begin anywhere, are
+# loaded by the element, and the elements of a thread of these; threads of a CTA, the most of a
+# short row's; of a launch that one cluster takes whole, and the threads of its CTAs
+FEW = 1 << 19
+FEW_EACH = 6
+FEW_CTA, FEW_LONG = 256, 12_288
+ONE_CLUSTER = 1 << 17
 
 
 class TooLong(CutexError):
@@ -259,6 +266,41 @@ def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
     threads = power(-(-vectors // WIDE), 32, SCANNERS)
     per_thread = min(MOST, -(-vectors // threads))
     return RowTile(max(1, CTA // threads), threads, 1, per_thread, width, not shifted)
+
+
+def few(m: int, n: int, unit: int, bits: int, arch_name: str) -> RowTile | None:
+    """The tile of `m` rows of `n` elements that are few in all, of which `unit` elements begin each
+    row: those that begin anywhere are loaded by as many, which is less to do than ends are; of a
+    few rows of whole vectors a thread has one. None for others."""
+    widest = VECTOR_BYTES * 8 // bits
+    vectors, clusters = -(-n // unit), arch(arch_name).capability >= (9, 0)
+    if m * n > FEW or n < 1:
+        return None
+    if unit == widest:
+        if not WARP < vectors <= CTA or m > CTA:
+            return None
+        return RowTile(1, CTA, 1, 1, unit)
+    each = max(1, FEW_EACH // unit)
+    most = (FEW_CTA if n <= FEW_LONG else 2 * FEW_CTA) if clusters else 1024
+    threads = power(-(-vectors // each), LEAST_THREADS, most)
+    ctas = power(-(-vectors // (each * threads)), 1, CLUSTER) if clusters else 1
+    per_thread = -(-vectors // (threads * ctas))
+    if per_thread * unit > MOST:
+        return None
+    return RowTile(max(1, CTA // threads), threads, ctas, per_thread, unit)
+
+
+def one_cluster(elements: int, part: RowTile, threads: int, arch_name: str) -> RowTile | None:
+    """The tile of the only cluster that takes few elements, which others would take by `part`: what
+    its CTAs find is added up without a word of global memory. None for more elements or fewer, and
+    where there are no clusters."""
+    if arch(arch_name).capability < (9, 0) or elements > ONE_CLUSTER:
+        return None
+    vectors = -(-(elements + part.lead) // part.width)
+    ctas = power(-(-vectors // threads), 1, CLUSTER)
+    if ctas == 1:
+        return None
+    return RowTile(1, threads, ctas, -(-vectors // (ctas * threads)), part.width, part.aligned)
 
 
 def power(x: int, least: int, most: int) -> int:

@@ -16,7 +16,7 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import Values, lanes
 from cutex.device.row.tile import WARP, RowTile
 from cutex.kernels.row.fold import Fold
-from cutex.kernels.row.kernel import RowKernel, matrix, parts_of, reductions
+from cutex.kernels.row.kernel import RowKernel, launch_of, matrix, parts_of, reductions
 
 FINISHERS = 8  # warps of a CTA, each of which combines the parts of one result
 PARTS = "parts"  # what CTAs leave: a value each, combined in order
@@ -55,17 +55,15 @@ class Reduce(RowKernel):
     @cute.jit
     def __call__(self, mX: cute.Tensor, *rest) -> None:
         *to, splits, scale, stream = rest
-        tile = self.config.tile
-        blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows) * splits
-        self.by_rows(mX, tuple(to), splits, scale).launch(
-            grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
-        )
+        how = launch_of(self.tile, mX, stream)
+        how["grid"] = (how["grid"][0] * splits, 1, 1)
+        self.by_rows(mX, tuple(to), splits, scale).launch(**how)
 
     @cute.kernel
     def by_rows(self, mX: cute.Tensor, to: tuple, splits: Int32, scale: Float32) -> None:
         c, tile = self.config, self.config.tile
         (reduction,) = reductions(tile, c.fold.count)
-        block, rows = cute.arch.block_idx()[0], cute.size(mX, mode=[0])
+        block, rows = cute.arch.block_idx()[0] // tile.ctas, cute.size(mX, mode=[0])
         this = block // splits * tile.rows + cute.arch.thread_idx()[0] // tile.threads
         gX = mX[cutlass.min(this, rows - 1), None]  # (N)
         columns, parts = Columns.of(tile, gX), parts_of(tile, gX)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutex
+from cutex.kernels.row import choose
 from cutex.ops.row import launches
 
 
@@ -26,3 +27,10 @@ def asked(monkeypatch):
     kernel_for = launches.kernel_for
     monkeypatch.setattr(launches, "kernel_for", lambda *a: found.append(a) or kernel_for(*a))
     return found
+
+
+@pytest.fixture
+def none_are_few(monkeypatch):
+    """Kernels of rows that are not few, though a test's are."""
+    monkeypatch.setattr(choose, "FEW", 0)
+    monkeypatch.setattr(choose, "ONE_CLUSTER", 0)

@@ -29,6 +29,12 @@ def test_counts_are_exact(device, shape, bins, dtype):
     assert found.dtype == torch.int64 and torch.equal(found, wanted_of(x, bins, -2.0, 3.0))
 
 
+@pytest.mark.usefixtures("none_are_few")
+def test_ctas_of_a_grid_add_up_their_counts(device):
+    x = rows(device, (20_007,), torch.bfloat16)
+    assert torch.equal(cutex.histogram(x, 256, low=-2, high=3), wanted_of(x, 256, -2.0, 3.0))
+
+
 def test_ends_nans_and_one_bin_for_all(device):
     nan, inf = torch.nan, torch.inf
     x = torch.tensor([0.0, 1.0, 2.0, 2.5, 4.0, 4.1, -0.1, nan, inf, -inf], device=device)

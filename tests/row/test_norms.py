@@ -29,7 +29,7 @@ from cutex.sim.errors import SimError
 
 
 @pytest.fixture
-def none_in_turn(monkeypatch):
+def none_in_turn(monkeypatch, none_are_few):
     """As if few rows were many, and none were taken in turn."""
     monkeypatch.setattr(choose, "BULK_LEAST", 0)
     monkeypatch.setattr(choose_norm, "resident", lambda *_, **__: None)
@@ -82,6 +82,7 @@ def test_a_layer_norm_of_whole_vectors_comes_by_smem(device, asked, none_in_turn
 
 
 @pytest.mark.parametrize("n", [4096, 5520, 20_000])
+@pytest.mark.usefixtures("none_are_few")
 def test_rows_by_half_a_vector_come_to_registers(device, monkeypatch, n):
     """Of bf16 whose rows begin in the middle of 16 bytes, by smem they would be half as wide."""
     whole = torch.zeros(2 * n + 8, dtype=torch.bfloat16, device=device)
@@ -100,6 +101,7 @@ def test_rows_by_half_a_vector_come_to_registers(device, monkeypatch, n):
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("n, centred", [(137, True), (1023, False), (1023, True)])
+@pytest.mark.usefixtures("none_are_few")
 def test_columns_of_rows_that_begin_anywhere_go_round_the_threads(device, asked, n, saves, centred):
     # rows beside others, a first and a last one in the middle of a vector, NaN around them; every
     # third row is NaN, which stays there though vectors lie across two rows
@@ -136,6 +138,7 @@ def test_columns_of_rows_that_begin_anywhere_go_round_the_threads(device, asked,
     "n, centred", [(33, True), (137, False), (137, True), (250, True), (3, True)]
 )
 @pytest.mark.parametrize("m", [203, 64])
+@pytest.mark.usefixtures("none_are_few")
 def test_norms_of_dense_rows(device, asked, monkeypatch, n, centred, dtype, saves, m):
     # rows that begin in the middle of a vector or of a word, with NaN around them; every third
     # row is NaN, which stays there though words lie in two rows
@@ -236,6 +239,7 @@ def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("n, centred", [(20_489, True), (1203, False), (192, True), (1601, True)])
+@pytest.mark.usefixtures("none_are_few")
 def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves):
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("bulk copies begin with sm_90")

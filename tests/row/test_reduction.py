@@ -9,7 +9,7 @@ import torch
 from row_calls import rows
 
 import cutex
-from cutex.ops.row.reduce import _config
+from cutex.ops.row.reduce import _config, few_lanes
 from cutex.ops.row.rows import COLUMNS
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
@@ -90,6 +90,23 @@ def test_infinities_and_nans(device, dim):
     assert cutex.reduce(x, "argmax", dim).eq(0).all() and cutex.reduce(x, "max", dim).eq(-inf).all()
 
 
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("op", ["sum", "argmax"])
+@pytest.mark.parametrize(
+    "shape, dim, ctas", [((65_003,), None, 8), ((3, 30_001), 1, 8), ((6, 9001), 1, 8)]
+)
+def test_one_cluster_takes_few_elements(device, asked, shape, dim, ctas, op):
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters begin with sm_90")
+    check(rows(device, shape), op, dim)
+    ((kind, config, *_),) = asked
+    assert kind.__name__ == "Reduce" and config.tile.ctas == ctas and not config.shared
+
+
+def test_lanes_of_few_rows_load_all_at_one_time():
+    assert [few_lanes(n) for n in (1, 128, 129, 256, 257)] == [8, 8, 4, 4, 0]
+
+
 @pytest.mark.slow
 def test_strided_views(device):
     whole = rows(device, (6, 4, 50))
@@ -103,8 +120,9 @@ def test_strided_views(device):
     check(rows(device, (40, 1))[::2], "argmax", 1)
 
 
+@pytest.mark.usefixtures("none_are_few")
 def test_the_bits_are_the_same_each_time(device):
-    x = rows(device, (70_001,))
+    x = rows(device, (70_003,))
     one = cutex.reduce(x)
     assert all(torch.equal(cutex.reduce(x), one) for _ in range(2))
     check(x, "sum", deterministic=False)

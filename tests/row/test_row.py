@@ -408,6 +408,19 @@ def test_as_many_groups_share_a_gradient_as_an_sm_holds():
         assert most_clusters(tile, 132) * tile.ctas <= groups * 132
 
 
+def test_a_tile_of_few_rows_holds_them():
+    for n in (*range(1, 1300), *range(1300, 40_000, 97)):
+        for name, bits in (("sm_90a", 16), ("sm_90a", 32), ("sm_80", 16)):
+            unit = min(n & -n, 128 // bits)
+            tile = choose.few(8, n, unit, bits, name)
+            if tile is None:
+                assert n > 1024 * choose.MOST or unit == 128 // bits
+                continue
+            assert tile.why_not(name != "sm_80") is None and tile.width == unit
+            assert n <= tile.columns < n + tile.threads * tile.ctas * tile.width
+    assert choose.few(1 << 10, 1023, 1, 16, "sm_90a") is None  # not few
+
+
 def test_threads_that_keep_sums_have_the_tiles_that_were_the_fastest():
     """Threads and CTAs by the columns of bf16, on an H200."""
     fastest = {3077: (256, 1), 7577: (128, 8), 20_001: (512, 2), 50_257: (256, 8),

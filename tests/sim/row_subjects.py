@@ -167,9 +167,9 @@ def _subjects() -> list[Subject]:
         "cross_entropy, very many rows": (
             lambda: (cutex.cross_entropy(normal(70_000, 8), torch.arange(70_000) % 8),), 0
         ),
-        "reduce, parts": (lambda: (cutex.reduce(normal(3, 100_000), "sum", 1),), 0),
+        "reduce, parts": (lambda: (cutex.reduce(normal(6, 100_000), "sum", 1),), 0),
         "reduce, atomics": (
-            lambda: (cutex.reduce(normal(3, 100_000), "sum", 1, deterministic=False),), 0
+            lambda: (cutex.reduce(normal(6, 100_000), "sum", 1, deterministic=False),), 0
         ),
         "reduce, columns": (lambda: (cutex.reduce(normal(3000, 72), "max", 0),), 0),
         "reduce, columns, atomics": (

@@ -17,6 +17,7 @@ from cutex.ops.row.rows import (
     check_rows,
     dtype_of,
     empty_rows,
+    few_of,
     loads_of,
     part_of,
     sms_of,
@@ -112,6 +113,9 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
         launch.makes(name, (), torch.float32, 1)
     bits, loads = 8 * x.element_size(), loads_of(rows, (), True)
     tile = choose.cross_entropy(x.shape[1], bits, kernels_of(arch), *loads)
+    few = few_of(rows, (), arch)
+    if not tile.aligned and few is not None and few.ctas == 1:
+        tile = few
     # CTAs that meet wait for each other; one that walks alone does not, where each SM has several
     walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
     if walks:

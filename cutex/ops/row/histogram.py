@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.arch import kernels_of
 from cutex.kernels.row import choose
 from cutex.ops.number import number
-from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.launches import Calls, Launch, Run, runs
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import COLUMNS, PIECE, arch_of, as_rows, check, loads_of, sms_of
 
 CTAS = 4  # of an SM
+THREADS = 512  # of each CTA of a cluster that counts few elements
+IN_CLUSTER = 4096  # bins that a cluster counts where elements are few
 MOST = 1 << 24  # bins, whose numbers float32 holds
 
 
@@ -54,11 +57,15 @@ def _plan(options: tuple[int, float, float], x: Tensor) -> Run:
     row = launch.passes("x", x, lambda x: as_rows(x.reshape(1, -1)))
     launch.makes("counts", (bins,), torch.int64)
     tile = choose.walk(8 * x.element_size(), *loads_of([row], (), True))
+    numbers: tuple[float | int, ...] = low, high, bins / (high - low)
+    if cluster := choose.one_cluster(x.numel(), tile, THREADS, kernels_of(arch)):
+        kernel = Histogram, HistogramConfig(cluster, bins), arch
+        if bins <= IN_CLUSTER and runs(Histogram, kernel[1], row, arch):
+            return launch.run(kernel, ("x", "counts"), (*numbers, cluster.ctas), ("counts",))
     parts = -(-(row.shape[1] + tile.lead) // (tile.columns + tile.lead))
     ctas = min(parts, CTAS * sms_of(x.device, arch))
-    numbers = low, high, bins / (high - low), ctas
     kernel = Histogram, HistogramConfig(tile, bins), arch
-    return launch.run(kernel, ("x", "counts"), numbers, ("counts",), ("counts",))
+    return launch.run(kernel, ("x", "counts"), (*numbers, ctas), ("counts",), ("counts",))
 
 
 _counted = Calls(_plan)

@@ -23,6 +23,7 @@ from cutex.ops.row.rows import (
     dense_of,
     dtype_of,
     empty_rows,
+    few_of,
     loads_of,
     sms_of,
     tile_of,
@@ -110,6 +111,7 @@ def _plan(
     tile = tile_of(
         rows, vectors, arch, wide=wide, least=choose.LEAST_THREADS, in_warp=choose.IN_WARP
     )
+    tile = few_of(rows, vectors, arch) or tile
     staged = None
     if residual is None and x.numel() >= choose.BULK_LEAST:
         if not centred:

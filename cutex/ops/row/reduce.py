@@ -13,12 +13,13 @@ from cutex.arch import kernels_of
 from cutex.kernels.row import choose
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
-from cutex.ops.row.rows import COLUMNS, PIECE, arch_of, check, dtype_of, loads_of, sms_of
+from cutex.ops.row.rows import COLUMNS, PIECE, arch_of, check, dtype_of, few_of, loads_of, sms_of
 
 # what each is of: a kind of fold, and the sign of the elements that it is the largest of
 OPS = {"sum": ("sum", 1), "mean": ("sum", 1), "max": ("max", 1), "min": ("max", -1),
        "argmax": ("argmax", 1), "argmin": ("argmax", -1)}  # fmt: skip
 CTAS = 8  # of an SM, that a reduction of few results is spread over
+FEW_THREADS = 256  # of each CTA of a cluster that reduces few elements
 LEAST = 4096  # elements of x that a CTA should have at least
 MOST = 2**31 - 1
 
@@ -286,6 +287,12 @@ def _config(
         wanted = -(-CTAS * sms // x.shape[0])
         splits = max(1, min(parts, wanted, most))
         splits = -(-parts // -(-parts // splits))  # each begins within the row
+        few = None if tile.aligned else few_of([x], (), arch)
+        if few is None and splits > 1 and x.numel() <= choose.FEW:
+            # CTAs that meet in smem, not in global memory
+            few = choose.one_cluster(x.shape[1], tile, FEW_THREADS, kernels_of(arch))
+        if few is not None:
+            return Reduce, ReduceConfig(few, fold, name), 1, False
         how = shared(splits)
         return (
             Reduce,
@@ -299,9 +306,19 @@ def _config(
     config = ReduceColumnsConfig(fold, name, "", lanes, width)
     tiles = x.shape[0] * -(-vectors // lanes)
     splits = max(1, min(-(-x.shape[1] // (4 * config.rows)), -(-CTAS * sms // tiles), most))
+    if splits > 1 and x.numel() <= choose.FEW and (few := few_lanes(x.shape[1])):
+        config = ReduceColumnsConfig(fold, name, "", min(lanes, few), width)
+        return ReduceColumns, config, 1, False
     how = shared(splits)
     config = ReduceColumnsConfig(fold, _sum_name(how == ATOMICS, name), how, lanes, width)
     return ReduceColumns, config, splits, how == ATOMICS
+
+
+def few_lanes(rows: int) -> int:
+    """The lanes of a CTA that takes all of so many rows of few columns, at one time; 0 for more."""
+    from cutex.kernels.row.reduce_columns import AHEAD, THREADS
+
+    return next((lanes for lanes in (8, 4) if rows <= AHEAD * THREADS // lanes), 0)
 
 
 def _sum_name(atomics: bool, name: str) -> str:

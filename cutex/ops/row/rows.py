@@ -141,6 +141,12 @@ def tile_of(
     return choose.tile(x.shape[-1], bits, kernels_of(arch), *loads, wide, least, lines, in_warp)
 
 
+def few_of(rows: Sequence[Tensor], vectors: Sequence[Tensor], arch: str) -> RowTile | None:
+    """The tile for few elements in all; None for more, and where the others' is as good."""
+    x, (unit, _) = rows[0], loads_of(rows, vectors, False)
+    return choose.few(*x.shape, unit, 8 * x.element_size(), kernels_of(arch))
+
+
 def part_of(rows: Sequence[Tensor]) -> RowTile:
     """The tile for a part of a row."""
     return choose.part(rows[0].shape[-1], 8 * rows[0].element_size(), *loads_of(rows, (), True))

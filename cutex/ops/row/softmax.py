@@ -19,6 +19,7 @@ from cutex.ops.row.rows import (
     check_rows,
     dense_of,
     empty_rows,
+    few_of,
     loads_of,
 )
 from cutex.ops.row.softmax_masked import MASKED, kept
@@ -107,7 +108,7 @@ def _plan(_: Any, x: Tensor) -> Run:
     rows = [*launch.rows(x=x), launch.makes("y", x.shape, x.dtype, 2)]
     m, n = rows[0].shape
     given = m, n, 8 * x.element_size(), kernels_of(arch), *loads_of(rows, (), True)
-    tile = choose.softmax(*given)
+    tile = few_of(rows, (), arch) or choose.softmax(*given)
     if not runs(Softmax, tile, rows[0], arch):
         tile = choose.softmax(*given, largest=choose.CLUSTER)
     widest = 0 if tile.aligned else dense_of(rows)
