@@ -129,7 +129,7 @@ ROWS = {  # of x, by K
     [
         (bf16, 128, 72, 712, (64, 1, 1, 1)),
         pytest.param(torch.float16, None, 200, 712, (128, 2, 1, 1), marks=pytest.mark.slow),
-        pytest.param(bf16, 256, 904, 1536, (256, 2, 1, 0), marks=pytest.mark.slow),
+        pytest.param(bf16, 256, 904, 1536, (256, 2, 1, 1), marks=pytest.mark.slow),
     ],
 )
 def test_one_row_of_any_magnitudes_is_right(
@@ -194,32 +194,35 @@ def test_rings_of_warps_of_any_tile(of: W4Format, tile: tuple[int, ...]) -> None
         assert (error <= 2.0**-7 * (x.double().square() @ w.square().mT).sqrt()).all()
 
 
-IN_TURN = [  # tile_m, warpgroups, tile_n, split_k, num_stages, few; N, K
-    (64, 2, 32, 2, 4, False, 40, 640),
+IN_TURN = [  # tile_m, warpgroups, turns, tile_n, split_k, num_stages, few; N, K
+    (128, 4, 2, 32, 2, 4, False, 40, 640),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            (128, 3, 16, 2, 6, True, 136, 1160),
-            (64, 3, 64, 3, 9, False, 136, 128 * 11),
-            (256, 2, 48, 1, 4, False, 264, 72),  # one block for two warpgroups
-            (192, 2, 16, 1, 6, False, 400, 520),
+            (64, 2, 2, 32, 2, 4, False, 40, 640),
+            (128, 3, 3, 16, 2, 6, True, 136, 1160),
+            (64, 3, 3, 64, 3, 9, False, 136, 128 * 11),
+            (256, 2, 2, 48, 1, 4, False, 264, 72),  # one block for two warpgroups
+            (192, 2, 2, 16, 1, 6, False, 400, 520),
+            (256, 4, 2, 16, 1, 6, True, 400, 520),
+            (64, 4, 4, 32, 2, 12, False, 136, 1160),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("m", "groups", "n", "split", "stages", "few", "w", "k"), IN_TURN)
+@pytest.mark.parametrize(("m", "groups", "turns", "n", "split", "stages", "few", "w", "k"), IN_TURN)
 def test_warpgroups_that_take_blocks_in_turn(
-    m: int, groups: int, n: int, split: int, stages: int, few: bool, w: int, k: int
+    m: int, groups: int, turns: int, n: int, split: int, stages: int, few: bool, w: int, k: int
 ) -> None:
     packed = cutex.pack_w4(torch.randn(w, k), group_size=None if k % 128 else 128, dtype=bf16)
     tiles = W4Config(
         tile_m=m, warpgroups=groups, tile_n=n, split_k=split, columns=1, num_stages=stages, few=few,
-        in_turn=True, swap_ab=True, k_bytes=256, epi_n=16, epi_stages=1, format=packed.format,
+        turns=turns, swap_ab=True, k_bytes=256, epi_n=16, epi_stages=1, format=packed.format,
     )  # fmt: skip
     arch = arch_named("sm_90a")
     assert tiles.why_not(None, arch) is None
-    for wrong in ({"num_stages": groups}, {"num_stages": 2 * groups + 1}, {"columns": 0}):
+    for wrong in ({"num_stages": turns}, {"num_stages": 2 * turns + 1}, {"columns": 0}):
         assert replace(tiles, **wrong).why_not(None, arch), wrong
     config = W4Signature(tiles, "bf16", OperandLayout("bf16", whole=True))
     kernel = compile(W4Gemm(config), "bf16", "sm_90a")
@@ -257,7 +260,6 @@ def test_ctas_of_some_rows_share_sms_where_that_is_the_faster() -> None:
     for mnk, tile, ctas in (
         ((64, 4608, 3584), (64, 64, 2), 144),
         ((32, 5120, 2048), (64, 32, 2), 160),
-        ((16, 8192, 8192), (64, 16, 2), 256),
         ((64, 4096, 4096), (64, 64, 2), 128),
         ((64, 8192, 8192), (128, 64, 2), 128),
     ):
@@ -272,12 +274,15 @@ def test_warpgroups_take_blocks_in_turn_where_that_is_the_faster() -> None:
     """As timed (docs/facts/scaled.md#w4-in-turn)."""
     for mnk, tile in (
         ((16, 4096, 14336), (64, 16, 3, 2)),
-        ((16, 28672, 4096), (256, 16, 2, 1)),
+        ((16, 28672, 4096), (256, 16, 4, 1)),
         ((32, 8192, 8192), (128, 32, 3, 2)),
-        ((64, 4608, 3584), (128, 64, 2, 3)),
+        ((16, 8192, 8192), (128, 16, 3, 2)),
+        ((16, 4096, 4096), (64, 16, 3, 2)),
+        ((64, 4096, 4096), (64, 64, 3, 2)),
     ):
         best = configs_for(mnk, W4Format())[0]
         assert best.in_turn
+        assert best.few is (mnk == (16, 4096, 4096))  # else by wgmma
         assert (best.tile_m, best.tile_n, best.warpgroups, best.split_k) == tile, mnk
     assert not configs_for((64, 57344, 8192), W4Format())[0].in_turn
 

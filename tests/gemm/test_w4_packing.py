@@ -37,6 +37,16 @@ def test_packing_has_a_reverse(of: W4Format, n: int, k: int) -> None:
     assert zeros is None or torch.equal(found[2].int(), zeros.int())
 
 
+def test_scales_that_bf16_has_no_room_for_have_a_factor_of_their_row() -> None:
+    codes, scales = torch.randint(0, 16, (72, 256)), torch.rand(72, 2) + 1
+    for top, alone in ((128.0, True), (2.0**20, False)):
+        scales[:3] *= top
+        packed = cutex.pack_w4((codes, scales), group_size=128, dtype=bf16)
+        assert (packed.factor is None) is alone
+        want = (codes - 8) * scales.to(bf16).float().repeat_interleave(128, 1)
+        assert torch.equal(packed.dequantize(torch.float32), want.to(bf16).float())
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [bf16, fp16])
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])

@@ -2,9 +2,11 @@
 
 A word holds eight codes: nibble i is the low half of pair i, nibble i + 4 the high half; of e2m1
 for bf16 the bits lie elsewhere (problem/w4/layout.py, E2M1_PLACES). An integer is or-ed into the
-mantissa of a float whose unit is 1, from which its zero, as such a float, is subtracted: exact. The
-bits of an e2m1 are put where the float has them, exponent 0 where it has that of its least normal
-number: exact, subnormal numbers too, times a power of two.
+mantissa of a float whose unit is 1, from which its zero, as such a float, is subtracted: exact. Or
+it is left among the least bits of a float, whose unit is the same while the exponent is 0 or 1: a
+tiny number, which one operation scales and takes its zero off. The bits of an e2m1 are put where
+the float has them, exponent 0 where it has that of its least normal number: exact, subnormal
+numbers too, times a power of two.
 
 NOTE: inline PTX without side effects, so that the compiler may schedule it freely.
 """
@@ -31,6 +33,31 @@ def pairs_of_int4(word: Int32, kind: Any) -> list[Int32]:
     return [
         _lop3(_shifted(word, -4 * i), 0x000F * PAIR, base * PAIR, OR_OF_AND) for i in range(PAIRS)
     ]
+
+
+def tiny_pairs_of_int4(word: Int32) -> list[Int32]:
+    """The four pairs of a word's integers, in units of the least subnormal number, every second
+    pair in units of 16 of them."""
+    low, high = 0x000F * PAIR, 0x00F0 * PAIR
+    up = _shift_right(word, 8)
+    return [word & low, word & high, up & low, up & high]
+
+
+def least_power(kind: Any) -> int:
+    """The power of two that is the least subnormal number."""
+    return -24 if kind is Float16 else -133
+
+
+def top_power(kind: Any) -> int:
+    """The largest power of two."""
+    return 15 if kind is Float16 else 127
+
+
+def pair_of(power: int, kind: Any, sign: int = 1) -> Int32:
+    """A pair of plus or minus a power of two."""
+    bits, bias = (10, 15) if kind is Float16 else (7, 127)
+    half = (power + bias) << bits | (0x8000 if sign < 0 else 0)
+    return Int32(half * PAIR - (1 << 32 if half >= 0x8000 else 0))
 
 
 def pairs_of_e2m1(word: Int32, kind: Any) -> list[Int32]:
@@ -79,6 +106,11 @@ def minus(a: Int32, b: Int32, kind: Any) -> Int32:
 def times(a: Int32, b: Int32, kind: Any) -> Int32:
     """a * b of pairs, rounded to nearest."""
     return _words(f"mul.rn.{_suffix(kind)} $0, $1, $2;", a, b)
+
+
+def fused(a: Int32, b: Int32, c: Int32, kind: Any) -> Int32:
+    """a * b + c of pairs, rounded to nearest once."""
+    return _words(f"fma.rn.{_suffix(kind)} $0, $1, $2, $3;", a, b, c)
 
 
 def _suffix(kind: Any) -> str:

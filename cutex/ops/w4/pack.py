@@ -14,7 +14,14 @@ from cutex.problem.scaled import layouts
 from cutex.problem.scaled import quantization as reference
 from cutex.problem.scaled.formats import FORMATS
 from cutex.problem.w4 import packing
-from cutex.problem.w4.layout import BLOCK_K, DEFAULT_ZERO, E2M1_UNIT, LAYOUT_VERSION, W4Format
+from cutex.problem.w4.layout import (
+    BLOCK_K,
+    DEFAULT_ZERO,
+    E2M1_UNIT,
+    LAYOUT_VERSION,
+    TOP_SCALE,
+    W4Format,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 FLOATS = (*DTYPES, torch.float32)
@@ -44,7 +51,7 @@ def pack_w4(
         "nvfp4".
     dtype: of the activations, bfloat16 or float16; by default that of a float w, otherwise
         bfloat16. Group scales are rounded to it. Scales of rows and tensors, and what exceeds
-        float16's range within a row, are applied in fp32.
+        float16's range within a row, or 256 for bfloat16, are applied in fp32.
 
     For the layout see `W4Weight.layout`. Packing takes several passes by torch, once. Raises
     TypeError or ValueError, in one sentence, for arguments that are not supported.
@@ -143,7 +150,10 @@ def _of_int4(
     if not group and zeros is None:
         return _packed(codes, None, None, scales.float().reshape(n), W4Format("int4", 0), dtype)
     factor = None
-    if dtype is torch.float16 and scales.dtype is not torch.float16:
+    small = torch.where(scales.isfinite(), scales.abs(), 0.0)
+    if (dtype is torch.float16 and scales.dtype is not torch.float16) or (
+        dtype is torch.bfloat16 and bool((small > TOP_SCALE).any())
+    ):
         scales, factor = _in_range(scales.float())
     if group == 0 or group > BLOCK_K:  # the block's own
         times = -(-k // BLOCK_K) if not group else group // BLOCK_K

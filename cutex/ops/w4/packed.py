@@ -22,7 +22,8 @@ class W4Weight(NamedTuple):
     packed: (N / 64, K / 128, words), rounded up, int32; uint32 for formats whose layout has changed
         (problem/w4/layout.py), so that words of the old layout are refused, whatever weight they
         are put in.
-    factor: fp32, (N,) or (1,), applied by the epilogue; None: 1.
+    factor: fp32, (N,) or (1,), applied by the epilogue; None: 1. Without one, integers' scales for
+        bfloat16 are at most 256: Hopper's kernels make larger ones infinite.
     dtype: of the activations that it is packed for.
     layout_version: of `packed`. 0, as in weights pickled before it existed, is accepted only for
         formats whose layout has never changed. If `packed` is saved alone, save it, too.

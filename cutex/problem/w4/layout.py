@@ -108,3 +108,5 @@ LAYOUT_VERSION = 2
 # an integer is or-ed into the mantissa of a float whose unit is 1
 INTEGER_BASE = {"bf16": 128, "fp16": 1024}
 DEFAULT_ZERO = 8
+# the largest scale of integers for bf16 beside which kernels need no factor of a row
+TOP_SCALE = 2.0**8

@@ -68,6 +68,11 @@ class Sm90Config(GemmConfig):
         return 1 if self.pingpong else self.mma_warpgroups
 
     @property
+    def storing_warpgroups(self) -> int:
+        """The warpgroups that store parts of C."""
+        return self.mma_warpgroups
+
+    @property
     def warpgroup_rows(self) -> int:
         """The rows of a tile that one warpgroup computes."""
         return self.tile_m // self.row_warpgroups
@@ -143,9 +148,8 @@ class Sm90Config(GemmConfig):
 
     @property
     def epi_bytes(self) -> int:
-        """Bytes of one CTA's slots for C: each warpgroup has its own, of 64 rows."""
-        rows = 64 * self.warpgroups or 128
-        return self.epi_stages * rows * self.epi_n * ELEMENT
+        """Bytes of one CTA's slots for C: each warpgroup that stores has its own, of 64 rows."""
+        return self.epi_stages * 64 * self.storing_warpgroups * self.epi_n * ELEMENT
 
     @property
     def stored_whole(self) -> bool:

@@ -320,7 +320,7 @@ class General:
     @property
     def num_slots(self) -> int:
         """The number of slots for parts of out, of all warpgroups."""
-        return self.tiles.epi_stages * self.tiles.mma_warpgroups
+        return self.tiles.epi_stages * self.tiles.storing_warpgroups
 
     @property
     def preloaded(self) -> int | None:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
 
 MMA_CLOCKS = 4.1  # of 64 rows by one column by 128 of K, where the tensor core limits
-STRIP_CLOCKS, COLUMN_CLOCKS = 270, 2.2  # of 64 rows by 128 of K, and of each column, where not
-FP4_CLOCKS = 40  # more of a strip's block, to widen fp4
+STRIP_CLOCKS, COLUMN_CLOCKS = 195, 2.2  # of 64 rows by 128 of K, and of each column, where not
+# more of a strip's block, to take zeros off for themselves, and to widen fp4
+ZEROS_CLOCKS, FP4_CLOCKS = 50, 115
 FEW_CLOCKS = 142  # of 64 rows by 128 of K with mma.sync
 ALONE_CLOCKS, FEW_ALONE_CLOCKS = 215, 90  # that one warpgroup waits while nothing else runs
 FEW_COLUMNS_TIMES = 1.35  # as long, where several tiles of few columns read the same weights
@@ -93,7 +94,7 @@ FEW_ROWS = 256
 # what a warpgroup waits alone on an SM; an exchange of two CTAs, and what more take; the time of
 # two CTAs that share most SMs, by wgmma and by mma.sync, relative to one with as many warpgroups
 SMALL_ROWS, SMALL_N, SMALL_K, SMALL_FIXED_US = 64, 8448, 8192, 1.77
-SMALL_STRIP, SMALL_COLUMN, SMALL_STRIP_LEAST, SMALL_ALONE, SMALL_SPLIT = 248, 2.58, 320, 134, 1426
+SMALL_STRIP, SMALL_COLUMN, SMALL_STRIP_LEAST, SMALL_ALONE, SMALL_SPLIT = 175, 2.58, 245, 134, 1060
 SMALL_FEW_STRIP, SMALL_FEW_ALONE, SMALL_FEW_SPLIT = 316, 72, 602
 SMALL_FOURS, SHARED_TIMES, SHARED_FEW_TIMES, MOST_SMS = 3054, 1.05, 0.97, 1.25
 SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one time
@@ -174,7 +175,7 @@ def predict_small(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> flo
     alone, split = SMALL_ALONE, SMALL_SPLIT
     if tiles.few:
         strip, alone, split = SMALL_FEW_STRIP, SMALL_FEW_ALONE, SMALL_FEW_SPLIT
-    strip += FP4_CLOCKS * (tiles.format.kind == "fp4")
+    strip += widening_clocks(tiles)
     if tiles.stream_k:
         block = tiles.strips * strip + alone * (tiles.warpgroups == 1)
         clocks = tall * blocks / sms * block + STREAM_CLOCKS
@@ -230,13 +231,19 @@ def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
     return FIXED_US + (compute**POWER + memory**POWER) ** (1 / POWER)
 
 
+def widening_clocks(tiles: W4Config) -> float:
+    """Clocks of a strip's block beside those of integers without zeros."""
+    of = tiles.format
+    return FP4_CLOCKS * (of.kind == "fp4") + ZEROS_CLOCKS * (of.zeros and not tiles.few)
+
+
 def block_clocks(tiles: W4Config) -> float:
     """Clocks of a CTA per block of K."""
     strip = STRIP_CLOCKS + COLUMN_CLOCKS * tiles.tile_n
     if tiles.few:
         strip = FEW_CLOCKS + MMA_CLOCKS * tiles.columns_computed
     alone = FEW_ALONE_CLOCKS if tiles.few else ALONE_CLOCKS
-    strip += FP4_CLOCKS * (tiles.format.kind == "fp4") + alone * (tiles.warpgroups == 1)
+    strip += widening_clocks(tiles) + alone * (tiles.warpgroups == 1)
     mma = tiles.strips * max(strip, MMA_CLOCKS * tiles.tile_n)
     loaded = tiles.weight_bytes + tiles.x_bytes / tiles.cluster_m
     return max(mma, loaded / LOAD_BYTES)

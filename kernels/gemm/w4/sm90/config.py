@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cutex.kernels.gemm.sm90.config import ACCUMULATORS, Sm90Config
+from cutex.kernels.gemm.sm90.config import ACCUMULATORS, Registers, Sm90Config
 from cutex.kernels.gemm.w4.tiles import WeightTiles
 from cutex.problem.w4.layout import BLOCK_K, HALF_K, W4Format
 
@@ -17,6 +17,8 @@ FEW = 16  # columns that mma.sync may compute
 BLOCK_DIGITS = 8 * BLOCK_K + 4  # bytes of the digits of a block of one row, and of its exponent
 SHARED_COLUMNS, SHARED_SMEM = 64, 112 << 10  # of a CTA that shares an SM with another
 EIGHT = 8  # that one mma.sync does
+# of a CTA, and accumulators a thread that they leave registers for
+MOST_WARPGROUPS, FEW_ACCUMULATORS = 4, 64
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,24 @@ class W4Config(WeightTiles, Sm90Config):
     format: W4Format = field(default_factory=W4Format)
     few: bool = False  # columns so few that mma.sync computes them (widened_few)
     eight: bool = False  # of these, x has rows for the first eight alone
-    in_turn: bool = False  # each warpgroup computes all rows of a tile, of blocks in turn
+    turns: int = 1  # so many sets of warpgroups compute all rows of a tile, of blocks of K in turn
     digits: int = 0  # x has one row, of which a CTA writes up to so many blocks as digits (OneRow)
 
     @property
-    def row_warpgroups(self) -> int:
-        return 1 if self.in_turn else super().row_warpgroups
+    def in_turn(self) -> bool:
+        return self.turns > 1
 
     @property
-    def turns(self) -> int:
-        """The blocks of K from one that a warpgroup computes to its next."""
-        return self.mma_warpgroups // self.row_warpgroups
+    def row_warpgroups(self) -> int:
+        return super().row_warpgroups // self.turns
+
+    @property
+    def storing_warpgroups(self) -> int:
+        return self.row_warpgroups
+
+    @property
+    def registers(self) -> Registers | None:
+        return Registers(24, 112) if self.mma_warpgroups == MOST_WARPGROUPS else super().registers
 
     @property
     def scales_sums(self) -> bool:
@@ -82,8 +91,8 @@ class W4Config(WeightTiles, Sm90Config):
 
     @property
     def own_sums_bytes(self) -> int:
-        """Bytes that the sums of a split have to themselves, where threads, not wgmmas, read x."""
-        return self.sums_bytes(self.epi_parts) if self.few and self.split_k > 1 else 0
+        """Bytes that the sums of other CTAs of a split have to themselves."""
+        return self.sums_bytes(self.epi_parts) if self.split_k > 1 else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -116,29 +125,29 @@ class W4Config(WeightTiles, Sm90Config):
         if not self.in_turn:
             return None
         if not self.columns or self.digits:
-            return f"in_turn={self.in_turn}: of one tile a CTA, not of digits"
+            return f"turns={self.turns}: of one tile a CTA, not of digits"
         # NOTE: each slot has one reader, who tells only odd phases from even ones, and releases it
         # when its next slot is full
         if self.num_stages % self.turns or self.num_stages < 2 * self.turns:
             return f"num_stages={self.num_stages}: a multiple of {self.turns}, at least twice"
         if (self.turns - 1) * self.partial_bytes > self.num_stages * self.weight_bytes:
-            return f"in_turn={self.in_turn}: the weight's slots must hold other warpgroups' sums"
+            return f"turns={self.turns}: the weight's slots must hold other warpgroups' sums"
         return None
 
     def _why_not_warpgroups(self) -> str | None:
-        if not self.in_turn:
+        if not self.in_turn and self.warpgroups < MOST_WARPGROUPS:
             return super()._why_not_warpgroups()
-        if self.warpgroups not in (2, 3) or self.tile_m not in (64, 128, 192, 256):
-            return f"warpgroups={self.warpgroups}: 2 or 3 take blocks of up to 256 rows in turn"
-        if self.accumulators > ACCUMULATORS[self.warpgroups]:
+        if not 2 <= self.warpgroups <= MOST_WARPGROUPS or self.warpgroups % self.turns:
+            return (
+                f"warpgroups={self.warpgroups}, turns={self.turns}: 2 to {MOST_WARPGROUPS}, as "
+                f"many in each turn"
+            )
+        if self.tile_m not in range(64 * self.row_warpgroups, 257, 64 * self.row_warpgroups):
+            return f"tile_m={self.tile_m}: {self.row_warpgroups} warpgroups take 64 rows each"
+        limit = {**ACCUMULATORS, MOST_WARPGROUPS: FEW_ACCUMULATORS}[self.warpgroups]
+        if self.accumulators > limit:
             return f"tile_m={self.tile_m}, tile_n={self.tile_n}: too many accumulators a thread"
         return None
-
-    def _why_not_split(self, epi_parts: int) -> str | None:
-        slots, sums = self.num_stages * self.x_bytes, self.sums_bytes(epi_parts)
-        if self.split_k > 1 and not self.few and sums > slots:
-            return f"split_k={self.split_k}: the {slots} bytes of x must hold {sums} of sums"
-        return super()._why_not_split(epi_parts)
 
     def why_not_signature(self, signature: Signature) -> str | None:
         if signature.out.batched:

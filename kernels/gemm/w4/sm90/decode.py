@@ -240,6 +240,7 @@ class W4Decode:
         publish_barriers((full,))
         cute.arch.griddepcontrol_wait()
         acc = self.product(slots, warp)
+        self.weights(slots).unscale(acc)
         cute.arch.sync_threads()
         sums = self.sums(ring)
         self.keep(acc, sums[None, None, warp])
@@ -283,9 +284,7 @@ class W4Decode:
 
     def add(self, slots: Slots, slot: Int32, acc: cute.Tensor) -> None:
         """acc (MMA, ROW_TILE) += the block in a slot."""
-        c, kind = self.tiles, slots.sX.element_type
-        parts = c.row_tiles, c.code_words, c.factor_words
-        weights = RowTiles(slots.words, c.format, kind, c.format.kind == "int4", *parts)
+        c, kind, weights = self.tiles, slots.sX.element_type, self.weights(slots)
         mma = cute.make_tiled_mma(
             MmaF16BF16Op(kind, Float32, (ROWS, COLUMNS, K_OF_MMA)),
             (1, 1, 1),
@@ -294,6 +293,12 @@ class W4Decode:
         tCrB = self.x_registers(mma, slots.sX[None, None, slots.first + slot])  # (MMA, 1, MMA_K)
         for tile in range(c.row_tiles):
             self.add_tile(mma, weights, (tile, slot), tCrB, acc[None, tile])
+
+    def weights(self, slots: Slots) -> RowTiles:
+        """What a lane reads of its warp's slots."""
+        c, kind = self.tiles, slots.sX.element_type
+        parts = c.row_tiles, c.code_words, c.factor_words
+        return RowTiles(slots.words, c.format, kind, c.format.kind == "int4", True, *parts)
 
     def x_registers(self, mma: cute.TiledMma, sX: cute.Tensor) -> cute.Tensor:
         """The MMA's operand B (MMA, 1, MMA_K) of a block of x (bN, bK)."""

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 MOST_ROWS = 64
 MANY_COLUMNS = 3 * 64  # of all strips of a tile: from there on accumulators leave few registers
 FEWEST = 9  # blocks of a share of K, below which the ends of warpgroups are too large a part
-# clocks of a strip's block, of each of its columns, and of one of few columns; what a warpgroup
-# waits in a block, which the others fill; the end of each warpgroup but one, for a strip
-STRIP_CLOCKS, COLUMN_CLOCKS, FEW_CLOCKS = 100, 3.61, 207
-WAIT_CLOCKS, END_CLOCKS = 232, 251
-SPLIT_CLOCKS, THREE_CLOCKS, FOUR_CLOCKS = 1233, 150, 2355  # of an exchange of CTAs, and what more
+# shares of K of single strips, up to so many blocks: few columns by mma.sync, whose sums need less
+FEW_BLOCKS = 32
+# clocks of a strip's block, and of each of its columns, and more where zeros are taken off for
+# themselves, or of fp4; of one of few columns by mma.sync; what a warpgroup waits in a block, which
+# the others fill; a strip's column of sums of each turn but one; an exchange of CTAs, what more,
+# and of each strip's column
+STRIP_CLOCKS, COLUMN_CLOCKS, ZEROS_CLOCKS, FP4_CLOCKS, FEW_CLOCKS = 101, 1.65, 45, 60, 171
+WAIT_CLOCKS, FEW_WAIT_CLOCKS, END_CLOCKS = 465, 359, 15.7
+SPLIT_CLOCKS, THREE_CLOCKS, FOUR_CLOCKS, SPLIT_COLUMN_CLOCKS = 803, 154, 2355, 4.6
 CLOCK, MEMORY = 0.929, 0.866  # as those of choose.py
-POWER, FIXED_US, FEW_FIXED_US = 3.54, 2.39, 1.8
+POWER, FIXED_US = 3.52, 1.23
 SMS_OF = {1: 1.0, 2: 1.0, 3: 0.86, 4: 0.8}  # of the SMs, those that clusters fill at one time
 
 
@@ -38,36 +42,44 @@ def candidates(base: W4Config, mnk: tuple[int, int, int], arch: Arch) -> Iterato
     tile_n = rows_class(m)
     if tile_n > MOST_ROWS:
         return
-    # NOTE: by mma.sync where scales multiply sums, which takes fewer instructions than wgmma's rows
-    few = tile_n <= FEW and base.format.kind == "int4" and base.format.group >= HALF_K
+    of = base.format
+    # NOTE: where scales multiply sums
+    by_sums = tile_n <= FEW and of.kind == "int4" and of.group >= HALF_K
     epi_n = 16 if tile_n % 32 else 32
-    columns = replace(base, tile_n=tile_n, epi_n=epi_n, columns=1, few=few, in_turn=True)
+    columns = replace(base, tile_n=tile_n, epi_n=epi_n, columns=1)
     for strips in (1, 2, 3, 4):
         for split_k, share in SMS_OF.items():
             ctas = ceil_div(n, strips * STRIP) * split_k
             if ctas > int(arch.num_sms * share) or ceil_div(k, BLOCK_K) < FEWEST * split_k:
                 continue
-            if strips * tile_n >= MANY_COLUMNS:
+            # NOTE: tall tiles in shares are the slower ones (docs/facts/scaled.md#w4-tall-shares)
+            if strips * tile_n >= MANY_COLUMNS or strips + split_k > 5:
                 continue
-            for warpgroups in (2, 3) if strips <= 2 else (2,):
-                yield replace(
-                    columns, tile_m=strips * STRIP, warpgroups=warpgroups, split_k=split_k
-                )
+            short = strips == 1 and ceil_div(k, BLOCK_K) <= FEW_BLOCKS * split_k
+            few = by_sums and (of.zeros or short)
+            shared = replace(columns, tile_m=strips * STRIP, split_k=split_k, few=few)
+            for turns in (2, 3) if strips <= 2 else (2,):
+                # NOTE: two for the rows where there are the most of them, and registers
+                rows = 2 if strips == 4 and tile_n <= FEW and not few else 1
+                yield replace(shared, warpgroups=rows * turns, turns=turns)
 
 
 def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
     """Microseconds."""
     m, n, k = mnk
     blocks = ceil_div(k, BLOCK_K)
-    few = tiles.tile_n <= FEW
-    strip = FEW_CLOCKS if few else STRIP_CLOCKS + COLUMN_CLOCKS * tiles.tile_n
-    block = tiles.strips * strip + WAIT_CLOCKS / tiles.turns
+    strip = FEW_CLOCKS if tiles.few else STRIP_CLOCKS + COLUMN_CLOCKS * tiles.tile_n
+    if not tiles.few:
+        strip += ZEROS_CLOCKS * tiles.format.zeros + FP4_CLOCKS * (tiles.format.kind == "fp4")
+    wait = FEW_WAIT_CLOCKS if tiles.few else WAIT_CLOCKS
+    block = tiles.strips * strip + wait / tiles.turns
     clocks = ceil_div(blocks, tiles.split_k) * block
-    clocks += 0 if few else END_CLOCKS * tiles.strips * (tiles.turns - 1)
+    clocks += END_CLOCKS * tiles.strips * tiles.tile_n * (tiles.turns - 1)
+    if tiles.split_k > 1:
+        clocks += SPLIT_COLUMN_CLOCKS * tiles.strips * tiles.tile_n
     for split_k, more in ((2, SPLIT_CLOCKS), (3, THREE_CLOCKS), (4, FOUR_CLOCKS)):
         clocks += more * (tiles.split_k >= split_k)
     weight = 4 * tiles.format.words * ceil_div(n, STRIP) * blocks
     memory = (weight + 2 * m * (n + k)) / (MEMORY * arch.hbm_gbs * 1e3)
     compute = clocks / (CLOCK * arch.clock_hz * 1e-6)
-    fixed = FEW_FIXED_US if few else FIXED_US
-    return fixed + (compute**POWER + memory**POWER) ** (1 / POWER)
+    return FIXED_US + (compute**POWER + memory**POWER) ** (1 / POWER)

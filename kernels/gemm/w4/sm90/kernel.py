@@ -15,7 +15,6 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
@@ -33,6 +32,7 @@ from cutex.kernels.gemm.sm90.mma import (
     Cooperative,
     EpilogueStore,
     MmaRole,
+    RoleProduct,
     Walk,
     register_product,
 )
@@ -45,17 +45,17 @@ from cutex.kernels.gemm.sm90.shared_k import (
     thread_vectors,
 )
 from cutex.kernels.gemm.w4.fragments import (
-    COLUMNS,
     WORDS,
+    FewRows,
     Fragments,
     WeightLoads,
     allocate_weights,
-    warpgroup_mma,
+    own_warpgroup,
     words_of,
 )
 from cutex.kernels.gemm.w4.signature import W4Signature
 from cutex.kernels.gemm.w4.sm90.config import W4Config
-from cutex.problem.w4.layout import BLOCK_K, HALF_K, HALVES, STRIP
+from cutex.problem.w4.layout import HALF_K, HALVES, STRIP
 from cutex.schedulers.stream_k import StreamedTiles
 
 # ---- loads
@@ -81,6 +81,14 @@ class W4LoadTiles(LoadTiles):
 
     def share(self, split: Int32 | int, num_k_tiles: Int32) -> tuple[Int32 | int, Int32]:
         return block_share(self.tiles, split, num_k_tiles)
+
+    @cute.jit
+    def run(self, operands: W4Operands, ab: SharedRing, mC: cute.Tensor) -> None:
+        if cutlass.const_expr(self.tiles.split_k > 1):
+            cute.arch.cluster_arrive_relaxed()
+        LoadTiles.run(self, operands, ab, mC)
+        if cutlass.const_expr(self.tiles.split_k > 1):
+            cute.arch.cluster_wait()
 
     @cute.jit
     def start(self, operands: W4Operands, mC: cute.Tensor) -> None:
@@ -116,6 +124,14 @@ class W4LoadOneTile(LoadOneTile):
 
     share = W4LoadTiles.share
     start = W4LoadTiles.start
+
+    @cute.jit
+    def run(self, operands: W4Operands, ab: SharedRing, mC: cute.Tensor) -> None:
+        if cutlass.const_expr(self.tiles.split_k > 1):
+            cute.arch.cluster_arrive_relaxed()
+        LoadOneTile.run(self, operands, ab, mC)
+        if cutlass.const_expr(self.tiles.split_k > 1):
+            cute.arch.cluster_wait()
 
     def step_bytes(self, mC: cute.Tensor) -> Int32:
         strips = (cute.size(mC, mode=[0]) + (STRIP - 1)) // STRIP
@@ -185,24 +201,17 @@ def widened(
             strip = wave * tiles.row_warpgroups + wg
             acc = cute.make_tensor(total.iterator + wave * size, one)
             factors = weights.factors(strip, take.slot)
+            codes = [weights.codes(strip, half, take.slot) for half in range(HALVES)]
             for half in cutlass.range_constexpr(HALVES):
-                codes = weights.codes(strip, half, take.slot)
                 warpgroup.wait_group(1)  # that which read these registers
                 if cutlass.const_expr(wave == 0 and half == 1):
                     ab.release_before(take, block > 0, turns)
-                weights.widen(codes, factors, half, halves[half])
+                weights.widen(codes[half], factors, half, halves[half])
                 issue_half(mma, halves[half], half, take.slot, acc)
         take.advance_by(turns)
     warpgroup.wait_group(0)
     ab.release_before(take, count > 0, turns)
     return take
-
-
-def own_warpgroup(tiles: W4Config) -> Int32 | int:
-    """Which of the warpgroups that divide a tile's rows this one is."""
-    if tiles.row_warpgroups == 1:
-        return 0
-    return cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
 
 
 def issue_half(
@@ -234,10 +243,9 @@ def widened_few(
     A block is a chain of loads, conversions and products, each of which waits for the one before,
     with few warps to fill the time: so two blocks are computed side by side where that is faster.
 
-    A wgmma with operand A in registers takes some 40 cycles however few columns there are, so that
-    64 rows and a block of K take as long as memory needs to bring them. mma.sync takes its operands
-    from the same registers, half of them where there are 8 columns, and what it leaves is laid out
-    as a wgmma's accumulators are (PTX ISA, "Matrix Fragments for mma.m16n8k16").
+    mma.sync takes its operands from the registers that wgmma does, half of them where there are 8
+    columns, and what it leaves is laid out as a wgmma's accumulators are (PTX ISA, "Matrix
+    Fragments for mma.m16n8k16").
     """
     mma.acc.fill(0.0)
     few, side_by_side = FewRows(mma, sX, ab, tiles, weights), tiles.side_by_side
@@ -247,102 +255,6 @@ def widened_few(
         for _ in cutlass.range(count % side_by_side, unroll=1):
             take = few.add(take, 1)
     return take
-
-
-@dataclass(frozen=True)
-class FewRows:
-    """The products of blocks of a weight by few rows of x.
-
-    An mma.sync takes some 33 cycles, and one that adds to its sums waits for it: so those of half a
-    block have sums of their own, and those of the other half add to them. Scales of groups of 64
-    and more multiply the sums of a group, which are fewer than its weights. Of up to 8 rows of x,
-    the 8 columns behind are left out.
-    """
-
-    mma: WgmmaProduct
-    sX: cute.Tensor  # (bN, bK, SLOT)
-    ab: SharedRing
-    tiles: W4Config
-    weights: Fragments
-
-    @cute.jit
-    def add(self, take: PipelineState, num: cutlass.Constexpr[int]) -> PipelineState:
-        """mma.acc += W @ x^T over `num` blocks of K; return the state after."""
-        total, tiles, weights = self.mma.acc, self.tiles, self.weights
-        waves, columns = cute.size(total, mode=[1]), tiles.columns_computed
-        size = cute.size(total) // waves
-        one = cute.make_layout(((2, 2), 1, columns // COLUMNS))  # (MMA, 1, MMA_N)
-        thread, _, _ = cute.arch.thread_idx()
-        wg = own_warpgroup(tiles)
-        tiled_mma = warpgroup_mma(weights.kind, columns)
-        thr_mma = tiled_mma.get_slice(thread % WARPGROUP)
-        sB = cute.local_tile(self.sX, (columns, BLOCK_K), (0, 0, None))  # (N, bK, SLOT)
-        partitioned = thr_mma.partition_B(sB[None, None, 0])  # (MMA, MMA_N, MMA_K)
-        load = cute.make_copy_atom(LdMatrix8x8x16bOp(False, min(4, columns // 4)), weights.kind)
-        s2r = cute.make_tiled_copy_B(load, tiled_mma).get_slice(thread % WARPGROUP)
-        tXsX = s2r.partition_S(sB)  # (CPY, CPY_N, CPY_K, SLOT)
-        states, loaded = [], []
-        for _ in cutlass.range_constexpr(num):
-            self.ab.wait_full(take)
-            tCrB = tiled_mma.make_fragment_B(partitioned)  # (MMA, MMA_N, MMA_K)
-            cute.copy(s2r, tXsX[None, None, None, take.slot], s2r.retile(tCrB))
-            states.append(PipelineState(take.num_slots, take.slot, take.phase))
-            loaded.append(tCrB)
-            take.advance_by(tiles.turns)
-        for wave in cutlass.range_constexpr(waves):
-            strip = wave * tiles.row_warpgroups + wg
-            acc = cute.make_tensor(total.iterator + wave * size, one)
-            for i in cutlass.range_constexpr(num):
-                self.add_strip(acc, strip, states[i].slot, tiled_mma, loaded[i])
-        cute.arch.sync_warp()  # its lanes have read the slots
-        for i in cutlass.range_constexpr(num):
-            self.ab.release(states[i])
-        return take
-
-    def add_strip(
-        self,
-        acc: cute.Tensor,
-        strip: Int32,
-        slot: Int32,
-        tiled_mma: cute.TiledMma,
-        tCrB: cute.Tensor,
-    ) -> None:
-        """acc (MMA, 1, MMA_N) += the block of `strip` in `slot`, by x (MMA, MMA_N, MMA_K)."""
-        weights = self.weights
-        tCrA = self.mma.mma.a_registers(HALF_K)  # (MMA, 1, MMA_K)
-        sums = [cute.make_rmem_tensor(acc.layout, Float32) for _ in range(WORDS)]
-        factors = weights.factors(strip, slot)
-        for half in range(HALVES):
-            weights.widen(weights.codes(strip, half, slot), factors, half, tCrA)
-            add_half(tiled_mma, tCrA, tCrB, half, sums, weights.begins_group(half))
-            if weights.ends_group(half) and weights.scales_sums:
-                weights.add_scaled(added(sums), factors, half, acc)
-            elif weights.ends_group(half):
-                acc.store(acc.load() + added(sums).load())
-
-
-def add_half(
-    mma: cute.TiledMma,
-    tCrA: cute.Tensor,
-    tCrB: cute.Tensor,
-    half: int,
-    sums: list[cute.Tensor],
-    first: bool,
-) -> None:
-    """sums[i] (MMA, 1, MMA_N) += A @ B^T of the i-th 16 of K of half a block, A (MMA, 1, MMA_K) of
-    that half, B (MMA, MMA_N, all K); with `first` they begin at zero."""
-    for i, acc in enumerate(sums):
-        if first:
-            acc.fill(0.0)
-        cute.gemm(mma, acc, tCrA[None, None, i], tCrB[None, None, half * WORDS + i], acc)
-
-
-def added(sums: list[cute.Tensor]) -> cute.Tensor:
-    """The sum of all of `sums`, in the first of them."""
-    for step in (1, 2):
-        for i in range(0, len(sums), 2 * step):
-            sums[i].store(sums[i].load() + sums[i + step].load())
-    return sums[0]
 
 
 @dataclass(frozen=True)
@@ -366,23 +278,27 @@ class Blocks:
     ) -> PipelineState:
         """The same of this warpgroup's blocks."""
         if self.tiles.few:
-            return widened_few(mma, self.sX, ab, take, self.tiles, self.weights, count)
-        return widened(mma, ab, take, self.tiles, self.weights, count)
+            take = widened_few(mma, self.sX, ab, take, self.tiles, self.weights, count)
+        else:
+            take = widened(mma, ab, take, self.tiles, self.weights, count)
+        self.weights.unscale(mma.acc)
+        return take
 
     @cute.jit
     def run_in_turn(
         self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
     ) -> PipelineState:
         """The same by warpgroups that take blocks in turn; the sums of all are the first one's."""
-        turns, mine = self.tiles.turns, cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        turns, threads = self.tiles.turns, self.tiles.row_warpgroups * WARPGROUP
+        mine = cute.arch.make_warp_uniform(cute.arch.warp_idx() // (threads // 32))
         take.skip(mine)
         take = self.run_all(mma, ab, take, (count + (turns - 1) - mine) // turns)
         sums = thread_vectors(mma.acc)  # (VECTOR, NumVectors)
         # NOTE: where the weight was: where x was other CTAs send their sums
         first = cute.recast_ptr(self.weights.sW.iterator, dtype=Float32).align(16)
-        others = others_sums(first, cute.size(sums, mode=[1]), turns - 1)
+        others = others_sums(first, cute.size(sums, mode=[1]), turns - 1, threads)
         # NOTE: then all have read the whole ring
-        barrier = {"barrier_id": SUMS_BARRIER, "number_of_threads": turns * WARPGROUP}
+        barrier = {"barrier_id": SUMS_BARRIER, "number_of_threads": turns * threads}
         cute.arch.barrier(**barrier)
         if mine > 0:
             cute.autovec_copy(sums, others[None, None, mine - 1])
@@ -393,27 +309,29 @@ class Blocks:
         return take
 
 
-def others_sums(first: cute.Pointer, count: int, others: int) -> cute.Tensor:
-    """A thread's place (VECTOR, NumVectors, WARPGROUP) for the sums of other warpgroups."""
+def others_sums(first: cute.Pointer, count: int, others: int, threads: int) -> cute.Tensor:
+    """A thread's place (VECTOR, NumVectors, TURN) for the sums of the other turns' `threads`."""
     thread, _, _ = cute.arch.thread_idx()
-    shape = VECTOR, count, others, WARPGROUP
-    stride = 1, VECTOR * WARPGROUP, VECTOR * WARPGROUP * count, VECTOR
+    shape = VECTOR, count, others, threads
+    stride = 1, VECTOR * threads, VECTOR * threads * count, VECTOR
     layout = cute.make_layout(shape, stride=stride)
-    return cute.make_tensor(first, layout)[None, None, None, thread % WARPGROUP]
+    return cute.make_tensor(first, layout)[None, None, None, thread % threads]
 
 
-def first_warpgroup() -> Any:
-    """Whether this warp is of the first one."""
-    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 4
+def of_first_turn(tiles: W4Config) -> Any:
+    """Whether this warp is of the warpgroups that take the first block."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 4 * tiles.row_warpgroups
 
 
 @dataclass(frozen=True)
 class FirstStores(Cooperative):
-    """The MMA role of warpgroups that take blocks in turn, the first of which stores the tile."""
+    """The MMA role of warpgroups that take blocks in turn, the first of which store the tile."""
+
+    tiles: W4Config
 
     @cute.jit
     def store(self, mma: WgmmaProduct, epilogue: EpilogueStore, tile: WorkTile) -> None:
-        if first_warpgroup():
+        if of_first_turn(self.tiles):
             Cooperative.store(self, mma, epilogue, tile)
 
 
@@ -429,9 +347,17 @@ class WidenSplitK(SplitK):
         return self.tiles.row_warpgroups * WARPGROUP
 
     @cute.jit
+    def run(self, product: RoleProduct) -> None:
+        cute.arch.cluster_arrive_relaxed()
+        SplitK.run(self, product)
+
+    @cute.jit
     def exchange(self, mma: WgmmaProduct, epilogue: Any, place: cute.Tensor, walk: Walk) -> None:
-        if not self.tiles.in_turn or first_warpgroup():  # the others end here
-            SplitK.exchange(self, mma, epilogue, place, walk)
+        cute.arch.cluster_wait()  # its CTAs have initialised their barriers
+        if not self.tiles.in_turn or of_first_turn(self.tiles):  # the others end here
+            self.send(epilogue.parts(mma.acc), place, walk.split)
+            self.sums.wait(0)
+            self.store_parts(mma, epilogue, place, walk)
 
     def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
         _, mine = block_share(self.tiles, walk.split, self.num_blocks)
@@ -445,14 +371,18 @@ class W4Gemm:
     """A CTA computes tiles of out transposed: a load warp, and warpgroups that widen codes and run
     wgmma.
 
-    Barriers and roles are the general kernel's (sm90/general.py); of warpgroups that take blocks in
-    turn one arrives at ab.empty[slot], and all meet twice at named barrier 5: when they have read
-    the ring, and when all but the first have left their sums where the weight was. In place of sA:
+    Barriers and roles are the general kernel's (sm90/general.py), but for these. Of warpgroups that
+    take blocks in turn those of one turn arrive at ab.empty[slot], and all meet twice at named
+    barrier 5: when they have read the ring, and when all but the first turn have left their sums
+    where the weight was. With split_k the cluster's barrier is arrived at when a CTA's own barriers
+    are initialised, and waited for before sums are sent. In place of sA, and behind the barriers:
 
     smem            bytes
     sW              weight_bytes * num_stages: blocks of the tile's strips
+    own             own_sums_bytes: the sums of the CTAs that share K
 
-    registers of an MMA thread beside its accumulators: 32 of operand A, of two halves of a block.
+    registers of an MMA thread beside its accumulators: 32 of operand A, of two halves of a block;
+    threads have 112 with four warpgroups.
     """
 
     arch = "sm_90a"
@@ -482,11 +412,8 @@ class W4Gemm:
         return W4LoadTiles(c, g.cluster, g.scheduler)
 
     def own_sums(self, smem: SmemAllocator) -> cute.Tensor | None:
-        """Where other CTAs send their sums if not to where x was.
-
-        NOTE: to where x was if only wgmmas read it: the barrier of the cluster before does not
-        order what threads have read, of x as of the weight.
-        """
+        """Where other CTAs send their sums: not to the ring, so that none waits until the others
+        have read theirs."""
         if not (size := self.tiles.own_sums_bytes):
             return None
         return smem.allocate_tensor(Float32, cute.make_layout(size // 4), SMEM_ALIGN)
@@ -544,14 +471,13 @@ class W4Gemm:
     ) -> tuple[MmaRole, WgmmaProduct]:
         """The MMA role, and this warpgroup's part of W @ x^T. The MMA warps call it."""
         g, c, sX = self.general, self.tiles, operands.x.sB
-        weights = Fragments(operands.sW, c.format, sX.element_type, c.scales_sums)
+        weights = Fragments(operands.sW, c.format, sX.element_type, c.scales_sums, tiny=True)
         blocks = Blocks(c, weights, sX)
         what = g.config, c, g.scheduler
         mma = register_product(c, sX)
         if sums is not None:
-            place = sX if own is None else own
             num_blocks = operands.num_k_tiles
-            return WidenSplitK(*what, g.cluster, sums, place, num_blocks, own=blocks), mma
+            return WidenSplitK(*what, g.cluster, sums, own, num_blocks, own=blocks), mma
         if isinstance(g.scheduler, StreamedTiles):
             assert workspace is not None  # as the config has it
             exchange = Exchange(c, sX, *workspace)
