@@ -75,14 +75,22 @@ class AnnouncedTiles:
     @cute.jit
     def announce(self, walk: cutlass.Constexpr[StaticWalk]) -> None:
         """Look up the tiles of a walk and announce each. One warp calls it."""
-        state = PipelineState(DEPTH, Int32(0), Int32(1))
+        state = self.writer()
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
-            tile = walk.tile_at(index)
-            self.read.wait(state.phase, state.slot)
-            with cute.arch.elect_one():
-                self.write(tile, state.slot)
-                self.announced.arrive(state.slot)
+            self.put(walk.tile_at(index), state)
             state.advance()
+
+    def writer(self) -> PipelineState:
+        """The state of the warp that looks up, before the first tile."""
+        return PipelineState(DEPTH, Int32(0), Int32(1))
+
+    @cute.jit
+    def put(self, tile: WorkTile, state: PipelineState) -> None:
+        """Announce a tile in the slot of `state`, once it has been read. A whole warp calls it."""
+        self.read.wait(state.phase, state.slot)
+        with cute.arch.elect_one():
+            self.write(tile, state.slot)
+            self.announced.arrive(state.slot)
 
     def write(self, tile: WorkTile, slot: Int32) -> None:
         for i, field in enumerate(self.fields):

@@ -22,11 +22,14 @@ from cutex.kernels.gemm.grouped.config import BLOCKS, BlocksConfig
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.grouped.sm90 import blocks
 from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks, PromoteRows
+from cutex.kernels.gemm.grouped.sm90.narrow import GroupedNarrow
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.ops.grouped import scaled
 from cutex.ops.grouped.block_scaled import _in_chunks
 from cutex.problem.grouped_scaled import FP32, KINDS, ScaledGroupedProblem, draw
 from cutex.problem.scaled.layouts import rows_contiguous
+from cutex.schedulers import narrow as schedule
+from cutex.schedulers.narrow import ColumnTiles
 
 e4m3 = torch.float8_e4m3fn
 ORDERS = ("fifo", "eager", "starved", "peer-late", "random")
@@ -391,12 +394,67 @@ def test_blocks_of_k_that_are_whole_rounds_of_the_ring(
     assert problem.error(out) is None and out[sum(problem.rows) :].isnan().all()
 
 
+NARROW = replace(ROUNDS, tile_n=192, epi_stages=3, num_ctas=3, narrow=True)
+
+
+def of_narrow(kernel: type[GroupedNarrow], n: int, seed: int, k: int = 512, **changes: Any) -> str:
+    """What is wrong with a product by narrow tiles; "" if nothing is."""
+    problem = ScaledGroupedProblem((100, 0, 37, 129 + seed), n, k, rest=3, seed=seed)
+    config = BlocksConfig(GeneralConfig(replace(NARROW, **changes), *LAYOUTS))
+    compiled = compile(kernel(config), "e4m3", "sm_90a")
+    given, out = problem.inputs(), torch.full((problem.length, n), torch.nan).bfloat16()
+    tensors = [given[name] for name in ("a", "b", "scale_a", "scale_b")]
+    tensors[3] = tensors[3].mT
+    order = ORDERS[seed % len(ORDERS)]
+    report = cutex.simulate(compiled, *tensors, out, problem.edges, order=order, seed=seed)
+    untouched = out[sum(problem.rows) :].isnan().all()
+    return str(report.findings or problem.error(out) or ("" if untouched else "rows of no group"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("n", "changes"), [
+    (72, {}), (264, {}), (448, {}), (520, {"num_ctas": 1}), (320, {"rounds": False}),
+    (640, {"num_ctas": 5}),
+])  # fmt: skip
+def test_rows_of_tiles_end_with_narrower_ones(n: int, changes: dict[str, Any], seed: int) -> None:
+    assert of_narrow(GroupedNarrow, n, seed, **changes) == ""
+
+
+class NarrowFirst(ColumnTiles):
+    def first(self, n: Any) -> Any:
+        return n * self.widest
+
+
+class NarrowSooner(ColumnTiles):
+    def is_narrow(self, n: Any) -> Any:
+        return n >= self.wide - 1
+
+
+class FewerNarrow(ColumnTiles):
+    @staticmethod
+    def of(*args: Any) -> ColumnTiles:
+        tiles = ColumnTiles.of(*args)
+        return replace(tiles, narrow=tiles.narrow - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [NarrowFirst, NarrowSooner, FewerNarrow])
+def test_faults_of_narrow_tiles_are_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "ColumnTiles", fault)
+    name = f"sm90_gemm_grouped_{fault.__name__}".lower()
+    assert of_narrow(type("Changed", (GroupedNarrow,), {"name": name}), 448, 0)
+
+
 def test_rounds_are_taken_where_k_has_them() -> None:
     for k, whole in ((7168, True), (2048, True), (500, True), (640, False), (128 * 7, False)):
         tiles = choose.blocks_tiles(512, (k, 4096), False)
         assert (tiles.num_stages, tiles.rounds) == (4, whole)
         fused = choose.blocks_tiles(512, (k, 4096), True)
         assert (fused.num_stages, fused.rounds) == ((4, True) if whole else (5, False))
+    shapes = (7168, 4096), (14336, 4096), (4096, 4096), (7168, 7168), (7168, 1536)
+    narrow = [choose.blocks_tiles(512, shape, False).narrow for shape in shapes]
+    assert narrow == [True, True, False, False, False]
     odd = replace(ROUNDS, num_stages=3)
     config = BlocksConfig(GeneralConfig(odd, *LAYOUTS))
     assert "num_stages=3" in (config.why_not(arch_named("sm_90a")) or "")

@@ -300,10 +300,16 @@ def kernel_for(kind: Any, config: Any, dtype: str, arch: str) -> Compiled:
     """The kernel of a config; `kind` is its class, or "rows" or "sums" of this arch."""
     from cutex.compile import compile
 
-    if isinstance(kind, str):
-        module = import_module(f"cutex.kernels.gemm.grouped.{FOLDERS[arch]}.{kind}")
-        kind = getattr(module, f"Grouped{kind.capitalize()}")
-    return compile(kind(config), dtype, arch)
+    return compile(class_of(kind, config, arch)(config), dtype, arch)
+
+
+def class_of(kind: Any, config: Any, arch: str) -> Any:
+    """The class of a kernel's `kind`, or of the one that its config says."""
+    if not isinstance(kind, str):
+        return kind
+    kind = getattr(config, "kind", kind)
+    module = import_module(f"cutex.kernels.gemm.grouped.{FOLDERS[arch]}.{kind}")
+    return getattr(module, f"Grouped{kind.capitalize()}")
 
 
 def again(kind: Any, options: tuple[Any, ...], passed: list[Tensor], call: Call) -> None:

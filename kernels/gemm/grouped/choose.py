@@ -45,6 +45,7 @@ SHORT_K = 4096  # up to which a tile's store takes long beside its products
 FEW_BLOCKS, LONG_BLOCKS = 136, 1000
 TALL_BLOCKS = 1.045
 ROUND = 4  # slots of 128x192
+NARROW_K, NARROW_WASTE = 7168, 1.02  # from which on narrow tiles pay
 SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
@@ -187,6 +188,7 @@ def blocks_tiles(
     parts = tiles.warpgroup_rows * tiles.tile_n // (64 * tiles.epi_n)  # of a warpgroup's store
     if tiles.tile_m * tiles.tile_n < 128 * 192:
         return tiles
+    tiles = replace(tiles, narrow=tiles.tile_n == 192 and _narrow_pays(k, n))
     if fused and whole and tiles.tile_n == 192:
         # NOTE: faster than a slot more (docs/facts/grouped.md#grouped-fp8-gated-rounds)
         return replace(tiles, num_stages=min(ROUND, tiles.num_stages)).with_rounds(k)
@@ -196,6 +198,13 @@ def blocks_tiles(
     # behind one barrier (docs/facts/grouped.md#grouped-fp8-at-once)
     tiles = replace(tiles, epi_stages=parts)
     return replace(tiles, num_stages=_stages(tiles, most)).with_rounds(k)
+
+
+def _narrow_pays(k: int, n: int) -> bool:
+    """Whether rows of 192 columns end with narrower tiles: fewer of the last columns, and of the
+    last round, are computed in vain, but CTAs no longer ask for the same at the same time, which
+    costs more where K is short (docs/facts/grouped.md#grouped-fp8-narrow)."""
+    return k >= NARROW_K and ceil_div(n, 192) * 192 >= NARROW_WASTE * n
 
 
 def scaled_tiles(

@@ -177,6 +177,12 @@ class ScatteredConfig(GroupedConfig):
 class BlocksConfig(GroupedConfig):
     """A GroupedConfig of fp8 operands with fp32 factors of blocks, and RowBlocksConfig tiles."""
 
+    @property
+    def kind(self) -> str:
+        """The kernel of such tiles."""
+        assert isinstance(self.product.tiles, RowBlocksConfig)
+        return "narrow" if self.product.tiles.narrow else "blocks"
+
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a, b, the factors scale_a (M, K / 128) with contiguous rows and
         scale_b (E, N / 128, K / 128) of any strides, out, edges, and those of the operations."""

@@ -18,6 +18,8 @@ class RowBlocksConfig(Fp8Config):
     """An Fp8Config of rows of groups, each of which begins at any row: the factors of a tile's rows
     are loaded in parts, each with a few rows more."""
 
+    narrow: bool = False  # rows of tiles end with narrower ones (schedulers/narrow.py)
+
     @property
     def part_rows(self) -> int:
         """The rows of a tile whose factors one box brings."""
@@ -37,4 +39,8 @@ class RowBlocksConfig(Fp8Config):
     def _why_not_shape(self, arch: Arch) -> str | None:
         if self.tile_m % self.part_rows:
             return f"tile_m={self.tile_m}: 64, or a multiple of {self.part_rows}"
+        if self.narrow and (not self.announced or self.cluster or self.warpgroup_rows != 64):
+            return "narrow: CTAs alone loop over tiles, a warpgroup with 64 rows of each"
+        if self.narrow and self.tile_n % (3 * self.epi_n):
+            return f"narrow, tile_n={self.tile_n}: a third of it is whole parts of {self.epi_n}"
         return super()._why_not_shape(arch)

@@ -89,6 +89,14 @@ class GroupedKernel:
         kinds = sA.element_type, sB.element_type
         return wgmma(Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups), sA, sB)
 
+    def announced_load(self, scheduler: Any, announced: Any) -> LoadAnnounced:
+        """The load role of AnnouncedTiles."""
+        return LoadAnnounced(self.tiles, self.general.cluster, scheduler, announced)
+
+    def announce(self, announced: Any, walk: Any) -> None:
+        """Announce the tiles of a walk. One warp calls it."""
+        announced.announce(walk)
+
     def sizes(self, mProduct: cute.Tensor) -> tuple[Int32, Int32]:
         """The rows of all groups, and the columns of a matrix."""
         return cute.size(mProduct, mode=[0]), cute.size(mProduct, mode=[1])
@@ -114,7 +122,7 @@ class GroupedKernel:
         load: Any = self.load_role(self.tiles, general.cluster, scheduler)
         barriers: Any = (ab,)
         if cutlass.const_expr(announced is not None):
-            load = LoadAnnounced(self.tiles, general.cluster, scheduler, announced)
+            load = self.announced_load(scheduler, announced)
             barriers = ab, *announced.barriers
         warp = cute.arch.warp_idx()
         if warp == self.general.load_warps.first:
@@ -129,7 +137,8 @@ class GroupedKernel:
                 load.run(operands, ab, mProduct)
             if cutlass.const_expr(announced is not None):  # noqa: SIM102 - known when tracing
                 if warp == self.general.load_warps.first + 1:
-                    announced.announce(scheduler.walk(tile_counts(self.tiles, mProduct)))
+                    walk = scheduler.walk(tile_counts(self.tiles, mProduct))
+                    self.announce(announced, walk)
         else:
             self.general.take_registers()
             mma = self.product(memory.sA, memory.sB)
