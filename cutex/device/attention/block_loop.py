@@ -89,6 +89,7 @@ class BlockLoop:
     issue_order: IssueOrder | None = None  # None: the only warpgroup
     speculates: bool = False  # blocks without a mask may be added without their maximum
     rows: Int32 | int = ROWS  # of them, that are of the sequence
+    asks_later: bool = False  # whether fp16's blocks by "add" ask behind the waits of the next step
     pending: Any = None  # (1) whether O is to be scaled behind QK of the next block; None: at once
 
     @property
@@ -199,7 +200,10 @@ class BlockLoop:
                 self.softmax.forget_top()
                 if cutlass.const_expr(self.is_fp16):
                     self.scale_pending()
-                    state = self.steps(path, count, state, "add")
+                    if cutlass.const_expr(self.asks_later):
+                        state = self.following(path, count, state)
+                    else:
+                        state = self.steps(path, count, state, "add")
                 else:
                     rises = cute.arch.vote_any_sync(self.softmax.is_low())
                     state = self.chunks(path, count, state, rises)
@@ -324,7 +328,7 @@ class BlockLoop:
         scores = rows_of(acc_s)
         self.score_ops.apply(scores, n_block, kind in ("masked", "late"))
         if cutlass.const_expr(kind == "add" and self.is_fp16):
-            rescale = softmax.add_within(scores)
+            rescale = cute.arch.vote_any_sync(softmax.add_within(scores))
         elif cutlass.const_expr(kind == "add"):
             softmax.add(scores)
         elif cutlass.const_expr(kind == "guard"):
@@ -346,11 +350,7 @@ class BlockLoop:
         round_to(self.tOrP, acc_s)
         if cutlass.const_expr(kind == "add" and self.is_fp16):
             pin(self.tOrP)
-            if rescale:
-                softmax.lower(self.factors, False, True, Int32(1))
-                self.scale(scores)
-                self.scale_output()
-                round_to(self.tOrP, acc_s)
+            self.follow(acc_s, rescale)
         elif cutlass.const_expr(kind != "add"):
             if cutlass.const_expr(self.speculates):
                 # NOTE: behind the branch, P is rounded behind all exponentials, not among them
@@ -360,6 +360,46 @@ class BlockLoop:
             elif rescale:
                 self.scale_output()
         return k, v
+
+    @cute.jit
+    def following(self, path: Path, count: Int32, state: State) -> State:
+        """Run `count` steps by "add" in fp16, where each asks whether probabilities of the one
+        before may be too large to be rounded: behind its waits for K and for the other warpgroups,
+        where the vote takes no time."""
+        k, v = state
+        acc_s, exceeds = self.qk.mma.accumulator(), Boolean(False)  # of the step before
+        acc_s.fill(0.0)  # NOTE: undefined, it would be kept in registers around the loop
+        for i in cutlass.range(count, unroll=1):
+            self.k.wait_full(k)
+            self.await_issue()
+            self.follow(acc_s, cute.arch.vote_any_sync(exceeds))
+            self.qk.into(acc_s).issue(k.slot, accumulate=False)
+            self.v.wait_full(v)
+            self.pv.issue(v.slot, accumulate=True)
+            self.end_issue()
+            warpgroup.wait_group(1)
+            self.k.release(k)
+            k.advance()
+            scores = rows_of(acc_s)
+            self.score_ops.apply(scores, path.block(i), False)
+            exceeds = self.softmax.add_within(scores)
+            warpgroup.wait_group(0)
+            self.v.release(v)
+            v.advance()
+            round_to(self.tOrP, acc_s)
+            pin(self.tOrP)
+        self.follow(acc_s, cute.arch.vote_any_sync(exceeds))
+        return k, v
+
+    @cute.jit
+    def follow(self, acc_s: cute.Tensor, exceeds: Boolean) -> None:
+        """If references of this warp have to follow the scores of a block by "add", whose
+        probabilities are in acc_s, raise them and scale these, O and the sums; round P again."""
+        if exceeds:
+            self.softmax.lower(self.factors, False, True, Int32(1))
+            self.scale(rows_of(acc_s))
+            self.scale_output()
+            round_to(self.tOrP, acc_s)
 
     @cute.jit
     def scale_pending(self) -> None:

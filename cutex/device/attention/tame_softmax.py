@@ -41,16 +41,16 @@ class TameSoftmax(WatchedState):
 
     @cute.jit
     def add_within(self, scores: cute.Tensor) -> Boolean:
-        """Like `add`. Returns whether a probability of this warp's rows may be too `high` to be
-        rounded; then `lower` must come first."""
+        """Like `add`. Returns whether a probability of this thread may be too `high` to be rounded;
+        if one of any thread of the warp may, `lower` must come first."""
         exceeds = Boolean(False)
         for r in cutlass.range_constexpr(self.rows):
             a, b = self._halves_by_shift(scores, r, self.reference_log2(r))
-            # NOTE: each by itself, so that little is left to do when the last one is known
-            exceeds = exceeds | (a >= self.high) | (b >= self.high)
             self.sums[r] += a + b
             self.part[r] = largest_of(self.part[r], a, b)
-        return cute.arch.vote_any_sync(exceeds)
+            # NOTE: `lower` has left no part of blocks before as high
+            exceeds = exceeds | (self.part[r] >= self.high)
+        return exceeds
 
     @cute.jit
     def look(self, largest: list[Float32], added: list[Float32], seen: tuple[Int32, ...]) -> None:

@@ -88,7 +88,7 @@ class Compute:
             loop = BlockLoop(
                 Products(query.qk.of(tSrQ), pv, halves),
                 *(rings, score_ops, softmax, factors, issue_order, c.speculates),
-                *(cutlass.min(ROWS, seq_q.length * c.pack - m_block * ROWS), pending),
+                *(cutlass.min(ROWS, seq_q.length * c.pack - m_block * ROWS), c.asks_later, pending),
             )
             forwards = ring.forwards(q_take.slot) if c.alternates else None
             around = tile.around(blocks, forwards)  # what only other warpgroups' rows see

@@ -61,6 +61,12 @@ class Sm90ForwardConfig(ForwardConfig):
         return self.speculates and self.head_dim_v == 128
 
     @property
+    def asks_later(self) -> bool:
+        """Whether tame blocks of fp16 ask in the next step whether references must follow their
+        scores: at head dims where that is faster."""
+        return self.speculates and self.head_dim in (96, 128)
+
+    @property
     def releases_early(self) -> bool:
         """Whether Q's slot is released right after the last QK, without a result of the tile."""
         return self.own_o and not self.speculates
