@@ -172,11 +172,20 @@ class Softmax:
 
     @cute.jit
     def _halves_by_shift(
-        self, scores: cute.Tensor, r: cutlass.Constexpr[int], shift: Float32
+        self,
+        scores: cute.Tensor,
+        r: cutlass.Constexpr[int],
+        shift: Float32,
+        begun: Any = None,
     ) -> tuple[Float32, Float32]:
-        """Like `_by_shift`, with separate sums of even and odd elements."""
-        columns = cute.size(scores, mode=[1])
-        for c in cutlass.range_constexpr(columns):
+        """Like `_by_shift`, with separate sums of even and odd elements. begun: the exponentials of
+        the first ones (rows, columns), if they have been computed."""
+        columns, first = cute.size(scores, mode=[1]), 0
+        if cutlass.const_expr(begun is not None):
+            first = cute.size(begun, mode=[1])
+        for c in cutlass.range_constexpr(first):
+            scores[r, c] = begun[r, c]
+        for c in cutlass.range_constexpr(first, columns):
             scores[r, c] = exp2(scores[r, c] * self.scale_of(r) - shift)
         a, b = scores[r, 0], scores[r, 1]
         for c in cutlass.range_constexpr(2, columns, 2):

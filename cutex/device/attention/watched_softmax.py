@@ -20,6 +20,7 @@ from cutlass import Boolean, Float16, Float32, Int32, cute
 
 from cutex.device.atoms.scalar import (
     exp2,
+    fma,
     largest_negative_of,
     largest_of,
     nearest_whole,
@@ -60,6 +61,7 @@ class WatchedSoftmax(TameSoftmax):
         unit: Float32 | None = None,
         usual_unit: float = 0.0,
         truncated: float = 0.0,
+        begins: int = 0,
         headroom: Float32 | float = 0.0,
     ) -> Self:
         kept = GuardedSoftmax.of(scale_log2, threshold, speculates)
@@ -79,7 +81,7 @@ class WatchedSoftmax(TameSoftmax):
             raised_at = cute.make_rmem_tensor(cute.make_layout(1), Int32)
             raised_at[0] = Int32(NEVER)
         tensors = kept.reference, kept.sums, scale_log2, threshold, kept.shift, headroom
-        units = unit, usual_unit, truncated
+        units = unit, usual_unit, truncated, begins
         return cls(*tensors, top, squares, part, best, peaked, blocks, raised_at, *units)
 
     # ---- blocks
@@ -150,6 +152,7 @@ class WatchedSoftmax(TameSoftmax):
         largest score (`_settles`).
         """
         best, settles = self.best, self._settles(step, last, low, self._gap(scores))
+        begun = self._begun(scores) if self.begins > 0 and seen is None else None
         room = Float32(0.0) if eager else Float32(self.room)
         if cutlass.const_expr(last is not False and self.raised_at is not None):
             room = Float32(NEAR) if settles else room
@@ -173,13 +176,16 @@ class WatchedSoftmax(TameSoftmax):
             if cutlass.const_expr(keeps):
                 self._keep_top(before, settles)
             self._raise_above(scores, factors, low, eager, step, settles)
+            if cutlass.const_expr(begun is not None):
+                self._begin(begun, scores)
             if cutlass.const_expr(keeps):
                 for r in cutlass.range_constexpr(self.rows):
                     found = (best[r] > before[r]) | ~settles
                     best[r] = best[r] if found else -Float32.inf
         added = [Float32(0.0)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
-            added[r] = self._by_shift(scores, r, self.reference_log2(r))
+            a, b = self._halves_by_shift(scores, r, self.reference_log2(r), begun)
+            added[r] = a + b
             self.sums[r] += added[r]
             self.squares[r] += added[r] * added[r]
         if cutlass.const_expr(seen is not None):
@@ -187,6 +193,22 @@ class WatchedSoftmax(TameSoftmax):
                 self.part[r] = added[r]
             self.look([best[r] for r in range(self.rows)], added, seen)
         return exceeds
+
+    def _begun(self, scores: cute.Tensor) -> cute.Tensor:
+        """The exponentials of each row's first columns (rows, `begins`), by references as they are:
+        they are computed while `guard` searches and votes, and again if references are raised."""
+        layout = cute.make_layout((self.rows, self.begins))
+        begun = cute.make_rmem_tensor(layout, Float32)
+        self._begin(begun, scores)
+        return begun
+
+    @cute.jit
+    def _begin(self, begun: cute.Tensor, scores: cute.Tensor) -> None:
+        for r in cutlass.range_constexpr(self.rows):
+            for c in cutlass.range_constexpr(self.begins):
+                # NOTE: fma; a product would be kept for both branches, and a difference taken of it
+                power = fma(scores[r, c], self.scale_log2, -self.reference_log2(r))
+                begun[r, c] = exp2(power)
 
     @cute.jit
     def _find_best(

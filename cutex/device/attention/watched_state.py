@@ -46,6 +46,7 @@ class WatchedState(GuardedSoftmax):
     unit: Float32 | None = None  # what a score of 1 is as a natural exponent
     usual_unit: float = 0.0  # the same, exactly, where `unit` is this number, rounded
     truncated: float = 0.0  # the share of scores that the product has truncated
+    begins: int = 0  # exponentials of a thread's part of a row that `guard` begins with
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
     most: ClassVar[float] = 2.0**124  # the largest valid sum

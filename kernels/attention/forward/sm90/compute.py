@@ -80,7 +80,8 @@ class Compute:
             scale_log2 = cute.arch.shuffle_sync(score_ops.scale_log2(), 0)
             unit = score_ops.unit(), score_ops.usual_unit(c.head_dim)
             truncated = score_ops.truncated(c.head_dim, self.dtype is cutlass.Float16)
-            options = c.speculates, number, not c.guards_all, *unit, truncated
+            begins = 0 if self.dtype is Float16 else c.begins
+            options = c.speculates, number, not c.guards_all, *unit, truncated, begins
             threshold, headroom = self.limits(mode, kind.most_headroom)
             softmax = kind.of(scale_log2, threshold, *options, headroom)
             tSrQ = query.of_slot(q_slot)

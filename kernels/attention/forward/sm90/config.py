@@ -67,6 +67,12 @@ class Sm90ForwardConfig(ForwardConfig):
         return self.speculates and self.head_dim in (96, 128)
 
     @property
+    def begins(self) -> int:
+        """The exponentials of a thread's part of a row that guarded blocks of bf16, which seldom
+        raise references, begin with before they know whether they do: where that is faster."""
+        return 8 if self.head_dim == 128 else 0
+
+    @property
     def releases_early(self) -> bool:
         """Whether Q's slot is released right after the last QK, without a result of the tile."""
         return self.own_o and not self.speculates
