@@ -66,13 +66,13 @@ def test_wild_scores_are_computed_once(init, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-def test_fp16_follows_scores_that_rise_in_any_block(causal):
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (64, True), (128, False)])
+def test_fp16_follows_scores_that_rise_in_any_block(head_dim, causal):
     """Nothing is computed again for one key above all others, wherever it comes, for a wild row
     among tame ones, or for few rows that do not show what scores are like."""
-    config = Sm90ForwardConfig(head_dim=64, head_dim_v=64, causal=causal, num_ctas=1, tile_n=128)
-    kernel = compile(Forward(config), "fp16", "sm_90a")
-    case = replace(CASE, seqlen_q=128, seqlen_k=1024, causal=causal, dtype="fp16")
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal}
+    kernel = compile(Forward(Sm90ForwardConfig(**dims, num_ctas=1, tile_n=128)), "fp16", "sm_90a")
+    case = replace(CASE, seqlen_q=128, seqlen_k=1024, dtype="fp16", **dims)
     tame = products(kernel, case)
     for at in (900, 500, 5):
         inputs = case.inputs()
