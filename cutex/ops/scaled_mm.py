@@ -81,9 +81,12 @@ def scaled_mm(
         before the product.
 
     On Hopper, block recipes scale and add the sums of each 128 of K in fp32 registers, as
-    DeepSeek-V3 does. Not differentiable. Raises TypeError or ValueError, in one sentence that says
-    what was expected, for arguments that are not supported, and without a GPU that the recipe runs
-    on.
+    DeepSeek-V3 does; float8 with "TensorWise" and "RowWise" is summed by tensor cores alone, which
+    keep some 13 bits of a sum, as with torch's use_fast_accum. A factor multiplies the sum of its
+    block's products, first a's, then b's, of blocks their product: an infinite one makes it
+    infinite, or NaN if the sum is 0. Not differentiable. Raises TypeError or ValueError, in one
+    sentence that says what was expected, for arguments that are not supported, and without a GPU
+    that the recipe runs on.
     """
     recipes, swizzles = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
     scale_a, scale_b = only(scale_a), only(scale_b)
