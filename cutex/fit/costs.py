@@ -24,6 +24,7 @@ from cutex.arch import BOARDS, Arch
 from cutex.arch import arch as arch_named
 from cutex.command import Parser, answered
 from cutex.dtypes import DTYPES as ELEMENTS
+from cutex.errors import BadOption
 from cutex.fit.trees import grown
 from cutex.kernels.gemm.choose import sizes_class
 from cutex.kernels.gemm.sm90 import cost_model
@@ -115,7 +116,9 @@ def read(times: Sequence[Path] | None = None, fitted: bool = False) -> Pairs:
     measured_rows."""
     found: list[tuple[Any, ...]] = []
     numbers: dict[Any, int] = {}
-    for file in files() if times is None else times:
+    if times is None and not (times := files()):
+        raise BadOption(f"{FOLDER}/ is not here: a clone of cutex has the times")
+    for file in times:
         (configs, rows), on = measured_rows(file, fitted), board_of(file)
         for row in rows:
             found += _pairs(row, configs, on, numbers)
