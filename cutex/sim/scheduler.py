@@ -171,6 +171,8 @@ class Scheduler:
                 batch, base = staying, staying.mask
             self.executed[pc] += batch.n
             if guard is not None:
+                if pc in places:
+                    events.guarding(batch, pc)
                 batch.mask = self._guarded(batch, base, guard, ins.negated)
                 if batch.mask is not None and not batch.mask.any():
                     pc += 1

@@ -76,6 +76,16 @@ PAIRS = {
         "", "st.shared.u32 [mine], 1;", "takes or leaves a branch by shared", advisory=True),
     "a register": Pair(
         f"{START} HERE add.u32 %r1, %r77, 1; {OUT}", "", "mov.u32 %r77, 1;", "register %r77"),
+    "a predicate that chooses": Pair(
+        f"{START} HERE selp.u32 %r1, 1, 2, %p9; {OUT}", "", "setp.eq.u32 %p9, thread, 3;",
+        "stores into global memory a value that comes from register %p9"),
+    "a predicate of a store": Pair(
+        f"{START} @%p1 setp.eq.u32 %p9, thread, 3; HERE and.pred %p8, %p9, %p9;"
+        "@%p8 st.global.u32 [%out_i], 1;", "", "@!%p1 setp.eq.u32 %p9, thread, 40;",
+        "warp 1 lane 0 writes memory or leaves it by register %p9", advisory=True),
+    "the lane of a shfl": Pair(
+        f"{START} HERE shfl.sync.idx.b32 %r1, thread, %r55, 31, -1; {OUT}", "",
+        "mov.u32 %r55, 3;", "register %r55"),
     "the lanes that nothing has filled": Pair(
         f"{START} @%p1 st.shared.u32 [mine], 1; ld.shared.u32 %r1, [mine]; HERE"
         f"{OUT}", "", "selp.b32 %r1, %r1, 0, %p1;", "CTA (0,0,0) warp 1 lane 0 stores into"),

@@ -115,6 +115,7 @@ def _unassigned(program: Program) -> dict[RegisterId, str]:
         for operand in list(ins.operands):
             registers = operand.items if hasattr(operand, "items") else (operand,)
             named = [r for r in registers if isinstance(r, Reg)]
+            named += [ins.guard] if ins.guard is not None else []
             read |= {(r.bank, r.index): r.name.partition("@")[0] for r in named}
     return {register: read.get(register, "") for register in wanted}
 
@@ -316,6 +317,13 @@ class UnwrittenValues(Observer):
             if register in self.holds or len(self.holds) < _MOST:
                 self._follow(register)[warps, lanes] = number
 
+    def guarding(self, b: Batch, pc: int) -> None:
+        """Tell of a store, an atomic or a copy that such a predicate guards."""
+        ins = self.m.program.code[pc]
+        if ins.guard is not None and ins.name in ("st", "red", "atom", "cp"):
+            guard = self._of(b, ((ins.guard.bank, ins.guard.index),), True)
+            self._tell(b, guard, "writes memory or leaves it by", ins, advisory=True)
+
     def using_registers(self, b: Batch, pc: int) -> None:
         """Follow the values through an instruction, or report it."""
         if not self.holds:
@@ -380,13 +388,20 @@ class UnwrittenValues(Observer):
         if ins.name == "shfl":
             mode = next(m for m in ("idx", "up", "down", "bfly") if m in ins.parts)
             values = self._of(b, step.sources[0], True)
-            return shuffled(mode, values, *(self._value(b, o) for o in list(ins.operands)[2:4]))
+            found = shuffled(mode, values, *(self._value(b, o) for o in list(ins.operands)[2:4]))
+            return np.maximum(found, self._of(b, step.sources[1], True))
         if ins.name == "selp":
-            yes, no, _ = step.sources
-            (register,) = list(ins.operands)[3:4]
+            yes, no, choice = step.sources
+            first, second, register = list(ins.operands)[1:4]
             assert isinstance(register, Reg)
             chosen = self.m.register(register)[b.sel]
-            return np.where(chosen, self._of(b, yes, True), self._of(b, no, True))
+            found = np.where(chosen, self._of(b, yes, True), self._of(b, no, True))
+            if choice[0] in self.holds and isinstance(first, Reg | Imm) and not found.any():
+                differ = self._value(b, first) != self._value(b, second)
+                found = np.where(differ, self._of(b, choice, True), 0)
+            return found
+        if ins.op in ("and.pred", "or.pred") and all(isinstance(o, Reg) for o in ins.operands):
+            return self._decided(b, ins, step)
         if ins.name not in _DEPENDS | _MERGES or not step.sources:
             return _no_origins(b.n)
         masks = ins.name == "and" and any(isinstance(o, Imm) and o.value for o in ins.operands)
@@ -396,6 +411,16 @@ class UnwrittenValues(Observer):
         merges = not masks and (ins.name in _MERGES or packs)
         numbers = (self._of(b, s, True) for s in sources)
         return reduce(np.minimum if merges else np.maximum, numbers)
+
+    def _decided(self, b: Batch, ins: Instruction, step: _Step) -> np.ndarray:
+        """The origin of the conjunction or disjunction of two predicates, of which the other one
+        does not decide alone.
+        """
+        origins = [self._of(b, s, True) for s in step.sources]
+        decides = ins.name == "or"  # this value of one of them
+        free = [self._value(b, o) != decides for o in list(ins.operands)[1:3]]
+        free = [f | (o != 0) for f, o in zip(free, origins, strict=True)]
+        return np.maximum(origins[0] * free[1], origins[1] * free[0])
 
     def _value(self, b: Batch, operand: object) -> np.ndarray:
         """An integer operand of each lane, (n, 32)."""

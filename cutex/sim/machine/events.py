@@ -81,8 +81,12 @@ class Observer:
     def using_registers(self, batch: Batch, pc: int) -> None:
         """As `executing`, with the guard's lanes only, of an instruction in `watched_places`."""
 
+    def guarding(self, batch: Batch, pc: int) -> None:
+        """Before `using_registers`, of all lanes that come to a guarded instruction, but a branch,
+        in `watched_places`."""
+
     def watched_places(self) -> set[int]:
-        """The places of the program of which it wants `using_registers`."""
+        """The places of the program of which it wants `using_registers` and `guarding`."""
         return set()
 
     def warps_left(self, warps: np.ndarray) -> None:
