@@ -375,6 +375,13 @@ PAIRS = {
         @%p0 cp.async.bulk.wait_group 0; {SET} bra E; R: {POLL} HERE {ADD}
         @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0; E:""",
         "", "fence.proxy.async.global;", "a flag orders the two, but by the letter", CTAS, True),
+    "a bulk load of what another CTA's bulk store wrote": Pair(
+        f"""{TURNS} .reg .b32 bar; add.u32 bar, at, 512; @%p0 mbarrier.init.shared.b64 [bar], 1;
+        bar.sync 0; @!%p2 bra R; {STORE.replace("256", "128")}
+        @%p0 cp.async.bulk.wait_group 0; {SET} bra E; R: {POLL} HERE
+        @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128; @%p0 {copy("bar+128", "%out", 128)}
+        {wait("bar", 0, "W")} E:""",
+        "", "fence.proxy.async;", "which a bulk store of CTA (0,0,0) warp 0 wrote", CTAS, True),
     "a counter that is no atomic, beside flags": Pair(
         f"{START} @%p0 st.release.gpu.global.u32 [%d1+512], 1; HERE",
         "@%p0 ld.global.u32 %r1, [%out]; @%p0 add.u32 %r1, %r1, 1; @%p0 st.global.u32 [%out], %r1;",

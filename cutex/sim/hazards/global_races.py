@@ -389,10 +389,14 @@ class GlobalRaces(Observer):
         stores or the one that copies has it.
 
         NOTE: a fence of shared memory only is taken for one of all in a kernel that has those, too.
+        What bulk stores of another cluster wrote takes one by the letter, as its own does not
+        (8.9.5): told of kernels that have none.
         """
         rec, r = last >> LANE, self.records
         slot, own = r.slot[rec], int(self.clashes.clusters(np.array([warp]))[0]) + 1
         unseen = (last != 0) & (slot < self.clocks.warps)
+        if not (self.fences or write):
+            unseen |= (last != 0) & (slot >= self.clocks.warps) & (r.who[rec] != own)
         if self.fences:  # NOTE: between clusters any may be the one
             unseen &= r.who[rec] == own
         if self.fences_all:

@@ -75,15 +75,16 @@ class GlobalReports:
         what, verb = ("bulk store", "overwrites") if write else ("copy", "reads")
         if write and ins.op.startswith("cp.reduce"):
             what, verb = "bulk reduction", "changes"
-        by_atomics = self.records.kind[earlier] == ATOMIC
-        stores = "atomics" if by_atomics else "ordinary stores"
+        in_bulk = bool(self.records.slot[earlier] >= self.clocks.warps)
+        by_atomics = self.records.kind[earlier] == ATOMIC and not in_bulk
+        stores = "atomics of " if by_atomics else "" if in_bulk else "ordinary stores of "
         self.m.findings.add(
             "proxy",
-            f"a {what} that {self.m.grid.name_warp(warp)} issues {verb} {place}, which {stores} of "
+            f"a {what} that {self.m.grid.name_warp(warp)} issues {verb} {place}, which {stores}"
             f"{self._agent(earlier)} wrote (PTX line {self.records.line[earlier]}), with no "
             "fence.proxy.async in between",
             ins,
-            verb == "overwrites" or bool(write and by_atomics),
+            verb == "overwrites" or in_bulk or bool(write and by_atomics),
             remedy="fence_proxy('async') by the threads that store, before the barrier",
         )
 
