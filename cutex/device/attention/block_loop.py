@@ -199,7 +199,6 @@ class BlockLoop:
             else:
                 self.softmax.forget_top()
                 if cutlass.const_expr(self.is_fp16):
-                    self.scale_pending()
                     if cutlass.const_expr(self.asks_later):
                         state = self.following(path, count, state)
                     else:
@@ -316,7 +315,7 @@ class BlockLoop:
         self.k.wait_full(k)
         self.await_issue()
         self.qk.into(acc_s).issue(k.slot, accumulate=False)
-        if cutlass.const_expr(kind != "add"):
+        if cutlass.const_expr(kind in ("guard", "guard low", "late")):
             self.scale_pending()
         self.v.wait_full(v)
         self.pv.issue(v.slot, accumulate=True)
@@ -355,7 +354,8 @@ class BlockLoop:
             if cutlass.const_expr(self.speculates):
                 # NOTE: behind the branch, P is rounded behind all exponentials, not among them
                 pin(self.tOrP)
-            if cutlass.const_expr(self.pending is not None):
+            later = self.pending is not None and kind in ("guard", "guard low")
+            if cutlass.const_expr(later):
                 self.pending[0] = Int32(rescale)
             elif rescale:
                 self.scale_output()

@@ -57,9 +57,11 @@ class WatchedState(GuardedSoftmax):
         """Softmax's `finish`. Rows whose sums are usual need no correction."""
         totals = [self.over_row(self.sums[r], lambda x, y: x + y) for r in range(self.rows)]
         lost, valid = [Float32(0.0), Float32(0.0)], Boolean(True)
-        numbers = [Float32(MANY)] * self.rows
+        missing, further = [Float32(0.0), Float32(0.0)], [Float32(0.0), Float32(0.0)]
         if self._is_unusual(totals):
             lost, valid, numbers = self._lost(totals)
+            if cutlass.const_expr(self.truncated > 0.0 and len(sinks) == 0):
+                missing, further = self._missing(numbers)
             for r in cutlass.range_constexpr(self.rows):
                 valid = valid & (totals[r] <= self.most)
                 if cutlass.const_expr(self.shift is not None):
@@ -70,8 +72,9 @@ class WatchedState(GuardedSoftmax):
                 total, highest, scaled = self.with_sink(total, highest, sinks[r])
             factors[r] = self.normaliser(total - lost[r] * scaled, scaled)
             beyond = Float32(0.0) if len(sinks) > 0 else self._beyond_ln2()
-            number = numbers[r] if self.truncated > 0.0 and len(sinks) == 0 else None
-            lse[r] = self.log_sum(total, highest, beyond, number, self.truncated)
+            known = self.truncated > 0.0 and len(sinks) == 0
+            of_peaked = (missing[r], further[r]) if known else ()
+            lse[r] = self.log_sum(total, highest, beyond, *of_peaked)
             if cutlass.const_expr(self.shift is None and len(sinks) == 0):  # noqa: SIM102
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
                     lse[r] = self.reference[r] * (self.scale_of(r) * LN2) + log2(total) * LN2
@@ -123,6 +126,18 @@ class WatchedState(GuardedSoftmax):
         return lost, known, numbers
 
     @cute.jit
+    def _missing(self, numbers: list[Float32]) -> tuple[list[Float32], list[Float32]]:
+        """The share of scores that tensor cores have truncated, of rows that are peaked: whose sums
+        are worth few, `numbers`, of their largest probabilities. How far the mean of these rows'
+        scores, each with its probability, lies below LSE."""
+        missing, further = [Float32(0.0), Float32(0.0)], [Float32(0.0), Float32(0.0)]
+        for r in cutlass.range_constexpr(self.rows):
+            is_peaked = numbers[r] < MANY
+            missing[r] = Float32(self.truncated * LN2) if is_peaked else Float32(0.0)
+            further[r] = FURTHER * log2(numbers[r]) if is_peaked else Float32(0.0)
+        return missing, further
+
+    @cute.jit
     def _lost_by_one(
         self, r: cutlass.Constexpr[int], total: Float32, squares: Float32
     ) -> tuple[Float32, Boolean]:
@@ -167,15 +182,12 @@ class WatchedState(GuardedSoftmax):
         total: Float32,
         highest: Float32,
         beyond: Float32 | float = 0.0,
-        number: Any = None,
-        truncated: float = 0.0,
+        missing: Any = None,
+        further: Any = None,
     ) -> Float32:
         """The LSE of a row whose sum is `total` times 2^highest, where a power of two of scores is
-        ln 2 + `beyond`; -inf without keys.
-
-        For a peaked row, whose sum is worth `number` of its largest probability, the share of
-        scores that tensor cores `truncated` is added: a share of their probability-weighted mean,
-        which LSE exceeds by about log(number).
+        ln 2 + `beyond`; -inf without keys. What is `missing` of scores, a share of their mean, is
+        added: the mean, each with its probability, lies about `further` powers below LSE.
 
         NOTE: a reference far above all scores plus a logarithm as far below 0 would cost bits.
         """
@@ -188,7 +200,6 @@ class WatchedState(GuardedSoftmax):
         # the mean of scores, each with its probability, is that far below LSE if all are equal
         below = cute.arch.fmin(cute.arch.fmax(power, LEAST_BELOW), MOST_BELOW)
         small = rest * LN2 + (whole - below) * beyond
-        if cutlass.const_expr(number is not None):
-            missing = (whole - FURTHER * log2(number)) * (truncated * LN2)
-            small += missing if number < MANY else Float32(0.0)
+        if cutlass.const_expr(missing is not None):
+            small += (whole - further) * missing
         return -Float32.inf if total == 0.0 else whole * LN2 + small
