@@ -91,10 +91,11 @@ def test_what_is_in_a_column_of_v_does_not_touch_the_others(data):
         out, lse = cutex.flash_attn_func(q, k, odd, return_lse=True)
     others = [c for c in range(64) if c not in columns]
     assert torch.equal(out[..., others], want[..., others]) and torch.equal(lse, want_lse)
-    exact, _ = attend(q, k, odd)
+    exact, magnitude = attend(q, k, odd)[0], attend(q, k, odd.abs())[0]
     for column in (0, 63, 40):
         error = (out[..., column].double() - exact[..., column]).abs()
-        assert (error <= 0.02 * exact[..., column].abs().max()).all(), column
+        # P and O are rounded to bf16, 2^-9 each; a row's terms may cancel
+        assert (error <= 2**-7 * magnitude[..., column]).all(), column
     assert not out[..., 5].isfinite().any() and out[..., 33].isnan().all()
 
 
