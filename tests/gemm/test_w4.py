@@ -278,7 +278,7 @@ def test_warpgroups_take_blocks_in_turn_where_that_is_the_faster() -> None:
         ((32, 8192, 8192), (128, 32, 3, 2)),
         ((16, 8192, 8192), (128, 16, 3, 2)),
         ((16, 4096, 4096), (64, 16, 3, 2)),
-        ((64, 4096, 4096), (64, 64, 3, 2)),
+        ((64, 4096, 4096), (64, 64, 2, 2)),
     ):
         best = configs_for(mnk, W4Format())[0]
         assert best.in_turn

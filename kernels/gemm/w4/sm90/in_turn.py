@@ -58,10 +58,16 @@ def candidates(base: W4Config, mnk: tuple[int, int, int], arch: Arch) -> Iterato
             short = strips == 1 and ceil_div(k, BLOCK_K) <= FEW_BLOCKS * split_k
             few = by_sums and (of.zeros or short)
             shared = replace(columns, tile_m=strips * STRIP, split_k=split_k, few=few)
-            for turns in (2, 3) if strips <= 2 else (2,):
+            for turns in (2, 3) if strips <= 2 and not few_slots(shared) else (2,):
                 # NOTE: two for the rows where there are the most of them, and registers
                 rows = 2 if strips == 4 and tile_n <= FEW and not few else 1
                 yield replace(shared, warpgroups=rows * turns, turns=turns)
+
+
+def few_slots(tiles: W4Config) -> bool:
+    """Whether three turns would hold too many slots of the ring: of single strips, by so many
+    columns that x takes most of a slot (docs/facts/scaled.md#w4-two-turns)."""
+    return tiles.strips == 1 and tiles.tile_n >= MOST_ROWS
 
 
 def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
@@ -72,7 +78,7 @@ def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
     if not tiles.few:
         strip += ZEROS_CLOCKS * tiles.format.zeros + FP4_CLOCKS * (tiles.format.kind == "fp4")
     wait = FEW_WAIT_CLOCKS if tiles.few else WAIT_CLOCKS
-    block = tiles.strips * strip + wait / tiles.turns
+    block = tiles.strips * strip + wait / (3 if few_slots(tiles) else tiles.turns)
     clocks = ceil_div(blocks, tiles.split_k) * block
     clocks += END_CLOCKS * tiles.strips * tiles.tile_n * (tiles.turns - 1)
     if tiles.split_k > 1:
