@@ -138,6 +138,17 @@ def product_plus(
 
 
 @dsl_user_op
+def largest_halves(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    """The larger of the low halves of two words, and of the high ones, as numbers of 16 bits
+    without a sign; of bf16 or fp16 that have none, the larger numbers (PTX ISA: max.u16x2)."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    ptx = "max.u16x2 $0, $1, $2;"
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, "=r,r,r", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
 def low_bits(count: Int32, *, loc=None, ip=None) -> Int32:
     """A word whose `count` lowest bits are 1; all bits from 32 on (PTX ISA: shl clamps)."""
     value = Int32(count).ir_value(loc=loc, ip=ip)

@@ -19,14 +19,15 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout
-from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct
+from cutex.device.atoms.scalar import largest_halves, product_of_bf16
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, pin
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.block_loop import BlockLoop, KeyRings, Products, State
 from cutex.device.attention.lowered_softmax import LoweredSoftmax
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT
 from cutex.device.attention.scores import ScoreOps
-from cutex.device.attention.softmax import over_quad, rows_of
+from cutex.device.attention.softmax import rows_of
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.kernels.attention.decode.config import WIDE_SLOTS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots
@@ -141,6 +142,7 @@ class Compute:
             held = cute.make_rmem_tensor(registers.layout, self.mQ.element_type)
             self.load_words(held, rows)
             powers = to_fp16(held, registers)
+            pin(registers)
         return powers
 
     @cute.jit
@@ -211,6 +213,8 @@ class Compute:
 
 
 MANTISSA, BIAS, INFINITE = 23, 127, 255  # of fp32: bits; exponents of 1 and of infinity
+MANTISSA_BF16, NO_SIGNS, TWICE = 7, 0x7FFF7FFF, 0x10001  # of a word of two bf16
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words: selectors of prmt
 AIM = 8  # the exponent of the largest query
 
 
@@ -221,32 +225,33 @@ def product_dtype(config: DecodeConfig, dtype: type[cutlass.Numeric]) -> type[cu
 
 @cute.jit
 def to_fp16(held: cute.Tensor, out: cute.Tensor) -> tuple[Float32, Float32]:
-    """Round `held`, this thread's part of two rows as operand A, to fp16, each row divided by a
-    power of two, and return these.
+    """Round `held`, bf16 and this thread's part of two rows as operand A, to fp16, each row divided
+    by a power of two that brings its largest to around 2^AIM; return these. An infinity, or a NaN,
+    counts as 2^127.
 
     NOTE: one for a whole warp would leave nothing of rows beside an infinite or a huge one."""
-    (low, of_low), (high, of_high) = (fp16_powers(held, r) for r in range(2))
-    factors = low, high
+    words = cute.recast_tensor(held, Int32)  # ((1, 2, 2), 1, MMA_K), rows in the second mode
+    largest = [Int32(0), Int32(0)]
+    for i in cutlass.range_constexpr(cute.size(words)):
+        largest[i % 2] = largest_halves(largest[i % 2], words[i] & NO_SIGNS)
+    halves = (Int32(cute.arch.prmt(*largest, x)) for x in (LOW_HALVES, HIGH_HALVES))
+    both = largest_halves(*halves)
+    for offset in cutlass.range_constexpr(1, 3):  # over the four threads of a row
+        both = largest_halves(both, Int32(cute.arch.shuffle_sync_bfly(both, offset=offset)))
+    divisors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    factors = [Int32(0), Int32(0)]
+    for r in cutlass.range_constexpr(2):
+        exponent = (both >> (16 * r + MANTISSA_BF16)) & INFINITE
+        exponent = cutlass.min(cutlass.max(exponent, AIM + 1), INFINITE - 1)
+        factors[r] = ((2 * BIAS + AIM - exponent) << MANTISSA_BF16) * TWICE
+        cute.recast_tensor(divisors, Int32)[r] = (exponent - AIM) << MANTISSA
+    divided = cute.make_rmem_tensor(held.layout, held.element_type)
+    to = cute.recast_tensor(divided, Int32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        to[i] = product_of_bf16(words[i], factors[i % 2])
     for i in cutlass.range_constexpr(cute.size(held)):
-        out[i] = Float16(Float32(held[i]) * factors[i // 2 % 2])
-    return of_low, of_high
-
-
-@cute.jit
-def fp16_powers(held: cute.Tensor, r: cutlass.Constexpr[int]) -> tuple[Float32, Float32]:
-    """The power of two that brings the largest of row r of `held`, of which three more threads have
-    parts, to around 2^AIM, and its reciprocal. NaN count for nothing, infinities as 2^127."""
-    largest = Float32(0.0)
-    for i in cutlass.range_constexpr(cute.size(held)):
-        if cutlass.const_expr(i // 2 % 2 == r):
-            x = Float32(held[i])
-            largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
-    word = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    bits = cute.recast_tensor(word, Int32)
-    word[0] = over_quad(largest, cute.arch.fmax)
-    exponent = cutlass.min(cutlass.max(bits[0] >> MANTISSA, AIM + 1), INFINITE - 1)
-    bits[0], bits[1] = (2 * BIAS + AIM - exponent) << MANTISSA, (exponent - AIM) << MANTISSA
-    return word[0], word[1]
+        out[i] = Float16(Float32(divided[i]))
+    return divisors[0], divisors[1]
 
 
 WARPS = 4  # of a warpgroup
