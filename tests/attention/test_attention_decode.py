@@ -429,6 +429,31 @@ def test_with_num_splits_the_kernel_does_not_depend_on_the_batch():
     assert one == many != config_for(call(40, 0), False)
 
 
+def test_no_more_units_than_sms_are_cut_by_their_room_if_parts_are_not_long():
+    def found(
+        batch: int, room: int, heads: tuple[int, int], dim: int, tokens: int = 1
+    ) -> tuple[int, int, bool]:
+        q, k, v = (
+            torch.empty(batch, rows, count, dim, dtype=torch.float16)
+            for rows, count in ((tokens, heads[0]), (room, heads[1]), (room, heads[1]))
+        )
+        ends = torch.empty(batch, dtype=torch.int32)
+        none = [None] * 9
+        call = KVCacheCall(q, k, v, None, ends, *none, None, None, False, (-1, -1), 0.0, 0)
+        config = config_for(call, False)
+        return kvcache.parts_by_room(call, config, room), config.ctas_per_sm, config.overlaps
+
+    # units that are whole: of so many that two launches fit, of too few to fill the GPU, of many
+    assert found(6, 775, (16, 8), 128) == (1, 1, True)
+    assert found(10, 600, (16, 8), 128) == (1, 1, False)
+    assert found(14, 487, (32, 8), 128) == (1, 1, True)
+    # parts: of a CTA of an SM each, of half an SM where one would leave a quarter of them idle
+    assert found(4, 4000, (8, 2), 64) == (16, 1, True)
+    assert found(6, 8000, (8, 8), 64) == (5, 2, True)
+    assert found(28, 1719, (64, 4), 128, 4) == (1, 2, False)  # of many rows
+    assert found(6, 40000, (8, 8), 64)[0] == 0  # too long, should other sequences be short
+
+
 CHUNKS = {
     "pages": ({"seqlen_q": 130, "seqlen_k": 300, "used_k": (300, 171, 0)}, {"page_size": 16}),
     "packed queries": ({"lengths_q": (140, 0, 33), "seqlen_k": 300, "used_k": (300, 0, 65)},

@@ -16,7 +16,7 @@ from torch import Tensor
 from cutex.arch import kernels_of
 from cutex.compile import Workspace
 from cutex.device.row_source import ATOM_ROWS
-from cutex.kernels.attention.decode.choose import CONFIGS, fitted
+from cutex.kernels.attention.decode.choose import CONFIGS, fitted, is_crowded
 from cutex.kernels.attention.decode.config import WORDS, DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits, are_many
 from cutex.kernels.attention.spec import HEAD_DIMS
@@ -407,7 +407,9 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
     units = 0 if call.num_splits else units_of(call, config)
     config = fitted(config, room, units, call.rows)
     parts = parts_by_room(call, config, room)
-    config = replace(config, by_room=parts > 0, whole=parts == 1)
+    crowded = config.few_rows and parts == 1 and is_crowded(units_of(call, config), config)
+    overlaps = config.overlaps and not crowded
+    config = replace(config, by_room=parts > 0, whole=parts == 1, overlaps=overlaps)
     config = replace(config, combined=is_combined(call, config, room))
     return replace(config, appends=is_appending(call, config))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from cutex.kernels.attention.decode.config import FEW_ROWS, ROWS, DecodeConfig
 from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
+from cutex.kernels.attention.decode.splits import are_many
 
 # by arch and head dims: what differs from the config's defaults
 _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
@@ -42,6 +43,11 @@ _MEDIUM: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {(128, 128): {"tile_n": 64, "num_stages": 3, "ctas_per_sm": 2}},
 }
 MEDIUM = 4096
+# where they are two for three SMs or more, each is whole (docs/facts/decode.md#medium-whole)
+_MEDIUM_WHOLE: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    arch: {dims: {**x, "merge": MEDIUM // x["tile_n"], "overlaps": False} for dims, x in of.items()}
+    for arch, of in _MEDIUM.items()
+}
 # NOTE: of few rows a warp has every fourth block: many units of few keys wait less for each other's
 # steps, and e4m3 is widened by four warps at once (docs/facts/decode.md#few-rows, #few-e4m3)
 _FEW: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
@@ -64,12 +70,20 @@ _FEW_LONG: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 64, "num_stages": 4, "merge": 6, "least": 2},
     },
 }
-# where a unit has two SMs or more, and its parts are not much longer; of pages one load warp would
-# take too long (docs/facts/decode.md#few-medium)
-_FEW_MEDIUM: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
-    "sm_90a": {
-        (128, 128): {**_FEW_ALONE["sm_90a"][128, 128], "most_by_room": 851968},
-    },
+# of units that are no more than SMs, but a third of them or more, each is whole: they take all that
+# memory gives, and nothing is merged (docs/facts/decode.md#third-whole)
+WHOLE_BLOCKS, WHOLE_BLOCKS_OF_PAGES = 96, 32  # of 16 KB of keys and values
+# of fewer, units are cut by their room into parts that are not short, since to look at all
+# lengths takes as long as an SM reads 200 KB; of pages one load warp would take too long
+# (docs/facts/decode.md#few-medium, #by-room-longer)
+MOST_OF_SM = 1 << 20  # bytes of keys and values: what one SM reads, should others have few
+_FEW_BY_ROOM: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    arch: {dims: {**tiles, "most_by_room": MOST_OF_SM} for dims, tiles in of_arch.items()}
+    for arch, of_arch in _FEW_ALONE.items()
+}
+_FEW_BY_ROOM_TWO: dict[str, dict[tuple[int, int], dict[str, Any]]] = {  # CTAs of an SM
+    arch: {dims: {**tiles, "most_by_room": MOST_OF_SM // 2} for dims, tiles in of_arch.items()}
+    for arch, of_arch in _FEW.items()
 }
 # many units, whole: what ends early leaves its share of memory to others, and nothing is merged
 # (docs/facts/decode.md#few-whole); of pages not timed
@@ -137,7 +151,8 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
         tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
     medium = SHORT < room <= MEDIUM and not (config.single_rows or config.fp8)
     if medium and units <= config.num_sms <= 3 * units:
-        tiles = _MEDIUM.get(arch, {}).get(config.head_dims, tiles)
+        of_units = _MEDIUM_WHOLE if are_many(units, config.num_sms) else _MEDIUM
+        tiles = of_units.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:
         tiles = _E4M3.get(arch, {}).get(config.head_dims, tiles)
         whole = _WHOLE_E4M3.get(arch, {}).get(config.head_dims, 0)
@@ -161,7 +176,10 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
     if config.fp8:
         whole = _FEW_WHOLE_E4M3.get(arch, {}).get(dims)
         if whole is None or config.single_rows or units <= config.num_sms:
-            return _FEW_E4M3.get(arch, {}).get(dims)
+            tiles = _FEW_E4M3.get(arch, {}).get(dims)
+            if tiles is None or config.page_size or not units:
+                return tiles
+            return {**tiles, "most_by_room": MOST_OF_SM}  # (docs/facts/decode.md#e4m3-by-room)
         short = room <= whole["most_whole"] * whole["tile_n"]
         return _overlapping(config, whole, units) if short else _FEW_E4M3[arch][dims]
     if config.single_rows or not units or arch not in _FEW:
@@ -171,15 +189,44 @@ def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, An
     if whole is not None and many and room <= MOST_WHOLE * whole["tile_n"]:
         return _overlapping(config, whole, units)
     of_units = _FEW if many else _FEW_ALONE
+    alone = _FEW_ALONE[arch].get(dims)
+    if alone is not None and not many and 3 * units >= config.num_sms:
+        most = WHOLE_BLOCKS_OF_PAGES if config.page_size else WHOLE_BLOCKS
+        if room <= most * alone["tile_n"]:
+            return {**alone, "merge": most}
     if room > _FEW_KEYS.get(dims, 0) or (units <= config.num_sms and room > SHORT):
         of_units = _FEW_LONG
         if dims == (128, 128) and _is_cut_by_room(config, _FEW[arch][dims], room, units):
             one = _is_cut_by_room(config, _FEW_LONG[arch][dims], room, units)
             of_units = of_units if one else _FEW
-        elif dims in _FEW_MEDIUM[arch] and not config.page_size:
-            cut = _is_cut_by_room(config, _FEW_MEDIUM[arch][dims], room, units, least=2)
-            of_units = _FEW_MEDIUM if cut else of_units
-    return of_units.get(arch, {}).get(dims)
+    tiles = of_units[arch].get(dims)
+    if tiles is None or many or config.page_size or _is_cut_by_room(config, tiles, room, units):
+        return tiles
+    return _cut_by_longer_room(config, arch, room, units) or tiles
+
+
+def _cut_by_longer_room(
+    config: DecodeConfig, arch: str, room: int, units: int
+) -> dict[str, Any] | None:
+    """What differs from the config's defaults where parts by room are not short, but no longer than
+    it takes to look at all lengths; None if they are."""
+    one, two = (tiles[arch][config.head_dims] for tiles in (_FEW_BY_ROOM, _FEW_BY_ROOM_TWO))
+    able = _is_cut_by_room(config, one, room, units)
+    parts, blocks = config.num_sms // units, -(-room // one["tile_n"])
+    whole = blocks <= -(-blocks // parts) + one["merge"]
+    if able and (whole or 4 * parts * units >= 3 * config.num_sms):
+        return one
+    if _is_cut_by_room(config, two, room, units, least=2):
+        return two  # parts of half an SM each, which fill the GPU better
+    return one if able else None
+
+
+def is_crowded(ctas: int, config: DecodeConfig) -> bool:
+    """Whether a launch of so many CTAs should not begin while one before it, of as many, ends: both
+    do not fit, and, without pages, a quarter of the GPU is idle
+    (docs/facts/decode.md#crowded)."""
+    quarters = 4 if config.page_size else 3
+    return config.ctas < 2 * ctas and 4 * ctas <= quarters * config.ctas
 
 
 def _overlapping(config: DecodeConfig, whole: dict[str, Any], units: int) -> dict[str, Any]:
