@@ -61,20 +61,26 @@ BULK_VECTORS, BULK_SHORT = 3, (160, 1152)
 BULK_BY_VECTORS: dict[tuple[bool, int], Clusters] = {
     (True, 8): {
         (1153, 2560): (64, 1), (2561, 5120): (128, 1), (5121, 10_240): (256, 1),
-        (10_241, 12_288): (256, 2), (16_385, 18_000): (256, 2), (18_001, 20_480): (512, 2),
-        (20_481, 24_576): (256, 4), (24_577, 28_672): (512, 2), (32_769, 40_960): (512, 2),
-        (40_961, 53_248): (256, 8), (53_249, 79_872): (512, 4), (79_873, 163_840): (512, 8),
-        (163_841, 262_144): (512, 16),
+        (10_241, 12_288): (256, 2), (12_289, 16_384): (512, 1), (16_385, 18_000): (256, 2),
+        (18_001, 20_480): (512, 2), (20_481, 24_576): (256, 4), (24_577, 28_672): (512, 2),
+        (32_769, 40_960): (512, 2), (40_961, 53_248): (256, 8), (53_249, 79_872): (512, 4),
+        (79_873, 163_840): (512, 8), (163_841, 262_144): (512, 16),
     },
     (False, 8): {
-        (20_481, 28_672): (256, 2), (28_673, 40_960): (256, 4), (40_961, 49_152): (512, 2),
-        (49_153, 81_920): (512, 4), (81_921, 229_376): (512, 8),
+        (6145, 14_336): (256, 1), (14_337, 20_480): (512, 1), (20_481, 28_672): (256, 2),
+        (28_673, 40_960): (256, 4), (40_961, 49_152): (512, 2), (49_153, 81_920): (512, 4),
+        (81_921, 229_376): (512, 8),
     },
     (True, 4): {
         (14_337, 16_384): (512, 2), (16_385, 32_768): (512, 4), (32_769, 98_304): (512, 8),
     },
     (False, 4): {(16_385, 32_768): (512, 4), (32_769, 98_304): (512, 8)},
 }  # fmt: skip
+# whether CTAs draw tickets for rows by bulk copies (docs/facts/rows.md#rows-tickets): the least
+# bytes of a CTA's rows of one turn, of a CTA alone or of a cluster's; the most words of a thread of
+# a layer norm's clusters, which spill beyond
+TICKETS_LEAST = {False: 12 << 10, True: 30 << 10}
+TICKETS_WORDS = 16
 # and anywhere (docs/facts/rows.md#rows-norm-relayed)
 BULK_BY_WORDS: dict[tuple[bool, int], Clusters] = {
     (True, 8): {
@@ -186,6 +192,15 @@ def bulk(
         if found is not None:
             return found
     return None
+
+
+def by_tickets(row_bytes: int, by: Bulk, centred: bool) -> bool:
+    """Whether CTAs that process rows of so many bytes `by` bulk copies draw tickets for them."""
+    tile, clusters = by.tile, by.tile.ctas > 1
+    spills = clusters and centred and tile.width == 8 and by.words > TICKETS_WORDS
+    if by.halves or spills:
+        return False
+    return row_bytes * tile.rows >= TICKETS_LEAST[clusters] * tile.ctas
 
 
 def _bulk(

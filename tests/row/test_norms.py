@@ -18,6 +18,7 @@ from cutex.device.row.words import Words
 from cutex.dtypes import of_torch
 from cutex.kernels.row import choose, choose_norm
 from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
+from cutex.kernels.row.norm_by_tickets import NormByTickets, TicketsConfig
 from cutex.kernels.row.norm_dense import DenseConfig, NormDense
 from cutex.kernels.row.softmax import Softmax
 from cutex.ops.row import launches
@@ -188,19 +189,22 @@ def words_of(n, tile, by_vectors, ahead=2):
     return {"words": words, "vector": vector, "open": last, **stages}
 
 
-@pytest.mark.sweep(120)
+@pytest.mark.sweep(240)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
 @pytest.mark.parametrize("how", BULK.values(), ids=BULK)
 @pytest.mark.parametrize("m, ahead", [(37, 1), (37, 2), (3, 1), (3, 2)])
 @pytest.mark.parametrize("apart", [0, 3])
-def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
+@pytest.mark.parametrize("tickets", [False, True], ids=["shares", "tickets"])
+def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype, tickets):
     # fewer CTAs than rows, slots that come round again, a first and a last row in the middle of 16
     # bytes, NaN around them; every third row is NaN, which stays there though words lie in two rows
     tile, n = RowTile(*how[0], 1, 16 // dtype.itemsize, False), how[1]
     if (how[2] and apart) or (ahead == 2 and (tile.ctas == 1 or not centred)):
         pytest.skip("vectors begin at a multiple of their size, only layer norms' clusters relay")
-    config = BulkConfig(
+    if tickets and len(how) > 3:
+        pytest.skip("rows by tickets begin alike")
+    config = (TicketsConfig if tickets else BulkConfig)(
         tile, centred, weight="bf16", bias="bf16" * centred, saves=True, halves=len(how) > 3,
         **words_of(n, tile, how[2], ahead),
     )  # fmt: skip
@@ -216,8 +220,10 @@ def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
     w, b = (rows(device, (n + first,), torch.bfloat16, seed=seed)[first:] for seed in (1, 2))
     mean, rstd = torch.full((2, m), torch.nan, device=device)
     optional = (w, b, mean, rstd) if centred else (w, rstd)
+    drawn = torch.zeros(2, dtype=torch.int32, device=device)
+    optional += (drawn,) * tickets
     kernel = compile(
-        NormBulk(config),
+        (NormByTickets if tickets else NormBulk)(config),
         of_torch(dtype).name,
         "sm_90a" if device == "cpu" else arch_of(x.device, "a norm"),
     )
@@ -234,13 +240,23 @@ def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype):
     assert y[2::3].isnan().all()
     whole = y.as_strided((m * n + 32,), (1,), 0)
     assert whole[: 16 + apart].isnan().all() and whole[16 + apart + m * n :].isnan().all()
+    assert not drawn.any()
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize("n, centred", [(20_489, True), (1203, False), (192, True), (1601, True)])
+@pytest.mark.parametrize(
+    "n, centred, kind",
+    [
+        (33_001, True, "NormBulk"),
+        (1203, False, "NormBulk"),
+        (192, True, "NormBulk"),
+        (1601, True, "NormBulk"),
+        (6501, False, "NormByTickets"),
+    ],
+)
 @pytest.mark.usefixtures("none_are_few")
-def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves):
+def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, kind, saves):
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("bulk copies begin with sm_90")
     monkeypatch.setattr(choose_norm.bulk, "__defaults__", (0,))
@@ -256,7 +272,7 @@ def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n, centred, saves)
     near(y, wide * inverse * w.double() + (b.double() if centred else 0), torch.bfloat16, 8)
     if saves:
         near(rstd, inverse[:, 0], torch.float32, 4)
-    assert {kind.__name__ for kind, *_ in asked} == {"NormBulk"}
+    assert {how.__name__ for how, *_ in asked} == {kind}
 
 
 def test_rows_of_a_group_begin_alike(monkeypatch):

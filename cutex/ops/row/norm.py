@@ -89,6 +89,7 @@ def _plan(
     from cutex.kernels.row import choose, choose_norm
     from cutex.kernels.row.norm import NormConfig
     from cutex.kernels.row.norm_bulk import BulkConfig
+    from cutex.kernels.row.norm_by_tickets import TicketsConfig
     from cutex.kernels.row.norm_resident import ResidentConfig
 
     eps, centred, saves = options
@@ -126,11 +127,15 @@ def _plan(
     constants: tuple[float | int, ...] = (eps,)
     if isinstance(config, BulkConfig | ResidentConfig):
         constants += (bulk_groups(kind, config, rows[0], arch),)
+    order = ["x", "y", *config.optional]
+    if isinstance(config, TicketsConfig):
+        launch.keeps("drawn", 2)
+        order.append("drawn")
     if saves:
         returns: tuple[str, ...] = "y", "summed", "mean", "rstd"
     else:
         returns = ("y",) if residual is None else ("y", "summed")
-    return launch.run((kind, config, arch), ("x", "y", *config.optional), constants, returns)
+    return launch.run((kind, config, arch), order, constants, returns)
 
 
 def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], NormConfig]:
@@ -139,6 +144,7 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
     from cutex.kernels.row.norm import Norm
     from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
     from cutex.kernels.row.norm_by_element import ByElementConfig, NormByElement
+    from cutex.kernels.row.norm_by_tickets import NormByTickets, TicketsConfig
     from cutex.kernels.row.norm_dense import DenseConfig, NormDense
     from cutex.kernels.row.norm_resident import NormResident, ResidentConfig
     from cutex.kernels.row.norm_staged import NormStaged, is_staged
@@ -153,9 +159,13 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
     by_words = dense and widest
     for largest in (choose.LARGE_CLUSTER, choose.CLUSTER) if by_words else ():
         if by := choose_norm.bulk(m, n, config.tile, centred, kernels_of(arch), largest=largest):
-            bulk = BulkConfig(**{**vars(config), **by._asdict()})
-            if runs(NormBulk, bulk, x, arch):
-                return NormBulk, bulk
+            kind: type[NormBulk] = NormBulk
+            made = BulkConfig
+            if choose_norm.by_tickets(n * x.element_size(), by, centred):
+                kind, made = NormByTickets, TicketsConfig
+            bulk = made(**{**vars(config), **by._asdict()})
+            if runs(kind, bulk, x, arch):
+                return kind, bulk
     if dense and (found := choose_norm.dense(m, n, config.tile, centred)):
         tile, words, turns = found
         return NormDense, DenseConfig(**vars(replace(config, tile=tile)), words=words, turns=turns)

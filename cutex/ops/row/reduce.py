@@ -306,8 +306,8 @@ def _config(
     config = ReduceColumnsConfig(fold, name, "", lanes, width)
     tiles = x.shape[0] * -(-vectors // lanes)
     splits = max(1, min(-(-x.shape[1] // (4 * config.rows)), -(-CTAS * sms // tiles), most))
-    if splits > 1 and x.numel() <= choose.FEW and (few := few_lanes(x.shape[1])):
-        config = ReduceColumnsConfig(fold, name, "", min(lanes, few), width)
+    if splits > 1 and x.numel() <= choose.FEW and (at_most := few_lanes(x.shape[1])):
+        config = ReduceColumnsConfig(fold, name, "", min(lanes, at_most), width)
         return ReduceColumns, config, 1, False
     how = shared(splits)
     config = ReduceColumnsConfig(fold, _sum_name(how == ATOMICS, name), how, lanes, width)

@@ -143,8 +143,8 @@ def tile_of(
 
 def few_of(rows: Sequence[Tensor], vectors: Sequence[Tensor], arch: str) -> RowTile | None:
     """The tile for few elements in all; None for more, and where the others' is as good."""
-    x, (unit, _) = rows[0], loads_of(rows, vectors, False)
-    return choose.few(*x.shape, unit, 8 * x.element_size(), kernels_of(arch))
+    (m, n), (unit, _) = rows[0].shape, loads_of(rows, vectors, False)
+    return choose.few(m, n, unit, 8 * rows[0].element_size(), kernels_of(arch))
 
 
 def part_of(rows: Sequence[Tensor]) -> RowTile:
