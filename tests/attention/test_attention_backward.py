@@ -16,7 +16,13 @@ from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.tail import Tail, spare_sums
-from cutex.kernels.attention.backward.tiles import Sizes, key_block, tile_order, tiles_ahead
+from cutex.kernels.attention.backward.tiles import (
+    Rotation,
+    Sizes,
+    key_block,
+    tile_order,
+    tiles_ahead,
+)
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import own_backward
 from cutex.ops.attention.call import AttentionCall
@@ -252,6 +258,33 @@ def test_of_the_last_heads_the_longest_tiles_come_first(sizes):
     up = list(range(num_n_blocks))
     assert all(blocks == (up if key[2] else up[::-1]) for key, blocks in taken.items())
     assert next(reversed(taken))[2] and len(taken) == heads_kv * batch
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "heads_kv", "batch", "rows_q", "keys"),
+    [(132, 16, 2, 8192, 64), (132, 1, 1, 700, 9), (5, 3, 1, 65, 7), (114, 40, 3, 5, 12)],
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_key_blocks_that_begin_at_queries_of_their_own_add_when_their_turn_comes(
+    dim, num_sms, heads_kv, batch, rows_q, keys
+):
+    config = BackwardConfig(head_dim=dim, head_dim_v=dim, deterministic=True, num_ctas=num_sms)
+    config = replace(fitted(config), rotated=True)
+    assert config.why_not() is None and not config.descending
+    assert "rotated=True" in replace(config, causal=True).why_not()
+    sizes = Sizes(heads_kv, 1, rows_q, 0, keys, batch)
+    rotation, order = Rotation.of(config, sizes), tile_order(config, sizes)
+    if rotation.group > 1:  # else some would wait for ever
+        assert rotation.group * order.groups()[0] <= num_sms
+    begun = {}  # when each key block comes to each block of queries, in steps
+    for n in range(keys):
+        blocks = [rotation.block(n, step) for step in range(rotation.blocks)]
+        assert sorted(blocks) == list(range(rotation.blocks))
+        assert blocks[0] == rotation.start(n)
+        begun |= {(n, m): (n // rotation.group, step) for step, m in enumerate(blocks)}
+    for m in range(rotation.blocks):
+        in_time = sorted(range(keys), key=lambda n: begun[n, m])
+        assert [rotation.turn(n, m) for n in in_time] == list(range(keys))
 
 
 @pytest.mark.parametrize("num_sms", [78, 114])

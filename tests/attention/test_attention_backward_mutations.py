@@ -24,7 +24,7 @@ from cutex.kernels.attention.backward.sm90.keys import WideKeys
 from cutex.kernels.attention.backward.sm90.queries import AllGradients, QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
 from cutex.kernels.attention.backward.sm90.shared import Handover, SumsQueue, Zeros
-from cutex.kernels.attention.backward.tiles import turn_of
+from cutex.kernels.attention.backward.tiles import Rotation, turn_of
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
 from cutex.schedulers.counter import Counter
@@ -47,7 +47,9 @@ OWN_CASE = AttentionCase(
 )
 # the same where adds come in one order, by warps of their own
 IN_ORDER = replace(fitted(BackwardConfig(causal=True, deterministic=True)), num_ctas=1)
-# the same of 128 queries a block
+# the same where all queries are seen, from queries of its own on
+ROTATED = replace(fitted(BackwardConfig(deterministic=True)), num_ctas=4)
+# of 128 queries a block
 OWN_64 = replace(fitted(BackwardConfig(head_dim=64, head_dim_v=64, causal=True)), num_ctas=1)
 IN_ORDER_64 = replace(OWN_64, deterministic=True, late_zeros=False)
 # the sums of the last of these heads are zeroed by main, by one CTA or two
@@ -140,6 +142,26 @@ def test_heads_that_are_taken_the_other_way_around_are_right(config):
     dims = {"head_dim": config.head_dim, "head_dim_v": config.head_dim}
     case = replace(OWN_CASE, seqlen_q=300, seqlen_k=270, batch=2, heads_q=4, heads_kv=2, **dims)
     assert config.flips and wrong(replace(config, num_ctas=2), case=case) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ctas", [2, 3, 4])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_that_begin_at_queries_of_their_own_are_right(dim, ctas):
+    """Some of five tiles of keys begin at one time."""
+    config = fitted(BackwardConfig(head_dim=dim, head_dim_v=dim, deterministic=True))
+    config = replace(config, rotated=True)
+    case = replace(OWN_CASE, causal=False, seqlen_q=520, seqlen_k=600, heads_q=2)
+    case = replace(case, head_dim=dim, head_dim_v=dim)
+    assert wrong(replace(config, num_ctas=ctas), ORDERS, case) is None
+
+
+@pytest.mark.slow
+def test_a_turn_that_is_counted_from_another_start_is_found(monkeypatch):
+    monkeypatch.setattr(Rotation, "turn", lambda self, n_block, m_block: n_block + 1)
+    case = replace(OWN_CASE, causal=False, seqlen_q=520, seqlen_k=600)
+    message = wrong(ROTATED, orders=({},), case=case)
+    assert message is not None and ("deadlock" in message or "never" in message), message
 
 
 @pytest.mark.slow

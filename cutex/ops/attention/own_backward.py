@@ -7,6 +7,7 @@ rounded up to a tile, and two numbers a row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cutex.kernels.attention.backward.choose import CONFIGS, Config, fitted
+from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.tail import Tail, spare_sums
 from cutex.ops.attention import torch_backward
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
@@ -37,6 +39,7 @@ from cutex.problem.stage import package
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
+FEW = 8  # tiles of keys a CTA, up to which `rotated` pays at head dim 64, too
 UNTIMED = ("sm_100a", "sm_103a")  # whose kernels have run in the simulator only
 
 
@@ -158,7 +161,7 @@ def config_for(call: AttentionCall, dlse: bool) -> Config:
     target = arch_of(call.q.device)
     # NOTE: CTAs wait for each other, so no more may be launched than run at one time
     num_sms, _ = resources(call.q.device, target)
-    return fitted(
+    found = fitted(
         CONFIGS[target](
             num_ctas=num_sms,
             head_dim=head_dim,
@@ -175,6 +178,10 @@ def config_for(call: AttentionCall, dlse: bool) -> Config:
         ),
         DTYPES[call.q.dtype],
     )
+    tiles = -(-call.k.shape[-3] // found.tile_n) * call.batch * call.heads[1]
+    if isinstance(found, BackwardConfig) and found.may_rotate and tiles <= FEW * num_sms:
+        return replace(found, rotated=True)
+    return found
 
 
 def takes(x: Tensor, one_list: bool) -> bool:

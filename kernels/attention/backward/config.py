@@ -38,6 +38,7 @@ class BackwardConfig(BackwardSpec):
     dq_last: bool = False  # of own_dq: a turn is dK, dV, dQ, not dV, dQ, dK
     late_zeros: bool = False  # sums of dQ are zeroed by main, shortly before they are added to
     spread: bool = False  # the last tiles of keys are cut along their queries, for all CTAs
+    rotated: bool = False  # tiles of a head that begin together are spread over all queries
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
     dp_start: int = 2  # dP^T is started behind (0) S^T, (1) dV, (2) dK of the block before
@@ -123,7 +124,13 @@ class BackwardConfig(BackwardSpec):
     def descending(self) -> bool:
         """Whether blocks of queries are taken from the last to the first: where adds come in one
         order, and the mask leaves out no early queries."""
-        return self.adding_warps > 0 and not self.last_first
+        return self.adding_warps > 0 and not self.last_first and not self.rotated
+
+    @property
+    def may_rotate(self) -> bool:
+        """Whether adds come in one order, and all queries of sequences of one length see all
+        keys."""
+        return self.adding_warps > 0 and not (self.causal or self.ragged)
 
     @property
     def turns(self) -> int:
@@ -213,6 +220,8 @@ class BackwardConfig(BackwardSpec):
             return "alternate=True: two warpgroups that own 64 keys each"
         if self.dq_last and not self.own_dq:
             return "dq_last=True: the last of the products of own_dq"
+        if self.rotated and not self.may_rotate:
+            return "rotated=True: for adds in one order, all queries of one length seeing all keys"
         if self.late_zeros and not self.own_dq:
             return "late_zeros=True: for own_dq, which leaves a warp for them"
         if self.spread and (

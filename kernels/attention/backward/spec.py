@@ -57,6 +57,12 @@ class BackwardSpec(ScoreSpec):
         return False
 
     @property
+    def rotated(self) -> bool:
+        """Whether CTAs whose key blocks add to the same tiles of dQ in turn begin at queries of
+        their own, spread evenly, and end with those before: so that all may begin at one time."""
+        return False
+
+    @property
     def reversed(self) -> bool:
         """Whether key blocks are counted from the last: the order's longest rows are its last, and
         the first keys are to go first."""

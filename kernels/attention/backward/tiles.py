@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Boolean, Int32, cute
 
-from cutex.device.attention.block_info import BlockInfo, ceil_div, larger
+from cutex.device.attention.block_info import BlockInfo, ceil_div, larger, smaller
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.row_source import END
 from cutex.device.work_tile import WorkTile
@@ -18,6 +18,8 @@ from cutex.kernels.attention.order import AttentionOrder, Wave
 from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.order import select
 from cutex.schedulers.ranked import Ranked, RankedTile
+
+APART = 4  # blocks of queries that take longer than an add until its turn is passed on
 
 
 class Sizes(NamedTuple):
@@ -41,6 +43,13 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
     if config.longest_last:
         waves = larger(waves // sizes.heads_per_kv, 1)
     units = (waves + count - 1) // count
+    wave = Wave(1, units) if config.late_zeros else Wave(units, 2 * units)
+    if config.rotated:
+        # NOTE: no more CTAs wait for each other than run at one time
+        group = Rotation.of(config, sizes).group
+        wave = Wave(
+            select(group > 1, config.num_ctas // group, units), select(group > 1, 1, 2 * units)
+        )
     return AttentionOrder(
         num_m_blocks=count,
         heads=sizes.heads_kv,
@@ -49,8 +58,53 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
         rows_k=1,
         heads_per_kv=1,
         l2_rows=END,  # groups are as large as a wave
-        wave=Wave(1, units) if config.late_zeros else Wave(units, 2 * units),
+        wave=wave,
     )
+
+
+class Rotation(NamedTuple):
+    """Where tiles of keys begin that add to the same tiles of dQ in turn, if all queries see them.
+
+    A group of neighbouring key blocks of a head begins at one time, its members at blocks of
+    queries that are equally far apart, and each goes around. So a tile of dQ is added to by the
+    member that begins there, then by the one that begins before it, and so on; then by the next
+    group. An add has landed when the next one is due, so that nobody waits, at the start either: if
+    all began at the same queries, the last of 26 CTAs would wait for 25 adds.
+
+    Plain operators only: Python ints run it, and the same code traces in the DSL.
+    """
+
+    blocks: Any  # of queries
+    keys: Any  # blocks of keys of a head
+    group: Any  # of these, whose members begin at one time; no more than `blocks`
+
+    @staticmethod
+    def of(config: BackwardSpec, sizes: Sizes) -> Rotation:
+        """A group is as large as leaves its members APART, or as keeps all CTAs busy."""
+        blocks, keys = ceil_div(sizes.rows_q, config.tile_m), sizes.num_n_blocks
+        busy = config.num_ctas // (sizes.heads_kv * sizes.batch)
+        most = smaller(larger(blocks // APART, busy), smaller(blocks, config.num_ctas))
+        most = larger(most, 1)
+        groups = (keys + most - 1) // most
+        return Rotation(blocks, keys, (keys + groups - 1) // groups)
+
+    def start(self, n_block: Any) -> Any:
+        """The block of queries at which a key block begins."""
+        return n_block % self.group * self.blocks // self.group
+
+    def block(self, n_block: Any, step: Any) -> Any:
+        """The block of queries that a key block takes in a step."""
+        block = self.start(n_block) + step
+        return select(block < self.blocks, block, block - self.blocks)
+
+    def turn(self, n_block: Any, m_block: Any) -> Any:
+        """How many key blocks add to a block of queries before `n_block`."""
+        first = n_block // self.group * self.group
+        members = smaller(self.keys - first, self.group)
+        # NOTE: the last member that begins there or before
+        begins = ((m_block + 1) * self.group - 1) // self.blocks
+        behind = smaller(begins, members - 1) - (n_block - first)
+        return first + select(behind < 0, behind + members, behind)
 
 
 def tail_of(config: BackwardSpec, sizes: Sizes) -> Tail:
@@ -109,6 +163,7 @@ class Tile:
     seq_q: SeqlenInfo
     seq_k: SeqlenInfo
     flipped: Any = False  # of the last group of heads, where these are taken the other way around
+    rotation: Any = None  # a Rotation, where the queries are taken so
 
     def has_keys(self, config: BackwardSpec) -> Boolean:
         """Whether the sequence has keys of this CTA, or of its pair."""
@@ -133,11 +188,14 @@ def tile_of(config: BackwardSpec, index: Int32, args: KernelArgs, sizes: Sizes) 
     n_block = n_block * ctas + index % ctas
     batch = work.batch
     seq_q, seq_k = queries(args, sizes.rows_q).of(batch), keys(args, sizes.rows_k).of(batch)
-    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped)
+    rotation = Rotation.of(config, sizes) if config.rotated else None
+    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped, rotation)
 
 
 def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -> Int32:
     """How many key blocks, or pairs of them, add to a block of queries before the CTA's."""
+    if config.rotated:
+        return tile.rotation.turn(tile.n_block, m_block)
     ctas = config.key_ctas
     info = info._replace(tile_n=ctas * info.tile_n)
     blocks = info.n_blocks(m_block, tile.seq_q.length, tile.seq_k.length)

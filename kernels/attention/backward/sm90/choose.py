@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.config import TILE, BackwardConfig
 
 _BY_64 = {"dq_columns": 64, "dq_slots": 1}
 _WIDE = {"tile_n": 64, **_BY_64}
@@ -48,5 +48,8 @@ def fitted(config: BackwardConfig) -> BackwardConfig:
         tiles |= {"late_zeros": "own_dq" in tiles and late}
         equal = plain and not (c.deterministic or any(c.window))
         tiles |= {"spread": "own_dq" in tiles and equal}
+        c = replace(c, **tiles)
+        # NOTE: of 128 queries a block it pays where there are few tiles (ops, own_backward.py)
+        tiles |= {"rotated": c.may_rotate and c.tile_m == TILE}
     # NOTE: with a soft cap its derivative takes the registers that the overlap needs
     return replace(config, **tiles, overlap=config.wide or not config.softcap)

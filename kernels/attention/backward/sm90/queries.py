@@ -231,8 +231,9 @@ class AllGradients(KeyGradients):
     Where adds come in one order, and the mask leaves out early queries, the last keys add first,
     and are taken first: those that begin together begin at queries of their own, two blocks apart,
     so that each adds behind the one before without a wait. The last group of heads is taken the
-    other way around, so that the shortest tiles end last. Where the mask leaves out none, blocks of
-    queries are taken from the last to the first.
+    other way around, so that the shortest tiles end last. Where the mask leaves out none, those
+    of a head that begin together are spread over all queries (tiles.Rotation); of sequences of
+    several lengths, and with a window, blocks of queries are taken from the last to the first.
     """
 
     queries: QueryGradients  # whose product and adds are this role's

@@ -198,6 +198,8 @@ class Shared:
         """The block of queries that is taken first."""
         if self.flips:
             return select(self.tile.flipped, blocks.end - 1, blocks.first)
+        if self.tile.rotation is not None:
+            return self.tile.rotation.start(self.tile.n_block)
         return blocks.end - 1 if self.descending else blocks.first
 
     @cute.jit
@@ -290,6 +292,8 @@ class Load:
         m_block = blocks.first + number - turn * count
         if cutlass.const_expr(s.descending):
             m_block = blocks.end - 1 - number + turn * count
+        elif cutlass.const_expr(s.tile.rotation is not None):
+            m_block = s.tile.rotation.block(s.tile.n_block, number - turn * count)
         elif cutlass.const_expr(s.flips):
             m_block = select(s.tile.flipped, blocks.first + blocks.end - 1 - m_block, m_block)
         of = (s.first_head() + turn, s.tile.batch, s.tile.seq_q)
