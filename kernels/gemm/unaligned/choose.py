@@ -37,6 +37,9 @@ FIXED_US, TILE_CLOCKS = 2.6, 553
 STREAM_CLOCKS, STREAM_BYTES = 1743, 64  # of sums through memory, and bytes of them in a clock
 PARTIAL_CLOCKS = 436  # of one CTA's sums, beside their bytes: they are added one after the other
 SPLIT_BYTES = 38  # of sums within a cluster, in a clock
+# time of tiles whose K a cluster shares, of so many columns or more, relative to the model's: TMA
+# loads 64 bytes of a row of B as slowly as 128 (docs/facts/gemm.md#unaligned-splits)
+SPLIT_TIMES = {96: 0.88, 48: 1.0, 8: 1.25}
 DEEPEST, MOST = 12, 16  # slots, and as many where a split's sums take the room
 
 
@@ -96,7 +99,10 @@ def predict(tiles: UnalignedConfig, problem: GemmProblem, arch: Arch) -> float:
         clocks += rounds * c.partial_bytes / SPLIT_BYTES
     memory = problem.bytes / (0.88 * arch.hbm_gbs * 1e3)
     busy = clocks / (CLOCK * arch.clock_hz / 1e6)
-    return FIXED_US + (busy**POWER + memory**POWER) ** (1 / POWER)
+    us = FIXED_US + (busy**POWER + memory**POWER) ** (1 / POWER)
+    if c.split_k == 1:
+        return us
+    return us * next(time for least, time in SPLIT_TIMES.items() if c.tile_n >= least)
 
 
 def k_tile_clocks(c: UnalignedConfig) -> float:
