@@ -6,11 +6,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-from cutex.device.row import bulk, packed, reduction, relayed, vector_words, words
+from cutex.device.row import bulk, packed, reduction, relayed, tickets, vector_words, words
 from cutex.kernels.row import (
     moments,
     norm_backward_bulk,
     norm_bulk,
+    norm_by_tickets,
     norm_by_words,
     norm_resident,
     softmax,
@@ -98,6 +99,36 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
             "norm = self.norm(mX, order.chunk(0)",
         ),
         "rows of one half alone": ("self.even * 2 - 1, Int32(0)", "self.even * 2, Int32(0)"),
+    },
+    (tickets, "tickets"): {
+        "a chunk left out": ("return ticket + self.given", "return ticket + self.given + 1"),
+        "the count is not left zeroed": (
+            "(ticket == self.left + self.members - 1)",
+            "(ticket == self.left + self.members)",
+        ),
+    },
+    (tickets, "tickets, clusters"): {
+        "the first of another": ("self.own + turn * self.members", "self.own + turn"),
+        "not heard before it is told": ("self.told.wait(index // TOLD % 2, slot)", "pass"),
+        "told to the first CTA alone": ("self.told[slot], lane)", "self.told[slot], 0)"),
+        "two numbers on their way": ("TOLD = 8", "TOLD = 2"),
+        "a number of eight bytes": ("arrive_expecting(4, slot)", "arrive_expecting(8, slot)"),
+    },
+    (norm_by_tickets, "tickets"): {
+        "the chunk of another slot": (
+            "places.of_slots, turn % self.config.stages",
+            "places.of_slots, (turn + 1) % self.config.stages",
+        ),
+        "an end that nobody hears of": ("ring.full.arrive(slot)", "pass"),
+        "a slot taken before its rows have left": (
+            "wait_group(1, read=True)",
+            "wait_group(2, read=True)",
+        ),
+    },
+    (norm_by_tickets, "tickets, clusters"): {
+        "all CTAs draw": ("return self.rank() == 0 if", "return self.rank() >= 0 if"),
+        "ended while others signal": ("sync_cluster()  # nobody", "pass  # nobody"),
+        "told a turn late": ("places.hear(turn - 1)", "places.hear(turn)"),
     },
     (words, "relayed"): {
         "elements of neighbours counted": (

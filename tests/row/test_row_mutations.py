@@ -20,9 +20,17 @@ from row_mutants import FAULTS
 
 from cutex.compile import compile
 from cutex.device.row.tile import RowTile
-from cutex.kernels.row import choose, norm_backward_bulk, norm_bulk, norm_resident, softmax_bulk
+from cutex.kernels.row import (
+    choose,
+    norm_backward_bulk,
+    norm_bulk,
+    norm_by_tickets,
+    norm_resident,
+    softmax_bulk,
+)
 from cutex.kernels.row.norm_backward_bulk import BackwardBulkConfig
 from cutex.kernels.row.norm_bulk import BulkConfig
+from cutex.kernels.row.norm_by_tickets import TicketsConfig
 from cutex.kernels.row.norm_resident import ResidentConfig
 from cutex.kernels.row.softmax_bulk import RowsBulkConfig
 from cutex.sim import simulate
@@ -59,6 +67,26 @@ def norm(tile: RowTile, n: int, ahead: int = 0, vectors: bool = False, halves: b
         groups = GROUPS + halves  # so that one has rows of both halves
         assert not simulate(kernel, x, y, w, b, EPS, groups).findings
         near(y, F.layer_norm(x.double(), (n,), w.double(), b.double(), EPS), torch.bfloat16, 8)
+
+    return run
+
+
+def by_tickets(tile: RowTile, n: int, ahead: int = 0, vectors: bool = False):
+    """A layer norm by bulk copies whose CTAs draw tickets, twice: the first leaves the count."""
+    config = TicketsConfig(
+        tile, True, weight="bf16", bias="bf16", stages=2 + ahead, ahead=ahead,
+        **by_words(n, tile, vectors),
+    )  # fmt: skip
+
+    def run() -> None:
+        kernel = compile(norm_by_tickets.NormByTickets(config), "bf16", "sm_90a", cache=False)
+        (x,), (w, b) = inputs(n, 0), rows("cpu", (2, n), torch.bfloat16, seed=1)
+        want = F.layer_norm(x.double(), (n,), w.double(), b.double(), EPS)
+        drawn = torch.zeros(2, dtype=torch.int32)
+        for _ in range(2):
+            y = torch.full_like(x, torch.nan)
+            assert not simulate(kernel, x, y, w, b, drawn, EPS, GROUPS).findings
+            near(y, want, torch.bfloat16, 8)
 
     return run
 
@@ -126,6 +154,9 @@ CASES: dict[str, Callable[[], None]] = {
     "relayed, vectors": norm(FOUR, 3960, ahead=1, vectors=True),
     "halves": norm(TWO, 787, ahead=2, halves=True),
     "vectors": norm(ONE, 744, vectors=True),
+    "tickets": by_tickets(ONE, 744, vectors=True),
+    "tickets, odd": by_tickets(ONE, 777),
+    "tickets, clusters": by_tickets(FOUR, 3960, ahead=1, vectors=True),
     "resident": resident(RowTile(1, 64, 2, 2, 8), 1800),
     "gradient": gradient(TWO, 787),
     "gradient, vectors": gradient(FOUR, 3960, vectors=True),
