@@ -124,7 +124,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _remember(options: Hashable, tensors: list[Tensor], of: BlockScaledProduct) -> None:
-    """Keep a plan for such calls, if what their kernel takes are views of what they are given."""
+    """Keep a plan for such calls, if their kernel's arguments are views of the call's."""
     _check_arch(of)
     outputs, device = of.outputs(), of.a.device
     if not outputs[0].numel():
@@ -156,7 +156,7 @@ def of_quantized(
     activation: str | None,
     output_dtype: Any,
 ) -> list[Tensor]:
-    """The same of two QuantizedTensors, (M, K) and (N, K)."""
+    """block_scaled for two QuantizedTensors, (M, K) and (N, K)."""
     found = []
     for name, q in (("a", a), ("b", b)):
         swizzle = "SWIZZLE_32_4_4" if q.swizzled else "NO_SWIZZLE"
@@ -258,7 +258,7 @@ def _own(operand: BlockScaledOperand, vector: int) -> Tensor | None:
 
 
 def _stand_in(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of fp8 of this shape, for the checks of what beside a and b is given."""
+    """An fp8 tensor of this shape, for checking the arguments beside a and b."""
     return torch.empty((), dtype=torch.float8_e4m3fn, device=x.device).expand(shape)
 
 
@@ -314,7 +314,7 @@ class BlockScaledProduct(NamedTuple):
 
 
 def _finished(outputs: list[Tensor], quantized: str | None) -> list[Tensor]:
-    """`outputs`, bytes of two elements of 4 bits as what they are."""
+    """`outputs`, with bytes of two 4-bit elements viewed as their dtype."""
     if quantized is None or format_named(quantized).element != "e2m1":
         return outputs
     return [outputs[0].view(torch.float4_e2m1fn_x2), *outputs[1:]]
@@ -343,7 +343,7 @@ def _check_arch(of: BlockScaledProduct) -> None:
 def _launch_of(
     of: BlockScaledProduct, outputs: list[Tensor]
 ) -> tuple[Callable[..., None], list[Tensor]]:
-    """The launch of a product that writes `outputs`, and its arguments."""
+    """The launch of a product into `outputs`, and its arguments."""
     from cutex.kernels.gemm.layouts import OperandLayout
     from cutex.kernels.gemm.scaled.sm100.signature import SWIZZLED
 
@@ -391,9 +391,10 @@ def _name(x: Tensor) -> str:
 
 
 def _placed(x: Tensor, wide: bool) -> tuple[Tensor, bool]:
-    """x (.., rows, K) as TMA can step through it, copied if it cannot, and whether K is contiguous.
+    """x (.., rows, K) so that TMA can step through it, copied if necessary, and whether K is
+    contiguous.
 
-    `wide`: elements of 4 bits that are loaded into a byte each, which takes units of 32 bytes.
+    `wide`: 4-bit elements that are loaded into a byte each, which requires units of 32 bytes.
     """
     if wide:
         steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
@@ -407,7 +408,7 @@ def _placed(x: Tensor, wide: bool) -> tuple[Tensor, bool]:
 
 
 def _without_padding(factors: Tensor, k: int, vector: int, names: tuple[str, ...]) -> Tensor:
-    """The factors with zeros for those beyond K that an MMA of fp4 takes with the last ones."""
+    """The factors with zeros past K, where an fp4 MMA reads beyond the last ones."""
     if factors.data_ptr() % ALIGN:
         factors = factors.clone()
     if names != ("e2m1", "e2m1") or k % INST_K == 0:

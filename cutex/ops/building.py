@@ -54,8 +54,8 @@ class Job(NamedTuple):
 
 @dataclass(eq=False)
 class Builder:
-    """The caller's side of one process: a job goes in, a line of JSON comes out, null or why the
-    kernel did not compile; and one line before, when the compiler is imported."""
+    """The caller's side of one worker process: it takes a job and answers one line of JSON, null or
+    why the kernel did not compile; and one line earlier, once the compiler is imported."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]  # what it prints elsewhere
@@ -127,14 +127,14 @@ class _Batch:
                     self.waiting.popleft()
 
     def hear(self, builder: Builder, line: str) -> None:
-        """Take in what the process says. Before it is ready, other modules may print."""
+        """Process a worker's line. Before it is ready, other modules may print."""
         if not builder.ready:
             builder.ready = line == worker.READY
         else:
             self.end(builder, json.loads(line))
 
     def end(self, builder: Builder, failure: str | None) -> None:
-        """Note how the process's job went; jobs of earlier batches are nobody's."""
+        """Record the result of the worker's job; results of earlier batches are dropped."""
         if builder.job is None:
             return
         (batch, number), builder.job = builder.job, None
@@ -143,7 +143,7 @@ class _Batch:
             self.note(number, failure)
 
     def note(self, number: int, failure: str | None) -> None:
-        """Note how a job of this batch went."""
+        """Record the result of a job of this batch."""
         self.done[number] = failure is None
         self.ended()
         if failure is not None and failure not in _told:
@@ -151,7 +151,7 @@ class _Batch:
             warnings.warn(f"a kernel was not built ahead: {failure}", stacklevel=5)
 
     def compile_ours(self, until: float | None) -> None:
-        """Compile here what the processes cannot, until a time of the monotonic clock."""
+        """Compile here what the workers cannot, until a deadline (time.monotonic())."""
         for number in self.ours:
             if until is not None and time.monotonic() >= until:
                 return

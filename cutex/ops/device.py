@@ -105,8 +105,8 @@ def _kinds(archs: Mapping[str, Arch]) -> str:
 
 
 def other_sms(arch_name: str) -> int:
-    """How many SMs this process's GPU has, if it is of the arch and has not as many as its facts
-    say, as an H100 PCIe, an H20 or a part of a GPU; else 0."""
+    """The number of SMs of this process's GPU, if it is of the arch but has not as many as the
+    arch's facts say (an H100 PCIe, an H20, a MIG slice); otherwise 0."""
     if simulated_arch() is not None or (here := local_arch()) is None or here.name != arch_name:
         return 0
     found = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -114,8 +114,8 @@ def other_sms(arch_name: str) -> int:
 
 
 def other_board(arch_name: str) -> str:
-    """The name in BOARDS of this process's GPU, if it is of the arch and on another board than its
-    facts are of; else ""."""
+    """The name in BOARDS of this process's GPU, if it is of the arch but on another board than the
+    arch's facts; otherwise ""."""
     if simulated_arch() is not None or (here := local_arch()) is None or here.name != arch_name:
         return ""
     return board_named(torch.cuda.get_device_name())
@@ -143,8 +143,8 @@ def on_device(device: torch.device, launch: Callable[..., None]) -> Callable[...
 
 
 def allocating(function: Callable[..., None], out: torch.Tensor, place: int) -> Callable[..., Any]:
-    """`function`, which takes a tensor like `out` as its argument number `place` and writes it, as
-    a function of the others that returns it."""
+    """`function`, which takes a tensor like `out` as argument number `place` and writes it, as a
+    function of the other arguments that returns it."""
     function, empty = on_device(out.device, function), empty_of(out.device, SEVERAL_GPUS)
     shape, strides, dtype = tuple(out.shape), out.stride(), out.dtype
 

@@ -58,7 +58,7 @@ def of_quantized(
     activation: str | None,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """The same of two QuantizedTensors, (M, K) and (N, K)."""
+    """`product` of two QuantizedTensors, (M, K) and (N, K)."""
     (x, scale_a, kind_a), (w, scale_b, kind_b) = unpacked("a", a, None), unpacked("b", b, None)
     kinds = kind_a, kind_b
     if kinds not in RECIPES:
@@ -71,13 +71,12 @@ def of_quantized(
 
 
 def of_matrix(scale_b: Tensor, k: int, kinds: tuple[str, str]) -> Tensor:
-    """The factors of b as `product` takes them: (N / 128, K / 128) of those of 128x128."""
+    """The factors of b in `product`'s form: (N / 128, K / 128) for blocks of 128x128."""
     return scale_b[..., : -(-k // BLOCK), :].mT if kinds[1] == "BlockWise128x128" else scale_b
 
 
 def of_rows(scale_a: Tensor, a: Tensor, kinds: tuple[str, str]) -> Tensor:
-    """The factors (.., M, K / 128) of a's rows, which 128 of them share where they are of
-    128x128."""
+    """The factors (.., M, K / 128) of a's rows; with blocks of 128x128, 128 rows share one."""
     if kinds[0] != "BlockWise128x128":
         return scale_a
     *_, m, k = a.shape
@@ -88,7 +87,8 @@ def of_rows(scale_a: Tensor, a: Tensor, kinds: tuple[str, str]) -> Tensor:
 
 
 def unpacked(name: str, q: Any, scale: Any) -> tuple[Tensor, Tensor, str]:
-    """The elements of a QuantizedTensor, b's turned (K, N), their factors and these's kind."""
+    """The elements of a QuantizedTensor, b's transposed to (K, N), their factors, and the factors'
+    kind."""
     if scale is not None:
         raise ValueError(f"scale_{name} is given, but {name} is quantized and has its own")
     if q.format not in KIND_OF_FORMAT:
@@ -227,7 +227,7 @@ def key_of(
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
-    """What a launch depends on beside a tensor's values."""
+    """What a launch depends on of a tensor, besides its values."""
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device
 
 

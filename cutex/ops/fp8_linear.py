@@ -71,7 +71,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class LinearRecipe(NamedTuple):
-    """How an arch computes the layer: formats, and products by recipes of scaled_mm."""
+    """How an arch computes the layer: formats, and products by scaled_mm's recipes."""
 
     activations: str
     weights: str
@@ -92,7 +92,7 @@ def _recipe(x: Tensor) -> LinearRecipe:
 
 
 class _Linear(torch.autograd.Function):
-    """The three products; what backward needs of x and weight is kept quantized, transposed."""
+    """The three products; backward keeps what it needs of x and weight quantized and transposed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -125,17 +125,17 @@ class _Linear(torch.autograd.Function):
 
 
 def _kept(kept: list[Tensor], format: str) -> QuantizedTensor:
-    """The next quantized matrix of those that were kept."""
+    """The next of the quantized matrices that were kept."""
     return QuantizedTensor(kept.pop(0), kept.pop(0), format, format_named(format).swizzled)
 
 
 def _both(
     x: Tensor, format: str, how: LinearRecipe, turned: bool, rows: bool = True
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """x quantized along its rows, and x transposed along its, as far as asked for.
+    """x quantized along its rows, and its transpose along its own, as far as they are needed.
 
-    NOTE: rows of x transposed are a multiple of a unit, with zeros behind what x has. Swizzled
-    factors of rows that are zeros lie in a tile of 128 rows that is there anyway.
+    NOTE: rows of the transpose are multiples of a unit, padded with zeros. Swizzled factors of zero
+    rows are in a tile of 128 rows that exists anyway.
     """
     if not turned:
         return (quantize(x, format, rounding=how.rounding) if rows else None), None

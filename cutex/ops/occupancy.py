@@ -17,12 +17,11 @@ PORTABLE = 8  # CTAs of a cluster that every GPU with clusters takes
 def clusters_at_once(
     compiled: Compiled, threads: int, ctas: int, device: torch.device
 ) -> int | None:
-    """The clusters of `ctas` CTAs of so many threads that a GPU runs at one time, of the first
-    function that a compiled kernel launches; None in the simulator, which has no GPU.
+    """The number of clusters of `ctas` CTAs with `threads` threads that a GPU runs at once, for the
+    first function that a compiled kernel launches; None in the simulator.
 
-    NOTE: not to be computed from the number of SMs: the parts of a GPU in which a cluster lies have
-    14 to 18 of them, differently on each card, and one cluster more than there is room for waits
-    until all others have ended.
+    NOTE: it cannot be computed from the number of SMs: GPCs have 14 to 18 SMs, differently on each
+    card, and one cluster more than fits waits until all others have ended.
     """
     if device.type != "cuda":
         return None

@@ -69,7 +69,7 @@ def _share(x: Layout, y: Layout, distance: int) -> bool:
 
 
 def has_sum(terms: list[Term], total: int) -> bool:
-    """Whether integers, each within its term's bounds, times the strides can add up to `total`."""
+    """Whether integers within their terms' bounds, times the strides, can add up to `total`."""
     merged: dict[int, tuple[int, int]] = {}
     for stride, low, high in terms:
         if low > high:
@@ -81,7 +81,7 @@ def has_sum(terms: list[Term], total: int) -> bool:
 
 
 def _has_sum(terms: list[Term], total: int) -> bool:
-    """The same of terms with different strides, the greatest first."""
+    """`has_sum` for terms with different strides, the greatest first."""
     if not terms:
         return total == 0
     if total % gcd(*(s for s, _, _ in terms)):
@@ -93,7 +93,7 @@ def _has_sum(terms: list[Term], total: int) -> bool:
 
 
 def _multiples(terms: list[Term], total: int) -> Iterator[int]:
-    """The multiples of the first stride that leave what the others can add up to."""
+    """The multiples of the first stride that leave a remainder the other terms can reach."""
     (stride, low, high), *rest = terms
     least, most = (sum(s * bounds[i] for s, *bounds in rest) for i in (0, 1))
     yield from range(
@@ -102,7 +102,7 @@ def _multiples(terms: list[Term], total: int) -> Iterator[int]:
 
 
 def _two_have_sum(terms: list[Term], total: int) -> bool:
-    """The same of one or two terms, whose strides' common divisor divides `total`."""
+    """`has_sum` for one or two terms, whose strides' common divisor divides `total`."""
     (s, low, high), (t, least, most) = terms[0], terms[1] if len(terms) > 1 else (0, 0, 0)
     if t == 0:
         return low <= total // s <= high

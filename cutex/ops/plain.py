@@ -47,8 +47,8 @@ def nobody_watches() -> bool:
 
 
 def is_watched_unseen() -> bool:
-    """Whether a mode is active that guards may not notice: transforms and tracers change the
-    dispatch keys that they compare, these need not. A default device counts here."""
+    """Whether a mode is active that guards may miss: transforms and tracers change the dispatch
+    keys that guards compare, these need not. A default device counts here."""
     return bool(_function_modes() or _dispatch_modes() or forward_ad._current_level >= 0)
 
 
@@ -76,7 +76,7 @@ def guard(tensors: Sequence[Tensor], growing: Collection[int] = ()) -> Callable[
 
 def empty_of(device: torch.device, several: bool) -> Callable[..., Tensor]:
     """A function of shape, strides and dtype that allocates on `device`, in half the time of
-    empty_strided; where there are `several` GPUs, if it is the current one."""
+    empty_strided; with `several` GPUs, only while it is the current one."""
     if device.type == "cpu":
         return _guards._empty_strided_cpu
     if not several:
@@ -96,12 +96,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """`function`, which runs as it is, with all that it calls, where a graph of torch.compile
-    breaks, as at a function of the user's; within a graph dynamo still traces it.
+    """`function`, run untraced with all that it calls where a torch.compile graph breaks, as at a
+    user's function; inside a graph dynamo still traces it.
 
-    NOTE: dynamo would trace plans, the compiler and the simulator, each function for itself.
-    torch.compiler.disable would import dynamo, which takes a second, and stay between. A torch
-    without this hook of its own only takes longer to break the graph.
+    NOTE: dynamo would trace plans, the compiler and the simulator, one function at a time.
+    torch.compiler.disable would import dynamo, which takes a second, and stay in between. On a
+    torch without this hook, graph breaks only take longer.
     """
     assert isinstance(function, FunctionType)
     if (set_strategy := getattr(_eval_frame, "set_code_exec_strategy", None)) is not None:

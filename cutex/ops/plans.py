@@ -1,8 +1,8 @@
 """The plans of an operator's calls: from options and sizes, and a guard of tensors, to a launch.
 
-Most calls of a program repeat one that was made before. A plan takes a call if its options are the
-same, by hash, and a guard of torch.compile finds its tensors alike; it is then launched without
-what the first call had to decide.
+Most calls of a program repeat an earlier one. A plan takes a call if its options are the same, by
+hash, and a guard of torch.compile finds its tensors alike; it is then launched without the
+decisions of the first call.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class CachedPlan(NamedTuple):
 
     @untraced
     def still(self) -> bool:
-        """Whether it is valid now, where it is not always."""
+        """Whether it is valid now, if it is not always."""
         with_gradients = self.wants_gradient and _grad_enabled()
         return with_gradients == self.differentiable and self.is_current()
 
 
 def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A guard of these tensors, some of which may be one tensor given again, as in matmul(a, a):
-    it takes others of which the same are one."""
+    """A guard of these tensors, which may include one tensor several times, as in matmul(a, a): it
+    accepts others that repeat in the same way."""
     ids = [id(x) for x in tensors]
     first = [ids.index(i) for i in ids]  # of each tensor, where it is given first
     apart = sorted(set(first))
@@ -66,8 +66,8 @@ def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 class PlanCache:
     """The plans of one operator, by the options and sizes of calls.
 
-    NOTE: options are found by hash, so that one that is a tensor, which checks refuse, is not taken
-    for the number that it holds; on a GPU that would wait for it.
+    NOTE: options are looked up by hash, so that a tensor given as an option, which checks refuse,
+    is not compared with the number it holds: on a GPU that would wait for it.
     """
 
     def __init__(self, most: int = 4096, most_alike: int = 16) -> None:
@@ -81,8 +81,9 @@ class PlanCache:
     @untraced
     def find(self, options: Hashable, *given: Tensor) -> CachedPlan | None:
         """The plan for these options that takes the tensors as they are: that of the latest call
-        with them, as where a model's layers are alike, or another remembered under `key_of`. None,
-        too, for what is no tensor, and where torch has more to do than to run it."""
+        with them, as when a model's layers are alike, or another remembered under `key_of`. None
+        also for arguments that are not tensors, and where torch has more to do than to run the
+        call."""
         try:
             known = self.latest.get(options)
             if (
@@ -105,7 +106,7 @@ class PlanCache:
 
     def launched(self, options: Hashable, *given: Tensor) -> Any:
         """The result of the plan for these options that takes the tensors, whose launch itself
-        refuses those that do not begin as they should; None if there is no plan, or it refuses."""
+        refuses misaligned ones; None without a plan, or if it refuses."""
         try:
             known = self.latest.get(options)
             if known is None or not known.takes(*given) or is_watched_unseen():
@@ -116,7 +117,7 @@ class PlanCache:
 
     @staticmethod
     def key_of(options: Hashable, *given: Tensor) -> Hashable:
-        """What a plan that `find` should find is remembered under."""
+        """The key under which `find` looks for a plan."""
         return options, given[0].shape, *[x.data_ptr() % ALIGN for x in given]
 
     def remember(
@@ -130,8 +131,8 @@ class PlanCache:
         below_autograd: bool = False,
     ) -> None:
         """Keep a plan for calls with this key whose tensors are like `tensors`, or those that it
-        `takes`; `functions` are the user's in it. A `differentiable` one is for calls of which a
-        gradient is wanted, another for all others; one of an operator's kernel `below_autograd` for
+        `takes`; `functions` are the user's in it. A `differentiable` plan serves calls that want
+        a gradient, another all others; a plan of an operator's kernel `below_autograd` serves
         both."""
         if len(self.known) >= self.most:
             self.forget()
@@ -155,7 +156,7 @@ class PlanCache:
 
 
 class Argument(NamedTuple):
-    """One argument of a launch as a view of one of the tensors that a call has."""
+    """One argument of a launch, as a view of one of the call's tensors."""
 
     source: int  # the number of that tensor
     dtype: torch.dtype | None  # that it is viewed in; None: its own
@@ -169,8 +170,8 @@ class Argument(NamedTuple):
 
 
 def arguments_of(passed: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Argument] | None:
-    """How the arguments `passed` of a launch are views of a call's `tensors`, which begin where
-    these do; None if one is a copy, or if it is not sure whose view it is."""
+    """How the arguments `passed` of a launch are views of a call's `tensors`, starting at the same
+    addresses; None if one is a copy, or if it is unclear whose view it is."""
     begins: dict[int, int] = {}
     for i, x in enumerate(tensors):
         known = begins.setdefault(x.data_ptr(), i)

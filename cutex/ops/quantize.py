@@ -123,9 +123,9 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 
 def check_quantized(name: str, q: QuantizedTensor) -> tuple[Format, int, int]:
-    """The format of a quantized matrix, its rows and K. Raises ValueError, with one sentence, where
-    elements, factors or the tensor's own factor have another dtype or shape than the format's, as
-    one made by hand may."""
+    """The format of a quantized matrix, its rows and K. Raises ValueError, in one sentence, if
+    elements, factors or the tensor's own factor do not have the format's dtype or shape, as in one
+    made by hand."""
     of, data, scale = format_named(q.format), q.data, q.scale
     packed = 2 if of.element == "e2m1" else 1
     dtypes = (torch.float4_e2m1fn_x2, torch.uint8) if packed > 1 else (of.dtype.torch,)
@@ -181,7 +181,7 @@ def _tensor_scale(x: Tensor, of: Format, given: Tensor | None) -> Tensor | None:
 def _results(
     shape: tuple[int, ...], of: Format, swizzled: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Elements and factors of rows (.., rows, K), not yet written."""
+    """Uninitialised elements and factors for rows (.., rows, K)."""
     *before, k = shape
     if of.element == "e2m1":
         bytes_ = torch.empty((*before, k // 2), dtype=torch.uint8, device=device)

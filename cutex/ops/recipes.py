@@ -15,7 +15,8 @@ _NAMES = {id(member): name for name, member in _MEMBERS}
 
 
 def names_of(*members: Any) -> tuple[Any, ...]:
-    """What a plan knows recipes and swizzles by: their names, of a list those of its entries."""
+    """The names that a plan identifies recipes and swizzles by; for a list, those of its
+    entries."""
     return tuple(
         [
             names_of(*x) if type(x) is list or type(x) is tuple else _NAMES.get(id(x), x)
@@ -25,7 +26,7 @@ def names_of(*members: Any) -> tuple[Any, ...]:
 
 
 def only(scale: Any) -> Any:
-    """The factors in a list of one, as torch takes them, too; else `scale`."""
+    """The factors in a list of one, which torch accepts, too; otherwise `scale`."""
     return scale[0] if (type(scale) is list or type(scale) is tuple) and len(scale) == 1 else scale
 
 

@@ -39,8 +39,9 @@ def _attribute(x: Any, name: str, default: Any = None) -> Any:
 
 
 def quantized(name: str, x: Any) -> Any:
-    """x, an a (M, K) or a b (K, N) whose blocks are along K, as a QuantizedTensor (M, K) or (N, K);
-    nothing is copied but plain scale factors of a transposed b. ValueError for another."""
+    """x, an a (M, K) or a b (K, N) with blocks along K, as a QuantizedTensor (M, K) or (N, K).
+    Nothing is copied except plain scale factors of a transposed b. ValueError for any other
+    tensor."""
     from cutex.ops.quantize import QuantizedTensor
 
     data, scale = x.qdata, _scale_of(x)
@@ -84,5 +85,5 @@ def quantized(name: str, x: Any) -> Any:
 
 
 def both(a: Any, b: Any) -> tuple[Any, Any]:
-    """a and b, of which torchao's tensors are as QuantizedTensors."""
+    """a and b, with torchao's tensors as QuantizedTensors."""
     return (quantized("a", a) if is_torchao(a) else a), (quantized("b", b) if is_torchao(b) else b)

@@ -34,9 +34,9 @@ def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Any, Any]]:
-    """A function that returns `buffers(needs, device)` for a kernel's launcher, in less time: it
-    looks the device up only once, and outside captures returns tensors of tvm_ffi, each of which a
-    launcher takes in a tenth of the time that one of torch wants."""
+    """A function that returns `buffers(needs, device)` for a kernel's launcher, faster: it looks
+    the device up only once, and outside captures returns tvm_ffi tensors, which a launcher takes in
+    a tenth of the time of torch's."""
     if device.type != "cuda":
         return lambda: buffers(needs, device)
     from tvm_ffi import from_dlpack
@@ -97,8 +97,8 @@ def flags(device: torch.device, count: int) -> Tensor:
 
 
 def forget_flags(device: torch.device) -> None:
-    """Have the next launches on `device` get zeroed words again: one that has failed, as a
-    simulated one may, leaves some that are not."""
+    """Make the next launches on `device` get newly zeroed words: a failed launch, as a simulated
+    one may be, leaves words that are not zero."""
     for key in [key for key in _flags if key[0] == index_of(device)]:
         del _flags[key]
     _together.clear()
@@ -142,10 +142,10 @@ def index_of(device: torch.device) -> int:
 
 
 def allocated_apart(allocate: Callable[[], Made], device: torch.device) -> Made:
-    """What `allocate` returns, on the current stream, for longer than a call.
+    """The result of `allocate` on the current stream, for longer than a call.
 
-    NOTE: in a thread of its own: while torch.compile warms up its trees of CUDA graphs, all that
-    this thread allocates is taken for theirs, and must not outlive the call.
+    NOTE: in its own thread: while torch.compile warms up its CUDA graph trees, everything that this
+    thread allocates belongs to them, and must not outlive the call.
     """
     if device.type != "cuda":
         return allocate()

@@ -84,7 +84,8 @@ class AttentionOrder:
         return WorkTile(m, head=unit % self.heads, batch=unit // self.heads)
 
     def groups(self) -> tuple[Any, Any]:
-        """The units of a group, and the number of the last group, which may have fewer or more."""
+        """The number of units in a group, and the number of the last group, which may have fewer or
+        more."""
         group = larger(self.l2_rows // larger(self.rows_k, 1), 1) * self.heads_per_kv
         group = smaller(group, self.units)
         if self.wave is None:

@@ -1,4 +1,4 @@
-"""What an attention kernel computes, apart from how: the same on every arch.
+"""What an attention kernel computes, independent of how and of the arch.
 
 Imports neither torch nor the DSL.
 """

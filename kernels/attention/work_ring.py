@@ -119,12 +119,12 @@ class WorkRing:
         return self.words[0, slot]
 
     def lengths(self, slot: Int32) -> tuple[SeqlenInfo, Int32]:
-        """The rows of the queries' sequence, and the number of keys."""
+        """The number of queries of the sequence, and the number of keys."""
         q = SeqlenInfo(self.words[4, slot], self.words[5, slot])
         return q, self.words[6, slot]
 
     def forwards(self, slot: Int32) -> Int32:
-        """1 if the tile's keys are taken from the first to the last, 0 if the other way."""
+        """1 if the tile's keys are processed from the first to the last, 0 if the other way."""
         return self.words[7, slot]
 
     # ---- the consumers' side

@@ -42,7 +42,7 @@ def rows_class(m: int) -> int:
 def sizes_class(mnk: tuple[int, int, int], majors: tuple[bool, bool]) -> tuple[int, int, int]:
     """M, N and K rounded up to the sizes that configs are chosen for: multiples of 8, and the
     number of tokens to its class. That is K in a weight's gradient, where K is contiguous in
-    neither matrix (`majors`), else M."""
+    neither matrix (`majors`), otherwise M."""
     m, n, k = (max(8, -(-size // 8) * 8) for size in mnk)
     return (m, n, size_class(k)) if majors == (False, False) else (rows_class(mnk[0]), n, k)
 
@@ -56,10 +56,12 @@ def predictions(
     hopeful: bool = False,
     configs: Sequence[GemmConfig] | None = None,
 ) -> dict[GemmConfig, float]:
-    """The microseconds that the model of `arch` predicts for each candidate config, or those given,
-    that can run `batch` of `problem`; `majors` says whether K is contiguous in A and in B, `bits`
-    what their elements have. K counts 2 bytes. `hopeful`: where the model is unsure, doubt counts
-    for a config instead of against it."""
+    """The microseconds that the model of `arch` predicts for each candidate config (or each config
+    given) that can run `batch` of `problem`.
+
+    `majors` says whether K is contiguous in A and in B; `bits` is the size of their elements. K
+    counts 2 bytes. `hopeful`: where the model is unsure, count the doubt in a config's favour
+    instead of against it."""
     model = COST_MODELS[instructions_of(arch.name)]
     every = model.candidates(problem, arch, majors) if configs is None else configs
     fits = [c for c in every if c.why_not(problem, arch) is None]
@@ -96,8 +98,8 @@ def cover(times: Sequence[Mapping[T, float]], count: int) -> list[T]:
     problem.
 
     `times` holds, for each problem, the microseconds of the configs that can run it. Greedy: each
-    config in turn is the one that gains most; in the end every problem has one that can run it.
-    ValueError if `count` are too few for that.
+    config in turn is the one that gains most; at the end every problem has one that can run it.
+    ValueError if `count` is too small for that.
     """
     worst = [math.log(100.0)] * len(times)  # where no config found so far can run the problem
     loss = [{c: math.log(us / min(t.values())) for c, us in t.items()} for t in times]

@@ -65,7 +65,7 @@ class GemmConfig:
         return cls(**{name: value for name, value in row.items() if name in known})
 
     def on(self, num_sms: int) -> Self:
-        """The config for a GPU with so many SMs, whose persistent grid has as many CTAs."""
+        """The config for a GPU with `num_sms` SMs; a persistent grid has as many CTAs."""
         if num_sms == arch_named(self.arch).num_sms:
             return self
         return replace(self, num_ctas=num_sms)

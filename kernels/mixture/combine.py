@@ -25,17 +25,17 @@ ARCHS = ("sm_90a", "sm_100a")
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """The config: the experts of a token, and whether their outputs have weights."""
+    """The number of experts per token, and whether their outputs have weights."""
 
     experts: int
     weighted: bool = True
 
 
 class Combine:
-    """A CTA sums up THREADS vectors of one token's rows after the other; a thread has one. A place
-    from the last group's end on counts nothing: its row is never read.
+    """A CTA sums THREADS vectors of one token's rows after another; each thread has one. A place
+    from the last group's end on counts as nothing: its row is never read.
 
-    NOTE: the rows' vectors are all asked for, TOGETHER at a time, before any is added.
+    NOTE: the rows' vectors are requested TOGETHER at a time before any is added.
     """
 
     archs = ARCHS
@@ -109,8 +109,8 @@ class Combine:
         first: int,
         end: Int32,
     ) -> list[tuple[Any, Int32, Float32]]:
-        """Of up to TOGETHER of a token's experts, `first` and those after it: whether each has a
-        row, which, and its weight."""
+        """For up to TOGETHER of a token's experts, from `first` on: whether each has a row, which,
+        and its weight."""
         found = []
         for j in range(first, min(first + TOGETHER, self.config.experts)):
             place = places[token, j]
@@ -139,7 +139,7 @@ class Combine:
 
 
 def parts_of(mOut: cute.Tensor) -> Int32:
-    """The parts of a row of mOut (T, D) that a CTA sums up at a time."""
+    """The parts of a row of mOut (T, D) that a CTA sums at a time."""
     return cute.ceil_div(cute.size(mOut, mode=[1]), VECTOR * THREADS)
 
 

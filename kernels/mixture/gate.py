@@ -143,7 +143,8 @@ class Gate:
 
     @cute.jit
     def store_sum(self, total: Float32, sSums: cute.Tensor, ds: cute.Tensor, entry: Int32) -> None:
-        """Store the sum of all threads' `total`, always added in the same order, as of `entry`."""
+        """Store the sum of all threads' `total`, always added in the same order, as the value of
+        `entry`."""
         total = cute.arch.warp_reduction(total, lambda x, y: x + y)
         warp = cute.arch.warp_idx()
         if cute.arch.lane_idx() == 0:

@@ -1,12 +1,12 @@
 """The rows of a mixture's experts: a stable sort of the entries of expert_ids by expert, in one
 launch.
 
-A sort by counting. Each warp has a share of the entries, one after the other, and counts in a row
-of a table of its own how many of them each expert has; from the counts of all warps before, and of
-all experts before, follows the row of a warp's first entry of each expert; then each warp gives its
-entries their rows. Nothing depends on the order in which threads run, so the result does not.
+A counting sort. Each warp takes a contiguous share of the entries and counts, in its own row of a
+table, how many belong to each expert. The counts of all earlier warps, and of all earlier experts,
+give the row of a warp's first entry for each expert; then each warp assigns rows to its entries.
+Nothing depends on the order in which threads run, so the result is deterministic.
 
-An id that is no expert's is sorted after all of them.
+Ids that are no expert's are sorted to the end.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of expert_ids, by blocks of a warp's lanes."""
+    """The entries of expert_ids, in blocks of one per lane of a warp."""
 
     config: RouteConfig
     ids: cute.Tensor  # (R)
@@ -205,9 +205,8 @@ class Entries:
 
     @cute.jit
     def block(self, first: Int32) -> tuple[Int32, Int32, Any]:
-        """Of this lane's entry, `first` and its lane on: its bucket, the lanes of the warp whose
-        entries have the same one, as bits, and whether there is such an entry. A whole warp calls
-        it."""
+        """For this lane's entry, `first` plus its lane: its bucket, the mask of the warp's lanes
+        with the same bucket, and whether the entry exists. A whole warp calls it."""
         entry = first + cute.arch.lane_idx()
         count = cute.size(self.ids)
         expert = self.ids[cutlass.min(entry, count - 1)]
@@ -224,15 +223,15 @@ class Entries:
 
 
 def before(alike: Int32) -> Int32:
-    """How many of the lanes in `alike` come before this one."""
+    """How many of the lanes in `alike` precede this one."""
     lower = (Int32(1) << cute.arch.lane_idx()) - 1
     return Int32(cute.arch.popc(alike & lower))
 
 
 @cute.jit
 def count(table: cute.Tensor, bucket: Int32, alike: Int32, valid: Any) -> None:
-    """Add the entries of a block to their buckets; one lane does for all that are alike. A whole
-    warp calls it, and may read `table` before and after."""
+    """Add the entries of a block to their buckets; one lane adds for all with the same bucket. A
+    whole warp calls it, and may read `table` before and after."""
     cute.arch.sync_warp()
     if valid and before(alike) == 0:
         table[bucket] += Int32(cute.arch.popc(alike))

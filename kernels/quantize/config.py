@@ -48,30 +48,30 @@ class QuantizeConfig:
 
     @property
     def block(self) -> int:
-        """The elements along a row that share a factor."""
+        """The number of elements along a row that share a factor."""
         return self.of.block[1]
 
     @property
     def square(self) -> bool:
-        """Whether a factor is of a whole tile."""
+        """Whether a factor covers a whole tile."""
         return self.of.block == (TILE, TILE)
 
     @property
     def width(self) -> int:
-        """The elements of a row that a thread has: of 4 bits two vectors, which it stores at once,
-        and of which NVFP4's factors are, each computed by one thread; of 8 bits, too, where rows
-        are whole pairs of them."""
+        """The elements of a row per thread. For 4-bit results two vectors, which are stored at once
+        and which NVFP4's factors cover, each computed by one thread; for 8-bit ones, too, where
+        rows are whole pairs of vectors."""
         return WIDTH * (self.packed if self.single else 2)
 
     @property
     def compares_magnitudes(self) -> bool:
-        """Whether the arch has an instruction for the larger magnitude of halves (PTX ISA, max
+        """Whether the arch has an instruction for the larger magnitude of two halves (PTX ISA, max
         .xorsign.abs: sm_86)."""
         return self.native_e4m3
 
     @property
     def packed(self) -> int:
-        """The elements in a byte."""
+        """The number of elements in a byte."""
         return 8 // DTYPES[self.of.element].bits
 
     def why_not(self, problem: Any, arch: Arch) -> str | None:
@@ -94,7 +94,7 @@ class QuantizeConfig:
 
 
 def fitted(config: QuantizeConfig, bits: int, arch: str, mapped: bool = True) -> QuantizeConfig:
-    """`config` with the residency that was the fastest of x of so many bits, where one was timed
+    """`config` with the measured fastest residency for x of this many bits, where one was timed
     (docs/facts/scaled.md#quantize-resident, #quantize-staying). mapped: whether x may have a tensor
     map."""
     if arch != "sm_90a" or bits != 16:

@@ -76,8 +76,8 @@ def near_reciprocal(x: Float32, *, loc=None, ip=None) -> Float32:
 
 
 def quotient(x: Float32, y: Float32, inverse: Float32) -> Float32:
-    """x / y rounded to nearest, where `inverse` is 1 / y, and nothing comes near the ends of fp32's
-    range: the second of two corrections of a product is right (Markstein 1990)."""
+    """x / y rounded to nearest, where `inverse` is 1 / y and nothing is near the ends of fp32's
+    range: after the second of two corrections a product is right (Markstein 1990)."""
     found = multiply(x, inverse)
     for _ in range(2):
         found = fused(fused(-y, found, x), inverse, found)
@@ -100,9 +100,9 @@ def _f32(ptx: str, operands: tuple[Any, ...], loc: Any, ip: Any) -> Float32:
 
 @dsl_user_op
 def larger_halves(x: Int32, y: Int32, kind: str, signed: bool, *, loc=None, ip=None) -> Int32:
-    """The larger of each two halves of 16 bits, of `kind` f16 or bf16, none of them negative; or,
-    if they are `signed`, the larger magnitude, with a sign of no meaning. A NaN is above all (PTX
-    ISA, max)."""
+    """The elementwise larger of two pairs of halves of 16 bits, of `kind` f16 or bf16, none of
+    them negative; if `signed`, the larger magnitude, with a meaningless sign. A NaN wins (PTX ISA,
+    max)."""
     by = ".xorsign.abs" if signed else ""
     return as_word(f"max.NaN{by}.{kind}x2 $0, $1, $2;", (x, y), loc, ip)
 
@@ -122,7 +122,7 @@ class Elements:
         return 4 if self.name == "e2m1" else 8
 
     def pack(self, values: list[Float32]) -> Int32:
-        """The codes of so many values as fill a word, or of fewer, the first in the low bits."""
+        """The codes of as many values as fill a word, or of fewer, the first in the low bits."""
         if self.name == "e2m1" and not self.native:
             word = Int32(0)
             for i, value in enumerate(values):
@@ -209,16 +209,16 @@ def scaled_halves(x: Int32, inverse: Int32, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def coded_halves(low: Float32, high: Float32, limited: bool = True, *, loc=None, ip=None) -> Int32:
-    """The e2m1 codes of two numbers, given times CODED: each half has the sign in bit 15 and the
-    rest of the code in bits 9 to 11; other bits are of no meaning. Unless `limited`, both are below
-    7, and none is a NaN.
+    """The e2m1 codes of two numbers given times CODED: each half has the sign in bit 15 and the
+    rest of the code in bits 9 to 11; other bits are meaningless. Unless `limited`, both must be
+    below 7 and not NaN.
 
-    CODED brings the least normal number of e2m1 to that of fp16, so that an e2m1 is an fp16, normal
-    or not, of which bits 9 and up are left. Numbers are cut off to fp16, and rounded to nearest
-    from there: half is added, unless they are half or nothing above an even code, exactly; the low
-    halves of fp32 show all that fp16 has lost of a half. A NaN becomes 6.
+    CODED maps the least normal number of e2m1 to that of fp16, so that an e2m1 is an fp16, normal
+    or not, truncated to bits 9 and up. Numbers are truncated to fp16, and rounded to nearest from
+    there: half a step is added, unless they are exactly half a step (or nothing) above an even
+    code; the low halves of the fp32 values show whether truncation lost anything. A NaN becomes 6.
 
-    NOTE: added as a product, since the integer unit has the most to do.
+    NOTE: the half is added by a multiply-add, since the integer unit is the busiest.
     """
     ptx = """{
         .reg .b32 cut, up, rest, one, most;
@@ -241,11 +241,11 @@ def coded_halves(low: Float32, high: Float32, limited: bool = True, *, loc=None,
 @dsl_user_op
 def e2m1_pair(x: Int32, *, loc=None, ip=None) -> Int32:
     """The e2m1 codes, without signs, of two bf16: of the low half in byte 0, of the high one in
-    byte 2; other bytes are of no meaning.
+    byte 2; other bytes are meaningless.
 
-    Elements are apart by 1/2 up to 2, by 1 up to 4, by 2 up to 6, so the code of |x| is the least
-    of 2 |x|, |x| + 2, |x| / 2 + 4, rounded to even integers, and 7: as a sum with 128, whose last
-    place is 1. A NaN becomes 7.
+    Elements are spaced by 1/2 up to 2, by 1 up to 4, by 2 up to 6, so the code of |x| is the least
+    of 2 |x|, |x| + 2, |x| / 2 + 4, rounded to even integers, and 7: computed as sums with 128,
+    whose last place is 1. A NaN becomes 7.
     """
     ptx = """{
         .reg .b32 size, one, two, three;
@@ -283,7 +283,7 @@ def take(first: Int32, second: Int32, places: int) -> Int32:
 
 
 def row_codes(pairs: list[Int32]) -> Int32:
-    """The word of eight e2m1 codes of a row, of four pairs of bf16."""
+    """The word of a row's eight e2m1 codes, from four pairs of bf16."""
     codes = [e2m1_pair(pair) for pair in pairs]
     first, second = take(codes[0], codes[1], 0x6420), take(codes[2], codes[3], 0x6420)
     # NOTE: the digits above 7 fill a byte with the sign of a half
@@ -293,7 +293,7 @@ def row_codes(pairs: list[Int32]) -> Int32:
 
 
 def column_codes(rows: list[Int32]) -> tuple[Int32, Int32]:
-    """The words of eight e2m1 codes of two columns, of eight pairs of bf16, a row each."""
+    """The words of two columns' eight e2m1 codes, from eight pairs of bf16, one row each."""
     codes = [e2m1_pair(row) | ((row >> 12) & 0x00080008) for row in rows]
     even, odd = (
         [take(codes[i], codes[i + 2], 0x6240) for i in (first, first + 4)] for first in (0, 1)
@@ -303,13 +303,13 @@ def column_codes(rows: list[Int32]) -> tuple[Int32, Int32]:
 
 
 def row_of_coded(pairs: list[Int32]) -> Int32:
-    """The word of eight codes of a row, of four pairs of them (coded_halves)."""
+    """The word of a row's eight codes, from four pairs of them (coded_halves)."""
     first, second = take(pairs[0], pairs[1], 0x7531), take(pairs[2], pairs[3], 0x7531)
     return coded_nibbles(take(first, second, 0x6420), take(first, second, 0x7531))
 
 
 def columns_of_coded(rows: list[Int32]) -> tuple[Int32, Int32]:
-    """The words of eight codes of two columns, of eight pairs of them, a row each."""
+    """The words of two columns' eight codes, from eight pairs of them, one row each."""
     even, odd = (
         [take(rows[i], rows[i + 2], 0x7351) for i in (first, first + 4)] for first in (0, 1)
     )
@@ -319,8 +319,8 @@ def columns_of_coded(rows: list[Int32]) -> tuple[Int32, Int32]:
 
 @dsl_user_op
 def coded_nibbles(low: Int32, high: Int32, *, loc=None, ip=None) -> Int32:
-    """The codes in the upper bytes of halves, the sign in bit 7 and the rest in bits 1 to 3, of two
-    words, in one word."""
+    """The codes in the upper bytes of the halves of two words (sign in bit 7, the rest in bits 1 to
+    3), in one word."""
     ptx = """{
         .reg .b32 a, b, c, mask;
         shr.u32 a, $1, 1;
@@ -371,8 +371,8 @@ def converted(name: str, high: Float32, low: Float32, *, loc=None, ip=None) -> I
 
 
 class Factor(NamedTuple):
-    """A block's scale factor: its code, or its bits where it is fp32, and what its elements are
-    multiplied by."""
+    """A block's scale factor: its code (or its bits where it is fp32), and the factor for its
+    elements."""
 
     code: Int32
     inverse: Float32

@@ -1,8 +1,8 @@
-"""Quantization along columns, or both sides, by CTAs that stay: TMA brings tiles of x ahead.
+"""Quantization along columns, or both sides, by persistent CTAs: TMA brings tiles of x ahead.
 
-What a CTA of one tile spends until its loads begin, and while they run, keeps it from memory's rate
-where an element takes many instructions (NVFP4). Here two tiles are always there or on their way, a
-tensor map cuts off what is not, and the table of factors is written once.
+A CTA with one tile falls short of memory's rate by the time until its loads start, and by waiting
+for them, where an element takes many instructions (NVFP4). Here two tiles are always loaded or in
+flight, a tensor map bounds x, and the table of factors is written once.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SLOTS = 2
 
 
 class Order(NamedTuple):
-    """The order of a CTA's tiles, by row and column of tiles, without a division for each."""
+    """The order of a CTA's tiles, by row and column of tiles, without a division per tile."""
 
     across: Int32  # tiles
     rows: Int32  # from one tile to the next
     columns: Int32  # and columns, fewer than across
 
     def after(self, place: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
-        """The place of the tile after that at `place`."""
+        """The tile after the one at `place`."""
         row, column = place[0] + self.rows, place[1] + self.columns
         over = column >= self.across
         return (
@@ -44,7 +44,7 @@ class Order(NamedTuple):
 
 
 class QuantizeLoop(QuickTiles, Quantize):
-    """The same, of 16-bit x.
+    """Quantization of 16-bit x by persistent CTAs.
 
     barrier         arrives                                    waits
     full[slot]      1: a lane of warp 0, and the tile's bytes  all, before they read the slot
@@ -128,7 +128,7 @@ class QuantizeLoop(QuickTiles, Quantize):
         self, sX: cute.Tensor, own: OwnScale, bounds: Bounds, place: tuple[Int32, Int32], rest: Any,
         turned: cute.Tensor, sF: cute.Tensor,
     ) -> Boolean:  # fmt: skip
-        """Quantize a whole tile along one or both; whether this thread has a NaN."""
+        """Quantize a whole tile along one side or both; returns whether this thread has a NaN."""
         c, again = self.config, Boolean(False)
         if cutlass.const_expr(c.rows):
             again = self.quick_rows(sX, own, bounds, place, rest[0], sF[None, 0])
@@ -145,7 +145,7 @@ class QuantizeLoop(QuickTiles, Quantize):
         slot: Int32,
         down: Int32,
     ) -> None:
-        """Start the load of a tile, if there is one; warp 0 does. What is not of x arrives as
+        """Start the load of a tile, if it exists; done by warp 0. Elements outside x arrive as
         zeros."""
         if (cute.arch.warp_idx() == 0) & (place[0] < down):
             with cute.arch.elect_one():

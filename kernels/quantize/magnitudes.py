@@ -1,4 +1,4 @@
-"""The largest magnitudes of blocks, by their bits as fp32: as integers a NaN is above all."""
+"""The largest magnitudes of blocks, by their bits as fp32: compared as integers, a NaN wins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cutex.kernels.quantize.elements import MAGNITUDE, bits_of, larger_halves
 
 
 def magnitude(values: list[Any]) -> Int32:
-    """The bits, as fp32, of the largest magnitude; as integers a NaN is above all."""
+    """The bits, as fp32, of the largest magnitude; compared as integers, a NaN wins."""
     return largest_of([bits_of(v.to(Float32)) & MAGNITUDE for v in values], cutlass.max)
 
 
 def vector_magnitude(rX: cute.Tensor, signed: bool) -> Int32:
-    """The same of a vector in registers; those of 16 bits are compared in pairs."""
+    """The same for a vector in registers; 16-bit elements are compared in pairs."""
     if rX.element_type.width == 32:
         return magnitude([rX[i] for i in range(cute.size(rX))])
     words = cute.recast_tensor(rX, Int32)
@@ -38,8 +38,8 @@ def pair_magnitudes(rPairs: cute.Tensor, signed: bool) -> list[Int32]:
 
 
 def larger_of_halves(words: list[Int32], dtype: type[cutlass.Numeric], signed: bool) -> cute.Tensor:
-    """The largest magnitudes of the low and of the high halves of words, twice each; `signed`:
-    whether the arch compares magnitudes."""
+    """The largest magnitude of the low and of the high halves of words, in both halves each;
+    `signed`: whether the arch compares magnitudes."""
     kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     # NOTE: of two words: a tensor of one has stride 0, and so its halves
     pair = cute.make_rmem_tensor(2, Int32)
@@ -50,7 +50,7 @@ def larger_of_halves(words: list[Int32], dtype: type[cutlass.Numeric], signed: b
 
 
 def largest_of(found: list[Any], larger: Callable[[Any, Any], Any]) -> Any:
-    """The largest of so many as are a power of two."""
+    """The largest of a power of two of values."""
     while len(found) > 1:
         found = [larger(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
     return found[0]
@@ -58,7 +58,7 @@ def largest_of(found: list[Any], larger: Callable[[Any, Any], Any]) -> Any:
 
 @cute.jit
 def over_lanes(x: Int32, lanes: cutlass.Constexpr[int]) -> Int32:
-    """The largest of so many neighbouring lanes, a power of two."""
+    """The largest over a power of two of neighbouring lanes."""
     step = 1
     while cutlass.const_expr(step < lanes):
         x = cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=step))

@@ -1,4 +1,5 @@
-"""NVFP4's factors of many blocks: what elements are multiplied by is looked up by their code."""
+"""NVFP4's factors of many blocks: the multiplier of the elements is looked up by the factor's
+code."""
 
 from __future__ import annotations
 
@@ -42,18 +43,18 @@ class OwnScale(NamedTuple):
 
     @property
     def coded(self) -> Float32:
-        """What elements are taken times."""
+        """The multiplier of the elements."""
         return cutlass.select_(self.far, Float32(CODED), Float32(1.0))
 
     @property
     def coded_halves(self) -> Int32:
-        """The same, twice in bf16."""
+        """The same multiplier twice in bf16."""
         return cutlass.select_(self.far, Int32(CODED_HALVES), Int32(ONE_HALVES))
 
     @cute.jit
     def write_inverses(self, coded: cutlass.Constexpr[bool]) -> None:
-        """Write `inverses`; `coded`: times CODED, unless elements are. A CTA's threads call it,
-        and meet before they read them."""
+        """Write `inverses`; if `coded`, times CODED, unless the elements are. A CTA's threads call
+        it, and synchronise before reading."""
         code = cute.arch.thread_idx()[0]
         if code < CODES:
             inverse = divide(self.scale.inverse, of_e4m3(code))
@@ -78,7 +79,7 @@ class OwnScale(NamedTuple):
 
 @cute.jit
 def relative_to(largest: cute.Tensor, own: TensorScale) -> cute.Tensor:
-    """Sixths of magnitudes, by their bits, over the tensor's factor, each rounded."""
+    """Sixths of magnitudes, given by their bits, divided by the tensor's factor, each rounded."""
     count = cute.size(largest)
     relative = cute.make_rmem_tensor(count, Float32)
     tame = own.tame

@@ -1,9 +1,10 @@
 """NVFP4 of whole tiles of bf16 without a NaN.
 
-A factor is a quotient of a quotient, rounded to e4m3. The product of a magnitude and one constant,
-a little too small and a little too large, says it without a division, unless the two have other
-codes. Elements of a block whose factor is not cut off are below 7, which is rounded to 6, so only
-those of the others are limited. A thread that has a NaN says so, and computes its part again.
+A factor is a quotient of a quotient, rounded to e4m3. The products of a magnitude with one
+constant, rounded slightly too small and slightly too large, give its code without a division,
+unless the two codes differ. Elements of a block whose factor is not clamped are below 7, which
+rounds to 6, so only elements of other blocks are limited. A thread with a NaN reports it, and its
+part is computed again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LANES = TILE // NVFP4_BLOCK  # that have a row of a tile
 
 
 class Bounds(NamedTuple):
-    """What magnitudes are compared with and multiplied by, of one tensor's factor."""
+    """What magnitudes are compared with and multiplied by, for one tensor's factor."""
 
     low: Float32
     high: Float32

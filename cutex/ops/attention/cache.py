@@ -25,7 +25,7 @@ def room_of(cache: Tensor, table: Tensor | None) -> int:
 
 
 def why_no_steps(x: Tensor) -> str | None:
-    """The reason why TMA cannot step through a cache, or None."""
+    """Why TMA cannot step through a cache, or None."""
     if x.data_ptr() % ALIGN:
         return f"it starts at {x.data_ptr():#x}, which is no multiple of {ALIGN} bytes"
     return _why_no_strides(x.shape, x.stride(), x.element_size())
@@ -49,7 +49,7 @@ def stepped(x: Tensor) -> Tensor:
 
 
 def _steps(shape: tuple[int, ...], strides: tuple[int, ...], element: int) -> tuple[int, ...]:
-    """The strides that TMA takes also in the modes of size 1."""
+    """Strides that TMA takes, also in the modes of size 1."""
     (outer, row, head, one), unit = strides, shape[-1]
     if shape[2] == 1 and not _is_step(head, element):
         head = unit
@@ -67,7 +67,7 @@ def _is_step(stride: int, element: int) -> bool:
 
 
 def check_tensors(given: Iterable[tuple[str, object]]) -> None:
-    """Raise TypeError or ValueError, in one sentence, for an argument that is no strided tensor on
+    """Raise TypeError or ValueError, in one sentence, unless every argument is a strided tensor on
     the device of the first, q."""
     device = None
     for name, x in given:
@@ -116,8 +116,8 @@ def check_pages(
     new_keys: int | Tensor = 0,
     first_keys: Tensor | None = None,
 ) -> None:
-    """Raise ValueError, in one sentence, for a page table, on the CPU, of pages that `cache` does
-    not have; pages before the row `first_keys` of their sequence are not read."""
+    """Raise ValueError, in one sentence, if a page table on the CPU names pages that `cache` does
+    not have; pages before row `first_keys` of their sequence are not read, and not checked."""
     pages, size = cache.shape[:2]
     firsts = [0] * len(table) if first_keys is None else first_keys.tolist()
     for b, length in enumerate((lengths + new_keys).tolist()):

@@ -1,8 +1,8 @@
-"""Plans of calls that attend to caches, and the operators that have them.
+"""Plans of calls that attend to caches, and the operators that own them.
 
-A plan has a call's kernel and what is allocated for each launch; it takes later calls with tensors
-like those it was made for. No length is read on the host, so a CUDA graph may be replayed while
-lengths and pages change.
+A plan holds a call's kernel and what is allocated for each launch; it serves later calls whose
+tensors are like those it was made for. No length is read on the host, so a CUDA graph may be
+replayed while lengths and pages change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ in_inference_mode = torch.is_inference_mode_enabled
 
 
 class CacheCall(Protocol):
-    """The arguments of a call: tensors, and what is computed of them."""
+    """The arguments of a call: its tensors, and what is computed of them."""
 
     @property
     def q(self) -> Tensor: ...
@@ -46,7 +46,7 @@ class CacheCall(Protocol):
 
 @dataclass(frozen=True)
 class CacheOperator:
-    """A function of attention to caches, its configs by arch, and its plans."""
+    """A function that attends to caches: its configs by arch, and its plans."""
 
     name: str
     configs: Mapping[str, type[Any]]
@@ -84,8 +84,8 @@ class CacheOperator:
         key: tuple[Any, ...],
         rooms: range | None = None,
     ) -> Any:
-        """Launch a new plan, and keep it for later calls with this key if these can have it; with
-        `rooms`, also for those whose caches have another of these numbers of keys."""
+        """Launch a new plan, and keep it under this key for later calls, if they can use it; with
+        `rooms`, also for calls whose caches have room for another of these numbers of keys."""
         given = list(tensors.values())
         plan.grows = rooms is not None
         with current(plan.device):
@@ -165,7 +165,7 @@ class Plan:
 
         @untraced
         def run_alone(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-            """The same of three operands without LSE, in less time."""
+            """`run` for three operands without LSE, in less time."""
             out = empty(shape, strides, dtype)
             launch(q, k, v, out, *rest, *numbers, *last())
             return out
@@ -179,11 +179,10 @@ class Plan:
 
 
 def appending(run: Callable[..., Any], like: list[Tensor] | None = None) -> Callable[..., Any]:
-    """`run`, which writes its last two tensors to the caches, its second and third, as torch has it
-    of a tensor that is written to. Each has the sizes and strides of that in `like`, if given.
+    """`run`, which writes its last two tensors into the caches (its second and third), registered
+    with torch as a write to those. Each has the sizes and strides of the one in `like`, if given.
 
-    NOTE: to the guard of a plan made in inference mode of caches that were not, those that were
-    look alike outside of it.
+    NOTE: to the guard of a plan made in inference mode, caches made outside of it look alike there.
     """
     far = None
     if like is not None:
@@ -209,8 +208,8 @@ def appending(run: Callable[..., Any], like: list[Tensor] | None = None) -> Call
 def last_of(
     needs: Workspace, numbers: tuple[Any, ...], of_stream: Callable[[], tuple[Any, Any]]
 ) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]:
-    """What a kernel takes last, numbers and then what a function returns: its workspace; or the
-    counter of tiles, if that is all it needs, and its numbers."""
+    """A kernel's last arguments, its numbers and then the result of a function: its workspace, or
+    the counter of tiles if that is all it needs."""
     if needs.sums:
         return numbers, of_stream if needs.flags else lambda: of_stream()[:1]
     if needs.flags:
@@ -219,8 +218,8 @@ def last_of(
 
 
 def growing(tensors: dict[str, Tensor], rooms: range) -> Callable[..., bool]:
-    """A guard of a plan's tensors, which takes caches with room for any of `rooms` keys, as they
-    are where each token's is a new one."""
+    """A guard of a plan's tensors that accepts caches with room for any of `rooms` keys, as when
+    each token's cache is a new tensor."""
     names = list(tensors)
     k, v = (names.index(name) for name in ("k_cache", "v_cache"))
     alike = guard(list(tensors.values()), (k, v))
@@ -251,13 +250,14 @@ def growing(tensors: dict[str, Tensor], rooms: range) -> Callable[..., bool]:
 
 
 def preparations(tensors: dict[str, Tensor]) -> dict[str, Preparation]:
-    """What is done to tensors before each launch, of those that no kernel takes as they are."""
+    """The preparations before each launch of the tensors that the kernel cannot take as they
+    are."""
     found = {name: preparation(name, x) for name, x in tensors.items()}
     return {name: how for name, how in found.items() if how is not None}
 
 
 def preparation(name: str, x: Tensor) -> Preparation | None:
-    """What is done to a tensor before each launch; None if the kernel takes it as it is."""
+    """The preparation of a tensor before each launch; None if the kernel takes it as it is."""
     if name in ("k_cache", "v_cache"):
         return None if stepped(x) is x else stepped
     if name in ("q", "k", "v"):

@@ -26,11 +26,12 @@ Window = tuple[int | None, int | None]
 
 
 def sides_of(window_size: Window) -> Window:
-    """A window_size with None for each open side. A negative number is a bound off the diagonal, as
-    FlashAttention-4 has it: (None, -3) ends three keys before a query's own.
+    """A window_size with None for each open side. A negative number is a bound across the diagonal,
+    as in FlashAttention-4: (None, -3) ends three keys before the query's own.
 
-    NOTE: -1 is also FlashAttention-2's open side, which has no None: it is open beside another
-    number. Two negative numbers leave no key between them; all FlashAttentions mean open.
+    NOTE: -1 is also FlashAttention-2's open side, which has no None: it is open beside any other
+    number. Two negative numbers would leave no key between them; all FlashAttentions read them as
+    open.
     """
     left, right = (None if x is None else int(x) for x in window_size)
     if left is None or right is None:
@@ -135,8 +136,8 @@ class AttentionCall:
 
 
 def kernel_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
-    """The head dims of the kernel that computes these: of its columns TMA reads those as 0 that the
-    tensors do not have, and does not store them. None if there is none."""
+    """The head dims of the kernel that computes these: TMA reads its extra columns as 0 and does
+    not store them. None if there is no such kernel."""
     if head_dim % 8 or head_dim_v % 8 or not (head_dim and head_dim_v):
         return None  # TMA steps by 16 bytes
     able = [x for x in HEAD_DIMS if x[0] >= head_dim and x[1] >= head_dim_v]

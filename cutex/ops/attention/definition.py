@@ -1,8 +1,8 @@
-"""Gradients of attention by their formulas, in torch's own operations in float32.
+"""Gradients of attention by their formulas, in torch operations in float32.
 
-They serve what no kernel computes: ALiBi's bias, and tensors on the CPU where launches are
-simulated for an arch whose kernels have no backward. Scores are computed for so many heads and rows
-at a time that they take little memory. The lengths of sequences are read on the host.
+They serve what no kernel computes: ALiBi's bias, and CPU tensors simulated for an arch whose
+kernels have no backward. Scores are computed for a limited number of heads and rows at a time, to
+save memory. Sequence lengths are read on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 2**26  # scores at a time: 256 MB of each of five tensors
 
 
 def takes(call: AttentionCall) -> bool:
-    """Whether the gradients of the call are computed so."""
+    """Whether a call's gradients are computed here."""
     if call.score_mod is not None or call.mask_mod is not None:
         return False
     on_cpu = call.q.device.type == "cpu" and simulated_arch() is not None
@@ -84,7 +84,7 @@ def _add_chunk(
     slopes: Tensor | None,
     into: list[Tensor],
 ) -> None:
-    """Add what some rows and heads of a sequence give.
+    """Add the contribution of some rows and heads of a sequence.
 
     one: its q, k, v, grad_out (rows, heads, D), LSE and delta (heads, rows). into: its gradients.
     """
@@ -115,7 +115,7 @@ def _add_chunk(
 
 
 def _hidden(call: AttentionCall, place: Tensor) -> Tensor:
-    """Whether a key at `place`, counted from the one aligned with its query, is not seen."""
+    """Whether a key at `place`, counted from the one on the query's diagonal, is masked."""
     left, right = call.window
     hidden = torch.zeros_like(place, dtype=torch.bool)
     if left is not None:

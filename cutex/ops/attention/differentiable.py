@@ -23,7 +23,7 @@ FIRST = 1  # the place of q among the arguments of Attention.apply
 
 @dataclass
 class Node:
-    """What the calls that one plan takes have in common."""
+    """What all calls of one plan share."""
 
     names: tuple[str, ...]  # of the tensors that are given
     options: dict[str, Any]  # the other arguments

@@ -229,7 +229,7 @@ def _translated(
 
 
 def _of_batch(slopes: Any, q: Any, cu_seqlens_q: Any) -> Any:
-    """ALiBi slopes (batch, heads), where (heads,) are given; what is no tensor, `check` refuses."""
+    """ALiBi slopes (batch, heads) from (heads,); anything but a tensor is left to `check`."""
     rows = q if cu_seqlens_q is None else cu_seqlens_q
     if not (isinstance(slopes, Tensor) and isinstance(rows, Tensor) and slopes.dim() == 1):
         return slopes
@@ -249,7 +249,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 @untraced
 def _find(options: tuple[Any, ...], given: tuple[Tensor, ...]) -> CachedPlan | None:
     """The plan for these options that takes the tensors `given` as they are: that of the latest
-    call with them, as where a model's layers are alike, or another."""
+    call with them, as when a model's layers are alike, or another."""
     known = _latest.get(options)
     if known is not None and known.takes(*given) and (known.always or known.still()):
         return known

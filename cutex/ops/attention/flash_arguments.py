@@ -56,8 +56,8 @@ FLASH2 = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "ali
 
 def taken(function: str, others: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `function` that `others`, which it does not name, stand for, beside those
-    `given` by their names. Raises TypeError or ValueError for one that would change the result, or
-    that is given by both of its names."""
+    `given` by name. Raises TypeError or ValueError for one that would change the result, or that is
+    given by both of its names."""
     found: dict[str, Any] = {}
     for name, value in others.items():
         if (ours := OTHER_NAMES.get(name)) is not None:
@@ -95,9 +95,9 @@ _ABSENT = object()
 def named(
     function: str, given: tuple[Any, ...], by_name: dict[str, Any], flash2: bool = False
 ) -> dict[str, Any]:
-    """Arguments after the operands by their names: `given` by place, in our order or flash-attn
+    """All arguments after the operands by name: `given` positionally, in our order or flash-attn
     2's (always in that with `flash2`), and `by_name`. Raises TypeError for too many, or for one
-    that is given twice."""
+    given twice."""
     order = FLASH2 if flash2 or in_flash2_order(given, by_name) else OURS
     if len(given) > len(order):
         raise TypeError(f"{len(given)} arguments after the operands: at most {len(order)}")

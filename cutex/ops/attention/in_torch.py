@@ -183,8 +183,8 @@ def _flash_attention_forward(
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the rng_state, unused and debug_mask of a call without dropout, of any values as
-    torch's own; the same each time where no backward keeps them."""
+    """The rng_state, unused and debug_mask of a call without dropout, of arbitrary values as in
+    torch; the same tensors each time if no backward keeps them."""
     if torch.is_grad_enabled():
         return _made_without_dropout(q)
     kept = _without_dropout.get((q.device, q.dtype))
@@ -245,8 +245,8 @@ def _scaled_dot_product_flash_attention(
 def _of_a_cache(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """O (batch, rows, heads, D) and LSE of few queries of many keys, which are split over the GPU;
-    None where O would have other strides than q, or TMA cannot step through the keys."""
+    """O (batch, rows, heads, D) and LSE of few queries over many keys, which are split over the
+    GPU; None if O would have other strides than q, or TMA cannot step through the keys."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if not q.is_contiguous():
         return None

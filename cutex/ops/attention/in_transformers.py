@@ -1,9 +1,9 @@
-"""`attn_implementation="cutex"` of transformers' models.
+"""`attn_implementation="cutex"` for transformers' models.
 
-What it computes is what "sdpa" computes, or, where that has no softcap and no sinks, "eager": masks
-are those that transformers makes for a model, never guessed from its name. What our kernel does not
-express runs on torch. One thing follows transformers' flash attention instead: sequences
-that are packed into a row are kept apart with a cache, too (`_packed`).
+It computes what "sdpa" computes or, where that lacks softcap and sinks, "eager": masks are those
+that transformers makes for a model, never guessed from its name. What our kernel cannot express
+runs on torch. One thing follows transformers' flash attention instead: sequences packed into a row
+are kept apart with a cache, too (`_packed`).
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def options_of(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """What transformers calls by these names as our functions call it."""
+    """Our functions' options from transformers' arguments."""
     return {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
 
 
 def _layout(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, more: dict[str, Any]
 ) -> Layout | None:
-    """Which rows see which keys, as our kernel takes it; None if it cannot."""
+    """Which rows see which keys, in our kernel's terms; None if it cannot express them."""
     batch, (rows, keys) = query.shape[0], (x.shape[2] for x in (query, key))
     if isinstance(mask, Mask):
         layout = mask.expressed
@@ -125,11 +125,12 @@ def _layout(
 def _packed(
     layout: Layout, batch: int, cu_q: Tensor | None, cu_k: Tensor | None, positions: Tensor | None
 ) -> Layout:
-    """`layout` for the sequences of a row that a user packed, where transformers' flash attention
-    looks for them: at cu_seq_lens, or, of one row of positions, where they are lowest.
+    """`layout` for the sequences that a user packed into a row, found as transformers' flash
+    attention does: by cu_seq_lens or, with one row of positions, where these are lowest.
 
     NOTE: flash attention does so with a cache and with a mask of ones, too, where sdpa lets
-    sequences see each other. Without either sdpa's mask tells, which wants positions to rise by 1.
+    sequences see each other. Without either, sdpa's mask decides, which requires positions to rise
+    by 1.
     """
     if cu_q is not None and cu_k is not None:
         ends = [x.to(torch.int32) for x in (cu_q, cu_k)]
@@ -145,7 +146,7 @@ def _packed(
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether our kernel computes this, and its gradients where they are wanted."""
+    """Whether our kernel computes this call, and its gradients where they are wanted."""
     scale, heads, heads_kv = options["softmax_scale"], query.shape[1], key.shape[1]
     if not (scale is None or (isinstance(scale, (int, float)) and scale > 0)):
         return False
@@ -186,9 +187,9 @@ def _attend(
 def token_of_static(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor | None:
-    """The output for one token of each sequence and a static cache, by an operator where a compiler
-    looks on; None where `mask` does not say which rows of the cache it sees, `takes` says no, or a
-    gradient is wanted."""
+    """The output for one token per sequence and a static cache, through an operator if a compiler
+    is tracing; None where `mask` does not say which rows of the cache it sees, `takes` says no, or
+    a gradient is wanted."""
     run = getattr(mask, RUN, None)
     if run is None or mask is None or (mask.shape[0], *mask.shape[2:]) != (
         query.shape[0], query.shape[2], key.shape[2]
@@ -214,8 +215,8 @@ def token_of_static(
 def _decoded_again(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor | None:
-    """What `decoded` returns where it was called before with tensors like these, of which a plan's
-    guard says all that `takes` and `decoded` look for; else None."""
+    """The result of `decoded` if it was called before with tensors like these, so that a plan's
+    guard covers everything that `takes` and `decoded` check; otherwise None."""
     if query.shape[2] > FEW or (layout.cu_seqlens_q is not None and layout.run is None):
         return None
     window = layout.window
@@ -231,8 +232,8 @@ def _decoded_again(
 def decoded(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor | None:
-    """The output for few queries of a cache, whose keys are split over the GPU and read where they
-    are; None where a gradient is wanted, or TMA cannot step through them.
+    """The output for few queries over a cache, whose keys are split over the GPU and read in place;
+    None if a gradient is wanted, or TMA cannot step through them.
 
     q (batch, rows, heads, D), k and v (batch, layout.keys, heads_kv, D).
     """
@@ -262,8 +263,8 @@ def _by_definition(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention with softcap and sinks as torch's own operations, for masks that our kernel does
-    not express, and for gradients that torch's flash backward does not know."""
+    """Attention with softcap and sinks in torch operations, for masks that our kernel cannot
+    express, and for gradients that torch's flash backward lacks."""
     heads, rows = query.shape[1:3]
     wide = torch.promote_types(query.dtype, torch.float32)
     k, v = (x.repeat_interleave(heads // x.shape[1], 1).to(wide) for x in (key, value))

@@ -244,9 +244,9 @@ def known_token(
     learnable_sink: Tensor | None,
     return_lse: bool = False,
 ) -> Any:
-    """What flash_attn_with_kvcache returns with cache_seqlens `ends` and cache_leftpad `begins`, if
-    it has a plan for these arguments, or None; in less time than it takes to find out whether it
-    may be called."""
+    """The result of flash_attn_with_kvcache with cache_seqlens `ends` and cache_leftpad `begins`,
+    if it has a plan for these arguments, otherwise None; faster than deciding whether it may be
+    called."""
     given, which = [q, k_cache, v_cache], 0
     if ends is not None:
         given.append(ends)
@@ -311,8 +311,8 @@ def attend(call: KVCacheCall, with_lse: bool, key: tuple[Any, ...]) -> Any:
 
 
 def alike_rooms(call: KVCacheCall, with_lse: bool) -> range | None:
-    """The rooms, with that of `call`, of caches that its plan could have, too; None if pages or one
-    tensor given twice leave no other."""
+    """The other rooms (numbers of keys that caches have room for) that the plan of `call` could
+    serve; None if pages, or a tensor given twice, exclude any."""
     tensors = list(call.tensors.values())
     if prefill.is_of_many_queries(call, OPERATOR.arch_of(call.q.device)):
         return None
@@ -367,7 +367,7 @@ def prefill_plan(call: KVCacheCall, with_lse: bool, arch: str) -> Plan:
 
 
 def numbers_of(call: KVCacheCall) -> tuple[float | int, ...]:
-    """The numbers that a kernel is passed, of those that the call has."""
+    """The numbers passed to a kernel, out of the call's."""
     left, right = call.window(call.room)
     numbers: list[float | int] = [call.scale]
     if call.softcap:
@@ -382,7 +382,7 @@ def numbers_of(call: KVCacheCall) -> tuple[float | int, ...]:
 
 
 def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> DecodeConfig:
-    """The config of a call; `room`: if it had room for so many keys."""
+    """The config of a call; `room`: as if its caches had room for this many keys."""
     room = call.room if room is None else room
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
@@ -415,8 +415,8 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
 
 
 def parts_by_room(call: KVCacheCall, config: DecodeConfig, room: int) -> int:
-    """Into how many parts each unit is cut by its room, so that no CTA need look at lengths but its
-    own units'; 0 if by all lengths, or by num_splits."""
+    """The number of parts that each unit is cut into by its room, so that a CTA needs no lengths
+    but its own units'; 0 if units are cut by all lengths, or by num_splits."""
     blocks = -(-room // config.tile_n)
     if call.num_splits > 1:
         return 0
@@ -442,9 +442,9 @@ def parts_by_room(call: KVCacheCall, config: DecodeConfig, room: int) -> int:
 
 
 def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
-    """Whether a kernel of its own merges parts: where the last CTA of a unit, if units are alike,
-    would merge so many rows that it takes longer than the kernel's begin; never where no unit is
-    cut. With num_splits always, since results must not depend on how many units there are."""
+    """Whether a separate kernel merges parts: where a unit's last CTA would have so many rows to
+    merge that it takes longer than that kernel's start (if units are alike); never where no unit is
+    cut. Always with num_splits, since results must not depend on the number of units."""
     if call.num_splits:
         return call.num_splits > 1
     if config.whole:
@@ -463,7 +463,7 @@ def is_combined(call: KVCacheCall, config: DecodeConfig, room: int) -> bool:
 
 
 def is_appending(call: KVCacheCall, config: DecodeConfig) -> bool:
-    """Whether the warps that load append k and v, instead of a launch before."""
+    """Whether the load warps append k and v, instead of a separate launch before."""
     if not config.appended or call.k is None or call.k.shape[-3] > MOST_APPENDED:
         return False
     return replace(config, appends=True).why_not_appending() is None
@@ -475,9 +475,9 @@ def units_of(call: KVCacheCall, config: DecodeConfig) -> int:
 
 
 def dims_of_single_rows(dims: tuple[int, int], element: int) -> tuple[int, int]:
-    """The head dims of the kernel that computes `dims` where keys are loaded row by row.
+    """The head dims of the kernel that computes `dims` if keys are loaded row by row.
 
-    TMA writes to multiples of 128 bytes of smem, so that rows are wholes of these.
+    TMA writes to multiples of 128 bytes of smem, so rows are whole multiples of that.
     """
     able = [x for x in HEAD_DIMS if x[0] >= dims[0] and x[1] >= dims[1]]
     return min((x for x in able if not any(d * element % 128 for d in x)), key=sum)

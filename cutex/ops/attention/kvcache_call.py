@@ -152,8 +152,8 @@ class KVCacheCall(NamedTuple):
         return left, right
 
     def traits(self, room: int, with_lse: bool) -> dict[str, Any]:
-        """What the config of any kernel says of a call, by its fields' names, where sequences have
-        room for `room` keys."""
+        """The fields of any kernel's config that a call determines, if sequences have room for
+        `room` keys."""
         left, right = self.window(room)
         return {
             "causal": right == 0,
@@ -169,8 +169,8 @@ class KVCacheCall(NamedTuple):
 
 def other_sink(others: dict[str, Any], sink: Tensor | None) -> Tensor | None:
     """The sink, by its name here or vLLM's, s_aux. Raises TypeError or ValueError, in one sentence,
-    for another argument of FlashAttention's function that would change the result, or that it does
-    not have."""
+    for any other argument of FlashAttention's function that would change the result, or that it
+    does not have."""
     for name, value in others.items():
         known = REFUSED.get(name)
         if name == "s_aux":
@@ -188,8 +188,8 @@ def other_sink(others: dict[str, Any], sink: Tensor | None) -> Tensor | None:
 def table_of(
     page_table: Tensor | None, block_table: Tensor | None, entries: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The page table, by either of its names, each sequence's row of it by cache_batch_idx; and
-    this if there are no pages."""
+    """The page table, by either of its names, with rows selected by cache_batch_idx; without pages,
+    cache_batch_idx itself."""
     page_table = one_of("page_table", page_table, "block_table", block_table)
     if page_table is None or entries is None:
         return page_table, entries

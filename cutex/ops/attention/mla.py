@@ -34,8 +34,8 @@ PLANS = OPERATOR.plans
 
 
 class MlaMetadata:
-    """What `get_mla_metadata` returns: nothing is kept in it, since kernels read the lengths and
-    share out their work at each launch. It stays valid while lengths and shapes change."""
+    """What `get_mla_metadata` returns. It is empty: kernels read the lengths and divide their work
+    at each launch, so it stays valid while lengths and shapes change."""
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[MlaMetadata, None]:

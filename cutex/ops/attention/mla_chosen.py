@@ -80,8 +80,8 @@ def attend(call: MlaCall, given: tuple[Tensor, ...], key: tuple[Any, ...]) -> tu
 def by_token(
     q: Tensor, k_cache: Tensor, indices: Tensor, topk_length: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """The tensors q, k_cache, lengths if there are any, and page table of the call in which each
-    token is a sequence, and each row of the cache a page."""
+    """The tensors q, k_cache, lengths if any, and page table of the call in which each token is a
+    sequence and each row of the cache a page."""
     batch, tokens, heads, d = q.shape
     count = batch * tokens
     table = indices.reshape(count, -1)
@@ -102,7 +102,7 @@ def of_tokens(call: MlaCall, tensors: tuple[Tensor, ...]) -> MlaCall:
 
 
 def launch_by_token(plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A function of a call's tensors that launches `plan`, which is of them `by_token`."""
+    """A function of a call's tensors that launches `plan`, which was made for them `by_token`."""
 
     @untraced
     def launch(*given: Tensor) -> tuple[Tensor, Tensor]:

@@ -163,8 +163,8 @@ class Plan:
         return given, lse
 
     def short_with(self, out: Tensor) -> Callable[..., Any] | None:
-        """`short` that allocates O with the strides of `out`; None if there is none, or the kernel
-        does not write O there as it is."""
+        """`short` allocating O with the strides of `out`; None if there is no `short`, or the
+        kernel cannot write such an O directly."""
         one_list = self.lists[0]
         if self.short is None or self.launch is None or why_copied(out, one_list) is not None:
             return None
@@ -203,7 +203,8 @@ class Plan:
 
         @untraced
         def run_dense(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            """The same without unpacking, which costs as much as looking up the plan."""
+            """`_short` for q, k and v alone, without unpacking, which costs as much as looking up
+            the plan."""
             out = empty(shape, strides, dtype)
             if with_lse:
                 lse = empty(lse_shape, lse_strides, of_lse)

@@ -1,6 +1,6 @@
-"""Which calls of flash_attn_with_kvcache are of many queries, and the forward kernel that computes
-them: a chunk of a prompt is bound by tensor cores, so that keys are not split over the GPU, but
-read once for all of a tile's rows.
+"""Which calls of flash_attn_with_kvcache have many queries, and the forward kernel for them: a
+chunk of a prompt is bound by tensor cores, so its keys are not split over the GPU, but read once
+for all rows of a tile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ABSENT = "cache_batch_idx", "cache_leftpad", "cu_seqlens_k_new", "k", "v"
 
 
 def is_of_many_queries(call: KVCacheCall, arch_name: str) -> bool:
-    """Whether the forward kernel computes a call, and faster: there are tiles for most SMs."""
+    """Whether the forward kernel can compute a call, and is faster: there are tiles for most
+    SMs."""
     if kernels_of(arch_name) != "sm_90a" or call.fp8 or call.num_splits:
         return False
     if any(getattr(call, name) is not None for name in ABSENT) or call.page_size % ATOM_ROWS:

@@ -1,9 +1,9 @@
 """Gradients of attention by torch's own flash backward, from our O and LSE.
 
 torch.ops.aten._flash_attention_backward supports what FlashAttention-2 supports: one head dim, a
-band, no softcap, no seqused, no gradient of LSE. Where v has another head dim, it is padded with
-zeros to that of q. The gradient of LSE is that of two attentions more: with P the probabilities, a
-row's LSE changes by scale * P K with its q, and by scale * P^T q with the keys.
+band, no softcap, no seqused, no gradient of LSE. If v has another head dim, it is padded with zeros
+to q's. The gradient of LSE takes two more attentions: with P the probabilities, a row's LSE changes
+by scale * P K with its q, and by scale * P^T q with the keys.
 """
 
 from __future__ import annotations

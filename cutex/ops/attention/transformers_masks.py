@@ -1,10 +1,10 @@
-"""The masks of transformers' models, kept as functions for as long as our kernel can express them.
+"""The masks of transformers' models, kept as functions as long as our kernel can express them.
 
-transformers describes a mask as a function of positions (transformers.masking_utils) and lets an
-attention implementation make what it needs of it. `mask_of` makes a `Mask`: it looks like the float
-mask that eager attention adds, and becomes it as soon as anything computes with it. Our attention
-asks it for a `Layout` instead: a band of keys and the rows that are no padding. A function that it
-does not know has none, and is left to torch.
+transformers describes a mask as a function of positions (transformers.masking_utils), and lets an
+attention implementation turn it into whatever it needs. `mask_of` makes a `Mask`: it looks like the
+float mask that eager attention adds, and becomes it as soon as anything computes with it. Our
+attention asks it for a `Layout` instead: a band of keys, and the rows that are not padding. Unknown
+functions have no Layout, and run on torch.
 """
 
 from __future__ import annotations
@@ -283,9 +283,9 @@ def _layout(pattern: Pattern, m: dict[str, Any]) -> Layout | None:
 
 
 def run_of_token(m: dict[str, Any]) -> tuple[Tensor | None, Tensor] | None:
-    """Where the keys of a cache that one token sees begin and end, for the arguments `m` of a mask
-    function; None if they do not follow one another. It waits for the GPU where there is a mask of
-    tokens, but never for the token's place, which a static cache has as a tensor."""
+    """The first and last key of a cache that one token sees, for the arguments `m` of a mask
+    function; None if the keys between are not all seen. It waits for the GPU if there is a mask of
+    tokens, but never for the token's position, which a static cache has as a tensor."""
     first, keys, device = m["kv_offset"], m["kv_length"], m["device"]
     pattern = pattern_of(m["mask_function"], first + keys)
     if pattern is None or pattern.sequences is not None:
@@ -320,8 +320,8 @@ def _is_one_run(rows: Tensor) -> bool:
 
 
 def run_of(rows_k: Tensor, rows_q: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-    """Where the rows of each entry begin and end, if they follow one another and all of `rows_q`
-    count."""
+    """The first and last row of each entry, if the rows between all count and so do all of
+    `rows_q`."""
     steps = rows_k.int().diff(prepend=rows_k.new_zeros(len(rows_k), 1).int())
     good = ((steps == 1).sum(-1) <= 1).all()
     if not bool(good if rows_q is None else good & rows_q.all()):

@@ -117,7 +117,7 @@ def _factors_of_rows(
 
 def _in_chunks(scale: Tensor, edges: Tensor, rows: tuple[int, ...], padded: bool) -> Tensor:
     """The factors (rows, K) of all groups, each group's padded with zeros to whole chunks of 128
-    rows. Nothing waits for the host: there are as many chunks as there may be."""
+    rows. Nothing waits for the host: space is allocated for the most chunks possible."""
     total, groups, chunk = scale.shape[0], edges.shape[0], layouts.SWIZZLE_ROWS
     edges = edges.long()
     if padded:

@@ -57,8 +57,8 @@ def rows(
 def way(
     x: Tensor, w: Tensor, options: tuple[Any, ...], scaled: bool, ragged: bool
 ) -> tuple[str, tuple[Any, ...], Call]:
-    """The kind of kernel that a call of `rows` runs, the options that it is known by, and the
-    function that gives its config; scaled: with row_scale."""
+    """The kind of kernel that a call of `rows` runs, the options that identify it, and the function
+    that gives its config; scaled: with row_scale."""
     bias, activation, padded = options
     without = bias is None, not scaled
     if ragged and not padded and levels(x, x.shape[0], w, activation, not all(without)):
@@ -128,8 +128,8 @@ def gathered(
     row_scale: Tensor | None = None,
     ragged: bool = False,
 ) -> None:
-    """The same with the rows x[index] instead of x, index (R,), and out (R, N): gathered by the
-    kernel where it can, else before it."""
+    """`rows` with x[index] instead of x, index (R,) and out (R, N): gathered by the kernel where it
+    can, otherwise beforehand."""
     bias, activation, padded = options
     if not gathers_in_load(x, index, w, activation, ragged):
         rows(x.index_select(0, index), w, edges, out, options, row_scale, ragged)
@@ -248,7 +248,7 @@ def zeros_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str
 
 
 def taken(given: list[Tensor], without: list[bool]) -> list[Tensor | None]:
-    """`given`, with None for each that a call is `without`."""
+    """`given`, with None for each argument that a call is `without`."""
     rest = iter(given)
     return [None if absent else next(rest) for absent in without]
 
@@ -344,9 +344,9 @@ def on_sms(config: Any, num_sms: int) -> Any:
 def repeated(
     kind: Any, options: tuple[Any, ...], passed: list[Tensor], place: int
 ) -> Callable[..., Tensor] | None:
-    """The launch of calls like one that `again` has launched on `passed`, as a function of all of
-    them but the result, number `place`, which it returns; None where such calls pass other tensors
-    than they are given."""
+    """The launch of calls like one that `again` has launched on `passed`, as a function of all
+    arguments but the result (number `place`), which it returns; None if such calls pass tensors
+    other than those given."""
     known, out = _known.get(key_of(kind, options, passed)), passed[place]
     if known is None or not (passed[0].dim() == out.dim() == 2 and out.is_contiguous()):
         return None

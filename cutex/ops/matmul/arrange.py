@@ -1,12 +1,12 @@
-"""The operands of one `cutex.matmul` call, arranged as the kernel takes them.
+"""The operands of one `cutex.matmul` call, in the form that the kernel takes.
 
 Operands that TMA can step through are passed unchanged; the notes of an Arranged give the cost of
 the others:
 
 - a and b need one contiguous side, and a base and other strides that are multiples of 16 bytes;
-  tf32 and fp8 on Hopper also K contiguous. Otherwise each call copies the operand first.
-- On Hopper, a of 16 bits with M contiguous has any stride (kernels/gemm/unaligned), of up to 16
-  rows also any base and K.
+tf32 and fp8 on Hopper also K contiguous. Otherwise each call copies the operand first.
+- On Hopper, a 16-bit a with M contiguous may have any stride (kernels/gemm/unaligned), and with up
+to 16 rows also any base and K.
 - out, if its base, strides or contiguous size are no such multiples, is stored element by element.
 """
 
@@ -207,7 +207,7 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
 
 
 def row_wise(call: Call) -> bool:
-    """Whether the epilogue of `call` tells the rows of a matrix apart."""
+    """Whether the epilogue of `call` distinguishes the rows of a matrix."""
     return (
         (call.bias is not None and by_row(call.bias, call))
         or (call.scale_a is not None and call.scale_a.numel() > 1)

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class CallClass:
     """Calls that share a choice: M, N, K and batch as rounded by `config_for`, operands, ops, arch,
-    the GPU's board, if it is not the arch's own, and how many SMs it has, if not as many as that
-    board says."""
+    the GPU's board (if not the arch's own), and its number of SMs (if not that board's)."""
 
     sizes: tuple[int, int, int, int]
     layouts: tuple[OperandLayout, OperandLayout, OperandLayout]
@@ -59,8 +58,7 @@ class CallClass:
         return replace(facts, num_sms=self.num_sms) if self.num_sms else facts
 
     def key(self) -> dict[str, Any] | None:
-        """The fields that the name of the choice's file is derived from; None where nothing can be
-        timed."""
+        """The fields that name the choice's file; None if nothing can be timed."""
         if not torch.cuda.is_available():
             return None
         return {
@@ -137,8 +135,8 @@ def preferred(calls: CallClass) -> GemmConfig | None:
 
 
 def shipped(calls: CallClass) -> GemmConfig | None:
-    """The tiles shipped with cutex for `calls`; None if there are none, for a batch, and for a GPU
-    of another number of SMs than those that they were timed on."""
+    """The tiles shipped with cutex for `calls`; None without any, for a batch, and for a GPU with
+    another number of SMs than the one they were timed on."""
     a = calls.layouts[0]
     if calls.num_sms or calls.sizes[3] != 1 or DTYPES[a.dtype].bits > 16 or a.fold:
         return None

@@ -221,7 +221,7 @@ _increment_version = torch._C._increment_version
 
 
 def distinct(call: Call) -> list[Tensor]:
-    """The tensors that a guard compares; b is left out if it is the same tensor as a."""
+    """The tensors that a guard compares; b is omitted if it is the same tensor as a."""
     given = list(call.tensors.values())
     return given[:1] + given[2:] if call.a is call.b else given
 

@@ -123,8 +123,8 @@ def call_class(
 
 
 def candidates(calls: CallClass, hopeful: bool = False) -> Iterator[GeneralConfig]:
-    """The configs of the general kernel that can run `calls`, fastest predicted first, with
-    `hopeful` those first that may be; ValueError if there is none."""
+    """The configs of the general kernel that can run `calls`, fastest predicted first (with
+    `hopeful`, by the fastest they may be); ValueError if there is none."""
     none = True
     for tiles in proposals(calls, hopeful):
         if (config := fitted(tiles, calls)) is not None:
@@ -160,8 +160,8 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
 
 
 def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
-    """`tiles` with smaller sub-tiles of out, so that fewer registers are in use at a time, and with
-    as many slots for them as fit in smem, so that a matrix loaded through them is loaded early."""
+    """`tiles` with smaller sub-tiles of out, so that fewer registers are in use at a time, and as
+    many slots for them as fit in smem, so that a matrix loaded through them is loaded early."""
     if tiles.epi_n == 64 and tiles.epi_stages == 1:
         tiles = replace(tiles, epi_n=32)
     more = (replace(tiles, epi_stages=n) for n in (4, 3, 2))

@@ -104,7 +104,7 @@ def limit_of_call() -> float | None:
 
 
 def tuned_config(arranged: Arranged, arch_name: str, seconds: float) -> GeneralConfig:
-    """The config for a call within `tuning`."""
+    """The config for a call inside `tuning`."""
     config = choose_by_time(arranged, arch_name, seconds)
     found = _found.get()
     if found is not None:
@@ -115,8 +115,9 @@ def tuned_config(arranged: Arranged, arch_name: str, seconds: float) -> GeneralC
 def choose_by_time(
     arranged: Arranged, arch_name: str, seconds: float, timer: Timer | None = None
 ) -> GeneralConfig:
-    """The fastest config for an arranged call, stored before or timed now; the one it takes untuned
-    if nothing is compiled in time, or while a CUDA graph is captured, which timing would spoil."""
+    """The fastest config for an arranged call, stored before or timed now; or the one it uses
+    untuned, if nothing is compiled in time, or while a CUDA graph is captured, which timing would
+    break."""
     on_gpu = arranged.tensors[0].is_cuda
     if timer is None and (not on_gpu or torch.cuda.is_current_stream_capturing()):
         layouts = arranged.a, arranged.b, arranged.out
@@ -156,8 +157,8 @@ def _timed(arranged: Arranged, arch_name: str, seconds: float, timer: Timer) -> 
 
 
 def worth_timing(calls: CallClass, untuned: GeneralConfig) -> list[GeneralConfig]:
-    """The configs that tuning compares: what runs untuned, the first of the model's ranking, and of
-    those that may be faster yet where the model is unsure."""
+    """The configs that tuning compares: the untuned choice, the top of the model's ranking, and
+    those that may be faster where the model is unsure."""
     ranking = list(islice(candidates(calls), CANDIDATES))
     hopes = islice(candidates(calls, hopeful=True), CANDIDATES)
     unlike = int(CANDIDATES * HOPES)
@@ -173,7 +174,7 @@ def compete(
     until: float,
     timer: Timer,
 ) -> dict[GeneralConfig, float]:
-    """The microseconds of the finalists, or of the first look if there is no time for a second."""
+    """The microseconds of the finalists, or of the first round if there is no time for a second."""
     copies = operand_copies(arranged, arch(arch_name).l2_bytes)
     launches: dict[str, Any] = {}
     for i, config in enumerate(configs):
@@ -188,8 +189,8 @@ def compete(
 
 
 def operand_copies(arranged: Arranged, l2_bytes: int) -> list[tuple[Any, ...]]:
-    """Copies of a call's arguments, as many as exceed L2; the first is the call's own, except for
-    what is written, out and amax, which a tuned call must not write more than once."""
+    """Copies of a call's arguments, enough to exceed L2. The first is the call's own, except for
+    what is written (out and amax), which a tuned call must write only once."""
     tensors = [x for x in arranged.tensors[:3] if isinstance(x, Tensor)]
     bytes_of_one = sum(x.numel() * x.element_size() for x in tensors)
     least = timing.ROTATE_L2 * l2_bytes // COPIES + 1

@@ -133,7 +133,7 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
 
 
 def _who_adds(rows: int, threads: int) -> str:
-    """Who adds up the losses of so many rows, whose CTAs have so many threads."""
+    """Which kernel adds up the losses of this many rows, in CTAs with this many threads."""
     from cutex.kernels.row.cross_entropy import LAST, ONE, SHARED
 
     if rows <= FEW * threads:
@@ -142,7 +142,7 @@ def _who_adds(rows: int, threads: int) -> str:
 
 
 def _totals(launch: Launch, adds: str) -> tuple[str, ...]:
-    """The names of the operands that a sum of losses takes beside them."""
+    """The names of the additional operands that a sum of losses takes."""
     from cutex.kernels.row.cross_entropy import LAST, SHARED, TOTAL_PARTS
 
     if adds == SHARED:

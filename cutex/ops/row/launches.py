@@ -1,4 +1,4 @@
-"""Launches of kernels for rows: what a call decides once, and what each call like it repeats."""
+"""Launches of row kernels: what a call decides once, and what each call like it repeats."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Fresh(NamedTuple):
 
 
 class Launch:
-    """A launch while it is decided: its operands by name, how each given one is passed, and what is
-    allocated. `run` makes of it a function that does only that."""
+    """A launch while it is being decided: its operands by name, how each given one is passed, and
+    what is allocated. `run` turns it into a function that does only that."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,9 +80,9 @@ class Launch:
         returns: Sequence[str] = (),
         zeroed: Sequence[str] = (),
     ) -> Run:
-        """The function of the given tensors that launches a `kernel`, its kind, config and arch, on
-        the operands in their `order`, then `constants`, and returns the tensors named, or the only
-        one. Those allocated that are named `zeroed` are 0 before."""
+        """The function of the given tensors that launches a `kernel` (kind, config and arch) on the
+        operands in their `order`, then `constants`, and returns the tensors named, or the only one.
+        Allocated tensors named `zeroed` are 0 before."""
         kind, config, arch = kernel
         compiled = kernel_for(kind, config, dtype_of(self.operands[order[0]]), arch)
         with current(self.device):
@@ -117,7 +117,7 @@ class Launch:
         return on
 
     def passes(self, name: str, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
-        """Pass a tensor as what `how` makes of it, which is returned."""
+        """Pass a tensor as `how(tensor)`, which is returned."""
         given = how(x)
         made = self.operands[name] = _contiguous_of_one(given)
         same = made.shape == x.shape and made.stride() == x.stride()
@@ -131,8 +131,7 @@ class Launch:
 
 
 def _contiguous_of_one(x: Tensor) -> Tensor:
-    """x, whose last dimension is contiguous if it has more than one element, with a stride of 1
-    there, too, where it has only one and torch leaves another."""
+    """x with a stride of 1 in a last dimension of one element, where torch may leave any stride."""
     if x.dim() and x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x
@@ -153,8 +152,8 @@ def _views(x: Tensor, shape: torch.Size) -> bool:
 class Calls:
     """The calls of one operator: each finds its plan, by options and tensors, or has it made.
 
-    `plan(options, *tensors)` makes the function that runs a call on those of the tensors, some of
-    which may be None, that are given.
+    `plan(options, *tensors)` makes the function that runs a call on the given tensors (some may be
+    None).
     """
 
     def __init__(self, plan: Callable[..., Run]) -> None:
@@ -162,7 +161,7 @@ class Calls:
 
     @untraced
     def again(self, options: tuple[Any, ...], *tensors: Tensor | None) -> Any:
-        """The result of a call that is like one before; None if there was none."""
+        """The result of a call like an earlier one; None if there was none."""
         given = [x for x in tensors if x is not None]
         known = self.plans.find((options, *[x is None for x in tensors]), *given)
         return None if known is None else known.launch(*given)
@@ -183,8 +182,8 @@ class Calls:
         return run(*given)
 
     def _of_copies(self, options: tuple[Any, ...], *tensors: Tensor | None) -> Run:
-        """The plan of rows that are so long that they have to be loaded by whole vectors, but begin
-        where they can't, or not all alike: of dense copies."""
+        """The plan for rows too long for anything but whole vectors that do not start on one, or
+        not all alike: by dense copies."""
         copies = [None if x is None else _aligned(x) for x in tensors]
         try:
             run = self.plan(options, *copies)
@@ -200,9 +199,9 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def bulk_groups(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -> int:
-    """The clusters, or CTAs, that take the rows of x (M, N) in turn: as many as run at one time; of
-    rows that begin in either half of a word an even number, so that those of each begin alike, but
-    where the kernel takes both kinds."""
+    """The clusters or CTAs that process the rows of x (M, N) in rotation: as many as run at once;
+    an even number if rows start in either half of a word, so that all rows of each are aligned
+    alike, unless the kernel handles both."""
     tile = config.tile
     compiled = kernel_for(kind, config, dtype_of(x), arch)
     at_once = clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device)
@@ -216,8 +215,8 @@ def bulk_groups(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -
 
 
 def runs(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -> bool:
-    """Whether x's GPU runs the clusters of a kernel: not every one has room for more than PORTABLE
-    CTAs in any of its parts."""
+    """Whether x's GPU can run a kernel's clusters: not every GPU has a GPC with room for more than
+    PORTABLE CTAs."""
     tile = getattr(config, "tile", config)
     if tile.ctas <= PORTABLE:
         return True

@@ -93,8 +93,8 @@ def pack_w4(
 
 
 def quantized_int4(w: Tensor, group: int, zeros: bool) -> tuple[Tensor, ...]:
-    """codes, scales and, with `zeros`, zeros of a float weight, each group's rounded to nearest:
-    its largest magnitude is 7.5 scales, or its range is 15."""
+    """Codes, scales and, with `zeros`, zeros of a float weight, each group rounded to nearest: its
+    largest magnitude is 7.5 scales, or its range 15."""
     n, k = w.shape
     groups = w.float().reshape(n, k // group, group)
     if zeros:
@@ -207,15 +207,16 @@ def _zeros(zeros: Tensor) -> Tensor:
 
 
 def _in_range(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales (N, groups) relative to a power of two for each row, its largest one's, and these."""
+    """Scales (N, groups) relative to a power of two per row (that of its largest), and these
+    powers."""
     top = torch.where(scales.isfinite(), scales.abs(), 0.0).amax(1)
     factor = torch.exp2(top.clamp(min=2.0**-120).log2().floor())
     return scales / factor[:, None], factor
 
 
 def _of_fp4(q: QuantizedTensor, dtype: torch.dtype) -> W4Weight:
-    """Pack what `cutex.quantize` made of a weight: fp4 codes, with scales in powers of two that the
-    bits of a code, as a float of `dtype`, take besides."""
+    """Pack the result of `cutex.quantize` for a weight: fp4 codes, with scales that absorb the
+    powers of two by which a code's bits, read as a float of `dtype`, differ from its value."""
     if q.format not in ("mxfp4", "nvfp4"):
         raise ValueError(f"w is quantized as {q.format}, which is not mxfp4 or nvfp4")
     if q.data.dim() != 2 or not q.data.numel():

@@ -67,8 +67,8 @@ class W4Weight(NamedTuple):
         return x.to(dtype)
 
     def check(self, name: str) -> None:
-        """Raise ValueError, with one sentence, if it is laid out otherwise than it is read, or its
-        tensors have other sizes than it says."""
+        """Raise ValueError, in one sentence, if the weight's layout is not the one that is read, or
+        its tensors have other sizes than it says."""
         of, packed, factor = self.format, self.packed, self.factor
         if reason := of.why_not():
             raise ValueError(f"{name} has no format of a packed weight: {reason}")
@@ -97,5 +97,5 @@ class W4Weight(NamedTuple):
 
 
 def _unpickled(words: str, packed: Tensor, *rest: Any) -> W4Weight:
-    """The weight with such fields, whose words are of type `words`."""
+    """The weight with these fields, whose words are of type `words`."""
     return W4Weight(packed.view(getattr(torch, words)), *rest)

@@ -47,8 +47,8 @@ class Chosen(Stage):
 
 @dataclass(frozen=True)
 class Sm100Stage(Stage):
-    """A stage on Blackwell: the chosen config, but for the fields in `held`, which are those of the
-    stage's own."""
+    """A stage on Blackwell: the chosen config, except for the fields in `held`, which the stage
+    fixes."""
 
     held: tuple[str, ...] = ()
 
@@ -61,7 +61,7 @@ class Sm100Stage(Stage):
 
 
 class Pairs(Stage):
-    """The stage of pairs of CTAs, and the chosen config where there are none."""
+    """The stage with pairs of CTAs, or the chosen config where pairs do not apply."""
 
     def fitted(self, problem: BackwardProblem) -> Self:
         chosen = fitted(Sm100BackwardConfig().of(problem), problem.dtype)

@@ -23,5 +23,5 @@ _FITTED: dict[type, Callable[[Any, str], Any]] = {
 
 
 def fitted(config: Any, dtype: str = "bf16") -> Any:
-    """`config`, whose fields say what is computed, with its tiles chosen for `dtype`."""
+    """`config`, which says what is computed, with its tiles chosen for `dtype`."""
     return _FITTED[type(config)](config, dtype)

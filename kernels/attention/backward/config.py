@@ -21,8 +21,8 @@ BARRIERS = 1024  # bytes of smem kept for barriers and the like
 
 @dataclass(frozen=True)
 class BackwardConfig(BackwardSpec):
-    """The Hopper tiling: a CTA owns tile_n keys of one head, whose dK and dV it keeps in registers,
-    and takes the queries tile_m at a time."""
+    """The Hopper tiling: a CTA owns tile_n keys of one head, keeps their dK and dV in registers,
+    and loops over the queries in blocks of tile_m."""
 
     tile_n: int = 128
     tile_m: int = TILE
@@ -47,12 +47,13 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def wide(self) -> bool:
-        """Whether dV and dK of the same 64 keys are summed by two warpgroups, for their size."""
+        """Whether dV and dK of the same 64 keys are summed by two warpgroups, because one cannot
+        hold both."""
         return self.tile_n == WARPGROUP_ROWS
 
     @property
     def parts(self) -> int:
-        """The parts of a block of queries whose scores are computed one after the other."""
+        """The number of parts of a block of queries whose scores are computed one after another."""
         return self.tile_m // self.score_m
 
     @property
@@ -66,7 +67,7 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def dq_warpgroups(self) -> int:
-        """The warpgroups that compute dQ."""
+        """The number of warpgroups that compute dQ."""
         return self.key_tiles if self.own_dq else 1
 
     @property
@@ -79,8 +80,8 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def passes_hidden(self) -> bool:
-        """Whether a warpgroup passes over a tile's first block where it sees none of its queries:
-        causal, the second one's keys come after these."""
+        """Whether a warpgroup skips a tile's first block where none of its keys are visible: with a
+        causal mask, the second warpgroup's keys come after the block's queries."""
         return self.own_dq and self.tile_m == WARPGROUP_ROWS and (self.causal or self.window[1])
 
     @property
@@ -93,8 +94,8 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def adding_warps(self) -> int:
-        """The warps that only add dQ, block by block in turn, where adds come in one order: an add
-        takes longer than two blocks until it has landed."""
+        """The number of warps that only add dQ, taking blocks in turn, where adds have a fixed
+        order: an add takes longer than two blocks to land."""
         return 3 if self.own_dq and self.deterministic else 0
 
     @property
@@ -103,9 +104,9 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def one_fence(self) -> bool:
-        """Whether a block's dS is handed over behind dQ of the block before, so that one fence
-        serves both: unless other warps add, not behind the last product of a turn, nor where LSE is
-        read late, since the other warpgroup would wait for dS."""
+        """Whether a block's dS is handed over after dQ of the block before, so that one fence
+        serves both. Not with separate adding warps, not after the last product of a turn, and not
+        where LSE is read late, since the other warpgroup would then wait for dS."""
         return self.adding_warps > 0 or (self.early_stats and not self.dq_last)
 
     @property
@@ -122,8 +123,8 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def descending(self) -> bool:
-        """Whether blocks of queries are taken from the last to the first: where adds come in one
-        order, and the mask leaves out no early queries."""
+        """Whether blocks of queries are processed from the last to the first: where adds have a
+        fixed order and the mask excludes no early queries."""
         return self.adding_warps > 0 and not self.last_first and not self.rotated
 
     @property
@@ -143,7 +144,7 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def stats_bytes(self) -> int:
-        """Bytes of LSE and delta of a block of queries."""
+        """Bytes of LSE and delta for a block of queries."""
         return 2 * 4 * self.tile_m
 
     @property
@@ -172,7 +173,7 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def accumulators(self) -> tuple[int, ...]:
-        """The registers of a thread that hold dK, dV, S and dP; of wide head dims, dV, S, dP and
+        """The registers of a thread for dK, dV, S and dP; for wide head dims, for dV, S, dP and
         dK."""
         d, dv, m = self.head_dim, self.head_dim_v, self.score_m
         if self.wide:
@@ -180,7 +181,7 @@ class BackwardConfig(BackwardSpec):
         return ((d + dv + 2 * m) // 2,)
 
     def why_not_own_dq(self) -> str | None:
-        """The reason why the warpgroups that own keys cannot compute dQ."""
+        """Why the warpgroups that own keys cannot compute dQ, too; None if they can."""
         if self.wide or self.pairs or self.softcap or self.parts > 1:
             return "for CTAs of 128 keys each, without a soft cap"
         if self.dq_columns * WARPGROUP_ROWS * 2 != self.head_dim * self.tile_m:

@@ -1,5 +1,5 @@
-"""What the backward kernels of all archs share: their three launches, and two of these, Preprocess
-and Convert, before and after main, a CTA for each tile of a head's queries.
+"""The parts of the backward that all archs share: its three launches, and the kernels Preprocess
+and Convert, which run before and after Main with one CTA for each tile of a head's queries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Config = TypeVar("Config", bound=BackwardSpec)
 
 
 class QueryTile(NamedTuple):
-    """The queries of one head of one sequence that a CTA takes."""
+    """The queries of one head of one sequence that a CTA processes."""
 
     number: Int32  # among all tiles of the workspace
     head: Int32
@@ -45,12 +45,12 @@ class QueryTile(NamedTuple):
 
 
 class Preprocess:
-    """The kernel that finds out what the backward needs to know of each row before it begins.
+    """The kernel that computes the per-row values the backward needs.
 
-    delta = rowsum(dO * O) - dLSE, by which the softmax's gradient is dS = P * (dP - delta), and LSE
-    in powers of two. A gradient of LSE needs no more than that, since dLSE/dS = P. Rows without
-    keys and the padding of tiles get LSE = inf, so that their P is 0. It also zeroes the fp32 sums
-    of dQ, all or those that main leaves out.
+    delta = rowsum(dO * O) - dLSE, with which the softmax's gradient is dS = P * (dP - delta), and
+    LSE in powers of two. A gradient of LSE needs nothing else, since dLSE/dS = P. Rows without keys
+    and the padding of tiles get LSE = inf, so that their P is 0. The kernel also zeroes the fp32
+    sums of dQ: all of them, or those that main does not.
     """
 
     def __init__(self, config: BackwardSpec) -> None:
@@ -83,7 +83,7 @@ class Preprocess:
 
     @cute.jit
     def tile(self, tensors: Tensors, args: KernelArgs, tile: QueryTile) -> None:
-        """Do all for the queries of a tile."""
+        """Process the queries of a tile."""
         c = self.config
         by_main = c.late_zeros or c.first_stores  # but for tiles that it has nothing to add to
         self.clear_turns(args, tile.number)
@@ -99,7 +99,7 @@ class Preprocess:
                     self.clear(sums, part)
 
     def sees_no_key(self, tensors: Tensors, args: KernelArgs, tile: QueryTile) -> Boolean:
-        """Whether no block of keys adds to the sums of a tile."""
+        """Whether no key block adds to the sums of a tile."""
         c = self.config
         rows_k = cute.size(tensors.k, mode=[0 if c.varlen_k else 1])
         info = BlockInfo(c.tile_m, c.tile_n, args.band(c.causal))
@@ -109,8 +109,8 @@ class Preprocess:
 
     @cute.jit
     def rank(self, args: KernelArgs, batch: Int32) -> None:
-        """Rank a sequence by its queries, and sum the key blocks of those before it. One warp calls
-        it."""
+        """The rank of a sequence by its number of queries, and the number of key blocks of
+        higher-ranked ones. One warp calls it."""
         lane, rank, before = cute.arch.lane_idx(), Int32(0), Int32(0)
         count = cute.size(args.ranks, mode=[0]) - 1
         mine = queries(args, Int32(0)).of(batch).length
@@ -133,7 +133,7 @@ class Preprocess:
 
     @cute.jit
     def clear_flag(self, args: KernelArgs) -> None:
-        """Set the flag of the unit that has the CTA's number to 0."""
+        """Set the flag of the unit with this CTA's number to 0."""
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         if (thread == 0) & (number < cute.size(args.zeroed)):  # there are as many CTAs as units
@@ -148,21 +148,21 @@ class Preprocess:
 
     @property
     def vectors(self) -> int:
-        """The vectors of a row of O that a thread reads."""
+        """The vectors of a row of O per thread."""
         return -(-self.config.head_dim_v // (VECTOR * LANES))
 
     @property
     def at_once(self) -> int:
-        """The rows of a thread whose loads are on their way at one time."""
+        """The number of rows per thread whose loads are in flight at once."""
         return 4 if self.vectors <= 2 else 2
 
     @property
     def parts(self) -> int:
-        """The parts of a tile whose rows are loaded at one time."""
+        """The parts of a tile whose rows are loaded at once."""
         return self.config.tile_m // (SIDE_BY_SIDE * self.at_once)
 
     def place(self, part: int, i: int) -> Int32:
-        """The place in its tile of row i of this thread's of a part."""
+        """The row of the tile that is row i of this thread's part."""
         thread, _, _ = cute.arch.thread_idx()
         return (part * self.at_once + i) * SIDE_BY_SIDE + thread // LANES
 
@@ -170,7 +170,7 @@ class Preprocess:
     def read_rows(
         self, part: cutlass.Constexpr[int], tensors: Tensors, args: KernelArgs, tile: QueryTile
     ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Start this thread's loads of the rows of a part: of O and dO (VECTOR, NumV, row), LSE in
+        """Start this thread's loads for the rows of a part: O and dO (VECTOR, NumV, row), LSE in
         powers of two and the gradient of LSE (2, row)."""
         _, head, batch, seqlen, m_block = tile
         mO, mdO = (rows_of(x, self.config.varlen_q, head, batch) for x in (tensors.o, tensors.do))
@@ -197,7 +197,7 @@ class Preprocess:
         stats: cute.Tensor,
         args: KernelArgs,
     ) -> None:
-        """Write LSE and delta of the rows of a part."""
+        """Write LSE and delta for the rows of a part."""
         thread, _, _ = cute.arch.thread_idx()
         rO, rdO, of_lse = rows
         for i in cutlass.range_constexpr(self.at_once):
@@ -214,13 +214,13 @@ class Preprocess:
     def keep(
         self, stats: cute.Tensor, place: Int32, lse: Float32, delta: Float32, args: KernelArgs
     ) -> None:
-        """Write what the main kernel needs to know of a row."""
+        """Write the values of one row for the main kernel."""
         stats[place] = lse
         stats[self.config.tile_m + place] = delta
 
     @cute.jit
     def clear(self, sums: cute.Tensor, part: cutlass.Constexpr[int]) -> None:
-        """Set a part of a tile's sums to 0."""
+        """Zero a part of a tile's sums."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = cute.logical_divide(sums, cute.make_layout(4))  # (4, NumV)
         zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
@@ -242,8 +242,7 @@ class Preprocess:
 
     @cute.jit
     def of_row(self, mLSE, args: KernelArgs, head, batch, seqlen: SeqlenInfo, row: Int32):
-        """LSE of a row in powers of two, and the gradient of LSE; inf and 0 for a row without
-        keys."""
+        """LSE of a row in powers of two, and its gradient; inf and 0 for a row without keys."""
         c = self.config
         at = (head, seqlen.offset + row) if c.varlen_q else (batch, head, row)
         lse, dlse = mLSE[at], Float32(0.0)
@@ -260,8 +259,8 @@ def by_tiles(mX: cute.Tensor, width: int) -> cute.Tensor:
 
 
 def row_sizes(config: BackwardSpec, mX: cute.Tensor, args: KernelArgs):
-    """The number of sequences, the most rows that one has, and the tiles of mX, which is laid out
-    like q."""
+    """The number of sequences, the most rows of any of them, and the number of tiles of mX, which
+    is laid out like q."""
     c = config
     at = 0 if c.varlen_q else 1
     rows, heads = cute.size(mX, mode=[at]), Int32(cute.size(mX, mode=[at + 1]))
@@ -287,17 +286,18 @@ def row_block(
 
 
 def rows_of(mX: cute.Tensor, packed: bool, head: Int32, batch: Int32) -> cute.Tensor:
-    """The rows (seqlen, D) of one head: of one batch entry or, packed, of all sequences."""
+    """The rows (seqlen, D) of one head: of one batch entry or, for packed sequences, of all of
+    them."""
     return mX[None, head, None] if packed else mX[batch, None, head, None]
 
 
 class Convert:
-    """The kernel that turns the fp32 sums of dQ into 16 bits, times the scale.
+    """The kernel that scales the fp32 sums of dQ and rounds them to 16 bits.
 
-    A tile of the sums is stored as the accumulators of the warpgroup that added them lie in its
-    registers: 16 rows of a warp after the other, of which each unit of 8 columns has 4 numbers of
-    each of 32 threads. A thread here reads the same; of every four units the four threads of a row
-    exchange their columns, so that each has 8 of one unit to write.
+    A tile of the sums is stored in the register order of the warpgroup that added them: warp by
+    warp 16 rows, in which each unit of 8 columns is 4 numbers from each of 32 threads. A thread
+    here reads the same order. The four threads of a row then exchange the columns of every four
+    units, so that each writes 8 columns of one unit.
     """
 
     def __init__(self, config: BackwardSpec) -> None:
@@ -333,7 +333,8 @@ class Convert:
         m_block: Int32,
         scale: Float32,
     ) -> None:
-        """Convert a tile of the sums: a warp the 16 rows of one that added them, or of two."""
+        """Convert a tile of the sums: each warp converts the 16 rows added by one warp, or two such
+        sets."""
         for i in cutlass.range_constexpr(self.config.tile_m // (16 * THREADS // 32)):
             self.rows_of_warp(thread // 32 + 4 * i, thread % 32, sums, gdQ, seqlen, m_block, scale)
 
@@ -348,7 +349,8 @@ class Convert:
         m_block: Int32,
         scale: Float32,
     ) -> None:
-        """Convert 16 rows of a tile. All of them, or half, are on their way at one time."""
+        """Convert 16 rows of a tile, with the loads of all of them, or of half, in flight at
+        once."""
         c = self.config
         units = c.head_dim // WIDE
         at_once = units if units <= MOST else units // 2
@@ -390,7 +392,7 @@ class Convert:
     def store(
         self, rounded: cute.Tensor, gdQ: cute.Tensor, seqlen: SeqlenInfo, row: Int32, unit: Int32
     ) -> None:
-        """Write 8 columns of a row, if the sequence has it, and dQ has them."""
+        """Write 8 columns of a row, if the row is in the sequence and the columns are in dQ."""
         at = seqlen.offset + row if self.config.varlen_q else row
         if (row < seqlen.length) & (unit * WIDE < cute.size(gdQ, mode=[1])):
             to = cute.logical_divide(gdQ[at, None], cute.make_layout(WIDE))  # (WIDE, NumUnits)
@@ -398,8 +400,8 @@ class Convert:
 
 
 class BackwardKernel(Generic[Config]):
-    """What the backward kernels of all archs are to who compiles and launches them: preprocess,
-    main and convert, of which each arch has its own main."""
+    """What compiles and launches a backward kernel of any arch needs to know: preprocess, main and
+    convert; each arch has its own main."""
 
     arch: str
     name: str
@@ -421,7 +423,7 @@ class BackwardKernel(Generic[Config]):
         return arguments(self.config, dtype)
 
     def workspace(self, tensors: Tensors) -> Tensors:
-        """`tensors` with stats and dq_sums as the kernels of the arch have them."""
+        """`tensors` with stats and dq_sums in the layout of this arch's kernels."""
         return tensors
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""The arguments of the backward, the same for its kernels, and where the tiles of dQ are."""
+"""The arguments of the backward kernels, and the location of dQ's tiles in the workspace."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
 
 
 def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
-    """The fields of Tensors, and those of KernelArgs that `config` has."""
+    """The arguments for the fields of Tensors, and for those fields of KernelArgs that `config`
+    has."""
     c = config
     found: list[Argument] = [tensor(c, name, dtype) for name in Tensors._fields]
     present = {
@@ -76,7 +77,7 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
 
 
 class Tensors(NamedTuple):
-    """The first arguments: inputs, the gradients to write, and what the kernels pass on."""
+    """The first arguments: the inputs, the gradients, and what the kernels pass to each other."""
 
     q: Any  # (batch, seqlen_q, heads, D) or (total_q, heads, D)
     k: Any
@@ -124,11 +125,11 @@ class KernelArgs(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """Where the tiles of tile_m queries of each sequence and head are, in LSE, delta and the sums
-    of dQ: rows past a sequence's end are padding, so that a tile belongs to one sequence.
+    """The location of each sequence's and head's tiles of tile_m queries in LSE, delta and the sums
+    of dQ. Rows past a sequence's end are padding, so that a tile belongs to one sequence.
 
-    Of packed sequences, sequence b with `offset` rows before it has the tiles from offset // tile_m
-    + b on, which leaves it as many as it needs.
+    For packed sequences, sequence b, with `offset` rows before it, has the tiles from offset //
+    tile_m + b on, which leaves it enough of them.
     """
 
     heads: Int32
@@ -136,7 +137,7 @@ class RowTiles(NamedTuple):
 
     @staticmethod
     def of(config: BackwardSpec, heads: Int32, rows: Int32, batch: Int32) -> RowTiles:
-        """The tiles of `rows` queries a batch entry, or of all of a packed batch."""
+        """The tiles of `rows` queries of a batch entry, or of a whole packed batch."""
         tile_m = config.tile_m
         per_head = rows // tile_m + batch if config.varlen_q else ceil_div(rows, tile_m)
         return RowTiles(heads, per_head)

@@ -1,4 +1,4 @@
-"""What a backward kernel computes, apart from how: the same on every arch.
+"""What a backward kernel computes, independent of how and of the arch.
 
 Imports neither torch nor the DSL.
 """
@@ -29,31 +29,32 @@ class BackwardSpec(ScoreSpec):
 
     @property
     def last_first(self) -> bool:
-        """Whether, of key blocks that add to one tile of dQ in turn, the last is the first: where
-        the band leaves out early queries, a block is there before those of earlier keys are."""
+        """Whether the last key block adds first to a tile of dQ, where adds have a fixed order:
+        if the band excludes early queries, later key blocks reach a query block before earlier
+        ones."""
         return self.deterministic and (self.causal or self.window[1])
 
     @property
     def interleaved(self) -> bool:
-        """Whether key blocks of some heads are taken in turn, rather than head by head: so that
-        the ones that see the most queries come first; or, deterministic, so that CTAs that add to
-        the same tile of dQ do not begin at one time, each to wait for the one before."""
+        """Whether key blocks of several heads are interleaved rather than processed head by head:
+        so that those seen by the most queries come first; or, if deterministic, so that CTAs adding
+        to the same tile of dQ do not start together and wait for each other."""
         return self.deterministic or ((self.causal or self.window[1]) and not self.window[0])
 
     @property
     def waves(self) -> int:
-        """How many times the key blocks that are taken in turn fill the SMs."""
+        """How many waves of SMs the interleaved key blocks fill."""
         return 2
 
     @property
     def longest_last(self) -> bool:
-        """Whether the key blocks that see the most queries are taken last, by persistent CTAs."""
+        """Whether persistent CTAs process the key blocks with the most queries last."""
         return False
 
     @property
     def flips(self) -> bool:
-        """Whether the last group of heads is taken the other way around: the key blocks that see
-        the most queries first, from the last queries on, so that the shortest end last."""
+        """Whether the last group of heads is processed in reverse: the key blocks with the most
+        queries first, from the last queries on, so that the shortest ones end last."""
         return False
 
     @property
@@ -64,8 +65,8 @@ class BackwardSpec(ScoreSpec):
 
     @property
     def reversed(self) -> bool:
-        """Whether key blocks are counted from the last: the order's longest rows are its last, and
-        the first keys are to go first."""
+        """Whether key blocks are numbered from the last: the order's longest rows are its last
+        ones, and the first keys must come first."""
         return self.interleaved and not self.last_first and not self.ranked
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
@@ -74,7 +75,7 @@ class BackwardSpec(ScoreSpec):
 
     @property
     def tile_m(self) -> int:
-        """The queries of a block, and the rows of a tile of the sums of dQ."""
+        """The queries of a block, and the rows of a tile of dQ's sums."""
         raise NotImplementedError
 
     @property
@@ -84,23 +85,23 @@ class BackwardSpec(ScoreSpec):
 
     @property
     def num_ctas(self) -> int:
-        """The SMs that the order of tiles is made for."""
+        """The number of CTAs that the order of tiles is made for."""
         raise NotImplementedError
 
     @property
     def key_ctas(self) -> int:
-        """The CTAs of a cluster, which own neighbouring blocks of keys."""
+        """The CTAs of a cluster, which own neighbouring key blocks."""
         return 1
 
     @property
     def row_stats(self) -> int:
-        """The numbers of 32 bits that preprocess keeps of each row: LSE and delta."""
+        """The 32-bit values that preprocess stores for each row: LSE and delta."""
         return 2
 
     @property
     def ranked(self) -> bool:
-        """Whether packed sequences are taken by their length, the longest first, and only their
-        own tiles."""
+        """Whether packed sequences are processed by length, the longest first, and only their own
+        tiles."""
         return False
 
     @property
@@ -110,40 +111,41 @@ class BackwardSpec(ScoreSpec):
 
     @property
     def first_stores(self) -> bool:
-        """Whether the first one to add to a tile of dQ in turn stores, so that nobody zeroes it."""
+        """Whether the first key block to add to a tile of dQ stores instead, so that nobody zeroes
+        the sums."""
         return False
 
     @property
     def spread(self) -> bool:
-        """Whether the last tiles of keys are cut along their queries, for all CTAs."""
+        """Whether the last tiles of keys are cut along their queries and shared by all CTAs."""
         return False
 
     @property
     def tail_steps(self) -> tuple[int, int]:
-        """LEAST_QUERIES and COST_QUERIES in blocks."""
+        """LEAST_QUERIES and COST_QUERIES, in blocks."""
         return LEAST_QUERIES // self.tile_m, COST_QUERIES // self.tile_m
 
     @property
     def sum_warps(self) -> int:
-        """The warps that sum dK and dV of a CTA's keys, 16 each."""
+        """The number of warps that sum dK and dV of a CTA's keys, 16 each."""
         return self.tile_n // 16
 
     @property
     def sums_of_keys(self) -> int:
-        """The numbers of dK and dV that a thread of these has."""
+        """The number of values of dK and dV per thread of these warps."""
         return (self.head_dim + self.head_dim_v) // 2
 
     @property
     def partial_numbers(self) -> int:
-        """The fp32 numbers of dK and dV of a CTA's keys."""
+        """The number of fp32 values of dK and dV of a CTA's keys."""
         return self.tile_n * (self.head_dim + self.head_dim_v)
 
     @property
     def counted(self) -> bool:
-        """Whether CTAs take tiles from a counter in global memory."""
+        """Whether CTAs draw tiles from a counter in global memory."""
         return False
 
     @property
     def turns(self) -> int:
-        """The parts of a tile of dQ that are added to in an order of their own."""
+        """The parts of a tile of dQ with an order of adds of their own."""
         return 4 * self.key_ctas

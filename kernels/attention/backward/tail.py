@@ -1,15 +1,14 @@
-"""The last tiles of keys, cut along their queries so that all CTAs end together.
+"""The last tiles of keys, cut along their queries so that all CTAs finish together.
 
-Where the tiles do not fill the SMs in whole rounds, SMs are idle in the last one: of 4096 tiles on
-132 SMs 4 are left, which take as long as 132. So the steps of the tiles that are left, a step being
-a block of queries of one head, are put in one row, tile after tile, and the row is cut into one
-share for each CTA, equal to within one step (Stream-K: Osama, Merrill, Cecka, Garland and Owens,
-PPoPP 2023).
+If the tiles do not fill the SMs in whole rounds, SMs idle in the last one: of 4096 tiles on 132
+SMs, 4 remain and take as long as 132. So the steps of the remaining tiles (one step is a block of
+queries of one head) are laid end to end, and cut into one share per CTA, equal to within one step
+(Stream-K: Osama, Merrill, Cecka, Garland and Owens, PPoPP 2023).
 
-A share, which is no longer than a tile, is the rear of one tile and then the front of the next, or
-a part of one. A CTA takes the front first: so the sums of others are mostly ready when it has the
-rear of a tile, whose dK and dV it finishes. Shares are handed out in order, so those that it waits
-for have been taken.
+A share is no longer than a tile: the rear of one tile and then the front of the next, or a part of
+one. A CTA processes the front first, so the sums of other CTAs are mostly ready when it reaches the
+rear, whose dK and dV it completes. Shares are handed out in order, so those that it waits for have
+started.
 
 Plain operators only: Python ints run it, and the same code traces in the DSL.
 """
@@ -33,7 +32,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Tail:
-    """What CTAs take one after the other: whole tiles, then the shares of those that are left."""
+    """The sequence of work: whole tiles, then the shares of the remaining ones."""
 
     tiles: Any  # of the order
     steps: Any  # of a tile
@@ -43,13 +42,13 @@ class Tail:
 
     @property
     def whole(self) -> Any:
-        """How many tiles are taken as wholes."""
+        """How many tiles are processed whole."""
         return self.tiles // self.ctas * self.ctas
 
     @property
     def shares(self) -> Any:
-        """How many shares the others are cut into: as many as they are where that saves less than
-        it costs."""
+        """The number of shares that the remaining tiles are cut into: no cuts where these cost more
+        than they save."""
         left = self.tiles - self.whole
         shares = smaller(left * self.steps // self.least, self.ctas)
         pays = left * self.steps + shares * self.cost < shares * self.steps
@@ -60,22 +59,22 @@ class Tail:
         return self.whole + self.shares
 
     def cut(self, share: Any) -> Any:
-        """The step, in the row of all, at which share `share` begins, and the one before it
-        ends."""
+        """The step, with all steps laid end to end, at which share `share` starts and the one
+        before it ends."""
         steps, shares = (self.tiles - self.whole) * self.steps, larger(self.shares, 1)
         each = steps // shares
         return share * each + smaller(share, steps - each * shares)
 
     def pieces(self, number: Any) -> Any:
-        """How many pieces number `number` has."""
+        """The number of pieces of number `number`."""
         share = number - self.whole
         first, end = self.cut(share), self.cut(share + 1)
         two = select((end - 1) // self.steps > first // self.steps, 2, 1)
         return select(number >= self.whole, two, 1)
 
     def piece(self, number: Any, which: Any) -> Piece:
-        """Piece `which` of number `number`: of two the front of a tile, then the rear of the one
-        before."""
+        """Piece `which` of number `number`: of two, first the front of a tile, then the rear of the
+        one before."""
         share = number - self.whole
         begin, stop = self.cut(share), self.cut(share + 1)
         tile = (stop - 1) // self.steps - which
@@ -89,5 +88,5 @@ class Tail:
 
 
 def spare_sums(tail: Tail) -> int:
-    """How many shares there may be whose sums are kept for another's: 0 if no tile is cut."""
+    """The most shares whose sums are left for another CTA: 0 if no tile is cut."""
     return tail.shares if tail.shares > tail.tiles - tail.whole else 0

@@ -1,4 +1,4 @@
-"""The tiles of the backward's main kernel: which keys a CTA owns, and in which order."""
+"""The tiles of the backward's main kernel: the keys that each CTA owns, and their order."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ class Sizes(NamedTuple):
 
 
 def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
-    """The order in which key blocks are taken, those of a cluster together, which are its `m`.
-    Causal, the first keys see the most queries: they go first, of as many heads at a time as fill
-    the SMs twice; with `late_zeros` of one head at a time, but at the end. Where they go last, of
-    as many as fill the SMs once, or of fewer, if tiles are as long as those of several heads."""
+    """The order of key blocks; those of a cluster count as one `m`.
+
+    With a causal mask the first keys see the most queries. They go first, from as many heads at a
+    time as fill the SMs twice; with `late_zeros`, from one head at a time except at the end. Where
+    they go last: from as many heads as fill the SMs once, or fewer if a tile is as long as several
+    heads'."""
     count = ceil_div(sizes.num_n_blocks, config.key_ctas)
     waves = config.waves * config.num_ctas // config.key_ctas
     if config.longest_last:
@@ -116,14 +118,15 @@ def tail_of(config: BackwardSpec, sizes: Sizes) -> Tail:
 def tiles_ahead(config: BackwardSpec, sizes: Sizes) -> Int32:
     """How far ahead of its own number a tile zeroes sums of dQ.
 
-    No less than the tiles of the last group, so that a tile waits only for tiles that are handed
-    out before it; two waves, so that what it waits for is done.
+    At least the tiles of the last group, so that a tile waits only for tiles handed out before it;
+    two waves, so that what it waits for is already done.
     """
     return 2 * config.num_ctas + sizes.num_n_blocks
 
 
 def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | None:
-    """The tiles of packed sequences, as preprocess has ranked these; None: all of the order's."""
+    """The tiles of packed sequences in the order of preprocess's ranking; None: all tiles of the
+    order."""
     if not config.ranked:
         return None
     s = sizes
@@ -134,7 +137,7 @@ def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | Non
 
 
 def sizes_of(config: BackwardSpec, tensors: Tensors, args: KernelArgs) -> tuple[Sizes, RowTiles]:
-    """The extents of a problem, and where the tiles of its queries are."""
+    """The extents of a problem, and the location of its query tiles."""
     c = config
     mQ, mK = tensors.q, tensors.k
     at_q, at_k = (0 if c.varlen_q else 1), (0 if c.varlen_k else 1)
@@ -172,8 +175,8 @@ class Tile:
 
 
 def key_block(config: BackwardSpec, order: AttentionOrder, work: WorkTile) -> tuple[Any, Any]:
-    """The key block of a tile, or the pair of them, and whether it is one of those that are taken
-    the other way around."""
+    """The key block (or pair) of a tile, and whether it belongs to the group processed in
+    reverse."""
     if config.flips:
         flipped = order.in_last_group(work)
         return select(flipped, order.num_m_blocks - 1 - work.m, work.m), flipped
@@ -193,7 +196,7 @@ def tile_of(config: BackwardSpec, index: Int32, args: KernelArgs, sizes: Sizes) 
 
 
 def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -> Int32:
-    """How many key blocks, or pairs of them, add to a block of queries before the CTA's."""
+    """How many key blocks (or pairs) add to a block of queries before this CTA's."""
     if config.rotated:
         return tile.rotation.turn(tile.n_block, m_block)
     ctas = config.key_ctas
@@ -209,7 +212,7 @@ def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -
 
 @dataclass(frozen=True)
 class Walk:
-    """The tiles that a persistent CTA takes, one after the other, as its roles see them."""
+    """The tiles that a persistent CTA processes one after another, as its roles see them."""
 
     config: BackwardSpec
     dispatch: Any  # CounterDispatch or ClcDispatch
@@ -218,33 +221,33 @@ class Walk:
 
     @property
     def total(self) -> Int32:
-        """How many tiles there are, whole or cut."""
+        """The number of tiles, whole or cut."""
         return self.dispatch.order.tiles if self.config.spread else self.dispatch.total
 
     def tile(self, ticket: Ticket) -> Tile:
         return tile_of(self.config, ticket.index, self.args, self.sizes)
 
     def pieces(self, ticket: Ticket) -> Int32 | int:
-        """How many tiles, or parts of them, a ticket stands for."""
+        """The number of tiles, or parts of them, that a ticket stands for."""
         return self.dispatch.order.pieces(ticket.index) if self.config.spread else 1
 
     def piece(self, ticket: Ticket, which: Int32 | int) -> tuple[Tile, Any]:
-        """Number `which` of a ticket's: its tile, and the steps of it; None: all."""
+        """Number `which` of a ticket's tiles, and the steps of it to process; None: all."""
         if not self.config.spread:
             return self.tile(ticket), None
         piece = self.dispatch.order.piece(ticket.index, which)
         return self.tile(ticket.moved_to(piece.index)), piece
 
     def number(self, ticket: Ticket) -> Int32:
-        """The number of a ticket's tile, among those of all units (heads of K and V, of a batch
-        entry), one unit after the other."""
+        """The number of a ticket's tile among those of all units (heads of K and V of a batch
+        entry), unit by unit."""
         if not self.config.ranked:
             return ticket.index
         tile = self.tile(ticket)
         return self.dispatch.chosen.number(tile.n_block, tile.head_kv, tile.batch)
 
     def numbered(self, number: Int32) -> RankedTile:
-        """The tile of a number. A whole warp calls it."""
+        """The tile with a number. A whole warp calls it."""
         if self.config.ranked:
             return self.dispatch.chosen.tile(number)
         s = self.sizes

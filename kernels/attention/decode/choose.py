@@ -135,8 +135,8 @@ CONFIGS: dict[str, type[DecodeConfig]] = {"sm_90a": DecodeConfig, "sm_100a": Sm1
 
 
 def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> DecodeConfig:
-    """`config`, whose fields say what is computed, with its tiles chosen for `units` of `rows`
-    packed rows that have room for `room` keys each."""
+    """`config`, which says what is computed, with its tiles chosen for `units` of `rows` packed
+    rows with room for `room` keys each."""
     arch = next(name for name, kind in CONFIGS.items() if kind is type(config))
     if rows <= FEW_ROWS and (few := _few(config, arch, room, units)) is not None:
         return replace(config, few_rows=True, **few)
@@ -164,14 +164,15 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
 
 
 def are_filled(units: int, ctas: int) -> bool:
-    """Whether whole units, one CTA each, leave CTAs idle for a quarter of the time at most."""
+    """Whether whole units, one per CTA, keep the CTAs busy for at least three quarters of the
+    time."""
     waves = -(-units // ctas)
     return units > 0 and 3 * waves * ctas <= 4 * units
 
 
 def _few(config: DecodeConfig, arch: str, room: int, units: int) -> dict[str, Any] | None:
-    """What differs from the config's defaults where warps have other keys each; None if the
-    warpgroup should have them all."""
+    """The changes to the config's defaults where each warp processes keys of its own; None if the
+    warpgroup should process them together."""
     dims = config.head_dims
     if config.fp8:
         whole = _FEW_WHOLE_E4M3.get(arch, {}).get(dims)
@@ -230,7 +231,7 @@ def is_crowded(ctas: int, config: DecodeConfig) -> bool:
 
 
 def _overlapping(config: DecodeConfig, whole: dict[str, Any], units: int) -> dict[str, Any]:
-    """The tiles of units that are `whole`, and whether launches may overlap."""
+    """The tiles for units that are `whole`, and whether launches may overlap."""
     # NOTE: of fewer CTAs than there is room for, those that begin while others end would go to
     # some SMs by two, and to others not at all (docs/facts/decode.md#two-by-two)
     return {**whole, "overlaps": units >= whole["ctas_per_sm"] * config.num_sms}
@@ -239,8 +240,8 @@ def _overlapping(config: DecodeConfig, whole: dict[str, Any], units: int) -> dic
 def _is_cut_by_room(
     config: DecodeConfig, tiles: dict[str, Any], room: int, units: int, least: int = 1
 ) -> bool:
-    """Whether parts of `units` would be short, one for each CTA and `least` or more of each unit,
-    with these tiles of few rows."""
+    """Whether parts of `units` would be short: with these tiles of few rows, one part per CTA and
+    `least` or more per unit."""
     config = replace(config, few_rows=True, **tiles)
     parts = config.ctas // units
     return parts >= least and config.is_short(-(-room // (config.tile_n * parts)))

@@ -91,13 +91,13 @@ class DecodeConfig(ScoreSpec):
     tile_m: ClassVar[int] = ROWS
 
     def of(self, problem: AttentionProblem) -> Self:
-        """This config for the scores and the cache of a problem, with lengths."""
+        """This config for the scores and the cache of a problem with lengths."""
         assert isinstance(problem, DecodeProblem)
         return replace(super().of(problem), used_k=True, page_size=problem.page_size)
 
     def work(self, problem: DecodeProblem) -> tuple[float, float]:
-        """The MMA FLOPs of a problem, whose rows and keys fill whole tiles, and those of a unit; 0
-        for the latter where units differ, or are cut."""
+        """The MMA FLOPs of a problem, with rows and keys rounded up to whole tiles, and those of
+        one unit; 0 for the latter where units differ or are cut."""
         from cutex.device.attention.block_info import Band, BlockInfo
 
         left, right = problem.bounds
@@ -119,50 +119,51 @@ class DecodeConfig(ScoreSpec):
         return self.num_sms * self.ctas_per_sm
 
     def is_whole(self, length: Any) -> Any:
-        """Whether units of this length, their start counted, or less are not cut: merging their
+        """Whether units of at most this length, their start included, are not cut: merging their
         parts would take as long."""
         return length <= self.merge + 1
 
     def is_short(self, blocks: int) -> bool:
-        """Whether parts of so many blocks are short enough to be cut by room, for lengths that are
-        less than it."""
+        """Whether parts of this many blocks are short enough to be cut by the cache's room, for
+        shorter lengths."""
         return blocks * (self.k_bytes + self.v_bytes) <= self.most_by_room
 
     def are_whole_alone(self, longest: Any, share: Any) -> Any:
-        """Whether units of up to `longest` blocks, each in a CTA of its own, take less time whole
-        than in shares of `share` blocks, whose parts are merged: for memory two CTAs of three are
-        enough, and units of few blocks end before they could be merged
-        (docs/facts/decode.md#whole-alone)."""
+        """Whether units of up to `longest` blocks, one per CTA, are faster whole than in shares of
+        `share` blocks whose parts must be merged: two CTAs in three saturate memory, and units of
+        few blocks end before they could be merged (docs/facts/decode.md#whole-alone)."""
         of_few = (longest * 2 <= share * 5) & (longest <= share + FEW_MORE)
         return (longest * 2 <= share * 3) | of_few | (longest <= share + self.merge)
 
     @property
     def single_rows(self) -> bool:
-        """Whether keys are loaded row by row: a box of several could cross into another page."""
+        """Whether keys are loaded row by row: a box of several rows could cross into another
+        page."""
         return bool(self.page_size and (self.page_size % ATOM_ROWS or self.leftpad))
 
     @property
     def load_warps(self) -> int:
-        """The warps that load: several for single rows, whose copies are as many as rows."""
+        """The warps that load: several where rows are copied one by one."""
         return 4 if self.single_rows else 1
 
     @property
     def widens(self) -> bool:
-        """Whether a warpgroup widens K of 8 bits to 16, in smem, and another one V."""
+        """Whether one warpgroup widens 8-bit K to 16 bits, in smem, and another one V."""
         return self.fp8 and not self.few_rows
 
     @property
     def tells_parts(self) -> bool:
-        """Whether only the warps that load walk over all lengths, and tell the others each part: of
-        four roles each would else do so before its first tile (docs/facts/decode.md#e4m3-told)."""
+        """Whether only the load warps walk over the lengths and pass each part on to the other
+        roles, instead of each of four roles walking before its first tile
+        (docs/facts/decode.md#e4m3-told)."""
         return self.widens and not self.by_room
 
     @property
     def registers(self) -> RoleRegisters | None:
-        """The registers of each role, where they are not those that all threads begin with.
+        """The registers of each role, where they differ from what all threads start with.
 
-        Of five warps of a CTA a sub-core has two, of ten of two CTAs three, which leaves 168
-        registers to each thread: ptxas then has each wgmma waited for
+        With five warps in a CTA a sub-core has two, with ten in two CTAs three, which leaves 168
+        registers per thread: ptxas then waits for every wgmma
         (docs/facts/decode.md#two-ctas-registers).
         """
         if self.widens:
@@ -171,14 +172,14 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def most_accumulators(self) -> int:
-        """The registers of a thread that computes, but those for everything but accumulators."""
+        """The registers of a computing thread that are available to accumulators."""
         if self.registers is not None:
             return self.registers.compute - SCALARS
         return min(MOST_REGISTERS, REGISTERS // (self.num_threads * self.ctas_per_sm)) - SCALARS
 
     @property
     def registers_of_sm(self) -> int:
-        """The registers of all threads of the CTAs of an SM."""
+        """The registers of all threads of an SM's CTAs."""
         if self.registers is None:
             return 0  # those that threads begin with always fit
         compute, load, widen = self.registers
@@ -202,7 +203,7 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def q_in_smem(self) -> bool:
-        """Whether operand A of QK comes from smem, since registers are few."""
+        """Whether operand A of QK is read from smem, for lack of registers."""
         return self.head_dim > 192
 
     @property
@@ -224,7 +225,7 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of the slots of K and V that are widened to 16 bits in smem."""
+        """Bytes of the slots for K and V widened to 16 bits in smem."""
         tile = self.tile_n * (self.head_dim + self.head_dim_v) * ELEMENT
         return self.widens * WIDE_SLOTS * tile
 
@@ -235,17 +236,17 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of O and LSE of each warp, where warps have other keys each."""
+        """Bytes of each warp's O and LSE, where each warp processes keys of its own."""
         return self.few_rows * FEW_WARPS * 4 * (FEW_ROWS * self.head_dim_v + 2 * WARP)
 
     @property
     def consumers(self) -> int:
-        """The warps that read a slot."""
+        """The number of warps that read a slot."""
         return 1 if self.few_rows else WARPGROUP // WARP
 
     @property
     def accumulators(self) -> int:
-        """The registers of a thread that hold S, P, O and Q."""
+        """The accumulator registers of a thread: S, P, O and Q."""
         if self.few_rows:
             return self.row_groups * (3 * self.tile_n + 2 * self.head_dim_v + self.head_dim) // 4
         q = 0 if self.q_in_smem else self.head_dim
@@ -290,8 +291,8 @@ class DecodeConfig(ScoreSpec):
         return None
 
     def why_not_appending(self) -> str | None:
-        """The reason why the warps that load cannot append, or None: each new row must belong to
-        one part, and a part's rows of a head to one warp."""
+        """Why the load warps cannot append, or None: each new row must belong to one part, and a
+        part's rows of a head to one warp."""
         if not self.appended or self.varlen_new or self.varlen_q:
             return "takes k_new and v_new of as many rows, and queries, of each sequence"
         if not (self.one_block and self.packed) or self.load_warps > 1 or self.leftpad:
@@ -302,11 +303,11 @@ class DecodeConfig(ScoreSpec):
 
     @property
     def appended_before(self) -> bool:
-        """Whether a launch before appends k_new and v_new."""
+        """Whether k_new and v_new are appended by a separate launch before."""
         return self.appended and not self.appends
 
     def why_not_few(self, problem: AttentionProblem | None) -> str | None:
-        """The reason why warps cannot have other keys each, or None."""
+        """Why each warp cannot process keys of its own, or None."""
         if not self.one_block or self.q_in_smem or self.head_dim_v % (8 * FEW_WARPS):
             return f"few_rows=True: one block of rows, head dims {self.head_dims} by 32, to 192"
         if self.num_stages % FEW_WARPS:
@@ -319,7 +320,7 @@ class DecodeConfig(ScoreSpec):
         return None
 
     def why_no_room(self, arch: Any) -> str | None:
-        """The reason why the CTAs of an SM of `arch` do not fit into its smem, or None."""
+        """Why the CTAs of an SM of `arch` do not fit into its smem, or None."""
         taken = self.smem_bytes + BARRIERS
         room = (arch.smem_per_cta + RESERVED) // self.ctas_per_sm - RESERVED
         if taken > room:

@@ -1,6 +1,5 @@
-"""The launch of a decode kernel, the same on every arch, the layout of its slots in smem, and
-Append, the kernel before it: new keys and values are written to the caches, after those that are
-there.
+"""The launch of a decode kernel on any arch, the layout of its smem slots, and Append, the kernel
+before it that writes new keys and values to the caches, after the existing ones.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Config = TypeVar("Config", bound=DecodeConfig)
 
 
 class DecodeKernel(Generic[Config]):
-    """What the decode kernels of all archs are to who compiles and launches them."""
+    """What compiles and launches a decode kernel of any arch needs to know."""
 
     name: str
     kernel: Any
@@ -95,7 +94,7 @@ def kv_slots(dtype: type[cutlass.Numeric], rows: int, columns: int, count: int):
 def ring(
     smem: SmemAllocator, name: str, config: DecodeConfig, slot_bytes: int, consumers: int
 ) -> Ring:
-    """The ring of K or V, whose slots all warps that load fill together, equal parts each."""
+    """The ring of K or V; all load warps fill an equal part of each slot."""
     warps, slots = config.load_warps, config.num_stages
     full = Barrier.allocate(smem, f"{name} full", arrivals=warps, slots=slots)
     empty = Barrier.allocate(smem, f"{name} empty", arrivals=consumers, slots=slots)
@@ -109,8 +108,8 @@ THREADS = 128
 
 
 class Append:
-    """A CTA for each new row of each sequence, or of all that are packed. Rows that a cache has no
-    room for are left out."""
+    """A CTA for each new row of each sequence, or of all packed ones. Rows that a cache has no room
+    for are dropped."""
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config

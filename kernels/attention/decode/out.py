@@ -1,12 +1,12 @@
-"""Out: what a unit's results are written to, whole, or in parts; Partials: the parts of a unit's O
-and LSE in memory; Combine: the kernel that merges them, where the last CTA of a unit does not.
+"""Out: the destination of a unit's results, whole or in parts; Partials: the parts of a unit's O
+and LSE in memory; Combine: the kernel that merges them where a unit's last CTA does not.
 
-A part is O (bM, DV) in fp32, of which the rows that exist are written, and after it LSE (bM).
+A part is O (bM, DV) in fp32, of which only existing rows are written, followed by LSE (bM).
 
-A unit may be in a hundred parts, of 64 rows each, which one CTA would read for longer than all CTAs
-compute. So a warp for each row merges them, in a launch of its own, whose CTAs start while those of
-the main kernel end. The CTA that has a unit's part 0 writes where the others are: four words in
-front of all parts.
+A unit may be in a hundred parts of 64 rows each, which one CTA would take longer to read than all
+CTAs take to compute. So one warp per row merges them, in a launch of its own, whose CTAs start
+while the main kernel's end. The CTA with a unit's part 0 records where the others are: four words
+in front of all parts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROW_WORDS = 32  # of its rows, in a lane, at most
 
 @dataclass(frozen=True)
 class Out:
-    """The output of a CTA's units: O and LSE, or the partial ones of units that are split."""
+    """The output of a CTA's units: O and LSE, or partial ones for units that are split."""
 
     config: Any  # says `head_dim_v`, `sink` and `lse`
     mO: cute.Tensor
@@ -56,12 +56,12 @@ class Out:
         cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
 
     def row(self, rows: Rows, row: Int32) -> RoundedRow:
-        """A row of O, to store it."""
+        """A row of O, for storing."""
         return RoundedRow(rows.words(self.mO, row), units_of(self.mO))
 
     @cute.jit
     def finish_row(self, lse: Float32, rows: Rows, row: Int32) -> tuple[Float32, Float32]:
-        """The LSE of a row with its sink, and the factor that its O still lacks."""
+        """The LSE of a row with its sink, and the factor that its O must still be multiplied by."""
         factor = Float32(1.0)
         if cutlass.const_expr(self.config.sink):
             lse, factor = with_sink(lse, self.args.sink[rows.head_of(row)])
@@ -76,7 +76,7 @@ class Out:
 
     @cute.jit
     def announce(self, piece: Piece, unit: Int32) -> None:
-        """Say where the parts of a unit are, or that there is one, if this CTA has part 0."""
+        """Record where a unit's parts are, or that there is just one; for the CTA with part 0."""
         if cutlass.const_expr(self.parts is not None):
             thread, _, _ = cute.arch.thread_idx()
             if (thread == 0) & (piece.part == 0):
@@ -84,8 +84,8 @@ class Out:
 
     @cute.jit
     def end_part(self, rows: Rows, piece: Piece, unit: Int32) -> None:
-        """Count a part, which this thread has written its share of, and merge all parts of the unit
-        if it is the last; or leave that to the kernel that combines parts."""
+        """Count a part that this thread has helped to write and, if it is the last, merge all parts
+        of the unit; or leave that to the kernel that combines parts."""
         if cutlass.const_expr(self.parts is None):
             self.count_part(rows, piece, unit)
 
@@ -102,8 +102,8 @@ class Out:
 
     @cute.jit
     def merge(self, rows: Rows, piece: Piece) -> None:
-        """Merge all parts of a unit and store O and LSE, a warp each row; or several rows at a
-        time, where there are more rows than warps, which would else wait for memory for each."""
+        """Merge all parts of a unit and store O and LSE, one row per warp; or several rows at a
+        time, where there are more rows than warps and each row would wait for memory."""
         warp, warps = cute.arch.warp_idx(), THREADS // WARP
         if rows.count > warps:
             for row in cutlass.range(warp, rows.count, warps * TOGETHER, unroll=1):
@@ -120,9 +120,9 @@ class Out:
         first: Int32 | int = 0,
         warps: cutlass.Constexpr[int] = 1,
     ) -> None:
-        """Merge rows of all parts of a unit, those of `numbers` that exist, of which the first
-        does, and store O and LSE. A whole warp calls it; or `warps` do, each with as many columns,
-        from vector `first` on."""
+        """Merge the rows `numbers` (those that exist, at least the first) over all parts of a unit,
+        and store O and LSE. A whole warp calls it; or `warps` do, each for an equal number of
+        columns from vector `first` on."""
         count = -(-self.config.head_dim_v // (VECTOR * WARP * warps))
         o = cute.make_rmem_tensor(cute.make_layout((VECTOR, count, len(numbers))), Float32)
         existing = tuple(cutlass.min(row, rows.count - 1) for row in numbers)
@@ -141,8 +141,8 @@ class Out:
         lse: Float32,
         first: Int32 | int,
     ) -> None:
-        """Store a row that is merged, if it exists, of which a lane has `o` (VECTOR, columns) from
-        vector `first` on."""
+        """Store a merged row, if it exists; a lane holds `o` (VECTOR, columns) from vector `first`
+        on."""
         lane = cute.arch.lane_idx()
         vectors = cute.size(self.mO, mode=[cute.rank(self.mO) - 1]) // VECTOR
         narrow = cute.make_rmem_tensor(cute.make_layout(VECTOR), self.mO.element_type)
@@ -168,7 +168,7 @@ MOST_TOGETHER = 8
 
 @dataclass(frozen=True)
 class Partials:
-    """The workspace of partial results: fp32 O and LSE of each part, a flag of each unit."""
+    """The workspace of partial results: fp32 O and LSE of each part, and a flag for each unit."""
 
     sums: cute.Tensor  # (words) fp32
     flags: cute.Tensor  # (units) Int32
@@ -176,7 +176,7 @@ class Partials:
     columns: int  # DV
 
     def part(self, slot: Int32) -> cute.Pointer:
-        """Where the part in `slot` begins."""
+        """Where the part in `slot` starts."""
         return self.sums.iterator + Int64(slot) * (self.rows * (self.columns + 1))
 
     def o_row(self, slot: Int32, row: Int32) -> cute.Tensor:
@@ -185,7 +185,7 @@ class Partials:
         return cute.make_tensor(first, cute.make_layout((VECTOR, self.columns // VECTOR)))
 
     def row(self, slot: Int32, row: Int32) -> PartialRow:
-        """A row of O, to store it."""
+        """A row of O, for storing."""
         return PartialRow(self.o_row(slot, row))
 
     def lse(self, slot: Int32) -> cute.Tensor:
@@ -195,17 +195,17 @@ class Partials:
 
     @cute.jit
     def arrive(self, unit: Int32, parts: Int32) -> Boolean:
-        """Count a part of `unit` as written; return whether it was the last. One thread calls it,
-        after a barrier of all that wrote."""
+        """Count a part of `unit` as written; returns whether it was the last. One thread calls it,
+        after a barrier of all threads that wrote."""
         return is_last_arrival(self.flags.iterator + unit, parts)
 
     @cute.jit
     def merge(
         self, piece: Piece, rows: tuple[Int32, ...], o: cute.Tensor, first: Int32 | int = 0
     ) -> tuple[Float32, ...]:
-        """Sum up `rows` of all parts, each weighted by its share of the exponentials, into `o`
-        (VECTOR, columns of this lane, rows), and return their LSE. A whole warp calls it; lane i
-        has the vectors first + i, first + i + 32, ..."""
+        """Sum `rows` over all parts, each weighted by its share of the exponentials, into `o`
+        (VECTOR, columns of this lane, rows); returns their LSE. A whole warp calls it; lane i has
+        the vectors first + i, first + i + 32 and so on."""
         totals, highest = self.sums_of(piece, rows, o, first, 0, 1)
         return tuple(
             self.normalised(o[None, None, r], totals[r], highest[r]) for r in range(len(rows))
@@ -221,9 +221,8 @@ class Partials:
         begin: Int32 | int,
         step: cutlass.Constexpr[int],
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Sum up `rows` of the parts begin, begin + step, ... into `o`, as `merge` does. Returns,
-        of each row, the sum of their weights and the largest LSE of all parts, which has weight
-        1."""
+        """Sum `rows` over the parts begin, begin + step, ... into `o`, as `merge` does. Returns for
+        each row the sum of the weights, and the largest LSE of all parts, which has weight 1."""
         lane = cute.arch.lane_idx()
         highest = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
         total = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
@@ -257,10 +256,10 @@ class Partials:
         o: cute.Tensor,
         first: Int32 | int,
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """O, of the columns of this lane, and LSE of `rows` of `parts`; where one does not exist,
-        of the last.
+        """This lane's columns of O, and LSE, for `rows` of `parts`; where a part does not exist,
+        the last one's.
 
-        All is loaded before any is added; a loop that is unrolled would wait for each.
+        All loads are issued before anything is added; an unrolled loop would wait for each.
         """
         lane, vectors = cute.arch.lane_idx(), self.columns // VECTOR
         size = (VECTOR, cute.size(o, mode=[1]), len(rows), len(parts))
@@ -285,7 +284,7 @@ class Partials:
         sums: tuple[cute.Tensor, cute.Tensor],
         highest: cute.Tensor,
     ) -> None:
-        """Add those of `parts` that exist, as they are `held`, to the sums, of O and of weights."""
+        """Add those of `parts` that exist, as `held`, to the sums of O and of the weights."""
         (values, lses), (o, total) = held, sums
         for p in cutlass.range_constexpr(len(parts)):
             for r in cutlass.range_constexpr(cute.size(total)):
@@ -298,7 +297,7 @@ class Partials:
 
     @cute.jit
     def normalised(self, o: cute.Tensor, total: Float32, highest: Float32) -> Float32:
-        """Divide a row's sum by the sum of its weights; return its LSE."""
+        """Divide a row's sum by the sum of its weights; returns its LSE."""
         factor = Float32(0.0) if total == 0.0 else 1.0 / total
         o.store(o.load() * factor)
         return self._log_sum(total, highest)
@@ -311,8 +310,8 @@ class Partials:
 
 @cute.jit
 def with_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
-    """The LSE of a row with one more key, of score `sink` and no value, and the factor by which its
-    O is multiplied."""
+    """The LSE of a row with one more key, of score `sink` and without a value, and the factor for
+    its O."""
     highest = cute.arch.fmax(lse, sink)
     shift = Float32(0.0) if highest == -Float32.inf else highest
     mine, other = exp2((lse - shift) * LOG2_E), exp2((sink - shift) * LOG2_E)
@@ -327,7 +326,7 @@ def with_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of all units in memory, after the words that say where they are."""
+    """The parts of all units in memory, after the words that locate them."""
 
     args: KernelArgs
     units: Int32
@@ -347,7 +346,7 @@ class Parts:
 
     @cute.jit
     def announce(self, unit: Int32, piece: Piece) -> None:
-        """Write where the parts of a unit are; the thread that calls it has part 0."""
+        """Record where the parts of a unit are; called by the thread with part 0."""
         words = cute.make_rmem_tensor(cute.make_layout(WORDS), Int32)
         for i, x in enumerate((piece.parts, piece.slot_0, piece.slot, piece.step)):
             words[i] = Int32(x)
@@ -355,7 +354,7 @@ class Parts:
 
     @cute.jit
     def whole(self, unit: Int32) -> Piece:
-        """The parts of a unit, as the one number 0."""
+        """The record of a unit with a single part: 0."""
         words = cute.make_rmem_tensor(cute.make_layout(WORDS), Int32)
         words.store(self.words(unit).load())
         zero = Int32(0)
@@ -366,11 +365,11 @@ class Parts:
 
 
 class Combine:
-    """A warp for each row of each unit; or a CTA, where there are too few to fill the GPU; or for
-    several rows, where units fill the GPU, so that few or none are cut, and what is left to do is
-    mostly to begin and to end.
+    """One warp per row of each unit; one CTA per row, where there are too few rows to fill the GPU;
+    or one warp for several rows, where units fill the GPU, so that few are cut and most of the time
+    goes to starting and ending.
 
-    An operator of other units, or results, derives its own: `rows` and `out`.
+    An operator with other units or results derives its own: `rows` and `out`.
     """
 
     out: ClassVar[type[Out]] = Out
@@ -380,7 +379,7 @@ class Combine:
 
     @property
     def by_columns(self) -> bool:
-        """Whether warps that share a row have columns each, not parts."""
+        """Whether warps that share a row divide its columns, not its parts."""
         return bool(self.config.head_dim_v >= WARPS * WARP * VECTOR)
 
     @property
@@ -421,7 +420,7 @@ class Combine:
     def kernel(
         self, mO: cute.Tensor, args: KernelArgs, sizes: Sizes, across: Int32, together: Int32
     ) -> None:
-        """Merge rows, each by `across` warps, or `together` by each warp."""
+        """Merge rows, `across` warps to a row, or `together` rows to a warp."""
         unit, group, _ = cute.arch.block_idx()
         warp = cute.arch.warp_idx()
         row = group if across == WARPS else group * WARPS * together + warp
@@ -447,7 +446,7 @@ class Combine:
     def merge_by_parts(
         self, out: cutlass.Constexpr[Out], rows: Rows, piece: Piece, row: Int32
     ) -> None:
-        """Merge a row, each warp every fourth part, and their sums in smem."""
+        """Merge a row: each warp sums every fourth part, then their sums are added in smem."""
         smem, warp, lane = SmemAllocator(), cute.arch.warp_idx(), cute.arch.lane_idx()
         count = -(-self.config.head_dim_v // (VECTOR * WARP))
         layout = cute.make_ordered_layout((VECTOR, WARP, count, WARPS), order=(0, 1, 2, 3))

@@ -1,5 +1,5 @@
-"""What the roles of a CTA of the decode kernel share: its walk over the parts of units that are its
-own, their rows, smem and rings; and Load, the role of the warps that load K and V."""
+"""What the roles of a CTA of the decode kernel share: the walk over its parts of units, their rows,
+smem and rings; and Load, the role of the warps that load K and V."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PART = len(Piece._fields) + len(Blocks._fields)  # words of a part, as it is tol
 
 
 class Part(NamedTuple):
-    """A part of a unit that has keys, as those see it who load them."""
+    """A part of a unit that has keys, as the loading warps see it."""
 
     entry: Int32
     head: Int32
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """A CTA's way over its parts of units, which each of its warps goes by itself."""
+    """A CTA's walk over its parts of units, which each of its warps does on its own."""
 
     config: Any  # says `start`, `least`, `packed` and `page_size`
     info: BlockInfo
@@ -71,8 +71,8 @@ class Walk:
 
     @cute.jit
     def length(self, number: Int32) -> Int32:
-        """The blocks of keys of each unit of an entry, at least 1; 0 if it has no rows or is
-        none."""
+        """The length in key blocks of each unit of an entry, at least 1; 0 if it has no rows or
+        does not exist."""
         exists = number < self.sizes.entries
         number = cutlass.min(number, self.sizes.entries - 1)
         batch, m_block = self.entry(number)
@@ -84,15 +84,15 @@ class Walk:
     # ---- the walk
 
     def worker(self) -> tuple[Int32, Int32]:
-        """The number of the CTA that has a share of its own, and how many have."""
+        """The number of the CTA among those with a share of their own, and how many there are."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return cta, ctas
 
     @cute.jit
     def begin(self) -> tuple[Any, EntrySpan, Int32]:
-        """This CTA's share (Splits or, by room, EvenParts), its first entry, and the end of the row
-        of all units. A whole warp calls it: each lane looks at every 32nd entry."""
+        """This CTA's share (Splits, or EvenParts if cut by room), its first entry, and the end of
+        the axis of all units. A whole warp calls it: each lane examines every 32nd entry."""
         c, team = self.config, self.sizes.team
         owners = self.sizes.heads // team  # of units, in a team's view
         lane = cute.arch.lane_idx()
@@ -123,8 +123,8 @@ class Walk:
 
     @cute.jit
     def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32, Int32, Any]:
-        """The length of the row of all units, that of each team's share, into how many parts
-        units are cut (0: where shares end), and the size of parts that are alone."""
+        """The length of the axis of all units, the length of each team's share, the number of parts
+        that units are cut into (0: where shares end), and the size of parts that are alone."""
         c, total, longest, shortest = self.config, Int32(0), Int32(0), Int32(NEVER)
         for first in cutlass.range(0, self.sizes.entries, WARP * TOGETHER, unroll=1):
             # NOTE: all are loaded before any is used; an unrolled loop would wait for each
@@ -150,8 +150,8 @@ class Walk:
     def size_alone(
         self, total: Int32, longest: Int32, quota: Int32, owners: Int32, teams: Int32
     ) -> Int32 | None:
-        """The blocks, at most, of parts that have a team each to themselves; 0 where shares of
-        `quota` take less time. `total` and `longest` count what units' begin takes."""
+        """The most blocks of a part if each part has a team to itself; 0 where shares of `quota`
+        blocks are faster. `total` and `longest` include the cost of starting a unit."""
         c, size = self.config, Int32(0)
         units = self.sizes.entries * owners
         if (self.args.num_splits == 0) & (units <= teams) & (c.merge > 0):
@@ -162,8 +162,8 @@ class Walk:
         return size
 
     def best_alone(self, total: Any, longest: Any, units: Any, teams: Any, share: Any) -> Any:
-        """`size_alone` of `units`, no more than `teams`, of `longest` blocks at most and `total` in
-        all."""
+        """`size_alone` of `units` units, no more than `teams`, of at most `longest` blocks each and
+        `total` in all."""
         c = self.config
         size = larger(Splits.size_alone(total, longest, units, teams), c.least)
         size = select(size + c.start <= share + ALONE_MORE, size, 0)
@@ -175,8 +175,8 @@ class Walk:
     def row_of_parts(
         self, total: Int32, quota: Int32, size: Int32, owners: Int32
     ) -> tuple[Int32, Int32]:
-        """The length of the row of all parts of `size` blocks at most, and the share of a team,
-        one; without a size `total` and `quota`."""
+        """The length of the axis of all parts of at most `size` blocks, and a team's share of it,
+        which is one; without a size, `total` and `quota`."""
         if size > 0:
             total, quota = Int32(0), Int32(1)
             for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
@@ -188,8 +188,8 @@ class Walk:
     def uncut(
         self, quota: Int32, longest: Int32, shortest: Int32, many: Boolean
     ) -> tuple[Int32, Int32]:
-        """A share, and into how many parts units are cut: no unit is, where merging its parts would
-        take longer. A CTA has the units that begin in its share."""
+        """A share, and the number of parts that units are cut into: no unit is cut where merging
+        its parts would take longer, and a CTA then processes the units that start in its share."""
         merge, num_splits = self.config.merge, self.args.num_splits
         if merge == 0:
             return quota, num_splits
@@ -209,7 +209,7 @@ class Walk:
 
     @cute.jit
     def span_at(self, splits: Splits, at: Int32, span: EntrySpan) -> EntrySpan:
-        """The entry at position `at`, which is in `span` or after it."""
+        """The entry at position `at`, in `span` or after it."""
         if cutlass.const_expr(self.config.by_room):
             return span
         entry, begin, blocks = span
@@ -221,7 +221,7 @@ class Walk:
 
     @cute.jit
     def piece(self, splits: Any, at: Int32, span: EntrySpan) -> Piece:
-        """The part that begins at position `at` or after it, in one of the units of `span`."""
+        """The part that starts at position `at` or after it, in one of the units of `span`."""
         # NOTE: one of the three is computed: their divisions are on the way to the first load
         piece = Piece(*(Int32(0) for _ in Piece._fields))
         if cutlass.const_expr(self.config.whole):
@@ -254,7 +254,7 @@ class Walk:
 
     @cute.jit
     def part(self, splits: Splits, end: Int32, at: Int32, span: EntrySpan) -> Part:
-        """The first part with keys that begins at position `at` or after it."""
+        """The first part with keys that starts at position `at` or after it."""
         entry, head, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         while (first >= last) & (at < end):
             span = self.span_at(splits, at, span)
@@ -278,7 +278,7 @@ class Walk:
         return head if self.config.packed else head // self.sizes.heads_per_kv
 
     def source(self, batch: Int32, keys: Int32, pitch: Int32) -> RowSource:
-        """The rows of a sequence's cache of `keys` keys; pages, or sequences, begin `pitch` rows
+        """The rows of a sequence's cache of `keys` keys; pages, or sequences, start `pitch` rows
         apart."""
         args, page_size = self.args, self.config.page_size
         pad = None if args.leftpad is None else Int32(args.leftpad[batch])
@@ -289,11 +289,11 @@ class Walk:
         return DenseRows(first if pad is None else first + pad, keys)
 
     def descale(self, scales: cute.Tensor, rows: Rows) -> Float32:
-        """The scale of a unit's keys or values, of (batch, heads_kv)."""
+        """The scale of a unit's keys or values, from (batch, heads_kv)."""
         return scales[rows.batch, self.kv_head(rows.head * self.sizes.row_blocks)]
 
     def of_piece(self, piece: Piece) -> Blocks:
-        """The blocks of keys of a part; none of a unit that sees none."""
+        """The key blocks of a part; none for a unit that sees none."""
         whole = self.blocks(piece.entry)
         first = whole.first + piece.first
         end = cutlass.min(whole.first + piece.end, whole.end)
@@ -314,7 +314,7 @@ class Shared(Walk):
     parts: Any = None  # a WordRing, where only the warps that load walk; None: each role does
 
     def take_part(self, told: PipelineState) -> tuple[Piece, Blocks, PipelineState]:
-        """The next part that the warps that load have told; without blocks behind the last."""
+        """The next part announced by the load warps; without blocks after the last."""
         found, told = self.parts.take(told)
         return Piece(*found[: -len(Blocks._fields)]), Blocks(*found[-len(Blocks._fields) :]), told
 
@@ -330,7 +330,7 @@ class Shared(Walk):
         return state
 
     def new_rows(self) -> tuple[Any, Any, CacheRows]:
-        """The new keys and values, the caches that they are appended to, and where."""
+        """The new keys and values, the caches they are appended to, and where."""
         a, page_size = self.args, self.config.page_size
         where = CacheRows(page_size, a.page_table, a.batch_idx)
         return (a.k_new, a.v_new), (a.k_cache, a.v_cache), where
@@ -407,7 +407,7 @@ def load_to_smem(mQ: cute.Tensor, rows: Rows, sQ: cute.Tensor) -> None:
 def _unit_of_q(
     mQ: cute.Tensor, rows: Rows, number: cutlass.Constexpr[int], across: cutlass.Constexpr[int]
 ) -> tuple[Int32, Int32, Boolean]:
-    """The row and the unit of columns that this thread loads as its `number`th, and whether they
+    """The row and the unit of columns that is this thread's load number `number`, and whether they
     exist."""
     thread, _, _ = cute.arch.thread_idx()
     index = thread + number * THREADS
@@ -463,8 +463,8 @@ class Load:
         fills: tuple[PipelineState, PipelineState],
         told: PipelineState,
     ) -> tuple[tuple[PipelineState, PipelineState], Part, PipelineState]:
-        """Load the keys of a part; return the next one, which is looked for while the last slot is
-        not free yet."""
+        """Load the keys of a part; returns the next part, which is searched for while the last slot
+        is still full."""
         s = self.shared
         k_fill, v_fill = fills
         batch, _ = s.entry(part.entry)
@@ -497,7 +497,7 @@ class Load:
         return (k_fill, v_fill), following, told
 
     def parts_told(self) -> PipelineState:
-        """The state in the ring of parts, of this warp that fills it."""
+        """The state in the ring of announced parts, for this warp, which fills it."""
         s = self.shared
         return s.k.producer() if s.parts is None else s.parts.ring.producer()
 
@@ -505,8 +505,8 @@ class Load:
     def next_part(
         self, splits: Splits, end: Int32, at: Int32, span: EntrySpan, told: PipelineState
     ) -> tuple[Part, PipelineState]:
-        """The first part with keys at position `at` or after it. Other roles that do not walk are
-        told it, those without keys before it, and the end."""
+        """The first part with keys at position `at` or after it; announces to the roles that do not
+        walk this part, those without keys before it, and the end."""
         s = self.shared
         if cutlass.const_expr(s.parts is None):
             part = s.part(splits, end, at, span)

@@ -20,8 +20,8 @@ FEW_BLOCKS = 4  # of rows of a sequence and a head, of which each owns units
 
 
 def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
-    """The arguments q, k, v, o, and those that `config` adds, in the order of the fields of
-    KernelArgs."""
+    """The arguments q, k, v, o, and those that `config` adds, in the order of KernelArgs'
+    fields."""
     c = config
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
     k = ("pages", "page", "hk", "d") if c.page_size else ("bc", "sk", "hk", "d")
@@ -63,7 +63,7 @@ def arguments(config: DecodeConfig, dtype: str) -> tuple[Argument, ...]:
 
 
 def units_of(config: DecodeConfig, numbers: Numbers) -> int:
-    """The units of a launch with these sizes and numbers."""
+    """The units of a launch with these sizes and counts."""
     c, heads = config, numbers["h"]
     batch = numbers["b1"] - 1 if c.varlen_q else numbers["b"]
     longest = numbers["max_seqlen_q"] if c.varlen_q else numbers["sq"]
@@ -150,13 +150,13 @@ class Sizes(NamedTuple):
         return Sizes(*(Int32(x) for x in found))
 
     def known(self, config: Any) -> Sizes:
-        """The same, of which a kernel for one block of rows knows the numbers of blocks: what is
-        divided by them needs no division."""
+        """The same sizes for a kernel with a single block of rows, which makes the numbers of
+        blocks constants: divisions by them disappear."""
         return self._replace(m_blocks=1, row_blocks=1) if config.one_block else self
 
     def block_info(self, config: Any, band: Band) -> BlockInfo:
-        """The relation between the rows of an entry, which sees the keys that any of them does, and
-        blocks of keys."""
+        """The relation between the rows of an entry, which sees every key that any of them sees,
+        and key blocks."""
         if config.one_block:
             return BlockInfo(ALL_ROWS, config.tile_n, band)
         return BlockInfo(config.tile_m * self.row_blocks, config.tile_n, band, self.pack)
@@ -180,7 +180,7 @@ class Sizes(NamedTuple):
         return Seqlens(self.rows_q, args.cu_seqlens_q).of(batch)
 
     def keys(self, args: KernelArgs, batch: Int32) -> Int32:
-        """The number of keys of a sequence; what its cache has no room for is not there."""
+        """The number of keys of a sequence, limited to the room in its cache."""
         keys = self.rows_k
         if args.seqused_k is not None:
             keys = Int32(args.seqused_k[batch])

@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Splits:
-    """The shares of CTAs in the row of all units."""
+    """The shares of the CTAs on the axis of all units."""
 
     heads: Any  # that own units
     quota: Any  # a share
@@ -78,7 +78,7 @@ class Splits:
     @staticmethod
     def size_alone(total: Any, longest: Any, units: Any, teams: Any) -> Any:
         """The blocks of the longest part if units, of `total` blocks in all and `longest` at most,
-        are cut into no more parts than there are teams; of more units than teams, no size is."""
+        are cut into no more parts than there are teams; 0 if there are more units than teams."""
         parts = larger(teams // larger(units, 1), 1)
         each = (longest + parts - 1) // parts
         spare = teams - units  # a unit has at most one part more than its blocks by the size
@@ -91,7 +91,7 @@ class Splits:
 
     @staticmethod
     def team_of(heads: Any, most: int) -> Any:
-        """The CTAs of a team: the most, up to `most`, that divide the heads."""
+        """The CTAs of a team: the largest number, up to `most`, that divides the heads."""
         team: Any = 1
         for size in range(2, most + 1):
             team = select(heads % size == 0, size, team)
@@ -99,7 +99,7 @@ class Splits:
 
     @staticmethod
     def slots(ctas: int, units: int, num_splits: int) -> int:
-        """The places in memory that parts of units may need."""
+        """The number of slots that parts of units may need in memory."""
         return num_splits * units if num_splits else 2 * ctas
 
     @property
@@ -123,7 +123,7 @@ class Splits:
         return select(self.size > 0, parts, weight(blocks, self.start))
 
     def units(self, blocks: Any) -> Any:
-        """The length of the units of an entry in the row of all, where a team's count once."""
+        """The length of an entry's units on the axis; a team's heads count once."""
         return self.heads // self.team * self.weight(blocks)
 
     def piece(self, at: Any, span: EntrySpan) -> Piece:
@@ -140,8 +140,8 @@ class Splits:
         )
 
     def piece_alone(self, at: Any, span: EntrySpan) -> Piece:
-        """The part at position `at`, in one of the units of `span`, where each has a team to
-        itself: all parts of a unit are as long, but the last."""
+        """The part at position `at`, in one of the units of `span`, where each part has a team to
+        itself: all parts of a unit are equally long, except the last."""
         parts = self.weight(span.blocks)
         head = (at - span.begin) // parts
         unit = span.begin + head * parts  # its position
@@ -153,7 +153,7 @@ class Splits:
         )
 
     def _mine(self, piece: Piece) -> Piece:
-        """The part of this CTA, of one of its team."""
+        """This CTA's part, of its team's."""
         member = self.cta - self.number * self.team
         slot, slot_0 = piece.slot * self.team + member, piece.slot_0 * self.team + member
         head, step = piece.head * self.team + member, piece.step * self.team
@@ -162,8 +162,8 @@ class Splits:
     def _cut(self, at: Any, unit: Any, length: Any) -> tuple[Any, ...]:
         """A part that ends where the share does.
 
-        The team of part 0 may have begun with another unit's last part, which has the first of its
-        two slots.
+        The team of part 0 may have started with another unit's last part, which then has the first
+        of its two slots.
         """
         first = larger(at - unit - self.start, 0)
         end = smaller(length, self.end - unit) - self.start
@@ -173,7 +173,7 @@ class Splits:
         return first, end, self.number - front, parts, *slots, unit + length
 
     def _fixed(self, at: Any, unit: Any, span: EntrySpan, head: Any) -> tuple[Any, ...]:
-        """One of num_splits parts, if it begins in the share."""
+        """One of num_splits parts, if it starts in the share."""
         blocks = span.blocks
         size = larger((blocks + self.num_splits - 1) // larger(self.num_splits, 1), 1)
         part = (larger(at - unit - self.start, 0) + size - 1) // size
@@ -189,8 +189,8 @@ class Splits:
 
 @dataclass(frozen=True)
 class EvenParts:
-    """Units that may have as many `parts` each, whatever their lengths: a team has each part so
-    many `teams` after the one before. So no CTA need look at lengths but its own units'."""
+    """Units that may have up to `parts` parts each, whatever their lengths: a team processes every
+    `teams`-th part. So a CTA needs no lengths but those of its own units."""
 
     heads: Any  # that own units
     cta: Any
@@ -201,12 +201,12 @@ class EvenParts:
 
     @property
     def owners(self) -> Any:
-        """The owners of units, in a team's view."""
+        """The owners of units, as a team sees them."""
         return self.heads // self.team
 
     @property
     def begin(self) -> Any:
-        """The position of the first, in the row of all parts, where a team's count once."""
+        """The position of the first part on the axis of all parts; a team's heads count once."""
         return self.cta // self.team
 
     def entry(self, at: Any) -> Any:
@@ -219,8 +219,8 @@ class EvenParts:
         return Piece(entry, head, 0, NEVER, 0, 1, 0, 0, 0, at + self.teams)
 
     def piece(self, at: Any, blocks: Any) -> Piece:
-        """The part at position `at`, of a unit of `blocks` blocks; without any where all are in the
-        parts before."""
+        """The part at position `at` of a unit of `blocks` blocks; empty where earlier parts hold
+        all of them."""
         unit = at // self.parts
         part, entry = at - unit * self.parts, unit // self.owners
         long = larger((blocks + self.parts - 1) // self.parts, 1)
@@ -236,7 +236,7 @@ class EvenParts:
 
 
 def are_many(units: Any, teams: Any) -> Any:
-    """Whether at least two of three teams would have a unit."""
+    """Whether at least two teams in three would have a unit."""
     return units * 3 >= teams * 2
 
 

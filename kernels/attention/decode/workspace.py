@@ -1,5 +1,5 @@
-"""The memory that parts of units need, by a launch's sizes: what a kernel that is called directly
-is refused without."""
+"""The memory that parts of units need, from a launch's sizes; a kernel called directly without it
+is refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Numbers = Mapping[str, int]  # sizes, and whole numbers, of a launch's arguments
 
 
 def needed(config: Any, units: int, num_splits: int) -> Workspace:
-    """What a kernel writes for so many units, each cut into `num_splits` parts; 0: where shares
-    end. A unit that is not cut has no place."""
+    """The number of values that a kernel writes for this many units, each cut into `num_splits`
+    parts; 0: where shares end. A unit that is not cut needs none."""
     if config.parts == "even":
         num_splits = max(config.ctas // max(units, 1), 1)
     is_cut = not config.whole and config.parts != "one" and num_splits != 1

@@ -1,5 +1,5 @@
-"""What MLA's kernels of all archs share: how they are compiled, and Combine, the merge of parts, of
-MLA's units and with its LSE."""
+"""What MLA's kernels on all archs share: how they are compiled, and Combine, the merge of parts,
+with MLA's units and LSE."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def rows_of(args: KernelArgs, sizes: Sizes, batch: Int32, owner: Int32, tile_m: 
 
 
 class MlaOut(Out):
-    """Where results are written; LSE of rows without keys is +inf, as FlashMLA's."""
+    """The destination of results; the LSE of rows without keys is +inf, as in FlashMLA."""
 
     @classmethod
     def of(cls, config: Any, mO: cute.Tensor, args: KernelArgs, sizes: Sizes, last: Any) -> MlaOut:
-        """The Out of a kernel; `last`, in smem, where its own last CTA merges parts."""
+        """The Out of a kernel; `last`, in smem, where a unit's last CTA merges its parts."""
         c = config
         parts = Parts(args, sizes.units, c.tile_m, c.head_dim_v)
         if c.combined:
@@ -64,14 +64,14 @@ class MlaOut(Out):
 
     @cute.jit
     def merge(self, rows: Rows, piece: Piece) -> None:
-        """Merge all parts of a unit and store O and LSE, a warp some rows at a time."""
+        """Merge all parts of a unit and store O and LSE, some rows per warp at a time."""
         warp = cute.arch.warp_idx() % WARPS
         for row in cutlass.range(warp, rows.count, WARPS * TOGETHER, unroll=1):
             self.merge_rows(rows, piece, tuple(row + i * WARPS for i in range(TOGETHER)))
 
 
 class MlaCombine(Combine):
-    """The merge of the parts of MLA's units, which count blocks of rows."""
+    """The merge of the parts of MLA's units, whose owners are blocks of rows."""
 
     out: ClassVar[type[Out]] = MlaOut
 
@@ -81,7 +81,7 @@ class MlaCombine(Combine):
 
 
 class MlaKernel(Generic[Config]):
-    """What the MLA kernels of all archs are to who compiles and launches them."""
+    """What compiles and launches an MLA kernel of any arch needs to know."""
 
     name: str
     kernel: Any

@@ -14,7 +14,7 @@ CHUNKS = HEAD_DIM // CHUNK  # of Q and of keys
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """What MLA decode computes; CTAs, or pairs of them, take equal shares of all keys."""
+    """What MLA decode computes; CTAs, or pairs of them, process equal shares of all keys."""
 
     causal: bool = False
     page_size: int = 64  # keys of a page; 0: the cache has no pages
@@ -44,7 +44,7 @@ class MlaConfig:
 
     @property
     def team(self) -> int:
-        """The CTAs that have neighbouring blocks of rows and the same keys."""
+        """The CTAs with neighbouring blocks of rows and the same keys."""
         return 1
 
     @property

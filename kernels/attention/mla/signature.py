@@ -13,8 +13,8 @@ from cutex.kernels.attention.mla.config import MlaConfig
 
 
 def arguments(config: MlaConfig, dtype: str) -> tuple[Argument, ...]:
-    """The arguments q, kv, o, and those that follow, by the names of the fields of KernelArgs. The
-    heads of all tokens of q follow one another."""
+    """The arguments q, kv, o, and the following ones by the names of KernelArgs' fields. In q, the
+    heads of all tokens are contiguous."""
     c = config
     kv = ("pages", "page", "hk", "d") if c.page_size else ("b", "sk", "hk", "d")
     found: list[Argument] = [
@@ -52,7 +52,7 @@ def args_of(config: MlaConfig, values: tuple[Any, ...]) -> KernelArgs:
 
 
 def rows_of_q(mQ: cute.Tensor) -> cute.Tensor:
-    """mQ (batch, tokens, heads, D), whose heads of all tokens follow one another, as (rows, D,
+    """mQ (batch, tokens, heads, D), with the heads of all tokens contiguous, as (rows, D,
     batch)."""
     batch, tokens, heads, d = mQ.shape
     shape, stride = (tokens * heads, d, batch), (mQ.stride[2], mQ.stride[3], mQ.stride[0])
@@ -60,8 +60,8 @@ def rows_of_q(mQ: cute.Tensor) -> cute.Tensor:
 
 
 def sizes_of(config: MlaConfig, mQ: cute.Tensor, mKV: cute.Tensor, args: KernelArgs) -> Sizes:
-    """The extents of a problem. Blocks of rows are owners of units as heads are: all see the same
-    blocks of keys, some only masked, so that CTAs with neighbouring ones take the same keys."""
+    """The extents of a problem. Blocks of rows own units as heads do elsewhere: all see the same
+    key blocks, some only masked, so that CTAs with neighbouring ones process the same keys."""
     sizes = Sizes.of(config, mQ, mKV, args)
     owners = sizes.heads * sizes.m_blocks
     return sizes._replace(heads=owners, m_blocks=Int32(1), team=Int32(config.team))

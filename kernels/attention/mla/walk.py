@@ -1,4 +1,4 @@
-"""The walk of an MLA kernel's roles over the parts of units that are theirs."""
+"""The walk of an MLA kernel's roles over their parts of units."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNEVEN = 5  # percent by which a share of whole units may exceed an equal one
 
 @dataclass(frozen=True)
 class MlaWalk(Walk):
-    """A CTA's, or a pair's, way over its parts of units."""
+    """A CTA's, or a pair's, walk over its parts of units."""
 
     def worker(self) -> tuple[Int32, Int32]:
         cta, ctas = Walk.worker(self)
@@ -42,8 +42,8 @@ class MlaWalk(Walk):
     def uncut(
         self, quota: Int32, longest: Int32, shortest: Int32, many: Boolean
     ) -> tuple[Int32, Int32]:
-        """A share, and into how many parts units are cut: a share of whole units, so that none is
-        cut, if it is only a little longer than an equal one. Several are whole if all are as
+        """A share, and the number of parts that units are cut into: a share of whole units, uncut,
+        if it is only a little longer than an equal share. Several are whole if all are equally
         long."""
         count = select(longest == shortest, (quota + longest - 1) // larger(longest, 1), 1)
         whole = count * longest

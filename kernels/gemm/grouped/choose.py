@@ -1,5 +1,5 @@
-"""The choice of tiles for grouped products. The host does not know how long the groups are: it goes
-by their mean.
+"""The choice of tiles for grouped products. The host does not know the groups' lengths, only their
+mean.
 
 Imports neither torch nor the DSL.
 """
@@ -64,7 +64,7 @@ def choose(problem: GroupedGemmProblem, arch: Arch) -> GemmConfig:
 
 
 def shortlist(problem: GroupedGemmProblem, arch: Arch, count: int) -> list[GemmConfig]:
-    """`choose` alone: there is no ranking."""
+    """Just `choose`: there is no ranking."""
     return [choose(problem, arch)]
 
 
@@ -78,7 +78,8 @@ def most_groups(groups: int) -> int:
 
 
 def width(columns: int, times: dict[int, float] = WIDTHS) -> int:
-    """The tile's columns for a product of so many; `times` are those of a column in each."""
+    """The tile's columns for a product with this many; `times` are those of a column at each
+    width."""
     return min(times, key=lambda w: ceil_div(columns, w) * w * times[w])
 
 
@@ -95,10 +96,10 @@ def rows_tiles(
     """The tiles of a product of rows in `groups` groups of `mean_rows` with matrices of (K, N)
     elements.
 
-    fused: with operations in the epilogue. most: the groups that there are tables for. ragged: the
-    groups surely differ, as a router's do, and more is wasted where 256 rows or two tiles of rows
-    go together (docs/facts/grouped.md#grouped-routed-tiles). by_k: matrices are contiguous along K;
-    along N, 208 columns are atoms of 32 bytes.
+    fused: with operations in the epilogue. most: the groups that the tables hold. ragged: the
+    groups surely differ, as a router's do; pairs of row tiles, or 256 rows, then waste more
+    (docs/facts/grouped.md#grouped-routed-tiles). by_k: matrices are contiguous along K; along N,
+    208 columns are atoms of 32 bytes.
     """
     k, n = matrix
     if arch == "sm_100a":
@@ -129,21 +130,21 @@ def rows_tiles(
 
 
 def levels_pay(mean_rows: int) -> bool:
-    """Whether tiles of a router's groups that are equally wide are faster than those of a fixed
-    height, of which more is wasted (docs/facts/grouped.md#grouped-level-tiles)."""
+    """Whether, for a router's groups, tiles of equal width within a group beat tiles of a fixed
+    height, which waste more (docs/facts/grouped.md#grouped-level-tiles)."""
     return mean_rows >= FEW_LEVEL
 
 
 def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:
-    """Hopper's tiles of rows that are divided equally, whose matrices have so many columns."""
+    """Hopper's tiles for equally divided rows and matrices with this many columns."""
     sharers = 2 if ceil_div(columns, 128) >= MANY_LEVEL else _sharers(columns, 128)
     tiles = replace(_in_turn(LEVEL_ROWS), swap_ab=True, cluster_m=sharers)
     return _filled(tiles, fused, most)
 
 
 def gathering_pays(mean_rows: int, n: int) -> bool:
-    """Whether a kernel that gathers its rows is faster than a copy of them before: rows are
-    gathered once for each tile of columns, by instructions beside the MMAs'
+    """Whether a kernel that gathers its rows is faster than copying them first: rows are gathered
+    once per tile of columns, by instructions issued beside the MMAs
     (docs/facts/grouped.md#grouped-gather)."""
     return n <= GATHERED_COLUMNS or mean_rows <= FEW_GATHERED
 
@@ -151,8 +152,8 @@ def gathering_pays(mean_rows: int, n: int) -> bool:
 def gathered_tiles(
     mean_rows: int, matrix: tuple[int, int], fused: bool, most: int = WARP
 ) -> Sm90Config:
-    """Hopper's tiles of a product whose rows are given by an index: each CTA gathers its own, up to
-    128, so that two share matrices alone."""
+    """Hopper's tiles for rows given by an index: each CTA gathers up to 128 of its own, so two CTAs
+    share matrices only."""
     k, n = matrix
     if mean_rows <= FEW_GATHERED:
         tiles = Sm90Config(tile_m=64, tile_n=width(n, FEW), warpgroups=1)
@@ -210,8 +211,8 @@ def _narrow_pays(k: int, n: int) -> bool:
 def scaled_tiles(
     columns: int, operands: tuple[str, str, int], fused: bool, most: int = WARP
 ) -> ScaledTiles:
-    """Blackwell's tiles of a product whose factors tensor cores read; operands: dtypes of A and of
-    B, and the elements that share a factor."""
+    """Blackwell's tiles for products whose factors the tensor cores read; operands: the dtypes of A
+    and of B, and the number of elements that share a factor."""
     epi_n, epi_stages = (32, 2) if fused else (32, 4)
     tiles = ScaledTiles(tile_m=256, tile_n=max(64, width(columns)), epi_n=epi_n, pair=True)
     tiles = replace(tiles, epi_stages=epi_stages, num_acc=2).of(*operands)
@@ -231,20 +232,21 @@ def sums_tiles(arch: str, mean_rows: int, n: int, most: int = WARP) -> GemmConfi
 
 
 def _together(n: int, times: dict[int, float] = WIDTHS) -> Sm90Config:
-    """Tiles of 128 rows that two warpgroups compute together; two side by side share their
+    """Tiles of 128 rows computed by two warpgroups together; two CTAs side by side share their
     rows."""
     tile_n = width(n, times)
     return Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, cluster_n=_sharers(n, tile_n))
 
 
 def _in_turn(tile_n: int, cluster_m: int = 1) -> Sm90Config:
-    """Tiles of 128 rows that two warpgroups compute in turn."""
+    """Tiles of 128 rows that two warpgroups compute alternately."""
     tiles = Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, pingpong=True)
     return replace(tiles, cluster_m=cluster_m)
 
 
 def _taken_in_turn(n: int, ragged: bool) -> Sm90Config:
-    """Tiles of 192 columns in turn; two CTAs share rows if groups are ragged, else matrices."""
+    """Tiles of 192 columns, computed alternately; two CTAs share rows if groups are ragged,
+    otherwise matrices."""
     if ragged:
         sharers = 2 if ceil_div(n, 192) >= MANY_COLUMNS else _sharers(n, 192)
         return replace(_in_turn(192), cluster_n=sharers)
@@ -252,12 +254,12 @@ def _taken_in_turn(n: int, ragged: bool) -> Sm90Config:
 
 
 def _sharers(n: int, tile_n: int) -> int:
-    """The CTAs that share rows: two, if all tiles are side by side in twos."""
+    """The number of CTAs that share rows: two, if the tiles of a row come in pairs."""
     return 2 if ceil_div(n, tile_n) % 2 == 0 else 1
 
 
 def _filled(tiles: Tiles, fused: bool, most: int) -> Tiles:
-    """`tiles` with a store, narrower where it has operations, and a ring in the rest of smem."""
+    """`tiles` with a store, narrower if it has operations, and a ring in the rest of smem."""
     epi_n, epi_stages = (32, 2) if fused else (64, 1)
     epi_n = next(n for n in (epi_n, 32, 16) if tiles.tile_n % n == 0)
     tiles = replace(tiles, epi_n=epi_n, epi_stages=epi_stages)
@@ -270,7 +272,7 @@ def _sm100(n: int, most: int) -> Sm100Config:
 
 
 def _stages(tiles: GemmConfig, most: int, tables: int = 3) -> int:
-    """The slots of a ring that fills the smem of a CTA, beside the tables of `most` groups."""
+    """The slots of a ring that fills a CTA's smem beside the tables of `most` groups."""
     room = (
         arch_named(tiles.arch).smem_per_cta - BARRIERS - tiles.epi_bytes - table_bytes(most, tables)
     )

@@ -76,14 +76,14 @@ class GroupedConfig:
 
     @property
     def stores(self) -> bool:
-        """Whether the kernel stores to out as it lies in memory."""
+        """Whether the kernel stores to out in its memory layout."""
         return self.product.out.tma
 
 
 @dataclass(frozen=True)
 class LevelConfig(GroupedConfig):
-    """A GroupedConfig whose tiles have rows of a group as columns, and are equally wide in it:
-    multiples of `step`, of `coarse` up to half of tile_n."""
+    """A GroupedConfig whose tiles have a group's rows as columns, all of one width within a group:
+    multiples of `step`, or of `coarse` up to half of tile_n."""
 
     step: int = 8
     coarse: int = 32
@@ -148,8 +148,8 @@ class GatheredConfig(GroupedConfig):
 
 @dataclass(frozen=True)
 class ScatteredConfig(GroupedConfig):
-    """A GroupedConfig whose rows of out are given by an index: stored, or with `add` added to what
-    is there. Of any strides; by 16 bytes where product.out is `whole`."""
+    """A GroupedConfig whose rows of out are given by an index: stored, or with `add` added to the
+    existing values. Any strides; by 16 bytes where product.out is `whole`."""
 
     add: bool = False
 
@@ -233,8 +233,8 @@ class ScaledRowsConfig(GroupedConfig):
 
 @dataclass(frozen=True)
 class SumsConfig:
-    """The config of a kernel that adds up over the rows of each group, out[e] = A[:, rows of e] @
-    B[rows of e]: the general kernel's for a batch, and the groups that its tables have room for."""
+    """The config of a kernel that sums over the rows of each group, out[e] = A[:, rows of e] @
+    B[rows of e]: the general kernel's for a batch, and the groups that its tables hold."""
 
     product: GeneralConfig
     most_groups: int = WARP
@@ -271,7 +271,7 @@ def ladder(tiles: GemmConfig, most_groups: int) -> GroupedConfig:
 def why_not_tables(
     product: GeneralConfig, most_groups: int, arch: Arch, number: int = 3
 ) -> str | None:
-    """The reason why so many groups' tables, `number` of them, do not fit, or None."""
+    """Why the tables of `number` groups do not fit, or None."""
     if most_groups % WARP or not WARP <= most_groups <= MOST_GROUPS:
         return f"most_groups={most_groups}: a multiple of {WARP} up to {MOST_GROUPS}"
     tables = table_bytes(most_groups, number)
@@ -281,13 +281,13 @@ def why_not_tables(
 
 
 def edges(most_groups: int) -> Operand:
-    """The argument of where groups end, as many as the tables have room for."""
+    """The argument with the groups' ends, as many as the tables hold."""
     bounds = (Bound("e", 1, most_groups),)
     return Operand("edges", ("e",), "int32", aligned=False, whole=False, bounds=bounds)
 
 
 def of_groups(argument: Argument) -> Argument:
-    """An argument of an operation, where each group has its own: (N) becomes (E, N)."""
+    """An argument of an operation with one value per group: (N) becomes (E, N)."""
     if isinstance(argument, Operand) and argument.sizes == ("n",):
         return replace(argument, sizes=("e", "n"))
     return argument

@@ -15,14 +15,14 @@ PITCH = 4  # fp32 factors in 16 bytes, at a multiple of which TMA begins
 
 @dataclass(frozen=True)
 class RowBlocksConfig(Fp8Config):
-    """An Fp8Config of rows of groups, each of which begins at any row: the factors of a tile's rows
-    are loaded in parts, each with a few rows more."""
+    """An Fp8Config for rows of groups that start at any row: the factors of a tile's rows are
+    loaded in parts, each with a few rows more."""
 
     narrow: bool = False  # rows of tiles end with narrower ones (schedulers/narrow.py)
 
     @property
     def part_rows(self) -> int:
-        """The rows of a tile whose factors one box brings."""
+        """The rows of a tile whose factors come in one box."""
         return min(self.tile_m, 128)  # a box has at most 256
 
     @property

@@ -1,12 +1,12 @@
 """The rows of one group, as the roles of a kernel see them.
 
-A is loaded through one tensor map over all rows, from the group's first row on: what a tile has of
-later groups is computed and never stored. Out is stored through one map, too: a view in which a
-group's rows end where the map's rows do, so that TMA leaves out those after them, whatever their
-number is (device/row_source.py).
+A is loaded through one tensor map over all rows, starting at the group's first row: rows of later
+groups in a tile are computed and never stored. Out is stored through one map, too: a view in which
+a group's rows end where the map's rows do, so that TMA drops the ones after them, however many they
+are (device/row_source.py).
 
-Where the rows are K, A and B are loaded through such views: after a group's rows come zeros, so
-that neither later groups nor what lies after all of them is added up.
+Where the rows are K, A and B are loaded through such views: a group's rows are followed by zeros,
+so that nothing after them is added up.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def stored_columns(out: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.Tm
 
 
 def pairs_apart(mX: cute.Tensor) -> cute.Tensor:
-    """A view of mX (N, K, E) in which of each 16 rows the even ones come first: 8 gates, and the 8
-    that they gate."""
+    """A view of mX (N, K, E) in which each 16 rows are reordered, even rows first: 8 gates, then
+    the 8 that they gate."""
     (n, k, groups), (row, *others) = mX.shape, mX.stride
     shape, stride = (8, 2, n // 16), (2 * row, row, 16 * row)
     layout = cute.make_layout((shape, k, groups), stride=(stride, *others))
@@ -79,15 +79,16 @@ def loaded_rows(x: cpasync.TmaInfo, begin: Int32) -> cpasync.TmaInfo:
 
 
 def summed_operand(mX: cute.Tensor) -> cute.Tensor:
-    """A view of mX (M, K), contiguous in M, of which `summed_rows` takes a group's rows along K."""
+    """A view of mX (M, K), contiguous in M, from which `summed_rows` takes a group's rows along
+    K."""
     rows = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[1, 0]))  # (K, M)
     view = endless_view(row_list(rows))  # (X, M, H, Y, Z)
     return cute.make_tensor(view.iterator, cute.select(view.layout, mode=[1, 0, 2, 3, 4]))
 
 
 def summed_rows(x: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.TmaInfo:
-    """The rows from `begin` to `end` along K of a map of `summed_operand`, (M, K), and zeros past
-    them."""
+    """The rows from `begin` to `end` along K of a `summed_operand` map, (M, K), followed by
+    zeros."""
     mX = x.tma_tensor  # (M, X, H, Y, Z)
     mX = cute.domain_offset((0, Int32(END) - (end - begin), 0, 0, 0), mX)
     return cpasync.TmaInfo(x.atom, mX[None, None, 0, end, END], x.smem_layout)
@@ -107,13 +108,13 @@ class GroupOps:
         return BoundOps(self.ops, passed, (groups.rows(group), self.columns), transposed=False)
 
     def of_columns(self, group: Int32, begin: Int32, end: Int32) -> BoundOps:
-        """The operations bound to the rows from `begin` to `end`, of one group, which are the
+        """The operations bound to one group's rows from `begin` to `end`, which are the
         accumulator's columns."""
         bounds = end - begin, self.columns
         return BoundOps(self.ops, self.passed(group, begin), bounds, transposed=True)
 
     def passed(self, group: Int32, begin: Int32) -> tuple[Any, ...]:
-        """The parts of all arguments for one group's rows, from `begin` on."""
+        """All arguments, restricted to one group's rows from `begin` on."""
         pairs = zip(op_arguments(self.ops), self.arguments, strict=True)
         return tuple(self.argument(declared, x, group, begin) for declared, x in pairs)
 

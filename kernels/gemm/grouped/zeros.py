@@ -17,16 +17,16 @@ CTAS = 256  # at most, a row each at a time
 
 @dataclass(frozen=True)
 class ZerosConfig:
-    """The config: whether rows are of whole vectors of 16 bytes, and whether edges count the rows
-    of groups that are padded to equal parts."""
+    """Whether rows consist of whole vectors of 16 bytes, and whether edges count the rows of groups
+    that are padded to equal parts."""
 
     whole: bool = True
     padded: bool = False
 
 
 class Zeros:
-    """A CTA writes zeros to one row after the other: those past the last group's, or with
-    `padded` after each one's."""
+    """A CTA writes zeros to one row after another: those past the last group's, or with `padded`
+    after each one's."""
 
     archs = ("sm_90a", "sm_100a")
 

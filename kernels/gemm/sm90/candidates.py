@@ -56,14 +56,14 @@ SECTOR, LINE = 32, 128  # bytes of a sector and of a line of L2
 
 
 def at_once(size: int, num_sms: int) -> int:
-    """The CTAs of clusters of `size` that run at one time on a GPU of `num_sms`; on others than
-    SMS, the same share of them."""
+    """How many CTAs of clusters of `size` run at once on a GPU of `num_sms`: on GPUs other than
+    SMS, the same fraction of them."""
     most = AT_ONCE.get(size, SMS)
     return most if num_sms == SMS else max(1, num_sms * most // SMS // size) * size
 
 
 def _grid(size: int, arch: Arch) -> int:
-    """The num_ctas of a config of persistent CTAs: 0 where the kernel takes as many by itself."""
+    """The num_ctas of a config of persistent CTAs: 0 where the kernel uses as many by itself."""
     most = at_once(size, arch.num_sms)
     return 0 if most == arch_named(arch.name).num_sms else most
 
@@ -82,9 +82,9 @@ def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
 
 
 def in_order(config: Sm90Config) -> Sm90Config:
-    """`config`; if its CTAs walk over whole tiles and share B, in the order of tiles in which
-    clusters that follow each other share A: L2 answers once for requests that come together
-    (docs/facts/gemm.md#neighbours-share). Those that share A have it so by default."""
+    """`config`; if its CTAs walk over whole tiles and share B, with an order of tiles in which
+    consecutive clusters share A: L2 serves requests that arrive together once
+    (docs/facts/gemm.md#neighbours-share). Clusters that share A have that order by default."""
     c = config
     walks = not c.one_tile and c.split_k == 1 and not c.stream_k
     shares_b = c.cluster_m > 1 and c.cluster_n == 1
@@ -92,15 +92,15 @@ def in_order(config: Sm90Config) -> Sm90Config:
 
 
 def _with_second_slot(config: Sm90Config, arch: Arch) -> Sm90Config:
-    """`config` with two slots for parts of C, if the ring keeps its slots
+    """`config` with two slots for parts of C, if the ring keeps all its slots
     (docs/facts/gemm.md#second-slot)."""
     two = _deepest(replace(config, epi_stages=2), arch)
     return two if two.num_stages == config.num_stages else config
 
 
 def _stored_at_once(config: Sm90Config, arch: Arch) -> Sm90Config:
-    """`config` with a slot for each part of C that it stores, or as many as fit in the smem that
-    the ring leaves: a part then waits for no store of another."""
+    """`config` with a slot for each part of C that it stores, or as many as fit beside the ring: a
+    part then waits for no other part's store."""
     c = config
     if c.odd_rows or (c.few_columns and c.split_k == 1):
         return c
@@ -110,7 +110,7 @@ def _stored_at_once(config: Sm90Config, arch: Arch) -> Sm90Config:
 
 
 def _k_bytes(tile_m: int, tile_n: int) -> int:
-    """The bytes of K in a slot: narrow tiles take more, so that fewer slots change hands."""
+    """The bytes of K in a slot: narrow tiles take more, so that slots change hands less often."""
     return 256 if tile_m + tile_n <= 128 or (tile_m == 128 and tile_n <= 32) else 128
 
 
@@ -130,7 +130,8 @@ def walked(arch_name: str, num_sms: int = SMS) -> tuple[Sm90Config, ...]:
 
 @lru_cache
 def walked_in_fours(arch_name: str, num_sms: int = SMS) -> tuple[Sm90Config, ...]:
-    """Those whose clusters are of four CTAs, which load the least: where a load takes long."""
+    """The configs with clusters of four CTAs, which load the least: for operands whose loads are
+    slow."""
     shapes = [(*cluster, swap_ab) for cluster in FOURS for swap_ab in (False, True)]
     shapes.remove((4, 1, True))
     return _walked(arch_name, num_sms, PINGPONG, COOPERATIVE, tuple(shapes))
@@ -138,7 +139,7 @@ def walked_in_fours(arch_name: str, num_sms: int = SMS) -> tuple[Sm90Config, ...
 
 @lru_cache
 def walked_flat(arch_name: str, num_sms: int = SMS) -> tuple[Sm90Config, ...]:
-    """Those of few columns of C, whose clusters share B."""
+    """The configs for few columns of C, whose clusters share B."""
     shapes = tuple((cluster, 1, False) for cluster in (1, 2, 4))
     return _walked(arch_name, num_sms, [], FLAT, shapes)
 
@@ -180,8 +181,8 @@ def _walked(
 
 
 def _walked_together() -> Iterator[tuple[int, int, bool]]:
-    """Cluster shapes of CTAs that take whole tiles, and whether A and B are swapped: four share
-    only the activations, where these are few rows."""
+    """The cluster shapes for CTAs that compute whole tiles, and whether A and B are swapped;
+    clusters of four share only the activations, where these have few rows."""
     yield from ((*cluster, swap_ab) for cluster in CLUSTERS for swap_ab in (False, True))
     yield 4, 1, True
 
@@ -209,9 +210,9 @@ def of_one_round(
 def in_whole_rounds(
     mnk: tuple[int, int, int], arch_name: str, num_sms: int = SMS
 ) -> tuple[Sm90Config, ...]:
-    """The persistent configs whose tiles have as few columns as leave one or two rounds of them,
-    multiples of 8 that other tiles are not. Where C is cut into few, those of one round do the
-    same."""
+    """The persistent configs whose tiles are as narrow as one or two whole rounds allow, with
+    widths (multiples of 8) that other tiles do not have. Where C has few tiles along one side,
+    one-round configs do the same."""
     arch, (m, n, _) = _on(arch_name, num_sms), mnk
     found: dict[Sm90Config, None] = {}
     if min(m, n) <= SMALL:
@@ -242,8 +243,8 @@ def streamed(
     mnk: tuple[int, int, int], arch_name: str, num_sms: int = SMS
 ) -> tuple[Sm90Config, ...]:
     """The stream-K configs, whose CTAs take equal shares of the tiles' steps along K, where that
-    leaves fewer CTAs idle than whole tiles do; at most MOST_STREAMED, by the least cycles they
-    need."""
+    leaves fewer CTAs idle than whole tiles do; at most MOST_STREAMED of them, those needing the
+    fewest cycles."""
     problem = GemmProblem(*mnk)
     rounds = {c: _rounds(c, problem, num_sms) for c in _streamed(arch_name, num_sms)}
     found = [c for c, r in rounds.items() if _gains_by_streaming(c, problem, r)]
@@ -251,7 +252,7 @@ def streamed(
 
 
 def _rounds(config: Sm90Config, problem: GemmProblem, num_sms: int) -> float:
-    """The rounds of CTAs running at once that the tiles of a streamed config make, tiles outside of
+    """The rounds of concurrently running CTAs that a streamed config's tiles make, tiles outside of
     C included."""
     c = config
     m, n = c.computed(problem)
@@ -299,8 +300,8 @@ def _gains_by_streaming(config: Sm90Config, problem: GemmProblem, rounds: float)
 
 
 def _together() -> Iterator[tuple[int, int, int]]:
-    """Cluster shapes that share loads, of the larger operand, the other or both, that share K, and
-    that share both: CTAs along the other side of C, along the one cut into few, and along K."""
+    """The cluster shapes that share loads (of the larger operand, of the other, or of both), that
+    share K, and that do both: CTAs along the long side of C, along the short one, and along K."""
     yield from ((1, 1, 1), (1, 2, 1), (1, 4, 1), (4, 1, 1), (2, 4, 1), (4, 2, 1))
     yield from ((1, 1, split_k) for split_k in (2, 3, 4, 8))
     yield from ((*pair, split_k) for split_k in (2, 3, 4) for pair in ((1, 2), (2, 1)))
@@ -308,14 +309,14 @@ def _together() -> Iterator[tuple[int, int, int]]:
 
 
 def _tile_rows(sharers: int, split_k: int) -> tuple[int, ...]:
-    """The rows of the tiles for which so many CTAs may share loads: eight only for small ones,
-    which L2 limits, and few where they share K as well, as what they send each other grows."""
+    """The rows of the tiles for which this many CTAs may share loads: eight only for small tiles,
+    which L2 limits; and few where they share K as well, since the sums they exchange grow."""
     small = sharers == 8 or (sharers > 1 and split_k > 1)
     return (64, 128) if small else tuple(WARPGROUPS)
 
 
 def _columns(few: int, many: int, arch: Arch, swap_ab: bool) -> Iterator[Sm90Config]:
-    """Few columns of tiles, as wide as the side `few` of C needs: M, swapped, or N."""
+    """Configs with few columns of tiles, as wide as the side `few` of C needs: M, swapped, or N."""
     for cluster_m, cluster_n, split_k in _together():
         # B is loaded in turn, or by parts
         units = (16, 32) if cluster_m == 4 else (16,)
@@ -333,8 +334,8 @@ def _columns(few: int, many: int, arch: Arch, swap_ab: bool) -> Iterator[Sm90Con
 
 
 def _rows(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
-    """Configs without swapping: few rows of tiles, as wide as N needs to give a tile to every
-    SM."""
+    """Configs without swapping: few rows of tiles, as wide as it takes to give every SM a tile
+    along N."""
     for cluster_n, cluster_m, split_k in _together():
         size = cluster_m * cluster_n * split_k
         for tile_m in _tile_rows(cluster_m * cluster_n, split_k):
@@ -352,7 +353,7 @@ def _rows(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
 
 
 def _spread(m: int, n: int, k: int, arch: Arch) -> Iterator[Sm90Config]:
-    """Swapped configs of tiles that overlap, one for each SM."""
+    """Swapped configs of overlapping tiles, one for each SM."""
     for tile_m in (64, 128):
         if m <= 64:
             yield _tile(tile_m, ceil_div(m, 16) * 16, WARPGROUPS[tile_m], 1, 1, 1,
@@ -385,8 +386,8 @@ def _tile(
 def candidates(
     problem: GemmProblem, arch: Arch, majors: Majors = (True, True), fitted: bool = False
 ) -> list[Sm90Config]:
-    """All configs worth predicting for `problem`. `fitted`: those too whose times the model is
-    fitted to, but which are not chosen any more."""
+    """All configs worth predicting for `problem`. `fitted`: also those no longer chosen, whose
+    times the model is fitted to."""
     mnk, here = problem.mnk, (arch.name, arch.num_sms)
     every = [*of_one_round(mnk, *here), *walked(*here), *streamed(mnk, *here)]
     slow = straddles(problem, majors)
@@ -404,14 +405,14 @@ def candidates(
 
 
 def _within_k(config: Sm90Config, problem: GemmProblem) -> Sm90Config:
-    """`config` with slots of 128 bytes of K where there are no more: TMA takes as long for bytes
-    that are outside (docs/facts/gemm.md#short-k)."""
+    """`config` with slots of 128 bytes of K if K has no more: TMA takes as long for bytes outside
+    (docs/facts/gemm.md#short-k)."""
     return replace(config, k_bytes=128) if problem.k * ELEMENT <= 128 else config
 
 
 def _stored_whole(config: Sm90Config, problem: GemmProblem, arch: Arch) -> Sm90Config:
-    """`config`, whose CTAs walk over tiles, with one slot for all columns of a transposed C where
-    they would leave 16 at a time, if the ring keeps RING slots and, with ping-pong, K is not long
+    """`config`, whose CTAs walk over tiles, with one slot for all columns of a transposed C instead
+    of storing 16 at a time, if the ring keeps RING slots and, with ping-pong, K is not long
     (docs/facts/gemm.md#transposed-whole)."""
     c = config
     parts = c.swap_ab and c.epi_n == 16 and c.tile_n > FEW_COLUMNS
@@ -429,26 +430,26 @@ def in_parts(config: Sm90Config, arch: Arch) -> Sm90Config:
 
 
 def _of_slow_loads(config: Sm90Config, problem: GemmProblem) -> bool:
-    """Whether a config is left out where loads are not slow: eight CTAs that share loads, or the K
-    of a C that is not small, of which little was timed."""
+    """Whether a config is excluded where loads are not slow: eight CTAs sharing loads, or sharing
+    the K of a C that is not small, of which little was timed."""
     c = config
     shared = c.one_tile and c.cluster_m * c.cluster_n == 8 and c.tile_m > 64
     return shared or (c.split_k == 8 and problem.m * problem.n > SMALL**2)
 
 
 def straddles(problem: GemmProblem, majors: Majors) -> bool:
-    """Whether rows of an operand are an odd number of 16 bytes apart: TMA then brings every second
-    one, which begins within a sector of L2, by 16 bytes a cycle
+    """Whether rows of an operand are an odd number of 16 bytes apart: TMA then loads every second
+    one, which starts in the middle of an L2 sector, at 16 bytes a cycle
     (docs/facts/gemm.md#pitch-odd-16-bytes)."""
     pitches = (problem.k if majors[0] else problem.m, problem.k if majors[1] else problem.n)
     return any(pitch * ELEMENT % SECTOR for pitch in pitches)
 
 
 def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> tuple[Sm90Config, ...]:
-    """`config`, loading boxes of BOX_ROWS where tiles may reach far outside: of N, or of an M of
-    which only the class is known; a short K gains nothing (docs/facts/gemm.md#boxes-inside). Where
-    K is contiguous in one operand, or in none, both ways: clusters that have time for what is
-    outside lose up to 4 % by boxes (docs/facts/gemm.md#boxes-of-gradients)."""
+    """`config`, loading boxes of BOX_ROWS where tiles may extend far outside: of N, or of an M
+    known only by its class; with a short K nothing is gained (docs/facts/gemm.md#boxes-inside).
+    Where K is contiguous in one operand or in none, with and without boxes: clusters that have time
+    for the rows outside lose up to 4 % by boxes (docs/facts/gemm.md#boxes-of-gradients)."""
     c = config
     of_m, of_n = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
     rough = majors[0] and problem.m > FINE_ROWS
@@ -461,18 +462,17 @@ def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> tuple
 
 
 def _far_outside(size: int, tile: int, k_major: bool, rough: bool) -> bool:
-    """Whether the last of the tiles of a side may reach beyond a box that is not loaded; `rough`:
-    `size` is only about known."""
+    """Whether a side's last tile may extend past a whole box; `rough`: `size` is known only
+    approximately."""
     if k_major:
         return tile > BOX_ROWS and (rough or -size % tile > 8)
     return -size % tile >= contiguous_box(tile)
 
 
 def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:
-    """Whether the config does not let pairs share an operand half as large as the other, or
-    smaller: it stays in L2 anyway, and a pair that shares it loses 10 to 20 %, unless loads are
-    `slow` (straddles) or there are few columns. Four that walk over tiles share only such a
-    one."""
+    """Whether pairs of CTAs do not share an operand half as large as the other, or smaller: it
+    stays in L2 anyway, and a pair sharing it loses 10 to 20 %, unless loads are `slow` (straddles)
+    or there are few columns. Clusters of four that walk over tiles share only such an operand."""
     c = config
     m, n = c.computed(problem)
     if slow:
@@ -488,9 +488,9 @@ def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:
 def _loads_well(
     config: Sm90Config, problem: GemmProblem, majors: Majors, fitted: bool = False
 ) -> bool:
-    """Whether TMA's boxes have at least NARROW rows wherever the rows are contiguous, or, of 8 and
-    16, all that there are; and begin at lines there, as tiles that overlap do not
-    (docs/facts/gemm.md#spread-along-rows): these are `fitted` only."""
+    """Whether TMA's boxes have at least NARROW rows where rows are contiguous (or, of 8 and 16, all
+    there are), and start on lines there, as overlapping tiles do not
+    (docs/facts/gemm.md#spread-along-rows); otherwise a config is `fitted` only."""
     c = config
     a, b = reversed(majors) if c.swap_ab else majors
     _, columns = c.computed(problem)

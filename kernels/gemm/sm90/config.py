@@ -105,14 +105,14 @@ class Sm90Config(GemmConfig):
 
     @property
     def parts_in_order(self) -> bool:
-        """Whether a warpgroup stores all parts of its rows, one after the other, so that what is
-        added to them may be loaded ahead."""
+        """Whether a warpgroup stores all parts of its rows one after another, so that a matrix to
+        add may be loaded ahead."""
         return self.split_k == 1
 
     @property
     def clusters_stream(self) -> bool:
-        """Whether each CTA of a cluster, which has one tile, loads bytes of the large operand that
-        are its own."""
+        """Whether each CTA of a cluster, which has one tile, loads its own bytes of the large
+        operand."""
         shapes = (self.cluster_m, self.columns), (self.cluster_n, self.rows)
         alone = any(size > 1 and few == 1 for size, few in shapes)
         return self.one_tile and (alone or self.split_k > 1)
@@ -136,7 +136,7 @@ class Sm90Config(GemmConfig):
 
     def sums_bytes(self, epi_parts: int) -> int:
         """Bytes of the sums of all CTAs of a split, for the parts of the tile that one of them
-        stores; a warpgroup's tile has `epi_parts` of them in its columns."""
+        stores; a warpgroup's tile has `epi_parts` of them along its columns."""
         parts = self.warpgroup_rows // 64 * max(1, epi_parts)
         mine = ceil_div(parts, self.split_k)  # some have one less
         return mine * self.split_k * (self.partial_bytes // parts)
@@ -291,7 +291,8 @@ class Sm90Config(GemmConfig):
 
 def placed_unevenly(idle: Any, num_sms: int, k: Any) -> Any:
     """Whether clusters that start before a kernel like theirs ends, on its `idle` SMs, lose more
-    than they gain: if these are many, but not half of all, and K, in units of 2 bytes, is long.
+    than they gain: if the idle SMs are many, but not half of all, and K, in units of 2 bytes, is
+    long.
 
     Plain operators only: Python ints run it, and the same code traces in the DSL.
     """
@@ -299,8 +300,8 @@ def placed_unevenly(idle: Any, num_sms: int, k: Any) -> Any:
 
 
 def box_rows(rows: int, most: int) -> int:
-    """The rows of a box for `rows` rows that one CTA loads of a tile: what divides them into whole
-    swizzle atoms, and is `most` or, where that divides badly, the next above."""
+    """The rows of a box, when one CTA loads `rows` rows of a tile: a divisor into whole swizzle
+    atoms, `most` or, if that divides badly, the next one above."""
     sizes = [n for n in range(8, rows + 1, 8) if rows % n == 0]
     below = [n for n in sizes if n <= most]
     above = [n for n in sizes if n > most]

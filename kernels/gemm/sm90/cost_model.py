@@ -310,9 +310,9 @@ def _last_outside(
 
 
 def _apart(c: Sm90Config, problem: GemmProblem, majors: Majors, unit: int) -> float:
-    """The bytes of a K tile that a CTA requests in rows that begin within a unit of L2, as some of
-    an operand do whose rows are no multiple of `unit` bytes apart. A row costs what it does however
-    short it is: those of narrow boxes count as whole ones."""
+    """The bytes of a K tile that a CTA requests in rows starting inside a unit of L2, as some rows
+    of an operand do whose pitch is not a multiple of `unit` bytes. A row costs the same however
+    short it is: rows of narrow boxes count as whole ones."""
     pitches = (problem.k if majors[0] else problem.m, problem.k if majors[1] else problem.n)
     tiles = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
     sharers = (c.cluster_m, c.cluster_n) if c.swap_ab else (c.cluster_n, c.cluster_m)
@@ -394,7 +394,8 @@ def columns(counts: Sequence[Counts]) -> Counts:
 def place(
     config: Sm90Config, problem: GemmProblem, counts: Counts, majors: Majors, bits: int = 16
 ) -> tuple[float, ...]:
-    """The point of the pair of `problem`, whose elements have `bits`, and `config`."""
+    """The point of the pair of `problem`, with elements of `bits`, and `config`, in the space of
+    measured pairs."""
     c = config
     return (
         *(log2(problem.m), 1.4 * log2(problem.n), log2(problem.k)),
@@ -409,8 +410,8 @@ def place(
 
 
 def features(places: np.ndarray, x: Counts, of: Terms) -> np.ndarray:
-    """What the model's error is derived from, of pairs at `places` (PAIR, DIMENSION) with the terms
-    `of` them: (PAIR, FEATURE)."""
+    """What the model's error is derived from: for pairs at `places` (PAIR, DIMENSION) with the
+    terms `of` them, (PAIR, FEATURE)."""
     return np.column_stack(
         [
             places,

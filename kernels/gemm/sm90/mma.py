@@ -65,8 +65,8 @@ def issue(mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: I
 def issue_as_filled(
     mma: WgmmaProduct, ab: SharedRing, take: PipelineState, num_k_tiles: Int32
 ) -> States:
-    """The same where memory limits: an MMA is waited for at once if the next slot is not yet full,
-    so that its own slot can be loaded meanwhile."""
+    """Like `issue`, where memory limits: an MMA is waited for at once if the next slot is not full
+    yet, so that its own slot can be reloaded meanwhile."""
     done = PipelineState(take.num_slots, take.slot, take.phase)
     ab.wait_full(take)
     mma.issue(take.slot, accumulate=False)
@@ -110,8 +110,7 @@ def ping_pong(
     walk: cutlass.Constexpr[Walk],
     store: cutlass.Constexpr[Store],
 ) -> None:
-    """Two warpgroups take every second tile of the walk each: one stores while the other's wgmma
-    run.
+    """Two warpgroups alternate the tiles of the walk: one stores while the other's wgmma run.
 
     NOTE: a warpgroup issues only when the other has issued its tile. Correctness needs this, too: a
     wait distinguishes only odd from even phases of a slot, so at most one phase may be outstanding.
@@ -135,7 +134,7 @@ def ping_pong(
 
 
 class Mainloop(Protocol):
-    """A mainloop of a kernel's own, whose operand A threads hold in registers."""
+    """A kernel's own mainloop, with operand A in registers."""
 
     def run(
         self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
@@ -145,7 +144,7 @@ class Mainloop(Protocol):
 
 
 class RoleProduct(NamedTuple):
-    """The product of whose tiles a role computes and stores this CTA's."""
+    """The product whose tiles a role computes and stores."""
 
     mma: WgmmaProduct
     ab: SharedRing
@@ -220,7 +219,7 @@ class Cooperative(MmaRole):
 
 @dataclass(frozen=True)
 class PingPong(MmaRole):
-    """Two warpgroups take every second tile each: one stores while the other's wgmma run."""
+    """Two warpgroups alternate tiles: one stores while the other's wgmma run."""
 
     @cute.jit
     def run(self, product: RoleProduct) -> None:

@@ -62,7 +62,7 @@ class SplitK(MmaRole):
     def exchange(
         self, mma: WgmmaProduct, epilogue: PartStore, place: cute.Tensor, walk: Walk
     ) -> None:
-        """Send the other CTAs their sums, add up this one's parts, and store them."""
+        """Send the other CTAs their sums, add up this CTA's parts, and store them."""
         # NOTE: relaxed: it says that this warp's wgmma have read the ring, and publishes no data
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
@@ -75,8 +75,8 @@ class SplitK(MmaRole):
         self.accumulate(mma, ab, ab.consumer(), count)
 
     def place(self, parts: cute.Tensor, first: cute.Pointer) -> cute.Tensor:
-        """This thread's place (VECTOR, NumVectors, CTA, TURN) in smem for the sums of each CTA, of
-        each part that this one stores."""
+        """This thread's place (VECTOR, NumVectors, CTA, TURN) in smem for each CTA's sums of each
+        part that this CTA stores."""
         size, num_parts = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
         c, threads = self.tiles, self.num_threads
         thread, _, _ = cute.arch.thread_idx()
@@ -88,7 +88,7 @@ class SplitK(MmaRole):
 
     @cute.jit
     def expect(self, parts: cute.Tensor, split: Int32) -> None:
-        """Arm the barrier for all that the other CTAs send this one."""
+        """Arm the barrier for all bytes that the other CTAs send."""
         c = self.tiles
         size, num_parts = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
         mine = (num_parts + c.split_k - 1 - split) // c.split_k
@@ -99,8 +99,7 @@ class SplitK(MmaRole):
 
     @cute.jit
     def send(self, parts: cute.Tensor, place: cute.Tensor, split: Int32) -> None:
-        """Send each CTA the sums of its parts; keep this one's in its own smem, where they have a
-        place, too."""
+        """Send each CTA the sums of its parts; this CTA's own go to their place in its own smem."""
         c = self.tiles
         at = cute.arch.block_idx_in_cluster() % self.cluster.size if self.cluster.size > 1 else 0
         for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
@@ -187,7 +186,7 @@ class Exchange:
 
     @cute.jit
     def leave(self, acc: cute.Tensor, walk: StreamedWalk) -> None:
-        """Write this warp's accumulators to its CTA's place in the workspace, and set its flag."""
+        """Leave this warp's accumulators in its CTA's place in the workspace, and set its flag."""
         share = walk.share
         cute.copy(vector_copy(), thread_vectors(acc), self.place(acc, share))
         cute.arch.sync_warp()
@@ -197,11 +196,11 @@ class Exchange:
     @cute.jit
     def add_others(self, acc: cute.Tensor, walk: StreamedWalk) -> None:
         """Add to the accumulators the sums that later shares computed of the rest of this tile, one
-        after the other, in the same order in every run.
+        after another, in the same order in every run.
 
-        NOTE: through the smem of A. A tile that others have a part of is the last of a share, so
-        nothing more is loaded there; and the accumulators leave too few registers for the loads
-        that hide L2's latency.
+        NOTE: through the smem of A. A tile that others share is the last of a share, so nothing
+        more is loaded there; and the accumulators leave too few registers for the loads that hide
+        L2's latency.
         """
         self.wait_for_others(walk)
         cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=self.num_threads)

@@ -44,7 +44,7 @@ DEEPEST, MOST = 12, 16  # slots, and as many where a split's sums take the room
 
 
 def candidates(n: int, fold: int, k_contiguous: bool) -> Iterator[UnalignedConfig]:
-    """The configs that are worth a prediction, for N columns."""
+    """The configs worth predicting for N columns."""
     for warpgroups in (1, 2, 3):
         for tile_n in COLUMNS:
             if not k_contiguous and tile_n % BOX and tile_n != n:
@@ -67,7 +67,7 @@ def candidates(n: int, fold: int, k_contiguous: bool) -> Iterator[UnalignedConfi
 
 
 def deepest(tiles: UnalignedConfig, arch: Arch) -> UnalignedConfig | None:
-    """`tiles` with as many slots as smem has room for; None if they do not fit."""
+    """`tiles` with as many slots as fit in smem; None if none do."""
     size = tiles.cluster_m * tiles.split_k
     most = at_once(size, arch.num_sms)
     grid = 0 if most == arch_named(arch.name).num_sms else most // size * size
@@ -79,7 +79,7 @@ def deepest(tiles: UnalignedConfig, arch: Arch) -> UnalignedConfig | None:
 
 
 def predict(tiles: UnalignedConfig, problem: GemmProblem, arch: Arch) -> float:
-    """Microseconds."""
+    """The predicted microseconds."""
     c, (m, n, k) = tiles, problem.mnk
     k_tiles = ceil_div(k, TILE_K)
     down = ceil_div(ceil_div(m, c.tile_m), c.cluster_m) * c.cluster_m
@@ -106,7 +106,7 @@ def predict(tiles: UnalignedConfig, problem: GemmProblem, arch: Arch) -> float:
 
 
 def k_tile_clocks(c: UnalignedConfig) -> float:
-    """Clocks of a CTA per K tile."""
+    """A CTA's clocks per K tile."""
     alone = READ_CLOCKS + MMA_CLOCKS * c.tile_n
     of_b = c.tile_n / c.cluster_m
     tma = SECTOR_CLOCKS * (c.box_columns + of_b) * TILE_K * ELEMENT / 32
@@ -117,7 +117,7 @@ def k_tile_clocks(c: UnalignedConfig) -> float:
 def ranked(
     problem: GemmProblem, fold: int, k_contiguous: bool, arch: Arch
 ) -> list[UnalignedConfig | FewRowsConfig]:
-    """The candidate configs, fastest predicted first; `k_contiguous`: in B."""
+    """The candidate configs, fastest predicted first; `k_contiguous`: whether K is in B."""
     every = candidates(problem.n, fold, k_contiguous)
     found = (deepest(tiles, arch) for tiles in every)
     times: dict[UnalignedConfig | FewRowsConfig, float] = {
@@ -130,8 +130,8 @@ def ranked(
 
 
 def fit(c: UnalignedConfig, problem: GemmProblem, arch: Arch) -> bool:
-    """Whether no CTA of a split is without a K tile, nor one of a cluster without rows, and
-    streamed tiles are as many rounds."""
+    """Whether every CTA of a split has a K tile, every CTA of a cluster has rows, and streamed
+    tiles make the same number of rounds."""
     if ceil_div(problem.m, c.tile_m) < c.cluster_m:
         return False
     tiles = ceil_div(problem.m, c.tile_m * c.cluster_m) * ceil_div(problem.n, c.tile_n)

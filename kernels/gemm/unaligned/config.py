@@ -19,14 +19,15 @@ FOLDS = (8, 16)  # rows of K that are one row of the tensor map
 
 @dataclass(frozen=True)
 class UnalignedConfig(Sm90Config):
-    """An Sm90Config whose first operand has any pitch, and is the MMA's from registers."""
+    """An Sm90Config whose first operand has any pitch, and is the MMA's operand A from
+    registers."""
 
     fold: int = 16  # out of FOLDS: what divides K
 
     @property
     def box_columns(self) -> int:
-        """The elements of a row of A in smem: those of a tile, wherever between multiples of `fold`
-        it begins."""
+        """The elements of a row of A in smem: those of a tile, wherever it starts between multiples
+        of `fold`."""
         return self.tile_m + self.fold
 
     @property
@@ -40,7 +41,7 @@ class UnalignedConfig(Sm90Config):
 
     @property
     def a_bytes(self) -> int:
-        """Bytes of the ring where sums of other CTAs may lie: B's, which only wgmmas read."""
+        """Bytes of the ring that may hold other CTAs' sums: B's, which only wgmmas read."""
         return self.b_bytes
 
     @property

@@ -30,7 +30,7 @@ COLUMNS = 16  # of out, that one mma.sync computes
 
 
 def candidates(problem: GemmProblem, arch: Arch) -> Iterator[FewRowsConfig]:
-    """The configs that are worth a prediction."""
+    """The configs worth predicting."""
     if problem.m > 2 * ROWS:
         return
     tile_m = ceil_div(problem.m, ROWS) * ROWS
@@ -47,7 +47,7 @@ def candidates(problem: GemmProblem, arch: Arch) -> Iterator[FewRowsConfig]:
 
 
 def predict(c: FewRowsConfig, problem: GemmProblem, arch: Arch) -> float:
-    """Microseconds."""
+    """The predicted microseconds."""
     ctas = ceil_div(problem.n, c.tile_n) * c.split_k
     groups = ceil_div(ceil_div(problem.k, STEP_K * c.split_k), c.warps * c.steps)
     loads = ceil_div(ctas, arch.num_sms * resident(c)) * groups * LATENCY_US
@@ -59,7 +59,7 @@ def predict(c: FewRowsConfig, problem: GemmProblem, arch: Arch) -> float:
 
 
 def resident(c: FewRowsConfig) -> int:
-    """The CTAs that an SM has at a time, by warps and registers."""
+    """The CTAs resident on an SM, by warps and registers."""
     down, across = c.tile_m // ROWS, c.tile_n // COLUMNS
     needed = 48 + 4 * c.steps * (across + down) + 4 * across * down
     registers = min(SM_REGISTERS // c.num_threads, ceil_div(needed, 8) * 8)
@@ -67,6 +67,6 @@ def resident(c: FewRowsConfig) -> int:
 
 
 def instructions(c: FewRowsConfig) -> int:
-    """Those of a warp for the steps that it has loaded at a time."""
+    """The instructions of a warp for the steps that it loads at a time."""
     down, across = c.tile_m // ROWS, c.tile_n // COLUMNS
     return 10 + c.steps * (8 + 8 * down + 5 * across)

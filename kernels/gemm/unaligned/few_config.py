@@ -19,8 +19,8 @@ SUMS = 4  # of an mma.sync that a thread holds
 
 @dataclass(frozen=True)
 class FewRowsConfig(GemmConfig):
-    """Warps of a CTA, and of a cluster of split_k CTAs, compute tile_m x tile_n of out, each from
-    rows of K of its own."""
+    """The warps of a CTA, and of a cluster of split_k CTAs, compute tile_m x tile_n of out, each
+    from its own rows of K."""
 
     arch = "sm_90a"
     mma_columns = 16
@@ -47,7 +47,7 @@ class FewRowsConfig(GemmConfig):
 
     @property
     def vectors_of_cta(self) -> int:
-        """Those that one CTA of a cluster adds up and stores."""
+        """The vectors of sums that each CTA of a cluster adds up and stores."""
         return ceil_div(self.vectors, self.split_k)
 
     @property

@@ -44,25 +44,25 @@ BASE_POWER = {BFloat16: 7, Float16: 10}  # of INTEGER_BASE
 
 
 def warpgroup_mma(kind: type[cutlass.Numeric], columns: int = 2 * COLUMNS) -> cute.TiledMma:
-    """mma.sync of a warpgroup: each warp 16 rows, by 8 or 16 columns."""
+    """mma.sync by a warpgroup: each warp 16 rows, by 8 or 16 columns."""
     op = MmaF16BF16Op(kind, Float32, (ROWS, COLUMNS, K))
     return cute.make_tiled_mma(op, (4, 1, 1), permutation_mnk=(64, columns, K))
 
 
 def words_of(mW: cute.Tensor) -> cute.Tensor:
-    """A packed weight's words (STRIP, RestK, WORDS) as the kernels compute with them."""
+    """A packed weight's words (STRIP, RestK, WORDS) in the kernels' view."""
     return cute.recast_tensor(mW, Int32)
 
 
 def allocate_weights(smem: SmemAllocator, of: W4Format, strips: int, num_slots: int) -> cute.Tensor:
-    """The slots (WORDS, STRIP, SLOT) of blocks of so many strips."""
+    """Allocate the slots (WORDS, STRIP, SLOT) for blocks of this many strips."""
     shape = of.words, strips, num_slots
     return smem.allocate_tensor(Int32, cute.make_layout(shape), SMEM_ALIGN)
 
 
 class WeightLoads(NamedTuple):
-    """The loads of a tile's strips, a block of each for a K tile; those past the last strip are
-    the last one's again, and never stored."""
+    """The loads of a tile's strips, one block each for a K tile; for strips past the last, the last
+    one is loaded again and its results never stored."""
 
     mW: cute.Tensor  # (STRIP, RestK, WORDS)
     sW: cute.Tensor  # (WORDS, STRIP, SLOT)
@@ -115,7 +115,7 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragments:
-    """What a thread reads of the slots, and makes operands A of."""
+    """What a thread reads of the slots and turns into operands A."""
 
     sW: cute.Tensor  # (WORDS, STRIP, SLOT)
     format: W4Format
@@ -125,11 +125,12 @@ class Fragments:
 
     @property
     def halves_of_group(self) -> int:
-        """The halves of a block whose sums share scales: both, if weights are scaled before."""
+        """The halves of a block whose sums share scales: both, if weights are scaled before the
+        product."""
         return min(self.format.group, BLOCK_K) // HALF_K if self.scales_sums else HALVES
 
     def group_of(self, half: int) -> int:
-        """The group of a block that `half` is in, of groups of at least a half."""
+        """The group of a block that `half` is in, for groups of at least half a block."""
         return half // self.halves_of_group
 
     def begins_group(self, half: int) -> bool:
@@ -146,7 +147,7 @@ class Fragments:
             acc[i] = acc[i] + sums[i] * scales[i // 2 % 2]
 
     def both(self, word: Int32) -> list[Float32]:
-        """The numbers in a word."""
+        """The low and the high number of a word."""
         pair = cute.make_rmem_tensor(2, Int32)  # NOTE: a tensor of one has stride 0
         pair[0] = pair[1] = word
         halves = cute.recast_tensor(pair, self.kind)
@@ -255,12 +256,12 @@ class Fragments:
         return [nibbles.fused(x, units[i % 2], less[i % 2], kind) for i, x in enumerate(raw)]
 
     def of_group(self, factors: Factors, group: int) -> tuple[Any, Any]:
-        """The scales and the zeros of a group, each as pairs of a row's twice."""
+        """The scales and the zeros of a group, each as pairs with a row's value twice."""
         found = [None if x is None else nibbles.splat(x[group]) for x in factors]
         return found[0], found[1]
 
     def pairs(self, word: Int32, zeros: Any) -> list[Int32]:
-        """The eight values of a word, not yet scaled."""
+        """The eight values of a word, before scaling."""
         if self.format.kind == "fp4":
             return nibbles.pairs_of_e2m1(word, self.kind)
         base = 0x6400 if self.kind is cutlass.Float16 else 0x4300

@@ -1,4 +1,4 @@
-"""What a slot of the ring takes of a packed weight and of x: alike on both archs.
+"""What a slot of the ring takes of a packed weight and of x, the same on both archs.
 
 Imports neither torch nor the DSL.
 """

@@ -52,7 +52,7 @@ class Compute:
 
     @cute.jit
     def run(self) -> None:
-        """Compute P^T and dS^T of all blocks, and store dK and dV."""
+        """Compute P^T and dS^T of all blocks, then store dK and dV."""
         s = self.shared
         blocks = s.m_blocks()
         state, m_block = s.begun(s.barriers.q.consumer()), blocks.first
@@ -72,7 +72,7 @@ class Compute:
     def probabilities(
         self, i: Int32, state: PipelineState, m_block: Int32, masked: Boolean
     ) -> list[cute.Tensor]:
-        """Store P^T of block i, and return what dP^T - delta is multiplied by, in parts."""
+        """Store P^T of block i; returns the factors of dP^T - delta, in parts."""
         s = self.shared
         c, b = s.config, s.barriers
         b.s_full.wait(s.count(i) & 1)
@@ -104,7 +104,8 @@ class Compute:
     def exponentials(
         self, row: cute.Tensor, state: PipelineState, part: cutlass.Constexpr[int]
     ) -> cute.Tensor:
-        """P^T of part `part` of a row; `row` turns into P^T, times the derivative of a soft cap."""
+        """P^T of part `part` of a row; `row` is replaced by P^T times the derivative of a soft
+        cap."""
         args = self.shared.args
         if cutlass.const_expr(self.shared.config.folded):
             scale = args.scale * LOG2_E
@@ -132,7 +133,7 @@ class Compute:
 
     @cute.jit
     def gradients(self, i: Int32, state: PipelineState, rows: list[cute.Tensor]) -> None:
-        """Store dS^T of block i, in smem and, unless dK is late, in tensor memory."""
+        """Store dS^T of block i in smem and, unless dK is late, in tensor memory."""
         s = self.shared
         c, b = s.config, s.barriers
         b.dp_full.wait(s.count(i) & 1)
@@ -169,21 +170,21 @@ class Compute:
     # ---- where a block's numbers are
 
     def row(self, column: int) -> Any:
-        """This thread's share of the scores from `column` of tensor memory on, in parts."""
+        """This thread's share of the scores, from `column` of tensor memory on, in parts."""
         c = self.shared.config
         return columns_of(self.shared.tmem, column + self.group * c.share, c.share)
 
     def operand(self, part: int) -> Int32:
-        """The first column of a part of P^T, from that of S^T on, and of dS^T, from dP^T's on."""
+        """The first column of a part of P^T, given that of S^T; or of dS^T, given dP^T's."""
         return self.group * self.shared.config.share + part * (PART // 2)
 
     def ds_row(self, part: int) -> cute.Tensor:
-        """Where a part of this thread's row of dS goes in smem."""
+        """Where a part of this thread's row of dS is stored in smem."""
         mine = self.shared.sdS[None, self.key(), 0]  # (bM)
         return cute.local_tile(mine, (PART,), (self.group * self.parts + part,))  # (PART)
 
     def tell_of_ds(self) -> None:
-        """Tell that this warp's dS is where it is read. One thread calls it."""
+        """Signal that this warp's dS is ready to be read. One thread calls it."""
         self.shared.barriers.ds_full.arrive()
 
     @cute.jit
@@ -194,7 +195,7 @@ class Compute:
         column: cutlass.Constexpr[int],
         count: cutlass.Constexpr[int],
     ) -> cute.Tensor:
-        """LSE (0) or delta (1) of `count` of this thread's columns from `column` on, in
+        """LSE (0) or delta (1) for `count` of this thread's columns from `column` on, in
         registers."""
         c = self.shared.config
         stats = self.shared.stats[None, state.slot].iterator
@@ -205,7 +206,7 @@ class Compute:
         return found  # (count)
 
     def key(self) -> Int32:
-        """The row of the CTA's keys that this thread has."""
+        """The row of the CTA's keys that belongs to this thread."""
         thread, _, _ = cute.arch.thread_idx()
         return thread % LANES
 
@@ -222,7 +223,7 @@ class Compute:
 
     @cute.jit
     def store(self) -> None:
-        """Store dV, the first warpgroup, or dK, the second, or hand them to STORE."""
+        """Store dV (first warpgroup) or dK (second), or hand them to STORE."""
         s, b = self.shared, self.shared.barriers
         c = s.config
         any_block = s.total(s.m_blocks()) > 0
@@ -268,7 +269,7 @@ class Compute:
 
     @cute.jit
     def hand_over(self, sD: cute.Tensor, to: cpasync.TmaInfo, staged: Any) -> None:
-        """Store what this warpgroup has `staged`, or tell STORE of it."""
+        """Store what this warpgroup has `staged`, or signal STORE."""
         if cutlass.const_expr(self.shared.config.persistent):
             fence_before_sync()
             cute.arch.sync_warp()
@@ -288,7 +289,7 @@ class Compute:
 def staging(
     shared: Shared, to: cpasync.TmaInfo, sX: cute.Tensor, number: cutlass.Constexpr[int]
 ) -> cute.Tensor:
-    """The smem by way of which sum `number`, dK or dV, is stored: dS's, a slot of Q, or that of its
+    """The smem through which sum `number`, dK or dV, is stored: dS's, a slot of Q, or that of its
     operand sX."""
     s, c, layout = shared, shared.config, to.smem_layout.outer
     smem = s.sdS.iterator
@@ -304,7 +305,7 @@ def staging(
 
 
 def await_staging(shared: Shared) -> None:
-    """Wait until what was stored of the last tile by way of dS's smem has been read."""
+    """Wait until what the last tile stored through dS's smem has been read."""
     b, c = shared.barriers, shared.config
     for empty in (b.k_empty, b.v_empty)[: c.staged_in_ds]:
         empty.wait(shared.phase ^ 1)

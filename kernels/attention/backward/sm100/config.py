@@ -75,7 +75,7 @@ class Sm100BackwardConfig(BackwardSpec):
 
     @property
     def dq_over_dp(self) -> bool:
-        """Whether dQ is over dP and dS, for want of columns of its own."""
+        """Whether dQ overlaps dP and dS, because there are no columns left for it."""
         return self.sums_end + self.dq_width > TMEM_COLUMNS
 
     @property
@@ -90,7 +90,7 @@ class Sm100BackwardConfig(BackwardSpec):
 
     @property
     def share(self) -> int:
-        """The queries of a block that a warpgroup takes."""
+        """The queries of a block that each warpgroup processes."""
         return self.tile_m // self.groups
 
     @property
@@ -114,8 +114,8 @@ class Sm100BackwardConfig(BackwardSpec):
 
     @property
     def dq_columns(self) -> tuple[int, ...]:
-        """The first columns of the places that parts of dQ take in turn: its own, and over dP and
-        dS, whose readers are started before."""
+        """The first columns of the places that parts of dQ use in turn: its own, and over dP and
+        dS, whose readers come earlier."""
         one = self.dq_over_dp or self.dq_parts == 1 or self.dq_width > self.tile_m
         if one or not self.dq_in_turn:
             return (self.dq_column,)
@@ -134,13 +134,13 @@ class Sm100BackwardConfig(BackwardSpec):
 
     @property
     def dq_at_once(self) -> int:
-        """The columns of a part of dQ that a thread has in registers at one time."""
+        """The columns of a part of dQ that a thread holds in registers at once."""
         return max(x for x in range(PART, self.dq_width + 1, PART)
                    if self.dq_width % x == 0 and x <= self.dq_room)  # fmt: skip
 
     @property
     def dq_parts_at_once(self) -> int:
-        """The parts of dQ that are read, one after the other, before the first is added."""
+        """The parts of dQ that are read, one after another, before the first is added."""
         return max(1, min(len(self.dq_columns), self.dq_room // self.dq_width))
 
     @property
@@ -159,8 +159,8 @@ class Sm100BackwardConfig(BackwardSpec):
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of a step of K beside: zeros behind each slot of LSE and delta, and what keys have
-        there for S and for dP."""
+        """Bytes of the additional step of K: zeros after each slot of LSE and delta, and the keys'
+        entries for S and for dP."""
         if not self.folded:
             return 0
         return self.num_stages * self.stats_bytes + 2 * ROWS * 2 * FOLDED * ELEMENT
@@ -172,7 +172,7 @@ class Sm100BackwardConfig(BackwardSpec):
 
     @property
     def q_slots(self) -> int:
-        """The slots of Q; by halves the last is that of the columns that are another CTA's."""
+        """The slots of Q; with halves, the last is for the columns that belong to the other CTA."""
         return self.num_stages + self.halves
 
     @property
@@ -182,7 +182,7 @@ class Sm100BackwardConfig(BackwardSpec):
 
     @property
     def first_q_bytes(self) -> int:
-        """Bytes of it that come with LSE and delta."""
+        """Bytes of Q that are loaded together with LSE and delta."""
         return self.q_bytes // 2 if self.early_s else self.q_bytes
 
     @property
@@ -200,15 +200,15 @@ class Sm100BackwardConfig(BackwardSpec):
 
     @property
     def staged_in_ds(self) -> int:
-        """The sums, dK and then dV, that a persistent CTA stores by way of dS's smem, so that the
-        next tile's K or V can be loaded at once; the others go by way of that of K and V."""
+        """The sums, dK before dV, that a persistent CTA stores through dS's smem, so that the next
+        tile's K or V can be loaded at once; the others go through the smem of K and V."""
         widths = (self.dk_width, self.dk_width + self.dv_width) if self.persistent else ()
         return sum(ROWS * width * ELEMENT <= self.ds_bytes for width in widths)
 
     @property
     def staged_in_q(self) -> bool:
-        """Whether dV, for which dS's smem has no room, is stored by way of the slot of Q that
-        the next tile's second block is loaded into."""
+        """Whether dV, which does not fit into dS's smem, is stored through the slot of Q that the
+        next tile's second block is loaded into."""
         slot = self.tile_m * self.q_width * ELEMENT
         fits = ROWS * self.dv_width * ELEMENT <= slot and self.num_stages > 1
         return self.persistent and self.staged_in_ds == 1 and fits

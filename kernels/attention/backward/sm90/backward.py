@@ -66,9 +66,9 @@ class Operands(NamedTuple):
 
 
 class Main:
-    """The kernel that does the work: its barriers, memory and registers. A CTA owns 128 keys, whose
-    dK and dV stay in registers; 64 of wide head dims. Of the widest, CTAs of neighbouring keys are
-    pairs.
+    """The kernel that does the work: its barriers, memory and registers. A CTA owns 128 keys (64
+    for wide head dims), whose dK and dV stay in registers. For the widest, CTAs with neighbouring
+    keys form pairs.
 
     barrier          arrives                                   waits
     k, v loaded      1: the load warp, and the bytes by TMA    all warpgroups, before they begin
@@ -168,7 +168,7 @@ class Main:
 
     @cute.jit
     def several_tiles(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
-        """Take one tile of keys after the other; their warpgroups compute dQ."""
+        """Process one tile of keys after another; the warpgroups that own keys compute dQ, too."""
         c, smem = self.config, SmemAllocator()
         order: Any = tail_of(c, sizes) if c.spread else tile_order(c, sizes)
         readers = self.key_warps.count + c.adding_warps + c.late_zeros
@@ -204,7 +204,7 @@ class Main:
 
     @cute.jit
     def one_tile(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
-        """Take the tile of keys of this CTA's number."""
+        """Process the tile of keys with this CTA's number."""
         c = self.config
         index, _, _ = cute.arch.block_idx()
         tile = tile_of(c, index, args, sizes)
@@ -234,7 +234,8 @@ class Main:
     def gradient_slots(
         self, sdQ: cute.Tensor, operands: Operands
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """sdV and sdK, from which dV and dK are stored: over the slots of dQ of each warpgroup."""
+        """The slots sdV and sdK from which dV and dK are stored: over each warpgroup's slots of
+        dQ."""
         c, found = self.config, []
         size = c.dq_bytes // 4  # of a slot of dQ, in numbers of 32 bits
         apart = c.dq_bytes // (WARPGROUP_ROWS * c.head_dim * ELEMENT)

@@ -62,7 +62,7 @@ class KeyGradients(Scores):
 
     @cute.jit
     def in_order(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
-        """Run one product after the other."""
+        """Run one product after another."""
         state, m_block = self.shared.q.consumer(), blocks.first
         for i in cutlass.range(total, unroll=1):
             for part in cutlass.range_constexpr(self.config.parts):
@@ -85,7 +85,7 @@ class KeyGradients(Scores):
 
     @cute.jit
     def overlapped(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
-        """Run dV and dK of a part of a block behind S^T of the next, under its exponentials."""
+        """Run dV and dK of a part of a block after S^T of the next part, under its exponentials."""
         last = self.config.parts - 1
         state, m_block = self.shared.q.consumer(), blocks.first
         rP, rdS = self.operands()
@@ -138,8 +138,8 @@ class KeyGradients(Scores):
         now: tuple[PipelineState, cutlass.Constexpr[int]],
         before: tuple[PipelineState, cutlass.Constexpr[int]],
     ) -> None:
-        """Compute P^T and dS^T of a part of block `number`, and dV and dK of the part before, which
-        rP and rdS are of."""
+        """Compute P^T and dS^T of a part of block `number`, and dV and dK of the part before, whose
+        operands are rP and rdS."""
         c = self.config
         state, part = now
         self.enter()
@@ -229,7 +229,7 @@ class WideValues(Scores):
 
     @cute.jit
     def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
-        """Sum dV, behind S^T of the next block, or behind its S^T and dP^T."""
+        """Sum dV after S^T of the next block, or after its S^T and dP^T."""
         state, m_block = self.shared.q.consumer(), blocks.first
         dv, early = self.products[0].dv, self.config.dp_start == 0
         rP, rdS = (dv.mma.a_registers(self.config.tile_m) for _ in range(2))
@@ -267,7 +267,7 @@ class WideValues(Scores):
     def weights(
         self, acc_s: cute.Tensor, rP: cute.Tensor, m_block: Int32, own: Blocks, state: PipelineState
     ) -> None:
-        """Turn S^T into what dP^T - delta is multiplied by; with a soft cap round P^T into rP."""
+        """Replace S^T by the factor of dP^T - delta; with a soft cap, also round P^T into rP."""
         if cutlass.const_expr(self.config.softcap):
             self.capped_probabilities(acc_s, rP, m_block, own, state)
         else:
@@ -282,7 +282,7 @@ class WideValues(Scores):
         rdS: cute.Tensor,
         state: PipelineState,
     ) -> None:
-        """Round P^T into rP and dS^T into rdS, when no product reads them."""
+        """Round P^T into rP and dS^T into rdS while no product reads them."""
         if cutlass.const_expr(not self.config.softcap):
             round_operand(rP, acc_s)
         self.gradients(acc_s, acc_dp, rdS, state)

@@ -33,8 +33,8 @@ STORE_BARRIER = 1  # the first of one named barrier for each warpgroup
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a warpgroup with a part of a block of queries; operands A and accumulators
-    that change are given later."""
+    """A warpgroup's products with a part of a block of queries; operands A and accumulators that
+    change are passed later."""
 
     s: WgmmaProduct
     dp: WgmmaProduct
@@ -45,8 +45,8 @@ class Products:
     def of(
         config: BackwardConfig, shared: Shared, keys: Int32 | int, sums: tuple[str, ...]
     ) -> tuple[Products, ...]:
-        """The products of the CTA's 64 keys number `keys` with each part of a block; those in
-        `sums` have accumulators, the same for all parts."""
+        """The products of keys number `keys` (64 of the CTA's) with each part of a block; those in
+        `sums` have accumulators shared by all parts."""
         c, dtype, major = config, shared.sQ.element_type, OperandMajorMode.MN
         scores, of_dk = Wgmma(c.score_m, dtype), Wgmma(c.head_dim, dtype, b_major=major)
         of_dv = Wgmma(c.head_dim_v, dtype, b_major=major)
@@ -76,7 +76,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Scores:
-    """A warpgroup that sums gradients of 64 keys, number `keys` of the CTA's."""
+    """A warpgroup that sums the gradients of 64 keys, number `keys` of the CTA's."""
 
     config: BackwardConfig
     shared: Shared
@@ -105,7 +105,7 @@ class Scores:
         raise NotImplementedError
 
     def own_blocks(self) -> Blocks:
-        """The blocks of queries that see one of this warpgroup's keys."""
+        """The blocks of queries that see any of this warpgroup's keys."""
         s = self.shared
         lengths = s.tile.seq_q.length, s.tile.seq_k.length
         return s.info._replace(tile_n=ROWS).m_blocks(self.tile_of_keys(), *lengths)
@@ -150,8 +150,8 @@ class Scores:
     def hand_over(
         self, rdS: cute.Tensor, ds: PipelineState, part: cutlass.Constexpr[int] = 0
     ) -> None:
-        """Write a part of dS^T to its slot in smem, for dQ, once that is empty; hand the slot over
-        with the last."""
+        """Write a part of dS^T to its slot in smem, for dQ, once the slot is empty; after the last
+        part hand the slot over."""
         if cutlass.const_expr(part == 0):
             self.shared.ds.wait_empty(ds)
         self.write_ds(rdS, ds, part)
@@ -162,7 +162,7 @@ class Scores:
     def write_ds(
         self, rdS: cute.Tensor, ds: PipelineState, part: cutlass.Constexpr[int] = 0
     ) -> None:
-        """Write a part of dS^T to its slot, which is empty."""
+        """Write a part of dS^T to its (empty) slot."""
         s, c = self.shared, self.config
         sdS = s.sdS[None, None, ds.slot * c.key_tiles + self.keys]
         sdS = cute.local_tile(sdS, (ROWS, c.score_m), (0, part))  # (bKeys, bQueries)
@@ -178,7 +178,7 @@ class Scores:
         part: cutlass.Constexpr[int] = 0,
         lse: Any = None,
     ) -> None:
-        """Turn S^T into P^T; `lse` is that of the columns, if it was read before."""
+        """Replace S^T by P^T; `lse` is that of the columns, if it has been read."""
         args = self.shared.args
         scores = rows_of(acc_s)
         scale_log2 = args.scale * LOG2_E
@@ -200,8 +200,8 @@ class Scores:
         state: PipelineState,
         part: cutlass.Constexpr[int] = 0,
     ) -> None:
-        """Round P^T into rP, if there is one; S^T turns into P^T times the derivative of the soft
-        cap, by which dS^T is multiplied."""
+        """Round P^T into rP, if there is one, and replace S^T by P^T times the derivative of the
+        soft cap, the factor of dS^T."""
         args = self.shared.args
         scores = rows_of(acc_s)
         factor, scale_log2 = args.scale / args.softcap, args.softcap * LOG2_E
@@ -233,8 +233,8 @@ class Scores:
         part: cutlass.Constexpr[int] = 0,
         delta: Any = None,
     ) -> None:
-        """Round dS^T = P^T * (dP^T - delta); `delta` is that of the columns, if it was read
-        before."""
+        """Round dS^T = P^T * (dP^T - delta); `delta` is that of the columns, if it has been
+        read."""
         scores, dp = rows_of(acc_s), rows_of(acc_dp)
         if cutlass.const_expr(delta is None):
             delta = self.of_columns(1, state, part)  # (columns)
@@ -250,7 +250,7 @@ class Scores:
         state: PipelineState,
         part: cutlass.Constexpr[int],
     ) -> cute.Tensor:
-        """LSE (0) or delta (1) of the columns of this thread's scores, (2, columns / 2), in
+        """LSE (0) or delta (1) for the columns of this thread's scores, (2, columns / 2), in
         smem."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -267,7 +267,7 @@ class Scores:
         state: PipelineState,
         part: cutlass.Constexpr[int],
     ) -> cute.Tensor:
-        """LSE (0) or delta (1) of the columns of this thread's scores, in registers."""
+        """LSE (0) or delta (1) for the columns of this thread's scores, in registers."""
         mine = self.columns(which, state, part)
         found = cute.make_rmem_tensor(cute.make_layout(mine.shape), Float32)
         for j in cutlass.range_constexpr(cute.size(mine, mode=[1])):
@@ -311,7 +311,7 @@ class Scores:
 
     @cute.jit
     def store_dk(self, to: cpasync.TmaInfo) -> None:
-        """Store dK, times the scale, through K's slots, once nobody reads them."""
+        """Store dK, times the scale, through K's slots, once they are no longer read."""
         acc = self.products[0].dk.acc
         acc.store(acc.load() * self.shared.args.scale)
         self.shared.k_read.wait(0)
@@ -325,14 +325,14 @@ class Scores:
 
 
 def part_of(sX: cute.Tensor, shape: tuple[int | None, ...], place: tuple[int, ...]) -> cute.Tensor:
-    """The tile of sX at `place`; None in `shape` is all of a mode."""
+    """The tile of sX at `place`; a None in `shape` takes a mode whole."""
     tile = tuple(cute.size(sX, mode=[i]) if n is None else n for i, n in enumerate(shape))
     return cute.local_tile(sX, tile, place)
 
 
 @cute.jit
 def round_operand(tCrA: cute.Tensor, acc: cute.Tensor) -> None:
-    """Round an accumulator into an operand A, before what follows."""
+    """Round an accumulator into an operand A before anything that follows."""
     round_to(tCrA, acc)
     words = cute.recast_tensor(tCrA, Int32)
     for i in cutlass.range_constexpr(cute.size(words)):

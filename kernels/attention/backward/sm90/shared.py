@@ -30,7 +30,7 @@ from cutex.schedulers.order import select
 
 @dataclass(frozen=True)
 class Handover:
-    """A ring of slots that warps fill and other warps empty.
+    """A ring of slots that some warps fill and others empty.
 
     full[slot]:  1 arrival of each warp that fills, when its part of the slot is written.
     empty[slot]: 1 arrival of each warp that empties, when its reads are complete; of `readers` of
@@ -56,7 +56,8 @@ class Handover:
         self.empty.init()
 
     def state(self, number: Int32 | int) -> PipelineState:
-        """The state at block `number`, of warps that fill the slots as of those that empty them."""
+        """The state at block `number`, for warps that fill the slots and for those that empty
+        them."""
         number, slots = Int32(number), self.num_slots
         if slots.bit_count() == 1:  # of a signed number, % and // take four times as many
             return PipelineState(slots, number & slots - 1, number >> slots.bit_length() - 1 & 1)
@@ -74,7 +75,7 @@ class Handover:
         self.hand_over_fenced(state)
 
     def hand_over_fenced(self, state: PipelineState) -> None:
-        """The same behind a fence, and behind a barrier of the warp."""
+        """Like `hand_over`, with a fence and a warp barrier first."""
         with cute.arch.elect_one():
             self.full.arrive(state.slot)
 
@@ -86,7 +87,7 @@ class Handover:
                 cute.arch.mbarrier_arrive(self.empty[state.slot], other_cta())
 
     def release_here(self, state: PipelineState) -> None:
-        """Release a slot that is this CTA's alone to read."""
+        """Release a slot that only this CTA reads."""
         with cute.arch.elect_one():
             self.empty.arrive(state.slot)
 
@@ -106,7 +107,7 @@ def other_cta() -> Int32:
 
 @dataclass(frozen=True)
 class SumsQueue:
-    """The slots of dQ of two blocks, through which it is handed to the warps that add it.
+    """The slots for dQ of two blocks, through which it is handed to the warps that add it.
 
     barrier         arrives                                  waits
     dq full[turn]   1 a warp of those that compute dQ,       the warp whose turn it is to add
@@ -189,13 +190,13 @@ class Shared:
     flips: bool = False  # they are taken so in the last group of heads
 
     def m_blocks(self) -> Blocks:
-        """The blocks of queries that see one of the keys of the CTA, or of its pair."""
+        """The blocks of queries that see any key of the CTA, or of its pair."""
         lengths, ctas = (self.tile.seq_q.length, self.tile.seq_k.length), self.ds.ctas
         info = self.info._replace(tile_n=ctas * self.info.tile_n)
         return info.m_blocks(self.tile.n_block // ctas, *lengths)
 
     def first_block(self, blocks: Blocks) -> Int32:
-        """The block of queries that is taken first."""
+        """The block of queries to start with."""
         if self.flips:
             return select(self.tile.flipped, blocks.end - 1, blocks.first)
         if self.tile.rotation is not None:
@@ -222,7 +223,7 @@ class Shared:
 class Load:
     """The loads of a CTA, by the first warp of the third warpgroup.
 
-    K and V once; of each block of queries, Q with its rows' LSE and delta, and dO. The warpgroup
+    K and V once; for each block of queries Q with its rows' LSE and delta, and dO. The warpgroup
     that computes dQ follows the others by a block, and waits for slots that they have just
     released.
     """
@@ -238,7 +239,8 @@ class Load:
 
     @cute.jit
     def keys(self) -> None:
-        """Load K and V, 64 keys for each warpgroup. A whole warp calls it, as the next."""
+        """Load K and V, 64 keys for each warpgroup. Like the next methods, called by a whole
+        warp."""
         c, s = self.config, self.shared
         self.of_keys(self.k, s.sK, s.k_loaded, c.pairs * c.tile_n * c.dq_width * 2)
         if cutlass.const_expr(c.pairs):
@@ -252,7 +254,7 @@ class Load:
     def of_keys(
         self, rows: Rows, sX: cute.Tensor, loaded: Barrier, more: cutlass.Constexpr[int] = 0
     ) -> None:
-        """Load K or V; `more` bytes follow behind the same barrier."""
+        """Load K or V, with `more` bytes behind the same barrier."""
         c, tile = self.config, self.shared.tile
         loads = tile_loads(rows, sX, (tile.head_kv, tile.batch, tile.seq_k))
         with cute.arch.elect_one():
@@ -262,9 +264,9 @@ class Load:
 
     @cute.jit
     def next_tile(self, fill: PipelineState, phase: Int32, piece: Any = None) -> PipelineState:
-        """Load one of several tiles of a CTA, of parity `phase`, and its blocks of queries, or a
-        `piece` of them; return the state behind them. What the tile before does not need any more
-        comes first."""
+        """Load a further tile of a persistent CTA, of parity `phase`, and its blocks of queries, or
+        a `piece` of them; returns the state after. Slots that the tile before frees first are
+        loaded first."""
         s, blocks = self.shared, self.shared.m_blocks()
         first, total = Int32(0), (blocks.end - blocks.first) * s.heads_per_kv
         if cutlass.const_expr(piece is not None):
@@ -283,8 +285,7 @@ class Load:
 
     @cute.jit
     def queries(self, number: Int32, state: PipelineState) -> None:
-        """Load block `number` of those that the CTA takes, of all its heads, once its slots are
-        empty."""
+        """Load block `number`, counted over all heads of the CTA, once its slots are empty."""
         c, s = self.config, self.shared
         blocks = s.m_blocks()
         count = blocks.end - blocks.first
@@ -332,7 +333,7 @@ class Supply:
     def supply(
         self, walk: Walk, tile: Tile, piece: Any, fill: PipelineState, phase: Int32
     ) -> tuple[PipelineState, Int32]:
-        """Load a tile, or a piece of it; return the state behind, and the next one's parity."""
+        """Load a tile or a piece of it; returns the state after, and the next parity."""
         if tile.has_keys(self.config):
             if cutlass.const_expr(self.config.late_zeros):
                 await_zeros(walk, tile)
@@ -345,15 +346,16 @@ class Supply:
 @dataclass(frozen=True)
 class Zeros:
     """The role of the warp that zeroes sums of dQ: first a share of those that the first tiles add
-    to, then, for each tile of keys that the CTA takes, one of a unit (a head of K and V, of a batch
-    entry) that comes later.
+    to; then, for each tile of keys that the CTA processes, a share of a unit (a head of K and V of
+    a batch entry) that comes later.
 
-    The sums of many heads do not fit into L2: zeroed by preprocess, they go to HBM, and come back
-    when they are added to.
+    The sums of many heads do not fit into L2: zeroed by preprocess, they would go to HBM and come
+    back when they are added to.
 
-    flag          counts                                    waits
-    zeroed[unit]  the unit's shares that are zero: as many  the warp that loads, before the first
-                  as it has tiles of keys                   load of a tile of the unit
+        flag           counts                                    waits
+        zeroed[unit]   the unit's shares that are zero: as many  the warp that loads, before the
+    first
+                       as it has tiles of keys                   load of a tile of the unit
     """
 
     config: BackwardConfig
@@ -362,7 +364,7 @@ class Zeros:
 
     @cute.jit
     def run(self, walk: Walk) -> None:
-        """Zero the shares of this CTA. One warp calls it."""
+        """Zero this CTA's shares. One warp calls it."""
         ahead, total = tiles_ahead(self.config, walk.sizes), walk.total
         number, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -378,7 +380,7 @@ class Zeros:
 
     @cute.jit
     def share(self, walk: Walk, number: Int32) -> None:
-        """Zero the share of its unit's sums that is the tile's of that number, and count it."""
+        """Zero the unit's share with the tile's number, and count it."""
         sizes, of = walk.sizes, walk.numbered(number)
         seqlen = queries(walk.args, sizes.rows_q).of(of.batch)
         each = ceil_div(seqlen.length, self.config.tile_m)  # tiles of the sums of a head
@@ -395,7 +397,7 @@ class Zeros:
 
     @cute.jit
     def clear(self, tile: Int32) -> None:
-        """Set a tile of the sums to 0."""
+        """Zero a tile of the sums."""
         vectors = cute.logical_divide(self.sums[tile, None], cute.make_layout(VECTOR))  # (4, NumV)
         zeros = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
         zeros.fill(0.0)
@@ -406,7 +408,7 @@ class Zeros:
 
 @cute.jit
 def await_zeros(walk: Walk, tile: Tile) -> None:
-    """Wait until all sums of the tile's unit are zero. A whole warp calls it."""
+    """Wait until all sums of the tile's unit have been zeroed. A whole warp calls it."""
     sizes, shares = walk.sizes, walk.sizes.num_n_blocks
     if cutlass.const_expr(walk.config.ranked):
         shares = ceil_div(tile.seq_k.length, walk.config.tile_n)
@@ -420,8 +422,8 @@ def await_zeros(walk: Walk, tile: Tile) -> None:
 
 
 def number_of_part(config: BackwardConfig, warp: Int32, part: Int32) -> Int32:
-    """The place, among equal parts of a tile of the sums, of what a warp computes of part `part` of
-    a block: columns of 64 queries or, of two warpgroups, all columns of 64 queries each."""
+    """The index, among equal parts of a tile of the sums, of what a warp computes of part `part` of
+    a block: some columns of 64 queries or, for two warpgroups, all columns of 64 queries each."""
     if config.tile_m > ROWS:
         return part * 4 + warp
     return warp * (config.head_dim // config.dq_columns) + part
@@ -429,11 +431,11 @@ def number_of_part(config: BackwardConfig, warp: Int32, part: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class Adds:
-    """The role of one of the warps that add dQ, block by block in turn.
+    """The role of one of the warps that add dQ, taking blocks in turn.
 
-    Blocks of keys add to a tile of dQ one after another, of which the first stores what it has, so
-    that nobody zeroes the sums. A warp waits for its CTA's turn at a tile, and passes it on when
-    its adds have landed. Nobody else waits for that, but for slots of smem.
+    Key blocks add to a tile of dQ one after another, and the first one stores instead, so that
+    nobody zeroes the sums. A warp waits for its CTA's turn at a tile, and passes the turn on when
+    its adds have landed. Nobody else waits for that, only for slots of smem.
     """
 
     config: BackwardConfig
@@ -453,8 +455,8 @@ class Adds:
 
     @cute.jit
     def add_blocks(self, number: Int32) -> Int32:
-        """Add the blocks of a tile of keys, which begin at block `number` of the CTA's; return the
-        number behind them."""
+        """Add the blocks of a tile of keys, starting at the CTA's block `number`; returns the
+        number after them."""
         s, blocks = self.shared, self.shared.m_blocks()
         total, m_block = (blocks.end - blocks.first) * s.heads_per_kv, s.first_block(blocks)
         tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
@@ -470,7 +472,7 @@ class Adds:
 
     @cute.jit
     def add(self, tile: Int32, m_block: Int32, number: Int32) -> None:
-        """Add dQ of block `number` to its tile, in the CTA's turn."""
+        """Add dQ of block `number` to its tile in the CTA's turn."""
         s, turns = self.shared, self.shared.args.turns
         turn = turn_of(self.config, s.info, s.tile, m_block)
         await_turn(turns, tile, Int32(0), turn)
@@ -484,8 +486,8 @@ class Adds:
 
     @cute.jit
     def start(self, tile: Int32, block: Int32, begins: Boolean) -> None:
-        """Start adding the slots of a block, or storing them if that `begins` the tile's sums; a
-        lane for each part that a warp wrote."""
+        """Start adding the slots of a block, or storing them if that `begins` the tile's sums; one
+        lane for each part written by a warp."""
         lane, slots = cute.arch.lane_idx(), self.config.key_tiles
         if lane < 4 * slots:
             mine = self.shared.sdQ[None, lane % 4, slots * block + lane // 4]
@@ -495,6 +497,6 @@ class Adds:
 
     @staticmethod
     def landed() -> None:
-        """Wait until this thread's adds have landed, and order what is stored next behind them."""
+        """Wait until this thread's adds have landed, and order later stores after them."""
         cute.arch.cp_async_bulk_wait_group(0)
         cute.arch.fence_proxy("async.global")

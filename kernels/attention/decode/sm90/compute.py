@@ -47,7 +47,7 @@ class Compute:
 
     @cute.jit
     def run(self) -> None:
-        """Compute this CTA's parts one after the other."""
+        """Process this CTA's parts one after another."""
         s, c = self.shared, self.shared.config
         dtype = product_dtype(c, self.mQ.element_type)
         tiles: Any = s if self.wide is None else self.wide
@@ -164,7 +164,7 @@ class Compute:
 
     @cute.jit
     def store(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
-        """Store a unit that is whole; else store a part, and merge all parts if it is the last."""
+        """Store a whole unit; or store a part, and merge all parts if it is the last."""
         unit = piece.entry * self.shared.sizes.heads + piece.head
         self.out.announce(piece, unit)
         if cutlass.const_expr(self.shared.config.whole):
@@ -219,7 +219,7 @@ AIM = 8  # the exponent of the largest query
 
 
 def product_dtype(config: DecodeConfig, dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
-    """The element type of the products where queries are of `dtype`."""
+    """The element type of the products for queries of `dtype`."""
     return Float16 if config.fp8 and not config.q_in_smem else dtype
 
 
@@ -261,7 +261,7 @@ TileState = tuple[PipelineState, PipelineState]  # of a tile in its ring of 8 bi
 
 
 class Wide(NamedTuple):
-    """The widened tiles, and their rings, as the products have them."""
+    """The widened tiles and their rings, as the products see them."""
 
     k: Ring
     v: Ring
@@ -288,7 +288,7 @@ class Wide(NamedTuple):
 
 @dataclass(frozen=True)
 class Widen:
-    """A warpgroup that widens the tiles of K, or those of V."""
+    """A warpgroup that widens the tiles of K or of V."""
 
     shared: Shared
     narrow: Ring
@@ -304,7 +304,7 @@ class Widen:
 
     @cute.jit
     def run(self) -> None:
-        """Widen the tiles of this CTA's parts, in the order in which they are loaded."""
+        """Widen the tiles of this CTA's parts in the order in which they are loaded."""
         s, state = self.shared, (self.narrow.consumer(), self.wide.producer())
         if cutlass.const_expr(s.parts is None):
             s.each_part(lambda x, state: self.part(s.of_piece(x), state), state)
@@ -320,7 +320,7 @@ class Widen:
 
     @cute.jit
     def widen_next(self, state: TileState) -> TileState:
-        """Widen the next tile, as soon as it is there and a slot is empty."""
+        """Widen the next tile once it has been loaded and a slot is empty."""
         of_narrow, of_wide = state
         self.narrow.wait_full(of_narrow)
         self.wide.empty.wait(of_wide.phase, of_wide.slot)
@@ -336,7 +336,7 @@ class Widen:
 
     @cute.jit
     def widen(self, narrow: cute.Tensor, wide: cute.Tensor) -> None:
-        """Copy `narrow` (bN, D) to `wide`. Every e4m3 is a bf16 and an fp16."""
+        """Copy `narrow` (bN, D) to `wide`. Every e4m3 value is exact in bf16 and fp16."""
         across = cute.size(narrow, mode=[1]) // WIDENED
         thread, _, _ = cute.arch.thread_idx()
         held = cute.make_rmem_tensor(cute.make_layout(WIDENED), narrow.element_type)

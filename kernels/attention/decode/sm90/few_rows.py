@@ -1,14 +1,14 @@
-"""FewRows: the four warps of a decode kernel that have few packed rows, and compute O.
+"""FewRows: the four warps of a decode kernel with few packed rows.
 
-wgmma multiplies 64 rows, one block of keys after the other; of 8 rows it computes 56 for nothing,
-and a block's keys, scores and sums follow one another for longer than memory takes to bring the
-next. So each warp has every fourth block of a part for itself, by mma.sync of 16 rows, and four
-blocks are under way at a time. In the end the warps merge their sums in smem. Where there are
-registers for it, a warp has two groups of 16 rows, for which a block is loaded, and widened, once.
+wgmma multiplies 64 rows, one key block after another; with 8 rows it computes 56 for nothing, and a
+block's load, scores and sums follow each other for longer than memory takes to bring the next
+block. So each warp processes every fourth block of a part on its own, by mma.sync of 16 rows, and
+four blocks are in progress at a time. At the end the warps merge their sums in smem. If there are
+registers for it, a warp has two groups of 16 rows, for which a block is loaded and widened once.
 
-Caches of e4m3 are widened to fp16 in registers: ldmatrix brings pairs of elements as if they were
-one of 16 bits. Of K that are four neighbours along the head dim, so that a thread holds Q by fours,
-too; of V two columns of two keys, whose products are two accumulators.
+e4m3 caches are widened to fp16 in registers: ldmatrix loads pairs of elements as if they were one
+of 16 bits. For K these are four neighbours along the head dim, so a thread holds Q by fours, too;
+for V two columns of two keys, whose products are two accumulators.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class WarpProduct(NamedTuple):
 
 
 class NarrowKeys(WarpProduct):
-    """S += Q @ K[slot]^T with K of e4m3, of which two are one element of B: a thread holds four
+    """S += Q @ K[slot]^T with K in e4m3, two of which are one element of B: a thread holds four
     neighbours of K, and must hold the same four of Q (FewRows.load_words)."""
 
     @cute.jit
@@ -112,8 +112,8 @@ class NarrowKeys(WarpProduct):
 
 
 class NarrowValues(WarpProduct):
-    """O += P @ V[slot] with V of e4m3, of which two columns are one element of B: the first half of
-    O's tiles has the even columns, the second the odd ones."""
+    """O += P @ V[slot] with V in e4m3, two columns of which are one element of B: the first half of
+    O's tiles has the even columns, the second half the odd ones."""
 
     @cute.jit
     def add(self, a: Groups, acc: Groups, slot: Int32) -> None:
@@ -138,7 +138,7 @@ class NarrowValues(WarpProduct):
 
 @cute.jit
 def widened(word: Int32) -> cute.Tensor:
-    """Four e4m3 as fp16."""
+    """Four e4m3 values as fp16."""
     held = cute.make_rmem_tensor(cute.make_layout(4), Float8E4M3FN)
     cute.recast_tensor(held, Int32)[0] = word
     wide = cute.make_rmem_tensor(cute.make_layout(4), Float16)
@@ -147,7 +147,7 @@ def widened(word: Int32) -> cute.Tensor:
 
 
 class Sums(NamedTuple):
-    """O and LSE of each warp in smem, as its lanes have them, ordered by their first blocks."""
+    """O and LSE of each warp in smem, in its lanes' order, sorted by the warps' first blocks."""
 
     o: cute.Tensor  # (2, lane, unit and row, WARPS)
     lse: cute.Tensor  # (row, lane, WARPS)
@@ -162,15 +162,15 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class FewRows(Compute):
-    """The warps that compute, all with the same rows; `wide` is None. Rows of a thread are those of
-    its `group`."""
+    """The computing warps, all with the same rows; `wide` is None. A thread's rows are those of its
+    `group`."""
 
     sums: Sums
     group: int = 0
 
     @cute.jit
     def run(self) -> None:
-        """Compute this CTA's parts one after the other."""
+        """Process this CTA's parts one after another."""
         s, c, number = self.shared, self.shared.config, cute.arch.warp_idx()
         dtype, groups = product_dtype(c, self.mQ.element_type), self.groups
         qk, pv = self.products()
@@ -207,12 +207,12 @@ class FewRows(Compute):
 
     @property
     def groups(self) -> tuple[FewRows, ...]:
-        """This role for each group of 16 rows."""
+        """This role, for each group of 16 rows."""
         return tuple(replace(self, group=g) for g in range(self.shared.config.row_groups))
 
     @property
     def has_q_ahead(self) -> bool:
-        """Whether Q of the next part comes during a part: there must be registers for it."""
+        """Whether Q of the next part is loaded during a part: there must be registers for it."""
         c = self.shared.config
         return c.accumulators + c.row_groups * c.head_dim // 4 <= c.most_accumulators
 
@@ -283,8 +283,8 @@ class FewRows(Compute):
 
     @cute.jit
     def load_words(self, registers: cute.Tensor, rows: Rows) -> None:
-        """Load this thread's part of Q, ((2, 2, 2), 1, MMA_K); for e4m3 by four neighbours. Where
-        there are no rows or columns, others."""
+        """Load this thread's part of Q, ((2, 2, 2), 1, MMA_K); for e4m3 by four neighbours. Outside
+        its rows and columns, other elements of Q."""
         words = cute.recast_tensor(registers, Int32)  # ((1, 2, 2), 1, MMA_K)
         units, mine, quad = units_of(self.mQ), self.thread_rows(), cute.arch.lane_idx() % 4
         last = 2 if self.shared.config.fp8 else 1  # units at a time
@@ -357,8 +357,8 @@ class FewRows(Compute):
 
     @cute.jit
     def merge(self, acc: cute.Tensor, lse: cute.Tensor, number: Int32) -> None:
-        """Merge O and LSE of all warps, of which this one has the blocks from `number` on: then it
-        has its `units` of O. A part has the same bits whichever warps had which blocks."""
+        """Merge O and LSE of all warps; this one has the blocks from `number` on, and stores its
+        `units` of O. A part has the same bits whichever warps had which blocks."""
         lane = cute.arch.lane_idx()
         rows = rows_of(acc)
         pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -394,7 +394,7 @@ class FewRows(Compute):
         return cute.arch.warp_idx() * self.units
 
     def column(self, unit: int, i: int) -> int:
-        """Where a thread's accumulators have column i of its two of `unit`."""
+        """The column of a thread's accumulators that is column i of its two in `unit`."""
         if not self.shared.config.fp8:
             return 2 * unit + i
         tiles = self.shared.config.head_dim_v // UNIT // 2
@@ -414,7 +414,7 @@ class FewRows(Compute):
 
     @cute.jit
     def store_rows(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:
-        """Store O and LSE of this group's rows, of a unit that is whole."""
+        """Store O and LSE of this group's rows of a whole unit."""
         lane, dtype, mine = cute.arch.lane_idx(), self.out.mO.element_type, self.thread_rows()
         pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
         for r in cutlass.range_constexpr(2):
@@ -453,13 +453,13 @@ class FewRows(Compute):
 
 
 def place(unit: int, quad: Int32, by_four: bool) -> tuple[int, Int32]:
-    """Where a thread's two columns of `unit` are: a unit, and a word after its first. `by_four`:
-    those of two units are neighbours."""
+    """The location of a thread's two columns of `unit`: a unit, and a word after its first.
+    `by_four`: the columns of two units are neighbours."""
     return (unit - unit % 2, 2 * quad + unit % 2) if by_four else (unit, quad)
 
 
 def fragment_of_a(k: int) -> cute.Layout:
-    """The registers of 16 rows of an operand A: a pair of columns, rows 8 apart, columns 8 apart;
+    """The registers of an operand A of 16 rows: a pair of columns, rows 8 apart, columns 8 apart;
     blocks of K (PTX ISA, "Matrix Fragments for mma.m16n8k16")."""
     return cute.make_layout(((2, 2, 2), 1, k // MMA_K))
 
@@ -474,7 +474,8 @@ def scale(rows: cute.Tensor, factors: cute.Tensor) -> None:
 
 @cute.jit
 def shares_of(lses: tuple[Float32, ...]) -> tuple[tuple[Float32, ...], Float32]:
-    """The shares of sums of these LSE in all, 0 where there is no key, and the LSE of all."""
+    """The weights of the sums with these LSE, 0 where there is no key, and the LSE of all of them
+    together."""
     highest = lses[0]
     for x in lses[1:]:
         highest = cute.arch.fmax(highest, x)

@@ -1,8 +1,8 @@
-"""The warpgroups of the MLA kernel: two of scores and two of values.
+"""The warpgroups of the MLA kernel: two for scores and two for values.
 
-Scores: they have the queries, and compute P, each of the blocks in its own slot. While one computes
-exponentials, the tensor cores have QK of the other and PV of the block before.
-Values: each sums up half of the columns of O.
+Scores: they hold the queries and compute P, each for the blocks in its own slot. While one computes
+exponentials, the tensor cores run QK of the other and PV of the block before. Values: each sums
+half of O's columns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Scores:
 
     @cute.jit
     def run(self) -> None:
-        """Compute P of this CTA's parts, one after the other."""
+        """Compute P of this CTA's parts one after another."""
         s = self.shared
         splits, span, end = s.begin()
         cursor = self.load.next(splits, end, self.load.begin(splits, span))
@@ -112,10 +112,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Block:
-    """The steps of a warpgroup's blocks of a part.
+    """The steps of a warpgroup over the blocks of a part.
 
-    The warpgroups take turns: before its exponentials, each takes over the references that the
-    other had at the block before. Each has sums of its own; who has the last block adds both.
+    The warpgroups alternate: before its exponentials, each takes over the references that the other
+    had at the block before. Each keeps its own sums; the one with the last block adds both.
     """
 
     shared: Shared
@@ -155,7 +155,7 @@ class Block:
 
     @cute.jit
     def last(self, kv: PipelineState) -> None:
-        """Compute P of the last block and LSE, and hand P over with what O is multiplied by."""
+        """Compute P of the last block and LSE, and hand P over with the factors for O."""
         s, softmax, i = self.shared, self.softmax, self.count - 1
         acc = self.scores(i, kv)
         with cute.arch.elect_one():
@@ -175,8 +175,8 @@ class Block:
 
     @cute.jit
     def scores(self, i: Int32, kv: PipelineState) -> cute.Tensor:
-        """Compute the scores of block `i`, after those of the block before: both at one time would
-        take as long, and the tensor cores had nothing to do during the exponentials of both."""
+        """Compute the scores of block `i` after those of the block before: both at once would take
+        as long, and leave the tensor cores idle during both's exponentials."""
         acc, products = self.qk.mma.accumulator(), self.shared.products
         products.wait(self.phase_before(kv), 1 - self.group)
         self.issue(acc, kv)
@@ -190,7 +190,7 @@ class Block:
 
     @cute.jit
     def take_turn(self, acc: cute.Tensor, i: Int32, kv: PipelineState) -> Boolean:
-        """Raise the references from those of the block before; return whether O so far has to be
+        """Raise the references from those of the block before; returns whether O so far must be
         multiplied by factors."""
         softmax, words = self.softmax, self.shared.words
         other, mine = 1 - self.group, rows_of_thread()
@@ -218,13 +218,13 @@ class Block:
 
     @cute.jit
     def ratio(self, reference: Float32, to: Float32) -> Float32:
-        """What sums by one reference are multiplied by to be by another."""
+        """The factor that converts sums relative to one reference to another."""
         finite = Float32(0.0) if to == -Float32.inf else to
         return exp2((reference - finite) * self.softmax.scale_log2)
 
     @cute.jit
     def note(self, words: cute.Tensor, r: cutlass.Constexpr[int], x: Float32) -> None:
-        """Write what the four threads of a row know into this slot of `words`."""
+        """Write the values known to the four threads of a row into this slot of `words`."""
         if cute.arch.thread_idx()[0] % 4 == 0:
             words[rows_of_thread()[r], self.group] = x
 
@@ -255,7 +255,7 @@ class Block:
 
     @cute.jit
     def write(self, rescale: Boolean) -> None:
-        """Write P, and what O so far has to be multiplied by."""
+        """Write P, and the factors for O so far."""
         # all warps have read the chunk whose place P takes
         cute.arch.barrier(barrier_id=BARRIER + self.group, number_of_threads=WARPGROUP)
         write_fragment(self.rounded, self.qk.mma, self.shared.sP[None, None, self.group])
@@ -294,7 +294,7 @@ class Values:
 
     @cute.jit
     def run(self) -> None:
-        """Compute these columns of O of this CTA's parts, one after the other."""
+        """Compute these columns of O for this CTA's parts one after another."""
         pv = self.product()
         ends = tuple(cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
         kv = self.shared.kv.consumer()
@@ -344,8 +344,7 @@ class Values:
         kv: PipelineState,
         ends: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor]],
     ) -> PipelineState:
-        """Add `count` blocks; set the factors that O has to be multiplied by in the end, and
-        LSE."""
+        """Add `count` blocks; set the final factors of O, and LSE."""
         for _ in cutlass.range(count - 1, unroll=1):
             self.add(pv, kv, None)
             kv.advance()
@@ -360,7 +359,8 @@ class Values:
         kv: PipelineState,
         ends: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor] | None],
     ) -> None:
-        """Add a block, once its P is there; the last sets `ends`, the factors and LSE."""
+        """Add a block once its P has been written; the last one sets `ends`, the factors and
+        LSE."""
         words, mine = self.shared.words, rows_of_thread()
         self.shared.p_full.wait(kv.phase, kv.slot)
         if cutlass.const_expr(ends is not None):
@@ -384,7 +384,7 @@ class Values:
 
     @cute.jit
     def store(self, acc: cute.Tensor, factors: cute.Tensor, rows: Rows, piece: Piece) -> None:
-        """Store these columns of a unit that is whole, or of a part."""
+        """Store these columns of a whole unit, or of a part."""
         o = rows_of(acc)
         for r in cutlass.range_constexpr(2):
             o[r, None].store(o[r, None].load() * factors[r])
@@ -395,8 +395,8 @@ class Values:
 
     @cute.jit
     def store_whole(self, o: cute.Tensor, rows: Rows) -> None:
-        """Store rows of O, 16 bytes a lane: of each four units of columns, of which a lane has a
-        word each, it gets one as a whole."""
+        """Store rows of O, 16 bytes per lane: of each four units of columns, a lane starts with one
+        word each and ends with one whole unit."""
         thread, _, _ = cute.arch.thread_idx()
         mine, first = rows_of_thread(), self.half * (COLUMNS // UNIT)
         held = cute.make_rmem_tensor(cute.make_layout(2 * WORDS), self.out.mO.element_type)
@@ -430,8 +430,8 @@ class Values:
 
     @cute.jit
     def end(self, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
-        """Store LSE of a unit, or of a part, and count the part: who counts the last merges all, if
-        no other kernel does."""
+        """Store LSE of a unit, or of a part, and count the part: whoever counts the last one merges
+        all, unless another kernel does."""
         s, thread = self.shared, cute.arch.thread_idx()[0]
         unit = piece.entry * s.sizes.heads + piece.head
         if self.half == 0:
@@ -445,7 +445,7 @@ class Values:
 
     @cute.jit
     def store_lse(self, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
-        """Store LSE of a unit that is whole, or of a part."""
+        """Store LSE of a whole unit, or of a part."""
         mine = rows_of_thread()
         if cute.arch.thread_idx()[0] % 4 == 0:
             for r in cutlass.range_constexpr(2):

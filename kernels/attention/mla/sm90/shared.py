@@ -33,8 +33,8 @@ ORDER = sum(GROUPS, ())  # in which they are loaded, and needed by QK
 
 @dataclass(frozen=True)
 class ChunkRing:
-    """The ring of blocks of keys, each in chunks of 64 columns, so that QK may begin with the first
-    wave of them that has come, and the next load when the first are free.
+    """The ring of key blocks, each in chunks of 64 columns, so that QK may start on the first wave
+    of chunks loaded, and the next load when the first chunks are free.
 
     full[slot, wave]:    1 arrival of each warp that loads, and the bytes by TMA
     empty[slot, group]:  1 arrival of each VALUES warp
@@ -88,8 +88,8 @@ class ChunkRing:
 
 @dataclass(frozen=True)
 class Words:
-    """What the warpgroup of a slot's scores tells those of the values beside P, each row or warp;
-    and the other one of the scores."""
+    """What a slot's score warpgroup passes to the value warpgroups besides P, per row or per warp;
+    and to the other score warpgroup."""
 
     factors: cute.Tensor  # (bM, SLOT) fp32: what O so far is multiplied by before P is added
     rescale: cute.Tensor  # (warps, SLOT) Int32: whether a warp's rows have such factors
@@ -166,7 +166,7 @@ WARP = 32
 
 
 class Cursor(NamedTuple):
-    """Where the loads of a slot have come to."""
+    """The position of a slot's loads."""
 
     at: Int32  # the position behind the present part
     span: EntrySpan
@@ -194,7 +194,7 @@ class Load:
 
     @cute.jit
     def queries(self, rows: Rows, fill: PipelineState) -> None:
-        """Load Q of a part, zeros where there are no rows; the first of the warps does."""
+        """Load Q of a part, with zeros outside its rows; the first of the warps does it."""
         s = self.shared
         if (self.number == 0) & (self.slot == 0):
             operand = cpasync.TmaInfo(
@@ -205,7 +205,7 @@ class Load:
 
     @cute.jit
     def next(self, splits: Splits, end: Int32, cursor: Cursor) -> Cursor:
-        """Load the next block of this slot, if there is one, as soon as the slot is free."""
+        """Load the next block of this slot, if any, as soon as the slot is free."""
         s = self.shared
         if self.number < s.config.load_warps:
             cursor = self.found(splits, end, cursor)

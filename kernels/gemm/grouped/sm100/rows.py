@@ -81,8 +81,8 @@ class RowsKernel(GroupedKernel):
         self.general = General(config.product)  # whose maps it has
 
     def stored(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """What the store takes to the kernel, and the operations' arguments, of all `passed`. On
-        the host."""
+        """The store's destination for the kernel, and the operations' arguments, out of all
+        `passed`. On the host."""
         raise NotImplementedError
 
     def store(

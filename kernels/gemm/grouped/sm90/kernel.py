@@ -82,7 +82,8 @@ class GroupedKernel:
         return RaggedTiles(Raster(c.raster_group, c.raster_along), *shape, groups)
 
     def product(self, sA: cute.Tensor, sB: cute.Tensor) -> Any:
-        """This warpgroup's part of a tile: a WgmmaProduct, or what the MMA role takes for it."""
+        """This warpgroup's part of a tile: a WgmmaProduct, or what the MMA role uses in its
+        place."""
         c = self.tiles
         warpgroups = 1 if c.pingpong else c.mma_warpgroups
         a_major, b_major = (MAJORS[k_major] for k_major in self.config.product.k_major)

@@ -1,17 +1,17 @@
-"""The grouped GEMM on Hopper in equally wide tiles: out[rows of e] = ops(A[rows of e] @ B[e]).
+"""The grouped GEMM on Hopper in tiles of equal width: out[rows of e] = ops(A[rows of e] @ B[e]).
 
-wgmma computes rows by 64 and columns by 8. A group's rows are its columns here, and the columns of
-B its rows; so a group is divided into tiles of one width (schedulers/level.py), few of whose rows
-are computed in vain. A router's groups of some 512 rows waste 2.5 % instead of 12 in tiles of 128
-rows, and at the power limit that is time.
+wgmma computes rows in units of 64 and columns in units of 8. Here a group's rows are its columns,
+and the columns of B its rows; so a group is divided into tiles of one width (schedulers/level.py)
+with little padding. A router's groups of some 512 rows waste 2.5 % instead of the 12 % of 128-row
+tiles, and at the power limit that is time.
 
 - TMA loads as many rows as the widest tile has; wgmma reads those of this width.
-- The number of columns is a part of wgmma's instruction: each width has an instruction, and a
-  mainloop, of its own, in registers of its own (level_mma.py).
-- out is stored through a view in which a tile's rows end where the tile does, as other kernels'
-  groups do (views.py).
-- With a gate, 16 columns of B are loaded as 8 gates and the 8 columns that they gate, of which a
-  thread then has one each (views.py).
+- The number of columns is part of wgmma's instruction: each width has an instruction, and a
+mainloop, of its own, in registers of its own (level_mma.py).
+- out is stored through a view in which a tile's rows end where the tile does, as in other kernels a
+group's rows do (views.py).
+- With a gate, 16 columns of B are loaded as 8 gates and the 8 columns that they gate, one each per
+thread (views.py).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LevelOperands(AbOperands):
 
 
 class LoadLevel(LoadTiles):
-    """The load role: nothing is prefetched of tiles that are not known yet."""
+    """The load role; it prefetches nothing for tiles that are not known yet."""
 
     streams_a = streams_b = False
 
@@ -107,10 +107,10 @@ class LevelStore:
 
 
 class GroupedLevel(GroupedKernel):
-    """A CTA computes tiles of groups: a load warp, and two warpgroups that run wgmma in turn.
+    """A CTA computes tiles of groups: a load warp, and two warpgroups that alternate running wgmma.
 
-    Barriers, registers and smem are those of GroupedKernel (kernel.py), where rows of A are those
-    of B, and the other way round.
+    Barriers, registers and smem are those of GroupedKernel (kernel.py), with the rows of A as B's
+    and the reverse.
     """
 
     name = "sm90_gemm_grouped_level"
@@ -176,5 +176,5 @@ class GroupedLevel(GroupedKernel):
         return cute.size(mProduct, mode=[1]), cute.size(mProduct, mode=[0])
 
     def product(self, sA: cute.Tensor, sB: cute.Tensor) -> LevelProducts:
-        """A warpgroup's products, of each width."""
+        """A warpgroup's products, one for each width."""
         return LevelProducts.of(self.general, self.widths, sA, sB)

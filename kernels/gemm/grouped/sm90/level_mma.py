@@ -1,5 +1,5 @@
-"""The MMA role of tiles that are equally wide: two warpgroups take turns, with a mainloop for each
-width."""
+"""The MMA role for tiles of equal width within a group: two warpgroups alternate, with a mainloop
+for each width."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from cutex.schedulers.level import Widths
 
 
 class LevelProducts(NamedTuple):
-    """A warpgroup's accumulators, as wide as a tile may be, and the products that begin in them."""
+    """A warpgroup's accumulators, as wide as the widest tile, and the products in their first
+    columns."""
 
     acc: cute.Tensor  # (MMA, MMA_M, 1)
     products: tuple[WgmmaProduct, ...]  # of each width, without accumulators
 
     @staticmethod
     def of(general: General, widths: Widths, sA: cute.Tensor, sB: cute.Tensor) -> LevelProducts:
-        """Those of slots of sA (bM, bK, SLOT) and sB (bN, bK, SLOT)."""
+        """The products of slots of sA (bM, bK, SLOT) and sB (bN, bK, SLOT)."""
         majors = (MAJORS[k_major] for k_major in general.config.k_major)
         of_kind = sA.element_type, sB.element_type, *majors
         whole = Wgmma(widths.most, *of_kind)
@@ -43,8 +44,8 @@ class LevelProducts(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One tile of a warpgroup: its width, and whom to let begin when it is issued, if there is
-    more."""
+    """One tile of a warpgroup: its width, and which warpgroup may start once it has been issued, if
+    any."""
 
     width: Int32
     order: OrderedBarrier
@@ -54,8 +55,8 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class PingPong(MmaRole):
-    """Two warpgroups take every second tile each: one stores while the other's wgmma run (as
-    sm90/mma.py, whose NOTE holds here, too)."""
+    """Two warpgroups alternate tiles: one stores while the other's wgmma run (as in sm90/mma.py,
+    whose NOTE applies here, too)."""
 
     level: Any = None  # LevelGroups
 
@@ -101,7 +102,7 @@ def accumulate(
     take: PipelineState,
     num_k_tiles: Int32,
 ) -> PipelineState:
-    """The sums of the turn's width, of `products`, in acc; return the state after."""
+    """The sums of the turn's width, by `products`, into acc; returns the state after."""
     if cutlass.const_expr(len(products) == 1):
         take = sums_of(acc, products[0], turn, ab, take, num_k_tiles)
     else:
@@ -121,10 +122,10 @@ def sums_of(
     take: PipelineState,
     num_k_tiles: Int32,
 ) -> PipelineState:
-    """The sums of one width in the first columns of acc.
+    """The sums of one width, into the first columns of acc.
 
-    NOTE: in registers of its own: those that more than one mainloop begins in, ptxas would wait for
-    after each wgmma (docs/facts/grouped.md#grouped-level-one-loop). 8 to 12 of them spill on their
+    NOTE: in its own registers: ptxas would wait after each wgmma for registers that several
+    mainloops write (docs/facts/grouped.md#grouped-level-one-loop). 8 to 12 of them spill on their
     way to the store.
     """
     blocks, columns = cute.size(acc, mode=[1]), product.mma.columns

@@ -67,7 +67,7 @@ class GroupStore:
 
 
 class OfGroups(roles.MmaRole):
-    """What an MMA role does otherwise: it stores to the rows of a tile's group."""
+    """What an MMA role does differently: it stores to the rows of a tile's group."""
 
     def store(self, mma: WgmmaProduct, epilogue: Any, tile: WorkTile) -> None:
         super().store(mma, epilogue.of(tile.group), tile)
@@ -78,15 +78,15 @@ class Cooperative(OfGroups, roles.Cooperative):
 
 
 class PingPong(OfGroups, roles.PingPong):
-    """Two warpgroups take every second tile each: one stores while the other's wgmma run."""
+    """Two warpgroups alternate tiles: one stores while the other's wgmma run."""
 
 
 class RowsKernel(GroupedKernel):
     """The grouped kernel of A (M, K) and B (E, K, N), wherever it stores."""
 
     def stored(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """What the store takes to the kernel, and the operations' arguments, of all `passed`. On
-        the host."""
+        """The store's destination for the kernel, and the operations' arguments, out of all
+        `passed`. On the host."""
         raise NotImplementedError
 
     def store(

@@ -1,8 +1,8 @@
 """Sums over the rows of groups on Hopper: out[e] = A[:, rows of e] @ B[rows of e].
 
-The general kernel's roles (kernels/gemm/sm90) on the tiles of a batch, each of which has its own
-number of steps along K: those of its group's rows, or one step of zeros for an empty group, whose
-result is zero. It is the gradient of a grouped GEMM's matrices.
+The general kernel's roles (kernels/gemm/sm90) on the tiles of a batch, each with its own number of
+steps along K: those of its group's rows, or one step of zeros for an empty group, whose result is
+zero. This is the gradient of a grouped GEMM's matrices.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def ping_pong(
     steps: cutlass.Constexpr[Steps],
     store: cutlass.Constexpr[Store],
 ) -> None:
-    """Two warpgroups take every second tile of the walk each, in turn, as in the general kernel; a
-    warpgroup passes over the steps of the other's tile."""
+    """Two warpgroups alternate the tiles of the walk, as in the general kernel; each skips the
+    steps of the other's tile."""
     order = OrderedBarrier(ORDER_BARRIER)
     mine = cute.arch.warp_idx() // 4
     take = ab.consumer()
@@ -99,7 +99,7 @@ def ping_pong(
 
 
 class GroupedSums(GroupedKernel):
-    """The grouped kernel that adds up over the rows of each group."""
+    """The grouped kernel that sums over the rows of each group."""
 
     name = "sm90_gemm_grouped_sums"
 
@@ -129,7 +129,7 @@ class GroupedSums(GroupedKernel):
         edges: cute.Tensor,
         rows: Int32,
     ) -> None:
-        """Run the roles. `rows`: of A and B, those of no group included."""
+        """Run the roles. `rows`: the rows of A and B, including those of no group."""
         c, general = self.tiles, self.general
         cluster = general.cluster
         most, kind = self.config.most_groups, out.atom.value_type

@@ -53,7 +53,7 @@ MOST_RANKED = 12
 
 
 def candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp8Config]:
-    """The configs that are worth a prediction."""
+    """The configs worth predicting."""
     base = Fp8Config(tile_m=128, tile_n=128, warpgroups=2, epi_n=32, epi_stages=1, num_stages=2,
                      recipe=problem.dtype)  # fmt: skip
     if problem.m >= MANY_ROWS:
@@ -95,8 +95,8 @@ def _swapped_tiles(base: Fp8Config, m: int) -> Iterator[Fp8Config]:
 def _placed(
     tile: Fp8Config, sizes: tuple[int, int], num_sms: int, batch: int
 ) -> Iterator[Fp8Config]:
-    """A tile of a product of these sizes: several for each CTA or, if there is one round of them,
-    one; shared by two CTAs, or split along K."""
+    """A tile for a product of these sizes: several for each CTA or, if they fit in one round, one;
+    shared by two CTAs, or split along K."""
     down, across = ceil_div(sizes[0], tile.tile_m), ceil_div(sizes[1], tile.tile_n)
     few = across if tile.swap_ab else down
     fits = num_sms // (down * across) if batch == 1 and few <= 4 else 0
@@ -119,7 +119,7 @@ def _placed(
 def _alternating(
     tile: Fp8Config, sizes: tuple[int, int], num_sms: int, batch: int
 ) -> Iterator[Fp8Config]:
-    """The same of two warpgroups that alternate along K, where each CTA has one tile."""
+    """The same for two warpgroups that alternate along K, one tile per CTA."""
     both = replace(tile, warpgroups=2, alternating=True)
     for placed in _placed(both, sizes, num_sms, batch):
         if placed.one_tile and placed.split_k == 1:
@@ -127,7 +127,7 @@ def _alternating(
 
 
 def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
-    """`tiles` with as many slots as smem has room for; None if they do not fit."""
+    """`tiles` with as many slots as fit in smem; None if none do."""
     for num_stages in range(DEEPEST, 1, -1):
         found = replace(tiles, num_stages=num_stages)
         if found.why_not(None, arch) is None:
@@ -136,7 +136,7 @@ def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
 
 
 def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -> float:
-    """Microseconds, for `batch` such problems in one launch."""
+    """The predicted microseconds of `batch` such problems in one launch."""
     rows, columns = problem.m, problem.n
     if tiles.swap_ab:
         rows, columns = columns, rows
@@ -169,7 +169,7 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -
 
 
 def block_clocks(tiles: Fp8Config) -> float:
-    """Clocks of a CTA per block of K, where nothing waits for loads."""
+    """A CTA's clocks per block of K if nothing waits for loads."""
     alone = tiles.mma_warpgroups == 1
     column, wave = COLUMN, WAVE + ALONE * alone
     if tiles.alternating:
@@ -184,7 +184,7 @@ def block_clocks(tiles: Fp8Config) -> float:
 
 
 def ranked(problem: Fp8Problem, arch: Arch, batch: int = 1) -> list[Fp8Config]:
-    """The first candidates of `batch` such problems, fastest predicted first, and one that fits any
+    """The best candidates for `batch` such problems, fastest predicted first, and one that fits any
     call."""
     every = dict.fromkeys(candidates(problem, arch.num_sms, batch))
     order = sorted(every, key=lambda tiles: predict(tiles, problem, arch, batch))
@@ -209,7 +209,7 @@ def configs_for(
     mnk: tuple[int, int, int], recipe: str, batch: int = 1, board: str = ""
 ) -> list[Fp8Config]:
     """The ranking for calls of these sizes, which are rounded up to classes, so that few kernels
-    serve all M. board: one of BOARDS, if the GPU is on another than the arch's own."""
+    serve all M. board: one of BOARDS, if the GPU is not on the arch's usual board."""
     m, n, k = mnk
     n, k = -(-n // 8) * 8, -(-k // 16) * 16
     problem = Fp8Problem(rows_class(m), n, k, dtype=recipe)

@@ -23,7 +23,7 @@ LANES = 32  # blocks of K whose shared factors a warp holds
 
 @dataclass(frozen=True)
 class Fp8Config(Sm90Config):
-    """An Sm90Config whose sums are scaled, and added up in fp32, after each 128 of K."""
+    """An Sm90Config whose sums are scaled and added up in fp32 after every 128 of K."""
 
     recipe: str = "fp8_block"  # the formats of A and B (cutex/problem/scaled/formats.py)
     alternating: bool = False  # two warpgroups compute all rows of the tile, of every second block
@@ -44,17 +44,18 @@ class Fp8Config(Sm90Config):
 
     @property
     def announced(self) -> bool:
-        """Whether a warp looks up tiles for all roles: where CTAs loop over them."""
+        """Whether a separate warp looks up tiles for all roles: where CTAs loop over tiles."""
         return not self.one_tile and self.split_k == 1
 
     @property
     def steps(self) -> int:
-        """The blocks of K from one that a warpgroup computes to its next."""
+        """The number of K blocks from one that a warpgroup computes to its next."""
         return self.mma_warpgroups // self.readers
 
     @property
     def blocks_in_turn(self) -> int:
-        """The blocks of K from the first of a turn of a warpgroup's loop to that of its next."""
+        """The number of K blocks from the start of one iteration of a warpgroup's loop to the
+        next."""
         return self.num_stages if self.rounds else self.steps
 
     @property
@@ -73,18 +74,19 @@ class Fp8Config(Sm90Config):
 
     @property
     def vectors(self) -> tuple[bool, bool]:
-        """Whether each row, and each column, of the MMA's product has factors of its own."""
+        """Whether each row, and each column, of the MMA's product has its own factors."""
         rows, columns = self.formats
         return rows.block[0] == 1, columns.block[0] == 1
 
     @property
     def column_group(self) -> int:
-        """The columns of a tile that surely have one factor where 128 do, wherever the tile is."""
+        """The columns of a tile that are guaranteed to share a factor where 128 do, wherever the
+        tile is."""
         return math.gcd(self.tile_n, BLOCK)
 
     @property
     def part_accumulators(self) -> int:
-        """The registers per thread of the sums of one block of K, for 64 rows at a time."""
+        """The registers per thread for the sums of one block of K, 64 rows at a time."""
         return 64 * self.tile_n // 128
 
     @property
@@ -136,11 +138,11 @@ class Fp8Config(Sm90Config):
         return None
 
     def of_rounds(self, a: Operand) -> Operand:
-        """Operand A, whose K has to be whole rounds of the ring where `rounds` says so."""
+        """Operand A, whose K must be whole rounds of the ring if `rounds` is set."""
         return replace(a, bounds_by=partial(whole_rounds, self.num_stages)) if self.rounds else a
 
     def with_rounds(self, k: int) -> Self:
-        """The same, with `rounds` where a product over `k` elements has them."""
+        """This config, with `rounds` if a product over `k` elements has whole rounds."""
         whole = LANES % self.num_stages == 0 and -(-k // BLOCK) % self.num_stages == 0
         return replace(self, rounds=whole and self.announced and not self.alternating)
 
@@ -150,7 +152,7 @@ class Fp8Config(Sm90Config):
 
 
 def whole_rounds(num_stages: int, sizes: Mapping[str, int]) -> tuple[Bound, ...]:
-    """The bounds of K where it has to be whole rounds of a ring of so many slots."""
+    """The bounds of K for kernels that need whole rounds of a ring with this many slots."""
     k, of_round = sizes["k"], BLOCK * num_stages
     fits = k if -(-k // BLOCK) % num_stages == 0 else -(-k // of_round) * of_round
     return (Bound("k", fits, fits),)

@@ -113,7 +113,7 @@ class ScaledTiles(Sm100Config):
         return self.num_acc * self.tile_n - self.overlap
 
     def why_not(self, problem: Any, arch: Arch, epi_parts: int | None = None) -> str | None:
-        """As of every config; an arch that runs another's kernels is taken for that one."""
+        """As of every config; an arch that runs another arch's kernels counts as that arch."""
         return super().why_not(problem, arch_named(kernels_of(arch.name)), epi_parts)
 
     def why_not_arch(self, arch: Arch, epi_parts: int) -> str | None:
@@ -158,7 +158,7 @@ class ScaledTiles(Sm100Config):
 
     @property
     def mixed(self) -> bool:
-        """Whether elements of 4 bits take a byte each in smem."""
+        """Whether 4-bit elements take a byte each in smem."""
         return self.kind.bits == 8 and "e2m1" in (self.a, self.b)
 
     def why_not_signature(self, signature: Signature) -> str | None:

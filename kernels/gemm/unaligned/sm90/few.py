@@ -1,11 +1,11 @@
-"""The GEMM of few rows with an unaligned first operand: out = ops(A @ B), A (M, K) of any strides,
-at most 16 rows, and B (K, N) with N contiguous. A weight's gradient has it for few outputs.
+"""The GEMM of few rows with an unaligned first operand: out = ops(A @ B), A (M, K) of any strides
+with at most 16 rows, and B (K, N) with N contiguous. It is the weight's gradient of a layer with
+few outputs.
 
-A tile of wgmma has 64 rows: of 2, it spends its time on reading and multiplying what is not there.
-Here a warp multiplies 16 rows of K by mma.sync, out transposed, and loads them straight into
-registers: which of K a place of the MMA's operands stands for is free, as long as it is the same in
-both, and so are its rows and columns. So a lane loads 2 to 8 neighbours of B at a time, of four
-rows of K.
+A wgmma tile has 64 rows: with 2, it spends its time on reading and multiplying padding. Here a warp
+multiplies 16 rows of K by mma.sync, out transposed, and loads them straight into registers: which k
+a position of the MMA's operands stands for is free, as long as both operands agree, and so are its
+rows and columns. So a lane loads 2 to 8 neighbours of B at a time, from four rows of K.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class FewRows:
 
     @cute.jit
     def announce(self, sums: Barrier) -> None:
-        """Initialise the barrier, and arm it for what all CTAs send this one. The cluster is
-        waited for where they send."""
+        """Initialise the barrier, and arm it for what all CTAs send to this one. The cluster
+        barrier comes just before they send."""
         c = self.tiles
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
@@ -117,7 +117,7 @@ class FewRows:
         cute.arch.cluster_arrive_relaxed()
 
     def k_range(self, k: Int32, share: Int32) -> tuple[Int32, Int32]:
-        """The rows of K of this CTA, whole steps but for the last."""
+        """The rows of K of this CTA, in whole steps except the last."""
         size = cute.ceil_div(k, STEP_K * self.tiles.split_k) * STEP_K
         return share * size, cutlass.min(k, (share + 1) * size)
 
@@ -189,7 +189,7 @@ class FewRows:
     def store_sent(
         self, sent: cute.Tensor, bound: BoundOps, mOut: cute.Tensor, tile: Int32, share: Int32
     ) -> None:
-        """Add up what the CTAs sent, in their order, and store it."""
+        """Add up what the CTAs sent, in rank order, and store it."""
         c = self.tiles
         thread, _, _ = cute.arch.thread_idx()
         count = c.vectors_of_cta
@@ -238,7 +238,7 @@ class FewRows:
 class RowsOfK:
     """What this lane loads of rows of K: its elements of A, and its columns of B.
 
-    Addresses are a base of 64 bits and a pitch of 32, times constants.
+    Addresses are a 64-bit base plus a 32-bit pitch times constants.
     """
 
     tiles: FewRowsConfig
@@ -264,8 +264,8 @@ class RowsOfK:
 
     @cute.jit
     def load(self, k: Int32, end: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """The words of the steps of this warp from row `k` of K on: of A single elements (LANE_K,
-        RestM, STEP), of B pairs of columns (LANE_K, RestN, STEP). What is after `end` is 0."""
+        """The words of this warp's steps from row `k` of K on: single elements of A (LANE_K, RestM,
+        STEP), pairs of columns of B (LANE_K, RestN, STEP); 0 past `end`."""
         c = self.tiles
         down, across = c.tile_m // ROWS, c.tile_n // COLUMNS
         of_a = cute.make_rmem_tensor((LANE_K, down, c.steps), Int32)
@@ -277,7 +277,7 @@ class RowsOfK:
         return of_a, of_b
 
     def load_into(self, of_a: cute.Tensor, of_b: cute.Tensor, k: Int32, end: Int32 | None) -> None:
-        """Load from row `k` of K on; with `end`, what is before it."""
+        """Load from row `k` of K on; with `end`, only what is before it."""
         c = self.tiles
         first = k + LANE_K * (cute.arch.lane_idx() % 4)
         at_a = [at + Int64(k) * self.pitch_a for at in self.at_a]

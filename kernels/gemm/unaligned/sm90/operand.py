@@ -1,9 +1,9 @@
-"""An operand (M, K) with M contiguous and any number of elements from one row of K to the next.
+"""An operand (M, K) with M contiguous and any pitch from one row of K to the next.
 
 A tensor map takes strides of multiples of 16 bytes, and loads from multiples of 16 bytes. FOLD
-strides of 2-byte elements always are one: here FOLD rows of K are one row of the tensor map. One
-box brings, of a K tile, the rows whose number modulo FOLD is the same, each from the multiple of
-FOLD elements before the tile on; where in the box the tile begins, depends on that number alone.
+strides of 2-byte elements always are one: here FOLD rows of K are one row of the tensor map. For a
+K tile, one box brings the rows with equal number modulo FOLD, each from the multiple of FOLD
+elements before the tile on; where the tile starts in the box depends on that number alone.
 
 Threads read single elements from there: those of the MMA's operand A, which they hold in registers.
 """
@@ -127,10 +127,11 @@ class UnalignedOperands:
 class Rows(NamedTuple):
     """What this thread reads of its warpgroup's 64 rows of A in a slot.
 
-    wgmma's operand A has, in lane l of a warp and of each 16 of K, rows l / 4 and 8 below, and of K
-    2 (l % 4), the next, and 8 after each (PTX ISA, "Register Fragments for wgmma.mma_async"). All
-    boxes begin in the same bank: the four lanes of a row read the K blocks of a tile in four
-    orders, so that a warp reads from all banks, and exchange registers after.
+    In wgmma's operand A, lane l of a warp holds, for each 16 of K, rows l / 4 and l / 4 + 8, and k
+    = 2 (l % 4), the next, and both 8 further on (PTX ISA, "Register Fragments for
+    wgmma.mma_async"). All boxes start in the same bank: the four lanes of a row read the K blocks
+    of a tile in four different orders, so that a warp reads from all banks, and exchange registers
+    afterwards.
     """
 
     elements: cute.Tensor  # all of A in smem

@@ -57,7 +57,7 @@ TWO_ROUNDS = 1.8  # the time of two CTAs that share an SM, relative to that of 1
 
 
 class Placed(NamedTuple):
-    """The CTAs of the kernel of few rows: rows of a tile, warps, CTAs that share an SM, slots."""
+    """The CTAs of the kernel of few rows: rows of a tile, warps, CTAs per SM, slots."""
 
     tile_m: int
     warps: int
@@ -101,12 +101,12 @@ SMS_OF_FOURS = 0.9  # of the SMs, those that clusters of 4 and more fill at one 
 
 
 def base_of(of: W4Format) -> W4Config:
-    """What all candidates for a weight of a format have."""
+    """The fields that all candidates for a weight of a format share."""
     return W4Config(swap_ab=True, k_bytes=2 * BLOCK_K, epi_stages=1, format=of)
 
 
 def candidates(m: int, n: int, of: W4Format) -> Iterator[W4Config]:
-    """The configs that are worth a prediction."""
+    """The configs worth predicting."""
     base = base_of(of)
     for tile_m, warpgroups in ((64, 1), (128, 2), (256, 2), (192, 3)):
         for tile_n in (16, 32, 48, 64, 96, 128, 192, 256):
@@ -123,8 +123,8 @@ def candidates(m: int, n: int, of: W4Format) -> Iterator[W4Config]:
 
 
 def _of_few_rows(tile: W4Config, columns: int) -> Iterator[W4Config]:
-    """Splits of K of a tile: by CTAs of a cluster, each with one tile or with several, or in equal
-    shares of all K."""
+    """Splits of a tile's K: by CTAs of a cluster, with one tile or several each, or in equal shares
+    of all K."""
     for split_k in (1, 2, 4, 8):
         shared = replace(tile, split_k=split_k)
         if split_k > 1 and tile.tile_n == 64:  # sums in two parts are exchanged in 1 us less
@@ -135,21 +135,21 @@ def _of_few_rows(tile: W4Config, columns: int) -> Iterator[W4Config]:
 
 
 def of_digits(tiles: W4Config) -> bool:
-    """Whether tiles of one row of x can have it as digits."""
+    """Whether tiles of one row of x may hold it as digits."""
     plain = tiles.format.kind == "int4" and not tiles.format.zeros
     few_ctas = tiles.columns == 1 and tiles.strips >= DIGITS_STRIPS
     return tiles.eight and few_ctas and plain and tiles.format.group in (0, BLOCK_K)
 
 
 def as_digits(tiles: W4Config, k: int) -> W4Config:
-    """The same with x as digits, which smem holds all of that a CTA multiplies."""
+    """The same with x as digits; smem holds all digits that a CTA multiplies."""
     blocks = ceil_div(ceil_div(k, BLOCK_K), tiles.split_k)
     return replace(tiles, digits=ceil_div(blocks, DIGITS_STEP) * DIGITS_STEP)
 
 
 def deepest(tiles: W4Config, arch: Arch, shared: bool = False) -> W4Config | None:
-    """`tiles` with as many slots as smem has room for, half of it if two CTAs are to share an SM;
-    None if they do not fit."""
+    """`tiles` with as many slots as fit in smem, or in half of it if two CTAs are to share an SM;
+    None if none do."""
     for num_stages in range(DEEPEST, 1, -1):
         found = replace(tiles, num_stages=num_stages)
         if found.why_not(None, arch) is None and (found.shares_sm or not shared):
@@ -158,13 +158,14 @@ def deepest(tiles: W4Config, arch: Arch, shared: bool = False) -> W4Config | Non
 
 
 def is_small(mnk: tuple[int, int, int]) -> bool:
-    """Whether predict_small is for these sizes."""
+    """Whether predict_small applies to these sizes."""
     m, n, k = mnk
     return EIGHT < m <= SMALL_ROWS and n <= SMALL_N and k <= SMALL_K
 
 
 def predict_small(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
-    """Microseconds of few rows by a weight of few rows, whose CTAs may share SMs."""
+    """The predicted microseconds for few rows of x and few rows of weight, whose CTAs may share
+    SMs."""
     m, n, k = mnk
     blocks = ceil_div(k, BLOCK_K)
     tall = ceil_div(ceil_div(n, STRIP), tiles.strips) * ceil_div(m, tiles.tile_n)
@@ -196,7 +197,7 @@ def predict_small(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> flo
 
 
 def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
-    """Microseconds."""
+    """The predicted microseconds."""
     m, n, k = mnk
     if tiles.digits:
         return DIGITS_TIMES * predict(replace(tiles, digits=0), mnk, arch)
@@ -238,7 +239,7 @@ def widening_clocks(tiles: W4Config) -> float:
 
 
 def block_clocks(tiles: W4Config) -> float:
-    """Clocks of a CTA per block of K."""
+    """A CTA's clocks per block of K."""
     strip = STRIP_CLOCKS + COLUMN_CLOCKS * tiles.tile_n
     if tiles.few:
         strip = FEW_CLOCKS + MMA_CLOCKS * tiles.columns_computed
@@ -269,8 +270,8 @@ def ranked(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> list[W4Config
 
 
 def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
-    """Whether the tiles of a config with one each are no more than its CTAs, and none of a split is
-    without a block."""
+    """Whether a config with one tile per CTA has no more tiles than CTAs, and every CTA of a split
+    has a block."""
     _, n, k = mnk
     if tiles.cluster_m * tiles.split_k > arch.num_sms:
         return False
@@ -288,8 +289,8 @@ def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
 def configs_for(
     mnk: tuple[int, int, int], of: W4Format, board: str = ""
 ) -> list[W4Config | W4DecodeConfig]:
-    """The ranking for calls of these sizes, of which M is rounded up to its class, so that few
-    kernels serve all M. board: one of BOARDS, if the GPU is on another than the arch's own."""
+    """The ranking for calls of these sizes, with M rounded up to its class, so that few kernels
+    serve all M. board: one of BOARDS, if the GPU is not on the arch's usual board."""
     m, n, k = mnk
     arch = BOARDS[board] if board else arch_named("sm_90a")
     few = 1 if m == 1 else EIGHT
@@ -305,10 +306,10 @@ def configs_for(
 
 
 def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4DecodeConfig | None:
-    """The config of the kernel of few rows for sizes (M, N, K); None if it is not for them.
+    """The config of the kernel of few rows for sizes (M, N, K); None if they are not for it.
 
-    Of one tile for an SM 16 warps; of more 8 or 4, since CTAs that share an SM have the end of one
-    under the work of the others.
+    With one tile per SM 16 warps; with more 8 or 4, so that the end of one CTA overlaps the work of
+    others on its SM.
     """
     m, n, k = mnk
     columns = 1 if m == 1 and k % X_VECTOR == 0 else EIGHT

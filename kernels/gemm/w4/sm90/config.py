@@ -49,18 +49,18 @@ class W4Config(WeightTiles, Sm90Config):
 
     @property
     def scales_sums(self) -> bool:
-        """Whether scales multiply sums of their group. Not of fp4, whose values are too small for
-        fp32 to add up before they are scaled."""
+        """Whether scales multiply the sums of their group. Not for fp4, whose values are too small
+        for fp32 sums before scaling."""
         return self.few and self.format.kind == "int4" and self.format.group >= HALF_K
 
     @property
     def columns_computed(self) -> int:
-        """The columns of a tile that are not left out."""
+        """The columns of a tile that are computed."""
         return EIGHT if self.eight else self.tile_n
 
     @property
     def side_by_side(self) -> int:
-        """The blocks of few columns that a warp computes side by side."""
+        """The number of blocks of few columns that a warp computes side by side."""
         if self.in_turn:
             return 1
         # NOTE: with two warpgroups of one strip each two blocks are slower (#w4-two-blocks)
@@ -68,12 +68,13 @@ class W4Config(WeightTiles, Sm90Config):
 
     @property
     def may_share_sm(self) -> bool:
-        """Whether two CTAs have registers on an SM: of one warpgroup that computes one tile."""
+        """Whether two CTAs fit on an SM by registers: those with one warpgroup, which computes one
+        tile."""
         return self.warpgroups == 1 and self.columns > 0 and self.tile_n <= SHARED_COLUMNS
 
     @property
     def shares_sm(self) -> bool:
-        """Whether two CTAs have room on an SM."""
+        """Whether two CTAs fit on an SM."""
         return self.may_share_sm and self.smem_bytes <= SHARED_SMEM
 
     @property
@@ -82,7 +83,7 @@ class W4Config(WeightTiles, Sm90Config):
 
     @property
     def a_bytes(self) -> int:
-        """Bytes of the ring where sums of other CTAs may lie: those of x."""
+        """Bytes of the ring that may hold other CTAs' sums: those of x."""
         return self.num_stages * self.x_bytes
 
     @property

@@ -1,10 +1,10 @@
-"""The GEMM with a packed weight of 4 bits by up to 8 rows of x on Hopper: out = ops(x @ W^T).
+"""The GEMM with a packed 4-bit weight for up to 8 rows of x on Hopper: out = ops(x @ W^T).
 
-What limits decoding is memory, and beside it the instructions that widen codes, of which there are
-too few warps to hide the latency. So every warp works for itself: it brings blocks of its rows of
-weight, and x of as much of K, to a ring of its own by bulk copies, and starts the next one as soon
-as it has read a slot. There is no load warp, and no warp waits for another before the warps' sums
-are added up. A tile has 32 rows or fewer, so that all SMs have some.
+Decoding is limited by memory and, next, by the instructions that widen codes, with too few warps to
+hide their latency. So every warp works for itself: it bulk-copies blocks of its rows of weight, and
+x for the same K, into a ring of its own, and starts the next copy as soon as it has read a slot.
+There is no load warp, and no warp waits for another until the warps' sums are added up. A tile has
+at most 32 rows, so that all SMs have work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHAINS = 2  # of products of a tile, since one that adds to its sums waits for t
 
 @dataclass(frozen=True)
 class Slots:
-    """A warp's ring, and what it loads to it: its rows of blocks of weight, and x.
+    """A warp's ring, and what it loads into it: its rows of weight blocks, and x.
 
     A slot of weight has the codes (WORD, LANE, ROW_TILE, HALF), then scales, then zeros (GROUP,
     PAIR of a ROW_TILE).
@@ -68,7 +68,8 @@ class Slots:
         return self.mW[self.row // STRIP, block, None].iterator
 
     def parts(self) -> list[tuple[Int32 | int, int]]:
-        """Where a block's words are that this CTA loads, and how many: in the order of a slot."""
+        """The location and length of the words of a block that this CTA loads, in the order of a
+        slot."""
         c, of = self.tiles, self.tiles.format
         if c.tile_m == STRIP:
             return [(0, c.weight_bytes // 4)]
@@ -119,7 +120,7 @@ class Slots:
 
     @cute.jit
     def end_x(self, block: Int32, slot: Int32) -> None:
-        """Write zeros behind the last of K, in the last block of a row that no tensor map ends."""
+        """Write zeros past the end of K, in the last block of a row that no tensor map bounds."""
         if cutlass.const_expr(self.tiles.tile_n == 1):
             k, row = cute.size(self.x, mode=[1]), self.sX[0, None, self.first + slot]
             if k < (block + 1) * BLOCK_K:
@@ -162,7 +163,7 @@ class RowTiles(Fragments):
         )
 
     def lane_words(self, first: int, tile: int, slot: Int32) -> cute.Tensor:
-        """A lane's words (GROUP) of those from word `first` of a slot on."""
+        """A lane's words (GROUP) out of those from word `first` of a slot on."""
         groups = self.format.groups
         layout = cute.make_layout((groups, LANES // 4, self.row_tiles))
         there = cute.make_tensor(self.sW[None, slot].iterator + first, layout)
@@ -249,8 +250,8 @@ class W4Decode:
         self.store(sums, bound, mOut, row)
 
     def allocate_x(self, smem: SmemAllocator, x: Any) -> cute.Tensor:
-        """The slots of x of all warps (bN, bK, SLOT), swizzled; of one row, which all columns of
-        the MMA are then."""
+        """The slots of x for all warps (bN, bK, SLOT), swizzled; with one row, all columns of the
+        MMA are that row."""
         c = self.tiles
         num_slots = c.num_stages * c.warps
         if c.tile_n > 1:
@@ -313,7 +314,7 @@ class W4Decode:
         self, mma: cute.TiledMma, weights: RowTiles, which: tuple[int, Int32],
         tCrB: cute.Tensor, acc: cute.Tensor,
     ) -> None:  # fmt: skip
-        """acc (MMA) += a tile of 16 rows in a slot, by x (MMA, 1, MMA_K). Of integers scales
+        """acc (MMA) += a tile of 16 rows in a slot, times x (MMA, 1, MMA_K). For integers, scales
         multiply a group's sums, which are fewer than its weights."""
         tile, slot = which
         factors = weights.lane_factors(tile, slot)
@@ -358,7 +359,7 @@ class W4Decode:
     def keep(self, acc: cute.Tensor, sums: cute.Tensor) -> None:
         """Write this warp's sums (MMA, ROW_TILE) to its own (ROW, COLUMN).
 
-        A lane has of an mma.sync's sums two neighbours of a row and two of the row 8 below (PTX
+        Of an mma.sync's sums a lane has two neighbours of a row and two of the row 8 below (PTX
         ISA, "Matrix Fragments for mma.m16n8k16").
         """
         c, lane = self.tiles, cute.arch.lane_idx()
@@ -372,8 +373,8 @@ class W4Decode:
 
     @cute.jit
     def store(self, sums: cute.Tensor, bound: BoundOps, mOut: cute.Tensor, first: Int32) -> None:
-        """Add up the warps' sums, in their order; run the operations, and store to mOut (M, N) from
-        column `first` on."""
+        """Add up the warps' sums in a fixed order, run the operations, and store to mOut (M, N)
+        from column `first` on."""
         c, thread = self.tiles, Int32(cute.arch.thread_idx()[0])
         count = c.tile_m * (bound.bounds[0] if c.tile_n > 1 else 1)
         for turn in cutlass.range(cute.ceil_div(count, c.num_threads), unroll=1):

@@ -21,8 +21,8 @@ SYSTEM = 1024  # bytes of smem that the system takes of each CTA
 
 @dataclass(frozen=True)
 class W4DecodeConfig(WeightTiles, GemmConfig):
-    """CTAs compute tile_m rows of the weight by all rows of x, tile_n of which there are: 1, or up
-    to 8. Each warp has a ring of num_stages slots, and every so many blocks of K."""
+    """CTAs compute tile_m rows of the weight times all rows of x, tile_n of them: 1, or up to 8.
+    Each warp has a ring of num_stages slots, and takes K blocks round-robin."""
 
     arch = "sm_90a"
     mma_columns = 1
@@ -74,7 +74,7 @@ class W4DecodeConfig(WeightTiles, GemmConfig):
 
     @property
     def sums_columns(self) -> int:
-        """The columns of sums that warps leave in smem, with one more for its banks."""
+        """The columns of sums that warps leave in smem, plus one against bank conflicts."""
         return 1 if self.tile_n == 1 else self.tile_n + 1
 
     @property

@@ -1,8 +1,8 @@
-"""The tiles of few rows whose warpgroups take blocks of K in turn, and a cost model of them.
+"""Tiles of few rows whose warpgroups process K blocks in rotation, and a cost model for them.
 
-A warpgroup widens a block while the wgmmas of the others run; with one for each 64 rows of a tile,
-as of larger products, a CTA has too few that could. The model counts clocks of a CTA, fitted to the
-times of an H200 (docs/facts/scaled.md#w4-in-turn). Imports neither torch nor the DSL.
+A warpgroup widens a block while the others' wgmmas run; with one warpgroup for each 64 rows of a
+tile, as in larger products, a CTA would have too few for that. The model counts a CTA's clocks,
+fitted to times of an H200 (docs/facts/scaled.md#w4-in-turn). Imports neither torch nor the DSL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMS_OF = {1: 1.0, 2: 1.0, 3: 0.86, 4: 0.8}  # of the SMs, those that clusters fi
 
 
 def candidates(base: W4Config, mnk: tuple[int, int, int], arch: Arch) -> Iterator[W4Config]:
-    """Tiles of all rows of x, one for each CTA, K in up to four shares."""
+    """Tiles of all rows of x, one per CTA, with K in up to four shares."""
     m, n, k = mnk
     tile_n = rows_class(m)
     if tile_n > MOST_ROWS:
@@ -71,7 +71,7 @@ def few_slots(tiles: W4Config) -> bool:
 
 
 def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
-    """Microseconds."""
+    """The predicted microseconds."""
     m, n, k = mnk
     blocks = ceil_div(k, BLOCK_K)
     strip = FEW_CLOCKS if tiles.few else STRIP_CLOCKS + COLUMN_CLOCKS * tiles.tile_n

@@ -64,7 +64,7 @@ from cutex.schedulers.stream_k import StreamedTiles
 def block_share(tiles: W4Config, split: Int32 | int, blocks: Int32) -> tuple[Int32 | int, Int32]:
     """The first block of share `split` of K, and the number of its blocks.
 
-    NOTE: none of a share lies behind the last block, which weights, unlike x, are not zeros behind.
+    NOTE: no block of a share is past the last one: unlike x, weights are not zero there.
     """
     if tiles.split_k == 1:
         return split * 0, blocks
@@ -259,7 +259,7 @@ def widened_few(
 
 @dataclass(frozen=True)
 class Blocks:
-    """The mainloop: blocks of a weight, widened, by x."""
+    """The mainloop: widened blocks of a weight, times x."""
 
     tiles: W4Config
     weights: Fragments
@@ -276,7 +276,7 @@ class Blocks:
     def run_all(
         self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
     ) -> PipelineState:
-        """The same of this warpgroup's blocks."""
+        """`run` over this warpgroup's blocks."""
         if self.tiles.few:
             take = widened_few(mma, self.sX, ab, take, self.tiles, self.weights, count)
         else:
@@ -288,7 +288,8 @@ class Blocks:
     def run_in_turn(
         self, mma: WgmmaProduct, ab: SharedRing, take: PipelineState, count: Int32
     ) -> PipelineState:
-        """The same by warpgroups that take blocks in turn; the sums of all are the first one's."""
+        """`run` by warpgroups that process blocks in rotation; the first one ends up with the sums
+        of all."""
         turns, threads = self.tiles.turns, self.tiles.row_warpgroups * WARPGROUP
         mine = cute.arch.make_warp_uniform(cute.arch.warp_idx() // (threads // 32))
         take.skip(mine)
@@ -337,7 +338,7 @@ class FirstStores(Cooperative):
 
 @dataclass(frozen=True)
 class WidenSplitK(SplitK):
-    """A SplitK whose shares are of blocks."""
+    """A SplitK whose shares are counted in blocks."""
 
     tiles: W4Config
     num_blocks: Any  # of all of K

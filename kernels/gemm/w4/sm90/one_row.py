@@ -1,15 +1,15 @@
-"""The GEMM with a packed weight of 4 bits by one row of x on Hopper: out = ops(x @ W^T).
+"""The GEMM with a packed 4-bit weight by one row of x on Hopper: out = ops(x @ W^T).
 
-Widening codes to 16 bits takes 11 instructions for eight of them, more time than memory takes to
-bring them. A product of integers takes three: two codes of a byte are two bytes of signed integers,
-times 16. It needs x in integers, too: each 128 elements of x are written as digits of 7 bits, below
-the largest of them, and since there is one row the eight columns of an mma.sync are eight digits.
+Widening codes to 16 bits takes 11 instructions for eight of them, longer than memory takes to bring
+them. An integer product takes three: the two codes of a byte become two signed bytes, times 16. It
+needs x in integers, too: each 128 elements of x are written as 7-bit digits relative to the largest
+of them, and since there is one row, the eight columns of an mma.sync are eight digits.
 
     x = 2^(exponent - 130) * sum of digit[p] * 2^(-7 p), p of 0 to 7
 
-Sums of a block of K are exact; digits are added up apart, in fp32, and put together at the end. Of
-an element 2^-51 of the largest of its 128 may be lost. Elements that are not finite count as zero,
-and are added by themselves.
+Sums of a block of K are exact; digits are summed separately, in fp32, and combined at the end. Of
+an element, 2^-51 of the largest of its 128 may be lost. Elements that are not finite count as zero
+here, and are added separately.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ UNIT = 2.0 ** (HEADROOM - 3 - 4)
 
 @dataclass(frozen=True)
 class Digits:
-    """The digits of the blocks of x that a CTA multiplies, in smem."""
+    """The digits of the x blocks that a CTA multiplies, in smem."""
 
     sD: cute.Tensor  # (4, LANE, HALF, BLOCK) words of four elements of one digit
     sE: cute.Tensor  # (BLOCK) 2^(exponent - HEADROOM), less than 0 if some are not finite
@@ -69,14 +69,14 @@ class Digits:
 
     @staticmethod
     def allocate(smem: SmemAllocator, blocks: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """sD and sE of up to so many blocks."""
+        """sD and sE for up to this many blocks."""
         layout = cute.make_layout((4, LANES, HALVES, blocks))
         sD = smem.allocate_tensor(Int32, layout, SMEM_ALIGN)
         return sD, smem.allocate_tensor(Float32, cute.make_layout(blocks), 16)
 
     def begin(self, count: Int32, warps: int) -> cute.Tensor:
-        """Write the first `warps` blocks' digits, one a warp; return the bits that each has loaded
-        of the block after (4). All MMA warps call it."""
+        """Write the digits of the first `warps` blocks, one block per warp; returns the loaded bits
+        of each warp's next block (4). All MMA warps call it."""
         held = cute.make_rmem_tensor(len(IN_WORD), Int32)
         for i, bits in enumerate(self.bits(cute.arch.warp_idx())):
             held[i] = bits
@@ -87,8 +87,8 @@ class Digits:
     def write_next(
         self, first: Int32, count: Int32, held: cute.Tensor, warps: cutlass.Constexpr[int]
     ) -> None:
-        """Write the digits of this warp's block of those from `first` on, whose bits are `held`,
-        and load those of the block after into it."""
+        """Write the digits of this warp's block among those from `first` on, whose bits are `held`,
+        and load those of its next block into it."""
         block = first + cute.arch.warp_idx()
         if block < count:
             self.write_block(block, [held[i] for i in range(len(IN_WORD))])
@@ -103,8 +103,8 @@ class Digits:
 
     @cute.jit
     def write_block(self, block: Int32, bits: list[Int32]) -> None:
-        """Write the digits of a block, of which each lane has four elements: those that one row has
-        in a word of codes."""
+        """Write the digits of a block, of which each lane has four elements: the ones that share a
+        word of codes in a row."""
         lane = cute.arch.lane_idx()
         exponents = [(x >> 23) & 255 for x in bits]
         most, special = Int32(LEAST), Int32(0)
@@ -124,15 +124,15 @@ class Digits:
 
     @cute.jit
     def element(self, k: Int32) -> Float32:
-        """Element k of these blocks, zero behind the last of x."""
+        """Element k of these blocks; zero past the end of x."""
         at, value = self.first * BLOCK_K + k, Float32(0.0)
         if at < cute.size(self.mX, mode=[1]):
             value = self.mX[0, at].to(Float32)
         return value
 
     def digits(self, bits: Int32, exponent: Int32, most: Int32) -> tuple[Int32, Int32]:
-        """The eight digits of an element, a byte each, of two's complement: of bf16 8 and of fp16
-        11 bits are in three neighbours."""
+        """The eight digits of an element, one byte each, in two's complement: the 8 bits of bf16,
+        or 11 of fp16, occupy three neighbouring digits."""
         mantissa = (bits & 0x7FFFFF) | select(exponent == 0, Int32(0), Int32(0x800000))
         exponent = cutlass.max(exponent, 1)
         shift = most - exponent
@@ -149,7 +149,7 @@ class Digits:
 
 
 def placed(three: Int32, first: Int32) -> tuple[Int32, Int32]:
-    """Three bytes from byte `first` of eight on, as two words; what is behind the last is lost."""
+    """Three bytes from byte `first` of eight on, as two words; bytes past the last are dropped."""
     by = 8 * (first & 3)
     low, high = three << by, shifted_out(three, by)
     zero = Int32(0)
@@ -157,7 +157,7 @@ def placed(three: Int32, first: Int32) -> tuple[Int32, Int32]:
 
 
 def shifted_out(x: Int32, by: Int32) -> Int32:
-    """What x << by, of up to 24, shifts out of 32 bits."""
+    """The bits that x << by (at most 24) shifts out of the word."""
     return Int32((Uint32(x) >> Uint32(31 - by)) >> Uint32(1))
 
 
@@ -215,7 +215,7 @@ def integer_mma(
 
 @dataclass(frozen=True)
 class OneRow:
-    """The mainloop: blocks of a weight by the digits of x."""
+    """The mainloop: weight blocks times the digits of x."""
 
     tiles: W4Config
     weights: Fragments
@@ -269,8 +269,8 @@ class OneRow:
     def add_strip(
         self, sums: cute.Tensor, strip: Int32, slot: Int32, x: cute.Tensor, scale: Float32
     ) -> None:
-        """sums (4) += the block of `strip` in `slot` by digits x (4, HALF), of a thread's two rows
-        by two digits."""
+        """sums (4) += the block of `strip` in `slot` times digits x (4, HALF), for a thread's two
+        rows and two digits."""
         weights = self.weights
         found: tuple[Int32, ...] = (Int32(0),) * 4
         rows = self.scales(strip, slot)
@@ -291,9 +291,9 @@ class OneRow:
 
     @cute.jit
     def add_special(self, sums: cute.Tensor, block: Int32, slot: Int32, wg: Int32) -> None:
-        """sums (4, WAVE) += the block in `slot` by those elements of x that are not finite.
+        """sums (4, WAVE) += the block in `slot` times those elements of x that are not finite.
 
-        NOTE: each is multiplied as it is, so that an infinity times a weight of zero is a NaN.
+        NOTE: each is multiplied as it is, so that an infinity times a zero weight is a NaN.
         """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % 4
         for k in cutlass.range(BLOCK_K, unroll=1):
@@ -313,7 +313,7 @@ class OneRow:
 
 
 def signed(word: Int32) -> tuple[Int32, Int32]:
-    """The eight codes of a word less 8, times 16, as bytes: those of a thread's first row, and of
+    """The eight codes of a word minus 8, times 16, as bytes: those of a thread's first row, and of
     the row 8 below."""
     high, top = 0xF0F0F0F0 - (1 << 32), 0x80808080 - (1 << 32)
     return nibbles.turned(word << 4, high, top), nibbles.turned(word, high, top)
@@ -321,7 +321,7 @@ def signed(word: Int32) -> tuple[Int32, Int32]:
 
 @cute.jit
 def put_together(sums: cute.Tensor) -> cute.Tensor:
-    """The sums of two rows (2), of those of a thread's two digits of each (4)."""
+    """The sums of two rows (2), combined from those of a thread's two digits of each (4)."""
     first = cute.arch.lane_idx() % 4 * (2 * DIGIT)
     weight = power_of_two(127 - first) * UNIT
     found = cute.make_rmem_tensor(2, Float32)
@@ -337,7 +337,7 @@ def put_together(sums: cute.Tensor) -> cute.Tensor:
 
 
 class NoLoads(NamedTuple):
-    """The loads of an x that threads read."""
+    """The loads of an x that threads read: none."""
 
     def load(self, k_tile: Int32, slot: Int32, full: cute.Pointer) -> None:
         """Do nothing."""
@@ -348,7 +348,7 @@ class NoLoads(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightOperand:
-    """The weight with its slots; threads read x."""
+    """The weight with its slots; x is read by threads."""
 
     mW: cute.Tensor  # (STRIP, RestK, WORDS)
     sW: cute.Tensor  # (WORDS, STRIP, SLOT)
@@ -438,8 +438,8 @@ class W4OneRow:
         own: cute.Tensor | None,
         split: Int32 | int,
     ) -> tuple[MmaRole, WgmmaProduct]:
-        """The MMA role, and this warpgroup's part of W @ x^T, the digits being written. The MMA
-        warps call it."""
+        """The MMA role, and this warpgroup's part of W @ x^T, once the digits have been written.
+        The MMA warps call it."""
         g, c, blocks = self.general, self.tiles, operands.num_k_tiles
         cute.arch.griddepcontrol_wait()  # the kernel before may write x
         first, _ = block_share(c, split, blocks)

@@ -1,8 +1,8 @@
-"""The MMA roles that promote: after each 128 of K, sums leave the tensor core for fp32 registers.
+"""The MMA roles that promote: after every 128 of K, sums leave the tensor core for fp32 registers.
 
-Hopper's fp8 MMAs keep 13 bits below the largest of what they add up, so the sums of one block of K
-are scaled and added to others in fp32 (DeepSeek-V3, arXiv 2412.19437, 3.3.2). Two warpgroups
-alternate by themselves: while one adds, the MMAs of the other run.
+Hopper's fp8 MMAs keep 13 bits below the largest summand, so the sums of each block of K are scaled
+and added to the total in fp32 (DeepSeek-V3, arXiv 2412.19437, 3.3.2). Two warpgroups drift into
+alternation: while one adds, the MMAs of the other run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cutex.schedulers.announced import AnnouncedTiles, HeldTile
 
 @dataclass(frozen=True)
 class Promotion:
-    """The sums of one tile, promoted: total += part * factors, for each block of K."""
+    """The promoted sums of one tile: total += part * factors, for each block of K."""
 
     mma: WgmmaProduct
     ab: SharedRing
@@ -49,13 +49,13 @@ class Promotion:
     ) -> tuple[PipelineState, cutlass.Boolean]:
         """Add one block of K, whose shared factors `lane` holds, and release its slot.
 
-        The sums of a block are of 64 rows at a time, so that one set of registers serves all rows
-        of a warpgroup. `seen`: whether this warp has seen the slot full; what is returned says so
-        of its next. `under` is called while the first MMA runs.
+        A block is summed 64 rows at a time, so that one set of registers serves all rows of a
+        warpgroup. `seen`: whether this warp has already seen the slot full; returns the same for
+        the next slot. `under` is called while the first MMA runs.
 
         NOTE: between two MMAs of a warpgroup are its additions and little else, since the tensor
-        core idles if the other warpgroup's MMA ends before: factors of rows are read under the
-        first MMA, the next slot's barrier is looked at before the last additions.
+        core idles if the other warpgroup's MMA ends sooner: factors of rows are read under the
+        first MMA, and the next slot's barrier is tested before the last additions.
         """
         mma, factors, waves = self.mma, self.factors, self.waves
         size = cute.size(self.part)
@@ -90,8 +90,8 @@ class Promotion:
         lane: Int32,
         under: cutlass.Constexpr[Callable[[], None] | None] = None,
     ) -> tuple[PipelineState, cutlass.Boolean]:
-        """Add one block of K, as add_block; or with `rounds` one of each slot, from the first slot
-        on, whose addresses are constants."""
+        """Add one block of K, like add_block; or with `rounds` one block per slot, starting with
+        the first slot, at constant addresses."""
         if cutlass.const_expr(not self.factors.tiles.rounds):
             return self.add_block(take, seen, lane, under)
         take = PipelineState(take.num_slots, Int32(0), take.phase)
@@ -118,7 +118,7 @@ def promoted(
     first: Int32 | int,
     count: Int32,
 ) -> PipelineState:
-    """Add up `count` blocks of K from `first` on, each scaled by its factors, in mma.acc; return
+    """Sum `count` blocks of K from `first` on, each scaled by its factors, into mma.acc; returns
     the state after. All slots are released."""
     c: Fp8Config = factors.tiles
     mma.acc.fill(0.0)
@@ -145,10 +145,10 @@ def promoted(
 
 @dataclass(frozen=True)
 class Promote(MmaRole):
-    """All warpgroups compute a tile, each its own rows, promoting, and store it.
+    """All warpgroups compute a tile, each its own rows, promote, and store it.
 
-    Where another warp looks up tiles, the next one is known while a tile is computed, and its
-    shared factors are asked for: neither is waited for between two tiles
+    Where another warp looks up tiles, the next tile is known while one is computed, and its shared
+    factors are requested: between two tiles neither is waited for
     (docs/facts/scaled.md#fp8-announced-tiles).
     """
 
@@ -167,7 +167,7 @@ class Promote(MmaRole):
 
     @cute.jit
     def run_found(self, product: RoleProduct) -> None:
-        """Compute and store this CTA's tiles, each looked up when it is due."""
+        """Compute and store this CTA's tiles, each looked up when its turn comes."""
         mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
@@ -211,7 +211,7 @@ class Promote(MmaRole):
                 self.store(mma, store, tile)
 
     def is_short(self, tile: WorkTile) -> cutlass.Boolean:
-        """Whether each warpgroup's first 64 rows are all that a tile has, where it is `ragged`."""
+        """Whether a tile consists only of each warpgroup's first 64 rows, if it is `ragged`."""
         raise NotImplementedError
 
     def store_of(self, epilogue: Any, tile: WorkTile) -> Any:
@@ -225,8 +225,8 @@ class Promote(MmaRole):
 
 @dataclass(frozen=True)
 class Coming:
-    """What a warp finds out while it computes a tile: the next tile, and the shared factors of the
-    next LANES blocks of K, of the first of the next tile at the end of this one."""
+    """What a warp looks up while it computes a tile: the next tile, and the shared factors of the
+    next LANES blocks of K; at the end of this tile, those of the next tile's first blocks."""
 
     role: Promote
     factors: TileFactors  # of the tile that is computed
@@ -240,7 +240,7 @@ class Coming:
     def promote(
         self, promotion: cutlass.Constexpr[Promotion], take: PipelineState, num_k_tiles: Int32
     ) -> PipelineState:
-        """Add up all blocks of K of the tile, and find out what comes meanwhile."""
+        """Add up all blocks of K of the tile, and meanwhile look up what comes next."""
         seen = cutlass.Boolean(False)
         for begin in cutlass.range(0, num_k_tiles, LANES, unroll=1):
             if cutlass.const_expr(self.ahead is not None):
@@ -254,7 +254,7 @@ class Coming:
 
     @cute.jit
     def look(self, begin: Int32, end: Int32) -> None:
-        """Find out what comes after the blocks of K from `begin` on, out of `end`."""
+        """Look up what follows the blocks of K from `begin` on, out of `end`."""
         if (begin == 0) & self.more:
             self.following.put(self.announced.take(self.reader))
         if cutlass.const_expr(self.ahead is not None):
@@ -267,7 +267,7 @@ class Coming:
 
 @dataclass(frozen=True)
 class PromoteSplitK(SplitK):
-    """A CTA promotes a share of one tile's K, and exchanges sums in fp32 (sm90/shared_k.py)."""
+    """A CTA promotes a share of one tile's K, and exchanges fp32 sums (sm90/shared_k.py)."""
 
     tiles: Fp8Config
     factors: tuple[Any, Any]
@@ -291,7 +291,7 @@ class PromoteSplitK(SplitK):
 
 @dataclass(frozen=True)
 class PromoteAlternating(Promote):
-    """Two warpgroups promote every second block of one tile each, and store every second part."""
+    """Two warpgroups promote alternate blocks of one tile, and store alternate parts."""
 
     sA: cute.Tensor  # (bM, bK, SLOT), where the ring begins
 
@@ -312,8 +312,8 @@ class PromoteAlternating(Promote):
 
     @cute.jit
     def add_up(self, mma: WgmmaProduct, epilogue: PartStore, tile: WorkTile) -> None:
-        """Leave the other warpgroup the sums of its parts, add its own to this one's, and store
-        them."""
+        """Leave the other warpgroup the sums of its parts, add the other's sums to this one's
+        parts, and store them."""
         mine = cute.arch.warp_idx() // 4
         parts = epilogue.parts(mma.acc)  # (V, PART)
         size, num_parts = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
@@ -367,20 +367,20 @@ def factors_layout(rows: int, num_slots: int) -> cute.ComposedLayout:
 
 
 def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) -> Any:
-    """The factors mS of one side: a tensor map that loads those of a tile's rows, or mS itself
-    (RestRows, RestK), in a batch with L last, where 128 rows share one."""
+    """The factors mS of one side: a tensor map that loads those of a tile's rows, or, where 128
+    rows share one, mS itself (RestRows, RestK), with L last in a batch."""
     return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
 
 
 class ThreadFactors(NamedTuple):
-    """The factors of 64 rows of a tile and of its columns, for one block of K, in registers."""
+    """The factors for 64 rows of a tile and for its columns, for one block of K, in registers."""
 
     rows: tuple[Any, Any]  # of this thread's two rows, 8 apart
     columns: tuple[Any, ...]  # of each group of columns: one for all, or this thread's two of 8
     group: int  # eights of columns that share an entry of `columns`
 
     def of(self, eight: int) -> list[list[Any]]:
-        """The factors of this thread's 2 rows by 2 columns in the eight columns `eight`."""
+        """The factors of this thread's 2 rows by 2 columns in group `eight` of eight columns."""
         column = self.columns[eight // self.group]
         pair = column if isinstance(column, tuple) else (column, column)
         return [[row * c if row is not None else c for c in pair] for row in self.rows]
@@ -405,8 +405,8 @@ class ThreadFactors(NamedTuple):
 class TileFactors:
     """The factors of one tile: those in slots of smem, and those in global memory.
 
-    Of the latter, a lane holds those of one of LANES blocks of K; they are loaded LANES blocks
-    ahead, so that no MMA waits for an address or for memory.
+    Of the latter, each lane holds the factors of one of LANES blocks of K; they are loaded LANES
+    blocks ahead, so that no MMA waits for an address or for memory.
     """
 
     tiles: Fp8Config
@@ -416,7 +416,7 @@ class TileFactors:
 
     @property
     def waves(self) -> int:
-        """The number of times 64 rows of each warpgroup."""
+        """How many sets of 64 rows each warpgroup has."""
         return self.tiles.warpgroup_rows // ROWS
 
     def turn(self) -> Int32 | int:
@@ -424,13 +424,13 @@ class TileFactors:
         return cute.arch.warp_idx() // 4 if self.tiles.alternating else 0
 
     def first_row(self, wave: int) -> Int32:
-        """The first row of this warpgroup's `wave`-th 64 rows in the tile."""
+        """The first row of set `wave` of this warpgroup's 64 rows in the tile."""
         if self.tiles.alternating:
             return Int32(wave * ROWS)
         return (wave * self.tiles.mma_warpgroups + cute.arch.warp_idx() // 4) * ROWS
 
     def shared(self) -> list[tuple[int, Int32]]:
-        """The side and a row of each factor that 128 rows share: of each wave, or of each group of
+        """The side and one row of each factor that 128 rows share: one per wave, or per group of
         columns."""
         c, found = self.tiles, []
         if self.slots[0] is None:
@@ -442,7 +442,7 @@ class TileFactors:
         return found
 
     def load_shared(self, k_tile: Int32) -> list[Float32]:
-        """Of each factor of `shared` that of block `k_tile` + lane.
+        """For each factor of `shared`, the one of block `k_tile` + lane.
 
         NOTE: a tile may extend past the last row, and a share of K past the last block, where the
         operands are zeros.
@@ -458,7 +458,7 @@ class TileFactors:
         return found
 
     def ahead(self, first: Int32 | int) -> Any:
-        """The shared factors of LANES blocks from `first` on, on their way to registers; None where
+        """The shared factors of LANES blocks from `first` on, being loaded to registers; None where
         none is shared."""
         values = self.load_shared(first)
         if not values:
@@ -479,7 +479,7 @@ class TileFactors:
     def of_block(
         self, slot: Int32, held: cute.Tensor | None, lane: Int32, wave: int, rows: tuple[Any, Any]
     ) -> ThreadFactors:
-        """The factors of the block in `slot`, whose shared ones are in `held` of `lane`."""
+        """The factors of the block in `slot`; its shared ones are in `held` of lane `lane`."""
         c, first = self.tiles, 0
         if rows[0] is None:
             assert held is not None  # since factors of rows are shared
