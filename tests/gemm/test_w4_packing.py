@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import math
 import pickle
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_another_layout_has_another_version(of: W4Format, dtype: torch.dtype) ->
     zeros = None if number is None or not of.zeros else number * 5 % 16
     words = packing.pack(codes, scales, zeros, of)
     found = hashlib.sha256(words.numpy().tobytes()).hexdigest()[:16]
-    assert (LAYOUT_VERSION, found) == (2, LAYOUTS[of, dtype])
+    assert (LAYOUT_VERSION, found) == (3, LAYOUTS[of, dtype])
 
 
 class Pickled:
@@ -120,6 +121,23 @@ def test_a_weight_saved_without_a_version_is_read_where_all_layouts_are_alike(th
         for use in (old.dequantize, lambda old=old: cutex.matmul(torch.ones(3, 256).to(bf16), old)):
             with pytest.raises(ValueError, match=r"no layout version, .* pack the weight again"):
                 use()
+
+
+def test_older_weights_with_scales_that_kernels_make_infinite_are_refused() -> None:
+    codes, x = torch.arange(72 * 256).view(72, 256) % 16, torch.ones(3, 256, dtype=bf16)
+    for scale, is_read in ((256.0, True), (math.nan, True), (260.0, False), (-3e38, False)):
+        scales = torch.ones(72, 2)
+        scales[70, 1] = scale
+        of = W4Format("int4", 128)
+        packed = packing.pack(codes, scales.to(bf16), None, of)
+        for version in (0, 1, 2):
+            old = W4Weight(packed, None, 72, 256, of, bf16, "int4", version)
+            if is_read:
+                old.check("b")
+                continue
+            for use in (old.dequantize, lambda old=old: cutex.matmul(x, old)):
+                with pytest.raises(ValueError, match=r"scales above 256 and no factor, .* again"):
+                    use()
 
 
 @pytest.mark.parametrize("planned", [False, pytest.param(True, marks=pytest.mark.slow)])

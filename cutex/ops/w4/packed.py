@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from cutex.problem.w4 import packing
-from cutex.problem.w4.layout import BLOCK_K, STRIP, W4Format, why_not_version
+from cutex.problem.w4.layout import (
+    BLOCK_K,
+    LAYOUT_VERSION,
+    STRIP,
+    TOP_SCALE,
+    W4Format,
+    why_not_version,
+)
 
 LAYOUT = (
     "strips of 64 rows, in blocks of 128 of K: codes in the order of wgmma's registers, then "
@@ -85,6 +92,7 @@ class W4Weight(NamedTuple):
                 f"contiguous, got {packed.dtype} {tuple(packed.shape)}" + advice * is_older
             )
         if factor is None:
+            self._check_scales(name)
             return
         if factor.dtype is not torch.float32 or factor.shape not in ((1,), (self.n,)):
             raise ValueError(
@@ -94,6 +102,18 @@ class W4Weight(NamedTuple):
         if factor.device != packed.device:
             where = f"its factor on {factor.device}, its words on {packed.device}"
             raise ValueError(f"{name} has {where}")
+
+    def _check_scales(self, name: str) -> None:
+        """Raise ValueError for scales that older code packed, and that kernels make infinite."""
+        of, packed = self.format, self.packed
+        is_older = self.layout_version < LAYOUT_VERSION and packed.device.type != "meta"
+        if not is_older or (of.kind, self.dtype) != ("int4", torch.bfloat16) or not of.group:
+            return
+        if packing.has_larger_scales(packed, of):
+            raise ValueError(
+                f"{name} has scales above {TOP_SCALE:.0f} and no factor, as code before packed "
+                "them: pack the weight again with cutex.pack_w4"
+            )
 
 
 def _unpickled(words: str, packed: Tensor, *rest: Any) -> W4Weight:

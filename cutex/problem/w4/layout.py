@@ -84,9 +84,7 @@ def _had_two_layouts(of: W4Format, dtype: str) -> bool:
 def why_not_version(version: int, of: W4Format, dtype: str) -> str | None:
     """The reason why a weight packed in that version of the layout, for activations of `dtype`, is
     not read; None if it is."""
-    if version == LAYOUT_VERSION or (
-        0 <= version < LAYOUT_VERSION and not _had_two_layouts(of, dtype)
-    ):
+    if (FP4_VERSION if _had_two_layouts(of, dtype) else 0) <= version <= LAYOUT_VERSION:
         return None
     again = "pack the weight again with cutex.pack_w4"
     if version:
@@ -103,8 +101,10 @@ _OF_HALF = (0, 1, 2, 9, 4, 5, 6, 13, 10, 11, 12, 19, 14, 7, 8, 15)
 E2M1_PLACES = tuple((place + half) % 32 for half in (0, 16) for place in _OF_HALF)
 # of the places above and below, kept with what is packed: a change to them counts it up. Until it
 # was kept (0) there were two layouts of fp4 for bf16, in E2M1_PLACES and as nibbles; 1 is the first
-# of these, in words of int32, and 2 in words of a type of theirs (word_dtype). All else is alike
-LAYOUT_VERSION = 2
+# of these, in words of int32, and 2 in words of a type of theirs (word_dtype). From 3 on integers'
+# scales for bf16 are at most TOP_SCALE, with a factor for each row. All else is alike
+LAYOUT_VERSION = 3
+FP4_VERSION = 2  # the first with today's layout of fp4 for bf16
 # an integer is or-ed into the mantissa of a float whose unit is 1
 INTEGER_BASE = {"bf16": 128, "fp16": 1024}
 DEFAULT_ZERO = 8

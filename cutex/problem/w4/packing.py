@@ -15,6 +15,7 @@ from cutex.problem.w4.layout import (
     E2M1_UNIT,
     INTEGER_BASE,
     STRIP,
+    TOP_SCALE,
     W4Format,
     word_dtype,
 )
@@ -104,6 +105,14 @@ def unpack(
     if found[1] is not None:
         found[1] = found[1] - INTEGER_BASE[NAMES[dtype]]
     return codes, found[0], found[1]
+
+
+def has_larger_scales(packed: Tensor, of: W4Format) -> bool:
+    """Whether a finite scale of integers packed for bfloat16 exceeds TOP_SCALE. Waits for the
+    device."""
+    words = packed[..., CODE_WORDS : CODE_WORDS + of.factor_words].contiguous()
+    scales = words.view(torch.bfloat16).float().abs()
+    return bool((scales.isfinite() & (scales > TOP_SCALE)).any())
 
 
 def values(packed: Tensor, n: int, k: int, of: W4Format, dtype: torch.dtype) -> Tensor:
