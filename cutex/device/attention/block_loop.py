@@ -24,9 +24,10 @@ from cutlass.cute.nvgpu import warpgroup
 from cutex.device.atoms.scalar import bf16_twice, product_of_bf16
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, WgmmaProduct, pin, round_to
 from cutex.device.attention.block_info import Blocks, Path
+from cutex.device.attention.issue_order import IssueOrder
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import rows_of
-from cutex.device.pipeline import OrderedBarrier, PipelineState, Ring, threads_where
+from cutex.device.pipeline import PipelineState, Ring, threads_where
 
 LOOK_BARRIER = 8  # the first of one named barrier for each warpgroup
 PEAKED_THREADS = 28  # of a warpgroup's, more of which say that scores are peaked
@@ -52,29 +53,6 @@ class KeyRings(NamedTuple):
 
     def consumer(self) -> State:
         return self.k.consumer(), self.v.consumer()
-
-
-@dataclass(frozen=True)
-class IssueOrder:
-    """The order in which the warpgroups of a CTA issue their products: ping-pong, a step each."""
-
-    barrier: OrderedBarrier
-    warpgroup: Int32  # this one
-    warpgroups: int
-
-    @cute.jit
-    def start(self) -> None:
-        """Let the first warpgroup issue; the last one signals it."""
-        if self.warpgroup == self.warpgroups - 1:
-            self.barrier.signal(0)
-
-    def wait(self) -> None:
-        """Wait until the warpgroup before has issued its step."""
-        self.barrier.wait(self.warpgroup)
-
-    def end(self) -> None:
-        """Let the next warpgroup issue."""
-        self.barrier.signal((self.warpgroup + 1) % self.warpgroups)
 
 
 @dataclass(frozen=True)

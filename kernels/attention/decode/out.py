@@ -22,9 +22,9 @@ from cutex.device.atoms.scalar import exp2, log2
 from cutex.device.attention.row_store import VECTOR, PartialRow, RoundedRow
 from cutex.device.attention.seqlen_info import store_lse
 from cutex.device.attention.softmax import LN2, LOG2_E
+from cutex.device.attention.unit_rows import UnitRows, units_of
 from cutex.device.last_arrival import is_last_arrival
 from cutex.kernels.attention.decode.config import WORDS
-from cutex.kernels.attention.decode.shared import Rows, units_of
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import Piece
 
@@ -55,12 +55,12 @@ class Out:
         """A barrier of the threads that write."""
         cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
 
-    def row(self, rows: Rows, row: Int32) -> RoundedRow:
+    def row(self, rows: UnitRows, row: Int32) -> RoundedRow:
         """A row of O, for storing."""
         return RoundedRow(rows.words(self.mO, row), units_of(self.mO))
 
     @cute.jit
-    def finish_row(self, lse: Float32, rows: Rows, row: Int32) -> tuple[Float32, Float32]:
+    def finish_row(self, lse: Float32, rows: UnitRows, row: Int32) -> tuple[Float32, Float32]:
         """The LSE of a row with its sink, and the factor that its O must still be multiplied by."""
         factor = Float32(1.0)
         if cutlass.const_expr(self.config.sink):
@@ -68,7 +68,7 @@ class Out:
         return lse, factor
 
     @cute.jit
-    def store_lse(self, lse: Float32, rows: Rows, row: Int32) -> None:
+    def store_lse(self, lse: Float32, rows: UnitRows, row: Int32) -> None:
         c, mLSE = self.config, self.args.lse
         if cutlass.const_expr(c.lse):
             query, head = rows.query(row), rows.head_of(row)
@@ -83,14 +83,14 @@ class Out:
                 self.parts.announce(unit, piece)
 
     @cute.jit
-    def end_part(self, rows: Rows, piece: Piece, unit: Int32) -> None:
+    def end_part(self, rows: UnitRows, piece: Piece, unit: Int32) -> None:
         """Count a part that this thread has helped to write and, if it is the last, merge all parts
         of the unit; or leave that to the kernel that combines parts."""
         if cutlass.const_expr(self.parts is None):
             self.count_part(rows, piece, unit)
 
     @cute.jit
-    def count_part(self, rows: Rows, piece: Piece, unit: Int32) -> None:
+    def count_part(self, rows: UnitRows, piece: Piece, unit: Int32) -> None:
         last = self.last
         self.sync()
         thread, _, _ = cute.arch.thread_idx()
@@ -101,7 +101,7 @@ class Out:
             self.merge(rows, piece)
 
     @cute.jit
-    def merge(self, rows: Rows, piece: Piece) -> None:
+    def merge(self, rows: UnitRows, piece: Piece) -> None:
         """Merge all parts of a unit and store O and LSE, one row per warp; or several rows at a
         time, where there are more rows than warps and each row would wait for memory."""
         warp, warps = cute.arch.warp_idx(), THREADS // WARP
@@ -114,7 +114,7 @@ class Out:
     @cute.jit
     def merge_rows(
         self,
-        rows: Rows,
+        rows: UnitRows,
         piece: Piece,
         numbers: tuple[Int32, ...],
         first: Int32 | int = 0,
@@ -134,7 +134,7 @@ class Out:
     @cute.jit
     def store_row(
         self,
-        rows: Rows,
+        rows: UnitRows,
         row: Int32,
         exists: Boolean,
         o: cute.Tensor,
@@ -388,14 +388,14 @@ class Combine:
         words = -(-self.config.head_dim_v // (VECTOR * WARP)) * VECTOR
         return min(MOST_ROWS, max(ROW_WORDS // words, 1))
 
-    def rows(self, args: KernelArgs, sizes: Sizes, unit: Int32) -> Rows:
+    def rows(self, args: KernelArgs, sizes: Sizes, unit: Int32) -> UnitRows:
         """The rows of a unit."""
         sizes = sizes.known(self.config)
         entry = unit // sizes.heads
         batch = entry // sizes.m_blocks
         m_block, head = sizes.owner(entry - batch * sizes.m_blocks, unit - entry * sizes.heads)
         seq_q = sizes.queries(args, batch)
-        return Rows(batch, m_block, head, seq_q, sizes.pack, self.config.tile_m)
+        return UnitRows(batch, m_block, head, seq_q, sizes.pack, self.config.tile_m)
 
     @cute.jit
     def launch(self, mO: cute.Tensor, args: KernelArgs, sizes: Sizes, stream: Any) -> None:
@@ -444,7 +444,7 @@ class Combine:
 
     @cute.jit
     def merge_by_parts(
-        self, out: cutlass.Constexpr[Out], rows: Rows, piece: Piece, row: Int32
+        self, out: cutlass.Constexpr[Out], rows: UnitRows, piece: Piece, row: Int32
     ) -> None:
         """Merge a row: each warp sums every fourth part, then their sums are added in smem."""
         smem, warp, lane = SmemAllocator(), cute.arch.warp_idx(), cute.arch.lane_idx()

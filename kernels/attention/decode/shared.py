@@ -1,5 +1,5 @@
-"""What the roles of a CTA of the decode kernel share: the walk over its parts of units, their rows,
-smem and rings; and Load, the role of the warps that load K and V."""
+"""What the roles of a CTA of the decode kernel share: the walk over its parts of units, smem and
+rings; and Load, the role of the warps that load K and V."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.block_info import BlockInfo, Blocks, larger, ordered
 from cutex.device.attention.new_rows import CacheRows, append_rows
-from cutex.device.attention.row_store import UNIT, WORDS
-from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import PipelineState, Ring
 from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import ALONE_MORE, DecodeConfig
@@ -265,12 +264,12 @@ class Walk:
                 entry, head, first, last = piece.entry, piece.head, blocks.first, blocks.end
         return Part(entry, head, first, last, at, span)
 
-    def rows(self, piece: Piece | Part) -> Rows:
+    def rows(self, piece: Piece | Part) -> UnitRows:
         """The rows of a part's unit."""
         batch, m_block = self.entry(piece.entry)
         seq_q = self.sizes.queries(self.args, batch)
         m_block, head = self.sizes.owner(m_block, piece.head)
-        return Rows(batch, m_block, head, seq_q, self.sizes.pack, self.config.tile_m)
+        return UnitRows(batch, m_block, head, seq_q, self.sizes.pack, self.config.tile_m)
 
     def kv_head(self, owner: Int32) -> Int32:
         """The head of K and V that an owner of units reads."""
@@ -288,7 +287,7 @@ class Walk:
         first = entry * pitch
         return DenseRows(first if pad is None else first + pad, keys)
 
-    def descale(self, scales: cute.Tensor, rows: Rows) -> Float32:
+    def descale(self, scales: cute.Tensor, rows: UnitRows) -> Float32:
         """The scale of a unit's keys or values, from (batch, heads_kv)."""
         return scales[rows.batch, self.kv_head(rows.head * self.sizes.row_blocks)]
 
@@ -334,96 +333,6 @@ class Shared(Walk):
         a, page_size = self.args, self.config.page_size
         where = CacheRows(page_size, a.page_table, a.batch_idx)
         return (a.k_new, a.v_new), (a.k_cache, a.v_cache), where
-
-
-# ---- rows
-
-
-THREADS = 128  # that load Q
-UNDER_WAY = 16  # units that a thread loads before it waits for the first
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a unit: row r of a sequence is query r // pack of head r % pack."""
-
-    batch: Int32
-    m_block: Int32
-    head: Int32  # owner of units
-    seq_q: SeqlenInfo
-    pack: Int32
-    tile_m: int
-
-    @property
-    def count(self) -> Int32:
-        """The rows that exist."""
-        return cutlass.min(self.seq_q.length * self.pack - self.m_block * self.tile_m, self.tile_m)
-
-    def query(self, row: Int32) -> Int32:
-        return (self.m_block * self.tile_m + row) // self.pack
-
-    def head_of(self, row: Int32) -> Int32:
-        return self.head * self.pack + (self.m_block * self.tile_m + row) % self.pack
-
-    def words(self, mX: cute.Tensor, row: Int32) -> cute.Tensor:
-        """A row of Q or O in words of 32 bits."""
-        query, head = self.query(row), self.head_of(row)
-        if cute.rank(mX) == 3:
-            at = mX.stride[0] * (self.seq_q.offset64() + query) + mX.stride[1] * head
-        else:
-            at = mX.stride[0] * Int64(self.batch) + mX.stride[1] * query + mX.stride[2] * head
-        words = cute.recast_ptr((mX.iterator + at).align(16), dtype=Int32)
-        columns = cute.size(mX, mode=[cute.rank(mX) - 1])
-        return cute.make_tensor(words, cute.make_layout(columns // 2))
-
-
-def units_of(mX: cute.Tensor) -> Int32:
-    """The units of columns of Q or O."""
-    return cute.size(mX, mode=[cute.rank(mX) - 1]) // UNIT
-
-
-@cute.jit
-def load_to_smem(mQ: cute.Tensor, rows: Rows, sQ: cute.Tensor) -> None:
-    """Load Q into sQ (bM, D) by 128 threads, zeros where there are no rows or columns, and fence
-    it for the tensor cores."""
-    tile_m, columns = cute.size(sQ, mode=[0]), cute.size(sQ, mode=[1])
-    across = columns // UNIT
-    count = tile_m * across // THREADS
-    for first in cutlass.range_constexpr(0, count, UNDER_WAY):
-        mine = range(first, min(first + UNDER_WAY, count))
-        held = cute.make_rmem_tensor(cute.make_layout((WORDS, len(mine))), Int32)
-        for i in cutlass.range_constexpr(len(mine)):
-            held[None, i].store(_words_of_q(mQ, rows, mine[i], across).load())
-        for i in cutlass.range_constexpr(len(mine)):
-            row, unit, exists = _unit_of_q(mQ, rows, mine[i], across)
-            for j in cutlass.range_constexpr(WORDS):
-                held[j, i] = held[j, i] if exists else Int32(0)
-            to = cute.local_tile(sQ[row, None], (UNIT,), (unit,))  # (bUnit)
-            cute.autovec_copy(cute.recast_tensor(held[None, i], sQ.element_type), to)
-    cute.arch.fence_view_async_shared()
-
-
-@cute.jit
-def _unit_of_q(
-    mQ: cute.Tensor, rows: Rows, number: cutlass.Constexpr[int], across: cutlass.Constexpr[int]
-) -> tuple[Int32, Int32, Boolean]:
-    """The row and the unit of columns that is this thread's load number `number`, and whether they
-    exist."""
-    thread, _, _ = cute.arch.thread_idx()
-    index = thread + number * THREADS
-    row, unit = index // across, index % across
-    return row, unit, (row < rows.count) & (unit < units_of(mQ))
-
-
-@cute.jit
-def _words_of_q(
-    mQ: cute.Tensor, rows: Rows, number: cutlass.Constexpr[int], across: cutlass.Constexpr[int]
-) -> cute.Tensor:
-    """The words of that unit in Q, or of one that exists."""
-    row, unit, _ = _unit_of_q(mQ, rows, number, across)
-    of_row = rows.words(mQ, cutlass.min(row, rows.count - 1)).iterator
-    at = (of_row + cutlass.min(unit, units_of(mQ) - 1) * WORDS).align(16)
-    return cute.make_tensor(at, cute.make_layout(WORDS))
 
 
 # ---- loads

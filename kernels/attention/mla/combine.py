@@ -9,8 +9,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument
+from cutex.device.attention.unit_rows import UnitRows
 from cutex.kernels.attention.decode.out import WARP, Combine, Out, Partials, Parts
-from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.config import MlaConfig
@@ -23,12 +23,12 @@ WARPS = 8
 TOGETHER = 2  # rows of a warp
 
 
-def rows_of(args: KernelArgs, sizes: Sizes, batch: Int32, owner: Int32, tile_m: int) -> Rows:
+def rows_of(args: KernelArgs, sizes: Sizes, batch: Int32, owner: Int32, tile_m: int) -> UnitRows:
     """The rows of a unit."""
     m_blocks = blocks_of_rows(sizes, tile_m)
     head = owner // m_blocks
     seq_q = sizes.queries(args, batch)
-    return Rows(batch, owner - head * m_blocks, head, seq_q, sizes.pack, tile_m)
+    return UnitRows(batch, owner - head * m_blocks, head, seq_q, sizes.pack, tile_m)
 
 
 class MlaOut(Out):
@@ -49,11 +49,11 @@ class MlaOut(Out):
         cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPS * WARP)
 
     @cute.jit
-    def store_lse(self, lse: Float32, rows: Rows, row: Int32) -> None:
+    def store_lse(self, lse: Float32, rows: UnitRows, row: Int32) -> None:
         Out.store_lse(self, Float32.inf if lse == -Float32.inf else lse, rows, row)
 
     @cute.jit
-    def count_part(self, rows: Rows, piece: Piece, unit: Int32) -> None:
+    def count_part(self, rows: UnitRows, piece: Piece, unit: Int32) -> None:
         last = self.last
         self.sync()
         if cute.arch.thread_idx()[0] % (WARPS * WARP) == 0:
@@ -63,7 +63,7 @@ class MlaOut(Out):
             self.merge(rows, piece)
 
     @cute.jit
-    def merge(self, rows: Rows, piece: Piece) -> None:
+    def merge(self, rows: UnitRows, piece: Piece) -> None:
         """Merge all parts of a unit and store O and LSE, some rows per warp at a time."""
         warp = cute.arch.warp_idx() % WARPS
         for row in cutlass.range(warp, rows.count, WARPS * TOGETHER, unroll=1):
@@ -75,7 +75,7 @@ class MlaCombine(Combine):
 
     out: ClassVar[type[Out]] = MlaOut
 
-    def rows(self, args: KernelArgs, sizes: Sizes, unit: Int32) -> Rows:
+    def rows(self, args: KernelArgs, sizes: Sizes, unit: Int32) -> UnitRows:
         batch = unit // sizes.heads
         return rows_of(args, sizes, batch, unit - batch * sizes.heads, self.config.tile_m)
 

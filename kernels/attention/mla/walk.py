@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from cutlass import Boolean, Int32
 
 from cutex.device.attention.block_info import larger
-from cutex.kernels.attention.decode.shared import Part, Rows, Walk
+from cutex.device.attention.unit_rows import UnitRows
+from cutex.kernels.attention.decode.shared import Part, Walk
 from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits
 from cutex.kernels.attention.mla.combine import rows_of
 from cutex.kernels.attention.mla.signature import blocks_of_rows
@@ -24,7 +25,7 @@ class MlaWalk(Walk):
         cta, ctas = Walk.worker(self)
         return cta // self.config.ctas_of_part, ctas // self.config.ctas_of_part
 
-    def rows(self, piece: Piece | Part) -> Rows:
+    def rows(self, piece: Piece | Part) -> UnitRows:
         """The rows of a part's unit."""
         return rows_of(self.args, self.sizes, piece.entry, piece.head, self.config.tile_m)
 

@@ -56,8 +56,7 @@ class Handover:
         self.empty.init()
 
     def state(self, number: Int32 | int) -> PipelineState:
-        """The state at block `number`, for warps that fill the slots and for those that empty
-        them."""
+        """The state at block `number`, for the warps on either side of the ring."""
         number, slots = Int32(number), self.num_slots
         if slots.bit_count() == 1:  # of a signed number, % and // take four times as many
             return PipelineState(slots, number & slots - 1, number >> slots.bit_length() - 1 & 1)
@@ -239,8 +238,7 @@ class Load:
 
     @cute.jit
     def keys(self) -> None:
-        """Load K and V, 64 keys for each warpgroup. Like the next methods, called by a whole
-        warp."""
+        """Load K and V, 64 keys for each warpgroup. A whole warp calls it, as the next methods."""
         c, s = self.config, self.shared
         self.of_keys(self.k, s.sK, s.k_loaded, c.pairs * c.tile_n * c.dq_width * 2)
         if cutlass.const_expr(c.pairs):

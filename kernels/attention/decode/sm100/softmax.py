@@ -26,9 +26,10 @@ from cutex.device.attention.tmem_rows import (
     scaled_part,
     store_columns,
 )
+from cutex.device.attention.unit_rows import UnitRows, load_to_smem
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.shared import Rows, Shared, load_to_smem
+from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
 from cutex.kernels.attention.decode.sm100.shared import Barriers
 from cutex.kernels.attention.decode.splits import Piece
@@ -92,7 +93,7 @@ class Softmax:
         return done, buffer
 
     @cute.jit
-    def hand_over_q(self, rows: Rows) -> None:
+    def hand_over_q(self, rows: UnitRows) -> None:
         """Load Q to smem: the products of the unit before are complete, and its O is read."""
         sQ = self.shared.sQ
         assert sQ is not None
@@ -102,7 +103,7 @@ class Softmax:
         with cute.arch.elect_one():
             self.barriers.q_full.arrive()
 
-    def score_row(self, rows: Rows) -> ScoreRow:
+    def score_row(self, rows: UnitRows) -> ScoreRow:
         """This thread's row of scores."""
         s, c, args = self.shared, self.config, self.shared.args
         thread, _, _ = cute.arch.thread_idx()
@@ -153,7 +154,7 @@ class Softmax:
         self,
         factor: Float32,
         lse: Float32,
-        rows: Rows,
+        rows: UnitRows,
         piece: Piece,
         exist: Boolean,
         computed: Boolean,
@@ -182,7 +183,7 @@ class Softmax:
         return scaled_part(parts, part, factor, computed)
 
     @cute.jit
-    def store_row(self, factor: Float32, rows: Rows, computed: Boolean) -> None:
+    def store_row(self, factor: Float32, rows: UnitRows, computed: Boolean) -> None:
         thread, _, _ = cute.arch.thread_idx()
         to = self.out.row(rows, cutlass.min(thread, rows.count - 1))
         for part in cutlass.range_constexpr(self.config.head_dim_v // PART):
@@ -192,7 +193,7 @@ class Softmax:
 
     @cute.jit
     def store_part(
-        self, factor: Float32, lse: Float32, rows: Rows, piece: Piece, computed: Boolean
+        self, factor: Float32, lse: Float32, rows: UnitRows, piece: Piece, computed: Boolean
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         slot = piece.slot_of(piece.part)

@@ -28,11 +28,12 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import rows_of
+from cutex.device.attention.unit_rows import UnitRows, load_to_smem, units_of
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.kernels.attention.decode.config import WIDE_SLOTS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots
 from cutex.kernels.attention.decode.out import Out
-from cutex.kernels.attention.decode.shared import Rows, Shared, load_to_smem, units_of
+from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.splits import Piece
 
 
@@ -72,7 +73,7 @@ class Compute:
     @cute.jit
     def part(
         self,
-        rows: Rows,
+        rows: UnitRows,
         piece: Piece,
         blocks: Blocks,
         how: cutlass.Constexpr[tuple[Products, KeyRings, Any]],
@@ -111,7 +112,7 @@ class Compute:
         row = thread // 32 * 16 + thread % 32 // 4
         return row, row + 8
 
-    def score_ops(self, rows: Rows, powers: tuple[Float32, ...]) -> ScoreOps:
+    def score_ops(self, rows: UnitRows, powers: tuple[Float32, ...]) -> ScoreOps:
         s = self.shared
         thread, _, _ = cute.arch.thread_idx()
         mine = self.thread_rows()
@@ -126,7 +127,7 @@ class Compute:
     # ---- Q
 
     @cute.jit
-    def load_q(self, registers: Any, rows: Rows) -> tuple[Float32, ...]:
+    def load_q(self, registers: Any, rows: UnitRows) -> tuple[Float32, ...]:
         """Load Q, zeros where there are no rows or columns: into registers as operand A, or into
         smem. Returns the powers of two by which its rows are divided, if they are."""
         powers: tuple[Float32, ...] = ()
@@ -146,7 +147,7 @@ class Compute:
         return powers
 
     @cute.jit
-    def load_words(self, registers: cute.Tensor, rows: Rows) -> None:
+    def load_words(self, registers: cute.Tensor, rows: UnitRows) -> None:
         """Load this thread's part of Q, ((2, 2, 2), 1, MMA_K)."""
         thread, _, _ = cute.arch.thread_idx()
         words = cute.recast_tensor(registers, Int32)  # ((1, 2, 2), 1, MMA_K)
@@ -163,7 +164,7 @@ class Compute:
     # ---- O
 
     @cute.jit
-    def store(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+    def store(self, acc: cute.Tensor, lse: cute.Tensor, rows: UnitRows, piece: Piece) -> None:
         """Store a whole unit; or store a part, and merge all parts if it is the last."""
         unit = piece.entry * self.shared.sizes.heads + piece.head
         self.out.announce(piece, unit)
@@ -177,7 +178,7 @@ class Compute:
                 self.store_whole(acc, lse, rows)
 
     @cute.jit
-    def store_whole(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:
+    def store_whole(self, acc: cute.Tensor, lse: cute.Tensor, rows: UnitRows) -> None:
         thread, _, _ = cute.arch.thread_idx()
         dtype, mine = self.out.mO.element_type, self.thread_rows()
         pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
@@ -193,7 +194,7 @@ class Compute:
                     self.out.store_lse(of_row, rows, mine[r])
 
     @cute.jit
-    def store_part(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+    def store_part(self, acc: cute.Tensor, lse: cute.Tensor, rows: UnitRows, piece: Piece) -> None:
         thread, _, _ = cute.arch.thread_idx()
         mine, slot = self.thread_rows(), piece.slot_of(piece.part)
         for r in cutlass.range_constexpr(2):

@@ -29,10 +29,10 @@ from cutex.device.attention.lowered_softmax import LoweredSoftmax
 from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import LN2, LOG2_E, rows_of
+from cutex.device.attention.unit_rows import UnitRows, units_of
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.config import FEW_ROWS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots
-from cutex.kernels.attention.decode.shared import Rows, units_of
 from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype, to_fp16
 from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits
 
@@ -236,13 +236,13 @@ class FewRows(Compute):
         if piece.end > piece.first:
             self.load_rows(registers, self.shared.rows(piece))
 
-    def load_rows(self, registers: Groups, rows: Rows) -> None:
+    def load_rows(self, registers: Groups, rows: UnitRows) -> None:
         """Load Q of all groups."""
         for of_group in self.groups:
             of_group.load_words(registers[of_group.group], rows)
 
     @cute.jit
-    def taken(self, ahead: cute.Tensor, q: cute.Tensor, rows: Rows) -> tuple[Float32, ...]:
+    def taken(self, ahead: cute.Tensor, q: cute.Tensor, rows: UnitRows) -> tuple[Float32, ...]:
         """Move Q from `ahead` to `q`, as the products have it, zeros where there are no rows or
         columns. Returns the powers of two by which its rows are divided, if they are."""
         words = cute.recast_tensor(ahead, Int32)  # ((1, 2, 2), 1, MMA_K)
@@ -282,7 +282,7 @@ class FewRows(Compute):
         return row, row + 8
 
     @cute.jit
-    def load_words(self, registers: cute.Tensor, rows: Rows) -> None:
+    def load_words(self, registers: cute.Tensor, rows: UnitRows) -> None:
         """Load this thread's part of Q, ((2, 2, 2), 1, MMA_K); for e4m3 by four neighbours. Outside
         its rows and columns, other elements of Q."""
         words = cute.recast_tensor(registers, Int32)  # ((1, 2, 2), 1, MMA_K)
@@ -301,7 +301,7 @@ class FewRows(Compute):
         products: cutlass.Constexpr[tuple[WarpProduct, WarpProduct]],
         registers: cutlass.Constexpr[tuple[Groups, Groups, Groups]],
         score_ops: tuple[ScoreOps, ...],
-        rows: Rows,
+        rows: UnitRows,
         blocks: Blocks,
         first: Int32,
         state: State,
@@ -401,19 +401,19 @@ class FewRows(Compute):
         return 2 * (unit // 2 + i * tiles) + unit % 2
 
     @cute.jit
-    def store_whole(self, acc: Any, lse: Any, rows: Rows) -> None:
+    def store_whole(self, acc: Any, lse: Any, rows: UnitRows) -> None:
         for of_group in self.groups:
             g = of_group.group
             of_group.store_rows(rows_of(acc[g]), lse[g], rows)
 
     @cute.jit
-    def store_part(self, acc: Any, lse: Any, rows: Rows, piece: Piece) -> None:
+    def store_part(self, acc: Any, lse: Any, rows: UnitRows, piece: Piece) -> None:
         for of_group in self.groups:
             g = of_group.group
             of_group.store_part_rows(rows_of(acc[g]), lse[g], rows, piece)
 
     @cute.jit
-    def store_rows(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows) -> None:
+    def store_rows(self, acc: cute.Tensor, lse: cute.Tensor, rows: UnitRows) -> None:
         """Store O and LSE of this group's rows of a whole unit."""
         lane, dtype, mine = cute.arch.lane_idx(), self.out.mO.element_type, self.thread_rows()
         pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
@@ -430,7 +430,9 @@ class FewRows(Compute):
                     self.out.store_lse(of_row, rows, mine[r])
 
     @cute.jit
-    def store_part_rows(self, acc: cute.Tensor, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+    def store_part_rows(
+        self, acc: cute.Tensor, lse: cute.Tensor, rows: UnitRows, piece: Piece
+    ) -> None:
         """Store this group's rows of a part."""
         lane, mine, slot = cute.arch.lane_idx(), self.thread_rows(), piece.slot_of(piece.part)
         pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)

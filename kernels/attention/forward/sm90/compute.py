@@ -14,13 +14,8 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.scalar import product_plus
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
-from cutex.device.attention.block_loop import (
-    BlockLoop,
-    IssueOrder,
-    KeyRings,
-    Products,
-    State,
-)
+from cutex.device.attention.block_loop import BlockLoop, KeyRings, Products, State
+from cutex.device.attention.issue_order import IssueOrder
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.query import Query
 from cutex.device.attention.row_store import row_stores

@@ -11,8 +11,8 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import allocate_slots, contiguous_rows_layout, slots_layout
 from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import Barrier, PairRing, PipelineState
-from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS
@@ -111,8 +111,8 @@ class Shared(MlaWalk):
         barriers = Barriers.allocate(smem, softmax_warps)
         return cls(c, *walk, sQ, sK, sVt, s32, sP, halves, q, kv, barriers)
 
-    def own_rows(self, piece: Piece) -> Rows:
+    def own_rows(self, piece: Piece) -> UnitRows:
         """The rows of a part's unit that this CTA has."""
         rows, rank = self.rows(piece), cute.arch.block_idx_in_cluster()
         number = rows.m_block * CTAS + rank
-        return Rows(rows.batch, number, rows.head, rows.seq_q, rows.pack, CTA_ROWS)
+        return UnitRows(rows.batch, number, rows.head, rows.seq_q, rows.pack, CTA_ROWS)

@@ -28,9 +28,9 @@ from cutex.device.attention.tmem_rows import (
     scale_columns,
     scaled_part,
 )
+from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.out import Out, Parts
-from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.sm100.config import CTA_ROWS, CTAS, DIMS, KEYS_OF_CTA
 from cutex.kernels.attention.mla.sm100.shared import BUFFERS, THREADS, Shared
@@ -118,7 +118,7 @@ class Softmax:
         cute.arch.barrier(barrier_id=BARRIER + warps, number_of_threads=THREADS // 2)
         return halves[thread ^ CTA_ROWS, place]
 
-    def score_row(self, rows: Rows) -> ScoreRow:
+    def score_row(self, rows: UnitRows) -> ScoreRow:
         """This thread's part of a row of scores."""
         s, args = self.shared, self.shared.args
         keys = s.sizes.keys(args, rows.batch)
@@ -175,7 +175,7 @@ class Softmax:
         self,
         factor: Float32,
         lse: Float32,
-        rows: Rows,
+        rows: UnitRows,
         piece: Piece,
         computed: cutlass.Boolean,
     ) -> None:

@@ -22,8 +22,8 @@ from cutex.device.attention.mask import Mask
 from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import over_quad, row_max, rows_of
+from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import PipelineState
-from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.splits import Piece
 from cutex.kernels.attention.mla.combine import MlaOut
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS, HEAD_DIM, HEAD_DIM_V
@@ -85,7 +85,7 @@ class Scores:
         state.skip(i)
         return state
 
-    def block(self, rows: Rows, blocks: Blocks) -> Block:
+    def block(self, rows: UnitRows, blocks: Blocks) -> Block:
         """The state before a part's first block."""
         s, c, dtype = self.shared, self.shared.config, self.shared.sQ.element_type
         mma = Wgmma(c.tile_n, dtype)
@@ -100,7 +100,7 @@ class Scores:
         rounded = mma.a_registers(c.tile_n)
         return Block(s, qk, rounded, factors, lse, ops, softmax, blocks, self.group)
 
-    def score_ops(self, rows: Rows) -> ScoreOps:
+    def score_ops(self, rows: UnitRows) -> ScoreOps:
         s = self.shared
         thread, _, _ = cute.arch.thread_idx()
         mine = rows_of_thread()
@@ -383,7 +383,7 @@ class Values:
     # ---- O
 
     @cute.jit
-    def store(self, acc: cute.Tensor, factors: cute.Tensor, rows: Rows, piece: Piece) -> None:
+    def store(self, acc: cute.Tensor, factors: cute.Tensor, rows: UnitRows, piece: Piece) -> None:
         """Store these columns of a whole unit, or of a part."""
         o = rows_of(acc)
         for r in cutlass.range_constexpr(2):
@@ -394,7 +394,7 @@ class Values:
             self.store_part(o, rows, piece)
 
     @cute.jit
-    def store_whole(self, o: cute.Tensor, rows: Rows) -> None:
+    def store_whole(self, o: cute.Tensor, rows: UnitRows) -> None:
         """Store rows of O, 16 bytes per lane: of each four units of columns, a lane starts with one
         word each and ends with one whole unit."""
         thread, _, _ = cute.arch.thread_idx()
@@ -413,7 +413,7 @@ class Values:
                     cute.make_tensor(to, cute.make_layout(WORDS)).store(words.load())
 
     @cute.jit
-    def store_part(self, o: cute.Tensor, rows: Rows, piece: Piece) -> None:
+    def store_part(self, o: cute.Tensor, rows: UnitRows, piece: Piece) -> None:
         thread, _, _ = cute.arch.thread_idx()
         slot, first = piece.slot_of(piece.part), self.half * (COLUMNS // UNIT)
         mine = rows_of_thread()
@@ -429,7 +429,7 @@ class Values:
     # ---- the end of a part
 
     @cute.jit
-    def end(self, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+    def end(self, lse: cute.Tensor, rows: UnitRows, piece: Piece) -> None:
         """Store LSE of a unit, or of a part, and count the part: whoever counts the last one merges
         all, unless another kernel does."""
         s, thread = self.shared, cute.arch.thread_idx()[0]
@@ -444,7 +444,7 @@ class Values:
                 self.out.count_part(rows, piece, unit)
 
     @cute.jit
-    def store_lse(self, lse: cute.Tensor, rows: Rows, piece: Piece) -> None:
+    def store_lse(self, lse: cute.Tensor, rows: UnitRows, piece: Piece) -> None:
         """Store LSE of a whole unit, or of a part."""
         mine = rows_of_thread()
         if cute.arch.thread_idx()[0] % 4 == 0:

@@ -13,9 +13,9 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.tma import tile_loads
 from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.row_source import UNROLLED, Box, BoxLoads, cache_box_rows
-from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import EntrySpan, Splits
 from cutex.kernels.attention.mla.config import CHUNKS, ELEMENT, HEAD_DIM, HEAD_DIM_V
@@ -193,7 +193,7 @@ class Load:
         return Cursor(splits.begin, span, zero, zero, zero, Int32(-1), zero, Int32(1))
 
     @cute.jit
-    def queries(self, rows: Rows, fill: PipelineState) -> None:
+    def queries(self, rows: UnitRows, fill: PipelineState) -> None:
         """Load Q of a part, with zeros outside its rows; the first of the warps does it."""
         s = self.shared
         if (self.number == 0) & (self.slot == 0):

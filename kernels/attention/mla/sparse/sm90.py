@@ -20,9 +20,9 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.async_copy import copy_async
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.softmax import rows_of
+from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import PipelineState
 from cutex.device.row_source import Box, clamp, row_list
-from cutex.kernels.attention.decode.shared import Rows
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS, ELEMENT
 from cutex.kernels.attention.mla.sm90.config import KEYS, SLOTS
 from cutex.kernels.attention.mla.sm90.mla import Mla
@@ -162,7 +162,7 @@ class SparseBlock(Block):
 
 @dataclass(frozen=True)
 class SparseScores(Scores):
-    def block(self, rows: Rows, blocks: Blocks) -> Block:
+    def block(self, rows: UnitRows, blocks: Blocks) -> Block:
         base = Scores.block(self, rows, blocks)
         return SparseBlock(*(getattr(base, f.name) for f in fields(Block)))
 
