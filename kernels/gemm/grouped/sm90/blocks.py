@@ -144,17 +144,28 @@ class GroupedBlocks(GroupedKernel):
     ) -> None:
         """Launch with a (M, K), b (E, K, N), their factors (M, K / 128) and (E, N / 128, K / 128),
         out (M, N), edges (E), the operations' arguments, and a stream."""
-        c: Any = self.tiles
-        general = self.general
         *passed, stream = rest
         mB = modes(mB, columns_first=True)
+        maps, factors = self.maps_of(mA, mB, (mScaleA, mScaleB), mOut)
+        launched = self.kernel(maps, factors, mOut, edges, tuple(passed))
+        self.start(launched, grid(self.tiles, mA, mB), stream)
+
+    def maps_of(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        scales: tuple[cute.Tensor, cute.Tensor],
+        mOut: cute.Tensor,
+    ) -> tuple[tuple[cpasync.TmaInfo, ...], tuple[Any, Any]]:
+        """The tensor maps of A (M, K), B (N, K, E) and out, and the factors of both sides: the map
+        of A's, and B's as they are."""
+        c: Any = self.tiles  # RowBlocksConfig
+        general = self.general
         a = general.load_operand(mA, c.tile_m, c.cluster_n, True)
         b = general.load_operand(mB, c.tile_n, c.cluster_m, True)
         slots = factors_layout(c.part_rows + PITCH, c.num_stages * (c.tile_m // c.part_rows))
-        factors = load_operand(mScaleA, slots), mScaleB
         out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        launched = self.kernel((a, b, out), factors, mOut, edges, tuple(passed))
-        self.start(launched, grid(c, mA, mB), stream)
+        return (a, b, out), (load_operand(scales[0], slots), scales[1])
 
     # ---- on the device
 
@@ -168,21 +179,43 @@ class GroupedBlocks(GroupedKernel):
         passed: tuple[Any, ...],
     ) -> None:
         """Run the roles on A, B and out, and the factors of both sides."""
-        c: Any = self.tiles  # RowBlocksConfig
-        product = self.config.product
-        a, b, out = maps
+        a, b, _ = maps
         smem = SmemAllocator()
+        memory, of_rows = self.memory_of(smem, maps, factors)
+        sA, sB, _, groups, _ = memory
+        operands = FactoredRows(GroupedOperands(a, b, sA, sB, groups=groups), of_rows)
+        tiles = self.announced_tiles(smem)
+        both = (of_rows, factors[1]), (None, None)
+        product, scheduler = self.config.product, self.ragged(groups)
+        role = PromoteRows(product, self.tiles, scheduler, *both, announced=tiles)
+        store = self.store_of(maps, memory, passed)
+        self.run(memory, operands, role, store, edges, product.product(mOut), tiles)
+
+    def memory_of(
+        self,
+        smem: SmemAllocator,
+        maps: tuple[cpasync.TmaInfo, ...],
+        factors: tuple[Any, Any],
+    ) -> tuple[GroupMemory, RowFactors]:
+        """Allocate a CTA's memory, that of the factors of A's rows included."""
+        a, b, out = maps
         memory = GroupMemory.allocate(
             smem, self.general, (a, b), out.atom.value_type, self.config.most_groups
         )
-        sA, sB, sC, groups, _ = memory
         sF = allocate_slots(smem, Float32, factors[0].smem_layout)  # (partRows + PITCH, 1, SLOT)
-        of_rows = RowFactors(c, factors[0], sF, groups)
-        operands = FactoredRows(GroupedOperands(a, b, sA, sB, groups=groups), of_rows)
+        tiles: Any = self.tiles  # RowBlocksConfig
+        return memory, RowFactors(tiles, factors[0], sF, memory.groups)
+
+    def announced_tiles(self, smem: SmemAllocator) -> AnnouncedTiles:
+        """Allocate the slots of the tiles that a warp of its own looks up."""
         fields, readers = ("m", "n", "group"), self.general.mma_warps.count + 1
-        tiles = AnnouncedTiles.allocate(smem, fields, readers)
-        both = (of_rows, factors[1]), (None, None)
-        role = PromoteRows(product, c, self.ragged(groups), *both, announced=tiles)
-        ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
-        store = GroupStore(out, sC, c.epi_stages, groups, ops, at_once=c.warpgroup_rows == ROWS)
-        self.run(memory, operands, role, store, edges, product.product(mOut), tiles)
+        return AnnouncedTiles.allocate(smem, fields, readers)
+
+    def store_of(
+        self, maps: tuple[cpasync.TmaInfo, ...], memory: GroupMemory, passed: tuple[Any, ...]
+    ) -> GroupStore:
+        """The store of accumulators to the rows of groups."""
+        c, (_, b, out) = self.tiles, maps
+        ops = GroupOps(self.config.product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
+        at_once = c.warpgroup_rows == ROWS
+        return GroupStore(out, memory.sC, c.epi_stages, memory.groups, ops, at_once=at_once)

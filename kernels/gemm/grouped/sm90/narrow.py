@@ -16,29 +16,22 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.factored import FactoredLoads
-from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
 from cutex.device.atoms.tma import matrix, tile_loads
 from cutex.device.atoms.wgmma import ROWS, Wgmma, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.grouped.fp8_config import PITCH
 from cutex.kernels.gemm.grouped.sm90.blocks import (
     FactoredRows,
     GroupedBlocks,
     PromoteRows,
-    RowFactors,
 )
 from cutex.kernels.gemm.grouped.sm90.kernel import grid
-from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
-from cutex.kernels.gemm.grouped.sm90.rows import GroupedOperands, GroupStore
-from cutex.kernels.gemm.grouped.views import GroupOps, store_operand
+from cutex.kernels.gemm.grouped.sm90.rows import GroupedOperands
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
     Coming,
     Promotion,
     TileFactors,
-    factors_layout,
-    load_operand,
 )
 from cutex.kernels.gemm.signature import modes, tile_counts
 from cutex.kernels.gemm.sm90.load import LoadAnnounced
@@ -219,18 +212,17 @@ class GroupedNarrow(GroupedBlocks):
         *rest: Any,
     ) -> None:
         """Launch with the arguments of GroupedBlocks."""
-        c: Any = self.tiles
-        general = self.general
         *passed, stream = rest
         mB = modes(mB, columns_first=True)
-        a = general.load_operand(mA, c.tile_m, 1, True)
-        b = general.load_operand(mB, c.tile_n, 1, True)
-        narrow = general.load_operand(mB, ColumnTiles(c.tile_n, 0, 0).narrow_width, 1, True)
-        slots = factors_layout(c.part_rows + PITCH, c.num_stages * (c.tile_m // c.part_rows))
-        factors = load_operand(mScaleA, slots), mScaleB
-        out = store_operand(mOut, general.epilogue_slots(mOut.element_type))
-        launched = self.kernel((a, b, out), narrow, factors, mOut, edges, tuple(passed))
-        self.start(launched, grid(c, mA, mB), stream)
+        maps, factors = self.maps_of(mA, mB, (mScaleA, mScaleB), mOut)
+        narrow = self.general.load_operand(mB, self.narrow_width, 1, True)
+        launched = self.kernel(maps, narrow, factors, mOut, edges, tuple(passed))
+        self.start(launched, grid(self.tiles, mA, mB), stream)
+
+    @property
+    def narrow_width(self) -> int:
+        """The columns of a narrow tile."""
+        return ColumnTiles(self.tiles.tile_n, 0, 0).narrow_width
 
     # ---- on the device
 
@@ -246,26 +238,20 @@ class GroupedNarrow(GroupedBlocks):
     ) -> None:
         """Run the roles on A, B and out, and the factors of both sides."""
         c: Any = self.tiles  # RowBlocksConfig
-        product = self.config.product
-        a, b, out = maps
+        a, b, _ = maps
         smem = SmemAllocator()
-        memory = GroupMemory.allocate(
-            smem, self.general, (a, b), out.atom.value_type, self.config.most_groups
-        )
-        sA, sB, sC, groups, _ = memory
-        sF = allocate_slots(smem, Float32, factors[0].smem_layout)  # (partRows + PITCH, 1, SLOT)
-        of_rows = RowFactors(c, factors[0], sF, groups)
+        memory, of_rows = self.memory_of(smem, maps, factors)
+        sA, sB, _, groups, _ = memory
         plan = ColumnPlan.allocate(smem, c.tile_n)
-        width = ColumnTiles(c.tile_n, 0, 0).narrow_width
         ab = GroupedOperands(a, b, sA, sB, groups=groups)
         operands = NarrowRows(ab, of_rows, narrow, plan)
-        fields, readers = ("m", "n", "group"), self.general.mma_warps.count + 1
-        tiles = AnnouncedTiles.allocate(smem, fields, readers)
+        tiles = self.announced_tiles(smem)
         raster = Raster(c.raster_group, c.raster_along)
         scheduler: Any = NarrowTiles(raster, (c.tile_m, c.tile_n), (1, 1), groups, plan)
         of_both = (of_rows, factors[1]), (None, None)
-        few = Wgmma(width, sA.element_type, warpgroups=c.readers)
-        slots = few.a_slots(sA), few.b_slots(first_rows(sB, width))
+        few = Wgmma(self.narrow_width, sA.element_type, warpgroups=c.readers)
+        slots = few.a_slots(sA), few.b_slots(first_rows(sB, self.narrow_width))
+        product = self.config.product
         role = PromoteNarrow(
             product,
             c,
@@ -275,8 +261,7 @@ class GroupedNarrow(GroupedBlocks):
             plan=plan,
             narrow=WgmmaProduct(few, *slots, None),
         )
-        ops = GroupOps(product.ops, passed, cute.size(b.tma_tensor, mode=[0]))
-        store = GroupStore(out, sC, c.epi_stages, groups, ops, at_once=True)
+        store = self.store_of(maps, memory, passed)
         self.run(memory, operands, role, store, edges, product.product(mOut), tiles)
 
     def announced_load(self, scheduler: Any, announced: AnnouncedTiles) -> LoadNarrow:
