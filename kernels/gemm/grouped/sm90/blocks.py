@@ -179,6 +179,7 @@ class GroupedBlocks(GroupedKernel):
         passed: tuple[Any, ...],
     ) -> None:
         """Run the roles on A, B and out, and the factors of both sides."""
+        c: Any = self.tiles  # RowBlocksConfig
         a, b, _ = maps
         smem = SmemAllocator()
         memory, of_rows = self.memory_of(smem, maps, factors)
@@ -187,7 +188,7 @@ class GroupedBlocks(GroupedKernel):
         tiles = self.announced_tiles(smem)
         both = (of_rows, factors[1]), (None, None)
         product, scheduler = self.config.product, self.ragged(groups)
-        role = PromoteRows(product, self.tiles, scheduler, *both, announced=tiles)
+        role = PromoteRows(product, c, scheduler, *both, announced=tiles)
         store = self.store_of(maps, memory, passed)
         self.run(memory, operands, role, store, edges, product.product(mOut), tiles)
 
