@@ -181,3 +181,43 @@ def test_a_compiled_token_is_replayed_by_torchs_graphs():
             p = (torch.einsum("hd,khd->hk", 2 * q[b, 0].double(), keys) / 8).softmax(-1)
             want = torch.einsum("hk,khd->hd", p, values).sum(0)
             assert (found[b, 0] - want).abs().max() < 0.1 + 0.02 * want.abs().max()
+
+
+class Decoder(torch.nn.Module):
+    """Two layers of a decoder with static caches, whose tokens' keys and values are appended."""
+
+    def __init__(self, pages: bool) -> None:
+        super().__init__()
+        room = (8, 16) if pages else (2, 64)
+        for name in ("k_0", "v_0", "k_1", "v_1"):
+            rows = torch.zeros(*room, 2, 64, dtype=torch.bfloat16, device="cuda")
+            self.register_buffer(name, rows)
+        self.table = torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4) if pages else None
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        for k, v in ((self.k_0, self.v_0), (self.k_1, self.v_1)):
+            q = x.repeat_interleave(4, 2)
+            out = cutex.flash_attn_with_kvcache(
+                q, k, v, x, -x, cache_seqlens=lengths, page_table=self.table, causal=True
+            )
+            x = out[:, :, ::4] * 2
+        return x
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("pages", [False, True])
+def test_a_decode_loop_is_compiled_as_one_graph(pages, mode):
+    from torch._dynamo.utils import counters
+
+    eager, model = Decoder(pages), Decoder(pages)
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    lengths = torch.tensor([3, 20], dtype=torch.int32, device="cuda")
+    counters.clear()
+    with torch.no_grad():
+        for step in range(6):
+            x = torch.randn(2, 1, 2, 64, device="cuda", dtype=torch.bfloat16)
+            now = lengths + step
+            assert torch.equal(compiled(x, now), eager(x, now))
+            assert all(map(torch.equal, model.buffers(), eager.buffers()))
+    assert not counters["inductor"]["cudagraph_skips"]
+    torch._dynamo.reset()

@@ -20,8 +20,7 @@ from cutex.kernels.attention.decode.choose import CONFIGS, fitted, is_crowded
 from cutex.kernels.attention.decode.config import WORDS, DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits, are_many
 from cutex.kernels.attention.spec import HEAD_DIMS
-from cutex.ops.attention import prefill, scaled
-from cutex.ops.attention.cache import check_tensors, room_of
+from cutex.ops.attention import cache_operators, prefill, scaled
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.kvcache_call import (
@@ -29,6 +28,7 @@ from cutex.ops.attention.kvcache_call import (
     TENSORS,
     KVCacheCall,
     check,
+    lengths_of,
     other_sink,
     table_of,
 )
@@ -54,6 +54,7 @@ CU_Q, ENDS, TABLE, ENTRIES, BEGINS, CU_NEW, SINK, K_SCALE, V_SCALE, NEW_K, NEW_V
 )
 OPERATOR = CacheOperator("flash_attn_with_kvcache", CONFIGS)
 PLANS = OPERATOR.plans
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def flash_attn_with_kvcache(
@@ -127,6 +128,18 @@ def flash_attn_with_kvcache(
     without a Hopper or Blackwell GPU. The values of int32 tensors are checked only on the CPU.
     """
     with_lse = return_lse or return_softmax_lse
+    if _is_compiling():
+        return cache_operators.attend(
+            (q, k_cache, v_cache, k, v), window_size, others, cache_seqlens=cache_seqlens,
+            page_table=page_table, block_table=block_table, cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+            softmax_scale=softmax_scale, causal=causal, softcap=softcap,
+            learnable_sink=learnable_sink, num_splits=num_splits, return_lse=with_lse,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+            rotary_seqlens=rotary_seqlens,
+        )  # fmt: skip
     # NOTE: only what a plan's key takes is asked here, and without a loop, which would take as long
     # as the guard; a length that is a number, a list and scales left out have no plan
     if (
@@ -201,7 +214,7 @@ def _prepared(
     if isinstance(ends, int) and not isinstance(ends, bool):
         if not 0 <= ends < 1 << 31:
             raise ValueError(f"cache_seqlens={ends}: it must be from 0 to 2^31 - 1")
-        ends = _all(ends, q, call.cu_seqlens_q, (k_cache, page_table), k)
+        ends = lengths_of(ends, q, call.cu_seqlens_q, (k_cache, page_table), k)
     if q_descale is not None or (
         (k_scale is None or v_scale is None or getattr(q, "dtype", None) is FP8)
         and getattr(k_cache, "dtype", None) is FP8
@@ -259,37 +272,6 @@ def known_token(
         which += SINK
     key = None, softmax_scale, causal, window_size, softcap, 0, return_lse, which
     return PLANS.launched(key, *given)
-
-
-def _all(
-    length: int,
-    q: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cache: tuple[Tensor, Tensor | None],
-    new: Tensor | None,
-) -> Tensor:
-    """`length` for each sequence. Raises TypeError, in one sentence, for what is no tensor, and
-    ValueError if a cache (and its page table) has no room for so many and the `new` keys of each,
-    where shapes are what they should be."""
-    k_cache, page_table = cache
-    given: list[tuple[str, object]] = [("q", q), ("k_cache", k_cache)]
-    given += [] if cu_seqlens_q is None else [("cu_seqlens_q", cu_seqlens_q)]
-    check_tensors(given)
-    if k_cache.dim() > 1 and (
-        page_table is None or (isinstance(page_table, Tensor) and page_table.dim() > 1)
-    ):
-        room = room_of(*cache)
-        more = new.shape[1] if isinstance(new, Tensor) and new.dim() == 4 else 0
-        if length + more > room:
-            with_new = f" with {more} new keys" if more else ""
-            raise ValueError(
-                f"cache_seqlens must be from 0 to the {room} keys that there is room for"
-                f"{with_new}, got {length}"
-            )
-    ends = q if cu_seqlens_q is None else cu_seqlens_q
-    rows = ends.shape[0] if ends.dim() else 0  # what has none is refused by its name
-    batch = rows if cu_seqlens_q is None else max(rows - 1, 0)
-    return torch.full((batch,), length, dtype=torch.int32, device=q.device)
 
 
 @untraced

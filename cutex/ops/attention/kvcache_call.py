@@ -207,6 +207,37 @@ def table_of(
     return page_table.index_select(0, entries), None
 
 
+def lengths_of(
+    length: int,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cache: tuple[Tensor, Tensor | None],
+    new: Tensor | None,
+) -> Tensor:
+    """`length` for each sequence. Raises TypeError, in one sentence, for what is no tensor, and
+    ValueError if a cache (and its page table) has no room for so many and the `new` keys of each,
+    where shapes are what they should be."""
+    k_cache, page_table = cache
+    given: list[tuple[str, object]] = [("q", q), ("k_cache", k_cache)]
+    given += [] if cu_seqlens_q is None else [("cu_seqlens_q", cu_seqlens_q)]
+    check_tensors(given)
+    if k_cache.dim() > 1 and (
+        page_table is None or (isinstance(page_table, Tensor) and page_table.dim() > 1)
+    ):
+        room = room_of(*cache)
+        more = new.shape[1] if isinstance(new, Tensor) and new.dim() == 4 else 0
+        if length + more > room:
+            with_new = f" with {more} new keys" if more else ""
+            raise ValueError(
+                f"cache_seqlens must be from 0 to the {room} keys that there is room for"
+                f"{with_new}, got {length}"
+            )
+    ends = q if cu_seqlens_q is None else cu_seqlens_q
+    rows = ends.shape[0] if ends.dim() else 0  # what has none is refused by its name
+    batch = rows if cu_seqlens_q is None else max(rows - 1, 0)
+    return torch.full((batch,), length, dtype=torch.int32, device=q.device)
+
+
 def check(call: KVCacheCall) -> None:
     """Raise TypeError or ValueError, in one sentence that names the argument, for a call that is
     not supported."""
@@ -220,6 +251,16 @@ def check(call: KVCacheCall) -> None:
     _check_numbers(call)
     if call.q.device.type == "cpu" and all(map(is_plain, call.tensors.values())):
         _check_values(call)
+
+
+def check_shapes(call: KVCacheCall) -> None:
+    """Raise as `check`, for what shapes, dtypes and numbers of a call say: of tensors without
+    memory, as a compiler has them."""
+    _check_operands(call)
+    _check_batch(call)
+    _check_vectors(call)
+    _check_scales(call)
+    _check_numbers(call)
 
 
 def _check_operands(call: KVCacheCall) -> None:
@@ -268,6 +309,10 @@ def _check_caches(call: KVCacheCall) -> None:
     """The caches are never copied, so TMA must be able to step through them."""
     check_in_place("k_cache", call.k_cache)
     check_in_place("v_cache", call.v_cache)
+    _check_batch(call)
+
+
+def _check_batch(call: KVCacheCall) -> None:
     whole = call.page_table is None and call.cache_batch_idx is None
     if whole and call.k_cache.shape[0] != call.batch:
         raise ValueError(

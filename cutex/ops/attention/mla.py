@@ -18,6 +18,7 @@ from cutex.kernels.attention.decode.config import WORDS
 from cutex.kernels.attention.decode.splits import Splits
 from cutex.kernels.attention.mla.choose import CONFIGS
 from cutex.kernels.attention.mla.config import MlaConfig
+from cutex.ops.attention import cache_operators
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
 from cutex.ops.attention.call import DTYPES
 from cutex.ops.attention.mla_call import MlaCall, check, refuse_sparse
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 OPERATOR = CacheOperator("flash_mla_with_kvcache", CONFIGS)
 PLANS = OPERATOR.plans
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class MlaMetadata:
@@ -85,6 +87,11 @@ def flash_mla_with_kvcache(
     them FlashMLA's for fp8 caches and for sinks), and without a Hopper or Blackwell GPU. The values
     of int32 tensors are checked only on the CPU.
     """
+    if _is_compiling():
+        numbers = head_dim_v, num_splits or 0, softmax_scale, causal
+        return cache_operators.attend_to_latent(
+            q, k_cache, block_table, cache_seqlens, numbers, others, is_fp8_kvcache
+        )
     if others or is_fp8_kvcache:
         refuse_sparse(others, is_fp8_kvcache)
         if others.get("indices") is not None:
