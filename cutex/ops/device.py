@@ -10,7 +10,7 @@ import torch
 
 from cutex.arch import ARCHS, KNOWN, Arch, board_named, local_arch
 from cutex.compile import Compiled, Workspace
-from cutex.ops.plain import empty_of, untraced
+from cutex.ops.plain import check_held, empty_of, untraced
 from cutex.ops.workspace import buffers, buffers_of, forget_flags
 from cutex.simulation import SimulatedDevice, simulating
 from cutex.simulation import current as simulation_here
@@ -160,8 +160,8 @@ def allocating(function: Callable[..., None], out: torch.Tensor, place: int) -> 
 def launcher(
     compiled: Compiled, arguments: list[Any], needs: Workspace | None = None
 ) -> Callable[..., None]:
-    """A function that launches `compiled`, after a check that it takes `arguments`; if it `needs` a
-    workspace, the function appends one.
+    """A function that launches `compiled`, after a check that it takes `arguments` and that these
+    are in memory; if it `needs` a workspace, the function appends one.
 
     A launcher for the simulator raises ValueError outside the `simulated` context that it was made
     in.
@@ -171,6 +171,8 @@ def launcher(
         of_stream = buffers_of(needs, device)
         launch_with = launcher(compiled, [*arguments, *buffers(needs, device)])
         return lambda *tensors: launch_with(*tensors, *of_stream())
+    for name, x in zip(compiled.argument_names, arguments, strict=True):
+        check_held(name, x)
     simulation = simulation_here()
     if simulation is None or not arguments[0].is_cpu:
         return compiled.function(*arguments)

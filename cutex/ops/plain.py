@@ -121,6 +121,19 @@ def check_strided(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be a strided tensor, got {layout}")
 
 
+def check_held(name: str, x: Any) -> None:
+    """Raise ValueError, in one sentence, for a tensor whose elements reach beyond its storage, as
+    after `x.untyped_storage().resize_()`: a kernel would read and write what is not its memory."""
+    if not isinstance(x, Tensor) or not is_plain(x) or not x.numel():
+        return
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    end, held = (x.storage_offset() + last + 1) * x.itemsize, x.untyped_storage().nbytes()
+    if not held or not x.data_ptr():
+        raise ValueError(f"{name} has no memory: its storage was given back or never there")
+    if end > held:
+        raise ValueError(f"{name} reaches to byte {end} of its storage, which was cut to {held}")
+
+
 def bare(x: Any) -> Any:
     """x without the tensor subclass that torch passes along to an operator's kernel."""
     if isinstance(x, Tensor) and type(x) not in _PLAIN:

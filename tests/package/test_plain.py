@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutex.ops import device
-from cutex.ops.plain import guard, is_plain, is_watched_unseen, nobody_watches
+from cutex.ops.plain import check_held, guard, is_plain, is_watched_unseen, nobody_watches
 
 
 def matrix() -> Tensor:
@@ -192,3 +194,31 @@ def test_a_launch_asks_for_its_gpu_only_where_another_is_current(monkeypatch):
     current[0] = 0
     launch("from elsewhere")
     assert ran == ["here", "from elsewhere"] and asked == [there]
+
+
+@pytest.mark.parametrize("keep", [0, 0.5])
+@pytest.mark.parametrize("view", ["itself", "columns", "transposed", "expanded", "rows behind"])
+def test_elements_beyond_the_storage_are_refused(view: str, keep: float) -> None:
+    x = torch.zeros(8, 16)
+    views = {
+        "itself": x, "columns": x[:, 8:], "transposed": x.T, "expanded": x.expand(3, 8, 16),
+        "rows behind": x[6:],
+    }  # fmt: skip
+    found = views[view]
+    check_held("x", found)
+    x.untyped_storage().resize_(int(x.untyped_storage().nbytes() * keep))
+    said = "was cut to 256" if keep else "has no memory"
+    with pytest.raises(ValueError, match=f"^x .*{said}"):
+        check_held("x", found)
+    check_held("x", found[:0])
+
+
+def test_every_first_launch_looks_at_the_storage_of_its_operands() -> None:
+    compiled: Any = SimpleNamespace(
+        argument_names=("mX", "mY"), function=lambda *x: lambda *y: None
+    )
+    x, y = torch.zeros(4), torch.zeros(4)
+    device.launcher(compiled, [x, y])(x, y)
+    y.untyped_storage().resize_(8)
+    with pytest.raises(ValueError, match="^mY reaches to byte 16 of its storage"):
+        device.launcher(compiled, [x, y])

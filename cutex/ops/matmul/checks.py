@@ -14,6 +14,7 @@ from cutex.arch import PORTABLE
 from cutex.compile.user_function import arguments_taken
 from cutex.ops.number import number
 from cutex.ops.overlap import overlaps_itself, share_memory
+from cutex.ops.plain import check_held
 from cutex.ops.written import check_writable
 
 IN_DTYPES = tuple(dtypes.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2", "fp32"))
@@ -105,10 +106,7 @@ def check(call: Call) -> None:
 def check_memory(call: Call) -> None:
     """Check the addresses of the tensors, of a call that is about to run."""
     for name, x in call.tensors.items():
-        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        end = (x.storage_offset() + last + 1) * x.itemsize
-        if x.numel() and (not x.data_ptr() or end > x.untyped_storage().nbytes()):
-            raise ValueError(f"{name} has no memory: its storage was given back or never there")
+        check_held(name, x)
     for name in ("out", "amax"):
         x = getattr(call, name)
         if x is not None:
