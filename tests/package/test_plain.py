@@ -220,5 +220,5 @@ def test_every_first_launch_looks_at_the_storage_of_its_operands() -> None:
     x, y = torch.zeros(4), torch.zeros(4)
     device.launcher(compiled, [x, y])(x, y)
     y.untyped_storage().resize_(8)
-    with pytest.raises(ValueError, match="^mY reaches to byte 16 of its storage"):
+    with pytest.raises(ValueError, match=r"^mY reaches to byte 16 of its storage"):
         device.launcher(compiled, [x, y])
