@@ -222,7 +222,8 @@ def test_columns_that_were_not_allocated_are_refused(column):
     body = (START + END).replace(", 512;", ", 64;").replace("bar.sync 0;\n    @%p1 tcgen05.de",
         f"tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r15}}, [%r13+{column}];"
         "bar.sync 0;\n    @%p1 tcgen05.de")  # fmt: skip
-    with pytest.raises(BadAddress, match=rf"columns {column}\.\.{column}, but columns 0\.\.63 are"):
+    at = 448 + column
+    with pytest.raises(BadAddress, match=rf"columns {at}\.\.{at}, but columns 448\.\.511 are"):
         run(body)
 
 
@@ -315,8 +316,34 @@ def test_columns_never_given_back_are_found():
 
 def test_giving_back_what_was_not_taken_is_refused():
     body = "mov.u32 %r0, smem; mov.u32 %r1, 64;" + ALLOC.format(g=1, at=0, n=64)
-    with pytest.raises(BadAddress, match=r"columns 64\.\.127, but columns 0\.\.63 are allocated"):
+    with pytest.raises(
+        BadAddress, match=r"columns 64\.\.127, but columns 448\.\.511 are allocated"
+    ):
         run(body + FREE.format(g=1, at=1, n=64), warps=1)
+
+
+@pytest.mark.parametrize(
+    ("smem", "columns", "told"),
+    [
+        (1024, 128, True),
+        (150000, 128, False),  # the CTA has its SM for itself
+        (1024, 512, False),  # there is one place for all columns
+    ],
+)
+def test_columns_by_a_number_of_ones_own_are_refused_where_ctas_share_an_sm(smem, columns, told):
+    """Not what tcgen05.alloc has written: another CTA of the SM may have these."""
+    body = f"""mov.u32 %r0, smem; {ALLOC.format(g=1, at=0, n=columns)} mov.u32 %r1, 0;
+        tcgen05.st.sync.aligned.32x32b.x1.b32 [%r1], {{%lane}}; tcgen05.wait::st.sync.aligned;
+        ld.shared.u32 %r2, [%r0]; {FREE.format(g=1, at=2, n=columns)}"""
+    arrays = {"out": np.zeros(1, np.uint32)}
+    shape = Shape(block=32, smem=smem)
+    if not told:
+        simulate_ptx(body, arrays, shape, arch="sm_100a")
+        return
+    with pytest.raises(
+        BadAddress, match=r"384\.\.511 are allocated, as on an SM that several CTAs"
+    ):
+        simulate_ptx(body, arrays, shape, arch="sm_100a")
 
 
 def pair(second: str) -> str:

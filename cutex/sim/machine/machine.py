@@ -91,7 +91,7 @@ class Machine(Core):
         self.warpgroups = WarpgroupMma(self)
         self.named = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
-        self.tmem = TensorMemory(self)
+        self.tmem = TensorMemory(self, alone=residency.per_sm == 1)
         # functions that give those who observe the clusters that become resident
         self.watchers: list[Callable[[], Sequence[Observer]]] = []
 

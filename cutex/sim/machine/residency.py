@@ -26,6 +26,7 @@ class Residency:
     ctas: int
     why: str  # the limiting resource
     gpu_ctas: int = 0  # CTAs that the GPU holds, whatever the simulator holds
+    per_sm: int = 1  # of these on one SM
 
 
 def residency(program: Program, launch: Launch, ctas: int | None = None) -> Residency:
@@ -44,7 +45,7 @@ def residency(program: Program, launch: Launch, ctas: int | None = None) -> Resi
         limits.append((num_ctas // 3, "so that cluster launch control finds others"))
     most, why = min(limits, key=lambda limit: limit[0])
     size = launch.cluster_size
-    return Residency(min(num_ctas, max(1, most // size) * size), why, limits[0][0])
+    return Residency(min(num_ctas, max(1, most // size) * size), why, limits[0][0], per_sm)
 
 
 def gpu_of(program: Program) -> Arch:

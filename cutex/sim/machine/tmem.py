@@ -18,10 +18,14 @@ _NOBODY = np.zeros(COLUMNS, np.int32)  # of a CTA that has allocated nothing
 
 
 class TensorMemory:
-    """The tensor memory of all resident CTAs."""
+    """The tensor memory of all resident CTAs.
 
-    def __init__(self, machine: Core) -> None:
-        self.machine = machine
+    Where several CTAs share an SM, a CTA gets what the others have left, so its columns begin
+    behind those of a CTA that does not exist; a CTA that is alone gets the first.
+    """
+
+    def __init__(self, machine: Core, alone: bool) -> None:
+        self.machine, self.alone = machine, alone
         self.most = 0  # columns that a CTA has held at once
         self.clear()
 
@@ -98,8 +102,11 @@ class TensorMemory:
 
     def _room(self, cta: int, count: int) -> int | None:
         owner = self.owner.setdefault(cta, np.zeros(COLUMNS, np.int32))
-        free = (c for c in range(0, COLUMNS, count) if not owner[c : c + count].any())
-        return next(free, None)
+        firsts = range(0, COLUMNS, count)
+        for first in firsts if self.alone else reversed(firsts):
+            if not owner[first : first + count].any():
+                return first
+        return None
 
     def _allocate(self, cta: int, count: int, ins: Instruction) -> int | None:
         first = self._room(cta, count)
@@ -139,6 +146,11 @@ class TensorMemory:
             have = "that is what memory holds before tcgen05.alloc has written an address there"
         elif len(allocated):
             have = f"columns {allocated[0]}..{allocated[-1]} are allocated"
+            if not self.alone and 0 <= first <= len(allocated) - count:
+                have += (
+                    ", as on an SM that several CTAs share: only the address that tcgen05.alloc has"
+                    " written to shared memory says where they begin"
+                )
         raise BadAddress.at(
             ins, f"{who} uses tensor memory columns {first}..{first + count - 1}, but {have}{gone}"
         )
