@@ -104,6 +104,35 @@ def test_lanes_of_one_generic_load_may_lie_in_different_spaces(execute):
     assert (out == np.choose(lane % 3, [lane, lane * 100, -lane * 100]) + 1).all()
 
 
+@pytest.mark.parametrize(("use", "source", "right"), [
+    ("ld.u32 %r1, [%d2]; st.global.u32 [%out_i], %r1;", "3", False),
+    ("st.u32 [%d2], 5;", "3", False),
+    ("cvta.to.local.u64 %d2, %d2; ld.local.u32 %r1, [%d2]; st.global.u32 [%out_i], %r1;", "3",
+     False),
+    ("ld.u32 %r1, [%d2+4]; st.global.u32 [%out_i], %r1;", "%lane", True),
+])  # fmt: skip
+@pytest.mark.parametrize("by", ["shfl", "shared memory"])
+def test_local_memory_of_another_lane_is_out_of_reach(use, source, right, by):
+    """Hardware takes the thread's own memory at that place, so the number is wrong and nothing
+    traps."""
+    hand = {
+        "shfl": f"""mov.b64 {{%r5, %r6}}, %d1; shfl.sync.idx.b32 %r5, %r5, {source}, 31, -1;
+            shfl.sync.idx.b32 %r6, %r6, {source}, 31, -1; mov.b64 %d2, {{%r5, %r6}};""",
+        "shared memory": f"""mov.u32 %r5, smem; mad.lo.u32 %r6, %lane, 8, %r5;
+            st.shared.u64 [%r6], %d1; bar.warp.sync -1; mad.lo.u32 %r6, {source}, 8, %r5;
+            ld.shared.u64 %d2, [%r6];""",
+    }[by]
+    body = f""".local .align 8 .b8 mine[8]; st.local.v2.u32 [mine], {{%lane, %lane}};
+        mov.u64 %d1, mine; cvta.local.u64 %d1, %d1; {hand} {use}"""
+    out = np.zeros(32, np.uint32)
+    if right:
+        simulate_ptx(body, {"out": out}, Shape(smem=256))
+        assert out.tolist() == list(range(32))
+        return
+    with pytest.raises(BadAddress, match=r"lane 0 uses the address of local memory of lane 3 of"):
+        simulate_ptx(body, {"out": out}, Shape(smem=256))
+
+
 def test_isspacep(execute):
     out = np.zeros((32, 4), np.int32)
     spaces = ("global", "shared", "local", "shared::cluster")

@@ -15,6 +15,7 @@ from cutex.sim.machine.memory import (
     PARAM_WINDOW,
     SHARED_WINDOW,
     WINDOWS,
+    local_window,
     window_of,
 )
 from cutex.sim.machine.runs import lanes_of
@@ -148,7 +149,7 @@ class Access:
         NOTE: in shared memory, bits 24 and up hold the CTA, which is checked together with the
         offset.
         """
-        bits = 61 if what == "shared" else 32
+        bits = {"shared": 61, "local": 58}.get(what, 32)
         high = where.addresses >> np.uint64(bits)
         bad = (high != 0) & (high != np.uint64(window >> bits))
         if bad.any():
@@ -165,6 +166,8 @@ class Access:
         shared.
         """
         self._in_window(where, what, LOCAL_WINDOW if what == "local" else PARAM_WINDOW)
+        if what == "local":
+            require_own_local(self.d, where)
         at = (where.addresses & np.uint64(0xFFFFFFFF)).astype(np.int64)
         for bad, why in (
             (at + self.width > size, f"past the end of its {size} bytes"),
@@ -198,6 +201,25 @@ class Access:
         m.events.shared(at, write, not self.synchronises, self.d.ins)
         if write:
             m.box_swizzle[cta, offset >> 4] = 0
+
+
+def require_own_local(d: Decoder, where: Lanes) -> None:
+    """Raise BadAddress for a generic address of another thread's local memory, which no other can
+    reach (PTX ISA 5.1.5): hardware takes the same place of the thread's own.
+    """
+    high = where.addresses >> np.uint64(32)
+    other = (high != 0) & (high != local_window(where.warps, where.lanes) >> np.uint64(32))
+    if other.any():
+        k, names = int(other.argmax()), d.m.grid
+        thread = (int(high[k]) & (1 << 26) - 1) - 1
+        whose = f"lane {thread % 32} of {names.name_warp(thread // 32)}"
+        if not 0 <= thread < 32 * names.num_warps:
+            whose = "no thread"
+        raise BadAddress.at(
+            d.ins,
+            f"{names.name_warp(int(where.warps[k]))} lane {int(where.lanes[k])} uses the address of"
+            f" local memory of {whose}, which a thread has for itself: there it names its own",
+        )
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:

@@ -62,9 +62,9 @@ class Arguments:
 
     def __init__(self, d: Decoder, warp: int, lane: int, address: int) -> None:
         self.d, self.at, self.taken = d, 0, 0
-        if address >> 32 != LOCAL_WINDOW >> 32:
+        if address >> 58 != LOCAL_WINDOW >> 58:
             raise d.unknown("arguments of vprintf outside local memory")
-        self.memory = d.m.local[warp, lane, address - LOCAL_WINDOW :]
+        self.memory = d.m.local[warp, lane, address & 0xFFFFFFFF :]
 
     def take(self, kind: Any) -> Any:
         """The next value, as a C type."""

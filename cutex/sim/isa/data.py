@@ -7,9 +7,17 @@ from typing import Any
 import numpy as np
 
 from cutex.sim.errors import BadOperand
-from cutex.sim.isa.access import SPACES, Access
-from cutex.sim.machine.batch import Batch
-from cutex.sim.machine.memory import LOCAL_WINDOW, POISON32, SHARED_WINDOW, WINDOWS, window_of
+from cutex.sim.isa.access import SPACES, Access, require_own_local
+from cutex.sim.machine.batch import Batch, Lanes
+from cutex.sim.machine.memory import (
+    LOCAL_WINDOW,
+    POISON32,
+    SHARED_WINDOW,
+    WINDOWS,
+    local_window,
+    window_of,
+)
+from cutex.sim.machine.runs import lanes_of
 from cutex.sim.ptx.declarations import WIDTH
 from cutex.sim.ptx.decode import TYPES, Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Address, Imm, Operand, Reg, Vector
@@ -80,12 +88,31 @@ def cvta(d: Decoder) -> Execute:
     """
     d.only("to", "param", "entry", *SPACES, "cta", "cluster")
     space = next(s for s in SPACES if s in d.mods)
-    window = np.uint64({"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0))
     read, write = d.src(1), d.dst()
     kind = TYPES[d.type]
+    if space == "local" and kind is np.uint64:
+        return _cvta_local(d)
+    window = np.uint64({"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0))
     if "to" in d.mods:
         return lambda b: write(b, (np.asarray(read(b)).astype(np.uint64) & ~window).astype(kind))
     return lambda b: write(b, (np.asarray(read(b)).astype(np.uint64) | window).astype(kind))
+
+
+def _cvta_local(d: Decoder) -> Execute:
+    """cvta of local memory: a generic address says whose it is."""
+    read, write, low = d.src(1), d.dst(), np.uint64(0xFFFFFFFF)
+
+    def generic(b: Batch) -> None:
+        mine = local_window(b.idx[:, None], np.arange(32))
+        write(b, b.lanes(read(b)).astype(np.uint64) | mine)
+
+    def offset(b: Batch) -> None:
+        given = b.lanes(read(b)).astype(np.uint64)
+        where = Lanes(np.repeat(b.idx, 32), lanes_of(b.n), given.reshape(-1))
+        require_own_local(d, where if b.mask is None else where.pick(b.mask.reshape(-1)))
+        write(b, given & low)
+
+    return offset if "to" in d.mods else generic
 
 
 @instruction("isspacep")

@@ -22,7 +22,7 @@ from cutex.sim.host.capture import HostTensor
 
 PARAM_WINDOW = 1 << 60
 SHARED_WINDOW = 1 << 61
-LOCAL_WINDOW = 1 << 62
+LOCAL_WINDOW = 1 << 62  # and, from bit 32 on, 1 + the resident thread whose memory it is
 MODULE_WINDOW = 1 << 59  # .global and .const variables of the module
 SYSTEM_SMEM = 1024  # reserved at the start of the shared window on sm_90 and later
 WINDOWS = ("global", "param", "shared", "local")
@@ -278,10 +278,19 @@ def _union(parts: list[Region]) -> Region:
 
 
 def window_of(addresses: np.ndarray) -> np.ndarray:
-    """The index in WINDOWS of each generic address; each window is 4 GB long."""
+    """The index in WINDOWS of each generic address; each window is 4 GB long, local memory one for
+    each thread.
+    """
     high = addresses >> np.uint64(32)
-    places = (PARAM_WINDOW, SHARED_WINDOW, LOCAL_WINDOW)
-    return sum((high == np.uint64(w >> 32)) * (i + 1) for i, w in enumerate(places))
+    places = (PARAM_WINDOW, SHARED_WINDOW)
+    found = sum((high == np.uint64(w >> 32)) * (i + 1) for i, w in enumerate(places))
+    return found + (addresses >> np.uint64(58) == np.uint64(LOCAL_WINDOW >> 58)) * 3
+
+
+def local_window(warps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    """What each thread adds to an offset in its local memory for a generic address."""
+    thread = warps.astype(np.uint64) * np.uint64(32) + lanes.astype(np.uint64)
+    return np.uint64(LOCAL_WINDOW) | (thread + np.uint64(1)) << np.uint64(32)
 
 
 def shared_addresses(addresses: np.ndarray) -> np.ndarray:
