@@ -25,7 +25,7 @@ import numpy as np
 from cutex.cores import cores
 from cutex.orders import MOST_JOBS
 from cutex.sim.hazards.global_marks import Touched
-from cutex.sim.hazards.global_races import LARGEST
+from cutex.sim.hazards.sparse_marks import LARGEST
 from cutex.sim.host.capture import Launch
 from cutex.sim.machine.memory import GlobalMemory
 from cutex.sim.policy import Policy
@@ -62,7 +62,7 @@ def why_not(
     if any(_TELLS.match(ins.op) or _CLOCKS.search(ins.text) for ins in program.code):
         return "what its clusters do may depend on which comes first"
     if any(len(region.data) > LARGEST for region in memory.regions):
-        return f"a tensor is larger than {LARGEST} bytes, so that its accesses are not watched"
+        return f"a tensor is larger than {LARGEST} bytes, so that not all its bytes have marks"
     if multiprocessing.current_process().daemon:
         return "the process may not start others"
     return ""

@@ -64,6 +64,7 @@ class SimReport:
     # tensor of up to 64 MB were written
     sampled: list[Sampled] = field(default_factory=list)
     written: dict[str, np.ndarray] = field(default_factory=dict)
+    unwatched: list[str] = field(default_factory=list)  # where no races were looked for, and why
     rings: dict[str, tuple[int, int]] = field(default_factory=dict)  # slots, most phases of one
 
     @property
@@ -94,7 +95,8 @@ class SimReport:
         )
         texts = as_text(self.findings), as_text(self.advisories)
         parts = [*texts, *self.kernels.values(), *self.times]
-        return "\n".join([*(str(part) for part in parts if part), *map(str, self.sampled), done])
+        said = (*map(str, self.sampled), *self.unwatched)
+        return "\n".join([*(str(part) for part in parts if part), *said, done])
 
 
 @lru_cache
@@ -171,11 +173,16 @@ class Simulation:
         finally:  # NOTE: findings before an error count
             checks.stop()
             self._add_up(scheduler, what)
+            if self.checks:
+                self._unwatched(checks.global_races.unwatched())
             self._sample(program, what, memory, [checks.global_races.written()])
             scheduler.m.release()
 
     def _clusters(self, program: Program, what: Launch) -> list[int]:
         return sampling.pick(program, what, self.clusters)
+
+    def _unwatched(self, said: Sequence[str]) -> None:
+        self.report.unwatched += [s for s in said if s not in self.report.unwatched]
 
     def _sample(
         self,

@@ -43,6 +43,10 @@ SET = "@%p0 st.release.gpu.global.u32 [%x+2048], 99;"
 POLL = """P: ld.acquire.gpu.global.u32 %r1, [%x+2048]; setp.ne.u32 %p3, %r1, 99; @%p3 bra P;"""
 ROW = "mad.lo.u32 %r3, %lane, 16, at;"
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r4, %r5}, [%r3];"
+HANDS = f"{START} setp.eq.u32 %p3, thread, 1; @!%p2 bra R;"
+FLAG = "st.relaxed.gpu.global.u32 [%x], 99; bra E;"
+TAKES = """R: @!%p0 bra E; P: ld.acquire.gpu.global.u32 %r1, [%x]; setp.ne.u32 %p4, %r1, 99;
+    @%p4 bra P; ld.global.u32 %r2, [%out+512]; st.global.u32 [%out+256], %r2; E:"""
 CTAS = Shape(grid=2, block=32, smem=1024)
 CLUSTER = Shape(grid=2, block=32, cluster=2, smem=1024)
 GROUP = Shape(block=128, smem=64)
@@ -123,6 +127,26 @@ PAIRS = {
         P: ld.acquire.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra P;
         GO: HERE ld.global.u32 %r2, [%d1+512]; END: bar.sync 1;""",
         "", "bar.sync 0;", "reads out[160]", Shape(grid=2, block=64, smem=64)),
+    "another lane has the fence of a flag": Pair(
+        f"{HANDS} @%p0 st.global.u32 [%out+512], 7; @%p0 fence.acq_rel.gpu; HERE {FLAG} {TAKES}",
+        "bar.warp.sync -1; @%p3", "@%p0", "has no fence of its own", CTAS, True),
+    "another lane has the fence of a poll": Pair(
+        f"""{HANDS} @%p0 st.global.u32 [%out+512], 7; @%p0 st.release.gpu.global.u32 [%x], 99;
+        bra E; R: @!%p0 bra G; P: ld.relaxed.gpu.global.u32 %r1, [%x]; setp.ne.u32 %p4, %r1, 99;
+        @%p4 bra P; G: bar.warp.sync -1; HERE fence.acq_rel.gpu; bar.warp.sync -1;
+        @%p0 ld.global.u32 %r2, [%out+512]; @%p0 st.global.u32 [%out+256], %r2; E:""",
+        "@%p3", "@%p0", "has no fence of its own", CTAS, True),
+    "one lane fences what all have stored": Pair(
+        f"{HANDS} st.global.u32 [%d1+512], 7; HERE @%p0 fence.acq_rel.gpu; @%p0 {FLAG} {TAKES}",
+        "", "bar.warp.sync -1;", "lane 0 of CTA (0,0,0) warp 0 releases, and its lane 1", CTAS,
+        True),
+    "one lane polls and fences": Pair(
+        f"""{HANDS} st.global.u32 [%d1+512], 7; bar.warp.sync -1;
+        @%p0 fence.acq_rel.gpu; @%p0 {FLAG}
+        R: @!%p0 bra G; P: ld.relaxed.gpu.global.u32 %r1, [%x]; setp.ne.u32 %p4, %r1, 99;
+        @%p4 bra P; fence.acq_rel.gpu; G: HERE ld.global.u32 %r2, [%d1+512];
+        st.global.u32 [%d1+256], %r2; E:""",
+        "", "bar.warp.sync -1;", "of which only lane 0 knows by its acquire", CTAS, True),
     # -- proxies
     "a fence of shared memory for global": Pair(
         f"{init(1)} st.global.u32 [%x_i], %i; HERE bar.sync 0; {LOAD}",

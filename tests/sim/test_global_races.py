@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from cutex.compile import compile
 from cutex.kernels.gemm import stage
 from cutex.problem.gemm import GemmProblem
 from cutex.sim import Hazards, simulate
+from cutex.sim.hazards import sparse_marks
 from cutex.sim.hazards.cluster_order import ClusterOrder
 
 ORDERS = ["fifo", "eager", "starved", "peer-late", "random"]
@@ -348,12 +350,55 @@ READERS = """setp.eq.u32 %p0, %lane, 0; setp.eq.u32 %p1, %cta, 8; mad.wide.u32 %
     bar.warp.sync -1; st.global.u32 [%d2], 5; END:"""
 
 
-@pytest.mark.parametrize("order", ["fifo", "peer-late"])
-@pytest.mark.parametrize("without", [0, 3, 7])
+@pytest.mark.parametrize("order", ["fifo", "peer-late", "random"])
+@pytest.mark.parametrize("without", range(8))
 def test_a_write_that_comes_after_all_readers_but_one_is_found(without, order):
-    how = {"shape": Shape(grid=9), "order": order}
-    right = READERS.replace("WITHOUT", "8").replace("COUNT", "8")
-    assert not simulate_ptx(right, {"x": aligned(np.zeros(256, np.uint32))}, **how).advisories
-    wrong = READERS.replace("WITHOUT", str(without)).replace("COUNT", "7")
-    with pytest.raises(Hazards, match=rf"which CTA \({without},0,0\) has read"):
-        simulate_ptx(wrong, {"x": aligned(np.zeros(256, np.uint32))}, **how)
+    """Also in a tensor that has no marks of all its bytes."""
+    how = {"shape": Shape(grid=9), "order": order, "seed": without}
+    sizes = (256, 1 << 25) if without == 3 else (256,)
+    for x in (aligned(np.zeros(words, np.uint32)) for words in sizes):
+        right = READERS.replace("WITHOUT", "8").replace("COUNT", "8")
+        assert not simulate_ptx(right, {"x": x}, **how).advisories
+        x[:256] = 0
+        wrong = READERS.replace("WITHOUT", str(without)).replace("COUNT", "7")
+        with pytest.raises(Hazards, match=rf"which CTA \({without},0,0\) has read"):
+            simulate_ptx(wrong, {"x": x}, **how)
+
+
+IN_LARGE = {
+    "writes": "st.global.u32 [%x+134000000], %cta;",
+    "atomic beside a store": """setp.eq.u32 %p0, %cta, 0; @%p0 st.global.u32 [%x+134000000], 5;
+        @!%p0 red.global.add.u32 [%x+134000000], 1;""",
+    "read and written": """setp.eq.u32 %p0, %cta, 0; @%p0 ld.global.u32 %r1, [%x+134000000];
+        @!%p0 st.global.u32 [%x+134000000], 5;""",
+    "lanes of one store": "st.global.u32 [%x+134000000], %lane;",
+    "clean": "mad.wide.u32 %d1, %i, 4, %x; st.global.u32 [%d1+134000000], %i;",
+}
+
+
+@pytest.mark.parametrize("kind", IN_LARGE)
+def test_races_on_large_tensors_are_looked_for_where_they_are_touched(kind):
+    x = np.zeros((1 << 25) + 1024, np.uint32)
+    with nullcontext() if kind == "clean" else pytest.raises(Hazards, match=r"x\[33500000\]"):
+        assert not simulate_ptx(IN_LARGE[kind], {"x": x}, Shape(grid=2)).unwatched
+
+
+def test_a_run_says_where_it_has_looked_for_no_races(monkeypatch):
+    monkeypatch.setattr("cutex.sim.hazards.sparse_marks.MOST_PAGES", 1)
+    body = "mad.wide.u32 %d1, %cta, 65536, %x; st.global.u32 [%d1], 5;"
+    report = simulate_ptx(body, {"x": np.zeros(1 << 25, np.uint32)}, Shape(grid=4))
+    (said,) = report.unwatched
+    assert "races on x (33554432 uint32) were looked for in part" in said and said in str(report)
+
+
+def test_marks_of_large_tensors_are_those_of_small_ones():
+    rng, pages = np.random.default_rng(3), sparse_marks.Pages()
+    dense, sparse = np.zeros(1 << 18, np.uint32), sparse_marks.SparseMarks(1 << 18, pages)
+    for step in range(60):
+        at = rng.integers(0, 1 << 18, (rng.integers(1, 40), 4))
+        new = rng.integers(0, 3, (len(at), 1)).astype(np.uint32) * step
+        dense[at] = sparse[at] = new
+        dense[at[:2]] = sparse[at[:2]] = 0
+        assert (dense[at] == sparse[at]).all() and (dense[5:9000] == sparse[5:9000]).all()
+    assert (sparse.marked() == (dense != 0)).all()
+    assert pages.left == sparse_marks.MOST_PAGES - sparse.used + 1

@@ -147,7 +147,7 @@ class Clocks(Observer):
         self.visible[warps] = np.maximum(self.visible[warps], self.known[warps])
         self.count(warps)
 
-    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
+    def fenced(self, warps: np.ndarray, lanes: np.ndarray, releases: bool, scope: str) -> None:
         """Later relaxed arrivals carry the present clock, if the fence releases it to the
         cluster.
         """

@@ -38,10 +38,13 @@ KEPT = 64  # writes of a place that are kept
 
 
 class _At(NamedTuple):
-    """A clock, and the count of the warp that has it from which on another is ordered after it."""
+    """A clock, the count of the warp that has it from which on another is ordered after it, and
+    the lanes (bits) of the warp that have it by the letter.
+    """
 
     clock: ClusterClock
     since: int
+    lanes: int
 
 
 def _releases(program: Program) -> bool:
@@ -76,27 +79,33 @@ class ClusterOrder(Observer):
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
         self.clocks = clocks
-        # by warp: the clock that its last fence released, and its count
-        self.at_fence: dict[int, _At] = {}
+        # by warp: the clock that its last fence released, of lanes that have executed no later one
+        self.at_fence: dict[int, list[_At]] = {}
         # by warp: clocks read strongly since its last fence, and its count at the last
         self.observed: dict[int, _At] = {}
         self.acquired: dict[int, list[ClusterClock]] = {}  # by warp: its clock after each acquire
         self.latest: dict[int, ClusterClock] = {}  # by warp: the clock that it has acquired last
 
-    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
+    def fenced(self, warps: np.ndarray, lanes: np.ndarray, releases: bool, scope: str) -> None:
         """NOTE: the clocks have to count the fence after this."""
         if not self.active or scope != "gpu":
             return
-        for warp in warps.tolist():
-            if (seen := self._before(self.observed, warp)) is not None:
+        for warp, by in zip(warps.tolist(), bits_of(lanes), strict=True):
+            observed = {w: [at] for w, at in self.observed.items()}
+            if (seen := self._before(observed, warp, by)) is not None:
                 self._acquire(warp, seen)
                 if not self.lenient:  # else other threads' fences behind a barrier count as well
                     del self.observed[warp]
             if releases:
-                self.at_fence[warp] = _At(self._now(warp), self.clocks.now(warp) + 1)
+                others = [at._replace(lanes=at.lanes & ~by) for at in self.at_fence.get(warp, ())]
+                mine = _At(self._now(warp), self.clocks.now(warp) + 1, by)
+                self.at_fence[warp] = [at for at in others if at.lanes and not self.lenient] + [
+                    mine
+                ]
 
-    def read(self, warp: int, address: int, how: Strength, back: int = 0) -> None:
-        """A strong read of what the last write left, or one so many before it."""
+    def read(self, warp: int, address: int, how: Strength, lanes: int, back: int = 0) -> None:
+        """A strong read by these lanes (bits) of what the last write left, or one so many before
+        it."""
         if (all_seen := self.released.get(address)) is None or not all_seen[-1 - back]:
             return
         seen = all_seen[-1 - back]
@@ -105,12 +114,14 @@ class ClusterOrder(Observer):
                 self.latest[warp] = seen
                 self._acquire(warp, seen)
         else:
-            before = self.observed[warp].clock if warp in self.observed else {}
-            self.observed[warp] = _At(_joined(before, seen), self.clocks.now(warp))
+            before = self.observed.get(warp, _At({}, 0, 0))
+            clock = _joined(before.clock, seen)
+            self.observed[warp] = _At(clock, self.clocks.now(warp), before.lanes | lanes)
 
-    def write(self, warp: int, address: int, how: Strength) -> None:
-        """A strong write: the clock released there before is kept, as with an atomic."""
-        given = self._now(warp) if how.releases else self._before(self.at_fence, warp)
+    def write(self, warp: int, address: int, how: Strength, lanes: int) -> None:
+        """A strong write by these lanes: the clock released there before is kept, as with an
+        atomic."""
+        given = self._now(warp) if how.releases else self._before(self.at_fence, warp, lanes)
         if how.releases and not self.lenient:
             self.clocks.count(warp)
         released = self.released.setdefault(address, [{}])
@@ -118,17 +129,18 @@ class ClusterOrder(Observer):
         if len(released) > KEPT:
             del released[0]
 
-    def _before(self, each: dict[int, _At], warp: int) -> ClusterClock | None:
-        """The warp's own clock in ``each``; if lenient, with those of warps that it is ordered
-        after.
+    def _before(self, each: dict[int, list[_At]], warp: int, lanes: int) -> ClusterClock | None:
+        """The warp's own clock in ``each``, of one of these lanes; if lenient, of any, with those
+        of warps that it is ordered after.
         """
         if not self.lenient:
-            return each[warp].clock if warp in each else None
+            mine = reversed(each.get(warp, ()))
+            return next((at.clock for at in mine if at.lanes & lanes), None)
         out: ClusterClock | None = None
-        for other, at in each.items():
+        for other, (*_, at) in each.items():
             if self.m.grid.first_cta[other] != self.m.grid.first_cta[warp]:
                 continue
-            if self.clocks.known[warp, self.clocks.slot[other]] >= at.since:
+            if self.clocks.known[warp, self.clocks.slot[other]] >= at.since or other == warp:
                 out = _joined(out or {}, at.clock)
         return out
 
@@ -178,6 +190,11 @@ class ClusterOrder(Observer):
         if after is not before:
             steps.append(after)
             self.clocks.learn(warp, self.clocks.acquire_slot(warp, self.lenient), len(steps))
+
+
+def bits_of(lanes: np.ndarray) -> list[int]:
+    """Lanes, (warps, 32), as bits."""
+    return [int(x) for x in lanes @ (1 << np.arange(32))]
 
 
 def _joined(a: ClusterClock, b: ClusterClock) -> ClusterClock:

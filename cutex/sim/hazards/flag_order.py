@@ -57,7 +57,7 @@ class FlagOrder(Observer):
         # likewise: the clock that it has acquired last
         self.latest: dict[tuple[int, bool], np.ndarray] = {}
 
-    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
+    def fenced(self, warps: np.ndarray, lanes: np.ndarray, releases: bool, scope: str) -> None:
         """NOTE: the clocks have to count the fence after this."""
         for warp in warps.tolist():
             self.clocks.take(warp, self.observed.pop((warp, True), None))

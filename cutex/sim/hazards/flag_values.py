@@ -165,12 +165,12 @@ class ClusterFlags:
         if not (how.far and self.active):
             return
         writes = how.atomic and not only_reads(ins)
-        for warp, address in set(zip(where.warps.tolist(), where.addresses.tolist(), strict=True)):
+        for (warp, address), lanes in _lanes_by_place(where).items():
             for order in self.orders:
                 back = self.values.back(order, warp, address, size, ins)
-                order.read(warp, address, how, back)
+                order.read(warp, address, how, lanes, back)
                 if writes:
-                    order.write(warp, address, how)
+                    order.write(warp, address, how, lanes)
             if writes:
                 self.values.wrote(warp, address, size)
 
@@ -179,7 +179,17 @@ class ClusterFlags:
         if not (how.far and self.active):
             return
         each = zip(where.warps.tolist(), where.addresses.tolist(), values, strict=True)
+        by = _lanes_by_place(where)
         for (warp, address), value in {(w, a): v.tobytes() for w, a, v in each}.items():
             self.values.wrote(warp, address, len(value), value)
             for order in self.orders:
-                order.write(warp, address, how)
+                order.write(warp, address, how, by[warp, address])
+
+
+def _lanes_by_place(where: Lanes) -> dict[tuple[int, int], int]:
+    """By warp and address: the lanes (bits) that access it."""
+    out: dict[tuple[int, int], int] = {}
+    each = (x.tolist() for x in (where.warps, where.addresses, where.lanes))
+    for warp, address, lane in zip(*each, strict=True):
+        out[warp, address] = out.get((warp, address), 0) | 1 << lane
+    return out

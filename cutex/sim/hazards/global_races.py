@@ -10,7 +10,7 @@ lost.
 
 Of a bulk store the write counts: it is complete after ``wait_group``, not after ``.read``, and it
 comes after what its thread knew when it issued it. Loads by ordinary instructions are recorded by
-byte: the last one, and one before that it is not ordered after. TMA and bulk loads are compared
+byte: all that no later one is ordered after. TMA and bulk loads are compared
 with earlier writes when they are issued and, recorded as boxes, at the end with those of other
 clusters; if clusters have an order, only when they are issued.
 """
@@ -39,9 +39,19 @@ from cutex.sim.hazards.global_marks import (
     Records,
     Touched,
 )
-from cutex.sim.hazards.global_readers import Readers
+from cutex.sim.hazards.global_readers import Readers, ReaderSets
 from cutex.sim.hazards.global_reports import GlobalReports
 from cutex.sim.hazards.rechecks import Rechecks
+from cutex.sim.hazards.sparse_marks import (
+    LARGEST,
+    MOST_PAGES,
+    PAGE,
+    Marks,
+    Pages,
+    SparseMarks,
+    marked,
+    marks_of,
+)
 from cutex.sim.isa.boxes import box_places
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
@@ -54,15 +64,12 @@ from cutex.sim.ptx.strength import WEAK, Strength, strength
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-LARGEST = 1 << 26  # bytes of the largest watched tensor: a mark takes four times as many
-LARGEST_READ = 1 << 22  # bytes of the largest tensor whose loads are watched
-
 _CHANGES = Strength(True, True, False, False)
 
 
 class GlobalRaces(Observer):
-    """The last write to each byte of the launch's tensors, and its last two readers, as marks of
-    the records; by the region's address.
+    """The last write to each byte of the launch's tensors, and its readers, as marks of the
+    records; by the region's address.
     """
 
     def __init__(self, machine: Machine, rechecks: Rechecks) -> None:
@@ -77,9 +84,11 @@ class GlobalRaces(Observer):
         self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
         self.reports = GlobalReports(machine, self.records, rechecks, self.flags.values)
         self.sums = BulkSums(machine, self.clashes, self.records)
-        self.writes: dict[int, np.ndarray] = {}
+        self.pages = Pages()
+        self.reader_sets = ReaderSets(self.records)
+        self.writes: dict[int, Marks] = {}
         self.stored_to: set[int] = set()  # of these, where not only bulk stores have written
-        self.beneath: dict[int, np.ndarray] = {}  # the last ordinary write before atomics
+        self.beneath: dict[int, Marks] = {}  # the last ordinary write before atomics
         self.reads: dict[int, Readers] = {}
         self.boxes: dict[tuple[Any, ...], BoxRead] = {}
 
@@ -101,10 +110,6 @@ class GlobalRaces(Observer):
         if region is None:
             return
         how = strength(ins.op)
-        size_now = len(region.data)
-        watched = how.strong or region.base in self.writes or size_now <= LARGEST_READ
-        if not watched or size_now > LARGEST:
-            return
         ends = addresses + np.uint64(size)
         inside = (addresses >= np.uint64(region.base)) & (ends <= np.uint64(region.end))
         if not inside.all():
@@ -155,7 +160,7 @@ class GlobalRaces(Observer):
         self, region: Region, offsets: np.ndarray, size: int, by: Storing, ins: Instruction
     ) -> None:
         """An element at a time."""
-        if self.active and len(region.data) <= LARGEST:
+        if self.active:
             places = offsets[:, None] + np.arange(size)
             self._atomic(region, places, self._stores(by, _CHANGES, ins), ins)
 
@@ -220,14 +225,34 @@ class GlobalRaces(Observer):
         return int(self.records.line[last]) if last else 0
 
     def written(self) -> dict[int, np.ndarray]:
-        """The written bytes of the watched tensors, as packed bits by the regions' addresses."""
-        return {base: np.packbits(marks != 0) for base, marks in self.writes.items()}
+        """The written bytes of the tensors that have all their marks, as packed bits by the
+        regions' addresses.
+        """
+        each = self.writes.items()
+        return {b: np.packbits(m != 0) for b, m in each if not isinstance(m, SparseMarks)}
+
+    def unwatched(self) -> list[str]:
+        """What races are not looked for in, as sentences: tensors of which not all accesses are
+        marked (see `sparse_marks`), and kernels with multimem.
+        """
+        kernel = self.m.program.title
+        if not self.active:
+            return [f"{kernel} has multimem: no races on global memory were looked for"]
+        kept = [(base, marks) for base, marks in self.writes.items()]
+        kept += [(base, m) for base, r in self.reads.items() for m in (r.last, r.before)]
+        full = {base for base, m in kept if isinstance(m, SparseMarks) and m.full}
+        regions = [r for base in sorted(full) if (r := self.m.memory.find(base)) is not None]
+        return [
+            f"{kernel} touches more than {MOST_PAGES * PAGE >> 20} MB of large tensors: races on "
+            f"{r.description or r.name} were looked for in part of it only"
+            for r in regions
+        ]
 
     def touched(self, among: Container[int] | None = None) -> Touched:
         """The accesses of the clusters that have run; boxes ``among`` these tensors by byte, by
         default among those that are written."""
         among = self.writes if among is None else among
-        read = {base: readers.last != 0 for base, readers in self.reads.items()}
+        read = {b: marked(r.last) for b, r in self.reads.items() if len(r.last) <= LARGEST}
         loaded = set()
         for box in self.boxes.values():
             found = box.places(self.m.memory, among)
@@ -265,7 +290,7 @@ class GlobalRaces(Observer):
             elif not by.how.strong:
                 self._check_lanes(last, places, by, region, ins)
                 self._check_constant(last, places, by, region, ins)
-        if by.how.far or len(region.data) > LARGEST_READ:
+        if by.how.far:
             return
         self._readers(region).add(places, by, self._mark(by), self.clashes)
 
@@ -275,7 +300,7 @@ class GlobalRaces(Observer):
         """A write of ``values`` (n, size) bytes at ``offsets`` (n,) of the region, before it
         happens.
         """
-        if not self.active or len(region.data) > LARGEST:
+        if not self.active:
             return
         places = offsets[:, None] + np.arange(values.shape[1])
         marks = self._marks(region)
@@ -303,11 +328,10 @@ class GlobalRaces(Observer):
         if region.base not in self.reads:
             return
         readers = self.reads[region.base]
-        for marks in (readers.last[places], readers.other[places]):
-            if clash := self.clashes.first(marks, places, by, differs):
-                load = int(self.records.line[clash.earlier]) if by.how.strong else 0
-                self.reports.race(by, clash, region, "writes", "has read", ins, by.how.strong, load)
-                break
+        clash = self.clashes.first(readers.last[places], places, by, differs)
+        if clash := clash or readers.first(places, by, differs, self.clashes):
+            load = int(self.records.line[clash.earlier]) if by.how.strong else 0
+            self.reports.race(by, clash, region, "writes", "has read", ins, by.how.strong, load)
         if self.order.active:
             readers.forget(places)
 
@@ -337,7 +361,7 @@ class GlobalRaces(Observer):
         if beneath is None:
             if not plain.any():
                 return None
-            beneath = self.beneath[region.base] = np.zeros(len(region.data), np.uint32)
+            beneath = self.beneath[region.base] = marks_of(len(region.data), self.pages)
         beneath[places[plain]] = last[plain]
         return self.clashes.first(np.where(plain, 0, beneath[places]), places, by)
 
@@ -478,12 +502,12 @@ class GlobalRaces(Observer):
         partial = self._partial(by) if by.clock is None else np.zeros(1, np.int32)
         return self.records.add(by, self.clashes.who(by), partial)
 
-    def _marks(self, region: Region) -> np.ndarray:
+    def _marks(self, region: Region) -> Marks:
         if region.base not in self.writes:
-            self.writes[region.base] = np.zeros(len(region.data), np.uint32)
+            self.writes[region.base] = marks_of(len(region.data), self.pages)
         return self.writes[region.base]
 
     def _readers(self, region: Region) -> Readers:
         if region.base not in self.reads:
-            self.reads[region.base] = Readers(len(region.data))
+            self.reads[region.base] = Readers(len(region.data), self.reader_sets, self.pages)
         return self.reads[region.base]

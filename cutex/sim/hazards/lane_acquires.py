@@ -1,7 +1,8 @@
 """Lanes that access what others have written, by a flag that only other lanes of their warp have
 acquired.
 
-An acquire orders the thread that executes it (PTX ISA 8.8, 8.9.2). Where one lane polls a flag, or
+An acquire, or a strong read and a fence behind it, orders the thread that executes it (PTX ISA 8.8,
+8.9.2). Where one lane polls a flag, or
 takes a lock, for its warp, the other lanes know of it by a bar.warp.sync or a barrier behind that.
 Warps usually come together behind such a loop, so a missing one is an advisory.
 """
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from cutex.sim.hazards.cluster_order import bits_of
 from cutex.sim.hazards.global_marks import LANE
 from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.memory import Part, Region
 from cutex.sim.ptx.program import Instruction, Program
-from cutex.sim.ptx.strength import strength
+from cutex.sim.ptx.strength import is_fence, strength
 
 if TYPE_CHECKING:
     from cutex.sim.hazards.clocks import Clocks
@@ -38,8 +40,9 @@ class _Acquired(NamedTuple):
 
 
 def acquires(program: Program) -> bool:
-    """Whether any access acquires from other CTAs."""
-    return any(strength(ins.op).acquires and strength(ins.op).far for ins in program.code)
+    """Whether any access, or a fence, acquires from other CTAs."""
+    code = program.code
+    return any(is_fence(x.op) or (strength(x.op).acquires and strength(x.op).far) for x in code)
 
 
 class LaneAcquires(Observer):
@@ -48,6 +51,8 @@ class LaneAcquires(Observer):
     def __init__(self, machine: Machine, clocks: Clocks, races: GlobalRaces) -> None:
         self.m, self.clocks, self.races = machine, clocks, races
         self.acquired: dict[int, _Acquired] = {}  # by warp
+        # by warp: the lanes (bits) that have read strongly since its last fence, and the last read
+        self.observed: dict[int, tuple[int, Instruction]] = {}
         self.told: set[int] = set()  # lines
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
@@ -55,6 +60,9 @@ class LaneAcquires(Observer):
         how = strength(ins.op)
         if how.acquires and how.far:
             self._acquire(where, ins)
+        elif how.strong and how.far:
+            for warp, lane in zip(where.warps.tolist(), where.lanes.tolist(), strict=True):
+                self.observed[warp] = self.observed.get(warp, (0, ins))[0] | 1 << lane, ins
         elif self.acquired and not how.strong:
             region = self.m.memory.find(int(where.addresses[0])) if len(where.addresses) else None
             if region is not None:
@@ -69,6 +77,17 @@ class LaneAcquires(Observer):
             for region, members, offsets in parts:
                 lanes = where.pick(members)
                 self._access(lanes, region, offsets, values.shape[1], "overwrites", ins)
+
+    def fenced(self, warps: np.ndarray, lanes: np.ndarray, releases: bool, scope: str) -> None:
+        """NOTE: the order of clusters has to take the acquire after this."""
+        if scope != "gpu" or not self.observed:
+            return
+        for warp, by in zip(warps.tolist(), bits_of(lanes), strict=True):
+            read, ins = self.observed.get(warp, (0, None))
+            if read & by and ins is not None:
+                del self.observed[warp]
+                one = np.flatnonzero((read & by) >> np.arange(32) & 1)
+                self._acquire(Lanes(np.full(len(one), warp), one, one), ins)
 
     def _acquire(self, where: Lanes, ins: Instruction) -> None:
         for warp in np.unique(where.warps).tolist():
@@ -127,8 +146,8 @@ class LaneAcquires(Observer):
     # -- what orders the lanes ---------------------------------------------------------------------
 
     def lanes_met(self, warps: np.ndarray) -> None:
-        for warp in warps.tolist() if self.acquired else ():
-            self.acquired.pop(warp, None)
+        for warp in warps.tolist() if self.acquired or self.observed else ():
+            self._met(warp)
 
     def some_lanes_met(self, warp: int, lanes: int) -> None:
         by, named = self.acquired.get(warp), np.flatnonzero(lanes >> np.arange(32) & 1).tolist()
@@ -136,11 +155,16 @@ class LaneAcquires(Observer):
             by.lanes.update(named)
 
     def named_passed(self, key: tuple[int, int], warp: int) -> None:
-        self.acquired.pop(warp, None)
+        self._met(warp)
 
     def cluster_passed(self, which: int, warp: int) -> None:
-        self.acquired.pop(warp, None)
+        self._met(warp)
 
     def mbarrier_passed(self, barrier: object, warp: int, lanes: np.ndarray, ins: object) -> None:
         if len(lanes) == 32:  # NOTE: the lane may have arrived there behind its acquire
-            self.acquired.pop(warp, None)
+            self._met(warp)
+
+    def _met(self, warp: int) -> None:
+        self.acquired.pop(warp, None)
+        if warp in self.observed:  # NOTE: then a fence of any lane counts, see cluster_order
+            self.observed[warp] = -1, self.observed[warp][1]

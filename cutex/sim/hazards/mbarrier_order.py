@@ -183,7 +183,7 @@ class MBarrierOrder(Observer):
 
     # -- relaxed ones ------------------------------------------------------------------------------
 
-    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
+    def fenced(self, warps: np.ndarray, lanes: np.ndarray, releases: bool, scope: str) -> None:
         """NOTE: the clocks have to count the fence after this."""
         if not self.relaxed:
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutex.sim.hazards.global_races import LARGEST
+from cutex.sim.hazards.sparse_marks import LARGEST
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer
 from cutex.sim.machine.memory import Part
@@ -39,12 +39,11 @@ class OneStore(Observer):
         if ins.name not in ("st", "tensormap"):
             return  # NOTE: atomics come one after another
         for region, members, offsets in parts:
-            if len(region.data) <= LARGEST:
-                mine, words = where.pick(members), len(region.data) // WORD + 1
-                pair = self._clash(region.base, words, mine.warps, offsets, values[members])
-                if pair is not None:
-                    place = region.element(int(offsets[pair[0]]))
-                    self._report(mine, pair, place, ins)
+            mine, words = where.pick(members), len(region.data) // WORD + 1
+            pair = self._clash(region.base, words, mine.warps, offsets, values[members])
+            if pair is not None:
+                place = region.element(int(offsets[pair[0]]))
+                self._report(mine, pair, place, ins)
 
     def shared_stores(
         self, where: Lanes, places: np.ndarray, values: np.ndarray, ins: Instruction
@@ -65,12 +64,17 @@ class OneStore(Observer):
         """
         if len(places) < 2 or (places[1:] > places[:-1]).all():
             return None
-        if of not in self.last:
-            self.last[of] = np.zeros(words, np.int32)
-        word, number = places // WORD, np.arange(len(places), dtype=np.int32)
-        self.last[of][word] = number
-        if (self.last[of][word] == number).all():
-            return None  # NOTE: no two in one word, as in most stores
+        word = places // WORD
+        if words > LARGEST // WORD:
+            if len(np.unique(word)) == len(word):
+                return None
+        else:
+            if of not in self.last:
+                self.last[of] = np.zeros(words, np.int32)
+            number = np.arange(len(places), dtype=np.int32)
+            self.last[of][word] = number
+            if (self.last[of][word] == number).all():
+                return None  # NOTE: no two in one word, as in most stores
         order = np.lexsort((warps, places))
         first, second = order[:-1], order[1:]
         cluster = self.m.grid.cta_cluster[self.m.grid.warp_cta[warps]]

@@ -17,8 +17,9 @@ import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.global_marks import LANE, PLAIN, By
-from cutex.sim.hazards.global_races import LARGEST, GlobalRaces
+from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.hazards.smem_marks import Several, Touches
+from cutex.sim.hazards.sparse_marks import Marks, marks_of
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import Part, Region
@@ -80,12 +81,12 @@ class StrongSizes(Observer):
     def __init__(self, machine: Machine, races: GlobalRaces) -> None:
         self.m, self.races, self.sizes = machine, races, sizes(machine.program)
         self.active = races.active and len(set(self.sizes[self.sizes > 0].tolist())) > 1
-        self.loads: dict[int, np.ndarray] = {}  # by region: marks of the last strong load
+        self.loads: dict[int, Marks] = {}  # by region: marks of the last strong load
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
         if self.active and self.sizes[ins.line] and len(where.addresses):
             region = self.m.memory.find(int(where.addresses[0]))
-            if region is None or len(region.data) > LARGEST:
+            if region is None:
                 return
             ends = where.addresses + np.uint64(size)
             inside = (where.addresses >= np.uint64(region.base)) & (ends <= np.uint64(region.end))
@@ -101,8 +102,7 @@ class StrongSizes(Observer):
         # NOTE: an atomic comes as a load, too
         if self.active and self.sizes[ins.line] and not strength(ins.op).atomic:
             for region, members, offsets in parts:
-                if len(region.data) <= LARGEST:
-                    self._check(region, where.pick(members), offsets, values.shape[1], ins)
+                self._check(region, where.pick(members), offsets, values.shape[1], ins)
 
     def _by(self, where: Lanes, how: Strength, ins: Instruction) -> By:
         clocks = self.races.clocks
@@ -116,7 +116,7 @@ class StrongSizes(Observer):
         """Mark a strong load."""
         marks = self.loads.get(region.base)
         if marks is None:
-            marks = self.loads[region.base] = np.zeros(len(region.data), np.uint32)
+            marks = self.loads[region.base] = marks_of(len(region.data), self.races.pages)
         by = self._by(where, strength(ins.op), ins)
         made = self.races.records.add(by, self.races.clashes.who(by), 0 * where.warps)
         marks[offsets[:, None] + np.arange(size)] = made[:, None]
@@ -133,7 +133,7 @@ class StrongSizes(Observer):
                 self._compare(marks, region, where, offsets[:, None] + np.arange(size), ins)
 
     def _compare(
-        self, marks: np.ndarray, region: Region, where: Lanes, places: np.ndarray, ins: Instruction
+        self, marks: Marks, region: Region, where: Lanes, places: np.ndarray, ins: Instruction
     ) -> None:
         races, last, mine = self.races, marks[places], self.sizes[ins.line]
         records = last >> LANE

@@ -182,7 +182,9 @@ class Calls:
             f"kernel{'s' * (kernels != 1)} in order {self.order}, {done.instructions} "
             f"warp-instructions, {done.seconds:.1f} s{findings}{more}{ended}"
             f"{'' if self.checks else ', races unchecked'}"
-            + "".join(f"; {text}" for text in dict.fromkeys(map(str, done.sampled)))
+            + "".join(
+                f"; {text}" for text in dict.fromkeys((*map(str, done.sampled), *done.unwatched))
+            )
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -194,6 +196,7 @@ class Calls:
             "warp_instructions": self.report.instructions,
             "seconds": self.report.seconds,
             "sampled": [str(s) for s in self.report.sampled],
+            "unwatched": self.report.unwatched,
             "used_once": self.report.unwrapped,
             "errors": [{"type": type(e).__name__, "report": str(e)} for e, _ in self.errors],
             "kernels": [k.as_dict() for k in self.report.kernels.values()],
@@ -233,6 +236,7 @@ class Calls:
         total.seconds += new.seconds
         total.kernels.update(new.kernels)
         total.sampled += new.sampled
+        total.unwatched += [s for s in new.unwatched if s not in total.unwatched]
         for name, (slots, phases) in new.rings.items():
             total.rings[name] = slots, max(phases, total.rings.get(name, (0, 0))[1])
         for mine, theirs in ((total.findings, new.findings), (total.advisories, new.advisories)):

@@ -257,7 +257,11 @@ def fence(d: Decoder) -> Execute:
     if is_fence(d.ins.op):
         scope = "gpu"
 
-    return lambda b: m.events.fenced(b.idx[b.any_active()], releases, scope)
+    def execute(b: Batch) -> None:
+        some = b.any_active()
+        m.events.fenced(b.idx[some], b.active()[some], releases, scope)
+
+    return execute
 
 
 def _fence_async(d: Decoder, b: Batch) -> None:

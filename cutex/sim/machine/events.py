@@ -204,8 +204,10 @@ class Observer:
     def some_lanes_met(self, warp: int, lanes: int) -> None:
         """A bar.warp.sync of these lanes of a warp (bits), which are not all."""
 
-    def fenced(self, warps: np.ndarray, releases: bool, scope: str) -> None:
-        """A fence with the scope of a "cta", a "cluster" or the "gpu" (or the system)."""
+    def fenced(self, warps: np.ndarray, lanes: np.ndarray, releases: bool, scope: str) -> None:
+        """A fence by these lanes, (warps, 32), with the scope of a "cta", a "cluster" or the "gpu"
+        (or the system).
+        """
 
     def proxy_fenced(self, warps: np.ndarray) -> None:
         """fence.proxy.async, of all memory or of shared memory."""
