@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cutex.compile import Argument
 from cutex.device.atoms.quad import transpose_in_quad
@@ -253,9 +253,12 @@ class Preprocess:
 
 
 def by_tiles(mX: cute.Tensor, width: int) -> cute.Tensor:
-    """The contiguous mX as (tiles, `width`)."""
-    layout = cute.make_layout((cute.size(mX) // width, width), stride=(width, 1))
-    return cute.make_tensor(mX.iterator, layout)
+    """The contiguous mX (rows, numbers) as (tiles, `width`), of 2^31 numbers or more."""
+    rows, numbers = mX.shape
+    tiles = Int32(Int64(rows) * numbers // width)
+    # NOTE: of 64 bits, else the place of a tile overflows
+    stride = cute.assume(Int64(width), divby=width)
+    return cute.make_tensor(mX.iterator, cute.make_layout((tiles, width), stride=(stride, 1)))
 
 
 def row_sizes(config: BackwardSpec, mX: cute.Tensor, args: KernelArgs):
