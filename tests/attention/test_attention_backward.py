@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import cutex
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.tail import Tail, spare_sums
+from cutex.kernels.attention.backward.tail import Ramp, RampTail, Tail, spare_sums
 from cutex.kernels.attention.backward.tiles import (
     Rotation,
     Sizes,
@@ -206,25 +206,58 @@ def test_sums_are_zeroed_by_tiles_that_are_handed_out_before_those_that_add(caus
         assert all((unit + 1) * num_n_blocks - ahead <= first[unit] for unit in first)
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("steps", [1, 7, 32])
-@pytest.mark.parametrize("tiles", [1, 5, 131, 132, 200, 4096])
-def test_shares_of_the_last_tiles_hold_each_step_once(tiles, steps):
-    tail = Tail(tiles, steps, ctas=132, least=2, cost=1)
+def ramp_tail(rows_q, rows_k, tile_m, units, group=3):
+    """The tail of a causal call, all of whose tiles are cut."""
+    count, blocks = -(-rows_k // 128), -(-rows_q // tile_m)
+    ramp = Ramp(count, blocks, group, rows_k - rows_q, tile_m, 128)
+    return RampTail(count * units, ramp.before(count), ctas=132, least=2, cost=1, ramp=ramp)
+
+
+TAILS = {
+    f"{tiles} of {steps}": Tail(tiles, steps, ctas=132, least=2, cost=1)
+    for tiles in (1, 5, 131, 132, 200, 4096)
+    for steps in (1, 7, 32)
+} | {
+    f"{rows_q} on {rows_k} by {tile_m}": ramp_tail(rows_q, rows_k, tile_m, units)
+    for rows_q, rows_k, units in ((1, 1, 1), (130, 4000, 2), (4000, 4000, 5), (900, 250, 7))
+    for tile_m in (64, 128)
+}
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("name", TAILS)
+def test_shares_of_the_last_tiles_hold_each_step_once(name):
+    tail = TAILS[name]
     taken: dict[int, list[tuple[int, int]]] = {}
     kept = []  # shares whose sums another adds
     for number in range(tail.total):
         for which in range(tail.pieces(number)):
             piece = tail.piece(number, which)
             taken.setdefault(piece.index, []).append((piece.first, piece.end))
-            kept += [number - tail.whole] * (piece.end < steps)
+            kept += [number - tail.whole] * (piece.end < tail.steps_of(piece.index))
     assert len(set(kept)) == len(kept)
     assert max(kept, default=-1) < spare_sums(tail)
-    assert sorted(taken) == list(range(tiles))
-    for pieces in taken.values():
+    assert sorted(taken) == list(range(tail.tiles))
+    for index, pieces in taken.items():
         ends = [0, *(end for _, end in sorted(pieces))]
         assert sorted(pieces) == list(pairwise(ends))
-        assert ends[-1] == steps
+        assert ends[-1] == tail.steps_of(index)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("lengths", [(1, 1), (130, 4000), (700, 700), (900, 250), (64, 65)])
+def test_steps_of_causal_tiles_are_the_blocks_that_see_them(lengths, tile_m):
+    rows_q, rows_k = lengths
+    info, tail = BlockInfo(tile_m, 128, Band(None, 0)), ramp_tail(*lengths, tile_m, units=2)
+    seen = [info.m_blocks(n, rows_q, rows_k) for n in range(tail.ramp.count)] * 2
+    starts = [0, *accumulate((b.end - b.first) * 3 for b in seen)]
+    assert [tail.start(i) for i in range(len(seen))] == starts[:-1]
+    assert [tail.ramp.first(n) for n in range(tail.ramp.count)] == [
+        b.first for b in seen[: tail.ramp.count]
+    ]
+    assert [tail.holding(x) for x in starts[:-1]] == list(range(len(seen)))
+    assert [tail.holding(x - 1) for x in starts[1:]] == list(range(len(seen)))
 
 
 @pytest.mark.sweep(3)

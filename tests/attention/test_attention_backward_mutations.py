@@ -498,6 +498,18 @@ def test_last_tiles_whose_queries_are_spread_are_right(short_shares, config, cta
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ctas", [3, 5])
+@pytest.mark.parametrize("lengths", [(130, 200), (300, 300), (260, 140)])
+@pytest.mark.parametrize("config", [OWN, OWN_64], ids=["128", "64"])
+def test_causal_tiles_that_are_all_cut_are_right(short_shares, config, lengths, ctas):
+    """The shares hold a part of a tile, or several."""
+    dims = {"head_dim": config.head_dim, "head_dim_v": config.head_dim}
+    sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "heads_q": 2}
+    case = replace(OWN_CASE, batch=1 + (ctas == 5), **sizes, **dims)
+    assert wrong(replace(config, num_ctas=ctas, spread=True), case=case) is None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no wait", "no reset", "not added"])
 def test_sums_of_a_piece_that_are_passed_on_wrongly_are_found(short_shares, monkeypatch, fault):
     if fault == "no wait":

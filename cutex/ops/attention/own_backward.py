@@ -17,7 +17,13 @@ from torch import Tensor
 
 from cutex.kernels.attention.backward.choose import CONFIGS, Config, fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.tail import Tail, spare_sums
+from cutex.kernels.attention.backward.tail import (
+    MOST_BLOCKS,
+    Ramp,
+    RampTail,
+    Tail,
+    spare_sums,
+)
 from cutex.ops.attention import torch_backward
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.attention.plan import (
@@ -181,6 +187,8 @@ def config_for(call: AttentionCall, dlse: bool) -> Config:
     tiles = -(-call.k.shape[-3] // found.tile_n) * call.batch * call.heads[1]
     if isinstance(found, BackwardConfig) and found.may_rotate and tiles <= FEW * num_sms:
         return replace(found, rotated=True)
+    if isinstance(found, BackwardConfig) and found.may_ramp and pays_to_cut(call, found):
+        return replace(found, spread=True)
     return found
 
 
@@ -203,11 +211,27 @@ def num_tiles(call: AttentionCall, config: Config) -> int:
 
 
 def tail_of_call(call: AttentionCall, config: Config) -> Tail:
-    """The tiles of keys of a call, of which the last are cut."""
+    """The tiles of keys of a call, of which the last are cut; with a causal mask all of them."""
     heads, heads_kv = call.heads
-    tiles = -(-call.k.shape[-3] // config.tile_n) * call.batch * heads_kv
-    steps = -(-call.q.shape[-3] // config.tile_m) * (heads // heads_kv)
-    return Tail(tiles, steps, config.num_ctas, *config.tail_steps)
+    rows_q, rows_k = call.q.shape[-3], call.k.shape[-3]
+    units, count = call.batch * heads_kv, -(-rows_k // config.tile_n)
+    blocks, group = -(-rows_q // config.tile_m), heads // heads_kv
+    how = config.num_ctas, *config.tail_steps
+    if not config.causal:
+        return Tail(count * units, blocks * group, *how)
+    ramp = Ramp(count, blocks, group, rows_k - rows_q, config.tile_m, config.tile_n)
+    return RampTail(count * units, ramp.before(count), *how, ramp)
+
+
+def pays_to_cut(call: AttentionCall, config: BackwardConfig) -> bool:
+    """Whether causal tiles are so few that the longest ones would take longer than equal shares of
+    all of them."""
+    tail = tail_of_call(call, config)
+    assert isinstance(tail, RampTail)
+    # NOTE: of more tiles, some would have no one to zero their sums of dQ (shared.Zeros)
+    few = tail.tiles <= 2 * tail.ctas and tail.ramp.count <= MOST_BLOCKS
+    share = -(-tail.steps_in_all // tail.shares) + tail.cost
+    return few and share < tail.ramp.steps_of(0)
 
 
 def scalars(call: AttentionCall, config: Config) -> list[float | int]:

@@ -37,7 +37,8 @@ class BackwardConfig(BackwardSpec):
     alternate: bool = False  # the warpgroups that own keys start their products in alternation
     dq_last: bool = False  # of own_dq: a turn is dK, dV, dQ, not dV, dQ, dK
     late_zeros: bool = False  # sums of dQ are zeroed by main, shortly before they are added to
-    spread: bool = False  # the last tiles of keys are cut along their queries, for all CTAs
+    spread: bool = False  # the last tiles of keys are cut along their queries, for all CTAs; causal
+    # ones are cut all
     rotated: bool = False  # tiles of a head that begin together are spread over all queries
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
@@ -132,6 +133,11 @@ class BackwardConfig(BackwardSpec):
         """Whether adds come in one order, and all queries of sequences of one length see all
         keys."""
         return self.adding_warps > 0 and not (self.causal or self.ragged)
+
+    @property
+    def may_ramp(self) -> bool:
+        """Whether tiles that a causal mask makes shorter and shorter may all be cut (spread)."""
+        return self.late_zeros and self.causal and not self.ragged
 
     @property
     def turns(self) -> int:

@@ -38,8 +38,10 @@ class BackwardSpec(ScoreSpec):
     def interleaved(self) -> bool:
         """Whether key blocks of several heads are interleaved rather than processed head by head:
         so that those seen by the most queries come first; or, if deterministic, so that CTAs adding
-        to the same tile of dQ do not start together and wait for each other."""
-        return self.deterministic or ((self.causal or self.window[1]) and not self.window[0])
+        to the same tile of dQ do not start together and wait for each other. Not where all tiles
+        are cut into equal shares."""
+        bounded = (self.causal or self.window[1]) and not self.window[0]
+        return self.deterministic or (bounded and not self.spread)
 
     @property
     def waves(self) -> int:
@@ -117,7 +119,8 @@ class BackwardSpec(ScoreSpec):
 
     @property
     def spread(self) -> bool:
-        """Whether the last tiles of keys are cut along their queries and shared by all CTAs."""
+        """Whether the last tiles of keys are cut along their queries and shared by all CTAs: with a
+        causal mask, where they take fewer and fewer steps, all of them."""
         return False
 
     @property

@@ -13,7 +13,7 @@ from cutex.device.row_source import END
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, keys, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
-from cutex.kernels.attention.backward.tail import Tail
+from cutex.kernels.attention.backward.tail import Ramp, RampTail, Tail
 from cutex.kernels.attention.order import AttentionOrder, Wave
 from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.order import select
@@ -111,8 +111,15 @@ class Rotation(NamedTuple):
 
 def tail_of(config: BackwardSpec, sizes: Sizes) -> Tail:
     """The tiles of `tile_order`, of which the last are cut."""
-    steps = ceil_div(sizes.rows_q, config.tile_m) * sizes.heads_per_kv
-    return Tail(tile_order(config, sizes).total, steps, config.num_ctas, *config.tail_steps)
+    blocks = ceil_div(sizes.rows_q, config.tile_m)
+    how = config.num_ctas, *config.tail_steps
+    if not config.causal:
+        steps = blocks * sizes.heads_per_kv
+        return Tail(tile_order(config, sizes).total, steps, *how)
+    shift, tile = sizes.rows_k - sizes.rows_q, (config.tile_m, config.tile_n)
+    ramp = Ramp(sizes.num_n_blocks, blocks, sizes.heads_per_kv, shift, *tile)
+    tiles = sizes.num_n_blocks * sizes.heads_kv * sizes.batch
+    return RampTail(tiles, ramp.before(ramp.count), *how, ramp)
 
 
 def tiles_ahead(config: BackwardSpec, sizes: Sizes) -> Int32:

@@ -202,14 +202,14 @@ class KeyGradients(Scores):
         it; or keep what this CTA has of it for the one that has the last piece."""
         share = ticket.index - tail.whole
         sums = self.products[0].dv.acc, self.products[0].dk.acc
-        if piece.end < tail.steps:
+        if piece.end < tail.steps_of(piece.index):
             self.kept(share).keep(sums)
         else:
             missing = piece.first > 0
             while missing:
                 share -= 1
                 self.kept(share).add(sums)
-                missing = tail.cut(share) > (piece.index - tail.whole) * tail.steps
+                missing = tail.cut(share) > tail.start(piece.index)
             self.store(*out)
 
     def kept(self, share: Int32) -> KeptSums:

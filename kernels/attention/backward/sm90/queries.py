@@ -290,8 +290,9 @@ class AllGradients(KeyGradients):
         tile = s.tiles.tile(self.config, s.first_head(), s.tile.batch, s.tile.seq_q)
         if cutlass.const_expr(piece is not None):
             total = piece.end - piece.first
-            head = piece.first // blocks.end
-            m_block = piece.first - head * blocks.end
+            count = blocks.end - blocks.first
+            head = piece.first // count
+            m_block = blocks.first + piece.first - head * count
             tile += head * s.tiles.per_head
         s.v_loaded.wait(phase)
         s.k_loaded.wait(phase)
