@@ -5,6 +5,7 @@ work tile, which Python ints run too. A source hands out the indices:
 
     one_tile.py    each CTA or cluster has one, its own number
     persistent.py  as many as run at one time take equal steps
+    by_gpc.py      the same, beginning with the place that each claims by where it runs
     counter.py     CTAs take them from a counter while the kernel runs
     clc.py         the hardware hands them out while the kernel runs (sm_100a)
 

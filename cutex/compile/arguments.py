@@ -62,6 +62,9 @@ class Workspace(NamedTuple):
 
     sums: int  # fp32 elements, of any values
     flags: int  # words of int32: 0 before and after each launch
+    # whether launches use the flags before the kernel before theirs has ended: no other kernel has
+    # the same
+    early: bool = False
 
 
 Argument = Operand | Scalar

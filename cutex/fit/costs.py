@@ -158,7 +158,9 @@ def tiling(config: Sm90Config) -> tuple[Any, ...]:
     """The geometry of `config`, however its tiles are loaded, and in whatever order."""
     usual = Sm90Config()
     group, along = usual.raster_group, usual.raster_along
-    return geometry(replace(config, box_rows=0, raster_group=group, raster_along=along))
+    return geometry(
+        replace(config, box_rows=0, raster_group=group, raster_along=along, by_gpc=False)
+    )
 
 
 @dataclass(frozen=True)

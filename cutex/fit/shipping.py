@@ -20,9 +20,9 @@ from cutex.command import Parser, answered
 from cutex.dtypes import DTYPES
 from cutex.fit import costs as fit
 from cutex.kernels.gemm.layouts import OperandLayout
-from cutex.kernels.gemm.sm90.candidates import in_order
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import candidates as all_candidates
+from cutex.kernels.gemm.sm90.tile_order import in_order
 from cutex.ops.matmul.choices import CallClass, name_of, shipped_file
 from cutex.ops.matmul.plan import call_class, candidates, fitted, majors_of, problem_of
 from cutex.whole_file import write_whole

@@ -19,7 +19,8 @@ Made = TypeVar("Made")
 
 RESERVE = 1 << 20  # zeroed words that are kept for captures, 4 MB
 
-_flags: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and count
+# by device, stream and count; a negative count: of kernels that use them early
+_flags: dict[tuple[int, int, int], Tensor] = {}
 _sums: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _reserves: dict[int, Tensor] = {}  # by device: zeroed words that nothing uses yet
 _captured: dict[tuple[int, int, int, int], Tensor] = {}  # by device, stream, capture and count
@@ -30,7 +31,7 @@ _together: dict[tuple[int, int, int, int], tuple[Any, Any]] = {}
 
 def buffers(needs: Workspace, device: torch.device) -> tuple[Tensor, Tensor]:
     """The sums and the flags for the next launch on the current stream of `device`."""
-    return sums(device, needs.sums), flags(device, needs.flags)
+    return sums(device, needs.sums), flags(device, needs.flags, needs.early)
 
 
 def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Any, Any]]:
@@ -44,7 +45,7 @@ def buffers_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[Any
     index = device.index
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
     stream_of = torch._C._cuda_getCurrentRawStream
-    count, words = needs.sums, needs.flags
+    count, words = needs.sums, -needs.flags if needs.early else needs.flags
 
     def found() -> tuple[Any, Any]:
         stream = stream_of(index)
@@ -73,21 +74,21 @@ def untouched_of(needs: Workspace, device: torch.device) -> Callable[[], tuple[A
         if kept is None:
             if torch._C._cuda_isCurrentStreamCapturing():
                 return buffers(needs, device)
-            made = allocated_apart(lambda: [_zeros(device, n) for n in needs], device)
+            made = allocated_apart(lambda: [_zeros(device, n) for n in needs[:2]], device)
             kept = from_dlpack(made[0].view(torch.float32)), from_dlpack(made[1])
         return kept
 
     return found
 
 
-def flags(device: torch.device, count: int) -> Tensor:
-    """`count` zeroed words (int32), which a launch leaves zeroed."""
+def flags(device: torch.device, count: int, early: bool = False) -> Tensor:
+    """`count` zeroed words (int32), which a launch leaves zeroed. `early`: as a Workspace's."""
     stream = 0
     if device.type == "cuda":
         if torch._C._cuda_isCurrentStreamCapturing():
-            return _flags_of_capture(device, count)
+            return _flags_of_capture(device, count, early)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-    key = (index_of(device), stream, count)
+    key = (index_of(device), stream, -count if early else count)
     found = _flags.get(key)
     if found is None:
         found = _flags[key] = allocated_apart(lambda: _zeros(device, count), device)
@@ -163,7 +164,7 @@ def _zeros(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _flags_of_capture(device: torch.device, count: int) -> Tensor:
+def _flags_of_capture(device: torch.device, count: int, early: bool = False) -> Tensor:
     """The zeroed words for the launches of the current capture, on this stream.
 
     NOTE: taken from words that were zeroed before. Zeroing them in the graph would take 2 us of
@@ -173,7 +174,7 @@ def _flags_of_capture(device: torch.device, count: int) -> Tensor:
 
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     error, _, capture, *_ = driver.cuStreamGetCaptureInfo(stream)
-    key = (device.index, stream, -1 if error else int(capture), count)
+    key = (device.index, stream, -1 if error else int(capture), -count if early else count)
     if not error and key in _captured:
         return _captured[key]
     reserve = _reserves.get(device.index)

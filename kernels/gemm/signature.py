@@ -106,7 +106,7 @@ def workspace_arguments(workspace: Workspace | None) -> tuple[Argument, ...]:
     """The arguments of the workspace, sums and flags; none without one."""
     if workspace is None:
         return ()
-    sums, flags = (((Bound(x, getattr(workspace, x)),)) for x in workspace._fields)
+    sums, flags = (((Bound(x, getattr(workspace, x)),)) for x in ("sums", "flags"))
     return (
         Operand("sums", ("sums",), "fp32", bounds=sums),
         Operand("flags", ("flags",), "int32", aligned=False, whole=False, bounds=flags),

@@ -21,6 +21,7 @@ from cutex.fit import costs as fit
 from cutex.fit import shipping
 from cutex.kernels.gemm.choose import rows_class, sizes_class
 from cutex.kernels.gemm.layouts import OperandLayout
+from cutex.kernels.gemm.sm90.tile_order import by_gpc
 from cutex.ops import building, simulated
 from cutex.ops.matmul import choices, tuner
 from cutex.ops.matmul.arrange import Arranged, arrange
@@ -151,7 +152,8 @@ def test_what_cutex_comes_with_fits_its_problems_and_is_taken():
         assert calls.sizes == (m, n, k, 1), "a class, not a size within one"
         tiles = choices.shipped(calls)
         assert tiles is not None and tiles.why_not(problem_of(calls), arch("sm_90a")) is None
-        assert config_for((m, n, elements, 1), layouts, (), "sm_90a").tiles == tiles
+        placed = by_gpc(tiles, problem_of(calls), calls.target)
+        assert config_for((m, n, elements, 1), layouts, (), "sm_90a").tiles == placed
         batched = replace(calls, sizes=(m, n, k, 2))
         assert choices.shipped(batched) is None
 

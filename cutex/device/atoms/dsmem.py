@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cutlass import Int32, cute
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 @dsl_user_op
@@ -29,3 +29,14 @@ def copy_to_cta(
         "[to], [$1], $3, [barrier]; }"
     )
     llvm.inline_asm(None, values, ptx, "r,r,r,r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_from_cta(smem: cute.Pointer, rank: Int32, *, loc=None, ip=None) -> Int32:
+    """The word that CTA `rank` of the cluster has at `smem`."""
+    values = [smem.toint().ir_value(loc=loc, ip=ip), Int32(rank).ir_value(loc=loc, ip=ip)]
+    ptx = "{ .reg .b32 at; mapa.shared::cluster.u32 at, $1, $2; ld.shared::cluster.b32 $0, [at]; }"
+    found = llvm.inline_asm(
+        T.i32(), values, ptx, "=r,r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip
+    )
+    return Int32(found)

@@ -17,6 +17,7 @@ from cutex.kernels.gemm.choose import ranked, sizes_class
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.sm90.candidates import in_parts
 from cutex.kernels.gemm.sm90.config import Sm90Config
+from cutex.kernels.gemm.sm90.tile_order import by_gpc, by_number
 from cutex.kernels.gemm.sm100.config import Sm100Config
 from cutex.kernels.gemm.unaligned import choose as unaligned
 from cutex.kernels.gemm.unaligned.config import UnalignedConfig
@@ -93,11 +94,16 @@ def config_for(
 
 @lru_cache(maxsize=4096)
 def _config_of(calls: CallClass) -> GeneralConfig:
-    for look in (choices.remembered, choices.preferred, choices.shipped):
+    for look in (choices.remembered, choices.preferred, _shipped):
         found = look(calls)
         if found is not None and (config := fitted(found, calls)) is not None:
             return config
     return next(candidates(calls))
+
+
+def _shipped(calls: CallClass) -> GemmConfig | None:
+    found = choices.shipped(calls)
+    return None if found is None else placed(found, calls)
 
 
 def forget() -> None:
@@ -127,12 +133,28 @@ def candidates(calls: CallClass, hopeful: bool = False) -> Iterator[GeneralConfi
     `hopeful`, by the fastest they may be); ValueError if there is none."""
     none = True
     for tiles in proposals(calls, hopeful):
-        if (config := fitted(tiles, calls)) is not None:
+        if (config := fitted(placed(tiles, calls), calls)) is not None:
             none = False
             yield config
     if none:
         m, n, k, _ = calls.sizes
         raise ValueError(f"M={m}, N={n}, K={k}: no config takes these sizes")
+
+
+def placed(tiles: GemmConfig, calls: CallClass) -> GemmConfig:
+    """`tiles`, placed by GPC if that pays. What was chosen by timing stays as it was timed."""
+    if type(tiles) is not Sm90Config:
+        return tiles
+    return by_gpc(tiles, problem_of(calls), calls.target)
+
+
+def unplaced(config: GeneralConfig, calls: CallClass) -> list[GeneralConfig]:
+    """The same without its tiles being placed by GPC; none if they are not."""
+    tiles = config.tiles
+    if not isinstance(tiles, Sm90Config) or not tiles.by_gpc:
+        return []
+    found = fitted(by_number(tiles), calls)
+    return [] if found is None else [found]
 
 
 def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:

@@ -36,6 +36,7 @@ from cutex.ops.matmul.plan import (
     forget,
     job,
     kernel_for,
+    unplaced,
 )
 from cutex.ops.number import number
 
@@ -157,12 +158,12 @@ def _timed(arranged: Arranged, arch_name: str, seconds: float, timer: Timer) -> 
 
 
 def worth_timing(calls: CallClass, untuned: GeneralConfig) -> list[GeneralConfig]:
-    """The configs that tuning compares: the untuned choice, the top of the model's ranking, and
-    those that may be faster where the model is unsure."""
+    """The configs that tuning compares: the untuned choice, the same not placed by GPC, the top of
+    the model's ranking, and those that may be faster where the model is unsure."""
     ranking = list(islice(candidates(calls), CANDIDATES))
     hopes = islice(candidates(calls, hopeful=True), CANDIDATES)
     unlike = int(CANDIDATES * HOPES)
-    first = [untuned, *ranking[: CANDIDATES - unlike]]
+    first = [untuned, *unplaced(untuned, calls), *ranking[: CANDIDATES - unlike]]
     more = [c for c in hopes if c not in first][:unlike]
     return list(dict.fromkeys((*first, *more, *ranking)))[:CANDIDATES]
 

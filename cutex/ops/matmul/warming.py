@@ -32,6 +32,7 @@ from cutex.ops.matmul.plan import (
     job,
     kernel_for,
     majors_of,
+    placed,
     problem_of,
 )
 from cutex.problem.protocol import size_class
@@ -169,6 +170,7 @@ def _times(
             bits_of(calls),
             configs=given,
         )
+        times = {placed(tiles, calls): us for tiles, us in times.items()}
     fitting = ((fitted(tiles, calls), us) for tiles, us in times.items())
     return {c: us for c, us in fitting if c is not None and (among is None or c in among)}
 

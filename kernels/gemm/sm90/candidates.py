@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, contiguous_box
+from cutex.kernels.gemm.sm90.tile_order import SMS, in_order
 from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ FITTED_LEAST = 40  # columns of a tile
 DEEPER = [(192, 192)]  # of COOPERATIVE: one slot for C leaves room for another of the ring
 WARPGROUPS = {64: 1, 128: 2, 192: 3, 256: 2}  # by rows of a tile that they share
 FEW = 6  # clusters along the side of C that is cut into few, at most
-SMS = arch_named("sm_90a").num_sms  # of an H200 or H100 SXM
 # CTAs that run at one time there, by the size of a cluster: some GPCs have SMs left over
 AT_ONCE = {1: 132, 2: 132, 3: 108, 4: 120, 6: 96, 8: 120}
 SHALLOW = 164 * 1024  # 1.01 times as fast as all of smem with M = 1 to 16: SMs stay together
@@ -79,16 +79,6 @@ def _deepest(config: Sm90Config, arch: Arch) -> Sm90Config:
     if config.tile_n == 16:
         room = min(room, SHALLOW)
     return replace(config, num_stages=max(2, min(24, room // config.stage_bytes)))
-
-
-def in_order(config: Sm90Config) -> Sm90Config:
-    """`config`; if its CTAs walk over whole tiles and share B, with an order of tiles in which
-    consecutive clusters share A: L2 serves requests that arrive together once
-    (docs/facts/gemm.md#neighbours-share). Clusters that share A have that order by default."""
-    c = config
-    walks = not c.one_tile and c.split_k == 1 and not c.stream_k
-    shares_b = c.cluster_m > 1 and c.cluster_n == 1
-    return replace(c, raster_along="n") if walks and shares_b else c
 
 
 def _with_second_slot(config: Sm90Config, arch: Arch) -> Sm90Config:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FEW_COLUMNS = 32
 # accumulator registers per thread, by MMA warpgroups: with three, ptxas gives each thread 128
 ACCUMULATORS = {1: 224, 2: 208, 3: 96}
+CLAIM_WORDS = 16  # in which clusters claim their place (schedulers/by_gpc.py)
 EVEN, UNEVEN = 28, 48_000  # SMs, and SMs times K (placed_unevenly)
 
 
@@ -48,6 +49,7 @@ class Sm90Config(GemmConfig):
     spread: bool = False  # one tile on each SM, overlapping (schedulers/spread.py)
     stream_k: int = 0  # last rounds whose tiles are split along K (schedulers/stream_k.py)
     box_rows: int = 0  # rows that a TMA load brings, about (device/atoms/boxes.py); 0: all
+    by_gpc: bool = False  # tiles by where clusters run (schedulers/by_gpc.py)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Sm90Config:
@@ -127,8 +129,10 @@ class Sm90Config(GemmConfig):
 
     @property
     def workspace(self) -> Workspace | None:
-        """The workspace of stream-K: a tile of sums for each CTA, and a flag for each warp that
-        writes them."""
+        """The workspace of stream-K, a tile of sums for each CTA and a flag for each warp that
+        writes them; or of clusters that claim their place."""
+        if self.by_gpc:
+            return Workspace(4, CLAIM_WORDS, early=True)  # no sums, but a vector
         if not self.stream_k:
             return None
         num_ctas = self.num_ctas or arch_named(self.arch).num_sms
@@ -175,7 +179,10 @@ class Sm90Config(GemmConfig):
         if self.warpgroups and (reason := self._why_not_warpgroups()):
             return reason
         return (
-            self._why_not_one_tile() or self._why_not_split(epi_parts) or self._why_not_streamed()
+            self._why_not_one_tile()
+            or self._why_not_split(epi_parts)
+            or self._why_not_streamed()
+            or self._why_not_by_gpc()
         )
 
     def _why_not_warpgroups(self) -> str | None:
@@ -228,6 +235,15 @@ class Sm90Config(GemmConfig):
                 f"stream_k={self.stream_k}: takes no pingpong, spread, columns, rows or split_k "
                 f"beside"
             )
+        return None
+
+    def _why_not_by_gpc(self) -> str | None:
+        if not self.by_gpc:
+            return None
+        if self.one_tile or self.stream_k or self.split_k > 1:
+            return f"by_gpc={self.by_gpc}: takes whole tiles in a loop"
+        if self.cluster_m * self.cluster_n > 2:
+            return f"by_gpc={self.by_gpc}: clusters of one or two CTAs, as a TPC has"
         return None
 
     def why_not_problem(self, problem: GemmProblem, arch: Arch) -> str | None:

@@ -16,6 +16,7 @@ among them and among the schedulers and epilogue stores.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,7 +55,14 @@ from cutex.device.pipeline import Barrier, Warps, publish_barriers
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, box_rows
-from cutex.kernels.gemm.sm90.load import LoadOneTile, LoadSegments, LoadTiles, Pace, Scheduler
+from cutex.kernels.gemm.sm90.load import (
+    LoadByGpc,
+    LoadOneTile,
+    LoadSegments,
+    LoadTiles,
+    Pace,
+    Scheduler,
+)
 from cutex.kernels.gemm.sm90.mma import (
     Cooperative,
     EpilogueStore,
@@ -63,6 +71,7 @@ from cutex.kernels.gemm.sm90.mma import (
     RoleProduct,
 )
 from cutex.kernels.gemm.sm90.shared_k import Exchange, SplitK, StreamK
+from cutex.schedulers.by_gpc import ByGpc, Claims
 from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.raster import Raster
@@ -112,6 +121,7 @@ class General:
                     warp of a CTA, having left its sums of a     the tile, before it adds them up
                     tile that another CTA finishes
     0   (CTA)       all threads, barriers being initialised      all; with a cluster, its barrier
+                    and, with by_gpc, a place being claimed
     1-3 (warpgroup) its threads, having written a slot of sC     the same, before TMA stores it and
                                                                  before they write the next
     3-4 (order)     with ping-pong: the warpgroup that has       the other, before it issues its own
@@ -127,6 +137,7 @@ class General:
                     stream_k in sA then parts of others' sums, as many as there is room for
     sC              64 * epi_n * 2 * epi_stages * warpgroups; half after a gate; none by element
     ab, held, sums  16 * num_stages, 8 * epi_stages * warpgroups, 8
+    place           4, with by_gpc
 
     registers       threads             of each with 1, 2, 3 warpgroups (config.py)
     LOAD            128                 alike   40 or 24     32
@@ -142,6 +153,7 @@ class General:
         assert isinstance(config.tiles, Sm90Config)  # why_not has refused every other
         self.config = config
         self.tiles = config.tiles
+        self.claims: Claims | None = None  # with by_gpc, within the kernel
 
     @property
     def name(self) -> str:
@@ -182,6 +194,8 @@ class General:
         raster = Raster(c.raster_group, c.raster_along)
         if c.stream_k:
             return StreamedTiles(raster, cluster, num_ctas, rounds=c.stream_k)
+        if c.by_gpc:
+            return ByGpc(raster, cluster, num_ctas, claims=self.claims)
         return StaticPersistent(raster, cluster, num_ctas, c.split_k)
 
     @property
@@ -199,6 +213,8 @@ class General:
             return LoadOneTile(self.tiles, self.cluster, self.scheduler, self.pace)
         if isinstance(self.scheduler, StreamedTiles):
             return LoadSegments(self.tiles, self.cluster, self.scheduler)
+        if isinstance(self.scheduler, ByGpc):
+            return LoadByGpc(self.tiles, self.cluster, self.scheduler)
         return LoadTiles(self.tiles, self.cluster, self.scheduler)
 
     def mma_role(
@@ -369,8 +385,17 @@ class General:
         boxes = (self.box(c.tile_m, c.cluster_n, k_major[0]),
                  self.box(c.tile_n, c.cluster_m, k_major[1]))  # fmt: skip
         operands = AbOperands(a, b, sA, sB, k_major, boxes)
-        prepare = partial(self.prepare, operands, workspace, barriers.sums)
-        self.run(self.load_role, operands, barriers, prepare, mProduct, (out, sC, rows, passed))
+        general = self.claiming(smem, workspace) if c.by_gpc else self
+        prepare = partial(general.prepare, operands, workspace, barriers.sums)
+        self.run(general.load_role, operands, barriers, prepare, mProduct, (out, sC, rows, passed))
+
+    def claiming(self, smem: SmemAllocator, workspace: tuple[cute.Tensor, ...] | None) -> General:
+        """This kernel with the words and the place in smem by which its clusters claim tiles."""
+        assert workspace is not None  # as the config has it
+        place = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        general = copy(self)
+        general.claims = Claims(workspace[1], place)
+        return general
 
     def prepare(
         self,
@@ -411,6 +436,8 @@ class General:
             self.give_registers()
             if warp == self.load_warps.first:
                 load.run(operands, barriers.ab, mProduct)
+            if cutlass.const_expr(isinstance(load, LoadByGpc)):
+                load.let_next_claim(warp - self.load_warps.first)
         else:
             self.take_registers()
             role, mma = prepare()

@@ -16,6 +16,7 @@ from cutex.device.pipeline import PipelineState
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, placed_unevenly
 from cutex.schedulers.announced import AnnouncedTiles
+from cutex.schedulers.by_gpc import ByGpc
 from cutex.schedulers.one_round import OneRound
 from cutex.schedulers.persistent import StaticPersistent
 from cutex.schedulers.spread import Spread
@@ -124,6 +125,42 @@ class LoadAnnounced(LoadTiles):
         for _ in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             loads = operands.loads(self.announced.take(reader), self.cluster)
             reader.advance()
+            fill = fill_ring(loads, ab, fill, 0, loads.num_k_tiles)
+        ab.drain(fill)
+
+
+@dataclass(frozen=True)
+class LoadByGpc(LoadTiles):
+    """The load role of a CTA whose cluster claims its place among the tiles.
+
+    NOTE: it claims before the kernel before this one has ended, whose clusters have all claimed
+    theirs by then; the next kernel's may begin to when these have, and all words are 0 again.
+    """
+
+    scheduler: ByGpc
+
+    @cute.jit
+    def start(self, operands: AbOperands, mC: cute.Tensor) -> None:
+        cpasync.prefetch_descriptor(operands.a.atom)
+        cpasync.prefetch_descriptor(operands.b.atom)
+        self.scheduler.claim()
+
+    @cute.jit
+    def let_next_claim(self, warp: Int32) -> None:
+        """Let the next kernel start its CTAs when this cluster's claim is counted: by the warp
+        beside the one that loads. After the CTA's barrier."""
+        if warp == 1:
+            self.scheduler.arrive()
+            cute.arch.sync_warp()
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
+        cute.arch.griddepcontrol_wait()
+        fill = ab.producer()
+        for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+            loads = operands.loads(walk.tile_at(index), self.cluster)
             fill = fill_ring(loads, ab, fill, 0, loads.num_k_tiles)
         ab.drain(fill)
 
