@@ -284,6 +284,8 @@ def test_warpgroups_take_blocks_in_turn_where_that_is_the_faster() -> None:
         assert best.in_turn
         assert best.few is (mnk == (16, 4096, 4096))  # else by wgmma
         assert (best.tile_m, best.tile_n, best.warpgroups, best.split_k) == tile, mnk
+        of_fp16 = configs_for(mnk, W4Format(), dtype="fp16")[0]  # whose codes are not tiny numbers
+        assert of_fp16.few is (tile[1] == 16)
     assert not configs_for((64, 57344, 8192), W4Format())[0].in_turn
 
 

@@ -188,7 +188,7 @@ def _config(
     from cutex.kernels.gemm.w4.signature import W4Signature
 
     choose = import_module(f"{PACKAGE[arch]}.choose")
-    for tiles in choose.configs_for(mnk, of, other_board(arch)):
+    for tiles in choose.configs_for(mnk, of, other_board(arch), dtype):
         for epi_n in (tiles.epi_n, 16):
             signature = W4Signature(replace(tiles, epi_n=epi_n), dtype, out, ops)
             if signature.general.why_not(None, arch_named(arch)) is None:

@@ -16,9 +16,10 @@ SLOTS = ((6, 8), (5, 8), (4, 6), (3, 4), (2, 4), (2, 2))  # of A and x, of packe
 
 
 def configs_for(
-    mnk: tuple[int, int, int], of: W4Format, board: str = ""
+    mnk: tuple[int, int, int], of: W4Format, board: str = "", dtype: str = "bf16"
 ) -> Iterator[W4Sm100Config]:
-    """The configs for calls of these sizes, best first, the same on every board."""
+    """The configs for calls of these sizes, best first, the same on every board, and of x's
+    dtypes."""
     arch = arch_named("sm_100a")
     rows = rows_class(mnk[0])
     wide = next((n for n in WIDTHS if n >= rows), WIDTHS[-1])

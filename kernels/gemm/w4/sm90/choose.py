@@ -250,12 +250,14 @@ def block_clocks(tiles: W4Config) -> float:
     return max(mma, loaded / LOAD_BYTES)
 
 
-def ranked(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> list[W4Config]:
+def ranked(
+    mnk: tuple[int, int, int], of: W4Format, arch: Arch, dtype: str = "bf16"
+) -> list[W4Config]:
     """The candidate configs for sizes (M, N, K), fastest predicted first."""
     m, n, k = mnk
     known = list(candidates(m, n, of))
     if m > EIGHT:
-        known += in_turn.candidates(base_of(of), mnk, arch)
+        known += in_turn.candidates(base_of(of), mnk, arch, dtype)
     known += [as_digits(tiles, k) for tiles in known if m == 1 and of_digits(tiles)]
     small = is_small(mnk)
 
@@ -287,15 +289,15 @@ def fit(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> bool:
 
 @lru_cache(maxsize=4096)
 def configs_for(
-    mnk: tuple[int, int, int], of: W4Format, board: str = ""
+    mnk: tuple[int, int, int], of: W4Format, board: str = "", dtype: str = "bf16"
 ) -> list[W4Config | W4DecodeConfig]:
     """The ranking for calls of these sizes, with M rounded up to its class, so that few kernels
-    serve all M. board: one of BOARDS, if the GPU is not on the arch's usual board."""
+    serve all M. board: one of BOARDS, if the GPU is not on the arch's usual board. dtype: x's."""
     m, n, k = mnk
     arch = BOARDS[board] if board else arch_named("sm_90a")
     few = 1 if m == 1 else EIGHT
     found: list[W4Config | W4DecodeConfig] = []
-    others = ranked((few if m <= EIGHT else rows_class(m), n, k), of, arch)
+    others = ranked((few if m <= EIGHT else rows_class(m), n, k), of, arch, dtype)
     if m <= EIGHT and (decode := decode_config(mnk, of, arch)) is not None:
         least = predict(others[0], (few, n, k), arch)
         found = [decode] if predict_decode(decode, mnk, arch) < least else []

@@ -36,8 +36,10 @@ POWER, FIXED_US = 3.52, 1.23
 SMS_OF = {1: 1.0, 2: 1.0, 3: 0.86, 4: 0.8}  # of the SMs, those that clusters fill at one time
 
 
-def candidates(base: W4Config, mnk: tuple[int, int, int], arch: Arch) -> Iterator[W4Config]:
-    """Tiles of all rows of x, one per CTA, with K in up to four shares."""
+def candidates(
+    base: W4Config, mnk: tuple[int, int, int], arch: Arch, dtype: str = "bf16"
+) -> Iterator[W4Config]:
+    """Tiles of all rows of x, of a dtype, one per CTA, with K in up to four shares."""
     m, n, k = mnk
     tile_n = rows_class(m)
     if tile_n > MOST_ROWS:
@@ -56,7 +58,8 @@ def candidates(base: W4Config, mnk: tuple[int, int, int], arch: Arch) -> Iterato
             if strips * tile_n >= MANY_COLUMNS or strips + split_k > 5:
                 continue
             short = strips == 1 and ceil_div(k, BLOCK_K) <= FEW_BLOCKS * split_k
-            few = by_sums and (of.zeros or short)
+            # NOTE: fp16 is not widened as tiny numbers where scales multiply weights
+            few = by_sums and (of.zeros or short or dtype == "fp16")
             shared = replace(columns, tile_m=strips * STRIP, split_k=split_k, few=few)
             for turns in (2, 3) if strips <= 2 and not few_slots(shared) else (2,):
                 # NOTE: two for the rows where there are the most of them, and registers
