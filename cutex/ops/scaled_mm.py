@@ -26,6 +26,7 @@ from cutex.ops.fp8_blocks import (
 )
 from cutex.ops.matmul.checks import Call, check
 from cutex.ops.matmul.eager import launch_like, matmul
+from cutex.ops.number import check_flag
 from cutex.ops.plain import check_strided, untraced
 from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
@@ -53,6 +54,7 @@ def scaled_mm(
     activation: str | None = None,
     residual: Tensor | None = None,
     output_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> Any:
     """activation((a * scale_a) @ (b * scale_b) + bias) + residual.
 
@@ -79,21 +81,22 @@ def scaled_mm(
         for the next product; for fp4, N is even and the activation not gated.
     output_scale: for "nvfp4", the result's per-tensor factor, one float32, which cannot be known
         before the product.
+    use_fast_accum: whether, on Hopper, "TensorWise" and "RowWise" are summed by tensor cores alone,
+        which keep some 13 bits of a sum, as in `cutex.matmul`; block recipes are not.
 
-    On Hopper, block recipes scale and add the sums of each 128 of K in fp32 registers, as
-    DeepSeek-V3 does; float8 with "TensorWise" and "RowWise" is summed by tensor cores alone, which
-    keep some 13 bits of a sum, as with torch's use_fast_accum. A factor multiplies the sum of its
-    block's products, first a's, then b's, of blocks their product: an infinite one makes it
-    infinite, or NaN if the sum is 0. Not differentiable. Raises TypeError or ValueError, in one
-    sentence that says what was expected, for arguments that are not supported, and without a GPU
-    that the recipe runs on.
+    On Hopper the sums of each 128 of K are added up in fp32 registers, as DeepSeek-V3 does, of
+    block recipes scaled before. A factor multiplies the sum of its block's products, a's and b's by
+    their product: an infinite one makes it infinite, or NaN if the sum is 0. Not differentiable.
+    Raises TypeError or ValueError, in one sentence that says what was expected, for arguments that
+    are not supported, and without a GPU that the recipe runs on.
     """
     recipes, swizzles = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
     scale_a, scale_b = only(scale_a), only(scale_b)
     if not _is_compiling():
         given, formats = tensors_of(a, b, scale_a, scale_b)
         absent = bias is None, residual is None, output_scale is None
-        options = formats, names_of(*recipes, *swizzles), absent, activation, output_dtype
+        kinds = names_of(*recipes, *swizzles)
+        options = formats, kinds, absent, activation, output_dtype, use_fast_accum
         if bias is not None or residual is not None:
             given = (*given, *(x for x in (bias, residual) if x is not None))
         found = PLANS.launched(options, *given)
@@ -101,6 +104,7 @@ def scaled_mm(
             return found
     a, b = torchao_tensors.both(a, b)
     check_unwanted("cutex.scaled_mm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+    check_flag("use_fast_accum", use_fast_accum)
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
         operands = _block_operands((a, b), (scale_a, scale_b), recipes, swizzles)
         found = block_scaled(*operands, bias, residual, activation, output_dtype, output_scale)
@@ -128,7 +132,8 @@ def scaled_mm(
         if not _is_compiling() and output_scale is None:
             _remember_whole(options, given, formats)
         return matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
-                      activation=activation, out_dtype=output_dtype)  # fmt: skip
+                      activation=activation, out_dtype=output_dtype,
+                      use_fast_accum=use_fast_accum)  # fmt: skip
     if kinds not in RECIPES:
         raise ValueError(
             f"scale_recipe_a {kinds[0]} with scale_recipe_b {kinds[1]}: takes TensorWise or RowWise"
@@ -169,7 +174,7 @@ def _remember(
     """Keep a plan for such calls, if torch has nothing more to do than to run them."""
     if not needs_nothing(*given):
         return
-    *_, (no_bias, no_residual, _), activation, output_dtype = options
+    *_, (no_bias, no_residual, _), activation, output_dtype, _ = options
     a, _, _, scale_b, *_ = given
     turned = formats[1] is not None  # b and its factors, as `cutex.quantize` has them
     whole = kinds[1] == "BlockWise128x128" and not turned
@@ -203,7 +208,7 @@ def _remember_whole(options: Any, given: tuple[Any, ...], formats: tuple[Any, An
     """The same of calls with factors of rows or tensors, which `matmul` has plans for."""
     if not all(isinstance(x, Tensor) for x in given) or not needs_nothing(*given):
         return
-    *_, (no_bias, no_residual, _), activation, output_dtype = options
+    *_, (no_bias, no_residual, _), activation, output_dtype, fast = options
     turned = formats[1] is not None
     known: list[Callable[..., Tensor]] = []
 
@@ -213,9 +218,11 @@ def _remember_whole(options: Any, given: tuple[Any, ...], formats: tuple[Any, An
         if known:
             return known[0](a, b, *rest, scale_a, scale_b)
         bias, residual = None if no_bias else rest[0], None if no_residual else rest[-1]
-        call = Call(a, b, bias, residual, None, scale_a, scale_b, None, activation, output_dtype)
+        call = Call(a, b, bias, residual, None, scale_a, scale_b, None, activation, output_dtype,
+                    use_fast_accum=fast)  # fmt: skip
         out = matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
-                     activation=activation, out_dtype=output_dtype)  # fmt: skip
+                     activation=activation, out_dtype=output_dtype,
+                     use_fast_accum=fast)  # fmt: skip
         if a is not b and (found := launch_like(call)) is not None:
             known.append(found)
         return out

@@ -22,6 +22,7 @@ from cutex.device.epilogue.epilogue_ops import (
     Elementwise,
     Gate,
     Scale,
+    Scales,
 )
 from cutex.ops.matmul import eager
 from cutex.ops.plain import is_plain
@@ -65,6 +66,9 @@ def by_definition(config: Any, a: Tensor, b: Tensor, out: Tensor, *rest: Any) ->
                 values = values[0].float()
                 values = values[:, None] if op.by == "row" else values
                 x = x * values if isinstance(op, Scale) else x + values
+            case Scales():
+                of_rows = values[0][:, None] if op.a == "row" else values[0]
+                x = x * (of_rows * values[1])
             case Add():
                 x = x + values[0].float() * (values[1] if op.beta else 1.0)
             case Activation():
@@ -87,7 +91,7 @@ def square(x: Any) -> Any:
 
 def plain_torch(
     a: Tensor, b: Tensor, *, bias=None, activation=None, residual=None, out=None, out_dtype=None,
-    alpha=1.0, beta=0.0, scale_a=None, scale_b=None, amax=None,
+    alpha=1.0, beta=0.0, scale_a=None, scale_b=None, amax=None, use_fast_accum=False,
 ) -> Tensor:  # fmt: skip
     """cutex.matmul in torch's own operations, in fp32."""
     x = torch.matmul(a.float(), b.float()) * alpha

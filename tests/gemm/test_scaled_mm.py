@@ -194,22 +194,33 @@ def test_factors_of_128x128_may_be_of_a(m, k):
 
 @pytest.mark.slow
 def test_whole_rows_and_tensors_are_matmuls():
-    a, b = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E4M3)
+    """Also where a factor alone leaves the range of fp32, and sums of the largest elements alone,
+    of which tensor cores keep 13 bits."""
+    a, b = torch.randn(32, 1088).to(E4M3), torch.randn(48, 1088).to(E4M3)
     scale_a, scale_b = torch.rand(32, 1), torch.rand(1, 48)
+    rows = {"scale_recipe_a": "RowWise", "scale_recipe_b": "RowWise"}
+    one = {"scale_recipe_a": "TensorWise", "scale_recipe_b": "TensorWise"}
+    largest = torch.full_like(a.float(), 448.0).to(E4M3), torch.full_like(b.float(), 448.0).to(E4M3)
     with cutex.ops.simulated("sm_90a"):
-        rows = cutex.scaled_mm(
-            a, b.mT, scale_a, scale_b, scale_recipe_a="RowWise", scale_recipe_b="RowWise"
-        )
-        one = cutex.scaled_mm(
-            a, b.mT, scale_a[:1], scale_b[:, :1],
-            scale_recipe_a="TensorWise", scale_recipe_b="TensorWise",
-        )  # fmt: skip
-    product = a.double() @ b.double().mT
-    for got, want in (
-        (rows, product * scale_a * scale_b),
-        (one, product * scale_a[0] * scale_b[0, 0]),
-    ):
-        assert (got.double() - want).abs().max() <= 2.0**-7 * want.abs().max()
+        for times in (1.0, 2.0**126, 2.0**-126):
+            by_a, by_b = scale_a * times, scale_b / times
+            for x, w in ((a, b), largest):
+                product = x.double() @ w.double().mT
+                got = cutex.scaled_mm(x, w.mT, by_a, by_b, **rows)
+                want = product * scale_a * scale_b
+                assert (got.double() - want).abs().max() <= 2.0**-8 * want.abs().max()
+                options = one | {"output_dtype": torch.float32}
+                got = cutex.scaled_mm(x, w.mT, by_a[:1], by_b[:, :1], **options)
+                want = product * scale_a[0] * scale_b[0, 0]
+                # NOTE: of Gaussian data, sums of 128 lose 2^-13 of their largest term
+                assert (got.double() - want).abs().max() <= 2.0**-12 * want.abs().max()
+        # NOTE: by their own product these two would be infinite, those be rounded to a denormal
+        for element, scales in ((2.0**-8, (3e38, 1.5)), (448.0, (2.0**-149, 0.75))):
+            x, w = (torch.full_like(y.float(), element).to(E4M3) for y in (a, b))
+            by_a, by_b = (torch.tensor(scale) for scale in scales)
+            got = cutex.scaled_mm(x, w.mT, by_a, by_b, **one, output_dtype=torch.float32)
+            want = (1088 * element**2 * by_a.double() * by_b).float()
+            assert (got == want).all()
 
 
 A, B = torch.zeros(32, 256).to(E4M3), torch.zeros(200, 256).to(E4M3).mT

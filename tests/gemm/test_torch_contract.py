@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from matmul_stand_in import StandIn, agree, plain_torch
 from torch import Tensor
 
 import cutex
+from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.ops.matmul import eager
 
 bf16 = torch.bfloat16
@@ -284,6 +286,31 @@ def test_gradients_of_fp8_are_rounded_to_it_only_at_the_end(stand_in: StandIn) -
     cutex.matmul(a, b).backward(beyond)
     assert a.grad is not None and b.grad is not None
     assert (a.grad.float() == 4.0).all() and (b.grad.float() == 4.0).all()
+
+
+def test_fp8_is_promoted_unless_fast_accumulation_is_asked_for(stand_in: StandIn) -> None:
+    """Eagerly and by the operator, the first time and by a plan, of either type of fp8, with every
+    form of the call, and where an activation's gradient computes its input again."""
+    a, b = normal(16, 32).to(torch.float8_e4m3fn), normal(32, 8).to(torch.float8_e5m2)
+    calls: dict[str, Callable[..., Any]] = {
+        "eager": lambda **fast: cutex.matmul(a, b, **fast),
+        "out": lambda **fast: cutex.matmul(a, b, out=torch.empty(16, 8), **fast),
+        "the operator": lambda **fast: torch.ops.cutex.matmul(a, b, **fast),
+        "amax": lambda **fast: cutex.matmul(a, b, amax=torch.zeros(1), **fast),
+        "vmap": lambda **fast: torch.vmap(partial(cutex.matmul, **fast))(a[None], b[None]),
+        "gradient": lambda **fast: cutex.matmul(
+            a.clone().requires_grad_(), b, activation="gelu", **fast
+        ).sum().backward(),
+    }  # fmt: skip
+    for name, call in calls.items():
+        for fast in (False, True) * 2:
+            stand_in.launches.clear()
+            call(**({"use_fast_accum": True} if fast else {}))
+            fp8 = [config.tiles for config, (x, *_) in stand_in.launches if x.element_size() == 1]
+            assert len(fp8) == (2 if name == "gradient" else 1)
+            assert {isinstance(tiles, Fp8Config) for tiles in fp8} == {not fast}, (name, fast)
+    with pytest.raises(TypeError, match="use_fast_accum must be True or False, got 'no'"):
+        cutex.matmul(a, b, use_fast_accum="no")
 
 
 def test_operators_take_plans_too(stand_in: StandIn, monkeypatch) -> None:

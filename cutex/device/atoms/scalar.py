@@ -1,4 +1,5 @@
-"""Scalar instructions that the compiler may move: exponentials, logarithms, roots, tanh.
+"""Scalar instructions that the compiler may move, but for one: exponentials, logarithms, roots,
+tanh, sums.
 
 NOTE: cute.arch.exp2 is marked as having side effects, which pins it where it was written; an online
 softmax is fast only if its exponentials can be scheduled between other instructions.
@@ -54,6 +55,21 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     ptx = "fma.rn.f32 $0, $1, $2, $3;"
     return Float32(
         llvm.inline_asm(T.f32(), values, ptx, "=f,f,f,f", has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
+def pinned_sum(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a + b, computed where it is written.
+
+    NOTE: LLVM sinks an addition to where its sum is next used, behind the next wgmma, too, which
+    then finds the registers of an addend still in use: ptxas waits for each wgmma at once.
+    """
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), values, "add.f32 $0, $1, $2;", "=f,f,f", has_side_effects=True, loc=loc, ip=ip
+        )
     )
 
 

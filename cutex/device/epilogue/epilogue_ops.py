@@ -24,6 +24,9 @@ from cutex.compile import Argument, Operand, Scalar
 from cutex.compile.user_function import UserFunction, arguments_taken
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+MODERATE = (
+    64  # the largest power of two of a factor that no sum of products of fp8 is too large for
+)
 
 
 class Fragment(NamedTuple):
@@ -95,6 +98,75 @@ class Scale:
             x.map(lambda v: v * one)
         else:
             _combine(x, scale, self.by, lambda v, s: v * s)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """x * scale_a * scale_b, fp32 on the device: for each "row", and each "column", or the
+    "tensor".
+
+    NOTE: a huge factor beside a tiny one must not take x, a sum of products of fp8, out of fp32's
+    range on the way to their product, which may be within it.
+    """
+
+    a: str = "tensor"
+    b: str = "tensor"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return (*Scale("scale_a", self.a).arguments(), *Scale("scale_b", self.b).arguments())
+
+    def apply(self, x: Fragment, scale_a: cute.Tensor, scale_b: cute.Tensor) -> None:
+        of_rows = [scale_a[r] for r in (x.safe_rows if self.a == "row" else (0,))]
+        of_columns = [scale_b[c] for c in (x.safe_columns if self.b == "column" else (0,))]
+        if self.a == "row" and self.b == "column":
+            _scale(x.values, of_rows, of_columns)
+            return
+        found = [[_in_range(a, b) for b in of_columns] for a in of_rows]
+        rows, columns = x.shape
+        for r in range(rows):
+            for c in range(columns):
+                for factor in found[r % len(of_rows)][c % len(of_columns)]:
+                    x.values[r, c] = x.values[r, c] * factor
+
+
+@cute.jit
+def _scale(
+    values: cute.Tensor,
+    of_rows: cutlass.Constexpr[list[Float32]],
+    of_columns: cutlass.Constexpr[list[Float32]],
+) -> None:
+    """Multiply each of `values` (R, C) with its row's factor and its column's: one after the other
+    where those of the shorter side, which come first, are moderate."""
+    by_rows = len(of_rows) <= len(of_columns)
+    moderate = cutlass.Boolean(True)
+    for s in of_rows if by_rows else of_columns:
+        moderate = moderate & (_magnitude(s) <= 2.0**MODERATE)
+        moderate = moderate & (_magnitude(s) >= 2.0**-MODERATE)
+    if moderate:
+        for r in cutlass.range_constexpr(len(of_rows)):
+            for c in cutlass.range_constexpr(len(of_columns)):
+                pair = (of_rows[r], of_columns[c]) if by_rows else (of_columns[c], of_rows[r])
+                values[r, c] = values[r, c] * pair[0] * pair[1]
+    else:
+        for r in cutlass.range_constexpr(len(of_rows)):
+            for c in cutlass.range_constexpr(len(of_columns)):
+                pair = _in_range(of_rows[r], of_columns[c])
+                values[r, c] = values[r, c] * pair[0] * pair[1]
+
+
+def _magnitude(x: Float32) -> Float32:
+    return Float32(cutlass.select_(x < 0.0, -x, x))
+
+
+def _in_range(a: Float32, b: Float32) -> tuple[Float32, Float32]:
+    """Two numbers, to multiply with one after the other as with a and b: a * b and 1 if one of them
+    is below 1 and the other is not."""
+    below = [Int32((s < 1.0) & (s > -1.0)) for s in (a, b)]
+    apart = below[0] != below[1]
+    return (
+        Float32(cutlass.select_(apart, a * b, a)),
+        Float32(cutlass.select_(apart, Float32(1.0), b)),
+    )
 
 
 @dataclass(frozen=True)
@@ -254,7 +326,7 @@ class Amax:
             _raise_to(amax, largest)
 
 
-EpilogueOp = Alpha | Scale | Bias | Add | Activation | Gate | Elementwise | Amax
+EpilogueOp = Alpha | Scale | Scales | Bias | Add | Activation | Gate | Elementwise | Amax
 
 
 def op_arguments(ops: tuple[EpilogueOp, ...]) -> tuple[Argument, ...]:

@@ -22,7 +22,7 @@ from cutex import dtypes
 from cutex.arch import PORTABLE, arch
 from cutex.compile import ALIGN
 from cutex.compile.user_function import arguments_taken
-from cutex.ops.matmul.checks import Call, by_row
+from cutex.ops.matmul.checks import FLOAT8, Call, by_row
 
 if TYPE_CHECKING:
     from cutex.device.epilogue import epilogue_ops
@@ -145,6 +145,7 @@ class Arranged:
     sizes: tuple[int, int, int, int]  # M, N, K, L
     as_given: bool  # every tensor is passed as the call was given it
     flattened: bool  # except a, out and residual, which are viewed as one matrix
+    promoted: bool = False  # sums of each 128 of K are added up in fp32 registers
 
 
 def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
@@ -202,8 +203,15 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
         and not expanded
     )
     return Arranged(
-        tensors, a_layout, b_layout, out_layout, ops, names, notes, sizes, as_given, is_flattened
-    )
+        tensors, a_layout, b_layout, out_layout, ops, names, notes, sizes, as_given, is_flattened,
+        is_promoted(call, arch_name),
+    )  # fmt: skip
+
+
+def is_promoted(call: Call, arch_name: str) -> bool:
+    """Whether the sums of `call` leave the tensor cores after each 128 of K: those of fp8 on
+    Hopper, whose tensor cores keep 13 bits of a sum."""
+    return arch_name == "sm_90a" and call.a.dtype in FLOAT8 and not call.use_fast_accum
 
 
 def row_wise(call: Call) -> bool:
@@ -241,11 +249,16 @@ def fused(
         whole = aligned(x, -1) and x.shape[-1] * x.element_size() % ALIGN == 0 and min(x.shape) > 1
         return epilogue_ops.Add(name, name_of(x), x.dim() == 3, beta, whole, call.gate is not None)
 
-    for name, by in (("scale_a", "row"), ("scale_b", "column")):
+    sides, scales = [], []
+    for name, each in (("scale_a", "row"), ("scale_b", "column")):
         scale = getattr(call, name)
         if scale is not None:
-            by = by if scale.numel() > 1 else "tensor"
-            add(epilogue_ops.Scale(name, by), (name, flat(scale)))
+            sides.append(each if scale.numel() > 1 else "tensor")
+            scales.append((name, flat(scale)))
+    if len(scales) == 2:
+        add(epilogue_ops.Scales(*sides), *scales)
+    elif scales:
+        add(epilogue_ops.Scale(scales[0][0], sides[0]), *scales)
     if call.alpha != 1.0:
         add(epilogue_ops.Alpha(), ("alpha", float(call.alpha)))
     if call.beta != 0.0:

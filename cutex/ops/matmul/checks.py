@@ -12,7 +12,7 @@ from torch import Tensor
 from cutex import dtypes
 from cutex.arch import PORTABLE
 from cutex.compile.user_function import arguments_taken
-from cutex.ops.number import number
+from cutex.ops.number import check_flag, number
 from cutex.ops.overlap import overlaps_itself, share_memory
 from cutex.ops.plain import check_held
 from cutex.ops.written import check_writable
@@ -39,6 +39,7 @@ class Call:
     out_dtype: torch.dtype | None = None
     alpha: float = 1.0
     beta: float = 0.0
+    use_fast_accum: bool = False
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -98,6 +99,7 @@ def check(call: Call) -> None:
             raise ValueError(f"{name} must be a strided tensor, got {layout}")
     number("alpha", call.alpha)
     number("beta", call.beta)
+    check_flag("use_fast_accum", call.use_fast_accum)
     _check_inputs(call)
     _check_result(call)
     _check_fused(call)

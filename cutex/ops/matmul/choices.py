@@ -30,6 +30,7 @@ from cutex.compile.sources import sources_digest
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm import stages
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.unaligned.config import UnalignedConfig
 from cutex.kernels.gemm.unaligned.few_config import FewRowsConfig
 from cutex.problem.stage import package
@@ -37,6 +38,8 @@ from cutex.problem.stage import package
 if TYPE_CHECKING:
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
     from cutex.kernels.gemm.layouts import OperandLayout
+
+PROMOTING = "cutex.kernels.gemm.scaled.fp8.sm90.kernel"  # the kernel of promoted calls
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class CallClass:
     arch: str
     num_sms: int = 0
     board: str = ""
+    promoted: bool = False  # by the kernel that adds up sums of fp8 in fp32
 
     @property
     def target(self) -> Arch:
@@ -61,7 +65,8 @@ class CallClass:
         """The fields that name the choice's file; None if nothing can be timed."""
         if not torch.cuda.is_available():
             return None
-        return {
+        promoted = {"promoted": True} if self.promoted else {}
+        return promoted | {
             "device": torch.cuda.get_device_name(),
             "sizes": list(self.sizes),
             "layouts": [repr(x) for x in self.layouts],
@@ -69,12 +74,14 @@ class CallClass:
             "arch": self.arch,
             "sms": self.num_sms,
             "dsl": metadata.version("nvidia-cutlass-dsl"),
-            "sources": _sources(self.arch),
+            "sources": _sources(self.arch, self.promoted),
         }
 
 
 @lru_cache
-def _sources(arch_name: str) -> str:
+def _sources(arch_name: str, promoted: bool) -> str:
+    if promoted:
+        return sources_digest([PROMOTING])
     kernels = [f"{package('gemm', arch_name)}.general"]
     if arch_name == "sm_90a":
         kernels += [f"cutex.kernels.gemm.unaligned.sm90.{name}" for name in ("kernel", "few")]
@@ -103,6 +110,8 @@ def remembered(calls: CallClass) -> GemmConfig | None:
 
 def config_of(calls: CallClass, row: dict[str, Any]) -> GemmConfig:
     """The config in `row`, of the kernel that takes such calls. Raises ValueError for another's."""
+    if calls.promoted:
+        return Fp8Config.from_row(row)
     if calls.layouts[0].fold:
         kind = FewRowsConfig if "warps" in row else UnalignedConfig
         return kind.from_row(row)
@@ -139,6 +148,8 @@ def shipped(calls: CallClass) -> GemmConfig | None:
     another number of SMs than the one they were timed on."""
     a = calls.layouts[0]
     if calls.num_sms or calls.sizes[3] != 1 or DTYPES[a.dtype].bits > 16 or a.fold:
+        return None
+    if calls.promoted:
         return None
     row = _shipped(calls.arch).get(name_of(calls))
     return None if row is None else config_of(calls, row)

@@ -49,6 +49,7 @@ def matmul(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     amax: Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """activation(alpha * scale_a * scale_b * (a @ b) + beta * out + bias) + residual.
 
@@ -75,6 +76,10 @@ def matmul(
         other input.
     out_dtype: bfloat16, float16 or float32; by default a's, and bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one per row of a and one per column of b.
+    use_fast_accum: whether fp8 is summed by Hopper's tensor cores alone, which keep some 13 bits of
+        a sum, and take a few percent less time; otherwise the sums of each 128 of K are added up in
+        float32. As in torch.nn.functional.scaled_mm; other dtypes, and Blackwell, add up in
+        float32 in any case.
     amax: float32 with one element, raised to the largest magnitude of the result before rounding,
         or to NaN if the result has one. It must not overlap any input.
 
@@ -94,12 +99,13 @@ def matmul(
             return _of_quantized(a, b, bias, activation, residual, out_dtype, others)
         return _through_operator(
             Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype,
-                 alpha, beta)
+                 alpha, beta, use_fast_accum)
         )  # fmt: skip
     if nobody_watches():
         result = planned(
-            a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta
-        )
+            a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta,
+            use_fast_accum,
+        )  # fmt: skip
         if result is not None:
             if out is not None or amax is not None:
                 _increment_version((result,) if amax is None else (result, amax))
@@ -108,8 +114,9 @@ def matmul(
         others = out, scale_a, scale_b, amax, alpha, beta
         return _of_quantized(a, b, bias, activation, residual, out_dtype, others)
     return _unplanned(
-        Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta)
-    )
+        Call(a, b, bias, residual, out, scale_a, scale_b, amax, activation, out_dtype, alpha, beta,
+             use_fast_accum)
+    )  # fmt: skip
 
 
 def _with_packed(
@@ -240,12 +247,14 @@ def planned(
     out_dtype: torch.dtype | None,
     alpha: float,
     beta: float,
+    use_fast_accum: bool = False,
 ) -> Tensor | None:
     """The result by a plan that takes these tensors, or None if there is none."""
     try:
         plans = _known.get(
             (a.shape, b.shape, activation, out_dtype, alpha, beta, a is b, bias is None,
-             residual is None, out is None, scale_a is None, scale_b is None, amax is None)
+             residual is None, out is None, scale_a is None, scale_b is None, amax is None,
+             use_fast_accum)
         )  # fmt: skip
     except (AttributeError, TypeError, RuntimeError):  # `check` names an argument that is no tensor
         return None
@@ -271,18 +280,21 @@ def planned(
 
 
 def _remember(function: Callable[..., None], call: Call, arranged: Arranged) -> None:
-    a, b, bias, residual, out, scale_a, scale_b, amax, *options = call.arguments
-    rest = (bias, residual, out, scale_a, scale_b, amax)
-    key = (a.shape, b.shape, *options, a is b, *[x is None for x in rest])
+    key = _key(call)
     launch = launch_of(function, call, arranged)
     PLANS.remember(key, distinct(call), launch, user_functions(arranged.ops))
 
 
+def _key(call: Call) -> tuple[Any, ...]:
+    """The key of the plans for `call`, as `planned` makes it."""
+    a, b, bias, residual, out, scale_a, scale_b, amax, *options, fast = call.arguments
+    rest = (bias, residual, out, scale_a, scale_b, amax)
+    return (a.shape, b.shape, *options, a is b, *[x is None for x in rest], fast)
+
+
 def launch_like(call: Call) -> Callable[..., Tensor] | None:
     """The launch of the plan that takes `call`, a function of its tensors; None without a plan."""
-    a, b, bias, residual, out, scale_a, scale_b, amax, *options = call.arguments
-    rest = (bias, residual, out, scale_a, scale_b, amax)
-    plans = _known.get((a.shape, b.shape, *options, a is b, *[x is None for x in rest]), ())
+    plans = _known.get(_key(call), ())
     given = distinct(call)
     return next((known.launch for known in plans if known.takes(*given)), None)
 
@@ -313,7 +325,7 @@ def _run(call: Call, remember: bool) -> Tensor:
     if seconds is not None:
         config = tuner.tuned_config(arranged, arch, seconds)
     else:
-        config = config_for(arranged.sizes, layouts, arranged.ops, arch)
+        config = config_for(arranged.sizes, layouts, arranged.ops, arch, arranged.promoted)
     compiled = kernel_for(config, arch)
     with current(call.a.device):
         function = launcher(compiled, arranged.tensors, config.tiles.workspace)
@@ -349,12 +361,13 @@ def _through_operator(call: Call) -> Tensor:
         )
     alpha, beta = number("alpha", call.alpha), number("beta", call.beta)
     fused = (call.bias, call.residual, call.scale_a, call.scale_b, call.activation)
+    fast = call.use_fast_accum
     if call.out is None and call.amax is None:
-        return torch.ops.cutex.matmul(call.a, call.b, *fused, call.out_dtype, alpha)
+        return torch.ops.cutex.matmul(call.a, call.b, *fused, call.out_dtype, alpha, fast)
     call = _cast(call) if autocast.is_on(call.a.device) else call
     out = call.a.new_empty(call.shape, dtype=call.dtype) if call.out is None else call.out
     if call.amax is None:
-        torch.ops.cutex.matmul_out(out, call.a, call.b, *fused, alpha, beta)
+        torch.ops.cutex.matmul_out(out, call.a, call.b, *fused, alpha, beta, fast)
     else:
-        torch.ops.cutex.matmul_amax(call.amax, out, call.a, call.b, *fused, alpha, beta)
+        torch.ops.cutex.matmul_amax(call.amax, out, call.a, call.b, *fused, alpha, beta, fast)
     return out

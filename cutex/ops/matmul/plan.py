@@ -15,6 +15,8 @@ from cutex.compile import worker
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.choose import ranked, sizes_class
 from cutex.kernels.gemm.config import GemmConfig
+from cutex.kernels.gemm.scaled.fp8 import promoted
+from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.sm90.candidates import in_parts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.tile_order import by_gpc, by_number
@@ -47,6 +49,9 @@ def proposals(calls: CallClass, hopeful: bool = False) -> Iterator[GemmConfig]:
     from cutex.bench import autotune
     from cutex.kernels.gemm import stages
 
+    if calls.promoted:
+        yield from promoted.ranked(calls.sizes, calls.target)
+        return
     problem, target = problem_of(calls), calls.target
     batch = calls.sizes[3]
     if fold := calls.layouts[0].fold:
@@ -86,9 +91,10 @@ def config_for(
     layouts: Layouts,
     ops: tuple[EpilogueOp, ...],
     arch_name: str,
+    promoted: bool = False,
 ) -> GeneralConfig:
     """The config chosen by timing for such calls, or else the first of `candidates`."""
-    calls = call_class(sizes, layouts, ops, arch_name)
+    calls = call_class(sizes, layouts, ops, arch_name, promoted)
     return _config_of(calls)
 
 
@@ -117,6 +123,7 @@ def call_class(
     layouts: Layouts,
     ops: tuple[EpilogueOp, ...],
     arch_name: str,
+    promoted: bool = False,
 ) -> CallClass:
     """The class of calls of these sizes (M, N, K, batch), all of which take the same config."""
     m, n, k, batch = sizes
@@ -125,7 +132,7 @@ def call_class(
     # clamped where larger sizes make no difference
     m, n, k = (min(size, 1 << 20) for size in rounded)
     here = other_sms(arch_name), other_board(arch_name)
-    return CallClass((m, n, k, batch), layouts, ops, arch_name, *here)
+    return CallClass((m, n, k, batch), layouts, ops, arch_name, *here, promoted)
 
 
 def candidates(calls: CallClass, hopeful: bool = False) -> Iterator[GeneralConfig]:
@@ -162,6 +169,11 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
     None if it cannot run `calls`."""
     from cutex.kernels.gemm.signature import GeneralConfig
 
+    kind: type[GeneralConfig] = GeneralConfig
+    if calls.promoted:
+        from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Signature
+
+        kind = Fp8Signature
     ops, out = calls.ops, calls.layouts[2]
     if isinstance(tiles, Sm90Config):
         # NOTE: what is stored whole has a slot for nothing to add, and all registers in use at once
@@ -175,7 +187,7 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
         # NOTE: a thread then has a column of out, and an address for each row of it
         tiles = replace(tiles, epi_n=16)
     for slots in range(tiles.epi_stages, 0, -1) if tiles.epi_stages else (0,):
-        config = GeneralConfig(replace(tiles, epi_stages=slots), *calls.layouts, ops)
+        config = kind(replace(tiles, epi_stages=slots), *calls.layouts, ops)
         if config.why_not(None, arch(calls.arch)) is None:
             return config
     return None
@@ -197,13 +209,15 @@ def kernel_for(config: GeneralConfig, arch_name: str) -> Compiled:
     module, name = kernel_of(config, arch_name)
     kernel = getattr(import_module(module), name)(config)
     cache = all(f.cacheable for f in user_functions(config.ops))
-    compiled = compile(kernel, config.a.dtype, arch_name, cache=cache)
+    compiled = compile(kernel, dtype_of(config), arch_name, cache=cache)
     BUILT.count += not compiled.from_cache
     return compiled
 
 
 def kernel_of(config: GeneralConfig, arch_name: str) -> tuple[str, str]:
     """The module and the class of the kernel that takes `config`."""
+    if isinstance(config.tiles, Fp8Config):
+        return choices.PROMOTING, "Fp8Gemm"
     if isinstance(config.tiles, UnalignedConfig):
         return "cutex.kernels.gemm.unaligned.sm90.kernel", "Unaligned"
     if isinstance(config.tiles, FewRowsConfig):
@@ -211,10 +225,16 @@ def kernel_of(config: GeneralConfig, arch_name: str) -> tuple[str, str]:
     return f"{package('gemm', arch_name)}.general", "General"
 
 
+def dtype_of(config: GeneralConfig) -> str:
+    """The dtype for which the kernel of `config` is compiled: a's, or a recipe."""
+    tiles = config.tiles
+    return tiles.recipe if isinstance(tiles, Fp8Config) else config.a.dtype
+
+
 def job(config: GeneralConfig, arch_name: str) -> building.Job:
     """The compilation of a kernel, in this process or, without a function of the user's, in
     another."""
-    general = worker.Job(*kernel_of(config, arch_name), config, config.a.dtype, arch_name)
+    general = worker.Job(*kernel_of(config, arch_name), config, dtype_of(config), arch_name)
     there = None if config.ops and user_functions(config.ops) else general
     return building.Job(there, lambda: kernel_for(config, arch_name))
 

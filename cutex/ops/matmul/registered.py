@@ -25,10 +25,13 @@ _FUSED = (
     "str? activation=None"
 )
 _library = torch.library.Library("cutex", "DEF")
+_FAST = "bool use_fast_accum=False"
 _library.define(
-    f"matmul(Tensor a, Tensor b, {_FUSED}, ScalarType? out_dtype=None, float alpha=1.0) -> Tensor"
+    f"matmul(Tensor a, Tensor b, {_FUSED}, ScalarType? out_dtype=None, float alpha=1.0, {_FAST}) "
+    "-> Tensor"
 )
-_WRITTEN = f"Tensor(a!) out, Tensor a, Tensor b, {_FUSED}, float alpha=1.0, float beta=0.0"
+_NUMBERS = f"float alpha=1.0, float beta=0.0, {_FAST}"
+_WRITTEN = f"Tensor(a!) out, Tensor a, Tensor b, {_FUSED}, {_NUMBERS}"
 _library.define(f"matmul_out({_WRITTEN}) -> ()")
 _library.define(f"matmul_amax(Tensor(b!) amax, {_WRITTEN}) -> ()")
 _NAMES = ("a", "b", "bias", "residual", "scale_a", "scale_b", "activation")
@@ -36,12 +39,14 @@ _NAMES = ("a", "b", "bias", "residual", "scale_a", "scale_b", "activation")
 
 def _call(*args: Any) -> Call:
     """The call from matmul's arguments; torch leaves out trailing defaults."""
-    return Call(**dict(zip((*_NAMES, "out_dtype", "alpha"), args, strict=False)))
+    names = *_NAMES, "out_dtype", "alpha", "use_fast_accum"
+    return Call(**dict(zip(names, args, strict=False)))
 
 
 def _call_out(*args: Any) -> Call:
     """The call from matmul_out's arguments."""
-    return Call(**dict(zip(("out", *_NAMES, "alpha", "beta"), args, strict=False)))
+    names = "out", *_NAMES, "alpha", "beta", "use_fast_accum"
+    return Call(**dict(zip(names, args, strict=False)))
 
 
 def _call_amax(amax: Tensor, *args: Any) -> Call:
@@ -78,6 +83,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(call.a, call.b, call.bias)
     ctx.save_for_forward(call.a, call.b, call.bias)
     ctx.activation, ctx.alpha, ctx.dtype = call.activation, call.alpha, output.dtype
+    ctx.use_fast_accum = call.use_fast_accum
     ctx.residual = None if call.residual is None else (call.residual.shape, call.residual.dtype)
     ctx.count = len(inputs)
 
@@ -94,7 +100,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads[3] = grad.sum_to_size(shape).to(dtype)
     product = torch.ops.cutex.matmul
     if ctx.activation is not None:
-        before = product(a, b, bias, None, None, None, None, torch.float32, ctx.alpha)
+        options = None, None, None, None, torch.float32, ctx.alpha, ctx.use_fast_accum
+        before = product(a, b, bias, *options)
         grad = _activation_gradient(ctx.activation, grad.float(), before)
     if needs_bias:
         grads[2] = grad.float().sum_to_size(bias.shape).to(bias.dtype)
@@ -124,7 +131,8 @@ def _forward_mode(
     a, b, bias = saved
 
     def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.ops.cutex.matmul(a, b, bias, None, None, None, None, torch.float32, ctx.alpha)
+        options = None, None, None, None, torch.float32, ctx.alpha, ctx.use_fast_accum
+        return torch.ops.cutex.matmul(a, b, bias, *options)
 
     terms = [product(x, y) for x, y in ((of_a, b), (a, of_b)) if x is not None and y is not None]
     shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
@@ -213,7 +221,8 @@ def _mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Ten
         missing = (1,) * (rank - call.a.dim())
         call.a = call.a.expand(info.batch_size, *missing, *call.a.shape)
     fused = (call.bias, call.residual, call.scale_a, call.scale_b, call.activation)
-    result = torch.ops.cutex.matmul(call.a, call.b, *fused, call.out_dtype, call.alpha)
+    numbers = call.alpha, call.use_fast_accum
+    result = torch.ops.cutex.matmul(call.a, call.b, *fused, call.out_dtype, *numbers)
     return result, 0
 
 

@@ -122,7 +122,7 @@ def choose_by_time(
     on_gpu = arranged.tensors[0].is_cuda
     if timer is None and (not on_gpu or torch.cuda.is_current_stream_capturing()):
         layouts = arranged.a, arranged.b, arranged.out
-        return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
+        return config_for(arranged.sizes, layouts, arranged.ops, arch_name, arranged.promoted)
     with building.alone():  # what others compile or time meanwhile would disturb the times
         return _timed(arranged, arch_name, seconds, timer or time_on_gpu)
 
@@ -130,12 +130,12 @@ def choose_by_time(
 def _timed(arranged: Arranged, arch_name: str, seconds: float, timer: Timer) -> GeneralConfig:
     """`choose_by_time`, where calls can be timed."""
     layouts = arranged.a, arranged.b, arranged.out
-    calls = call_class(arranged.sizes, layouts, arranged.ops, arch_name)
-    untuned = config_for(arranged.sizes, layouts, arranged.ops, arch_name)
+    calls = call_class(arranged.sizes, layouts, arranged.ops, arch_name, arranged.promoted)
+    untuned = config_for(arranged.sizes, layouts, arranged.ops, arch_name, arranged.promoted)
     if (known := choices.remembered(calls)) is not None:
         if fitted(known, calls) != untuned:
             forget()  # another process has tuned such calls since this one first made them
-        return config_for(arranged.sizes, layouts, arranged.ops, arch_name)
+        return config_for(arranged.sizes, layouts, arranged.ops, arch_name, arranged.promoted)
     proposed = worth_timing(calls, untuned)
     built = building.build([job(c, arch_name) for c in proposed], COMPILING * seconds)
     until = time.monotonic() + (1 - COMPILING) * seconds

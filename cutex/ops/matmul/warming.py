@@ -14,6 +14,7 @@ from torch import Tensor
 from cutex.arch import local_arch
 from cutex.bench.progress import progress
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
+from cutex.kernels.gemm.scaled.fp8 import promoted
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.candidates import FINE_ROWS
 from cutex.ops import building
@@ -57,14 +58,15 @@ def warm_up(
     activation: str | None = None,
     residual: bool = False,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
     most: int = MOST_KERNELS,
 ) -> int:
     """Build the kernels of `cutex.matmul(x, w.mT, ...)` for all `shapes` in parallel, and load
     them.
 
     shapes: (M, N, K) each, for contiguous x (M, K) and w (N, K); M may be a range of token counts.
-    bias, residual: (N,) and (M, N), both of `dtype`, or bfloat16 for fp8. activation: as in
-        `cutex.matmul`.
+    bias, residual: (N,) and (M, N), both of `dtype`, or bfloat16 for fp8. activation,
+        use_fast_accum: as in `cutex.matmul`.
     most: the number of kernels that may serve them all, chosen to cost the least by the model;
         calls in this process then use these.
 
@@ -86,12 +88,14 @@ def warm_up(
     for shape in shapes:
         for m, n, k in _classes(shape):
             x, w, row = _meta((m, k), dtype), _meta((n, k), dtype), _meta((n,), added)
-            call = Call(x, w.mT, row if bias else None, activation=activation, out_dtype=out_dtype)
+            call = Call(x, w.mT, row if bias else None, activation=activation, out_dtype=out_dtype,
+                        use_fast_accum=use_fast_accum)  # fmt: skip
             call.residual = _meta(call.shape, added) if residual else None
             check(call)
             arranged = arrange(call, _meta(call.shape, call.dtype), arch)
             layouts = arranged.a, arranged.b, arranged.out
-            classes[call_class(arranged.sizes, layouts, arranged.ops, arch)] = None
+            of = arranged.sizes, layouts, arranged.ops, arch, arranged.promoted
+            classes[call_class(*of)] = None
     configs = list(dict.fromkeys(_few_for(list(classes), most).values()))
     building.build([job(config, arch) for config in configs])
     for config in configs:
@@ -99,32 +103,36 @@ def warm_up(
     return len(configs)
 
 
-def build_ahead(operands: Iterable[tuple[Tensor, Tensor]], out_dtype: torch.dtype) -> list[Path]:
+def build_ahead(
+    operands: Iterable[tuple[Tensor, Tensor]],
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> list[Path]:
     """Build in parallel the kernels of `cutex.matmul(a, b, out_dtype=...)` for each (a, b), whose
     data is not read (they may be on "meta"), and show the progress. Return their folders in the
     cache, without those that do not compile."""
-    configs = list(dict.fromkeys(_config(a, b, out_dtype) for a, b in operands))
+    configs = list(dict.fromkeys(_config(a, b, out_dtype, use_fast_accum) for a, b in operands))
     with progress("kernels are built", len(configs)) as step:
         built = building.build([job(config, _arch()) for config in configs], ended=step)
     return [kernel_for(c, _arch()).object_path.parent for c in compress(configs, built)]
 
 
-def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> str:
+def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool = False) -> str:
     """The tiles that `cutex.matmul(a, b, out_dtype=...)` takes, as text: the sizes of a tile and
     its stages, and the fields that differ from the defaults."""
-    tiles = _config(a, b, out_dtype).tiles
+    tiles = _config(a, b, out_dtype, use_fast_accum).tiles
     always = ("tile_m", "tile_n", "k_bytes", "num_stages")
     said = [f for f in fields(tiles) if f.name in always or getattr(tiles, f.name) != f.default]
     return " ".join(f"{f.name}={getattr(tiles, f.name)}" for f in said)
 
 
-def _config(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> GeneralConfig:
+def _config(a: Tensor, b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool) -> GeneralConfig:
     """The config that `cutex.matmul(a, b, out_dtype=...)` takes."""
-    call = Call(a, b, out_dtype=out_dtype)
+    call = Call(a, b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     check(call)
     arranged = arrange(call, _meta(call.shape, call.dtype), _arch())
     layouts = arranged.a, arranged.b, arranged.out
-    return config_for(arranged.sizes, layouts, arranged.ops, _arch())
+    return config_for(arranged.sizes, layouts, arranged.ops, _arch(), arranged.promoted)
 
 
 def _few_for(classes: list[CallClass], most: int) -> dict[CallClass, GeneralConfig]:
@@ -161,6 +169,8 @@ def _times(
     given = None if among is None else [c.tiles for c in among]
     if (known := choices.remembered(calls)) is not None:
         times = {known: 1.0}
+    elif calls.promoted:
+        times = promoted.predictions(calls.sizes, calls.target, given)
     else:
         times = predictions(
             problem_of(calls),

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 FACTORS_ALIGN = 32  # TMA writes to multiples of 128 bytes: so many fp32 factors
 BLOCK = 128  # rows, or elements of K, that share a factor
 LANES = 32  # blocks of K whose shared factors a warp holds
+# the recipe of operands whose factors, of tensors or of rows, an epilogue multiplies with
+PROMOTED = "fp8_tensor"
 
 
 @dataclass(frozen=True)
 class Fp8Config(Sm90Config):
     """An Sm90Config whose sums are scaled and added up in fp32 after every 128 of K."""
 
-    recipe: str = "fp8_block"  # the formats of A and B (cutex/problem/scaled/formats.py)
+    # the formats of A and B (cutex/problem/scaled/formats.py); with PROMOTED, sums of blocks have
+    # no factors
+    recipe: str = "fp8_block"
     alternating: bool = False  # two warpgroups compute all rows of the tile, of every second block
     # K is whole rounds of the ring: a block's slot is known when the kernel is traced
     rounds: bool = False
@@ -76,7 +80,13 @@ class Fp8Config(Sm90Config):
     def vectors(self) -> tuple[bool, bool]:
         """Whether each row, and each column, of the MMA's product has its own factors."""
         rows, columns = self.formats
-        return rows.block[0] == 1, columns.block[0] == 1
+        return rows.block == (1, BLOCK), columns.block == (1, BLOCK)
+
+    @property
+    def shares(self) -> tuple[bool, bool]:
+        """Whether 128 rows, and 128 columns, of the MMA's product share a factor."""
+        rows, columns = self.formats
+        return rows.block == (BLOCK, BLOCK), columns.block == (BLOCK, BLOCK)
 
     @property
     def column_group(self) -> int:
@@ -108,10 +118,12 @@ class Fp8Config(Sm90Config):
 
     @property
     def smem_bytes(self) -> int:
-        return super().smem_bytes + 2 * 4 * FACTORS_ALIGN * self.num_stages
+        padding = 2 * 4 * FACTORS_ALIGN if self.recipe != PROMOTED else 0
+        return super().smem_bytes + padding * self.num_stages
 
     def _why_not_shape(self, arch: Arch) -> str | None:
-        if self.recipe not in RECIPES or any(f.block[1] != BLOCK for f in self.formats):
+        blocks = self.recipe in RECIPES and all(f.block[1] == BLOCK for f in self.formats)
+        if not blocks and self.recipe != PROMOTED:
             return f"recipe={self.recipe}: takes formats with a factor for each {BLOCK} of K"
         if self.k_bytes != BLOCK:
             return f"k_bytes={self.k_bytes}: a factor serves {BLOCK} bytes of K"

@@ -41,7 +41,7 @@ from cutex.schedulers.announced import AnnouncedTiles
 
 @dataclass(frozen=True)
 class Fp8Signature(GeneralConfig):
-    """A GeneralConfig whose operands have fp32 factors of its tiles' recipe."""
+    """A GeneralConfig whose operands have fp32 factors of its tiles' recipe; for PROMOTED, none."""
 
     tiles: Fp8Config
 
@@ -103,27 +103,20 @@ class Fp8Gemm:
         return self.config.arguments()
 
     @cute.jit
-    def __call__(
-        self,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        mScaleA: cute.Tensor,
-        mScaleB: cute.Tensor,
-        mOut: cute.Tensor,
-        *rest,
-    ) -> None:
-        """Launch with a (M, K), b (K, N), their factors, out (M, N), each with L first where
-        batched, the operations' arguments and a stream."""
-        *passed, stream = rest
-        mA, mScaleA, mScaleB, mOut = (modes(x, False) for x in (mA, mScaleA, mScaleB, mOut))
-        self.launch(mA, modes(mB, True), (mScaleA, mScaleB), mOut, tuple(passed), stream)
+    def __call__(self, mA: cute.Tensor, mB: cute.Tensor, *rest) -> None:
+        """Launch with a (M, K), b (K, N), their factors, if blocks have some, out (M, N), each with
+        L first where batched, the operations' arguments and a stream."""
+        count = len(self.config.factors)
+        scales: Any = tuple(modes(x, False) for x in rest[:count]) if count else (None, None)
+        mOut, passed, stream = modes(rest[count], False), tuple(rest[count + 1 : -1]), rest[-1]
+        self.launch(modes(mA, False), modes(mB, True), scales, mOut, passed, stream)
 
     @cute.jit
     def launch(
         self,
         mA: cute.Tensor,
         mB: cute.Tensor,
-        scales: tuple[cute.Tensor, cute.Tensor],
+        scales: tuple[Any, Any],
         mOut: cute.Tensor,
         passed: tuple[Any, ...],
         stream,

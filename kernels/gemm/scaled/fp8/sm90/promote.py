@@ -17,11 +17,18 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.multicast import SharedRing
+from cutex.device.atoms.scalar import pinned_sum
 from cutex.device.atoms.tma import load_operand
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.scaled.fp8.config import BLOCK, FACTORS_ALIGN, LANES, Fp8Config
+from cutex.kernels.gemm.scaled.fp8.config import (
+    BLOCK,
+    FACTORS_ALIGN,
+    LANES,
+    PROMOTED,
+    Fp8Config,
+)
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.mma import MmaRole, PartStore, RoleProduct, Walk
 from cutex.kernels.gemm.sm90.shared_k import SUMS_BARRIER, VECTOR, SplitK, thread_vectors
@@ -372,6 +379,16 @@ def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) ->
     return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
 
 
+class NoFactors(NamedTuple):
+    """The factors of operands that have none in the mainloop."""
+
+    @cute.jit
+    def add(self, total: cute.Tensor, part: cute.Tensor) -> None:
+        """total += part."""
+        for i in cutlass.range_constexpr(cute.size(part)):
+            total[i] = pinned_sum(total[i], part[i])
+
+
 class ThreadFactors(NamedTuple):
     """The factors for 64 rows of a tile and for its columns, for one block of K, in registers."""
 
@@ -433,10 +450,10 @@ class TileFactors:
         """The side and one row of each factor that 128 rows share: one per wave, or per group of
         columns."""
         c, found = self.tiles, []
-        if self.slots[0] is None:
+        if c.shares[0]:
             of_tile = self.tile.m * c.tile_m
             found += [(0, of_tile + self.first_row(wave)) for wave in range(self.waves)]
-        if self.slots[1] is None:
+        if c.shares[1]:
             of_tile = self.tile.n * c.tile_n
             found += [(1, of_tile + column) for column in range(0, c.tile_n, c.column_group)]
         return found
@@ -469,7 +486,8 @@ class TileFactors:
         return found
 
     def rows(self, slot: Int32, wave: int) -> tuple[Any, Any]:
-        """The factors of this thread's two rows in `slot`; None where 128 rows share one."""
+        """The factors of this thread's two rows in `slot`; None where rows have none of their
+        own."""
         if self.slots[0] is None:
             return None, None
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
@@ -478,9 +496,11 @@ class TileFactors:
 
     def of_block(
         self, slot: Int32, held: cute.Tensor | None, lane: Int32, wave: int, rows: tuple[Any, Any]
-    ) -> ThreadFactors:
+    ) -> ThreadFactors | NoFactors:
         """The factors of the block in `slot`; its shared ones are in `held` of lane `lane`."""
         c, first = self.tiles, 0
+        if c.recipe == PROMOTED:
+            return NoFactors()
         if rows[0] is None:
             assert held is not None  # since factors of rows are shared
             one = cute.arch.shuffle_sync(held[wave], lane)

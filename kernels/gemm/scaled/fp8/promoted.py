@@ -1,0 +1,42 @@
+"""The choice of a config for products of fp8 whose sums are promoted, but not scaled, after each
+128 of K; an epilogue may scale them.
+
+Imports neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cutex.kernels.gemm.scaled.fp8 import choose
+from cutex.kernels.gemm.scaled.fp8.config import PROMOTED, Fp8Config
+from cutex.problem.scaled import Fp8Problem
+
+if TYPE_CHECKING:
+    from cutex.arch import Arch
+    from cutex.kernels.gemm.config import GemmConfig
+
+
+def predictions(
+    sizes: tuple[int, int, int, int], arch: Arch, configs: Iterable[GemmConfig] | None = None
+) -> dict[GemmConfig, float]:
+    """The microseconds that the model of the kernel with factors predicts for the best configs, or
+    those given, of a batch of products, `sizes` (M, N, K in units of 2 bytes, L)."""
+    problem, batch = _problem(sizes), sizes[3]
+    every = choose.ranked(problem, arch, batch) if configs is None else configs
+    scaled = [replace(c, recipe=problem.dtype) for c in every if isinstance(c, Fp8Config)]
+    fits = [c for c in scaled if c.why_not(problem, arch) is None]  # type: ignore[arg-type]
+    return {replace(c, recipe=PROMOTED): choose.predict(c, problem, arch, batch) for c in fits}
+
+
+def ranked(sizes: tuple[int, int, int, int], arch: Arch) -> list[GemmConfig]:
+    """The best configs for such products, fastest predicted first, and one that fits any call."""
+    return list(predictions(sizes, arch))
+
+
+def _problem(sizes: tuple[int, int, int, int]) -> Fp8Problem:
+    """The scaled problem of such sizes, which a model knows."""
+    m, n, k, _ = sizes
+    return Fp8Problem(m, -(-n // 8) * 8, -(-k // 8) * 16)
