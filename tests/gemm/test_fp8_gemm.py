@@ -34,7 +34,7 @@ CASES = {
         replace(SQUARE, tile_n=160, epi_n=32, cluster_n=2, recipe="fp8_1x128"), (130, 328, 528),
     ),
     "swapped, split K": (
-        replace(SQUARE, tile_n=64, swap_ab=True, split_k=2, columns=1), (61, 264, 784),
+        replace(SQUARE, tile_n=64, epi_n=32, swap_ab=True, split_k=3, columns=1), (61, 264, 784),
     ),
     "few rows": (
         replace(SQUARE, tile_m=64, warpgroups=1, tile_n=32, epi_n=32, swap_ab=True, columns=1),

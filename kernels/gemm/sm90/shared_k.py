@@ -6,6 +6,7 @@ StreamK: a CTA computes tiles and parts of tiles, and leaves sums for others in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -74,15 +75,21 @@ class SplitK(MmaRole):
         """Run the MMAs of this CTA's share of K, `count` K tiles."""
         self.accumulate(mma, ab, ab.consumer(), count)
 
+    @property
+    def num_senders(self) -> int:
+        """The CTAs whose sums have places: all, as this CTA's own are read there, too."""
+        return self.tiles.split_k
+
     def place(self, parts: cute.Tensor, first: cute.Pointer) -> cute.Tensor:
-        """This thread's place (VECTOR, NumVectors, CTA, TURN) in smem for each CTA's sums of each
-        part that this CTA stores."""
+        """This thread's place (VECTOR, NumVectors, CTA, TURN) in smem for each sender's sums of
+        each part that this CTA stores."""
         size, num_parts = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
         c, threads = self.tiles, self.num_threads
         thread, _, _ = cute.arch.thread_idx()
         step = size * threads
-        shape = VECTOR, size // VECTOR, c.split_k, ceil_div(num_parts, c.split_k), threads
-        stride = 1, VECTOR * threads, step, c.split_k * step, VECTOR
+        senders = self.num_senders
+        shape = VECTOR, size // VECTOR, senders, ceil_div(num_parts, c.split_k), threads
+        stride = 1, VECTOR * threads, step, senders * step, VECTOR
         layout = cute.make_layout(shape, stride=stride)
         return cute.make_tensor(first.align(4 * VECTOR), layout)[None, None, None, None, thread]
 
@@ -101,20 +108,24 @@ class SplitK(MmaRole):
     def send(self, parts: cute.Tensor, place: cute.Tensor, split: Int32) -> None:
         """Send each CTA the sums of its parts; this CTA's own go to their place in its own smem."""
         c = self.tiles
-        at = cute.arch.block_idx_in_cluster() % self.cluster.size if self.cluster.size > 1 else 0
         for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
             receiver, turn = part % c.split_k, part // c.split_k
-            values = thread_vectors(parts[None, part])  # (VECTOR, NumVectors)
-            words = cute.recast_tensor(values, Int32)
             there = place[None, None, split, turn]
             if receiver == split:
-                cute.autovec_copy(values, there)
+                cute.autovec_copy(thread_vectors(parts[None, part]), there)
             else:
-                for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-                    vector = tuple(words[j, i] for j in range(VECTOR))
-                    to = there[None, i].iterator
-                    rank = receiver * self.cluster.size + at
-                    cute.arch.store_async_dsmem(to, vector, self.sums[0], rank)
+                self.send_part(parts[None, part], there, receiver)
+
+    @cute.jit
+    def send_part(self, part: cute.Tensor, there: cute.Tensor, receiver: int) -> None:
+        """Send a part's sums (V) to CTA `receiver` of those that share K, which has a place for
+        them where this CTA has one `there`, (VECTOR, NumVectors)."""
+        at = cute.arch.block_idx_in_cluster() % self.cluster.size if self.cluster.size > 1 else 0
+        words = cute.recast_tensor(thread_vectors(part), Int32)  # (VECTOR, NumVectors)
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            vector = tuple(words[j, i] for j in range(VECTOR))
+            rank = receiver * self.cluster.size + at
+            cute.arch.store_async_dsmem(there[None, i].iterator, vector, self.sums[0], rank)
 
     @cute.jit
     def store_parts(
@@ -137,6 +148,73 @@ class SplitK(MmaRole):
                 where = row + part // per_row * step, column + part % per_row
                 values = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
                 epilogue.store_part(values, turn % c.epi_stages, *where)
+
+
+@dataclass(frozen=True)
+class SplitKApart(SplitK):
+    """A SplitK whose sums are sent to smem of their own, `sA` here: CTAs meet when they begin, and
+    none waits until the others have read their rings. What a CTA adds itself stays in registers.
+
+    The load warp, too, arrives at the cluster's barrier (`load_apart`).
+    """
+
+    @cute.jit
+    def run(self, product: RoleProduct) -> None:
+        cute.arch.cluster_arrive_relaxed()
+        SplitK.run(self, product)
+
+    @cute.jit
+    def exchange(
+        self, mma: WgmmaProduct, epilogue: PartStore, place: cute.Tensor, walk: Walk
+    ) -> None:
+        cute.arch.cluster_wait()  # its CTAs have initialised their barriers
+        self.send(epilogue.parts(mma.acc), place, walk.split)
+        self.sums.wait(0)
+        self.store_parts(mma, epilogue, place, walk)
+
+    @property
+    def num_senders(self) -> int:
+        return self.tiles.split_k - 1
+
+    @cute.jit
+    def send(self, parts: cute.Tensor, place: cute.Tensor, split: Int32) -> None:
+        """Send each other CTA the sums of its parts, to this CTA's place among its senders."""
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
+            receiver, turn = part % self.tiles.split_k, part // self.tiles.split_k
+            if receiver != split:
+                sender = split - Int32(split > receiver)
+                self.send_part(parts[None, part], place[None, None, sender, turn], receiver)
+
+    @cute.jit
+    def store_parts(
+        self, mma: WgmmaProduct, epilogue: PartStore, place: cute.Tensor, walk: StaticWalk
+    ) -> None:
+        """Add up and store every split_k-th part of the tile, beginning with part `walk.split`."""
+        c, parts = self.tiles, epilogue.parts(mma.acc)
+        row, step, column = self.origin(walk.tile_at(walk.start))
+        per_row = c.tile_n // c.epi_n
+        for part in cutlass.range_constexpr(cute.size(parts, mode=[1])):
+            turn = part // c.split_k
+            if walk.split == part % c.split_k:
+                total = cute.make_rmem_tensor(place.shape[:2], Float32)  # (VECTOR, NumVectors)
+                total.store(thread_vectors(parts[None, part]).load())
+                for sender in cutlass.range_constexpr(self.num_senders):
+                    total.store(total.load() + place[None, None, sender, turn].load())
+                if cutlass.const_expr(turn == 0 or c.epi_stages == 1):
+                    epilogue.wait(0)
+                where = row + part // per_row * step, column + part % per_row
+                values = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
+                epilogue.store_part(values, turn % c.epi_stages, *where)
+
+
+@cute.jit
+def load_apart(load: cutlass.Constexpr[Callable[[], None]], apart: cutlass.Constexpr[bool]) -> None:
+    """Run a load role's `load`, in a CTA whose MMA role is a SplitKApart if it is `apart`."""
+    if cutlass.const_expr(apart):
+        cute.arch.cluster_arrive_relaxed()
+    load()
+    if cutlass.const_expr(apart):
+        cute.arch.cluster_wait()
 
 
 # ---- through global memory

@@ -119,7 +119,14 @@ class Fp8Config(Sm90Config):
     @property
     def smem_bytes(self) -> int:
         padding = 2 * 4 * FACTORS_ALIGN if self.recipe != PROMOTED else 0
-        return super().smem_bytes + padding * self.num_stages
+        return super().smem_bytes + padding * self.num_stages + self.own_sums_bytes
+
+    @property
+    def own_sums_bytes(self) -> int:
+        """Bytes that the sums of other CTAs of a split have to themselves."""
+        if self.split_k == 1:
+            return 0
+        return self.sums_bytes(self.epi_parts) // self.split_k * (self.split_k - 1)
 
     def _why_not_shape(self, arch: Arch) -> str | None:
         blocks = self.recipe in RECIPES and all(f.block[1] == BLOCK for f in self.formats)

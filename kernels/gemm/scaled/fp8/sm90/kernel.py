@@ -9,6 +9,7 @@ and epilogues are as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -18,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand
 from cutex.device.atoms.factored import FactoredOperands
-from cutex.device.atoms.mma import allocate_slots
+from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots
 from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.atoms.wgmma import Wgmma, wgmma
 from cutex.device.epilogue.epilogue_ops import EpilogueOp
@@ -35,6 +36,7 @@ from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, tran
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.load import LoadAnnounced
 from cutex.kernels.gemm.sm90.mma import MmaRole, RoleProduct
+from cutex.kernels.gemm.sm90.shared_k import load_apart
 from cutex.problem.scaled.formats import FP32_SCALED, RECIPES
 from cutex.schedulers.announced import AnnouncedTiles
 
@@ -75,11 +77,14 @@ class Fp8Gemm:
 
     Barriers and roles are the general kernel's (sm90/general.py); with two warpgroups that
     alternate, those of one arrive at ab.empty[slot], and both meet twice at named barrier 5: before
-    sums overwrite the ring, and when they are written (PromoteAlternating). Beside its memory:
+    sums overwrite the ring, and when they are written (PromoteAlternating). With split_k the
+    cluster's barrier is arrived at when a CTA's own barriers are initialised, and waited for before
+    sums are sent. Beside its memory:
 
     smem            bytes
     sFA, sFB        4 * tile_m * num_stages, 4 * tile_n * num_stages, a slot's from a multiple of
                     128 on; only of the sides with a factor for each row
+    place           own_sums_bytes: the sums of the other CTAs that share K, behind the barriers
 
     registers of an MMA thread hold two sets of accumulators: of the tile, tile_m * tile_n / 128 /
     warpgroups, and of one block of K for 64 rows, tile_n / 2.
@@ -166,6 +171,10 @@ class Fp8Gemm:
             held = Barrier.allocate(smem, "held", arrivals=1, slots=g.num_slots)
         if cutlass.const_expr(c.split_k > 1):
             sums = Barrier.allocate(smem, "sums", arrivals=1)
+        place = sA
+        if cutlass.const_expr(c.split_k > 1):
+            size = c.own_sums_bytes // 4
+            place = smem.allocate_tensor(Float32, cute.make_layout(size), SMEM_ALIGN)
         operands = FactoredOperands(AbOperands(a, b, sA, sB), factors, slots)
         load: Any = g.load_role
         announced: Any = None
@@ -173,7 +182,7 @@ class Fp8Gemm:
             fields = ("m", "n", "batch") if self.config.out.batched else ("m", "n")
             announced = AnnouncedTiles.allocate(smem, fields, g.mma_warps.count + 1)
             load = LoadAnnounced(c, g.cluster, g.scheduler, announced)
-        mma_role = self.mma_role(sA, sums, factors, slots, announced)
+        mma_role = self.mma_role(place, sums, factors, slots, announced)
         warp = cute.arch.warp_idx()
         if warp == g.load_warps.first:
             load.start(operands, mProduct)
@@ -184,7 +193,7 @@ class Fp8Gemm:
         if warp >= self.general.load_warps.first:
             self.general.give_registers()
             if warp == self.general.load_warps.first:
-                load.run(operands, ab, mProduct)
+                load_apart(partial(load.run, operands, ab, mProduct), c.split_k > 1)
             if cutlass.const_expr(announced is not None):  # noqa: SIM102 - known when tracing
                 if warp == self.general.load_warps.first + 1:
                     self.announce(announced, mProduct)
@@ -206,7 +215,7 @@ class Fp8Gemm:
 
     def mma_role(
         self,
-        sA: cute.Tensor,
+        place: cute.Tensor,
         sums: Barrier | None,
         factors: tuple[Any, Any],
         slots: tuple[Any, Any],
@@ -215,7 +224,7 @@ class Fp8Gemm:
         g = self.general
         what = g.config, self.tiles, g.scheduler
         if sums is not None:
-            return PromoteSplitK(*what, g.cluster, sums, sA, factors, slots)
+            return PromoteSplitK(*what, g.cluster, sums, place, factors, slots)
         if self.tiles.alternating:
-            return PromoteAlternating(*what, factors, slots, sA)
+            return PromoteAlternating(*what, factors, slots, place)
         return Promote(*what, factors, slots, announced=announced)

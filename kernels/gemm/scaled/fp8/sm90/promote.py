@@ -31,7 +31,12 @@ from cutex.kernels.gemm.scaled.fp8.config import (
 )
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.mma import MmaRole, PartStore, RoleProduct, Walk
-from cutex.kernels.gemm.sm90.shared_k import SUMS_BARRIER, VECTOR, SplitK, thread_vectors
+from cutex.kernels.gemm.sm90.shared_k import (
+    SUMS_BARRIER,
+    VECTOR,
+    SplitKApart,
+    thread_vectors,
+)
 from cutex.schedulers.announced import AnnouncedTiles, HeldTile
 
 
@@ -273,7 +278,7 @@ class Coming:
 
 
 @dataclass(frozen=True)
-class PromoteSplitK(SplitK):
+class PromoteSplitK(SplitKApart):
     """A CTA promotes a share of one tile's K, and exchanges fp32 sums (sm90/shared_k.py)."""
 
     tiles: Fp8Config
