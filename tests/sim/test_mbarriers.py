@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from barriers import START, again, copy, each_order, init, rows, wait
+from barriers import INIT, START, again, copy, each_order, init, rows, wait
 from ptx_kernel import Shape, simulate_ptx
 
 from cutex.sim import BarrierMisuse, Hazards
@@ -222,3 +222,13 @@ def test_a_try_wait_before_a_wait_is_looked_at():
     early = f"{TRY} @%p1 bra ON; {wait('bar', 0, 'W')} ON:"
     simulate_ptx(LOADED.replace("WAITS", early), arrays, Shape(block=64, smem=1024))
     assert (arrays["out"] == arrays["a"][0]).all()
+
+
+def test_a_state_of_another_mbarrier_is_refused():
+    """Both are in the same phase, so a phase alone would do."""
+    body = f"""{INIT.replace("COUNT", "32")} @%p0 mbarrier.init.shared.b64 [bar+8], 32; bar.sync 0;
+        mbarrier.arrive.shared.b64 %d5, [bar]; mbarrier.arrive.shared.b64 %d6, [bar+8];
+        W: mbarrier.try_wait.shared.b64 %p3, [bar+AT], %d5; @!%p3 bra W;"""
+    simulate_ptx(body.replace("AT", "0"), {"out": np.zeros(1, np.uint32)}, Shape(smem=64))
+    with pytest.raises(BarrierMisuse, match="by a state that no arrival at it has returned"):
+        simulate_ptx(body.replace("AT", "8"), {"out": np.zeros(1, np.uint32)}, Shape(smem=64))

@@ -63,6 +63,13 @@ class BarrierOperand:
         yield from zip(rows.tolist(), lanes.tolist(), cta.tolist(), offset.tolist(), strict=True)
 
 
+_PHASE = 32  # bits of the phase in a state; above these the mbarrier that it is of
+
+
+def _name_of(cta: int, offset: int) -> int:
+    return cta << 18 | offset >> 3
+
+
 _MBARRIER_MODS = (
     "shared", "cta", "cluster", "release", "acquire", "relaxed", "parity", "expect_tx",
     "noComplete", "init", "inval", "arrive", "arrive_drop", "test_wait", "try_wait", "complete_tx",
@@ -129,7 +136,7 @@ def mbarrier_arrive(d: Decoder) -> Execute:
             n = int(amounts[row, lane]) if amounts is not None else 1
             phases = at.phases
             if state:
-                tokens[row, lane] = at.phases
+                tokens[row, lane] = at.phases | _name_of(at.cta, at.offset) << _PHASE
             if expect:
                 # NOTE: tx first, or a phase whose bytes have arrived could complete on the arrival
                 # alone
@@ -201,8 +208,12 @@ def mbarrier_wait(d: Decoder) -> Execute:
                 waited = m.mbarriers.use(cta, offset, warp, ins)
                 if by_parity and value > 1:
                     _tell_parity(m, warp, value, ins)
-                if not by_parity and waited.phases > value + 1:
-                    m.mbarriers.refuse_token(waited, value, warp, ins)
+                if not by_parity:
+                    if value >> _PHASE != _name_of(cta, offset):
+                        m.mbarriers.refuse_state(waited, warp, ins)
+                    value &= (1 << _PHASE) - 1
+                    if waited.phases > value + 1:
+                        m.mbarriers.refuse_token(waited, value, warp, ins)
                 if not passed(waited.phases, value):
                     continue
                 m.events.mbarrier_passed(waited, warp, lanes, ins)

@@ -135,6 +135,17 @@ class MBarriers:
             "state is that of the current phase or of the one before",
         )
 
+    def refuse_state(self, barrier: MBarrier, warp: int, ins: Instruction) -> None:
+        """Raise BarrierMisuse: a wait takes a state that is none of this mbarrier's
+        (9.7.13.15.16).
+        """
+        raise BarrierMisuse.at(
+            ins,
+            f"{self.machine.grid.name_warp(warp)} waits for "
+            f"{self.name(barrier.cta, barrier.offset)} by a state that no arrival at it has "
+            "returned",
+        )
+
     def expect_tx(self, barrier: MBarrier, size: int, who: str, ins: Instruction) -> None:
         barrier.tx += size
         barrier.tx_expected += size
