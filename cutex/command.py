@@ -15,7 +15,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec
 
 from cutex.errors import BadOption, Missing
 
@@ -135,6 +135,27 @@ def of_the_disk(error: BaseException | None) -> OSError | None:
     return None
 
 
+def not_installed(error: ModuleNotFoundError) -> str:
+    """What a command says that lacks a package; empty for a module of cutex, which is a fault."""
+    name = (error.name or "").partition(".")[0]
+    return f"{name} is not installed; {INSTALL}" if name not in ("", "cutex") else ""
+
+
+def _tell_uncaught(kind: type[BaseException], error: BaseException, where: Any) -> None:
+    """As `answered`, of a command's module that cannot import what it needs: no `main` is there
+    yet to catch it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    ours = spec is not None and spec.name.startswith("cutex.")
+    if ours and isinstance(error, ModuleNotFoundError) and (says := not_installed(error)):
+        refuse(says)
+        sys.stderr.flush()
+        os._exit(2)  # NOTE: after this hook the interpreter's own code would be 1
+    _default_hook(kind, error, where)
+
+
+_default_hook, sys.excepthook = sys.excepthook, _tell_uncaught
+
+
 def answered(main: Callable[P, int]) -> Callable[P, int]:
     """Wrap the `main` of a command: bad options, a reader that leaves (`| head`), Ctrl-C, an error
     of the disk, a lack of memory and a missing installation end it with one sentence at most, never
@@ -160,10 +181,9 @@ def answered(main: Callable[P, int]) -> Callable[P, int]:
         except MemoryError as error:
             return refuse(f"this machine has too little memory: {error}")
         except ModuleNotFoundError as error:
-            name = (error.name or "").partition(".")[0]
-            if name in ("", "cutex"):
+            if not (says := not_installed(error)):
                 raise
-            return refuse(f"{name} is not installed; {INSTALL}")
+            return refuse(says)
         except OSError as error:
             if error.strerror is None:
                 raise

@@ -15,7 +15,7 @@ from cutex.clock_errors import configs as clock_configs
 from cutex.clock_errors.b200 import ROWS
 from cutex.clock_errors.fit import report_b200, report_power
 from cutex.clock_errors.picture import ARCHS, timelines
-from cutex.clock_errors.predictions import ARCH, PREDICTED, PREDICTED_OPS, predicted
+from cutex.clock_errors.predictions import ARCH, PREDICTED, predicted, predicted_ops
 from cutex.clock_errors.processes import in_groups, results
 from cutex.clock_errors.rows import (
     FOLDER,
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _of_b200(args.b200 or ROWS, args.fit == "b200", args.page)
     if args.predict:
         in_clone(PREDICTED)
-        found_ = [row for op in PREDICTED_OPS for row in predicted(op, ARCH, args.store)]
+        found_ = [row for op in predicted_ops() for row in predicted(op, ARCH, args.store)]
         write_whole(PREDICTED, "".join(json.dumps(row) + "\n" for row in found_))
         print(f"wrote {PREDICTED}")
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import chain, product
 from typing import Any
 
@@ -24,7 +24,12 @@ ARCH = "sm_100a"
 PREDICTED = FOLDER / f"predicted-{ARCH}.jsonl"
 # of fp32 kernels without tensor cores an H200's times are .72 to 1.16 of what the clock says
 UNSURE = ("gemm_fp32",)
-PREDICTED_OPS = tuple(op for op in OPS if ARCH in ladders(op).archs and op not in UNSURE)
+
+
+@cache
+def predicted_ops() -> tuple[str, ...]:
+    """The operators that have a ladder to predict."""
+    return tuple(op for op in OPS if ARCH in ladders(op).archs and op not in UNSURE)
 
 
 def predicted(op: str, arch: str, anew: bool) -> list[dict[str, Any]]:

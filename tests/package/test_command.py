@@ -191,6 +191,18 @@ def test_without_modal_its_command_says_so(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_command_whose_module_cannot_import_the_dsl_says_so(tmp_path):
+    """There is no `main` yet that could."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['cutlass'] = None")
+    done = subprocess.run(
+        [sys.executable, "-m", "cutex.fit.shipping"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("cutex: cutlass is not installed; pip install -e ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_path_with_an_apostrophe_is_a_path(tmp_path):
     odd = tmp_path / "it's, a path"

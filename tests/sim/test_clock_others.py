@@ -13,7 +13,7 @@ from cutex.clock_errors import b200 as clock_b200
 from cutex.clock_errors import backward, foreign, predictions, published, record_backward
 from cutex.clock_errors.fit import descend
 from cutex.clock_errors.page import MEASURED, main
-from cutex.clock_errors.predictions import PREDICTED, PREDICTED_OPS, predicted
+from cutex.clock_errors.predictions import PREDICTED, predicted, predicted_ops
 from cutex.clock_errors.rows import Summary, board
 from cutex.errors import BadOption
 from cutex.sim.ptx.operands import Reg
@@ -276,7 +276,7 @@ def test_published_rates_of_a_b200_are_predicted_within_its_band():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", PREDICTED_OPS)
+@pytest.mark.parametrize("op", predicted_ops())
 def test_predicted_rows_are_those_of_the_stored_records(op, root):
     kept = [json.loads(line) for line in (root / PREDICTED).read_text().splitlines()]
     assert predicted(op, "sm_100a", False) == [r for r in kept if r["op"] == op]
