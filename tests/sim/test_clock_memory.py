@@ -54,6 +54,28 @@ def recorded(kernel: str, *tensors: torch.Tensor):
     return trace(*found, look=False)[-1]
 
 
+@cute.kernel
+def neighbours_kernel(mX: cute.Tensor, mY: cute.Tensor):
+    at = cute.arch.thread_idx()[0]
+    mY[at] = mX[at] + mX[at + 1] + mX[at + 2]
+
+
+@cute.jit
+def neighbours(mX: cute.Tensor, mY: cute.Tensor):
+    neighbours_kernel(mX, mY).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+
+def test_loads_that_follow_each_other_are_under_way_together_and_l1_keeps_lines():
+    """The PTX adds up after each, the machine code after the last."""
+    found = captured(neighbours, (torch.zeros(34), torch.zeros(32)), "sm_90a")
+    (program,) = trace(*found, look=False)[-1].record.programs.values()
+    loads = [e for e in program if isinstance(e, (Fetch, Need))]
+    assert [type(e) for e in loads] == [Fetch, Fetch, Fetch, Need]
+    first, second, third = loads[:3]
+    assert (first.lines, first.held, second.lines + third.lines) == (1, 0, 1)
+    assert first.sectors + second.sectors + third.sectors == 5 and second.held + third.held == 3
+
+
 @pytest.mark.slow
 def test_a_large_elementwise_kernel_takes_the_time_of_its_bytes():
     n = 1 << 21

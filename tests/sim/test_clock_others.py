@@ -165,6 +165,36 @@ def test_a_warp_beside_a_wgmma_waits_for_pipes_that_are_slower():
     assert alone.pipes[ALU] == 16
 
 
+def in_block(block: int, goes: int = 0, **opcodes: str) -> list[Sass]:
+    """An instruction for each PTX line, as L1, the last a branch where the block goes elsewhere."""
+    each = [Sass(0, x, int(line[1:]), 1, (), 0, block) for line, x in opcodes.items()]
+    if goes:
+        each[-1].goes, each[-1].guarded = goes, True
+    return each
+
+
+def test_of_a_loop_that_is_unrolled_one_copy_is_executed():
+    """Four copies in the loop, two and one behind it, and what stands before it: line 3."""
+    loop = [*in_block(2, L1="LDG.E", L2="FADD")] * 4 + in_block(2, 2, L3="IADD3", L4="BRA")
+    rest = [*in_block(3, L1="LDG.E", L2="FADD")] * 2 + in_block(4, L1="LDG.E", L2="FADD", L3="MOV")
+    code = [*in_block(1, L3="MOV"), *loop, *rest]
+    slots = {line: cost.slots for line, cost in costs(code).items()}
+    assert slots == {1: 1.0, 2: 1.0, 3: 0.25, 4: 0.25}
+
+
+def test_an_instruction_of_several_blocks_is_executed_in_all_but_its_slow_path():
+    """A division: a check, and a call that few take."""
+    opcodes = {1: ("MUFU.RCP", "FCHK", "FFMA", "FFMA"), 2: ("CALL.REL", "MOV"), 3: ("BSYNC",)}
+    code = [Sass(0, x, 1, 1, (), 0, block) for block, each in opcodes.items() for x in each]
+    assert costs(code)[1].slots == 5
+
+
+def test_code_that_stands_behind_its_place_is_no_loop():
+    code = in_block(1, 3, L1="FADD", L2="BRA") + in_block(2, L3="FADD", L4="EXIT")
+    code += in_block(3, 2, L5="FADD", L6="BRA")
+    assert costs(code)[1].slots == 1.0 and not any(p.depth for p in costs(code)[1].parts)
+
+
 def ptx(line: int, op: str = "add.f32") -> Instruction:
     return Instruction(op, (), None, False, line, "")
 

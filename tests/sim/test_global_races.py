@@ -351,7 +351,7 @@ READERS = """setp.eq.u32 %p0, %lane, 0; setp.eq.u32 %p1, %cta, 8; mad.wide.u32 %
 
 
 @pytest.mark.parametrize("order", ["fifo", "peer-late", "random"])
-@pytest.mark.parametrize("without", range(8))
+@pytest.mark.parametrize("without", [0, 3, 7])
 def test_a_write_that_comes_after_all_readers_but_one_is_found(without, order):
     """Also in a tensor that has no marks of all its bytes."""
     how = {"shape": Shape(grid=9), "order": order, "seed": without}

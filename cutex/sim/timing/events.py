@@ -118,12 +118,14 @@ class Touch(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A load from global memory by ordinary instructions, or by cp.async that is not bulk."""
+    """A load from global memory by ordinary instructions, or by cp.async that is not bulk: the
+    sectors and lines that L1 does not hold, and lines of which it holds all."""
 
     sectors: int
     lines: int
     tensor: int  # its address
     registers: bool  # or, by cp.async, shared memory
+    held: int = 0
 
 
 class Peer(NamedTuple):

@@ -1,15 +1,22 @@
 """The bytes that warps load by ordinary instructions, from global memory and from other CTAs'
 shared memory, and by cp.async that is not bulk, and the instruction at which a warp first needs
 them.
+
+Which loads are under way when a warp waits for one says the machine code: ptxas moves the loads of
+a basic block, and those of several turns of a loop that it unrolls, before the first use. So a wait
+is recorded behind the loads that stand before the use there.
+
+What a CTA has loaded lately is in L1, if the instruction puts it there: until the CTA has brought
+in as many bytes as its share of L1 has.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable
-from math import log2
-from typing import TYPE_CHECKING, Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, log2
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +27,67 @@ from cutex.sim.ptx.operands import Address
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.temporaries import touched
 from cutex.sim.timing.events import Event, Fetch, Fetched, Need, Peer
+from cutex.sim.timing.machine_code import Cost
+from cutex.sim.timing.regions import regions
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 SECTOR = 32  # bytes
+AHEAD = -2  # the block of loads that stand before their loop
+_PAST_L1 = ("cg", "cv", "volatile", "relaxed", "acquire", "mmio")
+
+
+class Place(NamedTuple):
+    """Where the machine code has an instruction: its basic block, its address in each turn of a
+    loop that is unrolled, and whether that is in fewer loops than what runs as often as it."""
+
+    block: int
+    turns: tuple[int, ...]
+    hoisted: bool = False
+
+
+class _Use(NamedTuple):
+    """The first use of a load that is not recorded yet: the load's number; the basic block, how
+    often the warp had come through it, and the address there."""
+
+    number: int
+    block: int
+    passed: int
+    at: int
+
+
+def places(code: Sequence[Instruction], costs: Mapping[int, Cost]) -> list[Place | None]:
+    """The place of each instruction, of a load that of what loads; None where it is not known."""
+    on_line = Counter(ins.line for ins in code)
+    found: list[Place | None] = []
+    depths = {
+        block: p.depth
+        for c in costs.values()
+        for (block, _), p in zip(c.sass, c.parts, strict=True)
+    }
+    deepest: dict[int, int] = defaultdict(int)  # by region
+    alike = regions(code) if costs else []
+    for ins, region in zip(code, alike, strict=False):
+        if (cost := costs.get(ins.line)) is not None and on_line[ins.line] == 1:
+            deepest[region] = max(deepest[region], *(p.depth for p in cost.parts))
+    for pc, ins in enumerate(code):
+        cost = costs.get(ins.line)
+        if cost is None or on_line[ins.line] > 1:
+            found.append(None)
+            continue
+        loads = set(cost.asynchronous) if into_registers(ins) else set()
+        mine = [(block, at) for block, at in cost.sass if not loads or at in loads]
+        block = Counter(block for block, _ in mine).most_common(1)[0][0] if mine else 0
+        turns = tuple(sorted(at for b, at in mine if b == block))
+        hoisted = bool(turns) and depths[block] < deepest[alike[pc]]
+        found.append(Place(block, turns, hoisted) if turns else None)
+    return found
+
+
+def cached(ins: Instruction) -> bool:
+    """Whether L1 keeps what the instruction loads."""
+    return not ({*_PAST_L1} & {*ins.parts} or "no_allocate" in ins.op)
 
 
 def into_registers(ins: Instruction) -> bool:
@@ -40,9 +103,25 @@ class Fetches:
     """Records the loads of the warps of a machine; ``add`` appends an event to a warp's program."""
 
     def __init__(
-        self, machine: Machine, code: list[Instruction], add: Callable[[int, Event], None]
+        self,
+        machine: Machine,
+        code: list[Instruction],
+        add: Callable[[int, Event], None],
+        costs: Mapping[int, Cost],
+        l1: float = 0.0,
     ) -> None:
-        self.m, self.add = machine, add
+        """``l1``: bytes of L1 that a CTA has."""
+        self.m, self.add, self.l1 = machine, add, l1
+        self.places = places(code, costs)
+        self.turn: dict[tuple[int, int], int] = defaultdict(int)  # of a warp and an instruction
+        # by warp: of each load its block, how often the warp had come through, and the turn
+        self.issued: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+        self.pending: dict[int, list[_Use]] = {}  # by warp
+        # of a warp, a load that stands before its loop, and a turn: the addresses, and the number
+        self.once: dict[tuple[int, int, int], tuple[bytes, int]] = {}
+        # by CTA: what it has brought into L1, and by sector how much that was at its last load
+        self.brought: dict[int, int] = defaultdict(int)
+        self.held: dict[int, dict[int, int]] = defaultdict(dict)
         self.loaded: dict[int, float] = defaultdict(float)  # bytes, by the base of their tensor
         self.sectors: dict[int, set[int]] = defaultdict(set)
         self.reuse: dict[tuple[int, int], Reuse] = defaultdict(Reuse)  # by tensor and CTA
@@ -66,6 +145,10 @@ class Fetches:
 
     def step(self, batch: Batch, pc: int) -> None:
         """Record the wait for loads that the instruction needs, before it executes."""
+        if self.pending and (here := self.places[pc]) is not None:
+            for warp in batch.idx.tolist():
+                if any(u.block not in (here.block, AHEAD) for u in self.pending.get(warp, ())):
+                    self.flush(warp)
         if pc in self.moves:
             for warp in batch.idx.tolist():
                 loads = self.loads[warp]
@@ -77,7 +160,39 @@ class Fetches:
                 number = max(loads.get(p, 0) for p in self.read[pc])
                 if number > self.needed[warp]:
                     self.needed[warp] = number
-                    self.add(warp, Need(number))
+                    self._use(warp, number, self.places[pc])
+
+    def _use(self, warp: int, number: int, here: Place | None) -> None:
+        """Record the first use of a load: at once, or behind the loads that come before it."""
+        block, passed, turn, turns = self.issued[warp][number - 1]
+        if block == AHEAD:  # NOTE: all loads before the loop come first
+            self.pending.setdefault(warp, []).append(_Use(number, AHEAD, 0, 0))
+            return
+        if here is None or here.block != block:
+            self.flush(warp)
+            self.add(warp, Need(number))
+            return
+        at = here.turns[min(turn * len(here.turns) // turns, len(here.turns) - 1)]
+        self.pending.setdefault(warp, []).append(_Use(number, block, passed, at))
+
+    def flush(self, warp: int, before: tuple[int, int, float] = (-1, -1, inf)) -> None:
+        """Record the waits that are left; with a block, how often the warp has come through, and an
+        address: those that are not in it, or before that.
+        """
+        if warp not in self.pending:
+            return
+        uses = self.pending.pop(warp)
+        block, passed, at = before
+        later = [
+            u
+            for u in uses
+            if ((u.block, u.passed) == (block, passed) and u.at > at)
+            or (u.block == AHEAD and at < inf)
+        ]
+        if number := max((u.number for u in uses if u not in later), default=0):
+            self.add(warp, Need(number))
+        if later:
+            self.pending[warp] = later
 
     def kind(self, pc: int, ins: Instruction) -> Callable[[Batch, Any], None]:
         """The function that records a load, or a copy, after it has executed."""
@@ -87,6 +202,8 @@ class Fetches:
         address = d.address(addresses[-1])
         size = width(ins) if registers else int(ins.operands[addresses[-1] + 1].value)  # type: ignore[union-attr]
         part = None if registers or len(ins.operands) < 4 else d.src(3, "u32")
+        place, kept = self.places[pc], cached(ins)
+        turns = len(place.turns) if place else 1
 
         def add(b: Batch, verdict: Any) -> None:
             found = b.lanes(address(b)).astype(np.int64)
@@ -96,16 +213,35 @@ class Fetches:
             for row in np.nonzero(b.any_active())[0].tolist():
                 warp = int(b.idx[row])
                 at = found[row][active[row]]
+                passed, turn = divmod(self.turn[warp, pc], turns)
+                self.turn[warp, pc] += 1
+                ahead = place is not None and place.hoisted
+                if ahead and self._same(warp, pc, turn, at):
+                    numbers = dict.fromkeys(self.written[pc], self.once[warp, pc, turn][1])
+                    self.loads[warp].update(numbers)
+                    continue
                 if registers:
                     self.count[warp] += 1
+                    block = AHEAD if ahead else place.block if place else -1
+                    self.issued[warp].append((block, passed, turn, turns))
+                    if place:
+                        self.flush(warp, (block, passed, place.turns[turn]))
                     numbers = dict.fromkeys(self.written[pc], self.count[warp])
+                    if ahead:
+                        self.once[warp, pc, turn] = at.tobytes(), self.count[warp]
                     self.loads[warp].update(numbers)
                 event = (
-                    self._peer(warp, at, size) if peer else self._fetch(warp, at, size, registers)
+                    self._peer(warp, at, size)
+                    if peer
+                    else self._fetch(warp, at, size, registers, kept)
                 )
                 self.add(warp, event)
 
         return add
+
+    def _same(self, warp: int, pc: int, turn: int, at: np.ndarray) -> bool:
+        """Whether a load that stands before its loop is of what it has loaded there."""
+        return self.once.get((warp, pc, turn), (b"", 0))[0] == at.tobytes()
 
     def _peer(self, warp: int, at: np.ndarray, size: int) -> Peer:
         """What a warp's own CTA holds comes as fast as by any load from shared memory."""
@@ -114,18 +250,31 @@ class Fetches:
         cta, _ = g.shared_location(np.full(len(at), warp), addresses)
         return Peer(size * int((cta != g.warp_cta[warp]).sum()))
 
-    def _fetch(self, warp: int, at: np.ndarray, size: int, registers: bool) -> Fetch:
+    def _fetch(self, warp: int, at: np.ndarray, size: int, registers: bool, kept: bool) -> Fetch:
         if not len(at):
             return Fetch(0, 0, 0, registers)
         steps = np.arange(0, size, SECTOR)
         ends = np.concatenate([at + size - 1, (at[:, None] + steps).ravel()])
         sectors = np.unique(ends // SECTOR)
+        lines = len(np.unique(sectors // 4))
+        if kept and self.l1:
+            sectors = self._not_in_l1(int(self.m.grid.warp_cta[warp]), sectors)
         region = self.m.memory.find(int(at[0]))
         base = region.base if region is not None else 0
         self.loaded[base] += SECTOR * len(sectors)
         self.sectors[base].update(sectors.tolist())
         self.reuse[base, int(self.m.grid.warp_cta[warp])].fetch(sectors.tolist())
-        return Fetch(len(sectors), len(np.unique(sectors // 4)), base, registers)
+        missed = len(np.unique(sectors // 4))
+        return Fetch(len(sectors), missed, base, registers, lines - missed)
+
+    def _not_in_l1(self, cta: int, sectors: np.ndarray) -> np.ndarray:
+        """The sectors that a CTA does not find in L1, where they are from now on."""
+        held, now = self.held[cta], self.brought[cta]
+        each = sectors.tolist()
+        missed = [now - held.get(sector, -inf) > self.l1 for sector in each]
+        self.brought[cta] = now = now + SECTOR * sum(missed)
+        held.update(dict.fromkeys(each, now))
+        return sectors[missed]
 
     def fetched(self) -> dict[int, Fetched]:
         sizes = {r.base: float(len(r.data)) for r in self.m.memory.regions}

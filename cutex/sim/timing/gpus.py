@@ -63,7 +63,9 @@ class Gpu:
     write_buffer: float = 8e6  # bytes that L2 takes before HBM slows stores down
     store_queue: float = 8.0  # ordinary stores of a warp in flight before it has to wait
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions access
-    global_latency: float = 500.0  # of an ordinary load that misses L2
+    l1_line_cycles: float = 1.0  # of an SM, for such a line that L1 holds
+    global_latency: float = 600.0  # of an ordinary load that misses L2
+    l1_latency: float = 40.0  # of one that finds all in L1
     peer_bytes: float = 9.0  # bytes per cycle that an SM loads from others' shared memory
     sent_bytes: float = 16.0  # bytes per cycle that an SM sends to others' shared memory
     peer_latency: float = 200.0  # of such a load, and of what is sent
@@ -196,7 +198,9 @@ SOURCES: dict[str, tuple[str, str]] = {
     "write_buffer": ("prior", "prior"),
     "store_queue": ("prior", "prior"),
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
-    "global_latency": ("fit: two row kernels that load words, +-10 %; published: 480", "prior"),
+    "l1_line_cycles": ("published: 128 bytes a cycle", "the H200's"),
+    "l1_latency": ("published: 41", "the H200's"),
+    "global_latency": ("fit: softmax that loads words, +-10 %; probe: 569 to 914", "prior"),
     "peer_bytes": ("fit, microseconds of 23 kernels that split K, +-30 %", "the H200's"),
     "sent_bytes": ("fit, microseconds of 28 kernels that split K, +-30 %", "the H200's"),
     "peer_latency": ("published: 180 to 210", "the H200's"),

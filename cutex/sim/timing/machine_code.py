@@ -11,9 +11,11 @@ order.py decides which of them run in which order.
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +35,7 @@ _PIPE = (
     (("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"), FMA, 1.0),
     (("IMAD", "IDP"), FMA, 2.0),
     (("F2FP",), ALU, 2.0),
-    (("MUFU", "F2I", "I2F", "FRND", "F2F", "POPC", "FLO", "BREV"), MUFU, 8.0),
+    (("MUFU", "F2I", "I2F", "FRND", "F2F", "POPC", "FLO", "BREV", "FCHK"), MUFU, 8.0),
     (("LDS", "STS", "LDSM", "STSM", "LDG", "STG", "LDL", "STL", "SHFL", "ATOM", "RED"), LSU, 4.0),
     (("U", "R2UR", "S2UR"), UNIFORM, 1.0),
 )
@@ -54,6 +56,8 @@ _ASYNCHRONOUS = (
     "USETMAXREG", "LDGDEPBAR", "ATOM", "WARPSYNC", "PREEXIT", "ACQSHMINIT", "UTMACMDFLUSH",
 )  # fmt: skip
 _PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
+# opcodes of which a PTX instruction that has no other SASS becomes one
+_SINGLE = frozenset(("FADD", "FMUL", "FFMA", "LDG", "LDS", "STG", "STS", "SHFL"))
 
 
 @dataclass
@@ -67,6 +71,8 @@ class Sass:
     sets: tuple[int, ...]  # scoreboards
     waits: int  # scoreboards, a mask
     block: int = 0  # number of its basic block
+    goes: int = 0  # the basic block that a branch goes to
+    guarded: bool = False  # by a predicate
 
 
 @dataclass
@@ -83,6 +89,7 @@ class Cost:
     parts: list[Cost] = field(default_factory=list)  # the cost of each of ``sass``
     asynchronous: list[int] = field(default_factory=list)  # addresses of SASS that is an event
     products: list[int] = field(default_factory=list)  # addresses of the wgmmas among them
+    depth: int = 0  # of one of ``parts``: in how many loops it is
 
     def add(self, more: Cost) -> None:
         self.slots += more.slots
@@ -96,8 +103,9 @@ class Cost:
 
 _LINE = re.compile(r'//## File "\.nv_debug_ptx_txt", line (\d+)')
 _CODE = re.compile(
-    r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);\s*/\* 0x(\w{16}) \*/"
+    r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);\s*/\* 0x(\w{16}) \*/"
 )
+_LABEL = re.compile(r"\.L_x_\d+")
 _SECOND = re.compile(r"^\s*/\* 0x(\w{16}) \*/")
 
 
@@ -120,6 +128,8 @@ def disassemble(cubin: bytes) -> list[Sass]:
 def read(text: str) -> list[Sass]:
     """Parse the output of nvdisasm into instructions with the numbers of their basic blocks."""
     code: list[Sass] = []
+    labels: dict[str, int] = {}
+    branches: list[tuple[Sass, str]] = []
     line, block, ends = 0, 0, False
     waiting: Sass | None = None
     for row in text.splitlines():
@@ -127,10 +137,16 @@ def read(text: str) -> list[Sass]:
             line = int(found[1])
         elif re.match(r"\.L_x_\d+:|\.text\.", row) or ends:
             block, ends = block + 1, False
+            labels[row.partition(":")[0]] = block
+        elif re.match(r"\s*\$\S+:", row):  # a function that is called, as a division's slow path
+            line, block = 0, block + 1
         if found := _CODE.search(row):
-            waiting = Sass(int(found[1], 16), found[2], line, 1, (), 0, block)
+            waiting = Sass(int(found[1], 16), found[3], line, 1, (), 0, block)
+            waiting.guarded = bool(found[2])
+            if found[3].startswith("BRA") and (to := _LABEL.search(found[4])):
+                branches.append((waiting, to[0]))
             code.append(waiting)
-            ends = found[2].split(".")[0] in ("BRA", "EXIT", "RET", "CALL", "BRX", "JMP")
+            ends = found[3].split(".")[0] in ("BRA", "EXIT", "RET", "CALL", "BRX", "JMP")
         elif waiting is not None and (found := _SECOND.match(row)):
             control = int(found[1], 16) >> 41
             waiting.stall = max(1, control & 0xF)
@@ -140,6 +156,10 @@ def read(text: str) -> list[Sass]:
             waiting = None
     if not any(i.line for i in code):
         raise ValueError("the cubin has no line information: compile with GenerateLineInfo")
+    blocks = sorted({ins.block for ins in code})
+    for ins, label in branches:
+        at = bisect_left(blocks, labels.get(label, 0))
+        ins.goes = blocks[min(at, len(blocks) - 1)]
     return code
 
 
@@ -152,24 +172,86 @@ def costs(
     that MUFU then loses to each FMA or ALU instruction.
     """
     found: dict[int, Cost] = defaultdict(Cost)
-    blocks: dict[int, set[int]] = defaultdict(set)
-    for ins in code:
-        blocks[ins.line].add(ins.block)
+    depths = _depths(code)
+    parts = _parts(code, depths)
     slow = _in_order(code, beside, lost) if beside else None
     for i, (ins, cycles) in enumerate(zip(code, _in_order(code, {}), strict=True)):
         if ins.opcode == "NOP":
             continue
-        part = 1.0 / len(blocks[ins.line])  # one of several copies of the line is executed
+        part = parts[i]
         pipe, busy = _pipe(ins.opcode)
         pipes = dict.fromkeys(PIPES, 0.0) | {pipe: part * busy}
         longer = max(0.0, slow[i] - cycles) if slow else 0.0
         cost = found[ins.line]
-        cost.add(Cost(part, part * cycles, part * longer, pipes, [(ins.block, ins.at)]))
+        place, depth = [(ins.block, ins.at)], depths[ins.block]
+        cost.add(Cost(part, part * cycles, part * longer, pipes, place, depth=depth))
         if ins.opcode.startswith(_PRODUCTS):
             cost.products.append(ins.at)
         elif ins.opcode.startswith(_ASYNCHRONOUS):
             cost.asynchronous.append(ins.at)
     return dict(found)
+
+
+def _parts(code: list[Sass], depth: Mapping[int, int]) -> list[float]:
+    """How much of each instruction one execution of its PTX line executes: of the blocks in the
+    innermost loop, which come most often, one of several copies, and where ptxas has unrolled the
+    loop one of the copies in its block. An instruction that calls a function in a block of its own
+    does so rarely: the slow path.
+    """
+    kinds: dict[tuple[int, int], list[str]] = defaultdict(list)  # of a line in a block
+    lines: dict[int, set[int]] = defaultdict(set)
+    heads = [ins.opcode.split(".")[0] for ins in code]
+    for ins, head in zip(code, heads, strict=True):
+        kinds[ins.line, ins.block].append(head)
+        lines[ins.line].add(ins.block)
+    rare = {
+        (line, b) for (line, b), found in kinds.items() if "CALL" in found and len(lines[line]) > 1
+    }
+    for line, blocks in lines.items():
+        most = max(depth[b] for b in blocks if (line, b) not in rare)
+        rare |= {(line, b) for b in blocks if depth[b] < most}
+    copies: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for (line, block), found in kinds.items():
+        if (line, block) not in rare:
+            for head in found:
+                copies[line, head].add(block)
+    turns: dict[int, int] = defaultdict(int)  # by block: how often its loop is unrolled
+    for (_, block), found in kinds.items():
+        if set(found) <= _SINGLE and len(set(found)) == 1:
+            turns[block] = math.gcd(turns[block], len(found))
+    return [
+        0.0
+        if (ins.line, ins.block) in rare
+        else 1.0 / (len(copies[ins.line, head]) * max(1, turns[ins.block]))
+        for ins, head in zip(code, heads, strict=True)
+    ]
+
+
+def _depths(code: list[Sass]) -> dict[int, int]:
+    """In how many loops each basic block is."""
+    last = {ins.block: ins for ins in code}
+    order = list(last)
+    before: dict[int, set[int]] = defaultdict(set)  # the blocks that go on to one
+    for block, following in zip(order, [*order[1:], 0], strict=True):
+        ins = last[block]
+        if ins.goes:
+            before[ins.goes].add(block)
+        leaves = ins.opcode.split(".")[0] in ("BRA", "EXIT", "RET", "BRX", "JMP")
+        if following and (ins.guarded or not leaves):
+            before[following].add(block)
+    loops: dict[int, set[int]] = defaultdict(set)  # by first block: all of its loop
+    for block in order:
+        head = last[block].goes
+        if not head or head > block:
+            continue
+        body, left = {head}, [block]
+        while left:
+            if (one := left.pop()) not in body:
+                body.add(one)
+                left += before[one]
+        if min(body) == head:  # NOTE: else code that stands behind its place, and goes back
+            loops[head] |= body
+    return {block: sum(block in body for body in loops.values()) for block in order}
 
 
 def _in_order(code: list[Sass], slower: Mapping[str, float], lost: float = 0.0) -> list[float]:

@@ -83,14 +83,18 @@ def _charge(
     anchors: Sequence[Anchor],
 ) -> None:
     """Add the costs of ``mine``, instructions that run equally often, with the ``anchors`` between
-    them.
+    them. What of them is in fewer loops than the rest, ptxas has moved before a loop or behind it.
     """
     places = [at for at, _ in anchors]
     bounds = sorted({-1, len(code), *(pc for _, pc in anchors)})
     parts: dict[int, list[tuple[float, Cost]]] = defaultdict(list)  # by the event before them
+    known = [cost for pc in mine if (cost := costs.get(code[pc].line))]
+    deepest = max((part.depth for cost in known for part in cost.parts), default=0)
     for pc in mine:
         if cost := costs.get(code[pc].line):
             for (_, at), part in zip(cost.sass, cost.parts, strict=True):
+                if part.depth < deepest:
+                    continue
                 i = bisect_right(places, at)
                 start, event = anchors[i - 1] if i else (0, -1)
                 stop = places[i] if i < len(places) else at + 1

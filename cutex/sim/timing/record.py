@@ -36,11 +36,13 @@ from cutex.sim.timing.events import (
     Commit,
     Copy,
     Event,
+    Fetch,
     Group,
     Landed,
     Load,
     Mma,
     Named,
+    Need,
     Record,
     Reply,
     Send,
@@ -100,12 +102,14 @@ class Recorder(Observer):
         limit: float = 0.0,
         enough_loads: int = 0,
         counters: SharedCounters | None = None,
+        l1: float = 0.0,
     ) -> None:
+        """``l1``: bytes of L1 that a CTA has."""
         self.m, self.limit, self.enough_loads = machine, limit, enough_loads
         code = machine.program.code
         self.code = code
         self.before = [counters.before(i) if counters else None for i in code]
-        self.fetches = Fetches(machine, code, self._add)
+        self.fetches = Fetches(machine, code, self._add, costs, l1)
         self.kinds: list[Callable[[Batch, Any], None] | None] = [
             self._kind(pc, ins) for pc, ins in enumerate(code)
         ]
@@ -159,6 +163,7 @@ class Recorder(Observer):
 
         roles = {}
         for warp in range(g.num_warps):
+            self.fetches.flush(warp)
             self._flush(warp)
             counts = [
                 (self.code[pc], int(self.counts[warp, pc]))
@@ -183,6 +188,8 @@ class Recorder(Observer):
             self.work[warp] = 0.0
 
     def _add(self, warp: int, event: Event) -> None:
+        if not isinstance(event, (Fetch, Need)):
+            self.fetches.flush(warp)
         self._flush(warp)
         self.programs[warp].append(event)
 

@@ -14,7 +14,7 @@ from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.pending_clusters import PendingClusters
-from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, residency
+from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, gpu_of, residency
 from cutex.sim.ptx.program import Program
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.simulation import Simulation
@@ -25,6 +25,7 @@ from cutex.sim.timing.machine_code import ALU, FMA, MUFU, Cost, costs, disassemb
 from cutex.sim.timing.record import Enough, Recorder
 
 SM_REGISTERS = 65536
+SM_L1 = 256 << 10  # bytes, of which shared memory is a part
 BESIDE = {FMA: H200.fma_beside_mma, ALU: H200.alu_beside_mma, MUFU: H200.mufu_beside_mma}
 TMEM_COLUMNS = 512  # columns of an SM's tensor memory
 LETS_START = "griddepcontrol.launch_dependents"
@@ -134,7 +135,18 @@ class Few(Simulation):
         if 1 < clusters <= at_once:
             known = self.counters if self.number else ()
             counters = SharedCounters(machine, clusters - 1, self.number, known)
-        recorder = Recorder(machine, self.cost, self.flops * what.cluster_size, counters=counters)
+        threads = 32 * what.warps_per_cta
+        cubin, smem = Cubin(self.machine_code, what.kernel), machine.static_smem + what.smem
+        held = min(
+            SM_THREADS // threads,
+            SM_SMEM // (1024 + smem),
+            SM_REGISTERS // (threads * max(cubin.registers, 16)),
+        )
+        beside = max(1, min(held, -(-what.num_ctas // gpu_of(machine.program).num_sms)))
+        recorder = Recorder(
+            machine, self.cost, self.flops * what.cluster_size, counters=counters,
+            l1=SM_L1 / beside - 1024 - smem,
+        )  # fmt: skip
         try:
             complete = self._until_enough(scheduler, recorder)
         except Deadlock as error:  # NOTE: or one of its own, which the run for values tells
@@ -146,14 +158,8 @@ class Few(Simulation):
             ) from error
         if self.number == 0:
             self.counters = counters.asked_again if counters else set()
-        threads = 32 * what.warps_per_cta
-        cubin = Cubin(self.machine_code, what.kernel)
-        held = min(
-            SM_THREADS // threads,
-            SM_SMEM // (1024 + machine.static_smem + what.smem),
-            SM_REGISTERS // (threads * max(cubin.registers, 16)),
-            TMEM_COLUMNS // recorder.columns if recorder.columns else SM_THREADS,
-        )
+        if recorder.columns:
+            held = min(held, TMEM_COLUMNS // recorder.columns)
         self.traced.append(
             Traced(
                 recorder.record(complete), what.grid, max(1, held), {}, machine.program.title,

@@ -410,13 +410,16 @@ class Warp:
         """
         g, m, size = self.gpu, self.timeline.memory, 32 * e.sectors
         miss = m.fetched.get(e.tensor, 1.0)
-        taken = self.sm.lines.serve(now, e.lines * g.line_cycles)
+        taken = self.sm.lines.serve(now, e.lines * g.line_cycles + e.held * g.l1_line_cycles)
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
-        if miss:
+        if miss and size:
             rate = min(g.hbm_bytes / m.sms, m.stream)
             hbm = self.sm.hbm.serve(now, size * miss / rate)
             end = max(end, hbm - g.hbm_ahead)
-        end += g.global_latency if miss > 0.5 else g.l2_latency
+        if size:
+            end += g.global_latency if miss > 0.5 else g.l2_latency
+        else:
+            end = taken + g.l1_latency
         if e.registers:
             self.fetched.append(max(end, self.fetched[-1] if self.fetched else 0.0))
         else:
