@@ -64,7 +64,7 @@ class Gpu:
     store_queue: float = 8.0  # ordinary stores of a warp in flight before it has to wait
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions access
     l1_line_cycles: float = 1.0  # of an SM, for such a line that L1 holds
-    global_latency: float = 600.0  # of an ordinary load that misses L2
+    global_latency: float = 550.0  # of an ordinary load that misses L2
     l1_latency: float = 40.0  # of one that finds all in L1
     peer_bytes: float = 9.0  # bytes per cycle that an SM loads from others' shared memory
     sent_bytes: float = 16.0  # bytes per cycle that an SM sends to others' shared memory
@@ -200,7 +200,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
     "l1_line_cycles": ("published: 128 bytes a cycle", "the H200's"),
     "l1_latency": ("published: 41", "the H200's"),
-    "global_latency": ("fit: softmax that loads words, +-10 %; probe: 569 to 914", "prior"),
+    "global_latency": ("fit: two row kernels that load words, +-10 %; probe: 569 to 914", "prior"),
     "peer_bytes": ("fit, microseconds of 23 kernels that split K, +-30 %", "the H200's"),
     "sent_bytes": ("fit, microseconds of 28 kernels that split K, +-30 %", "the H200's"),
     "peer_latency": ("published: 180 to 210", "the H200's"),
