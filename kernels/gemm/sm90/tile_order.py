@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SMS = arch_named("sm_90a").num_sms  # of an H200 or H100 SXM
 BAND = 4  # tiles across a band of those that are placed by GPC
+LEAST_SIDE = 512  # of C: below it memory limits
 # which are, since to claim a place takes up to a microsecond (docs/facts/gemm.md#by-gpc-alone):
 # from this K on, in units of 2 bytes, and this K of all tiles of a CTA; where so large a share of
 # SMs has a tile; and where so many bytes are loaded for each product of two elements
@@ -48,7 +49,7 @@ def by_gpc(config: Sm90Config, problem: GemmProblem, arch: Arch) -> Sm90Config:
     intense = ELEMENT * (c.tile_m + c.tile_n) >= INTENSE * c.tile_m * c.tile_n
     if down * across < BUSY * SMS or rounds * problem.k < PLACED_STEPS or not intense:
         return c
-    if min(down, across) < BAND:  # most bytes are for one tile each
+    if min(down, across) < BAND or min(m, n) < LEAST_SIDE:  # most bytes are for one tile each
         return c
     along = "m" if down >= across else "n"
     return replace(c, by_gpc=True, raster_group=BAND, raster_along=along)
