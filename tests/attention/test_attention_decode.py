@@ -169,8 +169,9 @@ def test_caches_of_8_bits_are_attended_to(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("used", [(300, *(0,) * 7, 165), (*(0,) * 4, 300, *(0,) * 4)], ids=str)
-def test_parts_without_keys_are_told_between_others(used, monkeypatch):
+def test_parts_without_keys_are_told_between_others(used, fp8, monkeypatch):
     """The roles that a warp tells its parts wait for no part that it has not loaded."""
 
     def of_two_sms(*given: object) -> DecodeConfig:
@@ -179,8 +180,9 @@ def test_parts_without_keys_are_told_between_others(used, monkeypatch):
     monkeypatch.setattr(kvcache, "config_for", of_two_sms)
     PLANS.forget()
     sizes = {"batch": len(used), "seqlen_k": 300, "used_k": used, "heads_q": 16, "seqlen_q": 3}
+    sizes |= {} if fp8 else {"head_dim": 256, "head_dim_v": 256}  # of 16 bits, those that are wide
     with cutex.ops.simulated("sm_90a"):
-        assert outcome(AttentionCase(**{**SMALL, **sizes}), fp8=True) == ""
+        assert outcome(AttentionCase(**{**SMALL, **sizes}), fp8=fp8) == ""
     PLANS.forget()
 
 
@@ -451,6 +453,8 @@ def test_no_more_units_than_sms_are_cut_by_their_room_if_parts_are_not_long():
     assert found(4, 4000, (8, 2), 64) == (16, 1, True)
     assert found(6, 8000, (8, 8), 64) == (5, 2, True)
     assert found(28, 1719, (64, 4), 128, 4) == (1, 2, False)  # of many rows
+    assert found(33, 244, (32, 8), 256) == found(40, 500, (16, 4), 256, 2) == (1, 2, True)
+    assert found(40, 1000, (32, 8), 256) == (0, 2, True)
     assert found(6, 40000, (8, 8), 64)[0] == 0  # too long, should other sequences be short
 
 

@@ -286,6 +286,9 @@ def _subjects() -> list[Subject]:
             _cached({**one, **e4m3, "lengths": (400, 65, 9, 70, 130)}, {}),
             sms=FEW,
         ),
+        subject(
+            "decode 256, told parts", "sm_90a", _cached({**told, "head_dim": 256}, {}), sms=FEW
+        ),
         subject("decode, one row, appended", "sm_90a", _cached({**one, "appended": True}, {})),
         subject("MLA, chosen keys", "sm_90a", _chosen, sms=FEW),
         subject(

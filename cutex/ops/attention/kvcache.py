@@ -402,8 +402,8 @@ def parts_by_room(call: KVCacheCall, config: DecodeConfig, room: int) -> int:
     blocks = -(-room // config.tile_n)
     if call.num_splits > 1:
         return 0
-    # NOTE: two CTAs of an SM that have few rows need not both have a unit
-    ctas = config.num_sms if config.few_rows else config.ctas
+    # NOTE: two CTAs of an SM that have few rows, or head dim 256, need not both have a unit
+    ctas = config.num_sms if config.few_rows or config.q_in_smem else config.ctas
     many = not call.num_splits and are_many(units_of(call, config), ctas)
     if config.is_whole(blocks + config.start) or (many and blocks <= config.most_whole):
         return 1

@@ -19,7 +19,15 @@ _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (128, 128): {"tile_n": 128, "num_stages": 2},
         (192, 128): {"num_stages": 4},
         (192, 192): {"num_stages": 3},
-        (256, 256): {"most_whole": 32},
+        # (docs/facts/decode.md#two-256)
+        (256, 256): {
+            "tile_n": 32,
+            "num_stages": 2,
+            "ctas_per_sm": 2,
+            "most_whole": 16,
+            "least": 2,
+            "merge": 4,
+        },
     },
     "sm_100a": {
         (64, 64): {"num_stages": 6},
@@ -28,6 +36,11 @@ _TILES: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
         (192, 192): {"tile_n": 64},
         (256, 256): {"tile_n": 64, "num_stages": 2},
     },
+}
+# the same, where single rows are loaded: beside the warps that do it, threads of two CTAs have too
+# few registers
+_SINGLE_ROWS: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {(256, 256): {"most_whole": 32}},
 }
 # NOTE: units of few keys take as long to begin and to end as to be read, so that where there are
 # more than SMs two CTAs of an SM with smaller blocks are faster (docs/facts/decode.md#short-more)
@@ -144,9 +157,10 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
         two = _TWO_GROUPS_E4M3.get(arch, {}).get(config.head_dims, {})
         if two:
             return replace(config, few_rows=True, **two)
-    # NOTE: beside the warps that load single rows, threads of two CTAs have too few registers
     short = room <= SHORT and not config.single_rows
     tiles = _TILES[arch].get(config.head_dims, {})
+    if config.single_rows:
+        tiles = _SINGLE_ROWS.get(arch, {}).get(config.head_dims, tiles)
     if short and units > config.num_sms and not config.fp8:
         tiles = _SHORT.get(arch, {}).get(config.head_dims, tiles)
     medium = SHORT < room <= MEDIUM and not (config.single_rows or config.fp8)
@@ -158,7 +172,7 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
         whole = _WHOLE_E4M3.get(arch, {}).get(config.head_dims, 0)
         if room <= whole and are_filled(units, config.num_sms * tiles.get("ctas_per_sm", 1)):
             tiles = {**tiles, "most_whole": whole // tiles["tile_n"]}
-    if rows <= FEW_ROWS:  # parts of few rows are merged in less time
+    if rows <= FEW_ROWS and not config.q_in_smem:  # parts of few rows are merged in less time
         tiles = {**tiles, "most_whole": 0}
     return replace(config, **tiles)
 

@@ -154,9 +154,9 @@ class DecodeConfig(ScoreSpec):
     @property
     def tells_parts(self) -> bool:
         """Whether only the load warps walk over the lengths and pass each part on to the other
-        roles, instead of each of four roles walking before its first tile
-        (docs/facts/decode.md#e4m3-told)."""
-        return self.widens and not self.by_room
+        roles, instead of each role walking before its first tile (docs/facts/decode.md#e4m3-told,
+        #told-256)."""
+        return (self.widens or self.q_in_smem) and not self.by_room
 
     @property
     def registers(self) -> RoleRegisters | None:
@@ -197,9 +197,11 @@ class DecodeConfig(ScoreSpec):
     def columns_of_pv(self) -> int:
         """The columns of a wgmma of PV.
 
-        NOTE: one of 256 needs more registers, before setmaxnreg, than each of 512 threads has.
+        NOTE: one of 256 needs more registers, before setmaxnreg, than each of 512 threads has, in
+        one CTA or in two.
         """
-        return self.head_dim_v // 2 if self.widens and self.head_dim_v > 192 else self.head_dim_v
+        halved = (self.widens or self.ctas_per_sm > 1) and self.head_dim_v > 192
+        return self.head_dim_v // 2 if halved else self.head_dim_v
 
     @property
     def q_in_smem(self) -> bool:
