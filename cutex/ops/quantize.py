@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -213,24 +214,47 @@ def _run(
     rounding: str,
     tensor_scale: Tensor | None,
 ) -> list[Tensor]:
+    of, made = FORMATS[format], _fake(x, format, rows, columns, swizzled, rounding, tensor_scale)
+    if not x.numel():
+        arch_of(x.device, "cutex.quantize")
+        return made
+    flat, options = as_rows(x), (format, rows, columns, swizzled, rounding)
+    key = options, x.device, flat.dtype, flat.shape, flat.stride(), flat.data_ptr() % 16
+    known = _KNOWN.get(key)
+    config, arch = known[:2] if known is not None else _config_for(options, flat)
+    if config.aligned and flat.shape[0] == 1:
+        unit = 16 // flat.element_size()
+        flat = flat.as_strided(flat.shape, (-(-flat.shape[1] // unit) * unit, 1))
+    passed: list[Any] = [] if tensor_scale is None else [tensor_scale]
+    for data, scale in zip(made[::2], made[1::2], strict=True):
+        passed.append(data.view(torch.uint8).view(-1, data.shape[-1]))
+        kept = scale if of.scale == "fp32" else scale.view(torch.uint8)
+        passed.append(kept.view(-1) if swizzled else kept)
+    tensors = [flat, *passed]
+    with current(x.device):
+        if known is None:
+            launch = launcher(_kernel(config, dtype_of(flat), arch), tensors)
+            known = _KNOWN[key] = config, arch, launch
+        known[2](*tensors)
+    return made
+
+
+# configs, archs and launches that have checked their tensors, by options and layout of x
+_KNOWN: dict[Any, tuple[Any, str, Callable[..., None]]] = per_device({})
+
+
+def _config_for(options: tuple[str, bool, bool, bool, str], flat: Tensor) -> tuple[Any, str]:
+    """The config of a call with x (M, K), and the arch to compile it for."""
     from cutex.kernels.quantize.config import NATIVE, QuantizeConfig, fitted
 
-    arch, of = arch_of(x.device, "cutex.quantize"), FORMATS[format]
-    made = _fake(x, format, rows, columns, swizzled, rounding, tensor_scale)
-    if not x.numel():
-        return made
-    flat = as_rows(x)
+    format = options[0]
+    arch, of = arch_of(flat.device, "cutex.quantize"), FORMATS[format]
     m, k = flat.shape
-    unit = 16 // flat.element_size()
-    odd_pitch = m > 1 and flat.stride(0) % unit
+    odd_pitch = m > 1 and flat.stride(0) % (16 // flat.element_size())
     single = QuantizeConfig(format).packed == 1 and k % QuantizeConfig(format).width > 0
     width = QuantizeConfig(format, single=single).width
     config = QuantizeConfig(
-        format,
-        rows,
-        columns,
-        swizzled,
-        rounding,
+        *options,
         aligned=not (k % width or flat.data_ptr() % 16 or odd_pitch),
         aligned_columns=m % COLUMN_VECTOR == 0,
         single=single,
@@ -238,24 +262,8 @@ def _run(
         native_e4m3=arch in NATIVE["e4m3"],
     )
     # NOTE: a tensor map takes no rows that overlap
-    config = fitted(config, 8 * flat.element_size(), arch, m == 1 or flat.stride(0) >= k)
-    if config.aligned and m == 1:
-        flat = flat.as_strided((1, k), (-(-k // unit) * unit, 1))
-    passed: list[Any] = [] if tensor_scale is None else [tensor_scale]
-    for data, scale in zip(made[::2], made[1::2], strict=True):
-        passed.append(data.view(torch.uint8).view(-1, data.shape[-1]))
-        kept = scale if of.scale == "fp32" else scale.view(torch.uint8)
-        passed.append(kept.view(-1) if swizzled else kept)
-    tensors = [flat, *passed]
-    key = config, arch, x.device, flat.dtype, flat.shape, flat.stride(), flat.data_ptr() % 16
-    with current(x.device):
-        if key not in _KNOWN:
-            _KNOWN[key] = launcher(_kernel(config, dtype_of(flat), arch), tensors)
-        _KNOWN[key](*tensors)
-    return made
-
-
-_KNOWN: dict[Any, Any] = per_device({})  # launches that have checked their tensors, by layout
+    mapped = m == 1 or flat.stride(0) >= k
+    return fitted(config, 8 * flat.element_size(), arch, mapped), arch
 
 
 @lru_cache(maxsize=4096)
