@@ -419,6 +419,17 @@ def test_the_tiles_that_are_chosen_fit(arch: str, groups: int) -> None:
             assert SumsConfig(product, most).why_not(arch_named(arch)) is None
 
 
+def test_few_rows_of_a_long_k_take_narrow_tiles_and_of_a_short_one_wide_ones() -> None:
+    def columns(mean: int, k: int, n: int, groups: int = 8) -> int:
+        return choose.rows_tiles("sm_90a", mean, (k, n), False, groups=groups).tile_n
+
+    assert [columns(mean, 14336, 4096) for mean in (33, 128, 129)] == [128, 128, 256]
+    assert [columns(mean, 7168, 4096, 32) for mean in (48, 49)] == [128, 256]
+    assert columns(64, 4096, 4096) == 256
+    assert [columns(4, k, 28672) for k in (4096, 7168)] == [192, 128]
+    assert choose.gathered_tiles(4, (4096, 28672), True).tile_n == 192
+
+
 @pytest.mark.gpu
 def test_a_graph_is_replayed_with_other_groups() -> None:
     problem = GroupedProblem((100, 0, 300, 5), 264, 136, rest=95)

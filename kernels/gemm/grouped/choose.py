@@ -30,6 +30,10 @@ WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
 # have none; the same where rows are gathered; from which on two tiles of rows share matrices, where
 # K is short
 VERY_FEW_ROWS, FEW_GATHERED, MANY_ROWS = 32, 60, 256
+# with a long K: rows of a group in the mean up to which tiles have 128 columns instead of 256, and
+# rounds of the latter below which they do, too (docs/facts/grouped.md#grouped-few-narrow); columns
+# from which on tiles of 64 rows have 192, where K is short (#grouped-decode-widths)
+FINE_ROWS, FINE_ROUNDS, WIDE_COLUMNS = 48, 1.5, 8192
 LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
 MANY_COLUMNS = 40  # tiles of columns from which on one too many is less than what sharing saves
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
@@ -108,9 +112,11 @@ def rows_tiles(
     # are empty is not known here: tiles of 64 rows take up to twice the time of those of 128 if
     # half are, these 1.07 of the time of those if none is
     if mean_rows <= VERY_FEW_ROWS:
-        tiles = Sm90Config(tile_m=64, tile_n=width(n, FEW), k_bytes=256, warpgroups=1)
+        tiles = Sm90Config(tile_m=64, tile_n=_few_width(k, n), k_bytes=256, warpgroups=1)
     elif mean_rows < MANY_ROWS or width(n) < 128:
-        tiles = _together(n, TOGETHER)
+        rounds = groups * ceil_div(mean_rows, 128) * ceil_div(n, 256) / arch_named(arch).num_sms
+        fine = by_k and k > SHORT_K and (mean_rows <= FINE_ROWS or rounds < FINE_ROUNDS)
+        tiles = _together(n, TOGETHER, most_columns=128 if fine else 256)
     elif k <= SHORT_K:
         lower = ragged or mean_rows >= LONG_GROUPS or n <= SHORT_K
         in_turn = lower and width(n, IN_TURN) == 192
@@ -156,7 +162,7 @@ def gathered_tiles(
     share matrices only."""
     k, n = matrix
     if mean_rows <= FEW_GATHERED:
-        tiles = Sm90Config(tile_m=64, tile_n=width(n, FEW), warpgroups=1)
+        tiles = Sm90Config(tile_m=64, tile_n=_few_width(k, n), warpgroups=1)
     elif mean_rows < MANY_ROWS:
         tiles = Sm90Config(tile_m=128, tile_n=width(n, TOGETHER), warpgroups=2)
     elif k <= SHORT_K and (tile_n := width(n, IN_TURN)) == 192:
@@ -231,10 +237,17 @@ def sums_tiles(arch: str, mean_rows: int, n: int, most: int = WARP) -> GemmConfi
     return _filled(tiles, False, most)
 
 
-def _together(n: int, times: dict[int, float] = WIDTHS) -> Sm90Config:
+def _few_width(k: int, n: int) -> int:
+    """The columns of a tile of 64 rows."""
+    return 192 if n >= WIDE_COLUMNS and k <= SHORT_K else width(n, FEW)
+
+
+def _together(n: int, times: dict[int, float] = WIDTHS, most_columns: int = 256) -> Sm90Config:
     """Tiles of 128 rows computed by two warpgroups together; two CTAs side by side share their
-    rows."""
+    rows. Where `times` ask for 256 columns, a tile has no more than `most_columns`."""
     tile_n = width(n, times)
+    if tile_n == 256:
+        tile_n = most_columns
     return Sm90Config(tile_m=128, tile_n=tile_n, warpgroups=2, cluster_n=_sharers(n, tile_n))
 
 
