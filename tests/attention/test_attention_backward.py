@@ -244,6 +244,31 @@ def test_shares_of_the_last_tiles_hold_each_step_once(name):
         assert ends[-1] == tail.steps_of(index)
 
 
+# batch, queries, keys, heads, heads of K and V, head dim, causal: the kernel's head dim, and
+# whether its tiles are cut
+CUT = {
+    (1, 8192, 8192, 8, 1, 128, True): (128, True),
+    (4, 4096, 4096, 16, 16, 128, True): (128, False),
+    (1, 4096, 4096, 32, 4, 64, True): (64, True),
+    (1, 4096, 4096, 8, 8, 64, True): (64, False),
+    (1, 3000, 3000, 12, 3, 96, False): (128, True),
+    (1, 4096, 4096, 16, 4, 96, True): (128, True),
+    (4, 4096, 4096, 16, 16, 96, True): (96, False),
+    (1, 200, 330, 1, 1, 96, True): (96, False),
+}
+
+
+@pytest.mark.parametrize("sizes", CUT)
+def test_few_tiles_are_cut(sizes):
+    batch, rows_q, rows_k, heads, heads_kv, dim, causal = sizes
+    memory = torch.empty(1, dtype=torch.bfloat16)
+    q = memory.expand(batch, rows_q, heads, dim)
+    k = memory.expand(batch, rows_k, heads_kv, dim)
+    with cutex.ops.simulated("sm_90a"):
+        c = own_backward.config_for(AttentionCall(q, k, k, causal=causal), dlse=False)
+    assert (c.head_dim, c.spread) == CUT[sizes]
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("tile_m", [64, 128])
 @pytest.mark.parametrize("lengths", [(1, 1), (130, 4000), (700, 700), (900, 250), (64, 65)])

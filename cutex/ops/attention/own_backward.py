@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from cutex.compile import Compiled
 
 FEW = 8  # tiles of keys a CTA, up to which `rotated` pays at head dim 64, too
+# head dims whose tiles are never cut; those of a kernel that cuts them, and what its steps take of
+# the others' time
+UNCUT, CUT, WIDER = (96, 96), (128, 128), 1.25
 UNTIMED = ("sm_100a", "sm_103a")  # whose kernels have run in the simulator only
 
 
@@ -162,8 +165,20 @@ def is_empty(call: AttentionCall, out: Tensor) -> bool:
 
 
 def config_for(call: AttentionCall, dlse: bool) -> Config:
+    dims = kernel_dims(*call.head_dims)
+    assert dims is not None, "check refuses other head dims"
+    found = of_dims(call, dlse, *dims)
+    if dims == UNCUT and isinstance(found, BackwardConfig):
+        wider = of_dims(call, dlse, *CUT)
+        assert isinstance(wider, BackwardConfig)
+        if wider.spread and WIDER * most_steps(call, wider) < most_steps(call, found):
+            return wider
+    return found
+
+
+def of_dims(call: AttentionCall, dlse: bool, head_dim: int, head_dim_v: int) -> Config:
+    """The config of a call by the kernel of these head dims."""
     left, right = call.window
-    head_dim, head_dim_v = kernel_dims(*call.head_dims)  # type: ignore[misc] # checked
     target = arch_of(call.q.device)
     # NOTE: CTAs wait for each other, so no more may be launched than run at one time
     num_sms, _ = resources(call.q.device, target)
@@ -230,8 +245,20 @@ def pays_to_cut(call: AttentionCall, config: BackwardConfig) -> bool:
     assert isinstance(tail, RampTail)
     # NOTE: of more tiles, some would have no one to zero their sums of dQ (shared.Zeros)
     few = tail.tiles <= 2 * tail.ctas and tail.ramp.count <= MOST_BLOCKS
-    share = -(-tail.steps_in_all // tail.shares) + tail.cost
-    return few and share < tail.ramp.steps_of(0)
+    return few and most_steps(call, replace(config, spread=True)) < tail.ramp.steps_of(0)
+
+
+def most_steps(call: AttentionCall, config: BackwardConfig) -> int:
+    """The steps of the CTA that takes the most, of a call whose sequences have one length."""
+    tail = tail_of_call(call, config)
+    if isinstance(tail, RampTail):
+        if config.spread:
+            return -(-tail.steps_in_all // tail.shares) + tail.cost
+        return max(tail.ramp.steps_of(0), -(-tail.steps_in_all // tail.ctas))
+    rounds, left = divmod(tail.tiles, tail.ctas)
+    if config.spread and tail.is_cut:
+        return rounds * tail.steps + -(-left * tail.steps // tail.shares) + tail.cost
+    return (rounds + (left > 0)) * tail.steps
 
 
 def scalars(call: AttentionCall, config: Config) -> list[float | int]:
