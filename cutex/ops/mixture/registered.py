@@ -125,7 +125,7 @@ define(
     _gradient,
     _fake_gradient,
 )
-define(
+MOE: Any = define(
     "moe",
     "(Tensor x, Tensor weights, Tensor ids, Tensor w_up, Tensor w_down, bool keep) "
     "-> (Tensor out, Tensor h, Tensor tokens, Tensor places, Tensor order, Tensor offs)",
