@@ -30,6 +30,7 @@ VECTOR = 8  # elements of 16 bits in one load
 SIDE_BY_SIDE = THREADS // LANES  # rows that are read at one time
 WIDE = 8  # columns of a unit of dQ
 MOST = 16  # units that a thread of convert has in registers at one time
+HUGE_LSE, HUGE_LSE_ERROR = 2.0**24, 2.0**-20  # in powers of two, and more than its relative error
 
 Config = TypeVar("Config", bound=BackwardSpec)
 
@@ -249,7 +250,11 @@ class Preprocess:
         empty = lse == -Float32.inf
         if cutlass.const_expr(c.dlse):
             dlse = Float32(0.0) if empty else args.dlse[at]
-        return (Float32.inf if empty else lse * LOG2_E), dlse
+        # NOTE: past 2^24 float32 steps by more than 1, and a probability, 2^(score - LSE), could be
+        # any power of two; with LSE's largest errors added it is at most 1, and nothing overflows
+        lse_log2 = lse * LOG2_E
+        past = cute.arch.fmax(cute.arch.fmax(lse_log2, -lse_log2) - HUGE_LSE, Float32(0.0))
+        return (Float32.inf if empty else lse_log2 + past * HUGE_LSE_ERROR), dlse
 
 
 def by_tiles(mX: cute.Tensor, width: int) -> cute.Tensor:
