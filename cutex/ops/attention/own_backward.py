@@ -45,6 +45,7 @@ from cutex.problem.stage import package
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
+MANY_ZEROS = 1024  # queries whose sums of dQ a warp of main, at 14 GB/s, takes too long to zero
 FEW = 8  # tiles of keys a CTA, up to which `rotated` pays at head dim 64, too
 # head dims whose tiles are never cut; those of a kernel that cuts them, and what its steps take of
 # the others' time
@@ -203,7 +204,9 @@ def of_dims(call: AttentionCall, dlse: bool, head_dim: int, head_dim_v: int) -> 
     if isinstance(found, BackwardConfig) and found.may_rotate and tiles <= FEW * num_sms:
         return replace(found, rotated=True)
     if isinstance(found, BackwardConfig) and found.may_ramp and pays_to_cut(call, found):
-        return replace(found, spread=True)
+        return replace(found, spread=True, late_zeros=False)
+    if isinstance(found, BackwardConfig) and found.spread and waits_for_zeros(call, found):
+        return replace(found, late_zeros=False)
     return found
 
 
@@ -243,9 +246,14 @@ def pays_to_cut(call: AttentionCall, config: BackwardConfig) -> bool:
     all of them."""
     tail = tail_of_call(call, config)
     assert isinstance(tail, RampTail)
-    # NOTE: of more tiles, some would have no one to zero their sums of dQ (shared.Zeros)
     few = tail.tiles <= 2 * tail.ctas and tail.ramp.count <= MOST_BLOCKS
     return few and most_steps(call, replace(config, spread=True)) < tail.ramp.steps_of(0)
+
+
+def waits_for_zeros(call: AttentionCall, config: BackwardConfig) -> bool:
+    """Whether main would begin with zeroing all sums of dQ, one warp for each tile of keys, and
+    these be long: where no CTA takes a second tile."""
+    return tail_of_call(call, config).whole == 0 and call.q.shape[-3] >= MANY_ZEROS
 
 
 def most_steps(call: AttentionCall, config: BackwardConfig) -> int:
