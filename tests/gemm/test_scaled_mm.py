@@ -401,3 +401,18 @@ def test_every_size_has_a_config_of_its_class():
             assert choose(problem, arch("sm_90a")).why_not(problem, arch("sm_90a")) is None
             of_board = configs_for((m, n, k), "fp8_block", board="H100 PCIe")
             assert {c.num_ctas for c in of_board} == {BOARDS["H100 PCIe"].num_sms}
+
+
+def test_tiles_of_many_rows_are_those_that_were_the_fastest():
+    """256x128 where they fill whole rounds of SMs, otherwise 128 rows, whose columns share few
+    factors (docs/facts/scaled.md#fp8-mid-rows)."""
+    for mnk, tile in (
+        ((4096, 7168, 16384), (256, 128)),
+        ((1232, 3072, 3072), (256, 128)),
+        ((2100, 4096, 7168), (128, 192)),
+        ((1335, 40960, 7168), (128, 192)),
+        ((816, 9216, 3072), (128, 192)),
+        ((208, 21888, 2048), (128, 192)),
+    ):
+        found = configs_for(mnk, "fp8_block")[0]
+        assert (found.tile_m, found.tile_n) == tile, mnk

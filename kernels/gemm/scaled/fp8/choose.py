@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 COLUMN, WAVE, ALONE, LEAST = 1.95, 50, 78, 80
 SHARED, SHARED_ALONE = 44, 46
 ALTERNATING_COLUMN, ALTERNATING_WAVE = 1.97, 39  # the first two, of warpgroups that alternate
+# from so many rows on, of tiles that neither alternate nor share K
+# (docs/facts/scaled.md#fp8-mid-rows): clocks of a column of 64 rows, of 64 rows beside; of 64 rows
+# where a warpgroup has twice as many; of each group of columns with a factor of its own; and how
+# many times as long one warpgroup takes
+MID_ROWS, MID_COLUMN, MID_WAVE, MID_SECOND, MID_GROUP, MID_ALONE = 192, 1.41, 113, 70, 6, 1.1
 ADD_UP = 0.3  # clocks of an element whose two sums these add
 CROWDED, CROWDED_TIMES = 160, 1.05  # accumulators a thread, transposed, beyond which it is longer
 SWAPPED = 1.05  # times as long, transposed
@@ -62,7 +67,6 @@ def candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp
         yield replace(tall, epi_stages=4)
         if ceil_div(problem.m, 256) * ceil_div(problem.n, 128) * batch < num_sms * FILLED:
             yield from (replace(base, epi_n=64, split_k=split_k) for split_k in (1, 2, 4))
-        return
     for tile in _tiles(base, problem.m):
         yield from _placed(tile, (problem.m, problem.n), num_sms, batch)
         yield from _alternating(tile, (problem.m, problem.n), num_sms, batch)
@@ -74,7 +78,7 @@ def candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp
 
 def _tiles(base: Fp8Config, m: int) -> Iterator[Fp8Config]:
     for tile_m, warpgroups in TALL:
-        if tile_m > 128 >= m:
+        if tile_m > 128 >= m or (tile_m > 128 and m >= MANY_ROWS):
             continue
         for tile_n in WIDTHS:
             if all(base.vectors) and tile_m * tile_n > 128 * 128:
@@ -148,7 +152,7 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -
     share = {1: 1.0, 2: 1.0, 3: SMS_OF_THREES}.get(group, SMS_OF_FOURS)
     rounds = ceil_div(ctas, int(arch.num_sms * share) // group * group)
     blocks = ceil_div(ceil_div(problem.k, BLOCK), tiles.split_k)
-    clocks = rounds * (blocks * block_clocks(tiles) + ROUND)
+    clocks = rounds * (blocks * block_clocks(tiles, problem.m > MID_ROWS) + ROUND)
     if tiles.split_k > 1:
         of_two = tiles.split_k == tiles.warpgroups == 2 and not tiles.swap_ab
         one = SPLIT_OF_TWO if of_two else SPLIT
@@ -168,9 +172,11 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -
     return FIXED_US + (inner**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
 
 
-def block_clocks(tiles: Fp8Config) -> float:
-    """A CTA's clocks per block of K if nothing waits for loads."""
+def block_clocks(tiles: Fp8Config, many: bool = False) -> float:
+    """A CTA's clocks per block of K if nothing waits for loads; `many`: of MID_ROWS and more."""
     alone = tiles.mma_warpgroups == 1
+    if many and not tiles.alternating and tiles.split_k == 1 and not tiles.swap_ab:
+        return _many_rows_clocks(tiles)
     column, wave = COLUMN, WAVE + ALONE * alone
     if tiles.alternating:
         column, wave = ALTERNATING_COLUMN, ALTERNATING_WAVE
@@ -181,6 +187,17 @@ def block_clocks(tiles: Fp8Config) -> float:
     if tiles.swap_ab and tiles.accumulators >= CROWDED:
         clocks *= CROWDED_TIMES
     return clocks
+
+
+def _many_rows_clocks(tiles: Fp8Config) -> float:
+    """`block_clocks` of a tile of many rows, one CTA's own."""
+    groups = tiles.tile_n // tiles.column_group if tiles.shares[1] else 0
+    wave = MID_SECOND if tiles.warpgroup_rows > 64 else MID_WAVE
+    clocks = tiles.tile_m // 64 * (tiles.tile_n * MID_COLUMN + wave + groups * MID_GROUP)
+    if tiles.mma_warpgroups == 1:
+        clocks = MID_ALONE * (clocks + ALONE)
+    shared = tiles.cluster_m * tiles.cluster_n > 1
+    return clocks + SHARED * shared
 
 
 def ranked(problem: Fp8Problem, arch: Arch, batch: int = 1) -> list[Fp8Config]:

@@ -28,12 +28,14 @@ def predictions(
     every = choose.ranked(problem, arch, batch) if configs is None else configs
     scaled = [replace(c, recipe=problem.dtype) for c in every if isinstance(c, Fp8Config)]
     fits = [c for c in scaled if c.why_not(problem, arch) is None]  # type: ignore[arg-type]
-    return {replace(c, recipe=PROMOTED): choose.predict(c, problem, arch, batch) for c in fits}
+    found = [replace(c, recipe=PROMOTED) for c in fits]
+    return {c: choose.predict(c, problem, arch, batch) for c in found}
 
 
 def ranked(sizes: tuple[int, int, int, int], arch: Arch) -> list[GemmConfig]:
     """The best configs for such products, fastest predicted first, and one that fits any call."""
-    return list(predictions(sizes, arch))
+    times = predictions(sizes, arch)
+    return sorted(times, key=times.__getitem__)
 
 
 def _problem(sizes: tuple[int, int, int, int]) -> Fp8Problem:
