@@ -12,7 +12,7 @@ def ours() -> sweep.Ours:
     from cutex.ops.matmul import matmul, tuning
     from cutex.ops.matmul.warming import build_ahead, tiles_of
 
-    return sweep.Ours(matmul, tuning, build_ahead, tiles_of, simulated).summing_fast()
+    return sweep.Ours(matmul, tuning, build_ahead, tiles_of, simulated)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

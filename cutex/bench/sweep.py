@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +45,6 @@ class Ours:
     build: Callable[[Iterable[tuple[Any, Any]], Any], list[Path]]  # for many (a, b), a dtype of out
     tiles: Callable[[Any, Any, Any], str]  # the tiles for (a, b) and a dtype of out
     simulated: Callable[[str], AbstractContextManager[Any]]  # a context that runs in the simulator
-
-    def summing_fast(self) -> Ours:
-        """The same, with fp8 added up as by cuBLAS, beside which it is timed."""
-        fast = partial(partial, use_fast_accum=True)
-        matmul, build, tiles = map(fast, (self.matmul, self.build, self.tiles))
-        return replace(self, matmul=matmul, build=build, tiles=tiles)
 
 
 @dataclass(frozen=True)

@@ -290,9 +290,9 @@ def test_what_is_built_ahead_is_what_the_calls_take(dtype, monkeypatch):
     monkeypatch.setattr(warming, "kernel_for", lambda config, arch: kernel_in(f"of {config}"))
     problems = [e.problem for e in corpus(dtype) if e.problem.bytes < 1 << 22][:6]
     with simulated("sm_90a"):
-        built = build_ahead([p.inputs("meta") for p in problems], torch.bfloat16, True)
+        built = build_ahead([p.inputs("meta") for p in problems], torch.bfloat16)
         taken = {plan_for(p.inputs(), p.outputs()[0]) for p in problems}
-        said = {tiles_of(*p.inputs("meta"), torch.bfloat16, True) for p in problems}
+        said = {tiles_of(*p.inputs("meta"), torch.bfloat16) for p in problems}
     assert built == [Path(f"of {job.there.config}") for job in jobs] and len(jobs) == len(taken)
     assert {job.there.config for job in jobs} == taken
     assert {read_back(x) for x in said} == {config.tiles for config in taken}

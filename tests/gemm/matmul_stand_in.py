@@ -91,7 +91,7 @@ def square(x: Any) -> Any:
 
 def plain_torch(
     a: Tensor, b: Tensor, *, bias=None, activation=None, residual=None, out=None, out_dtype=None,
-    alpha=1.0, beta=0.0, scale_a=None, scale_b=None, amax=None, use_fast_accum=False,
+    alpha=1.0, beta=0.0, scale_a=None, scale_b=None, amax=None, use_fast_accum=True,
 ) -> Tensor:  # fmt: skip
     """cutex.matmul in torch's own operations, in fp32."""
     x = torch.matmul(a.float(), b.float()) * alpha

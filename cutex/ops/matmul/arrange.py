@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 K_ONLY = {"sm_90a": (1, 4)}
 ANY_STRIDE = ("sm_90a",)  # where a has one
 FOLDS = (16, 8)  # what divides its K, the best first
+PROMOTED_K = 128  # of fp8, whose sums tensor cores add up on their own
 FEW_ROWS = 16  # of a, up to which K and its base are any, too
 MOST_PITCH = 1 << 27  # elements between rows of K: as many times a fold are counted in 32 bits
 
@@ -209,9 +210,10 @@ def arrange(call: Call, out: Tensor, arch_name: str) -> Arranged:
 
 
 def is_promoted(call: Call, arch_name: str) -> bool:
-    """Whether the sums of `call` leave the tensor cores after each 128 of K: those of fp8 on
-    Hopper, whose tensor cores keep 13 bits of a sum."""
-    return arch_name == "sm_90a" and call.a.dtype in FLOAT8 and not call.use_fast_accum
+    """Whether the sums of `call` leave the tensor cores after each 128 of K, if there are more:
+    those of fp8 on Hopper, whose tensor cores keep 13 bits of a sum."""
+    fp8 = call.a.dtype in FLOAT8 and not call.use_fast_accum
+    return arch_name == "sm_90a" and fp8 and call.a.shape[-1] > PROMOTED_K
 
 
 def row_wise(call: Call) -> bool:

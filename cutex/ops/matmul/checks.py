@@ -39,7 +39,7 @@ class Call:
     out_dtype: torch.dtype | None = None
     alpha: float = 1.0
     beta: float = 0.0
-    use_fast_accum: bool = False
+    use_fast_accum: bool = True
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def matmul(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     amax: Tensor | None = None,
-    use_fast_accum: bool = False,
+    use_fast_accum: bool = True,
 ) -> Tensor:
     """activation(alpha * scale_a * scale_b * (a @ b) + beta * out + bias) + residual.
 
@@ -77,9 +77,9 @@ def matmul(
     out_dtype: bfloat16, float16 or float32; by default a's, and bfloat16 for fp8.
     scale_a, scale_b: float32, one number each, or one per row of a and one per column of b.
     use_fast_accum: whether fp8 is summed by Hopper's tensor cores alone, which keep some 13 bits of
-        a sum, and take a few percent less time; otherwise the sums of each 128 of K are added up in
-        float32. As in torch.nn.functional.scaled_mm; other dtypes, and Blackwell, add up in
-        float32 in any case.
+        a sum, as by torch._scaled_mm with it; if not, which is that function's default and
+        `cutex.scaled_mm`'s, the sums of each 128 of K are added up in float32. Other dtypes, and
+        Blackwell, add up in float32 in any case.
     amax: float32 with one element, raised to the largest magnitude of the result before rounding,
         or to NaN if the result has one. It must not overlap any input.
 
@@ -247,7 +247,7 @@ def planned(
     out_dtype: torch.dtype | None,
     alpha: float,
     beta: float,
-    use_fast_accum: bool = False,
+    use_fast_accum: bool = True,
 ) -> Tensor | None:
     """The result by a plan that takes these tensors, or None if there is none."""
     try:

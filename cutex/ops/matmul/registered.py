@@ -25,7 +25,7 @@ _FUSED = (
     "str? activation=None"
 )
 _library = torch.library.Library("cutex", "DEF")
-_FAST = "bool use_fast_accum=False"
+_FAST = "bool use_fast_accum=True"
 _library.define(
     f"matmul(Tensor a, Tensor b, {_FUSED}, ScalarType? out_dtype=None, float alpha=1.0, {_FAST}) "
     "-> Tensor"

@@ -58,7 +58,7 @@ def warm_up(
     activation: str | None = None,
     residual: bool = False,
     out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
+    use_fast_accum: bool = True,
     most: int = MOST_KERNELS,
 ) -> int:
     """Build the kernels of `cutex.matmul(x, w.mT, ...)` for all `shapes` in parallel, and load
@@ -106,7 +106,7 @@ def warm_up(
 def build_ahead(
     operands: Iterable[tuple[Tensor, Tensor]],
     out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
+    use_fast_accum: bool = True,
 ) -> list[Path]:
     """Build in parallel the kernels of `cutex.matmul(a, b, out_dtype=...)` for each (a, b), whose
     data is not read (they may be on "meta"), and show the progress. Return their folders in the
@@ -117,7 +117,7 @@ def build_ahead(
     return [kernel_for(c, _arch()).object_path.parent for c in compress(configs, built)]
 
 
-def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool = False) -> str:
+def tiles_of(a: Tensor, b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool = True) -> str:
     """The tiles that `cutex.matmul(a, b, out_dtype=...)` takes, as text: the sizes of a tile and
     its stages, and the fields that differ from the defaults."""
     tiles = _config(a, b, out_dtype, use_fast_accum).tiles
