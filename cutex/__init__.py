@@ -43,6 +43,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+if sys.version_info < (3, 11):  # noqa: UP036  pip refuses it, a mounted tree does not
+    _SAYS = f"cutex needs Python 3.11 or newer, this is {sys.version.split()[0]}"
+    if sys.argv[:1] == ["-m"]:
+        print(f"cutex: {_SAYS}", file=sys.stderr)
+        raise SystemExit(2)
+    raise ImportError(_SAYS)
+
 _HOMES = {
     "cross_entropy": "cutex.ops.row",
     "dequantize": "cutex.ops.quantize",

@@ -31,3 +31,14 @@ def test_any_name_may_be_the_first_to_be_imported() -> None:
     # NOTE: a module loads its package first, which may load what loads the module
     done = subprocess.run([sys.executable, "-c", EACH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_python_that_is_too_old_is_told_so_in_one_sentence() -> None:
+    older = "import sys; sys.version_info = (3, 10, 9); {} import cutex"
+    for code, exit_code in (("", 1), ("sys.argv = ['-m'];", 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", older.format(code)], capture_output=True, text=True
+        )
+        assert done.returncode == exit_code
+        assert "cutex needs Python 3.11 or newer, this is " in done.stderr
+        assert exit_code == 1 or done.stderr.count("\n") == 1
