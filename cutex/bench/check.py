@@ -163,6 +163,7 @@ def check(args: argparse.Namespace) -> int:
     advised: dict[str, list[str]] = {}
     kernels: list[str] = []
     once: set[str] | None = None  # the rings of which no order has used a slot twice
+    unwatched: dict[str, None] = {}  # where an order has looked for no races
     count, started = 0, time.monotonic()
     with closing(runs(args)) as ended:
         for done in ended:
@@ -180,6 +181,7 @@ def check(args: argparse.Namespace) -> int:
             kernels += [kernel["text"] for kernel in done.found.get("kernels", [])]
             rings = set(done.found.get("used_once", ()))
             once = rings if once is None else once & rings
+            unwatched |= dict.fromkeys(done.found.get("unwatched", ()))
             if done.found and not done.launched:
                 break
     for report, *names in (*by_report.values(), *advised.values()):
@@ -188,6 +190,8 @@ def check(args: argparse.Namespace) -> int:
         print("", *kernels, sep="\n")
     if once:
         print(f"\n{used_once(sorted(once))}")
+    for says in unwatched:
+        print(f"\n{says}")
     seconds = time.monotonic() - started
     found = (
         f"{len(by_report)} report{'s' * (len(by_report) != 1)}" if by_report else "nothing found"

@@ -197,8 +197,9 @@ def _simulate(problem: Problem, stage: AnyStage, options: Options) -> Result:
         if not check.ok:
             check = replace(check, message=f"order {name}: {check.message}")
             break
-    if check.ok and once:
-        check = replace(check, message=f"{check.message}{NOTE}{used_once(once)}")
+    notes = [used_once(once)] if once else []
+    for note in [*notes, *report.unwatched] if check.ok else ():
+        check = replace(check, message=f"{check.message}{NOTE}{note}")
     return _result(
         problem,
         stage,

@@ -108,7 +108,9 @@ def kernels(monkeypatch):
 
     def simulate(compiled, a, b, c, order, seed, jobs):
         compiled(a, b, c)
-        return SimpleNamespace(seconds=0.5, instructions=1000, findings=[], unwrapped=[])
+        return SimpleNamespace(
+            seconds=0.5, instructions=1000, findings=[], unwrapped=[], unwatched=[]
+        )
 
     monkeypatch.setattr(cutex.bench.run, "compile_stage", compile_stage)
     monkeypatch.setattr(cutex.sim, "simulate", simulate)
@@ -187,6 +189,19 @@ def test_random_orders_are_run_and_recorded(kernels, tmp_path):
     assert found.sim_orders == ["random:5", "random:6", "random:7"]
 
 
+def test_what_no_races_were_looked_for_in_is_said(kernels, capsys, tmp_path, monkeypatch):
+    def simulate(compiled, a, b, c, order, seed, jobs):
+        compiled(a, b, c)
+        return SimpleNamespace(
+            seconds=0.5, instructions=9, findings=[], unwrapped=[], unwatched=["in part only"]
+        )
+
+    monkeypatch.setattr(cutex.sim, "simulate", simulate)
+    assert main([*SIM, "--stage", "0", "--out", str(tmp_path)]) == 0
+    (found,) = read(tmp_path / "gemm-sim.jsonl")
+    assert "in part only" in found.message and "in part only" in "".join(capsys.readouterr())
+
+
 def test_a_wrong_result_is_exit_code_1_and_named(kernels, capsys, tmp_path):
     kernels.faults[0] = spoil
     assert main([*SIM, "--stage", "0", "--out", str(tmp_path)]) == 1
@@ -201,7 +216,11 @@ def test_a_finding_is_exit_code_1_even_with_the_right_numbers(
     def simulate(compiled, a, b, c, order, seed, jobs):
         compiled(a, b, c)
         return SimpleNamespace(
-            seconds=0.5, instructions=1000, findings=["race: two writers"], unwrapped=[]
+            seconds=0.5,
+            instructions=1000,
+            findings=["race: two writers"],
+            unwrapped=[],
+            unwatched=[],
         )
 
     monkeypatch.setattr(cutex.sim, "simulate", simulate)
