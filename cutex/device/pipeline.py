@@ -263,6 +263,7 @@ def publish_barriers(
     barriers: cutlass.Constexpr[tuple[Barrier | Ring, ...]],
     cluster: cutlass.Constexpr[bool] = False,
     with_data: cutlass.Constexpr[bool] = False,
+    later: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Initialise `barriers` by one thread, and publish them to all threads and to TMA.
 
@@ -280,7 +281,8 @@ def publish_barriers(
         # NOTE: the fence has published the barriers; a release by every thread here would wait for
         # the memory of the whole GPU.
         cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
+        if cutlass.const_expr(not later):
+            cute.arch.cluster_wait()
     else:
         cute.arch.sync_threads()
 

@@ -19,12 +19,13 @@ from cutex.kernels.row.kernel import (
     ThisRow,
     launch_of,
     matrix,
+    meet,
     parts_of,
     reductions,
     row_of,
     row_vector,
 )
-from cutex.kernels.row.softmax import above, exp, merged
+from cutex.kernels.row.softmax import above, combined, exp, merged
 
 LN_2 = 0.6931471805599453
 TOTAL_THREADS = 1024
@@ -111,7 +112,7 @@ class CrossEntropy(RowKernel):
     @cute.kernel
     def by_rows(self, mX, mTarget, mLse, mLosses, totals, s, z, ignored) -> None:
         c, tile = self.config, self.config.tile
-        (reduction,) = reductions(tile, 2 + c.smoothed)
+        (reduction,) = reductions(tile, 2 + c.smoothed, later=True, by_cta=True)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
         speaks = this.exists & columns.is_first_of_row()
@@ -121,12 +122,13 @@ class CrossEntropy(RowKernel):
         if speaks:
             target = load_now(mTarget.iterator + this.row)
         rX = row_of(mX, this, columns, -Float32.inf)  # (V, NumV)
+        meet(tile)
         if cutlass.const_expr(c.walks):
             found = self.walked(this(mX), columns, rX, speaks, target, label)
         else:
             self.read_label(this(mX), columns, speaks, target, label)
             found = self.of_part(columns, rX.load().to(Float32))
-        found = reduction(found, merged_with_sums)
+        found = combined(reduction, found)
         if speaks:
             lse = above(found[0]) + cute.math.log2(found[1]) * LN_2
             loss = Float32(0)

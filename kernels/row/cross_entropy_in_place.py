@@ -10,7 +10,6 @@ from cutex.device.row.columns import Columns
 from cutex.kernels.row.cross_entropy import (
     LN_2,
     SCALARS,
-    merged_with_sums,
     one,
     part_of_mean,
 )
@@ -22,7 +21,7 @@ from cutex.kernels.row.kernel import (
     reductions,
     row_vector,
 )
-from cutex.kernels.row.softmax import above, exp
+from cutex.kernels.row.softmax import above, combined, exp
 
 
 class CrossEntropyInPlace(RowKernel):
@@ -69,7 +68,7 @@ class CrossEntropyInPlace(RowKernel):
         sums.append(self.at(columns, rX, target))
         if cutlass.const_expr(c.smoothed):
             sums.append(part_of_mean(columns, x))
-        top, total, label, *more = reduction((own, *sums), merged_with_sums)
+        top, total, label, *more = combined(reduction, (own, *sums))
         lse = above(top) + cute.math.log2(total) * LN_2
         loss = lse - (1 - s) * label + z * lse * lse
         if cutlass.const_expr(c.smoothed):

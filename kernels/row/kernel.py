@@ -119,13 +119,22 @@ def parts_of(tile: RowTile, gX: cute.Tensor) -> Int32:
     return cute.ceil_div(cute.size(gX) + tile.lead, tile.columns + tile.lead)
 
 
-def reductions(tile: RowTile, *counts: int, repeated: bool = False) -> list[RowReduction]:
-    """A reduction for each number of values given, ready to be called by all threads."""
+def reductions(
+    tile: RowTile, *counts: int, repeated: bool = False, later: bool = False, by_cta: bool = False
+) -> list[RowReduction]:
+    """A reduction for each number of values given, ready to be called by all threads; with `later`
+    once these have called `meet`. by_cta: see RowReduction.allocate."""
     smem = SmemAllocator()
-    made = [RowReduction.allocate(smem, tile, count, repeated) for count in counts]
+    made = [RowReduction.allocate(smem, tile, count, repeated, by_cta) for count in counts]
     if tile.ctas > 1:
-        publish_barriers(tuple(b for r in made for b in r.barriers), cluster=True)
+        publish_barriers(tuple(b for r in made for b in r.barriers), cluster=True, later=later)
     return made
+
+
+def meet(tile: RowTile) -> None:
+    """Wait until all CTAs of the cluster can be sent what their `reductions` take."""
+    if tile.ctas > 1:
+        cute.arch.cluster_wait()
 
 
 def repeated(tile: RowTile, count: int) -> RowReduction:

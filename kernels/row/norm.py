@@ -19,10 +19,12 @@ from cutex.kernels.row.kernel import (
     column_vector,
     launch_of,
     matrix,
+    meet,
     reductions,
     row_of,
     row_vector,
 )
+from cutex.kernels.row.unequal import UnequalMoments
 
 RESIDENT = 1024  # threads of an SM, of 64 registers each
 # vectors of a row whose threads meet once, by the elements of a vector
@@ -58,6 +60,7 @@ class NormConfig:
     out: str = ""  # y's dtype, if not x's
     saves: bool = False  # writes rstd, and the mean of a layer norm, for the gradient
     by_smem: bool = False  # a layer norm's rows that come by smem though they are not long
+    few: bool = False  # a layer norm's few rows, where latencies count: see UnequalMoments
 
     @property
     def is_light(self) -> bool:
@@ -80,9 +83,15 @@ class NormConfig:
         return self.centred and tile.aligned and (long or self.by_smem)
 
     @property
+    def may_be_few(self) -> bool:
+        return self.centred and self.tile.aligned
+
+    @property
     def reduced(self) -> tuple[int, ...]:
         """The number of values in each reduction: squares, for a layer norm elements too; or all
         moments in one."""
+        if self.few:
+            return (2,)
         return (3,) if self.meets_once else (1,) * (1 + self.centred)
 
     @property
@@ -145,7 +154,7 @@ class Norm(RowKernel):
         self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32
     ) -> None:
         c = self.config
-        sums = reductions(c.tile, *c.reduced)
+        sums = reductions(c.tile, *c.reduced, later=True, by_cta=True)
         found = self.normed(sums, mX, optional, eps)
         this, columns = found.this, found.columns
         if this.exists:
@@ -163,6 +172,8 @@ class Norm(RowKernel):
         rX = row_of(mX, this, columns)  # (V, NumV)
         # their latency passes under that of x: after the reduction it would be a second one
         vectors = {name: columns.held(optional[name]) for name in c.vectors}  # (V, NumV) each
+        known = UnequalMoments.of(sums[0], columns) if c.few else None
+        meet(tile)
         x = rX.load().to(Float32)
         rSum = None
         if c.residual:
@@ -171,7 +182,11 @@ class Norm(RowKernel):
             rSum = columns.rounded(x, mX)  # (V, NumV)
             x = rSum.load().to(Float32)
         length = Float32(columns.n)
-        deviation, mean, squares = self.moments(sums, x, columns)
+        if known is not None:
+            mean, squares = known(x)
+            deviation = x - mean
+        else:
+            deviation, mean, squares = self.moments(sums, x, columns)
         rstd = cute.math.rsqrt(squares / length + eps)
         y = deviation * rstd
         if c.weight:

@@ -102,7 +102,7 @@ class NormQuantized(RowKernel):
         self, mX: cute.Tensor, mData: cute.Tensor, mFactors: cute.Tensor, options: dict[str, Any]
     ) -> None:
         c = self.config
-        sums = reductions(c.tile, *c.norm.reduced, *([1] * (c.lanes == 0)))
+        sums = reductions(c.tile, *c.norm.reduced, *([1] * (c.lanes == 0)), later=True)
         found = self.norm.normed(sums, mX, options, options["eps"])
         this, columns = found.this, found.columns
         rY = columns.rounded(found.y, mX)  # (V, NumV)

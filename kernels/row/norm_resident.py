@@ -79,7 +79,7 @@ class NormResident(Norm):
         groups: Int32,
     ) -> None:  # fmt: skip
         c, tile = self.config, self.tile
-        sums = reductions(tile, *c.reduced, repeated=True)[0]
+        sums = reductions(tile, *c.reduced, repeated=True, by_cta=not c.centred)[0]
         this = ThisRow.of(tile, mX)
         columns = FullColumns(**vars(Columns.of(tile, this(mX))))
         own = columns.own() if c.centred else None

@@ -11,7 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.row.columns import Columns
 from cutex.device.row.tile import VECTOR_BYTES
-from cutex.kernels.row.kernel import ThisRow, reductions
+from cutex.kernels.row.kernel import ThisRow, meet, reductions
 from cutex.kernels.row.norm import Norm, NormConfig, Normed
 
 LEAST, MOST = 1536, 6144  # vectors of a CTA: docs/facts/rows.md#rows-norm-by-smem
@@ -46,13 +46,14 @@ class NormStaged(Norm):
         self, mX: cute.Tensor, mY: cute.Tensor, optional: dict[str, cute.Tensor], eps: Float32
     ) -> None:
         c, tile = self.config, self.tile
-        sums = reductions(tile, *c.reduced)
+        sums = reductions(tile, *c.reduced, later=True, by_cta=True)
         shape = cute.make_layout((tile.width, tile.num_threads, tile.vectors))
         words = SmemAllocator().allocate_tensor(mX.element_type, shape, VECTOR_BYTES)
         sX = words[None, cute.arch.thread_idx()[0], None]  # (V, NumV)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
         self.fetch(columns, this(mX), sX)
+        meet(tile)
         _, mean, squares = self.moments(sums, self.staged(columns, sX), columns)
         rstd = cute.math.rsqrt(squares / Float32(columns.n) + eps)
         if this.exists:

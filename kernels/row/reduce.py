@@ -16,7 +16,7 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import Values, lanes
 from cutex.device.row.tile import WARP, RowTile
 from cutex.kernels.row.fold import Fold
-from cutex.kernels.row.kernel import RowKernel, launch_of, matrix, parts_of, reductions
+from cutex.kernels.row.kernel import RowKernel, launch_of, matrix, meet, parts_of, reductions
 
 FINISHERS = 8  # warps of a CTA, each of which combines the parts of one result
 PARTS = "parts"  # what CTAs leave: a value each, combined in order
@@ -62,7 +62,7 @@ class Reduce(RowKernel):
     @cute.kernel
     def by_rows(self, mX: cute.Tensor, to: tuple, splits: Int32, scale: Float32) -> None:
         c, tile = self.config, self.config.tile
-        (reduction,) = reductions(tile, c.fold.count)
+        (reduction,) = reductions(tile, c.fold.count, later=True, by_cta=True)
         block, rows = cute.arch.block_idx()[0] // tile.ctas, cute.size(mX, mode=[0])
         this = block // splits * tile.rows + cute.arch.thread_idx()[0] // tile.threads
         gX = mX[cutlass.min(this, rows - 1), None]  # (N)
@@ -70,7 +70,9 @@ class Reduce(RowKernel):
         each = cute.ceil_div(parts, splits)
         first = block % splits * each
         last = cutlass.min(first + each, parts)
-        found = reduction(self.walked(gX, columns, first, last), c.fold.combine)
+        found = self.walked(gX, columns, first, last)
+        meet(tile)
+        found = reduction(found, c.fold.combine)
         if (this < rows) & columns.is_first_of_row():
             store_value(c, to, found, (this, block % splits), scale)
         if cutlass.const_expr(c.shared == PARTS):

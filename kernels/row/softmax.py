@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument
 from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import Values, add
+from cutex.device.row.reduction import RowReduction, Values, add, lanes
+from cutex.device.row.tile import WARP
 from cutex.kernels.row.kernel import (
     LOG2_E,
     RowKernel,
     ThisRow,
     launch_of,
     matrix,
+    meet,
     reductions,
     row_of,
 )
+
+LOW_BITS = 0x7FFFFFFF
 
 
 def exp(x: Any) -> Any:
@@ -38,6 +43,35 @@ def merged(x: Values, y: Values) -> Values:
     return top, sum(s * exp(t - shift) for t, s in (x, y))
 
 
+def combined(
+    reduction: RowReduction, values: Values, turn: Int32 | int = 0, turns: Int32 | int = 1
+) -> Values:
+    """The maximum of a row's scores, the sum of their exponentials relative to it, and other sums,
+    from those of its threads; called like `reduction`."""
+    group = min(reduction.tile.threads, WARP)
+    own, total, *more = values
+    top = highest(own, group)
+    values = lanes((total * exp(own - above(top)), *more), add, group)
+    return reduction.of_warps((top, *values), gathered, turn, turns)
+
+
+def gathered(found: list[Values], group: int) -> Values:
+    """The same of the values of warps, each lane of a group having some."""
+    top = highest(functools.reduce(cute.arch.fmax, (own for own, *_ in found)), group)
+    parts = [(total * exp(own - above(top)), *more) for own, total, *more in found]
+    return top, *lanes(functools.reduce(add, parts), add, group)
+
+
+def highest(x: Float32, group: int) -> Float32:
+    """The maximum over `group` neighbouring lanes; NaN may count for less or more than any."""
+    if group < WARP:
+        return lanes((x,), lambda a, b: (cute.arch.fmax(a[0], b[0]),), group)[0]
+    # one instruction, for integers: of negative numbers all bits but the sign are turned round
+    word = Float32(x).bitcast(Int32)
+    found = cute.arch.warp_redux_sync(word ^ ((word >> 31) & LOW_BITS), "max")
+    return (found ^ ((found >> 31) & LOW_BITS)).bitcast(Float32)
+
+
 class Softmax(RowKernel):
     """y = exp(x - max) / sum of exp(x - max), in one pass: each thread's exponentials are relative
     to its own maximum until those of the row are combined."""
@@ -54,14 +88,16 @@ class Softmax(RowKernel):
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor) -> None:
         tile = self.config
-        (reduction,) = reductions(tile, 2)
+        (reduction,) = reductions(tile, 2, later=True, by_cta=True)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
-        x = row_of(mX, this, columns, -Float32.inf).load().to(Float32)  # (V, NumV)
+        rX = row_of(mX, this, columns, -Float32.inf)  # (V, NumV)
+        meet(tile)
+        x = rX.load().to(Float32)
         own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         e = exp(x - above(own))
         total = e.reduce(cute.ReductionOp.ADD, Float32(0), 0)
-        top, total = reduction((own, total), merged)
+        top, total = combined(reduction, (own, total))
         # NOTE: not of above(own): where a thread has only -inf, and the row's maximum is far below
         # 0, that would be inf, and 0 times it NaN
         factor = exp(own - above(top)) * cute.arch.rcp_approx(total)

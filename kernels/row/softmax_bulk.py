@@ -12,11 +12,12 @@ from cutex.compile import Argument, Scalar
 from cutex.device.pipeline import publish_barriers
 from cutex.device.row.bulk import BulkRing
 from cutex.device.row.packed import PackedRows
+from cutex.device.row.reduction import RowReduction
 from cutex.device.row.tile import RowTile
 from cutex.device.row.words import Words
 from cutex.kernels.row.kernel import RowKernel, launch_of_groups, matrix, reductions
 from cutex.kernels.row.moments import folded, plus
-from cutex.kernels.row.softmax import above, exp, merged
+from cutex.kernels.row.softmax import above, combined, exp
 
 LEAST_SLOTS = 3
 
@@ -58,9 +59,8 @@ class SoftmaxBulk(RowKernel):
 
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor, groups: Int32) -> None:
-        c, tile = self.config, self.tile
-        dense = PackedRows(tile, c.words)
-        (reduction,) = reductions(tile, 2, repeated=True)
+        c, tile, dense = self.config, self.tile, self.dense
+        (reduction,) = reductions(tile, 2, repeated=True, by_cta=True)
         ring = BulkRing.allocate(mX.element_type, dense.elements(mX.element_type.width), c.slots)
         publish_barriers((ring.full,))
         group = Int32(cute.arch.block_idx()[0]) // tile.ctas
@@ -72,10 +72,7 @@ class SoftmaxBulk(RowKernel):
             row = group + turn * groups
             ring.wait(turn)
             slot, begin = ring[turn], dense.begin(mX, row)
-            own, e = exponentials(scores(dense, words, slot, begin))
-            top, total = reduction((own, folded(e, plus)), merged, turn, turns)
-            factor = exp(own - above(top)) * cute.arch.rcp_approx(total)
-            dense.keep(words, [v * factor for v in e], slot, begin, 0)
+            self.row(dense, words, slot, begin, reduction, (turn, turns))
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
             dense.run(mY, row, mX).store(slot)
@@ -84,6 +81,22 @@ class SoftmaxBulk(RowKernel):
             ahead = turn + (c.slots - 1)
             dense.fetch(mX, group + ahead * groups, ring, ahead)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @property
+    def dense(self) -> PackedRows:
+        return PackedRows(self.tile, self.config.words)
+
+    @cute.jit
+    def row(
+        self, dense: PackedRows, words: Words, slot: cute.Tensor, begin: Int32,
+        reduction: RowReduction, turn: tuple[Int32, Int32],
+    ) -> None:  # fmt: skip
+        """Overwrite the row at offset `begin` of a slot with its softmax. turn: the current one, of
+        how many."""
+        own, e = exponentials(scores(dense, words, slot, begin))
+        top, total = combined(reduction, (own, folded(e, plus)), *turn)
+        factor = exp(own - above(top)) * cute.arch.rcp_approx(total)
+        dense.keep(words, [v * factor for v in e], slot, begin, 0)
 
 
 def scores(dense: PackedRows, words: Words, slot: cute.Tensor, begin: Int32) -> list[Float32]:

@@ -13,7 +13,7 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import add
 from cutex.device.row.tile import RowTile
 from cutex.kernels.row.kernel import RowKernel, ThisRow, launch_of, matrix, reductions, row_of
-from cutex.kernels.row.softmax import above, exp, merged
+from cutex.kernels.row.softmax import above, combined, exp
 
 KEEP = "uint8"  # the dtype of a mask that says which elements count; another is added
 
@@ -71,7 +71,7 @@ class SoftmaxMasked(RowKernel):
         own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         e = exp(x - above(own))
         total = e.reduce(cute.ReductionOp.ADD, Float32(0), 0)
-        top, total = reduction((own, total), merged)
+        top, total = combined(reduction, (own, total))
         # NOTE: not of above(own): where a thread has only -inf, and the row's maximum is far below
         # 0, that would be inf, and 0 times it NaN
         factor = exp(own - above(top)) * cute.arch.rcp_approx(total)

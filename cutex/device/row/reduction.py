@@ -30,13 +30,15 @@ class RowReduction:
     """Reductions of `count` values of each thread over the threads of its row.
 
     Lanes combine by shuffles; the first lane of each warp writes what it has into the smem of
-    every CTA that shares the row, and each warp combines all that was written.
+    every CTA that shares the row, and each warp combines all that was written. With `parts`, it
+    writes into that of its own CTA; the first warp combines these, and sends one value to every
+    CTA: a message takes its time, of which 8 CTAs of 8 warps would else each get 64.
 
     barrier     arrives                                       waits
     full[slot]  1: thread 0 of this CTA, and 4 * count bytes  all threads; only of a cluster,
-                from each warp of the cluster                 else a barrier of the CTA
-    read[slot]  1 a warp of the cluster, the slot being read  all threads, before they send; only
-                                                              where reductions are repeated
+                from each warp of the cluster, or each CTA    else a barrier of the CTA
+    read[slot]  1 a warp of the cluster, or a CTA, the slot   who sends, before that; only where
+                being read                                    reductions are repeated
     """
 
     tile: RowTile
@@ -44,15 +46,26 @@ class RowReduction:
     words: Any  # (WARP of the row, row, count, SLOT); None if lanes of one warp share a row
     full: Any  # Barrier; None if one CTA has the row
     read: Any  # Barrier; None if reductions are not repeated
+    parts: Any = None  # (CTA, count, SLOT); None where warps send
 
     @staticmethod
     def allocate(
-        smem: SmemAllocator, tile: RowTile, count: int = 1, repeated: bool = False
-    ) -> RowReduction:
-        """Allocate a reduction of `count` values; `repeated` if it is called more than twice."""
+        smem: SmemAllocator, tile: RowTile, count: int = 1, repeated: bool = False,
+        by_cta: bool = False,
+    ) -> RowReduction:  # fmt: skip
+        """Allocate a reduction of `count` values; `repeated` if it is called more than twice.
+        by_cta: a CTA of a cluster sends its warps' values as one; `start` and `finish` are then
+        not called but by `of_warps`."""
         full = read = None
         if tile.warps * tile.ctas <= 1:
             return RowReduction(tile, count, None, full, read)
+        if by_cta and tile.ctas > 1 and tile.rows == 1:
+            shape = tile.warps, 1, count, SLOTS
+            words = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
+            parts = smem.allocate_tensor(Float32, cute.make_layout((tile.ctas, count, SLOTS)), 16)
+            full = Barrier.allocate(smem, "full", 1, SLOTS)
+            read = Barrier.allocate(smem, "read", tile.ctas, SLOTS) if repeated else None
+            return RowReduction(tile, count, words, full, read, parts)
         shape = tile.warps * tile.ctas, tile.rows, count, SLOTS
         words = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
         if tile.ctas > 1:
@@ -88,15 +101,51 @@ class RowReduction:
         gather: cutlass.Constexpr[Gather],
         turn: Int32 | int = 0,
         turns: Int32 | int = 1,
+        inner: cutlass.Constexpr[Gather | None] = None,
     ) -> Values:
         """Like a call, for values that are already equal in all lanes of a warp (or of a row inside
-        it)."""
+        it). inner: the gather of a CTA's part, if not the same."""
         if cutlass.const_expr(self.words is None):
             return values
+        if cutlass.const_expr(self.parts is not None):
+            if cutlass.const_expr(inner is None):
+                inner = gather
+            return self.by_ctas(values, gather, turn, turns, inner)
         self.start(values, turn)
         if cutlass.const_expr(self.full is None):
             cute.arch.sync_threads()
         return self.finish(gather, turn, turns)
+
+    @cute.jit
+    def by_ctas(
+        self, values: Values, gather: cutlass.Constexpr[Gather], turn: Int32 | int,
+        turns: Int32 | int, inner: cutlass.Constexpr[Gather],
+    ) -> Values:  # fmt: skip
+        """`gather` of what the CTAs' first warps send, `inner` of their warps' values."""
+        tile, slot = self.tile, turn % SLOTS
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        self.keep(values, Int32(0), warp, slot)
+        cute.arch.sync_threads()
+        if warp == 0:
+            if lane == 0:
+                self.full.arrive_expecting(4 * tile.ctas * self.count, slot)
+            own = tuple(self.words[lane % tile.warps, 0, i, slot] for i in range(self.count))
+            found = inner([own], tile.warps)
+            if cutlass.const_expr(self.read is not None):
+                # all threads are behind their reads of the turn before
+                # NOTE: only where the CTA waits for it: a signal to one that has ended is a fault
+                if (lane < tile.ctas) & (turn > 0) & (turn - 1 + SLOTS < turns):
+                    cute.arch.mbarrier_arrive(self.read[(turn + 1) % SLOTS], lane)
+                self.read.wait(turn // SLOTS % 2 ^ 1, slot)  # at once in the first round
+            if lane < tile.ctas:  # one lane for each CTA
+                for i in cutlass.range_constexpr(self.count):
+                    place = cute.arch.block_idx_in_cluster(), i, slot
+                    to = cute.domain_offset(place, self.parts).iterator
+                    word = Float32(found[i]).bitcast(Int32)
+                    cute.arch.store_async_dsmem(to, word, self.full[slot], lane)
+        self.full.wait(turn // SLOTS % 2, slot)
+        part = lane % tile.ctas
+        return gather([tuple(self.parts[part, i, slot] for i in range(self.count))], tile.ctas)
 
     @cute.jit
     def start(self, values: Values, turn: Int32 | int) -> None:
@@ -135,10 +184,10 @@ class RowReduction:
     @cute.jit
     def keep(self, values: Values, row: Int32, warp: Int32, slot: Int32 | int) -> None:
         """Write this warp's values into the smem of its CTA."""
-        count = cutlass.const_expr(self.count)
+        count, words = cutlass.const_expr(self.count), self.words
         if cute.arch.lane_idx() == 0:  # NOTE: elect.sync begins with sm_90
             for i in cutlass.range_constexpr(count):
-                self.words[warp, row, i, slot] = values[i]
+                words[warp, row, i, slot] = values[i]
 
     @cute.jit
     def send(self, values: Values, row: Int32, warp: Int32, slot: Int32 | int) -> None:
@@ -158,9 +207,13 @@ class RowReduction:
     def written(self, row: Int32, slot: Int32 | int) -> list[Values]:
         """The values that the row's warps have written, distributed over lanes, or repeated if
         there are fewer."""
-        parts, lane = self.tile.warps * self.tile.ctas, cute.arch.lane_idx()
-        places = [lane % parts] + [more + lane for more in range(WARP, parts, WARP)]
+        places = self.places()
         return [tuple(self.words[p, row, i, slot] for i in range(self.count)) for p in places]
+
+    def places(self) -> list[Int32]:
+        """The warps of the row whose values this lane combines first."""
+        parts, lane = self.tile.warps * self.tile.ctas, cute.arch.lane_idx()
+        return [lane % parts] + [more + lane for more in range(WARP, parts, WARP)]
 
 
 def pairwise(combine: Combine) -> Gather:

@@ -24,8 +24,8 @@ class Tickets:
     need no ticket.
 
     Tickets are counted in global memory. A group draws until it gets a number behind the last, so
-    that there are `count` less the first ones, and one more for each member; who drew the last one
-    leaves the count zeroed.
+    that there are as many as chunks but the first ones, by `each`, and one more for each member;
+    who drew the last one leaves the count zeroed.
     """
 
     drawn: cute.Pointer
@@ -35,6 +35,7 @@ class Tickets:
     kinds: Int32
     count: Int32
     early: int
+    each: int = 1  # chunks of a ticket, one after another
 
     @property
     def given(self) -> Int32:
@@ -50,15 +51,16 @@ class Tickets:
     @property
     def left(self) -> Int32:
         """How many tickets are for chunks; 0 or less if none has to be drawn."""
-        return self.count - self.given
+        chunks = self.count - self.given
+        return chunks if self.each == 1 else Int32(cute.ceil_div(chunks, self.each))
 
     def draw(self) -> Int32:
         """A ticket. Lane 0 calls it, and should not look at it before its next turn."""
         return next_number(self.drawn)
 
     def number(self, ticket: Int32) -> Int32:
-        """The number of a ticket's chunk; behind the last one if there is none."""
-        return ticket + self.given
+        """The number of a ticket's first chunk; behind the last one if there is none."""
+        return (ticket if self.each == 1 else ticket * self.each) + self.given
 
     @cute.jit
     def end(self, ticket: Int32) -> None:
