@@ -7,14 +7,13 @@ shares, as many as are on their way at one time; each one more is the next that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cutex.compile import Operand
-from cutex.device.row.bulk import BulkRing, Run
+from cutex.device.row.bulk import BulkRing
 from cutex.device.row.tickets import Places, Tickets
 from cutex.device.row.tile import RowTile
 
@@ -35,7 +34,7 @@ class ByTickets:
     tile: RowTile
     stages: int
     each: int = 1  # chunks of a ticket, of CTAs alone
-    run: Callable[[cute.Tensor, Int32], Run]  # this CTA's part of a chunk of rows of mX (M, N)
+    run: Any  # (mX, chunk): this CTA's part of a chunk of rows of mX (M, N), a Run
 
     def tickets(self, mX: cute.Tensor, mDrawn: cute.Tensor, groups: Int32) -> Tickets:
         """The chunks of this group: of an odd number of elements of 16 bits, every other one."""

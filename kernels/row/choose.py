@@ -25,10 +25,10 @@ BULK_LEAST = 1 << 21
 # rows of a softmax that begin anywhere, by bulk copies (docs/facts/rows.md#rows-softmax-bulk):
 # threads of a CTA, the fewest first; elements of a thread and slots at most; from so many columns
 # on, by the elements of a vector
-ROWS_THREADS = (128, 256, 512)
+ROWS_TILES = (256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (512, 8)
 ROWS_ELEMENTS = 64
 ROWS_SLOTS = 6
-ROWS_ANYWHERE = {8: 10_234, 4: 32_769}
+ROWS_ANYWHERE = {8: 10_234}
 # those between are better in registers (docs/facts/rows.md#rows-softmax-odd): threads and CTAs, by
 # the least and most columns, of 16 bits
 SOFTMAX_ODD = {(5114, 10_233): (256, 1), (14_330, 16_377): (256, 2)}
@@ -52,6 +52,12 @@ FEW = 1 << 19
 FEW_EACH = 6
 FEW_CTA, FEW_LONG = 256, 12_288
 ONE_CLUSTER = 1 << 17
+# rows of an SM (more than, at most) where CTAs that walk along losses have 512 threads, of which an
+# SM has two at one time, instead of four of 256
+WALKED_BY_MORE = (0, 2), (4, 5.5)
+# and of fp32 all (docs/facts/rows.md#rows-softmax-odd-large): by the most columns
+SOFTMAX_ODD_LEAST = 32_769
+SOFTMAX_ODD_FP32 = {65_536: (256, 8), 163_840: (256, 16), 262_144: (512, 16)}
 
 
 class TooLong(CutexError):
@@ -116,8 +122,9 @@ class BulkRows(NamedTuple):
 
 
 def bulk_rows(
-    m: int, n: int, widest: int, arch_name: str, least: int = BULK_LEAST
-) -> BulkRows | None:
+    m: int, n: int, widest: int, arch_name: str, least: int = BULK_LEAST, *,
+    largest: int = LARGE_CLUSTER,
+) -> BulkRows | None:  # fmt: skip
     """How the bulk-copy softmax processes `m` dense rows of `n` elements, which start anywhere;
     each CTA holds one row, or one part of it, at a time.
 
@@ -129,13 +136,18 @@ def bulk_rows(
         return None
     if widest == 8 and any(first <= n <= last for first, last in SOFTMAX_ODD):
         return None
-    for ctas in (1, 2, 4, CLUSTER):
-        for threads in ROWS_THREADS:
-            tile = RowTile(1, threads, ctas, 1, widest, False)
-            found = _bulk_rows(n, tile, of.smem_per_cta - BULK_SPARE)
-            if found is not None:
-                return found
+    largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
+    for threads, ctas in ROWS_TILES:
+        tile = RowTile(1, threads, ctas, 1, widest, False)
+        found = _bulk_rows(n, tile, of.smem_per_cta - BULK_SPARE)
+        if found is not None and ctas <= largest:
+            return found
     return None
+
+
+def rows_by_tickets(by: BulkRows) -> bool:
+    """Whether CTAs that process rows `by` bulk copies draw tickets for them."""
+    return by.tile.ctas <= CLUSTER
 
 
 def _bulk_rows(n: int, tile: RowTile, room: int) -> BulkRows | None:
@@ -189,6 +201,11 @@ def softmax(
         vectors = -(-n // (threads * ctas * unit))
         if vectors <= 2 * MOST:
             return RowTile(1, threads, ctas, vectors, unit)
+    if large and shifted and bits == 32 and unit == 4 and n >= SOFTMAX_ODD_LEAST:
+        for most, (threads, ctas) in SOFTMAX_ODD_FP32.items():
+            if n <= most:
+                vectors = -(-(n + unit - 1) // (threads * ctas * unit))
+                return RowTile(1, threads, ctas, vectors, unit, False, True)
     found = tile(n, bits, arch_name, unit, shifted, SOFTMAX_WIDE[not shifted])
     if not shifted:
         return two_ctas(found)
@@ -254,9 +271,12 @@ def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
     return RowTile(1, CTA, 1, -(-vectors // (CTA * parts)), width, not shifted)
 
 
-def walk(bits: int, unit: int, shifted: bool = False) -> RowTile:
-    """The tile of one CTA that loops over a long row, part by part."""
-    return RowTile(1, 2 * CTA, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
+def walk(bits: int, unit: int, shifted: bool = False, rows_of_sm: float | None = None) -> RowTile:
+    """The tile of one CTA that loops over a long row, part by part; with more threads where the
+    last rows of an SM would run alone (docs/facts/rows.md#rows-losses-large)."""
+    more = any(least < (rows_of_sm or 0) <= most for least, most in WALKED_BY_MORE)
+    threads = (4 if more else 2) * CTA
+    return RowTile(1, threads, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
 
 
 def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
@@ -277,9 +297,11 @@ def few(m: int, n: int, unit: int, bits: int, arch_name: str) -> RowTile | None:
     if m * n > FEW or n < 1:
         return None
     if unit == widest:
-        if not WARP < vectors <= CTA or m > CTA:
-            return None
-        return RowTile(1, CTA, 1, 1, unit)
+        if WARP < vectors <= CTA and m <= CTA:
+            return RowTile(1, CTA, 1, 1, unit)
+        if clusters and 4 * CTA < vectors <= 8 * CTA and m <= WARP:
+            return RowTile(1, CTA, 4, 2, unit)
+        return None
     each = max(1, FEW_EACH // unit)
     most = (FEW_CTA if n <= FEW_LONG else 2 * FEW_CTA) if clusters else 1024
     threads = power(-(-vectors // each), LEAST_THREADS, most)
@@ -290,14 +312,17 @@ def few(m: int, n: int, unit: int, bits: int, arch_name: str) -> RowTile | None:
     return RowTile(max(1, CTA // threads), threads, ctas, per_thread, unit)
 
 
-def one_cluster(elements: int, part: RowTile, threads: int, arch_name: str) -> RowTile | None:
+def one_cluster(
+    elements: int, part: RowTile, threads: int, arch_name: str, largest: int = CLUSTER
+) -> RowTile | None:
     """The tile of the only cluster that takes few elements, which others would take by `part`: what
     its CTAs find is added up without a word of global memory. None for more elements or fewer, and
     where there are no clusters."""
     if arch(arch_name).capability < (9, 0) or elements > ONE_CLUSTER:
         return None
     vectors = -(-(elements + part.lead) // part.width)
-    ctas = power(-(-vectors // threads), 1, CLUSTER)
+    largest = largest if arch_name in LARGE_ARCHS else CLUSTER
+    ctas = power(-(-vectors // threads), 1, largest)
     if ctas == 1:
         return None
     return RowTile(1, threads, ctas, -(-vectors // (ctas * threads)), part.width, part.aligned)

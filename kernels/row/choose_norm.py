@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from cutex.arch import arch
@@ -52,10 +53,10 @@ LEAST_RELAYED = 4  # slots of a cluster's rows whose sums are relayed, at least
 BULK_LARGE = 40 << 10
 BULK_MOST = {128: 6, 256: 4, 512: 6}  # slots of rows that begin with vectors, of one CTA
 # which rows: those that begin anywhere from so many columns on, of a layer norm's or an RMS norm's,
-# by the elements of a vector; of a layer norm's that begin with vectors, those of so many vectors a
-# thread between two lengths
+# by the elements of a vector; of a layer norm's of 16 bits that begin with vectors, those between
+# two lengths that fill less of a tile in registers; and the columns of a thread of these at most
 BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
-BULK_VECTORS, BULK_SHORT = 3, (160, 1152)
+BULK_SHORT, BULK_FILLED, BULK_EACH = (129, 1152), 0.83, 33  # rows.md#rows-short-bulk
 # threads and CTAs of a row by the least and most columns, of a layer norm's or an RMS norm's rows,
 # by the elements of a vector: of rows that begin with vectors (rows.md#rows-norm-vectors)
 BULK_BY_VECTORS: dict[tuple[bool, int], Clusters] = {
@@ -73,21 +74,31 @@ BULK_BY_VECTORS: dict[tuple[bool, int], Clusters] = {
     },
     (True, 4): {
         (14_337, 16_384): (512, 2), (16_385, 32_768): (512, 4), (32_769, 98_304): (512, 8),
+        (98_305, 262_144): (512, 16),
     },
-    (False, 4): {(16_385, 32_768): (512, 4), (32_769, 98_304): (512, 8)},
+    (False, 4): {
+        (16_385, 32_768): (512, 4), (32_769, 98_304): (512, 8), (98_305, 262_144): (512, 16),
+    },
 }  # fmt: skip
 # whether CTAs draw tickets for rows by bulk copies (docs/facts/rows.md#rows-tickets): the least
 # bytes of a CTA's rows of one turn, of a CTA alone or of a cluster's; the most words of a thread of
 # a layer norm's clusters, which spill beyond
 TICKETS_LEAST = {False: 12 << 10, True: 30 << 10}
 TICKETS_WORDS = 16
+# a CTA alone whose turns have fewer bytes draws one ticket for several, up to so many bytes or
+# turns (docs/facts/rows.md#rows-tickets-turns)
+TICKETS_BYTES, TICKETS_MOST = 10 << 10, 4
 # and anywhere (docs/facts/rows.md#rows-norm-relayed)
 BULK_BY_WORDS: dict[tuple[bool, int], Clusters] = {
     (True, 8): {
         (36_865, 43_008): (512, 4), (43_009, 90_112): (256, 8), (90_113, 180_224): (512, 8),
         (180_225, 360_448): (512, 16),
     },
+    (True, 4): {(98_305, 262_144): (512, 16)},
+    (False, 4): {(98_305, 262_144): (512, 16)},
 }  # fmt: skip
+# elements of a launch of layer norms whose threads meet once (docs/facts/rows.md#rows-few-once)
+FEW_ONCE = {False: 1 << 17, True: 1 << 18}  # whether clusters have rows
 # aligned rows taken in turn (docs/facts/rows.md#rows-norm-resident): threads and CTAs of a row, and
 # the most vectors of each, the first that holds it; of a layer norm's or an RMS norm's, by the
 # elements of a vector; the columns of an RMS norm at least
@@ -178,8 +189,15 @@ def bulk(
         return None
     largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
     known = _known(n, other, centred)
+    if _is_short(n, other, centred):
+        threads = power(-(-n // BULK_EACH), 4, CTA)
+        return _bulk(n, threads, 1, other, centred, of.smem_per_cta)
     if known is not None and known[1] <= largest:
-        return _bulk(n, *known, other, centred, of.smem_per_cta, vectors=other.aligned)
+        made = partial(_bulk, n, *known, other, centred, of.smem_per_cta)
+        # NOTE: of the longest rows vectors leave more of a slot open than there is room for
+        ways = ({"vectors": True}, {}) if other.aligned else ({},)
+        several = (made(**way, tight=tight) for tight in (False, True) for way in ways)
+        return next((by for by in several if by is not None), None)
     if known is None and not _is_for_bulk(n, other, centred):
         return None
     for ctas, columns in (BULK_COLUMNS if centred else BULK_COLUMNS | {8: BULK_LONGEST}).items():
@@ -194,23 +212,27 @@ def bulk(
     return None
 
 
-def by_tickets(row_bytes: int, by: Bulk, centred: bool) -> bool:
-    """Whether CTAs that process rows of so many bytes `by` bulk copies draw tickets for them."""
+def by_tickets(row_bytes: int, by: Bulk, centred: bool) -> int:
+    """The turns of a ticket that CTAs draw which process rows of so many bytes `by` bulk copies; 0
+    if they have equal shares."""
     tile, clusters = by.tile, by.tile.ctas > 1
     of_cluster = clusters and centred and tile.width == 8
     spills = of_cluster and by.words > TICKETS_WORDS
     # NOTE: clusters' odd rows of 16 bits have only been timed by equal shares
     if by.halves or spills or (of_cluster and not by.vector):
-        return False
-    return row_bytes * tile.rows >= TICKETS_LEAST[clusters] * tile.ctas
+        return 0
+    turn, least = row_bytes * tile.rows // tile.ctas, TICKETS_LEAST[clusters]
+    if turn >= least:
+        return 1
+    return 0 if clusters else min(TICKETS_MOST, -(-TICKETS_BYTES // turn))
 
 
 def _bulk(
     n: int, threads: int, ctas: int, other: RowTile, centred: bool, smem: int, *,
-    vectors: bool = False,
+    vectors: bool = False, tight: bool = False,
 ) -> Bulk | None:  # fmt: skip
     """The same with this many threads and CTAs for a row, or by vectors; None if it does not
-    fit."""
+    fit. tight: with a slot less than a large cluster should have."""
     rows = max(1, BULK_CTA // threads) if ctas == 1 and not vectors else 1
     tile = RowTile(rows, threads, ctas, 1, other.width, False)
     words, vector, last = words_of(n, tile, other.aligned), 0, 0
@@ -219,7 +241,12 @@ def _bulk(
     slot = slot_bytes(tile.num_threads * words * 4)
     room = smem - BULK_SPARE
     relays = ctas > 1 and centred
-    least = LEAST_RELAYED if relays else min(BULK_STAGES.values())
+    least, ahead = min(BULK_STAGES.values()), int(ctas > 1)
+    if relays or ctas > CLUSTER:  # rows.md#rows-norm-relayed
+        least = LEAST_RELAYED
+        ahead += relays and ctas > CLUSTER
+    if tight and ctas > CLUSTER:  # of the longest rows, which nothing else holds
+        least, ahead = least - 1, 1
     resident = min(BULK_THREADS // tile.num_threads, room // (least * slot))
     if not resident:
         return None
@@ -228,7 +255,6 @@ def _bulk(
         most = next(stages for t, stages in BULK_MOST.items() if threads <= t)
     few = ctas == CLUSTER and relays and not other.aligned and slot >= BULK_LARGE
     stages = min(LEAST_RELAYED if few else most, room // (resident * slot))
-    ahead = (1 + (relays and ctas > CLUSTER)) * (ctas > 1)  # rows.md#rows-norm-relayed
     halves = ctas > CLUSTER and n % (other.width // 4) > 0  # rows.md#rows-norm-halves
     return Bulk(tile, words, stages, resident, vector, last, ahead, halves)
 
@@ -248,8 +274,21 @@ def _is_for_bulk(n: int, other: RowTile, centred: bool) -> bool:
         return False
     if not other.aligned:
         return n >= least[centred]
-    short = BULK_SHORT[0] <= n <= BULK_SHORT[1] and other.vectors == BULK_VECTORS
-    return centred and other.width == 8 and short
+    return _is_short(n, other, centred)
+
+
+def _is_short(n: int, other: RowTile, centred: bool) -> bool:
+    """Whether a layer norm's short rows of vectors leave too much of a tile in registers open."""
+    first, last = BULK_SHORT
+    if not (centred and other.aligned and other.width == 8 and first <= n <= last):
+        return False
+    vectors, tiles = n // 8, RESIDENT[True, 8]
+    held = next(
+        threads * ctas * -(-vectors // (threads * ctas))
+        for threads, ctas, most in tiles
+        if vectors <= threads * ctas * most
+    )
+    return vectors < BULK_FILLED * held
 
 
 class Resident(NamedTuple):
@@ -265,7 +304,7 @@ def resident(
 ) -> Resident | None:  # fmt: skip
     """How persistent CTAs process `m` rows of `n` elements of a norm, with 16-byte vectors; dense:
     rows are contiguous. None where `other` or bulk copies are faster."""
-    known = dense and other.aligned and _known(n, other, centred)
+    known = dense and (_known(n, other, centred) or _is_for_bulk(n, other, centred))
     if known and bulk(m, n, other, centred, arch_name) is not None:
         return None
     few = m * n < least or n < RESIDENT_LEAST[centred]

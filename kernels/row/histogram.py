@@ -4,6 +4,7 @@ elements are counted by one cluster, whose CTAs send each other their counts."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -116,7 +117,8 @@ class Histogram(RowKernel):
     def kernel(self, mX: cute.Tensor, mCounts: cute.Tensor, numbers: tuple) -> None:
         c, tile = self.config, self.tile
         block, step = cute.arch.block_idx()[0] // tile.ctas, cute.arch.grid_dim()[0] // tile.ctas
-        own, shares = mCounts, None
+        own: cute.Tensor = mCounts
+        shares: Any = None
         if cutlass.const_expr(tile.ctas > 1):
             shares = Shares.allocate(tile.ctas, c.bins)
             publish_barriers((shares.full,), cluster=True, later=True)

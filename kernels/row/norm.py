@@ -84,7 +84,8 @@ class NormConfig:
 
     @property
     def may_be_few(self) -> bool:
-        return self.centred and self.tile.aligned
+        tile = self.tile  # of one vector a thread there is little to save
+        return self.centred and tile.aligned and (tile.ctas > 1 or tile.vectors > 1)
 
     @property
     def reduced(self) -> tuple[int, ...]:

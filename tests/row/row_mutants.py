@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from cutex.device.row import bulk, packed, reduction, relayed, tickets, vector_words, words
 from cutex.kernels.row import (
+    by_tickets,
+    kernel,
     moments,
     norm_backward_bulk,
     norm_bulk,
@@ -16,6 +18,8 @@ from cutex.kernels.row import (
     norm_resident,
     softmax,
     softmax_bulk,
+    softmax_by_tickets,
+    unequal,
 )
 
 
@@ -114,21 +118,72 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
         "two numbers on their way": ("TOLD = 8", "TOLD = 2"),
         "a number of eight bytes": ("arrive_expecting(4, slot)", "arrive_expecting(8, slot)"),
     },
-    (norm_by_tickets, "tickets"): {
+    (by_tickets, "tickets"): {
         "the chunk of another slot": (
-            "places.of_slots, turn % self.config.stages",
-            "places.of_slots, (turn + 1) % self.config.stages",
+            "places.of_slots, turn % self.stages",
+            "places.of_slots, (turn + 1) % self.stages",
         ),
         "an end that nobody hears of": ("ring.full.arrive(slot)", "pass"),
+    },
+    (by_tickets, "tickets, several turns"): {
+        "a turn's chunk twice": (
+            "tickets.number(ticket), taken + 1)",
+            "tickets.number(ticket), taken)",
+        ),
+        "drawn in each turn": ("draws = draws & is_next", "pass"),
+    },
+    (norm_by_tickets, "tickets"): {
         "a slot taken before its rows have left": (
             "wait_group(1, read=True)",
             "wait_group(2, read=True)",
         ),
     },
     (norm_by_tickets, "tickets, clusters"): {
-        "all CTAs draw": ("return self.rank() == 0 if", "return self.rank() >= 0 if"),
         "ended while others signal": ("sync_cluster()  # nobody", "pass  # nobody"),
+    },
+    (by_tickets, "tickets, clusters"): {
+        "all CTAs draw": ("block_idx_in_cluster()) == 0", "block_idx_in_cluster()) >= 0"),
         "told a turn late": ("places.hear(turn - 1)", "places.hear(turn)"),
+    },
+    (softmax_by_tickets, "softmax, tickets"): {
+        "a slot taken before its row has left": (
+            "wait_group(1, read=True)",
+            "wait_group(2, read=True)",
+        ),
+        "stored before all are done": ("            cute.arch.sync_threads()\n", ""),
+    },
+    (softmax_by_tickets, "softmax, tickets, clusters"): {
+        "ended while others signal": ("sync_cluster()  # nobody", "pass  # nobody"),
+    },
+    (reduction, "softmax, tickets, clusters"): {
+        "sent before the CTA's warps have met": (
+            "cute.arch.sync_threads()\n        if warp == 0:",
+            "if warp == 0:",
+        ),
+        "a warp's values for the CTA's": ("found = inner([own], tile.warps)", "found = values"),
+        "sent to the first CTA alone": (
+            "word, self.full[slot], lane)\n        self.full.wait",
+            "word, self.full[slot], 0)\n        self.full.wait",
+        ),
+        "CTAs' values not waited for": (
+            "        self.full.wait(turn // SLOTS % 2, slot)\n        part",
+            "        part",
+        ),
+        "bytes of the CTA alone": ("4 * tile.ctas * self.count", "4 * self.count"),
+    },
+    (kernel, "few"): {
+        "sent to a CTA that has not begun": (
+            "        cute.arch.cluster_wait()\n",
+            "        pass\n",
+        ),
+    },
+    (unequal, "few"): {
+        "counts of other warps": ("lane % tile.warps", "lane * 0"),
+        "counts of other CTAs": ("lane % tile.ctas", "lane * 0"),
+        "means not apart": ("apart * apart * self.cross", "apart * self.cross"),
+    },
+    (softmax, "softmax, tickets"): {
+        "the largest of bits": ('word ^ ((word >> 31) & LOW_BITS), "max"', 'word, "max"'),
     },
     (words, "relayed"): {
         "elements of neighbours counted": (
@@ -202,8 +257,8 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
     },
     (softmax, "softmax"): {
         "totals of another largest": (
-            "sum(s * exp(t - shift) for t, s in (x, y))",
-            "sum(s for t, s in (x, y))",
+            "parts = [(total * exp(own - above(top)), *more)",
+            "parts = [(total, *more)",
         ),
     },
     (norm_backward_bulk, "gradient"): {

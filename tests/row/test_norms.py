@@ -249,9 +249,9 @@ def test_norms_by_bulk_copies(device, how, m, ahead, apart, centred, dtype, tick
     "n, centred, kind",
     [
         (33_001, True, "NormBulk"),
-        (1203, False, "NormBulk"),
-        (192, True, "NormBulk"),
-        (1601, True, "NormBulk"),
+        (1203, False, "NormByTickets"),
+        (296, True, "NormByTickets"),
+        (1601, True, "NormByTickets"),
         (6501, False, "NormByTickets"),
     ],
 )

@@ -6,6 +6,7 @@ Each is found in the default order, as a wrong result or by the simulator.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +28,16 @@ from cutex.kernels.row import (
     norm_by_tickets,
     norm_resident,
     softmax_bulk,
+    softmax_by_tickets,
 )
+from cutex.kernels.row import norm as norm_kernel
+from cutex.kernels.row.norm import NormConfig
 from cutex.kernels.row.norm_backward_bulk import BackwardBulkConfig
 from cutex.kernels.row.norm_bulk import BulkConfig
 from cutex.kernels.row.norm_by_tickets import TicketsConfig
 from cutex.kernels.row.norm_resident import ResidentConfig
 from cutex.kernels.row.softmax_bulk import RowsBulkConfig
+from cutex.kernels.row.softmax_by_tickets import RowsTicketsConfig
 from cutex.sim import simulate
 from cutex.sim.errors import SimError
 
@@ -71,11 +76,13 @@ def norm(tile: RowTile, n: int, ahead: int = 0, vectors: bool = False, halves: b
     return run
 
 
-def by_tickets(tile: RowTile, n: int, ahead: int = 0, vectors: bool = False):
+def by_tickets(
+    tile: RowTile, n: int, ahead: int = 0, vectors: bool = False, each: int = 1
+) -> Callable[[], None]:
     """A layer norm by bulk copies whose CTAs draw tickets, twice: the first leaves the count."""
     config = TicketsConfig(
         tile, True, weight="bf16", bias="bf16", stages=2 + ahead, ahead=ahead,
-        **by_words(n, tile, vectors),
+        each=each, **by_words(n, tile, vectors),
     )  # fmt: skip
 
     def run() -> None:
@@ -147,6 +154,36 @@ def softmax_of(tile: RowTile, n: int) -> Callable[[], None]:
     return run
 
 
+def softmax_by(tile: RowTile, n: int) -> Callable[[], None]:
+    """Softmax by tickets, twice."""
+    config = RowsTicketsConfig(tile, choose.words_of(n, tile), 3, 1)
+
+    def run() -> None:
+        kernel = compile(softmax_by_tickets.SoftmaxByTickets(config), "bf16", "sm_90a", cache=False)
+        (x,), drawn = inputs(n, 0), torch.zeros(2, dtype=torch.int32)
+        x[0] -= 3000
+        for _ in range(2):
+            y = torch.full_like(x, torch.nan)
+            assert not simulate(kernel, x, y, drawn, GROUPS).findings
+            near(y, x.double().softmax(-1), torch.bfloat16, 2**-6)
+
+    return run
+
+
+def few(tile: RowTile, n: int) -> Callable[[], None]:
+    """A layer norm of few rows."""
+    config = NormConfig(tile, True, weight="bf16", bias="bf16", few=True)
+
+    def run() -> None:
+        kernel = compile(norm_kernel.Norm(config), "bf16", "sm_90a", cache=False)
+        (x,), (w, b) = inputs(n, 0), rows("cpu", (2, n), torch.bfloat16, seed=1)
+        y = torch.full_like(x, torch.nan)
+        assert not simulate(kernel, x, y, w, b, EPS).findings
+        near(y, F.layer_norm(x.double(), (n,), w.double(), b.double(), EPS), torch.bfloat16, 8)
+
+    return run
+
+
 ONE, TWO, FOUR = (RowTile(1, 64, ctas, 1, 8, False) for ctas in (1, 2, 4))
 CASES: dict[str, Callable[[], None]] = {
     "relayed": norm(TWO, 787, ahead=2),
@@ -156,12 +193,16 @@ CASES: dict[str, Callable[[], None]] = {
     "vectors": norm(ONE, 744, vectors=True),
     "tickets": by_tickets(ONE, 744, vectors=True),
     "tickets, odd": by_tickets(ONE, 777),
+    "tickets, several turns": by_tickets(ONE, 744, vectors=True, each=2),
     "tickets, clusters": by_tickets(FOUR, 3960, ahead=1, vectors=True),
     "resident": resident(RowTile(1, 64, 2, 2, 8), 1800),
     "gradient": gradient(TWO, 787),
     "gradient, vectors": gradient(FOUR, 3960, vectors=True),
     "gradient, relayed": gradient(FOUR, 3960, vectors=True, relays=True),
     "softmax": softmax_of(TWO, 787),
+    "softmax, tickets": softmax_by(ONE, 787),
+    "softmax, tickets, clusters": softmax_by(FOUR, 787),
+    "few": few(RowTile(1, 64, 4, 4, 1), 787),
 }
 
 
@@ -180,6 +221,13 @@ def change(module: ModuleType, text: str, into: str, where: Path, monkeypatch: A
     own = {
         id(v): k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
     }
+    for value in [v for v in vars(module).values() if id(v) in own and isinstance(v, type)]:
+        if any(kind.__module__ != path.stem for kind in value.__subclasses__()):
+            # those inherit from the module's own class: its methods are changed in place
+            for name, method in vars(getattr(changed, own[id(value)])).items():
+                code = getattr(inspect.unwrap(method), "__code__", None)
+                if code is not None and "__class__" not in code.co_freevars:
+                    monkeypatch.setattr(value, name, method)
     for other in [m for name, m in sys.modules.items() if name.startswith(("cutex.", __name__))]:
         for name, value in list(vars(other).items()):
             if id(value) in own:

@@ -16,6 +16,7 @@ from cutex.device.row.words import Words
 from cutex.dtypes import of_torch
 from cutex.kernels.row import choose
 from cutex.kernels.row.softmax_bulk import RowsBulkConfig, SoftmaxBulk
+from cutex.kernels.row.softmax_by_tickets import RowsTicketsConfig, SoftmaxByTickets
 from cutex.ops.row.rows import arch_of
 from cutex.sim import simulate
 from cutex.sim.errors import SimError
@@ -43,7 +44,8 @@ def arch_on(device) -> str:
 @pytest.mark.parametrize("m", [37, 3])
 @pytest.mark.parametrize("slots", [3, 5])
 @pytest.mark.parametrize("apart", [3, 0])
-def test_softmax_by_bulk_copies(device, how, m, apart, slots, dtype):
+@pytest.mark.parametrize("tickets", [False, True], ids=["shares", "tickets"])
+def test_softmax_by_bulk_copies(device, how, m, apart, slots, dtype, tickets):
     # fewer CTAs than rows, slots that come round again, a first and a last row within 16 bytes,
     # NaN around them; every third row is NaN, which stays there though words lie in two rows
     n, tile = how[1], tile_of(how[0], dtype)
@@ -57,14 +59,19 @@ def test_softmax_by_bulk_copies(device, how, m, apart, slots, dtype):
     x[0] -= 3000
     x[0, : n // 2] = x[1, ::2] = -torch.inf  # threads that have nothing else
     x[2::3] = torch.nan
-    config = RowsBulkConfig(tile, choose.words_of(n, tile), slots, 1)
-    kernel = compile(SoftmaxBulk(config), of_torch(dtype).name, arch_on(device))
-    launched(kernel, device, x, y, GROUPS)
+    made = tile, choose.words_of(n, tile), slots, 1
+    drawn = (torch.zeros(2, dtype=torch.int32, device=device),) * tickets
+    softmax = SoftmaxBulk(RowsBulkConfig(*made))
+    if tickets:
+        softmax = SoftmaxByTickets(RowsTicketsConfig(*made))
+    kernel = compile(softmax, of_torch(dtype).name, arch_on(device))
+    launched(kernel, device, x, y, *drawn, GROUPS)
     right = [i for i in range(m) if i % 3 != 2]
     near(y[right], x.double().softmax(-1)[right], dtype, 2**-6)
     assert y[2::3].isnan().all()
     whole = y.as_strided((m * n + 32,), (1,), 0)
     assert whole[: 16 + apart].isnan().all() and whole[16 + apart + m * n :].isnan().all()
+    assert not drawn or not drawn[0].any()
 
 
 @pytest.mark.slow
@@ -75,7 +82,7 @@ def test_rows_come_by_bulk_copies(device, asked, monkeypatch, n):
     monkeypatch.setattr(choose.bulk_rows, "__defaults__", (0,))
     x = rows(device, (5, n), torch.bfloat16)
     near(cutex.softmax(x), x.double().softmax(-1), torch.bfloat16, 2**-6)
-    assert {kind.__name__ for kind, *_ in asked} == {"SoftmaxBulk"}
+    assert {kind.__name__ for kind, *_ in asked} == {"SoftmaxByTickets"}
 
 
 def test_every_tile_by_bulk_copies_holds_its_rows():

@@ -119,7 +119,7 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     # CTAs that meet wait for each other; one that walks alone does not, where each SM has several
     walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
     if walks:
-        tile = walk_of(rows)
+        tile = walk_of(rows, sms_of(x.device, arch))
     adds = _who_adds(x.shape[0], tile.num_threads)
     config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction, walks, adds)
     totals = _totals(launch, adds) if config.reduced else ()

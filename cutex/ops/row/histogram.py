@@ -16,7 +16,7 @@ from cutex.ops.row.operators import define
 from cutex.ops.row.rows import COLUMNS, PIECE, arch_of, as_rows, check, loads_of, sms_of
 
 CTAS = 4  # of an SM
-THREADS = 512  # of each CTA of a cluster that counts few elements
+THREADS = 256  # of each CTA of a cluster that counts few elements
 IN_CLUSTER = 4096  # bins that a cluster counts where elements are few
 MOST = 1 << 24  # bins, whose numbers float32 holds
 
@@ -58,9 +58,12 @@ def _plan(options: tuple[int, float, float], x: Tensor) -> Run:
     launch.makes("counts", (bins,), torch.int64)
     tile = choose.walk(8 * x.element_size(), *loads_of([row], (), True))
     numbers: tuple[float | int, ...] = low, high, bins / (high - low)
-    if cluster := choose.one_cluster(x.numel(), tile, THREADS, kernels_of(arch)):
+    for largest in (choose.LARGE_CLUSTER, choose.CLUSTER):
+        cluster = choose.one_cluster(x.numel(), tile, THREADS, kernels_of(arch), largest)
+        if cluster is None or bins > IN_CLUSTER:
+            break
         kernel = Histogram, HistogramConfig(cluster, bins), arch
-        if bins <= IN_CLUSTER and runs(Histogram, kernel[1], row, arch):
+        if runs(Histogram, kernel[1], row, arch):
             return launch.run(kernel, ("x", "counts"), (*numbers, cluster.ctas), ("counts",))
     parts = -(-(row.shape[1] + tile.lead) // (tile.columns + tile.lead))
     ctas = min(parts, CTAS * sms_of(x.device, arch))

@@ -161,9 +161,10 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
         if by := choose_norm.bulk(m, n, config.tile, centred, kernels_of(arch), largest=largest):
             kind: type[NormBulk] = NormBulk
             made = BulkConfig
-            if choose_norm.by_tickets(n * x.element_size(), by, centred):
-                kind, made = NormByTickets, TicketsConfig
-            bulk = made(**{**vars(config), **by._asdict()})
+            own = by._asdict()
+            if each := choose_norm.by_tickets(n * x.element_size(), by, centred):
+                kind, made, own = NormByTickets, TicketsConfig, own | {"each": each}
+            bulk = made(**{**vars(config), **own})
             if runs(kind, bulk, x, arch):
                 return kind, bulk
     if dense and (found := choose_norm.dense(m, n, config.tile, centred)):
@@ -173,7 +174,10 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
         tile, elements, turns = found
         given = vars(replace(config, tile=tile))
         return NormByElement, ByElementConfig(**given, elements=elements, turns=turns)
-    return NormStaged if is_staged(config, x.element_size()) else Norm, config
+    if is_staged(config, x.element_size()):
+        return NormStaged, config
+    few = config.may_be_few and m * n <= min(choose.FEW, choose_norm.FEW_ONCE[config.tile.ctas > 1])
+    return Norm, replace(config, few=few)
 
 
 def _nothing(

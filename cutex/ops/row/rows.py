@@ -152,9 +152,10 @@ def part_of(rows: Sequence[Tensor]) -> RowTile:
     return choose.part(rows[0].shape[-1], 8 * rows[0].element_size(), *loads_of(rows, (), True))
 
 
-def walk_of(rows: Sequence[Tensor]) -> RowTile:
+def walk_of(rows: Sequence[Tensor], sms: int) -> RowTile:
     """The tile of a CTA that walks along a long row."""
-    return choose.walk(8 * rows[0].element_size(), *loads_of(rows, (), True))
+    of_sm = rows[0].shape[0] / sms
+    return choose.walk(8 * rows[0].element_size(), *loads_of(rows, (), True), of_sm)
 
 
 def dense_of(rows: Sequence[Tensor]) -> int:

@@ -100,6 +100,7 @@ def _check_mask(x: Tensor, mask: Any, causal: Any, last: bool) -> None:
 def _plan(_: Any, x: Tensor) -> Run:
     from cutex.kernels.row.softmax import Softmax
     from cutex.kernels.row.softmax_bulk import RowsBulkConfig, SoftmaxBulk
+    from cutex.kernels.row.softmax_by_tickets import RowsTicketsConfig, SoftmaxByTickets
 
     arch = arch_of(x.device, "cutex.softmax")
     if not x.numel():
@@ -112,10 +113,19 @@ def _plan(_: Any, x: Tensor) -> Run:
     if not runs(Softmax, tile, rows[0], arch):
         tile = choose.softmax(*given, largest=choose.CLUSTER)
     widest = 0 if tile.aligned else dense_of(rows)
-    if widest and (by := choose.bulk_rows(m, n, widest, kernels_of(arch))):
-        config = RowsBulkConfig(*by)
-        groups = bulk_groups(SoftmaxBulk, config, rows[0], arch)
-        return launch.run((SoftmaxBulk, config, arch), ("x", "y"), (groups,), ("y",))
+    for largest in (choose.LARGE_CLUSTER, choose.CLUSTER) if widest else ():
+        by = choose.bulk_rows(m, n, widest, kernels_of(arch), largest=largest)
+        if by is None:
+            break
+        draws = choose.rows_by_tickets(by)
+        kind: type[SoftmaxBulk] = SoftmaxByTickets if draws else SoftmaxBulk
+        config = (RowsTicketsConfig if draws else RowsBulkConfig)(*by)
+        if runs(kind, config, rows[0], arch):
+            if draws:
+                launch.keeps("drawn", 2)
+            groups = bulk_groups(kind, config, rows[0], arch)
+            order = ("x", "y", "drawn")[: 2 + draws]
+            return launch.run((kind, config, arch), order, (groups,), ("y",))
     kernel = Softmax, tile, arch
     return launch.run(kernel, ("x", "y"), returns=("y",))
 
