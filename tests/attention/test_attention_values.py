@@ -67,6 +67,27 @@ def test_wild_scores_are_computed_once(init, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_that_drift_are_computed_once_from_both_ends(head_dim, dtype, causal):
+    """By little in a block, by more than float32 holds over all keys, up or down; a sink, too."""
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal}
+    config = Sm90ForwardConfig(**dims, num_ctas=1, tile_n=128, both_ends=True)
+    kernel = compile(Forward(config), dtype, "sm_90a")
+    case = replace(CASE, seqlen_q=192, seqlen_k=1024, dtype=dtype, **dims)
+    tame = products(kernel, case)
+    for init in ("falling", "rising", "sink", "x16"):
+        assert products(kernel, replace(case, init=init)) == tame, init
+    for drift in (160.0, -160.0):
+        inputs = case.inputs()
+        inputs.q[..., 0] = 4.0
+        scores = torch.linspace(0.0, drift, case.seqlen_k)[:, None]
+        inputs.k[..., 0] = (scores / (4.0 * case.softmax_scale)).to(inputs.k.dtype)
+        assert products(kernel, case, inputs) == tame, drift
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (64, True), (128, False)])
 def test_fp16_follows_scores_that_rise_in_any_block(head_dim, causal):
     """Nothing is computed again for one key above all others, wherever it comes, for a wild row

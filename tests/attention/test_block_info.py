@@ -92,6 +92,21 @@ def expect_paths(tile: Blocks, part: Blocks) -> None:
             )
 
 
+def expect_turn(tile: Blocks, part: Blocks) -> None:
+    """With a turn, block 0 comes right behind the masked blocks and behind the first one, and
+    `part` takes the same blocks in the same order."""
+    count, turn = tile.end - tile.first, tile.turn()
+    path = tile.path(None, turn)
+    visited = [path.block(i) for i in range(count)]
+    assert sorted(visited) == list(range(tile.end)) and path.first == visited[0]
+    assert visited[min(turn, count - 1)] == 0
+    assert all(x < tile.clean_end for x in visited[turn:])
+    above = tile.around(part, None)[0]
+    own = part.path(None, turn - above)
+    assert visited[above:] == [own.block(i) for i in range(part.end)]
+    assert visited[above + 1 :] == [own.after(1).block(i) for i in range(part.end - 1)]
+
+
 def hold(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> None:
     """Compare all blocks of both directions with the matrix."""
     touched, clean = tiled(info, seqlen_q, seqlen_k)
@@ -106,7 +121,10 @@ def hold(info: BlockInfo, seqlen_q: int, seqlen_k: int) -> None:
         half = info._replace(tile_m=info.tile_m // 2)
         for mine in (2 * m_block, 2 * m_block + 1):
             if mine * half.tile_m < seqlen_q * info.pack:
-                expect_paths(blocks, half.n_blocks(mine, seqlen_q, seqlen_k))
+                part = half.n_blocks(mine, seqlen_q, seqlen_k)
+                expect_paths(blocks, part)
+                if info.band.lo is None and part.end > part.first:
+                    expect_turn(blocks, part)
     for n_block in range(touched.shape[1]):
         blocks = info.m_blocks(n_block, seqlen_q, seqlen_k)
         expect(blocks, touched[:, n_block], clean[:, n_block])

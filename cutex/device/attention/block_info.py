@@ -49,17 +49,30 @@ class Band(NamedTuple):
 
 
 class Path(NamedTuple):
-    """The order in which blocks are visited: `start`, then every `step` (1 or -1) from it."""
+    """The order in which blocks are visited: `start`, then every `step` (1 or -1) from it.
+
+    turn: how many blocks are visited before block 0, which comes in front of the others that are
+    left; None if it is the last of them. Only downwards.
+    """
 
     start: Int
     step: Int
+    turn: Int | None = None
 
     def block(self, i: Int) -> Int:
-        return self.start + self.step * i
+        if self.turn is None:
+            return self.start + self.step * i
+        beyond, reached = any_in(self.turn, i), any_in(self.turn, i + 1)
+        return (self.start - i + beyond) * (1 - reached + beyond)
+
+    @property
+    def first(self) -> Int:
+        return self.start if self.turn is None else self.block(0)
 
     def after(self, count: Int) -> Path:
         """What is left of the path after `count` blocks."""
-        return Path(self.block(count), self.step)
+        turn = None if self.turn is None else self.turn - count
+        return Path(self.start + self.step * count, self.step, turn)
 
 
 class Blocks(NamedTuple):
@@ -73,13 +86,18 @@ class Blocks(NamedTuple):
     clean_first: Int
     clean_end: Int
 
-    def path(self, forwards: Int | None) -> Path:
+    def path(self, forwards: Int | None, turn: Int | None = None) -> Path:
         """The path from the last block to the first, or from the first to the last if `forwards` is
-        1 (else it is 0 or None)."""
+        1 (else it is 0 or None), or by `turn` (Path)."""
         if forwards is None:
-            return Path(self.end - 1, -1)
+            return Path(self.end - 1, -1, turn)
         last = self.end - 1
         return Path(last - forwards * (last - self.first), 2 * forwards - 1)
+
+    def turn(self) -> Int:
+        """How many blocks, of a range that begins with 0, are visited before block 0 where it is to
+        come early: those that need a mask, and at least one."""
+        return larger(self.end - self.clean_end, 1)
 
     def around(self, part: Blocks, forwards: Int | None) -> tuple[Int, Int]:
         """How many blocks of the path precede `part`, and how many follow it."""

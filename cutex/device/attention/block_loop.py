@@ -2,7 +2,9 @@
 
     S = Q K[n]^T, P = exponentials of S, O += P V[n]
 
-from the last block to the first, or from the first to the last where the tile says so.
+from the last block to the first, or from the first to the last where the tile says so; with `turn`
+the first block comes early: scores that rise, or fall, along the keys then exceed none of those of
+both ends, and a sink is seen before the keys that it outweighs.
 
 It releases blocks that only the rows of the other warpgroups see without computing.
 
@@ -15,7 +17,7 @@ have one's products during the other's exponentials.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float16, Float32, Int32, cute
@@ -25,34 +27,15 @@ from cutex.device.atoms.scalar import bf16_twice, product_of_bf16
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, WgmmaProduct, pin, round_to
 from cutex.device.attention.block_info import Blocks, Path
 from cutex.device.attention.issue_order import IssueOrder
+from cutex.device.attention.key_rings import KeyRings, Products, State
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import rows_of
-from cutex.device.pipeline import PipelineState, Ring, threads_where
+from cutex.device.pipeline import Ring, threads_where
 
 LOOK_BARRIER = 8  # the first of one named barrier for each warpgroup
 PEAKED_THREADS = 28  # of a warpgroup's, more of which say that scores are peaked
 EAGER = 8  # guarded blocks, of one in so many of which the largest probabilities are exact
 CHUNK = 768  # keys, after which sums are looked at: scores may rise by 2^115 in so many
-
-State = tuple[PipelineState, PipelineState]  # states in the rings of K and of V
-
-
-class Products(NamedTuple):
-    """The products of a tile of 64 rows."""
-
-    qk: WgmmaProduct  # into an accumulator of each step's own
-    pv: WgmmaProduct  # of P in registers, into O
-    half_qk: WgmmaProduct | None = None  # of the first half of a block's keys
-
-
-class KeyRings(NamedTuple):
-    """The rings of K and of V."""
-
-    k: Ring
-    v: Ring
-
-    def consumer(self) -> State:
-        return self.k.consumer(), self.v.consumer()
 
 
 @dataclass(frozen=True)
@@ -69,6 +52,7 @@ class BlockLoop:
     rows: Int32 | int = ROWS  # of them, that are of the sequence
     asks_later: bool = False  # whether fp16's blocks by "add" ask behind the waits of the next step
     pending: Any = None  # (1) whether O is to be scaled behind QK of the next block; None: at once
+    turns: bool = False  # block 0 comes early; its scores may exceed those before by any amount
 
     @property
     def qk(self) -> WgmmaProduct:
@@ -104,22 +88,23 @@ class BlockLoop:
         state: State,
         searched: Int32,
         forwards: Int32 | None,
+        turn: Int32 | None = None,
     ) -> State:
         """Compute O over all blocks, of which there is at least one, without the last PV and
         without the final scaling; return the states.
 
         half: whether these rows see only the first half of the first block (None: no). searched: in
         at least how many unmasked blocks a larger score is looked for. forwards: given only with a
-        band."""
+        band. turn: how many blocks precede block 0 (Path); None: all."""
         band = self.score_ops.mask.band
-        path, (before, clean, after) = blocks.path(forwards), blocks.runs(forwards)
+        path, (before, clean, after) = blocks.path(forwards, turn), blocks.runs(forwards)
         half_qk = self.products.half_qk
         if cutlass.const_expr(half_qk is None):
-            state = self.first(path.start, state, self.qk)
+            state = self.first(path.first, state, self.qk)
         elif half:
-            state = self.first(path.start, state, half_qk)
+            state = self.first(path.first, state, half_qk)
         else:
-            state = self.first(path.start, state, self.qk)
+            state = self.first(path.first, state, self.qk)
         path = path.after(1)
         if cutlass.const_expr(self.speculates):
             searched = cutlass.min(clean, searched)
@@ -129,7 +114,7 @@ class BlockLoop:
             state = self.steps(path, before, state, "masked")
             path = path.after(before)
         if cutlass.const_expr(self.looks_at_one):
-            looked = cutlass.min(clean, 1)
+            looked = self.early(path, clean)
             state = self.steps(path, looked, state, "looked")
             path, clean = path.after(looked), clean - looked
         if cutlass.const_expr(self.speculates):
@@ -175,6 +160,10 @@ class BlockLoop:
             if (peaked > self.most_tame()) | (count == 0):
                 state = self.guarded(path, count, state)
             else:
+                if cutlass.const_expr(self.turns and not self.looks_at_one):
+                    looked = self.early(path, count)
+                    state = self.steps(path, looked, state, "looked")
+                    path, count = path.after(looked), count - looked
                 self.softmax.forget_top()
                 if cutlass.const_expr(self.is_fp16):
                     if cutlass.const_expr(self.asks_later):
@@ -185,6 +174,14 @@ class BlockLoop:
                     rises = cute.arch.vote_any_sync(self.softmax.is_low())
                     state = self.chunks(path, count, state, rises)
         return state
+
+    def early(self, path: Path, count: Int32) -> Int32:
+        """How many of `count` blocks without a mask are searched before references are left as they
+        are: one, or all up to block 0, which may come behind some that other rows mask."""
+        if not self.turns:
+            return cutlass.min(count, 1)
+        assert path.turn is not None
+        return cutlass.min(count, cutlass.max(path.turn + 1, 1))
 
     @cute.jit
     def guarded(self, path: Path, count: Int32, state: State) -> State:
@@ -201,7 +198,10 @@ class BlockLoop:
                 state = self.steps(path, count, state, "guard low")
                 self.softmax.note_top(low=True)
         else:
-            state = self.steps(path, count, state, "guard", self.eager(count))
+            eager = self.eager(count)
+            if cutlass.const_expr(self.turns):
+                eager = Int32(0) if cute.arch.vote_any_sync(self.softmax.is_negative()) else eager
+            state = self.steps(path, count, state, "guard", eager)
             self.softmax.note_top()
         return state
 
@@ -225,13 +225,15 @@ class BlockLoop:
 
     @cute.jit
     def chunks(self, path: Path, count: Int32, state: State, rises: Boolean | bool) -> State:
-        """Run `count` steps by "add". After every CHUNK keys references rise where sums have grown
-        and, where scores of this warp's rows may rise, before the last block, too.
+        """Run `count` steps by "add". After every CHUNK keys, or twice as many, references rise
+        where sums have grown and, where scores of this warp's rows may rise, before the last block,
+        too.
 
         NOTE: a branch within a step would make ptxas round P after it, not among the exponentials.
         """
         k, v = state
-        chunk, done = CHUNK // self.score_ops.mask.tile_n, Int32(0)
+        keys = 2 * CHUNK if self.turns else CHUNK  # scores rise less beyond those of both ends
+        chunk, done = keys // self.score_ops.mask.tile_n, Int32(0)
         apart = Int32(0)  # blocks behind all chunks
         if cutlass.const_expr(rises is not False):
             apart = Int32(rises)

@@ -151,7 +151,9 @@ class WatchedSoftmax(TameSoftmax):
         `step`: the number of guarded blocks before. `last`: references that have risen end near the
         largest score (`_settles`).
         """
-        best, settles = self.best, self._settles(step, last, low, self._gap(scores))
+        # NOTE: assigned to in a branch, `self` would not be constant behind it
+        best, part = self.best, self.part
+        settles = self._settles(step, last, low, self._gap(scores))
         begun = self._begun(scores) if self.begins > 0 and seen is None else None
         room = Float32(0.0) if eager else Float32(self.room)
         if cutlass.const_expr(last is not False and self.raised_at is not None):
@@ -175,7 +177,10 @@ class WatchedSoftmax(TameSoftmax):
             keeps = low and last is not False and not self.loses_low
             if cutlass.const_expr(keeps):
                 self._keep_top(before, settles)
-            self._raise_above(scores, factors, low, eager, step, settles)
+            self._raise_above(scores, factors, low, eager, step, settles, seen is not None)
+            if cutlass.const_expr(seen is not None):
+                for r in cutlass.range_constexpr(self.rows):
+                    part[r] *= factors[r]
             if cutlass.const_expr(begun is not None):
                 self._begin(begun, scores)
             if cutlass.const_expr(keeps):
@@ -190,7 +195,7 @@ class WatchedSoftmax(TameSoftmax):
             self.squares[r] += added[r] * added[r]
         if cutlass.const_expr(seen is not None):
             for r in cutlass.range_constexpr(self.rows):
-                self.part[r] = added[r]
+                self.part[r] = cute.arch.fmax(self.part[r], added[r])
             self.look([best[r] for r in range(self.rows)], added, seen)
         return exceeds
 
@@ -267,6 +272,12 @@ class WatchedSoftmax(TameSoftmax):
         return low
 
     @cute.jit
+    def is_negative(self) -> Boolean:
+        """Whether some row of this thread has a reference below 0, which an eager `guard` would
+        raise although no score is positive."""
+        return cute.arch.fmin(self.shift[0], self.shift[1]) < 0.0
+
+    @cute.jit
     def _raise_above(
         self,
         scores: cute.Tensor,
@@ -275,6 +286,7 @@ class WatchedSoftmax(TameSoftmax):
         eager: Boolean | bool,
         step: Int32 | int,
         settles: Boolean,
+        looks: cutlass.Constexpr[bool] = False,
     ) -> None:
         """Raise the references of this warp's rows above the largest scores that `guard` has found
         (or above this block's, if none of those is positive and the rows are not `low`); if
@@ -287,7 +299,7 @@ class WatchedSoftmax(TameSoftmax):
         to.
         """
         shift, reference = self.shift, self.reference
-        above = Float32(0.0) if eager else Float32(self.above)
+        above = Float32(0.0) if looks or eager else Float32(self.above)
         rises = self._rises(step, self._gap(scores)) & ~Boolean(eager) & ~settles
         found = [self.best[r] for r in range(self.rows)]
         if cutlass.const_expr(not low):

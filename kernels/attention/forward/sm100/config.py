@@ -41,6 +41,12 @@ class Sm100ForwardConfig(ForwardConfig):
         return self.tentative and not self.modified
 
     @property
+    def turns(self) -> bool:
+        """Whether block 0 of keys comes right behind those that need a mask: scores seldom exceed
+        those of both ends of a row. Not where scores depend on their keys' places."""
+        return not self.window[0] and not self.modified
+
+    @property
     def ctas(self) -> int:
         """The number of CTAs that work on a tile together."""
         return 2 if self.pair else 1

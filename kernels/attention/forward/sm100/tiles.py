@@ -16,7 +16,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.attention.block_info import BlockInfo, Blocks
+from cutex.device.attention.block_info import BlockInfo, Blocks, Path
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import Barrier, PairRing, PipelineState, Ring
@@ -145,6 +145,17 @@ class Shared:
         return found, Int32(0) if beyond else cutlass.max(found.end - found.first, 0)
 
     @cute.jit
+    def turn(self, work: WorkTile, end: Int32, seqlen_q: Int32, seqlen_k: Int32) -> Int32:
+        """How many blocks of `work`, the last of which is end - 1, precede block 0 (Path): at least
+        one, and those that some Q tile masks."""
+        clean_end = end - 1
+        for t in cutlass.range_constexpr(self.config.q_tiles):
+            blocks, count = self.blocks(work, t, seqlen_q, seqlen_k)
+            mine = blocks.clean_end if count > 0 else clean_end
+            clean_end = cutlass.min(clean_end, mine)
+        return end - clean_end
+
+    @cute.jit
     def spans(self, work: WorkTile, seqlen_q: Int32, seqlen_k: Int32) -> tuple[Int32, Int32, tuple]:
         """The end of the blocks that `work` touches, their number, and the span of each Q tile."""
         found = [self.blocks(work, t, seqlen_q, seqlen_k) for t in range(self.config.q_tiles)]
@@ -254,8 +265,10 @@ class Load:
             state = PipelineState(c.q_tiles, Int32(t), q_fill.phase)
             loads_q.load(shared.row_block(work, t), t, b.q.acquire(state))
         q_fill.advance()
+        turn = shared.turn(work, end, seq_q.length, seq_k.length) if c.turns else None
+        path = Path(end - 1, -1, turn)
         for i in cutlass.range(count, unroll=1):
-            n_block = end - 1 - i
+            n_block = path.block(i)
             loads_k.load(n_block * c.ctas + rank, k_fill.slot, b.k.acquire(k_fill))
             k_fill.advance()
             loads_v.load(n_block, v_fill.slot, b.v.acquire(v_fill))

@@ -45,6 +45,7 @@ _SHARED: dict[tuple[int, int], tuple[int, int | None]] = {
     (64, 64): (16384, 16384), (96, 96): (8192, 8192), (128, 128): (8192, 4096),
     (192, 128): (8192, 8192), (192, 192): (8192, 8192), (256, 256): (8192, None),
 }  # fmt: skip
+BOTH_ENDS = 4096  # keys from which on looking at block 0 early costs next to nothing
 MANY_BLOCKS = 16  # of rows, in a sequence: little of the last tile of two CTAs is empty
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
@@ -59,6 +60,9 @@ def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
     else:
         for keys, better in _LONG.get((spec.head_dim, spec.head_dim_v), {}).items():
             config = replace(config, **better if shape.longest_k >= keys else {})
+    if config.alternates:  # more columns of Q would spill
+        config = replace(config, q_in_registers=64)
+    config = replace(config, both_ends=shape.longest_k >= BOTH_ENDS)
     group = shape.heads_q // shape.heads_kv
     pack = gcd(group, MOST_PACKED) if shape.longest_q < config.tile_m else 1
     config = replace(config, pack=pack)

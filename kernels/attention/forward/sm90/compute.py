@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float16, Float32, Int32, cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
@@ -49,7 +49,7 @@ class Compute:
         query, half_qk, pv = self.query(), self.half_qk(), self.pv()
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        issue_order = pending = None
+        issue_order, pending, turns = None, None, c.turns(self.dtype is BFloat16)
         if cutlass.const_expr(c.scales_later and self.dtype is cutlass.Float16):
             pending = cute.make_rmem_tensor(cute.make_layout(1), Int32)
             pending[0] = Int32(0)
@@ -85,13 +85,15 @@ class Compute:
                 Products(query.qk.of(tSrQ), pv, halves),
                 *(rings, score_ops, softmax, factors, issue_order, c.speculates),
                 *(cutlass.min(ROWS, seq_q.length * c.pack - m_block * ROWS), c.asks_later, pending),
+                turns=turns,
             )
             forwards = ring.forwards(q_take.slot) if c.alternates else None
             around = tile.around(blocks, forwards)  # what only other warpgroups' rows see
+            turn = tile.turn() - around[0] if turns else None
             valid = Boolean(True)
             if blocks.end > blocks.first and m_block * ROWS < seq_q.length * c.pack:
                 state = loop.pass_over(around[0], state, True)
-                state = self.attend(loop, own, q_take, state, mode, forwards)
+                state = self.attend(loop, own, q_take, state, mode, forwards, turn)
                 loop.issue_last(state)
                 in_range = softmax.finish(self.sinks(own), factors, lse)
                 state = loop.await_last(state)
@@ -156,6 +158,7 @@ class Compute:
         state: State,
         mode: Int32,
         forwards: Int32 | None,
+        turn: Int32 | None,
     ) -> State:
         """Compute O, unscaled and without the last PV, over the blocks that these rows see."""
         c, half = self.config, None
@@ -163,7 +166,7 @@ class Compute:
             seqlens = own.seq_q.length, own.seqlen_k
             half = self.own_info.ends_in_first_half(own.m_block, *seqlens)
         searched = Int32(MAX_BLOCKS) if mode == RETRY else self.searched(own)
-        state = loop.run(own.blocks, half, state, searched, forwards)
+        state = loop.run(own.blocks, half, state, searched, forwards, turn)
         self.release_q(q_take)
         return state
 

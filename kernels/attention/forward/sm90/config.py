@@ -28,6 +28,7 @@ class Sm90ForwardConfig(ForwardConfig):
     q_in_registers: int = 0  # columns of operand A of QK that come from registers, not from smem
     halves: bool = False  # of a last causal block, rows that end in its first half take only that
     share: bool = False  # two CTAs have half a tile's rows each, and each loads half of K and V
+    both_ends: bool = False  # block 0 of keys comes early, where all rows see it (turns)
     alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
     rescale_threshold: float = 8.0  # powers of two before sums and O are scaled down
     speculative: bool = True  # blocks without a mask are not searched for a larger score
@@ -91,6 +92,13 @@ class Sm90ForwardConfig(ForwardConfig):
     @property
     def alternates(self) -> bool:
         return self.alternate and self.causal and not any(self.window)
+
+    def turns(self, of_bf16: bool) -> bool:
+        """Whether the first block of keys comes right behind the masked ones at the end: scores
+        seldom exceed those of both ends of a row by much. Where all blocks are guarded references
+        rise above block 0 in bf16, whose exponents, and LSE with them, would be rounded more."""
+        band = self.window[0] or self.alternates
+        return self.both_ends and self.speculates and not (band or (self.guards_all and of_bf16))
 
     @property
     def takes_halves(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import BFloat16, Boolean, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -190,7 +190,8 @@ class Load:
         k_fill, v_fill, *q_free = fills
         work, mode, (seq_q, seq_k), forwards = job
         blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
-        path = blocks.path(forwards)
+        turns = c.turns(shared.sK.element_type is BFloat16)
+        path = blocks.path(forwards, blocks.turn() if turns else None)
         head_kv = work.head // self.order.heads_per_kv
         loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
         of = head_kv, work.batch, seq_k
@@ -201,20 +202,22 @@ class Load:
             self.load_q(loads_q, work, q_slot, full)
         asked = Int32(0)
         if blocks.end > blocks.first:
-            loads_k.load(path.block(0), k_fill.slot, shared.k.acquire(k_fill))
+            loads_k.load(path.start, k_fill.slot, shared.k.acquire(k_fill))
             k_fill.advance()
             if cutlass.const_expr(c.q_waits):
                 # NOTE: after the first K, whose slot is free before Q's
                 self.shared.q_read.wait(q_free[0].phase)
                 self.load_q(loads_q, work, q_slot, full)
+            n_block = path.start
             for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
-                loads_k.load(path.block(i + 1), k_fill.slot, shared.k.acquire(k_fill))
+                next_block = path.block(i + 1)
+                loads_k.load(next_block, k_fill.slot, shared.k.acquire(k_fill))
                 k_fill.advance()
-                loads_v.load(path.block(i), v_fill.slot, shared.v.acquire(v_fill))
+                loads_v.load(n_block, v_fill.slot, shared.v.acquire(v_fill))
                 v_fill.advance()
+                n_block = next_block
             asked = self.ask(mode, ticket)
-            last = path.block(blocks.end - 1 - blocks.first)
-            loads_v.load(last, v_fill.slot, shared.v.acquire(v_fill))
+            loads_v.load(n_block, v_fill.slot, shared.v.acquire(v_fill))
             v_fill.advance()
         else:
             if cutlass.const_expr(c.q_waits):
