@@ -144,6 +144,6 @@ def test_a_workspace_that_is_too_small_for_a_launch_is_refused(name: str) -> Non
 
 def test_units_that_are_not_cut_need_no_workspace() -> None:
     for config in (DecodeConfig(parts="one"), DecodeConfig(by_room=True, whole=True)):
-        assert needed(config, 300, 0) == (0, 0)
-    assert needed(DecodeConfig(), 300, 1) == (0, 0)
-    assert needed(DecodeConfig(parts="even"), 66, 0) == (2 * 66 * 64 * 129, 66)
+        assert needed(config, 300, 0)[:2] == (0, 0)
+    assert needed(DecodeConfig(), 300, 1)[:2] == (0, 0)
+    assert needed(DecodeConfig(parts="even"), 66, 0)[:2] == (2 * 66 * 64 * 129, 66)
