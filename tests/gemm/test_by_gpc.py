@@ -20,7 +20,7 @@ from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import CLAIM_WORDS, Sm90Config
 from cutex.kernels.gemm.sm90.general import General
-from cutex.kernels.gemm.sm90.tile_order import SMS, by_gpc, by_number, gains_by_gpc
+from cutex.kernels.gemm.sm90.tile_order import SMS, by_gpc, by_number
 from cutex.ops import workspace
 from cutex.ops.matmul import choices, tuner
 from cutex.ops.matmul.plan import call_class, candidates, fitted, forget, unplaced
@@ -154,15 +154,6 @@ def test_who_walks_for_long_over_whole_tiles_is_placed() -> None:
         other = replace(tiles, **changes)
         assert by_gpc(other, problem, h200) == other
         assert "by_gpc" in str(replace(other, by_gpc=True).why_not(None, h200))
-
-
-def test_the_model_counts_what_was_seen_to_gain() -> None:
-    h200, one_round = arch("sm_90a"), GemmProblem(1408, 1152, 5056)
-    tiles = replace(TILES, tile_m=128, tile_n=96, warpgroups=2, by_gpc=False)
-    assert gains_by_gpc(tiles, one_round, h200)
-    assert not gains_by_gpc(tiles, GemmProblem(2816, 1152, 5056), h200), "two rounds"
-    assert not gains_by_gpc(replace(tiles, pingpong=True), one_round, h200)
-    assert not gains_by_gpc(tiles, GemmProblem(1408, 1152, 2560), h200), "not placed"
 
 
 def test_tuning_compares_both_orders() -> None:

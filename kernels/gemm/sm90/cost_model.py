@@ -30,7 +30,6 @@ from cutex.kernels.gemm.sm90.config import (
     contiguous_box,
     placed_unevenly,
 )
-from cutex.kernels.gemm.sm90.tile_order import gains_by_gpc
 from cutex.measured.nearby import CAUTION, errors_nearby
 from cutex.measured.trees import trees
 
@@ -58,9 +57,6 @@ EIGHT_SHARE = (1.2, 1.06, 1.0)  # docs/facts/gemm.md#eight-share-k
 # time of boxes along which K is contiguous in neither operand, by the CTAs that share them, each of
 # which loads a part of K, relative to what was fitted to few such
 BOXES_SHARED = {4: 1.04, 8: 1.08}  # docs/facts/gemm.md#boxes-shared
-# how much less time it takes to place tiles by GPC, by the load of a step relative to its MMAs, if
-# clusters of fewer than FOURS are the fastest without (docs/facts/gemm.md#by-gpc-model)
-PLACED_GAIN, PLACED_FROM, PLACED_TO, FOURS = 0.2, 0.65, 1.2, 4
 LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
 # what runs long enough to be held at the power limit, in FLOPs, and the exponent of its time by the
 # bytes asked of L2 for an element of C beyond those of 128x192 in pairs: few such were timed
@@ -477,10 +473,6 @@ def predictions(
         times *= [
             BOXES_SHARED.get(c.cluster_m * c.cluster_n, 1) if c.box_rows else 1 for c in configs
         ]
-    first = configs[int(times.argmin())]
-    if all(majors) and first.cluster_m * first.cluster_n * first.split_k < FOURS:
-        bound = np.clip(of.load / of.mma, PLACED_FROM, PLACED_TO) - PLACED_FROM
-        times *= np.exp(-PLACED_GAIN * bound * [gains_by_gpc(c, problem, arch) for c in configs])
     if problem.flops * batch >= LONG_RUN:
         asked = every.asked * 128 / every.elements / np.array([c.k_bytes for c in configs])
         times *= np.maximum(1.0, asked / PAIRS_OF_192) ** TRAFFIC

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 SMS = arch_named("sm_90a").num_sms  # of an H200 or H100 SXM
 BAND = 4  # tiles across a band of those that are placed by GPC
 LEAST_SIDE = 512  # of C: below it memory limits
-SEEN = 700  # the least rows or columns of a C where that was seen to gain as a choice
 # which are, since to claim a place takes up to a microsecond (docs/facts/gemm.md#by-gpc-alone):
 # from this K on, in units of 2 bytes, and this K of all tiles of a CTA; where so large a share of
 # SMs has a tile; and where so many bytes are loaded for each product of two elements
@@ -54,16 +53,6 @@ def by_gpc(config: Sm90Config, problem: GemmProblem, arch: Arch) -> Sm90Config:
         return c
     along = "m" if down >= across else "n"
     return replace(c, by_gpc=True, raster_group=BAND, raster_along=along)
-
-
-def gains_by_gpc(config: Sm90Config, problem: GemmProblem, arch: Arch) -> bool:
-    """Whether `config`, all measured times of which are of tiles placed by number, was seen to be
-    faster placed by GPC, as a choice, where K is contiguous in both operands: with one round of
-    tiles of a C of at least SEEN rows and columns, not with ping-pong."""
-    c = by_gpc(config, problem, arch)
-    m, n = c.computed(problem)
-    one_round = ceil_div(m, c.tile_m) * ceil_div(n, c.tile_n) <= SMS
-    return c.by_gpc and one_round and min(m, n) >= SEEN and not c.pingpong
 
 
 def by_number(config: Sm90Config) -> Sm90Config:
