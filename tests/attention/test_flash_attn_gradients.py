@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import cutex
-from cutex.ops.attention import differentiable, planned
+from cutex.ops.attention import backward, differentiable, planned
 
 
 @pytest.fixture
@@ -136,6 +136,18 @@ def test_where_there_is_no_gradient_it_says_so_at_once(stand_in, sentence):
         call(problem, mine)
     with torch.no_grad():
         assert problem.check(inputs, *call(problem, mine)).ok
+
+
+@pytest.mark.parametrize("shape", [(2, 70, 3, 64), (130, 4, 96), (1, 0, 2, 64)])
+def test_a_sinks_sums_keep_few_products_at_one_time(shape, monkeypatch):
+    """Whole copies of O in float32 would be twice its size each."""
+    grad_out, out = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
+    want = (grad_out.float() * out.float()).sum(-1)
+    multiplied, mul = [], torch.mul
+    monkeypatch.setattr(torch, "mul", lambda x, y: multiplied.append(x.numel()) or mul(x, y))
+    monkeypatch.setattr(backward, "MOST_PRODUCTS", 5000)
+    assert torch.equal(backward.row_products(grad_out, out), want)
+    assert sum(multiplied) == out.numel() and max(multiplied) <= 5000
 
 
 def test_there_is_no_gradient_through_a_users_function(stand_in):

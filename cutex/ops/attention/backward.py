@@ -15,6 +15,8 @@ from cutex.ops.attention.call import AttentionCall
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
+MOST_PRODUCTS = 1 << 24  # products of O and its gradient that are kept at one time: 64 MB
+
 
 def why_no_gradient(call: AttentionCall) -> str | None:
     """The reason why nothing computes the gradients of the call, or None."""
@@ -52,7 +54,7 @@ def sink_gradient(
     sum of grad_out * out."""
     sink = call.learnable_sink
     assert sink is not None
-    change = -(grad_out.float() * out.float()).sum(-1).transpose(-1, -2)  # (.., heads, rows)
+    change = -row_products(grad_out, out).transpose(-1, -2)  # (.., heads, rows)
     if grad_lse is not None:
         change = change + grad_lse
     mine = rows_of_sequences(call)
@@ -61,6 +63,14 @@ def sink_gradient(
     share = torch.exp(sink.float()[:, None] - lse)
     rows = [d for d in range(lse.dim()) if d != lse.dim() - 2]
     return torch.where(change == 0, 0.0, share * change).sum(rows).to(sink.dtype)
+
+
+def row_products(grad_out: Tensor, out: Tensor) -> Tensor:
+    """The sum of grad_out * out of each row, (.., rows, heads), in float32, by as many rows at once
+    as leave little to be kept beside it."""
+    rows = max(1, out.shape[-3] * MOST_PRODUCTS // max(1, out.numel()))
+    parts = zip(grad_out.split(rows, -3), out.split(rows, -3), strict=True)
+    return torch.cat([torch.mul(g, o.float()).sum(-1) for g, o in parts], -2)
 
 
 def rows_of_sequences(call: AttentionCall) -> Tensor | None:
