@@ -80,7 +80,9 @@ def scaled_grouped_mm(
         at bfloat16's speed.
 
     On Hopper, block recipes scale and add the sums of each 128 of K in fp32 registers, as
-    DeepSeek-V3 does. Rows of no group are neither read nor written. Nothing waits for the host. Not
+    DeepSeek-V3 does; "TensorWise" and "RowWise" with offs or counts over rows are summed by tensor
+    cores alone, which keep some 13 bits of a sum, as torch's use_fast_accum=True (its default is
+    False). Rows of no group are neither read nor written. Nothing waits for the host. Not
     differentiable. Raises TypeError or ValueError, in one sentence, for arguments that are not
     supported, and without a GPU that the recipe runs on.
     """
