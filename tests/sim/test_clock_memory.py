@@ -54,6 +54,13 @@ def recorded(kernel: str, *tensors: torch.Tensor):
     return trace(*found, look=False)[-1]
 
 
+def at_a_line(n: int) -> torch.Tensor:
+    """n zeros that begin with a line of 128 bytes, as a GPU's memory does and a CPU's need not."""
+    x = torch.zeros(n + 32)
+    begin = -x.data_ptr() // x.itemsize % 32
+    return x[begin : begin + n]
+
+
 @cute.kernel
 def neighbours_kernel(mX: cute.Tensor, mY: cute.Tensor):
     at = cute.arch.thread_idx()[0]
@@ -67,7 +74,7 @@ def neighbours(mX: cute.Tensor, mY: cute.Tensor):
 
 def test_loads_that_follow_each_other_are_under_way_together_and_l1_keeps_lines():
     """The PTX adds up after each, the machine code after the last."""
-    found = captured(neighbours, (torch.zeros(34), torch.zeros(32)), "sm_90a")
+    found = captured(neighbours, (at_a_line(34), at_a_line(32)), "sm_90a")
     (program,) = trace(*found, look=False)[-1].record.programs.values()
     loads = [e for e in program if isinstance(e, (Fetch, Need))]
     assert [type(e) for e in loads] == [Fetch, Fetch, Fetch, Need]
