@@ -49,6 +49,7 @@ class ScaledGroupedProblem:
     bias: bool = False
     activation: str | None = None
     dtype: torch.dtype = torch.bfloat16
+    fast: bool = False  # of factors of tensors or rows: sums are the tensor cores'
     seed: int = 0
 
     @property
@@ -153,6 +154,7 @@ class ScaledGroupedProblem:
         given = {name: _moved(x, device) for name, x in self.inputs().items()}
         given["counts" if self.padded else "offs"] = self.edges.to(device)
         given |= {"activation": self.activation, "output_dtype": self.dtype}
+        given |= {"use_fast_accum": True} if self.fast else {}
         return self.error(function(**given, **self.recipes).cpu())
 
     @property
@@ -178,7 +180,7 @@ class ScaledGroupedProblem:
                 a = rows[e].data.double() * 0.5
             sums = a @ b.mT
             want = sums + (0 if biases is None else biases[e].double())
-            block_k = PROMOTED_K if self.recipe == "fp8_block" else None
+            block_k = None if self.fast or self.recipe not in FP32 else PROMOTED_K
             deviation = (a.square() @ b.square().mT).sqrt()
             kept = KEPT["gemm_fp8" if self.recipe in FP32 else "gemm_scaled"]
             lost = largest_loss(sums, deviation, self.k, kept, block_k) + 1e-30
@@ -221,6 +223,7 @@ def draw(
     if recipe == "fp8_block":
         k -= r.choice((0, 0, 16, 80, 112))
     n = r.choice((8, 64, 72, 136, 2 * r.randint(1, 130)))
+    fast = not whole and r.random() < 0.5
     return ScaledGroupedProblem(
         tuple(rows),
         n,
@@ -232,5 +235,6 @@ def draw(
         bias=r.random() < 0.3,
         activation=activation,
         dtype=r.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)),
+        fast=fast,
         seed=seed,
     )

@@ -80,9 +80,9 @@ def test_whole_rows_on_blackwell(arch: str, device: str, recipe: str) -> None:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_a_gate_whose_result_is_fp32(arch: str, device: str) -> None:
-    recipe = "fp8_block" if arch == "sm_90a" else "mxfp8"
+    recipe = "fp8_row" if arch == "sm_90a" else "mxfp8"
     problem = ScaledGroupedProblem(
-        (9, 0, 30), 66, 128, recipe, rest=2, activation="gated_silu", dtype=torch.float32
+        (9, 0, 30), 66, 256, recipe, rest=2, activation="gated_silu", dtype=torch.float32
     )
     found = wrong(problem, arch, device)
     assert found is None, found

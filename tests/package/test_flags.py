@@ -37,6 +37,11 @@ ARGUMENTS = {
     "matmul": {"a": TABLE, "b": TABLE},
     "quantize": {"x": TABLE, "format": "mxfp8"},
     "reduce": {"x": TABLE},
+    "scaled_grouped_mm": {
+        "a": TABLE.to(torch.float8_e4m3fn), "b": TABLE[None].to(torch.float8_e4m3fn).mT,
+        "scale_a": torch.ones(1), "scale_b": torch.ones(1), "offs": LENGTHS[:1],
+        "scale_recipe_a": "TensorWise", "scale_recipe_b": "TensorWise",
+    },
     "scaled_mm": {
         "a": TABLE.to(torch.float8_e4m3fn), "b": TABLE.to(torch.float8_e4m3fn).mT,
         "scale_a": torch.ones(1), "scale_b": torch.ones(1), "scale_recipe_a": "TensorWise",

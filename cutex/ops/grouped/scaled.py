@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from cutex.ops.grouped.block_scaled import block_scaled_grouped
 from cutex.ops.grouped.launch import repeated
 from cutex.ops.grouped.scaled_checks import BLOCK, check_epilogue, check_factors, check_operands
 from cutex.ops.grouped.scaled_sums import scaled_sums
+from cutex.ops.number import check_flag
 from cutex.ops.plans import PlanCache
 from cutex.ops.quantize import QuantizedTensor
 from cutex.ops.recipes import name_of, names_of, only
@@ -27,6 +28,9 @@ from cutex.ops.scaled_mm import (
     tensors_of,
 )
 from cutex.problem.matmul import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from cutex.kernels.gemm.config import GemmConfig
 
 WHOLE = ("TensorWise", "RowWise")
 BLOCKS = ("BlockWise1x128", "BlockWise128x128")
@@ -47,6 +51,7 @@ def scaled_grouped_mm(
     bias: Tensor | None = None,
     activation: str | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """Grouped products of fp8 rows: activation((a * scale_a)[rows of e] @ (b * scale_b)[e] +
     bias[e]), where group e has the rows from offs[e - 1] (0 for e = 0) to offs[e]. The result is
@@ -73,18 +78,18 @@ def scaled_grouped_mm(
         1x16: SWIZZLE_32_4_4, or NO_SWIZZLE, which is swizzled here. Quantize x for this function
         without a swizzle: quantize(x, "mxfp8", swizzled=False).
     bias, activation: as in `cutex.grouped_mm`. output_dtype: bfloat16, float16 or float32.
+    use_fast_accum: whether, on Hopper, "TensorWise" and "RowWise" with offs or counts over rows are
+        summed by tensor cores alone, which keep some 13 bits of a sum; as in torch.
     a (M, T), b (T, N), with offs: a[:, rows of e] @ b[rows of e], (E, M, N), such as a weight's
         gradient; zeros for an empty group, whatever its factors. "TensorWise": one float32, or one
         per group; "RowWise": (E M,) or (E, M) for a, (E N,) or (E, N) for b, as in torch: each
         group has its own row factors. Computed in bfloat16, which represents every float8 exactly,
         at bfloat16's speed.
 
-    On Hopper, block recipes scale and add the sums of each 128 of K in fp32 registers, as
-    DeepSeek-V3 does; "TensorWise" and "RowWise" with offs or counts over rows are summed by tensor
-    cores alone, which keep some 13 bits of a sum, as torch's use_fast_accum=True (its default is
-    False). Rows of no group are neither read nor written. Nothing waits for the host. Not
-    differentiable. Raises TypeError or ValueError, in one sentence, for arguments that are not
-    supported, and without a GPU that the recipe runs on.
+    On Hopper the sums of each 128 of K are added up in fp32 registers, as DeepSeek-V3 does, of
+    block recipes scaled before. Rows of no group are neither read nor written. Nothing waits for
+    the host. Not differentiable. Raises TypeError or ValueError, in one sentence, for arguments
+    that are not supported, and without a GPU that the recipe runs on.
     """
     name, edges = ("offs", offs) if counts is None else ("counts", counts)
     kinds = (scale_recipe_a, scale_recipe_b), (swizzle_a, swizzle_b)
@@ -92,13 +97,15 @@ def scaled_grouped_mm(
     if not torch.compiler.is_dynamo_compiling():
         sides, formats = tensors_of(a, b, scale_a, scale_b)
         forms = offs is None, counts is None, bias is None
-        options = formats, names_of(*kinds[0], *kinds[1]), forms, activation, output_dtype
+        names = names_of(*kinds[0], *kinds[1])
+        options = formats, names, forms, activation, output_dtype, use_fast_accum
         given = (*sides, edges) if bias is None else (*sides, edges, bias)
         found = PLANS.launched(options, *given)
         if found is not None:
             return found
     if (offs is None) == (counts is None):
         raise ValueError("scaled_grouped_mm takes offs or counts, one of them")
+    check_flag("use_fast_accum", use_fast_accum)
     check_unwanted("cutex.scaled_grouped_mm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     if _by_tensor_cores(a, scale_recipe_a) or _by_tensor_cores(b, scale_recipe_b):
         *both, vector = _block_operands((a, b), (scale_a, scale_b), *kinds)
@@ -125,7 +132,7 @@ def scaled_grouped_mm(
     recipe = _recipe(kind_a, kind_b)
     _check_scales(a, b, (scale_a, scale_b), (kind_a, kind_b))
     operands = (x.detach() for x in (a, b, *_as_kernels_have(a, b, scale_a, scale_b)))
-    rest = recipe, bias, activation, output_dtype, name == "counts"
+    rest = recipe, bias, activation, output_dtype, name == "counts", use_fast_accum
     if not torch.compiler.is_dynamo_compiling():
         _remember(options, given, formats, rest)
     return SCALED_GROUPED(*operands, edges.detach(), *rest)
@@ -142,7 +149,7 @@ def _remember(
         return
     recipe, _, *others = rest
     of_a, of_b = (KIND_OF_FORMAT.get(f) if f else None for f in formats)
-    activation, _, padded = others
+    activation, _, padded, fast = others
     known: list[Callable[..., Tensor]] = []
 
     def launch(
@@ -159,7 +166,7 @@ def _remember(
             return known[0](a, b, edges, *factors, *bias)
         out = _run(a, b, *factors, edges, recipe, bias[0] if bias else None, *others)
         kind, passed, place = _as_passed(recipe, a, b, *factors, out, edges, *bias)
-        if found := repeated(kind, _Options(recipe, activation, padded), passed, place):
+        if found := repeated(kind, _Options(recipe, activation, padded, fast), passed, place):
             known.append(found)
         return out
 
@@ -242,24 +249,27 @@ class _Options(NamedTuple):
     recipe: str
     activation: str | None
     padded: bool
+    fast: bool
 
 
 def _run(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, edges: Tensor, recipe: str,
     bias: Tensor | None, activation: str | None, output_dtype: torch.dtype, padded: bool,
+    fast: bool,
 ) -> Tensor:  # fmt: skip
     gated = (activation or "").startswith("gated_")
     if gated and output_dtype is torch.float32 and launch.arch_for(a, NAME) == "sm_90a":
         # NOTE: a gate leaves single columns of fp32 to a thread, which TMA does not store there
-        plain = _run(a, b, scale_a, scale_b, edges, recipe, bias, None, output_dtype, padded)
+        plain = _run(a, b, scale_a, scale_b, edges, recipe, bias, None, output_dtype, padded, fast)
         return _as_stored(ACTIVATIONS[activation](plain))
-    out = _fake(a, b, scale_a, scale_b, edges, recipe, bias, activation, output_dtype, padded)
+    rest = recipe, bias, activation, output_dtype, padded, fast
+    out = _fake(a, b, scale_a, scale_b, edges, *rest)
     if out.numel() == 0:
         launch.arch_for(a, NAME)
         return out
     flat = launch.with_padding(out.flatten(0, -2))
     rows, factors = a.flatten(0, -2), scale_a.flatten(0, a.dim() - 2)
-    options, biases = _Options(recipe, activation, padded), [] if bias is None else [bias]
+    options, biases = _Options(recipe, activation, padded, fast), [] if bias is None else [bias]
     # as the kernels have them: a call that is known is launched at once
     kind, given, _ = _as_passed(recipe, rows, b, factors, scale_b, flat, edges, *biases)
     launch.again(kind, options, given, _blocks_call if kind == "blocks" else _rows_call)
@@ -285,6 +295,7 @@ def _as_stored(x: Tensor) -> Tensor:
 def _fake(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, edges: Tensor, recipe: str,
     bias: Tensor | None, activation: str | None, output_dtype: torch.dtype, padded: bool,
+    fast: bool,
 ) -> Tensor:  # fmt: skip
     n = b.shape[2] // 2 if (activation or "").startswith("gated_") else b.shape[2]
     return launch.empty((*a.shape[:-1], n), a.new_empty(0, dtype=output_dtype))
@@ -320,9 +331,9 @@ def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Ten
 
 def _rows_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
     """The config, arch and arguments of a call with factors of rows and columns."""
-    from cutex.device.epilogue.epilogue_ops import Scale
+    from cutex.device.epilogue.epilogue_ops import Scales
     from cutex.kernels.gemm.grouped import choose
-    from cutex.kernels.gemm.grouped.config import GroupedConfig
+    from cutex.kernels.gemm.grouped.config import GroupedConfig, PromotedConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 
     a, b, out, edges, scale_a, scale_b, *bias = passed
@@ -332,11 +343,18 @@ def _rows_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tenso
         b = b.new_zeros((b.shape[0], b.shape[2], launch.ALIGN)).mT
     a, of_a, b, of_b = _operands(a, b)
     ops, others = launch.fused(bias[0] if bias else None, activation=options.activation)
-    ops = (Scale("scale_a", "row"), Scale("scale_b", "column"), *ops)
+    ops = (Scales("row", "column"), *ops)
     most, mean = choose.most_groups(edges.shape[0]), -(-a.shape[0] // edges.shape[0])
-    tiles = choose.rows_tiles(arch, mean, b.shape[1:], True, most, edges.shape[0])
+    groups, k, n = b.shape
+    # NOTE: sums of one block are the same either way
+    promoted = arch == "sm_90a" and k > BLOCK and not options.fast
+    tiles: GemmConfig = (
+        choose.promoted_tiles(mean, (k, n), most)
+        if promoted
+        else choose.rows_tiles(arch, mean, (k, n), True, most, groups)
+    )
     product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
-    config = GroupedConfig(product, most, options.padded)
+    config = (PromotedConfig if promoted else GroupedConfig)(product, most, options.padded)
     return config, arch, [a, b, out, edges.contiguous(), scale_a, scale_b, *others]
 
 
@@ -350,7 +368,7 @@ def _operands(a: Tensor, b: Tensor) -> tuple[Tensor, Any, Tensor, Any]:
 SCALED_GROUPED = define(
     "scaled_grouped_mm",
     "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor edges, str recipe, Tensor? bias, "
-    "str? activation, ScalarType output_dtype, bool padded) -> Tensor",
+    "str? activation, ScalarType output_dtype, bool padded, bool fast) -> Tensor",
     _run,
     _fake,
 )

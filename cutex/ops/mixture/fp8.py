@@ -67,7 +67,7 @@ def _product(
 ) -> Tensor:
     """activation(a[rows of e] @ b[e]^T), of elements and factors."""
     of_b = b[1].unflatten(0, (b[0].shape[0], -1))  # (E, N / 128, K / 128)
-    rest = "fp8_block", None, activation, dtype, False
+    rest = "fp8_block", None, activation, dtype, False, False
     return SCALED_GROUPED(a[0], b[0].mT, a[1], of_b, offs, *rest)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig, ceil_div
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
-from cutex.kernels.gemm.scaled.fp8.config import BLOCK
+from cutex.kernels.gemm.scaled.fp8.config import BLOCK, PROMOTED
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
@@ -50,6 +50,7 @@ FEW_BLOCKS, LONG_BLOCKS = 136, 1000
 TALL_BLOCKS = 1.045
 ROUND = 4  # slots of 128x192
 NARROW_K, NARROW_WASTE = 7168, 1.02  # from which on narrow tiles pay
+PROMOTED_BLOCKS = 1.13  # the same of 128 columns where factors are the epilogue's
 SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
@@ -205,6 +206,21 @@ def blocks_tiles(
     # behind one barrier (docs/facts/grouped.md#grouped-fp8-at-once)
     tiles = replace(tiles, epi_stages=parts)
     return replace(tiles, num_stages=_stages(tiles, most)).with_rounds(k)
+
+
+def promoted_tiles(mean_rows: int, matrix: tuple[int, int], most: int = WARP) -> RowBlocksConfig:
+    """Hopper's tiles for fp8 whose factors, of rows or tensors, the epilogue multiplies with: all
+    of C has slots, written behind one barrier (docs/facts/grouped.md#grouped-fp8-promoted)."""
+    k, n = matrix
+    if mean_rows <= VERY_FEW_ROWS:
+        tiles = RowBlocksConfig(tile_m=64, tile_n=128, warpgroups=1)
+    else:
+        tile_n = width(n, {192: 1.0, 128: PROMOTED_BLOCKS})
+        tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2)
+    tiles = replace(tiles, recipe=PROMOTED, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64))
+    tiles = replace(tiles, epi_n=64, epi_stages=tiles.tile_n // 64)
+    stages = min(_stages(tiles, most), ROUND if tiles.tile_n == 192 else MOST_STAGES)
+    return replace(tiles, num_stages=stages).with_rounds(k)
 
 
 def _narrow_pays(k: int, n: int) -> bool:

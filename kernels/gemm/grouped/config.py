@@ -4,6 +4,7 @@ GroupedConfig:  out[rows of e] = ops(A[rows of e] @ B[e]), with A (M, K), B (E, 
 GatheredConfig: the same with rows of A by an index.
 ScatteredConfig: the same as the first, stored or added to rows of out by an index.
 BlocksConfig:   the same with factors of A's rows and of blocks of B.
+PromotedConfig: the first, of fp8 whose sums of each 128 of K are added up in fp32 registers.
 SumsConfig:     out[e] = A[:, rows of e] @ B[rows of e], with A (M, K), B (K, N), out (E, M, N).
 
 Modes are in torch's order. Both have edges (E): where the rows of each group end. A TMA store
@@ -23,6 +24,7 @@ from cutex.kernels.gemm.config import BARRIERS, GemmConfig
 from cutex.kernels.gemm.grouped.choose import WARP, WITH_CHUNKS, table_bytes
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
+from cutex.kernels.gemm.scaled.fp8.config import PROMOTED
 from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
@@ -198,6 +200,31 @@ class BlocksConfig(GroupedConfig):
             return f"tiles={tiles}: factors are of 1x128 of rows and 128x128 of matrices"
         if (self.product.a.scales, self.product.b.scales) != BLOCKS:
             return "a.scales, b.scales: factors are fp32, of single rows and of blocks of rows"
+        if self.product.b.major != "column":
+            return f"b.major={self.product.b.major}: wgmma reads fp8 along K"
+        return super().why_not(arch)
+
+
+@dataclass(frozen=True)
+class PromotedConfig(GroupedConfig):
+    """A GroupedConfig of fp8 operands whose factors the epilogue multiplies with, and
+    RowBlocksConfig tiles, whose mainloop has none."""
+
+    @property
+    def kind(self) -> str:
+        """The kernel of such tiles."""
+        return "promoted"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        (a, *rest), tiles = super().arguments(), self.product.tiles
+        assert isinstance(tiles, RowBlocksConfig) and isinstance(a, Operand)
+        return (tiles.of_rounds(a), *rest)
+
+    def why_not(self, arch: Arch) -> str | None:
+        """The reason why this config does not fit `arch`, or None."""
+        tiles = self.product.tiles
+        if not isinstance(tiles, RowBlocksConfig) or tiles.recipe != PROMOTED or tiles.narrow:
+            return f"tiles={tiles}: sums of blocks have no factors"
         if self.product.b.major != "column":
             return f"b.major={self.product.b.major}: wgmma reads fp8 along K"
         return super().why_not(arch)

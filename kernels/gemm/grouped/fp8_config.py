@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cutex.kernels.gemm.scaled.fp8.config import FACTORS_ALIGN, Fp8Config
+from cutex.kernels.gemm.scaled.fp8.config import FACTORS_ALIGN, PROMOTED, Fp8Config
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -27,10 +27,14 @@ class RowBlocksConfig(Fp8Config):
 
     @property
     def factor_bytes(self) -> int:
+        if self.recipe == PROMOTED:
+            return 0
         return 4 * (self.part_rows + PITCH) * (self.tile_m // self.part_rows)
 
     @property
     def smem_bytes(self) -> int:
+        if self.recipe == PROMOTED:
+            return super().smem_bytes
         padded = -(-(self.part_rows + PITCH) // FACTORS_ALIGN) * FACTORS_ALIGN
         more = 4 * padded * (self.tile_m // self.part_rows) - self.factor_bytes
         slots = self.num_stages * (self.stage_bytes // self.ctas + more)

@@ -35,6 +35,7 @@ from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
     factors_layout,
 )
 from cutex.kernels.gemm.signature import modes
+from cutex.kernels.gemm.sm90.general import General
 from cutex.schedulers.announced import AnnouncedTiles
 from cutex.schedulers.ragged import RowGroups
 
@@ -105,9 +106,14 @@ class PromoteRows(Promote):
 
     ragged: ClassVar[bool] = True
 
+    @property
+    def groups(self) -> RowGroups:
+        """The rows of each group."""
+        return self.factors[0].groups  # of RowFactors
+
     def is_short(self, tile: WorkTile) -> cutlass.Boolean:
-        c, groups = self.tiles, self.factors[0].groups
-        rows = groups.rows(tile.group) - tile.m * c.tile_m
+        c = self.tiles
+        rows = self.groups.rows(tile.group) - tile.m * c.tile_m
         return rows <= ROWS * c.mma_warpgroups
 
     def store_of(self, epilogue: GroupStore, tile: WorkTile) -> Any:
@@ -117,6 +123,11 @@ class PromoteRows(Promote):
         of_rows, mScale = self.factors  # mScale (E, RestN, RestK)
         mine = of_rows.info, mScale[tile.group, None, None]
         return TileFactors(self.tiles, mine, (of_rows.of(tile), None), tile)
+
+
+def announced_tiles(smem: SmemAllocator, general: General) -> AnnouncedTiles:
+    """Allocate the slots of the tiles of groups that a warp of its own looks up."""
+    return AnnouncedTiles.allocate(smem, ("m", "n", "group"), general.mma_warps.count + 1)
 
 
 class GroupedBlocks(GroupedKernel):
@@ -208,9 +219,7 @@ class GroupedBlocks(GroupedKernel):
         return memory, RowFactors(tiles, factors[0], sF, memory.groups)
 
     def announced_tiles(self, smem: SmemAllocator) -> AnnouncedTiles:
-        """Allocate the slots of the tiles that a warp of its own looks up."""
-        fields, readers = ("m", "n", "group"), self.general.mma_warps.count + 1
-        return AnnouncedTiles.allocate(smem, fields, readers)
+        return announced_tiles(smem, self.general)
 
     def store_of(
         self, maps: tuple[cpasync.TmaInfo, ...], memory: GroupMemory, passed: tuple[Any, ...]

@@ -6,6 +6,7 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
 
 from cutex.arch import arch as arch_named
 from cutex.compile import Argument
@@ -19,6 +20,7 @@ from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.load import LoadAnnounced, LoadTiles
 from cutex.kernels.gemm.sm90.mma import MmaRole, RoleProduct
+from cutex.schedulers.announced import AnnouncedTiles
 from cutex.schedulers.ragged import RaggedTiles, RowGroups
 from cutex.schedulers.raster import Raster, clusters
 
@@ -89,6 +91,10 @@ class GroupedKernel:
         a_major, b_major = (MAJORS[k_major] for k_major in self.config.product.k_major)
         kinds = sA.element_type, sB.element_type
         return wgmma(Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups), sA, sB)
+
+    def announced_tiles(self, smem: SmemAllocator) -> AnnouncedTiles | None:
+        """Allocate the slots of the tiles that a warp of its own looks up; None: each role does."""
+        return None
 
     def announced_load(self, scheduler: Any, announced: Any) -> LoadAnnounced:
         """The load role of AnnouncedTiles."""

@@ -95,6 +95,12 @@ class RowsKernel(GroupedKernel):
         """The store of accumulators."""
         raise NotImplementedError
 
+    def role(self, groups: RowGroups, announced: Any) -> roles.MmaRole:
+        """The MMA role of the tiles of groups."""
+        c = self.tiles
+        role = PingPong if c.pingpong else Cooperative
+        return role(self.config.product, c, self.ragged(groups))
+
     def product_like(self, stored: Any, mOut: cute.Tensor, columns: Int32) -> cute.Tensor:
         """A tensor of the product's sizes (M, N)."""
         raise NotImplementedError
@@ -126,24 +132,26 @@ class RowsKernel(GroupedKernel):
         passed: tuple[Any, ...],
     ) -> None:
         """Run the roles."""
-        c, product = self.tiles, self.config.product
+        product = self.config.product
         most, kind = self.config.most_groups, mOut.element_type
-        memory = GroupMemory.allocate(SmemAllocator(), self.general, (a, b), kind, most)
+        smem = SmemAllocator()
+        memory = GroupMemory.allocate(smem, self.general, (a, b), kind, most)
         sA, sB, sC, groups, _ = memory
         operands = GroupedOperands(a, b, sA, sB, product.k_major, groups=groups)
-        role = (PingPong if c.pingpong else Cooperative)(product, c, self.ragged(groups))
+        tiles = self.announced_tiles(smem)
+        role = self.role(groups, tiles)
         n = cute.size(b.tma_tensor, mode=[0])
         ops = GroupOps(product.ops, passed, n)
         store: Any = self.store(stored, mOut, sC, ops, groups)
         mProduct = self.product_like(stored, mOut, n)
-        self.run(memory, operands, role, store, edges, mProduct)
+        self.run(memory, operands, role, store, edges, mProduct, tiles)
 
 
 class GroupedRows(RowsKernel):
     """The grouped kernel that stores to out (M, N) by TMA."""
 
     name = "sm90_gemm_grouped_rows"
-    dtypes = "bf16", "fp16", "e4m3"
+    dtypes: tuple[str, ...] = ("bf16", "fp16", "e4m3")
 
     def stored(self, mOut: cute.Tensor, passed: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         return store_operand(mOut, self.general.epilogue_slots(mOut.element_type)), passed
