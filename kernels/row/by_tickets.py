@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cutex.compile import Operand
+from cutex.device.pipeline import publish_barriers, sync_cluster
 from cutex.device.row.bulk import BulkRing
 from cutex.device.row.tickets import Places, Tickets
 from cutex.device.row.tile import RowTile
@@ -35,6 +36,13 @@ class ByTickets:
     stages: int
     each: int = 1  # chunks of a ticket, of CTAs alone
     run: Any  # (mX, chunk): this CTA's part of a chunk of rows of mX (M, N), a Run
+
+    def places(self) -> Places:
+        """Where chunks are told; a cluster's barrier is published with those of its sums."""
+        places = Places.allocate(self.stages, self.tile.ctas)
+        if self.tile.ctas > 1:
+            publish_barriers((places.told,))
+        return places
 
     def tickets(self, mX: cute.Tensor, mDrawn: cute.Tensor, groups: Int32) -> Tickets:
         """The chunks of this group: of an odd number of elements of 16 bits, every other one."""
@@ -132,7 +140,27 @@ class ByTickets:
                 ring.full.arrive(slot)
 
     @cute.jit
+    def leave(
+        self, matrices: tuple, chunk: Int32, ring: BulkRing, places: Places, tickets: Tickets,
+        drawn: Drawn, turn: Int32,
+    ) -> Drawn:  # fmt: skip
+        """End a turn, whose rows all threads have overwritten in their slot: start their copy to mY
+        and, once that of the turn before has left its slot, the next one to it."""
+        mX, mY = matrices
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        if cute.arch.warp_idx() == 0:
+            self.run(mY, chunk, mX).store(ring[turn])
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+            drawn = self.next_one(mX, ring, places, tickets, drawn, turn)
+        return drawn
+
+    @cute.jit
     def end(self, tickets: Tickets, ticket: Int32) -> None:
-        """Leave the count of tickets zeroed, in whichever group drew the last one."""
+        """Wait for the last copies, and leave the count of tickets zeroed, in whichever group drew
+        the last one."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
         if (cute.arch.thread_idx()[0] == 0) & self.is_first():
             tickets.end(ticket)
+        if cutlass.const_expr(self.tile.ctas > 1):
+            sync_cluster()  # nobody ends whom others still signal

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument
-from cutex.device.pipeline import publish_barriers, sync_cluster
+from cutex.device.pipeline import publish_barriers
 from cutex.device.row.bulk import BulkRing
 from cutex.device.row.tickets import Places
 from cutex.kernels.row.by_tickets import DRAWN, END, FOREVER, ByTickets
@@ -57,15 +57,13 @@ class NormByTickets(ByTickets, NormBulk):
         mDrawn: cute.Tensor, eps: Float32, groups: Int32,
     ) -> None:  # fmt: skip
         c, tile = self.config, self.tile
-        places = Places.allocate(c.stages, tile.ctas)
-        if cutlass.const_expr(tile.ctas > 1):
-            publish_barriers((places.told,))  # to the cluster with those of the sums
+        places = self.places()
         sums = (relayed if c.relays else repeated)(tile, *c.reduced)
         words = tile.num_threads * c.words
         ring = BulkRing.allocate(mX.element_type, words * 32 // mX.element_type.width, c.stages)
         publish_barriers((ring.full,))
         tickets = self.tickets(mX, mDrawn, groups)
-        ticket, said, taken = self.first_ones(mX, ring, places, tickets)
+        drawn = self.first_ones(mX, ring, places, tickets)
         norm = self.norm(mX, tickets.chunk(tickets.own), optional, sums)
         chunk = later = last = Int32(END)  # of this turn, and of one and two turns later
         chunk = self.arrived(mX, ring, places, norm, Int32(0))
@@ -82,14 +80,7 @@ class NormByTickets(ByTickets, NormBulk):
             if cutlass.const_expr(c.ahead > 0):
                 last = self.arrived(mX, ring, places, norm, turn + c.ahead)
             self.rows((mX, mY), chunk, ring[turn], norm, (turn, Int32(FOREVER)), eps, optional)
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_threads()
-            if cute.arch.warp_idx() == 0:
-                self.run(mY, chunk, mX).store(ring[turn])
-                # the slot of the turn before, whose rows are on their way out
-                cute.arch.cp_async_bulk_wait_group(1, read=True)
-                drawn = ticket, said, taken
-                ticket, said, taken = self.next_one(mX, ring, places, tickets, drawn, turn)
+            drawn = self.leave((mX, mY), chunk, ring, places, tickets, drawn, turn)
             if cutlass.const_expr(c.relays):
                 self.release(norm, turn, Int32(FOREVER))
                 self.relay_of(norm, turn + c.ahead, last)
@@ -101,10 +92,7 @@ class NormByTickets(ByTickets, NormBulk):
             else:
                 chunk = later
                 later = last
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        self.end(tickets, ticket)
-        if cutlass.const_expr(tile.ctas > 1):
-            sync_cluster()  # nobody ends whom others still signal
+        self.end(tickets, drawn[0])
 
     @cute.jit
     def arrived(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cutlass
 from cutlass import Int32, cute
 
 from cutex.compile import Argument
-from cutex.device.pipeline import publish_barriers, sync_cluster
+from cutex.device.pipeline import publish_barriers
 from cutex.device.row.bulk import BulkRing, Run
-from cutex.device.row.tickets import Places
 from cutex.kernels.row.by_tickets import DRAWN, END, FOREVER, ByTickets
 from cutex.kernels.row.kernel import launch_of_groups, reductions
 from cutex.kernels.row.softmax_bulk import RowsBulkConfig, SoftmaxBulk
@@ -44,14 +42,12 @@ class SoftmaxByTickets(ByTickets, SoftmaxBulk):
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor, mDrawn: cute.Tensor, groups: Int32) -> None:
         c, tile, dense = self.config, self.tile, self.dense
-        places = Places.allocate(c.slots, tile.ctas)
-        if cutlass.const_expr(tile.ctas > 1):
-            publish_barriers((places.told,))  # to the cluster with those of the sums
+        places = self.places()
         (reduction,) = reductions(tile, 2, repeated=True, by_cta=True)
         ring = BulkRing.allocate(mX.element_type, dense.elements(mX.element_type.width), c.slots)
         publish_barriers((ring.full,))
         tickets = self.tickets(mX, mDrawn, groups)
-        ticket, said, taken = self.first_ones(mX, ring, places, tickets)
+        drawn = self.first_ones(mX, ring, places, tickets)
         words = dense.words(mX, tickets.chunk(tickets.own))
         turn = Int32(0)
         ring.wait(turn)
@@ -59,21 +55,11 @@ class SoftmaxByTickets(ByTickets, SoftmaxBulk):
         while row != END:
             span = turn, Int32(FOREVER)
             self.row(dense, words, ring[turn], dense.begin(mX, row), reduction, span)
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_threads()
-            if cute.arch.warp_idx() == 0:
-                self.run(mY, row, mX).store(ring[turn])
-                # the slot of the turn before, whose row is on its way out
-                cute.arch.cp_async_bulk_wait_group(1, read=True)
-                drawn = ticket, said, taken
-                ticket, said, taken = self.next_one(mX, ring, places, tickets, drawn, turn)
+            drawn = self.leave((mX, mY), row, ring, places, tickets, drawn, turn)
             turn += 1
             ring.wait(turn)
             row = places[turn]
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        self.end(tickets, ticket)
-        if cutlass.const_expr(tile.ctas > 1):
-            sync_cluster()  # nobody ends whom others still signal
+        self.end(tickets, drawn[0])
 
     def run(self, mX: cute.Tensor, row: Int32, like: cute.Tensor | None = None) -> Run:
         return self.dense.run(mX, row, like)

@@ -13,12 +13,10 @@ from cutex.kernels.row import (
     moments,
     norm_backward_bulk,
     norm_bulk,
-    norm_by_tickets,
     norm_by_words,
     norm_resident,
     softmax,
     softmax_bulk,
-    softmax_by_tickets,
     unequal,
 )
 
@@ -119,6 +117,10 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
         "a number of eight bytes": ("arrive_expecting(4, slot)", "arrive_expecting(8, slot)"),
     },
     (by_tickets, "tickets"): {
+        "a slot taken before its rows have left": (
+            "wait_group(1, read=True)",
+            "wait_group(2, read=True)",
+        ),
         "the chunk of another slot": (
             "places.of_slots, turn % self.stages",
             "places.of_slots, (turn + 1) % self.stages",
@@ -132,27 +134,19 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
         ),
         "drawn in each turn": ("draws = draws & is_next", "pass"),
     },
-    (norm_by_tickets, "tickets"): {
-        "a slot taken before its rows have left": (
-            "wait_group(1, read=True)",
-            "wait_group(2, read=True)",
-        ),
-    },
-    (norm_by_tickets, "tickets, clusters"): {
-        "ended while others signal": ("sync_cluster()  # nobody", "pass  # nobody"),
-    },
     (by_tickets, "tickets, clusters"): {
+        "ended while others signal": ("sync_cluster()  # nobody", "pass  # nobody"),
         "all CTAs draw": ("block_idx_in_cluster()) == 0", "block_idx_in_cluster()) >= 0"),
         "told a turn late": ("places.hear(turn - 1)", "places.hear(turn)"),
     },
-    (softmax_by_tickets, "softmax, tickets"): {
+    (by_tickets, "softmax, tickets"): {
         "a slot taken before its row has left": (
             "wait_group(1, read=True)",
             "wait_group(2, read=True)",
         ),
-        "stored before all are done": ("            cute.arch.sync_threads()\n", ""),
+        "stored before all are done": ("        cute.arch.sync_threads()\n", ""),
     },
-    (softmax_by_tickets, "softmax, tickets, clusters"): {
+    (by_tickets, "softmax, tickets, clusters"): {
         "ended while others signal": ("sync_cluster()  # nobody", "pass  # nobody"),
     },
     (reduction, "softmax, tickets, clusters"): {
@@ -329,7 +323,7 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
             "cute.arch.rcp_approx(folded(e, plus))",
         ),
         "largest without a largest": ("functools.reduce(cute.arch.fmax, x)", "x[0]"),
-        "stored before all are done": ("            cute.arch.sync_threads()\n", ""),
+        "stored before all are done": ("        cute.arch.sync_threads()\n", ""),
         "a part's slot filled too early": (
             "ahead = turn + (c.slots - 1)",
             "ahead = turn + c.slots",
