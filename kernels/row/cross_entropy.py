@@ -130,19 +130,29 @@ class CrossEntropy(RowKernel):
             found = self.of_part(columns, rX.load().to(Float32))
         found = combined(reduction, found)
         if speaks:
-            lse = above(found[0]) + cute.math.log2(found[1]) * LN_2
-            loss = Float32(0)
-            if target != ignored:
-                # no class has such a number: nothing is read there
-                loss = Float32(float("nan"))
-                if columns.holds(target.to(cutlass.Int64)):
-                    loss = lse - (1 - s) * label[0].to(Float32) + z * lse * lse
-                    if cutlass.const_expr(c.smoothed):
-                        loss -= s * found[2]
-            mLse[this.row] = lse
-            mLosses[this.row] = loss
+            options = s, z, ignored
+            self.store_loss(found, columns, target, label, (mLse, mLosses), this.row, options)
         if cutlass.const_expr(totals is not None):
             self.add_up_if_last(mLosses, mTarget, totals, ignored)
+
+    @cute.jit
+    def store_loss(
+        self, found: Values, columns: Columns, target: Any, label: cute.Tensor, to: tuple,
+        row: Int32, options: tuple,
+    ) -> None:  # fmt: skip
+        """Store a row's lse and loss."""
+        mLse, mLosses = to
+        s, z, ignored = options
+        top, log_total = above(found[0]), cute.math.log2(found[1]) * LN_2
+        lse, loss = top + log_total, Float32(0)
+        if target != ignored:
+            # no class has such a number: nothing is read there
+            loss = Float32(float("nan"))
+            if columns.holds(target.to(cutlass.Int64)):
+                mean = found[2] if self.config.smoothed else None
+                loss = apart(top, label[0].to(Float32), mean, s) + log_total + z * lse * lse
+        mLse[row] = lse
+        mLosses[row] = loss
 
     @cute.jit
     def add_up_if_last(self, mLosses, mTarget, totals, ignored) -> None:
@@ -319,6 +329,17 @@ class CrossEntropyBackward(RowKernel):
             rdX.fill(0.0)  # also where a logit is inf or NaN
         if this < rows:
             columns.store(columns.rounded(rdX.load(), mdX), gdX)
+
+
+def apart(top: Float32, label: Float32, mean: Float32 | None, s: Float32) -> Float32:
+    """top - (1 - s) label - s mean; s is 0 where there is no mean.
+
+    NOTE: logits are subtracted from each other before a logarithm is added, which their sum would
+    round off; halves do not overflow where the result does not.
+    """
+    if mean is None:
+        return top - label
+    return (2 - 2 * s) * (top * 0.5 - label * 0.5) + 2 * s * (top * 0.5 - mean * 0.5)
 
 
 def load_now(pointer: cute.Pointer) -> Any:

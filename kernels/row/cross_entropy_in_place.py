@@ -10,6 +10,7 @@ from cutex.device.row.columns import Columns
 from cutex.kernels.row.cross_entropy import (
     LN_2,
     SCALARS,
+    apart,
     one,
     part_of_mean,
 )
@@ -69,15 +70,16 @@ class CrossEntropyInPlace(RowKernel):
         if cutlass.const_expr(c.smoothed):
             sums.append(part_of_mean(columns, x))
         top, total, label, *more = combined(reduction, (own, *sums))
-        lse = above(top) + cute.math.log2(total) * LN_2
-        loss = lse - (1 - s) * label + z * lse * lse
-        if cutlass.const_expr(c.smoothed):
-            loss -= s * more[0]
+        log_total = cute.math.log2(total) * LN_2
+        lse = above(top) + log_total
+        mean = more[0] if c.smoothed else None
+        loss = apart(above(top), label, mean, s) + log_total + z * lse * lse
         if target == options["ignored"]:
             loss, scale = Float32(0), Float32(0)
         elif ~columns.holds(target):
             loss, scale = Float32(float("nan")), Float32(float("nan"))
-        p = e * exp(own - lse)  # 0 in a thread whose logits are all -inf, whatever lse is
+        # 0 in a thread whose logits are all -inf, whatever the others' are
+        p = e * (exp(own - above(top)) / total)
         rdX = cute.make_rmem_tensor((tile.width, tile.vectors), Float32)
         rdX.store((p * (1 + 2 * z * lse) - s / Float32(columns.n)) * scale)
         for i in cutlass.range_constexpr(tile.vectors):

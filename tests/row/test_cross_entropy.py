@@ -53,6 +53,16 @@ def test_smoothed_losses_of_logits_whose_sum_overflows(device, scale):
     near(found[finite], wanted[finite], torch.float32, 64)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_logits_far_from_zero(device, smoothing):
+    x = rows(device, (6, 99)) + 3000
+    target = torch.tensor([0, 98, -100, 50, 1, 0], device=device)
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    wanted = F.cross_entropy(x.double(), target, **options)
+    # what the logarithm of a sum would lose if it was added to a maximum of 3000 is 1.2e-4
+    near(cutex.cross_entropy(x, target, **options), wanted, torch.float32, 3000 * smoothing)
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("n, aligned", [(1000, True), (1001, False)])
 @pytest.mark.parametrize("smoothed", [False, True])
