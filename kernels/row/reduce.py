@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float16, Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.last_arrival import is_last_arrival
-from cutex.device.row.columns import Columns
-from cutex.device.row.reduction import Values, lanes
+from cutex.device.row.columns import Columns, thread_of
+from cutex.device.row.reduction import RowReduction, Values, add, lanes, pairwise
 from cutex.device.row.tile import WARP, RowTile
-from cutex.kernels.row.fold import Fold
+from cutex.kernels.row.fold import DOWN, MOST, Fold, is_finite
 from cutex.kernels.row.kernel import RowKernel, launch_of, matrix, meet, parts_of, reductions
 
 FINISHERS = 8  # warps of a CTA, each of which combines the parts of one result
@@ -72,12 +73,77 @@ class Reduce(RowKernel):
         last = cutlass.min(first + each, parts)
         found = self.walked(gX, columns, first, last)
         meet(tile)
-        found = reduction(found, c.fold.combine)
-        if (this < rows) & columns.is_first_of_row():
-            store_value(c, to, found, (this, block % splits), scale)
+        found = self.combined(reduction, found)
+        speaks, place = (this < rows) & columns.is_first_of_row(), (this, block % splits)
+        again = reduction, gX, columns, (first, last)
+        if cutlass.const_expr(c.fold.kind == "sum" and c.shared == PARTS):
+            low = found[0] * DOWN
+            if cutlass.const_expr(overflows(mX)):  # noqa: SIM102 (the other is traced)
+                if ~is_finite(found[0]):
+                    low = self.lower(*again)
+            found += (low,)
+        if speaks:
+            store_value(c, to, found, place, scale)
+        # NOTE: behind the store, where nobody who does not need it loads its instructions
+        if cutlass.const_expr(c.fold.kind == "sum" and not c.shared and overflows(mX)):
+            self.store_again(again, found[0], speaks, (to, place, scale))
         if cutlass.const_expr(c.shared == PARTS):
             mine = block // splits
             self.finish_if_last(to, mine, splits, rows, scale)
+
+    def combined(self, reduction: RowReduction, found: Values, turn: int = 0) -> Values:
+        """The combination over all threads of a row."""
+        fold, group = self.config.fold, min(self.tile.threads, WARP)
+
+        def gather(found: list[Values], count: int) -> Values:
+            # NOTE: lanes beyond `count` have the same values again
+            whole = fold.kind == "argmax"
+            return fold.lanes(functools.reduce(fold.combine, found), group if whole else count)
+
+        return reduction.of_warps(fold.lanes(found, group), gather, turn)
+
+    @cute.jit
+    def store_again(self, again: tuple, total: Float32, speaks: Boolean, where: tuple) -> None:
+        """Store a sum anew that is not finite, from that of elements scaled down."""
+        to, place, scale = where
+        is_again = ~is_finite(total)
+        speaks = speaks & is_again
+        if cutlass.const_expr(self.tile.threads < WARP):
+            is_again = cute.arch.vote_any_sync(is_again)  # rows of a warp shuffle together
+        if is_again:
+            low = self.lower(*again)
+            if speaks:
+                store_value(self.config, to, (total, low), place, scale)
+
+    @cute.jit
+    def lower(
+        self, reduction: RowReduction, gX: cute.Tensor, columns: Columns, span: tuple[Int32, Int32]
+    ) -> Float32:
+        """The sum of the elements, scaled down, of the parts of a `span` of the row gX (N), which
+        all threads that share it read again."""
+        tile, thread = self.tile, thread_of(self.tile)
+        begin, end = (columns.moved(x).first - thread * tile.width for x in span)
+        begin, end = cutlass.max(begin, 0) + thread, cutlass.min(end, columns.n)
+        low = Float32(0)
+        for column in cutlass.range(begin, end, tile.threads * tile.ctas, unroll=4):
+            low += gX[column].to(Float32) * DOWN
+        if cutlass.const_expr(tile.ctas > 1):
+            low = reduction((low,), add, 1)[0]
+        else:
+            low = self.of_threads(reduction, low)
+        return low
+
+    @cute.jit
+    def of_threads(self, reduction: RowReduction, low: Float32) -> Float32:
+        """A second sum over the threads of this row alone: other rows of the CTA may have none."""
+        tile = self.tile
+        own = lanes((low,), add, min(tile.threads, WARP))
+        if cutlass.const_expr(tile.warps > 1):
+            row = cute.arch.thread_idx()[0] // tile.threads
+            reduction.start(own, 1)
+            cute.arch.barrier(barrier_id=1 + row, number_of_threads=tile.threads)
+            own = reduction.finish(pairwise(add), 1, 2)
+        return own[0]
 
     @cute.jit
     def walked(self, gX: cute.Tensor, columns: Columns, first: Int32, last: Int32) -> Values:
@@ -90,26 +156,39 @@ class Reduce(RowKernel):
             rHere.store(rX.load())
             rX.fill(fold.fill)
             columns.moved(part + 1).fetch(gX, rX)  # on its way while this one is counted
-            found = fold.combine(found, self.of_part(columns.moved(part), rHere))
+            found = fold.combine(found, self.of_part(gX, columns.moved(part), rHere))
         return found
 
     @cute.jit
-    def of_part(self, columns: Columns, rX: cute.Tensor) -> Values:
-        """The value of a thread's elements (V, NumV) of one part."""
-        fold, tile = self.config.fold, self.config.tile
-        values = []
-        for i in cutlass.range_constexpr(tile.vectors):
-            for j in cutlass.range_constexpr(tile.width):
-                column = columns.first + i * columns.step + j
-                value = fold.of(rX[j, i].to(Float32), column)
-                if cutlass.const_expr(fold.kind == "argmax"):
-                    there = columns.holds(column)
-                    value = tuple(
-                        cutlass.select_(there, a, b)
-                        for a, b in zip(value, fold.start(), strict=True)
-                    )
-                values.append(value)
-        return tree(fold, values)
+    def of_part(self, gX: cute.Tensor, columns: Columns, rX: cute.Tensor) -> Values:
+        """The value of a thread's elements (V, NumV) of one part of a row gX (N)."""
+        fold = self.config.fold
+        if cutlass.const_expr(fold.kind == "argmax"):
+            return self.first_of_part(gX, columns, rX)
+        x = elements(rX)
+        return tree(fold, [fold.of(value, Int32(0)) for value in x])
+
+    @cute.jit
+    def first_of_part(self, gX: cute.Tensor, columns: Columns, rX: cute.Tensor) -> Values:
+        """The same of an "argmax": the largest element, then its first place. Where the largest is
+        -inf, which elements outside the row are, too, or NaN, elements are read one by one."""
+        fold, tile = self.config.fold, self.tile
+        x = [value if fold.sign == 1 else -value for value in elements(rX)]
+        places = [i * columns.step + j for i in range(tile.vectors) for j in range(tile.width)]
+        top = tree(replace(fold, kind="max"), [(value,) for value in x])[0]
+        found = fold.start()
+        if top > -Float32.inf:
+            at = Int32(MOST)
+            for value, place in zip(reversed(x), reversed(places), strict=True):
+                at = cutlass.select_(value == top, Int32(place), at)
+            found = fold.key_of(top, columns.first + at)
+        else:
+            for i in cutlass.range(tile.vectors, unroll=1):
+                for j in cutlass.range(tile.width, unroll=1):
+                    column = columns.first + i * columns.step + j
+                    if columns.holds(column):
+                        found = fold.combine(found, fold.of(gX[column].to(Float32), column))
+        return found
 
     @cute.jit
     def finish_if_last(
@@ -149,11 +228,22 @@ def results(c: Any, count: Callable[[Mapping[str, int]], int]) -> tuple[Operand,
 
     def bounds(numbers: Mapping[str, int]) -> tuple[Bound, ...]:
         """The bounds of a launch's partial results, all of which are combined."""
-        count, splits = c.fold.count, numbers["splits"]
+        count, splits = c.fold.words, numbers["splits"]
         return Bound("words", count, count), Bound("parts", splits, splits)
 
     parts = Operand("parts", sizes, "fp32", aligned=False, whole=False, bounds_by=bounds)
     return (out, parts) if c.shared == PARTS else (out,)
+
+
+def elements(rX: cute.Tensor) -> list[Float32]:
+    """The elements of rX (V, NumV), in fp32."""
+    width, vectors = rX.shape
+    return [rX[j, i].to(Float32) for i in range(vectors) for j in range(width)]
+
+
+def overflows(mX: cute.Tensor) -> bool:
+    """Whether a sum of elements may be no number of fp32: of 2^31 of fp16 it is."""
+    return mX.element_type is not Float16
 
 
 def tree(fold: Fold, values: list[Values]) -> Values:
@@ -172,7 +262,7 @@ def store_value(
     """Store one result, or this CTA's partial result, at `place` (result, split)."""
     out, split = place
     if cutlass.const_expr(c.shared == PARTS):
-        for word in cutlass.range_constexpr(c.fold.count):
+        for word in cutlass.range_constexpr(c.fold.words):
             to[1][word, out, split] = found[word]
     elif cutlass.const_expr(c.shared == ATOMICS):
         at = cute.domain_offset((out,), to[0]).iterator
@@ -195,9 +285,10 @@ def finish_parts(
     lane = cute.arch.lane_idx()
     for out in cutlass.range(results[0] + cute.arch.warp_idx(), results[1], warps, unroll=1):
         found = c.fold.start()
+        found += (Float32(0),) * (c.fold.words - c.fold.count)
         for split in cutlass.range(lane, cute.size(mParts, mode=[2]), WARP, unroll=16):
-            value = tuple(mParts[word, out, split] for word in range(c.fold.count))
+            value = tuple(mParts[word, out, split] for word in range(c.fold.words))
             found = c.fold.combine(found, value)
-        found = lanes(found, c.fold.combine, WARP)
+        found = c.fold.lanes(found, WARP)
         if lane == 0:
             mOut[out] = c.fold.result(found, scale).to(mOut.element_type)

@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument, Operand
 from cutex.device.row.reduction import Values
 from cutex.device.row.tile import VECTOR_BYTES, WARP
-from cutex.kernels.row.fold import Fold
+from cutex.kernels.row.fold import DOWN, Fold, is_finite
 from cutex.kernels.row.kernel import ARCHS
 from cutex.kernels.row.reduce import (
     FINISHERS,
@@ -119,6 +119,8 @@ class ReduceColumns:
                 for other in cutlass.range(1, c.rows, unroll=4):
                     more = tuple(words[at, other, word] for word in range(c.fold.count))
                     value = c.fold.combine(value, more)
+                if cutlass.const_expr(c.fold.kind == "sum"):
+                    value = with_low(value, mX[outer, None, column], first, last)
                 store_value(c, to, value, (outer * columns + column, split), scale)
 
     @cute.jit
@@ -172,3 +174,15 @@ class ReduceColumns:
     def kernels(self) -> dict[str, Any]:
         columns = {"columns": type(self).by_columns}
         return {**columns, "finish": type(self).finish} if self.config.shared == PARTS else columns
+
+
+@cute.jit
+def with_low(found: Values, gX: cute.Tensor, first: Int32, last: Int32) -> Values:
+    """A sum over rows `first` to `last` of a column gX (R) and, if it is not finite, that of
+    elements scaled down: one thread reads them again."""
+    total, low = found[0], found[0] * DOWN
+    if ~is_finite(total):
+        low = Float32(0)
+        for row in cutlass.range(first, last, unroll=8):
+            low += gX[row].to(Float32) * DOWN
+    return total, low

@@ -9,6 +9,7 @@ import torch
 from row_calls import rows
 
 import cutex
+from cutex.kernels.row import choose
 from cutex.ops.row.reduce import _config, few_lanes
 from cutex.ops.row.rows import COLUMNS
 
@@ -88,6 +89,40 @@ def test_infinities_and_nans(device, dim):
         assert torch.equal(cutex.reduce(x, op, dim), wanted_of(x, op, dim))
     x.fill_(-inf)
     assert cutex.reduce(x, "argmax", dim).eq(0).all() and cutex.reduce(x, "max", dim).eq(-inf).all()
+
+
+OVERFLOWS = [
+    ((7, 99), 1, True), ((7, 99), 0, True), ((65_003,), None, True), ((5, 301), 1, True),
+    ((9001,), None, False), ((3, 9001), 1, False), ((2, 500, 33), 1, False),
+]  # fmt: skip
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("shape, dim, few", OVERFLOWS)
+def test_sums_of_which_parts_overflow(device, shape, dim, few, monkeypatch):
+    if not few:
+        monkeypatch.setattr(choose, "FEW", 0)
+    x = rows(device, shape).abs().clamp(0.2, 3) * 1e38
+    half = x.shape[dim or 0] // 2
+    x.narrow(dim or 0, half, half).copy_(-x.narrow(dim or 0, 0, half).flip(dim or 0))
+    assert not x.cumsum(dim or 0).isfinite().all()
+    check(x, "sum", dim)
+    check(x.abs(), "mean", dim)
+    x[(1,) * x.dim()] = torch.inf
+    found, wanted = cutex.reduce(x, "sum", dim), wanted_of(x, "sum", dim)
+    assert torch.equal(found.isfinite(), wanted.isfinite()) and found.amax() == torch.inf
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("shape, dim", [((7, 99), -1), ((70_001,), None)])
+@pytest.mark.parametrize("op", ["argmax", "argmin"])
+def test_first_places_among_infinities_and_nans(device, shape, dim, op):
+    x = rows(device, shape).round()
+    worst = torch.full_like(x, -torch.inf if op == "argmax" else torch.inf)
+    worst[..., 3] = x[..., 3]
+    x[..., 40::3], x[..., 41::5] = torch.nan, -torch.nan
+    for y in (x, worst, worst.clone().fill_(worst.view(-1)[0])):
+        assert torch.equal(cutex.reduce(y, op, dim), wanted_of(y, op, dim))
 
 
 @pytest.mark.sweep(6)

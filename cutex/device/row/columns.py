@@ -30,10 +30,7 @@ class Columns:
     @staticmethod
     def of(tile: RowTile, gX: cute.Tensor) -> Columns:
         """This thread's columns of gX (N), and of every row with the same offset from a vector."""
-        thread = cute.arch.thread_idx()[0] % tile.threads
-        if tile.ctas > 1:
-            thread += cute.arch.block_idx_in_cluster() * tile.threads
-        first = thread * tile.width
+        first = thread_of(tile) * tile.width
         if not tile.aligned:
             bytes_ = gX.element_type.width // 8
             first -= Int32(gX.iterator.toint() // bytes_ % tile.width)
@@ -301,6 +298,14 @@ class Columns:
         align = min(width * bits // 8, VECTOR_BYTES)
         p = cute.make_ptr(gX.element_type, start, cute.AddressSpace.gmem, assumed_align=align)
         return cute.make_tensor(p, cute.make_layout(width))
+
+
+def thread_of(tile: RowTile) -> Int32:
+    """The number of a thread among those that share its row."""
+    thread = cute.arch.thread_idx()[0] % tile.threads
+    if tile.ctas > 1:
+        thread += cute.arch.block_idx_in_cluster() * tile.threads
+    return Int32(thread)
 
 
 def window(words: list[Int32], first: Int32, bits: int) -> list[Int32]:

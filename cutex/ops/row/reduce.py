@@ -42,7 +42,7 @@ def reduce(
     deterministic: few results are shared by many CTAs. By default each CTA stores its part, and the
         parts are combined in a fixed order, by the last CTA to finish or by a second kernel, so
         that results are bitwise reproducible. With False, a sum's parts are added atomically, in
-        any order.
+        any order, and may overflow where all of them together do not.
 
     Returns x's dtype, rounded once, or int64 for argmax and argmin. Differentiable once; the
     gradient of a max or min is shared by equal elements, as in torch.amax. Raises TypeError or
@@ -242,7 +242,7 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     launch.makes("out", shape if in_place else kept, made, 1)
     names = ["x", "out"]
     if splits > 1 and not atomics:
-        launch.makes("parts", (config.fold.count, outs, splits), torch.float32)
+        launch.makes("parts", (config.fold.words, outs, splits), torch.float32)
         names.append("parts")
         if inner == 1:
             launch.keeps("counts", -(-outer // config.tile.rows))
