@@ -10,7 +10,8 @@ complete, while the rest is still S.
 Changed since stage 6: `rows` (TentativeRowLoop), and after how many columns of P the second product
 starts.
 
-From S to the first P it is one pass over a row instead of two.
+From S to the first P it is one pass over a row instead of two. A softmax thread spills two to four
+words: what it knows of its tile and, at head dim 128, its reference, which it reads once a block.
 """
 
 from __future__ import annotations
