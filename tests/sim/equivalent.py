@@ -243,7 +243,7 @@ def _unused(subject: Subject, site: Site) -> str:
 
 Reason = Callable[[Subject, Site], str]
 REASONS: dict[str, tuple[Reason, ...]] = {
-    "an mbarrier's wait": (_first_phase,),
+    "an mbarrier's wait": (_first_phase, _ordered_anyway),
     "an mbarrier's arrival": (_never_waited_for,),
     "an mbarrier's arrival, earlier": (_never_waited_for, _own_waits, _ordered_anyway),
     "an mbarrier's initialisation": (_never_used,),
