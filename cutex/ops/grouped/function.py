@@ -18,6 +18,7 @@ from cutex.ops.grouped.checks import (
     check_target,
     check_tensor,
 )
+from cutex.ops.grouped.gathered import gathered_rows
 from cutex.ops.grouped.launch import repeated, way
 from cutex.ops.grouped.registered import GATHERED, grouped_rows, grouped_sums, run_rows
 from cutex.ops.number import check_flag
@@ -78,7 +79,7 @@ def grouped_mm(
 
     Rows of no group (from offs[-1] or from counts[e] on) are neither read nor written: in the
     result they are uninitialised, as in torch; in a gradient they are zeros. Differentiable in x, w
-    and bias, to any order.
+    and bias, to any order; gradients of gathered rows are added up in fp32, in one order.
 
     Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
     not supported, and without a Hopper or Blackwell GPU.
@@ -152,7 +153,7 @@ def _gathered(
     given = [t for t in (x, w, bias, row_scale) if t is not None]
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
         return GATHERED(x, w, edges, index, bias, activation, row_scale, ragged)
-    rows = x if index is None else x.index_select(0, index)
+    rows = x if index is None else gathered_rows(x, index)
     y = _rows(rows, w, edges, bias, activation, padded=False, ragged=ragged)
     if row_scale is None:
         return y

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cutex.ops.grouped import grouped_mm
 from cutex.ops.grouped.checks import DTYPES, MOST_GROUPS
+from cutex.ops.grouped.gathered import gathered_rows
 from cutex.ops.mixture.routing import route
 
 NAME = "cutex"
@@ -42,7 +43,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     if not self.is_transposed:
         up, down = up.mT, down.mT
     routing = route(top_k_index, experts)
-    rows = hidden_states.to(up.dtype).index_select(0, routing.tokens)
+    rows = gathered_rows(hidden_states.to(up.dtype), routing.tokens)
     biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
     y = self._apply_gate(grouped_mm(rows, up, routing.offs, bias=biases[0], ragged=True))
     z = grouped_mm(y, down, routing.offs, bias=biases[1], ragged=True)
