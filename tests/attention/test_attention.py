@@ -161,9 +161,7 @@ def test_bands_off_the_diagonal(place, window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head_dim", "in_registers"), [(96, 64), pytest.param(256, 128, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("head_dim", "in_registers"), [(128, 128), (256, 64), (256, 128)])
 def test_columns_of_q_in_registers_and_the_others_in_smem(place, head_dim, in_registers):
     case = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=70, seqlen_k=130)
     inputs, results = case.inputs(place.device), []
