@@ -13,12 +13,16 @@ from flash_attn_calls import call
 
 import cutex
 from cutex.device.attention.block_info import Band, BlockInfo
+from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.signature import KernelArgs
 from cutex.kernels.attention.backward.tail import Ramp, RampTail, Tail, spare_sums
 from cutex.kernels.attention.backward.tiles import (
+    HeadParts,
     Rotation,
     Sizes,
+    Tile,
     key_block,
     tile_order,
     tiles_ahead,
@@ -267,6 +271,61 @@ def test_few_tiles_are_cut(sizes):
     with cutex.ops.simulated("sm_90a"):
         c = own_backward.config_for(AttentionCall(q, k, k, causal=causal), dlse=False)
     assert (c.head_dim, c.spread) == CUT[sizes]
+
+
+# head dims, heads, heads of K and V, what else: the parts that query heads are divided into
+DIVIDED = {
+    ((128, 128), 8, 1, "packed"): 8,
+    ((128, 128), 8, 2, "window"): 2,
+    ((64, 64), 8, 1, "window"): 4,
+    ((128, 128), 8, 8, "packed"): 1,
+    ((128, 128), 8, 1, "one order"): 8,
+    ((256, 256), 8, 1, ""): 4,
+    ((192, 128), 8, 8, ""): 1,
+    ((96, 96), 8, 1, "window"): 4,
+    ((128, 128), 8, 1, "soft cap"): 8,
+}
+
+
+@pytest.mark.parametrize("of", DIVIDED, ids=str)
+def test_heads_that_share_keys_are_divided_where_tiles_are_few(of):
+    dims, heads, heads_kv, what = of
+    memory, rows = torch.empty(1, dtype=torch.bfloat16), 4096
+    start = (rows,) if what == "packed" else (1, rows)
+    q, k, v = (
+        memory.expand(*start, n, d)
+        for n, d in ((heads, dims[0]), (heads_kv, dims[0]), (heads_kv, dims[1]))
+    )
+    more = {"window_size": (512, 0)} if what == "window" else {"causal": True}
+    more |= {"softcap": 3.0} if what == "soft cap" else {}
+    if what == "packed":
+        cu = torch.tensor([0, rows], dtype=torch.int32)
+        more |= {f"cu_seqlens_{x}": cu for x in "qk"} | {f"max_seqlen_{x}": rows for x in "qk"}
+    with cutex.ops.simulated("sm_90a"):
+        call = AttentionCall(q, k, v, deterministic=what == "one order", **more)
+        c = own_backward.config_for(call, dlse=False)
+    parts = own_backward.parts_of_heads(call, c) if c.head_parts else 1
+    assert (c.head_dim, parts, c.why_not()) == (dims[0], DIVIDED[of], None)
+
+
+@pytest.mark.parametrize("lengths", [None, (7, 0, 64, 65, 200, 1, 1, 128)])
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_sums_of_parts_of_heads_are_kept_apart(ctas, lengths):
+    """A pair of CTAs has a tile each, the second one maybe without keys."""
+    config = BackwardConfig(head_dim=256, head_dim_v=256, tile_n=64, pairs=ctas == 2)
+    config = replace(config, head_parts=True, varlen_k=lengths is not None)
+    rows = lengths or (130, 130)
+    sizes = Sizes(3 * 4, 1, 0, sum(lengths or (130,)), -(-max(rows) // 64), len(rows))
+    parts, taken = HeadParts.of(config, KernelArgs(head_parts=4), sizes), []
+    for batch, (first, length) in enumerate(zip(accumulate((0, *rows)), rows, strict=False)):
+        for n_block in range(-(-length // (64 * ctas)) * ctas):
+            for head in range(12):
+                seq = SeqlenInfo(first, length)
+                tile = Tile(n_block, head, batch, seq, seq, head_parts=4)
+                if parts.part(tile) < 3:
+                    taken.append(parts.share(config, tile, parts.part(tile)))
+    per_head = -(-130 // (64 * ctas)) * 2 if lengths is None else sum(rows) // (64 * ctas) + 8
+    assert len(set(taken)) == len(taken) and max(taken) < 3 * 3 * per_head * ctas
 
 
 @pytest.mark.sweep(3)

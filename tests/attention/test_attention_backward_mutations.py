@@ -79,8 +79,13 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
     given |= {"seqused_q": inputs.seqused_q, "seqused_k": inputs.seqused_k}
     given |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
     given |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+    given |= {"head_parts": case.heads_q // case.heads_kv}
     unwritten = 0.0 if case.varlen else torch.nan
     tiles = -(-case.seqlen_q // config.tile_m) * case.batch * case.heads_q
+    shares = config.num_ctas
+    if config.head_parts:
+        count = -(-case.seqlen_k // (config.key_ctas * config.tile_n)) + 1
+        shares = count * config.key_ctas * case.batch * case.heads_q
     if case.lengths_q is not None:
         tiles = (inputs.q.shape[0] // config.tile_m + case.batch) * case.heads_q
     for order in orders:
@@ -90,8 +95,8 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
         found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)
         found["ranks"] = torch.full((case.batch + 1, 3), 9, dtype=torch.int32)
         found["zeroed"] = torch.full((case.batch * case.heads_kv,), 9, dtype=torch.int32)
-        found["counter"] = torch.zeros(2 + 8 * config.num_ctas, dtype=torch.int32)
-        found["partials"] = torch.full((config.num_ctas, config.partial_numbers), torch.nan)
+        found["counter"] = torch.zeros(2 + config.sum_warps * shares, dtype=torch.int32)
+        found["partials"] = torch.full((shares, config.partial_numbers), torch.nan)
         values = [(given | found)[name] for name in kernel.argument_names]
         try:
             simulate(kernel, *values, **order)

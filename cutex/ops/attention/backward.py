@@ -47,22 +47,40 @@ def gradients(
     return torch_backward.gradients(call, grad_out, out, lse, grad_lse)
 
 
+def gradients_with_sink(
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and the sink."""
+    plan = own_backward.plan_for(call, grad_out, out, grad_lse, sink=True)
+    if plan is None:
+        found = gradients(call, grad_out, out, lse, grad_lse)
+        return *found, sink_gradient(call, grad_out, out, lse, grad_lse)
+    delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    found = plan(call, grad_out, out, lse, grad_lse, delta)
+    return *found, sum_of_sink(call, lse, delta)
+
+
 def sink_gradient(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> Tensor:
-    """The gradient of the sink, (heads,): its probability times the gradient of LSE less the row's
-    sum of grad_out * out."""
+    """The gradient of the sink, (heads,)."""
+    delta = row_products(grad_out, out).transpose(-1, -2)  # (.., heads, rows)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    return sum_of_sink(call, lse, delta)
+
+
+def sum_of_sink(call: AttentionCall, lse: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of the sink: less its probability times `delta`, (.., heads, rows), a row's sum
+    of grad_out * out less the gradient of LSE."""
     sink = call.learnable_sink
     assert sink is not None
-    change = -row_products(grad_out, out).transpose(-1, -2)  # (.., heads, rows)
-    if grad_lse is not None:
-        change = change + grad_lse
     mine = rows_of_sequences(call)
     if mine is not None:  # other rows hold anything
-        change = change.where(mine[..., None, :], 0.0)
+        delta = delta.where(mine[..., None, :], 0.0)
     share = torch.exp(sink.float()[:, None] - lse)
     rows = [d for d in range(lse.dim()) if d != lse.dim() - 2]
-    return torch.where(change == 0, 0.0, share * change).sum(rows).to(sink.dtype)
+    return torch.where(delta == 0, 0.0, share * -delta).sum(rows).to(sink.dtype)
 
 
 def row_products(grad_out: Tensor, out: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.kernels.attention.backward.choose import CONFIGS, Config, fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.tail import (
@@ -50,6 +52,10 @@ FEW = 8  # tiles of keys a CTA, up to which `rotated` pays at head dim 64, too
 # head dims whose tiles are never cut; those of a kernel that cuts them, and what its steps take of
 # the others' time
 UNCUT, CUT, WIDER = (96, 96), (128, 128), 1.25
+# tiles of one sequence for each CTA, up to which query heads may be divided; the queries that take
+# the time of a further part, with its sums; of the steps before, the most that it may take
+FEW_PARTS, PART_COST, WORTH = 2, 512, 0.9
+ALIKE = 0.75  # of the longest tile's steps, which the mean of tiles that take equally long exceeds
 UNTIMED = ("sm_100a", "sm_103a")  # whose kernels have run in the simulator only
 
 
@@ -68,23 +74,27 @@ def why_not(call: AttentionCall) -> str | None:
 
 
 def plan_for(
-    call: AttentionCall, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None
+    call: AttentionCall,
+    grad_out: Tensor,
+    out: Tensor,
+    grad_lse: Tensor | None,
+    sink: bool = False,
 ) -> Plan | None:
-    """The plan of a call's gradients; None if our kernels do not compute them, or there is nothing
-    to compute."""
+    """The plan of a call's gradients, with `sink` one that also returns delta; None if our kernels
+    do not compute them, or there is nothing to compute."""
     tensors = (call.q, call.k, call.v, grad_out, out, grad_lse, call.cu_seqlens_q,
                call.cu_seqlens_k, call.seqused_q, call.seqused_k)  # fmt: skip
     key = (
         *[None if x is None else (x.shape, x.stride(), x.data_ptr() % ALIGN) for x in tensors],
         call.alibi_slopes is None, call.q.dtype, call.q.device, call.max_seqlen_q,
         call.max_seqlen_k, call.softmax_scale, call.causal, tuple(call.window_size), call.softcap,
-        call.deterministic, torch.are_deterministic_algorithms_enabled(),
+        call.deterministic, torch.are_deterministic_algorithms_enabled(), sink,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None and why_not(call) is None and not is_empty(call, out):
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(call, grad_out, out, grad_lse is not None)
+        plan = _plans[key] = Plan(call, grad_out, out, grad_lse is not None, sink)
     return plan
 
 
@@ -95,8 +105,10 @@ _plans: dict[tuple[Any, ...], Plan] = per_device({})
 class Plan:
     """The kernel for one call's gradients, and what is allocated and prepared for them."""
 
-    def __init__(self, call: AttentionCall, grad_out: Tensor, out: Tensor, dlse: bool) -> None:
-        c = self.config = config_for(call, dlse)
+    def __init__(
+        self, call: AttentionCall, grad_out: Tensor, out: Tensor, dlse: bool, sink: bool = False
+    ) -> None:
+        c = self.config = config_for(call, dlse, sink)
         self.compiled = kernel_for(c, DTYPES[call.q.dtype], arch_of(call.q.device))
         self.device = call.q.device
         one_list = {"q": c.used_q and not c.varlen_q, "k": c.used_k and not c.varlen_k}
@@ -111,8 +123,12 @@ class Plan:
         self.empty_k = torch.zeros_like if c.ragged_k else torch.empty_like
         self.tiles = num_tiles(call, c)
         self.numbers = scalars(call, c)
-        spare = spare_sums(tail_of_call(call, c)) if c.spread else 0
-        self.partials = (max(spare, 1), c.partial_numbers) if c.spread else None
+        spare = 0
+        if c.spread:
+            spare = spare_sums(tail_of_call(call, c))
+        elif c.head_parts:
+            spare = kept_parts(call, cast(BackwardConfig, c))
+        self.partials = (max(spare, 1), c.partial_numbers) if c.spread or c.head_parts else None
         self.counter = flags_of(self.device, COUNTER + c.sum_warps * spare)
         self.launch: Callable[..., None] | None = None
 
@@ -127,8 +143,11 @@ class Plan:
         out: Tensor,
         lse: Tensor,
         grad_lse: Tensor | None,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, contiguous; those of rows of no sequence are 0."""
+        """The gradients of q, k and v, contiguous; those of rows of no sequence are 0. A plan with
+        a sink writes `delta`, (.., heads, rows), of the rows of sequences: the sum of grad_out *
+        out less the gradient of LSE."""
         c, operand = self.config, self.operand
         q, k, v = operand("q", call.q), operand("k", call.k), operand("v", call.v)
         do, o = operand("do", grad_out), operand("o", out)
@@ -139,7 +158,7 @@ class Plan:
         sums = torch.empty((self.tiles, c.tile_m * c.head_dim), **kind)
         kind["dtype"] = torch.int32
         in_turn = [torch.empty((self.tiles, c.turns), **kind)] if c.deterministic else []
-        if c.counted:
+        if c.counted or c.head_parts:
             in_turn.append(self.counter())
         if c.late_zeros:
             in_turn.append(torch.empty(call.batch * call.heads[1], **kind))
@@ -147,11 +166,14 @@ class Plan:
             in_turn.append(torch.empty(self.partials, dtype=torch.float32, device=self.device))
         if c.ranked:
             in_turn.append(torch.empty((call.batch + 1, 3), **kind))
-        of_lse = [] if grad_lse is None else [grad_lse.float()]
+        of_rows = [] if grad_lse is None else [grad_lse.float()]
+        if delta is not None:
+            of_rows.append(delta)
         given = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
         lengths = [x.contiguous() for x in given if x is not None]
         arguments = (
-            q, k, v, o, do, lse, dq, dk, dv, stats, sums, *in_turn, *of_lse, *lengths, *self.numbers
+            q, k, v, o, do, lse, dq, dk, dv, stats, sums, *in_turn, *of_rows, *lengths,
+            *self.numbers,
         )  # fmt: skip
         with current(self.device):
             if self.launch is None:
@@ -165,19 +187,19 @@ def is_empty(call: AttentionCall, out: Tensor) -> bool:
     return 0 in (*out.shape, call.batch, longest_q(call), longest_k(call))
 
 
-def config_for(call: AttentionCall, dlse: bool) -> Config:
+def config_for(call: AttentionCall, dlse: bool, sink: bool = False) -> Config:
     dims = kernel_dims(*call.head_dims)
     assert dims is not None, "check refuses other head dims"
-    found = of_dims(call, dlse, *dims)
+    found = of_dims(call, dlse, sink, *dims)
     if dims == UNCUT and isinstance(found, BackwardConfig):
-        wider = of_dims(call, dlse, *CUT)
+        wider = of_dims(call, dlse, sink, *CUT)
         assert isinstance(wider, BackwardConfig)
         if wider.spread and WIDER * most_steps(call, wider) < most_steps(call, found):
             return wider
     return found
 
 
-def of_dims(call: AttentionCall, dlse: bool, head_dim: int, head_dim_v: int) -> Config:
+def of_dims(call: AttentionCall, dlse: bool, sink: bool, head_dim: int, head_dim_v: int) -> Config:
     """The config of a call by the kernel of these head dims."""
     left, right = call.window
     target = arch_of(call.q.device)
@@ -196,17 +218,22 @@ def of_dims(call: AttentionCall, dlse: bool, head_dim: int, head_dim_v: int) -> 
             used_k=call.seqused_k is not None,
             softcap=call.softcap != 0,
             dlse=dlse,
+            sink=sink,
             deterministic=call.deterministic or torch.are_deterministic_algorithms_enabled(),
         ),
         DTYPES[call.q.dtype],
     )
     tiles = -(-call.k.shape[-3] // found.tile_n) * call.batch * call.heads[1]
-    if isinstance(found, BackwardConfig) and found.may_rotate and tiles <= FEW * num_sms:
-        return replace(found, rotated=True)
-    if isinstance(found, BackwardConfig) and found.may_ramp and pays_to_cut(call, found):
+    if not isinstance(found, BackwardConfig):
+        return found
+    if found.may_rotate and tiles <= FEW * num_sms:
+        found = replace(found, rotated=True)
+    if found.may_ramp and pays_to_cut(call, found):
         return replace(found, spread=True, late_zeros=False)
-    if isinstance(found, BackwardConfig) and found.spread and waits_for_zeros(call, found):
+    if found.spread and waits_for_zeros(call, found):
         return replace(found, late_zeros=False)
+    if not found.spread and parts_of_heads(call, found) > 1:
+        return replace(found, head_parts=True, late_zeros=False)
     return found
 
 
@@ -256,6 +283,77 @@ def waits_for_zeros(call: AttentionCall, config: BackwardConfig) -> bool:
     return tail_of_call(call, config).whole == 0 and call.q.shape[-3] >= MANY_ZEROS
 
 
+class Load(NamedTuple):
+    """The work of a call by tiles of keys, in steps of a block of queries of one head; of packed
+    sequences as if all were as long as the longest."""
+
+    tiles: float
+    longest: float
+    mean: float
+
+    @staticmethod
+    def of(call: AttentionCall, config: BackwardConfig) -> Load:
+        left, right = call.window
+        band = Band(None if left is None else -left, right)
+        rows_k, (heads, heads_kv) = int(longest_k(call)), call.heads
+        blocks = blocks_seen(
+            BlockInfo(config.tile_m, config.tile_n, band), int(longest_q(call)), rows_k
+        )
+        alike: float = call.batch
+        if call.cu_seqlens_k is not None:
+            alike = min(alike, call.k.shape[0] / rows_k)
+        group, count = heads // heads_kv, len(blocks)
+        mean = sum(blocks) / count
+        return Load(count * heads_kv * alike, group * max(blocks), group * mean)
+
+    def steps(self, ctas: int, parts: int, cost: int) -> float:
+        """The steps of the CTA that takes the most, where each tile is a number of parts."""
+        more = cost if parts > 1 else 0
+        rounds = self.tiles * parts / ctas
+        # NOTE: short tiles fill the gaps that long ones leave
+        rounds = max(ceil(rounds) if self.mean > ALIKE * self.longest else rounds, 1)
+        return max(rounds * (self.mean / parts + more), self.longest / parts + more)
+
+
+@lru_cache(maxsize=64)
+def blocks_seen(info: BlockInfo, rows_q: int, rows_k: int) -> list[int]:
+    """How many blocks of queries see each block of keys of a sequence."""
+    found = []
+    for n_block in range(-(-rows_k // info.tile_n)):
+        blocks = info.m_blocks(n_block, rows_q, rows_k)
+        found.append(max(int(blocks.end - blocks.first), 0))
+    return found
+
+
+def parts_of_heads(call: AttentionCall, config: BackwardConfig) -> int:
+    """The number of parts that the query heads of each head of K and V are divided into: few, but
+    enough that the longest tile takes no longer than an equal share of all."""
+    heads, heads_kv = call.heads
+    group, cost = heads // heads_kv, cost_of_part(config)
+    tiles = -(-longest_k(call) // config.tile_n) * heads_kv
+    if group == 1 or tiles > FEW_PARTS * config.num_ctas:
+        return 1
+    load = Load.of(call, config)
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    found = min(divisors, key=lambda n: load.steps(config.num_ctas, n, cost))
+    pays = load.steps(config.num_ctas, found, cost) < WORTH * load.steps(config.num_ctas, 1, cost)
+    return found if pays else 1
+
+
+def cost_of_part(config: BackwardConfig) -> int:
+    """The steps that a further part takes, with its sums."""
+    # NOTE: CTAs that begin together wait for the adds of each other, less if of more heads
+    return 0 if config.flips else PART_COST // config.tile_m
+
+
+def kept_parts(call: AttentionCall, config: BackwardConfig) -> int:
+    """The shares of the parts whose sums are kept for a tile's last one (tiles.HeadParts)."""
+    tile, rows = config.key_ctas * config.tile_n, call.k.shape[-3]
+    tiles = rows // tile + call.batch if config.varlen_k else -(-rows // tile) * call.batch
+    parts = parts_of_heads(call, config)
+    return tiles * config.key_ctas * call.heads[1] * (parts - 1)
+
+
 def most_steps(call: AttentionCall, config: BackwardConfig) -> int:
     """The steps of the CTA that takes the most, of a call whose sequences have one length."""
     tail = tail_of_call(call, config)
@@ -263,6 +361,9 @@ def most_steps(call: AttentionCall, config: BackwardConfig) -> int:
         if config.spread:
             return -(-tail.steps_in_all // tail.shares) + tail.cost
         return max(tail.ramp.steps_of(0), -(-tail.steps_in_all // tail.ctas))
+    if config.head_parts:
+        parts = parts_of_heads(call, config)
+        return ceil(Load.of(call, config).steps(tail.ctas, parts, cost_of_part(config)))
     rounds, left = divmod(tail.tiles, tail.ctas)
     if config.spread and tail.is_cut:
         return rounds * tail.steps + -(-left * tail.steps // tail.shares) + tail.cost
@@ -282,6 +383,8 @@ def scalars(call: AttentionCall, config: Config) -> list[float | int]:
         found.append(int(longest_q(call)))
     if config.varlen_k:
         found.append(int(longest_k(call)))
+    if config.head_parts:
+        found.append(parts_of_heads(call, cast(BackwardConfig, config)))
     return found
 
 

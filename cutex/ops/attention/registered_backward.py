@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cutex.ops import differentiation
-from cutex.ops.attention.backward import Gradients, gradients, sink_gradient
+from cutex.ops.attention.backward import (
+    Gradients,
+    gradients,
+    gradients_with_sink,
+    sink_gradient,
+)
 from cutex.ops.attention.call import AttentionCall
 from cutex.ops.plain import bare, is_plain, nobody_watches
 
@@ -56,6 +61,8 @@ def of_inputs(
         grad_out = torch.zeros_like(out)
     given = (*of.tensors, grad_out, out, lse, *(() if grad_lse is None else (grad_lse,)))
     if nobody_watches() and not torch.is_grad_enabled() and all(map(is_plain, given)):
+        if with_sink:
+            return gradients_with_sink(of, grad_out, out, lse, grad_lse)
         dq, dk, dv = gradients(of, grad_out, out, lse, grad_lse)
     else:
         dq, dk, dv = call(of, grad_out, out, lse, grad_lse)

@@ -39,6 +39,7 @@ class BackwardConfig(BackwardSpec):
     late_zeros: bool = False  # sums of dQ are zeroed by main, shortly before they are added to
     spread: bool = False  # the last tiles of keys are cut along their queries, for all CTAs; causal
     # ones are cut all
+    head_parts: bool = False  # query heads that share keys are divided among CTAs
     rotated: bool = False  # tiles of a head that begin together are spread over all queries
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
@@ -144,6 +145,16 @@ class BackwardConfig(BackwardSpec):
         return 1 if self.adding_warps else super().turns
 
     @property
+    def sum_warps(self) -> int:
+        return 4 * self.warpgroups
+
+    @property
+    def sums_of_keys(self) -> int:
+        if self.wide:  # a warp has those of dV or dK
+            return max(self.head_dim, self.head_dim_v) // 2
+        return super().sums_of_keys
+
+    @property
     def dq_width(self) -> int:
         """The columns of dQ that a CTA computes."""
         return self.head_dim // self.key_ctas
@@ -235,6 +246,8 @@ class BackwardConfig(BackwardSpec):
             not self.own_dq or self.deterministic or self.interleaved or self.ragged
         ):
             return "spread=True: for own_dq, tiles that take equally long and adds in any order"
+        if self.head_parts and self.spread:
+            return "head_parts=True: for tiles that are not cut along their queries"
         if self.own_dq and (reason := self.why_not_own_dq()):
             return f"own_dq=True: {reason}"
         if self.num_stages < 2:

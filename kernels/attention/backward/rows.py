@@ -94,7 +94,7 @@ class Preprocess:
             # NOTE: behind the loads, which do not wait for these stores then
             if cutlass.const_expr(not by_main):
                 self.clear(sums, part)
-            self.keep_rows(part, rows, tensors.stats[tile.number, None], args)
+            self.keep_rows(part, rows, tensors.stats[tile.number, None], args, tile)
             if cutlass.const_expr(c.first_stores or (c.late_zeros and c.ranked)):  # noqa: SIM102
                 if self.sees_no_key(tensors, args, tile):
                     self.clear(sums, part)
@@ -197,6 +197,7 @@ class Preprocess:
         rows: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         stats: cute.Tensor,
         args: KernelArgs,
+        tile: QueryTile,
     ) -> None:
         """Write LSE and delta for the rows of a part."""
         thread, _, _ = cute.arch.thread_idx()
@@ -210,6 +211,18 @@ class Preprocess:
                 delta += cute.arch.shuffle_sync_bfly(delta, offset=offset)
             if thread % LANES == 0:
                 self.keep(stats, self.place(part, i), of_lse[0, i], delta - of_lse[1, i], args)
+                if cutlass.const_expr(self.config.sink):
+                    self.hand_out(delta - of_lse[1, i], self.place(part, i), args, tile)
+
+    @cute.jit
+    def hand_out(self, delta: Float32, place: Int32, args: KernelArgs, tile: QueryTile) -> None:
+        """Return the delta of a row, if the sequence has it."""
+        row, at = tile.m_block * self.config.tile_m + place, tile.seqlen.offset
+        if row < tile.seqlen.length:
+            if cutlass.const_expr(self.config.varlen_q):
+                args.delta[tile.head, at + row] = delta
+            else:
+                args.delta[tile.batch, tile.head, row] = delta
 
     @cute.jit
     def keep(

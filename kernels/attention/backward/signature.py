@@ -18,6 +18,7 @@ def tensor(config: BackwardSpec, name: str, dtype: str) -> Operand:
     q = ("tq", "h") if c.varlen_q else ("b", "sq", "h")
     k = ("tk", "hk") if c.varlen_k else ("b", "sk", "hk")
     vectors = {
+        "delta": (("h", "tq") if c.varlen_q else ("b", "h", "sq"), "fp32"),
         "lse": (("h", "tq") if c.varlen_q else ("b", "h", "sq"), "fp32"),
         "dlse": (("h", "tq") if c.varlen_q else ("b", "h", "sq"), "fp32"),
         "cu_seqlens_q": (("b1",), "int32"),
@@ -53,11 +54,12 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
     found: list[Argument] = [tensor(c, name, dtype) for name in Tensors._fields]
     present = {
         "turns": c.deterministic,
-        "counter": c.counted,
+        "counter": c.counted or c.head_parts,
         "zeroed": c.late_zeros,
-        "partials": c.spread,
+        "partials": c.spread or c.head_parts,
         "ranks": c.ranked,
         "dlse": c.dlse,
+        "delta": c.sink,
         "cu_seqlens_q": c.varlen_q,
         "cu_seqlens_k": c.varlen_k,
         "seqused_q": c.used_q,
@@ -71,6 +73,7 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
         "hi": (c.window[1], "int32"),
         "max_seqlen_q": (c.varlen_q, "int32"),
         "max_seqlen_k": (c.varlen_k, "int32"),
+        "head_parts": (c.head_parts, "int32"),
     }
     found += [Scalar(name, kind) for name, (there, kind) in numbers.items() if there]
     return tuple(found)
@@ -99,11 +102,13 @@ class KernelArgs(NamedTuple):
     # (2), of which the first is 0 before and after; then one for each warp of `partials`, as well
     counter: Any = None
     zeroed: Any = None  # (batch * heads_kv) how many shares of a unit's sums of dQ are zeroed
-    partials: Any = None  # (shares, bN * (D + DV)) dK and dV of a front part of a tile of keys
+    # (shares, bN * (D + DV)) dK and dV of a front part of a tile of keys, or of a part of the heads
+    partials: Any = None
     # (batch + 1, 3) by rank, the longest first: a sequence, and the blocks of keys of those before;
     # by sequence: its rank
     ranks: Any = None
     dlse: Any = None  # (batch, heads, seqlen_q) or (heads, total_q)
+    delta: Any = None  # the same
     cu_seqlens_q: Any = None  # (batch + 1)
     cu_seqlens_k: Any = None
     seqused_q: Any = None  # (batch)
@@ -114,6 +119,7 @@ class KernelArgs(NamedTuple):
     hi: Any = None
     max_seqlen_q: Any = None  # no sequence is longer
     max_seqlen_k: Any = None
+    head_parts: Any = None  # that the query heads of each head of K and V are divided into
 
     @staticmethod
     def of(config: BackwardSpec, values: tuple[Any, ...]) -> KernelArgs:

@@ -23,6 +23,7 @@ class BackwardSpec(ScoreSpec):
     """
 
     dlse: bool = False  # the gradient of LSE is passed, too
+    sink: bool = False  # delta is returned, for the gradient of a sink
     deterministic: bool = False  # CTAs add to a tile of dQ in one order
 
     kernel_module: ClassVar[str] = "backward"  # of an arch's package, with its class Backward
@@ -124,13 +125,19 @@ class BackwardSpec(ScoreSpec):
         return False
 
     @property
+    def head_parts(self) -> bool:
+        """Whether query heads that share keys are divided among CTAs, of which each sums dK and dV
+        of its own."""
+        return False
+
+    @property
     def tail_steps(self) -> tuple[int, int]:
         """LEAST_QUERIES and COST_QUERIES, in blocks."""
         return LEAST_QUERIES // self.tile_m, COST_QUERIES // self.tile_m
 
     @property
     def sum_warps(self) -> int:
-        """The number of warps that sum dK and dV of a CTA's keys, 16 each."""
+        """The number of warps that sum dK and dV of a CTA's keys."""
         return self.tile_n // 16
 
     @property
@@ -141,7 +148,7 @@ class BackwardSpec(ScoreSpec):
     @property
     def partial_numbers(self) -> int:
         """The number of fp32 values of dK and dV of a CTA's keys."""
-        return self.tile_n * (self.head_dim + self.head_dim_v)
+        return self.sum_warps * 32 * self.sums_of_keys
 
     @property
     def counted(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cutex.device.attention.block_info import BlockInfo, ceil_div, larger, smaller
@@ -25,8 +26,8 @@ APART = 4  # blocks of queries that take longer than an add until its turn is pa
 class Sizes(NamedTuple):
     """The extents of a problem."""
 
-    heads_kv: Int32
-    heads_per_kv: Int32
+    heads_kv: Int32  # of K and V; with `head_parts` each counts once a part
+    heads_per_kv: Int32  # query heads of each
     rows_q: Int32  # size of mode seqlen; packed, the rows of all sequences
     rows_k: Int32
     num_n_blocks: Int32  # of the longest sequence
@@ -155,6 +156,8 @@ def sizes_of(config: BackwardSpec, tensors: Tensors, args: KernelArgs) -> tuple[
         batch = cute.size(args.cu_seqlens_q, mode=[0]) - 1
     longest_k = args.max_seqlen_k if c.varlen_k else rows_k
     num_n_blocks = cute.ceil_div(longest_k, c.tile_n)
+    if cutlass.const_expr(c.head_parts):
+        heads_kv = Int32(heads_kv) * args.head_parts
     tiles = RowTiles.of(c, Int32(heads), rows_q, Int32(batch))
     sizes = Sizes(
         Int32(heads_kv), Int32(heads // heads_kv), rows_q, rows_k, Int32(num_n_blocks),
@@ -168,17 +171,59 @@ class Tile:
     """A CTA's keys, and the lengths of their sequence."""
 
     n_block: Int32
-    head_kv: Int32
+    head_kv: Int32  # of Sizes.heads_kv
     batch: Int32
     seq_q: SeqlenInfo
     seq_k: SeqlenInfo
     flipped: Any = False  # of the last group of heads, where these are taken the other way around
     rotation: Any = None  # a Rotation, where the queries are taken so
+    head_parts: Any = None  # that a head of K and V counts as; None: it counts once
+
+    @property
+    def key_head(self) -> Int32:
+        """The head of K and V."""
+        return self.head_kv if self.head_parts is None else self.head_kv // self.head_parts
 
     def has_keys(self, config: BackwardSpec) -> Boolean:
         """Whether the sequence has keys of this CTA, or of its pair."""
         ctas = config.key_ctas
         return self.n_block // ctas * ctas * config.tile_n < self.seq_k.length
+
+
+class HeadParts(NamedTuple):
+    """The parts that the query heads of each head of K and V are divided into, each with a CTA of
+    its own for a tile of keys, where tiles are few.
+
+    The last part's CTA adds dK and dV of the others, which keep theirs for it. In every order of
+    tiles it comes after them, so that it does not wait for one that has not begun.
+    """
+
+    count: Int32
+    heads: Int32  # of K and V
+    per_head: Int32  # tiles of keys of one head: of one batch entry or, packed, of all sequences
+
+    @staticmethod
+    def of(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> HeadParts:
+        ctas = config.key_ctas  # whose tiles stand together, though the last may have no keys
+        if config.varlen_k:  # as tiles of queries lie (signature.RowTiles)
+            per_head = sizes.rows_k // (ctas * config.tile_n) + sizes.batch
+        else:
+            per_head = ceil_div(sizes.num_n_blocks, ctas)
+        return HeadParts(args.head_parts, sizes.heads_kv // args.head_parts, per_head * ctas)
+
+    def part(self, tile: Tile) -> Int32:
+        """The number of a tile's part."""
+        return tile.head_kv % self.count
+
+    def share(self, config: BackwardSpec, tile: Tile, part: Int32) -> Int32:
+        """The number, among all that are kept, of the sums of a part of a tile of keys."""
+        ctas = config.key_ctas
+        if config.varlen_k:
+            before = tile.seq_k.offset // (ctas * config.tile_n) + tile.batch
+            first = tile.key_head * self.per_head + before * ctas
+        else:
+            first = (tile.batch * self.heads + tile.key_head) * self.per_head
+        return (first + tile.n_block) * (self.count - 1) + part
 
 
 def key_block(config: BackwardSpec, order: AttentionOrder, work: WorkTile) -> tuple[Any, Any]:
@@ -199,7 +244,7 @@ def tile_of(config: BackwardSpec, index: Int32, args: KernelArgs, sizes: Sizes) 
     batch = work.batch
     seq_q, seq_k = queries(args, sizes.rows_q).of(batch), keys(args, sizes.rows_k).of(batch)
     rotation = Rotation.of(config, sizes) if config.rotated else None
-    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped, rotation)
+    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped, rotation, args.head_parts)
 
 
 def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -> Int32:

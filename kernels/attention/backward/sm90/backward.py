@@ -41,6 +41,7 @@ from cutex.kernels.attention.backward.sm90.shared import (
     Zeros,
 )
 from cutex.kernels.attention.backward.tiles import (
+    HeadParts,
     Sizes,
     Tile,
     Walk,
@@ -85,7 +86,8 @@ class Main:
                      of the one that sums dV alone             the load warp, for the next tile
     v read           1 a warp that computes scores             the load warp, for the next tile
     kept             a flag in global memory: a warp that      the same warp of the CTA that has
-                     keeps sums of a part of a tile            the tile's end (KeptSums)
+                     keeps sums of a part of a tile, or of     the tile's end, or the last of the
+                     the heads that share its keys             heads (KeptSums)
 
     smem       bytes                                 hd 128   hd 64    hd 256
     sK, sV     tile_n * (D + DV) * 2                 65536    32768    65536
@@ -219,17 +221,17 @@ class Main:
                 cute.arch.setmaxregister_increase(c.registers[0])
                 gradients = KeyGradients.of(c, shared)
                 gradients.run()
-                gradients.store(operands.dk, operands.dv)
+                gradients.store_or_keep(operands.dk, operands.dv)
             elif warp < self.key_warps.count // 2:
                 cute.arch.setmaxregister_increase(c.registers[0])
                 values = WideValues.of(c, shared)
                 values.run()
-                values.store(operands.dv)
+                values.store_or_keep(operands.dv)
             else:
                 cute.arch.setmaxregister_decrease(c.registers[1])
                 keys = WideKeys.of(c, shared)
                 keys.run()
-                keys.store(operands.dk)
+                keys.store_or_keep(operands.dk)
 
     def gradient_slots(
         self, sdQ: cute.Tensor, operands: Operands
@@ -302,9 +304,10 @@ class Main:
         else:
             publish_barriers(barriers)
         info = BlockInfo(c.tile_m, c.tile_n, args.band(c.causal))
+        parts = HeadParts.of(c, args, sizes) if c.head_parts else None
         return Shared(
             sK, sV, sQ, sdO, sdS, sKp, sdQ, sdK, sdV, stats, k_loaded, v_loaded, q, do, handover,
-            ds_sent, k_read, v_read, info, args, tiles, tile, sizes.heads_per_kv,
+            ds_sent, k_read, v_read, info, args, tiles, tile, sizes.heads_per_kv, parts,
         )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cutex.device.atoms.wgmma import WARPGROUP
 from cutex.device.attention.block_info import Blocks
-from cutex.device.kept_sums import KeptSums
 from cutex.device.pipeline import OrderedBarrier, PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.scores import (
@@ -201,7 +200,7 @@ class KeyGradients(Scores):
         """Store dK and dV of a tile by `store`, which takes `out`, with what others have summed of
         it; or keep what this CTA has of it for the one that has the last piece."""
         share = ticket.index - tail.whole
-        sums = self.products[0].dv.acc, self.products[0].dk.acc
+        sums = self.sums
         if piece.end < tail.steps_of(piece.index):
             self.kept(share).keep(sums)
         else:
@@ -211,12 +210,6 @@ class KeyGradients(Scores):
                 self.kept(share).add(sums)
                 missing = tail.cut(share) > tail.start(piece.index)
             self.store(*out)
-
-    def kept(self, share: Int32) -> KeptSums:
-        """The sums that this warp of a share of the last tiles keeps."""
-        c, args = self.config, self.shared.args
-        warp = share * c.sum_warps + cute.arch.warp_idx()
-        return KeptSums.of(args.partials, args.counter.iterator + 2, warp, c.sums_of_keys)
 
 
 @dataclass(frozen=True)

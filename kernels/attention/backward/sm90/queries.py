@@ -267,7 +267,7 @@ class AllGradients(KeyGradients):
                 if tile.has_keys(self.config):
                     mine = replace(self, shared=replace(s, tile=tile))
                     state, number = mine.sum_tile(state, number, phase)
-                    mine.store(dk, dv, number)
+                    mine.store_or_keep(dk, dv, number)
                     phase ^= 1
             ticket = walk.dispatch.next(ticket)
         if self.keys == 0:

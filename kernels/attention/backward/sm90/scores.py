@@ -24,6 +24,7 @@ from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.mask import KeyMask
 from cutex.device.attention.rows import Rows
 from cutex.device.attention.softmax import LOG2_E, rows_of
+from cutex.device.kept_sums import KeptSums
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.shared import Shared
@@ -284,6 +285,39 @@ class Scores:
 
     # ---- out
 
+    @property
+    def sums(self) -> tuple[cute.Tensor, ...]:
+        """The accumulators of dV and dK that this warpgroup sums."""
+        found = self.products[0].dv.acc, self.products[0].dk.acc
+        return tuple(acc for acc in found if acc is not None)
+
+    def store(self, *out: Any) -> None:
+        """Store the sums; a role defines it."""
+        raise NotImplementedError
+
+    @cute.jit
+    def store_or_keep(self, *out: Any) -> None:
+        """Store the sums by the role's `store`, which takes `out`; where the query heads are
+        divided, the last part's with those of all parts, others being kept for it."""
+        if cutlass.const_expr(not self.config.head_parts):
+            self.store(*out)
+        else:
+            parts, tile = self.shared.head_parts, self.shared.tile
+            part = parts.part(tile)
+            if part + 1 < parts.count:
+                self.kept(parts.share(self.config, tile, part)).keep(self.sums)
+            else:
+                while part > 0:
+                    part -= 1
+                    self.kept(parts.share(self.config, tile, part)).add(self.sums)
+                self.store(*out)
+
+    def kept(self, share: Int32) -> KeptSums:
+        """The sums that this warp keeps of a share: a piece of a tile, or a part of its heads."""
+        c, args = self.config, self.shared.args
+        warp = share * c.sum_warps + cute.arch.warp_idx()
+        return KeptSums.of(args.partials, args.counter.iterator + 2, warp, c.sums_of_keys)
+
     @cute.jit
     def store_tile(self, to: cpasync.TmaInfo, of: WgmmaProduct, sX: cute.Tensor) -> None:
         """Round a product's accumulator, write it to the slot of these keys of sX, and start its
@@ -301,7 +335,7 @@ class Scores:
         if cute.arch.warp_idx() % 4 == 0:
             tile = (ROWS, cute.size(sX, mode=[1]))
             rows = Rows(to, 1, self.config.ragged_k)
-            gX = rows.tiles(s.tile.head_kv, s.tile.batch, s.tile.seq_k, tile)
+            gX = rows.tiles(s.tile.key_head, s.tile.batch, s.tile.seq_k, tile)
             from_smem, to_gmem = cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
             bSG_sX, bSG_gX = cpasync.tma_partition(
                 to.atom, 0, cute.make_layout(1), from_smem, to_gmem

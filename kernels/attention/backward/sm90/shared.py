@@ -184,6 +184,7 @@ class Shared:
     tiles: RowTiles
     tile: Any  # the Tile that a role is at; None until it has one
     heads_per_kv: Int32
+    head_parts: Any = None  # the HeadParts, where query heads that share keys are divided
     queue: Any = None  # the SumsQueue, where warps of their own add dQ
     descending: bool = False  # blocks of queries are taken from the last to the first
     flips: bool = False  # they are taken so in the last group of heads
@@ -242,7 +243,7 @@ class Load:
         c, s = self.config, self.shared
         self.of_keys(self.k, s.sK, s.k_loaded, c.pairs * c.tile_n * c.dq_width * 2)
         if cutlass.const_expr(c.pairs):
-            of = (s.tile.head_kv, s.tile.batch, s.tile.seq_k)
+            of = (s.tile.key_head, s.tile.batch, s.tile.seq_k)
             loads = tile_loads(self.kp, s.sKp, of, part=cute.arch.block_idx_in_cluster())
             for wg in cutlass.range_constexpr(c.key_tiles):
                 loads.load((s.tile.n_block ^ 1) * c.key_tiles + wg, wg, s.k_loaded[0])
@@ -254,7 +255,7 @@ class Load:
     ) -> None:
         """Load K or V, with `more` bytes behind the same barrier."""
         c, tile = self.config, self.shared.tile
-        loads = tile_loads(rows, sX, (tile.head_kv, tile.batch, tile.seq_k))
+        loads = tile_loads(rows, sX, (tile.key_head, tile.batch, tile.seq_k))
         with cute.arch.elect_one():
             loaded.arrive_expecting(c.tile_n * cute.size(sX, mode=[1]) * 2 + more)
         for wg in cutlass.range_constexpr(c.key_tiles):
@@ -351,9 +352,8 @@ class Zeros:
     back when they are added to.
 
         flag           counts                                    waits
-        zeroed[unit]   the unit's shares that are zero: as many  the warp that loads, before the
-    first
-                       as it has tiles of keys                   load of a tile of the unit
+        zeroed[unit]   the unit's shares that are zero: as many  the warp that loads, before its
+                       as it has tiles of keys                   first load of a tile of the unit
     """
 
     config: BackwardConfig

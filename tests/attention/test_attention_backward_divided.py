@@ -1,0 +1,80 @@
+"""Query heads that share keys, divided among CTAs: right, and a fault is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_attention_backward_mutations import (
+    CONFIG,
+    IN_ORDER,
+    IN_ORDER_64,
+    OWN,
+    OWN_64,
+    OWN_CASE,
+    PACKED_CASE,
+    ROTATED,
+    wrong,
+)
+
+from cutex.device.kept_sums import KeptSums
+from cutex.kernels.attention.backward.choose import fitted
+from cutex.kernels.attention.backward.config import BackwardConfig
+from cutex.kernels.attention.backward.tiles import HeadParts
+from cutex.kernels.attention.spec import HEAD_DIMS
+
+
+def divided(config: BackwardConfig) -> BackwardConfig:
+    """Query heads that share keys are divided among CTAs, one head each."""
+    return replace(config, head_parts=True, late_zeros=False, spread=False)
+
+
+DIVIDED = {
+    "causal": OWN,
+    "head dim 64": OWN_64,
+    "one order": IN_ORDER,
+    "head dim 64, one order": IN_ORDER_64,
+    "begun apart": replace(ROTATED, rotated=True),
+    "dQ by its own warps": CONFIG,
+    **{f"{d} with {dv} of v": fitted(BackwardConfig(head_dim=d, head_dim_v=dv, causal=True))
+       for d, dv in HEAD_DIMS[1:] if (d, dv) != (128, 128)},
+    "256, one order": fitted(BackwardConfig(head_dim=256, head_dim_v=256, deterministic=True)),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIVIDED)
+def test_heads_that_are_divided_are_right(name):
+    config = divided(DIVIDED[name])
+    case = replace(OWN_CASE, seqlen_q=150, batch=2, heads_q=6, heads_kv=2)
+    case = replace(case, head_dim=config.head_dim, head_dim_v=config.head_dim_v)
+    case = replace(case, causal=config.causal, window=(150, None) if config is CONFIG else None)
+    assert config.why_not() is None and wrong(config, case=case) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_heads_of_packed_sequences_that_are_divided_are_right(dim):
+    config = BackwardConfig(head_dim=dim, head_dim_v=dim, causal=True, varlen_q=True, varlen_k=True)
+    config = replace(divided(fitted(config)), num_ctas=3)
+    case = replace(PACKED_CASE, heads_q=6, head_dim=dim, head_dim_v=dim)
+    assert wrong(config, case=case) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "256 with 256 of v"])
+@pytest.mark.parametrize("fault", ["no wait", "no reset", "not added", "others' place"])
+def test_sums_of_a_part_that_are_passed_on_wrongly_are_found(monkeypatch, fault, name):
+    if fault == "no wait":
+        monkeypatch.setattr(KeptSums, "await_kept", lambda self: None)
+    elif fault == "no reset":
+        say = KeptSums.say
+        monkeypatch.setattr(KeptSums, "say", lambda self, kept: say(self, 1))
+    elif fault == "not added":
+        monkeypatch.setattr(KeptSums, "add", lambda self, accs: self.say(0))
+    else:
+        share = HeadParts.share
+        monkeypatch.setattr(HeadParts, "share", lambda *of: share(*of[:-1], of[-1] * 0))
+    config = replace(divided(DIVIDED[name]), num_ctas=4)
+    case = replace(OWN_CASE, heads_q=3, head_dim=config.head_dim, head_dim_v=config.head_dim_v)
+    assert wrong(config, case=case) is not None
