@@ -36,6 +36,10 @@ WARPS = COUNT.replace("%cta, 3", "%r9, 3").replace(".reg", "shr.u32 %r9, %i, 5; 
 CASES = {  # text, shape, too early, right, how the flag is looked at
     "a counter": (COUNT, Shape(grid=4), "2", "3", LOOK),
     "a first look before the loop": (PEELED, Shape(grid=4), "2", "3", LOOK),
+    "a number that only the lane that looks has": (
+        COUNT.replace("R: P:", "R: @!%p0 bra D; sub.u32 want, HERE, 0; P:").replace(
+            "f, HERE; @%p3 bra P;", "f, want; @%p3 bra P; D:"),
+        Shape(grid=4), "2", "3", LOOK),
     "a relaxed load and a fence": (
         COUNT, Shape(grid=4), "1", "3", "ld.relaxed.gpu.global.u32 f, [%out]; fence.acq_rel.gpu;"),
     "an atomic that adds nothing": (

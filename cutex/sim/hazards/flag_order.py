@@ -10,14 +10,14 @@ the scope of a CTA between warps of two (8.7.1). Between clusters see cluster_or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import KEPT, ClusterOrder
-from cutex.sim.hazards.flag_values import FlagValues
+from cutex.sim.hazards.flag_values import FlagValues, lanes_by_place
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import Part
@@ -68,30 +68,27 @@ class FlagOrder(Observer):
                 self.at_fence |= {(warp, own): row for own in (True, False)[: 1 + (scope != "cta")]}
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
-        self._access(where.warps, where.addresses, size, False, ins)
+        self._access(where, size, False, ins)
 
     def global_stores(
         self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
     ) -> None:
         if not strength(ins.op).atomic:  # NOTE: an atomic was both when it loaded
-            self._access(where.warps, where.addresses, values.shape[1], True, ins)
+            self._access(where, values.shape[1], True, ins)
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
         if not ordinary:
             place = at.cta * self.m.smem_bytes + at.offset
-            self._access(at.warps, -1 - place, at.width, write, ins)
+            self._access(Lanes(at.warps, at.lanes, -1 - place), at.width, write, ins)
 
-    def _access(
-        self, warps: np.ndarray, places: np.ndarray, size: int, write: bool, ins: Instruction
-    ) -> None:
+    def _access(self, where: Lanes, size: int, write: bool, ins: Instruction) -> None:
         """Strong accesses; of shared memory negative numbers."""
         how = strength(ins.op)
         if not how.strong:
             return
-        pairs: Iterable[tuple[int, int]] = set(zip(warps.tolist(), places.tolist(), strict=True))
-        for warp, place in pairs:
+        for (warp, place), lanes in lanes_by_place(where).items():
             if not write:
-                back = self.values.back(self, warp, place, size, ins)
+                back = self.values.back(self, warp, lanes, place, size, ins)
                 self._read(warp, place, how, self.values.newest(place) - back)
                 if not how.atomic or place < 0 or only_reads(ins):
                     continue

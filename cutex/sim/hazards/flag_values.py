@@ -88,9 +88,11 @@ class FlagValues:
         """The number of the present version."""
         return self.dropped.get(place, 0) + len(self.versions.get(place, ())) - 1
 
-    def back(self, order: AccessOrder, warp: int, place: int, size: int, ins: Instruction) -> int:
-        """How many versions before the present one a load by ``warp`` may have read, in an order,
-        with the same outcome.
+    def back(
+        self, order: AccessOrder, warp: int, lanes: int, place: int, size: int, ins: Instruction
+    ) -> int:
+        """How many versions before the present one a load by these lanes (bits) of ``warp`` may
+        have read, in an order, with the same outcome.
         """
         tests, versions = self.tests.get(id(ins)), self.versions.get(place)
         if not tests or not versions:
@@ -103,7 +105,7 @@ class FlagValues:
         if present.value != self._now(place, size) or any(v.size != size for v in versions):
             return 0
         found = newest
-        same = self._outcomes(tests, warp, [v.value for v in versions[known:]], size)
+        same = self._outcomes(tests, warp, lanes, [v.value for v in versions[known:]], size)
         if same[:-1].any():
             for at in range(newest, known, -1):
                 by = versions[at].by
@@ -118,7 +120,12 @@ class FlagValues:
         return newest - found
 
     def _outcomes(
-        self, tests: list[FlagTest], warp: int, values: list[bytes | None], size: int
+        self,
+        tests: list[FlagTest],
+        warp: int,
+        lanes: int,
+        values: list[bytes | None],
+        size: int,
     ) -> np.ndarray:
         """Which of these values compare as the last of them does."""
         same = np.ones(len(values), bool)
@@ -128,8 +135,9 @@ class FlagValues:
             if isinstance(test.other, Imm):
                 others = np.array([int(test.other.value)]).astype(kind)
             else:
+                # NOTE: what other lanes have there is of another path, or was never written
                 row = self.m.register(test.other)[warp]
-                others = np.unique(row[self.m.live[warp]].astype(kind))
+                others = np.unique(row[_of_bits(lanes)].astype(kind))
             if len(others) != 1 or int(test.kind[1:]) != 8 * size:
                 return np.arange(len(values)) == len(values) - 1
             sides = (flags, others) if test.first else (others, flags)
@@ -165,9 +173,9 @@ class ClusterFlags:
         if not (how.far and self.active):
             return
         writes = how.atomic and not only_reads(ins)
-        for (warp, address), lanes in _lanes_by_place(where).items():
+        for (warp, address), lanes in lanes_by_place(where).items():
             for order in self.orders:
-                back = self.values.back(order, warp, address, size, ins)
+                back = self.values.back(order, warp, lanes, address, size, ins)
                 order.read(warp, address, how, lanes, back)
                 if writes:
                     order.write(warp, address, how, lanes)
@@ -179,14 +187,18 @@ class ClusterFlags:
         if not (how.far and self.active):
             return
         each = zip(where.warps.tolist(), where.addresses.tolist(), values, strict=True)
-        by = _lanes_by_place(where)
+        by = lanes_by_place(where)
         for (warp, address), value in {(w, a): v.tobytes() for w, a, v in each}.items():
             self.values.wrote(warp, address, len(value), value)
             for order in self.orders:
                 order.write(warp, address, how, by[warp, address])
 
 
-def _lanes_by_place(where: Lanes) -> dict[tuple[int, int], int]:
+def _of_bits(lanes: int) -> list[int]:
+    return [lane for lane in range(32) if lanes >> lane & 1]
+
+
+def lanes_by_place(where: Lanes) -> dict[tuple[int, int], int]:
     """By warp and address: the lanes (bits) that access it."""
     out: dict[tuple[int, int], int] = {}
     each = (x.tolist() for x in (where.warps, where.addresses, where.lanes))
