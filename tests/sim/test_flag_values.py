@@ -40,6 +40,16 @@ CASES = {  # text, shape, too early, right, how the flag is looked at
         COUNT.replace("R: P:", "R: @!%p0 bra D; sub.u32 want, HERE, 0; P:").replace(
             "f, HERE; @%p3 bra P;", "f, want; @%p3 bra P; D:"),
         Shape(grid=4), "2", "3", LOOK),
+    "bits that producers set": (
+        COUNT.replace("@%p0 red.release.gpu.global.add.u32 [%out], 1;",
+                      "shl.b32 n, 1, %cta; @%p0 red.release.gpu.global.or.b32 [%out], n;").replace(
+            "setp.lt.u32 %p3, f, HERE;", "and.b32 want, f, HERE; setp.ne.u32 %p3, want, HERE;"),
+        Shape(grid=4), "3", "7", LOOK),
+    "what a shift and a difference leave": (
+        COUNT.replace("R: P:", "R: mov.u32 want, 4; P:").replace(
+            "setp.lt.u32 %p3, f, HERE;",
+            "sub.u32 n, want, f; shr.s32 %r1, n, HERE; setp.ne.u32 %p3, %r1, 0;"),
+        Shape(grid=4), "2", "1", LOOK),
     "a relaxed load and a fence": (
         COUNT, Shape(grid=4), "1", "3", "ld.relaxed.gpu.global.u32 f, [%out]; fence.acq_rel.gpu;"),
     "an atomic that adds nothing": (

@@ -18,18 +18,29 @@ from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import KEPT, ClusterOrder
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.ptx.flag_tests import FlagTest, flag_tests, only_reads
-from cutex.sim.ptx.operands import Imm
+from cutex.sim.ptx.operands import Imm, Reg
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import Strength
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
-_COMPARE: dict[str, Any] = {
+_RESULT: dict[str, Any] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
-    "hs": np.greater_equal,
+    "hs": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "add": np.add, "sub": np.subtract, "not": lambda x, _: ~x,
+    "shl": lambda x, n: _shifted(np.left_shift, x, n),
+    "shr": lambda x, n: _shifted(np.right_shift, x, n), "rem": np.fmod,
 }  # fmt: skip
+
+
+def _shifted(shift: Any, values: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """Shifted values; by their width or more, what as many shifts by one give (PTX ISA 9.7.8.7)."""
+    most = 8 * values.dtype.itemsize - 1
+    by = by.view(f"u{by.dtype.itemsize}")
+    shifted = shift(values, np.minimum(by, most).astype(values.dtype))
+    return shifted if (by <= most).all() else shift(shifted, np.array(1, values.dtype))
 
 
 class Version(NamedTuple):
@@ -130,20 +141,26 @@ class FlagValues:
         """Which of these values compare as the last of them does."""
         same = np.ones(len(values), bool)
         for test in tests:
-            kind = np.dtype(f"{'i' if test.kind[0] == 's' else 'u'}{size}")
-            flags = np.frombuffer(b"".join(v or b"" for v in values), kind)
-            if isinstance(test.other, Imm):
-                others = np.array([int(test.other.value)]).astype(kind)
-            else:
-                # NOTE: what other lanes have there is of another path, or was never written
-                row = self.m.register(test.other)[warp]
-                others = np.unique(row[_of_bits(lanes)].astype(kind))
-            if len(others) != 1 or int(test.kind[1:]) != 8 * size:
-                return np.arange(len(values)) == len(values) - 1
-            sides = (flags, others) if test.first else (others, flags)
-            outcome = _COMPARE[test.compare](*sides)
-            same &= outcome == outcome[-1]
+            flags = np.frombuffer(b"".join(v or b"" for v in values), f"u{size}")
+            for step in test:
+                kind = np.dtype(f"{'i' if step.kind[0] == 's' else 'u'}{size}")
+                flags, other = flags.view(kind), self._other(step.other, warp, lanes, kind)
+                if other is None or int(step.kind[1:]) != 8 * size:
+                    return np.arange(len(values)) == len(values) - 1
+                sides = (flags, other) if step.first else (other, flags)
+                flags = np.broadcast_to(_RESULT[step.name](*sides), flags.shape)
+            same &= flags == flags[-1]
         return same
+
+    def _other(
+        self, operand: Reg | Imm | None, warp: int, lanes: int, kind: np.dtype[Any]
+    ) -> np.ndarray | None:
+        """The value beside a flag, in these lanes (bits); None if they have several."""
+        if not isinstance(operand, Reg):
+            return np.array([int(operand.value) if operand else 0]).astype(kind)
+        # NOTE: what other lanes have there is of another path, or was never written
+        row = np.unique(self.m.register(operand)[warp][_of_bits(lanes)].astype(kind))
+        return row if len(row) == 1 else None
 
     def _now(self, place: int, size: int) -> bytes:
         if place < 0:
