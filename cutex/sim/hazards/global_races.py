@@ -39,6 +39,7 @@ from cutex.sim.hazards.global_marks import (
     Records,
     Touched,
 )
+from cutex.sim.hazards.global_proxies import GlobalProxies
 from cutex.sim.hazards.global_readers import Readers, ReaderSets
 from cutex.sim.hazards.global_reports import GlobalReports
 from cutex.sim.hazards.rechecks import Rechecks
@@ -76,13 +77,11 @@ class GlobalRaces(Observer):
         self.m = machine
         code = machine.program.code
         self.active = not any(ins.name == "multimem" for ins in code)
-        self.fences_all = any(ins.op == "fence.proxy.async" for ins in code)
-        # whether a fence of proxies may be one of global memory
-        self.fences = self.fences_all or any(i.op == "fence.proxy.async.global" for i in code)
         self.order, self.lenient = ClusterOrder(machine), ClusterOrder(machine, lenient=True)
         self.records, self.flags = Records(), ClusterFlags(machine, self.order, self.lenient)
         self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
         self.reports = GlobalReports(machine, self.records, rechecks, self.flags.values)
+        self.proxies = GlobalProxies(machine, self.clashes, self.records, self.reports)
         self.sums = BulkSums(machine, self.clashes, self.records)
         self.pages = Pages()
         self.reader_sets = ReaderSets(self.records)
@@ -95,10 +94,9 @@ class GlobalRaces(Observer):
     def start(self, clocks: Clocks) -> None:
         """Begin with other resident clusters."""
         self.clocks = self.reports.clocks = self.clashes.clocks = clocks
+        self.proxies.start(clocks)
         self.flags.values.start(clocks)
         self.at_issue: dict[int, np.ndarray] = {}  # by bulk store in flight: its thread's clock
-        # by warp: its clock at its last fence.proxy.async.global
-        self.proxy_clocks: dict[int, np.ndarray] = {}
 
     # -- accesses ----------------------------------------------------------------------------------
 
@@ -135,16 +133,14 @@ class GlobalRaces(Observer):
         self.flags.stored(where, values, how)
 
     def global_proxy_fenced(self, warps: np.ndarray) -> None:
-        for warp in warps.tolist():
-            self.proxy_clocks[warp] = self.clocks.known[warp].copy()
-        self.clocks.count(warps)
+        self.proxies.fenced(warps)
 
     def issued(self, ops: Sequence[Operation]) -> None:
         for op in ops:
             if op.engine is Engine.TMA_STORE:
                 self.at_issue[op.number] = self.clocks.known[op.warp].copy()
-                if self.order.active and self.proxy_clocks:
-                    self.sums.issued(op, self.proxy_clocks)
+                if self.order.active and self.proxies.fences_of:
+                    self.sums.issued(op, self.proxies.fences_of)
 
     def bulk_writes(
         self,
@@ -204,7 +200,7 @@ class GlobalRaces(Observer):
             return
         places = address - region.base + np.arange(size)[None]
         if write:
-            self._check_proxy(warp, self.writes[region.base][places], places, region, ins, write)
+            self.proxies.check(warp, self.writes[region.base][places], places, region, ins, write)
             return
         one = np.array([warp])
         by = self._lanes(Lanes(one, 0 * one, one), WEAK, ins)
@@ -213,7 +209,7 @@ class GlobalRaces(Observer):
             did = "changes it by atomics" if self._changes(clash.earlier) else "wrote it"
             self.reports.race(by, clash, region, "reads", did, ins)
         else:
-            self._check_proxy(warp, last, places, region, ins)
+            self.proxies.check(warp, last, places, region, ins)
 
     def last_store(self, address: int, size: int) -> int:
         """The PTX line of the last store of this launch to bytes of a watched tensor; 0: none."""
@@ -385,7 +381,7 @@ class GlobalRaces(Observer):
             k = int(wrong.reshape(-1).argmax())
             self.reports.race_of_box(read, region, int(places[k, 0]), int(last[k, 0]) >> LANE, warp)
         elif warp is not None:
-            self._check_proxy(warp, last, places, region, read.instruction)
+            self.proxies.check(warp, last, places, region, read.instruction)
 
     def _is_stored_to(self, address: int) -> bool:
         region = self.m.memory.find(address)
@@ -396,41 +392,7 @@ class GlobalRaces(Observer):
         if found is not None:
             region, offsets = found
             last = self.writes[region.base][offsets][:, None]
-            self._check_proxy(warp, last, offsets[:, None], region, ins, write=True)
-
-    def _check_proxy(
-        self,
-        warp: int,
-        last: np.ndarray,
-        places: np.ndarray,
-        region: Region,
-        ins: Instruction,
-        write: bool = False,
-    ) -> None:
-        """Report a copy by the async proxy of what ordinary stores of its cluster have written, or
-        a bulk reduction of it, with no fence of proxies on the way (PTX ISA 9.7.9.25.1); of a bulk
-        store onto it that is an advisory. A fence of global memory only counts where the warp that
-        stores or the one that copies has it.
-
-        NOTE: a fence of shared memory only is taken for one of all in a kernel that has those, too.
-        What bulk stores of another cluster wrote takes one by the letter, as its own does not
-        (8.9.5): told of kernels that have none.
-        """
-        rec, r = last >> LANE, self.records
-        slot, own = r.slot[rec], int(self.clashes.clusters(np.array([warp]))[0]) + 1
-        unseen = (last != 0) & (slot < self.clocks.warps)
-        if not (self.fences or write):
-            unseen |= (last != 0) & (slot >= self.clocks.warps) & (r.who[rec] != own)
-        if self.fences:  # NOTE: between clusters any may be the one
-            unseen &= r.who[rec] == own
-        if self.fences_all:
-            unseen &= r.count[rec] > self.clocks.visible[warp, slot]
-        for who in {warp, *np.unique(r.warp[rec[unseen]]).tolist()} & self.proxy_clocks.keys():
-            unseen &= r.count[rec] > self.proxy_clocks[who][slot]
-        if unseen.any():
-            at = tuple(int(v[0]) for v in np.nonzero(unseen))
-            place = region.element(int(places[at]))
-            self.reports.proxy(warp, place, int(rec[at]), ins, write)
+            self.proxies.check(warp, last, offsets[:, None], region, ins, write=True)
 
     def _check_lanes(
         self,

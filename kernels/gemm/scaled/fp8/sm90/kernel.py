@@ -2,8 +2,8 @@
 
 DeepSeek's recipe: e4m3, a factor for each 128 of K in each row of A, and for each 128x128 of B, or
 as in A. The roles are the general GEMM's (kernels/gemm/sm90): its load role also loads factors
-(device/atoms/factored.py), its MMA role promotes (promote.py); its schedulers, clusters, split K
-and epilogues are as they are.
+(device/atoms/factored.py), its MMA role promotes (promote.py; two more, for a share of K, below);
+its schedulers, clusters, split K and epilogues are as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -21,22 +21,29 @@ from cutex.compile import Argument, Operand
 from cutex.device.atoms.factored import FactoredOperands
 from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots
 from cutex.device.atoms.multicast import AbOperands, SharedRing
-from cutex.device.atoms.wgmma import Wgmma, wgmma
+from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, wgmma
 from cutex.device.epilogue.epilogue_ops import EpilogueOp
 from cutex.device.pipeline import Barrier, publish_barriers
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
     Promote,
-    PromoteAlternating,
-    PromoteSplitK,
+    TileFactors,
     factors_operand,
+    promoted,
 )
 from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.load import LoadAnnounced
-from cutex.kernels.gemm.sm90.mma import MmaRole, RoleProduct
-from cutex.kernels.gemm.sm90.shared_k import load_apart
+from cutex.kernels.gemm.sm90.mma import MmaRole, PartStore, RoleProduct, Walk
+from cutex.kernels.gemm.sm90.shared_k import (
+    SUMS_BARRIER,
+    VECTOR,
+    SplitKApart,
+    load_apart,
+    thread_vectors,
+)
 from cutex.problem.scaled.formats import FP32_SCALED, RECIPES
 from cutex.schedulers.announced import AnnouncedTiles
 
@@ -228,3 +235,91 @@ class Fp8Gemm:
         if self.tiles.alternating:
             return PromoteAlternating(*what, factors, slots, place)
         return Promote(*what, factors, slots, announced=announced)
+
+
+# ---- roles for a share of K
+
+
+@dataclass(frozen=True)
+class PromoteSplitK(SplitKApart):
+    """A CTA promotes a share of one tile's K, and exchanges fp32 sums (sm90/shared_k.py)."""
+
+    tiles: Fp8Config
+    factors: tuple[Any, Any]
+    slots: tuple[Any, Any]
+
+    def compute(self, mma: WgmmaProduct, ab: SharedRing, walk: Walk, count: Int32) -> None:
+        cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
+        factors = TileFactors(self.tiles, self.factors, self.slots, walk.tile_at(walk.start))
+        promoted(mma, ab, ab.consumer(), factors, walk.split * count, count)
+
+
+# ---- warpgroups that alternate
+#
+# The MMA role of two warpgroups that compute one tile together, each every second block of K.
+#
+# A small tile's wgmma take no longer than what stands between them: the wait for a slot, their own
+# latency, and the additions of the block before. With a warpgroup for every second block these hide
+# under the other's wgmma. At the end each has sums of all rows, and leaves the other those of every
+# second part of the tile in the smem where the ring was (docs/facts/scaled.md#fp8-alternating).
+
+
+@dataclass(frozen=True)
+class PromoteAlternating(Promote):
+    """Two warpgroups promote alternate blocks of one tile, and store alternate parts."""
+
+    sA: cute.Tensor  # (bM, bK, SLOT), where the ring begins
+
+    @cute.jit
+    def run(self, product: RoleProduct) -> None:
+        mma, ab, epilogue, num_k_tiles, mC = product
+        walk = self.scheduler.walk(tile_counts(self.tiles, mC))
+        cute.arch.griddepcontrol_wait()  # the kernel before may write shared factors
+        tile = walk.tile_at(walk.start)
+        promoted(mma, ab, ab.consumer(), self.factors_of(tile), 0, num_k_tiles)
+        self.add_up(mma, epilogue, tile)
+
+    def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
+        """The first row of a tile, the step to the next 64, and the first column, all in parts of
+        64 x epiN: each warpgroup has all rows."""
+        c = self.tiles
+        return tile.m * (c.tile_m // 64), 1, tile.n * (c.tile_n // self.config.epi_columns)
+
+    @cute.jit
+    def add_up(self, mma: WgmmaProduct, epilogue: PartStore, tile: WorkTile) -> None:
+        """Leave the other warpgroup the sums of its parts, add the other's sums to this one's
+        parts, and store them."""
+        mine = cute.arch.warp_idx() // 4
+        parts = epilogue.parts(mma.acc)  # (V, PART)
+        size, num_parts = cute.size(parts, mode=[0]), cute.size(parts, mode=[1])
+        place = self.place(size, num_parts)
+        # NOTE: then both have read the whole ring
+        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=2 * WARPGROUP)
+        for part in cutlass.range_constexpr(num_parts):
+            if mine != part % 2:
+                cute.autovec_copy(thread_vectors(parts[None, part]), place[None, None, part])
+        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=2 * WARPGROUP)
+        row, step, column = self.origin(tile)
+        per_row = self.tiles.tile_n // self.config.epi_columns
+        for part in cutlass.range_constexpr(num_parts):
+            turn = part // 2
+            if mine == part % 2:
+                total = cute.make_rmem_tensor(place.shape[:2], Float32)  # (VECTOR, NumVectors)
+                here = thread_vectors(parts[None, part])  # (VECTOR, NumVectors)
+                total.store(here.load() + place[None, None, part].load())
+                if cutlass.const_expr(turn == 0 or self.tiles.epi_stages == 1):
+                    epilogue.wait(0)
+                values = cute.make_tensor(total.iterator, cute.make_layout(size))
+                slot = turn % self.tiles.epi_stages
+                where = row + part // per_row * step, column + part % per_row
+                epilogue.store_part(values, slot, *where)
+
+    def place(self, size: int, num_parts: int) -> cute.Tensor:
+        """This thread's place (VECTOR, NumVectors, PART) for sums, in the smem where the ring
+        was."""
+        thread, _, _ = cute.arch.thread_idx()
+        first = cute.recast_ptr(self.sA.iterator, dtype=Float32).align(4 * VECTOR)
+        shape = VECTOR, size // VECTOR, num_parts, WARPGROUP
+        stride = 1, VECTOR * WARPGROUP, size * WARPGROUP, VECTOR
+        layout = cute.make_layout(shape, stride=stride)
+        return cute.make_tensor(first, layout)[None, None, None, thread % WARPGROUP]
