@@ -110,6 +110,15 @@ def test_nothing_in_nothing_out(device):
     assert cutex.map(gated, x, rows(device, (5,))).shape == (0, 5)
 
 
+def test_transforms_without_a_rule_are_one_sentence(device):
+    """torch would answer forward differentiation with zeros."""
+    x = torch.randn(4, 8, device=device)
+    with pytest.raises(NotImplementedError, match="no forward differentiation"):
+        torch.func.jvp(lambda y: cutex.map(lambda a: a * 2, y), (x,), (x,))
+    with pytest.raises(NotImplementedError, match=r"no rule for torch\.vmap"):
+        torch.vmap(lambda y: cutex.map(lambda a: a * 2, y))(x)
+
+
 def test_torch_compile_takes_it_whole(device):
     x = rows(device, (4, 24))
 

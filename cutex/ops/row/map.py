@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutex.compile.user_function import UserFunction, arguments_taken
 from cutex.ops.plain import is_plain, nobody_watches, untraced
@@ -40,6 +41,8 @@ def map(fn: Callable[..., Any], *tensors: Tensor, out_dtype: torch.dtype | None 
             return known.launch(*tensors)
     dtype = _checked(fn, tensors, out_dtype)
     if _is_compiling() or not (nobody_watches() and all(is_plain(x) for x in tensors)):
+        if not _is_compiling():
+            _check_transforms(tensors)
         return MAP.through_torch([x.detach() for x in tensors], _named(fn), dtype)
     return _first(fn, tensors, out_dtype, dtype)
 
@@ -62,6 +65,15 @@ def _checked(fn: Any, tensors: Sequence[Any], out_dtype: Any) -> torch.dtype:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         raise ValueError(f"tensors of shapes {shapes} do not broadcast") from None
     return out_dtype or reduce(torch.promote_types, (x.dtype for x in tensors))
+
+
+def _check_transforms(tensors: Sequence[Tensor]) -> None:
+    """Refuse what torch would answer with no derivative, or with words of its own."""
+    dual = forward_ad._current_level >= 0
+    if dual and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("cutex::map has no forward differentiation (jvp)")
+    if any(torch._C._functorch.is_batchedtensor(x) for x in tensors):
+        raise NotImplementedError("cutex::map has no rule for torch.vmap: call it on whole tensors")
 
 
 # ---- the launch
