@@ -138,6 +138,13 @@ def test_one_cluster_takes_few_elements(device, asked, shape, dim, ctas, op):
     assert kind.__name__ == "Reduce" and config.tile.ctas == ctas and not config.shared
 
 
+def test_transposed_squares(device):
+    x = rows(device, (4, 4, 24)).transpose(0, 1)
+    for dim in (0, 1):
+        check(x, "sum", dim)
+    check(rows(device, (33, 33)).mT, "sum", 0)
+
+
 def test_lanes_of_few_rows_load_all_at_one_time():
     assert [few_lanes(n) for n in (1, 128, 129, 256, 257)] == [8, 8, 4, 4, 0]
 

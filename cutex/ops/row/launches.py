@@ -123,7 +123,7 @@ class Launch:
         same = made.shape == x.shape and made.stride() == x.stride()
         shared = made.data_ptr() == x.data_ptr()
         shape = made.shape
-        view = (lambda x: x.view(shape)) if shared and _views(x, shape) else how
+        view = (lambda x: x.view(shape)) if shared and _views(x, made) else how
         if made is not given:
             view = lambda x: _contiguous_of_one(how(x))
         self.passed.append(None if same and shared else view)
@@ -141,12 +141,12 @@ def _flat(x: Tensor) -> Tensor:
     return x.contiguous().view(-1)
 
 
-def _views(x: Tensor, shape: torch.Size) -> bool:
+def _views(x: Tensor, made: Tensor) -> bool:
+    """Whether x.view of the shape of `made` is that tensor: of a transposed square it is x."""
     try:
-        x.view(shape)
+        return x.view(made.shape).stride() == made.stride()
     except RuntimeError:
         return False
-    return True
 
 
 class Calls:

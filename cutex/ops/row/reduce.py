@@ -42,7 +42,8 @@ def reduce(
     deterministic: few results are shared by many CTAs. By default each CTA stores its part, and the
         parts are combined in a fixed order, by the last CTA to finish or by a second kernel, so
         that results are bitwise reproducible. With False, a sum's parts are added atomically, in
-        any order, and may overflow where all of them together do not.
+        any order; they may overflow where all of them together do not, and those below 2^-126
+        count as 0.
 
     Returns x's dtype, rounded once, or int64 for argmax and argmin. Differentiable once; the
     gradient of a max or min is shared by equal elements, as in torch.amax. Raises TypeError or
