@@ -284,6 +284,8 @@ DIVIDED = {
     ((192, 128), 8, 8, ""): 1,
     ((96, 96), 8, 1, "window"): 4,
     ((128, 128), 8, 1, "soft cap"): 8,
+    ((192, 192), 16, 2, "batch of 4"): 4,
+    ((256, 256), 16, 2, "batch of 4"): 1,
 }
 
 
@@ -291,7 +293,7 @@ DIVIDED = {
 def test_heads_that_share_keys_are_divided_where_tiles_are_few(of):
     dims, heads, heads_kv, what = of
     memory, rows = torch.empty(1, dtype=torch.bfloat16), 4096
-    start = (rows,) if what == "packed" else (1, rows)
+    start = (rows,) if what == "packed" else (4 if what == "batch of 4" else 1, rows)
     q, k, v = (
         memory.expand(*start, n, d)
         for n, d in ((heads, dims[0]), (heads_kv, dims[0]), (heads_kv, dims[1]))

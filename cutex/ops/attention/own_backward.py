@@ -55,6 +55,7 @@ UNCUT, CUT, WIDER = (96, 96), (128, 128), 1.25
 # tiles of one sequence for each CTA, up to which query heads may be divided; the queries that take
 # the time of a further part, with its sums; of the steps before, the most that it may take
 FEW_PARTS, PART_COST, WORTH = 2, 512, 0.9
+L2_BYTES = 55 << 20  # of q, dO and the sums of dQ in work at one time, which L2 about holds
 ALIKE = 0.75  # of the longest tile's steps, which the mean of tiles that take equally long exceeds
 UNTIMED = ("sm_100a", "sm_103a")  # whose kernels have run in the simulator only
 
@@ -330,11 +331,18 @@ def parts_of_heads(call: AttentionCall, config: BackwardConfig) -> int:
     enough that the longest tile takes no longer than an equal share of all."""
     heads, heads_kv = call.heads
     group, cost = heads // heads_kv, cost_of_part(config)
-    tiles = -(-longest_k(call) // config.tile_n) * heads_kv
-    if group == 1 or tiles > FEW_PARTS * config.num_ctas:
+    blocks = -(-longest_k(call) // config.tile_n)
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    if config.wide and not config.pairs and not config.deterministic:
+        # NOTE: half a pair's keys, so twice its adds, which L2 has to keep up with
+        units = min(2 * config.num_ctas / blocks, heads_kv * call.batch)  # in work at one time
+        rows = units * longest_q(call) * config.head_dim * (4 + 2 + 2)
+        fitting = [n for n in divisors if rows * group / n <= L2_BYTES]
+        if min(fitting, default=group) > 1:
+            return min(fitting, default=group)
+    if group == 1 or blocks * heads_kv > FEW_PARTS * config.num_ctas:
         return 1
     load = Load.of(call, config)
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
     found = min(divisors, key=lambda n: load.steps(config.num_ctas, n, cost))
     pays = load.steps(config.num_ctas, found, cost) < WORTH * load.steps(config.num_ctas, 1, cost)
     return found if pays else 1
