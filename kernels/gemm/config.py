@@ -16,7 +16,7 @@ from cutex.arch import arch as arch_named
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-    from cutex.compile import Workspace
+    from cutex.compile import Operand, Workspace
     from cutex.kernels.gemm.layouts import Signature
     from cutex.problem.gemm import GemmProblem
 
@@ -109,6 +109,10 @@ class GemmConfig:
     def workspace(self) -> Workspace | None:
         """The global memory that a launch needs beside its operands, or None."""
         return None
+
+    def within_workspace(self, out: Operand) -> Operand:
+        """Out, whose sizes must be those that the workspace has memory for."""
+        return out
 
     @property
     def epi_bytes(self) -> int:

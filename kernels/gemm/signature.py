@@ -68,10 +68,11 @@ class GeneralConfig:
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a (M, K), b (K, N), out (M, N), each with L first if batched;
         those of the operations; the workspace, if there is one."""
+        out = self.out.argument("out", "m", "half" if self.gated else "n", "l")
         return (
             self.a.argument("a", "m", "k", "la"),
             self.b.argument("b", "k", "n", "lb"),
-            self.out.argument("out", "m", "half" if self.gated else "n", "l"),
+            self.tiles.within_workspace(out),
             *op_arguments(self.ops),
             *workspace_arguments(self.tiles.workspace),
         )

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cutex.device.epilogue.epilogue_ops import EpilogueOp
     from cutex.kernels.gemm.layouts import OperandLayout
 
+IN_SHARES = "cutex.kernels.gemm.sm90.in_shares"  # the kernel of calls whose K is cut so
 PROMOTING = "cutex.kernels.gemm.scaled.fp8.sm90.kernel"  # the kernel of promoted calls
 
 
@@ -85,6 +86,7 @@ def _sources(arch_name: str, promoted: bool) -> str:
     kernels = [f"{package('gemm', arch_name)}.general"]
     if arch_name == "sm_90a":
         kernels += [f"cutex.kernels.gemm.unaligned.sm90.{name}" for name in ("kernel", "few")]
+        kernels.append(IN_SHARES)
     return sources_digest(kernels)
 
 

@@ -222,6 +222,8 @@ def kernel_of(config: GeneralConfig, arch_name: str) -> tuple[str, str]:
         return "cutex.kernels.gemm.unaligned.sm90.kernel", "Unaligned"
     if isinstance(config.tiles, FewRowsConfig):
         return "cutex.kernels.gemm.unaligned.sm90.few", "FewRows"
+    if isinstance(config.tiles, Sm90Config) and config.tiles.k_shares > 1:
+        return choices.IN_SHARES, "InShares"
     return f"{package('gemm', arch_name)}.general", "General"
 
 

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, contiguous_box
+from cutex.kernels.gemm.sm90.config import (
+    FEW_COLUMNS,
+    MOST_SHARES,
+    Sm90Config,
+    contiguous_box,
+)
 from cutex.kernels.gemm.sm90.tile_order import SMS, in_order
 from cutex.problem.gemm import GemmProblem
 
@@ -46,6 +51,9 @@ FEW_ROUNDS, IDLE = 8, 0.04
 RING, WHOLE_K = 4, 2048
 LEAST_STEPS = 8  # of 64 along K, in a cluster's share
 MOST_STREAMED = 40
+# tiles, and clusters, whose K is cut into more shares than a cluster has CTAs
+SHARED = ((64, 64), (64, 128), (128, 64), (128, 128))
+SHARED_CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
 BOX_ROWS = 32  # of a TMA load, where tiles reach outside of an operand
 LONG = 512  # K, in units of 2 bytes, from which on that pays
@@ -241,6 +249,32 @@ def streamed(
     return tuple(sorted(found, key=lambda c: _least_cycles(c, problem, rounds[c]))[:MOST_STREAMED])
 
 
+@lru_cache(maxsize=256)
+def in_shares(
+    mnk: tuple[int, int, int], arch_name: str, num_sms: int = SMS
+) -> tuple[Sm90Config, ...]:
+    """The configs that cut K into as many shares as give a tile to all CTAs that run at one time,
+    where that are more than a cluster's."""
+    arch, problem = _on(arch_name, num_sms), GemmProblem(*mnk)
+    found: dict[Sm90Config, None] = {}
+    for (tile_m, tile_n), cluster, swap_ab in product(SHARED, SHARED_CLUSTERS, (False, True)):
+        cluster_m, cluster_n = cluster
+        tile = _tile(tile_m, tile_n, WARPGROUPS[tile_m], cluster_m, cluster_n, 1, swap_ab=swap_ab)
+        m, n = tile.computed(problem)
+        tiles = ceil_div(m, tile_m * cluster_m) * ceil_div(n, tile.cluster_columns)
+        size = cluster_m * cluster_n
+        steps = ceil_div(problem.k, 64)
+        shares = min(at_once(size, num_sms) // (tiles * size), steps // LEAST_STEPS, MOST_SHARES)
+        if shares < 2:
+            continue
+        shares = ceil_div(steps, ceil_div(steps, shares))  # none without any of K
+        plain = replace(tile, k_bytes=128, epi_n=16, k_shares=shares, num_ctas=_grid(size, arch))
+        config = in_order(_deepest(plain, arch))
+        if config.num_stages > 2 and config.why_not(problem, arch) is None:
+            found[config] = None
+    return tuple(found)
+
+
 def _rounds(config: Sm90Config, problem: GemmProblem, num_sms: int) -> float:
     """The rounds of concurrently running CTAs that a streamed config's tiles make, tiles outside of
     C included."""
@@ -389,6 +423,8 @@ def candidates(
         every = [c for c in every if not _of_slow_loads(c, problem)]
     every = [c for c in every if _shares_well(c, problem, slow)]
     every += in_whole_rounds(mnk, *here)
+    if majors != (True, True):
+        every += in_shares(mnk, *here)
     found = (c for c in every if _loads_well(c, problem, majors, fitted))
     within = dict.fromkeys(_stored_whole(_within_k(c, problem), problem, arch) for c in found)
     return [x for c in within for x in _in_boxes(c, problem, majors)]
@@ -406,7 +442,7 @@ def _stored_whole(config: Sm90Config, problem: GemmProblem, arch: Arch) -> Sm90C
     (docs/facts/gemm.md#transposed-whole)."""
     c = config
     parts = c.swap_ab and c.epi_n == 16 and c.tile_n > FEW_COLUMNS
-    walks = not c.one_tile and c.split_k == 1 and not c.stream_k
+    walks = not c.one_tile and c.split_k == c.k_shares == 1 and not c.stream_k
     if not (parts and walks) or (c.pingpong and problem.k > WHOLE_K):
         return c
     whole = _deepest(replace(c, epi_n=c.tile_n, epi_stages=1), arch)
@@ -445,7 +481,7 @@ def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> tuple
     rough = majors[0] and problem.m > FINE_ROWS
     far = _far_outside(problem.m, of_m, majors[0], rough)
     far = far or _far_outside(problem.n, of_n, majors[1], False)
-    if c.spread or problem.k < LONG or not far:
+    if c.spread or c.k_shares > 1 or problem.k < LONG or not far:
         return (c,)
     boxed = replace(c, box_rows=BOX_ROWS)
     return (boxed,) if majors == (True, True) else (c, boxed)

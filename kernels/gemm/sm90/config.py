@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutex.arch import arch as arch_named
-from cutex.compile import Workspace
+from cutex.compile import Bound, Operand, Workspace
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import ELEMENT, PARTS, GemmConfig, ceil_div
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 FEW_COLUMNS = 32
 # accumulator registers per thread, by MMA warpgroups: with three, ptxas gives each thread 128
 ACCUMULATORS = {1: 224, 2: 208, 3: 96}
+MOST_SHARES = 64  # of K, whose sums are added up in one place
 CLAIM_WORDS = 16  # in which clusters claim their place (schedulers/by_gpc.py)
 EVEN, UNEVEN = 28, 48_000  # SMs, and SMs times K (placed_unevenly)
 
@@ -50,6 +53,7 @@ class Sm90Config(GemmConfig):
     stream_k: int = 0  # last rounds whose tiles are split along K (schedulers/stream_k.py)
     box_rows: int = 0  # rows that a TMA load brings, about (device/atoms/boxes.py); 0: all
     by_gpc: bool = False  # tiles by where clusters run (schedulers/by_gpc.py)
+    k_shares: int = 1  # of K, whose sums a second kernel adds up (in_shares.py)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Sm90Config:
@@ -133,10 +137,20 @@ class Sm90Config(GemmConfig):
         writes them; or of clusters that claim their place."""
         if self.by_gpc:
             return Workspace(4, CLAIM_WORDS, early=True)  # no sums, but a vector
+        if self.k_shares > 1:
+            num_ctas = self.num_ctas or arch_named(self.arch).num_sms
+            return Workspace(num_ctas * self.tile_m * self.tile_n, 4)
         if not self.stream_k:
             return None
         num_ctas = self.num_ctas or arch_named(self.arch).num_sms
         return Workspace(num_ctas * self.tile_m * self.tile_n, num_ctas * 4 * self.mma_warpgroups)
+
+    def within_workspace(self, out: Operand) -> Operand:
+        if self.k_shares == 1 or self.workspace is None:
+            return out
+        tile = (self.tile_n, self.tile_m) if self.swap_ab else (self.tile_m, self.tile_n)
+        tiles = self.workspace.sums // (self.tile_m * self.tile_n * self.k_shares)
+        return replace(out, bounds_by=partial(held, tiles, tile))
 
     def sums_bytes(self, epi_parts: int) -> int:
         """Bytes of the sums of all CTAs of a split, for the parts of the tile that one of them
@@ -183,6 +197,7 @@ class Sm90Config(GemmConfig):
             or self._why_not_split(epi_parts)
             or self._why_not_streamed()
             or self._why_not_by_gpc()
+            or self._why_not_shares()
         )
 
     def _why_not_warpgroups(self) -> str | None:
@@ -246,10 +261,24 @@ class Sm90Config(GemmConfig):
             return f"by_gpc={self.by_gpc}: clusters of one or two CTAs, as a TPC has"
         return None
 
+    def _why_not_shares(self) -> str | None:
+        if not 1 <= self.k_shares <= MOST_SHARES:
+            return f"k_shares={self.k_shares}: 1 to {MOST_SHARES}"
+        if self.k_shares == 1:
+            return None
+        if self.one_tile or self.stream_k or self.split_k > 1 or self.by_gpc or self.pingpong:
+            return f"k_shares={self.k_shares}: takes tiles of all warpgroups, in a loop"
+        if self.warpgroup_rows > 64:
+            return f"k_shares={self.k_shares}, tile_m={self.tile_m}: 64 rows for each warpgroup"
+        if type(self) is not Sm90Config:
+            return f"k_shares={self.k_shares}: the general kernel alone leaves sums"
+        return None
+
     def why_not_problem(self, problem: GemmProblem, arch: Arch) -> str | None:
         return (
             super().why_not_problem(problem, arch)
             or self._why_not_round(problem, arch)
+            or self._why_not_room(problem, arch)
             or self._why_not_spread(problem, arch)
         )
 
@@ -268,6 +297,17 @@ class Sm90Config(GemmConfig):
         num_ctas = self.num_ctas or arch.num_sms
         if down * across * self.cluster_m * self.cluster_n * self.split_k > num_ctas:
             return f"columns={self.columns}, rows={self.rows}: more tiles than {num_ctas} CTAs"
+        return None
+
+    def _why_not_room(self, problem: GemmProblem, arch: Arch) -> str | None:
+        """The reason why the workspace does not hold all shares' sums, a tile for each CTA."""
+        if self.k_shares == 1:
+            return None
+        rows, columns = self.computed(problem)
+        tiles = ceil_div(rows, self.tile_m) * ceil_div(columns, self.tile_n)
+        num_ctas = self.num_ctas or arch.num_sms
+        if tiles * self.k_shares > num_ctas:
+            return f"k_shares={self.k_shares}: {tiles} tiles each, more than {num_ctas} CTAs"
         return None
 
     def _why_not_spread(self, problem: GemmProblem, arch: Arch) -> str | None:
@@ -300,9 +340,22 @@ class Sm90Config(GemmConfig):
             return f"spread={self.spread}: out's places count from the tile's, and rows twice"
         if (self.columns or self.rows) and out.batched:
             return f"columns={self.columns}, rows={self.rows}: a batch has tiles of its own"
+        if self.k_shares > 1 and (
+            signature.ops
+            or out.batched
+            or not out.tma
+            or out.major != "row"
+            or DTYPES[out.dtype].bits != 16
+        ):
+            return f"k_shares={self.k_shares}: sums are stored as they are, 16 bits by rows"
         if self.split_k > 1 and (out.batched or out.dtype == "fp32"):
             return f"split_k={self.split_k}: stores parts of 16 bits, of no batch"
         return None
+
+
+def held(tiles: int, tile: tuple[int, int], sizes: Mapping[str, int]) -> tuple[Bound, ...]:
+    """The bounds of an out of `tiles` tiles of `tile` (rows, columns)."""
+    return (Bound("n", 0, tiles // max(1, ceil_div(sizes["m"], tile[0])) * tile[1]),)
 
 
 def placed_unevenly(idle: Any, num_sms: int, k: Any) -> Any:

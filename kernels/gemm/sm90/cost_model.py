@@ -57,6 +57,10 @@ EIGHT_SHARE = (1.2, 1.06, 1.0)  # docs/facts/gemm.md#eight-share-k
 # time of boxes along which K is contiguous in neither operand, by the CTAs that share them, each of
 # which loads a part of K, relative to what was fitted to few such
 BOXES_SHARED = {4: 1.04, 8: 1.08}  # docs/facts/gemm.md#boxes-shared
+# relative time of CTAs that leave a share's sums in memory; microseconds of the kernel that adds
+# them up, and the rate at which they are left and read (docs/facts/gemm.md#k-shares): as measured,
+# and 4 % more, since less of them was timed than of others
+SHARES, ADD_US, ADD_GBS = 1.0, 1.22, 1680.0
 LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
 # what runs long enough to be held at the power limit, in FLOPs, and the exponent of its time by the
 # bytes asked of L2 for an element of C beyond those of 128x192 in pairs: few such were timed
@@ -197,6 +201,7 @@ class Counts(NamedTuple):
     written: Any  # bytes of C, those in rows that begin within a sector counted twice
     split: Any  # bool: whether CTAs share the K of a tile
     exchanged: Any  # bytes of sums that a CTA reads from others, one after the other
+    added: Any  # bytes of sums that a second kernel adds up
     memory: Any  # the board's memory bandwidth and
     watts: Any  # its power limit, relative to the arch's own board
 
@@ -213,14 +218,15 @@ def count(
     m, n = c.computed(problem)
     size = c.cluster_m * c.cluster_n * c.split_k
     down, across = ceil_div(m, c.tile_m), ceil_div(n, c.tile_n)
-    useful = arch.num_sms if c.spread else down * across * batch * c.split_k
+    shares = c.split_k * c.k_shares
+    useful = arch.num_sms if c.spread else down * across * batch * shares
     down = ceil_div(down, c.cluster_m) * c.cluster_m
     across = ceil_div(across, c.cluster_n) * c.cluster_n
-    ctas = arch.num_sms if c.spread else down * across * batch * c.split_k
+    ctas = arch.num_sms if c.spread else down * across * batch * shares
     most = at_once(size, arch.num_sms)
     rounds = ctas / most if c.stream_k else ceil_div(ctas, most)
-    told_apart = c.one_tile or c.split_k > 1
-    k_tiles = ceil_div(ceil_div(problem.k, c.k_of(16)), c.split_k)
+    told_apart = c.one_tile or shares > 1
+    k_tiles = ceil_div(ceil_div(problem.k, c.k_of(16)), shares)
     asked = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.k_bytes
     sharers = ceil_div(across, c.cluster_n) if m >= n else ceil_div(down, c.cluster_m)
     larger = max(m, n) * problem.k * ELEMENT * batch
@@ -262,6 +268,7 @@ def count(
         * (2 if problem.n * ELEMENT % SECTOR else 1),
         split=c.split_k > 1 or c.stream_k > 0,
         exchanged=_exchanged(c, rounds),
+        added=4 * useful * c.tile_m * c.tile_n if c.k_shares > 1 else 0,
         memory=arch.hbm_gbs / arch_named(arch.name).hbm_gbs,
         watts=arch.watts / arch_named(arch.name).watts,
     )
@@ -466,7 +473,8 @@ def predictions(
     every = columns(counts)
     of = terms(every)
     times = of.time * np.exp(trees(MEASURED).predict(features(places, every, of)))
-    near = np.flatnonzero(times <= NEAR * times.min())
+    times = np.where(every.added, SHARES * times + ADD_US + every.added / ADD_GBS / 1e3, times)
+    near = np.flatnonzero((times <= NEAR * times.min()) & (every.added == 0))
     times[near] *= np.exp(errors_nearby(MEASURED, places[near], caution))
     times *= np.where([c.split_k == 8 for c in configs], EIGHT_SHARE[sum(majors)], 1)
     if not any(majors):

@@ -13,6 +13,7 @@ from cutex.arch import arch as arch_named
 from cutex.device.atoms.multicast import AbOperands, Cluster, SharedRing
 from cutex.device.atoms.tma import AbLoads
 from cutex.device.pipeline import PipelineState
+from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, Sm90Config, placed_unevenly
 from cutex.schedulers.announced import AnnouncedTiles
@@ -86,7 +87,7 @@ class LoadTiles:
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
         tile = walk.tile_at(walk.start)
         loads = operands.loads(tile, self.cluster)
-        return loads, *self.share(tile.split, loads.num_k_tiles)
+        return loads, *self.share(self.number(tile), loads.num_k_tiles)
 
     @cute.jit
     def run(self, operands: AbOperands, ab: SharedRing, mC: cute.Tensor) -> None:
@@ -98,10 +99,14 @@ class LoadTiles:
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
             tile = walk.tile_at(index)
             loads = operands.loads(tile, self.cluster)
-            first, count = self.share(tile.split, loads.num_k_tiles)
+            first, count = self.share(self.number(tile), loads.num_k_tiles)
             # NOTE: a share may extend past K, where TMA fills in zeros
             fill = fill_ring(loads, ab, fill, first, first + count)
         ab.drain(fill)
+
+    def number(self, tile: WorkTile) -> Int32 | int:
+        """The number of the share of K that `tile` is of."""
+        return tile.split
 
     def share(self, split: Int32 | int, num_k_tiles: Int32) -> tuple[Int32 | int, Int32]:
         """The first K tile of share `split`, and the number of K tiles in it."""

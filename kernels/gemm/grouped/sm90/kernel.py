@@ -58,7 +58,7 @@ class GroupedKernel:
         tiles = config.product.tiles
         assert isinstance(tiles, Sm90Config)  # why_not has refused every other
         self.config, self.tiles = config, tiles
-        if tiles.one_tile or tiles.stream_k or tiles.box_rows:
+        if tiles.one_tile or tiles.stream_k or tiles.box_rows or tiles.k_shares > 1:
             raise ValueError(f"{tiles}: {self.name} loops over whole tiles")
         self.general = General(config.product)  # whose warps, registers and maps it has
 
