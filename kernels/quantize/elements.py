@@ -240,12 +240,13 @@ def coded_halves(low: Float32, high: Float32, limited: bool = True, *, loc=None,
 
 @dsl_user_op
 def e2m1_pair(x: Int32, *, loc=None, ip=None) -> Int32:
-    """The e2m1 codes, without signs, of two bf16: of the low half in byte 0, of the high one in
-    byte 2; other bytes are meaningless.
+    """The e2m1 codes, without signs, of two bf16 below 8: of the low half in byte 0, of the high
+    one in byte 2; other bytes are meaningless, and both codes if one is a NaN.
 
     Elements are spaced by 1/2 up to 2, by 1 up to 4, by 2 up to 6, so the code of |x| is the least
     of 2 |x|, |x| + 2, |x| / 2 + 4, rounded to even integers, and 7: computed as sums with 128,
-    whose last place is 1. A NaN becomes 7.
+    whose last place is 1. For |x| / 2 + 4, which would be 8 above 7, stands .298828125 |x| + 5:
+    it is as much for all bf16 from 3 to 7, where the others are no less, and 7 up to 8.
     """
     ptx = """{
         .reg .b32 size, one, two, three;
@@ -257,11 +258,9 @@ def e2m1_pair(x: Int32, *, loc=None, ip=None) -> Int32:
         mov.b32 three, 0x3F803F80;
         fma.rn.bf16x2 two, size, three, two;
         min.bf16x2 one, one, two;
-        mov.b32 two, 0x43044304;
-        mov.b32 three, 0x3F003F00;
+        mov.b32 two, 0x43054305;
+        mov.b32 three, 0x3E993E99;
         fma.rn.bf16x2 three, size, three, two;
-        mov.b32 two, 0x43074307;
-        min.bf16x2 three, three, two;
         min.bf16x2 $0, one, three;
     }"""
     return as_word(ptx, (x,), loc, ip)
@@ -294,11 +293,15 @@ def row_codes(pairs: list[Int32]) -> Int32:
 
 def column_codes(rows: list[Int32]) -> tuple[Int32, Int32]:
     """The words of two columns' eight e2m1 codes, from eight pairs of bf16, one row each."""
-    codes = [e2m1_pair(row) | ((row >> 12) & 0x00080008) for row in rows]
-    even, odd = (
-        [take(codes[i], codes[i + 2], 0x6240) for i in (first, first + 4)] for first in (0, 1)
-    )
-    upper, lower = (nibbles(*both) for both in zip(even, odd, strict=True))
+    codes = [e2m1_pair(row) for row in rows]
+
+    def both(i: int) -> Int32:
+        """The codes of rows `i` and `i + 2`, a byte each, with the signs that fill bytes."""
+        signs = take(rows[i], rows[i + 2], 0xFBD9) & 0x08080808
+        return take(codes[i], codes[i + 2], 0x6240) | signs
+
+    even, odd = ([both(i) for i in (first, first + 4)] for first in (0, 1))
+    upper, lower = (nibbles(*rows) for rows in zip(even, odd, strict=True))
     return take(upper, lower, 0x5410), take(upper, lower, 0x7632)
 
 
@@ -376,6 +379,10 @@ class Factor(NamedTuple):
 
     code: Int32
     inverse: Float32
+
+    def of_e2m1(self, word: Int32) -> Int32:
+        """`word` of eight e2m1 codes, all the largest one if this factor, an E8M0, is a NaN."""
+        return cutlass.select_(self.code == E8M0_NAN, Int32(0x77777777), word)
 
 
 def factor_of(

@@ -152,6 +152,9 @@ class QuantizeLoop(QuickTiles, Quantize):
                 full.arrive_expecting(TILE * TILE * sX.element_type.width // 8, slot)
             tile_loads(x, sX, place[0]).load(place[1], slot, full[slot])
 
+    def swaps(self, sX: cute.Tensor) -> bool:
+        return False  # as TMA writes it
+
     def row_vector(self, rX: cute.Tensor, i: int) -> cute.Tensor:
         thread, c = cute.arch.thread_idx()[0], self.config
         row = rX[thread // self.lanes + i * self.step, None]

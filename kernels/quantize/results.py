@@ -31,6 +31,13 @@ class Results:
         """The factors of a tile, along one side."""
         return TILE * TILE // self.config.block
 
+    @property
+    def gathers(self) -> bool:
+        """Whether fp32 factors of a tile's rows and columns meet in smem: those of a column have
+        several threads, and those of a pass's rows are less than a sector."""
+        c = self.config
+        return c.of.scale == "fp32" and not c.square and c.columns
+
     def allocate_turned(self, smem: SmemAllocator) -> Any:
         """The slot of columns' results; None where they are where x was, or nowhere."""
         c = self.config
@@ -49,9 +56,11 @@ class Results:
     def allocate_factors(self, smem: SmemAllocator) -> Any:
         """The factors of a tile (FACTOR, SIDE) where they are swizzled."""
         c = self.config
+        sides = int(c.rows) + int(c.columns)
+        if self.gathers:
+            return smem.allocate_tensor(cutlass.Float32, cute.make_layout((TILE, sides)), 16)
         if not c.swizzled:
             return None
-        sides = int(c.rows) + int(c.columns)
         return smem.allocate_tensor(cutlass.Uint8, cute.make_layout((self.factors, sides)), 16)
 
     def swizzled(self, row: Int32, word: Any) -> Any:
@@ -105,6 +114,29 @@ class Results:
         if c.swizzled and c.columns:
             side, there = int(c.rows), (column_tile, row_tile)
             self.store_factors(rest[-1], sF[None, side], *there, mX.shape[0], side)
+        if self.gathers:
+            side = int(c.rows)
+            if c.rows:
+                self.store_gathered(rest[1], sF[None, 0], row_tile, column_tile, mX.shape[0], 0)
+            there = sF[None, side], column_tile, row_tile
+            self.store_gathered(rest[-1], *there, mX.shape[1], side)
+
+    @cute.jit
+    def store_gathered(
+        self,
+        mFactors: cute.Tensor,
+        sF: cute.Tensor,
+        row_tile: Int32,
+        block: Int32,
+        rows: Int32,
+        side: cutlass.Constexpr[int],
+    ) -> None:
+        """Store the fp32 factors of one side of the tile, which is a block of it. Each side by
+        threads of its own."""
+        thread = cute.arch.thread_idx()[0] - side * TILE
+        row = row_tile * TILE + thread
+        if (thread >= 0) & (thread < TILE) & (row < rows):
+            mFactors[row, block] = sF[thread]
 
     @cute.jit
     def store_turned(

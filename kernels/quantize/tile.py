@@ -50,7 +50,8 @@ class Quantize(Results):
     sX              128 * 128 * (2 or 4), only for columns
     sQ              128 * 128 / 2, or 128 * 128, only for columns that are aligned; or where sX was
     sMax            8 * threads, only of blocks of 128
-    sF              128 * 128 / block, a byte for each factor of a side, where they are swizzled
+    sF              128 * 128 / block, a byte for each factor of a side, where they are swizzled;
+                    512 for each side where they are fp32 of 1x128, with columns
     inverses        4 * 128, only of NVFP4
     """
 
@@ -160,14 +161,29 @@ class Quantize(Results):
             at = cute.arch.thread_idx()[0]
             for i in cutlass.range_constexpr(self.passes):
                 here = sX[at // self.lanes + i * self.step, None]
-                there = cute.local_tile(here, (c.width,), (at % self.lanes,))  # (bWidth)
-                cute.autovec_copy(rX[None, i], there)
+                if cutlass.const_expr(self.swaps(sX)):
+                    for j in cutlass.range_constexpr(2):
+                        unit = self.unit_of(at % self.lanes * 2 + j)
+                        vector = cute.local_tile(rX[None, i], (WIDTH,), (j,))
+                        cute.autovec_copy(vector, cute.local_tile(here, (WIDTH,), (unit,)))
+                else:
+                    there = cute.local_tile(here, (c.width,), (at % self.lanes,))  # (bWidth)
+                    cute.autovec_copy(rX[None, i], there)
             cute.arch.sync_threads()
             smem_tiles = sX, sMax, sQ, sF
             self.quantize_columns(smem_tiles, whole, own, row_tile, column_tile, mX, rest[-2:])
-        if cutlass.const_expr(c.swizzled or (c.columns and c.aligned_columns)):
+        if cutlass.const_expr(sF is not None or (c.columns and c.aligned_columns)):
             cute.arch.sync_threads()
         self.store_rest(sQ, sF, row_tile, column_tile, mX, rest)
+
+    def swaps(self, sX: cute.Tensor) -> bool:
+        """Whether units of 16 bytes are swapped in the second half of a row of sX, so that threads
+        that write each second unit write to different banks."""
+        return sX.element_type.width == 16 and self.config.width == 2 * WIDTH
+
+    def unit_of(self, unit: Int32) -> Int32:
+        """Where a row of sX, of 16 units, has unit `unit` if it swaps them."""
+        return unit ^ unit // 8
 
     def allocate_magnitudes(self, smem: SmemAllocator) -> Any:
         """Where threads leave the largest magnitudes of their parts of blocks of 128; else None."""
@@ -282,8 +298,11 @@ class Quantize(Results):
             row = row_tile * TILE + thread // self.lanes + i * self.step
             if cutlass.const_expr(self.in_pairs):
                 pairs = self.pairs(vector, [factor, factor], own)
-                codes = row_codes if self.exact_pairs(vector) else row_of_coded
+                exact = self.exact_pairs(vector)
+                codes = row_codes if exact else row_of_coded
                 words = [codes(pairs[j : j + 4]) for j in range(0, len(pairs), 4)]
+                if cutlass.const_expr(exact):
+                    words = [factor.of_e2m1(word) for word in words]
             else:
                 words = self.words(floats(vector), factor)
             if row < rows:
@@ -292,6 +311,9 @@ class Quantize(Results):
             if cutlass.const_expr(c.swizzled):
                 here = thread // self.lanes + i * self.step
                 self.leave_factor(sF[None, 0], here, lane * c.width, code, group)
+            elif cutlass.const_expr(self.gathers):
+                if thread % group == 0:
+                    sF[thread // self.lanes + i * self.step, 0] = float_of(code)
             else:
                 self.store_factor(mFactors, row, column, code, rows, columns, group)
 
@@ -319,9 +341,12 @@ class Quantize(Results):
         for i in cutlass.range_constexpr(SEGMENT // at_once):
             begin = i * at_once
             rPairs = cute.make_rmem_tensor((2, at_once), sX.element_type)  # (COLUMN, ROW)
+            pair = here
+            if cutlass.const_expr(self.swaps(sX)):
+                pair = self.unit_of(here // 4) * 4 + here % 4
             for j in cutlass.range_constexpr(at_once):
                 row = sX[segment * SEGMENT + begin + j, None]
-                cute.autovec_copy(cute.local_tile(row, (2,), (here,)), rPairs[None, j])
+                cute.autovec_copy(cute.local_tile(row, (2,), (pair,)), rPairs[None, j])
             largest = [whole, whole]
             if cutlass.const_expr(not c.square):
                 largest = pair_magnitudes(rPairs, c.compares_magnitudes)
@@ -347,6 +372,9 @@ class Quantize(Results):
                 if cutlass.const_expr(c.swizzled):
                     side = sF[None, int(c.rows)]
                     self.leave_factor(side, 2 * here + n, segment * SEGMENT + begin, code, 1)
+                elif cutlass.const_expr(self.gathers):
+                    if segment == 0:
+                        sF[2 * here + n, int(c.rows)] = float_of(code)
                 else:
                     self.store_factor(mFactors, column + n, block, code, columns, rows, 1)
 
@@ -362,7 +390,10 @@ class Quantize(Results):
         pairs = self.pairs(flat, factors, own)
         codes = column_codes if self.exact_pairs(rPairs) else columns_of_coded
         eights = [codes(pairs[j : j + 8]) for j in range(0, count, 8)]
-        return [[pair[n] for pair in eights] for n in range(2)]
+        each = [[pair[n] for pair in eights] for n in range(2)]
+        if not self.exact_pairs(rPairs):
+            return each
+        return [[factors[n].of_e2m1(word) for word in each[n]] for n in range(2)]
 
     @property
     def in_pairs(self) -> bool:
