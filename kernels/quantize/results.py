@@ -118,8 +118,8 @@ class Results:
             side = int(c.rows)
             if c.rows:
                 self.store_gathered(rest[1], sF[None, 0], row_tile, column_tile, mX.shape[0], 0)
-            there = sF[None, side], column_tile, row_tile
-            self.store_gathered(rest[-1], *there, mX.shape[1], side)
+            of_columns = sF[None, side]
+            self.store_gathered(rest[-1], of_columns, column_tile, row_tile, mX.shape[1], side)
 
     @cute.jit
     def store_gathered(

@@ -30,6 +30,16 @@ CASES = {
     "two warpgroups": (SQUARE, (136, 264, 640)),
     "two waves of rows": (replace(SQUARE, tile_m=256), (300, 136, 400)),
     "shared B": (replace(SQUARE, tile_n=192, cluster_m=2, num_ctas=2), (520, 400, 528)),
+    "boundaries of 16 columns": (
+        replace(SQUARE, tile_n=144, epi_n=16, num_ctas=3), (136, 1168, 400),
+    ),
+    "boundaries, alternating": (
+        replace(SQUARE, tile_m=64, tile_n=80, epi_n=16, num_stages=4, alternating=True, rows=3),
+        (150, 648, 784),
+    ),
+    "boundaries, split K": (
+        replace(SQUARE, tile_n=96, epi_n=32, split_k=2, rows=2), (136, 392, 1040),
+    ),
     "both by rows": (
         replace(SQUARE, tile_n=160, epi_n=32, cluster_n=2, recipe="fp8_1x128"), (130, 328, 528),
     ),
@@ -89,6 +99,22 @@ def test_each_stage_of_the_ladder_is_exact(stage):
     for dtype in Fp8Problem.dtypes[: 1 if stage.number else 2]:
         result = bench.run(Fp8Problem(200, 264, 640, dtype=dtype, init="int"), stage, "sim")
         assert result.ok, result.message
+
+
+@pytest.mark.parametrize("tile_n", [64, 80, 96, 128, 144, 160, 168, 176, 192, 256])
+def test_each_group_of_columns_has_the_factor_of_its_block(tile_n):
+    tiles = replace(SQUARE, tile_n=tile_n)
+    for n in range(33):
+        first = n * tile_n
+        tile = promote.TileFactors(tiles, (None, None), (None, None), None)
+        places = tile.boundaries
+        before = min(128 - first % 128, tile_n)
+        assert not places or before in places
+        tile = replace(tile, before=before if places else 0)
+        steps = [(first + x) // 128 for x in tile.column_steps]
+        for group, step in enumerate(tile.step_of_group):
+            column = first + group * tiles.column_group
+            assert steps[step] == column // 128 == (column + tiles.column_group - 1) // 128
 
 
 class NextBlock(promote.TileFactors):

@@ -120,9 +120,8 @@ class NarrowFactors(TileFactors):
 
     columns: Any = None  # ColumnTiles
 
-    def shared(self) -> list[tuple[int, Int32]]:
-        first, c = self.columns.first(self.tile.n), self.tiles
-        return [(1, first + column) for column in range(0, c.tile_n, c.column_group)]
+    def first_column(self) -> Int32:
+        return self.columns.first(self.tile.n)
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class PromoteNarrow(PromoteRows):
 
     def factors_of(self, tile: WorkTile) -> NarrowFactors:
         f = super().factors_of(tile)
-        return NarrowFactors(f.tiles, f.factors, f.slots, f.tile, self.columns)
+        return NarrowFactors(f.tiles, f.factors, f.slots, f.tile, columns=self.columns)
 
     @cute.jit
     def run_announced(
@@ -185,7 +184,7 @@ class PromoteNarrow(PromoteRows):
         acc.fill(0.0)
         held = cute.make_rmem_tensor(cute.size(coming.ahead), Float32)
         promotion = Promotion(mma.into(acc), product.ab, coming.factors, part, held, 1)
-        take = coming.promote(promotion, take, product.num_k_tiles)
+        take = promotion.at_boundary(coming.promote, take, product.num_k_tiles)
         row, step, _ = self.origin(tile)
         column = self.columns.first(tile.n) // self.config.epi_columns
         self.store_of(product.epilogue, tile).store(acc, row, step, column)

@@ -51,6 +51,7 @@ FEW_ROWS = 256  # up to which rows may be columns of the MMA
 # rows from which on tiles of 256x128 are as fast as any (#fp8-alone), if they are so large a part
 # of the SMs
 MANY_ROWS, FILLED = 1000, 0.75
+MOST_ROUND, MOST_ALTERNATING = 4, 8  # rows, or columns, of tiles of one round
 WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192)
 SWAPPED_WIDTHS = (16, 32, 64, 96, 128, 160)
 TALL = ((64, 1), (128, 2), (256, 2))  # rows of a tile, and its warpgroups
@@ -103,7 +104,8 @@ def _placed(
     shared by two CTAs, or split along K."""
     down, across = ceil_div(sizes[0], tile.tile_m), ceil_div(sizes[1], tile.tile_n)
     few = across if tile.swap_ab else down
-    fits = num_sms // (down * across) if batch == 1 and few <= 4 else 0
+    most = MOST_ALTERNATING if tile.alternating else MOST_ROUND
+    fits = num_sms // (down * across) if batch == 1 and few <= most else 0
 
     def one_round(tiles: Fp8Config, few: int) -> Fp8Config:
         return replace(tiles, columns=few) if tiles.swap_ab else replace(tiles, rows=few)

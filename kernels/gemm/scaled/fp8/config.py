@@ -95,6 +95,19 @@ class Fp8Config(Sm90Config):
         return math.gcd(self.tile_n, BLOCK)
 
     @property
+    def touched_blocks(self) -> int:
+        """The most blocks of 128 columns that a tile has columns of, wherever it is."""
+        return (BLOCK - self.column_group + self.tile_n - 1) // BLOCK + 1
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a tile's code knows where its columns begin to share another factor, instead of
+        looking up one for each `column_group`: where CTAs loop over tiles, and these are many
+        (docs/facts/scaled.md#fp8-boundaries)."""
+        groups = self.tile_n // self.column_group
+        return self.shares[1] and self.announced and groups > 2
+
+    @property
     def part_accumulators(self) -> int:
         """The registers per thread for the sums of one block of K, 64 rows at a time."""
         return 64 * self.tile_n // 128

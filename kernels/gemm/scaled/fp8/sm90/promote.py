@@ -106,6 +106,24 @@ class Promotion:
         return take, seen
 
     @cute.jit
+    def at_boundary(
+        self, add: cutlass.Constexpr[Callable[..., PipelineState]], take: PipelineState, *rest: Any
+    ) -> PipelineState:
+        """`add` of this promotion, traced for each place of the tile's first boundary between
+        blocks of columns: neither a look-up of factors for each group of columns nor a branch then
+        stands between two MMAs (docs/facts/scaled.md#fp8-boundaries)."""
+        places = self.factors.boundaries
+        if cutlass.const_expr(not places):
+            take = add(self, take, *rest)
+        else:
+            here = self.factors.first_boundary()
+            for i in cutlass.range_constexpr(len(places)):
+                if here == places[i]:
+                    factors = replace(self.factors, before=places[i])
+                    take = add(replace(self, factors=factors), take, *rest)
+        return take
+
+    @cute.jit
     def add_blocks(
         self, take: PipelineState, seen: cutlass.Boolean, first: Int32, begin: Int32, end: Int32
     ) -> tuple[PipelineState, cutlass.Boolean]:
@@ -207,11 +225,12 @@ class Promote(MmaRole):
                     held = cute.make_rmem_tensor(cute.size(ahead), Float32)
                 whole = Promotion(mma, ab, factors, part, held, factors.waves)
                 if cutlass.const_expr(not self.ragged or factors.waves == 1):
-                    take = coming.promote(whole, take, num_k_tiles)
+                    take = whole.at_boundary(coming.promote, take, num_k_tiles)
                 elif self.is_short(tile):
-                    take = coming.promote(replace(whole, waves=1), take, num_k_tiles)
+                    few = replace(whole, waves=1)
+                    take = few.at_boundary(coming.promote, take, num_k_tiles)
                 else:
-                    take = coming.promote(whole, take, num_k_tiles)
+                    take = whole.at_boundary(coming.promote, take, num_k_tiles)
                 if more:
                     reader.advance()
                 self.store(mma, store, tile)
@@ -344,6 +363,42 @@ class TileFactors:
     factors: tuple[Any, Any]
     slots: tuple[Any, Any]
     tile: WorkTile
+    # columns before the tile's first boundary between blocks of 128; 0 if not known when tracing
+    before: int = 0
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """What `before` may be; none where factors are looked up for each `column_group`."""
+        c = self.tiles
+        if not c.bounded:
+            return ()
+        every = range(c.column_group, BLOCK + 1, c.column_group)
+        return tuple(dict.fromkeys(min(x, c.tile_n) for x in every))
+
+    def first_column(self) -> Int32:
+        """The first column of this tile, a multiple of `column_group`."""
+        return self.tile.n * self.tiles.tile_n
+
+    def first_boundary(self) -> Int32:
+        """The one of `boundaries` of this tile."""
+        return cutlass.min(BLOCK - self.first_column() % BLOCK, self.tiles.tile_n)
+
+    @property
+    def column_steps(self) -> range:
+        """Columns from the tile's first on that have all factors of its columns."""
+        c = self.tiles
+        if not self.boundaries:
+            return range(0, c.tile_n, c.column_group)
+        return range(0, c.touched_blocks * BLOCK, BLOCK)
+
+    @property
+    def step_of_group(self) -> list[int]:
+        """The place in `column_steps` of each group of columns; `before` is known if it may be."""
+        c = self.tiles
+        if not self.boundaries:
+            return list(range(len(self.column_steps)))
+        columns = range(0, c.tile_n, c.column_group)
+        return [-(-max(0, x + 1 - self.before) // BLOCK) for x in columns]
 
     @property
     def waves(self) -> int:
@@ -361,15 +416,15 @@ class TileFactors:
         return (wave * self.tiles.mma_warpgroups + cute.arch.warp_idx() // 4) * ROWS
 
     def shared(self) -> list[tuple[int, Int32]]:
-        """The side and one row of each factor that 128 rows share: one per wave, or per group of
-        columns."""
+        """The side and one row of each factor that 128 rows share: one per wave, and per group or
+        block of columns."""
         c, found = self.tiles, []
         if c.shares[0]:
             of_tile = self.tile.m * c.tile_m
             found += [(0, of_tile + self.first_row(wave)) for wave in range(self.waves)]
         if c.shares[1]:
-            of_tile = self.tile.n * c.tile_n
-            found += [(1, of_tile + column) for column in range(0, c.tile_n, c.column_group)]
+            of_tile = self.first_column()
+            found += [(1, of_tile + column) for column in self.column_steps]
         return found
 
     def load_shared(self, k_tile: Int32) -> list[Float32]:
@@ -427,6 +482,7 @@ class TileFactors:
             )
             return ThreadFactors(rows, of_columns, 1)
         assert held is not None  # since factors of columns are shared
-        groups = range(c.tile_n // c.column_group)
-        of_groups = tuple(cute.arch.shuffle_sync(held[first + group], lane) for group in groups)
+        every = range(first, first + len(self.column_steps))
+        found = [cute.arch.shuffle_sync(held[i], lane) for i in every]
+        of_groups = tuple(found[step] for step in self.step_of_group)
         return ThreadFactors(rows, of_groups, c.column_group // 8)
