@@ -36,6 +36,7 @@ def record(problem: Problem, stage: AnyStage) -> tuple[Traced | Lengths, Whole]:
     config = stage.config()
     whole = Whole(*problem.work(config))
     if tiles := problem.tile_steps(config):
+        stage = stage.with_config(problem.recorded(config))
         return _record_lengths(problem, stage, tiles), whole
     at_once = 2 if getattr(config, "pingpong", False) else 1
     limit = DETAILED_FLOPS

@@ -28,7 +28,9 @@ class KeptSums(NamedTuple):
     def of(sums: cute.Tensor, flags: cute.Pointer, warp: Int32, numbers: int) -> KeptSums:
         """The sums of warp `warp` among all that share `sums` and `flags`, `numbers` per thread."""
         size = LANES * numbers
-        mine = cute.make_tensor(sums.iterator + Int64(warp) * size, cute.make_layout(size))
+        # NOTE: else the place of a vector would not be known to be a multiple of 16 bytes
+        first = cute.assume(Int64(warp) * size, divby=VECTOR)
+        mine = cute.make_tensor(sums.iterator + first, cute.make_layout(size))
         return KeptSums(mine, flags + warp)
 
     def vectors(self, accs: tuple[cute.Tensor, ...]) -> Iterator[tuple[cute.Tensor, cute.Tensor]]:

@@ -164,6 +164,11 @@ class Problem(Computation):
         them out; empty if all tiles take the same number, give or take one."""
         return ()
 
+    def recorded(self, config: Any) -> Any:
+        """The config of the kernel that the clock runs, of whose tiles a launch of `config` takes
+        `tile_steps`."""
+        return config
+
     def with_steps(self, config: Any, steps: int, tiles: int = 1) -> Self:
         """A problem for the same kernel with at least `tiles` tiles, all of which take `steps`
         steps, or fewer if they must; only for operators that have `tile_steps`."""

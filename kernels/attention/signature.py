@@ -13,9 +13,11 @@ from cutex.device.attention.seqlen_info import Seqlens
 from cutex.kernels.attention.spec import AttentionSpec
 
 
-def arguments(spec: AttentionSpec, dtype: str, counter: bool) -> tuple[Argument, ...]:
+def arguments(
+    spec: AttentionSpec, dtype: str, counter: bool, parts: bool = False
+) -> tuple[Argument, ...]:
     """The arguments q, k, v, o, and those that `spec` adds, in the order of KernelArgs' fields;
-    with a `counter`, if one hands out the tiles."""
+    with a `counter`, if one hands out the tiles, and `parts`, if some are cut."""
     c = spec
     q = ("tq", "h", "d") if c.varlen_q else ("b", "sq", "h", "d")
     k = ("tk", "hk", "d") if c.varlen_k else ("b", "sk", "hk", "d")
@@ -41,6 +43,8 @@ def arguments(spec: AttentionSpec, dtype: str, counter: bool) -> tuple[Argument,
     if c.alibi:
         found.append(Operand("slopes", ("b", "h"), "fp32", None, aligned=False, whole=False))
     vector(counter, "counter", ("words",), "int32")
+    if parts:
+        found.append(Operand("parts", ("numbers",), "fp32"))
     scalar(True, "scale", "fp32")
     scalar(c.softcap, "softcap", "fp32")
     scalar(c.window[0], "lo", "int32")
@@ -60,7 +64,9 @@ class KernelArgs(NamedTuple):
     page_table: Any = None  # (batch, max_pages)
     sink: Any = None  # (heads)
     slopes: Any = None  # (batch, heads) of ALiBi
-    counter: Any = None  # (2): tiles handed out; 0 before and after a launch
+    # (2): tiles handed out; then one for each warp of `parts`; 0 before and after a launch
+    counter: Any = None
+    parts: Any = None  # what CTAs have of tiles that others complete, any values before
     scale: Any = None
     softcap: Any = None
     lo: Any = None

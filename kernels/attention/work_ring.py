@@ -34,7 +34,8 @@ class WorkRing:
     """
 
     q: Ring
-    # (WORDS, SLOT): mode; m, head, batch; offset, length; length of keys; whether forwards
+    # (WORDS, SLOT): mode; m, head, batch; offset, length; length of keys; whether forwards, or what
+    # becomes of a part of a tile
     words: cute.Tensor
     failed: cute.Tensor  # (consumer warps, SLOT): whether a warp's rows must be done again
 
@@ -71,6 +72,7 @@ class WorkRing:
         seq_q: SeqlenInfo | None = None,
         seq_k: SeqlenInfo | None = None,
         forwards: Int32 | None = None,
+        part: Int32 | None = None,
     ) -> cute.Pointer:
         """Fill the words of an empty slot, arm its barrier and return it."""
         words = self.words
@@ -80,6 +82,8 @@ class WorkRing:
                 values = (*values, seq_q.offset, seq_q.length, seq_k.length)
             if forwards is not None:
                 values = (*values, forwards)
+            elif part is not None:
+                values = (*values, part)
             for i, value in enumerate(values):
                 words[i, state.slot] = value
             self._arm(state.slot)
@@ -126,6 +130,10 @@ class WorkRing:
     def forwards(self, slot: Int32) -> Int32:
         """1 if the tile's keys are processed from the first to the last, 0 if the other way."""
         return self.words[7, slot]
+
+    def part(self, slot: Int32) -> Int32:
+        """What becomes of a part of a tile (forward/sm90/parts.py); 0: it is whole."""
+        return cute.arch.make_warp_uniform(self.words[7, slot])
 
     # ---- the consumers' side
 

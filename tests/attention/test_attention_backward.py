@@ -17,7 +17,6 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.signature import KernelArgs
-from cutex.kernels.attention.backward.tail import Ramp, RampTail, Tail, spare_sums
 from cutex.kernels.attention.backward.tiles import (
     HeadParts,
     Rotation,
@@ -28,6 +27,7 @@ from cutex.kernels.attention.backward.tiles import (
     tiles_ahead,
 )
 from cutex.kernels.attention.spec import HEAD_DIMS
+from cutex.kernels.attention.tail import Ramp, RampTail, Tail, spare_sums
 from cutex.ops.attention import own_backward
 from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.case import AttentionCase

@@ -14,6 +14,8 @@ from cutex.arch import arch
 from cutex.device.attention.block_info import Blocks
 from cutex.kernels.attention.forward.choose import choose, fitted
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.forward.sm90.forward import Forward
+from cutex.kernels.attention.forward.sm90.parts import MOST, PartsOrder, tail_of
 from cutex.kernels.attention.order import AttentionOrder, Wave, wave_of
 from cutex.kernels.attention.spec import AttentionSpec, Shape
 from cutex.problem.attention import AttentionProblem
@@ -158,3 +160,40 @@ def test_the_tiles_of_two_ctas_have_the_flops_of_their_own_rows():
     alone = replace(both, share=False, tile_m=both.tile_m // 2)
     assert both.share and problem.work(both)[0] == problem.work(alone)[0]
     assert 2 * len(both.key_blocks(problem)) == len(alone.key_blocks(problem))
+
+
+@pytest.mark.parametrize(("tiles", "steps"), [(1, 40), (5, 32), (140, 40), (1024, 64), (2048, 43)])
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_parts_of_a_tile_are_all_told_to_the_one_that_completes_it(tiles, steps, ctas):
+    config = Sm90ForwardConfig(spread=True, share=ctas == 2, tile_m=128 * ctas)
+    parts = PartsOrder(AttentionOrder(*(1,) * 3, False, *(1,) * 3), tail_of(config, tiles, steps))
+    assert parts.tail.is_cut
+    keeps: dict[int, set[int]] = {}
+    told: dict[int, set[int]] = {}
+    for number in range(parts.total):
+        found = [parts.part(number, which) for which in range(parts.tail.pieces(number))]
+        assert [x.is_last for x in found] == [False] * (len(found) - 1) + [True]
+        for x in found:
+            is_whole = (x.first, x.end) == (0, steps)
+            assert (x.word == 0) == is_whole
+            if x.end < steps:
+                keeps.setdefault(x.index, set()).add(-1 - x.word)
+            elif not is_whole:
+                share, before = divmod(x.word, MOST)
+                told[x.index] = {share - 1 - i for i in range(before)}
+    assert told == keeps
+
+
+def test_tiles_are_cut_where_keys_can_be_taken_apart():
+    def chosen(**spec):
+        spec = {"head_dim": 128, "head_dim_v": 128, **spec}
+        return fitted(AttentionSpec(**spec), replace_shape(batch=4, longest_q=4096), SM90)
+
+    def replace_shape(**sizes):
+        return LONG._replace(longest_k=4096, mean_q=4096, **sizes)
+
+    assert chosen().is_cut and not chosen().uncut().is_cut
+    for other in ("causal", "sink", "alibi", "varlen_q", "varlen_k", "used_k"):
+        assert not chosen(**{other: True}).is_cut
+    with pytest.raises(ValueError, match="tiles that see all keys"):
+        Forward(replace(chosen(), causal=True))

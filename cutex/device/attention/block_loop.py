@@ -225,14 +225,14 @@ class BlockLoop:
 
     @cute.jit
     def chunks(self, path: Path, count: Int32, state: State, rises: Boolean | bool) -> State:
-        """Run `count` steps by "add". After every CHUNK keys, or twice as many, references rise
-        where sums have grown and, where scores of this warp's rows may rise, before the last block,
-        too.
+        """Run `count` steps by "add". After every CHUNK keys, or four times as many, references
+        rise where sums have grown and, where scores of this warp's rows may rise, before the last
+        block, too.
 
         NOTE: a branch within a step would make ptxas round P after it, not among the exponentials.
         """
         k, v = state
-        keys = 2 * CHUNK if self.turns else CHUNK  # scores rise less beyond those of both ends
+        keys = 4 * CHUNK if self.turns else CHUNK  # scores rise less beyond those of both ends
         chunk, done = keys // self.score_ops.mask.tile_n, Int32(0)
         apart = Int32(0)  # blocks behind all chunks
         if cutlass.const_expr(rises is not False):

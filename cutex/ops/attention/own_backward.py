@@ -19,7 +19,7 @@ from torch import Tensor
 from cutex.device.attention.block_info import Band, BlockInfo
 from cutex.kernels.attention.backward.choose import CONFIGS, Config, fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.tail import (
+from cutex.kernels.attention.tail import (
     MOST_BLOCKS,
     Ramp,
     RampTail,

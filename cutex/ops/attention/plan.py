@@ -24,7 +24,7 @@ from cutex.kernels.attention.spec import AttentionSpec, Shape
 from cutex.ops.attention.call import DTYPES, AttentionCall, kernel_dims
 from cutex.ops.device import SEVERAL_GPUS, launcher, on_device, simulated_arch
 from cutex.ops.plain import empty_of, untraced
-from cutex.ops.workspace import flags, flags_of
+from cutex.ops.workspace import buffers, buffers_of, flags, flags_of
 from cutex.problem.stage import package
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Plan:
             None if f is None else UserFunction(f) for f in (call.score_mod, call.mask_mod)
         )
         self.config = config_for(call, with_lse, self.functions)
+        self.needs = self.config.workspace(shape_of(call))
         self.compiled = kernel_for(self.config, DTYPES[call.q.dtype], arch_of(call.q.device))
         self.shape, self.strides = call.out_shape, contiguous(call.out_shape)
         self.lse_shape, self.lse_strides = call.lse_shape, contiguous(call.lse_shape)
@@ -88,7 +89,6 @@ class Plan:
         self.as_given = not self.copied and all(
             stepped(x, one) is x for x, one in zip((call.q, call.k, call.v), lists, strict=True)
         )
-        self.dynamic = self.config.dispatch == "dynamic"
         left, right = call.window
         scalars: list[float | int] = [call.scale]
         if self.config.softcap:
@@ -147,8 +147,10 @@ class Plan:
             arguments.append(call.learnable_sink.to(torch.float32).contiguous())
         if call.alibi_slopes is not None:
             arguments.append(call.alibi_slopes)
-        if self.dynamic:
-            arguments.append(flags(self.device, COUNTER))
+        if self.needs.sums:
+            arguments += reversed(buffers(self.needs, self.device))
+        elif self.needs.flags:
+            arguments.append(flags(self.device, self.needs.flags))
         arguments += self.scalars
         if self.launch is None:
             self.launch = on_device(self.device, launcher(self.compiled, arguments))
@@ -181,14 +183,18 @@ class Plan:
         shape, lse_shape, lse_strides = self.shape, self.lse_shape, self.lse_strides
         strides = self.strides if strides is None else strides
         scalars, dtype = self.scalars, self.dtype
-        with_lse, dynamic = self.config.lse, self.dynamic
+        with_lse, needs = self.config.lse, self.needs
         empty, of_lse = empty_of(self.device, SEVERAL_GPUS), torch.float32
-        counter = flags_of(self.device, COUNTER)
+        is_cut, dynamic = needs.sums > 0, needs.flags > 0
+        counter, both = flags_of(self.device, needs.flags), buffers_of(needs, self.device)
 
         @untraced
-        def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
             out = empty(shape, strides, dtype)
-            if dynamic:
+            if is_cut:
+                sums, words = both()
+                rest = (*rest, words, sums)
+            elif dynamic:
                 rest = (*rest, counter())
             if not with_lse:
                 launch(q, k, v, out, *rest, *scalars)
@@ -197,7 +203,7 @@ class Plan:
             launch(q, k, v, out, lse, *rest, *scalars)
             return out, lse
 
-        if not alone or len(scalars) > 1:
+        if not alone or is_cut or len(scalars) > 1:
             return run
         scale = scalars[0]
 
@@ -284,16 +290,21 @@ def config_for(
         score_mod=functions[0],
         mask_mod=functions[1],
     )
-    shape = Shape(
+    target = arch_of(call.q.device)
+    num_sms, l2_bytes = resources(call.q.device, target)
+    card = replace(arch(target), num_sms=num_sms, l2_bytes=l2_bytes)
+    return fitted(spec, shape_of(call), card)
+
+
+def shape_of(call: AttentionCall) -> Shape:
+    """What the choice of a config takes of a call's sizes."""
+    return Shape(
         call.batch,
         *call.heads,
         longest_q=int(longest_q(call)),
         longest_k=mean_k(call) if call.max_seqlen_k is None else int(longest_k(call)),
         mean_q=mean_q(call),
     )
-    target = arch_of(call.q.device)
-    num_sms, l2_bytes = resources(call.q.device, target)
-    return fitted(spec, shape, replace(arch(target), num_sms=num_sms, l2_bytes=l2_bytes))
 
 
 @cache

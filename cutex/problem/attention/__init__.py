@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from cutex.problem.attention.case import AttentionCase
 
+MOST_WARPS = 12 * 160  # more than any GPU has that compute rows
 TOKENS, WIDTH = 16384, 2048  # batch * seqlen and heads * head_dim of a case that is timed
 
 
@@ -187,6 +188,9 @@ class AttentionProblem(Problem):
     def tile_steps(self, config: Any) -> tuple[int, ...]:
         return tuple(config.key_blocks(self))
 
+    def recorded(self, config: Any) -> Any:
+        return config.uncut() if getattr(config, "is_cut", False) else config
+
     def with_steps(self, config: Any, steps: int, tiles: int = 1) -> AttentionProblem:
         rows = config.tile_m // getattr(config, "pack", 1)
         brief = replace(self, batch=1, seqlen_q=rows, seqlen_k=steps * config.tile_n)
@@ -220,13 +224,17 @@ class AttentionProblem(Problem):
             "hi": right,
             "max_seqlen_q": self.seqlen_q,
         }
-        counters: dict[torch.device, torch.Tensor] = {}
+        counters: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        warps = MOST_WARPS if "parts" in arguments else 0
+        kept = warps * 32 * (self.head_dim_v // 2 + 8)
 
         def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> object:
             *lengths, out, lse = rest
             if q.device not in counters:
-                counters[q.device] = torch.zeros(2, dtype=torch.int32, device=q.device)
-            given = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "counter": counters[q.device]}
+                words = torch.zeros(2 + warps, dtype=torch.int32, device=q.device)
+                counters[q.device] = words, torch.empty(kept, device=q.device)
+            words, parts = counters[q.device]
+            given = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "counter": words, "parts": parts}
             ends = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=False))
             values = {**given, **ends, **numbers}
             return kernel(*(values[name] for name in arguments))

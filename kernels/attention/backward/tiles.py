@@ -14,8 +14,8 @@ from cutex.device.row_source import END
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors, keys, queries
 from cutex.kernels.attention.backward.spec import BackwardSpec
-from cutex.kernels.attention.backward.tail import Ramp, RampTail, Tail
 from cutex.kernels.attention.order import AttentionOrder, Wave
+from cutex.kernels.attention.tail import Ramp, RampTail, Tail
 from cutex.schedulers.dispatch import Ticket
 from cutex.schedulers.order import select
 from cutex.schedulers.ranked import Ranked, RankedTile

@@ -27,7 +27,8 @@ def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> ForwardConfig:
     of which Q and O take a share."""
     config = FITTED[arch.name](spec, shape, arch)
     m_blocks = -(-shape.longest_q * config.pack // config.tile_m)
-    if m_blocks * (shape.heads_q // config.pack) * shape.batch <= arch.num_sms:
+    tiles = m_blocks * (shape.heads_q // config.pack) * shape.batch
+    if tiles <= arch.num_sms and not config.is_cut:
         config = replace(config, dispatch="one")  # there is nothing to hand out
     return replace(config, num_ctas=arch.num_sms, l2_bytes=arch.l2_bytes * 5 // 6)
 

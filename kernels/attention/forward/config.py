@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from cutex.kernels.attention.spec import AttentionSpec
+from cutex.compile import Workspace
+from cutex.kernels.attention.spec import AttentionSpec, Shape
 
 if TYPE_CHECKING:
     from cutex.problem.attention import AttentionProblem
 
 ELEMENT = 2  # bytes of bf16 and fp16
+COUNTER = 2  # words of the dynamic scheduler's counter
 BARRIERS = 1024  # bytes of smem kept for barriers and the like
 
 
@@ -53,6 +55,19 @@ class ForwardConfig(AttentionSpec):
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:
         """The reason why this config cannot run, as one sentence, or None."""
         raise NotImplementedError
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tiles are cut along their keys."""
+        return False
+
+    def uncut(self) -> Self:
+        """The same config with whole tiles alone."""
+        return self
+
+    def workspace(self, shape: Shape) -> Workspace:
+        """The global memory that a launch needs beside its operands."""
+        return Workspace(0, COUNTER if self.dispatch == "dynamic" else 0)
 
     def key_blocks(self, problem: AttentionProblem) -> list[int]:
         """The number of key blocks of each tile of a problem, in the order in which CTAs take the

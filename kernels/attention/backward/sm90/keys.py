@@ -27,7 +27,7 @@ from cutex.kernels.attention.backward.sm90.scores import (
     round_operand,
 )
 from cutex.kernels.attention.backward.sm90.shared import Shared
-from cutex.kernels.attention.backward.tail import Piece, Tail
+from cutex.kernels.attention.tail import Piece, Tail
 from cutex.schedulers.dispatch import Ticket
 
 ALTERNATION = OrderedBarrier(first_barrier=STORE_BARRIER + 2)

@@ -71,7 +71,8 @@ def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
     config = replace(config, pack=pack)
     if shares(config, shape, arch.num_sms):
         config = replace(config, share=True, tile_m=2 * config.tile_m)
-    return config
+    cut = replace(config, spread=True, num_ctas=arch.num_sms)
+    return cut if cut.why_not() is None and cut.tail(shape).is_cut else config
 
 
 def shares(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> bool:

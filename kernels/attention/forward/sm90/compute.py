@@ -16,6 +16,7 @@ from cutex.device.atoms.scalar import product_plus
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_loop import BlockLoop, KeyRings, Products, State
 from cutex.device.attention.issue_order import IssueOrder
+from cutex.device.attention.kept_rows import KeptRows
 from cutex.device.attention.mask import Mask
 from cutex.device.attention.query import Query
 from cutex.device.attention.row_store import row_stores
@@ -24,8 +25,11 @@ from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import store_lse
 from cutex.device.attention.tame_softmax import LEAST_SEEN
 from cutex.device.attention.watched_softmax import WatchedSoftmax
+from cutex.device.kept_sums import KeptSums
 from cutex.device.pipeline import OrderedBarrier, PipelineState
+from cutex.kernels.attention.forward.config import COUNTER
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.forward.sm90.parts import MOST
 from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
 from cutex.kernels.attention.work_ring import END, RETRY
 
@@ -63,6 +67,7 @@ class Compute:
         while mode != END:
             work = ring.work(q_take.slot)
             seq_q, seqlen_k = ring.lengths(q_take.slot)
+            part = ring.part(q_take.slot) if c.spread else None
             tile = shared.info.n_blocks(work.m, seq_q.length, seqlen_k)
             m_block = shared.m_block(work, wg)  # of this warpgroup's rows
             blocks = self.own_info.n_blocks(m_block, seq_q.length, seqlen_k)
@@ -101,6 +106,8 @@ class Compute:
                 if cutlass.const_expr(c.speculates):
                     valid = in_range
                 loop.scale_output()
+                if cutlass.const_expr(c.spread):
+                    valid = self.join(pv.acc, softmax, part, valid, lse)
             else:
                 state = self.pass_tile(loop, tile.end - tile.first, q_take, state)
                 pv.acc.fill(0.0)
@@ -108,7 +115,12 @@ class Compute:
             rounded = self.out.rounded(pv.acc)
             if cutlass.const_expr(c.speculates):
                 valid = (valid & is_finite(rounded)) | (mode == RETRY)
-            self.store(rounded, lse, own, wg if c.own_o else q_slot, q_take, valid)
+            stores = None
+            if cutlass.const_expr(c.spread):
+                assert part is not None
+                stores = part >= 0
+                valid = valid | ~stores
+            self.store(rounded, lse, own, wg if c.own_o else q_slot, q_take, valid, stores)
             q_take.advance()
             ring.q.wait_full(q_take)
             mode = ring.mode(q_take.slot)
@@ -220,17 +232,53 @@ class Compute:
         o_slot: Int32,
         q_take: PipelineState,
         valid: Boolean,
+        stores: Boolean | None,
     ) -> None:
-        """Store O, through `o_slot`, and LSE, and release Q's slot when nothing reads it."""
+        """Store O, through `o_slot`, and LSE, unless it is a part that others complete, and release
+        Q's slot when nothing reads it."""
         c, ring = self.config, self.shared.work
-        self.out.store(rounded, own, o_slot)
+        if cutlass.const_expr(stores is None) or stores:
+            self.out.store(rounded, own, o_slot)
         if cutlass.const_expr(not c.releases_early):
             if cutlass.const_expr(not c.own_o):
                 self.out.wait()
             # NOTE: behind the store, which is not to wait for what `valid` takes
             ring.release(q_take, valid)
         if cutlass.const_expr(c.lse):
-            self.out.store_lse(lse, own)
+            if cutlass.const_expr(stores is None):  # noqa: SIM114 - known when tracing
+                self.out.store_lse(lse, own)
+            elif stores:
+                self.out.store_lse(lse, own)
+
+    @cute.jit
+    def join(
+        self,
+        acc_o: cute.Tensor,
+        softmax: cutlass.Constexpr[WatchedSoftmax],
+        part: Int32,
+        valid: Boolean,
+        lse: cute.Tensor,
+    ) -> Boolean:
+        """Keep these rows for another CTA, or add what others have of them, where `part` says so.
+        Returns whether all that was added is valid."""
+        if part != 0:
+            rows = KeptRows.of(acc_o, softmax, lse)
+            valid = valid & is_finite(self.out.rounded(acc_o))
+            if part < 0:
+                rows.keep(self.kept(-1 - part), valid)
+            else:
+                share = part // MOST
+                for i in cutlass.range(part % MOST, unroll=1):
+                    valid = rows.add(self.kept(share - 1 - i)) & valid
+                rows.store_lse(lse)
+        return valid
+
+    def kept(self, share: Int32) -> KeptSums:
+        """What this warp of the CTA that has share `share` keeps of its rows."""
+        c, args = self.config, self.shared.args
+        cta = share * c.ctas + (0 if c.ctas == 1 else cute.arch.block_idx_in_cluster())
+        warp = cta * c.warps + cute.arch.warp_idx()
+        return KeptSums.of(args.parts, args.counter.iterator + COUNTER, warp, c.part_numbers)
 
     # ---- rows
 

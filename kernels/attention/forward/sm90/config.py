@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from cutex.compile import Workspace
+from cutex.device.attention.block_info import ceil_div
+from cutex.device.kept_sums import LANES
 from cutex.kernels.attention.forward.config import BARRIERS, ELEMENT, ForwardConfig
+from cutex.kernels.attention.forward.sm90.parts import tail_of
+from cutex.kernels.attention.spec import Shape
+from cutex.kernels.attention.tail import Tail
 
 if TYPE_CHECKING:
     from cutex.problem.attention import AttentionProblem
@@ -29,6 +35,7 @@ class Sm90ForwardConfig(ForwardConfig):
     halves: bool = False  # of a last causal block, rows that end in its first half take only that
     share: bool = False  # two CTAs have half a tile's rows each, and each loads half of K and V
     both_ends: bool = False  # block 0 of keys comes early, where all rows see it (turns)
+    spread: bool = False  # the tiles of the last round are cut along their keys (parts.py)
     alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
     rescale_threshold: float = 8.0  # powers of two before sums and O are scaled down
     speculative: bool = True  # blocks without a mask are not searched for a larger score
@@ -128,6 +135,51 @@ class Sm90ForwardConfig(ForwardConfig):
         return [of_tile[m] for m in m_blocks]
 
     @property
+    def is_cut(self) -> bool:
+        return self.spread
+
+    def uncut(self) -> Self:
+        return replace(self, spread=False)
+
+    def workspace(self, shape: Shape) -> Workspace:
+        needs = super().workspace(shape)
+        if not self.spread:
+            return needs
+        kept = self.tail(shape).shares * self.ctas * self.warps
+        return Workspace(kept * LANES * self.part_numbers, needs.flags + kept)
+
+    def tail(self, shape: Shape) -> Tail:
+        """How the tiles of the last round of `shape` are cut."""
+        units = shape.heads_q // self.pack * shape.batch
+        tiles = ceil_div(shape.longest_q * self.pack, self.tile_m) * units
+        return tail_of(self, tiles, ceil_div(shape.longest_k, self.tile_n))
+
+    def key_blocks(self, problem: AttentionProblem) -> list[int]:
+        blocks = super().key_blocks(problem)
+        if not self.spread:
+            return blocks
+        tail = tail_of(self, len(blocks), blocks[0])
+        shares = [tail.cut(share + 1) - tail.cut(share) for share in range(tail.shares)]
+        return blocks[: tail.whole] + shares
+
+    @property
+    def warps(self) -> int:
+        """The warps of a CTA that compute rows."""
+        return 4 * self.warpgroups
+
+    @property
+    def part_numbers(self) -> int:
+        """The numbers that a thread keeps of its rows of a part of a tile."""
+        return self.head_dim_v // 2 + 8
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether parts of a tile's keys can be computed apart: all tiles have as many, and scores
+        do not depend on where a key is."""
+        lengths = self.varlen_q, self.varlen_k, self.used_q, self.used_k, self.page_size
+        return not (self.banded or any(lengths) or self.sink or self.modified)
+
+    @property
     def warpgroups(self) -> int:
         return self.rows // WARPGROUP_ROWS
 
@@ -177,6 +229,8 @@ class Sm90ForwardConfig(ForwardConfig):
             return f"pack={self.pack}: must divide the 64 rows of a warpgroup"
         if self.dispatch not in ("one", "static", "dynamic"):
             return f"dispatch={self.dispatch!r}: one, static or dynamic"
+        if self.spread and not (self.has_parts and self.speculates and self.dispatch != "one"):
+            return "spread=True: tiles that see all keys are cut, by CTAs that take several"
         if self.num_stages < 2 or self.q_stages not in (1, 2):
             return f"num_stages={self.num_stages}, q_stages={self.q_stages}: at least 2; 1 or 2"
         if self.head_dim_v % (32 * self.o_parts) or (self.o_parts > 1 and not self.own_o):

@@ -15,6 +15,8 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
   SMs; long causal ones take their keys so that CTAs read the same at one time (order.py). Q of the
   next tile is loaded before it begins, O of the one before is stored by TMA while it runs
   (OutStore).
+- Tiles that see all keys and do not fill the SMs in whole rounds are cut along their keys in the
+  last one, so that all CTAs end together (parts.py, device/attention/kept_rows.py).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swi
 from cutex.kernels.attention.forward.sm90.compute import Compute, OutStore
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.load import Load, Pages, PairExchange
+from cutex.kernels.attention.forward.sm90.parts import PartsOrder
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import KernelArgs, Sizes, arguments
@@ -67,6 +70,7 @@ class Forward:
     k.empty, v.empty 1 an MMA warp, its product being done;  LOAD
                      of both CTAs that share the loads
     exchanged[slot]  see load.py, PairExchange              LOAD, of CTAs that share
+    kept             see KeptSums; of a part of a tile      MMA, completing that tile
     (turn)           the warpgroup that issued a step       the next, before it issues its own
     (warpgroup)      its threads, O being in smem           the same, before TMA stores it
 
@@ -93,7 +97,8 @@ class Forward:
         return "sm90_attention_forward"
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
-        return arguments(self.config, dtype, counter=self.config.dispatch == "dynamic")
+        c = self.config
+        return arguments(c, dtype, counter=c.dispatch == "dynamic", parts=c.spread)
 
     @property
     def mma_warps(self) -> Warps:
@@ -120,6 +125,11 @@ class Forward:
             return Counter(args.counter, self.config.ctas)
         ctas = self.config.ctas
         return OwnNumber(ctas) if self.config.dispatch == "one" else EqualSteps(ctas)
+
+    def order(self, sizes: Sizes) -> AttentionOrder | PartsOrder:
+        """The order of tiles, or of the parts that those of the last round are cut into."""
+        order = AttentionOrder.of(self.config, sizes)
+        return PartsOrder.of(order, self.config, sizes.rows_k) if self.config.spread else order
 
     def rows(self, info: Any, side: str) -> Rows:
         """The rows of Q and O (side "q") or of K and V ("k"), as TMA sees them."""
@@ -149,7 +159,7 @@ class Forward:
             v = tma_operand(of_kv, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages, c.ctas)
         o = tma_operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
         self.kernel(q, k, v, o, args, sizes, pitches).launch(
-            grid=(grid(c, AttentionOrder.of(c, sizes).total), 1, 1),
+            grid=(grid(c, self.order(sizes).total), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(c.ctas, 1, 1) if c.share else None,
             min_blocks_per_mp=1,
@@ -195,8 +205,8 @@ class Forward:
             cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == self.load_warps.first:
                 operands = self.rows(q, "q"), *self.blocks(k, v, args, pitches)
-                order, source = AttentionOrder.of(c, sizes), self.source(args)
-                dispatch = SelfDispatch(order, source)
+                order = self.order(sizes)
+                dispatch = SelfDispatch(order, self.source(args))
                 Load(c, *operands, order, dispatch, exchange, shared).run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)

@@ -21,6 +21,7 @@ from cutex.device.pipeline import Barrier, PipelineState
 from cutex.device.row_source import BoxLoads, PagedRows
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.forward.sm90.parts import Part, PartsOrder
 from cutex.kernels.attention.forward.sm90.shared import Shared
 from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.work_ring import NORMAL, RETRY
@@ -39,6 +40,7 @@ class TileJob(NamedTuple):
     mode: Int32
     lengths: Lengths
     forwards: Int32 | None  # 1: its keys from the first to the last; None: never
+    part: Part | None  # of its keys; None: all of them
 
 
 class Pages(NamedTuple):
@@ -105,7 +107,7 @@ class Load:
     q: Rows  # with the TMA operand each
     k: Rows | Pages
     v: Rows | Pages
-    order: AttentionOrder
+    order: AttentionOrder | PartsOrder
     dispatch: SelfDispatch
     exchange: PairExchange | None  # of CTAs that share their loads
     shared: Shared
@@ -126,6 +128,7 @@ class Load:
         ring.clear()
         ticket, exchanges = self.dispatch.first(), PairExchange.first()
         looked_at = Int32(0)  # slots checked and valid since the last tile was announced
+        which = Int32(0)  # of a ticket's parts
         while ticket.valid or looked_at < c.work_slots:
             back = PipelineState(c.work_slots, q_fill.slot, q_fill.phase)
             back.skip(looked_at)
@@ -135,11 +138,18 @@ class Load:
             work, mode, forwards = ring.work(back.slot), Int32(RETRY), Int32(0)
             if cutlass.const_expr(c.alternates):
                 forwards = ring.forwards(back.slot)  # as when it failed
+            part = self.parts.whole(Int32(0)) if c.spread else None
             if not failed:
-                work = order.tile(cutlass.min(ticket.index, order.total - 1))
+                number = cutlass.min(ticket.index, order.total - 1)
+                if cutlass.const_expr(c.spread):
+                    part = self.parts.whole(number)
+                    if number >= self.parts.tail.whole:
+                        part = self.parts.part(number, which)
+                    number = part.index
+                work = self.tiles.tile(number)
                 mode = Int32(NORMAL)
                 if cutlass.const_expr(c.alternates):
-                    forwards = order.is_forwards(ticket.index, c.num_ctas // c.ctas)
+                    forwards = self.tiles.is_forwards(ticket.index, c.num_ctas // c.ctas)
             if not failed and not ticket.valid:
                 looked_at += 1
             else:
@@ -147,17 +157,32 @@ class Load:
                 lengths = self.shared.lengths(work.batch)
                 asked = Int32(0)
                 if lengths[0].length * c.pack > work.m * c.tile_m:
-                    job = TileJob(work, mode, lengths, forwards if c.alternates else None)
+                    job = TileJob(work, mode, lengths, forwards if c.alternates else None, part)
                     fills, asked = self.tile(job, ticket, q_fill, fills)
                     q_fill.advance()
                 else:
                     asked = self.ask(mode, ticket)
-                if not failed and self.asks():
+                moves = not failed
+                if cutlass.const_expr(c.spread):
+                    assert part is not None
+                    moves = moves & part.is_last
+                    which = Int32(0) if moves else which + Int32(not failed)
+                if moves and self.asks():
                     ticket = self.dispatch.next(ticket, asked)
         ring.end(q_fill)
         for kv, fill in zip((self.shared.k, self.shared.v), fills[:2], strict=True):
             if cutlass.const_expr(c.share):
                 kv.drain(fill)
+
+    @property
+    def tiles(self) -> AttentionOrder:
+        """The order of whole tiles."""
+        return self.order.order if isinstance(self.order, PartsOrder) else self.order
+
+    @property
+    def parts(self) -> PartsOrder:
+        assert isinstance(self.order, PartsOrder), "only tiles of such an order are cut"
+        return self.order
 
     def agree(
         self, failed: Boolean, ticket: Ticket, exchanges: PipelineState
@@ -188,21 +213,28 @@ class Load:
         """
         shared, c = self.shared, self.config
         k_fill, v_fill, *q_free = fills
-        work, mode, (seq_q, seq_k), forwards = job
+        work, mode, (seq_q, seq_k), forwards, part = job
+        word, is_last = None, None
+        if cutlass.const_expr(c.spread):
+            assert part is not None
+            # NOTE: to the other roles a part is a tile with fewer keys
+            word, is_last = part.word, part.is_last
+            keys = cutlass.min(seq_k.length, part.end * c.tile_n) - part.first * c.tile_n
+            seq_k = seq_k._replace(length=keys)
         blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
         turns = c.turns(shared.sK.element_type is BFloat16)
         path = blocks.path(forwards, blocks.turn() if turns else None)
-        head_kv = work.head // self.order.heads_per_kv
+        head_kv = work.head // self.tiles.heads_per_kv
         loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
         of = head_kv, work.batch, seq_k
         loads_k, loads_v = self.blocks(self.k, shared.sK, of), self.blocks(self.v, shared.sV, of)
-        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards)
+        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards, word)
         q_slot = Int32(0) if c.q_waits else q_fill.slot
         if cutlass.const_expr(not c.q_waits):
             self.load_q(loads_q, work, q_slot, full)
         asked = Int32(0)
         if blocks.end > blocks.first:
-            loads_k.load(path.start, k_fill.slot, shared.k.acquire(k_fill))
+            loads_k.load(self.behind(path.start, part), k_fill.slot, shared.k.acquire(k_fill))
             k_fill.advance()
             if cutlass.const_expr(c.q_waits):
                 # NOTE: after the first K, whose slot is free before Q's
@@ -211,13 +243,13 @@ class Load:
             n_block = path.start
             for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
                 next_block = path.block(i + 1)
-                loads_k.load(next_block, k_fill.slot, shared.k.acquire(k_fill))
+                loads_k.load(self.behind(next_block, part), k_fill.slot, shared.k.acquire(k_fill))
                 k_fill.advance()
-                loads_v.load(n_block, v_fill.slot, shared.v.acquire(v_fill))
+                loads_v.load(self.behind(n_block, part), v_fill.slot, shared.v.acquire(v_fill))
                 v_fill.advance()
                 n_block = next_block
-            asked = self.ask(mode, ticket)
-            loads_v.load(n_block, v_fill.slot, shared.v.acquire(v_fill))
+            asked = self.ask(mode, ticket, is_last)
+            loads_v.load(self.behind(n_block, part), v_fill.slot, shared.v.acquire(v_fill))
             v_fill.advance()
         else:
             if cutlass.const_expr(c.q_waits):
@@ -243,10 +275,18 @@ class Load:
             return rows.loads(sX, *of)
         return tile_loads(rows, sX, of, sharers=self.config.ctas)
 
+    @staticmethod
+    def behind(n_block: Int32, part: Part | None) -> Int32:
+        """The number in its sequence of block `n_block` of a part."""
+        return n_block if part is None else n_block + part.first
+
     @cute.jit
-    def ask(self, mode: Int32, ticket: Ticket) -> Int32:
-        """Ask for the next tile, unless this tile is a repeated one."""
-        asked = Int32(0)
-        if mode == NORMAL and self.asks():
+    def ask(self, mode: Int32, ticket: Ticket, is_last: Boolean | None = None) -> Int32:
+        """Ask for the next tile, unless this tile is a repeated one, or not the `last` part of what
+        the ticket stands for."""
+        asked, asks = Int32(0), mode == NORMAL and self.asks()
+        if cutlass.const_expr(is_last is not None):
+            asks = asks & is_last
+        if asks:
             asked = self.dispatch.ask(ticket)
         return asked

@@ -78,6 +78,13 @@ class Tail:
         each = steps // shares
         return share * each + smaller(share, steps - each * shares)
 
+    def holder(self, step: Any) -> Any:
+        """The share that has `step` of all steps, laid end to end."""
+        steps, shares = (self.tiles - self.whole) * self.steps, larger(self.shares, 1)
+        each = larger(steps // shares, 1)
+        longer = steps - each * shares  # shares of one step more, the first ones
+        return select(step < longer * (each + 1), step // (each + 1), (step - longer) // each)
+
     def pieces(self, number: Any) -> Any:
         """The number of pieces of number `number`."""
         share = number - self.whole
