@@ -52,12 +52,24 @@ FEW = 1 << 19
 FEW_EACH = 6
 FEW_CTA, FEW_LONG = 256, 12_288
 ONE_CLUSTER = 1 << 17
-# rows of an SM (more than, at most) where CTAs that walk along losses have 512 threads, of which an
-# SM has two at one time, instead of four of 256
-WALKED_BY_MORE = (0, 2), (4, 5.5)
+# threads of a CTA that walks along losses, and CTAs of an SM at one time, by the rows of an SM at
+# most (docs/facts/rows.md#rows-losses-walkers); of more rows 128, if their last round is so full
+WALKS = {2: (512, 2), 4: (256, 4), 8: (128, 8)}
+FULL_ROUNDS = 0.8
 # and of fp32 all (docs/facts/rows.md#rows-softmax-odd-large): by the most columns
 SOFTMAX_ODD_LEAST = 32_769
 SOFTMAX_ODD_FP32 = {65_536: (256, 8), 163_840: (256, 16), 262_144: (512, 16)}
+
+
+# dense rows that begin anywhere, as many as a CTA takes of which come as one run of memory
+# (docs/facts/rows.md#rows-dense): the elements that fill a GPU; the 32-bit words of a thread, and
+# the columns at most by the elements of a vector, of losses and of softmax
+DENSE_LEAST = 1 << 21
+DENSE_LOSSES = 28, {8: 38_911, 4: 4_096}
+DENSE_SOFTMAX = 20, {8: 4_096, 4: 2_000}
+DENSE_ALIGNED = {8: 8193}  # and from so many columns on those that begin with vectors, too
+DENSE_CTA = 512  # threads of a row at most
+DENSE_MEET = 4  # lanes of a warp that read one bank at one time, at most
 
 
 class TooLong(CutexError):
@@ -178,6 +190,50 @@ def vectors_of(n: int, tile: RowTile) -> tuple[int, int, int]:
     return vectors * vector, vector, vectors - shortest // one_each
 
 
+class DenseRows(NamedTuple):
+    """How several dense rows are processed as one run of memory: see DenseRowsConfig."""
+
+    tile: RowTile
+    words: int
+
+
+def dense_losses(m: int, n: int, widest: int, aligned: bool) -> DenseRows | None:
+    """How losses of `m` dense rows of `n` elements take several as one run of memory; widest: the
+    elements of 16 bytes, 0 where rows are not dense; aligned: rows start with vectors. None where
+    other ways are quicker."""
+    if aligned and n < DENSE_ALIGNED.get(widest, n + 1):
+        return None
+    return _dense_rows(m, n, widest, *DENSE_LOSSES)
+
+
+def dense_softmax(m: int, n: int, widest: int) -> DenseRows | None:
+    """The same of softmax of rows that start anywhere."""
+    return _dense_rows(m, n, widest, *DENSE_SOFTMAX)
+
+
+def _dense_rows(m: int, n: int, widest: int, each: int, most: dict[int, int]) -> DenseRows | None:
+    """The same with at most `each` words of a thread, for rows of at most so many columns."""
+    if m * n < DENSE_LEAST or not 1 < n <= most.get(widest, 0):
+        return None
+    per = widest // 4  # elements of a word
+    threads = power(-(-(n + per - 1) // (per * each)), 2, DENSE_CTA)
+    while _meeting(n, per, threads) > DENSE_MEET:
+        threads *= 2
+    rows = max(1, CTA // threads)
+    vectors = -(-(rows * n + widest - 1) // (rows * threads * widest))
+    tile = RowTile(rows, threads, 1, vectors, widest, False)
+    return DenseRows(tile, words_of(n, tile))
+
+
+def _meeting(n: int, per: int, threads: int) -> int:
+    """The lanes of a warp that read one bank of smem at one time, of rows of `n` elements one after
+    another, `per` of a word, each read by so many threads."""
+    banks = [0] * WARP
+    for lane in range(WARP):
+        banks[(lane // threads * n // per + lane % threads) % WARP] += 1
+    return max(banks)
+
+
 def one_cta(other: RowTile) -> RowTile:
     """One CTA with twice the threads instead of two CTAs sharing a row, where sharing is slower
     for rows that are only read (docs/facts/rows.md#rows-cross-entropy-h200); any other tile
@@ -272,11 +328,20 @@ def part(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
 
 
 def walk(bits: int, unit: int, shifted: bool = False, rows_of_sm: float | None = None) -> RowTile:
-    """The tile of one CTA that loops over a long row, part by part; with more threads where the
-    last rows of an SM would run alone (docs/facts/rows.md#rows-losses-large)."""
-    more = any(least < (rows_of_sm or 0) <= most for least, most in WALKED_BY_MORE)
-    threads = (4 if more else 2) * CTA
+    """The tile of one CTA that loops over a long row, part by part; its threads, by how many rows
+    an SM has, such that few of the last rows run alone."""
+    threads = 2 * CTA
+    if rows_of_sm is not None:
+        of_rows = (t for most, (t, _) in WALKS.items() if rows_of_sm <= most)
+        threads = next(of_rows, _of_many(rows_of_sm))
     return RowTile(1, threads, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
+
+
+def _of_many(rows_of_sm: float) -> int:
+    """The threads of each CTA that walks along losses, of which an SM has many."""
+    threads, at_once = WALKS[8]
+    rounds = rows_of_sm / at_once
+    return threads if rounds >= FULL_ROUNDS * -(-rounds // 1) else 2 * threads
 
 
 def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:

@@ -56,7 +56,8 @@ BULK_MOST = {128: 6, 256: 4, 512: 6}  # slots of rows that begin with vectors, o
 # by the elements of a vector; of a layer norm's of 16 bits that begin with vectors, those between
 # two lengths that fill less of a tile in registers; and the columns of a thread of these at most
 BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
-BULK_SHORT, BULK_FILLED, BULK_EACH = (129, 1152), 0.83, 33  # rows.md#rows-short-bulk
+BULK_SHORT, BULK_EACH = (33, 1152), 33  # rows.md#rows-short-bulk
+BULK_FILLED = {104: 0.95, 1152: 0.83}  # by the most columns; rows.md#rows-shorter-bulk
 # threads and CTAs of a row by the least and most columns, of a layer norm's or an RMS norm's rows,
 # by the elements of a vector: of rows that begin with vectors (rows.md#rows-norm-vectors)
 BULK_BY_VECTORS: dict[tuple[bool, int], Clusters] = {
@@ -91,8 +92,8 @@ TICKETS_BYTES, TICKETS_MOST = 10 << 10, 4
 # and anywhere (docs/facts/rows.md#rows-norm-relayed)
 BULK_BY_WORDS: dict[tuple[bool, int], Clusters] = {
     (True, 8): {
-        (36_865, 43_008): (512, 4), (43_009, 90_112): (256, 8), (90_113, 180_224): (512, 8),
-        (180_225, 360_448): (512, 16),
+        (19_457, 21_504): (512, 2), (36_865, 43_008): (512, 4), (43_009, 90_112): (256, 8),
+        (90_113, 180_224): (512, 8), (180_225, 360_448): (512, 16),
     },
     (True, 4): {(98_305, 262_144): (512, 16)},
     (False, 4): {(98_305, 262_144): (512, 16)},
@@ -288,7 +289,7 @@ def _is_short(n: int, other: RowTile, centred: bool) -> bool:
         for threads, ctas, most in tiles
         if vectors <= threads * ctas * most
     )
-    return vectors < BULK_FILLED * held
+    return vectors < held * next(full for most, full in BULK_FILLED.items() if n <= most)
 
 
 class Resident(NamedTuple):

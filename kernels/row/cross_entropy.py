@@ -25,7 +25,8 @@ from cutex.kernels.row.kernel import (
     row_of,
     row_vector,
 )
-from cutex.kernels.row.softmax import above, combined, exp, merged
+from cutex.kernels.row.moments import folded, plus
+from cutex.kernels.row.softmax import above, combined, exp, exponentials_by_fma, largest, merged
 
 LN_2 = 0.6931471805599453
 TOTAL_THREADS = 1024
@@ -127,7 +128,7 @@ class CrossEntropy(RowKernel):
             found = self.walked(this(mX), columns, rX, speaks, target, label)
         else:
             self.read_label(this(mX), columns, speaks, target, label)
-            found = self.of_part(columns, rX.load().to(Float32))
+            found = self.of_part(columns, rX)
         found = combined(reduction, found)
         if speaks:
             options = s, z, ignored
@@ -180,14 +181,17 @@ class CrossEntropy(RowKernel):
             word[0] = load_now(cute.recast_ptr(at, dtype=word.element_type))
 
     @cute.jit
-    def of_part(self, columns: Columns, x: Any) -> Values:
-        """A thread's partial result for its elements x (V, NumV): the maximum, the sum of
+    def of_part(self, columns: Columns, rX: cute.Tensor) -> Values:
+        """A thread's partial result for its elements rX (V, NumV): the maximum, the sum of
         exponentials relative to it and, with label smoothing, their contribution to the mean of the
         logits."""
-        own = x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        sums = [exp(x - above(own)).reduce(cute.ReductionOp.ADD, Float32(0), 0)]
+        width, vectors = rX.shape
+        x = [rX[j, i].to(Float32) for i in range(vectors) for j in range(width)]
+        own = largest(rX)
+        e, rest = exponentials_by_fma(x, own)
+        sums = [folded(e, plus) * rest]
         if cutlass.const_expr(self.config.smoothed):
-            sums.append(part_of_mean(columns, x))
+            sums.append(part_of_mean(columns, rX.load().to(Float32)))
         return (own, *sums)
 
     @cute.jit
@@ -199,12 +203,13 @@ class CrossEntropy(RowKernel):
         found = (-Float32.inf, *[Float32(0)] * (1 + self.config.smoothed))
         parts = parts_of(self.config.tile, gX)
         for part in cutlass.range(parts, unroll=1):
-            here, x = columns.moved(part), rX.load().to(Float32)
+            here, rHere = columns.moved(part), cute.make_rmem_tensor(rX.shape, rX.element_type)
+            rHere.store(rX.load())
             rX.fill(-Float32.inf)
             # the next part is on its way while this one is counted; the row may end in its last two
             columns.moved(part + 1).fetch(gX, rX, whole=part + 3 < parts)
             self.read_label(gX, columns, speaks & (part == 0), target, label)
-            found = merged_with_sums(found, self.of_part(here, x))
+            found = merged_with_sums(found, self.of_part(here, rHere))
         return found
 
     @cute.kernel

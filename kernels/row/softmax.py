@@ -9,9 +9,11 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument
+from cutex.device.atoms.scalar import exp2, fma, larger_pair
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction, Values, add, lanes
 from cutex.device.row.tile import WARP
+from cutex.device.row.words import halves
 from cutex.kernels.row.kernel import (
     LOG2_E,
     RowKernel,
@@ -24,6 +26,7 @@ from cutex.kernels.row.kernel import (
 )
 
 LOW_BITS = 0x7FFFFFFF
+LARGE = 2.0**30
 
 
 def exp(x: Any) -> Any:
@@ -34,6 +37,28 @@ def exp(x: Any) -> Any:
 def above(top: Float32) -> Float32:
     """The reference that scores are taken relative to: their maximum, or 0 where all are -inf."""
     return cutlass.select_(top == -Float32.inf, Float32(0), top)
+
+
+def largest(rX: cute.Tensor) -> Float32:
+    """The largest element of rX; those of 16 bits two at a time. NaN counts for less than any."""
+    if rX.element_type is Float32:
+        return functools.reduce(cute.arch.fmax, (rX[i] for i in range(cute.size(rX))))
+    rWords = cute.recast_tensor(rX, Int32)
+    larger = functools.partial(larger_pair, dtype=rX.element_type)
+    word = functools.reduce(larger, (rWords[i] for i in range(cute.size(rWords))))
+    return cute.arch.fmax(*halves(word, rX.element_type))
+
+
+def exponentials_by_fma(x: list[Float32], own: Float32) -> tuple[list[Float32], Float32]:
+    """2^(x log2(e) - m) by a multiply-add and MUFU, of which m is that of the maximum of x,
+    rounded; and the factor, near 1, that makes them the exponentials relative to the maximum."""
+    top = above(own)
+    # NOTE: up to here m is at most 64 off. Numbers below a larger one are so by 64 or more, and
+    # their exponentials nothing beside it, to whatever base
+    is_product = cute.arch.fmax(top, -top) < LARGE
+    by = Float32(cutlass.select_(is_product, Float32(LOG2_E), Float32(1)))
+    shift = top * by
+    return [exp2(fma(v, by, -shift)) for v in x], exp2(-fma(top, by, -shift))
 
 
 def merged(x: Values, y: Values) -> Values:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from cutex.device.row import bulk, packed, reduction, relayed, tickets, vector_words, words
 from cutex.kernels.row import (
     by_tickets,
+    cross_entropy,
+    cross_entropy_dense,
     kernel,
     moments,
     norm_backward_bulk,
@@ -17,6 +19,7 @@ from cutex.kernels.row import (
     norm_resident,
     softmax,
     softmax_bulk,
+    softmax_dense,
     unequal,
 )
 
@@ -176,6 +179,40 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
         "counts of other CTAs": ("lane % tile.ctas", "lane * 0"),
         "means not apart": ("apart * apart * self.cross", "apart * self.cross"),
     },
+    (softmax, "losses, dense"): {
+        "largest without a largest": (
+            "fmax(*halves(word, rX.element_type))",
+            "fmax(*halves(rWords[0], rX.element_type))",
+        ),
+        "halves of one kind alone": (
+            "cute.arch.fmax(*halves(word, rX.element_type))",
+            "halves(word, rX.element_type)[0]",
+        ),
+        "what a product loses": ("exp2(-fma(top, by, -shift))", "Float32(1)"),
+        "the largest products": ("fmax(top, -top) < LARGE", "fmax(top, -top) >= 0"),
+    },
+    (cross_entropy_dense, "losses, dense"): {
+        "read before it has come": ("cp_async_wait_group(0)", "cp_async_wait_group(1)"),
+        "read before all have come": ("        cute.arch.sync_threads()\n", ""),
+        "words of another offset": ("begin % per, n)", "Int32(0), n)"),
+        "a label of the row before": ("sX[begin + Int32(target)]", "sX[begin - n + Int32(target)]"),
+    },
+    (cross_entropy, "losses, dense"): {
+        "rounded off by the logarithm": (
+            "apart(top, label[0].to(Float32), mean, s) + log_total + z",
+            "lse - label[0].to(Float32) + z",
+        ),
+    },
+    (softmax_dense, "softmax, dense"): {
+        "words stored while others read them": (
+            "            cute.arch.sync_threads()\n        if own < count",
+            "            pass\n        if own < count",
+        ),
+        "stored before all are done": (
+            "        cute.arch.sync_threads()\n        in_smem.store",
+            "        in_smem.store",
+        ),
+    },
     (softmax, "softmax, tickets"): {
         "the largest of bits": ('word ^ ((word >> 31) & LOW_BITS), "max"', 'word, "max"'),
     },
@@ -323,7 +360,7 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
             "cute.arch.rcp_approx(folded(e, plus))",
         ),
         "largest without a largest": ("functools.reduce(cute.arch.fmax, x)", "x[0]"),
-        "stored before all are done": ("        cute.arch.sync_threads()\n", ""),
+        "stored before all are done": ("            cute.arch.sync_threads()\n", ""),
         "a part's slot filled too early": (
             "ahead = turn + (c.slots - 1)",
             "ahead = turn + c.slots",
@@ -331,7 +368,7 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
     },
 }
 FAULTS = {
-    what: Fault(module, case, *texts)
+    f"{module.__name__.rpartition('.')[-1]} of {case}: {what}": Fault(module, case, *texts)
     for (module, case), found in TEXTS.items()
     for what, texts in found.items()
 }

@@ -97,7 +97,7 @@ OVERFLOWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape, dim, few", OVERFLOWS)
 def test_sums_of_which_parts_overflow(device, shape, dim, few, monkeypatch):
     if not few:

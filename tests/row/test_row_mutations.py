@@ -23,14 +23,17 @@ from cutex.compile import compile
 from cutex.device.row.tile import RowTile
 from cutex.kernels.row import (
     choose,
+    cross_entropy_dense,
     norm_backward_bulk,
     norm_bulk,
     norm_by_tickets,
     norm_resident,
     softmax_bulk,
     softmax_by_tickets,
+    softmax_dense,
 )
 from cutex.kernels.row import norm as norm_kernel
+from cutex.kernels.row.cross_entropy_dense import DenseLossesConfig
 from cutex.kernels.row.norm import NormConfig
 from cutex.kernels.row.norm_backward_bulk import BackwardBulkConfig
 from cutex.kernels.row.norm_bulk import BulkConfig
@@ -38,6 +41,7 @@ from cutex.kernels.row.norm_by_tickets import TicketsConfig
 from cutex.kernels.row.norm_resident import ResidentConfig
 from cutex.kernels.row.softmax_bulk import RowsBulkConfig
 from cutex.kernels.row.softmax_by_tickets import RowsTicketsConfig
+from cutex.kernels.row.softmax_dense import DenseRowsConfig
 from cutex.sim import simulate
 from cutex.sim.errors import SimError
 
@@ -184,6 +188,44 @@ def few(tile: RowTile, n: int) -> Callable[[], None]:
     return run
 
 
+def dense_losses(tile: RowTile, n: int) -> Callable[[], None]:
+    """Losses of dense rows; of some the logits are far from 0, or the largest numbers."""
+    config = DenseLossesConfig(tile, target="int64", words=choose.words_of(n, tile))
+
+    def run() -> None:
+        kernel = compile(
+            cross_entropy_dense.CrossEntropyDense(config), "bf16", "sm_90a", cache=False
+        )
+        (x,), target = inputs(n, 0), torch.arange(M) % n
+        x[5], x[6, ::2], x[6, 1::2] = x[5] + 3000, 3e38, 1e38
+        x[7] = 3e38
+        x[8, 1::2] += 200  # beside which another reference than the largest overflows
+        x[9, n // 2 :] += 200
+        lse, losses = torch.full((2, M), torch.nan)
+        assert not simulate(kernel, x, target, lse, losses, 0.0, 0.0, -100).findings
+        near(losses, F.cross_entropy(x.double(), target, reduction="none"), torch.float32, 8)
+
+    return run
+
+
+def dense_softmax(tile: RowTile, n: int) -> Callable[[], None]:
+    config = DenseRowsConfig(tile, choose.words_of(n, tile))
+
+    def run() -> None:
+        kernel = compile(softmax_dense.SoftmaxDense(config), "bf16", "sm_90a", cache=False)
+        (x,) = inputs(n, 0)
+        y = torch.full_like(x, torch.nan)
+        assert not simulate(kernel, x, y).findings
+        near(y, x.double().softmax(-1), torch.bfloat16, 2**-6)
+
+    return run
+
+
+def of_a_run(rows: int, threads: int, n: int) -> tuple[RowTile, int]:
+    """The tile of so many dense rows of a CTA, and their columns."""
+    return RowTile(rows, threads, 1, -(-(rows * n + 7) // (rows * threads * 8)), 8, False), n
+
+
 ONE, TWO, FOUR = (RowTile(1, 64, ctas, 1, 8, False) for ctas in (1, 2, 4))
 CASES: dict[str, Callable[[], None]] = {
     "relayed": norm(TWO, 787, ahead=2),
@@ -202,6 +244,8 @@ CASES: dict[str, Callable[[], None]] = {
     "softmax": softmax_of(TWO, 787),
     "softmax, tickets": softmax_by(ONE, 787),
     "softmax, tickets, clusters": softmax_by(FOUR, 787),
+    "losses, dense": dense_losses(*of_a_run(4, 16, 77)),
+    "softmax, dense": dense_softmax(*of_a_run(4, 32, 301)),
     "few": few(RowTile(1, 64, 4, 4, 1), 787),
 }
 

@@ -7,7 +7,7 @@ softmax is fast only if its exponentials can be scheduled between other instruct
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -192,3 +192,16 @@ def hidden_zero(*, loc=None, ip=None) -> Float32:
     wait for its wgmmas."""
     ptx = "mov.b32 $0, 0;"
     return Float32(llvm.inline_asm(T.f32(), [], ptx, "=f", has_side_effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def larger_pair(
+    a: Int32, b: Int32, dtype: type[Float16] | type[BFloat16], *, loc=None, ip=None
+) -> Int32:
+    """The larger of the low halves of two words, and of the high ones; a number where only the
+    other is NaN (PTX ISA, max)."""
+    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    ptx = f"max.{'bf16x2' if dtype is BFloat16 else 'f16x2'} $0, $1, $2;"
+    return Int32(
+        llvm.inline_asm(T.i32(), values, ptx, "=r,r,r", has_side_effects=False, loc=loc, ip=ip)
+    )

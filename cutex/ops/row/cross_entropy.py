@@ -15,6 +15,7 @@ from cutex.ops.row.operators import define
 from cutex.ops.row.rows import (
     arch_of,
     check_rows,
+    dense_of,
     dtype_of,
     empty_rows,
     few_of,
@@ -93,8 +94,6 @@ def check_options(ignore_index: Any, label_smoothing: float, reduction: str) -> 
 
 
 def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
-    from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
-
     ignored, smoothing, z_loss, reduction = options
     arch = arch_of(x.device, "cutex.cross_entropy")
     if not x.shape[0]:
@@ -111,25 +110,41 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     launch.makes("losses", x.shape[:1], torch.float32)
     for name in ("loss", "count"):
         launch.makes(name, (), torch.float32, 1)
-    bits, loads = 8 * x.element_size(), loads_of(rows, (), True)
-    tile = choose.cross_entropy(x.shape[1], bits, kernels_of(arch), *loads)
-    few = few_of(rows, (), arch)
-    if not tile.aligned and few is not None and few.ctas == 1:
-        tile = few
-    # CTAs that meet wait for each other; one that walks alone does not, where each SM has several
-    walks = tile.ctas > 1 and x.shape[0] >= WALKERS * sms_of(x.device, arch)
-    if walks:
-        tile = walk_of(rows, sms_of(x.device, arch))
-    adds = _who_adds(x.shape[0], tile.num_threads)
-    config = CrossEntropyConfig(tile, smoothing != 0, dtype_of(target), reduction, walks, adds)
-    totals = _totals(launch, adds) if config.reduced else ()
-    kernel = CrossEntropy, config, arch
+    kind, config = _kernel_of(rows[0], arch, smoothing != 0, dtype_of(target), reduction)
+    totals = _totals(launch, config.adds) if config.reduced else ()
+    kernel = kind, config, arch
     return launch.run(
         kernel,
         ("x", "target", "lse", "losses", *totals),
         (float(smoothing), float(z_loss), ignored),
         ("loss" if totals else "losses", "lse", "count"),
     )
+
+
+def _kernel_of(
+    x: Tensor, arch: str, smoothed: bool, target: str, reduction: str
+) -> tuple[Any, Any]:
+    """The kernel's class and config for rows x (M, N)."""
+    from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
+    from cutex.kernels.row.cross_entropy_dense import CrossEntropyDense, DenseLossesConfig
+
+    (m, n), loads = x.shape, loads_of([x], (), True)
+    tile = choose.cross_entropy(n, 8 * x.element_size(), kernels_of(arch), *loads)
+    few = few_of([x], (), arch)
+    if not tile.aligned and few is not None and few.ctas == 1:
+        tile = few
+    # CTAs that meet wait for each other; one alone does not, where each SM has several rows
+    alone = tile.ctas == 1 or m >= WALKERS * sms_of(x.device, arch)
+    dense = choose.dense_losses(m, n, dense_of([x]), tile.aligned) if alone else None
+    walks = alone and dense is None and tile.ctas > 1
+    if walks:
+        tile = walk_of([x], sms_of(x.device, arch))
+    elif dense is not None:
+        tile = dense.tile
+    given = tile, smoothed, target, reduction, walks, _who_adds(m, tile.num_threads)
+    if dense is not None:
+        return CrossEntropyDense, DenseLossesConfig(*given, dense.words)
+    return CrossEntropy, CrossEntropyConfig(*given)
 
 
 def _who_adds(rows: int, threads: int) -> str:

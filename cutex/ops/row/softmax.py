@@ -101,6 +101,7 @@ def _plan(_: Any, x: Tensor) -> Run:
     from cutex.kernels.row.softmax import Softmax
     from cutex.kernels.row.softmax_bulk import RowsBulkConfig, SoftmaxBulk
     from cutex.kernels.row.softmax_by_tickets import RowsTicketsConfig, SoftmaxByTickets
+    from cutex.kernels.row.softmax_dense import DenseRowsConfig, SoftmaxDense
 
     arch = arch_of(x.device, "cutex.softmax")
     if not x.numel():
@@ -113,6 +114,9 @@ def _plan(_: Any, x: Tensor) -> Run:
     if not runs(Softmax, tile, rows[0], arch):
         tile = choose.softmax(*given, largest=choose.CLUSTER)
     widest = 0 if tile.aligned else dense_of(rows)
+    dense = choose.dense_softmax(m, n, widest)
+    if dense is not None:
+        return launch.run((SoftmaxDense, DenseRowsConfig(*dense), arch), ("x", "y"), (), ("y",))
     for largest in (choose.LARGE_CLUSTER, choose.CLUSTER) if widest else ():
         by = choose.bulk_rows(m, n, widest, kernels_of(arch), largest=largest)
         if by is None:
