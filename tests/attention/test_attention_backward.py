@@ -23,6 +23,7 @@ from cutex.kernels.attention.backward.tiles import (
     Sizes,
     Tile,
     key_block,
+    most_tiles,
     tile_order,
     tiles_ahead,
 )
@@ -344,6 +345,18 @@ def test_steps_of_causal_tiles_are_the_blocks_that_see_them(lengths, tile_m):
     ]
     assert [tail.holding(x) for x in starts[:-1]] == list(range(len(seen)))
     assert [tail.holding(x - 1) for x in starts[1:]] == list(range(len(seen)))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("lengths", [(1,), (0, 0, 5), (6000, 33, 64, 1, 0, 128, 129), (64,) * 40])
+def test_packed_sequences_have_no_more_tiles_than_are_launched(lengths, dims):
+    """Tiles past those that the order of the longest sequence has would be left out, too."""
+    packed = {"varlen_q": True, "varlen_k": True}
+    config = fitted(BackwardConfig(head_dim=dims[0], head_dim_v=dims[1], causal=True, **packed))
+    each, tile = config.key_ctas * config.tile_n, -(-max(lengths) // config.tile_n)
+    most = most_tiles(config, Sizes(3, 1, 0, sum(lengths), tile, len(lengths)))
+    assert config.ranked and 3 * sum(-(-n // each) for n in lengths) <= most
+    assert most <= 3 * len(lengths) * -(-tile // config.key_ctas)
 
 
 @pytest.mark.sweep(3)

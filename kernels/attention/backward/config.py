@@ -92,7 +92,11 @@ class BackwardConfig(BackwardSpec):
 
     @property
     def ranked(self) -> bool:
-        return self.own_dq and self.varlen_q and self.varlen_k
+        return self.varlen_q and self.varlen_k
+
+    @property
+    def ends_interleaved(self) -> bool:
+        return self.late_zeros or not (self.own_dq or self.deterministic)
 
     @property
     def adding_warps(self) -> int:

@@ -130,7 +130,9 @@ class Preprocess:
                 args.ranks[count, 1] = before + self.key_blocks(args, batch)
 
     def key_blocks(self, args: KernelArgs, batch: Int32) -> Int32:
-        return cute.ceil_div(keys(args, Int32(0)).of(batch).length, self.config.tile_n)
+        """The key blocks of a sequence; those of a cluster count as one."""
+        length, c = keys(args, Int32(0)).of(batch).length, self.config
+        return cute.ceil_div(length, c.tile_n * c.key_ctas)
 
     @cute.jit
     def clear_flag(self, args: KernelArgs) -> None:

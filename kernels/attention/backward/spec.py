@@ -108,6 +108,12 @@ class BackwardSpec(ScoreSpec):
         return False
 
     @property
+    def ends_interleaved(self) -> bool:
+        """Whether, of packed sequences whose tiles are interleaved, only the last ones are, and the
+        heads before follow one another."""
+        return self.late_zeros
+
+    @property
     def late_zeros(self) -> bool:
         """Whether main zeroes the sums of dQ."""
         return False

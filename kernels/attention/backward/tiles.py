@@ -138,10 +138,21 @@ def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | Non
     if not config.ranked:
         return None
     s = sizes
+    most = ceil_div(s.num_n_blocks, config.key_ctas)
     return Ranked(
-        args.ranks, s.heads_kv, s.batch, s.num_n_blocks, config.interleaved, config.last_first,
-        tail=2 * config.num_ctas if config.late_zeros else None,
+        args.ranks, s.heads_kv, s.batch, most, config.interleaved, config.last_first,
+        tail=2 * config.num_ctas // config.key_ctas if config.ends_interleaved else None,
     )  # fmt: skip
+
+
+def most_tiles(config: BackwardSpec, sizes: Sizes) -> Int32:
+    """How many tiles of keys, those of a cluster counting as one, there are at most: all of the
+    order or, of packed sequences, as many as their rows have."""
+    found = tile_order(config, sizes).total
+    if config.ranked:
+        each = sizes.rows_k // (config.tile_n * config.key_ctas) + sizes.batch
+        found = smaller(found, each * sizes.heads_kv)
+    return found
 
 
 def sizes_of(config: BackwardSpec, tensors: Tensors, args: KernelArgs) -> tuple[Sizes, RowTiles]:

@@ -45,6 +45,7 @@ from cutex.kernels.attention.backward.tiles import (
     Sizes,
     Tile,
     Walk,
+    most_tiles,
     ranked,
     sizes_of,
     tail_of,
@@ -142,7 +143,7 @@ class Main:
             else None,
         )
         sizes, tiles = sizes_of(c, tensors, args)
-        total = tail_of(c, sizes).total if c.spread else tile_order(c, sizes).total
+        total = tail_of(c, sizes).total if c.spread else most_tiles(c, sizes)
         if cutlass.const_expr(c.own_dq):
             total = cutlass.min(Int32(c.num_ctas), total)
         self.kernel(operands, tensors.stats, tensors.dq_sums, args, sizes, tiles).launch(
@@ -207,9 +208,21 @@ class Main:
     @cute.jit
     def one_tile(self, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
         """Process the tile of keys with this CTA's number."""
-        c = self.config
+        c, given = self.config, (operands, stats, dq_sums, args, sizes, tiles)
         index, _, _ = cute.arch.block_idx()
-        tile = tile_of(c, index, args, sizes)
+        chosen: Any = ranked(c, args, sizes)
+        if cutlass.const_expr(chosen is None):
+            self.tile(tile_of(c, index, args, sizes), *given)
+        else:
+            number = index // c.key_ctas
+            if number < chosen.total:
+                index = chosen.index(number) * c.key_ctas + index % c.key_ctas
+                self.tile(tile_of(c, index, args, sizes), *given)
+
+    @cute.jit
+    def tile(self, tile: Tile, operands, stats, dq_sums, args: KernelArgs, sizes, tiles) -> None:
+        """Process a tile of keys."""
+        c = self.config
         if tile.has_keys(c):
             shared = self.shared(SmemAllocator(), operands, args, sizes, tiles, tile)
             warp = cute.arch.warp_idx()
