@@ -10,6 +10,8 @@ import pytest
 import torch
 from cutlass import Int32, cute
 
+import cutex
+from cutex import ops
 from cutex.arch import arch
 from cutex.bench import run as bench
 from cutex.compile import compile
@@ -17,14 +19,18 @@ from cutex.device.epilogue.epilogue_ops import Add, Bias
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.layouts import OperandLayout
-from cutex.kernels.gemm.scaled.fp8 import LADDERS
-from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
+from cutex.kernels.gemm.scaled.fp8 import LADDERS, promoted
+from cutex.kernels.gemm.scaled.fp8.choose import ranked
+from cutex.kernels.gemm.scaled.fp8.config import PROMOTED, Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90 import kernel, promote
 from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm, Fp8Signature
+from cutex.ops.matmul import choices
+from cutex.ops.matmul.plan import forget
 from cutex.problem.scaled import Fp8Problem
 from cutex.schedulers import announced
 from cutex.sim import simulate
 
+H200 = arch("sm_90a")
 SQUARE = Fp8Config(tile_m=128, tile_n=128, num_stages=3, warpgroups=2, epi_n=64, epi_stages=1)
 CASES = {
     "two warpgroups": (SQUARE, (136, 264, 640)),
@@ -278,3 +284,29 @@ def test_the_promotion_adds_in_fp32():
     simulate(compiled, a, b.mT, *scales, out)
     check = problem.check(*tensors, out)
     assert check.ok, check.message
+
+
+def test_sums_without_factors_take_rows_as_columns_and_more_shares() -> None:
+    """Tiles that the kernel with factors is not offered, where M takes more than four tiles."""
+    found = {(c.swap_ab, c.split_k > 1) for c in promoted.ranked((1056, 1280, 3648, 1), H200)}
+    assert (True, False) in found
+    few = promoted.ranked((1184, 128, 1824, 1), H200)
+    assert few[0].split_k == 2 and {c.swap_ab for c in few} == {False, True}
+    with_factors = ranked(Fp8Problem(1184, 128, 3648), H200)
+    assert not any(c.swap_ab or c.split_k > 2 for c in with_factors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_many_rows_are_exact_as_columns(split_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = Fp8Config(tile_m=64, tile_n=96, num_stages=4, warpgroups=1, epi_n=32, epi_stages=1,
+                      recipe=PROMOTED, swap_ab=True, split_k=split_k)  # fmt: skip
+    monkeypatch.setattr(choices, "preferred", lambda calls: tiles)
+    forget()
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randint(-4, 5, (n, 1040), generator=generator).float() for n in (272, 136))
+    low = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).mT
+    with ops.simulated(order="random", seed=split_k):
+        out = cutex.matmul(*low, use_fast_accum=False)
+    assert torch.equal(out, (a @ b.mT).bfloat16())
+    forget()

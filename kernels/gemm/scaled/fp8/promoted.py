@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from cutex.kernels.gemm.scaled.fp8 import choose
@@ -19,17 +20,48 @@ if TYPE_CHECKING:
     from cutex.kernels.gemm.config import GemmConfig
 
 
+# how many times as long as the model of factors says, of more rows than it has as columns of the
+# MMA: transposed, in the place of its own; where K is shared; and of tiles of 256 rows
+# (docs/facts/scaled.md#promoted-tiles)
+SWAPPED, IN_SHARES, TALL = 0.97, 1.1, 1.12
+TALL_ROWS = 256
+
+
 def predictions(
     sizes: tuple[int, int, int, int], arch: Arch, configs: Iterable[GemmConfig] | None = None
 ) -> dict[GemmConfig, float]:
-    """The microseconds that the model of the kernel with factors predicts for the best configs, or
-    those given, of a batch of products, `sizes` (M, N, K in units of 2 bytes, L)."""
+    """The predicted microseconds of the best configs, or those given, of a batch of products,
+    `sizes` (M, N, K in units of 2 bytes, L)."""
     problem, batch = _problem(sizes), sizes[3]
-    every = choose.ranked(problem, arch, batch) if configs is None else configs
-    scaled = [replace(c, recipe=problem.dtype) for c in every if isinstance(c, Fp8Config)]
-    fits = [c for c in scaled if c.why_not(problem, arch) is None]  # type: ignore[arg-type]
+    if configs is None:
+        return _best(problem, arch, batch)
+    given = [replace(c, recipe=problem.dtype) for c in configs if isinstance(c, Fp8Config)]
+    fits = [c for c in given if c.why_not(problem, arch) is None]  # type: ignore[arg-type]
     found = [replace(c, recipe=PROMOTED) for c in fits]
-    return {c: choose.predict(c, problem, arch, batch) for c in found}
+    return {c: predict(c, problem, arch, batch) for c in found}
+
+
+def _best(problem: Fp8Problem, arch: Arch, batch: int) -> dict[GemmConfig, float]:
+    """The best candidates, and one that fits any call, with their predicted microseconds."""
+    number = problem, arch.num_sms, batch
+    every = (*choose.candidates(*number), *choose.further_candidates(*number))
+    tiles = dict.fromkeys(replace(c, recipe=PROMOTED) for c in every)
+    order = sorted(tiles, key=lambda c: predict(c, problem, arch, batch))
+    fits = (choose.deepest(c, arch) for c in order)
+    found = (c for c in fits if c is not None and c.why_not(problem, arch) is None)  # type: ignore[arg-type]
+    some = [
+        *islice(found, choose.MOST_RANKED),
+        replace(choose.plain(problem, arch), recipe=PROMOTED),
+    ]
+    return {c: predict(c, problem, arch, batch) for c in dict.fromkeys(some)}
+
+
+def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -> float:
+    """The predicted microseconds of `batch` such products in one launch."""
+    many = problem.m > choose.MID_ROWS
+    us = choose.predict(tiles, problem, arch, batch, SWAPPED if many else choose.SWAPPED)
+    us *= IN_SHARES if many and tiles.split_k > 1 else 1.0
+    return us * (TALL if tiles.tile_m == TALL_ROWS else 1.0)
 
 
 def ranked(sizes: tuple[int, int, int, int], arch: Arch) -> list[GemmConfig]:
