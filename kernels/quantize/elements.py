@@ -301,7 +301,8 @@ def column_codes(rows: list[Int32]) -> tuple[Int32, Int32]:
         return take(codes[i], codes[i + 2], 0x6240) | signs
 
     even, odd = ([both(i) for i in (first, first + 4)] for first in (0, 1))
-    upper, lower = (nibbles(*rows) for rows in zip(even, odd, strict=True))
+    # NOTE: a NaN of one column must not be carried into the other's bytes
+    upper, lower = (nibbles_apart(*rows) for rows in zip(even, odd, strict=True))
     return take(upper, lower, 0x5410), take(upper, lower, 0x7632)
 
 
@@ -335,6 +336,18 @@ def coded_nibbles(low: Int32, high: Int32, *, loc=None, ip=None) -> Int32:
         lop3.b32 c, c, $2, mask, 0xE4;
         mov.b32 mask, 0x0F0F0F0F;
         lop3.b32 $0, a, c, mask, 0xE4;
+    }"""
+    return as_word(ptx, (low, high), loc, ip)
+
+
+@dsl_user_op
+def nibbles_apart(low: Int32, high: Int32, *, loc=None, ip=None) -> Int32:
+    """The same as `nibbles`, of bytes whose upper bits may be anything: they are left out."""
+    ptx = """{
+        .reg .b32 upper, mask;
+        mul.lo.u32 upper, $2, 16;
+        mov.b32 mask, 0x0F0F0F0F;
+        lop3.b32 $0, $1, upper, mask, 0xE4;
     }"""
     return as_word(ptx, (low, high), loc, ip)
 
