@@ -24,7 +24,7 @@ from cutex.kernels.gemm.grouped.sm90 import blocks
 from cutex.kernels.gemm.grouped.sm90.blocks import GroupedBlocks, PromoteRows
 from cutex.kernels.gemm.grouped.sm90.narrow import GroupedNarrow
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
-from cutex.ops.grouped import scaled
+from cutex.ops.grouped import launch, scaled
 from cutex.ops.grouped.block_scaled import _in_chunks
 from cutex.problem.grouped_scaled import FP32, KINDS, ScaledGroupedProblem, draw
 from cutex.problem.scaled.layouts import rows_contiguous
@@ -144,18 +144,20 @@ TILES = {
         num_ctas=4,
     ),
 }  # fmt: skip
+TILES["skips"] = replace(TILES["shared"], skips=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "order"),
-    [("one", "fifo"), ("tall", "random"), ("pair", "random"), ("shared", "random")],
+    [("one", "fifo"), ("tall", "random"), ("pair", "random"), ("shared", "random")]
+    + [("skips", order) for order in ORDERS],
 )
 def test_rows_of_no_group_and_memory_around_are_left_alone(name: str, order: str) -> None:
     """Few CTAs, several tiles each; the same kernel again with other groups."""
     config = BlocksConfig(GeneralConfig(TILES[name], *LAYOUTS))
     compiled = compile(GroupedBlocks(config), "e4m3", "sm_90a")
-    for rows in ((30, 0, 277, 1), (0, 7, 0, 150)):
+    for rows in ((30, 0, 277, 1), (0, 64, 65, 150)):
         problem = ScaledGroupedProblem(rows, 136, 256, rest=21, seed=len(name))
         given = problem.inputs()
         memory = torch.full((problem.length + 2, 144), torch.nan, dtype=torch.bfloat16)
@@ -354,8 +356,8 @@ def test_the_tiles_that_are_chosen_fit(groups: int) -> None:
     for mean in (1, 64, 97, 200, 600, 4096):
         for n in (8, 65, 192, 2880, 7168):
             for fused in (False, True):
-                for k in (256, 7168):
-                    tiles = choose.blocks_tiles(mean, (k, n), fused, most, groups)
+                for k, padded in ((256, False), (7168, False), (2048, True)):
+                    tiles = choose.blocks_tiles(mean, (k, n), fused, most, groups, padded)
                     config = BlocksConfig(GeneralConfig(tiles, *LAYOUTS), most)
                     assert config.why_not(arch_named("sm_90a")) is None
 
@@ -397,12 +399,22 @@ def test_blocks_of_k_that_are_whole_rounds_of_the_ring(
 NARROW = replace(ROUNDS, tile_n=192, epi_stages=3, num_ctas=3, narrow=True)
 
 
-def of_narrow(kernel: type[GroupedNarrow], n: int, seed: int, k: int = 512, **changes: Any) -> str:
+def of_narrow(
+    kernel: type[GroupedNarrow],
+    n: int,
+    seed: int,
+    k: int = 512,
+    gated: bool = False,
+    **changes: Any,
+) -> str:
     """What is wrong with a product by narrow tiles; "" if nothing is."""
     problem = ScaledGroupedProblem((100, 0, 37, 129 + seed), n, k, rest=3, seed=seed)
-    config = BlocksConfig(GeneralConfig(replace(NARROW, **changes), *LAYOUTS))
+    problem = replace(problem, activation="gated_silu" if gated else None)
+    ops, _ = launch.fused(None, activation=problem.activation)
+    config = BlocksConfig(GeneralConfig(replace(NARROW, **changes), *LAYOUTS, ops=ops))
     compiled = compile(kernel(config), "e4m3", "sm_90a")
-    given, out = problem.inputs(), torch.full((problem.length, n), torch.nan).bfloat16()
+    width = n // 2 if gated else n
+    given, out = problem.inputs(), torch.full((problem.length, width), torch.nan).bfloat16()
     tensors = [given[name] for name in ("a", "b", "scale_a", "scale_b")]
     tensors[3] = tensors[3].mT
     order = ORDERS[seed % len(ORDERS)]
@@ -415,6 +427,7 @@ def of_narrow(kernel: type[GroupedNarrow], n: int, seed: int, k: int = 512, **ch
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("n", "changes"), [
     (72, {}), (264, {}), (448, {}), (520, {"num_ctas": 1}), (320, {"rounds": False}),
+    (400, {"gated": True}),
     (640, {"num_ctas": 5}),
 ])  # fmt: skip
 def test_rows_of_tiles_end_with_narrower_ones(n: int, changes: dict[str, Any], seed: int) -> None:

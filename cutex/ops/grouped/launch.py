@@ -112,7 +112,8 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     most = choose.most_groups(edges.shape[0])
     _, k, n = w.shape
     by_k = b.major == "column"
-    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most, edges.shape[0], ragged, by_k)
+    groups = edges.shape[0]
+    tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most, groups, ragged, by_k, padded)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     config = GroupedConfig(product, most, padded)
     return config, arch, [x, w, out, edges.contiguous(), *others]

@@ -322,7 +322,8 @@ def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Ten
     ops, others = launch.fused(bias[0] if bias else None, activation=options.activation)
     most = choose.most_groups(edges.shape[0])
     groups, k, n = b.shape
-    tiles = choose.blocks_tiles(-(-a.shape[0] // groups), (k, n), bool(ops), most, groups)
+    mean = -(-a.shape[0] // groups)
+    tiles = choose.blocks_tiles(mean, (k, n), bool(ops), most, groups, options.padded)
     product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
     config = BlocksConfig(product, most, options.padded)
     factors = by_rows(scale_a), scale_b
@@ -351,7 +352,7 @@ def _rows_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tenso
     tiles: GemmConfig = (
         choose.promoted_tiles(mean, (k, n), most)
         if promoted
-        else choose.rows_tiles(arch, mean, (k, n), True, most, groups)
+        else choose.rows_tiles(arch, mean, (k, n), True, most, groups, padded=options.padded)
     )
     product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
     config = (PromotedConfig if promoted else GroupedConfig)(product, most, options.padded)

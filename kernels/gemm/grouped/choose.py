@@ -30,6 +30,9 @@ WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
 # have none; the same where rows are gathered; from which on two tiles of rows share matrices, where
 # K is short
 VERY_FEW_ROWS, FEW_GATHERED, MANY_ROWS = 32, 60, 256
+# rows of a low tile; fp8's widths of tiles where most groups have no more, with the time of a
+# column (docs/facts/grouped.md#grouped-fp8-low)
+LOW_ROWS, LOW_WIDTHS = 64, {192: 1.0, 128: 1.01}
 # with a long K: rows of a group in the mean up to which tiles have 128 columns instead of 256, and
 # rounds of the latter below which they do, too (docs/facts/grouped.md#grouped-few-narrow); columns
 # from which on tiles of 64 rows have 192, where K is short (#grouped-decode-widths)
@@ -97,6 +100,7 @@ def rows_tiles(
     groups: int = WARP,
     ragged: bool = False,
     by_k: bool = True,
+    padded: bool = False,
 ) -> GemmConfig:
     """The tiles of a product of rows in `groups` groups of `mean_rows` with matrices of (K, N)
     elements.
@@ -104,7 +108,7 @@ def rows_tiles(
     fused: with operations in the epilogue. most: the groups that the tables hold. ragged: the
     groups surely differ, as a router's do; pairs of row tiles, or 256 rows, then waste more
     (docs/facts/grouped.md#grouped-routed-tiles). by_k: matrices are contiguous along K; along N,
-    208 columns are atoms of 32 bytes.
+    208 columns are atoms of 32 bytes. padded: no group has more than `mean_rows`.
     """
     k, n = matrix
     if arch == "sm_100a":
@@ -112,16 +116,19 @@ def rows_tiles(
     # NOTE: where memory limits, fewer, longer steps read it better (docs/grouped.md). What groups
     # are empty is not known here: tiles of 64 rows take up to twice the time of those of 128 if
     # half are, these 1.07 of the time of those if none is
-    if mean_rows <= VERY_FEW_ROWS:
+    if mean_rows <= (LOW_ROWS if padded else VERY_FEW_ROWS):
         tiles = Sm90Config(tile_m=64, tile_n=_few_width(k, n), k_bytes=256, warpgroups=1)
     elif mean_rows < MANY_ROWS or width(n) < 128:
         rounds = groups * ceil_div(mean_rows, 128) * ceil_div(n, 256) / arch_named(arch).num_sms
         fine = by_k and k > SHORT_K and (mean_rows <= FINE_ROWS or rounds < FINE_ROUNDS)
         tiles = _together(n, TOGETHER, most_columns=128 if fine else 256)
     elif k <= SHORT_K:
-        lower = ragged or mean_rows >= LONG_GROUPS or n <= SHORT_K
-        in_turn = lower and width(n, IN_TURN) == 192
-        tiles = _taken_in_turn(n, ragged) if in_turn else _together(n, TOGETHER)
+        # NOTE: two tiles of rows, which share matrices, waste more where groups differ
+        # (docs/facts/grouped.md#grouped-short-k-in-turn)
+        in_turn = width(n, IN_TURN) == 192
+        in_pairs = mean_rows >= LONG_GROUPS or (n <= SHORT_K and mean_rows % MANY_ROWS == 0)
+        along_n = ragged or not in_pairs
+        tiles = _taken_in_turn(n, along_n) if in_turn else _together(n, TOGETHER)
     elif mean_rows >= LONG_GROUPS and n >= 208 and by_k and not fused:
         tiles = _in_turn(208, cluster_m=2)
     elif mean_rows >= LONG_GROUPS and not by_k and width(n, IN_TURN) == 192:
@@ -129,8 +136,10 @@ def rows_tiles(
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * arch_named(arch).num_sms:
         in_turn = ragged and width(n, TOGETHER) == 192
         tiles = _taken_in_turn(n, ragged) if in_turn else _together(n, TOGETHER)
-    elif ragged and width(n, IN_TURN) == 192:
-        tiles = _taken_in_turn(n, ragged)
+    elif not ragged and by_k and not fused and n >= 208 and _sharers(n, 208) == 2:
+        tiles = replace(_in_turn(208), cluster_n=2)
+    elif width(n, IN_TURN) == 192:
+        tiles = _taken_in_turn(n, True)
     else:
         tiles = Sm90Config(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     return _filled(tiles, fused, most)
@@ -174,13 +183,21 @@ def gathered_tiles(
 
 
 def blocks_tiles(
-    mean_rows: int, matrix: tuple[int, int], fused: bool, most: int = WARP, groups: int = WARP
+    mean_rows: int,
+    matrix: tuple[int, int],
+    fused: bool,
+    most: int = WARP,
+    groups: int = WARP,
+    padded: bool = False,
 ) -> RowBlocksConfig:
     """Hopper's tiles of a product of fp8 rows in `groups` groups and matrices of (K, N) elements
-    with factors of blocks."""
+    with factors of blocks; padded: no group has more than `mean_rows`."""
     k, n = matrix
     whole = ceil_div(k, BLOCK) % ROUND == 0
-    if mean_rows <= VERY_FEW_ROWS:
+    if mean_rows <= LOW_ROWS and n >= 128:
+        low = padded or mean_rows <= VERY_FEW_ROWS
+        tiles = _low_blocks(groups, n) if low else _skipping_blocks(groups, n)
+    elif mean_rows <= VERY_FEW_ROWS:
         tiles = RowBlocksConfig(tile_m=64, tile_n=128, warpgroups=1)
     elif mean_rows < LONG_BLOCKS or n < 128:
         # NOTE: 256 rows waste more where a group ends, which 192 columns do not where N is long
@@ -193,18 +210,17 @@ def blocks_tiles(
     else:
         tiles = RowBlocksConfig(tile_m=256, tile_n=128, warpgroups=2, cluster_n=_sharers(n, 128))
     tiles = _filled(replace(tiles, tile_n=min(tiles.tile_n, ceil_div(n, 64) * 64)), fused, most)
-    parts = tiles.warpgroup_rows * tiles.tile_n // (64 * tiles.epi_n)  # of a warpgroup's store
     if tiles.tile_m * tiles.tile_n < 128 * 192:
+        if whole and tiles.tile_n == 192:
+            return replace(tiles, num_stages=min(ROUND, tiles.num_stages)).with_rounds(k)
         return tiles
-    tiles = replace(tiles, narrow=tiles.tile_n == 192 and _narrow_pays(k, n))
-    if fused and whole and tiles.tile_n == 192:
-        # NOTE: faster than a slot more (docs/facts/grouped.md#grouped-fp8-gated-rounds)
-        return replace(tiles, num_stages=min(ROUND, tiles.num_stages)).with_rounds(k)
-    if fused:
+    narrow = tiles.tile_n == 192 and not tiles.skips and _narrow_pays(k, n)
+    tiles = replace(tiles, narrow=narrow)
+    if fused and (tiles.tile_n < 192 or not whole):
         return tiles
     # NOTE: a part of a warpgroup's store then waits for no slot, and those of 128 rows are written
-    # behind one barrier (docs/facts/grouped.md#grouped-fp8-at-once)
-    tiles = replace(tiles, epi_stages=parts)
+    # behind one barrier (docs/facts/grouped.md#grouped-fp8-at-once, #grouped-fp8-gated-at-once)
+    tiles = replace(tiles, epi_n=64, epi_stages=tiles.warpgroup_rows * tiles.tile_n // 64**2)
     return replace(tiles, num_stages=_stages(tiles, most)).with_rounds(k)
 
 
@@ -221,6 +237,25 @@ def promoted_tiles(mean_rows: int, matrix: tuple[int, int], most: int = WARP) ->
     tiles = replace(tiles, epi_n=64, epi_stages=tiles.tile_n // 64)
     stages = min(_stages(tiles, most), ROUND if tiles.tile_n == 192 else MOST_STAGES)
     return replace(tiles, num_stages=stages).with_rounds(k)
+
+
+def _low_width(groups: int, n: int) -> int:
+    """The columns of fp8's tiles where each of `groups` is one tile of rows, whose matrix memory
+    limits."""
+    sms = arch_named("sm_90a").num_sms
+    return min(LOW_WIDTHS, key=lambda w: ceil_div(groups * ceil_div(n, w), sms) * w * LOW_WIDTHS[w])
+
+
+def _low_blocks(groups: int, n: int) -> RowBlocksConfig:
+    """fp8's tiles for groups of up to 64 rows."""
+    return RowBlocksConfig(tile_m=LOW_ROWS, tile_n=_low_width(groups, n), warpgroups=1)
+
+
+def _skipping_blocks(groups: int, n: int) -> RowBlocksConfig:
+    """fp8's tiles for groups of 64 rows or fewer in the mean, of which some have more."""
+    tile_n = _low_width(groups, n)
+    tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2, skips=True)
+    return replace(tiles, cluster_n=_sharers(n, tile_n))
 
 
 def _narrow_pays(k: int, n: int) -> bool:

@@ -19,6 +19,7 @@ class RowBlocksConfig(Fp8Config):
     loaded in parts, each with a few rows more."""
 
     narrow: bool = False  # rows of tiles end with narrower ones (schedulers/narrow.py)
+    skips: bool = False  # a warpgroup without rows of a tile only releases its slots
 
     @property
     def part_rows(self) -> int:
@@ -47,4 +48,6 @@ class RowBlocksConfig(Fp8Config):
             return "narrow: CTAs alone loop over tiles, a warpgroup with 64 rows of each"
         if self.narrow and self.tile_n % (3 * self.epi_n):
             return f"narrow, tile_n={self.tile_n}: a third of it is whole parts of {self.epi_n}"
+        if self.skips and (self.narrow or not self.announced or self.warpgroup_rows != 64):
+            return "skips: a warpgroup has 64 rows of each tile, all of which are as wide"
         return super()._why_not_shape(arch)

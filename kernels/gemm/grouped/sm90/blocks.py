@@ -116,6 +116,15 @@ class PromoteRows(Promote):
         rows = self.groups.rows(tile.group) - tile.m * c.tile_m
         return rows <= ROWS * c.mma_warpgroups
 
+    @property
+    def skips(self) -> bool:
+        tiles: Any = self.tiles  # RowBlocksConfig
+        return tiles.skips
+
+    def has_rows(self, tile: WorkTile) -> cutlass.Boolean:
+        c, mine = self.tiles, cute.arch.warp_idx() // 4
+        return self.groups.rows(tile.group) - tile.m * c.tile_m > ROWS * mine
+
     def store_of(self, epilogue: GroupStore, tile: WorkTile) -> Any:
         return epilogue.of(tile.group)
 

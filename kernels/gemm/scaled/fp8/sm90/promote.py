@@ -224,7 +224,14 @@ class Promote(MmaRole):
                 if cutlass.const_expr(ahead is not None):
                     held = cute.make_rmem_tensor(cute.size(ahead), Float32)
                 whole = Promotion(mma, ab, factors, part, held, factors.waves)
-                if cutlass.const_expr(not self.ragged or factors.waves == 1):
+                present = cutlass.Boolean(True)
+                if cutlass.const_expr(self.skips):
+                    present = self.has_rows(tile)
+                    if present:
+                        take = whole.at_boundary(coming.promote, take, num_k_tiles)
+                    else:
+                        take = coming.pass_over(ab, take, num_k_tiles)
+                elif cutlass.const_expr(not self.ragged or factors.waves == 1):
                     take = whole.at_boundary(coming.promote, take, num_k_tiles)
                 elif self.is_short(tile):
                     few = replace(whole, waves=1)
@@ -233,7 +240,19 @@ class Promote(MmaRole):
                     take = whole.at_boundary(coming.promote, take, num_k_tiles)
                 if more:
                     reader.advance()
-                self.store(mma, store, tile)
+                if cutlass.const_expr(not self.skips):  # noqa: SIM114 - known when tracing
+                    self.store(mma, store, tile)
+                elif present:
+                    self.store(mma, store, tile)
+
+    @property
+    def skips(self) -> bool:
+        """Whether a warpgroup without rows of a tile only releases its slots."""
+        return False
+
+    def has_rows(self, tile: WorkTile) -> cutlass.Boolean:
+        """Whether this warpgroup has rows of a tile, if it `skips`."""
+        raise NotImplementedError
 
     def is_short(self, tile: WorkTile) -> cutlass.Boolean:
         """Whether a tile consists only of each warpgroup's first 64 rows, if it is `ragged`."""
@@ -275,6 +294,16 @@ class Coming:
             end = cutlass.min(begin + LANES, num_k_tiles)
             second = begin + self.factors.tiles.blocks_in_turn
             take, seen = promotion.add_blocks(take, seen, begin, second, end)
+        return take
+
+    @cute.jit
+    def pass_over(self, ab: SharedRing, take: PipelineState, num_k_tiles: Int32) -> PipelineState:
+        """Look up what comes next, and release all slots of the tile."""
+        self.look(Int32(0), Int32(0))
+        for _ in cutlass.range(0, num_k_tiles, unroll=1):
+            ab.wait_full(take)
+            ab.release(take)
+            take.advance()
         return take
 
     @cute.jit
