@@ -76,9 +76,15 @@ def test_the_unchanged_kernel_is_right_where_references_move(config):
 # ---- faults in the program
 
 
-def another_row(monkeypatch):
-    """The lane quarter of another warp."""
-    monkeypatch.setattr(tmem_rows, "LANES", 64)
+def another_tile(monkeypatch):
+    """A row's scores are those of the other Q tile."""
+    wait = softmax.RowLoop.wait_scores
+
+    def other(self, state):
+        buffer, state = wait(self, state)
+        return buffer ^ 1, state
+
+    monkeypatch.setattr(softmax.RowLoop, "wait_scores", other)
 
 
 def p_too_far(monkeypatch):
@@ -164,7 +170,7 @@ def half_of_the_bytes(monkeypatch):
 
 
 FAULTS = (
-    (another_row, CONFIG, CASE, True),
+    (another_tile, CONFIG, CASE, True),
     (p_too_far, CONFIG, CASE, True),
     (late_scaling, CONFIG, FALLING, True),
     (no_scaling, CONFIG, FALLING, True),

@@ -142,11 +142,12 @@ def test_scores_of_any_size_keep_what_they_have(size, head_dim, sign):
 # ---- how exact a peaked row is
 
 
-def by_maxima(q, k, v):
-    """The relative error of O where every reference is the maximum, and only P is rounded."""
+def by_references(q, k, v, below: float = 0.0):
+    """The relative error of O where every reference is `below` powers of two under the row's
+    maximum, and only P and O are rounded."""
     want, _ = attend(q, k, v)
     scores = q.double().transpose(1, 2) @ k.double().transpose(1, 2).mT * SCALE
-    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    p = (scores - scores.amax(-1, keepdim=True) + below * math.log(2)).exp()
     found = p.to(q.dtype).double() @ v.double().transpose(1, 2) / p.sum(-1, keepdim=True)
     return relative(found.transpose(1, 2).to(q.dtype), want)
 
@@ -158,12 +159,15 @@ def relative(out, want) -> float:
 @SLOW
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("data", ["x4", "x8", "x16", "hot"])
-def test_a_peaked_row_is_as_exact_as_with_a_maximum(data, dtype):
+def test_a_peaked_row_is_as_exact_as_references_allow(data, dtype):
+    """A reference that was found before the maximum may be any power of two under it: then the one
+    large probability is rounded, too, which is exact where it is 1."""
     case = replace(CASE, init=data, seqlen_k=1300, dtype=dtype)
     q, k, v = case.inputs()[:3]
     with cutex.ops.simulated("sm_100a"):
         out = cutex.flash_attn_func(q, k, v)
-    assert relative(out, attend(q, k, v)[0]) <= 1.1 * by_maxima(q, k, v)
+    bound = max(by_references(q, k, v, below) for below in (0.0, 0.25, 0.5, 0.75))
+    assert relative(out, attend(q, k, v)[0]) <= 1.05 * bound
 
 
 # ---- where references do not hold
