@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import test_mla
 import torch
-from cutlass import cute
+from cutlass import Int32, cute
 from test_mla import Case
 
 from cutex.compile import compile
+from cutex.device import meeting
 from cutex.device.atoms.umma import commit
 from cutex.device.pipeline import PairRing, is_leader
+from cutex.kernels.attention.mla.combine import MlaOut
 from cutex.kernels.attention.mla.sm90 import mla as sm90
 from cutex.kernels.attention.mla.sm90.config import Sm90MlaConfig
 from cutex.kernels.attention.mla.sm90.scores import Block
@@ -108,6 +111,49 @@ def test_a_slot_that_is_filled_again_too_early_is_found(monkeypatch):
 
     monkeypatch.setattr(ChunkRing, "acquire", early)
     assert wrong("sm_90a") is not None
+
+
+def met_wrongly() -> bool:
+    """Whether a fault in how CTAs with parts meet is found, under some order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            test_mla, "kernel_for", lambda c, *how: compile(sm90.Mla(c), *how, cache=False)
+        )
+        for order in ORDERS:
+            try:
+                if test_mla.met(3, (900,), 7, **order):
+                    return True
+            except (SimError, AssertionError):
+                return True
+    return False
+
+
+def test_parts_that_are_merged_before_all_are_written_are_found(monkeypatch):
+    @cute.jit
+    def hasty(words, parts, stays):
+        before = cute.arch.atomic_add(words, Int32(meeting.WRITTEN), sem="acq_rel", scope="gpu")
+        number = Int32(0) if before % meeting.MOST == 0 else Int32(meeting.LEAVES)
+        return number, Int32(1)
+
+    monkeypatch.setattr(meeting, "meet", hasty)
+    assert met_wrongly()
+
+
+def test_a_part_that_is_counted_before_all_warps_have_written_it_is_found(monkeypatch):
+    monkeypatch.setattr(MlaOut, "sync", staticmethod(lambda: None))
+    assert met_wrongly()
+
+
+@pytest.mark.parametrize("name", ["atomic_add", "load"])
+def test_parts_that_are_not_released_or_acquired_are_found(name, monkeypatch):
+    """By whoever merges them: a load that waits for the last one acquires all."""
+    real = getattr(cute.arch, name)
+
+    def relaxed(*given, sem, **scope):
+        return real(*given, sem="relaxed", **scope)
+
+    monkeypatch.setattr(cute.arch, name, relaxed)
+    assert met_wrongly()
 
 
 # ---- Blackwell

@@ -136,7 +136,8 @@ def plan_of(call: MlaCall) -> Plan:
     units = call.q.shape[0] * -(-call.rows // c.tile_m)
     slots = Splits.slots(c.ctas, units, int(call.num_splits))
     words = WORDS * units if c.combined else 0
-    needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), 0 if c.combined else units)
+    flags = 0 if c.combined else units * c.flags_of_unit
+    needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), flags)
     return Plan(call, compiled, 2, True, (call.scale, int(call.num_splits)), needs, prepare)
 
 
@@ -151,7 +152,7 @@ def config_for(call: MlaCall) -> MlaConfig:
     config = CONFIGS[kernels_of(arch)](
         causal=call.causal and call.q.shape[1] > 1, page_size=call.page_size, num_sms=sms
     )
-    return config.fitted(call.rows, call.q.shape[0])
+    return config.fitted(call.rows, call.q.shape[0], int(call.num_splits), call.room)
 
 
 @lru_cache(maxsize=1024)

@@ -123,12 +123,13 @@ def plan_of(call: MlaCall) -> Plan:
     arch = OPERATOR.arch_of(call.q.device)
     sms, _ = resources(call.q.device, arch)
     c = SparseMlaConfig(num_sms=sms, lengths=call.cache_seqlens is not None)
-    c = c.fitted(call.rows, call.q.shape[0])
+    c = c.fitted(call.rows, call.q.shape[0], int(call.num_splits), call.room)
     compiled = kernel_for(c, DTYPES[call.q.dtype], arch)
     units = call.q.shape[0] * -(-call.rows // c.tile_m)
     slots = Splits.slots(c.ctas, units, int(call.num_splits))
     words = WORDS * units if c.combined else 0
-    needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), 0 if c.combined else units)
+    flags = 0 if c.combined else units * c.flags_of_unit
+    needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), flags)
     numbers = call.scale, int(call.num_splits)
     return Plan(call, compiled, 2, True, numbers, needs, preparations(call.tensors))
 

@@ -89,6 +89,7 @@ class DecodeConfig(ScoreSpec):
     overlaps: bool = True  # the next launch may begin while this one ends
 
     tile_m: ClassVar[int] = ROWS
+    flags_of_unit: ClassVar[int] = 1
 
     def of(self, problem: AttentionProblem) -> Self:
         """This config for the scores and the cache of a problem with lengths."""

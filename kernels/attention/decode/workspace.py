@@ -21,7 +21,7 @@ def needed(config: Any, units: int, num_splits: int) -> Workspace:
     is_cut = not config.whole and config.parts != "one" and num_splits != 1
     slots = Splits.slots(config.ctas, units, num_splits) if is_cut else 0
     words = WORDS * units if config.combined else 0
-    flags = units if is_cut and not config.combined else 0
+    flags = units * config.flags_of_unit if is_cut and not config.combined else 0
     return Workspace(words + slots * config.tile_m * (config.head_dim_v + 1), flags)
 
 

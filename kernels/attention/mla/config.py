@@ -43,6 +43,11 @@ class MlaConfig:
     sink: ClassVar[bool] = False
 
     @property
+    def flags_of_unit(self) -> int:
+        """The words in which CTAs count the parts of a unit."""
+        return 1
+
+    @property
     def team(self) -> int:
         """The CTAs with neighbouring blocks of rows and the same keys."""
         return 1
@@ -53,8 +58,9 @@ class MlaConfig:
         together = self.team * self.ctas_of_part
         return self.num_sms // together * together
 
-    def fitted(self, rows: int, batch: int = 0) -> Self:
-        """The config for `rows` packed rows of each of `batch` sequences; 0: of any number."""
+    def fitted(self, rows: int, batch: int = 0, num_splits: int = 0, room: int = 0) -> Self:
+        """The config for `rows` packed rows of each of `batch` sequences (0: of any number), with
+        `room` for so many keys, which are cut into `num_splits` parts if that is not 0."""
         return self
 
     def why_not(self, problem: Any = None, arch: Any = None) -> str | None:

@@ -116,7 +116,7 @@ class Mla(MlaKernel[Sm90MlaConfig]):
         walk = info, args, sizes
         smem = SmemAllocator()
         shared = self.shared_type.allocate(smem, q.atom.value_type, c, warps, walk)
-        last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        last = smem.allocate_tensor(Int32, cute.make_layout(1 + c.meets), byte_alignment=16)
         publish_barriers((shared.q, shared.kv, shared.p_full, shared.turn, shared.products))
         out = MlaOut.of(c, mO, args, sizes, last)
         warp = cute.arch.warp_idx()

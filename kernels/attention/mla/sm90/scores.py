@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from cutex.device import meeting
 from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.atoms.scalar import exp2
 from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, round_to, write_fragment
@@ -25,7 +26,7 @@ from cutex.device.attention.softmax import over_quad, row_max, rows_of
 from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.splits import Piece
-from cutex.kernels.attention.mla.combine import MlaOut
+from cutex.kernels.attention.mla.combine import MlaOut, words_of
 from cutex.kernels.attention.mla.config import CHUNK, CHUNKS, HEAD_DIM, HEAD_DIM_V
 from cutex.kernels.attention.mla.sm90.config import SLOTS
 from cutex.kernels.attention.mla.sm90.shared import GROUPS, ORDER, SCORES_WARPS, WAVES, Load, Shared
@@ -63,6 +64,7 @@ class Scores:
                 rows, blocks = s.rows(piece), s.of_piece(piece)
                 count = blocks.end - blocks.first
                 if count > 0:
+                    self.begin_part(piece)
                     self.load.queries(rows, q_fill)
                     s.q.wait_full(q)
                     block = self.block(rows, blocks)
@@ -78,6 +80,15 @@ class Scores:
                     q.advance()
                     q_fill.advance()
         cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def begin_part(self, piece: Piece) -> None:
+        """Count a part of several as begun: VALUES have neither the time nor a register."""
+        s = self.shared
+        if cutlass.const_expr(s.config.meets):  # noqa: SIM102 - known when tracing
+            if (cute.arch.thread_idx()[0] == 0) & (piece.parts > 1):
+                unit = piece.entry * s.sizes.heads + piece.head
+                meeting.begin(words_of(s.config, s.args, unit))
 
     def own(self, kv: PipelineState, i: Int32) -> PipelineState:
         """The state of block `i` of a part, whose slot is this warpgroup's."""
@@ -431,9 +442,11 @@ class Values:
     @cute.jit
     def end(self, lse: cute.Tensor, rows: UnitRows, piece: Piece) -> None:
         """Store LSE of a unit, or of a part, and count the part: whoever counts the last one merges
-        all, unless another kernel does."""
-        s, thread = self.shared, cute.arch.thread_idx()[0]
+        all, or all who have waited for it do, unless another kernel does."""
+        s, thread, counts = self.shared, cute.arch.thread_idx()[0], Int32(0)
         unit = piece.entry * s.sizes.heads + piece.head
+        if cutlass.const_expr(s.config.meets):
+            counts = self.out.counts(piece, unit)  # on its way while the part is being written
         if self.half == 0:
             self.store_lse(lse, rows, piece)
             if cutlass.const_expr(s.config.combined):  # noqa: SIM102 - known when tracing
@@ -441,7 +454,10 @@ class Values:
                     self.out.parts.announce(unit, piece)
         if cutlass.const_expr(not s.config.combined):  # noqa: SIM102 - known when tracing
             if piece.parts > 1:
-                self.out.count_part(rows, piece, unit)
+                if cutlass.const_expr(s.config.meets):
+                    self.out.meet(rows, piece, unit, counts)
+                else:
+                    self.out.count_part(rows, piece, unit)
 
     @cute.jit
     def store_lse(self, lse: cute.Tensor, rows: UnitRows, piece: Piece) -> None:
