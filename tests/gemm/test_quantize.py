@@ -53,10 +53,11 @@ def check(found, x: torch.Tensor, rounding: str = "floor") -> None:
 
 CASES = [
     # (format, arch, M, K, dtype, rounding, swizzled)
-    (format, ARCHS[(i + j) % 5], *size, DTYPES[(i + 2 * j) % 3], ("floor", "rceil")[(i + j) % 2],
+    ("mxfp4", "sm_90a", 136, 160, torch.bfloat16, "floor", None),
+    *((format, ARCHS[(i + j) % 5], *size, DTYPES[(i + 2 * j) % 3], ("floor", "rceil")[(i + j) % 2],
      [None, False][j % 2])
     for i, format in enumerate(QUANTIZED)
-    for j, size in enumerate([(136, 160), (70, 90), (32, 392)])
+    for j, size in enumerate([(136, 160), (70, 90), (32, 392)])),
 ]  # fmt: skip
 
 
