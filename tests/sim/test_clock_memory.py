@@ -36,8 +36,10 @@ from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.power import watts
 from cutex.sim.timing.predict import predict
 from cutex.sim.timing.record import port_cycles
+from cutex.sim.timing.timeline import Timeline
 from cutex.sim.timing.trace import Traced, trace
 from cutex.sim.timing.traffic import fetched, held_by_l2
+from cutex.sim.timing.units import Crowd, Memory
 
 HBM = gpu("h200").hbm_gbs * 1e3  # bytes a microsecond
 LAUNCH = 1.0  # microseconds, of the launch and the first loads
@@ -179,10 +181,10 @@ def test_what_all_ctas_load_comes_from_memory_once():
     (row,) = traced.record.fetched.values()
     assert row == Fetched(4 * styled_kernels.THREADS, 4 * styled_kernels.THREADS, 4 * x.numel())
     board = gpu("h200")
-    assert list(fetched(traced, board).values()) == [1.0]
+    assert [m.all for m in fetched(traced, board).values()] == [1.0]
     record = traced.record
     record.fetched = {1: Fetched(1000.0, 1000.0, 1000.0)}  # by each of the six
-    assert fetched(traced, board) == {1: pytest.approx(1 / 6)}
+    assert fetched(traced, board)[1].all == pytest.approx(1 / 6)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,9 @@ def test_what_a_cta_loads_again_comes_from_l2_while_that_keeps_it(between, size,
     traced = recorded("last", x, torch.zeros(6), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
     row = Fetched(2 * size / 6, size / 6, size, ((between, size / 6),))
     traced.record.fetched = {1: row}
-    assert fetched(traced, gpu("h200")) == {1: pytest.approx(share)}
+    found = fetched(traced, gpu("h200"))[1]
+    assert found.all == pytest.approx(share)
+    assert found.first == 1.0 and found.again == pytest.approx(2 * share - 1)
 
 
 def test_a_prediction_says_what_is_spilled(tmp_path):
@@ -270,3 +274,20 @@ def test_latencies_are_spread_about_their_mean_alike_in_each_replay():
     ends = [predict(one, board).cycles for board in (spread, spread, even)]
     assert ends[0] == ends[1] != ends[2]
     assert abs(ends[0] / ends[2] - 1) < spread.latency_spread / 5
+
+
+def test_memory_that_is_busy_answers_later():
+    """A queue in which requests of 10 cycles come every 20 holds as much as it is idle."""
+    crowd = Crowd()
+    for now in range(0, 40000, 20):
+        found = crowd.add(float(now), 10.0)
+    assert found == pytest.approx(1.0, rel=0.05)
+    assert crowd.add(1e6, 10.0) < 1e-6  # long ago
+
+
+def test_the_latest_of_many_sectors_counts():
+    record = Record({}, {}, {}, {}, 1, 1, 1, True)
+    timeline = Timeline(record, gpu("h200"), Memory(1.0, 1), log=False)
+    mean = {n: sum(timeline.latest(n) for _ in range(4000)) / 4000 for n in (1, 16, 1000)}
+    assert mean[1] == pytest.approx(0.98, abs=0.06) and mean[16] == pytest.approx(3.1, abs=0.1)
+    assert mean[1000] == pytest.approx(4.0, abs=0.01)

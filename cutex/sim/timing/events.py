@@ -126,6 +126,8 @@ class Fetch(NamedTuple):
     tensor: int  # its address
     registers: bool  # or, by cp.async, shared memory
     held: int = 0
+    new: float = -1.0  # share of the sectors that its CTA has not fetched before; -1: not recorded
+    cached: bool = False  # whether L1 keeps them
 
 
 class Peer(NamedTuple):

@@ -263,9 +263,10 @@ class Fetches:
         base = region.base if region is not None else 0
         self.loaded[base] += SECTOR * len(sectors)
         self.sectors[base].update(sectors.tolist())
-        self.reuse[base, int(self.m.grid.warp_cta[warp])].fetch(sectors.tolist())
+        again = self.reuse[base, int(self.m.grid.warp_cta[warp])].fetch(sectors.tolist())
+        new = 1 - again / len(sectors) if len(sectors) else 0.0
         missed = len(np.unique(sectors // 4))
-        return Fetch(len(sectors), missed, base, registers, lines - missed)
+        return Fetch(len(sectors), missed, base, registers, lines - missed, new, kept)
 
     def _not_in_l1(self, cta: int, sectors: np.ndarray) -> np.ndarray:
         """The sectors that a CTA does not find in L1, where they are from now on."""
@@ -301,12 +302,16 @@ class Reuse:
         self.latest: dict[int, int] = {}  # by sector: the bytes loaded before it
         self.again: dict[float, float] = defaultdict(float)  # bytes, by those fetched in between
 
-    def fetch(self, sectors: list[int]) -> None:
+    def fetch(self, sectors: list[int]) -> int:
+        """Add a fetch; return how many of the sectors have been fetched before."""
+        again = 0
         for sector in sectors:
             if (before := self.latest.get(sector)) is not None:
                 self.again[_rounded(self.loaded - before)] += SECTOR
+                again += 1
             self.latest[sector] = self.loaded
             self.loaded += SECTOR
+        return again
 
 
 def _rounded(size: int) -> float:

@@ -64,8 +64,11 @@ class Gpu:
     store_queue: float = 8.0  # ordinary stores of a warp in flight before it has to wait
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions access
     l1_line_cycles: float = 1.0  # of an SM, for such a line that L1 holds
-    global_latency: float = 550.0  # of an ordinary load that misses L2
+    global_latency: float = 300.0  # of an ordinary load that misses L2, at least
+    hbm_tail: float = 160.0  # more, in the mean of its sectors, of which the latest counts
+    hbm_crowd: float = 75.0  # more, times the share by which memory is busy over the idle one
     l1_latency: float = 40.0  # of one that finds all in L1
+    l1_kept: float = 66e3  # bytes of a tensor that stays in L1 from one CTA to the next
     peer_bytes: float = 9.0  # bytes per cycle that an SM loads from others' shared memory
     sent_bytes: float = 16.0  # bytes per cycle that an SM sends to others' shared memory
     peer_latency: float = 200.0  # of such a load, and of what is sent
@@ -89,6 +92,7 @@ class Gpu:
     tmem_copy_bytes: float = 128.0  # bytes per cycle that tcgen05.cp writes; no MMA runs meanwhile
     launch_control: float = 800.0
     cta_turnover: float = 1000.0
+    cta_interval: float = 0.0  # of an SM, from the start of a CTA to that of the next, at least
     launch: float = 3000.0  # from the end of the kernel before to the first instruction
     overlapped_launch: float = 0.0  # the same where the kernel before lets it start; 0: as long
     l2_capacity: float = 50e6  # bytes of tensors that L2 keeps
@@ -120,7 +124,8 @@ B200 = Gpu(
     hbm_gbs=7260.0, sm_hbm_gbs=86.0, tpc_hbm_gbs=112.0, store_bytes=5000.0, tma_bytes=128.0,
     l2_latency=600.0, hbm_latency=580.0, latency_spread=0.2, l2_requests=156.0, l2_merged=0.0,
     l2_copies=1.06, l2_store=2.95, l2_ahead=640.0, l2_capacity=77e6, l2_kept=60e6,
-    global_latency=600.0, clusters_of_four=33, try_wait=10.0, tmem_copy_bytes=170.0,
+    global_latency=600.0, hbm_tail=0.0, hbm_crowd=0.0, l1_kept=0.0, clusters_of_four=33,
+    try_wait=10.0, tmem_copy_bytes=170.0,
     mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
     band=0.13, clock_band=0.11,
     power=Power(
@@ -132,7 +137,8 @@ H200 = Gpu(
     "H200", "sm_90a", sms=132, clock=1.98, mma_flops=4096, smem_bytes=128, l2_bytes=4620.0,
     hbm_gbs=4500.0, sm_hbm_gbs=60.0, tpc_hbm_gbs=78.0, store_bytes=2550.0, tma_bytes=106.0,
     l2_latency=227.0, hbm_latency=600.0, first_miss=900.0, hbm_burst=0.65, launch=3150.0,
-    overlapped_launch=200.0, cta_turnover=450.0, clusters_of_four=30, shared_registers=True,
+    overlapped_launch=200.0, cta_turnover=450.0, cta_interval=160.0, clusters_of_four=30,
+    shared_registers=True,
 )  # fmt: skip
 # The same chip with other memory and L2: rates and the latency of memory by the probes
 # (cutex/bench/clock_probes.py) on an H100 80GB HBM3 of 700 W, `l2_requests` less by as much as
@@ -200,7 +206,13 @@ SOURCES: dict[str, tuple[str, str]] = {
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
     "l1_line_cycles": ("published: 128 bytes a cycle", "the H200's"),
     "l1_latency": ("published: 41", "the H200's"),
-    "global_latency": ("fit: two row kernels that load words, +-10 %; probe: 569 to 914", "prior"),
+    "global_latency": ("fit: probes of 2 to 32 KB under way in an SM, +-10 %", "prior, to all"),
+    "hbm_tail": ("the same: 892 cycles to the last of 16 sectors, +-10 %", "not measured"),
+    "hbm_crowd": (
+        "the same, of 3.2 to 4.2 TB/s, and fresh kernels that copy words, +-20 %",
+        "not measured",
+    ),
+    "l1_kept": ("fit: weights of rows of 64 KB, +-50 %", "not measured"),
     "peer_bytes": ("fit, microseconds of 23 kernels that split K, +-30 %", "the H200's"),
     "sent_bytes": ("fit, microseconds of 28 kernels that split K, +-30 %", "the H200's"),
     "peer_latency": ("published: 180 to 210", "the H200's"),
@@ -223,6 +235,10 @@ SOURCES: dict[str, tuple[str, str]] = {
     "tmem_copy_bytes": ("-", "fit: the rows in nvfp4, +-15 %"),
     "launch_control": ("-", "prior, not known"),
     "cta_turnover": ("probe empty: 573 cycles with an empty CTA, +-10 %", "the H200's"),
+    "cta_interval": (
+        "probe: 65536 CTAs of 32 to 256 threads that do nothing take 40.0 us, +-3 %",
+        "not measured",
+    ),
     "launch": (
         "fit: half of the small launches, with their first reads of constants; a kernel without "
         "parameters has 2100 (probe empty), +-15 %",

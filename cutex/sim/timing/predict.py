@@ -72,7 +72,7 @@ def predict(
     )  # fmt: skip
     for at, f in record.fetched.items():
         loads += f.loaded * times
-        missed += f.loaded * times * memory.fetched[at]
+        missed += f.loaded * times * memory.fetched[at].all
     turns = 1 if extended else min(rounds, most_rounds or rounds)
     replay = Replay(record, gpu, memory, rounds=turns, slots=slots, log=log)
     run = replay.run()

@@ -119,7 +119,8 @@ class Replay(Timeline):
         if self.queue:
             self.queue.popleft()
             which = (self.rounds - len(self.queue)) % len(self.programs_of)
-            self.start(which, slot, now + self.gpu.cta_turnover)
+            at = max(now + self.gpu.cta_turnover, self.starts[-1] + self.gpu.cta_interval)
+            self.start(which, slot, at)
 
 
 def _stores_of_a_tile(program: Sequence[Event]) -> int:

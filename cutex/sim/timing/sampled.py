@@ -181,7 +181,7 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
     for at, miss in memory.fetched.items():
         found = [r.fetched[at].loaded if at in r.fetched else 0.0 for r in records]
         total += count * sampled.mean(found)
-        missed += count * sampled.mean(found) * miss
+        missed += count * sampled.mean(found) * miss.all
     runs = [
         Replay(r, gpu, memory, rounds=ROUNDS * slots, slots=slots, log=log and r is sampled.record)
         .run()

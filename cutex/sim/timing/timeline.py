@@ -6,11 +6,14 @@ import heapq
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from math import log1p
 from typing import Any
 
 from cutex.sim.timing.events import BarrierId, Event, Record
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.units import Barrier, Interval, Memory, Sm
+
+_LATEST = 4.0
 
 
 class Timeline:
@@ -40,6 +43,11 @@ class Timeline:
     def drawn(self) -> float:
         """The next of the numbers from -1 to 1 that are the same in every replay."""
         return self.random.uniform(-1.0, 1.0)
+
+    def latest(self, count: int) -> float:
+        """The next of the greatest of `count` numbers that are exponentially distributed, of mean
+        1, none above `_LATEST`."""
+        return min(_LATEST, -log1p(-(self.random.random() ** (1.0 / count))))
 
     def play(self) -> None:
         """Until nothing happens any more."""

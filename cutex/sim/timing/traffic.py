@@ -9,6 +9,7 @@ from math import inf
 from cutex.sim.timing.events import Load, Mma, Record, Store, Touch
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.trace import Traced
+from cutex.sim.timing.units import Missed
 
 
 def clusters_at_once(gpu: Gpu, size: int) -> int:
@@ -66,10 +67,11 @@ def held_by_l2(record: Record, near: float) -> dict[int, float]:
     return {tmap: again[tmap] / size for tmap, size in loads.items()}
 
 
-def fetched(traced: Traced, gpu: Gpu) -> dict[int, float]:
+def fetched(traced: Traced, gpu: Gpu) -> dict[int, Missed]:
     """The share of the bytes of each tensor that all clusters fetch from HBM, where each comes
     once; and once more if L2 keeps neither the tensor nor what all CTAs that run side by side fetch
-    of it between two fetches of the same.
+    of it between two fetches of the same. What a CTA fetches again comes from HBM after what
+    it fetches first.
     """
     size, count = traced.record.cluster_size, running(traced, gpu)
     ctas = min(count, clusters_at_once(gpu, size) * traced.per_sm) * size
@@ -80,7 +82,12 @@ def fetched(traced: Traced, gpu: Gpu) -> dict[int, float]:
         if f.size > gpu.l2_capacity:
             lost = sum(bytes_ for between, bytes_ in f.again if between * ctas > gpu.l2_kept)
         all_ = f.loaded * count
-        missed[at] = min(1.0, (once + lost * count) / all_) if all_ else 0.0
+        share = min(1.0, (once + lost * count) / all_) if all_ else 0.0
+        again = sum(bytes_ for _, bytes_ in f.again) / f.loaded if f.loaded else 0.0
+        first = min(1.0, share / (1 - again)) if again < 1 else 0.0
+        rest = max(0.0, share - (1 - again) * first)
+        near = f.size <= gpu.l1_kept
+        missed[at] = Missed(share, first, rest / again if again else 0.0, near)
     return missed
 
 

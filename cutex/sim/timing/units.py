@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import inf
+from math import exp, inf
 from typing import NamedTuple
 
 from cutex.sim.timing.machine_code import PIPES
@@ -24,6 +24,20 @@ class FirstTouch(NamedTuple):
         return self.first if loaded < self.size else self.later
 
 
+class Missed(NamedTuple):
+    """The share of the bytes of a tensor that ordinary loads get from HBM: of all, of those that a
+    CTA fetches first, and of those that it fetches again."""
+
+    all: float = 1.0
+    first: float = 1.0
+    again: float = 1.0
+    in_l1: bool = False  # whether L1 keeps what one CTA has loaded for the next
+
+    def of(self, new: float) -> float:
+        """The share of a fetch of which the share `new` is a CTA's first; -1: not known."""
+        return self.all if new < 0 else new * self.first + (1 - new) * self.again
+
+
 @dataclass
 class Memory:
     """The rest of the GPU as an SM's copies see it: the share of its loads that misses L2, and the
@@ -35,7 +49,7 @@ class Memory:
     shared: float = 0.0  # share of the bytes that other SMs request at the same time
     write_back: float = 1.0  # share of stored bytes that go on to HBM, those of sums aside
     waits: float = 1.0  # share of loads that wait for HBM: all where CTAs run in step
-    fetched: dict[int, float] = field(default_factory=dict)  # the miss of ordinary loads, by tensor
+    fetched: dict[int, Missed] = field(default_factory=dict)  # of ordinary loads, by tensor
     stream: float = inf  # bytes per cycle that one SM takes from HBM, at most
     ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others are idle
     # by tensor, in place of `miss`, where one tile a CTA is all there is
@@ -103,6 +117,26 @@ class SubCore:
         return end
 
 
+class Crowd:
+    """How long requests to memory queue, by how busy it has been lately: of a queue whose requests
+    come at random, the busy share over the idle one."""
+
+    WINDOW = 2000.0  # cycles
+    MOST = 0.9
+
+    def __init__(self) -> None:
+        self.busy, self.at = 0.0, 0.0
+
+    def add(self, now: float, cycles: float) -> float:
+        """Add a request that is served for `cycles`; return the share that it finds, over the
+        rest."""
+        self.busy *= exp((self.at - now) / self.WINDOW)
+        self.at = now
+        busy = min(self.busy / self.WINDOW, self.MOST)
+        self.busy += cycles
+        return busy / (1 - busy)
+
+
 class Sm:
     def __init__(self, number: int) -> None:
         self.missed: set[int] = set()  # tensors of which it has loaded from HBM
@@ -120,6 +154,7 @@ class Sm:
         self.received = Unit("bytes from other CTAs")
         self.l2 = Unit("L2 share")
         self.hbm = Unit("HBM share")
+        self.crowd = Crowd()
 
     @property
     def units(self) -> list[Unit]:

@@ -30,8 +30,9 @@ from cutex.sim.timing.events import (
     Work,
 )
 from cutex.sim.timing.timeline import RunningCluster
-from cutex.sim.timing.units import Interval
+from cutex.sim.timing.units import Interval, Missed
 
+_ALL = Missed()
 QUANTUM = 64.0  # cycles for which one warp may hold a sub-core before another's turn
 
 
@@ -398,7 +399,9 @@ class Warp:
         if e.waits:
             return self._until("global memory", now, end + g.global_latency)
         if not e.adds:
-            self.sm.hbm.serve(now, size * m.write_back * g.hbm_written * m.sms / g.hbm_bytes)
+            written = size * m.write_back * g.hbm_written * m.sms / g.hbm_bytes
+            self.sm.crowd.add(now, written)
+            self.sm.hbm.serve(now, written)
         self.timeline.stores_end = max(self.timeline.stores_end, end + g.store_latency)
         # the warp need not wait for its first few stores
         then = end - g.store_queue * g.line_cycles
@@ -408,16 +411,23 @@ class Warp:
         """Start a load, after which the warp goes on until it needs the data; an SM takes one line
         after the other.
         """
-        g, m, size = self.gpu, self.timeline.memory, 32 * e.sectors
-        miss = m.fetched.get(e.tensor, 1.0)
+        g, m = self.gpu, self.timeline.memory
+        missed = m.fetched.get(e.tensor, _ALL)
+        if missed.in_l1 and e.cached:
+            e = e._replace(sectors=0, lines=0, held=e.held + e.lines)
+        size, miss = 32 * e.sectors, missed.of(e.new)
         taken = self.sm.lines.serve(now, e.lines * g.line_cycles + e.held * g.l1_line_cycles)
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
         if miss and size:
             rate = min(g.hbm_bytes / m.sms, m.stream)
+            crowd = self.sm.crowd.add(now, size * miss / rate)
             hbm = self.sm.hbm.serve(now, size * miss / rate)
             end = max(end, hbm - g.hbm_ahead)
+            late = g.hbm_tail and g.hbm_tail * self.timeline.latest(e.sectors)
+            late += g.hbm_crowd * crowd
+            end += miss * (g.global_latency - g.l2_latency + late)
         if size:
-            end += g.global_latency if miss > 0.5 else g.l2_latency
+            end += g.l2_latency
         else:
             end = taken + g.l1_latency
         if e.registers:
