@@ -83,13 +83,16 @@ def tell(sentence: str) -> None:
 
 
 def writable(option: str, text: str) -> Path:
-    """Return the file that an option names, and make an empty one. Raises BadOption where it cannot
-    be written."""
+    """Return the file that an option names. Raises BadOption where it cannot be written, before
+    there is anything to write; leaves nothing where nothing was."""
     file = Path(text)
     try:
+        new = not os.path.lexists(file)
         # NOTE: for appending, which keeps the file's text until there is something to write
         with file.open("a", encoding="utf-8"):
             pass
+        if new:
+            file.unlink()
     except OSError as error:
         raise BadOption(f"{option} {text or repr(text)}: {error.strerror}") from None
     return file

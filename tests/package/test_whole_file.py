@@ -8,6 +8,7 @@ import stat
 
 import pytest
 
+from cutex.command import writable
 from cutex.whole_file import write_whole
 
 
@@ -40,3 +41,12 @@ def test_a_new_file_is_as_readable_as_others(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == 0o640
+
+
+def test_whether_a_file_can_be_written_is_seen_without_a_trace(tmp_path):
+    """Of work that ends early, or on a full disk, no empty file is left."""
+    assert writable("--trace", str(tmp_path / "new")) == tmp_path / "new"
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "old").write_text("text")
+    writable("--trace", str(tmp_path / "old"))
+    assert (tmp_path / "old").read_text() == "text"
