@@ -7,7 +7,16 @@ import torch
 
 import cutex
 from cutex.kernels.row import choose
+from cutex.ops.device import forget_plans
 from cutex.ops.row import launches
+
+
+@pytest.fixture(autouse=True)
+def plans_of_its_own():
+    """Each test plans its calls, as its choices say: an earlier test's plan would take them."""
+    forget_plans()
+    yield
+    forget_plans()
 
 
 @pytest.fixture
