@@ -97,6 +97,25 @@ def test_the_order_of_the_roles_does_not_matter(order, seed):
         assert case.outcome(num_splits=1) == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"heads": 3, "topk": 1500},
+        {"heads": 16, "topk": 2100, "dtype": torch.float16},
+        {"heads": 3, "tokens": 2, "topk": 1500, "gaps": 0.6},
+        {"heads": 1, "topk": 700, "page_size": 16, "lengths": (650,)},
+        {"heads": 2, "topk": 1500, "gaps": 1.0},
+    ],
+    ids=["three heads", "fp16", "two tokens", "pages of 16", "no key at all"],
+)
+@pytest.mark.parametrize(("order", "seed"), [("random", 1), ("random", 2), ("starved", 0)])
+def test_ctas_with_parts_of_one_unit_merge_them(case, order, seed):
+    case = Case(batch=1, pages=40, **case)
+    with cutex.ops.simulated("sm_90a", order=order, seed=seed):
+        assert case.outcome() == ""
+
+
 BAD = {
     "causal=True: indices say which keys": {"causal": True},
     "indices has dtype torch.int64": {"indices": torch.zeros(2, 1, 4).long()},
