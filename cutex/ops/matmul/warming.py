@@ -16,7 +16,7 @@ from cutex.bench.progress import progress
 from cutex.kernels.gemm.choose import cover, predictions, rows_class
 from cutex.kernels.gemm.scaled.fp8 import promoted
 from cutex.kernels.gemm.signature import GeneralConfig
-from cutex.kernels.gemm.sm90.candidates import FINE_ROWS
+from cutex.kernels.gemm.sm90.loading import FINE_ROWS
 from cutex.ops import building
 from cutex.ops.device import forget_plans, simulated_arch
 from cutex.ops.matmul import choices

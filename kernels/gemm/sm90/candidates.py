@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.config import (
-    FEW_COLUMNS,
-    MOST_SHARES,
-    Sm90Config,
-    contiguous_box,
+from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, MOST_SHARES, Sm90Config
+from cutex.kernels.gemm.sm90.loading import (
+    NARROW,
+    SMALL,
+    Majors,
+    in_boxes,
+    loads_well,
+    of_slow_loads,
+    shares_well,
+    straddles,
 )
 from cutex.kernels.gemm.sm90.tile_order import SMS, in_order
 from cutex.problem.gemm import GemmProblem
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
-
-Majors = tuple[bool, bool]  # whether K is contiguous in A, in B
 
 PINGPONG = [(128, n) for n in range(96, 209, 16)] + [(192, n) for n in (64, 80, 96, 112, 128)]
 PINGPONG += [(64, n) for n in (128, 160, 192, 224, 256)]
@@ -55,12 +58,6 @@ MOST_STREAMED = 40
 SHARED = ((64, 64), (64, 128), (128, 64), (128, 128))
 SHARED_CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
-BOX_ROWS = 32  # of a TMA load, where tiles reach outside of an operand
-LONG = 512  # K, in units of 2 bytes, from which on that pays
-FINE_ROWS = 512  # M above it is not looked at closely: tiles are loaded in boxes, in case
-SMALL = 512  # columns of a C that is cut into few; eight CTAs share the K of SMALL x SMALL
-NARROW = 32  # rows of an operand that TMA loads one box each of, where K is not contiguous
-SECTOR, LINE = 32, 128  # bytes of a sector and of a line of L2
 
 
 def at_once(size: int, num_sms: int) -> int:
@@ -420,14 +417,14 @@ def candidates(
     if problem.n <= NARROW:
         every += walked_flat(*here)
     if not slow:
-        every = [c for c in every if not _of_slow_loads(c, problem)]
-    every = [c for c in every if _shares_well(c, problem, slow)]
+        every = [c for c in every if not of_slow_loads(c, problem)]
+    every = [c for c in every if shares_well(c, problem, slow)]
     every += in_whole_rounds(mnk, *here)
     if majors != (True, True):
         every += in_shares(mnk, *here)
-    found = (c for c in every if _loads_well(c, problem, majors, fitted))
+    found = (c for c in every if loads_well(c, problem, majors, fitted))
     within = dict.fromkeys(_stored_whole(_within_k(c, problem), problem, arch) for c in found)
-    return [x for c in within for x in _in_boxes(c, problem, majors)]
+    return [x for c in within for x in in_boxes(c, problem, majors)]
 
 
 def _within_k(config: Sm90Config, problem: GemmProblem) -> Sm90Config:
@@ -453,73 +450,3 @@ def in_parts(config: Sm90Config, arch: Arch) -> Sm90Config:
     """`config`, whose tiles are stored whole, with slots for 16 columns of C instead."""
     slots = 1 if config.pingpong else 2
     return _deepest(replace(config, epi_n=16, epi_stages=slots), arch)
-
-
-def _of_slow_loads(config: Sm90Config, problem: GemmProblem) -> bool:
-    """Whether a config is excluded where loads are not slow: eight CTAs sharing loads, or sharing
-    the K of a C that is not small, of which little was timed."""
-    c = config
-    shared = c.one_tile and c.cluster_m * c.cluster_n == 8 and c.tile_m > 64
-    return shared or (c.split_k == 8 and problem.m * problem.n > SMALL**2)
-
-
-def straddles(problem: GemmProblem, majors: Majors) -> bool:
-    """Whether rows of an operand are an odd number of 16 bytes apart: TMA then loads every second
-    one, which starts in the middle of an L2 sector, at 16 bytes a cycle
-    (docs/facts/gemm.md#pitch-odd-16-bytes)."""
-    pitches = (problem.k if majors[0] else problem.m, problem.k if majors[1] else problem.n)
-    return any(pitch * ELEMENT % SECTOR for pitch in pitches)
-
-
-def _in_boxes(config: Sm90Config, problem: GemmProblem, majors: Majors) -> tuple[Sm90Config, ...]:
-    """`config`, loading boxes of BOX_ROWS where tiles may extend far outside: of N, or of an M
-    known only by its class; with a short K nothing is gained (docs/facts/gemm.md#boxes-inside).
-    Where K is contiguous in one operand or in none, with and without boxes: clusters that have time
-    for the rows outside lose up to 4 % by boxes (docs/facts/gemm.md#boxes-of-gradients)."""
-    c = config
-    of_m, of_n = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
-    rough = majors[0] and problem.m > FINE_ROWS
-    far = _far_outside(problem.m, of_m, majors[0], rough)
-    far = far or _far_outside(problem.n, of_n, majors[1], False)
-    if c.spread or c.k_shares > 1 or problem.k < LONG or not far:
-        return (c,)
-    boxed = replace(c, box_rows=BOX_ROWS)
-    return (boxed,) if majors == (True, True) else (c, boxed)
-
-
-def _far_outside(size: int, tile: int, k_major: bool, rough: bool) -> bool:
-    """Whether a side's last tile may extend past a whole box; `rough`: `size` is known only
-    approximately."""
-    if k_major:
-        return tile > BOX_ROWS and (rough or -size % tile > 8)
-    return -size % tile >= contiguous_box(tile)
-
-
-def _shares_well(config: Sm90Config, problem: GemmProblem, slow: bool) -> bool:
-    """Whether pairs of CTAs do not share an operand half as large as the other, or smaller: it
-    stays in L2 anyway, and a pair sharing it loses 10 to 20 %, unless loads are `slow` (straddles)
-    or there are few columns. Clusters of four that walk over tiles share only such an operand."""
-    c = config
-    m, n = c.computed(problem)
-    if slow:
-        return True
-    if not (c.one_tile or c.stream_k):
-        if c.cluster_m == 4:
-            return m >= 2 * n
-        if n <= NARROW and not c.swap_ab and c.tile_n <= NARROW:
-            return True
-    return not ((m >= 2 * n and c.cluster_m == 2) or (n >= 2 * m and c.cluster_n == 2))
-
-
-def _loads_well(
-    config: Sm90Config, problem: GemmProblem, majors: Majors, fitted: bool = False
-) -> bool:
-    """Whether TMA's boxes have at least NARROW rows where rows are contiguous (or, of 8 and 16, all
-    there are), and start on lines there, as overlapping tiles do not
-    (docs/facts/gemm.md#spread-along-rows); otherwise a config is `fitted` only."""
-    c = config
-    a, b = reversed(majors) if c.swap_ab else majors
-    _, columns = c.computed(problem)
-    return (a or (c.tile_m % NARROW == 0 and (fitted or not c.spread))) and (
-        b or c.tile_n % NARROW == 0 or c.tile_n == columns <= 16
-    )

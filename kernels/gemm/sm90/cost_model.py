@@ -23,13 +23,14 @@ import numpy as np
 
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
-from cutex.kernels.gemm.sm90.candidates import LINE, SECTOR, Majors, at_once, candidates
+from cutex.kernels.gemm.sm90.candidates import at_once, candidates
 from cutex.kernels.gemm.sm90.config import (
     Sm90Config,
     box_rows,
     contiguous_box,
     placed_unevenly,
 )
+from cutex.kernels.gemm.sm90.loading import LINE, SECTOR, Majors
 from cutex.measured.nearby import CAUTION, errors_nearby
 from cutex.measured.trees import trees
 
