@@ -9,8 +9,23 @@ import cutlass
 from cutlass import Int32, cute
 
 from cutex.device.atoms.multicast import Cluster
-from cutex.device.atoms.tma import AbLoads, matrix, tile_loads
+from cutex.device.atoms.tma import AbLoads, load_operand, matrix, tile_loads
 from cutex.device.work_tile import WorkTile
+
+TMA_BYTES = 128  # that addresses in smem which TMA writes to are multiples of
+
+
+def factors_layout(rows: int, num_slots: int) -> cute.ComposedLayout:
+    """The smem layout (bRows, 1, SLOT) of one side's fp32 factors."""
+    pitch = -(-4 * rows // TMA_BYTES) * TMA_BYTES // 4
+    layout = cute.make_layout((rows, 1, num_slots), stride=(1, rows, pitch))
+    return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, layout)
+
+
+def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) -> Any:
+    """The factors mS of one side: a tensor map that loads those of a tile's rows, or, where 128
+    rows share one, mS itself (RestRows, RestK), with L last in a batch."""
+    return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
 
 
 class FactoredLoads(NamedTuple):

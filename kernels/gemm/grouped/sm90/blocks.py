@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutex.device.atoms.factored import FactoredLoads, WithFactors
+from cutex.device.atoms.factored import FactoredLoads, WithFactors, factors_layout
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.multicast import Cluster
 from cutex.device.atoms.tma import AbLoads, TileLoads, load_operand, tile_loads
@@ -29,11 +29,7 @@ from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel, grid
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.grouped.sm90.rows import GroupedOperands, GroupStore
 from cutex.kernels.gemm.grouped.views import GroupOps, loaded_rows, store_operand
-from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
-    Promote,
-    TileFactors,
-    factors_layout,
-)
+from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, TileFactors
 from cutex.kernels.gemm.signature import modes
 from cutex.kernels.gemm.sm90.general import General
 from cutex.schedulers.announced import AnnouncedTiles

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Operand
-from cutex.device.atoms.factored import FactoredOperands
+from cutex.device.atoms.factored import FactoredOperands, factors_operand
 from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots
 from cutex.device.atoms.multicast import AbOperands, SharedRing
 from cutex.device.atoms.wgmma import WARPGROUP, Wgmma, WgmmaProduct, wgmma
@@ -27,12 +27,7 @@ from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.scaled.fp8.sm90.promote import (
-    Promote,
-    TileFactors,
-    factors_operand,
-    promoted,
-)
+from cutex.kernels.gemm.scaled.fp8.sm90.promote import Promote, TileFactors, promoted
 from cutex.kernels.gemm.signature import GeneralConfig, modes, tile_counts, transposed
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.load import LoadAnnounced

@@ -18,17 +18,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutex.device.atoms.multicast import SharedRing
 from cutex.device.atoms.scalar import pinned_sum
-from cutex.device.atoms.tma import load_operand
 from cutex.device.atoms.wgmma import ROWS, WgmmaProduct
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
-from cutex.kernels.gemm.scaled.fp8.config import (
-    BLOCK,
-    FACTORS_ALIGN,
-    LANES,
-    PROMOTED,
-    Fp8Config,
-)
+from cutex.kernels.gemm.scaled.fp8.config import BLOCK, LANES, PROMOTED, Fp8Config
 from cutex.kernels.gemm.signature import tile_counts
 from cutex.kernels.gemm.sm90.mma import MmaRole, RoleProduct
 from cutex.schedulers.announced import AnnouncedTiles, HeldTile
@@ -326,19 +319,6 @@ class Coming:
 # A row of the product, or a column, has a factor of its own for each 128 of K (1x128), which TMA
 # loads into the slot of its operand; or 128 of them share one (128x128), which threads load from
 # global memory when the slot is full, under the MMAs of their block.
-
-
-def factors_layout(rows: int, num_slots: int) -> cute.ComposedLayout:
-    """The smem layout (bRows, 1, SLOT) of one side's factors."""
-    pitch = -(-rows // FACTORS_ALIGN) * FACTORS_ALIGN
-    layout = cute.make_layout((rows, 1, num_slots), stride=(1, rows, pitch))
-    return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, layout)
-
-
-def factors_operand(mS: cute.Tensor, rows: int, num_slots: int, vector: bool) -> Any:
-    """The factors mS of one side: a tensor map that loads those of a tile's rows, or, where 128
-    rows share one, mS itself (RestRows, RestK), with L last in a batch."""
-    return load_operand(mS, factors_layout(rows, num_slots)) if vector else mS
 
 
 class NoFactors(NamedTuple):
