@@ -178,6 +178,19 @@ def test_a_plan_appends_only_where_nothing_is_read_and_counts_its_writes(alike):
         product.sum().backward()
 
 
+def test_parts_of_more_numbers_than_a_kernel_counts_are_refused():
+    # NOTE: on a GPU calls after one that was allocated and refused had the same memory, too large
+    q, cache = torch.zeros(2100, 1, 1, 64).half(), torch.zeros(2100, 1, 1, 64).half()
+    with cutex.ops.simulated("sm_90a"), pytest.raises(ValueError) as error:
+        cutex.flash_attn_with_kvcache(q, cache, cache, num_splits=256)
+    assert "num_splits=256: so many parts of 2100 blocks of queries take" in str(error.value)
+    latent = torch.zeros(300, 1, 1, 576).half()
+    lengths = torch.ones(300, dtype=torch.int32)
+    with cutex.ops.simulated("sm_90a"), pytest.raises(ValueError) as error:
+        cutex.flash_mla_with_kvcache(latent, latent, None, lengths, num_splits=256)
+    assert "num_splits=256: so many parts of 300 blocks of queries take" in str(error.value)
+
+
 def test_without_a_gpu_it_says_where_it_runs():
     with pytest.raises(ValueError, match="q is on cpu: flash_attn_with_kvcache has kernels for"):
         cutex.flash_attn_with_kvcache(**given())

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from cutex.arch import kernels_of
 from cutex.compile import Workspace
+from cutex.compile.arguments import MAX_SIZE
+from cutex.kernels.attention.decode.config import WORDS
+from cutex.kernels.attention.decode.splits import Splits
 from cutex.ops.attention.cache import MOST_ROWS, stepped
 from cutex.ops.attention.plan import ALIGN, arch_name, contiguous, packed, why_copied
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
@@ -176,6 +179,20 @@ class Plan:
             return run
         assert self.names[-2:] == ("k", "v"), "what is appended comes last"
         return appending(run, None if self.grows else given)
+
+
+def of_parts(config: Any, units: int, num_splits: int, flags: int) -> Workspace:
+    """The workspace for the parts of `units` units. Raises ValueError, in one sentence, if a kernel
+    could not count its elements."""
+    slots = Splits.slots(config.ctas, units, num_splits)
+    words = WORDS * units if config.combined else 0
+    needs = Workspace(words + slots * config.tile_m * (config.head_dim_v + 1), flags)
+    if needs.sums > MAX_SIZE:
+        raise ValueError(
+            f"num_splits={num_splits}: so many parts of {units} blocks of queries take "
+            f"{needs.sums * 4 / 1e9:.1f} GB, at most {MAX_SIZE * 4 / 1e9:.1f}"
+        )
+    return needs
 
 
 def appending(run: Callable[..., Any], like: list[Tensor] | None = None) -> Callable[..., Any]:

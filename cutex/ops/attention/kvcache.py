@@ -17,11 +17,11 @@ from cutex.arch import kernels_of
 from cutex.compile import Workspace
 from cutex.device.row_source import ATOM_ROWS
 from cutex.kernels.attention.decode.choose import CONFIGS, fitted, is_crowded
-from cutex.kernels.attention.decode.config import WORDS, DecodeConfig
+from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits, are_many
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import cache_operators, prefill, scaled
-from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
+from cutex.ops.attention.cache_plan import CacheOperator, Plan, of_parts, preparations
 from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
 from cutex.ops.attention.kvcache_call import (
     FP8,
@@ -326,15 +326,12 @@ def plan_of(call: KVCacheCall, with_lse: bool) -> Plan:
     if prefill.is_of_many_queries(call, arch):
         return prefill_plan(call, with_lse, arch)
     c = config_for(call, with_lse)
-    compiled = kernel_for(c, DTYPES[call.q.dtype], arch)
     parts = parts_by_room(call, c, call.room) if c.by_room else int(call.num_splits)
-    numbers = (*numbers_of(call), parts)
-    units = units_of(call, c)
-    slots = Splits.slots(c.ctas, units, int(call.num_splits))
-    words = WORDS * units if c.combined else 0
-    needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), units)
-    if c.whole:  # no unit has parts, whose places and numbers are in the workspace
-        needs = Workspace(1, 1)
+    numbers, units = (*numbers_of(call), parts), units_of(call, c)
+    needs = Workspace(1, 1)  # of whole units, which have no parts there
+    if not c.whole:
+        needs = of_parts(c, units, int(call.num_splits), units)
+    compiled = kernel_for(c, DTYPES[call.q.dtype], arch)
     prepare = preparations(call.tensors)
     return Plan(call, compiled, 3, with_lse, numbers, needs, prepare, untouched=c.whole)
 

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from cutex.arch import kernels_of
-from cutex.compile import Workspace
-from cutex.kernels.attention.decode.config import WORDS
-from cutex.kernels.attention.decode.splits import Splits
 from cutex.kernels.attention.mla.choose import CONFIGS
 from cutex.kernels.attention.mla.config import MlaConfig
 from cutex.ops.attention import cache_operators
-from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
+from cutex.ops.attention.cache_plan import CacheOperator, Plan, of_parts, preparations
 from cutex.ops.attention.call import DTYPES
 from cutex.ops.attention.mla_call import MlaCall, check, refuse_sparse
 from cutex.ops.attention.mla_chosen import attend_to_chosen
@@ -129,15 +126,12 @@ def attend(call: MlaCall, key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 def plan_of(call: MlaCall) -> Plan:
     c = config_for(call)
+    units = call.q.shape[0] * -(-call.rows // c.tile_m)
+    needs = of_parts(c, units, int(call.num_splits), 0 if c.combined else units * c.flags_of_unit)
     compiled = kernel_for(c, DTYPES[call.q.dtype], OPERATOR.arch_of(call.q.device))
     prepare = preparations(call.tensors)
     if is_no_list(call.q):
         prepare["q"] = packed
-    units = call.q.shape[0] * -(-call.rows // c.tile_m)
-    slots = Splits.slots(c.ctas, units, int(call.num_splits))
-    words = WORDS * units if c.combined else 0
-    flags = 0 if c.combined else units * c.flags_of_unit
-    needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), flags)
     return Plan(call, compiled, 2, True, (call.scale, int(call.num_splits)), needs, prepare)
 
 

@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutex.compile import Workspace
-from cutex.kernels.attention.decode.config import WORDS
-from cutex.kernels.attention.decode.splits import Splits
 from cutex.kernels.attention.mla.config import HEAD_DIM_V
 from cutex.kernels.attention.mla.sparse.config import CONFIGS, SparseMlaConfig
 from cutex.ops.attention.cache import check_tensors
-from cutex.ops.attention.cache_plan import CacheOperator, Plan, preparations
+from cutex.ops.attention.cache_plan import CacheOperator, Plan, of_parts, preparations
 from cutex.ops.attention.call import DTYPES
 from cutex.ops.attention.mla_call import MlaCall, check_numbers, check_operands
 from cutex.ops.attention.plan import resources
@@ -124,12 +121,9 @@ def plan_of(call: MlaCall) -> Plan:
     sms, _ = resources(call.q.device, arch)
     c = SparseMlaConfig(num_sms=sms, lengths=call.cache_seqlens is not None)
     c = c.fitted(call.rows, call.q.shape[0], int(call.num_splits), call.room)
-    compiled = kernel_for(c, DTYPES[call.q.dtype], arch)
     units = call.q.shape[0] * -(-call.rows // c.tile_m)
-    slots = Splits.slots(c.ctas, units, int(call.num_splits))
-    words = WORDS * units if c.combined else 0
-    flags = 0 if c.combined else units * c.flags_of_unit
-    needs = Workspace(words + slots * c.tile_m * (c.head_dim_v + 1), flags)
+    needs = of_parts(c, units, int(call.num_splits), 0 if c.combined else units * c.flags_of_unit)
+    compiled = kernel_for(c, DTYPES[call.q.dtype], arch)
     numbers = call.scale, int(call.num_splits)
     return Plan(call, compiled, 2, True, numbers, needs, preparations(call.tensors))
 
