@@ -63,6 +63,7 @@ def forget_plans() -> None:
         cache.clear()
 
 
+@torch.compiler.assume_constant_result  # dynamo traces no context variables
 def simulated_arch() -> str | None:
     """The arch that this thread's CPU tensors are simulated on, or None."""
     simulation = simulation_here()

@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import ScalingType
 
 import cutex
-from cutex import simulation
 from cutex.arch import BOARDS, arch
 from cutex.kernels.gemm.scaled.fp8.choose import choose, configs_for
 from cutex.problem.scaled import Fp8Problem
@@ -336,24 +335,8 @@ def test_the_gradient_of_a_weight_is_that_of_its_quantized_operands():
     assert (w.grad.double() - want).abs().max() <= 2.0**-8 * want.abs().max()
 
 
-class OneDevice:
-    """The context variable of `cutex.simulation` as what dynamo traces, for one thread."""
-
-    now = None
-
-    def get(self):
-        return OneDevice.now
-
-    def set(self, device):
-        OneDevice.now = device
-
-    def reset(self, token):
-        OneDevice.now = None
-
-
 @pytest.mark.slow
-def test_a_layer_and_its_gradients_are_one_graph_of_torch_compile(monkeypatch):
-    monkeypatch.setattr(simulation, "_current", OneDevice())
+def test_a_layer_and_its_gradients_are_one_graph_of_torch_compile():
     x, dy = torch.randn(64, 128).bfloat16(), torch.randn(64, 64).bfloat16()
     w = torch.randn(64, 128).bfloat16().requires_grad_()
     found = []
