@@ -46,6 +46,10 @@ class QuantizedTensor(NamedTuple):
     tensor_scale: Tensor | None = None
 
 
+# a tuple of tensors and plain values: `torch.load(weights_only=True)` may make it
+torch.serialization.add_safe_globals([QuantizedTensor])
+
+
 def quantize(
     x: Tensor,
     format: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
@@ -223,6 +224,17 @@ def test_what_is_no_quantized_matrix_is_not_read(change, says):
     for use in (cutex.dequantize, cutex.pack_w4)[: 1 if change.get("format") == "mxfp8" else 2]:
         with pytest.raises(ValueError, match=says):
             use(q._replace(**change))
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_what_is_saved_is_read_again_as_weights_alone(format: str) -> None:
+    with cutex.ops.simulated("sm_90a"):
+        q = cutex.quantize(torch.randn(32, 128), format)
+    torch.save({"layer.weight": q}, file := io.BytesIO())
+    file.seek(0)
+    back = torch.load(file, weights_only=True)["layer.weight"]
+    assert type(back) is type(q) and torch.equal(cutex.dequantize(back), cutex.dequantize(q))
+    assert (back.format, back.swizzled) == (format, q.swizzled)
 
 
 def test_it_is_one_node_of_a_graph():

@@ -97,13 +97,13 @@ class Pickled:
         return W4Weight, (self.w.packed.view(torch.int32), *self.w[1:7])
 
 
-@pytest.mark.parametrize("through", ["pickle", "torch.save", "copy.deepcopy"])
+@pytest.mark.parametrize("through", ["pickle", "torch.save", "weights only", "copy.deepcopy"])
 def test_a_weight_saved_without_a_version_is_read_where_all_layouts_are_alike(through: str) -> None:
     def back(w: Any) -> W4Weight:
-        if through == "torch.save":
+        if through in ("torch.save", "weights only"):
             torch.save({"layer.weight": w}, file := io.BytesIO())
             file.seek(0)
-            return torch.load(file, weights_only=False)["layer.weight"]
+            return torch.load(file, weights_only=through == "weights only")["layer.weight"]
         return pickle.loads(pickle.dumps(w)) if through == "pickle" else copy.deepcopy(w)
 
     for kind, dtype, read in (

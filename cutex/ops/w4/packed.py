@@ -119,3 +119,7 @@ class W4Weight(NamedTuple):
 def _unpickled(words: str, packed: Tensor, *rest: Any) -> W4Weight:
     """The weight with these fields, whose words are of type `words`."""
     return W4Weight(packed.view(getattr(torch, words)), *rest)
+
+
+# plain values and tensors: `torch.load(weights_only=True)` may make it
+torch.serialization.add_safe_globals([W4Weight, W4Format, _unpickled])
