@@ -24,6 +24,13 @@ class Work(NamedTuple):
     uniform: float
     port: float
     beside: float = 0.0  # cycles that a warp alone takes longer beside a wgmma
+    fp64: float = 0.0
+    mma: float = 0.0  # mma.sync
+
+    @property
+    def pipes(self) -> tuple[float, ...]:
+        """The cycles of each pipe of a sub-core, in the order of `machine_code.PIPES`."""
+        return (*self[2:7], self.fp64, self.mma)
 
     def part(self, share: float) -> Work:
         return Work(*(x * share for x in self))
@@ -115,6 +122,8 @@ class Touch(NamedTuple):
     lines: int
     waits: bool
     adds: bool = False
+    partial: int = 0  # sectors that it writes in part, or changes
+    queued: int = 0  # of what it adds, for each sector the most lanes of one word, if several
 
 
 class Fetch(NamedTuple):
@@ -128,6 +137,8 @@ class Fetch(NamedTuple):
     held: int = 0
     new: float = -1.0  # share of the sectors that its CTA has not fetched before; -1: not recorded
     cached: bool = False  # whether L1 keeps them
+    alone: int = 0  # of the sectors, those whose 64 bytes its CTA has no use for but in them
+    asked: int = 0  # bytes of all lanes
 
 
 class Peer(NamedTuple):

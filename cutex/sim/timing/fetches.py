@@ -78,7 +78,8 @@ def places(code: Sequence[Instruction], costs: Mapping[int, Cost]) -> list[Place
             continue
         loads = set(cost.asynchronous) if into_registers(ins) else set()
         mine = [(block, at) for block, at in cost.sass if not loads or at in loads]
-        block = Counter(block for block, _ in mine).most_common(1)[0][0] if mine else 0
+        often = Counter(block for block, _ in mine)
+        block = max(often, key=lambda b: (depths[b], often[b]), default=0)
         turns = tuple(sorted(at for b, at in mine if b == block))
         hoisted = bool(turns) and depths[block] < deepest[alike[pc]]
         found.append(Place(block, turns, hoisted) if turns else None)
@@ -145,7 +146,7 @@ class Fetches:
 
     def step(self, batch: Batch, pc: int) -> None:
         """Record the wait for loads that the instruction needs, before it executes."""
-        if self.pending and (here := self.places[pc]) is not None:
+        if self.pending and (here := self.places[pc]) is not None and not here.hoisted:
             for warp in batch.idx.tolist():
                 if any(u.block not in (here.block, AHEAD) for u in self.pending.get(warp, ())):
                     self.flush(warp)
@@ -266,7 +267,15 @@ class Fetches:
         again = self.reuse[base, int(self.m.grid.warp_cta[warp])].fetch(sectors.tolist())
         new = 1 - again / len(sectors) if len(sectors) else 0.0
         missed = len(np.unique(sectors // 4))
-        return Fetch(len(sectors), missed, base, registers, lines - missed, new, kept)
+        alone = self._alone(base, int(self.m.grid.warp_cta[warp]), sectors)
+        asked = size * len(np.unique(at))
+        return Fetch(len(sectors), missed, base, registers, lines - missed, new, kept, alone, asked)
+
+    def _alone(self, base: int, cta: int, sectors: np.ndarray) -> int:
+        """How many of the sectors are the only ones that a CTA has fetched of their 64 bytes."""
+        had = self.reuse[base, cta].latest
+        each = set(sectors.tolist())
+        return sum(s ^ 1 not in each and s ^ 1 not in had for s in each)
 
     def _not_in_l1(self, cta: int, sectors: np.ndarray) -> np.ndarray:
         """The sectors that a CTA does not find in L1, where they are from now on."""

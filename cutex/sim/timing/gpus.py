@@ -62,8 +62,12 @@ class Gpu:
     store_latency: float = 180.0  # from the end of a store's service until it is complete
     write_buffer: float = 8e6  # bytes that L2 takes before HBM slows stores down
     store_queue: float = 8.0  # ordinary stores of a warp in flight before it has to wait
-    line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions access
-    l1_line_cycles: float = 1.0  # of an SM, for such a line that L1 holds
+    line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions write
+    load_line: float = 1.64  # of an SM, for such a line of which they load anything from L2
+    partial_sector: float = 2.2  # of an SM, for a sector that is written in part, or changed
+    same_word: float = 3.0  # of an SM, for each lane of a warp that adds to the same word
+    l1_line_cycles: float = 0.3  # of an SM, for a line that L1 holds
+    fetched_together: float = 64.0  # bytes that memory gives for one sector; 0: one sector
     global_latency: float = 300.0  # of an ordinary load that misses L2, at least
     hbm_tail: float = 160.0  # more, in the mean of its sectors, of which the latest counts
     hbm_crowd: float = 75.0  # more, times the share by which memory is busy over the idle one
@@ -125,7 +129,8 @@ B200 = Gpu(
     l2_latency=600.0, hbm_latency=580.0, latency_spread=0.2, l2_requests=156.0, l2_merged=0.0,
     l2_copies=1.06, l2_store=2.95, l2_ahead=640.0, l2_capacity=77e6, l2_kept=60e6,
     global_latency=600.0, hbm_tail=0.0, hbm_crowd=0.0, l1_kept=0.0, clusters_of_four=33,
-    try_wait=10.0, tmem_copy_bytes=170.0,
+    try_wait=10.0, tmem_copy_bytes=170.0, load_line=2.4, partial_sector=32 * 148 / 5000,
+    same_word=0.0, l1_line_cycles=1.0, fetched_together=0.0,
     mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
     band=0.13, clock_band=0.11,
     power=Power(
@@ -204,7 +209,17 @@ SOURCES: dict[str, tuple[str, str]] = {
     "write_buffer": ("prior", "prior"),
     "store_queue": ("prior", "prior"),
     "line_cycles": ("fit, stages 2 and 3, +-10 %", "the H200's"),
-    "l1_line_cycles": ("published: 128 bytes a cycle", "the H200's"),
+    "load_line": ("probe: a sector of each of 32 lines, +-3 %", "line_cycles"),
+    "partial_sector": (
+        "probe: words 8 and 32 bytes apart, sums, +-3 %",
+        "not measured: as whole ones",
+    ),
+    "same_word": ("probe: a word for each warp, +-3 %", "not measured: none"),
+    "l1_line_cycles": ("probe: 32 words of 16 KB at random, 10 cycles", "1: as by its fits"),
+    "fetched_together": (
+        "published: the granularity at which L2 fetches, by default",
+        "not measured: one sector",
+    ),
     "l1_latency": ("published: 41", "the H200's"),
     "global_latency": ("fit: probes of 2 to 32 KB under way in an SM, +-10 %", "prior, to all"),
     "hbm_tail": ("the same: 892 cycles to the last of 16 sectors, +-10 %", "not measured"),

@@ -27,16 +27,25 @@ from cutex.errors import NoDisassembler
 
 # cycles for which an instruction of a warp keeps a pipe of its sub-core busy, by the start of its
 # opcode: 32 lanes over the lanes that the CUDA programming guide gives for 9.0 and 10.0 (table
-# "throughput of native arithmetic instructions"), a quarter of the SM's each
-FMA, ALU, MUFU, LSU, UNIFORM = "fma", "alu", "mufu", "lsu", "uniform"
-PIPES = (FMA, ALU, MUFU, LSU, UNIFORM)
+# "throughput of native arithmetic instructions"), a quarter of the SM's each; of those that the
+# table has not, and of mma.sync, what a probe gave on an H200 (docs/facts/timing.md)
+FMA, ALU, MUFU, LSU, UNIFORM, FP64, MMA = "fma", "alu", "mufu", "lsu", "uniform", "fp64", "mma"
+PIPES = (FMA, ALU, MUFU, LSU, UNIFORM, FP64, MMA)
 _PIPE = (
     (("FFMA2", "FMUL2", "FADD2"), FMA, 2.0),
     (("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"), FMA, 1.0),
+    (("IMAD.WIDE", "IMAD.HI"), FMA, 4.0),
     (("IMAD", "IDP"), FMA, 2.0),
-    (("F2FP",), ALU, 2.0),
+    (("DFMA", "DADD", "DMUL", "DSETP"), FP64, 2.0),
+    (("HMMA.1688.F32.TF32",), MMA, 6.2),
+    (("HMMA.1688",), MMA, 4.4),
+    (("HMMA", "IMMA"), MMA, 6.2),
+    (("F2FP", "I2FP", "F2IP"), ALU, 2.0),
     (("MUFU", "F2I", "I2F", "FRND", "F2F", "POPC", "FLO", "BREV", "FCHK"), MUFU, 8.0),
-    (("LDS", "STS", "LDSM", "STSM", "LDG", "STG", "LDL", "STL", "SHFL", "ATOM", "RED"), LSU, 4.0),
+    (("REDUX",), UNIFORM, 8.0),
+    (("LDGSTS", "LDGDEPBAR"), LSU, 4.0),
+    (("ATOMS.CAS", "LDG"), LSU, 8.0),
+    (("LDS", "STS", "LDSM", "STSM", "STG", "LDL", "STL", "SHFL", "ATOM", "RED"), LSU, 4.0),
     (("U", "R2UR", "S2UR"), UNIFORM, 1.0),
 )
 # cycles until the result of an instruction that sets a scoreboard is available (Hopper; the
@@ -46,6 +55,8 @@ _LATENCY = (
     (("MUFU", "F2I", "I2F", "FRND", "F2F"), 24),
     (("SHFL",), 26),
     (("LDS", "LDSM"), 30),
+    (("ATOMS",), 26),
+    (("REDUX",), 40),
     (("S2R", "S2UR", "R2UR", "CS2R"), 24),
     (("LDC", "ULDC"), 30),
     (("VOTE", "ELECT", "POPC", "FLO"), 16),
@@ -53,7 +64,7 @@ _LATENCY = (
 _ASYNCHRONOUS = (
     "SYNCS", "HGMMA", "QGMMA", "IGMMA", "WARPGROUP", "UTMA", "UBLKCP", "BAR", "UCGABAR", "UTC",
     "LDTM", "STTM", "LDG", "DEPBAR", "MEMBAR", "NANOSLEEP", "CCTL", "ACQBULK", "ERRBAR", "FENCE",
-    "USETMAXREG", "LDGDEPBAR", "ATOM", "WARPSYNC", "PREEXIT", "ACQSHMINIT", "UTMACMDFLUSH",
+    "USETMAXREG", "LDGDEPBAR", "ATOMG", "WARPSYNC", "PREEXIT", "ACQSHMINIT", "UTMACMDFLUSH",
 )  # fmt: skip
 _PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
 # opcodes of which a PTX instruction that has no other SASS becomes one
@@ -164,16 +175,20 @@ def read(text: str) -> list[Sass]:
 
 
 def costs(
-    code: list[Sass], beside: Mapping[str, float] = MappingProxyType({}), lost: float = 0.0
+    code: list[Sass],
+    beside: Mapping[str, float] = MappingProxyType({}),
+    lost: float = 0.0,
+    loops: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[int, Cost]:
     """Return, by line of the PTX, the cost of one execution of its instruction.
 
     ``beside`` gives by pipe how many times slower it is while a wgmma runs, ``lost`` the cycles
-    that MUFU then loses to each FMA or ALU instruction.
+    that MUFU then loses to each FMA or ALU instruction, ``loops`` by line of the PTX a number that
+    lines in the same loops share.
     """
     found: dict[int, Cost] = defaultdict(Cost)
     depths = _depths(code)
-    parts = _parts(code, depths)
+    parts = _parts(code, depths, loops)
     slow = _in_order(code, beside, lost) if beside else None
     for i, (ins, cycles) in enumerate(zip(code, _in_order(code, {}), strict=True)):
         if ins.opcode == "NOP":
@@ -192,11 +207,11 @@ def costs(
     return dict(found)
 
 
-def _parts(code: list[Sass], depth: Mapping[int, int]) -> list[float]:
+def _parts(code: list[Sass], depth: Mapping[int, int], loops: Mapping[int, int]) -> list[float]:
     """How much of each instruction one execution of its PTX line executes: of the blocks in the
     innermost loop, which come most often, one of several copies, and where ptxas has unrolled the
-    loop one of the copies in its block. An instruction that calls a function in a block of its own
-    does so rarely: the slow path.
+    PTX's loop, in part or whole, one of the copies in its block. An instruction that calls a
+    function in a block of its own does so rarely: the slow path.
     """
     kinds: dict[tuple[int, int], list[str]] = defaultdict(list)  # of a line in a block
     lines: dict[int, set[int]] = defaultdict(set)
@@ -215,14 +230,16 @@ def _parts(code: list[Sass], depth: Mapping[int, int]) -> list[float]:
         if (line, block) not in rare:
             for head in found:
                 copies[line, head].add(block)
-    turns: dict[int, int] = defaultdict(int)  # by block: how often its loop is unrolled
-    for (_, block), found in kinds.items():
+    # by block and the PTX's loops: how often a block has the innermost of them
+    turns: dict[tuple[int, int], int] = defaultdict(int)
+    for (line, block), found in kinds.items():
         if set(found) <= _SINGLE and len(set(found)) == 1:
-            turns[block] = math.gcd(turns[block], len(found))
+            place = block, loops.get(line, 0)
+            turns[place] = math.gcd(turns[place], len(found))
     return [
         0.0
         if (ins.line, ins.block) in rare
-        else 1.0 / (len(copies[ins.line, head]) * max(1, turns[ins.block]))
+        else 1.0 / (len(copies[ins.line, head]) * max(1, turns[ins.block, loops.get(ins.line, 0)]))
         for ins, head in zip(code, heads, strict=True)
     ]
 

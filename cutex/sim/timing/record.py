@@ -48,13 +48,13 @@ from cutex.sim.timing.events import (
     Send,
     Settled,
     Store,
-    Touch,
     Wait,
     Work,
 )  # fmt: skip
-from cutex.sim.timing.fetches import SECTOR, Fetches, into_registers, width
+from cutex.sim.timing.fetches import Fetches, into_registers, width
 from cutex.sim.timing.machine_code import Cost
-from cutex.sim.timing.order import by_instruction
+from cutex.sim.timing.order import FIELDS, by_instruction
+from cutex.sim.timing.touches import touched
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -117,7 +117,8 @@ class Recorder(Observer):
         own = by_instruction(code, events, costs)
         port = [1.0 if costs and ins.name == "shfl" else 0.0 for ins in code]
         self.costs = bool(costs)
-        self.cost = np.column_stack([own[:, :-1], port, own[:, -1]])
+        own_of = dict(zip(FIELDS, own.T, strict=True))
+        self.cost = np.column_stack([{**own_of, "port": port}[name] for name in Work._fields])
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
         self.maps: dict[int, TensorMap] = {}  # by address
@@ -130,7 +131,8 @@ class Recorder(Observer):
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
         """Add to the work of warps the cycles of the smem port for what their lanes access."""
-        if self.costs and len(at.offset):
+        # NOTE: an atomic is read and written in one pass
+        if self.costs and len(at.offset) and not (write and ins.name in ("atom", "red")):
             warps, cycles = port_cycles(at)
             self.work[warps, PORT] += cycles
 
@@ -455,10 +457,7 @@ class Recorder(Observer):
             active = b.active()
             for row in np.nonzero(b.any_active())[0].tolist():
                 at = addresses[row][active[row]]
-                ends = np.concatenate([at, at + size - 1])
-                sectors = len(np.unique(ends // SECTOR))
-                lines = len(np.unique(ends // 128))
-                self._add(int(b.idx[row]), Touch(sectors, lines, waits, adds))
+                self._add(int(b.idx[row]), touched(at, size, waits, adds))
 
         return add
 

@@ -1,5 +1,5 @@
 """Sets of instructions that run equally often: those of basic blocks of which each follows the
-other on every path, in the same loops.
+other on every path, in the same loops. And the loops that each is in.
 """
 
 from __future__ import annotations
@@ -15,13 +15,7 @@ def regions(code: Sequence[Instruction]) -> list[int]:
     one's own number.
     """
     flow = ControlFlow(list(code))
-    end = len(code)
-    after = [[x for x in flow.followers(pc) if x < end] for pc in range(end)]
-    starts = sorted({0} | {x for pc in range(end) if after[pc] != [pc + 1] for x in after[pc]}
-                    | {pc + 1 for pc in range(end - 1) if after[pc] != [pc + 1]})  # fmt: skip
-    lasts = [*(x - 1 for x in starts[1:]), end - 1]
-    block = {start: i for i, start in enumerate(starts)}
-    edges = [[block[x] for x in after[last]] for last in lasts]
+    starts, lasts, edges = _blocks(flow, len(code))
     above = _dominators(edges)
     loops = _loops(edges, above)
     same = list(range(len(starts)))
@@ -40,6 +34,25 @@ def regions(code: Sequence[Instruction]) -> list[int]:
     for i, (start, last) in enumerate(zip(starts, lasts, strict=True)):
         found += [starts[same[i]]] * (last + 1 - start)
     return found
+
+
+def loops(code: Sequence[Instruction]) -> list[int]:
+    """Return, by instruction, a number that those in the same loops share."""
+    starts, lasts, edges = _blocks(ControlFlow(list(code)), len(code))
+    found: list[int] = []
+    for start, last, inside in zip(starts, lasts, _loops(edges, _dominators(edges)), strict=True):
+        found += [inside] * (last + 1 - start)
+    return found
+
+
+def _blocks(flow: ControlFlow, end: int) -> tuple[list[int], list[int], list[list[int]]]:
+    """The first and the last instruction of each basic block, and the blocks that it goes on to."""
+    after = [[x for x in flow.followers(pc) if x < end] for pc in range(end)]
+    starts = sorted({0} | {x for pc in range(end) if after[pc] != [pc + 1] for x in after[pc]}
+                    | {pc + 1 for pc in range(end - 1) if after[pc] != [pc + 1]})  # fmt: skip
+    lasts = [*(x - 1 for x in starts[1:]), end - 1]
+    block = {start: i for i, start in enumerate(starts)}
+    return starts, lasts, [[block[x] for x in after[last]] for last in lasts]
 
 
 def _dominators(edges: Sequence[Sequence[int]]) -> list[int]:

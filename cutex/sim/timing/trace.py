@@ -23,6 +23,7 @@ from cutex.sim.timing.events import Event, Load, Record, Reply
 from cutex.sim.timing.gpus import H200
 from cutex.sim.timing.machine_code import ALU, FMA, MUFU, Cost, costs, disassemble
 from cutex.sim.timing.record import Enough, Recorder
+from cutex.sim.timing.regions import loops as loops_of
 
 SM_REGISTERS = 65536
 SM_L1 = 256 << 10  # bytes, of which shared memory is a part
@@ -86,7 +87,14 @@ class Few(Simulation):
         flops: float,
     ) -> None:
         super().__init__(programs, tensors)
-        self.cost: dict[int, Cost] = costs(disassemble(cubin), BESIDE, H200.mufu_lost_beside_mma)
+        loops = {
+            ins.line: inside
+            for program in programs.values()
+            for ins, inside in zip(program.code, loops_of(program.code), strict=True)
+        }
+        self.cost: dict[int, Cost] = costs(
+            disassemble(cubin), BESIDE, H200.mufu_lost_beside_mma, loops
+        )
         self.machine_code, self.flops = cubin, flops
         self.traced: list[Traced] = []
         self.all_at_once, self.number = False, 0

@@ -71,7 +71,8 @@ def fetched(traced: Traced, gpu: Gpu) -> dict[int, Missed]:
     """The share of the bytes of each tensor that all clusters fetch from HBM, where each comes
     once; and once more if L2 keeps neither the tensor nor what all CTAs that run side by side fetch
     of it between two fetches of the same. What a CTA fetches again comes from HBM after what
-    it fetches first.
+    it fetches first. Of sectors that are alone in their 64 bytes, in no order, L2 holds as many as
+    it keeps of the tensor.
     """
     size, count = traced.record.cluster_size, running(traced, gpu)
     ctas = min(count, clusters_at_once(gpu, size) * traced.per_sm) * size
@@ -87,7 +88,8 @@ def fetched(traced: Traced, gpu: Gpu) -> dict[int, Missed]:
         first = min(1.0, share / (1 - again)) if again < 1 else 0.0
         rest = max(0.0, share - (1 - again) * first)
         near = f.size <= gpu.l1_kept
-        missed[at] = Missed(share, first, rest / again if again else 0.0, near)
+        scattered = max(first, 1.0 - gpu.l2_kept / f.size if f.size else 0.0)
+        missed[at] = Missed(share, first, rest / again if again else 0.0, near, scattered)
     return missed
 
 

@@ -32,10 +32,18 @@ class Missed(NamedTuple):
     first: float = 1.0
     again: float = 1.0
     in_l1: bool = False  # whether L1 keeps what one CTA has loaded for the next
+    scattered: float = 0.0  # of those that are alone in their 64 bytes, as a gather's
 
     def of(self, new: float) -> float:
         """The share of a fetch of which the share `new` is a CTA's first; -1: not known."""
         return self.all if new < 0 else new * self.first + (1 - new) * self.again
+
+    def brought(self, size: float, new: float, alone: int, together: float) -> float:
+        """The bytes that memory gives for a fetch of `size` bytes, of which `alone` sectors are in
+        no order: for each of them no fewer than `together`, or 0: as for others."""
+        if not together or not alone:
+            return size * self.of(new)
+        return (size - 32 * alone) * self.of(new) + alone * self.scattered * together
 
 
 @dataclass

@@ -107,7 +107,7 @@ class Warp:
             part, self.remaining = work, None
             if share < 1.0:
                 part, self.remaining = work.part(share), work.part(1.0 - share)
-            pipes: tuple[float, ...] = part[2:7]
+            pipes = part.pipes
             cycles = part.cycles
             if self.gpu.shared_registers and self.sm.tensor.free > now:
                 pipes, cycles = self._slowed(part)
@@ -128,7 +128,7 @@ class Warp:
         lost = g.mufu_lost_beside_mma * (work.fma + work.alu / 2)
         pipes = (
             work.fma * g.fma_beside_mma, work.alu * g.alu_beside_mma,
-            work.mufu * g.mufu_beside_mma + lost, work.lsu, work.uniform,
+            work.mufu * g.mufu_beside_mma + lost, work.lsu, work.uniform, work.fp64, work.mma,
         )  # fmt: skip
         if 2 * work.fma > work.cycles:  # the wgmma loses to FMAs that come one after the other
             self.sm.tensor.free += work.fma * g.mma_beside_fma
@@ -395,7 +395,9 @@ class Warp:
     def touch(self, e: Touch, now: float) -> float | None:
         g, m = self.gpu, self.timeline.memory
         size = 32 * e.sectors
-        end = self.sm.out.serve(now, max(e.lines * g.line_cycles, size * m.sms / g.store_bytes))
+        whole = (size - 32 * e.partial) * m.sms / g.store_bytes
+        cycles = max(whole + e.partial * g.partial_sector, e.queued * g.same_word)
+        end = self.sm.out.serve(now, max(e.lines * g.line_cycles, cycles))
         if e.waits:
             return self._until("global memory", now, end + g.global_latency)
         if not e.adds:
@@ -408,20 +410,22 @@ class Warp:
         return self._until("stores", now, then)
 
     def fetch(self, e: Fetch, now: float) -> float | None:
-        """Start a load, after which the warp goes on until it needs the data; an SM takes one line
-        after the other.
-        """
+        """Start a load, after which the warp goes on until it needs the data."""
         g, m = self.gpu, self.timeline.memory
         missed = m.fetched.get(e.tensor, _ALL)
         if missed.in_l1 and e.cached:
             e = e._replace(sectors=0, lines=0, held=e.held + e.lines)
         size, miss = 32 * e.sectors, missed.of(e.new)
-        taken = self.sm.lines.serve(now, e.lines * g.line_cycles + e.held * g.l1_line_cycles)
+        held = e.held * g.l1_line_cycles
+        if e.held and e.asked:
+            held = max(held, e.held / (e.held + e.lines) * e.asked / 128)
+        taken = self.sm.lines.serve(now, e.lines * g.load_line + held)
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
         if miss and size:
             rate = min(g.hbm_bytes / m.sms, m.stream)
-            crowd = self.sm.crowd.add(now, size * miss / rate)
-            hbm = self.sm.hbm.serve(now, size * miss / rate)
+            brought = missed.brought(size, e.new, e.alone, g.fetched_together)
+            crowd = self.sm.crowd.add(now, brought / rate)
+            hbm = self.sm.hbm.serve(now, brought / rate)
             end = max(end, hbm - g.hbm_ahead)
             late = g.hbm_tail and g.hbm_tail * self.timeline.latest(e.sectors)
             late += g.hbm_crowd * crowd
