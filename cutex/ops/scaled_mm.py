@@ -114,6 +114,8 @@ def scaled_mm(
         return found[0]
     if isinstance(output_dtype, str):
         raise ValueError(f"output_dtype={output_dtype!r}: takes factors that tensor cores read")
+    if output_scale is not None:
+        raise ValueError('output_scale is given: takes output_dtype="nvfp4"')
     for name, swizzle in (("a", swizzle_a), ("b", swizzle_b)):
         if name_of(swizzle) not in (None, "NO_SWIZZLE"):
             raise ValueError(f"swizzle_{name}={swizzle!r}: these factors are not swizzled")
@@ -129,7 +131,7 @@ def scaled_mm(
     assert isinstance(scale_a, Tensor) and isinstance(scale_b, Tensor)
     if kinds[0] in WHOLE and kinds[1] in WHOLE:
         _check_whole(a, b, scale_a, scale_b, kinds)
-        if not _is_compiling() and output_scale is None:
+        if not _is_compiling():
             _remember_whole(options, given, formats)
         return matmul(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual,
                       activation=activation, out_dtype=output_dtype,
@@ -141,7 +143,7 @@ def scaled_mm(
         )
     check_blocks(a, b, scale_a, scale_b, kinds, activation, output_dtype)
     check(Call(a, b, bias, residual, activation=activation, out_dtype=output_dtype))
-    if not _is_compiling() and output_scale is None:
+    if not _is_compiling():
         _remember(options, given, formats, kinds)
     scale_a, scale_b = of_rows(scale_a, a, kinds), of_matrix(scale_b, a.shape[-1], kinds)
     return product(a, b, scale_a, scale_b, RECIPES[kinds], bias, residual, activation, output_dtype)

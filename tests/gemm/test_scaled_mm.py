@@ -253,6 +253,7 @@ BLOCK = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128
         ((A, B, SA, SB), {"scale_recipe_a": "BlockWise1x32"}, "scale_recipe_a BlockWise1x32 with"),
         ((A, B, SA, SB), {"activation": "tanh"}, "activation 'tanh' is not one of relu"),
         ((A, B, SA, SB), {"output_dtype": torch.int8}, "output_dtype torch.int8 is not bfloat16"),
+        ((A, B, SA, SB), {"output_scale": torch.ones(1)}, "output_scale is given: takes output_dt"),
         ((A, B, SA, SB), {"bias": torch.ones(3)}, "bias has shape"),
         ((A, B, SA, SB), {}, "a is on cpu: cutex.matmul runs on a Hopper or Blackwell GPU"),
     ],
