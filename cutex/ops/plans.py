@@ -13,9 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutex.ops.device import per_device
-from cutex.ops.plain import guard, is_watched_unseen, nobody_watches, untraced
+from cutex.ops.plain import (
+    _dispatch_modes,
+    _function_modes,
+    guard,
+    is_watched_unseen,
+    nobody_watches,
+    untraced,
+)
 
 ALIGN = 16  # bytes; a plan of `find` is of tensors that begin alike to them
 
@@ -109,7 +117,14 @@ class PlanCache:
         refuses misaligned ones; None without a plan, or if it refuses."""
         try:
             known = self.latest.get(options)
-            if known is None or not known.takes(*given) or is_watched_unseen():
+            if (
+                known is None
+                or not known.takes(*given)
+                # NOTE: is_watched_unseen, a call of which takes half as long again
+                or _function_modes()
+                or _dispatch_modes()
+                or forward_ad._current_level >= 0
+            ):
                 known = self.find(options, *given)
             return None if known is None else known.launch(*given)
         except (AttributeError, TypeError, ValueError, RuntimeError):

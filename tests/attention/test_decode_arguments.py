@@ -16,6 +16,7 @@ from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import kvcache
 from cutex.ops.attention.cache_plan import appending
+from cutex.ops.plain import guard
 
 
 def given(**more):
@@ -176,6 +177,23 @@ def test_a_plan_appends_only_where_nothing_is_read_and_counts_its_writes(alike):
     run(q.detach(), saved, both[1], k, v)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+def test_a_plan_writes_to_no_inference_tensor_outside_of_inference_mode():
+    q, k, v = torch.zeros(2, 1, 4, 64), torch.zeros(2, 1, 2, 64), torch.zeros(2, 1, 2, 64)
+    caches = torch.zeros(2, 2, 32, 2, 64)
+    takes = guard([q, caches[0], caches[1], k, v])
+    appending(lambda *tensors: None, [q, *caches, k, v])(q, caches[0], caches[1], k, v)
+    with torch.inference_mode():
+        of_mode = torch.zeros_like(caches)
+        # what a plan that asks no more relies on: its guard takes them nowhere
+        assert not takes(q, of_mode[0], of_mode[1], k, v)
+        run = appending(lambda *tensors: None, [q, *of_mode, k, v])
+        run(q, of_mode[0], of_mode[1], k, v)
+    assert not takes(q, of_mode[0], of_mode[1], k, v) and takes(q, caches[0], caches[1], k, v)
+    run(q, caches[0], caches[1], k, v)
+    with pytest.raises(ValueError, match="k_cache is an inference tensor"):
+        run(q, of_mode[0], of_mode[1], k, v)
 
 
 def test_parts_of_more_numbers_than_a_kernel_counts_are_refused():

@@ -198,28 +198,31 @@ def of_parts(config: Any, units: int, num_splits: int, flags: int) -> Workspace:
 def appending(run: Callable[..., Any], like: list[Tensor] | None = None) -> Callable[..., Any]:
     """`run`, which writes its last two tensors into the caches (its second and third), registered
     with torch as a write to those. Each has the sizes and strides of the one in `like`, if given.
-
-    NOTE: to the guard of a plan made in inference mode, caches made outside of it look alike there.
     """
-    far = None
+    far: Callable[..., bool] = _never
     if like is not None:
         far = spans_apart((like[1], like[2]), (like[0], *like[-2:]))
+    # NOTE: a guard made outside of inference mode takes no inference tensors there, and within it
+    # all may be written to; to one made within it, caches of both kinds look alike
+    by_guard = not in_inference_mode()
 
     @untraced
     def run_apart(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Tensor) -> Any:
         k, v = rest[-2:]
-        is_far = far is not None and far(k_cache, v_cache, q, k, v)
-        if not is_far and not are_apart((k_cache, v_cache), (q, k, v)):
+        if not far(k_cache, v_cache, q, k, v) and not are_apart((k_cache, v_cache), (q, k, v)):
             raise ValueError("a cache that k and v are appended to shares memory with an argument")
-        # NOTE: in inference mode all may be written to, which is asked in a third of the time
-        if not in_inference_mode() and (k_cache.is_inference() or v_cache.is_inference()):
+        if not by_guard and not in_inference_mode():
             for name, cache in zip(("k_cache", "v_cache"), (k_cache, v_cache), strict=True):
                 check_writable(name, cache)
         result = run(q, k_cache, v_cache, *rest)
-        written_all([k_cache, v_cache])
+        written_all((k_cache, v_cache))
         return result
 
     return run_apart
+
+
+def _never(*tensors: Tensor) -> bool:
+    return False
 
 
 def last_of(
