@@ -24,8 +24,7 @@ from cutex.kernels.gemm.grouped.zeros import Zeros, ZerosConfig
 from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm100.config import Sm100Config
-from cutex.ops.grouped import function, gathered, launch
-from cutex.ops.grouped.gathered import gathered_rows
+from cutex.ops.grouped import function, launch
 from cutex.problem.grouped import GroupedProblem, draw
 
 ARCHS = ["sm_90a", "sm_100a"]
@@ -229,32 +228,6 @@ def test_rows_are_gathered_and_scaled(
     assert float(((again.detach().double() - want).abs() / (want.abs() + 1)).max()) < 2.0**-5
     again.float().sum().backward()
     assert x.grad is not None and not x.grad[50:].any() and x.grad[:50].any()
-
-
-@pytest.mark.parametrize(("rows", "most"), [(600, 600 * 64), (5000, gathered.MOST_ELEMENTS)])
-def test_gradients_of_gathered_rows_are_added_up_in_fp32(
-    rows: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In bfloat16 a sum of ones ends at 256; to the second order, and in the same bits again."""
-    monkeypatch.setattr(gathered, "MOST_ELEMENTS", most)
-    place = "cuda" if torch.cuda.is_available() else "cpu"
-    g = torch.Generator().manual_seed(rows)
-    x = torch.randn((40, 80), generator=g).bfloat16().to(place).requires_grad_()
-    index = torch.randint(1, 40, (rows,), generator=g).int().to(place)
-    index[: rows // 2] = 7
-    dy = torch.randn((rows, 80), generator=g).bfloat16().to(place)
-    dy[: rows // 2] = 1.0
-    dy.requires_grad_()
-    y = gathered_rows(x, index)
-    assert torch.equal(y, x[index])
-    first, again = (torch.autograd.grad(y, x, dy, create_graph=True)[0] for _ in range(2))
-    want = torch.zeros(40, 80, dtype=torch.float64, device=place)
-    want.index_add_(0, index, dy.detach().double())
-    assert torch.equal(first, again) and first.dtype == bf16
-    assert bool(((first.double() - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all())
-    (second,) = torch.autograd.grad(first, dy, x.detach())
-    assert torch.equal(second, x.detach()[index])
-    assert not gathered_rows(x[:0], index[:0]).numel()
 
 
 # ---- gradients

@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.ops.grouped.launch import empty
+from cutex.ops.grouped.summed import summed
 from cutex.ops.row.operators import define
-
-# rows up to which torch's sums, which are in float32, are rounded to the rows' dtype after each 32
-FEW = 3072
-# elements that torch adds up at a time: it counts threads, one a column of a row, of whole warps in
-# columns, by an int
-MOST_ELEMENTS, COLUMNS = 2**30, 32
 
 
 def gathered_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -47,19 +43,15 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _sum(rows: Tensor, index: Tensor, count: int) -> Tensor:
     """out (count, K), out[i] the sum of the rows whose index is i."""
-    if not rows.numel():
-        return _fake_sum(rows, index, count).zero_()
-    exact = rows if rows.is_cuda and rows.shape[0] > FEW else rows.float()
-    at_once = max(COLUMNS, MOST_ELEMENTS // rows.shape[0])
-    sums = [
-        torch.ops.aten.embedding_dense_backward(part, index.contiguous(), count, -1, False)
-        for part in exact.split(at_once, 1)
-    ]
-    return (sums[0] if len(sums) == 1 else torch.cat(sums, 1)).to(rows.dtype)
+    out = _fake_sum(rows, index, count)
+    if not rows.numel() or not count:
+        return out.zero_()
+    summed(rows, index, out)
+    return out
 
 
 def _fake_sum(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    return rows.new_empty((count, *rows.shape[1:]))
+    return empty((count, *rows.shape[1:]), rows)
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from cutex.ops.grouped.launch import again, arch_for
+from cutex.ops.grouped.summed import run
 from cutex.ops.matmul.arrange import aligned, normal, repacked
 
 
@@ -58,12 +56,3 @@ def sort(
         buckets *= 2
     totals = ids.new_empty((CTAS, buckets), dtype=torch.int32)
     run(Route, RouteConfig(per_token, buckets), [ids, offs, tokens, order, places, totals])
-
-
-def run(kind: Any, config: Any, passed: list[Tensor]) -> None:
-    """Launch the kernel of a config on `passed`."""
-
-    def call(_: Any, tensors: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
-        return config, arch_for(tensors[0]), tensors
-
-    again(kind, (config,), passed, call)
