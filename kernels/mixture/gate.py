@@ -94,7 +94,7 @@ class Gate:
                     self.forward(gH[None, v], gY[None, v])
             if cutlass.const_expr(self.config.gradient):
                 _, _, _, ds, order = others
-                self.store_sum(total, sSums, ds, order[row])
+                store_sum(total, sSums, ds, order[row])
         if cutlass.const_expr(self.config.gradient):
             _, _, _, ds, order = others
             step = step * THREADS
@@ -141,21 +141,22 @@ class Gate:
         store(dh, vectors(mDh, row, 2 * VECTOR)[None, v])
         return total
 
-    @cute.jit
-    def store_sum(self, total: Float32, sSums: cute.Tensor, ds: cute.Tensor, entry: Int32) -> None:
-        """Store the sum of all threads' `total`, always added in the same order, as the value of
-        `entry`."""
-        total = cute.arch.warp_reduction(total, lambda x, y: x + y)
-        warp = cute.arch.warp_idx()
-        if cute.arch.lane_idx() == 0:
-            sSums[warp] = total
-        cute.arch.sync_threads()
-        if warp == 0 and cute.arch.lane_idx() == 0:
-            whole = sSums[0]
-            for i in cutlass.range_constexpr(1, WARPS):
-                whole += sSums[i]
-            ds[entry] = whole
-        cute.arch.sync_threads()
+
+@cute.jit
+def store_sum(total: Float32, sSums: cute.Tensor, ds: cute.Tensor, entry: Int32) -> None:
+    """Store the sum of all threads' `total`, always added in the same order, as the value of
+    `entry`. All threads of a CTA call it."""
+    total = cute.arch.warp_reduction(total, lambda x, y: x + y)
+    warp = cute.arch.warp_idx()
+    if cute.arch.lane_idx() == 0:
+        sSums[warp] = total
+    cute.arch.sync_threads()
+    if warp == 0 and cute.arch.lane_idx() == 0:
+        whole = sSums[0]
+        for i in cutlass.range_constexpr(1, WARPS):
+            whole += sSums[i]
+        ds[entry] = whole
+    cute.arch.sync_threads()
 
 
 def sigmoid(x: Float32) -> Float32:

@@ -11,6 +11,7 @@ from cutex.ops.grouped import grouped_mm
 from cutex.ops.grouped.checks import DTYPES, MOST_GROUPS
 from cutex.ops.grouped.gathered import gathered_rows
 from cutex.ops.mixture.routing import route
+from cutex.ops.mixture.rows import combined_rows, spread_rows, takes
 
 NAME = "cutex"
 
@@ -43,12 +44,17 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     if not self.is_transposed:
         up, down = up.mT, down.mT
     routing = route(top_k_index, experts)
-    rows = gathered_rows(hidden_states.to(up.dtype), routing.tokens)
+    x = hidden_states.to(up.dtype)
+    taken = takes(x, routing)
+    rows = spread_rows(x, routing) if taken else gathered_rows(x, routing.tokens)
     biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
     y = self._apply_gate(grouped_mm(rows, up, routing.offs, bias=biases[0], ragged=True))
     z = grouped_mm(y, down, routing.offs, bias=biases[1], ragged=True)
+    normed = getattr(self, "has_post_expert_norm", False)  # not every version has it
+    if taken and not normed and hidden_states.dtype == z.dtype:
+        return combined_rows(z, top_k_weights, routing)
     known = routing.places < routing.offs[-1]
     terms = torch.where(known[..., None], z[routing.places.long()], 0)  # (T, J, D)
-    if getattr(self, "has_post_expert_norm", False):  # not every version of transformers has it
+    if normed:
         terms = self.post_expert_norm(terms)
     return (terms * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)

@@ -18,6 +18,17 @@ def combine(z: Tensor, places: Tensor, offs: Tensor, out: Tensor, weights: Tenso
     run(Combine, config, [z, places, offs, out, *given])
 
 
+def combine_gradient(
+    dout: Tensor, z: Tensor, s: Tensor, tokens: Tensor, order: Tensor, offs: Tensor, dz: Tensor,
+    ds: Tensor,
+) -> None:  # fmt: skip
+    """dz and ds, of `combine`'s z and weights (the latter by entries, s), from the gradient of its
+    out."""
+    from cutex.kernels.mixture.combine_gradient import CombineGradient
+
+    run(CombineGradient, None, [dout, z, s, tokens, order, offs, dz, ds])
+
+
 def spread(x: Tensor, places: Tensor, offs: Tensor) -> Tensor:
     """Rows (R, D) of x (T, D): row places[t, j] is x[t]. Those of no group are left as they are."""
     from cutex.kernels.mixture.spread import Spread, SpreadConfig
