@@ -154,12 +154,17 @@ def test_sums_take_the_rows_of_their_group_alone(arch: str, name: str, order: st
     assert not out[1].any() and not out[4].any()
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("padded", "ends"), [(False, [3, 3, 9]), (True, [2, 5, 0]), (False, [9] * 40 + [-2])]
+)
 @pytest.mark.parametrize("whole", [False, True])
-def test_zeros_are_written_behind_the_groups_alone(whole: bool, padded: bool) -> None:
+def test_zeros_are_written_behind_the_groups_alone(
+    whole: bool, padded: bool, ends: list[int]
+) -> None:
+    """Also where the last end is too early, whose group is empty."""
     memory = torch.full((15, 24), 7.0, dtype=bf16)
     out = memory[:, :16] if whole else memory[:, 1:18]
-    edges = torch.tensor([2, 5, 0] if padded else [3, 3, 9], dtype=torch.int32)
+    edges = torch.tensor(ends, dtype=torch.int32)
     compiled = compile(Zeros(ZerosConfig(whole, padded)), "bf16", "sm_90a")
     assert not cutex.simulate(compiled, out, edges).findings
     want = torch.full((15, 24), 7.0, dtype=bf16)
@@ -403,7 +408,7 @@ def test_torch_compile_takes_it_as_a_whole() -> None:
 def test_the_tiles_that_are_chosen_fit(arch: str, groups: int) -> None:
     row, batch = OperandLayout(), OperandLayout(batched=True)
     most = choose.most_groups(groups)
-    for mean in (1, 64, 97, 200, 600, 4096):
+    for mean in (1, 64, 97, 200, 600, 1500, 4096):
         for n in (8, 65, 192, 2880, 7168):
             for fused, ragged in ((False, False), (True, False), (False, True), (True, True)):
                 tiles = choose.rows_tiles(arch, mean, (n, n), fused, most, ragged=ragged)

@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cutex.compile import Argument, Operand
 from cutex.schedulers.ragged import clamp
 
+WARP = 32
 THREADS = 256
 CTAS = 256  # at most, a row each at a time
 
@@ -62,7 +63,7 @@ class Zeros:
         cute.arch.griddepcontrol_wait()
         pitch = rows // groups
         if cutlass.const_expr(not self.config.padded):
-            first += clamp(edges[groups - 1], rows)
+            first += last_end(edges, rows)
         for row in cutlass.range(first, rows, step, unroll=1):
             if cutlass.const_expr(self.config.padded):
                 group = row // pitch
@@ -82,3 +83,13 @@ class Zeros:
         store = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=width * dtype.width)
         for v in cutlass.range(thread, cute.size(gRow, mode=[1]), THREADS, unroll=1):
             cute.copy(store, zeros, gRow[None, v])
+
+
+@cute.jit
+def last_end(edges: cute.Tensor, rows: Int32) -> Int32:
+    """Where the last group's rows end. The groups after one that ends too early, which no grouping
+    has, are empty (schedulers/ragged.py): the farthest end counts. A whole warp calls it."""
+    end = Int32(0)
+    for group in cutlass.range(cute.arch.lane_idx(), cute.size(edges), WARP, unroll=1):
+        end = cutlass.max(end, clamp(edges[group], rows))
+    return Int32(cute.arch.warp_reduction(end, lambda x, y: cutlass.max(x, y)))
