@@ -435,6 +435,17 @@ def test_few_rows_of_a_long_k_take_narrow_tiles_and_of_a_short_one_wide_ones() -
     assert choose.gathered_tiles(4, (4096, 28672), True).tile_n == 192
 
 
+def test_tiles_of_long_groups_share_matrices_only_where_groups_may_be_whole_pairs_of_them() -> None:
+    def sharers(mean: int, k: int, n: int) -> tuple[int, int]:
+        tiles = choose.rows_tiles("sm_90a", mean, (k, n), False)
+        assert isinstance(tiles, Sm90Config)
+        return tiles.cluster_m, tiles.cluster_n
+
+    assert [sharers(mean, 7168, 4096) for mean in (8192, 8191, 1024)] == [(2, 1), (1, 2), (1, 2)]
+    assert [sharers(mean, 4096, 28672) for mean in (4096, 1024)] == [(1, 2)] * 2
+    assert [sharers(mean, 2048, 2048) for mean in (256, 257)] == [(2, 1), (1, 1)]
+
+
 @pytest.mark.gpu
 def test_a_graph_is_replayed_with_other_groups() -> None:
     problem = GroupedProblem((100, 0, 300, 5), 264, 136, rest=95)

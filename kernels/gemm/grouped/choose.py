@@ -37,7 +37,9 @@ LOW_ROWS, LOW_WIDTHS = 64, {192: 1.0, 128: 1.01}
 # rounds of the latter below which they do, too (docs/facts/grouped.md#grouped-few-narrow); columns
 # from which on tiles of 64 rows have 192, where K is short (#grouped-decode-widths)
 FINE_ROWS, FINE_ROUNDS, WIDE_COLUMNS = 48, 1.5, 8192
-LONG_GROUPS = 1024  # rows from which on two warpgroups take turns, with short K whatever N
+# rows from which on two warpgroups take turns, with short K whatever N; and from which on, with a
+# long K, two tiles of rows share matrices (docs/facts/grouped.md#grouped-along-n)
+LONG_GROUPS, VERY_LONG_GROUPS = 1024, 4096
 MANY_COLUMNS = 40  # tiles of columns from which on one too many is less than what sharing saves
 FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 256x128
 # of a router's group in a tile, at most; in the mean, from which on groups are divided into equal
@@ -45,16 +47,15 @@ FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 
 LEVEL_ROWS, FEW_LEVEL, MANY_LEVEL = 192, 96, 20
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
-# fp8: rows of a group in the mean, below which 128 columns that two CTAs share are as fast as 192,
-# and from which on a tile may have 256 rows, with the time of a column then beside one of 192; that
-# of 128 columns, by whether rows are so few and how many CTAs share them
-# (docs/facts/grouped.md#grouped-fp8-widths, #grouped-fp8-192-again)
-FEW_BLOCKS, LONG_BLOCKS = 136, 1000
+# fp8: rows of a group in the mean from which on a tile may have 256 rows, with the time of a column
+# then beside one of 192; that of 128 columns, by how many CTAs share rows
+# (docs/facts/grouped.md#grouped-fp8-192-again, #grouped-fp8-half-empty)
+LONG_BLOCKS = 1000
 TALL_BLOCKS = 1.045
 ROUND = 4  # slots of 128x192
 NARROW_K, NARROW_WASTE = 7168, 1.02  # from which on narrow tiles pay
 PROMOTED_BLOCKS = 1.13  # the same of 128 columns where factors are the epilogue's
-SHORT_BLOCKS = {(True, 2): 0.98, (True, 1): 1.06, (False, 2): 1.06, (False, 1): 1.13}
+SHORT_BLOCKS = {2: 1.06, 1: 1.13}
 # widths of tiles, with the time of a column in each, relative to the widest
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
 TOGETHER = {256: 1.0, 192: 0.99, 128: 1.15, 64: 1.6}  # of 128 rows by two warpgroups
@@ -126,11 +127,13 @@ def rows_tiles(
         # NOTE: two tiles of rows, which share matrices, waste more where groups differ
         # (docs/facts/grouped.md#grouped-short-k-in-turn)
         in_turn = width(n, IN_TURN) == 192
-        in_pairs = mean_rows >= LONG_GROUPS or (n <= SHORT_K and mean_rows % MANY_ROWS == 0)
-        along_n = ragged or not in_pairs
+        along_n = ragged or n > SHORT_K or mean_rows % MANY_ROWS > 0
         tiles = _taken_in_turn(n, along_n) if in_turn else _together(n, TOGETHER)
     elif mean_rows >= LONG_GROUPS and n >= 208 and by_k and not fused:
-        tiles = _in_turn(208, cluster_m=2)
+        # NOTE: the same, but for groups so long that what is wasted is little, if any
+        along_n = ragged or mean_rows < VERY_LONG_GROUPS or mean_rows % MANY_ROWS > 0
+        sharers = {"cluster_n": _sharers(n, 208)} if along_n else {"cluster_m": 2}
+        tiles = replace(_in_turn(208), **sharers)
     elif mean_rows >= LONG_GROUPS and not by_k and width(n, IN_TURN) == 192:
         tiles = _in_turn(192, cluster_m=2)
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * arch_named(arch).num_sms:
@@ -202,7 +205,7 @@ def blocks_tiles(
     elif mean_rows < LONG_BLOCKS or n < 128:
         # NOTE: 256 rows waste more where a group ends, which 192 columns do not where N is long
         sharers = _sharers(n, 128)
-        tile_n = width(n, {192: 1.0, 128: SHORT_BLOCKS[mean_rows < FEW_BLOCKS, sharers]})
+        tile_n = width(n, {192: 1.0, 128: SHORT_BLOCKS[sharers]})
         tiles = RowBlocksConfig(tile_m=128, tile_n=tile_n, warpgroups=2)
         tiles = replace(tiles, cluster_n=sharers if tile_n == 128 else 1)
     elif (not fused or whole) and width(n, {192: 1.0, 128: TALL_BLOCKS}) == 192:
