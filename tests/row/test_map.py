@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from cutlass import Float32, cute
@@ -10,6 +12,7 @@ from row_calls import rows
 import cutex
 from cutex.ops.row import launches
 
+map_module = import_module("cutex.ops.row.map")  # not the function of that name
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
 
@@ -170,3 +173,12 @@ def test_a_number_of_the_dsl_is_what_a_function_gets(device, monkeypatch, tmp_pa
     seen = []
     cutex.map(lambda a: seen.append(type(a)) or a, rows(device, (3,)))
     assert seen and all(issubclass(kind, Float32) for kind in seen)
+
+
+def test_dimensions_are_merged_while_32_bits_count_them():
+    x = torch.empty((1 << 20, 4096), device="meta")
+    assert map_module._merged([x], x.shape) == [(1 << 20, (4096,)), (4096, (1,))]
+    assert map_module._merged([x[:1000]], (1000, 4096)) == [(4_096_000, (1,))]
+    long = torch.empty(1, dtype=torch.bfloat16).expand(1 << 31)
+    with cutex.ops.simulated("sm_90a"), pytest.raises(ValueError, match="at most 2147483647"):
+        cutex.map(twice, long)

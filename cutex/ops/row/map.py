@@ -18,7 +18,7 @@ from cutex.ops.row.operators import define
 from cutex.ops.row.rows import DTYPES, VECTOR, arch_of, check, dtype_of
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-MOST = 2**31  # vectors of a launch
+MOST = 2**31  # vectors of a launch; elements of a dimension are fewer
 
 
 def map(fn: Callable[..., Any], *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -90,6 +90,8 @@ def _plan(function: UserFunction, dtype: torch.dtype, tensors: Sequence[Tensor])
     if 0 in shape:
         return lambda *given: torch.empty(lying, dtype=dtype, device=given[0].device).permute(back)
     merged = _merged([x.expand(shape).permute(order) for x in tensors], lying)
+    if (longest := max(n for n, _ in merged)) >= MOST:
+        raise ValueError(f"a dimension has {longest} elements: at most {MOST - 1}")
     launch = Launch(tensors[0].device)
     sizes, given = tuple(n for n, _ in merged), []
     for i, x in enumerate(tensors):
@@ -138,7 +140,8 @@ def _merged(tensors: Sequence[Tensor], shape: Sequence[int]) -> list[tuple[int, 
         strides = tuple(x.stride(d) for x in tensors)
         if size == 1:
             continue
-        if found and all(a == b * size for a, b in zip(found[-1][1], strides, strict=True)):
+        lies = found and all(a == b * size for a, b in zip(found[-1][1], strides, strict=True))
+        if lies and found[-1][0] * size < MOST:  # which 32 bits count
             found[-1] = found[-1][0] * size, strides
         else:
             found.append((size, strides))
