@@ -70,6 +70,11 @@ DENSE_SOFTMAX = 20, {8: 4_096, 4: 2_000}
 DENSE_ALIGNED = {8: 8193}  # and from so many columns on those that begin with vectors, too
 DENSE_CTA = 512  # threads of a row at most
 DENSE_MEET = 4  # lanes of a warp that read one bank at one time, at most
+# rows of few columns (docs/facts/rows.md#rows-few-columns), of losses and softmax, aligned or not:
+# the columns by the elements of a vector; bytes of a CTA's run, and turns of its threads, at most
+DENSE_FEW_LOSSES = {8: 56, 4: 14}
+DENSE_FEW_SOFTMAX = {8: 30, 4: 7}
+DENSE_RUN, DENSE_TURNS = 20 << 10, 8
 
 
 class TooLong(CutexError):
@@ -191,46 +196,73 @@ def vectors_of(n: int, tile: RowTile) -> tuple[int, int, int]:
 
 
 class DenseRows(NamedTuple):
-    """How several dense rows are processed as one run of memory: see DenseRowsConfig."""
+    """How several dense rows are processed as one run of memory: see DenseLossesConfig."""
 
     tile: RowTile
     words: int
+    turns: int = 1
+    apart: bool = False
 
 
 def dense_losses(m: int, n: int, widest: int, aligned: bool) -> DenseRows | None:
     """How losses of `m` dense rows of `n` elements take several as one run of memory; widest: the
     elements of 16 bytes, 0 where rows are not dense; aligned: rows start with vectors. None where
     other ways are quicker."""
-    if aligned and n < DENSE_ALIGNED.get(widest, n + 1):
+    few = _are_few(n, widest, DENSE_FEW_LOSSES)
+    if aligned and not few and n < DENSE_ALIGNED.get(widest, n + 1):
         return None
-    return _dense_rows(m, n, widest, *DENSE_LOSSES)
+    return _dense_rows(m, n, widest, *DENSE_LOSSES, few)
 
 
-def dense_softmax(m: int, n: int, widest: int) -> DenseRows | None:
-    """The same of softmax of rows that start anywhere."""
-    return _dense_rows(m, n, widest, *DENSE_SOFTMAX)
+def dense_softmax(m: int, n: int, widest: int, aligned: bool) -> DenseRows | None:
+    """The same of softmax."""
+    few = _are_few(n, widest, DENSE_FEW_SOFTMAX)
+    return None if aligned and not few else _dense_rows(m, n, widest, *DENSE_SOFTMAX, few)
 
 
-def _dense_rows(m: int, n: int, widest: int, each: int, most: dict[int, int]) -> DenseRows | None:
-    """The same with at most `each` words of a thread, for rows of at most so many columns."""
+def _are_few(n: int, widest: int, most: dict[int, int]) -> bool:
+    """Whether a thread should have rows of `n` columns alone: the lanes of a warp, each at a row,
+    wait for each other where these begin in few banks of smem."""
+    meet = _meeting(n, widest // 4, dense_rows(n, widest, 1)) if n <= most.get(widest, 0) else WARP
+    return meet <= DENSE_MEET or (meet <= 2 * DENSE_MEET and n * 16 // widest <= WARP)
+
+
+def _dense_rows(
+    m: int, n: int, widest: int, each: int, most: dict[int, int], few: bool
+) -> DenseRows | None:
+    """The same with at most `each` words of a thread, for rows of at most so many columns; of `few`
+    columns a thread has rows alone, in turn."""
     if m * n < DENSE_LEAST or not 1 < n <= most.get(widest, 0):
         return None
+    if few:
+        return dense_rows(n, widest, 1, turns=DENSE_TURNS)
     per = widest // 4  # elements of a word
     threads = power(-(-(n + per - 1) // (per * each)), 2, DENSE_CTA)
-    while _meeting(n, per, threads) > DENSE_MEET:
+    while True:
+        ways = [dense_rows(n, widest, threads, apart) for apart in (False, threads < WARP)]
+        found = min(ways, key=lambda by: _meeting(n, per, by))  # the first, if they are alike
+        if _meeting(n, per, found) <= DENSE_MEET:
+            return found
         threads *= 2
+
+
+def dense_rows(n: int, widest: int, threads: int, apart: bool = False, turns: int = 1) -> DenseRows:
+    """How dense rows of `n` elements are shared by so many threads each, which have at most so many
+    rows in turn."""
     rows = max(1, CTA // threads)
-    vectors = -(-(rows * n + widest - 1) // (rows * threads * widest))
+    turns = max(1, min(turns, DENSE_RUN // (rows * n * 16 // widest)))
+    vectors = -(-(rows * turns * n + widest - 1) // (rows * threads * widest))
     tile = RowTile(rows, threads, 1, vectors, widest, False)
-    return DenseRows(tile, words_of(n, tile))
+    return DenseRows(tile, words_of(n, tile), turns, apart)
 
 
-def _meeting(n: int, per: int, threads: int) -> int:
+def _meeting(n: int, per: int, by: DenseRows) -> int:
     """The lanes of a warp that read one bank of smem at one time, of rows of `n` elements one after
-    another, `per` of a word, each read by so many threads."""
-    banks = [0] * WARP
+    another, `per` of a word."""
+    banks, threads = [0] * WARP, by.tile.threads
+    each = by.tile.num_threads // WARP * by.turns if by.apart else 1
     for lane in range(WARP):
-        banks[(lane // threads * n // per + lane % threads) % WARP] += 1
+        banks[(lane // threads * each * n // per + lane % threads) % WARP] += 1
     return max(banks)
 
 

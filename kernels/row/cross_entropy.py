@@ -88,15 +88,20 @@ class CrossEntropy(RowKernel):
     @cute.jit
     def __call__(self, mX, mTarget, mLse, mLosses, *rest) -> None:
         *totals, s, z, ignored, stream = rest
-        c = self.config
-        # NOTE: tracing a kernel puts its own values into a tuple that it is given
-        last = (*totals,) if c.reduced and c.adds == LAST else None
-        how = launch_of(c.tile, mX, stream)
-        if cutlass.const_expr(c.walks and not c.tile.aligned):
-            # NOTE: a few registers less let one CTA more run
-            how["min_blocks_per_mp"] = RESIDENT // c.tile.num_threads
-            how["preferred_smem_carveout"] = 10  # percent; else the DSL asks a GPU
+        how = self.how(mX, stream)
+        last = self.last_of(totals)
         self.by_rows(mX, mTarget, mLse, mLosses, last, s, z, ignored).launch(**how)
+        self.add_up(mLosses, mTarget, totals, ignored, stream)
+
+    def last_of(self, totals: list) -> tuple | None:
+        """What the CTA of rows that ends last adds up to, if it does."""
+        # NOTE: tracing a kernel puts its own values into a tuple that it is given
+        return (*totals,) if self.config.reduced and self.config.adds == LAST else None
+
+    @cute.jit
+    def add_up(self, mLosses, mTarget, totals, ignored, stream) -> None:
+        """The launches that add up losses, if any."""
+        c = self.config
         if cutlass.const_expr(c.reduced and c.adds == SHARED):
             mLoss, mCount, mParts = totals
             self.parts(mLosses, mTarget, mParts, ignored).launch(
@@ -109,6 +114,16 @@ class CrossEntropy(RowKernel):
             self.total(mLosses, mTarget, *totals, ignored).launch(
                 grid=(1, 1, 1), block=(TOTAL_THREADS, 1, 1), stream=stream
             )
+
+    def how(self, mX: cute.Tensor, stream: Any) -> dict[str, Any]:
+        """The launch arguments of `by_rows`."""
+        c = self.config
+        how = launch_of(c.tile, mX, stream)
+        if c.walks and not c.tile.aligned:
+            # NOTE: a few registers less let one CTA more run
+            how["min_blocks_per_mp"] = RESIDENT // c.tile.num_threads
+            how["preferred_smem_carveout"] = 10  # percent; else the DSL asks a GPU
+        return how
 
     @cute.kernel
     def by_rows(self, mX, mTarget, mLse, mLosses, totals, s, z, ignored) -> None:

@@ -11,9 +11,11 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument
 from cutex.device.row import in_smem
 from cutex.device.row.columns import Columns
+from cutex.device.row.reduction import RowReduction
 from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
 from cutex.device.row.words import Words
-from cutex.kernels.row.kernel import RowKernel, launch_of, matrix, reductions
+from cutex.kernels.row.dense import place
+from cutex.kernels.row.kernel import RowKernel, matrix, reductions
 from cutex.kernels.row.moments import folded, plus
 from cutex.kernels.row.norm_dense import run
 from cutex.kernels.row.softmax import above, combined, exp, exponentials_by_fma, largest
@@ -25,11 +27,13 @@ class DenseRowsConfig:
     those of all rows of a CTA.
 
     words: the 32-bit words per thread of a row; the first and last word are partly the neighbouring
-    rows'.
+    rows'. turns: the rows of a CTA's threads, one after another. apart: see `place`.
     """
 
     tile: RowTile
     words: int
+    turns: int = 1
+    apart: bool = False
 
 
 class SoftmaxDense(RowKernel):
@@ -43,7 +47,11 @@ class SoftmaxDense(RowKernel):
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mY: cute.Tensor, stream) -> None:
-        self.kernel(mX, mY).launch(**launch_of(self.tile, mX, stream))
+        rows = self.tile.rows * self.config.turns
+        blocks = cute.ceil_div(cute.size(mX, mode=[0]), rows)
+        self.kernel(mX, mY).launch(
+            grid=(blocks, 1, 1), block=(self.tile.num_threads, 1, 1), stream=stream
+        )
 
     @property
     def chunk(self) -> RowTile:
@@ -53,40 +61,56 @@ class SoftmaxDense(RowKernel):
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor) -> None:
         c, tile, chunk = self.config, self.tile, self.chunk
-        (reduction,) = reductions(tile, 2)
+        (reduction,) = reductions(tile, 2, repeated=c.turns > 1)
         slots = cute.make_layout(chunk.threads * chunk.vectors * chunk.width)
         sX = SmemAllocator().allocate_tensor(mX.element_type, slots, VECTOR_BYTES)
-        first = Int32(cute.arch.block_idx()[0] * tile.rows)
+        first = Int32(cute.arch.block_idx()[0] * (tile.rows * c.turns))
         rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
-        count = cutlass.min(rows - first, tile.rows)
+        count = cutlass.min(rows - first, tile.rows * c.turns)
         gX, gY = (run(m, first, count) for m in (mX, mY))
         columns = Columns.of(chunk, gX)
         between = (first > 0) & (first + count < rows) & (n >= chunk.width)
         in_smem.fetch(columns, gX, sX, between)
-        own = Int32(cute.arch.thread_idx()[0] // tile.threads)
-        row = cutlass.min(own, count - 1)  # past the last row that one again
-        begin = Int32(cute.arch.thread_idx()[0] * chunk.width) - columns.first + row * n
+        own = [place(tile, c.turns, c.apart, turn) for turn in range(c.turns)]
+        # past the last row that one again
+        starts = [self.begin(columns, cutlass.min(row, count - 1), n) for row in own]
         per = 32 // mX.element_type.width
-        words = Words(tile.threads, c.words, per, begin % per, n)
+        words = [Words(tile.threads, c.words, per, begin % per, n) for begin in starts]
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        rX = scores(words, sX, begin)
-        own_top = largest(rX)
-        e, rest = exponentials_by_fma(words.elements(rX), own_top)
-        top, total = combined(reduction, (own_top, folded(e, plus) * rest))
-        factor = exp(own_top - above(top)) * rest * cute.arch.rcp_approx(total)
-        rE = cute.make_rmem_tensor(len(e), Float32)
-        for i in cutlass.range_constexpr(len(e)):
-            rE[i] = e[i] * factor
-        rY = cute.make_rmem_tensor(len(e), mX.element_type)
-        rY.store(rE.load().to(mX.element_type))
+        found = [
+            self.of_row(reduction, words[turn], sX, starts[turn], turn) for turn in range(c.turns)
+        ]
         # a word that two rows share is read by both: nobody stores before all have read
         if cutlass.const_expr(tile.threads <= WARP):  # else they have met to combine their sums
             cute.arch.sync_threads()
-        if own < count:
-            words.store(rY, sX, begin)
+        for turn in cutlass.range_constexpr(c.turns):
+            if own[turn] < count:
+                words[turn].store(found[turn], sX, starts[turn])
         cute.arch.sync_threads()
         in_smem.store(columns, sX, gY)
+
+    def begin(self, columns: Columns, row: Int32, n: Int32) -> Int32:
+        """The first element in sX of a row of the CTA's."""
+        chunk = columns.tile
+        return Int32(cute.arch.thread_idx()[0] * chunk.width) - columns.first + row * n
+
+    def of_row(
+        self, reduction: RowReduction, words: Words, sX: cute.Tensor, begin: Int32, turn: int
+    ) -> cute.Tensor:
+        """This thread's results of the row at sX[begin]."""
+        rX = scores(words, sX, begin)
+        own_top = largest(rX)
+        e, rest = exponentials_by_fma(words.elements(rX), own_top)
+        values = own_top, folded(e, plus) * rest
+        top, total = combined(reduction, values, turn, self.config.turns)
+        factor = exp(own_top - above(top)) * rest * cute.arch.rcp_approx(total)
+        rE = cute.make_rmem_tensor(len(e), Float32)
+        for i in range(len(e)):
+            rE[i] = e[i] * factor
+        rY = cute.make_rmem_tensor(len(e), sX.element_type)
+        rY.store(rE.load().to(sX.element_type))
+        return rY
 
 
 def scores(words: Words, sX: cute.Tensor, begin: Int32) -> cute.Tensor:

@@ -24,12 +24,19 @@ HOW = {  # threads of a row, rows of a CTA; columns
     "whole vectors": ((8, 8), 64),
     "a CTA": ((512, 1), 20_001),
 }
+TURNS = {  # threads of a row, rows of a CTA at one time; columns; turns, whether rows are apart
+    "rows of a thread": ((1, 64), 7, 4, False),
+    "pairs": ((1, 32), 2, 3, False),
+    "whole vectors": ((1, 64), 24, 1, False),
+    "rows apart": ((4, 16), 129, 2, True),
+    "two threads, apart": ((2, 64), 33, 1, True),
+}
 
 
-def tile_of(how, n, dtype) -> tuple[RowTile, int]:
+def tile_of(how, n, dtype, turns=1) -> tuple[RowTile, int]:
     """The tile of all rows of a CTA, and the words of a thread."""
     (threads, many), width = how, 16 // dtype.itemsize
-    vectors = -(-(many * n + width - 1) // (many * threads * width))
+    vectors = -(-(many * turns * n + width - 1) // (many * threads * width))
     per = width // 4
     return RowTile(many, threads, 1, vectors, width, False), -(-(n + per - 1) // (threads * per))
 
@@ -49,13 +56,13 @@ def logits(m, n, first, dtype, device) -> torch.Tensor:
     return x
 
 
-def losses_of(device, kernel, x, smoothing=0.0) -> None:
+def losses_of(device, kernel, x, smoothing=0.0, given=(), last=()) -> None:
     """Check a kernel's losses of x."""
     m, n = x.shape
     target = (torch.arange(m, device=device) * 7 + n - 1) % n
     target[2], target[4 % m] = -100, n
     lse, losses = torch.full((2, m), torch.nan, device=device)
-    launched(kernel, device, x, target, lse, losses, smoothing, 0.0, -100)
+    launched(kernel, device, x, target, lse, losses, *given, smoothing, 0.0, -100, *last)
     right = torch.ones(m, dtype=torch.bool, device=device)
     right[::3], right[4 % m], right[0] = False, False, True
     options = {"reduction": "none", "label_smoothing": smoothing}
@@ -80,6 +87,31 @@ def test_losses_of_dense_rows(device, how, m, apart, smoothing, dtype):
     losses_of(device, kernel, logits(m, how[1], apart, dtype, device), smoothing)
 
 
+@pytest.mark.sweep(200)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize("m", [597, 5])
+@pytest.mark.parametrize("apart", [3, 0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_dense_rows_in_turns(device, how, m, apart, smoothing, dtype):
+    threads, n, turns, spread = how
+    tile, words = tile_of(threads, n, dtype, turns)
+    config = DenseLossesConfig(tile, smoothing > 0, "int64", words=words, turns=turns, apart=spread)
+    kernel = compile(CrossEntropyDense(config), NAMES[dtype], "sm_90a")
+    losses_of(device, kernel, logits(m, n, apart, dtype, device), smoothing)
+
+
+@pytest.mark.parametrize("n", [7, 33, 129])
+def test_rows_apart_are_all_rows(n):
+    # of each CTA, every row is of one thread, or of neighbours
+    for threads, rows_, turns in ((1, 64, 4), (2, 64, 2), (4, 32, 2), (4, 64, 1)):
+        num = threads * rows_
+        each = num // 32 * turns
+        own = [t % 32 // threads * each + t // 32 * turns + turn
+               for turn in range(turns) for t in range(0, num, threads)]  # fmt: skip
+        assert sorted(own) == [*range(rows_ * turns)]
+
+
 @pytest.mark.sweep(1000)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
@@ -88,8 +120,26 @@ def test_losses_of_dense_rows(device, how, m, apart, smoothing, dtype):
 def test_softmax_of_dense_rows(device, how, m, apart, dtype):
     n, (tile, words) = how[1], tile_of(*how, dtype)
     x, y = logits(m, n, apart, dtype, device), dense(m, n, apart, dtype, device)
-    kernel = compile(SoftmaxDense(DenseRowsConfig(tile, words)), NAMES[dtype], "sm_90a")
+    spread = tile.threads <= 32 and m > 3
+    config = DenseRowsConfig(tile, words, 1, spread)
+    kernel = compile(SoftmaxDense(config), NAMES[dtype], "sm_90a")
     launched(kernel, device, x, y)
+    wanted = x.double().softmax(1)
+    assert torch.equal(y.isnan(), wanted.isnan())
+    near(y.nan_to_num(), wanted.nan_to_num(), dtype)
+
+
+@pytest.mark.sweep(60)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize("m", [597, 5])
+@pytest.mark.parametrize("apart", [3, 0])
+def test_softmax_of_dense_rows_in_turns(device, how, m, apart, dtype):
+    threads, n, turns, spread = how
+    tile, words = tile_of(threads, n, dtype, turns)
+    x, y = logits(m, n, apart, dtype, device), dense(m, n, apart, dtype, device)
+    config = DenseRowsConfig(tile, words, turns, spread)
+    launched(compile(SoftmaxDense(config), NAMES[dtype], "sm_90a"), device, x, y)
     wanted = x.double().softmax(1)
     assert torch.equal(y.isnan(), wanted.isnan())
     near(y.nan_to_num(), wanted.nan_to_num(), dtype)

@@ -143,7 +143,7 @@ def _kernel_of(
         tile = dense.tile
     given = tile, smoothed, target, reduction, walks, _who_adds(m, tile.num_threads)
     if dense is not None:
-        return CrossEntropyDense, DenseLossesConfig(*given, dense.words)
+        return CrossEntropyDense, DenseLossesConfig(*given, *dense[1:])
     return CrossEntropy, CrossEntropyConfig(*given)
 
 

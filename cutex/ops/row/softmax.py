@@ -113,10 +113,11 @@ def _plan(_: Any, x: Tensor) -> Run:
     tile = few_of(rows, (), arch) or choose.softmax(*given)
     if not runs(Softmax, tile, rows[0], arch):
         tile = choose.softmax(*given, largest=choose.CLUSTER)
+    dense = choose.dense_softmax(m, n, dense_of(rows), tile.aligned)
     widest = 0 if tile.aligned else dense_of(rows)
-    dense = choose.dense_softmax(m, n, widest)
     if dense is not None:
-        return launch.run((SoftmaxDense, DenseRowsConfig(*dense), arch), ("x", "y"), (), ("y",))
+        several = DenseRowsConfig(*dense)
+        return launch.run((SoftmaxDense, several, arch), ("x", "y"), (), ("y",))
     for largest in (choose.LARGE_CLUSTER, choose.CLUSTER) if widest else ():
         by = choose.bulk_rows(m, n, widest, kernels_of(arch), largest=largest)
         if by is None:
