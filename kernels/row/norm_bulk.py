@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
 from cutex.device.pipeline import publish_barriers
@@ -91,13 +91,27 @@ class NormBulk(Norm):
             raise ValueError("rows by bulk copies are plain, and may begin anywhere")
         if tile.rows > 1 and (tile.rows % 2 or tile.ctas > 1 or config.vector):
             raise ValueError("a CTA has a part of a row, one row, or an even number of them")
-        if config.ahead not in ((1, 2) if config.relays else (int(tile.ctas > 1),)):
-            raise ValueError(
-                f"ahead={config.ahead}: one turn of a cluster's rows, or two if relayed"
-            )
+        if reason := self.why_not_ahead():
+            raise ValueError(f"ahead={config.ahead}: {reason}")
         least = LEAST_STAGES + config.ahead
         if config.stages < least:
             raise ValueError(f"stages={config.stages} must be at least {least}")
+
+    @property
+    def sharers(self) -> int:
+        """The CTAs that share a row."""
+        return self.tile.ctas
+
+    @property
+    def open_words(self) -> int:
+        """Of a thread's words, the last ones that may lie past the row's end."""
+        return 1 + (self.sharers > 1)
+
+    def why_not_ahead(self) -> str | None:
+        """Why rows cannot be started so many turns before they are finished; None if they can."""
+        known = (1, 2) if self.config.relays else (int(self.tile.ctas > 1),)
+        told = "one turn of a cluster's rows, or two if relayed"
+        return None if self.config.ahead in known else told
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         made = (*super().operands(dtype), Scalar("groups", "int32"))
@@ -128,6 +142,15 @@ class NormBulk(Norm):
         ring = BulkRing.allocate(mX.element_type, words * 32 // mX.element_type.width, c.stages)
         publish_barriers((ring.full,))
         order = self.order(mX, Int32(cute.arch.block_idx()[0]) // tile.ctas, groups)
+        self.all_turns((mX, mY), order, ring, sums, eps, optional)
+
+    @cute.jit
+    def all_turns(
+        self, matrices: tuple[cute.Tensor, cute.Tensor], order: Order, ring: BulkRing, sums: Sums,
+        eps: Float32, optional: dict[str, cute.Tensor],
+    ) -> None:  # fmt: skip
+        """Process this group's rows."""
+        c, (mX, mY) = self.config, matrices
         for turn in cutlass.range_constexpr(c.stages - 1):
             self.fetch(mX, order, ring, turn)
         if cutlass.const_expr(c.halves):
@@ -151,7 +174,7 @@ class NormBulk(Norm):
         for turn in cutlass.range_constexpr(c.ahead):
             self.start(mX, order, ring, norm, (begin + turn, end))
         if cutlass.const_expr(c.ahead > 0):
-            cute.arch.sync_threads()
+            self.sync()
         for turn in cutlass.range_constexpr(c.ahead * c.relays):
             self.relay(norm, Int32(begin + turn), end)
         for turn in cutlass.range(begin, end, unroll=1):
@@ -162,7 +185,7 @@ class NormBulk(Norm):
                 ring.wait(turn)
             self.rows((mX, mY), chunk, ring[turn], norm, (turn, order.turns), eps, optional)
             cute.arch.fence_view_async_shared()
-            cute.arch.sync_threads()
+            self.sync()
             # NOTE: other warps would only find where a row lies
             # (docs/facts/rows.md#rows-norm-instructions)
             if cute.arch.warp_idx() == 0:
@@ -194,13 +217,15 @@ class NormBulk(Norm):
         c, tile, first = self.config, self.tile, self.run(mX, chunk)
         n, per = Int32(cute.size(mX, mode=[1])), 32 // mX.element_type.width
         lead = (first.lead + self.own() * n) & (per - 1)
-        parts = tile.ctas > 1
+        parts = self.sharers > 1
         columns = Int32(cute.size(first.gX)) if parts else n
         if c.vector:
             how = Int32(0), columns, c.open, True, c.vector
             words: Words = VectorWords(tile.threads, c.words, per, *how)
         else:
-            words = Words(tile.threads, c.words, per, lead, columns, 1 + parts, tile.rows == 1)
+            words = Words(
+                tile.threads, c.words, per, lead, columns, self.open_words, tile.rows == 1
+            )
         column = self.column(n)
         vectors = {name: cute.domain_offset((column,), optional[name]) for name in c.vectors}
         return NormByWords.of(c, words, vectors, sums, n, columns if c.relays else None)
@@ -240,12 +265,12 @@ class NormBulk(Norm):
         own, begin = self.own(), self.begin(mX, chunk)
         row = chunk * self.tile.rows + own
         # a CTA with one row at a time has no turn without one
-        exists = row < rows if self.tile.rows > 1 else cutlass.Boolean(True)
+        exists = row < rows if self.tile.rows > 1 else Boolean(True)
         if cutlass.const_expr(self.config.ahead > 0):
             mean, rstd = norm.finish(slot, begin, eps, *turn)
         else:
             mean, rstd = norm(slot, begin + own * n, exists, eps, *turn)
-        if exists:
+        if exists & self.tells():
             columns = Columns(self.tile, n, Int32(0))
             found = Normed(ThisRow(row, rows), columns, None, None, mean, rstd)
             self.store_rest(found, optional)
@@ -262,13 +287,22 @@ class NormBulk(Norm):
 
     def column(self, n: Int32) -> Int32:
         """The first column of this CTA's part of a row of n."""
-        return self.part(n) * self.rank() if self.tile.ctas > 1 else Int32(0)
+        return self.part(n) * self.rank() if self.sharers > 1 else Int32(0)
 
     def part(self, n: Int32) -> Int32:
         """The columns of each CTA's part of a row of n, except the last: a multiple of 8."""
-        return cute.ceil_div(cute.ceil_div(n, self.tile.ctas), 8) * 8
+        return cute.ceil_div(cute.ceil_div(n, self.sharers), 8) * 8
+
+    def tells(self) -> Boolean:
+        """Whether this CTA stores the moments of its rows; of a cluster the first alone does."""
+        return Boolean(True)
+
+    def sync(self) -> None:
+        """A barrier of all threads that have parts of rows."""
+        cute.arch.sync_threads()
 
     def rank(self) -> Int32:
+        """This CTA's number among those that share its rows."""
         return Int32(cute.arch.block_idx_in_cluster())
 
     def begin(self, mX: cute.Tensor, chunk: Int32) -> Int32:
@@ -282,7 +316,7 @@ class NormBulk(Norm):
         c, most = self.config, self.tile.rows
         rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
         row, column = chunk * most, self.column(n)
-        if self.tile.ctas > 1:
+        if self.sharers > 1:
             count = cutlass.min(self.part(n), n - column)
         else:
             count = cutlass.min(rows - row, most) * n

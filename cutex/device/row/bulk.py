@@ -70,12 +70,14 @@ class Run:
                 slot[i] = self.gX[i - self.lead]
         self.copy(slot, full, first, last)
 
+    @cute.jit
     def copy(self, slot: cute.Tensor, full: cute.Pointer, first: Int32, last: Int32) -> None:
-        """Start the bulk copy of elements `first` to `last` of a slot."""
+        """Start the bulk copy of elements `first` to `last` of a slot, if there are any."""
         num_bytes = (last - first) * (COPY_BYTES // self.width)
         cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
-        to = slot.iterator + first
-        load_bulk(to, self.gX.iterator + (first - self.lead), num_bytes, full)
+        if num_bytes > 0:
+            to = slot.iterator + first
+            load_bulk(to, self.gX.iterator + (first - self.lead), num_bytes, full)
 
     def send(self, slot: cute.Tensor) -> None:
         """Start the copy from a slot to this run, in the bulk group that this thread commits next.

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cutex.device.row.tile import RowTile
     from cutex.kernels.row.norm import Norm, NormConfig
     from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
+    from cutex.kernels.row.norm_by_groups import GroupsConfig
 
 GROUPS = 3  # CTAs of an SM that have room for rows on their way
 MOST_GROUPS = 8
@@ -89,6 +90,7 @@ def _plan(
     from cutex.kernels.row import choose, choose_norm
     from cutex.kernels.row.norm import NormConfig
     from cutex.kernels.row.norm_bulk import BulkConfig
+    from cutex.kernels.row.norm_by_groups import GroupsConfig
     from cutex.kernels.row.norm_by_tickets import TicketsConfig
     from cutex.kernels.row.norm_resident import ResidentConfig
 
@@ -125,9 +127,14 @@ def _plan(
     )  # fmt: skip
     kind, config = kernel_of(config, rows[0], arch)
     constants: tuple[float | int, ...] = (eps,)
-    if isinstance(config, BulkConfig | ResidentConfig):
-        constants += (bulk_groups(kind, config, rows[0], arch),)
     order = ["x", "y", *config.optional]
+    if isinstance(config, GroupsConfig):
+        groups = groups_at_once(config, rows[0], arch)
+        constants += (groups,)
+        launch.keeps("words", config.words_of(groups))
+        order.append("words")
+    elif isinstance(config, BulkConfig | ResidentConfig):
+        constants += (bulk_groups(kind, config, rows[0], arch),)
     if isinstance(config, TicketsConfig):
         launch.keeps("drawn", 2)
         order.append("drawn")
@@ -144,6 +151,7 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
     from cutex.kernels.row.norm import Norm
     from cutex.kernels.row.norm_bulk import BulkConfig, NormBulk
     from cutex.kernels.row.norm_by_element import ByElementConfig, NormByElement
+    from cutex.kernels.row.norm_by_groups import NormByGroups
     from cutex.kernels.row.norm_by_tickets import NormByTickets, TicketsConfig
     from cutex.kernels.row.norm_dense import DenseConfig, NormDense
     from cutex.kernels.row.norm_resident import NormResident, ResidentConfig
@@ -152,6 +160,8 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
     (m, n), centred = x.shape, config.centred
     dense = config.is_plain and (x.stride(0) == n or m == 1)
     widest = config.tile.width * x.element_size() == VECTOR
+    if dense and widest and (shared := _by_groups(config, x, arch)) is not None:
+        return NormByGroups, shared
     if config.is_plain and widest:
         here = choose_norm.resident(m, n, config.tile, centred, kernels_of(arch), dense=dense)
         if here is not None:
@@ -178,6 +188,32 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
         return NormStaged, config
     few = config.may_be_few and m * n <= min(choose.FEW, choose_norm.FEW_ONCE[config.tile.ctas > 1])
     return Norm, replace(config, few=few)
+
+
+def _by_groups(config: NormConfig, x: Tensor, arch: str) -> GroupsConfig | None:
+    """How groups of CTAs share the rows of x (M, N), if they do: all of them are resident."""
+    from cutex.kernels.row import choose_groups
+    from cutex.kernels.row.norm_by_groups import GroupsConfig, NormByGroups
+
+    (m, n), tile, of = x.shape, config.tile, kernels_of(arch)
+    given = m, n, tile.width, tile.aligned, config.centred, sms_of(x.device, arch), of
+    found = choose_groups.by_groups(*given)
+    if found is None:
+        return None
+    made = GroupsConfig(**{**vars(config), **found._asdict()})
+    compiled = kernel_for(NormByGroups, made, dtype_of(x), arch)
+    at_once = clusters_at_once(compiled, made.num_threads, 1, x.device)
+    ctas = made.sharers * groups_at_once(made, x, arch)
+    return made if at_once is None or at_once >= ctas else None
+
+
+def groups_at_once(config: GroupsConfig, x: Tensor, arch: str) -> int:
+    """The groups of CTAs that share the rows of x (M, N)."""
+    from cutex.kernels.row import choose_groups
+
+    m, n = x.shape
+    ctas = config.resident * sms_of(x.device, arch)
+    return choose_groups.count_of(m, n, config.tile.width, ctas, config.sharers)
 
 
 def _nothing(
