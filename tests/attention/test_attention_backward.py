@@ -274,9 +274,16 @@ def test_few_tiles_are_cut(sizes):
     assert (c.head_dim, c.spread) == CUT[sizes]
 
 
-# head dims, heads, heads of K and V, what else: the parts that query heads are divided into
+# head dims, heads, heads of K and V, what else: the parts that tiles of keys are divided into, and
+# in how many ranges of queries
 DIVIDED = {
     ((128, 128), 8, 1, "packed"): 8,
+    ((128, 128), 7, 1, "packed"): 7,
+    ((128, 128), 1, 1, "packed"): (6, 6),
+    ((128, 128), 1, 1, "one order"): 1,
+    ((64, 64), 2, 2, "packed"): (3, 3),
+    ((192, 192), 3, 1, ""): (4, 4),
+    ((256, 256), 1, 1, ""): (3, 3),
     ((128, 128), 8, 2, "window"): 2,
     ((64, 64), 8, 1, "window"): 4,
     ((128, 128), 8, 8, "packed"): 1,
@@ -291,7 +298,7 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("of", DIVIDED, ids=str)
-def test_heads_that_share_keys_are_divided_where_tiles_are_few(of):
+def test_work_is_divided_where_tiles_are_few(of):
     dims, heads, heads_kv, what = of
     memory, rows = torch.empty(1, dtype=torch.bfloat16), 4096
     start = (rows,) if what == "packed" else (4 if what == "batch of 4" else 1, rows)
@@ -307,8 +314,9 @@ def test_heads_that_share_keys_are_divided_where_tiles_are_few(of):
     with cutex.ops.simulated("sm_90a"):
         call = AttentionCall(q, k, v, deterministic=what == "one order", **more)
         c = own_backward.config_for(call, dlse=False)
-    parts = own_backward.parts_of_heads(call, c) if c.head_parts else 1
-    assert (c.head_dim, parts, c.why_not()) == (dims[0], DIVIDED[of], None)
+    parts = own_backward.parts_of(call, c) if c.head_parts else own_backward.Parts()
+    found = (parts.count, parts.ranges) if parts.ranges > 1 else parts.count
+    assert (c.head_dim, found, c.why_not()) == (dims[0], DIVIDED[of], None)
 
 
 @pytest.mark.parametrize("lengths", [None, (7, 0, 64, 65, 200, 1, 1, 128)])

@@ -1,4 +1,4 @@
-"""Query heads that share keys, divided among CTAs: right, and a fault is found."""
+"""The work of a head of K and V, divided among CTAs: right, and a fault is found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from test_attention_backward_mutations import (
 from cutex.device.kept_sums import KeptSums
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
-from cutex.kernels.attention.backward.tiles import HeadParts
+from cutex.kernels.attention.backward.tiles import HeadParts, Tile
 from cutex.kernels.attention.spec import HEAD_DIMS
 
 
@@ -52,6 +52,43 @@ def test_heads_that_are_divided_are_right(name):
     if config.window[0]:
         case = replace(case, window=(150, None))
     assert config.why_not() is None and wrong(config, case=case) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads_kv", [1, 2])
+@pytest.mark.parametrize("name", [n for n in DIVIDED if not DIVIDED[n].deterministic])
+def test_queries_that_are_divided_are_right(name, heads_kv):
+    """Three blocks of queries or more in two, and in seven ranges, some of which are empty."""
+    config = divided(DIVIDED[name])
+    case = replace(OWN_CASE, seqlen_q=210, seqlen_k=300, heads_q=2, heads_kv=heads_kv)
+    case = replace(case, head_dim=config.head_dim, head_dim_v=config.head_dim_v)
+    case = replace(case, causal=config.causal)
+    if config.window[0]:
+        case = replace(case, window=(150, None))
+    assert wrong(config, case=case, ranges=2 if heads_kv == 1 else 7) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_queries_of_packed_sequences_that_are_divided_are_right(dim):
+    config = BackwardConfig(head_dim=dim, head_dim_v=dim, causal=True, varlen_q=True, varlen_k=True)
+    config = replace(divided(fitted(config)), num_ctas=3)
+    case = replace(PACKED_CASE, heads_q=2, head_dim=dim, head_dim_v=dim)
+    assert wrong(config, case=case, ranges=3) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["the first again", "one left out"])
+def test_queries_that_are_divided_wrongly_are_found(monkeypatch, fault):
+    own, more = Tile.own, fault == "the first again"
+
+    def wrongly(self, blocks):
+        right = own(self, blocks)
+        return right._replace(first=blocks.first) if more else right._replace(end=right.end - 1)
+
+    monkeypatch.setattr(Tile, "own", wrongly)
+    case = replace(OWN_CASE, seqlen_q=260, seqlen_k=300)
+    assert wrong(divided(OWN), case=case, ranges=2) is not None
 
 
 @pytest.mark.slow

@@ -67,8 +67,11 @@ SPREAD_CASE = replace(OWN_CASE, seqlen_q=260, seqlen_k=600, causal=False)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "starved"}, {"order": "eager"})
 
 
-def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = CASE) -> str | None:
-    """The error of the kernels as they are now, under the first order that shows one."""
+def wrong(
+    config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = CASE, ranges: int = 1
+) -> str | None:
+    """The error of the kernels as they are now, under the first order that shows one; where heads
+    are divided, each into `ranges` of queries."""
     kernel = compile(Backward(config), "bf16", "sm_90a", cache=False)
     inputs, (do, _) = case.inputs(), upstream(case, 1, False)
     exact = wide(inputs)
@@ -79,13 +82,13 @@ def wrong(config: BackwardConfig = CONFIG, orders=ORDERS, case: AttentionCase = 
     given |= {"seqused_q": inputs.seqused_q, "seqused_k": inputs.seqused_k}
     given |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
     given |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
-    given |= {"head_parts": case.heads_q // case.heads_kv}
+    given |= {"head_parts": case.heads_q // case.heads_kv * ranges, "query_parts": ranges}
     unwritten = 0.0 if case.varlen else torch.nan
     tiles = -(-case.seqlen_q // config.tile_m) * case.batch * case.heads_q
     shares = config.num_ctas
     if config.head_parts:
         count = -(-case.seqlen_k // (config.key_ctas * config.tile_n)) + 1
-        shares = count * config.key_ctas * case.batch * case.heads_q
+        shares = count * config.key_ctas * case.batch * case.heads_q * ranges
     if case.lengths_q is not None:
         tiles = (inputs.q.shape[0] // config.tile_m + case.batch) * case.heads_q
     for order in orders:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import cutex
-from cutex.ops.attention import backward, differentiable, planned
+from cutex.ops.attention import backward, differentiable, planned, registered_backward
 
 
 @pytest.fixture
@@ -223,3 +223,39 @@ def test_what_is_saved_may_be_kept_elsewhere(stand_in):
                 found.append(torch.autograd.grad(out.float().square().sum(), (q, k, v)))
     for mine in found[1:]:
         assert all(map(torch.equal, found[0], mine))
+
+
+def test_gradients_of_a_call_like_the_one_before(monkeypatch):
+    """They are found without that one's decisions; where something differs, they are made anew."""
+    made, of_inputs = [], registered_backward.of_inputs
+    monkeypatch.setattr(
+        registered_backward, "of_inputs", lambda *of: made.append(of) or of_inputs(*of)
+    )
+    problem = replace(SMALL, seqlen_q=40, seqlen_k=40, head_dim=64, head_dim_v=64, causal=True)
+    inputs = problem.inputs()[:3]
+    grad = torch.randn(problem.outputs()[0].shape, generator=torch.Generator().manual_seed(3))
+
+    def gradients(of=None, **more):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = cutex.flash_attn_func(*leaves, causal=True)
+        return torch.autograd.grad(out, leaves, grad.to(out.dtype) if of is None else of, **more)
+
+    with cutex.ops.simulated("sm_90a"):
+        first = gradients()
+        gradients()  # the plan of the forward is known from its second call on
+        seen = len(made)
+        again = [gradients() for _ in range(2)]
+        assert len(made) == seen and all(map(torch.equal, again[1], first))
+        one = torch.ones((), dtype=inputs[0].dtype)
+        expanded = gradients(one.expand(grad.shape))
+        assert len(made) == seen + 1
+        assert all(map(torch.equal, expanded, gradients(torch.ones(grad.shape, dtype=one.dtype))))
+        torch.use_deterministic_algorithms(True)
+        try:
+            count = len(made)
+            gradients()
+            assert len(made) == count + 1
+        finally:
+            torch.use_deterministic_algorithms(False)
+    with cutex.ops.simulated("sm_90a"):
+        assert all(map(torch.equal, gradients(), first))

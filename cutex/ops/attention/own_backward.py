@@ -6,11 +6,11 @@ rounded up to a tile, and two numbers a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -40,7 +40,8 @@ from cutex.ops.attention.plan import (
     stepped,
     why_copied,
 )
-from cutex.ops.device import current, launcher, per_device
+from cutex.ops.device import SEVERAL_GPUS, current, launcher, per_device
+from cutex.ops.plain import empty_of
 from cutex.ops.workspace import flags_of
 from cutex.problem.stage import package
 
@@ -55,6 +56,8 @@ UNCUT, CUT, WIDER = (96, 96), (128, 128), 1.25
 # tiles of one sequence for each CTA, up to which query heads may be divided; the queries that take
 # the time of a further part, with its sums; of the steps before, the most that it may take
 FEW_PARTS, PART_COST, WORTH = 2, 512, 0.9
+MOST_RANGES = 16  # of queries that a tile of keys is divided into
+ABOUT = 1.05  # of the least steps, which fewer parts may take
 L2_BYTES = 55 << 20  # of q, dO and the sums of dQ in work at one time, which L2 about holds
 ALIKE = 0.75  # of the longest tile's steps, which the mean of tiles that take equally long exceeds
 UNTIMED = ("sm_100a", "sm_103a")  # whose kernels have run in the simulator only
@@ -113,15 +116,13 @@ class Plan:
         self.compiled = kernel_for(c, DTYPES[call.q.dtype], arch_of(call.q.device))
         self.device = call.q.device
         one_list = {"q": c.used_q and not c.varlen_q, "k": c.used_k and not c.varlen_k}
-        given = {"q": call.q, "k": call.k, "v": call.v, "do": grad_out, "o": out}
+        given = (call.q, "q"), (call.k, "k"), (call.v, "k"), (out, "q"), (grad_out, "q")
         # how each operand is prepared: None if TMA can step through it as it is
-        self.prepare: dict[str, Callable[[Tensor], Tensor] | None] = {}
-        for name, x in given.items():
-            lists = one_list["k" if name in "kv" else "q"]
-            self.prepare[name] = None if takes(x, lists) else partial(prepared, one_list=lists)
-        # NOTE: rows that belong to no sequence are not written
-        self.empty_q = torch.zeros_like if c.ragged_q else torch.empty_like
-        self.empty_k = torch.zeros_like if c.ragged_k else torch.empty_like
+        self.prepare: list[Callable[[Tensor], Tensor] | None] = [
+            None if takes(x, one_list[side]) else partial(prepared, one_list=one_list[side])
+            for x, side in given
+        ]
+        self.empty = empty_of(self.device, SEVERAL_GPUS)
         self.tiles = num_tiles(call, c)
         self.numbers = scalars(call, c)
         spare = 0
@@ -129,13 +130,24 @@ class Plan:
             spare = spare_sums(tail_of_call(call, c))
         elif c.head_parts:
             spare = kept_parts(call, cast(BackwardConfig, c))
-        self.partials = (max(spare, 1), c.partial_numbers) if c.spread or c.head_parts else None
         self.counter = flags_of(self.device, COUNTER + c.sum_warps * spare)
+        # NOTE: rows that belong to no sequence are not written
+        self.gradients = [
+            (tuple(x.shape), row_major(x.shape), x.dtype, zeroed)
+            for x, zeroed in ((call.q, c.ragged_q), (call.k, c.ragged_k), (call.v, c.ragged_k))
+        ]
+        of_tiles = (self.tiles, c.row_stats * c.tile_m), (self.tiles, c.tile_m * c.head_dim)
+        turns = [(self.tiles, c.turns)] if c.deterministic else []
+        self.before = [*map(numbers_of, of_tiles), *(numbers_of(x, torch.int32) for x in turns)]
+        self.counts = c.counted or c.head_parts
+        self.behind = []  # what the counter is followed by
+        if c.late_zeros:
+            self.behind.append(numbers_of((call.batch * call.heads[1],), torch.int32))
+        if c.spread or c.head_parts:
+            self.behind.append(numbers_of((max(spare, 1), c.partial_numbers)))
+        if c.ranked:
+            self.behind.append(numbers_of((call.batch + 1, 3), torch.int32))
         self.launch: Callable[..., None] | None = None
-
-    def operand(self, name: str, x: Tensor) -> Tensor:
-        prepare = self.prepare[name]
-        return x if prepare is None else prepare(x)
 
     def __call__(
         self,
@@ -149,38 +161,57 @@ class Plan:
         """The gradients of q, k and v, contiguous; those of rows of no sequence are 0. A plan with
         a sink writes `delta`, (.., heads, rows), of the rows of sequences: the sum of grad_out *
         out less the gradient of LSE."""
-        c, operand = self.config, self.operand
-        q, k, v = operand("q", call.q), operand("k", call.k), operand("v", call.v)
-        do, o = operand("do", grad_out), operand("o", out)
-        dq = self.empty_q(q, memory_format=torch.contiguous_format)
-        dk, dv = (self.empty_k(x, memory_format=torch.contiguous_format) for x in (k, v))
-        kind: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        stats = torch.empty((self.tiles, c.row_stats * c.tile_m), **kind)
-        sums = torch.empty((self.tiles, c.tile_m * c.head_dim), **kind)
-        kind["dtype"] = torch.int32
-        in_turn = [torch.empty((self.tiles, c.turns), **kind)] if c.deterministic else []
-        if c.counted or c.head_parts:
-            in_turn.append(self.counter())
-        if c.late_zeros:
-            in_turn.append(torch.empty(call.batch * call.heads[1], **kind))
-        if self.partials is not None:
-            in_turn.append(torch.empty(self.partials, dtype=torch.float32, device=self.device))
-        if c.ranked:
-            in_turn.append(torch.empty((call.batch + 1, 3), **kind))
         of_rows = [] if grad_lse is None else [grad_lse.float()]
         if delta is not None:
             of_rows.append(delta)
         given = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
-        lengths = [x.contiguous() for x in given if x is not None]
+        lengths = [x for x in given if x is not None]
+        with current(self.device):
+            return self.run((call.q, call.k, call.v, out, grad_out), lse, of_rows, lengths)
+
+    def run(
+        self,
+        operands: Sequence[Tensor],
+        lse: Tensor,
+        of_rows: Sequence[Tensor],
+        lengths: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients, on the current device; `operands` are q, k, v, out and its gradient."""
+        empty, device = self.empty, self.device
+        operands = [
+            x if prepare is None else prepare(x)
+            for x, prepare in zip(operands, self.prepare, strict=True)
+        ]
+        dq, dk, dv = [
+            torch.zeros(shape, dtype=dtype, device=device)
+            if zeroed
+            else empty(shape, strides, dtype)
+            for shape, strides, dtype, zeroed in self.gradients
+        ]
+        workspace = [empty(*x) for x in self.before]
+        if self.counts:
+            workspace.append(self.counter())
+        workspace += [empty(*x) for x in self.behind]
         arguments = (
-            q, k, v, o, do, lse, dq, dk, dv, stats, sums, *in_turn, *of_rows, *lengths,
+            *operands, lse, dq, dk, dv, *workspace, *of_rows, *[x.contiguous() for x in lengths],
             *self.numbers,
         )  # fmt: skip
-        with current(self.device):
-            if self.launch is None:
-                self.launch = launcher(self.compiled, list(arguments))
-            self.launch(*arguments)
+        if self.launch is None:
+            self.launch = launcher(self.compiled, list(arguments))
+        self.launch(*arguments)
         return dq, dk, dv
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def numbers_of(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """The shape, strides and dtype of a contiguous workspace."""
+    return shape, row_major(shape), dtype
 
 
 def is_empty(call: AttentionCall, out: Tensor) -> bool:
@@ -233,7 +264,7 @@ def of_dims(call: AttentionCall, dlse: bool, sink: bool, head_dim: int, head_dim
         return replace(found, spread=True, late_zeros=False)
     if found.spread and waits_for_zeros(call, found):
         return replace(found, late_zeros=False)
-    if not found.spread and parts_of_heads(call, found) > 1:
+    if not found.spread and parts_of(call, found).count > 1:
         return replace(found, head_parts=True, late_zeros=False)
     return found
 
@@ -284,13 +315,25 @@ def waits_for_zeros(call: AttentionCall, config: BackwardConfig) -> bool:
     return tail_of_call(call, config).whole == 0 and call.q.shape[-3] >= MANY_ZEROS
 
 
+class Parts(NamedTuple):
+    """The parts that each tile of keys is divided into."""
+
+    heads: int = 1  # groups of the query heads that share a head of K and V
+    ranges: int = 1  # of blocks of queries, of each group
+
+    @property
+    def count(self) -> int:
+        return self.heads * self.ranges
+
+
 class Load(NamedTuple):
     """The work of a call by tiles of keys, in steps of a block of queries of one head; of packed
     sequences as if all were as long as the longest."""
 
     tiles: float
-    longest: float
-    mean: float
+    group: int  # query heads of a tile
+    longest: int  # steps of one of these, of the longest tile
+    mean: float  # of all tiles
 
     @staticmethod
     def of(call: AttentionCall, config: BackwardConfig) -> Load:
@@ -303,17 +346,19 @@ class Load(NamedTuple):
         alike: float = call.batch
         if call.cu_seqlens_k is not None:
             alike = min(alike, call.k.shape[0] / rows_k)
-        group, count = heads // heads_kv, len(blocks)
-        mean = sum(blocks) / count
-        return Load(count * heads_kv * alike, group * max(blocks), group * mean)
+        count = len(blocks)
+        return Load(count * heads_kv * alike, heads // heads_kv, max(blocks), sum(blocks) / count)
 
-    def steps(self, ctas: int, parts: int, cost: int) -> float:
-        """The steps of the CTA that takes the most, where each tile is a number of parts."""
-        more = cost if parts > 1 else 0
-        rounds = self.tiles * parts / ctas
+    def steps(self, ctas: int, parts: Parts, cost: int) -> float:
+        """The steps of the CTA that takes the most, where each tile is divided into parts."""
+        more = cost if parts.count > 1 else 0
+        heads = self.group // parts.heads
+        longest = heads * ceil(self.longest / parts.ranges) + more
+        mean = heads * self.mean / parts.ranges + more
+        rounds = self.tiles * parts.count / ctas
         # NOTE: short tiles fill the gaps that long ones leave
         rounds = max(ceil(rounds) if self.mean > ALIKE * self.longest else rounds, 1)
-        return max(rounds * (self.mean / parts + more), self.longest / parts + more)
+        return max(rounds * mean, longest)
 
 
 @lru_cache(maxsize=64)
@@ -326,9 +371,9 @@ def blocks_seen(info: BlockInfo, rows_q: int, rows_k: int) -> list[int]:
     return found
 
 
-def parts_of_heads(call: AttentionCall, config: BackwardConfig) -> int:
-    """The number of parts that the query heads of each head of K and V are divided into: few, but
-    enough that the longest tile takes no longer than an equal share of all."""
+def parts_of(call: AttentionCall, config: BackwardConfig) -> Parts:
+    """The parts of each tile of keys: few, but enough that the longest tile takes no longer than an
+    equal share of all."""
     heads, heads_kv = call.heads
     group, cost = heads // heads_kv, cost_of_part(config)
     blocks = -(-longest_k(call) // config.tile_n)
@@ -339,13 +384,19 @@ def parts_of_heads(call: AttentionCall, config: BackwardConfig) -> int:
         rows = units * longest_q(call) * config.head_dim * (4 + 2 + 2)
         fitting = [n for n in divisors if rows * group / n <= L2_BYTES]
         if min(fitting, default=group) > 1:
-            return min(fitting, default=group)
-    if group == 1 or blocks * heads_kv > FEW_PARTS * config.num_ctas:
-        return 1
-    load = Load.of(call, config)
-    found = min(divisors, key=lambda n: load.steps(config.num_ctas, n, cost))
-    pays = load.steps(config.num_ctas, found, cost) < WORTH * load.steps(config.num_ctas, 1, cost)
-    return found if pays else 1
+            return Parts(min(fitting, default=group))
+    if blocks * heads_kv > FEW_PARTS * config.num_ctas:
+        return Parts()
+    load, ctas = Load.of(call, config), config.num_ctas
+    # NOTE: in one order, a part's adds wait for those of the parts before it
+    most = 1 if config.deterministic else max(min(MOST_RANGES, load.longest), 1)
+    choices = [Parts(n, ranges) for ranges in range(1, most + 1) for n in divisors]
+    steps = {parts: load.steps(ctas, parts, cost) for parts in choices}
+    least = min(steps.values())
+    if least >= WORTH * steps[Parts()]:
+        return Parts()
+    good = [parts for parts in choices if steps[parts] <= ABOUT * least]
+    return min(good, key=lambda parts: (parts.count, parts.ranges))
 
 
 def cost_of_part(config: BackwardConfig) -> int:
@@ -358,7 +409,7 @@ def kept_parts(call: AttentionCall, config: BackwardConfig) -> int:
     """The shares of the parts whose sums are kept for a tile's last one (tiles.HeadParts)."""
     tile, rows = config.key_ctas * config.tile_n, call.k.shape[-3]
     tiles = rows // tile + call.batch if config.varlen_k else -(-rows // tile) * call.batch
-    parts = parts_of_heads(call, config)
+    parts = parts_of(call, config).count
     return tiles * config.key_ctas * call.heads[1] * (parts - 1)
 
 
@@ -370,7 +421,7 @@ def most_steps(call: AttentionCall, config: BackwardConfig) -> int:
             return -(-tail.steps_in_all // tail.shares) + tail.cost
         return max(tail.ramp.steps_of(0), -(-tail.steps_in_all // tail.ctas))
     if config.head_parts:
-        parts = parts_of_heads(call, config)
+        parts = parts_of(call, config)
         return ceil(Load.of(call, config).steps(tail.ctas, parts, cost_of_part(config)))
     rounds, left = divmod(tail.tiles, tail.ctas)
     if config.spread and tail.is_cut:
@@ -392,7 +443,8 @@ def scalars(call: AttentionCall, config: Config) -> list[float | int]:
     if config.varlen_k:
         found.append(int(longest_k(call)))
     if config.head_parts:
-        found.append(parts_of_heads(call, cast(BackwardConfig, config)))
+        parts = parts_of(call, cast(BackwardConfig, config))
+        found += [parts.count, parts.ranges]
     return found
 
 

@@ -74,6 +74,7 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
         "max_seqlen_q": (c.varlen_q, "int32"),
         "max_seqlen_k": (c.varlen_k, "int32"),
         "head_parts": (c.head_parts, "int32"),
+        "query_parts": (c.head_parts, "int32"),
     }
     found += [Scalar(name, kind) for name, (there, kind) in numbers.items() if there]
     return tuple(found)
@@ -102,7 +103,7 @@ class KernelArgs(NamedTuple):
     # (2), of which the first is 0 before and after; then one for each warp of `partials`, as well
     counter: Any = None
     zeroed: Any = None  # (batch * heads_kv) how many shares of a unit's sums of dQ are zeroed
-    # (shares, bN * (D + DV)) dK and dV of a front part of a tile of keys, or of a part of the heads
+    # (shares, bN * (D + DV)) dK and dV of a front part of a tile of keys, or of one of HeadParts
     partials: Any = None
     # (batch + 1, 3) by rank, the longest first: a sequence, and the blocks of keys of those before;
     # by sequence: its rank
@@ -119,7 +120,8 @@ class KernelArgs(NamedTuple):
     hi: Any = None
     max_seqlen_q: Any = None  # no sequence is longer
     max_seqlen_k: Any = None
-    head_parts: Any = None  # that the query heads of each head of K and V are divided into
+    head_parts: Any = None  # that the work of each head of K and V is divided into
+    query_parts: Any = None  # of these, those that have the same query heads
 
     @staticmethod
     def of(config: BackwardSpec, values: tuple[Any, ...]) -> KernelArgs:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from cutex.device.attention.block_info import BlockInfo, ceil_div, larger, smaller
+from cutex.device.attention.block_info import BlockInfo, Blocks, ceil_div, larger, smaller
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.row_source import END
 from cutex.device.work_tile import WorkTile
@@ -167,13 +167,14 @@ def sizes_of(config: BackwardSpec, tensors: Tensors, args: KernelArgs) -> tuple[
         batch = cute.size(args.cu_seqlens_q, mode=[0]) - 1
     longest_k = args.max_seqlen_k if c.varlen_k else rows_k
     num_n_blocks = cute.ceil_div(longest_k, c.tile_n)
+    heads_per_kv = heads // heads_kv
     if cutlass.const_expr(c.head_parts):
         heads_kv = Int32(heads_kv) * args.head_parts
+        heads_per_kv = heads_per_kv // (args.head_parts // args.query_parts)
     tiles = RowTiles.of(c, Int32(heads), rows_q, Int32(batch))
     sizes = Sizes(
-        Int32(heads_kv), Int32(heads // heads_kv), rows_q, rows_k, Int32(num_n_blocks),
-        Int32(batch),
-    )  # fmt: skip
+        Int32(heads_kv), Int32(heads_per_kv), rows_q, rows_k, Int32(num_n_blocks), Int32(batch)
+    )
     return sizes, tiles
 
 
@@ -189,11 +190,27 @@ class Tile:
     flipped: Any = False  # of the last group of heads, where these are taken the other way around
     rotation: Any = None  # a Rotation, where the queries are taken so
     head_parts: Any = None  # that a head of K and V counts as; None: it counts once
+    query_parts: Any = None  # that differ in their queries, of these; None: all have all queries
 
     @property
     def key_head(self) -> Int32:
         """The head of K and V."""
         return self.head_kv if self.head_parts is None else self.head_kv // self.head_parts
+
+    @property
+    def head_group(self) -> Int32:
+        """The number of the group of query heads that the tile sums over."""
+        return self.head_kv if self.query_parts is None else self.head_kv // self.query_parts
+
+    def own(self, blocks: Blocks) -> Blocks:
+        """Of `blocks` of queries, those that the tile's part has."""
+        if self.query_parts is None:
+            return blocks
+        parts, part = self.query_parts, self.head_kv % self.query_parts
+        count, first = blocks.end - blocks.first, blocks.first
+        return blocks._replace(
+            first=first + count * part // parts, end=first + count * (part + 1) // parts
+        )
 
     def has_keys(self, config: BackwardSpec) -> Boolean:
         """Whether the sequence has keys of this CTA, or of its pair."""
@@ -202,8 +219,9 @@ class Tile:
 
 
 class HeadParts(NamedTuple):
-    """The parts that the query heads of each head of K and V are divided into, each with a CTA of
-    its own for a tile of keys, where tiles are few.
+    """The parts that the work of each head of K and V is divided into, each with a CTA of its own
+    for a tile of keys, where tiles are few: its query heads, and then the blocks of queries of each
+    group of these.
 
     The last part's CTA adds dK and dV of the others, which keep theirs for it. In every order of
     tiles it comes after them, so that it does not wait for one that has not begun.
@@ -255,7 +273,8 @@ def tile_of(config: BackwardSpec, index: Int32, args: KernelArgs, sizes: Sizes) 
     batch = work.batch
     seq_q, seq_k = queries(args, sizes.rows_q).of(batch), keys(args, sizes.rows_k).of(batch)
     rotation = Rotation.of(config, sizes) if config.rotated else None
-    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped, rotation, args.head_parts)
+    parts = args.head_parts, args.query_parts
+    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped, rotation, *parts)
 
 
 def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -> Int32:

@@ -184,16 +184,16 @@ class Shared:
     tiles: RowTiles
     tile: Any  # the Tile that a role is at; None until it has one
     heads_per_kv: Int32
-    head_parts: Any = None  # the HeadParts, where query heads that share keys are divided
+    head_parts: Any = None  # the HeadParts, where the work of a head is divided
     queue: Any = None  # the SumsQueue, where warps of their own add dQ
     descending: bool = False  # blocks of queries are taken from the last to the first
     flips: bool = False  # they are taken so in the last group of heads
 
     def m_blocks(self) -> Blocks:
-        """The blocks of queries that see any key of the CTA, or of its pair."""
+        """The blocks of queries that see any key of the CTA, or of its pair; of its part."""
         lengths, ctas = (self.tile.seq_q.length, self.tile.seq_k.length), self.ds.ctas
         info = self.info._replace(tile_n=ctas * self.info.tile_n)
-        return info.m_blocks(self.tile.n_block // ctas, *lengths)
+        return self.tile.own(info.m_blocks(self.tile.n_block // ctas, *lengths))
 
     def first_block(self, blocks: Blocks) -> Int32:
         """The block of queries to start with."""
@@ -216,7 +216,7 @@ class Shared:
             return blocks.first if m_block + 1 == blocks.end else m_block + 1
 
     def first_head(self) -> Int32:
-        return self.tile.head_kv * self.heads_per_kv
+        return self.tile.head_group * self.heads_per_kv
 
 
 @dataclass(frozen=True)
