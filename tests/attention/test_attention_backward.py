@@ -315,7 +315,7 @@ def test_work_is_divided_where_tiles_are_few(of):
         call = AttentionCall(q, k, v, deterministic=what == "one order", **more)
         c = own_backward.config_for(call, dlse=False)
     parts = own_backward.parts_of(call, c) if c.head_parts else own_backward.Parts()
-    found = (parts.count, parts.ranges) if parts.ranges > 1 else parts.count
+    found = (parts.total, parts.ranges) if parts.ranges > 1 else parts.total
     assert (c.head_dim, found, c.why_not()) == (dims[0], DIVIDED[of], None)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from cutex.ops.attention import own_backward
 from cutex.ops.attention.backward import Gradients
 from cutex.ops.attention.call import AttentionCall
-from cutex.ops.device import on_device
+from cutex.ops.device import SEVERAL_GPUS, current
 from cutex.ops.plain import nobody_watches
 from cutex.ops.plans import ALIGN, guard_of
 from cutex.simulation import current as simulation_here
@@ -33,7 +33,7 @@ class KnownGradients:
     in_one_order: bool  # what torch.use_deterministic_algorithms was
     simulation: object  # that it is for; None: a GPU
     lists: list[int]  # which of the call's tensors are lists of lengths
-    run: Callable[..., Gradients]  # Plan.run
+    plan: own_backward.Plan
 
     @staticmethod
     def of(
@@ -50,9 +50,8 @@ class KnownGradients:
         given = grad_out, *tensors
         lists = [i for i, name in enumerate(names) if name in LISTS]
         places = [x.data_ptr() % ALIGN for x in given[:OPERANDS]]
-        run = on_device(grad_out.device, plan.run)
         return KnownGradients(
-            guard_of(given), places, _in_one_order(), simulation_here(), lists, run
+            guard_of(given), places, _in_one_order(), simulation_here(), lists, plan
         )
 
     def of_alike(self, grad_out: Tensor, tensors: Sequence[Tensor]) -> Gradients | None:
@@ -68,4 +67,8 @@ class KnownGradients:
         ):
             return None
         q, k, v, *_, out, lse = tensors
-        return self.run((q, k, v, out, grad_out), lse, (), [tensors[i] for i in self.lists])
+        given = (q, k, v, out, grad_out), lse, (), [tensors[i] for i in self.lists]
+        if not SEVERAL_GPUS:  # NOTE: the context takes as long as the launch
+            return self.plan.run(*given)
+        with current(grad_out.device):
+            return self.plan.run(*given)

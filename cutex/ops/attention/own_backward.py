@@ -264,7 +264,7 @@ def of_dims(call: AttentionCall, dlse: bool, sink: bool, head_dim: int, head_dim
         return replace(found, spread=True, late_zeros=False)
     if found.spread and waits_for_zeros(call, found):
         return replace(found, late_zeros=False)
-    if not found.spread and parts_of(call, found).count > 1:
+    if not found.spread and parts_of(call, found).total > 1:
         return replace(found, head_parts=True, late_zeros=False)
     return found
 
@@ -322,7 +322,7 @@ class Parts(NamedTuple):
     ranges: int = 1  # of blocks of queries, of each group
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return self.heads * self.ranges
 
 
@@ -351,11 +351,11 @@ class Load(NamedTuple):
 
     def steps(self, ctas: int, parts: Parts, cost: int) -> float:
         """The steps of the CTA that takes the most, where each tile is divided into parts."""
-        more = cost if parts.count > 1 else 0
+        more = cost if parts.total > 1 else 0
         heads = self.group // parts.heads
         longest = heads * ceil(self.longest / parts.ranges) + more
         mean = heads * self.mean / parts.ranges + more
-        rounds = self.tiles * parts.count / ctas
+        rounds = self.tiles * parts.total / ctas
         # NOTE: short tiles fill the gaps that long ones leave
         rounds = max(ceil(rounds) if self.mean > ALIKE * self.longest else rounds, 1)
         return max(rounds * mean, longest)
@@ -396,7 +396,7 @@ def parts_of(call: AttentionCall, config: BackwardConfig) -> Parts:
     if least >= WORTH * steps[Parts()]:
         return Parts()
     good = [parts for parts in choices if steps[parts] <= ABOUT * least]
-    return min(good, key=lambda parts: (parts.count, parts.ranges))
+    return min(good, key=lambda parts: (parts.total, parts.ranges))
 
 
 def cost_of_part(config: BackwardConfig) -> int:
@@ -409,7 +409,7 @@ def kept_parts(call: AttentionCall, config: BackwardConfig) -> int:
     """The shares of the parts whose sums are kept for a tile's last one (tiles.HeadParts)."""
     tile, rows = config.key_ctas * config.tile_n, call.k.shape[-3]
     tiles = rows // tile + call.batch if config.varlen_k else -(-rows // tile) * call.batch
-    parts = parts_of(call, config).count
+    parts = parts_of(call, config).total
     return tiles * config.key_ctas * call.heads[1] * (parts - 1)
 
 
@@ -444,7 +444,7 @@ def scalars(call: AttentionCall, config: Config) -> list[float | int]:
         found.append(int(longest_k(call)))
     if config.head_parts:
         parts = parts_of(call, cast(BackwardConfig, config))
-        found += [parts.count, parts.ranges]
+        found += [parts.total, parts.ranges]
     return found
 
 
