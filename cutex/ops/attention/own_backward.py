@@ -58,6 +58,7 @@ UNCUT, CUT, WIDER = (96, 96), (128, 128), 1.25
 FEW_PARTS, PART_COST, WORTH = 2, 512, 0.9
 MOST_RANGES = 16  # of queries that a tile of keys is divided into
 ABOUT = 1.05  # of the least steps, which fewer parts may take
+WORTH_RANGES = 0.8  # of the steps of divided heads, the most that ranges may take
 L2_BYTES = 55 << 20  # of q, dO and the sums of dQ in work at one time, which L2 about holds
 ALIKE = 0.75  # of the longest tile's steps, which the mean of tiles that take equally long exceeds
 UNTIMED = ("sm_100a", "sm_103a")  # whose kernels have run in the simulator only
@@ -327,10 +328,10 @@ class Parts(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The work of a call by tiles of keys, in steps of a block of queries of one head; of packed
-    sequences as if all were as long as the longest."""
+    """The work of a call by tiles of keys, in steps of a block of queries of one head."""
 
-    tiles: float
+    tiles: float  # as many as take as long, if all were of the longest sequence
+    longest_tiles: int  # of the longest sequence
     group: int  # query heads of a tile
     longest: int  # steps of one of these, of the longest tile
     mean: float  # of all tiles
@@ -343,11 +344,16 @@ class Load(NamedTuple):
         blocks = blocks_seen(
             BlockInfo(config.tile_m, config.tile_n, band), int(longest_q(call)), rows_k
         )
-        alike: float = call.batch
-        if call.cu_seqlens_k is not None:
-            alike = min(alike, call.k.shape[0] / rows_k)
-        count = len(blocks)
-        return Load(count * heads_kv * alike, heads // heads_kv, max(blocks), sum(blocks) / count)
+        alike, tiles = float(call.batch), len(blocks) * heads_kv
+        longest_tiles = tiles * call.batch
+        if call.cu_seqlens_k is not None and call.batch > 1:
+            # NOTE: the others' lengths are unknown: between all alike, and as few as there may be
+            others = max(call.k.shape[0] / rows_k - 1, 0)
+            alike = 1 + (others + others**2 / (call.batch - 1)) / 2
+            if others < call.batch - 1:
+                longest_tiles = tiles
+        mean = sum(blocks) / len(blocks)
+        return Load(tiles * alike, longest_tiles, heads // heads_kv, max(blocks), mean)
 
     def steps(self, ctas: int, parts: Parts, cost: int) -> float:
         """The steps of the CTA that takes the most, where each tile is divided into parts."""
@@ -355,10 +361,11 @@ class Load(NamedTuple):
         heads = self.group // parts.heads
         longest = heads * ceil(self.longest / parts.ranges) + more
         mean = heads * self.mean / parts.ranges + more
-        rounds = self.tiles * parts.total / ctas
+        rounds = 1
         # NOTE: short tiles fill the gaps that long ones leave
-        rounds = max(ceil(rounds) if self.mean > ALIKE * self.longest else rounds, 1)
-        return max(rounds * mean, longest)
+        if self.mean > ALIKE * self.longest:
+            rounds = ceil(self.longest_tiles * parts.total / ctas)
+        return max(self.tiles * parts.total / ctas * mean, rounds * mean, longest)
 
 
 @lru_cache(maxsize=64)
@@ -390,13 +397,15 @@ def parts_of(call: AttentionCall, config: BackwardConfig) -> Parts:
     load, ctas = Load.of(call, config), config.num_ctas
     # NOTE: in one order, a part's adds wait for those of the parts before it
     most = 1 if config.deterministic else max(min(MOST_RANGES, load.longest), 1)
-    choices = [Parts(n, ranges) for ranges in range(1, most + 1) for n in divisors]
-    steps = {parts: load.steps(ctas, parts, cost) for parts in choices}
-    least = min(steps.values())
-    if least >= WORTH * steps[Parts()]:
-        return Parts()
-    good = [parts for parts in choices if steps[parts] <= ABOUT * least]
-    return min(good, key=lambda parts: (parts.total, parts.ranges))
+    found = Parts()
+    for ranges, worth in ((1, WORTH), (most, WORTH_RANGES)):
+        choices = [Parts(n, i) for i in range(1, ranges + 1) for n in divisors]
+        steps = {parts: load.steps(ctas, parts, cost) for parts in choices}
+        least = min(steps.values())
+        if least < worth * load.steps(ctas, found, cost):
+            good = [parts for parts in choices if steps[parts] <= ABOUT * least]
+            found = min(good, key=lambda parts: (parts.total, parts.ranges))
+    return found
 
 
 def cost_of_part(config: BackwardConfig) -> int:
