@@ -1,10 +1,5 @@
-"""What one CTA has of a tile's rows, over a part of their keys, for the CTA that completes it.
-
-    O = sum of w O / sum of w,   w = n 2^(e + r)
-
-over the parts, of which each has its own O, divided by its own sum n 2^e of exponentials, which are
-lowered by r powers of two. The largest w is taken out, so that none overflows; what others are
-worth is found from differences of r and of e, which are exact where it matters.
+"""What one CTA has of a tile's rows, over a part of their keys, for the CTA that completes it
+(row_stats.py). The larger weight is taken out, so that none overflows.
 """
 
 from __future__ import annotations
@@ -15,12 +10,13 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from cutex.device.atoms.scalar import exp2, log2, power_below, reciprocal
+from cutex.device.atoms.scalar import exp2, log2, reciprocal
+from cutex.device.attention.row_stats import FIELDS, KEPT_FIELDS, KeptStats, RowStats, sum_of_terms
 from cutex.device.attention.softmax import LN2
 from cutex.device.kept_sums import VECTOR, KeptSums
 
 ROWS_OF_THREAD = 2
-STATS = 4 * ROWS_OF_THREAD  # numbers that a thread keeps besides O
+STATS = KEPT_FIELDS * ROWS_OF_THREAD  # numbers that a thread keeps besides O
 KEPT, FAILED = 1, 2  # what a part's flag says
 
 
@@ -29,23 +25,27 @@ class KeptRows:
     """A part of the rows that a thread has, which others are added to or which is kept for them."""
 
     acc: cute.Tensor  # O of the part, divided by its sum
-    stats: Any  # (rows, 4): of each row n, e, r, and LSE of its keys
+    kept: cute.Tensor  # (rows, KEPT_FIELDS): of each row the KeptStats of the part
+    stats: cute.Tensor  # (rows, FIELDS): the RowStats of what has been added up
 
     @staticmethod
-    def of(acc: cute.Tensor, softmax: Any, lse: cute.Tensor) -> KeptRows:
-        """The rows of a tile whose blocks `softmax` has seen."""
-        stats = cute.make_rmem_tensor(cute.make_layout((ROWS_OF_THREAD, 4)), Float32)
+    def of(acc: cute.Tensor, softmax: Any, lse: cute.Tensor, low: cute.Tensor) -> KeptRows:
+        """The rows of a tile whose blocks `softmax` has seen; LSE is `lse` and `low`."""
+        kept, stats = (
+            cute.make_rmem_tensor(cute.make_layout((ROWS_OF_THREAD, fields)), Float32)
+            for fields in (KEPT_FIELDS, FIELDS)
+        )
         for r in range(ROWS_OF_THREAD):
-            total = softmax.over_row(softmax.sums[r], lambda x, y: x + y)
-            power = power_below(total)  # NOTE: of no keys -127, so that n is 0
-            values = total * exp2(-power), power, softmax.reference_log2(r), lse[r]
-            for i, value in enumerate(values):
+            found = KeptStats.of(softmax, lse, low, r)
+            for i, value in enumerate(found):
+                kept[r, i] = value
+            for i, value in enumerate(found.known):
                 stats[r, i] = value
-        return KeptRows(acc, stats)
+        return KeptRows(acc, kept, stats)
 
     @property
     def tensors(self) -> tuple[cute.Tensor, cute.Tensor]:
-        return self.stats, self.acc
+        return self.kept, self.acc
 
     @cute.jit
     def keep(self, kept: KeptSums, valid: Boolean) -> None:
@@ -69,7 +69,7 @@ class KeptRows:
 
     @cute.jit
     def _add(self, kept: KeptSums) -> None:
-        layout = cute.make_layout((ROWS_OF_THREAD, 4))
+        layout = cute.make_layout((ROWS_OF_THREAD, KEPT_FIELDS))
         others = cute.make_rmem_tensor(layout, Float32)
         shares = cute.make_rmem_tensor(cute.make_layout((2, ROWS_OF_THREAD)), Float32)
         vector = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
@@ -88,21 +88,24 @@ class KeptRows:
         """Find the shares of this part and of the other one in both, (2, rows), and add up what is
         known of their rows."""
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-            n, e, ref, lse = (self.stats[r, i] for i in range(4))
-            n2, e2, ref2, lse2 = (others[r, i] for i in range(4))
-            above = (ref2 - ref) + (e2 - e)  # powers of two
+            known = RowStats(*(self.stats[r, i] for i in range(FIELDS)))
+            other = KeptStats(*(others[r, i] for i in range(KEPT_FIELDS))).known
+            above = other.above(known)
             exceeds = above > 0.0
-            mine = n * exp2(-above) if exceeds else n
-            other = n2 if exceeds else n2 * exp2(above)
-            total = mine + other
-            over = Float32(0.0) if total == 0.0 else reciprocal(total)
-            shares[0, r], shares[1, r] = mine * over, other * over
-            larger, of_larger = (n2, lse2) if exceeds else (n, lse)
-            rest = log2(total * reciprocal(larger)) * LN2
+            mine = known.n * exp2(-above) if exceeds else known.n
+            theirs = other.n if exceeds else other.n * exp2(above)
+            total = mine + theirs
+            empty = total == 0.0
+            over = Float32(0.0) if empty else reciprocal(total)
+            shares[0, r], shares[1, r] = mine * over, theirs * over
+            larger = RowStats(*(tuple(other) if exceeds else tuple(known)))
+            rest = log2(total * reciprocal(larger.n)) * LN2
+            lse, low = sum_of_terms(larger.lse, larger.low + rest)
             self.stats[r, 0] = total
-            self.stats[r, 1] = e2 if exceeds else e
-            self.stats[r, 2] = ref2 if exceeds else ref
-            self.stats[r, 3] = -Float32.inf if total == 0.0 else of_larger + rest
+            self.stats[r, 1] = larger.e
+            self.stats[r, 2] = larger.r
+            self.stats[r, 3] = -Float32.inf if empty else lse
+            self.stats[r, 4] = Float32(0.0) if empty else low
 
     @cute.jit
     def store_lse(self, lse: cute.Tensor) -> None:

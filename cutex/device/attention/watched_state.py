@@ -53,8 +53,15 @@ class WatchedState(GuardedSoftmax):
     alone: ClassVar[float] = 2.0**-13  # share of others in a row whose error is that of one key
 
     @cute.jit
-    def finish(self, sinks: tuple[Float32, ...], factors: cute.Tensor, lse: cute.Tensor) -> Boolean:
-        """Softmax's `finish`. Rows whose sums are usual need no correction."""
+    def finish(
+        self,
+        sinks: tuple[Float32, ...],
+        factors: cute.Tensor,
+        lse: cute.Tensor,
+        low: Any = None,
+    ) -> Boolean:
+        """Softmax's `finish`. Rows whose sums are usual need no correction. `low` (rows): what
+        rounding takes from LSE."""
         totals = [self.over_row(self.sums[r], lambda x, y: x + y) for r in range(self.rows)]
         lost, valid = [Float32(0.0), Float32(0.0)], Boolean(True)
         missing, further = [Float32(0.0), Float32(0.0)], [Float32(0.0), Float32(0.0)]
@@ -74,10 +81,16 @@ class WatchedState(GuardedSoftmax):
             beyond = Float32(0.0) if len(sinks) > 0 else self._beyond_ln2()
             known = self.truncated > 0.0 and len(sinks) == 0
             of_peaked = (missing[r], further[r]) if known else ()
-            lse[r] = self.log_sum(total, highest, beyond, *of_peaked)
+            whole, small = self.log_terms(total, highest, beyond, *of_peaked)
+            lse[r] = -Float32.inf if total == 0.0 else whole * LN2 + small
+            if cutlass.const_expr(low is not None):
+                lost_of_lse = fma(whole, Float32(LN2), -lse[r]) + small
+                low[r] = Float32(0.0) if total == 0.0 else lost_of_lse
             if cutlass.const_expr(self.shift is None and len(sinks) == 0):  # noqa: SIM102
                 if self._is_large(r):  # the shift may exceed fp32's range where the score does not
                     lse[r] = self.reference[r] * (self.scale_of(r) * LN2) + log2(total) * LN2
+                    if cutlass.const_expr(low is not None):
+                        low[r] = Float32(0.0)
         return valid
 
     @cute.jit
@@ -178,16 +191,17 @@ class WatchedState(GuardedSoftmax):
 
     @staticmethod
     @cute.jit
-    def log_sum(
+    def log_terms(
         total: Float32,
         highest: Float32,
         beyond: Float32 | float = 0.0,
         missing: Any = None,
         further: Any = None,
-    ) -> Float32:
-        """The LSE of a row whose sum is `total` times 2^highest, where a power of two of scores is
-        ln 2 + `beyond`; -inf without keys. What is `missing` of scores, a share of their mean, is
-        added: the mean, each with its probability, lies about `further` powers below LSE.
+    ) -> tuple[Float32, Float32]:
+        """Two terms, the first times ln 2, of the LSE of a row whose sum is `total` times
+        2^highest, where a power of two of scores is ln 2 + `beyond`. What is `missing` of scores, a
+        share of their mean, is added: the mean, each with its probability, lies about `further`
+        powers below LSE.
 
         NOTE: a reference far above all scores plus a logarithm as far below 0 would cost bits.
         """
@@ -202,4 +216,4 @@ class WatchedState(GuardedSoftmax):
         small = rest * LN2 + (whole - below) * beyond
         if cutlass.const_expr(missing is not None):
             small += (whole - further) * missing
-        return -Float32.inf if total == 0.0 else whole * LN2 + small
+        return whole, small

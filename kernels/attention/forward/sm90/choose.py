@@ -8,6 +8,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
+from cutex.kernels.attention.forward.sm90.split import time_of
 from cutex.kernels.attention.spec import AttentionSpec, Shape
 
 if TYPE_CHECKING:
@@ -72,7 +73,30 @@ def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
     if shares(config, shape, arch.num_sms):
         config = replace(config, share=True, tile_m=2 * config.tile_m)
     cut = replace(config, spread=True, num_ctas=arch.num_sms)
-    return cut if cut.why_not() is None and cut.tail(shape).is_cut else config
+    config = cut if cut.why_not() is None and cut.tail(shape).is_cut else config
+    return split(config, shape, arch.num_sms)
+
+
+def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardConfig:
+    """`config` with each tile split for several CTAs, where that is faster."""
+    few = replace(config.uncut(), split=True, num_ctas=num_sms, dispatch="one", halves=False)
+    few = replace(few, share=False, alternate=False, tile_m=fewest_rows(config, shape))
+    tiles = few.tiles(shape)
+    if few.why_not() is not None or not 0 < 2 * tiles <= num_sms:
+        return config
+    steps = -(-shape.longest_k // config.tile_n)
+    tail = config.tail(shape)
+    others = float(steps)
+    if config.is_cut:
+        others = (tail.tiles - tail.whole) * steps / tail.shares + tail.cost
+    return few if time_of(steps, few.parts(shape)) < others else config
+
+
+def fewest_rows(config: Sm90ForwardConfig, shape: Shape) -> int:
+    """The rows of a tile of one CTA that leave the least of the tiles empty. Of 192 rows each takes
+    less time."""
+    rows, most = shape.longest_q * config.pack, config.tile_m // config.ctas
+    return min((most, 128), key=lambda m: -(-rows // m) * m * (1.1 if m < most else 1.0))
 
 
 def shares(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> bool:

@@ -31,6 +31,7 @@ from cutex.kernels.attention.forward.config import COUNTER
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.parts import MOST
 from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
+from cutex.kernels.attention.forward.sm90.split import NUMBERS, within
 from cutex.kernels.attention.work_ring import END, RETRY
 
 MAX_BLOCKS = 2**30
@@ -44,6 +45,7 @@ class Compute:
     config: Sm90ForwardConfig
     shared: Shared
     out: OutStore
+    merge: Any = None  # the PartMerge of tiles that are split
 
     @cute.jit
     def run(self) -> None:
@@ -53,6 +55,7 @@ class Compute:
         query, half_qk, pv = self.query(), self.half_qk(), self.pv()
         factors = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        low = cute.make_rmem_tensor(cute.make_layout(2), Float32) if c.is_cut else None
         issue_order, pending, turns = None, None, c.turns(self.dtype is BFloat16)
         if cutlass.const_expr(c.scales_later and self.dtype is cutlass.Float16):
             pending = cute.make_rmem_tensor(cute.make_layout(1), Int32)
@@ -67,10 +70,13 @@ class Compute:
         while mode != END:
             work = ring.work(q_take.slot)
             seq_q, seqlen_k = ring.lengths(q_take.slot)
-            part = ring.part(q_take.slot) if c.spread else None
+            part = ring.part(q_take.slot) if c.is_cut else None
             tile = shared.info.n_blocks(work.m, seq_q.length, seqlen_k)
             m_block = shared.m_block(work, wg)  # of this warpgroup's rows
             blocks = self.own_info.n_blocks(m_block, seq_q.length, seqlen_k)
+            stats = None
+            if cutlass.const_expr(c.split):
+                tile, blocks, stats = within(tile, part), within(blocks, part), self.merge.stats()
             q_slot = wg if c.q_waits else q_take.slot * c.warpgroups + wg
             own = OwnRows(work, m_block, self.thread_rows(m_block), seq_q, seqlen_k, blocks)
             score_ops = self.score_ops(own)
@@ -100,14 +106,16 @@ class Compute:
                 state = loop.pass_over(around[0], state, True)
                 state = self.attend(loop, own, q_take, state, mode, forwards, turn)
                 loop.issue_last(state)
-                in_range = softmax.finish(self.sinks(own), factors, lse)
+                in_range = softmax.finish(self.sinks(own), factors, lse, low)
                 state = loop.await_last(state)
                 state = loop.pass_over(around[1], state, True)
                 if cutlass.const_expr(c.speculates):
                     valid = in_range
                 loop.scale_output()
                 if cutlass.const_expr(c.spread):
-                    valid = self.join(pv.acc, softmax, part, valid, lse)
+                    valid = self.join(pv.acc, softmax, part, valid, (lse, low))
+                elif cutlass.const_expr(c.split):
+                    self.merge.note(stats, softmax, lse, low)
             else:
                 state = self.pass_tile(loop, tile.end - tile.first, q_take, state)
                 pv.acc.fill(0.0)
@@ -115,12 +123,16 @@ class Compute:
             rounded = self.out.rounded(pv.acc)
             if cutlass.const_expr(c.speculates):
                 valid = (valid & is_finite(rounded)) | (mode == RETRY)
-            stores = None
-            if cutlass.const_expr(c.spread):
-                assert part is not None
-                stores = part >= 0
-                valid = valid | ~stores
-            self.store(rounded, lse, own, wg if c.own_o else q_slot, q_take, valid, stores)
+            if cutlass.const_expr(c.split):
+                self.store_split(pv.acc, stats, own, part, q_take, valid)
+            else:
+                stores = None
+                if cutlass.const_expr(c.spread):
+                    assert part is not None
+                    stores = part >= 0
+                    valid = valid | ~stores
+                o_slot = wg if c.own_o else q_slot
+                self.store(rounded, lse, own, o_slot, q_take, valid, stores)
             q_take.advance()
             ring.q.wait_full(q_take)
             mode = ring.mode(q_take.slot)
@@ -251,18 +263,36 @@ class Compute:
                 self.out.store_lse(lse, own)
 
     @cute.jit
+    def store_split(
+        self,
+        acc_o: cute.Tensor,
+        stats: cute.Tensor,
+        own: OwnRows,
+        part: Int32,
+        q_take: PipelineState,
+        valid: Boolean,
+    ) -> None:
+        """Merge these rows of a part with the others of its tile, and release Q's slot."""
+        lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        valid, knows = self.merge.merged(acc_o, stats, own, part % NUMBERS, valid, lse)
+        self.shared.work.release(q_take, valid)
+        if cutlass.const_expr(self.config.lse):  # noqa: SIM102 - known when tracing
+            if knows:
+                self.out.store_lse(lse, own)
+
+    @cute.jit
     def join(
         self,
         acc_o: cute.Tensor,
         softmax: cutlass.Constexpr[WatchedSoftmax],
         part: Int32,
         valid: Boolean,
-        lse: cute.Tensor,
+        lse: tuple[cute.Tensor, cute.Tensor],
     ) -> Boolean:
         """Keep these rows for another CTA, or add what others have of them, where `part` says so.
         Returns whether all that was added is valid."""
         if part != 0:
-            rows = KeptRows.of(acc_o, softmax, lse)
+            rows = KeptRows.of(acc_o, softmax, *lse)
             valid = valid & is_finite(self.out.rounded(acc_o))
             if part < 0:
                 rows.keep(self.kept(-1 - part), valid)
@@ -270,7 +300,7 @@ class Compute:
                 share = part // MOST
                 for i in cutlass.range(part % MOST, unroll=1):
                     valid = rows.add(self.kept(share - 1 - i)) & valid
-                rows.store_lse(lse)
+                rows.store_lse(lse[0])
         return valid
 
     def kept(self, share: Int32) -> KeptSums:

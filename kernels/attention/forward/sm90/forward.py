@@ -16,7 +16,8 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
   next tile is loaded before it begins, O of the one before is stored by TMA while it runs
   (OutStore).
 - Tiles that see all keys and do not fill the SMs in whole rounds are cut along their keys in the
-  last one, so that all CTAs end together (parts.py, device/attention/kept_rows.py).
+  last one, so that all CTAs end together (parts.py, device/attention/kept_rows.py); few tiles are
+  split, each for as many CTAs as there are (split.py, device/attention/merged_rows.py).
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.load import Load, Pages, PairExchange
 from cutex.kernels.attention.forward.sm90.parts import PartsOrder
 from cutex.kernels.attention.forward.sm90.shared import Shared
+from cutex.kernels.attention.forward.sm90.split import SplitOrder, parts_of
+from cutex.kernels.attention.forward.sm90.split_out import PartMerge
 from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import KernelArgs, Sizes, arguments
 from cutex.kernels.attention.work_ring import WorkRing
@@ -71,6 +74,8 @@ class Forward:
                      of both CTAs that share the loads
     exchanged[slot]  see load.py, PairExchange              LOAD, of CTAs that share
     kept             see KeptSums; of a part of a tile      MMA, completing that tile
+    (whole)          the MMA warps, parts being split       the same: whether any has failed
+    left             see MergedRows                         MMA, of all parts of a tile
     (turn)           the warpgroup that issued a step       the next, before it issues its own
     (warpgroup)      its threads, O being in smem           the same, before TMA stores it
 
@@ -98,7 +103,7 @@ class Forward:
 
     def operands(self, dtype: str) -> tuple[Argument, ...]:
         c = self.config
-        return arguments(c, dtype, counter=c.dispatch == "dynamic", parts=c.spread)
+        return arguments(c, dtype, counter=c.dispatch == "dynamic" or c.split, parts=c.is_cut)
 
     @property
     def mma_warps(self) -> Warps:
@@ -126,10 +131,17 @@ class Forward:
         ctas = self.config.ctas
         return OwnNumber(ctas) if self.config.dispatch == "one" else EqualSteps(ctas)
 
-    def order(self, sizes: Sizes) -> AttentionOrder | PartsOrder:
-        """The order of tiles, or of the parts that those of the last round are cut into."""
+    def order(self, sizes: Sizes) -> AttentionOrder | PartsOrder | SplitOrder:
+        """The order of tiles, or of the parts that those of the last round, or all, are cut
+        into."""
         order = AttentionOrder.of(self.config, sizes)
+        if self.config.split:
+            return SplitOrder(order, self.parts(sizes))
         return PartsOrder.of(order, self.config, sizes.rows_k) if self.config.spread else order
+
+    def parts(self, sizes: Sizes) -> Int32:
+        """The parts that each tile is split into."""
+        return parts_of(self.config.num_ctas, AttentionOrder.of(self.config, sizes).total)
 
     def rows(self, info: Any, side: str) -> Rows:
         """The rows of Q and O (side "q") or of K and V ("k"), as TMA sees them."""
@@ -158,11 +170,12 @@ class Forward:
             k = tma_operand(of_kv, mK, of_k, (c.tile_n, c.head_dim), c.num_stages, c.ctas)
             v = tma_operand(of_kv, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages, c.ctas)
         o = tma_operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
-        self.kernel(q, k, v, o, args, sizes, pitches).launch(
+        self.kernel(q, k, v, o, mO if c.split else None, args, sizes, pitches).launch(
             grid=(grid(c, self.order(sizes).total), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(c.ctas, 1, 1) if c.share else None,
             min_blocks_per_mp=1,
+            cooperative=c.split,  # its CTAs wait for each other
             stream=stream,
         )
 
@@ -173,6 +186,7 @@ class Forward:
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
         o: cpasync.TmaInfo,
+        mO: cute.Tensor | None,
         args: KernelArgs,
         sizes: Sizes,
         pitches: tuple[Int32, Int32] | None,
@@ -211,7 +225,8 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             out = OutStore(c, self.rows(o, "q"), sO, args.lse)
-            Compute(c, shared, out).run()
+            merge = PartMerge(c, mO, args, self.parts(sizes)) if c.split else None
+            Compute(c, shared, out, merge).run()
 
     def blocks(
         self,

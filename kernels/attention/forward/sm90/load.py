@@ -23,6 +23,7 @@ from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.parts import Part, PartsOrder
 from cutex.kernels.attention.forward.sm90.shared import Shared
+from cutex.kernels.attention.forward.sm90.split import NUMBERS, SplitOrder, within
 from cutex.kernels.attention.order import AttentionOrder
 from cutex.kernels.attention.work_ring import NORMAL, RETRY
 from cutex.schedulers.dispatch import SelfDispatch, Ticket
@@ -40,7 +41,8 @@ class TileJob(NamedTuple):
     mode: Int32
     lengths: Lengths
     forwards: Int32 | None  # 1: its keys from the first to the last; None: never
-    part: Part | None  # of its keys; None: all of them
+    # of its keys: a Part or, of a tile that is split, the number of its share; None: all of them
+    part: Part | Int32 | None
 
 
 class Pages(NamedTuple):
@@ -107,7 +109,7 @@ class Load:
     q: Rows  # with the TMA operand each
     k: Rows | Pages
     v: Rows | Pages
-    order: AttentionOrder | PartsOrder
+    order: AttentionOrder | PartsOrder | SplitOrder
     dispatch: SelfDispatch
     exchange: PairExchange | None  # of CTAs that share their loads
     shared: Shared
@@ -139,6 +141,7 @@ class Load:
             if cutlass.const_expr(c.alternates):
                 forwards = ring.forwards(back.slot)  # as when it failed
             part = self.parts.whole(Int32(0)) if c.spread else None
+            share = ring.part(back.slot) % NUMBERS if c.split else None
             if not failed:
                 number = cutlass.min(ticket.index, order.total - 1)
                 if cutlass.const_expr(c.spread):
@@ -146,6 +149,8 @@ class Load:
                     if number >= self.parts.tail.whole:
                         part = self.parts.part(number, which)
                     number = part.index
+                if cutlass.const_expr(c.split):
+                    share, number = number, number // self.split.parts
                 work = self.tiles.tile(number)
                 mode = Int32(NORMAL)
                 if cutlass.const_expr(c.alternates):
@@ -157,7 +162,8 @@ class Load:
                 lengths = self.shared.lengths(work.batch)
                 asked = Int32(0)
                 if lengths[0].length * c.pack > work.m * c.tile_m:
-                    job = TileJob(work, mode, lengths, forwards if c.alternates else None, part)
+                    forwards_or_none = forwards if c.alternates else None
+                    job = TileJob(work, mode, lengths, forwards_or_none, share if c.split else part)
                     fills, asked = self.tile(job, ticket, q_fill, fills)
                     q_fill.advance()
                 else:
@@ -177,11 +183,16 @@ class Load:
     @property
     def tiles(self) -> AttentionOrder:
         """The order of whole tiles."""
-        return self.order.order if isinstance(self.order, PartsOrder) else self.order
+        return self.order if isinstance(self.order, AttentionOrder) else self.order.order
 
     @property
     def parts(self) -> PartsOrder:
         assert isinstance(self.order, PartsOrder), "only tiles of such an order are cut"
+        return self.order
+
+    @property
+    def split(self) -> SplitOrder:
+        assert isinstance(self.order, SplitOrder), "only tiles of such an order are split"
         return self.order
 
     def agree(
@@ -214,19 +225,25 @@ class Load:
         shared, c = self.shared, self.config
         k_fill, v_fill, *q_free = fills
         work, mode, (seq_q, seq_k), forwards, part = job
-        word, is_last = None, None
+        word, is_last, of_loads = None, None, seq_k  # NOTE: ragged rows need their own end
         if cutlass.const_expr(c.spread):
             assert part is not None
             # NOTE: to the other roles a part is a tile with fewer keys
             word, is_last = part.word, part.is_last
             keys = cutlass.min(seq_k.length, part.end * c.tile_n) - part.first * c.tile_n
             seq_k = seq_k._replace(length=keys)
+        elif cutlass.const_expr(c.split):
+            part = self.split.part(part, shared.info.n_blocks(work.m, seq_q.length, seq_k.length))
+            word = part.word
+            seq_k = seq_k._replace(length=seq_k.length - part.first * c.tile_n)
         blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
+        if cutlass.const_expr(c.split):
+            blocks = within(blocks, word)
         turns = c.turns(shared.sK.element_type is BFloat16)
         path = blocks.path(forwards, blocks.turn() if turns else None)
         head_kv = work.head // self.tiles.heads_per_kv
         loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
-        of = head_kv, work.batch, seq_k
+        of = head_kv, work.batch, of_loads
         loads_k, loads_v = self.blocks(self.k, shared.sK, of), self.blocks(self.v, shared.sV, of)
         full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards, word)
         q_slot = Int32(0) if c.q_waits else q_fill.slot
