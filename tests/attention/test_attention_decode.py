@@ -14,7 +14,8 @@ import cutex
 from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
-from cutex.ops.attention import kvcache, prefill
+from cutex.ops.attention import kvcache, plan, prefill
+from cutex.ops.attention.call import AttentionCall
 from cutex.ops.attention.kvcache import PLANS, alike_rooms, config_for
 from cutex.ops.attention.kvcache_call import KVCacheCall
 from cutex.ops.attention.rotated import rotated
@@ -466,6 +467,7 @@ CHUNKS = {
                           {"page_size": 24}),
     "no pages": ({"seqlen_q": 70, "head_dim": 128, "head_dim_v": 128}, {}),
     "all of a cache": ({"seqlen_q": 70, "used_k": None, "causal": False, "softcap": 5.0}, {}),
+    "keys split for many CTAs": ({"seqlen_q": 70, "seqlen_k": 1300, "used_k": (1300, 0, 65)}, {}),
 }  # fmt: skip
 
 
@@ -497,6 +499,18 @@ def test_many_queries_are_told_from_few():
     ):  # fmt: skip
         assert not prefill.is_of_many_queries(other, "sm_90a")
     assert not prefill.is_of_many_queries(chunk, "sm_100a")
+
+
+def test_tiles_of_a_chunk_are_cut_as_those_of_flash_attn_func():
+    q = torch.empty(1, 2048, 10, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 4096, 10, 128, dtype=torch.bfloat16, device="meta")
+    given = {"q": q, "k_cache": k, "v_cache": k, "causal": False, "window_size": (None, None)}
+    nothing = dict.fromkeys(KVCacheCall._fields) | {"softcap": 0.0, "num_splits": 0}
+    chunk = KVCacheCall(**{**nothing, **given})
+    assert prefill.is_of_many_queries(chunk, "sm_90a")
+    config = prefill.config_for(chunk, True, "sm_90a")
+    assert config.is_cut and config.workspace(prefill.shape_of(chunk)).sums > 0
+    assert config == plan.config_for(AttentionCall(q, k, k), True, (None, None))
 
 
 # ---- the ladder

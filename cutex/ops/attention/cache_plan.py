@@ -104,9 +104,9 @@ class Plan:
     """A call's kernel, and what is allocated for each launch.
 
     The kernel takes the first `operands` tensors, O and, with `with_lse`, LSE, the other tensors,
-    `numbers` and a workspace; or, if that is flags alone, the counter of tiles, these first.
-    `prepare`: what is done to tensors before, by name. `untouched`: no launch looks at the
-    workspace.
+    `numbers` and a workspace; or with `words_first`, as the forward kernel, and if flags are all of
+    it, the flags, what else there is, and then these. `prepare`: what is done to tensors before, by
+    name. `untouched`: no launch looks at the workspace.
     """
 
     def __init__(
@@ -119,12 +119,13 @@ class Plan:
         needs: Workspace,
         prepare: dict[str, Preparation],
         untouched: bool = False,
+        words_first: bool = False,
     ) -> None:
         self.compiled, self.device, self.operands = compiled, call.q.device, operands
         shapes = [(call.out_shape, call.q.dtype), (call.lse_shape, torch.float32)]
         self.outputs = [(x, contiguous(x), dtype) for x, dtype in shapes[: 1 + with_lse]]
         self.numbers, self.needs, self.prepare = numbers, needs, prepare
-        self.untouched = untouched
+        self.untouched, self.words_first = untouched, words_first
         self.names = tuple(call.tensors)
         # NOTE: of lengths on the CPU the values are checked at each call
         integers = any(x.dtype == torch.int32 for x in call.tensors.values())
@@ -132,6 +133,7 @@ class Plan:
         self.grows = False  # caches of later calls may have other sizes
         # of tensors that the kernel takes as they are; made at the first launch
         self.run: Callable[..., Any] | None = None
+        self.launch: Callable[..., None] | None = None  # of the kernel
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Launch on tensors like the call's."""
@@ -148,13 +150,39 @@ class Plan:
         repeating the plan's decisions."""
         needs, n = self.needs, self.operands
         empty = empty_of(self.device, SEVERAL_GPUS)
-        (shape, strides, dtype), *of_lse = self.outputs
-        numbers, at_first = last_of(needs, self.numbers, lambda: buffers(needs, self.device))
+        numbers, at_first = self._last_of(lambda: buffers(needs, self.device))
         outputs = [empty(*x) for x in self.outputs]
         first = [*given[:n], *outputs, *given[n:], *numbers, *at_first()]
-        launch = on_device(self.device, launcher(self.compiled, first))
+        self.launch = on_device(self.device, launcher(self.compiled, first))
+        run = self.writing(self.outputs[0][1])
+        if "k" not in self.names:
+            return run
+        assert self.names[-2:] == ("k", "v"), "what is appended comes last"
+        return appending(run, None if self.grows else given)
+
+    def _last_of(
+        self, of_stream: Callable[[], tuple[Any, Any]]
+    ) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]:
+        """The kernel's last arguments, its numbers and then the result of a function: its
+        workspace, or that with the numbers behind it."""
+        needs, numbers = self.needs, self.numbers
+        if needs.sums and not self.words_first:
+            return numbers, of_stream if needs.flags else lambda: of_stream()[:1]
+        if needs.sums:
+            return (), lambda: (*reversed(of_stream()), *numbers)
+        if needs.flags:
+            return (), lambda: (of_stream()[1], *numbers)
+        return numbers, tuple
+
+    def writing(self, strides: tuple[int, ...]) -> Callable[..., Any]:
+        """A function that launches, once `run` has, on tensors like its, allocating O with these
+        strides."""
+        needs, n, launch = self.needs, self.operands, self.launch
+        assert launch is not None, "it was launched"
+        empty = empty_of(self.device, SEVERAL_GPUS)
+        (shape, _, dtype), *of_lse = self.outputs
         of_stream = (untouched_of if self.untouched else buffers_of)(needs, self.device)
-        _, last = last_of(needs, self.numbers, of_stream)
+        numbers, last = self._last_of(of_stream)
 
         @untraced
         def run(*tensors: Tensor) -> Any:
@@ -173,12 +201,7 @@ class Plan:
             launch(q, k, v, out, *rest, *numbers, *last())
             return out
 
-        if n == 3 and not of_lse:
-            run = run_alone
-        if "k" not in self.names:
-            return run
-        assert self.names[-2:] == ("k", "v"), "what is appended comes last"
-        return appending(run, None if self.grows else given)
+        return run_alone if n == 3 and not of_lse else run
 
 
 def of_parts(config: Any, units: int, num_splits: int, flags: int) -> Workspace:
@@ -223,18 +246,6 @@ def appending(run: Callable[..., Any], like: list[Tensor] | None = None) -> Call
 
 def _never(*tensors: Tensor) -> bool:
     return False
-
-
-def last_of(
-    needs: Workspace, numbers: tuple[Any, ...], of_stream: Callable[[], tuple[Any, Any]]
-) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]:
-    """A kernel's last arguments, its numbers and then the result of a function: its workspace, or
-    the counter of tiles if that is all it needs."""
-    if needs.sums:
-        return numbers, of_stream if needs.flags else lambda: of_stream()[:1]
-    if needs.flags:
-        return (), lambda: (of_stream()[1], *numbers)
-    return numbers, tuple
 
 
 def growing(tensors: dict[str, Tensor], rooms: range) -> Callable[..., bool]:

@@ -32,8 +32,8 @@ from cutex.ops.attention.kvcache_call import (
     other_sink,
     table_of,
 )
-from cutex.ops.attention.plan import COUNTER, resources
 from cutex.ops.attention.plan import kernel_for as forward_kernel_for
+from cutex.ops.attention.plan import resources
 from cutex.ops.attention.rotated import rotated
 from cutex.ops.device import current
 from cutex.ops.number import check_flag
@@ -340,9 +340,8 @@ def prefill_plan(call: KVCacheCall, with_lse: bool, arch: str) -> Plan:
     """The plan of a call of many queries."""
     c = prefill.config_for(call, with_lse, arch)
     compiled = forward_kernel_for(c, DTYPES[call.q.dtype], arch)
-    needs = Workspace(0, COUNTER if c.dispatch == "dynamic" else 0)
-    prepare = preparations(call.tensors)
-    return Plan(call, compiled, 3, with_lse, numbers_of(call), needs, prepare)
+    needs, prepare = c.workspace(prefill.shape_of(call)), preparations(call.tensors)
+    return Plan(call, compiled, 3, with_lse, numbers_of(call), needs, prepare, words_first=True)
 
 
 def numbers_of(call: KVCacheCall) -> tuple[float | int, ...]:

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from cutex.ops.attention.call import AttentionCall, check
+from cutex.ops.attention.few_queries import FewQueries, are_few
 from cutex.ops.attention.plan import ALIGN, Plan, check_device, longest_q
 from cutex.ops.device import current, per_device
 from cutex.ops.plans import PlanCache
 
 PLANS = PlanCache()  # of the functions that users call
-_plans: dict[tuple[Any, ...] | None, Plan] = per_device({})  # by everything that a plan depends on
+_plans: dict[tuple[Any, ...] | None, Plan | FewQueries] = per_device(
+    {}
+)  # by everything that a plan depends on
 
 
 def forget() -> None:
@@ -47,7 +50,9 @@ def attend(
     return run(call, with_lse, whole, out, key)
 
 
-def plan_of(call: AttentionCall, with_lse: bool, out: Tensor | None = None) -> Plan | None:
+def plan_of(
+    call: AttentionCall, with_lse: bool, out: Tensor | None = None
+) -> Plan | FewQueries | None:
     """The plan of a call that `attend` has run."""
     return _plans.get(_whole(call, with_lse, out))
 
@@ -65,7 +70,7 @@ def run(
     if 0 in (*call.out_shape, call.k.shape[-3], call.batch, longest_q(call)):
         return _nothing_to_see(call, with_lse, out)
     with current(call.q.device):
-        plan = Plan(call, with_lse)
+        plan = FewQueries(call, with_lse) if are_few(call) else Plan(call, with_lse)
         result = plan(call, out)
     if whole is not None:
         if len(_plans) >= 4096:
@@ -75,7 +80,7 @@ def run(
     return result
 
 
-def _remember(key: tuple[Any, ...] | None, call: AttentionCall, plan: Plan) -> None:
+def _remember(key: tuple[Any, ...] | None, call: AttentionCall, plan: Plan | FewQueries) -> None:
     """Keep a plan for calls like this one, if it has a key and takes tensors as they are given."""
     if key is not None and plan.short is not None:
         functions = [f for f in plan.functions if f is not None]

@@ -46,8 +46,13 @@ def config_for(call: KVCacheCall, with_lse: bool, arch_name: str) -> ForwardConf
     assert dims is not None, "check refuses other head dims"
     traits = call.traits(call.room, with_lse)
     spec = AttentionSpec(head_dim=dims[0], head_dim_v=dims[1], **traits)
+    sms, l2_bytes = resources(call.q.device, arch_name)
+    card = replace(arch(arch_name), num_sms=sms, l2_bytes=l2_bytes)
+    return fitted(spec, shape_of(call), card)
+
+
+def shape_of(call: KVCacheCall) -> Shape:
+    """What the choice of a config takes of a call's sizes."""
     rows = call.q.shape[-3]
     mean = rows // call.batch if call.cu_seqlens_q is not None else rows
-    shape = Shape(call.batch, *call.heads, call.longest_q, call.room, mean)
-    sms, l2_bytes = resources(call.q.device, arch_name)
-    return fitted(spec, shape, replace(arch(arch_name), num_sms=sms, l2_bytes=l2_bytes))
+    return Shape(call.batch, *call.heads, call.longest_q, call.room, mean)
