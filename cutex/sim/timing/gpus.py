@@ -67,7 +67,7 @@ class Gpu:
     partial_sector: float = 2.2  # of an SM, for a sector that is written in part, or changed
     same_word: float = 3.0  # of an SM, for each lane of a warp that adds to the same word
     l1_line_cycles: float = 0.3  # of an SM, for a line that L1 holds
-    fetched_together: float = 64.0  # bytes that memory gives for one sector; 0: one sector
+    scattered_sector: float = 87.0  # bytes' time of memory for one at random; 0: as for others
     global_latency: float = 300.0  # of an ordinary load that misses L2, at least
     hbm_tail: float = 160.0  # more, in the mean of its sectors, of which the latest counts
     hbm_crowd: float = 75.0  # more, times the share by which memory is busy over the idle one
@@ -130,7 +130,7 @@ B200 = Gpu(
     l2_copies=1.06, l2_store=2.95, l2_ahead=640.0, l2_capacity=77e6, l2_kept=60e6,
     global_latency=600.0, hbm_tail=0.0, hbm_crowd=0.0, l1_kept=0.0, clusters_of_four=33,
     try_wait=10.0, tmem_copy_bytes=170.0, load_line=2.4, partial_sector=32 * 148 / 5000,
-    same_word=0.0, l1_line_cycles=1.0, fetched_together=0.0,
+    same_word=0.0, l1_line_cycles=1.0, scattered_sector=0.0,
     mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
     band=0.13, clock_band=0.11,
     power=Power(
@@ -216,8 +216,8 @@ SOURCES: dict[str, tuple[str, str]] = {
     ),
     "same_word": ("probe: a word for each warp, +-3 %", "not measured: none"),
     "l1_line_cycles": ("probe: 32 words of 16 KB at random, 10 cycles", "1: as by its fits"),
-    "fetched_together": (
-        "published: the granularity at which L2 fetches, by default",
+    "scattered_sector": (
+        "probe: sectors of 64 MB at random; L2 fetches 64 bytes, and memory is slower so, +-10 %",
         "not measured: one sector",
     ),
     "l1_latency": ("published: 41", "the H200's"),

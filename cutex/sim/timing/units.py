@@ -38,12 +38,12 @@ class Missed(NamedTuple):
         """The share of a fetch of which the share `new` is a CTA's first; -1: not known."""
         return self.all if new < 0 else new * self.first + (1 - new) * self.again
 
-    def brought(self, size: float, new: float, alone: int, together: float) -> float:
-        """The bytes that memory gives for a fetch of `size` bytes, of which `alone` sectors are in
-        no order: for each of them no fewer than `together`, or 0: as for others."""
-        if not together or not alone:
+    def brought(self, size: float, new: float, alone: int, each: float) -> float:
+        """The bytes whose time memory takes for a fetch of `size` bytes, `alone` sectors of which
+        are at random places: `each` for such a one, or 0: as for others."""
+        if not each or not alone:
             return size * self.of(new)
-        return (size - 32 * alone) * self.of(new) + alone * self.scattered * together
+        return (size - 32 * alone) * self.of(new) + alone * self.scattered * each
 
 
 @dataclass

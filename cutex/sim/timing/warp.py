@@ -423,7 +423,7 @@ class Warp:
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
         if miss and size:
             rate = min(g.hbm_bytes / m.sms, m.stream)
-            brought = missed.brought(size, e.new, e.alone, g.fetched_together)
+            brought = missed.brought(size, e.new, e.alone, g.scattered_sector)
             crowd = self.sm.crowd.add(now, brought / rate)
             hbm = self.sm.hbm.serve(now, brought / rate)
             end = max(end, hbm - g.hbm_ahead)
