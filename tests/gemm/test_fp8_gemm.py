@@ -286,14 +286,42 @@ def test_the_promotion_adds_in_fp32():
     assert check.ok, check.message
 
 
+def shares_of_loads(sizes: tuple[int, int, int, int]) -> int:
+    """The CTAs that share what the chosen config for sums without factors loads."""
+    chosen = promoted.ranked(sizes, H200)[0]
+    assert isinstance(chosen, Fp8Config)
+    return chosen.cluster_m * chosen.cluster_n
+
+
 def test_sums_without_factors_take_rows_as_columns_and_more_shares() -> None:
     """Tiles that the kernel with factors is not offered, where M takes more than four tiles."""
     found = {(c.swap_ab, c.split_k > 1) for c in promoted.ranked((1056, 1280, 3648, 1), H200)}
     assert (True, False) in found
     few = promoted.ranked((1184, 128, 1824, 1), H200)
-    assert few[0].split_k == 2 and {c.swap_ab for c in few} == {False, True}
+    assert few[0].split_k > 1 and {c.swap_ab for c in few} == {False, True}
     with_factors = ranked(Fp8Problem(1184, 128, 3648), H200)
     assert not any(c.swap_ab or c.split_k > 2 for c in with_factors)
+
+
+def test_sums_without_factors_share_loads_of_rows_that_are_two_lines() -> None:
+    """K = 6832 is no multiple of the 128 bytes of a line (docs/facts/scaled.md#promoted-lines)."""
+    assert shares_of_loads((816, 1920, 6832 // 2, 1)) == 4
+    aligned, apart = (
+        promoted.predictions((816, 1920, k // 2, 1), H200, [alone])[alone]
+        for k in (6784, 6800)
+        for alone in [replace(SQUARE, tile_m=128, tile_n=128, recipe=PROMOTED, swap_ab=False)]
+    )
+    assert apart > 1.1 * aligned
+
+
+def test_clusters_of_four_are_all_there_at_one_time() -> None:
+    """Where they are not, those that are left take a round of their own."""
+    for m, n, k in ((1104, 7232, 11264), (1808, 4096, 4096), (600, 2656, 7168), (240, 736, 18816)):
+        problem = Fp8Problem(m, n, k)
+        for tiles in promoted.candidates(problem, H200.num_sms):
+            group = promoted.group_of(tiles)
+            ctas = promoted.Counts.of(tiles, problem).ctas(tiles)
+            assert group <= 2 or ctas <= promoted.at_once(tiles, H200.num_sms) < H200.num_sms
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from cutex.arch import BOARDS
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.config import ceil_div
-from cutex.kernels.gemm.scaled.fp8.config import BLOCK, PROMOTED, Fp8Config
+from cutex.kernels.gemm.scaled.fp8.config import BLOCK, Fp8Config
 from cutex.problem.scaled import Fp8Problem
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ SMS_OF_FOURS, SMS_OF_THREES = 0.8, 0.86  # of the SMs, those that clusters of so
 MOST_SENT = 128 * 128  # elements of a tile, up to which its K is split
 DEEPEST = 8  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256  # up to which rows may be columns of the MMA
-MOST_COLUMNS = 2000  # the same, of sums without factors (promoted.py)
 # rows from which on tiles of 256x128 are as fast as any (#fp8-alone), if they are so large a part
 # of the SMs
 MANY_ROWS, FILLED = 1000, 0.75
@@ -76,31 +75,6 @@ def candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp
         for tile in _swapped_tiles(base, problem.m):
             yield from _placed(tile, (problem.n, problem.m), num_sms, batch)
             yield from _alternating(tile, (problem.n, problem.m), num_sms, batch)
-
-
-def further_candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp8Config]:
-    """Configs that were timed for sums without factors alone: more rows as columns of the MMA, and
-    shares of K where these take more than four tiles."""
-    base = Fp8Config(tile_m=128, tile_n=128, warpgroups=2, epi_n=32, epi_stages=1, num_stages=2,
-                     recipe=problem.dtype)  # fmt: skip
-    sizes = problem.m, problem.n
-    for tile in _tiles(base, problem.m):
-        yield from _in_shares(tile, sizes, num_sms, batch, most=4)
-        if FEW_ROWS < problem.m <= MOST_COLUMNS and tile.tile_m < 256:
-            swapped = replace(tile, swap_ab=True)
-            placed = _placed(swapped, sizes[::-1], num_sms, batch)
-            yield from (c for c in placed if c.split_k == 1)
-            yield from _in_shares(swapped, sizes[::-1], num_sms, batch, most=2)
-
-
-def _in_shares(
-    tile: Fp8Config, sizes: tuple[int, int], num_sms: int, batch: int, most: int
-) -> Iterator[Fp8Config]:
-    """A tile split along K by as many CTAs as there are for each, `most` at most."""
-    tiles = ceil_div(sizes[0], tile.tile_m) * ceil_div(sizes[1], tile.tile_n)
-    if batch == 1 and tile.tile_m * tile.tile_n <= MOST_SENT:
-        for split_k in range(2, min(num_sms // tiles, most) + 1):
-            yield replace(tile, split_k=split_k)
 
 
 def _tiles(base: Fp8Config, m: int) -> Iterator[Fp8Config]:
@@ -167,11 +141,8 @@ def deepest(tiles: Fp8Config, arch: Arch) -> Fp8Config | None:
     return None
 
 
-def predict(
-    tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1, swapped: float = SWAPPED
-) -> float:
-    """The predicted microseconds of `batch` such problems in one launch; `swapped`: how many times
-    as long one takes transposed."""
+def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -> float:
+    """The predicted microseconds of `batch` such problems in one launch."""
     rows, columns = problem.m, problem.n
     if tiles.swap_ab:
         rows, columns = columns, rows
@@ -193,7 +164,7 @@ def predict(
     if tiles.alternating:
         clocks += rounds * ADD_UP * tiles.tile_m * tiles.tile_n
     mhz = CLOCK * arch.clock_hz * 1e-6
-    compute = clocks / mhz * (swapped if tiles.swap_ab else 1.0)
+    compute = clocks / mhz * (SWAPPED if tiles.swap_ab else 1.0)
     # rows beyond the product's are not loaded
     loaded = min(tiles.tile_m, rows / down) / tiles.cluster_n
     loaded += min(tiles.tile_n, columns / across) / tiles.cluster_m
@@ -207,7 +178,7 @@ def block_clocks(tiles: Fp8Config, many: bool = False) -> float:
     """A CTA's clocks per block of K if nothing waits for loads; `many`: of MID_ROWS and more."""
     alone = tiles.mma_warpgroups == 1
     usual = not tiles.alternating and tiles.split_k == 1
-    if many and usual and (tiles.recipe == PROMOTED or not tiles.swap_ab):
+    if many and usual and not tiles.swap_ab:
         return _many_rows_clocks(tiles)
     column, wave = COLUMN, WAVE + ALONE * alone
     if tiles.alternating:
