@@ -132,8 +132,8 @@ def rows_tiles(
     elif mean_rows >= LONG_GROUPS and n >= 208 and by_k and not fused:
         # NOTE: the same, but for groups so long that what is wasted is little, if any
         along_n = ragged or mean_rows < VERY_LONG_GROUPS or mean_rows % MANY_ROWS > 0
-        sharers = {"cluster_n": _sharers(n, 208)} if along_n else {"cluster_m": 2}
-        tiles = replace(_in_turn(208), **sharers)
+        across, down = (_sharers(n, 208), 1) if along_n else (1, 2)
+        tiles = replace(_in_turn(208), cluster_n=across, cluster_m=down)
     elif mean_rows >= LONG_GROUPS and not by_k and width(n, IN_TURN) == 192:
         tiles = _in_turn(192, cluster_m=2)
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * arch_named(arch).num_sms:
