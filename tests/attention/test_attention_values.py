@@ -16,6 +16,7 @@ import cutex
 from cutex.compile import Compiled, compile
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.forward import Forward
+from cutex.ops.attention import planned
 from cutex.problem.attention import INITS
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.reference import attend
@@ -24,6 +25,12 @@ from cutex.sim import simulate
 CASE = AttentionCase(seqlen_q=70, seqlen_k=520, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=64)
 SLOW = pytest.mark.slow
 BIG = torch.finfo(torch.float32).min
+
+
+@pytest.fixture(autouse=True)
+def by_the_forward_kernel(monkeypatch):
+    """Not by those of caches, which few queries take."""
+    monkeypatch.setattr(planned, "are_few", lambda call: False)
 
 
 def computed(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, Tensor]:
