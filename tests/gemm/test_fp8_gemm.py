@@ -314,6 +314,13 @@ def test_sums_without_factors_share_loads_of_rows_that_are_two_lines() -> None:
     assert apart > 1.1 * aligned
 
 
+def test_any_config_that_takes_sums_without_factors_is_predicted() -> None:
+    """Those that no candidate is like, as a choice of this machine may be."""
+    many = replace(SQUARE, tile_m=64, tile_n=64, num_stages=8, warpgroups=1, epi_n=32, split_k=8)
+    many = replace(many, recipe=PROMOTED)
+    assert promoted.predictions((64, 512, 4096, 1), H200, [many])[many] > 0
+
+
 def test_clusters_of_four_are_all_there_at_one_time() -> None:
     """Where they are not, those that are left take a round of their own."""
     for m, n, k in ((1104, 7232, 11264), (1808, 4096, 4096), (600, 2656, 7168), (240, 736, 18816)):

@@ -34,7 +34,7 @@ ROW, OUT_OF_BOUNDS, NOT_COUNTED, TWO_LINES = 1.65, 2.8, 16, 0.8
 # warpgroups add; how many times as long a tile of 64 rows takes, and one transposed
 SPLIT, SPLIT_ELEMENT, ADD_UP = 46, 0.36, 0.023
 NARROW, SWAPPED = 1.07, 0.896
-SPLIT_TIMES = {1: 0.0, 2: 1.0, 3: 1.5, 4: 2.5, 6: 2.5}
+SPLIT_TIMES, MOST_TIMES = {1: 0.0, 2: 1.0, 3: 1.5}, 2.5  # of so many shares, and of more
 CLOCK_MHZ, FIXED_US = 1755, 2.02
 L2_OF_MEMORY, MEMORY = 2.57, 0.854  # bytes in a second, relative to memory's nominal rate
 BLOCK_POWER, POWER = 6.0, 2.9  # how sharply the larger times count: of a block, and of all
@@ -48,6 +48,7 @@ PADDED = 1.15  # times as many tiles as there are, at most, where clusters are w
 MOST_ROUND, MOST_ROUND_ROWS = 8, 1024  # rows of tiles of one round, and rows, whose class is exact
 # of the SMs, those that clusters of so many CTAs fill at one time
 FILLED = {1: 1.0, 2: 1.0, 3: 0.86, 4: 0.92, 6: 0.7}
+FEWEST_FILLED = 0.7  # by any others
 
 
 class Counts(NamedTuple):
@@ -79,7 +80,7 @@ def group_of(tiles: Fp8Config) -> int:
 def at_once(tiles: Fp8Config, num_sms: int) -> int:
     """The CTAs that run at one time."""
     group = group_of(tiles)
-    return max(1, int(num_sms * FILLED[group]) // group) * group
+    return max(1, int(num_sms * FILLED.get(group, FEWEST_FILLED)) // group) * group
 
 
 def candidates(problem: Fp8Problem, num_sms: int, batch: int = 1) -> Iterator[Fp8Config]:
@@ -142,7 +143,7 @@ def predict(tiles: Fp8Config, problem: Fp8Problem, arch: Arch, batch: int = 1) -
     clocks = blocks * block_clocks(tiles, counts, rounds, lines)
     if tiles.split_k > 1:
         sent = tiles.tile_m * tiles.tile_n * (tiles.split_k - 1) / tiles.split_k
-        clocks += SPLIT * SPLIT_TIMES[tiles.split_k] + SPLIT_ELEMENT * sent
+        clocks += SPLIT * SPLIT_TIMES.get(tiles.split_k, MOST_TIMES) + SPLIT_ELEMENT * sent
     if tiles.alternating:
         clocks += ADD_UP * tiles.tile_m * tiles.tile_n
     clocks *= NARROW if tiles.tile_m == 64 else 1.0
