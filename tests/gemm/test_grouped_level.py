@@ -186,6 +186,9 @@ def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
         assert launch.way(long, w, (None, "relu", False), scaled=True, ragged=True)[0] == "level"
         assert launch.way(long, w, (None, None, False), scaled=True, ragged=False)[0] == "rows"
         assert launch.way(long, w, (None, None, True), scaled=False, ragged=True)[0] == "rows"
+        odd = x.expand(1025, 64)  # no even groups of whole tiles
+        assert launch.way(odd, w, (None, None, False), scaled=False, ragged=False)[0] == "level"
+        assert launch.way(odd, w, (None, None, True), scaled=False, ragged=False)[0] == "rows"
     with ops.simulated("sm_100a"):
         assert not launch.levels(x, 1024, w, None)
 

@@ -156,8 +156,8 @@ def _grouped(sums: bool) -> Call:
             offs = torch.tensor([130, 130, 1030, 1150], dtype=torch.int32)
             x = normal(1150, 600)
             return (cutex.grouped_mm(x.mT, normal(1150, 264, seed=1), offs),)
-        offs = torch.tensor([130, 130, 400, 520], dtype=torch.int32)
-        x = normal(520, 600)
+        offs = torch.tensor([130, 130, 400, 510], dtype=torch.int32)
+        x = normal(512, 600)  # in the mean whole tiles, as of even groups
         return (cutex.grouped_mm(x, normal(4, 264, 600, seed=1).mT, offs),)
 
     return call
@@ -167,10 +167,10 @@ def _long_groups() -> Sequence[torch.Tensor]:
     """Groups as those of 1024 rows and more: tiles of 208 columns, of two warpgroups in turn."""
     from cutex.kernels.gemm.grouped import choose
 
-    few = {"LONG_GROUPS": 1, "MANY_ROWS": 1, "VERY_FEW_ROWS": 0, "SHORT_K": 0}
-    offs = torch.tensor([130, 130, 400, 520], dtype=torch.int32)
-    with mock.patch.multiple(choose, **few):
-        return (cutex.grouped_mm(normal(520, 600), normal(4, 264, 600, seed=1).mT, offs),)
+    few = {"LONG_GROUPS": 1, "VERY_LONG_GROUPS": 1, "MANY_ROWS": 1, "VERY_FEW_ROWS": 0}
+    offs = torch.tensor([130, 130, 400, 510], dtype=torch.int32)
+    with mock.patch.multiple(choose, SHORT_K=0, **few):
+        return (cutex.grouped_mm(normal(512, 600), normal(4, 264, 600, seed=1).mT, offs),)
 
 
 def _indexed(scattered: bool, **options: Any) -> Call:

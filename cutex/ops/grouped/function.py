@@ -75,7 +75,8 @@ def grouped_mm(
         differentiable.
     ragged: a hint that groups differ in length, as a router's do. x (T, K) is then multiplied by
         tiles that fit each group, where a Hopper kernel has faster ones; equal groups may be
-        slower. The sums are the same.
+        slower. Groups that T / E, no multiple of 64, shows to differ take them without the hint.
+        The sums are the same.
 
     Rows of no group (from offs[-1] or from counts[e] on) are neither read nor written: in the
     result they are uninitialised, as in torch; in a gradient they are zeros. Differentiable in x, w

@@ -61,7 +61,8 @@ def way(
     that gives its config; scaled: with row_scale."""
     bias, activation, padded = options
     without = bias is None, not scaled
-    if ragged and not padded and levels(x, x.shape[0], w, activation, not all(without)):
+    differ = ragged or choose.surely_differ(x.shape[0], w.shape[0])
+    if differ and not padded and levels(x, x.shape[0], w, activation, not all(without)):
         return "level", (activation, *without), level_call
     return "rows", (activation, padded, *without, ragged), rows_call
 

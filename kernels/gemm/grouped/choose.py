@@ -45,6 +45,7 @@ FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 
 # of a router's group in a tile, at most; in the mean, from which on groups are divided into equal
 # tiles; and tiles of columns from which on one too many is less than what sharing rows saves
 LEVEL_ROWS, FEW_LEVEL, MANY_LEVEL = 192, 96, 20
+EVEN_ROWS = 64  # that even groups are taken for multiples of
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # fp8: rows of a group in the mean from which on a tile may have 256 rows, with the time of a column
@@ -152,6 +153,12 @@ def levels_pay(mean_rows: int) -> bool:
     """Whether, for a router's groups, tiles of equal width within a group beat tiles of a fixed
     height, which waste more (docs/facts/grouped.md#grouped-level-tiles)."""
     return mean_rows >= FEW_LEVEL
+
+
+def surely_differ(rows: int, groups: int) -> bool:
+    """Whether so many rows are no even groups of whole tiles, so that levels may pay though nobody
+    said that groups are ragged (docs/facts/grouped.md#grouped-level-unsaid)."""
+    return rows % (EVEN_ROWS * groups) != 0
 
 
 def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:
