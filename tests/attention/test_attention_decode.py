@@ -501,6 +501,16 @@ def test_many_queries_are_told_from_few():
     assert not prefill.is_of_many_queries(chunk, "sm_100a")
 
 
+@pytest.mark.parametrize(("head_dim", "is_many"), [(128, True), (64, False)])
+def test_tiles_for_seven_sms_of_ten_are_many_at_head_dim_128(head_dim, is_many):
+    q, k = torch.empty(4, 48, 64, head_dim).half(), torch.empty(64, 64, 8, head_dim).half()
+    table, lengths = torch.empty(4, 64, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    call = KVCacheCall(
+        q, k, k.clone(), None, lengths, table, *[None] * 8, None, None, True, (-1, -1), 0.0, 0
+    )  # 96 tiles for 132 SMs
+    assert prefill.is_of_many_queries(call, "sm_90a") == is_many
+
+
 def test_tiles_of_a_chunk_are_cut_as_those_of_flash_attn_func():
     q = torch.empty(1, 2048, 10, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, 4096, 10, 128, dtype=torch.bfloat16, device="meta")

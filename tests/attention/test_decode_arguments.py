@@ -261,6 +261,24 @@ def test_every_choice_fits():
             assert found.why_not(arch=ARCHS[arch]) is None, found
 
 
+@pytest.mark.parametrize(
+    ("config", "rows", "two"),
+    [
+        (DecodeConfig(), 96, True),
+        (DecodeConfig(head_dim=64, head_dim_v=64), 1024, True),
+        (DecodeConfig(), 64, False),  # whose keys memory brings too slowly
+        (DecodeConfig(fp8=True), 1024, False),
+        (DecodeConfig(page_size=1), 1024, False),
+        (DecodeConfig(head_dim=192, head_dim_v=128), 1024, False),
+    ],
+)
+def test_two_ctas_of_an_sm_have_many_rows_of_long_caches(config, rows, two):
+    found = fitted(config, 20000, 128, rows)
+    assert (found.ctas_per_sm == 2 and found.tile_n == 64) == two
+    assert found.why_not() is None
+    assert fitted(config, 1000, 128, rows).ctas_per_sm == 1  # shorter ones were not timed
+
+
 def test_many_short_units_of_e4m3_are_whole():
     for dims, room in (((64, 64), 8192), ((128, 128), 4096)):
         how = {"head_dim": dims[0], "head_dim_v": dims[1], "used_k": True, "one_block": True}

@@ -22,7 +22,7 @@ ABSENT = "cache_batch_idx", "cache_leftpad", "cu_seqlens_k_new", "k", "v"
 
 def is_of_many_queries(call: KVCacheCall, arch_name: str) -> bool:
     """Whether the forward kernel can compute a call, and is faster: there are tiles for most
-    SMs."""
+    SMs (docs/facts/decode.md#many-rows-two)."""
     if kernels_of(arch_name) != "sm_90a" or call.fp8 or call.num_splits:
         return False
     if any(getattr(call, name) is not None for name in ABSENT) or call.page_size % ATOM_ROWS:
@@ -31,7 +31,8 @@ def is_of_many_queries(call: KVCacheCall, arch_name: str) -> bool:
         return False
     sms, _ = resources(call.q.device, arch_name)
     tiles = call.batch * call.heads[1] * (call.rows // 128)
-    return call.rows >= MANY_ROWS and 4 * tiles >= 3 * sms
+    fill = 0.7 if kernel_dims(*call.head_dims) == (128, 128) else 0.75
+    return call.rows >= MANY_ROWS and tiles >= fill * sms
 
 
 def _is_list(call: KVCacheCall) -> bool:

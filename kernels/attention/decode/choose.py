@@ -61,6 +61,15 @@ _MEDIUM_WHOLE: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     arch: {dims: {**x, "merge": MEDIUM // x["tile_n"], "overlaps": False} for dims, x in of.items()}
     for arch, of in _MEDIUM.items()
 }
+# of so many rows products bind, not memory: one of two CTAs of an SM computes exponentials while
+# the tensor cores have the other's products (docs/facts/decode.md#many-rows-two)
+MANY_ROWS = 96
+_MANY: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+    "sm_90a": {
+        (64, 64): {"tile_n": 64, "num_stages": 6, "ctas_per_sm": 2},
+        (128, 128): {"tile_n": 64, "num_stages": 3, "ctas_per_sm": 2},
+    },
+}
 # NOTE: of few rows a warp has every fourth block: many units of few keys wait less for each other's
 # steps, and e4m3 is widened by four warps at once (docs/facts/decode.md#few-rows, #few-e4m3)
 _FEW: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
@@ -167,6 +176,9 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
     if medium and units <= config.num_sms <= 3 * units:
         of_units = _MEDIUM_WHOLE if are_many(units, config.num_sms) else _MEDIUM
         tiles = of_units.get(arch, {}).get(config.head_dims, tiles)
+    many_rows = rows >= MANY_ROWS and room > SHORT and not (config.single_rows or config.fp8)
+    if many_rows and "ctas_per_sm" not in tiles:
+        tiles = _MANY.get(arch, {}).get(config.head_dims, tiles)
     if config.fp8:
         tiles = _E4M3.get(arch, {}).get(config.head_dims, tiles)
         whole = _WHOLE_E4M3.get(arch, {}).get(config.head_dims, 0)
