@@ -200,12 +200,13 @@ def long_from_one_key(monkeypatch):
         chosen.append(fitted(spec, shape._replace(longest_k=longest), arch))
         return chosen[-1]
 
-    def shares_long(config, shape, num_sms):
-        many = shape._replace(batch=num_sms, longest_k=longest, mean_q=longest)
-        return shares(config, many, num_sms)
+    def shares_long(config, shape, arch):
+        many = shape._replace(batch=arch.num_sms, longest_k=longest, mean_q=longest)
+        return shares(config, many, arch)
 
     monkeypatch.setattr(plan, "fitted", of_long)
     monkeypatch.setattr(sm90, "shares", shares_long)
+    monkeypatch.setattr(sm90, "split", lambda config, shape, num_sms: config)
     planned.forget()
     yield chosen
     planned.forget()

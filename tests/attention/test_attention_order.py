@@ -154,6 +154,14 @@ def test_each_cta_loads_its_own_elsewhere(shape):
     assert not chosen(LONG, causal=True, score_mod=lambda score, *_: score).share
 
 
+def test_two_ctas_share_what_l2_does_not_hold_for_few_rows():
+    few = Shape(2, 64, 16, 256, 32768, 256)
+    assert chosen(few).share
+    assert not chosen(few, causal=True).share
+    for change in ({"longest_k": 16384}, {"longest_q": 384, "mean_q": 384}, {"mean_q": 200}):
+        assert not chosen(few._replace(**change)).share, change
+
+
 def test_the_tiles_of_two_ctas_have_the_flops_of_their_own_rows():
     problem = AttentionProblem(1, 16384, 16384, 16, 16, 128, 128, causal=True)
     both = choose(problem, SM90)

@@ -48,6 +48,7 @@ _SHARED: dict[tuple[int, int], tuple[int, int | None]] = {
 }  # fmt: skip
 BOTH_ENDS = 4096  # keys from which on looking at block 0 early costs next to nothing
 MANY_BLOCKS = 16  # of rows, in a sequence: little of the last tile of two CTAs is empty
+L2_HEADS = 5  # heads of K and V, of which L2 does not hold as many where rows few read each
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
 
@@ -70,7 +71,7 @@ def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
     group = shape.heads_q // shape.heads_kv
     pack = gcd(group, MOST_PACKED) if shape.longest_q < config.tile_m else 1
     config = replace(config, pack=pack)
-    if shares(config, shape, arch.num_sms):
+    if shares(config, shape, arch):
         config = replace(config, share=True, tile_m=2 * config.tile_m)
     cut = replace(config, spread=True, num_ctas=arch.num_sms)
     config = cut if cut.why_not() is None and cut.tail(shape).is_cut else config
@@ -99,9 +100,10 @@ def fewest_rows(config: Sm90ForwardConfig, shape: Shape) -> int:
     return min((most, 128), key=lambda m: -(-rows // m) * m * (1.1 if m < most else 1.0))
 
 
-def shares(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> bool:
+def shares(config: Sm90ForwardConfig, shape: Shape, arch: Arch) -> bool:
     """Whether a cluster of two CTAs multicasts K and V. It pays on long sequences, which power
-    limits: less L2 traffic raises the clock. Not with a window: the CTAs need different keys."""
+    limits: less L2 traffic raises the clock; and where few rows see so many keys that L2 does not
+    hold them until all have. Not with a window: the CTAs need different keys."""
     causal, full = _SHARED.get((config.head_dim, config.head_dim_v), (None, None))
     keys = causal if config.causal else full
     if keys is None or shape.longest_k < keys or config.modified or any(config.window):
@@ -110,4 +112,9 @@ def shares(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> bool:
         return False
     m_blocks = shape.mean_q * config.pack // config.tile_m
     tiles = m_blocks * (shape.heads_q // config.pack) * shape.batch
-    return m_blocks >= MANY_BLOCKS and tiles >= 2 * num_sms
+    if m_blocks >= MANY_BLOCKS:
+        return tiles >= 2 * arch.num_sms
+    head_bytes = shape.longest_k * (config.k_bytes + config.v_bytes) // config.tile_n
+    whole = shape.mean_q == shape.longest_q and m_blocks > 0 and m_blocks % 2 == 0
+    streams = not config.causal and L2_HEADS * head_bytes > arch.l2_bytes
+    return whole and streams and tiles >= arch.num_sms
