@@ -5,7 +5,8 @@ kernel could execute, a user's own included. The search starts at the modules th
 kernel's class, its bases and the objects in its config, and follows every import statement, inside
 functions too, and importlib.import_module of a written name, to modules and to the packages around
 them. Not read are the standard library and the packages that cutex depends on, which versions
-identify, and other installed distributions, whose RECORD has a sum of each file.
+identify, and other installed distributions, whose RECORD has a sum of each file. What peers import
+of others is left out: a kernel's Problem names its peers, and neither traces the other.
 Where its file is decides what a module belongs to: a user's profile.py or code.py is the user's.
 
 Python may hold another text of a module than its file does: the file is edited while the process
@@ -26,7 +27,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,8 +149,17 @@ def closure(modules: Iterable[str]) -> list[Source]:
             waiting.append(package)
         found[name] = source = _read(name)
         if source is not None:
-            waiting += source.imports
+            waiting += filter(_may_trace(name), source.imports)
     return sorted(source for source in found.values() if source is not None)
+
+
+def _may_trace(importer: str) -> Callable[[str], bool]:
+    """Whether a kernel may execute what module `importer` imports. A peer imports another library
+    when it is asked for, and no kernel is traced from it: an upgrade of quack or of Triton
+    compiles nothing of ours anew."""
+    if f"{importer}.".startswith(f"{PACKAGE}.peers."):
+        return lambda name: name.partition(".")[0] == PACKAGE
+    return lambda _: True
 
 
 def places_of(modules: Iterable[str]) -> dict[str, str]:

@@ -336,6 +336,24 @@ def test_an_installed_package_that_is_upgraded_counts(tmp_path, monkeypatch):
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_a_peer_that_is_installed_or_upgraded_compiles_no_kernel_anew(tmp_path, monkeypatch):
+    """quack, which the GEMM's Problem compares with, is not traced."""
+    kernel = stage("sm_90a", 1).kernel()
+    modules = modules_of(kernel, kernel.config)
+    assert "cutex.peers.quack" in {source.module for source in closure(modules)}
+    site = tmp_path / "site-packages"
+    (site / "quack").mkdir(parents=True)
+    (site / "quack" / "__init__.py").write_text("tile = 64\n")
+    record = site / "quack-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("quack/__init__.py,sha256=0,10\n")
+    monkeypatch.syspath_prepend(site)
+    sources._search.cache_clear()
+    sources._is_installed.cache_clear()
+    assert sources._is_installed("quack")
+    assert not any(source.module.startswith("quack") for source in closure(modules))
+
+
 def test_pythons_own_modules_are_not_read(python, root, tmp_path):
     (tmp_path / "acts.py").write_text("import profile, code, token, queue, json.decoder, os, sys\n")
     code = (
