@@ -18,10 +18,12 @@ from cutex.problem.attention.reference import attend
 pytestmark = pytest.mark.gpu
 HEAD_DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
 AS_EXACT = 1.1  # times a peer's error
-# families and shapes of which some cells are beyond that (docs/facts/attention.md#lse-of-parts)
+# Families and shapes of which some cells are beyond that, and a limit a little above the most that
+# was measured (docs/facts/attention.md#lse-of-parts)
 BEYOND = {
-    ("falling", "few tiles"), ("falling", "few tiles, causal"), ("x2", "few tiles"),
-    ("zeros", "few tiles"), ("zeros", "few tiles, causal"), ("hot", "the last round"),
+    ("falling", "few tiles"): 1.5, ("falling", "few tiles, causal"): 1.5,
+    ("x2", "few tiles"): 1.25, ("zeros", "few tiles"): 1.25, ("zeros", "few tiles, causal"): 1.25,
+    ("hot", "the last round"): 1.35,
 }  # fmt: skip
 SHAPES = {  # queries, keys, heads, causal
     "the last round": (2048, 4096, 14, False),
@@ -77,6 +79,6 @@ def test_cut_tiles_are_as_exact_as_a_peers(init, shape, head_dims, dtype):
     found = of_best_peer(init, shape, head_dims, dtype)
     if isinstance(found, str):
         pytest.skip(found)
-    if max(found) > AS_EXACT and (init, shape) in BEYOND:
+    if AS_EXACT < max(found) <= BEYOND.get((init, shape), AS_EXACT):
         pytest.xfail(f"O {found[0]:.3f}, LSE {found[1]:.3f} of the best peer's")
     assert max(found) <= AS_EXACT, f"O {found[0]:.3f}, LSE {found[1]:.3f} of the best peer's"
