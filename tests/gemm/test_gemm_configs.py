@@ -34,7 +34,9 @@ def test_every_config_of_the_ledger_can_be_read_and_run() -> None:
         assert config.why_not(None, arch(row["arch"])) is None
         read = asdict(config)
         assert all(read[name] == value for name, value in row["config"].items() if name in read)
-        assert read["k_bytes"] == 2 * row["config"]["tile_k"], "older rows count 2 bytes of K"
+        if "tile_k" in row["config"]:
+            assert read["k_bytes"] == 2 * row["config"]["tile_k"], "older rows count 2 bytes of K"
+    assert any("tile_k" in row["config"] for row in rows)
     assert any("pair" in row["config"] for row in rows), "rows from when both archs shared a config"
     assert any(len(row["config"]) == 4 for row in rows), "rows from when it had four fields"
 
