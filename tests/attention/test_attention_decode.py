@@ -360,6 +360,22 @@ def test_packed_queries_and_new_keys_are_turned_as_those_of_each_sequence(follow
                     assert torch.equal(found[mine], want[0])
 
 
+@pytest.mark.parametrize(("tokens", "follow"), [(1, False), (3, True), (3, False)])
+def test_heads_of_one_tensor_are_turned_as_those_of_two(tokens, follow):
+    """Each by the row of its position, whether q and k are launched together or apart."""
+    g = torch.Generator().manual_seed(0)
+    lengths, angles = torch.tensor([5, 0], dtype=torch.int32), torch.rand(64, 16, generator=g) * 6
+    tables = angles.cos(), angles.sin()
+    q, k, _ = torch.randn(2, tokens, 6, 64, generator=g).half().split([3, 2, 1], 2)
+    with cutex.ops.simulated("sm_90a"):
+        joined = rotated(q, k, tables, True, lengths, follow, (None, None))
+        apart = rotated(q.clone(), k.clone(), tables, True, lengths, follow, (None, None))
+        for x, one, two, steps in zip((q, k), joined, apart, (follow, True), strict=True):
+            at = lengths[:, None] + steps * torch.arange(tokens, dtype=torch.int32)
+            want = cutex.rope(x, *tables, interleaved=True, positions=at)
+            assert torch.equal(one, want) and torch.equal(two, want)
+
+
 @pytest.mark.slow
 def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
     """With num_splits, whose borders do not depend on the other sequences."""

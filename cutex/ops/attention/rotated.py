@@ -40,8 +40,7 @@ def rotated(
             check_strided(name, x)
             if x.device != q.device:
                 raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
-    found = []
-    for name, x, of, follow in (("q", q, ends[0], aligned), ("k", k, ends[1], True)):
+    for name, x, of in (("q", q, ends[0]), ("k", k, ends[1])):
         if x.dtype not in DTYPES and not _is_fp8(x):
             raise TypeError(
                 f"{name} has dtype {x.dtype}: rotary_cos turns bfloat16, float16 and float8_e4m3fn"
@@ -54,8 +53,16 @@ def rotated(
                 f"rotary_cos: {name} of shape {tuple(x.shape)} must be of as many sequences as "
                 f"there are cache_seqlens, {tuple(lengths.shape)}"
             )
-        rows = x if of is None else x[None]
-        at = _dense(rows, lengths, follow) if of is None else _packed(x, of, lengths, follow)
+    places: Tensor | None = None  # of both
+    if ends[0] is None and ends[1] is None and q.shape[1] == k.shape[1]:
+        places = _dense(q, lengths, True) if aligned or q.shape[1] == 1 else None
+    if places is not None and (heads := _as_one(q, k)) is not None:
+        turned = rope(heads, cos, sin, interleaved=interleaved, positions=places)
+        return turned[:, :, : q.shape[2]], turned[:, :, q.shape[2] :]
+    found = []
+    for x, of, follow in ((q, ends[0], aligned), (k, ends[1], True)):
+        rows, at = (x, places) if of is None else (x[None], _packed(x, of, lengths, follow))
+        at = _dense(x, lengths, follow) if at is None else at
         rows = rows.float() if _is_fp8(x) else rows
         turned = rope(rows, cos, sin, interleaved=interleaved, positions=at)
         turned = turned.clamp(-FP8_MAX, FP8_MAX).to(x.dtype) if _is_fp8(x) else turned
@@ -67,8 +74,23 @@ def _is_fp8(x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn
 
 
+def _as_one(q: Tensor, k: Tensor) -> Tensor | None:
+    """The heads of q and then those of k as one tensor, where they follow one another in memory, as
+    the parts of one product do."""
+    alike = q.dtype == k.dtype and q.shape[:2] == k.shape[:2] and q.stride() == k.stride()
+    if not alike or q.shape[3] != k.shape[3] or _is_fp8(q):
+        return None
+    begin, heads = q.storage_offset(), (*q.shape[:2], q.shape[2] + k.shape[2], q.shape[3])
+    follows = k.storage_offset() == begin + q.shape[2] * q.stride(2)
+    if not follows or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+        return None
+    return q.as_strided(heads, q.stride(), begin)
+
+
 def _dense(x: Tensor, lengths: Tensor, follow: bool) -> Tensor:
     """The positions (batch, rows) of x (batch, rows, heads, D)."""
+    if x.shape[1] == 1:
+        return lengths[:, None]
     steps = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     return lengths[:, None] + (steps if follow else torch.zeros_like(steps))
 
