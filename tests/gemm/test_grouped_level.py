@@ -32,12 +32,17 @@ TILES = Sm90Config(
 
 
 def config(
-    gated: bool, major: str, dtype: str = "bf16", tiles: Sm90Config = TILES, ops: Any = ()
+    gated: bool,
+    major: str,
+    dtype: str = "bf16",
+    tiles: Sm90Config = TILES,
+    ops: Any = (),
+    halves: bool = False,
 ) -> LevelConfig:
     row = OperandLayout(dtype)
     layouts = row, OperandLayout(dtype, major, batched=True), row
     product = GeneralConfig(tiles, *layouts, (Gate("silu"),) if gated else ops)
-    return LevelConfig(product, step=32)
+    return LevelConfig(product, step=32, halves=halves)
 
 
 def wrong(got: Tensor, x: Tensor, w: Tensor, rows: list[int], gated: bool) -> str:
@@ -62,7 +67,14 @@ def wrong(got: Tensor, x: Tensor, w: Tensor, rows: list[int], gated: bool) -> st
     return "" if got[begin:].isnan().all() else "a row of no group was written"
 
 
-def run(number: int, gated: bool, major: str, dtype: torch.dtype = bf16, **orders: Any) -> str:
+def run(
+    number: int,
+    gated: bool,
+    major: str,
+    dtype: torch.dtype = bf16,
+    halves: bool = False,
+    **orders: Any,
+) -> str:
     """Simulate one random problem; return what is wrong."""
     r, g = random.Random(number), torch.Generator().manual_seed(number)
     rows = [r.choice((0, 1, 31, 33, 64, 65, r.randrange(200))) for _ in range(r.choice((1, 3, 5)))]
@@ -75,8 +87,9 @@ def run(number: int, gated: bool, major: str, dtype: torch.dtype = bf16, **order
     out = torch.full((len(x), n // 2 if gated else n), math.nan, dtype=dtype)
     offs = torch.tensor(rows).cumsum(0).int()
     name = {bf16: "bf16", torch.float16: "fp16"}[dtype]
-    compiled = compile(GroupedLevel(config(gated, major, name)), name, "sm_90a")
-    found = cutex.simulate(compiled, x, w, out, offs, **orders).findings
+    compiled = compile(GroupedLevel(config(gated, major, name, halves=halves)), name, "sm_90a")
+    passed = torch.cat([w[..., 0::2].mT, w[..., 1::2].mT], 1).mT if halves else w
+    found = cutex.simulate(compiled, x, passed, out, offs, **orders).findings
     return str(found) if found else wrong(out, x, w, rows, gated)
 
 
@@ -91,6 +104,13 @@ def test_randomized_problems_are_right(gated: bool, major: str, seed: int) -> No
     dtype = torch.float16 if seed % 4 == 1 else bf16
     order = ORDERS[seed % len(ORDERS)]
     assert run(seed, gated, major, dtype, order=order, seed=seed) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_a_first_half_of_the_columns_gates_the_second(seed: int) -> None:
+    how = {"order": ORDERS[seed % len(ORDERS)], "seed": seed}
+    assert run(200 + seed, True, "column", (bf16, torch.float16)[seed % 2], True, **how) == ""
 
 
 @pytest.mark.slow

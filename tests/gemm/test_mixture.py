@@ -287,11 +287,14 @@ def test_torch_compile_takes_it_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("name", ["Mixtral", pytest.param("Qwen3Moe", marks=pytest.mark.slow)])
-def test_a_model_runs_on_our_experts(name: str) -> None:
+def test_a_model_runs_on_our_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     from cutex.ops.mixture import experts
 
     assert experts.register()
+    gated: list[Tensor] = []  # by our kernel, not the model's own gate
+    ours = experts.gated_rows
+    monkeypatch.setattr(experts, "gated_rows", lambda h, offs: gated.append(h) or ours(h, offs))
     sizes = {"num_local_experts" if name == "Mixtral" else "num_experts": 4}
     config = getattr(transformers, f"{name}Config")(
         vocab_size=32, hidden_size=32, intermediate_size=24, moe_intermediate_size=24,
@@ -315,6 +318,7 @@ def test_a_model_runs_on_our_experts(name: str) -> None:
             logits.float().square().sum().backward()
         up = next(p for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj"))
         found[kind] = logits.detach().float(), up.grad.float()
+        assert bool(gated) == (kind == "cutex")
     for ours, theirs in zip(found["cutex"], found["eager"], strict=True):
         assert float((ours - theirs).abs().max()) <= 2**-5 * float(theirs.abs().max())
 

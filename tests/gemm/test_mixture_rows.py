@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutex import ops
+from cutex.ops.mixture.halves import gated_rows
 from cutex.ops.mixture.routing import route
 from cutex.ops.mixture.rows import combined_rows, spread_rows
 
@@ -71,3 +72,29 @@ def test_rows_are_spread_and_combined_to_the_second_order(
     assert not dz[end:].any()
     for found, want in zip(second, second_, strict=True):
         assert near(found, want, 2.0**-6)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a"])
+def test_halves_are_gated_to_the_second_order(device: str, arch: str) -> None:
+    """Gates of any size; rows of no group, NaN here, change nothing else."""
+    place, g = ("cuda" if device == "cuda" else "cpu"), torch.Generator().manual_seed(1)
+    h, dy, bars = (torch.randn((9, c), generator=g).to(bf16).to(place) for c in (2064, 1032, 2064))
+    h[0, :8] = torch.tensor([0.0, -200.0, 200.0, -9.0, 9.0, 1e-30, -88.5, 3e38])
+    h[0, 1032:1040] = 1.0
+    offs = torch.tensor([2, 2, 7], dtype=torch.int32, device=place)
+    h[7:], dy[7:] = torch.nan, torch.nan
+    given = h.requires_grad_(), dy.requires_grad_()
+    with ops.simulated(arch) if device == "sim" else nullcontext():
+        y = gated_rows(h, offs)
+        (dh,) = torch.autograd.grad(y, h, dy, create_graph=True)
+        second = torch.autograd.grad(dh, given, bars)
+    wide = [t.detach().double()[:7].requires_grad_() for t in given]
+    gate, up = wide[0].chunk(2, 1)
+    y_ = torch.nn.functional.silu(gate) * up
+    (dh_,) = torch.autograd.grad(y_, wide[0], wide[1], create_graph=True)
+    second_ = torch.autograd.grad(dh_, wide, bars.double()[:7])
+    for found, want in ((y, y_), (dh, dh_)):
+        off = (found.detach()[:7].double() - want.detach()).abs()
+        assert bool((off <= 2.0**-8 * want.abs() + 1e-6).all())
+    for found, want in zip(second, second_, strict=True):
+        assert near(found[1:7], want[1:7], 2.0**-7)

@@ -10,6 +10,7 @@ from torch import Tensor
 from cutex.ops.grouped import grouped_mm
 from cutex.ops.grouped.checks import DTYPES, MOST_GROUPS
 from cutex.ops.grouped.gathered import gathered_rows
+from cutex.ops.mixture.halves import gated_product, gated_rows, takes_halves
 from cutex.ops.mixture.routing import route
 from cutex.ops.mixture.rows import combined_rows, spread_rows, takes
 
@@ -48,7 +49,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     taken = takes(x, routing)
     rows = spread_rows(x, routing) if taken else gathered_rows(x, routing.tokens)
     biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
-    y = self._apply_gate(grouped_mm(rows, up, routing.offs, bias=biases[0], ragged=True))
+    y = _gated(self, rows, up, biases[0], routing.offs)
     z = grouped_mm(y, down, routing.offs, bias=biases[1], ragged=True)
     normed = getattr(self, "has_post_expert_norm", False)  # not every version has it
     if taken and not normed and hidden_states.dtype == z.dtype:
@@ -58,3 +59,23 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     if normed:
         terms = self.post_expert_norm(terms)
     return (terms * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _gated(self: Any, rows: Tensor, up: Tensor, bias: Tensor | None, offs: Tensor) -> Tensor:
+    """The up product of rows, gated: by our kernels if the gate is silu of the first half of the
+    columns, else by the model's own."""
+    ours = bias is None and takes_halves(rows, up) and _gates_by_silu(self)
+    if ours and (y := gated_product(rows, up, offs)) is not None:
+        return y
+    h = grouped_mm(rows, up, offs, bias=bias, ragged=True)
+    return gated_rows(h, offs) if ours else self._apply_gate(h)
+
+
+def _gates_by_silu(self: Any) -> bool:
+    """Whether `self._apply_gate` is transformers' default one, by silu."""
+    from transformers.integrations import moe
+
+    default = getattr(moe, "_default_apply_gate", None)
+    plain = default is not None and getattr(type(self), "_apply_gate", None) is default
+    name = type(getattr(self, "act_fn", None)).__name__
+    return plain and "_apply_gate" not in vars(self) and name in ("SiLU", "SiLUActivation")

@@ -85,10 +85,12 @@ class GroupedConfig:
 @dataclass(frozen=True)
 class LevelConfig(GroupedConfig):
     """A GroupedConfig whose tiles have a group's rows as columns, all of one width within a group:
-    multiples of `step`, or of `coarse` up to half of tile_n."""
+    multiples of `step`, or of `coarse` up to half of tile_n. halves: a gate's columns are the first
+    half of b's, not the even ones."""
 
     step: int = 8
     coarse: int = 32
+    halves: bool = False
 
     @property
     def widths(self) -> Widths:
@@ -116,6 +118,8 @@ class LevelConfig(GroupedConfig):
             return f"ops={p.ops}: a gate, or others"
         if p.gated and (p.b.major != "column" or tiles.epi_n % 32):
             return f"b.major={p.b.major}, epi_n={tiles.epi_n}: a gate takes rows of K, 32 at a time"
+        if self.halves and not p.gated:
+            return f"halves={self.halves}, ops={p.ops}: of a gate"
         if tiles.one_tile or tiles.stream_k or tiles.box_rows or tiles.cluster_n > 1:
             return f"tiles={tiles}: loops over whole tiles, which share rows alone"
         if self.coarse % self.step or tiles.tile_n % self.step:

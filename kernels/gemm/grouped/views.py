@@ -56,11 +56,13 @@ def stored_columns(out: cpasync.TmaInfo, begin: Int32, end: Int32) -> cpasync.Tm
     return cpasync.TmaInfo(out.atom, mX[None, None, 0, end, END], out.smem_layout)
 
 
-def pairs_apart(mX: cute.Tensor) -> cute.Tensor:
-    """A view of mX (N, K, E) in which each 16 rows are reordered, even rows first: 8 gates, then
-    the 8 that they gate."""
+def pairs_apart(mX: cute.Tensor, halves: bool = False) -> cute.Tensor:
+    """A view of mX (N, K, E) in which each 16 rows are 8 gates, then the 8 that they gate: the even
+    rows of 16 and the odd ones, or of `halves` 8 rows of each."""
     (n, k, groups), (row, *others) = mX.shape, mX.stride
     shape, stride = (8, 2, n // 16), (2 * row, row, 16 * row)
+    if halves:
+        stride = row, n // 2 * row, 8 * row
     layout = cute.make_layout((shape, k, groups), stride=(stride, *others))
     return cute.make_tensor(mX.iterator, layout)
 

@@ -136,7 +136,8 @@ class GroupedLevel(GroupedKernel):
         n = cute.size(mB, mode=[0])
         slots = general.epilogue_slots(mOut.element_type)
         if cutlass.const_expr(product.gated):
-            mB, slots = pairs_apart(mB), paired_slots(mOut.element_type, c.epi_n, general.num_slots)
+            mB = pairs_apart(mB, self.config.halves)
+            slots = paired_slots(mOut.element_type, c.epi_n, general.num_slots)
         a = general.load_operand(mB, c.tile_m, c.cluster_n, general.config.k_major[0])
         b = general.load_operand(mRows, c.tile_n, c.cluster_m, general.config.k_major[1])
         out = column_operand(mOut, slots)
