@@ -385,6 +385,22 @@ def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
     return RowTile(max(1, CTA // threads), threads, 1, per_thread, width, not shifted)
 
 
+def scan_in_cluster(
+    m: int, n: int, bits: int, unit: int, shifted: bool, arch_name: str
+) -> tuple[RowTile, int] | None:
+    """The tile for a part of each of few long rows that clusters scan, and the parts of a row; None
+    for others."""
+    width = min(unit, VECTOR_BYTES * 8 // bits)
+    vectors = -(-(n + (width - 1) * shifted) // width)
+    if arch(arch_name).capability < (9, 0) or m * n > FEW or vectors <= 2 * SCANNERS:
+        return None
+    ctas = power(-(-vectors // SCANNERS), 2, CLUSTER)
+    each = -(-vectors // (ctas * SCANNERS))
+    if each > WIDE:
+        return None
+    return RowTile(1, SCANNERS, 1, each, width, not shifted), ctas
+
+
 def few(m: int, n: int, unit: int, bits: int, arch_name: str) -> RowTile | None:
     """The tile of `m` rows of `n` elements that are few in all, of which `unit` elements begin each
     row: those that begin anywhere are loaded by as many, which is less to do than ends are; of a

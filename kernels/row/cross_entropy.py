@@ -10,13 +10,16 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Bound, Operand, Scalar
+from cutex.device.atoms.scalar import fma
 from cutex.device.last_arrival import is_last_arrival
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import Values, add
 from cutex.device.row.tile import RowTile
+from cutex.device.stream_order import may_overlap, wait_for_kernel_before
 from cutex.kernels.row.kernel import (
     RowKernel,
     ThisRow,
+    elements,
     launch_of,
     matrix,
     meet,
@@ -26,7 +29,7 @@ from cutex.kernels.row.kernel import (
     row_vector,
 )
 from cutex.kernels.row.moments import folded, plus
-from cutex.kernels.row.softmax import above, combined, exp, exponentials_by_fma, largest, merged
+from cutex.kernels.row.softmax import above, combined, exponentials_by_fma, largest, merged
 
 LN_2 = 0.6931471805599453
 TOTAL_THREADS = 1024
@@ -102,17 +105,18 @@ class CrossEntropy(RowKernel):
     def add_up(self, mLosses, mTarget, totals, ignored, stream) -> None:
         """The launches that add up losses, if any."""
         c = self.config
+        behind = {"use_pdl": may_overlap(), "stream": stream}
         if cutlass.const_expr(c.reduced and c.adds == SHARED):
             mLoss, mCount, mParts = totals
             self.parts(mLosses, mTarget, mParts, ignored).launch(
-                grid=(TOTAL_PARTS, 1, 1), block=(TOTAL_THREADS, 1, 1), stream=stream
+                grid=(TOTAL_PARTS, 1, 1), block=(TOTAL_THREADS, 1, 1), **behind
             )
             self.total_of_parts(mParts, mLoss, mCount).launch(
-                grid=(1, 1, 1), block=(TOTAL_PARTS, 1, 1), stream=stream
+                grid=(1, 1, 1), block=(TOTAL_PARTS, 1, 1), **behind
             )
         elif cutlass.const_expr(c.reduced and c.adds == ONE):
             self.total(mLosses, mTarget, *totals, ignored).launch(
-                grid=(1, 1, 1), block=(TOTAL_THREADS, 1, 1), stream=stream
+                grid=(1, 1, 1), block=(TOTAL_THREADS, 1, 1), **behind
             )
 
     def how(self, mX: cute.Tensor, stream: Any) -> dict[str, Any]:
@@ -131,6 +135,7 @@ class CrossEntropy(RowKernel):
         (reduction,) = reductions(tile, 2 + c.smoothed, later=True, by_cta=True)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
+        wait_for_kernel_before()
         speaks = this.exists & columns.is_first_of_row()
         # two latencies that pass under that of the row
         target, label = mTarget.element_type(0), cute.make_rmem_tensor(1, mX.element_type)
@@ -230,6 +235,7 @@ class CrossEntropy(RowKernel):
     @cute.kernel
     def total(self, mLosses, mTarget, mLoss, mCount, ignored) -> None:
         """The sum or mean of mLosses (M), in a fixed order."""
+        wait_for_kernel_before()
         total, count = self.added(mLosses, mTarget, ignored, 0, 1)
         if cute.arch.thread_idx()[0] == 0:
             self.store_total(total, count, mLoss, mCount)
@@ -237,6 +243,7 @@ class CrossEntropy(RowKernel):
     @cute.kernel
     def parts(self, mLosses, mTarget, mParts, ignored) -> None:
         """Write the sum and count of each CTA's share of many losses to mParts (2, P)."""
+        wait_for_kernel_before()
         part = cute.arch.block_idx()[0]
         total, count = self.added(mLosses, mTarget, ignored, part, TOTAL_PARTS)
         if cute.arch.thread_idx()[0] == 0:
@@ -246,6 +253,7 @@ class CrossEntropy(RowKernel):
     def total_of_parts(self, mParts, mLoss, mCount) -> None:
         """The sum or mean over the shares of all CTAs."""
         (reduction,) = reductions(RowTile(1, TOTAL_PARTS), 2)
+        wait_for_kernel_before()
         thread = cute.arch.thread_idx()[0]
         total, count = reduction((mParts[0, thread], mParts[1, thread]), add)
         if thread == 0:
@@ -315,7 +323,10 @@ class CrossEntropyBackward(RowKernel):
         blocks = parts_of(tile, mX[0, None]) * cute.ceil_div(cute.size(mX, mode=[0]), tile.rows)
         options = dict(zip(names, given, strict=True))
         self.kernel(mX, mdX, mTarget, mLse, mdLoss, options).launch(
-            grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
+            grid=(blocks, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            use_pdl=may_overlap(),
+            stream=stream,
         )
 
     @cute.kernel
@@ -329,26 +340,41 @@ class CrossEntropyBackward(RowKernel):
         gX, gdX = mX[row, None], mdX[row, None]  # (N)
         # NOTE: past the last row nothing is read: that row may be overwritten already
         columns = Columns.of(tile, gX).moved(part).where(this < rows)
+        wait_for_kernel_before()
         rX = columns.load(gX)  # (V, NumV)
         lse, target, scale = mLse[row], mTarget[row], mdLoss[row]
         if cutlass.const_expr("count" in options):
             scale = scale / options["count"][0]
-        x, n = rX.load().to(Float32), Float32(columns.n)
         if target == ignored:
             scale = Float32(0)
         elif ~columns.holds(target):
             scale = Float32(float("nan"))
-        p = exp(x - lse)
+        # an exponential and a multiply-add for each element
+        e, rest = exponentials_by_fma(elements(rX), lse)
+        factor, less = rest * (1 + 2 * z * lse) * scale, s / Float32(columns.n) * scale
+        less = cutlass.select_(s == Float32(0), Float32(0), less)  # of an infinite scale, too
         rdX = cute.make_rmem_tensor((tile.width, tile.vectors), Float32)
-        rdX.store((p * (1 + 2 * z * lse) - s / n) * scale)
-        for i in cutlass.range_constexpr(tile.vectors):
-            for j in cutlass.range_constexpr(tile.width):
-                if columns.first + i * columns.step + j == target:
-                    rdX[j, i] -= (1 - s) * scale
+        for i in cutlass.range_constexpr(tile.vectors * tile.width):
+            rdX[i] = fma(e[i], factor, -less)
+        subtract_at(columns, rdX, target, (1 - s) * scale)
         if target == ignored:
             rdX.fill(0.0)  # also where a logit is inf or NaN
         if this < rows:
             columns.store(columns.rounded(rdX.load(), mdX), gdX)
+
+
+@cute.jit
+def subtract_at(columns: Columns, rX: cute.Tensor, target: Any, by: Float32) -> None:
+    """Subtract `by` from the element of column `target` of rX (V, NumV), where this thread has it:
+    a vector is asked first, its elements only where it has the column."""
+    width, vectors = rX.shape
+    at = Int32(target) - columns.first
+    for i in cutlass.range_constexpr(vectors):
+        place = at - i * columns.step
+        if (place >= 0) & (place < width):
+            for j in cutlass.range_constexpr(width):
+                if place == j:
+                    rX[j, i] -= by
 
 
 def apart(top: Float32, label: Float32, mean: Float32 | None, s: Float32) -> Float32:

@@ -7,12 +7,14 @@ from cutlass import Float32, cute
 
 from cutex.compile import Argument
 from cutex.device.row.columns import Columns
+from cutex.device.stream_order import wait_for_kernel_before
 from cutex.kernels.row.cross_entropy import (
     LN_2,
     SCALARS,
     apart,
     one,
     part_of_mean,
+    subtract_at,
 )
 from cutex.kernels.row.kernel import (
     RowKernel,
@@ -56,6 +58,7 @@ class CrossEntropyInPlace(RowKernel):
         this = ThisRow.of(tile, mX)
         # NOTE: past the last row nothing is read: the threads of that row overwrite it
         columns = Columns.of(tile, this(mX)).where(this.exists)
+        wait_for_kernel_before()
         rX = columns.load(this(mX), -Float32.inf)  # (V, NumV)
         x = rX.load().to(Float32)  # (V, NumV)
         row = cutlass.min(this.row, this.rows - 1)
@@ -82,10 +85,7 @@ class CrossEntropyInPlace(RowKernel):
         p = e * (exp(own - above(top)) / total)
         rdX = cute.make_rmem_tensor((tile.width, tile.vectors), Float32)
         rdX.store((p * (1 + 2 * z * lse) - s / Float32(columns.n)) * scale)
-        for i in cutlass.range_constexpr(tile.vectors):
-            for j in cutlass.range_constexpr(tile.width):
-                if columns.first + i * columns.step + j == target:
-                    rdX[j, i] -= (1 - s) * scale
+        subtract_at(columns, rdX, target, (1 - s) * scale)
         if target == options["ignored"]:
             rdX.fill(0.0)  # also where a logit is inf or NaN
         if this.exists:

@@ -14,6 +14,7 @@ from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.pipeline import Barrier, publish_barriers
 from cutex.device.row.columns import Columns
 from cutex.device.row.tile import RowTile
+from cutex.device.stream_order import may_overlap, wait_for_kernel_before
 from cutex.kernels.row.kernel import RowKernel, matrix, parts_of
 
 IN_SMEM = 8192  # bins that a CTA counts in its smem; of more, each element is added at once
@@ -110,7 +111,11 @@ class Histogram(RowKernel):
         low, high, scale, ctas, stream = rest
         cluster = (self.tile.ctas, 1, 1) if self.tile.ctas > 1 else None
         self.kernel(mX, mCounts, (low, high, scale)).launch(
-            grid=(ctas, 1, 1), block=(self.tile.num_threads, 1, 1), cluster=cluster, stream=stream
+            grid=(ctas, 1, 1),
+            block=(self.tile.num_threads, 1, 1),
+            cluster=cluster,
+            use_pdl=may_overlap(),
+            stream=stream,
         )
 
     @cute.kernel
@@ -124,6 +129,7 @@ class Histogram(RowKernel):
             publish_barriers((shares.full,), cluster=True, later=True)
         gX = mX[0, None]  # (N)
         columns, parts = Columns.of(tile, gX), parts_of(tile, gX)
+        wait_for_kernel_before()
         rX = columns.moved(block).load(gX, Float32.nan)  # (V, NumV)
         if cutlass.const_expr(c.in_smem):
             own = SmemAllocator().allocate_tensor(

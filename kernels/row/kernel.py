@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Operand
@@ -15,6 +15,7 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction
 from cutex.device.row.relayed import RelayedReduction
 from cutex.device.row.tile import VECTOR_BYTES, RowTile
+from cutex.device.stream_order import may_overlap
 from cutex.dtypes import DTYPES
 
 LOG2_E = 1.4426950408889634
@@ -81,6 +82,12 @@ def row_of(mX: cute.Tensor, this: ThisRow, columns: Columns, fill: float = 0) ->
     return columns.load(this(mX), fill, this.is_between(mX, tile.width) if few else None)
 
 
+def elements(rX: cute.Tensor) -> list[Float32]:
+    """The elements of rX (V, NumV), in fp32."""
+    width, vectors = rX.shape
+    return [rX[j, i].to(Float32) for i in range(vectors) for j in range(width)]
+
+
 def matrix(name: str, dtype: str, tile: RowTile) -> Operand:
     """An operand of rows (M, N)."""
     whole = by_vectors(tile, dtype)
@@ -104,12 +111,14 @@ def row_vector(name: str, dtype: str = "fp32") -> Operand:
 
 
 def launch_of(tile: RowTile, mX: cute.Tensor, stream: Any) -> dict[str, Any]:
-    """Launch arguments: the grid's clusters take the rows of mX in order."""
+    """Launch arguments: the grid's clusters take the rows of mX in order, once they have called
+    `wait_for_kernel_before`."""
     blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows) * tile.ctas
     return {
         "grid": (blocks, 1, 1),
         "block": (tile.num_threads, 1, 1),
         "cluster": (tile.ctas, 1, 1) if tile.ctas > 1 else None,
+        "use_pdl": may_overlap(),
         "stream": stream,
     }
 

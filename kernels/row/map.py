@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, cute
 from cutex.compile import Argument, Operand
 from cutex.compile.user_function import UserFunction
 from cutex.device.row.tile import VECTOR_BYTES
+from cutex.device.stream_order import may_overlap, wait_for_kernel_before
 from cutex.kernels.row.kernel import ARCHS
 
 THREADS = 256
@@ -70,6 +71,7 @@ class Map:
         self.kernel(mY, tuple(given)).launch(
             grid=(cute.ceil_div(vectors, THREADS * self.config.vectors), 1, 1),
             block=(THREADS, 1, 1),
+            use_pdl=may_overlap(),
             stream=stream,
         )
 
@@ -78,6 +80,7 @@ class Map:
         c = self.config
         first = cute.arch.block_idx()[0] * (THREADS * c.vectors) + cute.arch.thread_idx()[0]
         places = [self.place(mY, first + i * THREADS) for i in range(c.vectors)]
+        wait_for_kernel_before()
         values = [[self.loaded(k, x, place) for k, x in enumerate(given)] for place in places]
         for i in cutlass.range_constexpr(c.vectors):
             rY = cute.make_rmem_tensor(c.width, mY.element_type)  # (V)

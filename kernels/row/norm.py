@@ -13,6 +13,7 @@ from cutex.compile import Argument, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction, Values, add
 from cutex.device.row.tile import RowTile
+from cutex.device.stream_order import wait_for_kernel_before
 from cutex.kernels.row.kernel import (
     RowKernel,
     ThisRow,
@@ -170,10 +171,12 @@ class Norm(RowKernel):
         c, tile = self.config, self.config.tile
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
+        # NOTE: counts are combined while the kernel before this one ends
+        known = UnequalMoments.of(sums[0], columns) if c.few else None
+        wait_for_kernel_before()
         rX = row_of(mX, this, columns)  # (V, NumV)
         # their latency passes under that of x: after the reduction it would be a second one
         vectors = {name: columns.held(optional[name]) for name in c.vectors}  # (V, NumV) each
-        known = UnequalMoments.of(sums[0], columns) if c.few else None
         meet(tile)
         x = rX.load().to(Float32)
         rSum = None

@@ -16,6 +16,7 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import add
 from cutex.device.row.ring import RowRing
 from cutex.device.row.tile import WARP, RowTile
+from cutex.device.stream_order import may_overlap, wait_for_kernel_before
 from cutex.kernels.row.kernel import (
     RowKernel,
     ThisRow,
@@ -109,6 +110,7 @@ class NormBackward(RowKernel):
             grid=(groups // tile.rows * tile.ctas, 1, 1),
             block=(tile.num_threads, 1, 1),
             cluster=(tile.ctas, 1, 1) if tile.ctas > 1 else None,
+            use_pdl=may_overlap(),
             stream=stream,
             **how,
         )
@@ -120,6 +122,7 @@ class NormBackward(RowKernel):
             self.sums(optional[f"{name}_parts"], mSum).launch(
                 grid=(cute.ceil_div(cute.size(mSum), WARP), 1, 1),
                 block=(WARP * SUM_WARPS, 1, 1),
+                use_pdl=may_overlap(),
                 stream=stream,
             )
 
@@ -133,6 +136,7 @@ class NormBackward(RowKernel):
         columns = Columns.of(tile, this(mX) if c.alone else mX[0, None])
         sums = {name: columns.zeros() for name in c.sums}
         row, last = this.row, this.rows - 1
+        wait_for_kernel_before()
         if cutlass.const_expr(c.weight):
             rW = columns.held(optional["weight"])  # (V, NumV)
         ring.start(columns, (mX, mdY), row, groups)
@@ -207,6 +211,7 @@ class NormBackward(RowKernel):
         sums = SmemAllocator().allocate_tensor(Float32, layout, 16)
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         column = cute.arch.block_idx()[0] * WARP + lane
+        wait_for_kernel_before()
         total = Float32(0)
         if column < cute.size(mSum):
             for row in cutlass.range(warp, cute.size(mParts, mode=[0]), SUM_WARPS, unroll=8):

@@ -11,6 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.device.row.columns import Columns
 from cutex.device.row.tile import VECTOR_BYTES
+from cutex.device.stream_order import wait_for_kernel_before
 from cutex.kernels.row.kernel import ThisRow, meet, reductions
 from cutex.kernels.row.norm import Norm, NormConfig, Normed
 
@@ -52,6 +53,7 @@ class NormStaged(Norm):
         sX = words[None, cute.arch.thread_idx()[0], None]  # (V, NumV)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
+        wait_for_kernel_before()
         self.fetch(columns, this(mX), sX)
         meet(tile)
         _, mean, squares = self.moments(sums, self.staged(columns, sX), columns)

@@ -16,8 +16,17 @@ from cutex.device.last_arrival import is_last_arrival
 from cutex.device.row.columns import Columns, thread_of
 from cutex.device.row.reduction import RowReduction, Values, add, lanes, pairwise
 from cutex.device.row.tile import WARP, RowTile
+from cutex.device.stream_order import wait_for_kernel_before
 from cutex.kernels.row.fold import DOWN, MOST, Fold, is_finite
-from cutex.kernels.row.kernel import RowKernel, launch_of, matrix, meet, parts_of, reductions
+from cutex.kernels.row.kernel import (
+    RowKernel,
+    elements,
+    launch_of,
+    matrix,
+    meet,
+    parts_of,
+    reductions,
+)
 
 FINISHERS = 8  # warps of a CTA, each of which combines the parts of one result
 PARTS = "parts"  # what CTAs leave: a value each, combined in order
@@ -71,6 +80,7 @@ class Reduce(RowKernel):
         each = cute.ceil_div(parts, splits)
         first = block % splits * each
         last = cutlass.min(first + each, parts)
+        wait_for_kernel_before()
         found = self.walked(gX, columns, first, last)
         meet(tile)
         found = self.combined(reduction, found)
@@ -233,12 +243,6 @@ def results(c: Any, count: Callable[[Mapping[str, int]], int]) -> tuple[Operand,
 
     parts = Operand("parts", sizes, "fp32", aligned=False, whole=False, bounds_by=bounds)
     return (out, parts) if c.shared == PARTS else (out,)
-
-
-def elements(rX: cute.Tensor) -> list[Float32]:
-    """The elements of rX (V, NumV), in fp32."""
-    width, vectors = rX.shape
-    return [rX[j, i].to(Float32) for i in range(vectors) for j in range(width)]
 
 
 def overflows(mX: cute.Tensor) -> bool:

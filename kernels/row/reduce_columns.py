@@ -12,6 +12,7 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument, Operand
 from cutex.device.row.reduction import Values
 from cutex.device.row.tile import VECTOR_BYTES, WARP
+from cutex.device.stream_order import may_overlap, wait_for_kernel_before
 from cutex.kernels.row.fold import DOWN, Fold, is_finite
 from cutex.kernels.row.kernel import ARCHS
 from cutex.kernels.row.reduce import (
@@ -80,13 +81,14 @@ class ReduceColumns:
         across = cute.ceil_div(cute.size(mX, mode=[2]), self.config.columns)
         blocks = cute.size(mX, mode=[0]) * across * splits
         self.by_columns(mX, tuple(to), splits, scale).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), use_pdl=may_overlap(), stream=stream
         )
         if cutlass.const_expr(self.config.shared == PARTS):
             # NOTE: a group has up to 256 results of many parts each, too many for its last CTA
             self.finish(to[0], to[1], scale).launch(
                 grid=(cute.ceil_div(cute.size(to[0]), FINISHERS), 1, 1),
                 block=(FINISHERS * WARP, 1, 1),
+                use_pdl=may_overlap(),
                 stream=stream,
             )
 
@@ -105,6 +107,7 @@ class ReduceColumns:
         first = split * each
         last = cutlass.min(first + each, rows)
         lane, down = thread % c.lanes, thread // c.lanes
+        wait_for_kernel_before()
         found = self.walked(
             mX[outer, None, None], tile * c.columns + lane * c.width, first + down, last
         )
@@ -167,6 +170,7 @@ class ReduceColumns:
     @cute.kernel
     def finish(self, mOut: cute.Tensor, mParts: cute.Tensor, scale: Float32) -> None:
         first = cute.arch.block_idx()[0] * FINISHERS
+        wait_for_kernel_before()
         results = first, cutlass.min(first + FINISHERS, cute.size(mOut))
         finish_parts(self.config, mOut, mParts, results, FINISHERS, scale)
 

@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cutex.compile import Argument, Operand, Scalar
+from cutex.device.stream_order import may_overlap, wait_for_kernel_before
 from cutex.kernels.row.kernel import ARCHS
 
 THREADS = 256
@@ -78,7 +79,10 @@ class Rope:
         if cutlass.const_expr(c.positions):
             options["positions"] = positions[0]
         self.kernel(mX, mY, mCos, mSin, options, sizes).launch(
-            grid=(cute.ceil_div(total, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, THREADS), 1, 1),
+            block=(THREADS, 1, 1),
+            use_pdl=may_overlap(),
+            stream=stream,
         )
 
     def turned(self, mCos: cute.Tensor) -> Int32:
@@ -94,6 +98,7 @@ class Rope:
         vector, at = at % vectors, at // vectors
         head, at = at % heads, at // heads
         token, entry = at % tokens, at // tokens
+        wait_for_kernel_before()
         if entry < batch:
             gX, gY = mX[entry, token, head, None], mY[entry, token, head, None]  # (D)
             turned = self.turned(mCos)

@@ -23,6 +23,7 @@ from cutlass.memory import SmemAllocator
 from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.tile import WARP, RowTile
+from cutex.device.stream_order import may_overlap, wait_for_kernel_before
 from cutex.kernels.quantize.elements import bits_of, float_of
 from cutex.kernels.row.fold import Fold
 from cutex.kernels.row.kernel import RowKernel, matrix
@@ -78,7 +79,10 @@ class Scan(RowKernel):
         tile = self.tile
         blocks = cute.ceil_div(cute.size(mX, mode=[0]), tile.rows) * parts
         self.kernel(mX, mY, tuple(words), parts).launch(
-            grid=(blocks, 1, 1), block=(tile.num_threads, 1, 1), stream=stream
+            grid=(blocks, 1, 1),
+            block=(tile.num_threads, 1, 1),
+            use_pdl=may_overlap(),
+            stream=stream,
         )
 
     # ---- on the device
@@ -92,6 +96,7 @@ class Scan(RowKernel):
         carry = smem.allocate_tensor(Float32, cute.make_layout(1), 4)
         ticket = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         thread, unit = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        wait_for_kernel_before()
         if cutlass.const_expr(c.shared):
             if thread == 0:
                 taken = cute.arch.atomic_add(
@@ -112,8 +117,7 @@ class Scan(RowKernel):
             if thread < WARP:
                 self.look_back(words[0], carry, total, (here, part, parts))
             cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(tile.vectors):
-                before[i] = self.combine(carry[0], before[i])
+            self.add_carry(before, carry[0])
         if row < rows:
             columns.store(self.result(rS, before, mY), mY[here, None])
 
@@ -181,6 +185,11 @@ class Scan(RowKernel):
                 running = self.combine(running, totals[warp, i, row])
             before[i] = self.combine(mine, before[i])
         return running
+
+    def add_carry(self, before: cute.Tensor, carry: Float32) -> None:
+        """Add what is before this part to `before` (NumV)."""
+        for i in range(self.tile.vectors):
+            before[i] = self.combine(carry, before[i])
 
     @cute.jit
     def look_back(

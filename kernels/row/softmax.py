@@ -14,6 +14,7 @@ from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction, Values, add, lanes
 from cutex.device.row.tile import WARP
 from cutex.device.row.words import halves
+from cutex.device.stream_order import wait_for_kernel_before
 from cutex.kernels.row.kernel import (
     LOG2_E,
     RowKernel,
@@ -116,6 +117,7 @@ class Softmax(RowKernel):
         (reduction,) = reductions(tile, 2, later=True, by_cta=True)
         this = ThisRow.of(tile, mX)
         columns = Columns.of(tile, this(mX))
+        wait_for_kernel_before()
         rX = row_of(mX, this, columns, -Float32.inf)  # (V, NumV)
         meet(tile)
         x = rX.load().to(Float32)
@@ -148,6 +150,7 @@ class SoftmaxBackward(RowKernel):
         (reduction,) = reductions(tile, 1)
         this = ThisRow.of(tile, mY)
         columns = Columns.of(tile, this(mY))
+        wait_for_kernel_before()
         y = row_of(mY, this, columns).load().to(Float32)  # (V, NumV)
         dy = row_of(mdY, this, columns).load().to(Float32)  # (V, NumV)
         (total,) = reduction(((y * dy).reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
-from cutex.device.row import in_smem
-from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import RowReduction
-from cutex.device.row.tile import VECTOR_BYTES, WARP, RowTile
+from cutex.device.row.tile import WARP, RowTile
 from cutex.device.row.words import Words
-from cutex.kernels.row.dense import place
+from cutex.kernels.row.dense import DenseRun, place
 from cutex.kernels.row.kernel import RowKernel, matrix, reductions
 from cutex.kernels.row.moments import folded, plus
-from cutex.kernels.row.norm_dense import run
 from cutex.kernels.row.softmax import above, combined, exp, exponentials_by_fma, largest
 
 
@@ -53,47 +49,30 @@ class SoftmaxDense(RowKernel):
             grid=(blocks, 1, 1), block=(self.tile.num_threads, 1, 1), stream=stream
         )
 
-    @property
-    def chunk(self) -> RowTile:
-        """The tile of all rows of a CTA, as one."""
-        return replace(self.tile, rows=1, threads=self.tile.num_threads)
-
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor) -> None:
-        c, tile, chunk = self.config, self.tile, self.chunk
+        c, tile = self.config, self.tile
         (reduction,) = reductions(tile, 2, repeated=c.turns > 1)
-        slots = cute.make_layout(chunk.threads * chunk.vectors * chunk.width)
-        sX = SmemAllocator().allocate_tensor(mX.element_type, slots, VECTOR_BYTES)
-        first = Int32(cute.arch.block_idx()[0] * (tile.rows * c.turns))
-        rows, n = (Int32(cute.size(mX, mode=[i])) for i in range(2))
-        count = cutlass.min(rows - first, tile.rows * c.turns)
-        gX, gY = (run(m, first, count) for m in (mX, mY))
-        columns = Columns.of(chunk, gX)
-        between = (first > 0) & (first + count < rows) & (n >= chunk.width)
-        in_smem.fetch(columns, gX, sX, between)
+        n = Int32(cute.size(mX, mode=[1]))
+        run = DenseRun.fetch(tile, c.turns, mX)
         own = [place(tile, c.turns, c.apart, turn) for turn in range(c.turns)]
         # past the last row that one again
-        starts = [self.begin(columns, cutlass.min(row, count - 1), n) for row in own]
+        starts = [run.begin + cutlass.min(row, run.count - 1) * n for row in own]
         per = 32 // mX.element_type.width
         words = [Words(tile.threads, c.words, per, begin % per, n) for begin in starts]
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
+        run.wait()
         found = [
-            self.of_row(reduction, words[turn], sX, starts[turn], turn) for turn in range(c.turns)
+            self.of_row(reduction, words[turn], run.smem, starts[turn], turn)
+            for turn in range(c.turns)
         ]
         # a word that two rows share is read by both: nobody stores before all have read
         if cutlass.const_expr(tile.threads <= WARP):  # else they have met to combine their sums
             cute.arch.sync_threads()
         for turn in cutlass.range_constexpr(c.turns):
-            if own[turn] < count:
-                words[turn].store(found[turn], sX, starts[turn])
+            if own[turn] < run.count:
+                words[turn].store(found[turn], run.smem, starts[turn])
         cute.arch.sync_threads()
-        in_smem.store(columns, sX, gY)
-
-    def begin(self, columns: Columns, row: Int32, n: Int32) -> Int32:
-        """The first element in sX of a row of the CTA's."""
-        chunk = columns.tile
-        return Int32(cute.arch.thread_idx()[0] * chunk.width) - columns.first + row * n
+        run.store(mY)
 
     def of_row(
         self, reduction: RowReduction, words: Words, sX: cute.Tensor, begin: Int32, turn: int

@@ -12,6 +12,7 @@ from cutex.compile import Argument, Operand, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.reduction import add
 from cutex.device.row.tile import RowTile
+from cutex.device.stream_order import wait_for_kernel_before
 from cutex.kernels.row.kernel import RowKernel, ThisRow, launch_of, matrix, reductions, row_of
 from cutex.kernels.row.softmax import above, combined, exp
 
@@ -63,6 +64,7 @@ class SoftmaxMasked(RowKernel):
             row = cutlass.min(this.row, this.rows - 1) % queries
             n = Int32(columns.n)
             seen = columns.cut(cutlass.max(cutlass.min(n - queries + row + 1, n), 0))
+        wait_for_kernel_before()
         rX = row_of(mX, this, seen)  # (V, NumV)
         rM: Any = None
         if cutlass.const_expr(c.mask):
@@ -138,6 +140,7 @@ class SoftmaxScaledBackward(RowKernel):
         (reduction,) = reductions(self.tile, 1)
         this = ThisRow.of(self.tile, mY)
         columns = Columns.of(self.tile, this(mY))
+        wait_for_kernel_before()
         y = row_of(mY, this, columns).load().to(Float32)  # (V, NumV)
         dy = row_of(mdY, this, columns).load().to(Float32)  # (V, NumV)
         (total,) = reduction(((y * dy).reduce(cute.ReductionOp.ADD, Float32(0), 0),), add)

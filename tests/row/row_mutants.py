@@ -11,6 +11,7 @@ from cutex.kernels.row import (
     by_tickets,
     cross_entropy,
     cross_entropy_dense,
+    dense,
     kernel,
     moments,
     norm_backward_bulk,
@@ -191,9 +192,11 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
         "what a product loses": ("exp2(-fma(top, by, -shift))", "Float32(1)"),
         "the largest products": ("fmax(top, -top) < LARGE", "fmax(top, -top) >= 0"),
     },
-    (cross_entropy_dense, "losses, dense"): {
+    (dense, "losses, dense"): {
         "read before it has come": ("cp_async_wait_group(0)", "cp_async_wait_group(1)"),
         "read before all have come": ("        cute.arch.sync_threads()\n", ""),
+    },
+    (cross_entropy_dense, "losses, dense"): {
         "words of another offset": ("begin % per, n)", "Int32(0), n)"),
         "a label of the row before": ("sX[begin + Int32(target)]", "sX[begin - n + Int32(target)]"),
     },
@@ -205,12 +208,12 @@ TEXTS: dict[tuple[ModuleType, str], dict[str, tuple[str, str]]] = {
     },
     (softmax_dense, "softmax, dense"): {
         "words stored while others read them": (
-            "            cute.arch.sync_threads()\n        if own < count",
-            "            pass\n        if own < count",
+            "            cute.arch.sync_threads()\n        for turn",
+            "            pass\n        for turn",
         ),
         "stored before all are done": (
-            "        cute.arch.sync_threads()\n        in_smem.store",
-            "        in_smem.store",
+            "        cute.arch.sync_threads()\n        run.store",
+            "        run.store",
         ),
     },
     (softmax, "softmax, tickets"): {

@@ -14,6 +14,7 @@ from cutex.compile import compile
 from cutex.device.row.tile import RowTile
 from cutex.kernels.row.fold import Fold
 from cutex.kernels.row.scan import Scan, ScanConfig
+from cutex.kernels.row.scan_in_cluster import InClusterConfig, ScanInCluster
 from cutex.sim import SimError, simulate
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
@@ -137,6 +138,20 @@ def test_the_look_back_in_reverse(order, reverse, exclusive):
     x = rows("cpu", (3, 512 * 35 - 4))
     found = scanned(small(reverse, exclusive), x, **order)
     near(found, wanted_of(x, "sum", -1, reverse, exclusive), x)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("reverse, exclusive", [(False, True), (True, False)])
+def test_the_ctas_of_a_cluster_are_right_in_any_order(order, reverse, exclusive):
+    tile, way = RowTile(1, 64, 1, 2, 4, aligned=False), (False, reverse, exclusive)
+    kernel = compile(
+        ScanInCluster(InClusterConfig(tile, Fold("sum"), "fp32", *way, ctas=4)), "fp32", "sm_90a"
+    )
+    x = rows("cpu", (3, 1203))  # the last of four parts has nothing
+    y = torch.full_like(x, torch.nan)
+    simulate(kernel, x, y, 4, **order)
+    near(y, wanted_of(x, "sum", -1, reverse, exclusive), x)
 
 
 # each drops one thing that orders accesses: which of equal ones, its pattern, and what is instead

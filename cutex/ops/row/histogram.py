@@ -20,6 +20,8 @@ THREADS = 256  # of each CTA of a cluster that counts few elements
 IN_CLUSTER = 4096  # bins that a cluster counts where elements are few
 MOST = 1 << 24  # bins, whose numbers float32 holds
 
+_is_compiling = torch.compiler.is_dynamo_compiling
+
 
 def histogram(x: Tensor, bins: int, *, low: float, high: float) -> Tensor:
     """The number of elements of x in each of `bins` bins of equal width from low to high.
@@ -32,6 +34,11 @@ def histogram(x: Tensor, bins: int, *, low: float, high: float) -> Tensor:
     sentence that names the argument, for arguments that are not supported, and without an NVIDIA
     GPU from Ampere on.
     """
+    plain = bins.__class__ is int and low.__class__ is high.__class__ is float
+    if plain and isinstance(x, Tensor) and not _is_compiling():
+        found: Tensor | None = _counted.again((bins, low, high), x)
+        if found is not None:
+            return found
     check("x", x)
     if isinstance(bins, bool) or not isinstance(bins, int):
         raise TypeError(f"bins must be an int, got {type(bins).__name__}")

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutex.arch import kernels_of
 from cutex.kernels.row import choose
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import DTYPES, arch_of, check_rows, dtype_of, empty_rows, loads_of
 
 OPS = {"sum": ("sum", 1), "max": ("max", 1), "min": ("max", -1)}
+
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def scan(
@@ -37,6 +40,11 @@ def scan(
     Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
     not supported, and without an NVIDIA GPU from Ampere on.
     """
+    plain = op.__class__ is str and reverse.__class__ is exclusive.__class__ is bool
+    if plain and dim.__class__ is int and dim == -1 and not _is_compiling():
+        found = _again((op, reverse, exclusive, out_dtype), x)
+        if found is not None:
+            return found
     check_rows("x", x)
     if op not in OPS:
         raise ValueError(f"op={op!r} is not one of {', '.join(OPS)}")
@@ -57,9 +65,19 @@ def scan(
     return SCAN(x.movedim(dim, -1), *options).movedim(-1, dim)
 
 
+def _again(options: tuple[Any, ...], x: Any) -> Tensor | None:
+    """The result of a call that is like one before; None if there was none."""
+    if not isinstance(x, Tensor):
+        return None
+    *most, out = options
+    found: Tensor | None = _scanned.again((*most, out or x.dtype), x)
+    return found
+
+
 def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     from cutex.kernels.row.fold import Fold
     from cutex.kernels.row.scan import Scan, ScanConfig, words_of
+    from cutex.kernels.row.scan_in_cluster import InClusterConfig, ScanInCluster
 
     op, reverse, exclusive, out = options
     arch = arch_of(x.device, "cutex.scan")
@@ -70,6 +88,12 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     rows.append(launch.makes("y", x.shape, out, 2))
     unit, shifted = loads_of(rows, (), True)
     n, bits = rows[0].shape[1], 8 * max(y.element_size() for y in rows)
+    few = choose.scan_in_cluster(len(rows[0]), n, bits, unit, shifted, kernels_of(arch))
+    if few is not None:
+        tile, ctas = few
+        made = tile, Fold(*OPS[op]), dtype_of(rows[1]), False, reverse, exclusive, ctas
+        kernel = ScanInCluster, InClusterConfig(*made), arch
+        return launch.run(kernel, ("x", "y"), (ctas,), ("y",))
     tile = choose.scan(n, bits, unit, shifted)
     parts = -(-(n + tile.lead) // (tile.columns + tile.lead))
     names = ["x", "y"]
