@@ -19,8 +19,7 @@ from cutex.device.epilogue.epilogue_ops import Add, Bias
 from cutex.device.pipeline import PipelineState
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.layouts import OperandLayout
-from cutex.kernels.gemm.scaled.fp8 import LADDERS, promoted
-from cutex.kernels.gemm.scaled.fp8.choose import ranked
+from cutex.kernels.gemm.scaled.fp8 import LADDERS, cost_model, promoted
 from cutex.kernels.gemm.scaled.fp8.config import PROMOTED, Fp8Config
 from cutex.kernels.gemm.scaled.fp8.sm90 import kernel, promote
 from cutex.kernels.gemm.scaled.fp8.sm90.kernel import Fp8Gemm, Fp8Signature
@@ -293,14 +292,17 @@ def shares_of_loads(sizes: tuple[int, int, int, int]) -> int:
     return chosen.cluster_m * chosen.cluster_n
 
 
-def test_sums_without_factors_take_rows_as_columns_and_more_shares() -> None:
-    """Tiles that the kernel with factors is not offered, where M takes more than four tiles."""
-    found = {(c.swap_ab, c.split_k > 1) for c in promoted.ranked((1056, 1280, 3648, 1), H200)}
-    assert (True, False) in found
-    few = promoted.ranked((1184, 128, 1824, 1), H200)
+@pytest.mark.parametrize("recipe", [PROMOTED, "fp8_block"])
+def test_many_rows_may_be_columns_and_few_tiles_have_shares_of_k(recipe: str) -> None:
+    """Tiles of more than four rows of them, with factors and without."""
+
+    def of(m: int, n: int, k: int) -> list[Fp8Config]:
+        tiles = cost_model.candidates(Fp8Problem(m, n, k), H200.num_sms, recipe=recipe)
+        return sorted(tiles, key=lambda c: cost_model.predict(c, Fp8Problem(m, n, k), H200))[:24]
+
+    assert any(c.swap_ab for c in of(1056, 1280, 7296))
+    few = of(1184, 128, 3648)
     assert few[0].split_k > 1 and {c.swap_ab for c in few} == {False, True}
-    with_factors = ranked(Fp8Problem(1184, 128, 3648), H200)
-    assert not any(c.swap_ab or c.split_k > 2 for c in with_factors)
 
 
 def test_sums_without_factors_share_loads_of_rows_that_are_two_lines() -> None:
@@ -325,10 +327,10 @@ def test_clusters_of_four_are_all_there_at_one_time() -> None:
     """Where they are not, those that are left take a round of their own."""
     for m, n, k in ((1104, 7232, 11264), (1808, 4096, 4096), (600, 2656, 7168), (240, 736, 18816)):
         problem = Fp8Problem(m, n, k)
-        for tiles in promoted.candidates(problem, H200.num_sms):
-            group = promoted.group_of(tiles)
-            ctas = promoted.Counts.of(tiles, problem).ctas(tiles)
-            assert group <= 2 or ctas <= promoted.at_once(tiles, H200.num_sms) < H200.num_sms
+        for tiles in cost_model.candidates(problem, H200.num_sms, recipe=PROMOTED):
+            group = cost_model.group_of(tiles)
+            ctas = cost_model.Counts.of(tiles, problem).ctas(tiles)
+            assert group <= 2 or ctas <= cost_model.at_once(tiles, H200.num_sms) < H200.num_sms
 
 
 @pytest.mark.slow

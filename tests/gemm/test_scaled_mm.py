@@ -387,16 +387,16 @@ def test_every_size_has_a_config_of_its_class():
             assert {c.num_ctas for c in of_board} == {BOARDS["H100 PCIe"].num_sms}
 
 
-def test_tiles_of_many_rows_are_those_that_were_the_fastest():
+def test_tiles_are_those_that_were_the_fastest():
     """256x128 where they fill whole rounds of SMs, otherwise 128 rows, whose columns share few
-    factors (docs/facts/scaled.md#fp8-mid-rows)."""
+    factors; few rows as columns, in shares of K (docs/facts/scaled.md#one-model)."""
     for mnk, tile in (
         ((4096, 7168, 16384), (256, 128)),
-        ((1232, 3072, 3072), (256, 128)),
-        ((2100, 4096, 7168), (128, 192)),
+        ((2954, 8192, 3072), (256, 128)),
+        ((2505, 3584, 14336), (128, 192)),
         ((1335, 40960, 7168), (128, 192)),
-        ((816, 9216, 3072), (128, 192)),
-        ((208, 21888, 2048), (128, 192)),
+        ((769, 5120, 13824), (128, 144)),
+        ((31, 1536, 8960), (64, 32)),
     ):
         found = configs_for(mnk, "fp8_block")[0]
         assert (found.tile_m, found.tile_n) == tile, mnk
