@@ -37,6 +37,8 @@ class Ranked:
     interleaved: bool  # of a sequence, blocks of all heads in turn, not one head after the other
     last_first: bool = False  # blocks from the last to the first
     tail: Any = None  # about how many tiles at the end are interleaved; None: all
+    # interleaved heads follow one another in groups that have about so many tiles; None: all in one
+    wave: Any = None
 
     @property
     def total(self) -> Int32:
@@ -78,7 +80,11 @@ class Ranked:
         rest = number - self.before(rank)
         if cutlass.const_expr(self.interleaved):
             first, heads = Int32(0), self.heads
-            if cutlass.const_expr(self.tail is not None):
+            if cutlass.const_expr(self.wave is not None):
+                group = cutlass.max((self.wave + blocks - 1) // blocks, 1)
+                first = rest // (group * blocks) * group
+                heads = cutlass.min(group, heads - first)
+            elif cutlass.const_expr(self.tail is not None):
                 first = self.heads_in_order(rank, blocks)
                 heads -= first
                 if rest < first * blocks:

@@ -55,11 +55,18 @@ class KeptSums(NamedTuple):
     def add(self, accs: tuple[cute.Tensor, ...]) -> None:
         """Wait for the flag, and add the sums to the accumulators."""
         self.await_kept()
+        self.add_kept(accs)
+
+    @cute.jit
+    def add_kept(self, accs: tuple[cute.Tensor, ...]) -> None:
+        """Add the sums, whose flag has been waited for, to the accumulators; set the flag to 0."""
         others = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
         for mine, place in self.vectors(accs):
             cute.autovec_copy(place, others)
             mine.store(mine.load() + others.load())
-        self.say(0)
+        with cute.arch.elect_one():
+            # NOTE: for the next launch, so nothing orders it
+            cute.arch.store(self.kept, Int32(0))
 
     @cute.jit
     def await_kept(self) -> None:
@@ -67,6 +74,18 @@ class KeptSums(NamedTuple):
             kept = cute.arch.load(self.kept, Int32, sem="acquire", scope="gpu")
             while kept == 0:
                 kept = cute.arch.load(self.kept, Int32, sem="acquire", scope="gpu")
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def await_several(self, count: Int32 | int, apart: int) -> None:
+        """Wait for `count` flags, this one and those that follow `apart`; each lane for one at a
+        time."""
+        lane = cute.arch.lane_idx()
+        while lane < count:
+            kept = cute.arch.load(self.kept + lane * apart, Int32, sem="acquire", scope="gpu")
+            while kept == 0:
+                kept = cute.arch.load(self.kept + lane * apart, Int32, sem="acquire", scope="gpu")
+            lane += LANES
         cute.arch.sync_warp()
 
     @cute.jit

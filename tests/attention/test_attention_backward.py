@@ -19,6 +19,7 @@ from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.signature import KernelArgs
 from cutex.kernels.attention.backward.tiles import (
     HeadParts,
+    LastParts,
     Rotation,
     Sizes,
     Tile,
@@ -29,7 +30,7 @@ from cutex.kernels.attention.backward.tiles import (
 )
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.kernels.attention.tail import Ramp, RampTail, Tail, spare_sums
-from cutex.ops.attention import own_backward
+from cutex.ops.attention import key_tiles, own_backward
 from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.case import AttentionCase
 from cutex.problem.attention.randomized import draw
@@ -314,9 +315,47 @@ def test_work_is_divided_where_tiles_are_few(of):
     with cutex.ops.simulated("sm_90a"):
         call = AttentionCall(q, k, v, deterministic=what == "one order", **more)
         c = own_backward.config_for(call, dlse=False)
-    parts = own_backward.parts_of(call, c) if c.head_parts else own_backward.Parts()
+    parts = key_tiles.parts_of(call, c) if c.head_parts else key_tiles.Parts()
     found = (parts.total, parts.ranges) if parts.ranges > 1 else parts.total
     assert (c.head_dim, found, c.why_not()) == (dims[0], DIVIDED[of], None)
+
+
+# batch, queries, keys, heads, heads of K and V, head dim: the parts that tiles of the last round
+# are divided into
+LAST = {
+    (1, 2697, 2806, 4, 4, 192): 3,
+    (1, 1984, 1984, 8, 8, 192): 1,
+    (4, 4096, 4096, 8, 8, 192): 1,
+    (1, 3000, 3000, 6, 6, 96): 10,
+    (2, 1100, 1500, 6, 3, 256): 9,
+}
+
+
+@pytest.mark.parametrize("sizes", LAST)
+def test_tiles_of_the_last_round_are_divided(sizes):
+    batch, rows_q, rows_k, heads, heads_kv, dim = sizes
+    memory = torch.empty(1, dtype=torch.bfloat16)
+    q = memory.expand(batch, rows_q, heads, dim)
+    k = memory.expand(batch, rows_k, heads_kv, dim)
+    with cutex.ops.simulated("sm_90a"):
+        call = AttentionCall(q, k, k)
+        c = own_backward.config_for(call, dlse=False)
+        assert c.why_not() is None and own_backward.num_tiles(call, c) > 0
+    found = key_tiles.last_parts_of(call, c) if c.last_parts else key_tiles.LastParts(0, 0)
+    assert found.parts == LAST[sizes]
+
+
+@pytest.mark.parametrize(("total", "whole", "parts"), [(7, 4, 3), (9, 4, 2), (5, 4, 16)])
+def test_parts_of_the_last_tiles_come_once_and_the_last_ones_last(total, whole, parts):
+    args = KernelArgs(query_parts=parts, whole=whole)
+    found = [LastParts.of(args, total, i) for i in range(whole + (total - whole) * parts)]
+    each = [(x.number, x.which) for x in found]
+    assert sorted(each) == sorted(
+        (n, i) for n in range(total) for i in range(1 if n < whole else parts)
+    )
+    assert all(x.count == (1 if x.number < whole else parts) for x in found)
+    for n in range(whole, total):
+        assert [i for number, i in each if number == n] == list(range(parts))
 
 
 @pytest.mark.parametrize("lengths", [None, (7, 0, 64, 65, 200, 1, 1, 128)])
@@ -362,7 +401,7 @@ def test_packed_sequences_have_no_more_tiles_than_are_launched(lengths, dims):
     packed = {"varlen_q": True, "varlen_k": True}
     config = fitted(BackwardConfig(head_dim=dims[0], head_dim_v=dims[1], causal=True, **packed))
     each, tile = config.key_ctas * config.tile_n, -(-max(lengths) // config.tile_n)
-    most = most_tiles(config, Sizes(3, 1, 0, sum(lengths), tile, len(lengths)))
+    most = most_tiles(config, None, Sizes(3, 1, 0, sum(lengths), tile, len(lengths)))
     assert config.ranked and 3 * sum(-(-n // each) for n in lengths) <= most
     assert most <= 3 * len(lengths) * -(-tile // config.key_ctas)
 

@@ -42,6 +42,25 @@ DIVIDED = {
 }  # fmt: skip
 
 
+LAST = {
+    f"{d} with {dv} of v": fitted(BackwardConfig(head_dim=d, head_dim_v=dv))
+    for d, dv in HEAD_DIMS[1:]
+    if (d, dv) != (128, 128)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAST)
+def test_tiles_of_the_last_round_that_are_divided_are_right(name):
+    """A round of two tiles, and four more in three parts each."""
+    config = LAST[name]
+    config = replace(config, last_parts=True, num_ctas=2 * config.key_ctas)
+    keys = config.key_ctas * config.tile_n
+    case = replace(OWN_CASE, seqlen_q=210, seqlen_k=2 * keys + 9, heads_q=4, heads_kv=2)
+    case = replace(case, causal=False, head_dim=config.head_dim, head_dim_v=config.head_dim_v)
+    assert config.why_not() is None and wrong(config, case=case, ranges=3) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
 def test_heads_that_are_divided_are_right(name):

@@ -83,16 +83,16 @@ def wrong(
     given |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
     given |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
     given |= {"head_parts": case.heads_q // case.heads_kv * ranges, "query_parts": ranges}
-    unwritten = 0.0 if case.varlen else torch.nan
+    given |= {"whole": config.num_ctas // config.key_ctas}
     tiles = -(-case.seqlen_q // config.tile_m) * case.batch * case.heads_q
     shares = config.num_ctas
-    if config.head_parts:
+    if config.head_parts or config.last_parts:
         count = -(-case.seqlen_k // (config.key_ctas * config.tile_n)) + 1
         shares = count * config.key_ctas * case.batch * case.heads_q * ranges
     if case.lengths_q is not None:
         tiles = (inputs.q.shape[0] // config.tile_m + case.batch) * case.heads_q
     for order in orders:
-        found = {f"d{name}": torch.full_like(given[name], unwritten) for name in "qkv"}
+        found = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
         found["stats"] = torch.full((tiles, 2 * config.tile_m), torch.nan)
         found["dq_sums"] = torch.full((tiles, config.tile_m * config.head_dim), torch.nan)
         found["turns"] = torch.full((tiles, config.turns), 9, dtype=torch.int32)

@@ -40,6 +40,7 @@ class BackwardConfig(BackwardSpec):
     spread: bool = False  # the last tiles of keys are cut along their queries, for all CTAs; causal
     # ones are cut all
     head_parts: bool = False  # query heads that share keys are divided among CTAs
+    last_parts: bool = False  # tiles of the last round are divided along their queries
     rotated: bool = False  # tiles of a head that begin together are spread over all queries
     early_stats: bool = False  # LSE and delta are read before S^T and dP^T are waited for
     overlap: bool = True  # dV and dK of a block are computed under the exponentials of the next
@@ -252,6 +253,10 @@ class BackwardConfig(BackwardSpec):
             return "spread=True: for own_dq, tiles that take equally long and adds in any order"
         if self.head_parts and self.spread:
             return "head_parts=True: for tiles that are not cut along their queries"
+        if self.last_parts and (self.head_parts or self.own_dq or self.deterministic):
+            return "last_parts=True: for CTAs that take one tile each, adds in any order"
+        if self.last_parts and (self.causal or self.ragged):
+            return "last_parts=True: for tiles that take equally long"
         if self.own_dq and (reason := self.why_not_own_dq()):
             return f"own_dq=True: {reason}"
         if self.num_stages < 2:

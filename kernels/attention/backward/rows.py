@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutex.compile import Argument
 from cutex.device.atoms.quad import transpose_in_quad
 from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.gaps import Gaps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
 from cutex.kernels.attention.backward.signature import (
@@ -56,28 +57,58 @@ class Preprocess:
 
     def __init__(self, config: BackwardSpec) -> None:
         self.config = config
+        ragged = config.ragged_q or config.ragged_k
+        self.gaps = Gaps(config.num_ctas if ragged else 0, THREADS)
 
     @cute.jit
     def launch(self, tensors: Tensors, args: KernelArgs, stream) -> None:
         batch, longest, tiles = row_sizes(self.config, tensors.q, args)
         num_m_blocks = cute.ceil_div(longest, self.config.tile_m)
-        self.kernel(tensors, args, tiles, Int32(num_m_blocks)).launch(
-            grid=(num_m_blocks * tiles.heads * batch, 1, 1), block=(THREADS, 1, 1), stream=stream
+        ctas = num_m_blocks * tiles.heads * batch + self.gaps.ctas
+        if cutlass.const_expr(self.config.ranked):
+            ctas += batch
+        self.kernel(tensors, args, tiles, Int32(num_m_blocks), batch).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, tensors: Tensors, args: KernelArgs, tiles: RowTiles, num_m_blocks: Int32
+        self,
+        tensors: Tensors,
+        args: KernelArgs,
+        tiles: RowTiles,
+        num_m_blocks: Int32,
+        num_sequences: Int32,
     ) -> None:
         c = self.config
-        m_block, head, batch = row_block(num_m_blocks, tiles.heads)
-        seqlen = queries(args, cute.size(tensors.o, mode=[0 if c.varlen_q else 1])).of(batch)
-        if cutlass.const_expr(c.ranked):
-            thread, _, _ = cute.arch.thread_idx()
-            if (m_block + head == 0) & (thread < 32):
-                self.rank(args, batch)
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(c.late_zeros):
             self.clear_flag(args)
+        # NOTE: what is no block of rows has CTAs of its own, which delay none
+        if cutlass.const_expr(c.ranked):
+            index -= num_sequences
+            if (index < 0) & (thread < 32):
+                self.rank(args, index + num_sequences)
+        if cutlass.const_expr(self.gaps.ctas > 0):
+            if (index >= 0) & (index < self.gaps.ctas):
+                self.clear_gaps(tensors, args, num_sequences, index * THREADS + thread)
+            index -= self.gaps.ctas
+        if index >= 0:
+            self.rows(tensors, args, tiles, row_block(index, num_m_blocks, tiles.heads))
+
+    @cute.jit
+    def rows(
+        self,
+        tensors: Tensors,
+        args: KernelArgs,
+        tiles: RowTiles,
+        place: tuple[Int32, Int32, Int32],
+    ) -> None:
+        """Process a block of queries of a head of a batch entry, if the sequence has it."""
+        c = self.config
+        m_block, head, batch = place
+        seqlen = queries(args, cute.size(tensors.o, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
             number = tiles.tile(c, head, batch, seqlen) + m_block
             self.tile(tensors, args, QueryTile(number, head, batch, seqlen, m_block))
@@ -107,6 +138,19 @@ class Preprocess:
         length_k = keys(args, Int32(rows_k)).of(tile.batch).length
         blocks = info.n_blocks(tile.m_block, tile.seqlen.length, length_k)
         return blocks.first >= blocks.end
+
+    @cute.jit
+    def clear_gaps(
+        self, tensors: Tensors, args: KernelArgs, num_sequences: Int32, worker: Int32
+    ) -> None:
+        """Zero the gradients of rows of no sequence, which nothing else writes."""
+        c = self.config
+        if cutlass.const_expr(c.ragged_q):
+            rows = Int32(cute.size(tensors.dq, mode=[0 if c.varlen_q else 1]))
+            self.gaps.clear(queries(args, rows), (tensors.dq,), num_sequences, worker)
+        if cutlass.const_expr(c.ragged_k):
+            rows = Int32(cute.size(tensors.dk, mode=[0 if c.varlen_k else 1]))
+            self.gaps.clear(keys(args, rows), (tensors.dk, tensors.dv), num_sequences, worker)
 
     @cute.jit
     def rank(self, args: KernelArgs, batch: Int32) -> None:
@@ -295,15 +339,8 @@ def row_sizes(config: BackwardSpec, mX: cute.Tensor, args: KernelArgs):
     return Int32(batch), longest, tiles
 
 
-@cute.jit
-def row_block(
-    num_m_blocks: Int32, heads: Int32, last_first: cutlass.Constexpr[bool] = False
-) -> tuple[Int32, Int32, Int32]:
-    """The block of queries, the head and the batch entry of this CTA."""
-    index, _, _ = cute.arch.block_idx()
-    if cutlass.const_expr(last_first):
-        ctas, _, _ = cute.arch.grid_dim()
-        index = ctas - 1 - index
+def row_block(index: Int32, num_m_blocks: Int32, heads: Int32) -> tuple[Int32, Int32, Int32]:
+    """The block of queries, the head and the batch entry of a CTA."""
     unit = index // num_m_blocks
     return index - unit * num_m_blocks, unit % heads, unit // heads
 
@@ -338,8 +375,10 @@ class Convert:
     def kernel(self, mSums, mdQ, args: KernelArgs, tiles: RowTiles, num_m_blocks: Int32) -> None:
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
         # NOTE: of the sums, those of the last heads are still in L2
-        m_block, head, batch = row_block(num_m_blocks, tiles.heads, last_first=True)
+        m_block, head, batch = row_block(ctas - 1 - index, num_m_blocks, tiles.heads)
         seqlen = queries(args, cute.size(mdQ, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
             sums = mSums[tiles.tile(c, head, batch, seqlen) + m_block, None]  # (bM * D)

@@ -54,9 +54,9 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
     found: list[Argument] = [tensor(c, name, dtype) for name in Tensors._fields]
     present = {
         "turns": c.deterministic,
-        "counter": c.counted or c.head_parts,
+        "counter": c.counted or c.head_parts or c.last_parts,
         "zeroed": c.late_zeros,
-        "partials": c.spread or c.head_parts,
+        "partials": c.spread or c.head_parts or c.last_parts,
         "ranks": c.ranked,
         "dlse": c.dlse,
         "delta": c.sink,
@@ -74,7 +74,8 @@ def arguments(config: BackwardSpec, dtype: str) -> tuple[Argument, ...]:
         "max_seqlen_q": (c.varlen_q, "int32"),
         "max_seqlen_k": (c.varlen_k, "int32"),
         "head_parts": (c.head_parts, "int32"),
-        "query_parts": (c.head_parts, "int32"),
+        "query_parts": (c.head_parts or c.last_parts, "int32"),
+        "whole": (c.last_parts, "int32"),
     }
     found += [Scalar(name, kind) for name, (there, kind) in numbers.items() if there]
     return tuple(found)
@@ -122,6 +123,7 @@ class KernelArgs(NamedTuple):
     max_seqlen_k: Any = None
     head_parts: Any = None  # that the work of each head of K and V is divided into
     query_parts: Any = None  # of these, those that have the same query heads
+    whole: Any = None  # tiles of keys, those of a cluster counting as one, before those divided
 
     @staticmethod
     def of(config: BackwardSpec, values: tuple[Any, ...]) -> KernelArgs:

@@ -137,6 +137,12 @@ class BackwardSpec(ScoreSpec):
         return False
 
     @property
+    def last_parts(self) -> bool:
+        """Whether the tiles of keys of the last round are divided along their queries, into parts
+        with a CTA each."""
+        return False
+
+    @property
     def tail_steps(self) -> tuple[int, int]:
         """LEAST_QUERIES and COST_QUERIES, in blocks."""
         return LEAST_QUERIES // self.tile_m, COST_QUERIES // self.tile_m

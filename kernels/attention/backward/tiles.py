@@ -42,9 +42,7 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
     they go last: from as many heads as fill the SMs once, or fewer if a tile is as long as several
     heads'."""
     count = ceil_div(sizes.num_n_blocks, config.key_ctas)
-    waves = config.waves * config.num_ctas // config.key_ctas
-    if config.longest_last:
-        waves = larger(waves // sizes.heads_per_kv, 1)
+    waves = tiles_in_turn(config, sizes)
     units = (waves + count - 1) // count
     wave = Wave(1, units) if config.late_zeros else Wave(units, 2 * units)
     if config.rotated:
@@ -63,6 +61,13 @@ def tile_order(config: BackwardSpec, sizes: Sizes) -> AttentionOrder:
         l2_rows=END,  # groups are as large as a wave
         wave=wave,
     )
+
+
+def tiles_in_turn(config: BackwardSpec, sizes: Sizes) -> Int32:
+    """About how many key blocks the heads have that are processed in turn; those of a cluster count
+    as one."""
+    waves = config.waves * config.num_ctas // config.key_ctas
+    return larger(waves // sizes.heads_per_kv, 1) if config.longest_last else waves
 
 
 class Rotation(NamedTuple):
@@ -142,16 +147,19 @@ def ranked(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Ranked | Non
     return Ranked(
         args.ranks, s.heads_kv, s.batch, most, config.interleaved, config.last_first,
         tail=2 * config.num_ctas // config.key_ctas if config.ends_interleaved else None,
+        wave=tiles_in_turn(config, sizes) if config.longest_last else None,
     )  # fmt: skip
 
 
-def most_tiles(config: BackwardSpec, sizes: Sizes) -> Int32:
+def most_tiles(config: BackwardSpec, args: KernelArgs, sizes: Sizes) -> Int32:
     """How many tiles of keys, those of a cluster counting as one, there are at most: all of the
     order or, of packed sequences, as many as their rows have."""
     found = tile_order(config, sizes).total
     if config.ranked:
         each = sizes.rows_k // (config.tile_n * config.key_ctas) + sizes.batch
         found = smaller(found, each * sizes.heads_kv)
+    if config.last_parts:
+        found = args.whole + (found - args.whole) * args.query_parts
     return found
 
 
@@ -191,6 +199,7 @@ class Tile:
     rotation: Any = None  # a Rotation, where the queries are taken so
     head_parts: Any = None  # that a head of K and V counts as; None: it counts once
     query_parts: Any = None  # that differ in their queries, of these; None: all have all queries
+    last: Any = None  # LastParts, where tiles of the last round are divided
 
     @property
     def key_head(self) -> Int32:
@@ -204,9 +213,12 @@ class Tile:
 
     def own(self, blocks: Blocks) -> Blocks:
         """Of `blocks` of queries, those that the tile's part has."""
-        if self.query_parts is None:
+        if self.last is not None:
+            parts, part = self.last.count, self.last.which
+        elif self.query_parts is not None:
+            parts, part = self.query_parts, self.head_kv % self.query_parts
+        else:
             return blocks
-        parts, part = self.query_parts, self.head_kv % self.query_parts
         count, first = blocks.end - blocks.first, blocks.first
         return blocks._replace(
             first=first + count * part // parts, end=first + count * (part + 1) // parts
@@ -216,6 +228,38 @@ class Tile:
         """Whether the sequence has keys of this CTA, or of its pair."""
         ctas = config.key_ctas
         return self.n_block // ctas * ctas * config.tile_n < self.seq_k.length
+
+
+class LastParts(NamedTuple):
+    """The part of a tile that a CTA has, where those of the last round are divided along their
+    queries.
+
+    First come the first parts of all these tiles, and so on: so the last part's CTA, which adds dK
+    and dV of the others, does not wait for one that has not begun.
+    """
+
+    number: Int32  # of the tile, those of a cluster counting as one
+    which: Int32
+    count: Int32  # of the tile; 1: it is not divided
+    whole: Int32  # tiles that are not
+
+    @staticmethod
+    def of(args: KernelArgs, total: Any, index: Any) -> LastParts:
+        """The part with number `index` in the order of `total` tiles."""
+        whole, left = args.whole, total - args.whole
+        behind = larger(index - whole, 0)
+        which = behind // left
+        number = select(index < whole, index, whole + behind - which * left)
+        return LastParts(number, which, select(index < whole, 1, args.query_parts), whole)
+
+    def part(self, tile: Tile) -> Int32:
+        return self.which
+
+    def share(self, config: BackwardSpec, tile: Tile, part: Int32) -> Int32:
+        """The number, among all that are kept, of the sums of a part of the tile of keys."""
+        ctas = config.key_ctas
+        place = (self.number - self.whole) * ctas + tile.n_block % ctas
+        return place * (self.count - 1) + part
 
 
 class HeadParts(NamedTuple):
@@ -267,14 +311,18 @@ def key_block(config: BackwardSpec, order: AttentionOrder, work: WorkTile) -> tu
 def tile_of(config: BackwardSpec, index: Int32, args: KernelArgs, sizes: Sizes) -> Tile:
     """The keys of number `index` in the order."""
     order, ctas = tile_order(config, sizes), config.key_ctas
-    work = order.tile(index // ctas)
+    number, last = index // ctas, None
+    if config.last_parts:
+        last = LastParts.of(args, order.total, number)
+        number = last.number
+    work = order.tile(number)
     n_block, flipped = key_block(config, order, work)
     n_block = n_block * ctas + index % ctas
     batch = work.batch
     seq_q, seq_k = queries(args, sizes.rows_q).of(batch), keys(args, sizes.rows_k).of(batch)
     rotation = Rotation.of(config, sizes) if config.rotated else None
-    parts = args.head_parts, args.query_parts
-    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped, rotation, *parts)
+    parts = (args.head_parts, args.query_parts if config.head_parts else None)
+    return Tile(n_block, work.head, batch, seq_q, seq_k, flipped, rotation, *parts, last)
 
 
 def turn_of(config: BackwardSpec, info: BlockInfo, tile: Tile, m_block: Int32) -> Int32:

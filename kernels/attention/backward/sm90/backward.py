@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots, slots_layout
+from cutex.device.atoms.scalar import pinned
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
@@ -143,7 +144,7 @@ class Main:
             else None,
         )
         sizes, tiles = sizes_of(c, tensors, args)
-        total = tail_of(c, sizes).total if c.spread else most_tiles(c, sizes)
+        total = tail_of(c, sizes).total if c.spread else most_tiles(c, args, sizes)
         if cutlass.const_expr(c.own_dq):
             total = cutlass.min(Int32(c.num_ctas), total)
         self.kernel(operands, tensors.stats, tensors.dq_sums, args, sizes, tiles).launch(
@@ -228,23 +229,34 @@ class Main:
             warp = cute.arch.warp_idx()
             if warp >= self.query_warps.first:
                 cute.arch.setmaxregister_decrease(c.registers[-1])
-                load = self.load(operands, stats, shared)
-                QueryGradients(c, shared, load, dq_sums).run()
+                self.queries(self.of_role(shared, args, sizes), operands, stats, dq_sums).run()
             elif cutlass.const_expr(not c.wide):
                 cute.arch.setmaxregister_increase(c.registers[0])
-                gradients = KeyGradients.of(c, shared)
+                gradients = KeyGradients.of(c, self.of_role(shared, args, sizes))
                 gradients.run()
                 gradients.store_or_keep(operands.dk, operands.dv)
             elif warp < self.key_warps.count // 2:
                 cute.arch.setmaxregister_increase(c.registers[0])
-                values = WideValues.of(c, shared)
+                values = WideValues.of(c, self.of_role(shared, args, sizes))
                 values.run()
                 values.store_or_keep(operands.dv)
             else:
                 cute.arch.setmaxregister_decrease(c.registers[1])
-                keys = WideKeys.of(c, shared)
+                keys = WideKeys.of(c, self.of_role(shared, args, sizes))
                 keys.run()
                 keys.store_or_keep(operands.dk)
+
+    def queries(self, shared: Shared, operands, stats, dq_sums) -> QueryGradients:
+        """The role that loads, and computes dQ."""
+        return QueryGradients(self.config, shared, self.load(operands, stats, shared), dq_sums)
+
+    def of_role(self, shared: Shared, args: KernelArgs, sizes: Sizes) -> Shared:
+        """What a role uses. Where tiles of the last round are divided, it finds its tile itself:
+        what all roles have would be spilled."""
+        if not self.config.last_parts:
+            return shared
+        index, _, _ = cute.arch.block_idx()
+        return replace(shared, tile=tile_of(self.config, pinned(index), args, sizes))
 
     def gradient_slots(
         self, sdQ: cute.Tensor, operands: Operands

@@ -299,17 +299,21 @@ class Scores:
     def store_or_keep(self, *out: Any) -> None:
         """Store the sums by the role's `store`, which takes `out`; where the query heads are
         divided, the last part's with those of all parts, others being kept for it."""
-        if cutlass.const_expr(not self.config.head_parts):
+        if cutlass.const_expr(not (self.config.head_parts or self.config.last_parts)):
             self.store(*out)
         else:
-            parts, tile = self.shared.head_parts, self.shared.tile
+            parts, tile = self.shared.parts, self.shared.tile
+            if cutlass.const_expr(self.config.last_parts):
+                parts = tile.last
             part = parts.part(tile)
+            first = parts.share(self.config, tile, Int32(0))
             if part + 1 < parts.count:
-                self.kept(parts.share(self.config, tile, part)).keep(self.sums)
+                self.kept(first + part).keep(self.sums)
             else:
+                self.kept(first).await_several(part, self.config.sum_warps)
                 while part > 0:
                     part -= 1
-                    self.kept(parts.share(self.config, tile, part)).add(self.sums)
+                    self.kept(first + part).add_kept(self.sums)
                 self.store(*out)
 
     def kept(self, share: Int32) -> KeptSums:

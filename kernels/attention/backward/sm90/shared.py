@@ -184,7 +184,7 @@ class Shared:
     tiles: RowTiles
     tile: Any  # the Tile that a role is at; None until it has one
     heads_per_kv: Int32
-    head_parts: Any = None  # the HeadParts, where the work of a head is divided
+    parts: Any = None  # the HeadParts, where the work of a head is divided
     queue: Any = None  # the SumsQueue, where warps of their own add dQ
     descending: bool = False  # blocks of queries are taken from the last to the first
     flips: bool = False  # they are taken so in the last group of heads
