@@ -155,12 +155,11 @@ geometry = attrgetter(
 
 
 def tiling(config: Sm90Config) -> tuple[Any, ...]:
-    """The geometry of `config`, however its tiles are loaded, and in whatever order."""
+    """The geometry of `config`, however its tiles are loaded and stored, and in whatever order."""
     usual = Sm90Config()
     group, along = usual.raster_group, usual.raster_along
-    return geometry(
-        replace(config, box_rows=0, raster_group=group, raster_along=along, by_gpc=False)
-    )
+    ordered = replace(config, raster_group=group, raster_along=along, by_gpc=False)
+    return geometry(replace(ordered, box_rows=0, in_turns=False))
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ def test_a_config_is_refused_by_the_other_arch(name: str) -> None:
         (Sm90Config(warpgroups=2, stream_k=-1), "stream_k=-1"),
         (Sm90Config(warpgroups=2, cluster_m=4, split_k=3), "at most 8 CTAs"),
         (Sm90Config(tile_n=88, epi_n=88, epi_stages=2, num_stages=4), "stored whole"),
+        (Sm90Config(epi_n=64, epi_stages=2, num_stages=4, in_turns=True), "in_turns=True"),
+        (Sm90Config(tile_m=64, warpgroups=1, epi_n=64, epi_stages=1, in_turns=True), "by one slot"),
         (
             Sm90Config(tile_n=24, epi_n=24, epi_stages=1, num_stages=4, swap_ab=True),
             "multiples of 16 are transposed",

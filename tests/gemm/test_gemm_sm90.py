@@ -240,6 +240,36 @@ def test_an_odd_multiple_of_eight_columns_is_stored_transposed(changes: dict) ->
     check(9, (150, 264, 200), changes, "random", 5)
 
 
+IN_TURNS = {
+    "128x40": {**SMALL, "tile_n": 40, "epi_n": 40, "warpgroups": 2, "num_ctas": 3},
+    "256x24, C as it is": {
+        **SMALL, "tile_m": 256, "tile_n": 24, "epi_n": 24, "warpgroups": 2, "swap_ab": False,
+        "num_stages": 4, "num_ctas": 3,
+    },
+    "192x48, 2x1": {
+        **SMALL, "tile_m": 192, "tile_n": 48, "epi_n": 48, "warpgroups": 3, "cluster_m": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(x, id=name, marks=[SLOW] if i else [])
+        for i, (name, x) in enumerate(IN_TURNS.items())
+    ],
+)
+def test_warpgroups_that_take_turns_at_a_slot_store_exactly(changes: dict) -> None:
+    check(9, (150, 264, 72), {**changes, "in_turns": True}, "random", 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["eager", "starved", "peer-late"])
+def test_turns_do_not_depend_on_the_order_of_events(order: str) -> None:
+    for changes in IN_TURNS.values():
+        check(9, (150, 264, 72), {**changes, "in_turns": True}, order, 6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["eager", "starved", "peer-late", "random"])
 @pytest.mark.parametrize("more", [{"columns": 2}, {"num_ctas": 8}], ids=["a round", "a walk"])

@@ -17,7 +17,7 @@ from cutex.kernels.gemm.choose import ranked, sizes_class
 from cutex.kernels.gemm.config import GemmConfig
 from cutex.kernels.gemm.scaled.fp8 import promoted
 from cutex.kernels.gemm.scaled.fp8.config import Fp8Config
-from cutex.kernels.gemm.sm90.candidates import in_parts
+from cutex.kernels.gemm.sm90.candidates import by_warpgroups, in_parts
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.tile_order import by_gpc, by_number
 from cutex.kernels.gemm.sm100.config import Sm100Config
@@ -181,6 +181,10 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
             if tiles.odd_rows:
                 return None
             tiles = in_parts(tiles, calls.target)
+        if tiles.stored_whole and adds_a_matrix(ops):
+            return None  # no second slot, by which TMA would load what is added
+        if ops and tiles.in_turns:
+            tiles = by_warpgroups(tiles, calls.target)
         if ops:
             tiles = with_slots(tiles, calls.arch)
     if isinstance(tiles, Sm100Config) and tiles.swap_ab and (ops or not out.tma):
@@ -193,12 +197,22 @@ def fitted(tiles: GemmConfig, calls: CallClass) -> GeneralConfig | None:
     return None
 
 
+def adds_a_matrix(ops: tuple[EpilogueOp, ...]) -> bool:
+    """Whether a matrix is added, which TMA loads by the slots of out if there are two."""
+    from cutex.device.epilogue.epilogue_ops import Add
+
+    return any(isinstance(op, Add) for op in ops)
+
+
 def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
     """`tiles` with smaller sub-tiles of out, so that fewer registers are in use at a time, and as
-    many slots for them as fit in smem, so that a matrix loaded through them is loaded early."""
+    many slots for them as fit in smem, so that a matrix loaded through them is loaded early; two at
+    least, if the ring can spare one of its own."""
     if tiles.epi_n == 64 and tiles.epi_stages == 1:
         tiles = replace(tiles, epi_n=32)
-    more = (replace(tiles, epi_stages=n) for n in (4, 3, 2))
+    more = [replace(tiles, epi_stages=n) for n in (4, 3, 2)]
+    if tiles.epi_stages == 1 and tiles.parts_in_order:
+        more.append(replace(more[-1], num_stages=tiles.num_stages - 1))
     return next((x for x in more if x.why_not(None, arch(arch_name)) is None), tiles)
 
 

@@ -16,6 +16,7 @@ from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import BARRIERS, ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.config import FEW_COLUMNS, MOST_SHARES, Sm90Config
 from cutex.kernels.gemm.sm90.loading import (
+    LONG,
     NARROW,
     SMALL,
     Majors,
@@ -423,7 +424,8 @@ def candidates(
     if majors != (True, True):
         every += in_shares(mnk, *here)
     found = (c for c in every if loads_well(c, problem, majors, fitted))
-    within = dict.fromkeys(_stored_whole(_within_k(c, problem), problem, arch) for c in found)
+    whole = (_stored_whole(_within_k(c, problem), problem, arch) for c in found)
+    within = dict.fromkeys(_in_turns(c, problem, arch) for c in whole)
     return [x for c in within for x in in_boxes(c, problem, majors)]
 
 
@@ -446,7 +448,24 @@ def _stored_whole(config: Sm90Config, problem: GemmProblem, arch: Arch) -> Sm90C
     return whole if whole.num_stages >= RING and whole.why_not(None, arch) is None else c
 
 
+def _in_turns(config: Sm90Config, problem: GemmProblem, arch: Arch) -> Sm90Config:
+    """`config`, whose tiles are stored whole, with one slot for C that its warpgroups take in turn,
+    if the ring has RING slots then and fewer without (docs/facts/gemm.md#stores-in-turns)."""
+    c = config
+    whole = c.stored_whole and c.mma_warpgroups > 1 and not c.pingpong
+    if not whole or c.num_stages >= RING or c.split_k * c.k_shares > 1 or c.stream_k:
+        return c
+    turned = _deepest(replace(c, in_turns=True), arch)
+    fits = turned.num_stages >= RING and turned.why_not(None, arch) is None
+    return turned if fits and problem.k >= LONG else c
+
+
 def in_parts(config: Sm90Config, arch: Arch) -> Sm90Config:
     """`config`, whose tiles are stored whole, with slots for 16 columns of C instead."""
     slots = 1 if config.pingpong else 2
-    return _deepest(replace(config, epi_n=16, epi_stages=slots), arch)
+    return _deepest(replace(config, epi_n=16, epi_stages=slots, in_turns=False), arch)
+
+
+def by_warpgroups(config: Sm90Config, arch: Arch) -> Sm90Config:
+    """`config`, whose warpgroups take turns at a slot for C, with a slot for each of them."""
+    return _deepest(replace(config, in_turns=False), arch)

@@ -54,6 +54,7 @@ class Sm90Config(GemmConfig):
     box_rows: int = 0  # rows that a TMA load brings, about (device/atoms/boxes.py); 0: all
     by_gpc: bool = False  # tiles by where clusters run (schedulers/by_gpc.py)
     k_shares: int = 1  # of K, whose sums a second kernel adds up (in_shares.py)
+    in_turns: bool = False  # warpgroups store C by one slot that all take in turn
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Sm90Config:
@@ -75,8 +76,13 @@ class Sm90Config(GemmConfig):
 
     @property
     def storing_warpgroups(self) -> int:
-        """The warpgroups that store parts of C."""
-        return self.mma_warpgroups
+        """The warpgroups that have slots of their own for parts of C."""
+        return self.mma_warpgroups // self.turns
+
+    @property
+    def turns(self) -> int:
+        """The warpgroups that take turns at a slot for C."""
+        return self.mma_warpgroups if self.in_turns else 1
 
     @property
     def warpgroup_rows(self) -> int:
@@ -198,6 +204,7 @@ class Sm90Config(GemmConfig):
             or self._why_not_streamed()
             or self._why_not_by_gpc()
             or self._why_not_shares()
+            or self._why_not_in_turns()
         )
 
     def _why_not_warpgroups(self) -> str | None:
@@ -274,6 +281,13 @@ class Sm90Config(GemmConfig):
             return f"k_shares={self.k_shares}: the general kernel alone leaves sums"
         return None
 
+    def _why_not_in_turns(self) -> str | None:
+        together = self.mma_warpgroups > 1 and not self.pingpong and self.epi_stages == 1
+        whole = self.split_k == self.k_shares == 1 and not self.stream_k
+        if self.in_turns and not (together and whole):
+            return f"in_turns={self.in_turns}: warpgroups that store a tile together, by one slot"
+        return None
+
     def why_not_problem(self, problem: GemmProblem, arch: Arch) -> str | None:
         return (
             super().why_not_problem(problem, arch)
@@ -336,6 +350,8 @@ class Sm90Config(GemmConfig):
             return (
                 f"tile_n={self.tile_n}: of up to {FEW_COLUMNS}, odd multiples of 8 take out by rows"
             )
+        if self.in_turns and (signature.ops or not out.tma):
+            return f"in_turns={self.in_turns}: the product alone is stored so, by TMA"
         if self.spread and (signature.ops or out.batched or not out.tma):
             return f"spread={self.spread}: out's places count from the tile's, and rows twice"
         if (self.columns or self.rows) and out.batched:

@@ -55,13 +55,13 @@ OF_BOARD = 1.5  # distance of pairs on boards of which one has twice the other's
 # time of eight CTAs that share a K, by the number of operands that it is contiguous in, relative to
 # what was fitted to few such
 EIGHT_SHARE = (1.2, 1.06, 1.0)  # docs/facts/gemm.md#eight-share-k
-# time of boxes along which K is contiguous in neither operand, by the CTAs that share them, each of
-# which loads a part of K, relative to what was fitted to few such
+# and of boxes along which K is contiguous in neither operand, by the CTAs that share them
 BOXES_SHARED = {4: 1.04, 8: 1.08}  # docs/facts/gemm.md#boxes-shared
 # relative time of CTAs that leave a share's sums in memory; microseconds of the kernel that adds
 # them up, and the rate at which they are left and read (docs/facts/gemm.md#k-shares): as measured,
 # and 4 % more, since less of them was timed than of others
 SHARES, ADD_US, ADD_GBS = 1.0, 1.22, 1680.0
+TURN_US = 0.2  # of a warpgroup's turn to store (docs/facts/gemm.md#stores-in-turns)
 LAST_STORE = 0.5  # the share of a tile's store that nothing hides at the end
 # what runs long enough to be held at the power limit, in FLOPs, and the exponent of its time by the
 # bytes asked of L2 for an element of C beyond those of 128x192 in pairs: few such were timed
@@ -478,6 +478,7 @@ def predictions(
     near = np.flatnonzero((times <= NEAR * times.min()) & (every.added == 0))
     times[near] *= np.exp(errors_nearby(MEASURED, places[near], caution))
     times *= np.where([c.split_k == 8 for c in configs], EIGHT_SHARE[sum(majors)], 1)
+    times += [TURN_US * (c.turns - 1) for c in configs]
     if not any(majors):
         times *= [
             BOXES_SHARED.get(c.cluster_m * c.cluster_n, 1) if c.box_rows else 1 for c in configs

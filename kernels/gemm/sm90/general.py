@@ -130,12 +130,14 @@ class General:
                     being done
     (cluster)       with split_k: all threads of the MMA warps,  the same, before they send sums to
                     their wgmma being done                       where the ring was
+    6   (turns)     with in_turns: the MMA warps, the slot of    the same, before one warpgroup
+                    sC being read                                writes it
 
     smem            bytes
     sA, sB          tile_m * k_bytes * num_stages, tile_n * k_bytes * num_stages, adjacent;
                     with split_k then the sums of all CTAs, for the parts that this one stores; with
                     stream_k in sA then parts of others' sums, as many as there is room for
-    sC              64 * epi_n * 2 * epi_stages * warpgroups; half after a gate; none by element
+    sC              64 * epi_n * 2 * epi_stages * warpgroups (or 1, in_turns); half after a gate
     ab, held, sums  16 * num_stages, 8 * epi_stages * warpgroups, 8
     place           4, with by_gpc
 
@@ -278,8 +280,7 @@ class General:
         return out, mOut if self.config.out.whole else None, passed
 
     def start(self, launched: Any, mOut: cute.Tensor, stream: Any, **more: Any) -> None:
-        """Launch a kernel of this one's warps with its arguments, for the tiles of mOut; `more` is
-        what a launch takes besides."""
+        """Launch a kernel of this one's warps for the tiles of mOut; `more` goes to the launch."""
         c = self.tiles
         launched.launch(
             grid=self.scheduler.grid(tile_counts(c, self.config.product(mOut))),
@@ -405,10 +406,9 @@ class General:
     ) -> tuple[MmaRole, WgmmaProduct]:
         """The MMA role, and this warpgroup's part of A @ B^T. The MMA warps call it."""
         c, sA, sB = self.tiles, operands.sA, operands.sB
-        warpgroups = 1 if c.pingpong else c.mma_warpgroups
         a_major, b_major = (MAJORS[k_major] for k_major in self.config.k_major)
         kinds = sA.element_type, sB.element_type
-        instruction = Wgmma(c.tile_n, *kinds, a_major, b_major, warpgroups)
+        instruction = Wgmma(c.tile_n, *kinds, a_major, b_major, c.row_warpgroups)
         return self.mma_role(sA, workspace, sums), wgmma(instruction, sA, sB)
 
     @cute.jit
@@ -463,8 +463,7 @@ class General:
             cute.arch.setmaxregister_decrease(registers.load)
 
     def take_registers(self) -> None:
-        """Wait until the load warpgroup has released registers, and take them. MMA warpgroups call
-        it."""
+        """Take registers that the load warps release, when they have. MMA warps call it."""
         if registers := self.tiles.registers:
             cute.arch.setmaxregister_increase(registers.mma)
 
@@ -488,10 +487,11 @@ class General:
                 _, _, cta = cute.arch.block_idx()
                 first_row = scheduler.first_row(cta, cute.size(rows, mode=[0]))
             return warp_store(rows, sC, c.epi_stages, first_row)
-        if rows is not None:
+        if rows is not None and not c.in_turns:
             return warpgroup_store(out, sC, c.epi_stages, transpose=c.swap_ab)
         ops = replace(ops, preloaded=self.preloaded)
-        return fused_store(out, sC, c.epi_stages, config.columns_contiguous, ops, held)
+        columns, turns = config.columns_contiguous, c.turns
+        return fused_store(out, sC, c.epi_stages, columns, ops, held, turns)
 
 
 def from_row(x: cpasync.TmaInfo, row: Int32) -> cpasync.TmaInfo:

@@ -16,7 +16,12 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
 from cutex.device.atoms.wgmma import WARPGROUP, Wgmma
 from cutex.device.epilogue.epilogue_ops import BoundOps, Fragment
-from cutex.device.epilogue.sm90.tma_store import WarpgroupStore, registers_of, warpgroup_store
+from cutex.device.epilogue.sm90.tma_store import (
+    TURNS_BARRIER,
+    WarpgroupStore,
+    registers_of,
+    warpgroup_store,
+)
 from cutex.device.pipeline import Barrier
 
 QUAD = 0x1C1F  # operand c of a shuffle: lanes count within their four (PTX ISA, shfl.sync)
@@ -171,6 +176,7 @@ class FusedStore:
     loads: PartLoads | None = None
     batch: Int32 | int = 0
     at_once: bool = False  # whether parts that have a slot each are written behind one barrier
+    turns: int = 1  # warpgroups that take turns at one slot, so that the ring has more smem
 
     @property
     def num_slots(self) -> int:
@@ -193,6 +199,8 @@ class FusedStore:
             if self.plain.stores:
                 for part in cutlass.range_constexpr(len(where)):
                     self.start_store(part, *where[part])
+        elif cutlass.const_expr(self.turns > 1):
+            self.store_in_turns(parts, where)
         elif cutlass.const_expr(self.loads is None):
             for part in cutlass.range_constexpr(len(where)):
                 if cutlass.const_expr(part == 0 or self.num_slots == 1):
@@ -200,6 +208,23 @@ class FusedStore:
                 self.store_part(parts[None, part], part % self.num_slots, *where[part])
         else:
             self.store_preloaded(self.loads, parts, where)
+
+    @cute.jit
+    def store_in_turns(
+        self, parts: cute.Tensor, where: cutlass.Constexpr[list[tuple[Int32, Int32]]]
+    ) -> None:
+        """Store all parts; a warpgroup writes the slot when TMA has read what the one before it
+        wrote."""
+        mine = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        for part in cutlass.range_constexpr(len(where)):
+            for turn in cutlass.range_constexpr(self.turns):
+                if self.plain.stores:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(
+                    barrier_id=TURNS_BARRIER, number_of_threads=self.turns * WARPGROUP
+                )
+                if mine == turn:
+                    self.store_part(parts[None, part], 0, *where[part])
 
     @cute.jit
     def store_preloaded(
@@ -312,21 +337,22 @@ def fused_store(
     columns_contiguous: bool,
     ops: BoundOps,
     full: Barrier | None,
+    turns: int = 1,
 ) -> FusedStore:
-    """The store of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`;
-    `full` are the barriers of PartLoads."""
+    """The store of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`,
+    or all `turns` of them have one; `full` are the barriers of PartLoads."""
     rows, columns = cute.size(sC, mode=[0]), cute.size(sC, mode=[1])
     if ops.gated:
         columns *= 2
-    if sC.element_type.width == 16:
-        plain = warpgroup_store(operand, sC, num_slots, transpose=not columns_contiguous)
-    else:
-        plain = warpgroup_store(operand, sC, num_slots, words=2 if columns_contiguous else 1)
+    by_stmatrix = sC.element_type.width == 16
+    transpose = by_stmatrix and not columns_contiguous
+    words = 0 if by_stmatrix else 2 if columns_contiguous else 1
+    plain = warpgroup_store(operand, sC, num_slots, transpose, words, turns > 1)
     loads = None
     if full is not None and ops.preloaded is not None:
         matrix = ops.arguments[ops.preloaded]
         loads = part_loads(matrix, sC, full, num_slots, not columns_contiguous)
-    return FusedStore(plain, ops, (rows, columns), loads)
+    return FusedStore(plain, ops, (rows, columns), loads, turns=turns)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from cutex.device.atoms.wgmma import WARPGROUP, Wgmma
 
 WARP_ROWS = 16  # rows of a wgmma's 64 that each of its warps holds
 FIRST_WARPGROUP_BARRIER = 1  # the named barrier of warpgroup 0; each warpgroup has one
+TURNS_BARRIER = 6  # of all warpgroups that store
 
 
 def accumulator_parts(acc: cute.Tensor, elements: int) -> cute.Tensor:
@@ -187,13 +188,19 @@ def warp_store(
 
 @cute.jit
 def warpgroup_slots(
-    sC: cute.Tensor, num_slots: cutlass.Constexpr[int], op: Any, bits: cutlass.Constexpr[int] = 0
+    sC: cute.Tensor,
+    num_slots: cutlass.Constexpr[int],
+    op: Any,
+    bits: cutlass.Constexpr[int] = 0,
+    shared: cutlass.Constexpr[bool] = False,
 ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor]:
     """The copy of a wgmma's accumulators to smem by `op` (`bits` at a time where `op` leaves it
     open), its destinations (R2S, R2S_M, R2S_N, SLOT), and the slots of this thread's warpgroup,
-    (64, epiN, SLOT)."""
+    (64, epiN, SLOT), or those that all have (`shared`)."""
     thread, _, _ = cute.arch.thread_idx()
-    warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    warpgroup = Int32(0)
+    if cutlass.const_expr(not shared):
+        warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     sC = cute.logical_divide(sC, (None, None, num_slots))  # (64, epiN, (SLOT, WARPGROUP))
     sC = sC[None, None, (None, warpgroup)]  # (64, epiN, SLOT)
     how = {"num_bits_per_copy": bits} if bits else {}
@@ -211,8 +218,10 @@ def warpgroup_store(
     num_slots: cutlass.Constexpr[int],
     transpose: cutlass.Constexpr[bool] = False,
     words: cutlass.Constexpr[int] = 0,
+    shared: cutlass.Constexpr[bool] = False,
 ) -> WarpgroupStore:
-    """The store of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`.
+    """The store of this thread's warpgroup; sC is (64, epiN, SLOT), each warpgroup has `num_slots`,
+    or all have the same (`shared`).
 
     With `transpose`, the 64 rows are contiguous in sC and in global memory. Elements of 32 bits,
     which stmatrix does not take, are written to smem `words` at a time.
@@ -221,7 +230,7 @@ def warpgroup_store(
     op, bits = StMatrix8x8x16bOp(transpose, 4 if part[1] % 16 == 0 else 2), 0
     if cutlass.const_expr(words > 0):
         op, bits = CopyUniversalOp(), 32 * words
-    r2s, tRS_sC, sC = warpgroup_slots(sC, num_slots, op, bits)
+    r2s, tRS_sC, sC = warpgroup_slots(sC, num_slots, op, bits, shared)
     gC = cute.flat_divide(operand.tma_tensor, part)  # (64, epiN, RestM, RestN)
     bSG_sC, bSG_gC = cpasync.tma_partition(
         operand.atom, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), cute.group_modes(gC, 0, 2)
