@@ -1,4 +1,4 @@
-"""quack's GEMM (quack-kernels)."""
+"""quack's kernels (quack-kernels)."""
 
 from __future__ import annotations
 
@@ -32,3 +32,17 @@ def layer(dtype: str) -> Callable[..., Any]:
     if dtype == "e4m3":
         raise ValueError("quack's gemm is timed with 16-bit operands")
     return lambda a, b, out: gemm(a, b, out=out, tuned=False)
+
+
+def rmsnorm() -> tuple[Callable[..., Any], str]:
+    """rmsnorm_fwd(x, weight, eps=), whose first result is the norm; and the version."""
+    from quack.rmsnorm import rmsnorm_fwd
+
+    return rmsnorm_fwd, metadata.version("quack-kernels")
+
+
+def softmax() -> tuple[Callable[..., Any], str]:
+    """softmax_fwd(x), of rows; and the version."""
+    from quack.softmax import softmax_fwd
+
+    return softmax_fwd, metadata.version("quack-kernels")

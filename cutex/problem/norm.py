@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutex.dtypes import DTYPES
-from cutex.peers import in_triton
+from cutex.peers import in_triton, quack
 from cutex.problem.protocol import Launch, PeerKernel
 from cutex.problem.rows import DEVIATION, RowProblem
 
@@ -64,11 +64,9 @@ def _torch() -> tuple[Launch, str]:
 
 
 def _quack() -> tuple[Launch, str]:
-    from importlib import metadata
-
-    from quack.rmsnorm import rmsnorm_fwd
+    rmsnorm, version = quack.rmsnorm()
 
     def launch(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        return (rmsnorm_fwd(x, weight, eps=EPS)[0],)
+        return (rmsnorm(x, weight, eps=EPS)[0],)
 
-    return launch, metadata.version("quack-kernels")
+    return launch, version

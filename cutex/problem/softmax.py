@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutex.peers import in_triton
+from cutex.peers import in_triton, quack
 from cutex.problem.protocol import Launch, PeerKernel
 from cutex.problem.rows import DEVIATION, RowProblem
 from cutex.problem.work import Work
@@ -56,11 +56,9 @@ def _torch() -> tuple[Launch, str]:
 
 
 def _quack() -> tuple[Launch, str]:
-    from importlib import metadata
-
-    from quack.softmax import softmax_fwd
+    softmax, version = quack.softmax()
 
     def launch(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        return (softmax_fwd(x),)
+        return (softmax(x),)
 
-    return launch, metadata.version("quack-kernels")
+    return launch, version

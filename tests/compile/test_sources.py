@@ -14,6 +14,7 @@ import textwrap
 import time
 import types
 from collections.abc import Callable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import cutlass
@@ -182,7 +183,11 @@ def test_every_module_that_tracing_a_kernel_loads_is_in_its_key(
     assert f"{root}/cutex/device/pipeline.py" in loaded.values()
     monkeypatch.syspath_prepend(users)
     known = {source.module: str(source.file) for source in closure([module])}
-    assert loaded.items() <= known.items()
+    unknown = dict(loaded.items() - known.items())
+    if unknown:  # versions stand for what is installed, wherever it is
+        installed = packages_distributions().keys() - {"cutex"}
+        unknown = {x for x in unknown if x.partition(".")[0] not in installed}
+    assert not unknown
     if module.startswith("mine"):
         assert {"mine", "mine.stages", "mine.rows", "factors"} <= known.keys()
 
