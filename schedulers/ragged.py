@@ -14,6 +14,7 @@ are, and a group that would end before it begins is empty.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,28 @@ from cutex.schedulers.raster import Raster, RasterOrder, clusters
 
 WARP = 32
 CHUNK_ROWS = 128  # rows of a group whose scale factors are together (atoms/scale_factors.py)
+FILLED = 24  # groups fill their tiles if at most one row in so many is computed in vain
+
+
+@dataclass(frozen=True)
+class Only:
+    """Which groups a kernel computes, of two kernels that are launched for the same ones: those
+    that together fill tiles of `unit` rows, if `full`, or those that do not.
+
+    Plain operators only: Python ints run it, and the same code traces in the DSL.
+    """
+
+    unit: int
+    full: bool
+
+    def wasted(self, rows: Any) -> Any:
+        """The rows of tiles that a group of `rows` rows leaves empty."""
+        return clusters(rows, self.unit) * self.unit - rows
+
+    def tiles(self, total: Any, wasted: Any, rows: Any) -> Any:
+        """`total` tiles, or none: of groups of `rows` rows in all, which waste so many."""
+        some, none = (total, 0) if self.full else (0, total)
+        return select(wasted * FILLED <= rows, some, none)
 
 
 @dataclass(frozen=True)
@@ -131,17 +154,19 @@ class RaggedTiles:
         rows: Int32,
         columns: Int32 | int,
         padded: cutlass.Constexpr[bool] = False,
+        only: cutlass.Constexpr[Only | None] = None,
     ) -> None:
         """Fill in the tables of the groups of `rows` rows. One warp calls it; a barrier of the CTA
         must follow.
 
         edges: (groups) Int32, where each group ends; or, if they are `padded` to equal parts of all
-        rows, how many rows each has.
+        rows, how many rows each has. only: which groups have tiles at all; None: any.
         """
         groups, order = self.groups, self.order(columns)
         begins, ends, starts = groups.begins, groups.ends, groups.starts
         lane, count = cute.arch.lane_idx(), cute.size(edges)
         total, chunks = Int32(0), Int32(0)
+        wasted, known = Int32(0), Int32(0)  # by groups of this lane
         for first in cutlass.range_constexpr(0, groups.most, WARP):
             group = first + lane
             begin, end = group_edges(edges, group, count, rows, padded)
@@ -150,11 +175,16 @@ class RaggedTiles:
             begins[group], ends[group] = begin, end
             starts[group] = total + upto - number
             total += cute.arch.shuffle_sync(upto, WARP - 1)
+            if cutlass.const_expr(only is not None):
+                wasted, known = wasted + only.wasted(end - begin), known + end - begin
             if cutlass.const_expr(groups.chunks is not None):
                 number = clusters(end - begin, CHUNK_ROWS)
                 upto = inclusive_scan(number, lane)
                 groups.chunks[group] = chunks + upto - number
                 chunks += cute.arch.shuffle_sync(upto, WARP - 1)
+        if cutlass.const_expr(only is not None):
+            wasted, known = (cute.arch.warp_reduction(x, operator.add) for x in (wasted, known))
+            total = only.tiles(total, wasted, known)
         if lane == 0:
             starts[groups.most] = total
 
@@ -195,7 +225,12 @@ def inclusive_scan(x: Int32, lane: Int32) -> Int32:
 
 
 def filled(
-    tiles: RaggedTiles, edges: Sequence[int], rows: int, columns: int, padded: bool = False
+    tiles: RaggedTiles,
+    edges: Sequence[int],
+    rows: int,
+    columns: int,
+    padded: bool = False,
+    only: Only | None = None,
 ) -> RaggedOrder:
     """The order of `tiles` on the host, with the tables of `fill` as lists."""
     most = tiles.groups.most
@@ -204,5 +239,8 @@ def filled(
     for begin, end in bounds:
         starts.append(starts[-1] + order.clusters_of(end - begin))
     begins, ends = ([int(x[i]) for x in bounds] for i in range(2))
+    if only is not None:
+        counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        starts[-1] = only.tiles(starts[-1], sum(map(only.wasted, counts)), sum(counts))
     groups = RowGroups(begins, ends, starts, most)
     return replace(tiles, groups=groups).order(columns)

@@ -187,7 +187,39 @@ def test_grouped_mm_of_ragged_groups_is_that_of_others_to_the_bit(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(128, 0, 256), (100, 0, 200), (128, 128, 100), (0, 0, 0)])
+def test_of_two_kernels_the_device_runs_the_one_that_the_groups_are_for(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]
+) -> None:
+    """Each writes what it should, and the other nothing."""
+    monkeypatch.setattr(choose, "LEVEL_ROWS", 64)
+    monkeypatch.setattr(choose, "MUCH_WORK", 0)
+    g = torch.Generator().manual_seed(sum(rows))
+    x, w = (torch.randn(s, generator=g).to(bf16) for s in ((384, 64), (3, 72, 64)))
+    offs = torch.tensor(rows).cumsum(0).int()
+    found = {}
+    with ops.simulated("sm_90a"):
+        way = launch.ways(x, w.mT, (None, None, False), False, False)
+        assert len(way) == 2
+        for kind, options, call in way:
+            out = torch.full((384, 72), torch.nan, dtype=bf16)
+            launch.again(kind, options, [x, w.mT, out, offs], call)
+            found[kind] = out
+        both = cutex.grouped_mm(x, w.mT, offs)
+    full = not any(r % 128 for r in rows)
+    one, other = found["rows" if full else "level"], found["level" if full else "rows"]
+    assert other.isnan().all() and one[sum(rows) :].isnan().all()
+    for e, end in enumerate(offs.tolist()):
+        mine = slice(end - rows[e], end)
+        want = x[mine].double() @ w[e].double().mT
+        assert torch.equal(one[mine], both[mine])
+        assert torch.allclose(one[mine].double(), want, rtol=2.0**-8, atol=1e-3)
+
+
+def test_what_is_chosen_fits_and_other_products_keep_their_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hopper = arch_named("sm_90a")
     for columns in (16, 2880, 4096):
         for gated in (False, True):
@@ -202,13 +234,22 @@ def test_what_is_chosen_fits_and_other_products_keep_their_tiles() -> None:
         assert launch.levels(x, 1024, w, "relu", with_more=True)
         assert not launch.levels(x, 1024, w, "gated_silu", with_more=True)
         assert not launch.levels(x, 4 * 95, w, None)
+
+        def kinds(x: Tensor, w: Tensor, options: Any, scaled: bool, ragged: bool) -> list[str]:
+            return [kind for kind, *_ in launch.ways(x, w, options, scaled, ragged)]
+
         long = x.expand(1024, 64)
-        assert launch.way(long, w, (None, "relu", False), scaled=True, ragged=True)[0] == "level"
-        assert launch.way(long, w, (None, None, False), scaled=True, ragged=False)[0] == "rows"
-        assert launch.way(long, w, (None, None, True), scaled=False, ragged=True)[0] == "rows"
+        assert kinds(long, w, (None, "relu", False), scaled=True, ragged=True) == ["level"]
+        assert kinds(long, w, (None, None, False), scaled=True, ragged=False) == ["rows"]
+        assert kinds(long, w, (None, None, True), scaled=False, ragged=True) == ["rows"]
         odd = x.expand(1025, 64)  # no even groups of whole tiles
-        assert launch.way(odd, w, (None, None, False), scaled=False, ragged=False)[0] == "level"
-        assert launch.way(odd, w, (None, None, True), scaled=False, ragged=False)[0] == "rows"
+        assert kinds(odd, w, (None, None, False), scaled=False, ragged=False) == ["level"]
+        assert kinds(odd, w, (None, None, True), scaled=False, ragged=False) == ["rows"]
+        monkeypatch.setattr(choose, "MUCH_WORK", 1024 * 64 * 96)
+        long = torch.zeros(1024, 64, dtype=bf16)
+        plain = (None, None, False), False, False
+        assert kinds(long, w, *plain) == ["level", "rows"]
+        assert kinds(long[:512], w, *plain) == ["rows"]
     with ops.simulated("sm_100a"):
         assert not launch.levels(x, 1024, w, None)
 

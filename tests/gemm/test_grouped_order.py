@@ -98,6 +98,20 @@ def test_edges_that_no_grouping_has_are_clamped(edges: list[int], padded: bool) 
         assert tile.m * 16 < order.groups.rows(tile.group)
 
 
+def test_of_two_kernels_one_has_the_tiles_of_all_groups() -> None:
+    """The one for groups that fill their tiles where they waste a row in 24 at most."""
+    whole = {(128, 0, 256): True, (1000, 1): False, (5120, 127): True, (3000,): True, (1,): False}
+    tiles = tiles_of(ragged, (32, 24), (2, 1), ("m", 2))
+    for rows, full in whole.items():
+        ends = list(itertools.accumulate(rows))
+        given = ends, ends[-1] + 9, 50
+        totals = [
+            ragged.filled(tiles, *given, only=ragged.Only(128, full=x)).total
+            for x in (full, not full)
+        ]
+        assert totals == [ragged.filled(tiles, *given).total, 0], rows
+
+
 def test_steps_along_k_cover_a_group_and_an_empty_one_has_one() -> None:
     groups = ragged.RowGroups([0, 5, 5], [5, 5, 133], [], 3)
     assert [groups.steps(g, 64) for g in range(3)] == [1, 1, 2]

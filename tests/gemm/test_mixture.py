@@ -294,7 +294,12 @@ def test_a_model_runs_on_our_experts(name: str, monkeypatch: pytest.MonkeyPatch)
     assert experts.register()
     gated: list[Tensor] = []  # by our kernel, not the model's own gate
     ours = experts.gated_rows
-    monkeypatch.setattr(experts, "gated_rows", lambda h, offs: gated.append(h) or ours(h, offs))
+
+    def counted(h: Tensor, offs: Tensor) -> Tensor:
+        gated.append(h)
+        return ours(h, offs)
+
+    monkeypatch.setattr(experts, "gated_rows", counted)
     sizes = {"num_local_experts" if name == "Mixtral" else "num_experts": 4}
     config = getattr(transformers, f"{name}Config")(
         vocab_size=32, hidden_size=32, intermediate_size=24, moe_intermediate_size=24,

@@ -19,7 +19,7 @@ from cutex.ops.grouped.checks import (
     check_tensor,
 )
 from cutex.ops.grouped.gathered import gathered_rows
-from cutex.ops.grouped.launch import repeated, way
+from cutex.ops.grouped.launch import repeated, ways
 from cutex.ops.grouped.registered import GATHERED, grouped_rows, grouped_sums, run_rows
 from cutex.ops.number import check_flag
 from cutex.ops.plain import is_plain, nobody_watches
@@ -75,8 +75,8 @@ def grouped_mm(
         differentiable.
     ragged: a hint that groups differ in length, as a router's do. x (T, K) is then multiplied by
         tiles that fit each group, where a Hopper kernel has faster ones; equal groups may be
-        slower. Groups that T / E, no multiple of 64, shows to differ take them without the hint.
-        The sums are the same.
+        slower. Groups that T / E, no multiple of 64, shows to differ take them without the hint; of
+        others, in large products, the device takes what their ends ask for. The sums are the same.
 
     Rows of no group (from offs[-1] or from counts[e] on) are neither read nor written: in the
     result they are uninitialised, as in torch; in a gradient they are zeros. Differentiable in x, w
@@ -206,8 +206,8 @@ def remember(
             return known[0](x, w, edges, *bias)
         out = run_rows(x, w, edges, bias[0] if bias else None, activation, padded, False, ragged)
         given = (*(bias or (None,)), activation, padded)
-        kind, chosen, _ = way(x.flatten(0, -2), w, given, False, ragged)
-        if found := repeated(kind, chosen, [x, w, out, edges, *bias], 2):
+        kinds = [way[:2] for way in ways(x.flatten(0, -2), w, given, False, ragged)]
+        if found := repeated(kinds, [x, w, out, edges, *bias], 2):
             known.append(found)
         return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -34,6 +34,7 @@ FOLDERS = {"sm_90a": "sm90", "sm_100a": "sm100"}
 # the config, arch and arguments of a call, of its options and the tensors passed
 Call = Callable[[tuple[Any, ...], list[Tensor]], tuple[Any, str, list[Tensor]]]
 MOST_KNOWN = 4096
+BOTH = "both"  # of options: two kernels are launched, of which the device runs one
 _known: dict[Hashable, Callable[..., None]] = per_device({})  # launches of calls like one before
 
 
@@ -50,21 +51,49 @@ def rows(
     K, N), and out (T, N) in memory of `empty`; options: bias, activation, padded. ragged: as of
     choose.rows_tiles."""
     fused_with = [t for t in (options[0], row_scale) if t is not None]
-    kind, chosen, call = way(x, w, options, row_scale is not None, ragged)
-    again(kind, chosen, [x, w, with_padding(out), edges, *fused_with], call)
+    for kind, chosen, call in ways(x, w, options, row_scale is not None, ragged):
+        again(kind, chosen, [x, w, with_padding(out), edges, *fused_with], call)
 
 
-def way(
+def ways(
     x: Tensor, w: Tensor, options: tuple[Any, ...], scaled: bool, ragged: bool
-) -> tuple[str, tuple[Any, ...], Call]:
-    """The kind of kernel that a call of `rows` runs, the options that identify it, and the function
-    that gives its config; scaled: with row_scale."""
+) -> tuple[tuple[str, tuple[Any, ...], Call], ...]:
+    """The kernels that a call of `rows` launches, each as its kind, the options that identify it,
+    and the function that gives its config; scaled: with row_scale. Of two the device runs one."""
     bias, activation, padded = options
-    without = bias is None, not scaled
-    differ = ragged or choose.surely_differ(x.shape[0], w.shape[0])
-    if differ and not padded and levels(x, x.shape[0], w, activation, not all(without)):
-        return "level", (activation, *without), level_call
-    return "rows", (activation, padded, *without, ragged), rows_call
+    without, (count, k), n = (bias is None, not scaled), x.shape, w.shape[2]
+    of_rows = activation, padded, *without, ragged
+    differ = ragged or choose.surely_differ(count, w.shape[0])
+    both = not differ and choose.both_pay(count, (k, n)) and not copied(x, w)
+    if not (differ or both) or padded or not levels(x, count, w, activation, not all(without)):
+        return (("rows", of_rows, rows_call),)
+    of_level = activation, *without
+    if not both:
+        return (("level", of_level, level_call),)
+    return ("level", (BOTH, *of_level), level_of_both), ("rows", (BOTH, *of_rows), rows_of_both)
+
+
+def copied(x: Tensor, w: Tensor) -> bool:
+    """Whether x (T, K) or w (E, K, N) is copied before a kernel reads it."""
+    return not (aligned(x, -1) and (aligned(w, -2) or aligned(w, -1)))
+
+
+def rows_of_both(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """`rows_call`, of groups that fill their tiles."""
+    from cutex.schedulers.ragged import Only
+
+    config, arch, tensors = rows_call(options[1:], passed)
+    tiles = config.product.tiles
+    only = Only(tiles.tile_m * tiles.cluster_m, full=True)
+    return replace(config, only=only), arch, tensors
+
+
+def level_of_both(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+    """`level_call`, of groups that do not."""
+    _, activation, *without = options
+    config, arch, tensors = level_call((activation, *without), passed)
+    of_rows, *_ = rows_of_both((BOTH, activation, False, *without, False), passed)
+    return replace(config, only=replace(of_rows.only, full=False)), arch, tensors
 
 
 def levels(
@@ -344,15 +373,22 @@ def on_sms(config: Any, num_sms: int) -> Any:
 
 
 def repeated(
-    kind: Any, options: tuple[Any, ...], passed: list[Tensor], place: int
+    kinds: Sequence[tuple[Any, tuple[Any, ...]]], passed: list[Tensor], place: int
 ) -> Callable[..., Tensor] | None:
-    """The launch of calls like one that `again` has launched on `passed`, as a function of all
-    arguments but the result (number `place`), which it returns; None if such calls pass tensors
-    other than those given."""
-    known, out = _known.get(key_of(kind, options, passed)), passed[place]
-    if known is None or not (passed[0].dim() == out.dim() == 2 and out.is_contiguous()):
+    """The launch of calls like one that `again` has launched on `passed`, of one kind and its
+    options or of several, as a function of all arguments but the result (number `place`), which it
+    returns; None if such calls pass tensors other than those given."""
+    found = [_known.get(key_of(kind, options, passed)) for kind, options in kinds]
+    known, out = [launch for launch in found if launch is not None], passed[place]
+    if len(known) < len(found) or not (passed[0].dim() == out.dim() == 2 and out.is_contiguous()):
         return None
-    return allocating(known, out, place)
+    first, *rest = known
+
+    def all_of(*given: Tensor) -> None:
+        for launch in known:
+            launch(*given)
+
+    return allocating(all_of if rest else first, out, place)
 
 
 def key_of(kind: Any, options: tuple[Any, ...], passed: list[Tensor]) -> Hashable:

@@ -166,7 +166,8 @@ def _remember(
             return known[0](a, b, edges, *factors, *bias)
         out = _run(a, b, *factors, edges, recipe, bias[0] if bias else None, *others)
         kind, passed, place = _as_passed(recipe, a, b, *factors, out, edges, *bias)
-        if found := repeated(kind, _Options(recipe, activation, padded, fast), passed, place):
+        kinds = [(kind, _Options(recipe, activation, padded, fast))]
+        if found := repeated(kinds, passed, place):
             known.append(found)
         return out
 

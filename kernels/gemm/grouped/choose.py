@@ -46,6 +46,9 @@ FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 
 # tiles; and tiles of columns from which on one too many is less than what sharing rows saves
 LEVEL_ROWS, FEW_LEVEL, MANY_LEVEL = 192, 96, 20
 EVEN_ROWS = 64  # that even groups are taken for multiples of
+# products of numbers from which on the launch of a second kernel, which ends at once, is little
+# beside them (docs/facts/grouped.md#grouped-both)
+MUCH_WORK = 10**11
 GATHERED_COLUMNS = 2048  # up to which rows are gathered in the load
 SHORT_K = 4096  # up to which a tile's store takes long beside its products
 # fp8: rows of a group in the mean from which on a tile may have 256 rows, with the time of a column
@@ -159,6 +162,13 @@ def surely_differ(rows: int, groups: int) -> bool:
     """Whether so many rows are no even groups of whole tiles, so that levels may pay though nobody
     said that groups are ragged (docs/facts/grouped.md#grouped-level-unsaid)."""
     return rows % (EVEN_ROWS * groups) != 0
+
+
+def both_pay(rows: int, matrix: tuple[int, int]) -> bool:
+    """Whether two kernels are launched, for levels and for groups that fill tiles, of which the
+    device runs one: where `rows` in all may be of either, and times (K, N) are enough."""
+    k, n = matrix
+    return rows * k * n >= MUCH_WORK
 
 
 def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:

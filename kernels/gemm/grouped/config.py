@@ -29,6 +29,7 @@ from cutex.kernels.gemm.scaled.sm100.config import ScaledTiles
 from cutex.kernels.gemm.signature import GeneralConfig
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.schedulers.level import Widths
+from cutex.schedulers.ragged import Only
 
 if TYPE_CHECKING:
     from cutex.arch import Arch
@@ -45,6 +46,7 @@ class GroupedConfig:
     product: GeneralConfig
     most_groups: int = WARP
     padded: bool = False  # rows are those of (E, M_max, K), and edges counts each group's
+    only: Only | None = None  # on Hopper: which groups; None: any
 
     def arguments(self) -> tuple[Argument, ...]:
         """The kernel's arguments: a (M, K), b (E, K, N), out (M, N), edges (E), then those of the
@@ -67,6 +69,8 @@ class GroupedConfig:
             return "a grouped product takes a (M, K), b (E, K, N) and out (M, N)"
         if p.gated and p.out.dtype == "fp32" and not arch.tmem_columns:
             return "out.dtype=fp32: a gate leaves single columns of it, which TMA does not store"
+        if self.only is not None and (arch.tmem_columns or self.padded):
+            return f"only={self.only}, padded={self.padded}: some groups alone by ends, on Hopper"
         if p.a.major != "row":
             return f"a.major={p.a.major}: TMA begins at multiples of 16 bytes, groups anywhere"
         if p.tiles.swap_ab or p.tiles.split_k > 1 or p.out.major != "row" or not self.stores:
@@ -143,8 +147,8 @@ class GatheredConfig(GroupedConfig):
         p, tiles = self.product, self.product.tiles
         if reason := super().why_not(arch):
             return reason
-        if not isinstance(tiles, Sm90Config) or tiles.cluster_n > 1 or tiles.one_tile:
-            return f"tiles={tiles}: each CTA gathers its own rows, on Hopper"
+        if not isinstance(tiles, Sm90Config) or tiles.cluster_n > 1 or tiles.one_tile or self.only:
+            return f"tiles={tiles}, only={self.only}: each CTA gathers its own rows, on Hopper"
         if tiles.k_bytes != 128 or tiles.tile_m > 128 or tiles.box_rows or tiles.stream_k:
             return f"tiles={tiles}: rows of 128 bytes are gathered, up to 128 of them"
         if DTYPES[p.a.dtype].bits != 16 or tiles.num_stages < 3:

@@ -135,7 +135,8 @@ class GroupedKernel:
         if warp == self.general.load_warps.first:
             load.start(operands, mProduct)
             cute.arch.griddepcontrol_wait()
-            scheduler.fill(edges, rows, columns, self.config.padded)
+            only = getattr(self.config, "only", None)  # sums have all groups
+            scheduler.fill(edges, rows, columns, self.config.padded, only)
         publish_barriers(barriers, cluster=general.cluster.size > 1, with_data=True)
 
         if warp >= self.general.load_warps.first:
