@@ -63,6 +63,7 @@ class Clocks(Observer):
         # by warp: its count after the last such meeting, and before the first in a row
         self.partly: dict[int, tuple[int, int]] = {}
         self.copies = any(ins.op.startswith("cp.async.c") for ins in machine.program.code)
+        self.relaxes = any("arrive.relaxed" in ins.op for ins in machine.program.code)
 
     # -- synchronisation ---------------------------------------------------------------------------
 

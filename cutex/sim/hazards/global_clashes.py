@@ -61,10 +61,10 @@ class GlobalClashes:
         return out
 
     def late(
-        self, last: np.ndarray, by: By, among: np.ndarray | None = None, reads: bool = False
+        self, last: np.ndarray, by: By, among: np.ndarray | None = None, alike: bool = False
     ) -> np.ndarray | None:
         """Which of the accesses ``last`` (n, bytes), as marks, are not ordered before this one, and
-        race with it; ``reads``: as readers, which do not race. None if there are none.
+        race with it; ``alike``: or do not, as both are reads or atomics. None if there are none.
         """
         some = last != 0
         if among is not None:
@@ -84,7 +84,7 @@ class GlobalClashes:
         if inside.any():
             slots, counts = r.slot[rec[inside]], r.count[rec[inside]]
             late[inside] = counts > self._known(by, slots, row_of[inside])
-        if not reads and by.how.strong:
+        if not alike and by.how.strong:
             kind = r.kind[rec]
             late &= ~((kind != PLAIN) & (~other | (by.how.far & (kind <= ATOMIC))))
         out = np.zeros(last.shape, bool)

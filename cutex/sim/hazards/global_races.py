@@ -6,7 +6,8 @@ grid (PTX ISA 8.8, 8.9; see cluster_order). Unordered accesses are a race, in wh
 were simulated: the place keeps the last write, and a load may return either value. Writing the same
 bytes twice is no fault. Two strong accesses, atomics among them, never race (8.7.1); a strong and
 an ordinary access race by the letter, and in fact if an atomic and an ordinary store meet: one is
-lost.
+lost. So atomics, and writes of the same bytes, need not know of each other, and whatever else comes
+must come after all of them (see `unordered`).
 
 Of a bulk store the write counts: it is complete after ``wait_group``, not after ``.read``, and it
 comes after what its thread knew when it issued it. Loads by ordinary instructions are recorded by
@@ -17,6 +18,7 @@ clusters; if clusters have an order, only when they are issued.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +29,8 @@ from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import ClusterOrder
 from cutex.sim.hazards.flag_values import ClusterFlags
 from cutex.sim.hazards.global_clashes import GlobalClashes
+from cutex.sim.hazards.global_lanes import GlobalLanes
 from cutex.sim.hazards.global_marks import (
-    ALONE,
     ATOMIC,
     LANE,
     PLAIN,
@@ -40,7 +42,6 @@ from cutex.sim.hazards.global_marks import (
     Touched,
 )
 from cutex.sim.hazards.global_proxies import GlobalProxies
-from cutex.sim.hazards.global_readers import Readers, ReaderSets
 from cutex.sim.hazards.global_reports import GlobalReports
 from cutex.sim.hazards.rechecks import Rechecks
 from cutex.sim.hazards.sparse_marks import (
@@ -53,12 +54,12 @@ from cutex.sim.hazards.sparse_marks import (
     marked,
     marks_of,
 )
+from cutex.sim.hazards.unordered import AccessSets, Readers, Unordered
 from cutex.sim.isa.boxes import box_places
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import Part, Region
 from cutex.sim.machine.operation import Engine, Operation
-from cutex.sim.machine.runs import heads_of, lengths_of
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.ptx.strength import WEAK, Strength, strength
 
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 _CHANGES = Strength(True, True, False, False)
+# atomics that change what another value was written over, whichever comes first
+_SUM = re.compile(r"(atom|red|cp\.reduce)\b.*\.(add|inc|dec|xor)\b")
 
 
 class GlobalRaces(Observer):
@@ -81,11 +84,15 @@ class GlobalRaces(Observer):
         self.records, self.flags = Records(), ClusterFlags(machine, self.order, self.lenient)
         self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
         self.reports = GlobalReports(machine, self.records, rechecks, self.flags.values)
+        self.lanes = GlobalLanes(machine, self.clashes, self.records, self.reports)
         self.proxies = GlobalProxies(machine, self.clashes, self.records, self.reports)
-        self.sums = BulkSums(machine, self.clashes, self.records)
+        self.bulk_sums = BulkSums(machine, self.clashes, self.records)
         self.pages = Pages()
-        self.reader_sets = ReaderSets(self.records)
+        self.sets = AccessSets(self.records)
         self.writes: dict[int, Marks] = {}
+        self.unordered: dict[int, Unordered] = {}  # writes before the last
+        self.sums = [ins.line for ins in code if _SUM.match(ins.op)]
+        self.results = [ins.line for ins in code if ins.name == "atom"]
         self.stored_to: set[int] = set()  # of these, where not only bulk stores have written
         self.beneath: dict[int, Marks] = {}  # the last ordinary write before atomics
         self.reads: dict[int, Readers] = {}
@@ -140,7 +147,7 @@ class GlobalRaces(Observer):
             if op.engine is Engine.TMA_STORE:
                 self.at_issue[op.number] = self.clocks.known[op.warp].copy()
                 if self.order.active and self.proxies.fences_of:
-                    self.sums.issued(op, self.proxies.fences_of)
+                    self.bulk_sums.issued(op, self.proxies.fences_of)
 
     def bulk_writes(
         self,
@@ -205,7 +212,8 @@ class GlobalRaces(Observer):
         one = np.array([warp])
         by = self._lanes(Lanes(one, 0 * one, one), WEAK, ins)
         last = self.writes[region.base][places[0, 0] : places[0, 0] + size][None]
-        if clash := self.clashes.first(last, places, by):
+        clash = self.clashes.first(last, places, by)
+        if clash := clash or self._before_last(region, last, places, by):
             did = "changes it by atomics" if self._changes(clash.earlier) else "wrote it"
             self.reports.race(by, clash, region, "reads", did, ins)
         else:
@@ -236,6 +244,7 @@ class GlobalRaces(Observer):
             return [f"{kernel} has multimem: no races on global memory were looked for"]
         kept = [(base, marks) for base, marks in self.writes.items()]
         kept += [(base, m) for base, r in self.reads.items() for m in (r.last, r.before)]
+        kept += [(base, w.before) for base, w in self.unordered.items()]
         full = {base for base, m in kept if isinstance(m, SparseMarks) and m.full}
         regions = [r for base in sorted(full) if (r := self.m.memory.find(base)) is not None]
         return [
@@ -276,7 +285,8 @@ class GlobalRaces(Observer):
     def _read(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
         if region.base in self.writes:
             last = self.writes[region.base][places]
-            if clash := self.clashes.first(last, places, by):
+            clash = self.clashes.first(last, places, by)
+            if clash := clash or self._before_last(region, last, places, by):
                 kind, slot = (f[clash.earlier] for f in (self.records.kind, self.records.slot))
                 bulk = slot >= self.clocks.warps  # NOTE: a reduction, which no event has reported
                 letter = by.how.strong or (kind != PLAIN and not bulk)
@@ -284,8 +294,8 @@ class GlobalRaces(Observer):
                 load = ins.line if letter and not by.how.strong else 0
                 self.reports.race(by, clash, region, "reads", did, ins, letter, load)
             elif not by.how.strong:
-                self._check_lanes(last, places, by, region, ins)
-                self._check_constant(last, places, by, region, ins)
+                self.lanes.check(last, places, by, region, ins)
+                self.lanes.check_constant(last, places, by, region, ins)
         if by.how.far:
             return
         self._readers(region).add(places, by, self._mark(by), self.clashes)
@@ -299,23 +309,61 @@ class GlobalRaces(Observer):
         if not self.active:
             return
         places = offsets[:, None] + np.arange(values.shape[1])
-        marks = self._marks(region)
-        last = marks[places]
+        last = self._marks(region)[places]
         differs: np.ndarray | None = None
         if last.any() or region.base in self.reads:
             differs = region.data[places] != values
-            if clash := self.clashes.first(last, places, by, differs):
+            among = differs
+            if self.sums:
+                among = differs | np.isin(self.records.line[last >> LANE], self.sums)
+            clash = self.clashes.first(last, places, by, among)
+            if clash := clash or self._before_last(region, last, places, by, among):
                 kind = int(self.records.kind[clash.earlier])
                 did = "changes it by atomics" if kind == ATOMIC else "wrote another value there"
                 did = "set it by a strong store" if kind == STRONG else did
                 letter = by.how.strong or kind not in (PLAIN, ATOMIC)
                 self.reports.race(by, clash, region, "writes", did, ins, letter)
             elif by.clock is None and not by.how.strong:
-                self._check_lanes(last * differs, places, by, region, ins, write=True)
+                self.lanes.check(last * differs, places, by, region, ins, write=True)
             self._after_loads(region, places, differs, by, ins)
-        marks[places] = self._mark(by)[:, None]
+        self._keep(region, last, places, by)
+
+    def _keep(self, region: Region, last: np.ndarray, places: np.ndarray, by: By) -> np.ndarray:
+        """Mark a write after ``last``; the marks, (n,)."""
+        marks, new = self._marks(region), self._mark(by)
+        apart = self.clashes.late(last, by, alike=True)
+        if apart is not None:
+            apart &= ~self._own(last, by)  # NOTE: who knows of a later bulk store knows of both
+            if apart.any():
+                self._writers(region).push(places[apart], last[apart])
+        marks[places] = new[:, None]
+        if (marks[places[:, 0]] >> LANE != new >> LANE).any():
+            self._writers(region).keep(marks, places, new)
         if by.clock is None:
             self.stored_to.add(region.base)
+        return new
+
+    def _before_last(
+        self,
+        region: Region,
+        last: np.ndarray,
+        places: np.ndarray,
+        by: By,
+        among: np.ndarray | None = None,
+    ) -> Clash | None:
+        """As `first` of the clashes, with the writes before the last; not where that is an atomic
+        of the same agent, which may have told it that it came last.
+        """
+        if region.base not in self.unordered:
+            return None
+        told = self._own(last, by) & np.isin(self.records.line[last >> LANE], self.results)
+        among = ~told if among is None else among & ~told
+        return self.unordered[region.base].first(places, by, among, self.clashes)
+
+    def _own(self, last: np.ndarray, by: By) -> np.ndarray:
+        rec, r = last >> LANE, self.records
+        own = r.who[rec] == self.clashes.who(by)[:, None]
+        return own & (r.slot[rec] == by.slots[:, None])
 
     def _after_loads(
         self, region: Region, places: np.ndarray, differs: np.ndarray, by: By, ins: Instruction
@@ -333,18 +381,15 @@ class GlobalRaces(Observer):
 
     def _atomic(self, region: Region, places: np.ndarray, by: By, ins: Instruction) -> None:
         """An atomic, which is a read and a write; ordinary accesses must be ordered with it."""
-        marks = self._marks(region)
-        last = marks[places]
+        last = self._marks(region)[places]
         clash = self.clashes.first(last, places, by)
+        clash = clash or self._before_last(region, last, places, by)
         if clash := clash or self._clash_beneath(region, last, places, by):
             self.reports.race(by, clash, region, "changes", "by an ordinary store", ins)
         else:
-            self.sums.check(last, places, by, region, ins)
+            self.bulk_sums.check(last, places, by, region, ins)
         self._after_loads(region, places, np.ones(places.shape, bool), by, ins)
-        marks[places] = mark = self._mark(by)[:, None]
-        self.sums.made(mark, by)
-        if by.clock is None:
-            self.stored_to.add(region.base)
+        self.bulk_sums.made(self._keep(region, last, places, by)[:, None], by)
 
     def _clash_beneath(
         self, region: Region, last: np.ndarray, places: np.ndarray, by: By
@@ -380,8 +425,25 @@ class GlobalRaces(Observer):
         if wrong is not None and wrong.any():
             k = int(wrong.reshape(-1).argmax())
             self.reports.race_of_box(read, region, int(places[k, 0]), int(last[k, 0]) >> LANE, warp)
+        elif (before := self._before_box(region, places, read)) and not self.order.active:
+            self.reports.race_of_box(read, region, *before, warp)
         elif warp is not None:
             self.proxies.check(warp, last, places, region, read.instruction)
+
+    def _before_box(
+        self, region: Region, places: np.ndarray, read: BoxRead
+    ) -> tuple[int, int] | None:
+        """Of a write before the last, by another cluster than the one that reads the box, a byte
+        and the record."""
+        if region.base not in self.unordered:
+            return None
+        unordered = self.unordered[region.base]
+        for number in np.unique(kept := unordered.before[places]).tolist():
+            rec = self.sets.marks(number) >> LANE
+            others = rec[self.records.who[rec] != read.owner + 1]
+            if len(others):
+                return int(places[kept == number][0]), int(others[0])
+        return None
 
     def _is_stored_to(self, address: int) -> bool:
         region = self.m.memory.find(address)
@@ -394,57 +456,6 @@ class GlobalRaces(Observer):
             last = self.writes[region.base][offsets][:, None]
             self.proxies.check(warp, last, offsets[:, None], region, ins, write=True)
 
-    def _check_lanes(
-        self,
-        last: np.ndarray,
-        places: np.ndarray,
-        by: By,
-        region: Region,
-        ins: Instruction,
-        write: bool = False,
-    ) -> None:
-        """Report lanes that read what other lanes of their warp have stored, or store something
-        else there, with no sync between. If both are instructions of the whole warp, which executes
-        them one after another, that is an advisory of a read, and nothing of a write.
-        """
-        if not last.any():
-            return
-        rec, r = last >> LANE, self.records
-        own, lanes = by.slots[:, None], by.lanes[:, None]
-        late = (last != 0) & (r.slot[rec] == own) & (r.who[rec] == self.clashes.who(by)[:, None])
-        late &= ((last & 31) != lanes) & (r.kind[rec] == PLAIN)
-        late &= r.count[rec] > self.clocks.ordered[by.warps, by.slots][:, None]
-        if self.clocks.met:
-            shape = last.shape
-            warps, of = (
-                np.broadcast_to(x[:, None], shape).reshape(-1) for x in (by.warps, by.lanes)
-            )
-            before = (last & 31).reshape(-1), r.count[rec].reshape(-1)
-            late &= ~self.clocks.lanes_have_met(warps, of, *before).reshape(shape)
-        # the warp has synchronised since
-        since = r.count[rec] < self.clocks.synchronised(by.warps)[:, None]
-        late &= ~(since & (r.partial[rec] == ALONE))  # NOTE: so the lane itself has
-        if not late.any():
-            return
-        part = (r.partial[rec] != 0) | (self._partial(by)[:, None] != 0)
-        sure = late & part & ~since
-        at = tuple(int(v[0]) for v in np.nonzero(sure if sure.any() else late))
-        if write and not sure.any():
-            return
-        place, verb = region.element(int(places[at])), "overwrites" if write else "reads"
-        self.reports.lanes(by, at[0], verb, place, int(last[at]), not sure.any(), ins)
-
-    def _check_constant(
-        self, last: np.ndarray, places: np.ndarray, by: By, region: Region, ins: Instruction
-    ) -> None:
-        """Report a ``ld.global.nc`` of what the kernel itself has written, whoever did: its cache
-        is not coherent with writes of the same kernel (PTX ISA 9.7.9.9).
-        """
-        if "nc" in ins.parts and last.any():
-            at = tuple(int(v[0]) for v in np.nonzero(last))
-            place = region.element(int(places[at]))
-            self.reports.constant(by, at[0], place, int(last[at]) >> LANE, ins)
-
     def _changes(self, record: int) -> bool:
         """Whether a record is of an atomic, and not of a bulk reduction."""
         r = self.records
@@ -452,16 +463,8 @@ class GlobalRaces(Observer):
 
     # -- marks and names ---------------------------------------------------------------------------
 
-    def _partial(self, by: By) -> np.ndarray:
-        """Whether some lanes of each warp take no part; ALONE where one lane does."""
-        heads = heads_of(by.warps)
-        counts = lengths_of(heads, len(by.warps))
-        partial = (counts < self.m.live[by.warps[heads]].sum(1)).astype(np.int32)
-        partial[(counts == 1) & (partial != 0)] = ALONE
-        return np.repeat(partial, counts)
-
     def _mark(self, by: By) -> np.ndarray:
-        partial = self._partial(by) if by.clock is None else np.zeros(1, np.int32)
+        partial = self.lanes.partial(by) if by.clock is None else np.zeros(1, np.int32)
         return self.records.add(by, self.clashes.who(by), partial)
 
     def _marks(self, region: Region) -> Marks:
@@ -469,7 +472,13 @@ class GlobalRaces(Observer):
             self.writes[region.base] = marks_of(len(region.data), self.pages)
         return self.writes[region.base]
 
+    def _writers(self, region: Region) -> Unordered:
+        if region.base not in self.unordered:
+            new = Unordered(len(region.data), self.sets, self.pages)
+            self.unordered[region.base] = new
+        return self.unordered[region.base]
+
     def _readers(self, region: Region) -> Readers:
         if region.base not in self.reads:
-            self.reads[region.base] = Readers(len(region.data), self.reader_sets, self.pages)
+            self.reads[region.base] = Readers(len(region.data), self.sets, self.pages)
         return self.reads[region.base]

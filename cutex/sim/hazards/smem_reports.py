@@ -148,18 +148,19 @@ class SmemReports:
         )
 
     def strong(
-        self, ins: Instruction, warp: int, word: int, other: int, did: str, line: int
+        self, ins: Instruction, warp: int, word: int, other: int, did: str, line: int | None
     ) -> None:
-        """A strong access that no barrier orders after an ordinary one, at a PTX line."""
+        """A strong access that no barrier orders after an ordinary one, at a PTX line if known."""
         how = strength(ins.op)
         verb = "changes" if how.atomic else "reads" if ins.name == "ld" else "overwrites"
         message = (
             f"{self.m.grid.name_warp(warp)} {verb} {_name(word)}{_by(how)}, which "
             f"{self._peer(warp, other)} {did} by an ordinary "
-            f"{'store' if did == 'wrote' else 'load'} at PTX line {line}: no barrier orders the two"
+            f"{'load' if did == 'read' else 'store'}"
+            f"{'' if line is None else f' at PTX line {line}'}: no barrier orders the two"
         )
         tell = partial(self.m.findings.add, "race", message, ins, remedy=self._barrier(warp, other))
-        if did == "read" and how.atomic:
+        if did == "read" and line is not None and how.atomic:
             self.rechecks.race(line, tell)
         else:
             tell(not how.atomic)

@@ -11,7 +11,7 @@ does with an ordinary access, as where a counter is set to zero, counted up and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,7 +86,7 @@ class SmemShadow(Observer):
             self._keep_writers(where, warps, part)
             self.writes.set(where, slot, count, part)
             self.changers.forget(cta, word)
-            if part is not WHOLE:
+            if part is not WHOLE or len(heads) > 1:
                 several = self.writes.slot[where] != slot  # in one batch
                 self.writers.add_some(several, where, slot, count, part)
             if alone:
@@ -151,6 +151,10 @@ class SmemShadow(Observer):
                 wrote = last is self.writes
                 line = int(self.line[place] >> 5 if wrote else self.read_line[place])
                 self.reports.strong(ins, int(warps[k]), place[1], int(other[k]), last.did, line)
+        for did, k, earlier in self._before_last(touches, changes):
+            line = int(self.read_line[cta[k], word[k]]) if did == "read" else None
+            self.reports.strong(ins, int(warps[k]), int(word[k]), earlier, did, line)
+            break
         if changes:
             self._check_scopes(touches, how, ins)
             self.changers.add(touches.at, own, self.clocks.known[warps, own], part)
@@ -277,7 +281,10 @@ class SmemShadow(Observer):
         own = self.clocks.slot[warps]
         for last in (self.writes, self.reads) if write else (self.writes,):
             other, count = last.slot[cta, word], last.count[cta, word]
-            late = count > self.clocks.ordered[warps, other]  # by the letter
+            ordered = self.clocks.ordered[warps, other]  # by the letter
+            if self.clocks.relaxes:  # whose barrier passes this on, and no memory
+                ordered = np.minimum(ordered, self.clocks.known[warps, other])
+            late = count > ordered
             if late.any():
                 late &= (last.bytes[cta, word] & part) != 0
             if not late.any():
@@ -294,6 +301,14 @@ class SmemShadow(Observer):
                 self._check_readers(late, touches, access)
         if len(self.changers.pages):
             self._check_changed(touches, access)
+        for did, k, earlier in self._before_last(touches, write):
+            self.reports.race(access, int(warps[k]), int(word[k]), earlier, did, None)
+            return
+
+    def _before_last(self, touches: Touches, write: bool) -> Iterator[tuple[str, int, int]]:
+        """The accesses besides the last that this one is not ordered after: what they did, the
+        place among the touches, and the warp's slot."""
+        warps, _, cta, word, part = touches
         for several, did in ((self.writers, "has written"), (self.readers, "read")):
             if not len(several.pages) or (several is self.readers and not write):
                 continue
@@ -302,10 +317,9 @@ class SmemShadow(Observer):
                 place, warp = (int(cta[k]), int(word[k])), int(warps[k])
                 counts = several.touching(*place, parts[k])
                 unknown = counts > self.clocks.known[warp, : self.clocks.warps]
-                unknown[own[k]] = False
+                unknown[self.clocks.slot[warp]] = False
                 if unknown.any():
-                    self.reports.race(access, warp, place[1], int(unknown.argmax()), did, None)
-                    return
+                    yield did, k, int(unknown.argmax())
 
     def _check_lanes(
         self, late: np.ndarray, touches: Touches, access: SmemAccess, partial: np.ndarray | None

@@ -1,9 +1,10 @@
-"""Who has read each byte of global memory by ordinary loads.
+"""Who has touched each byte of global memory without knowing of each other.
 
-A write must come after all readers. Kept are the last reader of each byte and those before it of
-which no later one knows: what comes after a reader that knows of another comes after that, too.
-Most bytes have one. Of several the earlier ones are a set, which all bytes that the same loads have
-read share: a new reader makes a set of the one before and the last reader.
+A write must come after all readers, and whatever is no atomic after all atomics, and after all
+writes of the same value. Kept are the last access of each byte and those before it of which no
+later one knows: what comes after an access that knows of another comes after that, too. Most bytes
+have one. Of several the earlier ones are a set, which all bytes that the same accesses have touched
+share: a new access makes a set of the one before and the last access.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import numpy as np
 
 from cutex.sim.hazards.global_clashes import GlobalClashes
 from cutex.sim.hazards.global_marks import LANE, By, Clash, Records
-from cutex.sim.hazards.sparse_marks import Pages, marks_of
+from cutex.sim.hazards.sparse_marks import Marks, Pages, marks_of
 
 _LARGEST = 1 << 22  # bytes of the largest tensor that has all its marks at once
 _WEYL = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: spreads numbers
 
 
-class ReaderSets:
-    """Sets of readers of a launch, as marks; 0 is the empty one.
+class AccessSets:
+    """Sets of accesses of a launch, as marks; 0 is the empty one.
 
-    A set is another one and more marks. An agent that reads again takes the place of its earlier
-    read when a set has become twice as large as its agents are many.
+    A set is another one and more marks. An agent that comes again takes the place of its earlier
+    access when a set has become twice as large as its agents are many.
     """
 
     def __init__(self, records: Records) -> None:
@@ -61,32 +62,30 @@ class ReaderSets:
         return marks[np.sort(len(marks) - 1 - last)]
 
 
-class Readers:
-    """The readers of one tensor."""
+class Unordered:
+    """The accesses of one tensor before the last of each byte."""
 
-    def __init__(self, size: int, sets: ReaderSets, pages: Pages) -> None:
+    def __init__(self, size: int, sets: AccessSets, pages: Pages) -> None:
         self.sets = sets
-        self.last = marks_of(size, pages, _LARGEST)
-        self.before = marks_of(size, pages, _LARGEST)  # the set of those before it
+        self.before = marks_of(size, pages, _LARGEST)  # the set of those before the last
 
-    def add(self, places: np.ndarray, by: By, marks: np.ndarray, clashes: GlobalClashes) -> None:
-        """Loads of the bytes ``places`` (n, size), with a mark for each lane, (n,)."""
-        last = self.last[places]
-        apart = clashes.late(last, by, reads=True)
-        if apart is not None and apart.any():
-            self._push(places[apart], last[apart])
-        self.last[places] = marks[:, None]
-        lost = self.last[places[:, 0]] >> LANE != marks >> LANE
+    def keep(self, last: Marks, places: np.ndarray, marks: np.ndarray) -> None:
+        """Note the new last accesses, with a mark for each lane, (n,), of the bytes ``places``
+        (n, size), and those of the same batch that are none: they do not know of each other."""
+        last[places] = marks[:, None]
+        lost = last[places[:, 0]] >> LANE != marks >> LANE
         if lost.any():
             self._push_lost(places[lost], marks[lost])
 
     def first(
-        self, places: np.ndarray, by: By, among: np.ndarray, clashes: GlobalClashes
+        self, places: np.ndarray, by: By, among: np.ndarray | None, clashes: GlobalClashes
     ) -> Clash | None:
-        """The first reader before the last of the places, of those ``among``, that a write there is
+        """The first access before the last of the places, of those ``among``, that one there is
         not ordered after.
         """
-        kept = np.where(among, self.before[places], 0)
+        kept = self.before[places]
+        if among is not None:
+            kept = np.where(among, kept, 0)
         if not kept.any():
             return None
         row, column = np.nonzero(kept)
@@ -103,12 +102,8 @@ class Readers:
         clash = clashes.first(np.concatenate(each)[:, None], at, mine)
         return None if clash is None else clash._replace(later=int(of[clash.later]))
 
-    def forget(self, places: np.ndarray) -> None:
-        """Drop the readers of these bytes."""
-        self.last[places] = self.before[places] = 0
-
-    def _push(self, places: np.ndarray, last: np.ndarray) -> None:
-        """Add the last reader of each of the places (n,) to the set of those before it."""
+    def push(self, places: np.ndarray, last: np.ndarray) -> None:
+        """Add the last access of each of the places (n,) to the set of those before it."""
         kept = self.before[places]
         pairs, which = np.unique(
             kept.astype(np.uint64) << np.uint64(32) | last >> LANE, return_inverse=True
@@ -122,7 +117,7 @@ class Readers:
         self.before[places] = np.array(new, np.uint32)[which.reshape(-1)]
 
     def _push_lost(self, places: np.ndarray, marks: np.ndarray) -> None:
-        """Add readers of the batch of the last one, which do not know of each other, (n, size)."""
+        """Add accesses of the batch of the last one, which do not know of each other, (n, size)."""
         order = np.lexsort((marks, places[:, 0]))
         places, marks = places[order], marks[order]
         heads = np.flatnonzero(np.r_[True, places[1:, 0] != places[:-1, 0]])
@@ -137,3 +132,23 @@ class Readers:
             new[k] = self.sets.add(kept, marks[heads[head] : ends[head]])
         numbers = np.repeat(new[which.reshape(-1)], ends - heads)
         self.before[places] = numbers[:, None]
+
+
+class Readers(Unordered):
+    """The readers of one tensor."""
+
+    def __init__(self, size: int, sets: AccessSets, pages: Pages) -> None:
+        super().__init__(size, sets, pages)
+        self.last = marks_of(size, pages, _LARGEST)
+
+    def add(self, places: np.ndarray, by: By, marks: np.ndarray, clashes: GlobalClashes) -> None:
+        """Loads of the bytes ``places`` (n, size), with a mark for each lane, (n,)."""
+        last = self.last[places]
+        apart = clashes.late(last, by, alike=True)
+        if apart is not None and apart.any():
+            self.push(places[apart], last[apart])
+        self.keep(self.last, places, marks)
+
+    def forget(self, places: np.ndarray) -> None:
+        """Drop the readers of these bytes."""
+        self.last[places] = self.before[places] = 0
