@@ -152,8 +152,8 @@ class SmemShadow(Observer):
                 line = int(self.line[place] >> 5 if wrote else self.read_line[place])
                 self.reports.strong(ins, int(warps[k]), place[1], int(other[k]), last.did, line)
         for did, k, earlier in self._before_last(touches, changes):
-            line = int(self.read_line[cta[k], word[k]]) if did == "read" else None
-            self.reports.strong(ins, int(warps[k]), int(word[k]), earlier, did, line)
+            by = int(self.read_line[cta[k], word[k]]) if did == "read" else None
+            self.reports.strong(ins, int(warps[k]), int(word[k]), earlier, did, by)
             break
         if changes:
             self._check_scopes(touches, how, ins)
