@@ -20,8 +20,10 @@ from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.pipeline import PipelineState, Ring
 from cutex.device.work_tile import WorkTile
 
-END, NORMAL, RETRY = 0, 1, 2  # how a slot's tile is to be computed; END: there are no more tiles
+# how a slot's tile is to be computed; END: there are no more tiles; MERGE: it has been, in parts
+END, NORMAL, RETRY, MERGE = range(4)
 WORDS = 8  # words of a slot; the last is read in any case, because three are loaded as four
+OF_PARTS = 4  # more, of tiles that are split: as many as are loaded at once, of which two count
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class WorkRing:
 
     q: Ring
     # (WORDS, SLOT): mode; m, head, batch; offset, length; length of keys; whether forwards, or what
-    # becomes of a part of a tile
+    # becomes of a part of a tile; of tiles that are split, the blocks of a part, its place and its
+    # first block
     words: cute.Tensor
     failed: cute.Tensor  # (consumer warps, SLOT): whether a warp's rows must be done again
 
@@ -43,13 +46,19 @@ class WorkRing:
 
     @classmethod
     def allocate(
-        cls, smem: SmemAllocator, num_slots: int, slot_bytes: int, consumer_warps: int
+        cls,
+        smem: SmemAllocator,
+        num_slots: int,
+        slot_bytes: int,
+        consumer_warps: int,
+        has_parts: bool = False,
     ) -> Self:
-        words = smem.allocate_array(Int32, WORDS * num_slots)
+        count = WORDS + OF_PARTS * has_parts
+        words = smem.allocate_array(Int32, count * num_slots)
         failed = smem.allocate_array(Int32, consumer_warps * num_slots)
         return cls(
             Ring.allocate(smem, cls.event, num_slots, slot_bytes, consumer_warps),
-            cute.make_tensor(words, cute.make_layout((WORDS, num_slots))),
+            cute.make_tensor(words, cute.make_layout((count, num_slots))),
             cute.make_tensor(failed, cute.make_layout((consumer_warps, num_slots))),
         )
 
@@ -73,6 +82,7 @@ class WorkRing:
         seq_k: SeqlenInfo | None = None,
         forwards: Int32 | None = None,
         part: Int32 | None = None,
+        of_part: tuple[Int32, ...] = (),
     ) -> cute.Pointer:
         """Fill the words of an empty slot, arm its barrier and return it."""
         words = self.words
@@ -83,11 +93,30 @@ class WorkRing:
             if forwards is not None:
                 values = (*values, forwards)
             elif part is not None:
-                values = (*values, part)
+                values = (*values, part, *of_part)
             for i, value in enumerate(values):
                 words[i, state.slot] = value
             self._arm(state.slot)
         return self.q.full[state.slot]
+
+    @cute.jit
+    def say(
+        self,
+        state: PipelineState,
+        mode: int,
+        work: WorkTile,
+        seq_q: SeqlenInfo,
+        seq_k: SeqlenInfo,
+        place: Int32,
+    ) -> None:
+        """Fill the words of an empty slot for a part of a tile, of which nothing is loaded."""
+        words = self.words
+        with cute.arch.elect_one():
+            lengths = seq_q.offset, seq_q.length, seq_k.length
+            values = mode, work.m, work.head, work.batch, *lengths, 0, place, 0
+            for i, value in enumerate(values):
+                words[i, state.slot] = Int32(value)
+            self.q.full.arrive(state.slot)
 
     def _arm(self, slot: Int32) -> None:
         self.q.full.arrive_expecting(self.q.slot_bytes, slot)
@@ -132,8 +161,17 @@ class WorkRing:
         return self.words[7, slot]
 
     def part(self, slot: Int32) -> Int32:
-        """What becomes of a part of a tile (forward/sm90/parts.py); 0: it is whole."""
+        """What becomes of a part of a tile (forward/sm90/parts.py); 0: it is whole. Of a tile that
+        is split, the blocks of keys of this part (device/attention/split_row.py)."""
         return cute.arch.make_warp_uniform(self.words[7, slot])
+
+    def place(self, slot: Int32) -> Int32:
+        """The word of the place of a part of a tile that is split."""
+        return cute.arch.make_warp_uniform(self.words[8, slot])
+
+    def first(self, slot: Int32) -> Int32:
+        """The first block of keys of such a part."""
+        return self.words[9, slot]
 
     # ---- the consumers' side
 

@@ -14,6 +14,7 @@ import cutex
 from cutex.compile import compile
 from cutex.kernels.attention.decode import LADDERS
 from cutex.kernels.attention.decode.config import DecodeConfig
+from cutex.kernels.attention.forward.sm90 import choose
 from cutex.ops.attention import kvcache, plan, prefill
 from cutex.ops.attention.call import AttentionCall
 from cutex.ops.attention.kvcache import PLANS, alike_rooms, config_for
@@ -509,8 +510,12 @@ def test_many_queries_are_told_from_few():
     chunk = call(4, 512, 32, 64)
     assert prefill.is_of_many_queries(chunk, "sm_90a")
     assert prefill.config_for(chunk, True, "sm_90a").page_size == 64
+    for few in (call(1, 512, 8, 64), call(1, 48, 32, 64), call(1, 300, 32, 64)):  # tiles
+        assert prefill.is_of_many_queries(few, "sm_90a")
+        config = prefill.config_for(few, True, "sm_90a")
+        assert config.split and config.why_not() is None
     for other in (
-        call(4, 8, 32, 64), call(1, 512, 8, 64), call(4, 512, 32, 4),
+        call(4, 8, 32, 64), call(1, 64, 8, 64), call(1, 29, 32, 64), call(4, 512, 32, 4),
         chunk._replace(num_splits=1), chunk._replace(k=chunk.q, v=chunk.q),
     ):  # fmt: skip
         assert not prefill.is_of_many_queries(other, "sm_90a")
@@ -518,7 +523,8 @@ def test_many_queries_are_told_from_few():
 
 
 @pytest.mark.parametrize(("head_dim", "is_many"), [(128, True), (64, False)])
-def test_tiles_for_seven_sms_of_ten_are_many_at_head_dim_128(head_dim, is_many):
+def test_tiles_for_seven_sms_of_ten_are_many_at_head_dim_128(head_dim, is_many, monkeypatch):
+    monkeypatch.setattr(choose, "split", lambda config, shape, num_sms: config)
     q, k = torch.empty(4, 48, 64, head_dim).half(), torch.empty(64, 64, 8, head_dim).half()
     table, lengths = torch.empty(4, 64, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
     call = KVCacheCall(

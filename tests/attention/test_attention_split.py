@@ -13,12 +13,12 @@ from cutex.compile import compile
 from cutex.device.attention import merged_rows
 from cutex.device.attention.merged_rows import MergedRows
 from cutex.device.attention.row_stats import RowStats
+from cutex.device.attention.split_row import PartPlace, within
 from cutex.kernels.attention.forward.choose import fitted
 from cutex.kernels.attention.forward.sm90 import split_out
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.forward import Forward
 from cutex.kernels.attention.forward.sm90.load import Load
-from cutex.kernels.attention.forward.sm90.split import parts_of, within
 from cutex.kernels.attention.spec import AttentionSpec, Shape
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
@@ -32,7 +32,16 @@ CASE = AttentionCase(
 )
 CAUSAL = replace(CONFIG, causal=True), replace(CASE, causal=True)
 ORDERS = ({}, {"order": "random", "seed": 1}, {"order": "random", "seed": 2}, {"order": "starved"})
+# more tiles than CTAs, whose shares end anywhere
+SHARES = replace(CONFIG, num_ctas=3), replace(CASE, heads_q=5, heads_kv=5)
 OTHERS = {
+    "shares": SHARES,
+    "shares, causal": (replace(SHARES[0], causal=True), replace(SHARES[1], causal=True)),
+    "shares of lengths": (
+        replace(SHARES[0], causal=True, varlen_q=True, used_k=True),
+        replace(SHARES[1], causal=True, batch=4, heads_q=2, heads_kv=1, lengths_q=(130, 0, 70, 5),
+                used_k=(600, 700, 0, 90), tail=3),
+    ),
     "causal": CAUSAL,
     "causal, parts without keys": (CAUSAL[0], replace(CAUSAL[1], seqlen_k=150)),
     "causal, rows without keys": (CAUSAL[0], replace(CAUSAL[1], seqlen_k=70)),
@@ -72,7 +81,6 @@ def wrong(config, case, orders, inputs=None, dtype="bf16") -> str | None:
     ))  # fmt: skip
     shape = Shape(case.batch, case.heads_q, case.heads_kv, *longest, case.seqlen_q)
     needs = config.workspace(shape)
-    assert parts_of(config.num_ctas, config.tiles(shape)) > 1
     for order in orders:
         out, lse = case.outputs()
         given = {
@@ -113,6 +121,11 @@ def test_a_split_tile_is_right_whatever_its_values(init, dtype):
 
 
 @pytest.mark.slow
+def test_shares_whose_pieces_fail_at_first_are_right():
+    assert wrong(*SHARES, ORDERS, with_huge_keys(SHARES[1])) is None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_tiles_of_every_kind_are_split(name):
     assert wrong(*OTHERS[name], ORDERS[:2]) is None
@@ -120,10 +133,11 @@ def test_tiles_of_every_kind_are_split(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", ["no wait", "no count", "other keys", "other weights", "alone", "all blocks"]
+    "fault",
+    ["no wait", "no count", "other keys", "other weights", "alone", "all blocks", "one slot"],
 )
 def test_parts_that_are_merged_wrongly_are_found(monkeypatch, fault):
-    inputs, orders = None, ORDERS[:2]
+    (config, case), inputs, orders = (CONFIG, CASE), None, ORDERS[:2]
     if fault == "no wait":
         monkeypatch.setattr(MergedRows, "_await", lambda self: None)
     elif fault == "no count":
@@ -135,11 +149,14 @@ def test_parts_that_are_merged_wrongly_are_found(monkeypatch, fault):
     elif fault == "alone":  # each warp goes on although others of its CTA have failed
         inputs, orders = with_huge_keys(CASE), ORDERS
         monkeypatch.setattr(split_out, "threads_where", lambda failed, *rest: Int32(failed))
+    elif fault == "one slot":  # of a CTA that ends one tile and begins another
+        config, case = SHARES
+        monkeypatch.setattr(PartPlace, "slot", property(lambda self: 2 * self.first))
     else:
         monkeypatch.setattr(
             "cutex.kernels.attention.forward.sm90.compute.within", lambda blocks, word: blocks
         )
-    assert wrong(CONFIG, CASE, orders, inputs) is not None
+    assert wrong(config, case, orders, inputs) is not None
 
 
 # ---- the choice
@@ -162,7 +179,6 @@ def test_few_tiles_of_many_keys_are_split(shape, is_split, causal):
     assert config.split == is_split
     if is_split:
         assert config.why_not(None, card) is None
-        assert 1 < config.parts(shape) <= card.num_sms // config.tiles(shape)
 
 
 def test_what_is_not_split():
@@ -175,9 +191,8 @@ def test_what_is_not_split():
 
 def test_within_is_a_part_of_the_blocks():
     from cutex.device.attention.block_info import ordered
-    from cutex.kernels.attention.forward.sm90.split import Part
 
     blocks = ordered(0, 9, 0, 7)
     for count in range(10):
-        found = within(blocks, Part(5, 0, count).word)
+        found = within(blocks, count)
         assert found == ordered(0, count, 0, min(count, 7))

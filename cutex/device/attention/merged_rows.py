@@ -27,6 +27,12 @@ QUAD = 4  # threads that hold a row
 LOOKED_AT = 4  # parts whose stats a thread loads together
 
 
+def slots_after(part: Int32) -> Int32:
+    """How many slots after part 0 another one is. A CTA has two: one for the rows of which it has a
+    later part, and one for those of which it has the first."""
+    return cutlass.max(2 * part - 1, 0)
+
+
 def numbers_of_warp(columns: int) -> int:
     """The numbers that a warp leaves of rows of so many columns."""
     return ROWS_OF_WARP * (columns + STATS)
@@ -38,7 +44,7 @@ class MergedRows:
 
     sums: cute.Tensor  # fp32 in global memory: of each part the stats of all rows, then O
     count: cute.Pointer  # Int32 in global memory, 0 before and after: warps that have left theirs
-    stride: Int32  # numbers from one part to the next
+    stride: Int32  # numbers from one slot to the next
     part: Int32
     parts: Int32
     columns: int  # of O
@@ -54,7 +60,8 @@ class MergedRows:
     def place(self, part: Int32, first: Int32 | int, size: int) -> cute.Tensor:
         """`size` numbers of a part, from `first` on."""
         # NOTE: else the place would not be known to be a multiple of 16 bytes
-        at = cute.assume(Int64(part * self.stride + first), divby=VECTOR)
+        at = Int64(slots_after(part)) * self.stride + first
+        at = cute.assume(at, divby=VECTOR)
         return cute.make_tensor(self.sums.iterator + at, cute.make_layout(size))
 
     def stats_at(self, part: Int32, row: int) -> cute.Tensor:

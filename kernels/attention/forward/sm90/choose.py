@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
+from cutex.device.attention.split_row import MOST_PARTS, SECOND, START
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
-from cutex.kernels.attention.forward.sm90.split import time_of
 from cutex.kernels.attention.spec import AttentionSpec, Shape
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ _SHARED: dict[tuple[int, int], tuple[int, int | None]] = {
 BOTH_ENDS = 4096  # keys from which on looking at block 0 early costs next to nothing
 MANY_BLOCKS = 16  # of rows, in a sequence: little of the last tile of two CTAs is empty
 L2_HEADS = 5  # heads of K and V, of which L2 does not hold as many where rows few read each
+# blocks of keys, of two warpgroups, that merging takes as long as: with its first part, and with so
+# many more
+MERGING, PARTS_A_BLOCK = 5, 8
+MOST_ROUNDS = 3  # of tiles that are split: of more the last one is a small part
+FEW_BESIDE = 4  # times as many keys as queries, of which a causal mask hides few
+FEWER_TILES = 0.9  # of those of single heads, where longer sequences' heads are packed
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
 
@@ -68,9 +74,7 @@ def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
     short_of_registers = config.causal and config.head_dim == 64
     both_ends = shape.longest_k >= BOTH_ENDS and not short_of_registers
     config = replace(config, both_ends=both_ends)
-    group = shape.heads_q // shape.heads_kv
-    pack = gcd(group, MOST_PACKED) if shape.longest_q < config.tile_m else 1
-    config = replace(config, pack=pack)
+    config = replace(config, pack=packed_heads(config, shape))
     if shares(config, shape, arch):
         config = replace(config, share=True, tile_m=2 * config.tile_m)
     cut = replace(config, spread=True, num_ctas=arch.num_sms)
@@ -78,19 +82,46 @@ def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
     return split(config, shape, arch.num_sms)
 
 
+def packed_heads(config: Sm90ForwardConfig, shape: Shape) -> int:
+    """The heads whose rows share a tile: where tiles would be partly empty."""
+    heads = gcd(shape.heads_q // shape.heads_kv, MOST_PACKED)
+    if shape.longest_q < config.tile_m:
+        return heads
+    alone = -(-shape.mean_q // config.tile_m) * heads
+    together = -(-shape.mean_q * heads // config.tile_m)
+    return heads if together < FEWER_TILES * alone else 1
+
+
 def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardConfig:
-    """`config` with each tile split for several CTAs, where that is faster."""
+    """`config` with tiles split into shares for all CTAs, where that is faster."""
     few = replace(config.uncut(), split=True, num_ctas=num_sms, dispatch="one", halves=False)
     few = replace(few, share=False, alternate=False, tile_m=fewest_rows(config, shape))
-    tiles = few.tiles(shape)
-    if few.why_not() is not None or not 0 < 2 * tiles <= num_sms:
+    if config.alternates:
+        few = replace(few, q_in_registers=2 * config.q_in_registers)
+    mean = shape._replace(longest_q=min(shape.mean_q + 1, shape.longest_q))  # of packed queries
+    tiles, whole = (x.tiles(mean) for x in (few, config))
+    if few.why_not() is not None or not 0 < tiles <= MOST_ROUNDS * num_sms:
         return config
-    steps = -(-shape.longest_k // config.tile_n)
-    tail = config.tail(shape)
-    others = float(steps)
+    # NOTE: rows of one tile that see fewer keys than those of others make shares unequal
+    if config.causal and 2 * tiles > num_sms and shape.longest_k < FEW_BESIDE * shape.longest_q:
+        return config
+    steps, tail = -(-shape.longest_k // config.tile_n), config.tail(shape)
+    rounds = -(-whole * config.ctas // num_sms)
+    others = float(rounds * (steps + START))
     if config.is_cut:
-        others = (tail.tiles - tail.whole) * steps / tail.shares + tail.cost
-    return few if time_of(steps, few.parts(shape)) < others else config
+        others = tail.whole // tail.ctas * (steps + START)
+        others += (tail.tiles - tail.whole) * steps / tail.shares + tail.cost
+    return few if time_of(steps, tiles, num_sms) < others else config
+
+
+def time_of(steps: int, tiles: int, ctas: int) -> float:
+    """The time of so many tiles of `steps` blocks of keys each, in blocks."""
+    shares = (steps + START) * tiles / ctas + MERGING + SECOND
+    if tiles > ctas:
+        return shares
+    parts = min(ctas // tiles, MOST_PARTS)
+    merging = MERGING + parts // PARTS_A_BLOCK if parts > 1 else 0
+    return min(shares, float(-(-steps // parts) + START + merging))
 
 
 def fewest_rows(config: Sm90ForwardConfig, shape: Shape) -> int:
@@ -111,10 +142,10 @@ def shares(config: Sm90ForwardConfig, shape: Shape, arch: Arch) -> bool:
     if config.page_size:  # the CTAs would look up the same pages
         return False
     m_blocks = shape.mean_q * config.pack // config.tile_m
-    tiles = m_blocks * (shape.heads_q // config.pack) * shape.batch
+    heads = shape.heads_q // config.pack * shape.batch
     if m_blocks >= MANY_BLOCKS:
-        return tiles >= 2 * arch.num_sms
+        return m_blocks * heads >= 2 * arch.num_sms
     head_bytes = shape.longest_k * (config.k_bytes + config.v_bytes) // config.tile_n
     whole = shape.mean_q == shape.longest_q and m_blocks > 0 and m_blocks % 2 == 0
     streams = not config.causal and L2_HEADS * head_bytes > arch.l2_bytes
-    return whole and streams and tiles >= arch.num_sms
+    return whole and streams and m_blocks * heads >= arch.num_sms

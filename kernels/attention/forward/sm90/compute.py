@@ -23,6 +23,7 @@ from cutex.device.attention.row_store import row_stores
 from cutex.device.attention.rows import Rows
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.seqlen_info import store_lse
+from cutex.device.attention.split_row import PartPlace, within
 from cutex.device.attention.tame_softmax import LEAST_SEEN
 from cutex.device.attention.watched_softmax import WatchedSoftmax
 from cutex.device.kept_sums import KeptSums
@@ -31,8 +32,7 @@ from cutex.kernels.attention.forward.config import COUNTER
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.parts import MOST
 from cutex.kernels.attention.forward.sm90.shared import OwnRows, Shared
-from cutex.kernels.attention.forward.sm90.split import NUMBERS, within
-from cutex.kernels.attention.work_ring import END, RETRY
+from cutex.kernels.attention.work_ring import END, MERGE, RETRY
 
 MAX_BLOCKS = 2**30
 ORDER_BARRIER = 4  # the first of one named barrier for each warpgroup: its turn to issue
@@ -123,15 +123,20 @@ class Compute:
             rounded = self.out.rounded(pv.acc)
             if cutlass.const_expr(c.speculates):
                 valid = (valid & is_finite(rounded)) | (mode == RETRY)
+            o_slot = wg if c.own_o else q_slot
             if cutlass.const_expr(c.split):
-                self.store_split(pv.acc, stats, own, part, q_take, valid)
+                if mode == MERGE:
+                    self.merge_parts(own, q_take)
+                elif PartPlace.told(ring.place(q_take.slot)).parts == 1:
+                    self.store(rounded, lse, own, o_slot, q_take, valid, None)
+                else:
+                    self.leave(pv.acc, stats, own, q_take, valid)
             else:
                 stores = None
                 if cutlass.const_expr(c.spread):
                     assert part is not None
                     stores = part >= 0
                     valid = valid | ~stores
-                o_slot = wg if c.own_o else q_slot
                 self.store(rounded, lse, own, o_slot, q_take, valid, stores)
             q_take.advance()
             ring.q.wait_full(q_take)
@@ -263,19 +268,25 @@ class Compute:
                 self.out.store_lse(lse, own)
 
     @cute.jit
-    def store_split(
+    def leave(
         self,
         acc_o: cute.Tensor,
         stats: cute.Tensor,
         own: OwnRows,
-        part: Int32,
         q_take: PipelineState,
         valid: Boolean,
     ) -> None:
-        """Merge these rows of a part with the others of its tile, and release Q's slot."""
-        lse = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        valid, knows = self.merge.merged(acc_o, stats, own, part % NUMBERS, valid, lse)
-        self.shared.work.release(q_take, valid)
+        """Leave these rows of a part of a tile, and release Q's slot."""
+        ring = self.shared.work
+        place = PartPlace.told(ring.place(q_take.slot))
+        ring.release(q_take, self.merge.leave(acc_o, stats, own, place, valid))
+
+    @cute.jit
+    def merge_parts(self, own: OwnRows, q_take: PipelineState) -> None:
+        """Merge some columns of the parts of these rows, and release the slot that says so."""
+        lse, ring = cute.make_rmem_tensor(cute.make_layout(2), Float32), self.shared.work
+        knows = self.merge.merge(own, PartPlace.told(ring.place(q_take.slot)), lse)
+        ring.release(q_take, Boolean(True))
         if cutlass.const_expr(self.config.lse):  # noqa: SIM102 - known when tracing
             if knows:
                 self.out.store_lse(lse, own)

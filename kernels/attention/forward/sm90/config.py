@@ -11,7 +11,6 @@ from cutex.device.attention.merged_rows import numbers_of_warp
 from cutex.device.kept_sums import LANES
 from cutex.kernels.attention.forward.config import BARRIERS, ELEMENT, ForwardConfig
 from cutex.kernels.attention.forward.sm90.parts import tail_of
-from cutex.kernels.attention.forward.sm90.split import parts_of
 from cutex.kernels.attention.spec import Shape
 from cutex.kernels.attention.tail import Tail
 
@@ -38,7 +37,7 @@ class Sm90ForwardConfig(ForwardConfig):
     share: bool = False  # two CTAs have half a tile's rows each, and each loads half of K and V
     both_ends: bool = False  # block 0 of keys comes early, where all rows see it (turns)
     spread: bool = False  # the tiles of the last round are cut along their keys (parts.py)
-    split: bool = False  # each tile is cut along its keys into parts for a CTA each (split.py)
+    split: bool = False  # each tile is cut along its keys into parts for a CTA each (split_row.py)
     alternate: bool = False  # every other wave of causal tiles takes its keys forwards (order.py)
     rescale_threshold: float = 8.0  # powers of two before sums and O are scaled down
     speculative: bool = True  # blocks without a mask are not searched for a larger score
@@ -148,7 +147,7 @@ class Sm90ForwardConfig(ForwardConfig):
         needs = super().workspace(shape)
         if self.split:  # NOTE: for as many CTAs as there may be, however many keys sequences have
             warps = self.num_ctas * self.warps
-            return Workspace(warps * numbers_of_warp(self.head_dim_v), warps)
+            return Workspace(2 * warps * numbers_of_warp(self.head_dim_v), warps)
         if not self.spread:
             return needs
         kept = self.tail(shape).shares * self.ctas * self.warps
@@ -180,19 +179,19 @@ class Sm90ForwardConfig(ForwardConfig):
     def has_parts(self) -> bool:
         """Whether parts of a tile's keys can be computed apart: all tiles have as many, and scores
         do not depend on where a key is."""
-        lengths = self.varlen_q, self.varlen_k, self.used_q, self.used_k, self.page_size
-        return not (self.banded or any(lengths) or self.sink or self.modified)
+        return not (self.banded or self.has_lengths or self.sink or self.modified)
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether only the card knows how long sequences are."""
+        return self.ragged_q or self.ragged_k
 
     @property
     def can_split(self) -> bool:
         """Whether each tile's keys can be computed in parts by CTAs of their own."""
         alone = self.dispatch == "one" and self.ctas == 1 and not self.spread
         taken = self.speculates and not (self.halves or self.alternate)
-        return alone and taken and not (any(self.window) or self.sink or self.page_size)
-
-    def parts(self, shape: Shape) -> int:
-        """How many parts the tiles of `shape` may be split into."""
-        return parts_of(self.num_ctas, self.tiles(shape))
+        return alone and taken and not (any(self.window) or self.sink)
 
     def tiles(self, shape: Shape) -> int:
         units = shape.heads_q // self.pack * shape.batch
@@ -251,7 +250,7 @@ class Sm90ForwardConfig(ForwardConfig):
         if self.spread and not (self.has_parts and self.speculates and self.dispatch != "one"):
             return "spread=True: tiles that see all keys are cut, by CTAs that take several"
         if self.split and not self.can_split:
-            return "split=True: parts of tiles with a CTA each, no sinks, windows, functions, pages"
+            return "split=True: parts of tiles with a CTA each, no sinks, windows, functions"
         if self.num_stages < 2 or self.q_stages not in (1, 2):
             return f"num_stages={self.num_stages}, q_stages={self.q_stages}: at least 2; 1 or 2"
         if self.head_dim_v % (32 * self.o_parts) or (self.o_parts > 1 and not self.own_o):

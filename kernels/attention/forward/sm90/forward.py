@@ -17,7 +17,7 @@ into rows, of one sequence. What makes it fast, each with its figure in docs/fac
   (OutStore).
 - Tiles that see all keys and do not fill the SMs in whole rounds are cut along their keys in the
   last one, so that all CTAs end together (parts.py, device/attention/kept_rows.py); few tiles are
-  split, each for as many CTAs as there are (split.py, device/attention/merged_rows.py).
+  split into equal shares for all CTAs (device/attention/split_row.py, merged_rows.py).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from cutex.device.atoms.mma import allocate_slots, slots_layout
 from cutex.device.atoms.multicast import Cluster, SharedRing
 from cutex.device.atoms.wgmma import ROWS
 from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.own_share import OwnShare, Tiles
 from cutex.device.attention.rows import Rows, tma_operand
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.forward.sm90.compute import Compute, OutStore
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
-from cutex.kernels.attention.forward.sm90.load import Load, Pages, PairExchange
+from cutex.kernels.attention.forward.sm90.load import Load, Pages, PairExchange, SplitLoad
 from cutex.kernels.attention.forward.sm90.parts import PartsOrder
 from cutex.kernels.attention.forward.sm90.shared import Shared
-from cutex.kernels.attention.forward.sm90.split import SplitOrder, parts_of
 from cutex.kernels.attention.forward.sm90.split_out import PartMerge
 from cutex.kernels.attention.order import AttentionOrder, grid
 from cutex.kernels.attention.signature import KernelArgs, Sizes, arguments
@@ -131,17 +131,15 @@ class Forward:
         ctas = self.config.ctas
         return OwnNumber(ctas) if self.config.dispatch == "one" else EqualSteps(ctas)
 
-    def order(self, sizes: Sizes) -> AttentionOrder | PartsOrder | SplitOrder:
-        """The order of tiles, or of the parts that those of the last round, or all, are cut
-        into."""
+    def order(self, sizes: Sizes) -> AttentionOrder | PartsOrder:
+        """The order of tiles, or of the parts that those of the last round are cut into."""
         order = AttentionOrder.of(self.config, sizes)
-        if self.config.split:
-            return SplitOrder(order, self.parts(sizes))
         return PartsOrder.of(order, self.config, sizes.rows_k) if self.config.spread else order
 
-    def parts(self, sizes: Sizes) -> Int32:
-        """The parts that each tile is split into."""
-        return parts_of(self.config.num_ctas, AttentionOrder.of(self.config, sizes).total)
+    def ctas(self, sizes: Sizes) -> Int32:
+        """The CTAs of the grid."""
+        c = self.config
+        return Int32(c.num_ctas) if c.split else grid(c, self.order(sizes).total)
 
     def rows(self, info: Any, side: str) -> Rows:
         """The rows of Q and O (side "q") or of K and V ("k"), as TMA sees them."""
@@ -171,7 +169,7 @@ class Forward:
             v = tma_operand(of_kv, mV, of_k, (c.tile_n, c.head_dim_v), c.num_stages, c.ctas)
         o = tma_operand(store, mO, of_q, (ROWS, c.head_dim_v // c.o_parts), o_slots)
         self.kernel(q, k, v, o, mO if c.split else None, args, sizes, pitches).launch(
-            grid=(grid(c, self.order(sizes).total), 1, 1),
+            grid=(self.ctas(sizes), 1, 1),
             block=(self.num_threads, 1, 1),
             cluster=(c.ctas, 1, 1) if c.share else None,
             min_blocks_per_mp=1,
@@ -202,7 +200,7 @@ class Forward:
         else:
             sO = cute.make_tensor(sQ.iterator, o.smem_layout.outer)
         consumers = self.mma_warps.count
-        work = WorkRing.allocate(smem, c.work_slots, c.q_bytes, consumers)
+        work = WorkRing.allocate(smem, c.work_slots, c.q_bytes, consumers, c.split)
         q_read = Barrier.allocate(smem, "q read", consumers) if c.q_waits else None
         k_ring = self.ring(smem, "k", c.k_bytes)
         v_ring = self.ring(smem, "v", c.v_bytes)
@@ -221,11 +219,16 @@ class Forward:
                 operands = self.rows(q, "q"), *self.blocks(k, v, args, pitches)
                 order = self.order(sizes)
                 dispatch = SelfDispatch(order, self.source(args))
-                Load(c, *operands, order, dispatch, exchange, shared).run()
+                load = Load(c, *operands, order, dispatch, exchange, shared)
+                if cutlass.const_expr(c.split):
+                    share = OwnShare.find(Tiles(c, sizes, args, order))
+                    SplitLoad(load, share).run()
+                else:
+                    load.run()
         else:
             cute.arch.setmaxregister_increase(self.registers.mma)
             out = OutStore(c, self.rows(o, "q"), sO, args.lse)
-            merge = PartMerge(c, mO, args, self.parts(sizes)) if c.split else None
+            merge = PartMerge(c, mO, args) if c.split else None
             Compute(c, shared, out, merge).run()
 
     def blocks(

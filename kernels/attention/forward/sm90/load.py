@@ -15,17 +15,19 @@ from cutlass import BFloat16, Boolean, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from cutex.device.attention.own_share import OwnShare
 from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.attention.split_row import Part as SplitPart
+from cutex.device.attention.split_row import part_of, within
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.device.row_source import BoxLoads, PagedRows
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.forward.sm90.parts import Part, PartsOrder
 from cutex.kernels.attention.forward.sm90.shared import Shared
-from cutex.kernels.attention.forward.sm90.split import NUMBERS, SplitOrder, within
 from cutex.kernels.attention.order import AttentionOrder
-from cutex.kernels.attention.work_ring import NORMAL, RETRY
+from cutex.kernels.attention.work_ring import MERGE, NORMAL, RETRY
 from cutex.schedulers.dispatch import SelfDispatch, Ticket
 
 AHEAD = 2  # one CTA of a pair may be an exchange ahead of the other
@@ -41,8 +43,8 @@ class TileJob(NamedTuple):
     mode: Int32
     lengths: Lengths
     forwards: Int32 | None  # 1: its keys from the first to the last; None: never
-    # of its keys: a Part or, of a tile that is split, the number of its share; None: all of them
-    part: Part | Int32 | None
+    part: Any  # of its keys, a Part or a SplitPart; None: all of them
+    place: Int32 | None = None  # the word of a PartPlace, of a tile that is split
 
 
 class Pages(NamedTuple):
@@ -109,7 +111,7 @@ class Load:
     q: Rows  # with the TMA operand each
     k: Rows | Pages
     v: Rows | Pages
-    order: AttentionOrder | PartsOrder | SplitOrder
+    order: AttentionOrder | PartsOrder
     dispatch: SelfDispatch
     exchange: PairExchange | None  # of CTAs that share their loads
     shared: Shared
@@ -141,7 +143,6 @@ class Load:
             if cutlass.const_expr(c.alternates):
                 forwards = ring.forwards(back.slot)  # as when it failed
             part = self.parts.whole(Int32(0)) if c.spread else None
-            share = ring.part(back.slot) % NUMBERS if c.split else None
             if not failed:
                 number = cutlass.min(ticket.index, order.total - 1)
                 if cutlass.const_expr(c.spread):
@@ -149,8 +150,6 @@ class Load:
                     if number >= self.parts.tail.whole:
                         part = self.parts.part(number, which)
                     number = part.index
-                if cutlass.const_expr(c.split):
-                    share, number = number, number // self.split.parts
                 work = self.tiles.tile(number)
                 mode = Int32(NORMAL)
                 if cutlass.const_expr(c.alternates):
@@ -163,7 +162,7 @@ class Load:
                 asked = Int32(0)
                 if lengths[0].length * c.pack > work.m * c.tile_m:
                     forwards_or_none = forwards if c.alternates else None
-                    job = TileJob(work, mode, lengths, forwards_or_none, share if c.split else part)
+                    job = TileJob(work, mode, lengths, forwards_or_none, part)
                     fills, asked = self.tile(job, ticket, q_fill, fills)
                     q_fill.advance()
                 else:
@@ -188,11 +187,6 @@ class Load:
     @property
     def parts(self) -> PartsOrder:
         assert isinstance(self.order, PartsOrder), "only tiles of such an order are cut"
-        return self.order
-
-    @property
-    def split(self) -> SplitOrder:
-        assert isinstance(self.order, SplitOrder), "only tiles of such an order are split"
         return self.order
 
     def agree(
@@ -224,20 +218,20 @@ class Load:
         """
         shared, c = self.shared, self.config
         k_fill, v_fill, *q_free = fills
-        work, mode, (seq_q, seq_k), forwards, part = job
+        work, mode, (seq_q, seq_k), forwards, part, place = job
         word, is_last, of_loads = None, None, seq_k  # NOTE: ragged rows need their own end
         if cutlass.const_expr(c.spread):
-            assert part is not None
             # NOTE: to the other roles a part is a tile with fewer keys
             word, is_last = part.word, part.is_last
             keys = cutlass.min(seq_k.length, part.end * c.tile_n) - part.first * c.tile_n
             seq_k = seq_k._replace(length=keys)
         elif cutlass.const_expr(c.split):
-            part = self.split.part(part, shared.info.n_blocks(work.m, seq_q.length, seq_k.length))
-            word = part.word
+            word = part.count
             seq_k = seq_k._replace(length=seq_k.length - part.first * c.tile_n)
         blocks = shared.info.n_blocks(work.m, seq_q.length, seq_k.length)
+        of_part: tuple[Any, ...] = ()
         if cutlass.const_expr(c.split):
+            of_part = place, part.first
             blocks = within(blocks, word)
         turns = c.turns(shared.sK.element_type is BFloat16)
         path = blocks.path(forwards, blocks.turn() if turns else None)
@@ -245,7 +239,7 @@ class Load:
         loads_q = tile_loads(self.q, shared.sQ, (work.head, work.batch, seq_q))
         of = head_kv, work.batch, of_loads
         loads_k, loads_v = self.blocks(self.k, shared.sK, of), self.blocks(self.v, shared.sV, of)
-        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards, word)
+        full = shared.work.announce(q_fill, mode, work, seq_q, seq_k, forwards, word, of_part)
         q_slot = Int32(0) if c.q_waits else q_fill.slot
         if cutlass.const_expr(not c.q_waits):
             self.load_q(loads_q, work, q_slot, full)
@@ -293,7 +287,7 @@ class Load:
         return tile_loads(rows, sX, of, sharers=self.config.ctas)
 
     @staticmethod
-    def behind(n_block: Int32, part: Part | None) -> Int32:
+    def behind(n_block: Int32, part: Part | SplitPart | None) -> Int32:
         """The number in its sequence of block `n_block` of a part."""
         return n_block if part is None else n_block + part.first
 
@@ -307,3 +301,65 @@ class Load:
         if asks:
             asked = self.dispatch.ask(ticket)
         return asked
+
+
+@dataclass(frozen=True)
+class SplitLoad:
+    """The load role where tiles are cut along their keys (split_row.py): it announces the pieces of
+    this CTA's share and loads their Q, K and V; a piece that failed again, in retry mode, before
+    any other; and then those pieces that are to be merged."""
+
+    load: Load
+    share: OwnShare
+
+    @cute.jit
+    def run(self) -> None:
+        shared, share = self.load.shared, self.share
+        c, ring = self.load.config, shared.work
+        q_fill = ring.q.producer()
+        fills: Fills = (shared.k.producer(), shared.v.producer())
+        if cutlass.const_expr(c.q_waits):
+            fills = (*fills, PipelineState(1, Int32(0), Int32(1)))
+        ring.clear()
+        ticket = self.load.dispatch.first()  # NOTE: there is nothing to ask for
+        at, looked_at = Int32(share.begin), Int32(0)  # slots that came back since the last piece
+        while at < share.end or looked_at < c.work_slots:
+            back = PipelineState(c.work_slots, q_fill.slot, q_fill.phase)
+            back.skip(looked_at)
+            ring.q.empty.wait(back.phase, back.slot)
+            failed = ring.take_back(back.slot)
+            if not failed and at >= share.end:
+                looked_at += 1
+            else:
+                looked_at = Int32(0)
+                work, mode = ring.work(back.slot), Int32(RETRY)
+                place = ring.place(back.slot)
+                part = SplitPart(ring.first(back.slot), ring.part(back.slot))
+                cuts = Int32(0), Int32(0), Int32(1)
+                if not failed:
+                    work, piece, of_tile = share.piece(at)
+                    at, mode, place = piece.after, Int32(NORMAL), of_tile.word
+                    cuts = piece.begin, piece.end, piece.weight
+                lengths = shared.lengths(work.batch)
+                if not failed:
+                    length_q, length_k = (x.length for x in lengths)
+                    part = part_of(shared.info.n_blocks(work.m, length_q, length_k), *cuts)
+                job = TileJob(work, mode, lengths, None, part, place)
+                fills, _ = self.load.tile(job, ticket, q_fill, fills)
+                q_fill.advance()
+        self.announce_merges(q_fill)
+
+    @cute.jit
+    def announce_merges(self, q_fill: PipelineState) -> None:
+        """Announce again what is left of tiles, all of this CTA's being valid, and then the end."""
+        shared, share = self.load.shared, self.share
+        ring, at = shared.work, Int32(share.begin)
+        while at < share.end:
+            work, piece, place = share.piece(at)
+            at = piece.after
+            if place.parts > 1:
+                ring.q.empty.wait(q_fill.phase, q_fill.slot)
+                ring.say(q_fill, MERGE, work, *shared.lengths(work.batch), place.word)
+                q_fill.advance()
+        ring.q.empty.wait(q_fill.phase, q_fill.slot)
+        ring.end(q_fill)

@@ -1,4 +1,4 @@
-"""PartMerge: what a warp does with its rows of a part of a tile that is split (split.py)."""
+"""PartMerge: what a warp does with its rows of a part of a tile that is split (split_row.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cutex.device.atoms.wgmma import ROWS
 from cutex.device.attention.merged_rows import (
@@ -17,6 +17,7 @@ from cutex.device.attention.merged_rows import (
 )
 from cutex.device.attention.row_stats import KeptStats
 from cutex.device.attention.row_store import RoundedRow
+from cutex.device.attention.split_row import PartPlace
 from cutex.device.attention.unit_rows import UnitRows, units_of
 from cutex.device.pipeline import threads_where
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
@@ -28,12 +29,11 @@ WHOLE_BARRIER = 11  # a named barrier of all warps that compute
 
 @dataclass(frozen=True)
 class PartMerge:
-    """The merge of a part with the others of its tile, by all CTAs that have one."""
+    """What CTAs leave of their parts of a tile, and how each merges some columns of it."""
 
     config: Sm90ForwardConfig
     mO: Any  # (batch, seqlen_q, heads, DV) or (total_q, heads, DV)
     args: KernelArgs
-    parts: Int32  # of a tile
 
     def stats(self) -> cute.Tensor:
         """The stats (STATS, rows) of rows without keys."""
@@ -56,39 +56,35 @@ class PartMerge:
                 stats[i, r] = value
 
     @cute.jit
-    def merged(
-        self,
-        acc: cute.Tensor,
-        stats: cute.Tensor,
-        own: OwnRows,
-        share: Int32,
-        valid: Boolean,
-        lse: cute.Tensor,
-    ) -> tuple[Boolean, Boolean]:
-        """Leave these rows to the other CTAs and merge a part of their columns, if those of all
-        warps of this CTA are valid; set `lse`. Returns whether they are, and whether LSE is to be
-        stored here."""
-        warps = self.config.warps
-        failed = threads_where(~valid, Int32(WHOLE_BARRIER), 32 * warps)
-        is_valid, knows = failed == 0, Boolean(False)
-        if is_valid:
-            rows = self.rows(own, share)
-            rows.leave(acc, stats)
-            merged = rows.merge()
-            knows = rows.is_last
-            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-                lse[r] = merged[r]
-        return is_valid, knows
+    def leave(
+        self, acc: cute.Tensor, stats: cute.Tensor, own: OwnRows, place: PartPlace, valid: Boolean
+    ) -> Boolean:
+        """Leave these rows to all CTAs of their tile, if those of all warps of this CTA are valid.
+        Returns whether they are."""
+        failed = threads_where(~valid, Int32(WHOLE_BARRIER), 32 * self.config.warps)
+        if failed == 0:
+            self.rows(own, place).leave(acc, stats)
+        return failed == 0
 
-    def rows(self, own: OwnRows, share: Int32) -> MergedRows:
+    @cute.jit
+    def merge(self, own: OwnRows, place: PartPlace, lse: cute.Tensor) -> Boolean:
+        """Merge a part of the columns of these rows, and set `lse`. Returns whether it is to be
+        stored here."""
+        rows = self.rows(own, place)
+        merged = rows.merge()
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            lse[r] = merged[r]
+        return rows.is_last
+
+    def rows(self, own: OwnRows, place: PartPlace) -> MergedRows:
         c, args = self.config, self.args
-        part, tile, warp = share % self.parts, share // self.parts, cute.arch.warp_idx()
         numbers = numbers_of_warp(c.head_dim_v)
-        first = tile * self.parts * c.warps + warp
+        warp = cute.arch.warp_idx()
+        first = Int64((place.slot * c.warps + warp) * numbers)
         sums = cute.make_tensor(
-            args.parts.iterator + cute.assume(first * numbers, divby=4), args.parts.layout
+            args.parts.iterator + cute.assume(first, divby=4), args.parts.layout
         )
-        count = args.counter.iterator + tile * c.warps + warp
+        count = args.counter.iterator + place.first * c.warps + warp
         of_tile = UnitRows(
             own.work.batch, own.m_block, own.work.head, own.seq_q, Int32(c.pack), ROWS
         )
@@ -101,8 +97,8 @@ class PartMerge:
             sums,
             count,
             stride,
-            part,
-            self.parts,
+            place.number,
+            place.parts,
             c.head_dim_v,
             places,
             exists,
