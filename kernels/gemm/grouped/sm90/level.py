@@ -121,6 +121,7 @@ class GroupedLevel(GroupedKernel):
         if reason := config.why_not(arch_named(self.arch)):
             raise ValueError(reason)
         self.config, self.tiles, self.widths = config, config.tiles, config.widths
+        self.halves = config.halves
         # NOTE: the general kernel takes no gate here, whose columns are an MMA's rows
         self.general = General(replace(config.product, ops=()))
 
@@ -136,7 +137,7 @@ class GroupedLevel(GroupedKernel):
         n = cute.size(mB, mode=[0])
         slots = general.epilogue_slots(mOut.element_type)
         if cutlass.const_expr(product.gated):
-            mB = pairs_apart(mB, self.config.halves)
+            mB = pairs_apart(mB, self.halves)
             slots = paired_slots(mOut.element_type, c.epi_n, general.num_slots)
         a = general.load_operand(mB, c.tile_m, c.cluster_n, general.config.k_major[0])
         b = general.load_operand(mRows, c.tile_n, c.cluster_m, general.config.k_major[1])
