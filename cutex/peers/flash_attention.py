@@ -30,6 +30,13 @@ def forward(problem: AttentionSizes) -> tuple[Callable[..., Any], str]:
     return launch, version()
 
 
+def varlen() -> tuple[Callable[..., Any], str]:
+    """Its flash_attn_varlen_func, of caches and pages too, and the version."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return flash_attn_varlen_func, version()
+
+
 def backward(problem: AttentionSizes) -> tuple[Callable[..., Any], str]:
     from flash_attn.cute import flash_attn_func
 

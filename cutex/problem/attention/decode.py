@@ -8,10 +8,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutex.peers import torch_attention
+from cutex.peers import flash_attention, torch_attention
 from cutex.problem.attention import AttentionProblem
 from cutex.problem.protocol import Check, Launch, PeerKernel, Sizes
 
@@ -45,15 +44,14 @@ def _cudnn(problem: DecodeProblem) -> tuple[Launch, str]:
 
 
 def _fa4(problem: DecodeProblem) -> tuple[Launch, str]:
-    from flash_attn.cute import flash_attn_varlen_func
-
+    attend, version = flash_attention.varlen()
     more = {"causal": problem.causal, "window_size": problem.bounds, "softcap": problem.softcap}
 
     def launch(q: Any, k: Any, v: Any, lengths: Any, *rest: Any) -> object:
         table = {"page_table": rest[0]} if problem.page_size else {}
-        return flash_attn_varlen_func(q, k, v, seqused_k=lengths, **table, **more)
+        return attend(q, k, v, seqused_k=lengths, **table, **more)
 
-    return launch, f"flash-attn-4 {metadata.version('flash-attn-4')}"
+    return launch, version
 
 
 @dataclass(frozen=True)
