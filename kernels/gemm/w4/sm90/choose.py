@@ -66,20 +66,27 @@ class Placed(NamedTuple):
 
 
 # by how many tiles of 32 rows there are for each SM, up to so many: of one row of x, and of up to
-# eight (docs/facts/scaled.md#w4-decode-placed). Slots are as many as keep another CTA from an SM: a
-# launch that begins under the one before would leave some SMs more CTAs than others
+# eight (docs/facts/scaled.md#w4-decode-placed, and #w4-decode-waves). Slots are as many as keep
+# another CTA from an SM: a launch that begins under the one before would leave some SMs more CTAs
+# than others
 OF_ONE_ROW = (
     (1.0, Placed(32, 16, 1, 4)),
     (1.3, Placed(16, 8, 3, 4)),
     (1.6, Placed(32, 8, 3, 3)),
     (2.0, Placed(32, 8, 2, 4)),
     (3.0, Placed(16, 8, 4, 4)),
+    (4.0, Placed(32, 8, 4, 2)),
+    (4.7, Placed(32, 4, 5, 4)),
+    (6.0, Placed(32, 8, 3, 3)),
+    (10.0, Placed(32, 4, 5, 4)),
     (math.inf, Placed(32, 8, 3, 3)),
 )
 OF_EIGHT_ROWS = (
     (1.0, Placed(32, 16, 1, 4)),
     (2.0, Placed(32, 8, 2, 4)),
     (3.0, Placed(32, 8, 3, 2)),
+    (4.0, Placed(32, 4, 4, 3)),
+    (5.5, Placed(32, 4, 5, 2)),
     (math.inf, Placed(32, 4, 4, 3)),
 )
 # tiles of 32 rows an SM, beyond which two to seven rows of x, whose boxes lack some of eight, take
