@@ -262,6 +262,15 @@ def test_every_choice_fits():
 
 
 @pytest.mark.parametrize(
+    ("rows", "paged", "least"), [(16, 0, 2), (17, 0, 5), (144, 64, 5), (144, 1, 1)]
+)
+def test_parts_of_many_rows_at_head_dim_256_are_not_short(rows, paged, least):
+    """Of single rows nothing was timed."""
+    config = DecodeConfig(head_dim=256, head_dim_v=256, page_size=paged)
+    assert fitted(config, 5000, 3, rows).least == least
+
+
+@pytest.mark.parametrize(
     ("config", "rows", "two"),
     [
         (DecodeConfig(), 96, True),

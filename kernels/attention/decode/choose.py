@@ -61,6 +61,9 @@ _MEDIUM_WHOLE: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     arch: {dims: {**x, "merge": MEDIUM // x["tile_n"], "overlaps": False} for dims, x in of.items()}
     for arch, of in _MEDIUM.items()
 }
+# blocks of keys of a part at head dim 256, at least, where it has many rows to store and to merge
+# (docs/facts/decode.md#least-256)
+LEAST_OF_ROWS = 5
 # of so many rows products bind, not memory: one of two CTAs of an SM computes exponentials while
 # the tensor cores have the other's products (docs/facts/decode.md#many-rows-two)
 MANY_ROWS = 96
@@ -179,6 +182,8 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
     many_rows = rows >= MANY_ROWS and room > SHORT and not (config.single_rows or config.fp8)
     if many_rows and "ctas_per_sm" not in tiles:
         tiles = _MANY.get(arch, {}).get(config.head_dims, tiles)
+    if rows > FEW_ROWS and "least" in tiles:
+        tiles = {**tiles, "least": LEAST_OF_ROWS}
     if config.fp8:
         tiles = _E4M3.get(arch, {}).get(config.head_dims, tiles)
         whole = _WHOLE_E4M3.get(arch, {}).get(config.head_dims, 0)
