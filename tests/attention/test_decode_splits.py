@@ -82,7 +82,9 @@ def test_parts_by_room_are_all_blocks_of_each_unit():
         ((30, 1, 900, 8, 1, 128), 4),
         ((200, 1, 900, 8, 1, 128), 1),  # few rows, and more units than SMs
         ((200, 1, 9000, 8, 1, 128), 0),  # longer ones lose by it
-        ((1, 1, 65536, 32, 8, 128), 0),
+        ((2, 1, 65536, 32, 8, 128), 0),
+        ((1, 1, 65536, 32, 8, 128), 16),  # which are equal, whatever its length
+        ((1, 1, 65536, 24, 24, 128), 0),  # 5 for each of 3 heads' teams, and one team idle of 16
     ],
 )
 def test_units_of_little_room_are_cut_by_it(sizes, parts):

@@ -48,6 +48,7 @@ MOST_MERGED = 64
 # new rows of a sequence that the warps that load append (docs/facts/decode.md#appended-inside)
 MOST_APPENDED = 16
 FEW_SEQUENCES = 2  # of e4m3 (docs/facts/decode.md#e4m3-shares)
+IDLE = 32  # of so many teams one may have no part of a lone sequence (docs/facts/decode.md#lone)
 # bits of a plan's key: which of the tensors that may be left out are given, in a launch's order
 CU_Q, ENDS, TABLE, ENTRIES, BEGINS, CU_NEW, SINK, K_SCALE, V_SCALE, NEW_K, NEW_V = (
     1 << bit for bit in range(TENSORS - 3)
@@ -414,7 +415,10 @@ def parts_by_room(call: KVCacheCall, config: DecodeConfig, room: int) -> int:
     size = -(-blocks // parts)
     # NOTE: of so few sequences lengths differ less than it takes roles to share them out
     few = config.widens and call.batch <= FEW_SEQUENCES
-    if not (few or config.is_short(size)):
+    # NOTE: a lone sequence has as many parts, whatever its length
+    lone = call.batch == 1 and config.few_rows and config.head_dims == (128, 128)
+    lone = lone and not (config.page_size or config.fp8) and IDLE * (teams % units) <= teams
+    if not (few or lone or config.is_short(size)):
         return 0
     return 1 if blocks <= size + config.merge else -(-blocks // size)
 
