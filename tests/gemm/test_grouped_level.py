@@ -250,6 +250,13 @@ def test_what_is_chosen_fits_and_other_products_keep_their_tiles(
         plain = (None, None, False), False, False
         assert kinds(long, w, *plain) == ["level", "rows"]
         assert kinds(long[:512], w, *plain) == ["rows"]
+        wide = torch.zeros(4, 416, 64, dtype=bf16).mT
+        given = [long, wide, long.new_empty(1024, 416), torch.zeros(4, dtype=torch.int32)]
+        of_both = [call(options, given)[0] for _, options, call in launch.ways(long, wide, *plain)]
+        level, full = of_both
+        assert level.only.unit == full.only.unit == 256 and full.only.full > level.only.full
+        assert (full.product.tiles.tile_n, full.product.tiles.cluster_m) == (208, 2)
+        assert all(c.why_not(hopper) is None for c in of_both)
     with ops.simulated("sm_100a"):
         assert not launch.levels(x, 1024, w, None)
 

@@ -64,6 +64,7 @@ SHORT_BLOCKS = {2: 1.06, 1: 1.13}
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
 TOGETHER = {256: 1.0, 192: 0.99, 128: 1.15, 64: 1.6}  # of 128 rows by two warpgroups
 FEW = {192: 1.0, 128: 1.0, 64: 1.3}  # of 64 rows
+FULL = {192: 1.0, 208: 1.0}  # in turn, for groups that fill pairs of tiles of rows
 IN_TURN = {192: 1.0, 256: 1.05, 128: 1.2, 64: 1.7}  # where ping-pong of 192 is faster
 # rows of a group in the mean between which a tile's store takes as long as its sums
 SHORT_SUMS = (100, 6000)
@@ -169,6 +170,16 @@ def both_pay(rows: int, matrix: tuple[int, int]) -> bool:
     device runs one: where `rows` in all may be of either, and times (K, N) are enough."""
     k, n = matrix
     return rows * k * n >= MUCH_WORK
+
+
+def full_tiles(
+    mean_rows: int, matrix: tuple[int, int], fused: bool, most: int, by_k: bool
+) -> Sm90Config | None:
+    """Hopper's tiles for groups that surely fill pairs of tiles of rows, which share matrices; None
+    where those of `rows_tiles` are as good (docs/facts/grouped.md#grouped-full-pairs)."""
+    if fused or not by_k or mean_rows < MANY_ROWS or width(matrix[1], FULL) != 208:
+        return None
+    return _filled(_in_turn(208, cluster_m=2), fused, most)
 
 
 def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:
