@@ -4,6 +4,8 @@ than tables do (docs/facts/timing.md).
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +13,14 @@ from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.sim.host.loaded import captured
-from cutex.sim.timing.events import Fetch, Touch, Work
+from cutex.sim.timing.events import Event, Fetch, Touch, Work
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.machine_code import ALU, FMA, FP64, LSU, MMA, MUFU, UNIFORM, Sass, costs
+from cutex.sim.timing.sampled import Sampled
+from cutex.sim.timing.touches import Together
 from cutex.sim.timing.trace import trace
 from cutex.sim.timing.traffic import fetched
+from cutex.sim.timing.units import Sm
 
 
 @pytest.mark.parametrize(
@@ -128,3 +133,33 @@ def test_an_atomic_in_shared_memory_passes_the_port_once(bins: np.ndarray, cycle
         (program,) = traced.record.programs.values()
         found.append(sum(e.port for e in program if isinstance(e, Work)))
     assert found[0] - found[1] == cycles - 1
+
+
+def test_stores_into_the_last_lines_of_a_warp_are_put_together() -> None:
+    """Words 8 bytes apart and those between them are whole sectors; 32 bytes apart they are not."""
+    halves, eights, together = np.arange(32) * 8, np.arange(32) * 32, Together()
+    program: list[Event] = []
+    for at in (halves, halves + 4, eights, eights + 4):
+        program.append(together.store(0, 0, 4096 + at, 4, program))
+    assert [(e.sectors, e.partial) for e in program] == [(8, 0), (0, 0), (32, 32), (32, 32)]
+    assert [(e.packets, e.again) for e in program] == [(2, 0), (0, 0), (8, 8), (8, 32)]
+
+
+def test_of_loads_of_which_a_part_misses_each_waits_or_does_not() -> None:
+    sm = Sm(0)
+    assert sum(sm.misses(0.25) for _ in range(400)) == 100
+    assert not any(Sm(0).misses(0.0) for _ in range(9)) and all(sm.misses(1.0) for _ in range(9))
+
+
+def test_clusters_whose_instructions_are_counted_take_the_time_that_those_tell() -> None:
+    """By the issue slots of the recorded ones, beyond which the line goes on."""
+    slots = {0: 100.0, 5: 300.0}
+    idle = Work(*(0.0 for _ in Work._fields))
+    programs = {n: {0: [idle._replace(slots=s)]} for n, s in slots.items()}
+    records = {n: SimpleNamespace(flops=0, programs=p) for n, p in programs.items()}
+    first = SimpleNamespace(clusters=6)
+    counted = {0: 100.0, 1: 100.0, 2: 500.0, 3: 100.0, 4: 200.0, 5: 300.0}
+    times = Sampled(first, records, counted=counted).times([1100.0, 1300.0])  # type: ignore[arg-type]
+    assert times.tolist() == pytest.approx([1100, 1100, 1500, 1100, 1200, 1300])
+    plain = Sampled(first, records).times([1100.0, 1300.0])  # type: ignore[arg-type]
+    assert plain.tolist() == pytest.approx([1100, 1140, 1180, 1220, 1260, 1300])

@@ -65,6 +65,7 @@ class Gpu:
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions write
     load_line: float = 1.64  # of an SM, for such a line of which they load anything from L2
     partial_sector: float = 2.2  # of an SM, for a sector that is written in part, or changed
+    part_of_line: float = 3.47  # of an SM, for a line of which a store sends a part, at least
     same_word: float = 3.0  # of an SM, for each lane of a warp that adds to the same word
     l1_line_cycles: float = 0.3  # of an SM, for a line that L1 holds
     scattered_sector: float = 87.0  # bytes' time of memory for one at random; 0: as for others
@@ -130,7 +131,7 @@ B200 = Gpu(
     l2_copies=1.06, l2_store=2.95, l2_ahead=640.0, l2_capacity=77e6, l2_kept=60e6,
     global_latency=600.0, hbm_tail=0.0, hbm_crowd=0.0, l1_kept=0.0, clusters_of_four=33,
     try_wait=10.0, tmem_copy_bytes=170.0, load_line=2.4, partial_sector=32 * 148 / 5000,
-    same_word=0.0, l1_line_cycles=1.0, scattered_sector=0.0,
+    part_of_line=2.4, same_word=0.0, l1_line_cycles=1.0, scattered_sector=0.0,
     mma_commit=150.0, launch_control=800.0, launch=1800.0, cta_turnover=450.0,
     band=0.13, clock_band=0.11,
     power=Power(
@@ -214,6 +215,7 @@ SOURCES: dict[str, tuple[str, str]] = {
         "probe: words 8 and 32 bytes apart, sums, +-3 %",
         "not measured: as whole ones",
     ),
+    "part_of_line": ("probe: a word of each of 32 lines, 111 cycles, +-3 %", "line_cycles"),
     "same_word": ("probe: a word for each warp, +-3 %", "not measured: none"),
     "l1_line_cycles": ("probe: 32 words of 16 KB at random, 10 cycles", "1: as by its fits"),
     "scattered_sector": (

@@ -47,6 +47,7 @@ _PIPE = (
     (("ATOMS.CAS", "LDG"), LSU, 8.0),
     (("LDS", "STS", "LDSM", "STSM", "STG", "LDL", "STL", "SHFL", "ATOM", "RED"), LSU, 4.0),
     (("U", "R2UR", "S2UR"), UNIFORM, 1.0),
+    (("BRA", "BRX", "BSSY", "BSYNC", "BREAK", "CALL", "RET", "EXIT", "WARPSYNC", "NOP"), ALU, 0.0),
 )
 # cycles until the result of an instruction that sets a scoreboard is available (Hopper; the
 # published figures of a B300 are within 10 %)

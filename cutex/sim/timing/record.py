@@ -54,7 +54,7 @@ from cutex.sim.timing.events import (
 from cutex.sim.timing.fetches import Fetches, into_registers, width
 from cutex.sim.timing.machine_code import Cost
 from cutex.sim.timing.order import FIELDS, by_instruction
-from cutex.sim.timing.touches import touched
+from cutex.sim.timing.touches import Together, touched
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -122,7 +122,7 @@ class Recorder(Observer):
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.programs: dict[int, list[Event]] = defaultdict(list)
         self.maps: dict[int, TensorMap] = {}  # by address
-        self.flops, self.steps = 0.0, 0
+        self.flops, self.steps, self.together = 0.0, 0, Together()
         self.columns = 0  # columns of tensor memory of a CTA's largest allocation
         self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
         self.loads = np.zeros(machine.grid.num_ctas, int)
@@ -450,14 +450,16 @@ class Recorder(Observer):
     ) -> Callable[[Batch, Any], None]:
         d = Decoder(ins, self.m)
         address = d.address(next(i for i, o in enumerate(ins.operands) if isinstance(o, Address)))
-        size = width(ins)
+        size, cta_of = width(ins), self.m.grid.warp_cta.tolist()
 
         def add(b: Batch, verdict: Any) -> None:
-            addresses = b.lanes(address(b)).astype(np.int64)
-            active = b.active()
+            addresses, active = b.lanes(address(b)).astype(np.int64), b.active()
             for row in np.nonzero(b.any_active())[0].tolist():
                 at = addresses[row][active[row]]
-                self._add(int(b.idx[row]), touched(at, size, waits, adds))
+                warp, touch = int(b.idx[row]), touched(at, size, waits, adds)
+                if not (waits or adds):
+                    touch = self.together.store(warp, cta_of[warp], at, size, self.programs[warp])
+                self._add(warp, touch)
 
         return add
 

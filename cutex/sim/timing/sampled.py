@@ -1,8 +1,10 @@
 """The time of a grid whose clusters differ in an unknown way, for instance by a causal mask.
 
 Where a grid has more clusters than run at one time, a few spread over it are recorded, and more if
-those differ. The time of each other cluster is taken from the recorded ones around it, and all are
-handed out in their order, each to the first SMs that are free.
+those differ. Where none has MMAs (a fractal, rows of a sparse matrix) the instructions of many more
+are counted instead, side by side, and the recorded ones tell what time those take. The time of each
+other cluster is taken from those around it, and all are handed out in their order, each to the
+first SMs that are free.
 """
 
 from __future__ import annotations
@@ -10,19 +12,26 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cutex.sim.errors import SimError
 from cutex.sim.host.capture import HostFunction, HostTensor, Launch
+from cutex.sim.machine.batch import Batch
+from cutex.sim.machine.events import Observer
+from cutex.sim.machine.machine import Machine
+from cutex.sim.machine.pending_clusters import PendingClusters
+from cutex.sim.machine.residency import Residency
 from cutex.sim.ptx.program import Program
+from cutex.sim.scheduler import Scheduler
 from cutex.sim.timing.contents import Contents
 from cutex.sim.timing.events import Record, Work
 from cutex.sim.timing.gpus import Gpu
+from cutex.sim.timing.machine_code import Cost
 from cutex.sim.timing.replay import Replay, Run
 from cutex.sim.timing.timed import Timed
 from cutex.sim.timing.trace import Few, Traced, machine_code
@@ -40,6 +49,9 @@ from cutex.sim.timing.units import Memory
 
 FEW, MORE = 4, 16  # clusters that are recorded, and where those differ
 ALIKE = 0.02  # relative difference in work below which clusters count as alike
+COUNTED = 0.25  # the same above which their instructions tell their time
+MANY = 256  # clusters whose instructions are counted
+MOST_COUNTED = 4_000_000  # warp-instructions of all of these
 MOST_STEPS = 2_000_000  # warp-instructions of all records, above which there are no more than FEW
 TURN = (math.sqrt(5) - 1) / 2  # of the grid from one sample to the next: spread over any period
 ROUNDS = 3  # of CTAs on an SM that are replayed
@@ -52,6 +64,7 @@ class Sampled:
     first: Traced  # of cluster 0, with what clusters share
     records: dict[int, Record]
     dynamic: bool = False  # clusters ask for tiles, so that all end at about the same time
+    counted: dict[int, float] = field(default_factory=dict)  # issue slots of many clusters
 
     @property
     def record(self) -> Record:
@@ -83,6 +96,18 @@ class Sampled:
     def mean(self, values: Sequence[float]) -> float:
         return float(self.everywhere(values).mean())
 
+    def times(self, each: Sequence[float]) -> np.ndarray:
+        """For each cluster of the grid its cycles, by those of the records; by its issue slots,
+        where many were counted: linear between and beyond the records."""
+        if not self.counted:
+            return self.everywhere(each)
+        amounts = np.array([work(r) for r in self.records.values()])
+        slope, start = np.polyfit(amounts, each, 1)
+        numbers = sorted(self.counted)
+        slots = np.interp(range(self.clusters), numbers, [self.counted[n] for n in numbers])
+        least = min(each) * np.minimum(1.0, slots / amounts.min())
+        return np.maximum(start + slope * slots, least)
+
 
 def work(record: Record) -> float:
     """The amount of work of a cluster: MMA FLOPs, or issue slots where there are none."""
@@ -113,11 +138,42 @@ class Sampler(Few):
     ) -> None:
         super().__init__(programs, tensors, cubin, 0.0)
         self.before = Contents(tensors)
+        self.counting: list[int] = []  # clusters that run side by side, for their instructions
         self.found: list[Traced | Sampled] = []
 
     def record(self, what: Launch, number: int = 0) -> Record:
         self.before.restore()
         return super().record(what, number)
+
+    def count(self, what: Launch, most: int) -> dict[int, float]:
+        """The issue slots of so many clusters, which run side by side, by their number; none where
+        they cannot."""
+        self.before.restore()
+        self.counting = numbers(what.num_ctas // what.cluster_size, most)
+        try:
+            super(Few, self).launch(what)
+            return dict(zip(self.counting, self.slots.tolist(), strict=True))
+        finally:
+            self.counting = []
+
+    def _residency(self, program: Program, what: Launch) -> Residency:
+        if self.counting:
+            return Residency(
+                len(self.counting) * what.cluster_size, "the clusters that are counted"
+            )
+        return super()._residency(program, what)
+
+    def _run(self, scheduler: Scheduler, what: Launch) -> None:
+        if not self.counting:
+            super()._run(scheduler, what)
+            return
+        machine = scheduler.m
+        machine.pending_clusters = PendingClusters(self.counting)
+        machine.load_clusters(machine.pending_clusters.start(len(self.counting)))
+        slots = Slots(machine, self.cost)
+        machine.observe(slots)
+        scheduler.run()
+        self.slots = slots.by_warp.reshape(len(self.counting), -1).sum(1)
 
     def see(self, what: Launch) -> None:
         super().see(what)
@@ -126,7 +182,7 @@ class Sampler(Few):
         if first.takes_over:
             return
         dynamic = bool(self.counters)
-        records = {0: first.record}
+        records, counted = {0: first.record}, {}
         # NOTE: some clusters cannot run without those before them, as where they wait their turn
         with suppress(SimError):
             for count in (FEW, MORE):
@@ -137,11 +193,31 @@ class Sampler(Few):
                 amounts = [work(r) for r in records.values()]
                 if max(amounts) <= (1 + ALIKE) * min(amounts):
                     return
-            self.found[-1] = Sampled(first, records, dynamic)
+                largest = max(r.steps for r in records.values())
+                most = min(first.clusters, MANY, MOST_COUNTED // largest)
+                differ = max(amounts) > (1 + COUNTED) * min(amounts)
+                if differ and most > MORE and not any(r.flops for r in records.values()):
+                    with suppress(SimError):
+                        counted = self.count(what, most)
+                        break
+            self.found[-1] = Sampled(first, records, dynamic, counted)
             # NOTE: clusters of other lengths begin at other places, as at the end of a causal row
             self.in_step, first.sharing = False, {}
             self.look(what)
             self.in_step = True
+
+
+class Slots(Observer):
+    """Adds up the issue slots of each warp."""
+
+    def __init__(self, machine: Machine, costs: Mapping[int, Cost]) -> None:
+        code = machine.program.code
+        every = [costs.get(ins.line) for ins in code]
+        self.cost = np.array([cost.slots if cost else 0.0 for cost in every])
+        self.by_warp = np.zeros(machine.grid.num_warps)
+
+    def executing(self, batch: Batch, pc: int) -> None:
+        self.by_warp[batch.idx] += self.cost[pc]
 
 
 def sample(
@@ -188,7 +264,7 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
         for r in records
     ]  # fmt: skip
     each = [_each(run, slots) for run in runs]
-    times = sampled.everywhere(each)
+    times = sampled.times(each)
     longest = runs[records.index(sampled.record)]
     drained = max(0.0, longest.stores_end - longest.end)
     detailed = sum(run.end for run in runs)

@@ -1,11 +1,21 @@
-"""The sectors of global memory that an ordinary store or an atomic of a warp touches, and how."""
+"""The sectors of global memory that an ordinary store or an atomic of a warp touches, and how.
+
+L1 puts together what a warp stores into its last few lines: words 8 bytes apart, and then those in
+between, take no longer than all at once.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import NamedTuple
+
 import numpy as np
 
-from cutex.sim.timing.events import Touch
+from cutex.sim.timing.events import Event, Touch
 from cutex.sim.timing.fetches import SECTOR
+
+LINE = 128
+TOGETHER = 4  # lines: four stores, 16 bytes apart, are put together, eight, 32 bytes apart, are not
 
 
 def touched(at: np.ndarray, size: int, waits: bool, adds: bool) -> Touch:
@@ -17,6 +27,73 @@ def touched(at: np.ndarray, size: int, waits: bool, adds: bool) -> Touch:
     if waits or adds:
         return Touch(sectors, lines, waits, adds, sectors, _queued(words // SECTOR, lanes))
     return Touch(sectors, lines, waits, adds, sectors - _whole(words, size))
+
+
+class _Line(NamedTuple):
+    bytes: np.ndarray  # (LINE // SECTOR, SECTOR) bool: which have been stored
+    store: list[Touch]  # the last store, which its lines share
+
+
+class Together:
+    """The last lines that each warp has stored to."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, dict[int, _Line]] = defaultdict(dict)  # by warp and number
+        self.sent: dict[int, set[int]] = defaultdict(set)  # by CTA: sectors
+
+    def store(self, warp: int, cta: int, at: np.ndarray, size: int, program: list[Event]) -> Touch:
+        """A store of `size` bytes of each lane at these addresses: only what L1 has not got from
+        stores before it. Those are, in the warp's ``program``, no partial ones any more of the
+        sectors that this one fills.
+        """
+        known, full = self.lines[warp], touched(at, size, False, False)
+        if full.partial:
+            sectors = set((at // SECTOR).tolist())
+            again = len(sectors & self.sent[cta])
+            self.sent[cta] |= sectors
+            full = full._replace(packets=full.lines, again=again)
+        if full.lines > TOGETHER:
+            known.clear()
+            return full
+        stored = (np.unique(at)[:, None] + np.arange(size)).ravel()
+        numbers, which = np.unique(stored // LINE, return_inverse=True)
+        mine = np.zeros((len(numbers), LINE), bool)
+        mine[which.reshape(-1), stored % LINE] = True
+        store, fresh_sectors, partial, packets = [full], 0, 0, 0
+        for number, parts in zip(
+            numbers.tolist(), mine.reshape(-1, LINE // SECTOR, SECTOR), strict=True
+        ):
+            before = known.pop(number, None)
+            if before is not None:
+                filled = ~before.bytes.all(1) & before.bytes.any(1)
+                fresh = ~before.bytes.any(1)
+                parts = parts | before.bytes
+                filled &= parts.all(1)
+                if filled.any():
+                    _fill(before.store, int(filled.sum()), program)
+            else:
+                fresh = parts.any(1)
+            fresh = fresh & parts.any(1)
+            fresh_sectors += int(fresh.sum())
+            packets += bool(fresh.any() and full.partial)
+            partial += int((fresh & ~parts.all(1)).sum())
+            known[number] = _Line(parts, store)
+        while len(known) > TOGETHER:
+            del known[next(iter(known))]
+        store[0] = full._replace(
+            sectors=fresh_sectors, partial=partial, packets=packets,
+            again=min(full.again, fresh_sectors),
+        )  # fmt: skip
+        return store[0]
+
+
+def _fill(store: list[Touch], sectors: int, program: list[Event]) -> None:
+    """Let sectors of an earlier store of the program be whole."""
+    for at in range(len(program) - 1, -1, -1):
+        if program[at] is store[0]:
+            left = max(0, store[0].partial - sectors)
+            program[at] = store[0] = store[0]._replace(partial=left)
+            return
 
 
 def _whole(words: np.ndarray, size: int) -> int:

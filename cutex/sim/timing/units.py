@@ -156,6 +156,7 @@ class Sm:
         self.ingest = Unit("TMA bytes")
         self.outside = Unit("TMA outside")
         self.out = Unit("stores")
+        self.passes = Unit("lines of stores")
         self.lines = Unit("loads")
         self.peers = Unit("other CTAs' smem")
         self.sent = Unit("bytes to other CTAs")
@@ -163,11 +164,21 @@ class Sm:
         self.l2 = Unit("L2 share")
         self.hbm = Unit("HBM share")
         self.crowd = Crowd()
+        self.missing = 0.5  # loads that wait for memory, less those that have
+
+    def misses(self, share: float) -> bool:
+        """Whether the next load waits for memory, as this share of such loads do: of several that a
+        warp waits for together, the latest counts."""
+        self.missing += share
+        late = self.missing >= 1.0
+        self.missing -= late
+        return late
 
     @property
     def units(self) -> list[Unit]:
         cores = [u for core in self.cores for u in (core.slots, *core.pipes)]
         return [
             *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
-            self.out, self.lines, self.peers, self.sent, self.received, self.l2, self.hbm,
+            self.out, self.passes, self.lines, self.peers, self.sent, self.received, self.l2,
+            self.hbm,
         ]  # fmt: skip

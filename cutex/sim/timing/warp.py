@@ -396,18 +396,18 @@ class Warp:
         g, m = self.gpu, self.timeline.memory
         size = 32 * e.sectors
         whole = (size - 32 * e.partial) * m.sms / g.store_bytes
-        cycles = max(whole + e.partial * g.partial_sector, e.queued * g.same_word)
-        end = self.sm.out.serve(now, max(e.lines * g.line_cycles, cycles))
+        parts = max(whole + e.partial * g.partial_sector, e.packets * g.part_of_line)
+        sent = self.sm.out.serve(now, max(parts, e.queued * g.same_word))
+        end = max(self.sm.passes.serve(now, e.lines * g.line_cycles), sent)
         if e.waits:
             return self._until("global memory", now, end + g.global_latency)
         if not e.adds:
-            written = size * m.write_back * g.hbm_written * m.sms / g.hbm_bytes
+            written = (size - 32 * e.again) * m.write_back * g.hbm_written * m.sms / g.hbm_bytes
             self.sm.crowd.add(now, written)
             self.sm.hbm.serve(now, written)
         self.timeline.stores_end = max(self.timeline.stores_end, end + g.store_latency)
         # the warp need not wait for its first few stores
-        then = end - g.store_queue * g.line_cycles
-        return self._until("stores", now, then)
+        return self._until("stores", now, end - g.store_queue * g.line_cycles)
 
     def fetch(self, e: Fetch, now: float) -> float | None:
         """Start a load, after which the warp goes on until it needs the data."""
@@ -429,7 +429,8 @@ class Warp:
             end = max(end, hbm - g.hbm_ahead)
             late = g.hbm_tail and g.hbm_tail * self.timeline.latest(e.sectors)
             late += g.hbm_crowd * crowd
-            end += miss * (g.global_latency - g.l2_latency + late)
+            if self.sm.misses(miss):
+                end += g.global_latency - g.l2_latency + late
         if size:
             end += g.l2_latency
         else:
