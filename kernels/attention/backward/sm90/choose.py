@@ -8,14 +8,16 @@ from typing import Any
 from cutex.kernels.attention.backward.config import TILE, BackwardConfig
 
 _BY_64 = {"dq_columns": 64, "dq_slots": 1}
-_WIDE = {"tile_n": 64, **_BY_64}
 # by head dims: what differs from BackwardConfig's defaults
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"num_stages": 4, "dp_start": 0, "registers": (200, 104), **_BY_64, "dq_slots": 2},
     (96, 96): {"dq_columns": 96, "dq_slots": 2, "registers": (208, 88), "alternate": True},
     (128, 128): {"ds_slots": 3, "dp_start": 1},
     (192, 128): {"tile_n": 64, "pairs": True, "dp_start": 1, "registers": (216, 152, 136)},
-    (192, 192): {**_WIDE, "dp_start": 0, "registers": (216, 136, 152)},
+    (192, 192): {
+        **{"tile_n": 64, "pairs": True, "num_stages": 2, "dp_start": 1},
+        "registers": (216, 152, 136),
+    },
     (256, 256): {
         **{"tile_n": 64, "pairs": True, "num_stages": 2, "ds_slots": 1, "dq_columns": 64},
         "dp_start": 1,
