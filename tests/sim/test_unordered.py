@@ -53,7 +53,7 @@ def told(
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize(("who", "shape"), [(0, CTAS), (2, CTAS), (2, WARPS), (1, CLUSTER)],
-                         ids=["first CTA", "last CTA", "last warp", "last of a cluster"])  # fmt: skip
+                         ids=["first CTA", "last CTA", "last warp", "last in cluster"])  # fmt: skip
 def test_whoever_comes_last_races_with_those_before_its_own(first, then, who, shape):
     found = told(first, then, who, shape)
     assert found[0].rule == "race" and "PTX line" in str(found[0]) and not found[0].advisory
