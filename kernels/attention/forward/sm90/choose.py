@@ -87,9 +87,17 @@ def packed_heads(config: Sm90ForwardConfig, shape: Shape) -> int:
     heads = gcd(shape.heads_q // shape.heads_kv, MOST_PACKED)
     if shape.longest_q < config.tile_m:
         return heads
+    if not on_caches(config):
+        return 1
     alone = -(-shape.mean_q // config.tile_m) * heads
     together = -(-shape.mean_q * heads // config.tile_m)
     return heads if together < FEWER_TILES * alone else 1
+
+
+def on_caches(config: Sm90ForwardConfig) -> bool:
+    """Whether keys are in pages, or as many as only the card knows: what more tiles than SMs were
+    timed on as shares."""
+    return bool(config.page_size) or config.has_lengths
 
 
 def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardConfig:
@@ -101,6 +109,8 @@ def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardC
     mean = shape._replace(longest_q=min(shape.mean_q + 1, shape.longest_q))  # of packed queries
     tiles, whole = (x.tiles(mean) for x in (few, config))
     if few.why_not() is not None or not 0 < tiles <= MOST_ROUNDS * num_sms:
+        return config
+    if 2 * tiles > num_sms and not on_caches(config):
         return config
     # NOTE: rows of one tile that see fewer keys than those of others make shares unequal
     if config.causal and 2 * tiles > num_sms and shape.longest_k < FEW_BESIDE * shape.longest_q:
