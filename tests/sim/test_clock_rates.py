@@ -142,7 +142,10 @@ def test_stores_into_the_last_lines_of_a_warp_are_put_together() -> None:
     for at in (halves, halves + 4, eights, eights + 4):
         program.append(together.store(0, 0, 4096 + at, 4, program))
     assert [(e.sectors, e.partial) for e in program] == [(8, 0), (0, 0), (32, 32), (32, 32)]
-    assert [(e.packets, e.again) for e in program] == [(2, 0), (0, 0), (8, 8), (8, 32)]
+    assert [(e.packets, e.again) for e in program] == [(0, 0), (0, 0), (8, 8), (8, 32)]
+    quads = np.arange(32) // 4 * 1024 + np.arange(32) % 4 * 4  # as of accumulators: half a sector
+    assert together.store(0, 1, quads, 4, program).packets == 0
+    assert together.store(0, 1, np.arange(32) * 1024, 4, program).packets == 32
 
 
 def test_of_loads_of_which_a_part_misses_each_waits_or_does_not() -> None:

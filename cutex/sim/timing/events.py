@@ -124,7 +124,7 @@ class Touch(NamedTuple):
     adds: bool = False
     partial: int = 0  # sectors that it writes in part, or changes
     queued: int = 0  # of what it adds, for each sector the most lanes of one word, if several
-    packets: int = 0  # lines that it sends to L2, if some are not whole
+    packets: int = 0  # lines that it sends to L2, of which no sector is written by half
     again: int = 0  # of the sectors, those that its CTA has sent before, which L2 still holds
 
 

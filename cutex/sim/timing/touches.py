@@ -15,6 +15,7 @@ from cutex.sim.timing.events import Event, Touch
 from cutex.sim.timing.fetches import SECTOR
 
 LINE = 128
+HALF = SECTOR // 2  # bytes: a line that gets them takes no longer than a whole one
 TOGETHER = 4  # lines: four stores, 16 bytes apart, are put together, eight, 32 bytes apart, are not
 
 
@@ -51,7 +52,7 @@ class Together:
             sectors = set((at // SECTOR).tolist())
             again = len(sectors & self.sent[cta])
             self.sent[cta] |= sectors
-            full = full._replace(packets=full.lines, again=again)
+            full = full._replace(packets=_thin(at, size), again=again)
         if full.lines > TOGETHER:
             known.clear()
             return full
@@ -75,7 +76,7 @@ class Together:
                 fresh = parts.any(1)
             fresh = fresh & parts.any(1)
             fresh_sectors += int(fresh.sum())
-            packets += bool(fresh.any() and full.partial)
+            packets += bool(fresh.any() and full.packets and parts.sum(1).max() < HALF)
             partial += int((fresh & ~parts.all(1)).sum())
             known[number] = _Line(parts, store)
         while len(known) > TOGETHER:
@@ -94,6 +95,14 @@ def _fill(store: list[Touch], sectors: int, program: list[Event]) -> None:
             left = max(0, store[0].partial - sectors)
             program[at] = store[0] = store[0]._replace(partial=left)
             return
+
+
+def _thin(at: np.ndarray, size: int) -> int:
+    """Of how many lines no sector is stored by half."""
+    stored = np.unique((np.unique(at)[:, None] + np.arange(size)).ravel())
+    sectors, count = np.unique(stored // SECTOR, return_counts=True)
+    lines, first = np.unique(sectors // (LINE // SECTOR), return_index=True)
+    return int((np.maximum.reduceat(count, first) < HALF).sum()) if len(lines) else 0
 
 
 def _whole(words: np.ndarray, size: int) -> int:
