@@ -65,7 +65,7 @@ class Gpu:
     line_cycles: float = 2.4  # of an SM, for a 128-byte line that ordinary instructions write
     load_line: float = 1.64  # of an SM, for such a line of which they load anything from L2
     partial_sector: float = 2.2  # of an SM, for a sector that is written in part, or changed
-    part_of_line: float = 3.47  # of an SM, for a line of which a store sends a part, at least
+    part_of_line: float = 3.47  # of an SM, for a line of which no sector is stored by half
     same_word: float = 3.0  # of an SM, for each lane of a warp that adds to the same word
     l1_line_cycles: float = 0.3  # of an SM, for a line that L1 holds
     scattered_sector: float = 87.0  # bytes' time of memory for one at random; 0: as for others
