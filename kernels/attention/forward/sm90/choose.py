@@ -95,9 +95,9 @@ def packed_heads(config: Sm90ForwardConfig, shape: Shape) -> int:
 
 
 def on_caches(config: Sm90ForwardConfig) -> bool:
-    """Whether keys are in pages, or as many as only the card knows: what more tiles than SMs were
-    timed on as shares."""
-    return bool(config.page_size) or config.has_lengths
+    """Whether keys are in pages, or only some of them are used: what shares of more tiles than half
+    the SMs were timed on."""
+    return bool(config.page_size or config.used_k)
 
 
 def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardConfig:
