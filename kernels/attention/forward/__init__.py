@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Self
 
-from cutex.arch import arch
-from cutex.kernels.attention.forward.choose import choose
 from cutex.kernels.attention.forward.config import ForwardConfig
 from cutex.kernels.attention.forward.ladder import LadderConfig
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
@@ -52,7 +50,7 @@ class Forward(stage_of_any.Stage[AttentionProblem, ForwardConfig]):
     op = "attention"
 
     def fitted(self, problem: AttentionProblem) -> Self:
-        return self.with_config(choose(problem, arch(self.arch)))
+        return self.with_config(self.choose(problem))
 
     @property
     def module(self) -> str:
