@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 from cutex.device.work_tile import WorkTile
 from cutex.schedulers.announced import AnnouncedTiles
 from cutex.schedulers.order import GroupedOrder, TileCounts, select
-from cutex.schedulers.ragged import RaggedOrder, RaggedTiles
+from cutex.schedulers.ragged import Only, RaggedOrder, RaggedTiles
 from cutex.schedulers.raster import clusters
 
 WIDE, NARROW = 3, 2  # units of columns in a tile
@@ -156,10 +156,11 @@ class NarrowTiles(RaggedTiles):
         rows: Int32,
         columns: Int32 | int,
         padded: cutlass.Constexpr[bool] = False,
+        only: cutlass.Constexpr[Only | None] = None,
     ) -> None:
         """Fill in the tables, and make the plan. One warp calls it; a barrier of the CTA must
         follow."""
-        RaggedTiles.fill(self, edges, rows, columns, padded)
+        RaggedTiles.fill(self, edges, rows, columns, padded, only)
         cute.arch.sync_warp()
         _, _, ctas = cute.arch.grid_dim()
         strips = self.groups.starts[self.groups.most]

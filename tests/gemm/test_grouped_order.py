@@ -5,6 +5,7 @@ A mutant is the module with one text changed; the same check must find each.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections import Counter
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 from cutex.schedulers import ragged
+from cutex.schedulers.level import LevelTiles
+from cutex.schedulers.narrow import NarrowTiles
 from cutex.schedulers.raster import Raster
 
 MOST = 32
@@ -110,6 +113,14 @@ def test_of_two_kernels_one_has_the_tiles_of_all_groups() -> None:
             for x in (full, not full)
         ]
         assert totals == [ragged.filled(tiles, *given).total, 0], rows
+
+
+@pytest.mark.parametrize("kind", [LevelTiles, NarrowTiles, ragged.RaggedTiles])
+def test_every_scheduler_is_filled_in_with_the_same_arguments(kind: type) -> None:
+    """Those that the kernels' common part passes (kernels/gemm/grouped/sm90/kernel.py)."""
+    assert list(inspect.signature(kind.fill).parameters) == [
+        "self", "edges", "rows", "columns", "padded", "only"
+    ]  # fmt: skip
 
 
 def test_steps_along_k_cover_a_group_and_an_empty_one_has_one() -> None:
