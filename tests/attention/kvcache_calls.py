@@ -11,6 +11,10 @@ from torch import Tensor
 import cutex
 from cutex.problem.attention.case import AttentionCase, Inputs
 
+# of a small case
+SMALL = {"batch": 3, "heads_q": 4, "heads_kv": 2, "head_dim": 64, "head_dim_v": 64,
+         "seqlen_q": 1, "seqlen_k": 200, "used_k": (200, 0, 65)}  # fmt: skip
+
 
 def poisoned(*shape: int, like: Tensor) -> Tensor:
     return torch.full(shape, torch.nan, device=like.device).to(like.dtype)
