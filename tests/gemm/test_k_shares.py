@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ from cutex.compile import compile
 from cutex.kernels.gemm.config import ceil_div
 from cutex.kernels.gemm.layouts import OperandLayout
 from cutex.kernels.gemm.signature import GeneralConfig
-from cutex.kernels.gemm.sm90.candidates import LEAST_STEPS, SHARED, candidates
+from cutex.kernels.gemm.sm90.candidates import (
+    LEAST_STEPS,
+    SHARED_COLUMNS,
+    SHARED_ROWS,
+    candidates,
+)
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.in_shares import InShares
 from cutex.ops.matmul import choices
@@ -142,12 +148,20 @@ def test_a_small_c_and_a_long_k_have_such_candidates() -> None:
     """As many shares as there are CTAs for, none of them without any of K."""
     problem = GemmProblem(256, 824, 12992)
     found = [c for c in candidates(problem, arch("sm_90a"), (False, False)) if c.k_shares > 1]
-    assert {(c.tile_m, c.tile_n) for c in found} == set(SHARED)
+    assert {(c.tile_m, c.tile_n) for c in found} >= set(product(SHARED_ROWS, SHARED_COLUMNS))
     for c in found:
         each = ceil_div(ceil_div(problem.k, 64), c.k_shares)
         assert each >= LEAST_STEPS and (c.k_shares - 1) * each * 64 < problem.k
     large = GemmProblem(4096, 4096, 12992)
     assert not any(c.k_shares > 1 for c in candidates(large, arch("sm_90a"), (False, False)))
+
+
+def test_the_columns_of_shared_tiles_are_fitted_to_those_of_c() -> None:
+    """Where K is contiguous along them; elsewhere TMA loads boxes of 32."""
+    problem = GemmProblem(276, 256, 12800)
+    found = [c for c in candidates(problem, arch("sm_90a"), (True, False)) if c.k_shares > 1]
+    assert {c.tile_n for c in found if c.swap_ab} == {48, 56, 64, 72, 96, 128}
+    assert {c.tile_n for c in found if not c.swap_ab} == {64, 96, 128}
 
 
 @pytest.mark.slow

@@ -55,8 +55,9 @@ FEW_ROUNDS, IDLE = 8, 0.04
 RING, WHOLE_K = 4, 2048
 LEAST_STEPS = 8  # of 64 along K, in a cluster's share
 MOST_STREAMED = 40
-# tiles, and clusters, whose K is cut into more shares than a cluster has CTAs
-SHARED = ((64, 64), (64, 128), (128, 64), (128, 128))
+# rows and columns of tiles, and clusters, whose K is cut into more shares than a cluster has CTAs;
+# further widths are fitted to C
+SHARED_ROWS, SHARED_COLUMNS = (64, 128), (64, 96, 128)
 SHARED_CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 L2_RATE = 64  # bytes that an SM gets through L2 in a cycle, at most
 
@@ -255,8 +256,12 @@ def in_shares(
     where that are more than a cluster's."""
     arch, problem = _on(arch_name, num_sms), GemmProblem(*mnk)
     found: dict[Sm90Config, None] = {}
-    for (tile_m, tile_n), cluster, swap_ab in product(SHARED, SHARED_CLUSTERS, (False, True)):
-        cluster_m, cluster_n = cluster
+    every = (
+        (tile_m, tile_n, *cluster, swap_ab)
+        for tile_m, cluster, swap_ab in product(SHARED_ROWS, SHARED_CLUSTERS, (False, True))
+        for tile_n in _shared_columns(mnk[0] if swap_ab else mnk[1])
+    )
+    for tile_m, tile_n, cluster_m, cluster_n, swap_ab in every:
         tile = _tile(tile_m, tile_n, WARPGROUPS[tile_m], cluster_m, cluster_n, 1, swap_ab=swap_ab)
         m, n = tile.computed(problem)
         tiles = ceil_div(m, tile_m * cluster_m) * ceil_div(n, tile.cluster_columns)
@@ -266,11 +271,21 @@ def in_shares(
         if shares < 2:
             continue
         shares = ceil_div(steps, ceil_div(steps, shares))  # none without any of K
-        plain = replace(tile, k_bytes=128, epi_n=16, k_shares=shares, num_ctas=_grid(size, arch))
+        plain = replace(tile, k_bytes=128, k_shares=shares, num_ctas=_grid(size, arch))
+        if tile_n % 16 == 0:
+            plain = replace(plain, epi_n=16)
         config = in_order(_deepest(plain, arch))
         if config.num_stages > 2 and config.why_not(problem, arch) is None:
             found[config] = None
     return tuple(found)
+
+
+def _shared_columns(columns: int) -> tuple[int, ...]:
+    """The widths of tiles whose K is cut into shares, for this many columns of C: SHARED_COLUMNS,
+    and those that leave the least outside of it (docs/facts/gemm.md#shares-fitted)."""
+    widths = dict.fromkeys(SHARED_COLUMNS)
+    widths |= dict.fromkeys(ceil_div(columns, 8 * c) * 8 for c in range(1, FEW + 1))
+    return tuple(w for w in widths if FITTED_LEAST <= w <= max(SHARED_COLUMNS))
 
 
 def _rounds(config: Sm90Config, problem: GemmProblem, num_sms: int) -> float:
