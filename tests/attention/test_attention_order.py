@@ -160,6 +160,11 @@ def test_two_ctas_share_what_l2_does_not_hold_for_few_rows():
     assert not chosen(few, causal=True).share
     for change in ({"longest_k": 16384}, {"longest_q": 384, "mean_q": 384}, {"mean_q": 200}):
         assert not chosen(few._replace(**change)).share, change
+    uneven = Shape(2, 32, 16, 732, 11953, 732)  # six tiles, of which the last is partly empty
+    wide = {"head_dim": 256, "head_dim_v": 256}
+    assert chosen(uneven, **wide).share
+    assert not chosen(uneven._replace(longest_q=640, mean_q=640), **wide).share
+    assert not chosen(uneven._replace(longest_q=2048, mean_q=2048), **wide).share
 
 
 def test_the_tiles_of_two_ctas_have_the_flops_of_their_own_rows():

@@ -41,14 +41,14 @@ _LONG: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
     },
 }
 # the number of keys from which on two CTAs load K and V for each other: causal; full, where at head
-# dim 256 all CTAs read the same keys at one time anyway
+# dim 256 all CTAs read the same keys at one time anyway, unless rows are few
 _SHARED: dict[tuple[int, int], tuple[int, int | None]] = {
     (64, 64): (16384, 16384), (96, 96): (8192, 8192), (128, 128): (8192, 4096),
     (192, 128): (8192, 8192), (192, 192): (8192, 8192), (256, 256): (8192, None),
 }  # fmt: skip
 BOTH_ENDS = 4096  # keys from which on looking at block 0 early costs next to nothing
 MANY_BLOCKS = 16  # of rows, in a sequence: little of the last tile of two CTAs is empty
-L2_HEADS = 5  # heads of K and V, of which L2 does not hold as many where rows few read each
+L2_HEADS = 6  # heads of K and V, of which L2 does not hold as many where rows few read each
 # blocks of keys, of two warpgroups, that merging takes as long as: with its first part, and with so
 # many more
 MERGING, PARTS_A_BLOCK = 5, 8
@@ -146,15 +146,17 @@ def shares(config: Sm90ForwardConfig, shape: Shape, arch: Arch) -> bool:
     limits: less L2 traffic raises the clock; and where few rows see so many keys that L2 does not
     hold them until all have. Not with a window: the CTAs need different keys."""
     causal, full = _SHARED.get((config.head_dim, config.head_dim_v), (None, None))
-    keys = causal if config.causal else full
+    rows = shape.mean_q * config.pack
+    few = rows < MANY_BLOCKS * config.tile_m
+    keys = causal if config.causal or (few and full is None) else full
     if keys is None or shape.longest_k < keys or config.modified or any(config.window):
         return False
     if config.page_size:  # the CTAs would look up the same pages
         return False
-    m_blocks = shape.mean_q * config.pack // config.tile_m
     heads = shape.heads_q // config.pack * shape.batch
-    if m_blocks >= MANY_BLOCKS:
-        return m_blocks * heads >= 2 * arch.num_sms
+    if not few:
+        return rows // config.tile_m * heads >= 2 * arch.num_sms
+    m_blocks = -(-rows // config.tile_m)  # the last one may be partly empty
     head_bytes = shape.longest_k * (config.k_bytes + config.v_bytes) // config.tile_n
     whole = shape.mean_q == shape.longest_q and m_blocks > 0 and m_blocks % 2 == 0
     streams = not config.causal and L2_HEADS * head_bytes > arch.l2_bytes
