@@ -225,10 +225,11 @@ class BoxLoads:
         column: Int32 | int = 0,
         part: Int32 | int = 0,
         parts: cutlass.Constexpr[int] = 1,
+        found: tuple[Box, ...] | None = None,
     ) -> None:
         """Start the load of the rows of tile `tile`, from column tile `column`, into `slot`; its
         bytes, those of a whole tile, arrive on `full`. A whole warp calls it; or `parts` warps do,
-        each of which loads one part of the rows."""
+        each of which loads one part of the rows. `found`: what `find` has found of the tile."""
         rows, box = self.tile[0], self.box
         boxes, columns = rows // box[0] // parts, self.tile[1] // box[1]
         mine = part * boxes
@@ -236,11 +237,10 @@ class BoxLoads:
         # NOTE: each lane looks up a box, so that a tile waits for its table or index once for every
         # 32 boxes, not for each
         for first in cutlass.range_constexpr(0, boxes, WARP):
-            row = tile * rows + (mine + first + cute.arch.lane_idx()) * box[0]
-            found = self.source.box(row, box[0])
+            of_lane = self._of_lane(tile, mine + first) if found is None else found[first // WARP]
             count = min(WARP, boxes - first)
             for i in cutlass.range(count, unroll_full=count <= UNROLLED):
-                gX = self.columns_of(Box(*(cute.arch.shuffle_sync(x, i) for x in found)))
+                gX = self.columns_of(Box(*(cute.arch.shuffle_sync(x, i) for x in of_lane)))
                 for c in cutlass.range_constexpr(columns):
                     tXsX, tXgX = cpasync.tma_partition(
                         self.info.atom,
@@ -250,6 +250,17 @@ class BoxLoads:
                         cute.group_modes(gX[None, None, column * columns + c], 0, 2),
                     )  # (TMA), (TMA)
                     cute.copy(self.info.atom, tXgX, tXsX, tma_bar_ptr=full)
+
+    def find(self, tile: Int32) -> tuple[Box, ...]:
+        """Where the boxes of tile `tile` are: of each 32 this lane's. For `load`, once its slot is
+        free: the table or the index is read while that is waited for."""
+        boxes = self.tile[0] // self.box[0]
+        return tuple(self._of_lane(tile, first) for first in range(0, boxes, WARP))
+
+    def _of_lane(self, tile: Int32, first: Int32 | int) -> Box:
+        """This lane's box, of those of tile `tile` from `first` on."""
+        rows, box_rows = self.tile[0], self.box[0]
+        return self.source.box(tile * rows + (first + cute.arch.lane_idx()) * box_rows, box_rows)
 
     def columns_of(self, box: Box) -> cute.Tensor:
         """A box of all columns, (boxRows, boxD, RestD)."""

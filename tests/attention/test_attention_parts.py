@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cutlass import cute
 
 from cutex.compile import compile
 from cutex.device.attention.kept_rows import KeptRows
+from cutex.device.attention.row_stats import log2_of_ratio, log2_terms
 from cutex.device.kept_sums import KeptSums
 from cutex.kernels.attention.forward.config import COUNTER
 from cutex.kernels.attention.forward.sm90 import parts
@@ -19,6 +21,7 @@ from cutex.kernels.attention.forward.sm90.load import Load
 from cutex.kernels.attention.spec import Shape
 from cutex.problem.attention.case import AttentionCase
 from cutex.sim import SimError, simulate
+from cutex.sim.isa import floating
 
 # three tiles for one CTA each, and one that is cut into three parts
 CONFIG = Sm90ForwardConfig(head_dim=64, head_dim_v=64, tile_n=64, num_ctas=3, spread=True)
@@ -119,3 +122,31 @@ def test_parts_that_are_passed_on_wrongly_are_found(monkeypatch, fault):
 @cute.jit
 def halves(self, others: cute.Tensor, shares: cute.Tensor) -> None:
     shares.fill(0.5)
+
+
+@cute.kernel
+def sum_up(mSums: cute.Tensor, mOne: cute.Tensor, mOfParts: cute.Tensor):
+    """log2 of sums, and the same of what precedes each with what the rest adds to it."""
+    i, _, _ = cute.arch.thread_idx()
+    mOne[i] = sum_of(log2_terms(mSums[i + 1]))
+    mOfParts[i] = sum_of(log2_terms(mSums[i])) + log2_of_ratio(mSums[i + 1], mSums[i])
+
+
+def sum_of(terms):
+    return terms[0] + terms[1]
+
+
+@cute.jit
+def sum_all_up(mSums: cute.Tensor, mOne: cute.Tensor, mOfParts: cute.Tensor):
+    sum_up(mSums, mOne, mOfParts).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+
+def test_an_error_of_log2_counts_once_however_many_parts_there_are(monkeypatch):
+    monkeypatch.setitem(floating._UNARY, "lg2", lambda x: np.log2(x) + 0.01 * np.sin(40 * x))
+    sums = torch.linspace(1, 4, 33)
+    sums[20] = sums[19]
+    one, of_parts = torch.full((32,), torch.nan), torch.full((32,), torch.nan)
+    simulate(sum_all_up, sums, one, of_parts, arch="sm_90a")
+    assert (one - sums[1:].log2()).abs().max() > 5e-3
+    assert (of_parts - one).abs().max() < 1e-6
+    assert of_parts[19] == one[18]

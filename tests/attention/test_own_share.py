@@ -23,6 +23,7 @@ from cutex.device.attention.split_row import (
     TileSpan,
     part_of,
     size_alone,
+    turn_of,
 )  # fmt: skip
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
 from cutex.kernels.attention.signature import KernelArgs, Sizes
@@ -135,6 +136,16 @@ def test_equal_parts_suffice_for_all_tiles():
             assert size == 0
         else:
             assert sum(max(-(-x // max(size, 1)), 1) for x in blocks) <= ctas
+
+
+@pytest.mark.parametrize("ctas", [3, 132])
+def test_neighbouring_ctas_have_neighbouring_tiles(ctas):
+    for tiles in range(1, 3 * ctas + 2):
+        turns = [turn_of(place, tiles, ctas) for place in range(tiles)]
+        assert sorted(turns) == list(range(tiles))
+        each = max((tiles + ctas // 2) // ctas, 1)
+        apart = {b - a for a, b in zip(turns, turns[each:], strict=False)}
+        assert apart <= {1}
 
 
 def test_a_cta_has_two_slots_for_what_it_leaves():

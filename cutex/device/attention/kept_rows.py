@@ -10,8 +10,15 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from cutex.device.atoms.scalar import exp2, log2, reciprocal
-from cutex.device.attention.row_stats import FIELDS, KEPT_FIELDS, KeptStats, RowStats, sum_of_terms
+from cutex.device.atoms.scalar import exp2, reciprocal
+from cutex.device.attention.row_stats import (
+    FIELDS,
+    KEPT_FIELDS,
+    KeptStats,
+    RowStats,
+    log2_of_ratio,
+    sum_of_terms,
+)
 from cutex.device.attention.softmax import LN2
 from cutex.device.kept_sums import VECTOR, KeptSums
 
@@ -99,7 +106,7 @@ class KeptRows:
             over = Float32(0.0) if empty else reciprocal(total)
             shares[0, r], shares[1, r] = mine * over, theirs * over
             larger = RowStats(*(tuple(other) if exceeds else tuple(known)))
-            rest = log2(total * reciprocal(larger.n)) * LN2
+            rest = log2_of_ratio(total, larger.n) * LN2
             lse, low = sum_of_terms(larger.lse, larger.low + rest)
             self.stats[r, 0] = total
             self.stats[r, 1] = larger.e

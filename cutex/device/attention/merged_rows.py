@@ -8,13 +8,14 @@ overflows. Sums are in the order of the parts, so bits do not depend on time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from cutex.device.atoms.scalar import exp2, log2, reciprocal
-from cutex.device.attention.row_stats import FIELDS, KEPT_FIELDS, KeptStats, RowStats
+from cutex.device.atoms.scalar import exp2, reciprocal
+from cutex.device.attention.row_stats import FIELDS, KEPT_FIELDS, KeptStats, RowStats, log2_of_ratio
 from cutex.device.attention.row_store import RoundedRow
 from cutex.device.attention.softmax import LN2
 from cutex.device.last_arrival import is_last_arrival
@@ -88,14 +89,17 @@ class MergedRows:
             cute.arch.atomic_add(self.count, Int32(1), sem="release", scope="gpu")
 
     @cute.jit
-    def merge(self) -> cute.Tensor:
-        """Wait for all parts, and store this part's columns of O; returns the LSE of all keys
-        (rows), which is known to the last part in any case."""
-        lse = cute.make_rmem_tensor(cute.make_layout(ROWS_OF_THREAD), Float32)
+    def merge(self, store_lse: cutlass.Constexpr[Callable[[cute.Tensor], None] | None]) -> None:
+        """Wait for all parts, and store this part's columns of O and, if it is the last part, by
+        `store_lse` the LSE of all keys (rows)."""
         first, end = (self.vectors * i // self.parts for i in (self.part, self.part + 1))
         if first < end:
             self._await()
+            lse = cute.make_rmem_tensor(cute.make_layout(ROWS_OF_THREAD), Float32)
             best, total = self._weigh(lse)
+            if cutlass.const_expr(store_lse is not None):  # noqa: SIM102 - known when tracing
+                if self.part + 1 == self.parts:  # which has columns in any case
+                    store_lse(lse)
             whole = (end - first) // AT_ONCE
             for i in cutlass.range(whole, unroll=1):
                 self._columns(first + i * AT_ONCE, AT_ONCE, best, total)
@@ -104,12 +108,6 @@ class MergedRows:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 is_last_arrival(self.count, self.parts + cutlass.min(self.parts, self.vectors))
-        return lse
-
-    @property
-    def is_last(self) -> Boolean:
-        """Whether this is the part that knows LSE."""
-        return self.part + 1 == self.parts
 
     @cute.jit
     def _await(self) -> None:
@@ -161,7 +159,7 @@ class MergedRows:
                 self._include(other, more, best, total, r)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             n, empty = best[0, r], total[r] == 0.0
-            rest = log2(total[r] * reciprocal(n)) * LN2
+            rest = log2_of_ratio(total[r], n) * LN2
             lse[r] = -Float32.inf if empty else best[3, r] + (best[4, r] + rest)
             total[r] = Float32(0.0) if empty else reciprocal(total[r])
         return best, total

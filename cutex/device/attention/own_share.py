@@ -25,6 +25,7 @@ from cutex.device.attention.split_row import (
     Row,
     TileSpan,
     size_alone,
+    turn_of,
 )
 from cutex.device.work_tile import WorkTile
 from cutex.schedulers.order import select
@@ -93,7 +94,7 @@ class Tiles:
     def work(self, sequence: Int32, tile: Int32, tiles: Int32) -> WorkTile:
         """Tile `tile` of a sequence that has so many."""
         if cutlass.const_expr(not self.config.has_lengths):
-            return self.order.tile(tile)
+            return self.order.tile(turn_of(tile, tiles, self.config.num_ctas))
         m_blocks = larger(tiles // self.heads, 1)
         head = tile // m_blocks
         return WorkTile(tile - head * m_blocks, head=head, batch=sequence)

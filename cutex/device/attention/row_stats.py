@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Float32, cute
 
-from cutex.device.atoms.scalar import exp2, power_below
+from cutex.device.atoms.scalar import exp2, log2, power_below
 
 FIELDS, KEPT_FIELDS = 5, 4  # of RowStats, and of KeptStats
 
@@ -58,3 +58,19 @@ def sum_of_terms(a: Float32, b: Float32) -> tuple[Float32, Float32]:
     total = a + b
     added = total - a
     return total, (a - (total - added)) + (b - added)
+
+
+def log2_of_ratio(total: Float32, n: Float32) -> Float32:
+    """log2(total / n), of positive numbers.
+
+    NOTE: to the LSE of a sum n it adds what log2 of `total` is off, and takes away what that of n
+    was: a sum of several parts is as exact as that of one, and of equal numbers it is 0.
+    """
+    (power, fraction), (below, of_n) = log2_terms(total), log2_terms(n)
+    return (power - below) + (fraction - of_n)
+
+
+def log2_terms(x: Float32) -> tuple[Float32, Float32]:
+    """The whole powers of two in log2 of a positive number, and the rest."""
+    power = power_below(x)
+    return power, log2(x * exp2(-power))

@@ -118,6 +118,17 @@ class Row:
         return select(beyond < 0, at // (self.each + 1), later)
 
 
+def turn_of(place: Any, tiles: Any, ctas: int) -> Any:
+    """The number, in the order of all tiles, of the tile that has place `place` in the row, where
+    all are alike: neighbouring CTAs then have neighbouring tiles at one time, which may read the
+    same keys, also where each has several."""
+    each = larger((tiles + ctas // 2) // ctas, 1)  # tiles of a CTA, nearly
+    turns = tiles // each
+    at = place // each
+    turn = place - at * each
+    return turn * turns + smaller(turn, tiles - turns * each) + at
+
+
 def size_alone(total: Any, longest: Any, tiles: Any, ctas: int) -> Any:
     """The most blocks of a part if tiles, of `total` blocks in all and `longest` at most, are cut
     into equal parts, no more than there are CTAs; a tile has at most one part more than its blocks

@@ -3,6 +3,7 @@ OutStore, their store of O and of its LSE."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,12 @@ class Compute:
                 state = self.pass_tile(loop, tile.end - tile.first, q_take, state)
                 pv.acc.fill(0.0)
                 self.without_keys(self.sinks(own), lse)
+            if cutlass.const_expr(c.split):
+                # NOTE: what the loop over keys does not need is read again, not kept in registers
+                mode, work = ring.mode(q_take.slot), ring.work(q_take.slot)
+                seq_q, seqlen_k = ring.lengths(q_take.slot)
+                m_block = shared.m_block(work, wg)
+                own = OwnRows(work, m_block, self.thread_rows(m_block), seq_q, seqlen_k, blocks)
             rounded = self.out.rounded(pv.acc)
             if cutlass.const_expr(c.speculates):
                 valid = (valid & is_finite(rounded)) | (mode == RETRY)
@@ -284,12 +291,14 @@ class Compute:
     @cute.jit
     def merge_parts(self, own: OwnRows, q_take: PipelineState) -> None:
         """Merge some columns of the parts of these rows, and release the slot that says so."""
-        lse, ring = cute.make_rmem_tensor(cute.make_layout(2), Float32), self.shared.work
-        knows = self.merge.merge(own, PartPlace.told(ring.place(q_take.slot)), lse)
+        ring = self.shared.work
+        place, store_lse = PartPlace.told(ring.place(q_take.slot)), self.lse_store(own)
+        self.merge.merge(own, place, store_lse)
         ring.release(q_take, Boolean(True))
-        if cutlass.const_expr(self.config.lse):  # noqa: SIM102 - known when tracing
-            if knows:
-                self.out.store_lse(lse, own)
+
+    def lse_store(self, own: OwnRows) -> Callable[[cute.Tensor], None] | None:
+        """A function that stores the LSE of these rows, if it is wanted."""
+        return (lambda lse: self.out.store_lse(lse, own)) if self.config.lse else None
 
     @cute.jit
     def join(

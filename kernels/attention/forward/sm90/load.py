@@ -20,7 +20,7 @@ from cutex.device.attention.rows import Rows, tile_loads
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.split_row import Part as SplitPart
 from cutex.device.attention.split_row import part_of, within
-from cutex.device.pipeline import Barrier, PipelineState
+from cutex.device.pipeline import Barrier, PipelineState, Ring
 from cutex.device.row_source import BoxLoads, PagedRows
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.attention.forward.sm90.config import Sm90ForwardConfig
@@ -245,7 +245,7 @@ class Load:
             self.load_q(loads_q, work, q_slot, full)
         asked = Int32(0)
         if blocks.end > blocks.first:
-            loads_k.load(self.behind(path.start, part), k_fill.slot, shared.k.acquire(k_fill))
+            self.load_block(loads_k, self.behind(path.start, part), shared.k, k_fill)
             k_fill.advance()
             if cutlass.const_expr(c.q_waits):
                 # NOTE: after the first K, whose slot is free before Q's
@@ -254,13 +254,13 @@ class Load:
             n_block = path.start
             for i in cutlass.range(blocks.end - 1 - blocks.first, unroll=1):
                 next_block = path.block(i + 1)
-                loads_k.load(self.behind(next_block, part), k_fill.slot, shared.k.acquire(k_fill))
+                self.load_block(loads_k, self.behind(next_block, part), shared.k, k_fill)
                 k_fill.advance()
-                loads_v.load(self.behind(n_block, part), v_fill.slot, shared.v.acquire(v_fill))
+                self.load_block(loads_v, self.behind(n_block, part), shared.v, v_fill)
                 v_fill.advance()
                 n_block = next_block
             asked = self.ask(mode, ticket, is_last)
-            loads_v.load(self.behind(n_block, part), v_fill.slot, shared.v.acquire(v_fill))
+            self.load_block(loads_v, self.behind(n_block, part), shared.v, v_fill)
             v_fill.advance()
         else:
             if cutlass.const_expr(c.q_waits):
@@ -270,6 +270,15 @@ class Load:
         for state in q_free:
             state.advance()
         return (k_fill, v_fill, *q_free), asked
+
+    @staticmethod
+    def load_block(loads: Any, n_block: Int32, ring: Ring, fill: PipelineState) -> None:
+        """Load block `n_block` into the ring's next slot."""
+        if isinstance(loads, BoxLoads):
+            found = loads.find(n_block)  # its pages, before the slot is waited for
+            loads.load(n_block, fill.slot, ring.acquire(fill), found=found)
+        else:
+            loads.load(n_block, fill.slot, ring.acquire(fill))
 
     def load_q(self, loads_q: Any, work: WorkTile, slot: Int32, full: cute.Pointer) -> None:
         """Load the rows of all warpgroups into Q's `slot`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,14 +68,14 @@ class PartMerge:
         return failed == 0
 
     @cute.jit
-    def merge(self, own: OwnRows, place: PartPlace, lse: cute.Tensor) -> Boolean:
-        """Merge a part of the columns of these rows, and set `lse`. Returns whether it is to be
-        stored here."""
-        rows = self.rows(own, place)
-        merged = rows.merge()
-        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-            lse[r] = merged[r]
-        return rows.is_last
+    def merge(
+        self,
+        own: OwnRows,
+        place: PartPlace,
+        store_lse: cutlass.Constexpr[Callable[..., None] | None],
+    ) -> None:
+        """Merge a part of the columns of these rows; `store_lse` stores their LSE, of one part."""
+        self.rows(own, place).merge(store_lse)
 
     def rows(self, own: OwnRows, place: PartPlace) -> MergedRows:
         c, args = self.config, self.args
