@@ -44,6 +44,38 @@ def test_a_verdict_is_adopted_or_rejected():
             assert [v.strip() for v in verdict] in ([], [""], ["adopted"], ["rejected"]), row[-80:]
 
 
+def cells(row: str) -> list[str]:
+    return [x.strip() for x in re.split(r"(?<!\\)\|", row.rstrip())[1:-1]]
+
+
+def test_a_fact_is_one_whole_line_that_its_table_shows():
+    """A cell that the head has no column for is not shown, and a line that is broken in two is no
+    row any more."""
+    broken = []
+    for name, page in PAGES.items():
+        lines, wide = page.read_text().splitlines(), 0
+        for number, (before, line) in enumerate(zip(["", *lines], lines, strict=False), 1):
+            if not line.startswith("|"):
+                wide = 0
+                broken += [f"{name}:{number}"] if line.strip() and before[:1] == "|" else []
+                continue
+            wide = wide or len(cells(line))
+            whole = line.rstrip().endswith("|") and wide - 1 <= len(cells(line)) <= wide
+            broken += [] if whole else [f"{name}:{number}"]
+    assert broken == []
+
+
+def test_how_a_fact_is_known_is_said_by_its_line_or_its_page():
+    silent = [
+        f"{name}: {row[:60]}"
+        for name, page in PAGES.items()
+        if "\nHow known, unless" not in page.read_text()
+        for row in facts(page)
+        if not cells(row)[2]
+    ]
+    assert silent == []
+
+
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "facts.md").read_text()
     assert {*re.findall(r"\(facts/(\w+)\.md\)", index)} == PAGES.keys()
