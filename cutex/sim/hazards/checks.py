@@ -50,7 +50,8 @@ class Checks:
         self.grid_order = GridOrder(machine, launch.programmatic, stream)
         self.unwritten: unwritten_values.Kept = {}
         cta_groups.tell(machine)
-        self.of_launch = [TensorMapChanges(machine, self.global_races), MapStrides(machine)]
+        self.map_changes = TensorMapChanges(machine, self.global_races)
+        self.of_launch = [self.map_changes, MapStrides(machine)]
 
     def observers(self) -> list[Observer]:
         """The observers of the clusters that become resident now."""
@@ -66,6 +67,7 @@ class Checks:
         asynchronous = AsyncAccesses(m, clocks, mbarriers, smem_shadow, tmem_shadow)
         lifetimes = Lifetimes(m, clocks, mbarriers, asynchronous)
         self.global_races.start(clocks)
+        self.map_changes.start(clocks)
         orders = [self.global_races.lenient, self.global_races.order]
         for order in orders:
             order.start(clocks)

@@ -11,8 +11,9 @@ all at its end (see global_races).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from cutex.sim.hazards.async_accesses import AsyncAccesses
 from cutex.sim.hazards.clocks import Clocks
 from cutex.sim.hazards.cluster_order import ClusterOrder
 from cutex.sim.isa.boxes import box_places, box_range
+from cutex.sim.isa.tensormap import MAP_BYTES
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import Part, Region
@@ -31,6 +33,7 @@ from cutex.sim.ptx.program import Instruction
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
+_USERS = 32  # copies that take a map, looked at
 _KEPT = 64  # cp.asyncs of a warp that are looked at, in the mean
 _REMEDY = "a wait for the copy by this warp, or a barrier behind such a wait of another"
 _FLAG = "a flag that the copy's CTA sets behind a wait for the copy, and that this warp acquires"
@@ -68,12 +71,23 @@ class CopySources(Observer):
         self.read: dict[int, Region] = {}  # the regions that anything reads, by their addresses
         self.of_maps: dict[int, Any] = {}  # the tensor maps that were looked at, by their ids
         self.about_to: tuple[Lanes, int] | None = None  # what a cp.async reads
+        # by address: the last copies that take the tensor map there
+        self.users: dict[int, deque[Operation]] = defaultdict(partial(deque, maxlen=_USERS))
+        self.taking: dict[int, tuple[int, Instruction]] = {}  # by warp: the map, of what it issues
         # by tensor map and coordinates: the addresses at which a box begins and ends
         self.ends: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
 
     # -- copies ------------------------------------------------------------------------------------
 
+    def map_used(self, warp: int, address: int, ins: Instruction) -> None:
+        self.taking[warp] = address, ins
+
     def issued(self, ops: Sequence[Operation]) -> None:
+        for op in ops if self.taking else ():
+            address, ins = self.taking.get(op.warp, (0, None))
+            if ins is op.instruction:
+                self.users[address].append(op)
+                self._add(address)
         if ops[0].engine is not Engine.TMA_LOAD:
             return
         for op in ops:
@@ -142,7 +156,9 @@ class CopySources(Observer):
         know to be complete reads them.
         """
         low, high = int(places.min()), int(places.max()) + 1
-        copies = self._unknown(warp, region, low, high)
+        copies = chain(
+            self._unknown(warp, region, low, high), self._with_map(warp, region, low, high)
+        )
         if self.orders:
             copies = chain(copies, self._unknown_elsewhere(warp, region, low, high))
         for op, first, width in copies:
@@ -175,6 +191,29 @@ class CopySources(Observer):
             for at, width in self._reads(op.source, region, low, high):
                 if not any(o.warp == op.warp and o.source == op.source for o in complete):
                     yield op, at, width
+
+    def _with_map(
+        self, warp: int, region: Region, low: int, high: int
+    ) -> Iterator[tuple[Operation, np.ndarray, int]]:
+        """As `_unknown`, the copies that take a tensor map there."""
+        known, first = self.clocks.known[warp], self.m.grid.first_cta
+        for address, ops in self.users.items():
+            if not region.base + low < address + MAP_BYTES or address >= region.base + high:
+                continue
+            for op in ops:
+                if first[op.warp] == first[warp] and not self._is_known(op, known):
+                    yield op, np.arange(address, address + MAP_BYTES) - region.base, 1
+
+    def _is_known(self, op: Operation, known: np.ndarray) -> bool:
+        """Whether a warp of the copy's cluster that has this clock knows it to be complete."""
+        if op.is_store:
+            return bool(known[self.clocks.agent(Kind.BULK, op.warp)] >= op.number)
+        place = op.writes[0]
+        last = self.copies.tracks[place.key].write
+        late = (
+            last.operation[place.cta] is op and last.count[place.cta] > known[last.slot[place.cta]]
+        )
+        return not late
 
     def _unknown_elsewhere(
         self, warp: int, region: Region, low: int, high: int

@@ -56,6 +56,7 @@ from cutex.sim.hazards.sparse_marks import (
 )
 from cutex.sim.hazards.unordered import AccessSets, Readers, Unordered
 from cutex.sim.isa.boxes import box_places
+from cutex.sim.isa.tensormap import MAP_BYTES
 from cutex.sim.machine.batch import Lanes
 from cutex.sim.machine.events import Observer, Storing
 from cutex.sim.machine.memory import Part, Region
@@ -198,17 +199,32 @@ class GlobalRaces(Observer):
         self, warp: int, address: int, size: int, write: bool, ins: Instruction
     ) -> None:
         """Check a bulk copy of contiguous bytes against the writes so far."""
-        if not write and self.active and not self.order.active:
+        if write:
+            region = self.m.memory.find(address)
+            if region is not None and region.base in self.stored_to:
+                places = address - region.base + np.arange(size)[None]
+                last = self.writes[region.base][places]
+                self.proxies.check(warp, last, places, region, ins, write)
+        elif (found := self._bulk_read(warp, address, size, ins)) is not None:
+            self.proxies.check(warp, *found, ins)
+
+    def map_used(self, warp: int, address: int, ins: Instruction) -> None:
+        """A tensor map is read by a proxy of its own (see map_changes)."""
+        self._bulk_read(warp, address, MAP_BYTES, ins)
+
+    def _bulk_read(
+        self, warp: int, address: int, size: int, ins: Instruction
+    ) -> tuple[np.ndarray, np.ndarray, Region] | None:
+        """Record and check a read of contiguous bytes; if it races with nothing, the last writes
+        there, the places and their region."""
+        if self.active and not self.order.active:
             owner = int(self.clashes.clusters(np.array([warp]))[0])
             read = BoxRead(None, (address, size), owner, ins)
             self.boxes.setdefault((0, read.at, owner), read)
         region = self.m.memory.find(address)
-        if region is None or region.base not in (self.stored_to if write else self.writes):
-            return
+        if region is None or region.base not in self.writes:
+            return None
         places = address - region.base + np.arange(size)[None]
-        if write:
-            self.proxies.check(warp, self.writes[region.base][places], places, region, ins, write)
-            return
         one = np.array([warp])
         by = self._lanes(Lanes(one, 0 * one, one), WEAK, ins)
         last = self.writes[region.base][places[0, 0] : places[0, 0] + size][None]
@@ -216,17 +232,17 @@ class GlobalRaces(Observer):
         if clash := clash or self._before_last(region, last, places, by):
             did = "changes it by atomics" if self._changes(clash.earlier) else "wrote it"
             self.reports.race(by, clash, region, "reads", did, ins)
-        else:
-            self.proxies.check(warp, last, places, region, ins)
+            return None
+        return last, places, region
 
-    def last_store(self, address: int, size: int) -> int:
-        """The PTX line of the last store of this launch to bytes of a watched tensor; 0: none."""
+    def last_stores(self, address: int, size: int) -> list[int]:
+        """The records of the last stores of this launch to bytes of a watched tensor."""
         region = self.m.memory.find(address)
         if region is None or region.base not in self.writes:
-            return 0
+            return []
         at = address - region.base
-        last = int(self.writes[region.base][at : at + size].max(initial=0)) >> LANE
-        return int(self.records.line[last]) if last else 0
+        last = self.writes[region.base][at : at + size] >> LANE
+        return [x for x in np.unique(last).tolist() if x]
 
     def written(self) -> dict[int, np.ndarray]:
         """The written bytes of the tensors that have all their marks, as packed bits by the

@@ -17,7 +17,7 @@ from cutex.sim.machine.memory import SHARED_WINDOW
 from cutex.sim.machine.waits import Wait
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
 from cutex.sim.ptx.operands import Imm
-from cutex.sim.ptx.strength import is_fence
+from cutex.sim.ptx.strength import is_fence, scope_of
 
 
 def require_whole_warp(d: Decoder, b: Batch) -> None:
@@ -247,7 +247,7 @@ def fence(d: Decoder) -> Execute:
         if {"tensormap", "acquire"} <= d.mods:
             return _fence_map(d)
         if {"tensormap", "release"} <= d.mods:
-            return lambda b: m.events.maps_released(b.idx[b.any_active()])
+            return lambda b: m.events.maps_released(b.idx[b.any_active()], scope_of(d.ins.op))
         if "async" in d.mods:
             return lambda b: _fence_async(d, b)
         return lambda b: None
@@ -277,14 +277,14 @@ def _fence_map(d: Decoder) -> Execute:
     """fence.proxy.tensormap: makes changes of one tensor map visible to later TMA operations of
     this CTA.
     """
-    m, address = d.m, d.address(0)
+    m, address, scope = d.m, d.address(0), scope_of(d.ins.op)
     if d.immediate(1) != 128:
         raise d.unknown(f"{d.immediate(1)} bytes")
 
     def execute(b: Batch) -> None:
         addresses = b.lanes(address(b))
         for row, lane in np.argwhere(b.active()).tolist():
-            m.events.map_fenced(int(b.idx[row]), int(addresses[row, lane]))
+            m.events.map_fenced(int(b.idx[row]), int(addresses[row, lane]), scope)
 
     return execute
 

@@ -18,6 +18,7 @@ from cutex.sim.isa.sync import require_whole_warp
 from cutex.sim.isa.tensormap import MAP_BYTES
 from cutex.sim.machine.batch import Batch, Lanes
 from cutex.sim.ptx.decode import Decoder, Execute, instruction
+from cutex.sim.ptx.strength import scope_of
 
 
 class BitField(NamedTuple):
@@ -91,7 +92,7 @@ def replace(d: Decoder) -> Execute:
     d.only("replace", "tile", *FIELDS, "global", "shared", "cta", "b1024")
     field = next(f for f in FIELDS if f in d.mods)
     value = d.src(len(d) - 1)
-    bit_fields, access, m = _bit_fields(d, field), Access(d, 0, 4), d.m
+    bit_fields, access = _bit_fields(d, field), Access(d, 0, 4)
 
     def execute(b: Batch) -> None:
         where = access.lanes(b)
@@ -104,9 +105,6 @@ def replace(d: Decoder) -> Execute:
             kept = _held(access, at) & np.uint32(~mask & 0xFFFFFFFF)
             words = kept | np.array(new, np.uint32)
             access.put(at, words.view(np.uint8).reshape(-1, 4))
-        if "global" in d.mods:
-            for address in set(where.addresses.tolist()):
-                m.events.map_changed(address, d.ins)
 
     return execute
 
@@ -144,6 +142,7 @@ def cp_fenceproxy(d: Decoder) -> Execute:
         raise d.unknown(f"{d.immediate(2)} bytes")
     source, target, m = Access(d, 1, 16), Access(d, 0, 16), d.m
     source.space, target.space = "shared", "global"
+    scope = scope_of(d.ins.op)
 
     def execute(b: Batch) -> None:
         require_whole_warp(d, b)
@@ -157,7 +156,6 @@ def cp_fenceproxy(d: Decoder) -> Execute:
             for a in addresses
         )
         target.put(to, source.fetch(frm))
-        for address in addresses[1].tolist():
-            m.events.map_changed(int(address), d.ins)
+        m.events.maps_released(b.idx[rows], scope)
 
     return execute

@@ -290,13 +290,11 @@ class Observer:
     ) -> None:
         """A bulk reduction has changed ``size`` bytes at each offset."""
 
-    def map_changed(self, address: int, ins: Instruction) -> None:
-        """A tensor map in global memory has."""
+    def maps_released(self, warps: np.ndarray, scope: str) -> None:
+        """fence.proxy.tensormap, release, with the scope of a "cta", a "cluster" or the "gpu" (or
+        the system); or a cp_fenceproxy, behind its stores."""
 
-    def maps_released(self, warps: np.ndarray) -> None:
-        """fence.proxy.tensormap, release."""
-
-    def map_fenced(self, warp: int, address: int) -> None:
+    def map_fenced(self, warp: int, address: int, scope: str) -> None:
         """fence.proxy.tensormap, acquire."""
 
     def map_used(self, warp: int, address: int, ins: Instruction) -> None:

@@ -22,6 +22,12 @@ def is_own_shared(op: str) -> bool:
     return op.partition(".")[0] in _BY_SPACE and _OWN_SHARED.search(op) is not None
 
 
+def scope_of(op: str) -> str:
+    """The scope that an opcode names: that of a "cta", a "cluster" or the "gpu" (or the system)."""
+    found = _NARROW.search(op)
+    return found[1] if found else "gpu"
+
+
 class Strength(NamedTuple):
     """The role of an access in the order of threads; ``near``: of those of its cluster only,
     ``own``: of its CTA only.
