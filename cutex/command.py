@@ -39,6 +39,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise BadOption(message)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # NOTE: argparse drops a value that is "--", and hands on an empty list
+        if action.nargs is None and arg_strings == ["--"]:
+            self.error(f"argument {'/'.join(action.option_strings)}: '--' is no value")
+        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # NOTE: argparse hides that its help could not be written
         if message:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutex.ops.device import current, launcher, per_device
 from cutex.ops.number import check_flag
+from cutex.ops.plain import check_strided
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import arch_of, as_rows, check_rows, dtype_of
 from cutex.problem.scaled import layouts
@@ -175,6 +176,7 @@ def _tensor_scale(x: Tensor, of: Format, given: Tensor | None) -> Tensor | None:
         what = given.dtype if isinstance(given, Tensor) else type(given).__name__
         size = f" of {given.numel()} elements" if isinstance(given, Tensor) else ""
         raise TypeError(f"tensor_scale must be a float32 tensor of 1 element, got {what}{size}")
+    check_strided("tensor_scale", given)
     if given.device != x.device:
         raise ValueError(f"tensor_scale is on {given.device}, not on {x.device} as x")
     return given.detach().reshape(1)

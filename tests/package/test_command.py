@@ -114,6 +114,7 @@ REFUSED = [
     (["cutex.clock", "--predict"], "results/timing/ is not here"),
     (["cutex.bounds"], "docs/ is not here: docs/bounds.md is written in a clone of cutex"),
     (["cutex.report"], "README.md: No such file or directory"),
+    (["cutex.gemm", "--stage=--"], "argument --stage: '--' is no value"),
     (["cutex.sweep", "--seconds", "nan"], "--seconds nan: a number above 0 is needed"),
     (["cutex.sweep", "--summary"], "results/sweep has no untuned row"),
 ]

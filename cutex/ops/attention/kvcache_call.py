@@ -278,6 +278,8 @@ def _check_operands(call: KVCacheCall) -> None:
             if name != "q" and call.page_table is not None:
                 modes = "pages, page size, heads, head dim"
             raise ValueError(f"{name} has {x.dim()} dimensions, it must have {rank}: ({modes})")
+    if (ends := call.cu_seqlens_q) is not None and ends.dim() != 1:
+        raise ValueError(f"cu_seqlens_q has shape {tuple(ends.shape)}, it must be (batch + 1,)")
     if kernel_dims(*call.head_dims) is None:
         d, dv = call.head_dims
         raise ValueError(

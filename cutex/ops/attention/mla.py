@@ -89,7 +89,7 @@ def flash_mla_with_kvcache(
         return cache_operators.attend_to_latent(
             q, k_cache, block_table, cache_seqlens, numbers, others, is_fp8_kvcache
         )
-    if others or is_fp8_kvcache:
+    if others or is_fp8_kvcache is not False:
         refuse_sparse(others, is_fp8_kvcache)
         if others.get("indices") is not None:
             given = others["indices"], others.get("topk_length")

@@ -18,7 +18,7 @@ from cutex.ops.attention.cache import (
     room_of,
 )
 from cutex.ops.attention.call import DTYPES, INTEGERS
-from cutex.ops.number import number
+from cutex.ops.number import check_flag, number
 from cutex.ops.plain import is_plain
 
 # arguments of FlashMLA's function that belong to attention to chosen keys, and have no kernel
@@ -84,6 +84,7 @@ def refuse_sparse(given: dict[str, Any], is_fp8_kvcache: bool) -> None:
             raise TypeError(f"flash_mla_with_kvcache() got an unexpected keyword argument {name!r}")
         if x is not None and name not in CHOSEN:
             raise ValueError(f"{name} is given: there is no kernel for it")
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
     if is_fp8_kvcache:
         raise ValueError("is_fp8_kvcache=True: there is a kernel for bfloat16 and float16 only")
 

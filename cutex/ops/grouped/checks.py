@@ -35,8 +35,7 @@ def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
 
 def check_edges(name: str, edges: Any, x: Tensor) -> None:
     """Raise unless `edges` is a vector of int32 on the device of x."""
-    if not isinstance(edges, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(edges).__name__}")
+    check_strided(name, edges)
     if edges.dtype is not torch.int32:
         raise TypeError(f"{name} must be int32, got {edges.dtype}")
     if edges.device != x.device:
@@ -91,8 +90,7 @@ def check_target(
     if out is None or out_index is None:
         raise ValueError("out and out_index are given together: rows of a product, and where to")
     for name, t in (("out", out), ("out_index", out_index)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        check_strided(name, t)
         if t.device != x.device:
             raise ValueError(f"{name} is on {t.device}, not on {x.device} as x")
     if out_index.dtype is not torch.int32:
@@ -101,8 +99,6 @@ def check_target(
     if out_index.shape != (rows,):
         shape = tuple(out_index.shape)
         raise ValueError(f"out_index must be ({rows},), one for each row, got {shape}")
-    if out.layout is not torch.strided:
-        raise ValueError(f"out must be a strided tensor, got {out.layout}")
     kinds = (x.dtype,) if gated else (x.dtype, torch.float32)
     if out.dtype not in kinds:
         known = " or ".join(str(kind)[6:] for kind in kinds)

@@ -170,9 +170,10 @@ def _check_result(call: Call) -> None:
     dtype, shape = call.dtype, call.shape
     if dtype not in OUT_DTYPES:
         name = "out" if call.out is not None else "out_dtype"
-        raise TypeError(f"{name} has dtype {dtype}, which is not bfloat16, float16 or float32")
+        kinds = "bfloat16, float16 or float32"
+        raise TypeError(f"{name} has dtype {dtype!r:.60}, which is not {kinds}")
     if call.out_dtype not in (None, dtype):
-        raise TypeError(f"out_dtype is {call.out_dtype}, but out has dtype {dtype}")
+        raise TypeError(f"out_dtype is {call.out_dtype!r:.60}, but out has dtype {dtype}")
     if call.out is not None:
         if tuple(call.out.shape) != shape:
             raise ValueError(f"out has shape {tuple(call.out.shape)}, the result has {shape}")

@@ -36,6 +36,7 @@ from cutex.ops.matmul.plan import (
     placed,
     problem_of,
 )
+from cutex.ops.number import check_flag
 from cutex.problem.protocol import size_class
 
 MOST_KERNELS = 24
@@ -75,9 +76,11 @@ def warm_up(
     Blackwell GPU.
     """
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-    if not isinstance(shapes, Iterable):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r:.60}")
+    if not isinstance(shapes, Iterable) or isinstance(shapes, str | bytes | Tensor):
         raise TypeError(f"shapes must be an iterable of (M, N, K), got {type(shapes).__name__}")
+    check_flag("bias", bias)
+    check_flag("residual", residual)
     if type(most) is not int:
         raise TypeError(f"most must be a whole number above 0, got {type(most).__name__}")
     if most < 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 from cutex.ops.grouped.checks import MOST_GROUPS, check_tensor
 from cutex.ops.mixture.fp8 import check_weights, moe_fp8
 from cutex.ops.mixture.registered import MOE
+from cutex.ops.plain import check_strided
 from cutex.ops.quantize import QuantizedTensor
 
 UNIT = 8  # elements of 16 bytes
@@ -77,8 +78,7 @@ def check(x: Any, router_weights: Any, expert_ids: Any, w_up: Any, w_down: Any) 
         if t.dim() != dim:
             raise ValueError(f"{name} must have {dim} dimensions, got {tuple(t.shape)}")
     for name, t in (("router_weights", router_weights), ("expert_ids", expert_ids)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        check_strided(name, t)
         if t.device != x.device:
             raise ValueError(f"{name} is on {t.device}, not on {x.device} as x")
         if t.dim() != 2 or t.shape[0] != x.shape[0]:

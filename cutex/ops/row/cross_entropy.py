@@ -10,6 +10,7 @@ from torch import Tensor
 from cutex.arch import kernels_of
 from cutex.kernels.row import choose
 from cutex.ops.number import number
+from cutex.ops.plain import check_strided
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import (
@@ -63,6 +64,8 @@ def cross_entropy(
     check_rows("x", x)
     if x.dim() != 2:
         raise ValueError(f"x must have rows of logits (M, N), got {x.dim()} dimensions")
+    if not x.shape[1]:
+        raise ValueError("x has no columns: there must be at least one class")
     check_target(target, x)
     check_options(ignore_index, label_smoothing, reduction)
     given = number("label_smoothing", label_smoothing), number("z_loss", z_loss)
@@ -74,6 +77,7 @@ def check_target(target: Any, x: Tensor) -> None:
     if not isinstance(target, Tensor) or target.dtype not in (torch.int32, torch.int64):
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"target must be a tensor of int32 or int64, got {got}")
+    check_strided("target", target)
     if target.shape != x.shape[:1] or target.device != x.device:
         raise ValueError(
             f"target must have shape {tuple(x.shape[:1])} on {x.device}, got "

@@ -83,7 +83,7 @@ def linear_cross_entropy(
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows={chunk_rows} must be at least 1")
     if accum_dtype not in (None, torch.float32, w.dtype):
-        raise ValueError(f"accum_dtype={accum_dtype} is not float32 or {w.dtype}, that of w")
+        raise ValueError(f"accum_dtype={accum_dtype!r:.60} is not float32 or {w.dtype}, that of w")
     options = (
         ignore_index, number("label_smoothing", label_smoothing), number("z_loss", z_loss),
         reduction, chunk_rows or 0, accum_dtype in (None, torch.float32),

@@ -58,7 +58,7 @@ def _checked(fn: Any, tensors: Sequence[Any], out_dtype: Any) -> torch.dtype:
     if not callable(fn) or (not _is_compiling() and arguments_taken(fn, (len(tensors),)) is None):
         raise TypeError(f"fn={fn!r} must be a Python function of {len(tensors)} DSL Float32")
     if out_dtype not in (None, *DTYPES):
-        raise TypeError(f"out_dtype={out_dtype!r} is not bfloat16, float16 or float32")
+        raise TypeError(f"out_dtype={out_dtype!r:.60} is not bfloat16, float16 or float32")
     try:
         torch.broadcast_shapes(*(x.shape for x in tensors))
     except RuntimeError:

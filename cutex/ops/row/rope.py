@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cutex.ops.number import check_flag
 from cutex.ops.overlap import overlaps_itself, share_memory
+from cutex.ops.plain import check_strided
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import VECTOR, arch_of, check, dtype_of, empty_rows
@@ -103,6 +104,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, offset
     if not isinstance(positions, Tensor) or positions.dtype not in POSITIONS:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"positions must be a tensor of int32 or int64, got {got}")
+    check_strided("positions", positions)
     shapes = [(tokens,), *([tuple(x.shape[:2])] if x.dim() == 4 else [])]
     if tuple(positions.shape) not in shapes or positions.device != x.device:
         raise ValueError(

@@ -56,7 +56,7 @@ def scan(
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
     if out_dtype not in (None, *DTYPES):
-        raise TypeError(f"out_dtype={out_dtype!r} is not bfloat16, float16 or float32")
+        raise TypeError(f"out_dtype={out_dtype!r:.60} is not bfloat16, float16 or float32")
     if op != "sum" and torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f"x wants a gradient, which a running {op} has not")
     options = op, reverse, exclusive, out_dtype or x.dtype
@@ -70,7 +70,7 @@ def _again(options: tuple[Any, ...], x: Any) -> Tensor | None:
     if not isinstance(x, Tensor):
         return None
     *most, out = options
-    found: Tensor | None = _scanned.again((*most, out or x.dtype), x)
+    found: Tensor | None = _scanned.again((*most, x.dtype if out is None else out), x)
     return found
 
 

@@ -59,7 +59,7 @@ def pack_w4(
     if dtype is None:
         dtype = w.dtype if isinstance(w, Tensor) and w.dtype in DTYPES else torch.bfloat16
     if dtype not in DTYPES:
-        raise TypeError(f"dtype must be bfloat16 or float16, got {dtype}")
+        raise TypeError(f"dtype must be bfloat16 or float16, got {dtype!r:.60}")
     if is_torchao(w):
         w = quantized("a", w)
     if isinstance(w, QuantizedTensor):
