@@ -50,6 +50,16 @@ if sys.version_info < (3, 11):  # noqa: UP036  pip refuses it, a mounted tree do
         raise SystemExit(2)
     raise ImportError(_SAYS)
 
+if sys.argv[:1] == ["-m"]:  # Ctrl-C while a command is imported, which takes seconds
+
+    def _interrupted(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("cutex: interrupted", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = _interrupted
+
 _HOMES = {
     "cross_entropy": "cutex.ops.row",
     "dequantize": "cutex.ops.quantize",

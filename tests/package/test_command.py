@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -41,6 +42,15 @@ def test_what_ends_a_command_is_one_sentence(error, code, says, capfd):
     assert main() == code
     told = capfd.readouterr().err
     assert says in told and told.count("\n") == bool(says)
+
+
+def test_ctrl_c_while_a_command_is_imported_is_one_sentence_too():
+    code = "import sys; sys.argv = ['-m']; import cutex; raise KeyboardInterrupt"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode in (INTERRUPTED, -signal.SIGINT)
+    assert ran.stderr == "cutex: interrupted\n"
 
 
 def test_every_command_ends_so():
