@@ -11,6 +11,7 @@ import cutex
 ROWS = torch.ones(6, 40)
 HALF = torch.ones(8, 64, dtype=torch.bfloat16)
 INDICES = torch.zeros(6, dtype=torch.int64)
+QUERIES, LATENT = HALF.view(8, 1, 64), HALF.new_ones(1, 1, 16, 576)
 WEIGHTS = HALF.new_ones(3, 64, 64)
 EDGES = torch.tensor([3, 3, 8], dtype=torch.int32)
 MANY = torch.ones(16, 32)
@@ -20,17 +21,15 @@ def moe(weights: torch.Tensor, ids: torch.Tensor) -> object:
     return cutex.moe(HALF, weights, ids, WEIGHTS.repeat(1, 1, 2), WEIGHTS)
 
 
-def cached(**options: object) -> object:
-    q, cache = HALF.view(8, 1, 64), HALF.new_ones(2, 40, 1, 64)
+def cached(q: torch.Tensor = QUERIES, **options: object) -> object:
+    cache = HALF.new_ones(8, 40, 1, 64)
     return cutex.flash_attn_with_kvcache(q, cache, cache, **options)
 
 
-def latent(**options: object) -> object:
+def latent(q: torch.Tensor = LATENT, **options: object) -> object:
     cache, lengths = HALF.new_ones(1, 64, 1, 576), torch.tensor([64], dtype=torch.int32)
     table = torch.zeros(1, 1, dtype=torch.int32)
-    return cutex.flash_mla_with_kvcache(
-        HALF.new_ones(1, 1, 16, 576), cache, table, lengths, **options
-    )
+    return cutex.flash_mla_with_kvcache(q, cache, table, lengths, **options)
 
 
 REFUSED = [
@@ -62,6 +61,8 @@ REFUSED = [
     (lambda: cutex.warm_up([(8, 8, 8)], residual=1), TypeError, "residual must be True or False"),
     (lambda: latent(is_fp8_kvcache=""), TypeError, "is_fp8_kvcache must be True or False"),
     (lambda: cached(cu_seqlens_q=EDGES[0]), ValueError, "cu_seqlens_q has shape (), it must be"),
+    (lambda: cached(torch._neg_view(QUERIES[:, None])), ValueError, "q is a view that"),
+    (lambda: latent(torch._neg_view(LATENT)), ValueError, "negated lazily"),
 ]  # fmt: skip
 
 

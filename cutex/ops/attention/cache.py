@@ -79,6 +79,8 @@ def check_tensors(given: Iterable[tuple[str, object]]) -> None:
         if x.layout is not torch.strided or x.is_nested:
             layout = "a nested tensor" if x.is_nested else x.layout
             raise ValueError(f"{name} must be a strided tensor, got {layout}")
+        if x.is_neg():  # NOTE: caches are read in place, and a launch sees the memory alone
+            raise ValueError(f"{name} is a view that is negated lazily: pass its resolve_neg()")
 
 
 def check_in_place(name: str, cache: Tensor) -> None:
