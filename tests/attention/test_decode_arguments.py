@@ -277,7 +277,7 @@ def test_parts_of_many_rows_at_head_dim_256_are_not_short(rows, paged, least):
         (DecodeConfig(head_dim=64, head_dim_v=64), 1024, True),
         (DecodeConfig(), 64, False),  # whose keys memory brings too slowly
         (DecodeConfig(fp8=True), 1024, False),
-        (DecodeConfig(page_size=1), 1024, False),
+        (DecodeConfig(page_size=1), 1024, True),
         (DecodeConfig(head_dim=192, head_dim_v=128), 1024, False),
     ],
 )

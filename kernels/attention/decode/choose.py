@@ -179,7 +179,7 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
     if medium and units <= config.num_sms <= 3 * units:
         of_units = _MEDIUM_WHOLE if are_many(units, config.num_sms) else _MEDIUM
         tiles = of_units.get(arch, {}).get(config.head_dims, tiles)
-    many_rows = rows >= MANY_ROWS and room > SHORT and not (config.single_rows or config.fp8)
+    many_rows = rows >= MANY_ROWS and room > SHORT and not config.fp8
     if many_rows and "ctas_per_sm" not in tiles:
         tiles = _MANY.get(arch, {}).get(config.head_dims, tiles)
     if rows > FEW_ROWS and "least" in tiles:

@@ -143,6 +143,11 @@ class DecodeConfig(ScoreSpec):
         return bool(self.page_size and (self.page_size % ATOM_ROWS or self.leftpad))
 
     @property
+    def copies_rows(self) -> bool:
+        """Whether single rows are copied by threads, not by TMA."""
+        return self.single_rows
+
+    @property
     def load_warps(self) -> int:
         """The warps that load: several where rows are copied one by one."""
         return 4 if self.single_rows else 1

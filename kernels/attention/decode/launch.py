@@ -14,6 +14,7 @@ from cutex.compile import Argument
 from cutex.device.atoms.mma import slots_layout
 from cutex.device.attention.new_rows import CacheRows, units_of_row, vectors
 from cutex.device.pipeline import Barrier, Ring
+from cutex.device.row_copies import WARP, CopiedRing
 from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.out import Combine
@@ -68,9 +69,9 @@ def launch(
         most *= 1 if c.whole else args.num_splits
     else:
         most *= cute.ceil_div(sizes.rows_k, c.tile_n) + c.start
-    if cutlass.const_expr(c.appends):
+    if cutlass.const_expr(c.appends or c.copies_rows):
         args = args._replace(k_cache=mK, v_cache=mV)
-    elif cutlass.const_expr(c.appended):
+    if cutlass.const_expr(c.appended_before):
         Append(c).launch(mK, mV, args, sizes, stream)
     pitches = page_pitch(mK), page_pitch(mV)
     kernel.kernel(mQ, k, v, mO, args, sizes, pitches).launch(
@@ -96,9 +97,11 @@ def ring(
 ) -> Ring:
     """The ring of K or V; all load warps fill an equal part of each slot."""
     warps, slots = config.load_warps, config.num_stages
-    full = Barrier.allocate(smem, f"{name} full", arrivals=warps, slots=slots)
+    arrivals = warps * WARP if config.copies_rows else warps
+    full = Barrier.allocate(smem, f"{name} full", arrivals=arrivals, slots=slots)
     empty = Barrier.allocate(smem, f"{name} empty", arrivals=consumers, slots=slots)
-    return Ring(slots, slot_bytes // warps, full, empty)
+    kind = CopiedRing if config.copies_rows else Ring
+    return kind(slots, slot_bytes // warps, full, empty)
 
 
 # ---- new keys

@@ -1,5 +1,5 @@
 """What the roles of a CTA of the decode kernel share: the walk over its parts of units, smem and
-rings; and Load, the role of the warps that load K and V."""
+rings; and Load and CopyLoad, the role of the warps that load K and V."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from cutex.device.attention.block_info import BlockInfo, Blocks, larger, ordered
 from cutex.device.attention.new_rows import CacheRows, append_rows
 from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import PipelineState, Ring
-from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource
+from cutex.device.row_copies import NO_ROW, RowCopies
+from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource, row_list
 from cutex.kernels.attention.decode.config import ALONE_MORE, DecodeConfig
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import (
@@ -353,8 +354,7 @@ class Load:
     def run(self) -> None:
         """Load the keys of this CTA's parts, in the order in which the products need them."""
         s = self.shared
-        for operand in (self.k, self.v):
-            cpasync.prefetch_descriptor(operand.atom)
+        self.prefetch()
         splits, place, end = s.begin()
         fills, told = (s.k.producer(), s.v.producer()), self.parts_told()
         part, told = self.next_part(splits, end, splits.begin, place, told)
@@ -362,6 +362,11 @@ class Load:
             fills, part, told = self.load(splits, end, part, fills, told)
         if cutlass.const_expr(s.config.overlaps):
             cute.arch.griddepcontrol_launch_dependents()
+
+    def prefetch(self) -> None:
+        """Fetch the tensor maps."""
+        for operand in (self.k, self.v):
+            cpasync.prefetch_descriptor(operand.atom)
 
     @cute.jit
     def load(
@@ -433,3 +438,61 @@ class Load:
                 told = s.parts.tell(told, tuple(Int32(0) for _ in range(PART)), self.number == 0)
             part = Part(entry, head, first, last, at, span)
         return part, told
+
+
+@dataclass(frozen=True)
+class CopyLoad(Load):
+    """A load warp's share of each block of K and V, whose rows may be anywhere in memory."""
+
+    def prefetch(self) -> None:
+        """There are no descriptors."""
+
+    @cute.jit
+    def load(
+        self,
+        splits: Splits,
+        end: Int32,
+        part: Part,
+        fills: tuple[PipelineState, PipelineState],
+        told: PipelineState,
+    ) -> tuple[tuple[PipelineState, PipelineState], Part, PipelineState]:
+        """As Load's. A lane knows the places of one row of a block, before its slot is empty, and
+        those of V from when K was loaded."""
+        s = self.shared
+        k_fill, v_fill = fills
+        batch, _ = s.entry(part.entry)
+        keys, head = s.sizes.keys(s.args, batch), s.kv_head(part.head)
+        copies_k, copies_v = (
+            RowCopies(row_list(mX), sX, head, self.number, s.config.load_warps)
+            for mX, sX in ((s.args.k_cache, s.sK), (s.args.v_cache, s.sV))
+        )
+        of_k, of_v = self.places(batch, keys, part.end - 1)
+        copies_k.load(of_k, k_fill.slot, s.k.acquire(k_fill))
+        k_fill.advance()
+        for i in cutlass.range(part.end - 1 - part.first, unroll=1):
+            of_k, next_v = self.places(batch, keys, part.end - 2 - i)
+            copies_k.load(of_k, k_fill.slot, s.k.acquire(k_fill))
+            k_fill.advance()
+            copies_v.load(of_v, v_fill.slot, s.v.acquire(v_fill))
+            v_fill.advance()
+            of_v = next_v
+        following = part
+        if cutlass.const_expr(s.parts is None):
+            following, told = self.next_part(splits, end, part.after, part.span, told)
+        copies_v.load(of_v, v_fill.slot, s.v.acquire(v_fill))
+        v_fill.advance()
+        if cutlass.const_expr(s.parts is not None):
+            # NOTE: a part is told when one before has been taken, for which this one must be there
+            following, told = self.next_part(splits, end, part.after, part.span, told)
+        return (k_fill, v_fill), following, told
+
+    @cute.jit
+    def places(self, batch: Int32, keys: Int32, block: Int32) -> tuple[Int32, Int32]:
+        """The places in K's and in V's list of rows of the row of a block that is this lane's;
+        NO_ROW if there is none."""
+        s, lane = self.shared, cute.arch.lane_idx()
+        mine = s.config.tile_n // s.config.load_warps
+        row = block * s.config.tile_n + self.number * mine + lane
+        k, v = (s.source(batch, keys, x).box(row, 1) for x in (self.pitch_k, self.pitch_v))
+        exists = (k.count > 0) & (lane < mine)
+        return select(exists, k.offset, NO_ROW), select(exists, v.offset, NO_ROW)

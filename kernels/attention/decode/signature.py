@@ -87,7 +87,7 @@ class KernelArgs(NamedTuple):
     v_descale: Any = None
     k_new: Any = None  # (batch, new keys, heads_kv, D), or packed: appended to the caches first
     v_new: Any = None
-    k_cache: Any = None  # where the kernel appends them itself, the caches
+    k_cache: Any = None  # the caches, where the kernel appends to them or copies single rows
     v_cache: Any = None
     scale: Any = None
     softcap: Any = None

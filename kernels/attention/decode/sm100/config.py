@@ -26,6 +26,10 @@ class Sm100DecodeConfig(DecodeConfig):
     tile_m: ClassVar[int] = ROWS
 
     @property
+    def copies_rows(self) -> bool:
+        return False
+
+    @property
     def q_in_smem(self) -> bool:
         return True
 

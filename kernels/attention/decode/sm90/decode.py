@@ -25,7 +25,7 @@ from cutex.device.words import WordRing
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
 from cutex.kernels.attention.decode.launch import DecodeKernel, kv_slots, ring
 from cutex.kernels.attention.decode.out import out_of
-from cutex.kernels.attention.decode.shared import PART, Load, Shared
+from cutex.kernels.attention.decode.shared import PART, CopyLoad, Load, Shared
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.sm90.compute import Compute, Wide, Widen, product_dtype
 from cutex.kernels.attention.decode.sm90.few_rows import FewRows, Sums
@@ -36,6 +36,7 @@ class Decode(DecodeKernel[DecodeConfig]):
 
     barrier          arrives                                waits
     k.full, v.full   1: LOAD, and the bytes by TMA          COMPUTE; of 8 bits WIDEN, but few rows
+                     (single rows 128: LOAD's threads)
     k.empty, v.empty 1 a warp that reads the slot           LOAD
     wide.full        4: WIDEN's warps for K, or for V       COMPUTE
     wide.empty       4: COMPUTE's warps                     WIDEN
@@ -123,7 +124,8 @@ class Decode(DecodeKernel[DecodeConfig]):
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_decrease(registers.load)
             if warp < self.load_warps.end:
-                Load(k, v, *pitches, warp - self.load_warps.first, shared).run()
+                load = CopyLoad if c.copies_rows else Load
+                load(k, v, *pitches, warp - self.load_warps.first, shared).run()
         elif warp >= self.compute_warps.end:
             if cutlass.const_expr(c.widens):
                 cute.arch.setmaxregister_decrease(registers.widen)
