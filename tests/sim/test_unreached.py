@@ -8,12 +8,12 @@ import re
 
 import numpy as np
 import pytest
-from ptx_kernel import module, simulate_ptx
+from ptx_kernel import Shape, module, simulate_ptx
 from test_broken_ptx import BODIES, SHAPE, WORDS, told
 
 from cutex.compile import compile
 from cutex.kernels.gemm import stage
-from cutex.sim import UnknownInstruction
+from cutex.sim import Hazards, UnknownInstruction
 from cutex.sim.isa import definitions  # noqa: F401 - registers them
 from cutex.sim.ptx.decode import _DEFINITIONS
 from cutex.sim.ptx.forms import FORMS, opcode_parts
@@ -52,6 +52,12 @@ def test_what_does_not_exist_is_an_error_before_the_run(statement):
     with pytest.raises(UnknownInstruction, match=rf"{line}(.|\n)*at PTX line \d+: ") as error:
         simulate_ptx(UNREACHED.format(statement), OUT, assembles=False)
     assert statement[:18] in str(error.value)
+
+
+def test_races_are_looked_for_in_a_kernel_with_a_multimem_that_no_run_reaches():
+    text = UNREACHED.format("multimem.red.relaxed.sys.global.add.u32 [%out], 1;")
+    with pytest.raises(Hazards, match="race: "):
+        simulate_ptx("st.global.u32 [%out], %i;" + text, {"out": np.zeros(64, np.uint32)}, Shape(2))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class Checks:
         flags: list[Observer] = [FlagOrder(m, clocks, orders)] if has_flags(m.program) else []
         flags += [LaneReleases(m, clocks)] if releases(m.program) else []
         one_lane: list[Observer] = [LaneWaits(m, clocks, asynchronous)]
-        if self.global_races.active and acquires(m.program):
+        if acquires(m.program):
             one_lane.append(LaneAcquires(m, clocks, self.global_races))
         in_global, in_shared = StrongSizes(m, self.global_races), SharedSizes(m, clocks)
         flags += [Leaders(m)] if places_of_groups(m.program) else []

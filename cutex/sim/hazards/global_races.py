@@ -80,7 +80,6 @@ class GlobalRaces(Observer):
     def __init__(self, machine: Machine, rechecks: Rechecks) -> None:
         self.m = machine
         code = machine.program.code
-        self.active = not any(ins.name == "multimem" for ins in code)
         self.order, self.lenient = ClusterOrder(machine), ClusterOrder(machine, lenient=True)
         self.records, self.flags = Records(), ClusterFlags(machine, self.order, self.lenient)
         self.clashes = GlobalClashes(machine, self.order, self.lenient, self.records)
@@ -110,7 +109,7 @@ class GlobalRaces(Observer):
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
         addresses = where.addresses
-        if not self.active or not len(addresses):
+        if not len(addresses):
             return
         region = self.m.memory.find(int(addresses[0]))
         if region is None:
@@ -133,7 +132,7 @@ class GlobalRaces(Observer):
         self, where: Lanes, values: np.ndarray, parts: Sequence[Part], ins: Instruction
     ) -> None:
         how = strength(ins.op)
-        if not self.active or how.atomic:  # NOTE: an atomic was recorded as a load, as both
+        if how.atomic:  # NOTE: an atomic was recorded as a load, as both
             return
         for region, members, offsets in parts:
             by = self._lanes(where.pick(members), how, ins)
@@ -164,9 +163,8 @@ class GlobalRaces(Observer):
         self, region: Region, offsets: np.ndarray, size: int, by: Storing, ins: Instruction
     ) -> None:
         """An element at a time."""
-        if self.active:
-            places = offsets[:, None] + np.arange(size)
-            self._atomic(region, places, self._stores(by, _CHANGES, ins), ins)
+        places = offsets[:, None] + np.arange(size)
+        self._atomic(region, places, self._stores(by, _CHANGES, ins), ins)
 
     def _stores(self, by: Storing, how: Strength, ins: Instruction) -> By:
         """The agent of a bulk store's writes."""
@@ -183,8 +181,6 @@ class GlobalRaces(Observer):
         self, warp: int, tmap: Any, at: tuple[int, ...], write: bool, ins: Instruction
     ) -> None:
         """Record a TMA load; check what a store changes."""
-        if not self.active:
-            return
         if write:
             if self.stored_to and self._is_stored_to(tmap.address):
                 self._check_box_store(warp, tmap, at, ins)
@@ -217,7 +213,7 @@ class GlobalRaces(Observer):
     ) -> tuple[np.ndarray, np.ndarray, Region] | None:
         """Record and check a read of contiguous bytes; if it races with nothing, the last writes
         there, the places and their region."""
-        if self.active and not self.order.active:
+        if not self.order.active:
             owner = int(self.clashes.clusters(np.array([warp]))[0])
             read = BoxRead(None, (address, size), owner, ins)
             self.boxes.setdefault((0, read.at, owner), read)
@@ -253,11 +249,9 @@ class GlobalRaces(Observer):
 
     def unwatched(self) -> list[str]:
         """What races are not looked for in, as sentences: tensors of which not all accesses are
-        marked (see `sparse_marks`), and kernels with multimem.
+        marked (see `sparse_marks`).
         """
         kernel = self.m.program.title
-        if not self.active:
-            return [f"{kernel} has multimem: no races on global memory were looked for"]
         kept = [(base, marks) for base, marks in self.writes.items()]
         kept += [(base, m) for base, r in self.reads.items() for m in (r.last, r.before)]
         kept += [(base, w.before) for base, w in self.unordered.items()]
@@ -322,8 +316,6 @@ class GlobalRaces(Observer):
         """A write of ``values`` (n, size) bytes at ``offsets`` (n,) of the region, before it
         happens.
         """
-        if not self.active:
-            return
         places = offsets[:, None] + np.arange(values.shape[1])
         last = self._marks(region)[places]
         differs: np.ndarray | None = None

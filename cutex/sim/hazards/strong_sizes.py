@@ -80,7 +80,7 @@ class StrongSizes(Observer):
 
     def __init__(self, machine: Machine, races: GlobalRaces) -> None:
         self.m, self.races, self.sizes = machine, races, sizes(machine.program)
-        self.active = races.active and len(set(self.sizes[self.sizes > 0].tolist())) > 1
+        self.active = len(set(self.sizes[self.sizes > 0].tolist())) > 1
         self.loads: dict[int, Marks] = {}  # by region: marks of the last strong load
 
     def global_loaded(self, where: Lanes, size: int, ins: Instruction) -> None:
