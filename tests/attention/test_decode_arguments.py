@@ -273,7 +273,7 @@ def test_parts_of_many_rows_at_head_dim_256_are_not_short(rows, paged, least):
 @pytest.mark.parametrize(
     ("config", "rows", "two"),
     [
-        (DecodeConfig(), 96, True),
+        (DecodeConfig(), 65, True),
         (DecodeConfig(head_dim=64, head_dim_v=64), 1024, True),
         (DecodeConfig(), 64, False),  # whose keys memory brings too slowly
         (DecodeConfig(fp8=True), 1024, False),

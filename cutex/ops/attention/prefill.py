@@ -17,9 +17,9 @@ from cutex.ops.attention.call import kernel_dims
 from cutex.ops.attention.kvcache_call import KVCacheCall
 from cutex.ops.attention.plan import resources
 
-# packed rows of a sequence from which on the forward kernel is used: where its tiles are split, and
-# where they are not
-SPLIT_ROWS, MANY_ROWS = 120, 256
+# packed rows of a sequence from which on the forward kernel is used: where its tiles are split, at
+# head dim 256 and else, and where they are not (docs/facts/decode.md#one-tile)
+SPLIT_ROWS_256, SPLIT_ROWS, MANY_ROWS = 120, 129, 256
 FULL = 0.6  # of the rows of tiles that are split
 ABSENT = "cache_batch_idx", "cache_leftpad", "cu_seqlens_k_new", "k", "v"
 
@@ -33,7 +33,7 @@ def is_of_many_queries(call: KVCacheCall, arch_name: str) -> bool:
         return False
     if call.page_table is None and not _is_list(call):
         return False
-    if call.rows >= SPLIT_ROWS:
+    if call.rows >= (SPLIT_ROWS_256 if max(call.head_dims) > 192 else SPLIT_ROWS):
         config = config_for(call, True, arch_name)
         if isinstance(config, Sm90ForwardConfig) and config.split:
             rows = call.longest_q * config.pack

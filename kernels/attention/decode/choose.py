@@ -64,9 +64,10 @@ _MEDIUM_WHOLE: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
 # blocks of keys of a part at head dim 256, at least, where it has many rows to store and to merge
 # (docs/facts/decode.md#least-256)
 LEAST_OF_ROWS = 5
-# of so many rows products bind, not memory: one of two CTAs of an SM computes exponentials while
-# the tensor cores have the other's products (docs/facts/decode.md#many-rows-two)
-MANY_ROWS = 96
+# of more rows than a block has products bind, not memory: one of two CTAs of an SM computes
+# exponentials while the tensor cores have the other's products (docs/facts/decode.md#many-rows-two,
+# #two-from-65)
+MANY_ROWS = ROWS + 1
 _MANY: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
         (64, 64): {"tile_n": 64, "num_stages": 6, "ctas_per_sm": 2},
@@ -169,7 +170,8 @@ def fitted(config: DecodeConfig, room: int, units: int, rows: int = ROWS) -> Dec
         two = _TWO_GROUPS_E4M3.get(arch, {}).get(config.head_dims, {})
         if two:
             return replace(config, few_rows=True, **two)
-    short = room <= SHORT and not config.single_rows
+    # (docs/facts/decode.md#single-rows-short)
+    short = room <= SHORT and not (config.single_rows and config.head_dims == (64, 64))
     tiles = _TILES[arch].get(config.head_dims, {})
     if config.single_rows:
         tiles = _SINGLE_ROWS.get(arch, {}).get(config.head_dims, tiles)
