@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         # NOTE: argparse drops a value that is "--", and hands on an empty list
         if action.nargs is None and arg_strings == ["--"]:
             self.error(f"argument {'/'.join(action.option_strings)}: '--' is no value")
-        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+        return super()._get_values(action, arg_strings)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # NOTE: argparse hides that its help could not be written
