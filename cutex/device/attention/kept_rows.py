@@ -14,6 +14,7 @@ from cutex.device.atoms.scalar import exp2, reciprocal
 from cutex.device.attention.row_stats import (
     FIELDS,
     KEPT_FIELDS,
+    LN2_REST,
     KeptStats,
     RowStats,
     log2_of_ratio,
@@ -106,7 +107,8 @@ class KeptRows:
             over = Float32(0.0) if empty else reciprocal(total)
             shares[0, r], shares[1, r] = mine * over, theirs * over
             larger = RowStats(*(tuple(other) if exceeds else tuple(known)))
-            rest = log2_of_ratio(total, larger.n) * LN2
+            rest = log2_of_ratio(total, larger.n)
+            rest = rest * LN2 + rest * LN2_REST
             lse, low = sum_of_terms(larger.lse, larger.low + rest)
             self.stats[r, 0] = total
             self.stats[r, 1] = larger.e

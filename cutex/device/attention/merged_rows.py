@@ -15,7 +15,14 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cutex.device.atoms.scalar import exp2, reciprocal
-from cutex.device.attention.row_stats import FIELDS, KEPT_FIELDS, KeptStats, RowStats, log2_of_ratio
+from cutex.device.attention.row_stats import (
+    FIELDS,
+    KEPT_FIELDS,
+    LN2_REST,
+    KeptStats,
+    RowStats,
+    log2_of_ratio,
+)
 from cutex.device.attention.row_store import RoundedRow
 from cutex.device.attention.softmax import LN2
 from cutex.device.last_arrival import is_last_arrival
@@ -159,7 +166,8 @@ class MergedRows:
                 self._include(other, more, best, total, r)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             n, empty = best[0, r], total[r] == 0.0
-            rest = log2_of_ratio(total[r], n) * LN2
+            rest = log2_of_ratio(total[r], n)
+            rest = rest * LN2 + rest * LN2_REST
             lse[r] = -Float32.inf if empty else best[3, r] + (best[4, r] + rest)
             total[r] = Float32(0.0) if empty else reciprocal(total[r])
         return best, total

@@ -15,6 +15,7 @@ from cutlass import Float32, cute
 
 from cutex.device.atoms.scalar import exp2, log2, power_below
 
+LN2_REST = -1.9046543e-9  # of ln 2, beside the nearest float32
 FIELDS, KEPT_FIELDS = 5, 4  # of RowStats, and of KeptStats
 
 

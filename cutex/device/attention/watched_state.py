@@ -22,6 +22,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, cute
 
 from cutex.device.atoms.scalar import exp2, fma, log2, power_below, reciprocal
 from cutex.device.attention.guarded_softmax import LARGE, GuardedSoftmax
+from cutex.device.attention.row_stats import LN2_REST
 from cutex.device.attention.softmax import LN2
 
 LEAST_BELOW, MOST_BELOW = 5.0, 10.0  # powers of two by which the mean of scores is below LSE
@@ -213,7 +214,7 @@ class WatchedState(GuardedSoftmax):
         rest = (highest - (whole - added)) + (power - added) + fraction
         # the mean of scores, each with its probability, is that far below LSE if all are equal
         below = cute.arch.fmin(cute.arch.fmax(power, LEAST_BELOW), MOST_BELOW)
-        small = rest * LN2 + (whole - below) * beyond
+        small = rest * LN2 + (whole - below) * beyond + below * LN2_REST
         if cutlass.const_expr(missing is not None):
             small += (whole - further) * missing
         return whole, small
