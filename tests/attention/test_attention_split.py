@@ -151,7 +151,8 @@ def test_parts_that_are_merged_wrongly_are_found(monkeypatch, fault):
         monkeypatch.setattr(split_out, "threads_where", lambda failed, *rest: Int32(failed))
     elif fault == "one slot":  # of a CTA that ends one tile and begins another
         config, case = SHARES
-        monkeypatch.setattr(PartPlace, "slot", property(lambda self: 2 * self.first))
+        monkeypatch.setattr(PartPlace, "slot", property(lambda self: self.first))
+        monkeypatch.setattr(merged_rows, "slots_after", lambda part: part)
     else:
         monkeypatch.setattr(
             "cutex.kernels.attention.forward.sm90.compute.within", lambda blocks, word: blocks
@@ -179,6 +180,17 @@ def test_few_tiles_of_many_keys_are_split(shape, is_split, causal):
     assert config.split == is_split
     if is_split:
         assert config.why_not(None, card) is None
+
+
+def test_many_dense_tiles_are_split_where_causal_rounds_leave_sms_idle():
+    card = arch("sm_90a")
+    for queries, is_split in ((640, True), (1024, False)):  # 1.2 rounds, and 1.9
+        shape = Shape(1, 32, 8, queries, 12000, queries)
+        for spec in (
+            AttentionSpec(causal=True), AttentionSpec(), AttentionSpec(causal=True, varlen_q=True)
+        ):  # fmt: skip
+            alone = spec.causal and not spec.varlen_q
+            assert fitted(spec, shape, card).split == (is_split and alone)
 
 
 def test_what_is_not_split():

@@ -52,8 +52,13 @@ L2_HEADS = 6  # heads of K and V, of which L2 does not hold as many where rows f
 # blocks of keys, of two warpgroups, that merging takes as long as: with its first part, and with so
 # many more
 MERGING, PARTS_A_BLOCK = 5, 8
+# blocks that whoever completes a tile takes to add each part of it, times the parts O is stored in
+ADDING = 0.5
 MOST_ROUNDS = 3  # of tiles that are split: of more the last one is a small part
 FEW_BESIDE = 4  # times as many keys as queries, of which a causal mask hides few
+# how much faster than whole tiles shares of many dense ones must be by this model: while SMs idle
+# in the last round the others have more power
+DENSE_GAIN = 1.25
 FEWER_TILES = 0.9  # of those of single heads, where longer sequences' heads are packed
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
@@ -95,8 +100,8 @@ def packed_heads(config: Sm90ForwardConfig, shape: Shape) -> int:
 
 
 def on_caches(config: Sm90ForwardConfig) -> bool:
-    """Whether keys are in pages, or only some of them are used: what shares of more tiles than half
-    the SMs were timed on."""
+    """Whether keys are in pages, or only some of them are used: there shares of more tiles than
+    half the SMs are faster, full or causal."""
     return bool(config.page_size or config.used_k)
 
 
@@ -110,7 +115,8 @@ def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardC
     tiles, whole = (x.tiles(mean) for x in (few, config))
     if few.why_not() is not None or not 0 < tiles <= MOST_ROUNDS * num_sms:
         return config
-    if 2 * tiles > num_sms and not on_caches(config):
+    dense = 2 * tiles > num_sms and not on_caches(config)
+    if dense and (not config.causal or config.has_lengths):
         return config
     # NOTE: rows of one tile that see fewer keys than those of others make shares unequal
     if config.causal and 2 * tiles > num_sms and shape.longest_k < FEW_BESIDE * shape.longest_q:
@@ -120,8 +126,11 @@ def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardC
     others = float(rounds * (steps + START))
     if config.is_cut:
         others = tail.whole // tail.ctas * (steps + START)
-        others += (tail.tiles - tail.whole) * steps / tail.shares + tail.cost
-    return few if time_of(steps, tiles, num_sms) < others else config
+        cut = tail.tiles - tail.whole
+        others += cut * steps / tail.shares + tail.cost
+        others += ADDING * config.o_parts * tail.shares / cut
+    gain = DENSE_GAIN if dense else 1.0
+    return few if gain * time_of(steps, tiles, num_sms) < others else config
 
 
 def time_of(steps: int, tiles: int, ctas: int) -> float:
