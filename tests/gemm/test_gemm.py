@@ -100,7 +100,7 @@ PERSISTENT = [s for s in LADDERS if isinstance(s.config(), Sm100Config) and s.co
 
 
 @pytest.mark.sweep(12)
-@pytest.mark.parametrize("mnk", [(600, 616, 136), (256, 1280, 64)], ids=["odd", "K of one tile"])
+@pytest.mark.parametrize("mnk", [(392, 520, 72), (256, 1280, 64)], ids=["odd", "K of one tile"])
 @pytest.mark.parametrize("stage", PERSISTENT, ids=[f"{s.arch}-{s.number}" for s in PERSISTENT])
 def test_a_cta_may_work_through_many_tiles(
     stage: Stage, device: str, mnk: tuple[int, int, int]

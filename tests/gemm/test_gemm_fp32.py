@@ -61,7 +61,9 @@ def test_the_top_is_as_near_as_fp32_sums_are(init):
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("arch", [x for x in ARCHS if x != "sm_90a"])
-@pytest.mark.parametrize("number", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 9))])
+@pytest.mark.parametrize(
+    "number", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 8, 9))]
+)
 def test_it_runs_on_any_arch(number, arch):
     run(LADDERS.stage(arch, number), Fp32GemmProblem(20, 24, 40, init="int"))
 
