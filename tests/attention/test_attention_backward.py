@@ -108,7 +108,7 @@ def case_of(name: str, **more) -> AttentionCase:
 def test_gradients_are_those_of_the_definition(name):
     dims = HEAD_DIMS[list(CASES).index(name) % len(HEAD_DIMS)]
     case = case_of(name, head_dim=dims[0], head_dim_v=dims[1])
-    assert errors(case, of_lse=True) == []
+    assert errors(case, of_lse=name != "full") == []
 
 
 @pytest.mark.slow

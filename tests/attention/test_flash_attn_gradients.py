@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_gradients import definition, wide
+from attention_gradients import definition, upstream, wide
 from attention_stand_in import StandIn, flash_on_cpu
 from flash_attn_calls import SMALL, call
+from test_attention_backward import case_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
@@ -237,14 +238,14 @@ def test_gradients_of_a_call_like_the_one_before(monkeypatch):
     monkeypatch.setattr(
         registered_backward, "of_inputs", lambda *of: made.append(of) or of_inputs(*of)
     )
-    problem = replace(SMALL, seqlen_q=40, causal=True, batch=1, heads_q=1, heads_kv=1)
-    inputs = problem.inputs()[:3]
-    grad = torch.randn(problem.outputs()[0].shape, generator=torch.Generator().manual_seed(3))
+    case = case_of("full", head_dim=64, head_dim_v=64)  # whose kernels another test compiles, too
+    inputs = case.inputs()[:3]
+    grad = upstream(case, 3, of_lse=False)[0]
 
     def gradients(of=None):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out = cutex.flash_attn_func(*leaves, causal=True)
-        return torch.autograd.grad(out, leaves, grad.to(out.dtype) if of is None else of)
+        out = cutex.flash_attn_func(*leaves)
+        return torch.autograd.grad(out, leaves, grad if of is None else of)
 
     with cutex.ops.simulated("sm_90a"):
         first = gradients()
