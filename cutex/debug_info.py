@@ -286,15 +286,21 @@ def _stack(frames: tuple[tuple[CodeType, int], ...], names: dict[int, str]) -> S
     inner = ""  # the enclosing functions of a generated one
     for code, at in frames:
         name = names[id(code)]
-        parts = name.split(".<locals>.")
-        while _GENERATED.fullmatch(parts[-1]) and len(parts) > 1:
-            parts.pop()
-        own = ".<locals>.".join(parts)
+        own = _own(name)
         if not (inner and own == inner):
             line, column = _position(code, at)
             stack.append(Call(code.co_filename, line, column, own.replace(".<locals>", "")))
         inner = own if own != name else ""
     return tuple(stack)
+
+
+@lru_cache(maxsize=4096)
+def _own(name: str) -> str:
+    """The name of the function that the DSL made this one of a loop or a branch of."""
+    parts = name.split(".<locals>.")
+    while _GENERATED.fullmatch(parts[-1]) and len(parts) > 1:
+        parts.pop()
+    return ".<locals>.".join(parts)
 
 
 def _position(code: CodeType, at: int) -> tuple[int, int]:
