@@ -106,8 +106,7 @@ class Preprocess:
         place: tuple[Int32, Int32, Int32],
     ) -> None:
         """Process a block of queries of a head of a batch entry, if the sequence has it."""
-        c = self.config
-        m_block, head, batch = place
+        c, (m_block, head, batch) = self.config, place
         seqlen = queries(args, cute.size(tensors.o, mode=[0 if c.varlen_q else 1])).of(batch)
         if m_block * c.tile_m < seqlen.length:
             number = tiles.tile(c, head, batch, seqlen) + m_block
@@ -201,7 +200,7 @@ class Preprocess:
     @property
     def at_once(self) -> int:
         """The number of rows per thread whose loads are in flight at once."""
-        return 4 if self.vectors <= 2 else 2
+        return min(max(8 // self.vectors, 2), self.config.tile_m // SIDE_BY_SIDE)
 
     @property
     def parts(self) -> int:
@@ -217,22 +216,26 @@ class Preprocess:
     def read_rows(
         self, part: cutlass.Constexpr[int], tensors: Tensors, args: KernelArgs, tile: QueryTile
     ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Start this thread's loads for the rows of a part: O and dO (VECTOR, NumV, row), LSE in
-        powers of two and the gradient of LSE (2, row)."""
-        _, head, batch, seqlen, m_block = tile
-        mO, mdO = (rows_of(x, self.config.varlen_q, head, batch) for x in (tensors.o, tensors.do))
+        """Start this thread's loads for the rows of a part: O and dO (VECTOR, NumV, row), LSE and
+        its gradient (2, row), -inf and 0 past the end."""
+        c, (_, head, batch, seqlen, m_block) = self.config, tile
+        mO, mdO = (rows_of(x, c.varlen_q, head, batch) for x in (tensors.o, tensors.do))
         layout = cute.make_layout((VECTOR, self.vectors, self.at_once))
         rO, rdO = (cute.make_rmem_tensor(layout, mO.element_type) for _ in range(2))
         of_lse = cute.make_rmem_tensor(cute.make_layout((2, self.at_once)), Float32)
         rO.fill(0.0)
         rdO.fill(0.0)
         for i in cutlass.range_constexpr(self.at_once):
-            row = m_block * self.config.tile_m + self.place(part, i)
-            lse, dlse = Float32.inf, Float32(0.0)
+            row = m_block * c.tile_m + self.place(part, i)
+            lse, dlse = -Float32.inf, Float32(0.0)
             if row < seqlen.length:
                 self.read(mO, seqlen, row, rO[None, None, i])
                 self.read(mdO, seqlen, row, rdO[None, None, i])
-                lse, dlse = self.of_row(tensors.lse, args, head, batch, seqlen, row)
+                # NOTE: nothing is computed of them in this branch, which would wait for them
+                at = (head, seqlen.offset + row) if c.varlen_q else (batch, head, row)
+                lse = tensors.lse[at]
+                if cutlass.const_expr(c.dlse):
+                    dlse = args.dlse[at]
             of_lse[0, i], of_lse[1, i] = lse, dlse
         return rO, rdO, of_lse
 
@@ -255,10 +258,11 @@ class Preprocess:
                 delta += x.to(Float32) * y.to(Float32)
             for offset in (1, 2, 4):
                 delta += cute.arch.shuffle_sync_bfly(delta, offset=offset)
+            lse, dlse = in_powers(of_lse[0, i], of_lse[1, i])
             if thread % LANES == 0:
-                self.keep(stats, self.place(part, i), of_lse[0, i], delta - of_lse[1, i], args)
+                self.keep(stats, self.place(part, i), lse, delta - dlse, args)
                 if cutlass.const_expr(self.config.sink):
-                    self.hand_out(delta - of_lse[1, i], self.place(part, i), args, tile)
+                    self.hand_out(delta - dlse, self.place(part, i), args, tile)
 
     @cute.jit
     def hand_out(self, delta: Float32, place: Int32, args: KernelArgs, tile: QueryTile) -> None:
@@ -300,20 +304,18 @@ class Preprocess:
             if v < cute.size(gX, mode=[1]):
                 cute.autovec_copy(gX[None, v], rX[None, i])
 
-    @cute.jit
-    def of_row(self, mLSE, args: KernelArgs, head, batch, seqlen: SeqlenInfo, row: Int32):
-        """LSE of a row in powers of two, and its gradient; inf and 0 for a row without keys."""
-        c = self.config
-        at = (head, seqlen.offset + row) if c.varlen_q else (batch, head, row)
-        lse, dlse = mLSE[at], Float32(0.0)
-        empty = lse == -Float32.inf
-        if cutlass.const_expr(c.dlse):
-            dlse = Float32(0.0) if empty else args.dlse[at]
-        # NOTE: past 2^24 float32 steps by more than 1, and a probability, 2^(score - LSE), could be
-        # any power of two; with LSE's largest errors added it is at most 1, and nothing overflows
-        lse_log2 = lse * LOG2_E
-        past = cute.arch.fmax(cute.arch.fmax(lse_log2, -lse_log2) - HUGE_LSE, Float32(0.0))
-        return (Float32.inf if empty else lse_log2 + past * HUGE_LSE_ERROR), dlse
+
+@cute.jit
+def in_powers(lse: Float32, dlse: Float32) -> tuple[Float32, Float32]:
+    """LSE in powers of two, and its gradient; inf and 0 for a row without keys."""
+    # NOTE: past 2^24 float32 steps by more than 1, and a probability, 2^(score - LSE), could be
+    # any power of two; with LSE's largest errors added it is at most 1, and nothing overflows
+    lse_log2 = lse * LOG2_E
+    past = cute.arch.fmax(cute.arch.fmax(lse_log2, -lse_log2) - HUGE_LSE, Float32(0.0))
+    lse_log2 += past * HUGE_LSE_ERROR
+    if lse == -Float32.inf:
+        lse_log2, dlse = Float32.inf, Float32(0.0)
+    return lse_log2, dlse
 
 
 def by_tiles(mX: cute.Tensor, width: int) -> cute.Tensor:
