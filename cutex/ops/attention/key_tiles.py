@@ -22,6 +22,9 @@ MOST_RANGES = 16  # of queries that a tile of keys is divided into
 ABOUT = 1.05  # of the least steps, which fewer parts may take
 WORTH_RANGES = 0.8  # of the steps of divided heads, the most that ranges may take
 WORTH_LAST = 0.95  # of all rounds' steps, the most that dividing the last round may leave
+# of tiles of the last round: the queries that take the time of a further round's beginning and end,
+# and of each part's sums
+ROUND_COST, LAST_PART_COST = 128, 64
 L2_BYTES = 55 << 20  # of q, dO and the sums of dQ in work at one time, which L2 about holds
 ALIKE = 0.75  # of the longest tile's steps, which the mean of tiles that take equally long exceeds
 
@@ -192,8 +195,9 @@ def last_parts_of(call: AttentionCall, config: BackwardConfig) -> LastParts:
     if config.own_dq or config.deterministic or not alike or not whole or not left:
         return found
     for parts in range(2, min(MOST_RANGES, blocks) + 1):
-        longest = ceil(blocks / parts) * (heads // heads_kv) + cost_of_part(config)
-        steps = whole // ctas * each + -(-left * parts // ctas) * longest
+        rounds, longest = -(-left * parts // ctas), ceil(blocks / parts) * (heads // heads_kv)
+        cost = ((rounds - 1) * ROUND_COST + parts * LAST_PART_COST) / config.tile_m
+        steps = whole // ctas * each + rounds * longest + cost
         if steps < WORTH_LAST * most and steps < found.steps:
             found = LastParts(whole, left, parts, steps)
     return found
