@@ -35,11 +35,11 @@ from cutex.sim.timing.fetches import SECTOR, Reuse
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.power import watts
 from cutex.sim.timing.predict import predict
-from cutex.sim.timing.record import port_cycles
 from cutex.sim.timing.timeline import Timeline
 from cutex.sim.timing.trace import Traced, trace
 from cutex.sim.timing.traffic import fetched, held_by_l2
 from cutex.sim.timing.units import Crowd, Memory
+from cutex.sim.timing.wavefronts import port_cycles
 
 HBM = gpu("h200").hbm_gbs * 1e3  # bytes a microsecond
 LAUNCH = 1.0  # microseconds, of the launch and the first loads
@@ -179,7 +179,8 @@ def test_what_all_ctas_load_comes_from_memory_once():
     x = torch.zeros(6 * styled_kernels.THREADS)
     traced = recorded("last", x, torch.zeros(6), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
     (row,) = traced.record.fetched.values()
-    assert row == Fetched(4 * styled_kernels.THREADS, 4 * styled_kernels.THREADS, 4 * x.numel())
+    size = 4 * styled_kernels.THREADS
+    assert row == Fetched(size, size, 4 * x.numel(), span=(0.0, size))
     board = gpu("h200")
     assert [m.all for m in fetched(traced, board).values()] == [1.0]
     record = traced.record

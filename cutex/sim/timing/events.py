@@ -5,6 +5,7 @@ each instruction that is asynchronous, signals or waits; and `Record`, the event
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 BarrierId = tuple[int, int]  # an mbarrier: CTA, offset
@@ -141,6 +142,14 @@ class Fetch(NamedTuple):
     cached: bool = False  # whether L1 keeps them
     alone: int = 0  # of the sectors, those whose 64 bytes its CTA has no use for but in them
     asked: int = 0  # bytes of all lanes
+    banks: float = 0.0  # cycles of L1's banks; 0: not recorded
+
+    def held_alone(self, line: float) -> float:
+        """The cycles of lines that L1 holds, each of which takes so many, where those of its banks
+        were not recorded."""
+        if self.banks or not self.held or not self.asked:
+            return 0.0 if self.banks else self.held * line
+        return max(self.held * line, self.held / (self.held + self.lines) * self.asked / 128)
 
 
 class Peer(NamedTuple):
@@ -199,13 +208,14 @@ Event = Any  # one of the above
 class Fetched(NamedTuple):
     """The bytes that a cluster fetches of one tensor: in all, and of different addresses; and its
     size. again: of bytes that a CTA fetches once more, how many of the tensor it has fetched since,
-    and how many they are.
+    and how many they are. span: its first byte, and behind its last, of the tensor's.
     """
 
     loaded: float
     different: float
     size: float
     again: tuple[tuple[float, float], ...] = ()
+    span: tuple[float, float] = (0.0, inf)
 
 
 @dataclass

@@ -29,6 +29,7 @@ from cutex.sim.ptx.temporaries import touched
 from cutex.sim.timing.events import Event, Fetch, Fetched, Need, Peer
 from cutex.sim.timing.machine_code import Cost
 from cutex.sim.timing.regions import regions
+from cutex.sim.timing.wavefronts import l1_cycles
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
@@ -213,7 +214,8 @@ class Fetches:
                 active = active & (b.lanes(part(b)) > 0)
             for row in np.nonzero(b.any_active())[0].tolist():
                 warp = int(b.idx[row])
-                at = found[row][active[row]]
+                lanes = np.nonzero(active[row])[0]
+                at = found[row][lanes]
                 passed, turn = divmod(self.turn[warp, pc], turns)
                 self.turn[warp, pc] += 1
                 ahead = place is not None and place.hoisted
@@ -234,7 +236,7 @@ class Fetches:
                 event = (
                     self._peer(warp, at, size)
                     if peer
-                    else self._fetch(warp, at, size, registers, kept)
+                    else self._fetch(warp, at, size, lanes if registers else None, kept)
                 )
                 self.add(warp, event)
 
@@ -251,7 +253,11 @@ class Fetches:
         cta, _ = g.shared_location(np.full(len(at), warp), addresses)
         return Peer(size * int((cta != g.warp_cta[warp]).sum()))
 
-    def _fetch(self, warp: int, at: np.ndarray, size: int, registers: bool, kept: bool) -> Fetch:
+    def _fetch(
+        self, warp: int, at: np.ndarray, size: int, lanes: np.ndarray | None, kept: bool
+    ) -> Fetch:
+        """``lanes``: those that load into registers."""
+        registers = lanes is not None
         if not len(at):
             return Fetch(0, 0, 0, registers)
         steps = np.arange(0, size, SECTOR)
@@ -269,7 +275,9 @@ class Fetches:
         missed = len(np.unique(sectors // 4))
         alone = self._alone(base, int(self.m.grid.warp_cta[warp]), sectors)
         asked = size * len(np.unique(at))
-        return Fetch(len(sectors), missed, base, registers, lines - missed, new, kept, alone, asked)
+        held = lines - missed
+        banks = 0.0 if lanes is None else l1_cycles(at, lanes, size)
+        return Fetch(len(sectors), missed, base, registers, held, new, kept, alone, asked, banks)
 
     def _alone(self, base: int, cta: int, sectors: np.ndarray) -> int:
         """How many of the sectors are the only ones that a CTA has fetched of their 64 bytes."""
@@ -286,6 +294,11 @@ class Fetches:
         held.update(dict.fromkeys(each, now))
         return sectors[missed]
 
+    def _span(self, base: int) -> tuple[float, float]:
+        sectors = self.sectors[base]
+        ends = min(sectors, default=0), max(sectors, default=-1) + 1
+        return max(0.0, SECTOR * ends[0] - base), max(0.0, SECTOR * ends[1] - base)
+
     def fetched(self) -> dict[int, Fetched]:
         sizes = {r.base: float(len(r.data)) for r in self.m.memory.regions}
         again: dict[int, dict[float, float]] = defaultdict(lambda: defaultdict(float))
@@ -298,6 +311,7 @@ class Fetches:
                 float(SECTOR * len(self.sectors[base])),
                 sizes.get(base, loaded),
                 tuple(sorted(again[base].items())),
+                self._span(base),
             )
             for base, loaded in self.loaded.items()
         }

@@ -19,11 +19,10 @@ import numpy as np
 from cutex.errors import CutexError
 from cutex.sim.isa.mbarrier import BarrierOperand
 from cutex.sim.isa.tensormap import MAP_BYTES, TensorMap, decode_map
-from cutex.sim.machine.banks import BANKS
 from cutex.sim.machine.batch import RETRY, Batch
 from cutex.sim.machine.events import Observer, SharedBytes
 from cutex.sim.machine.memory import PARAM_WINDOW
-from cutex.sim.machine.operation import WORD, Engine, Operation, Rectangle, Span
+from cutex.sim.machine.operation import Engine, Operation, Rectangle, Span
 from cutex.sim.ptx.decode import Decoder
 from cutex.sim.ptx.operands import Address, Imm, Vector
 from cutex.sim.ptx.program import Instruction
@@ -55,14 +54,12 @@ from cutex.sim.timing.fetches import Fetches, into_registers, width
 from cutex.sim.timing.machine_code import Cost
 from cutex.sim.timing.order import FIELDS, by_instruction
 from cutex.sim.timing.touches import Together, touched
+from cutex.sim.timing.wavefronts import port_cycles
 
 if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 PORT = Work._fields.index("port")
-# cycles of a warp's load of 16 bytes a lane where neighbouring lanes want the same, relative to
-# others: 2.6 (one place for all lanes, or for each eight) and 4.1 (lane modulo 8), a probe, H200
-ALIKE = 0.65
 PIECE = 64.0  # cycles of ordinary instructions that become one `Work`
 _RATES = (
     ("mxf4", 4.0), ("f8f6f4", 2.0), ("kind::i8", 2.0), ("kind::tf32", 0.5),
@@ -478,23 +475,3 @@ def _rate(op: str) -> float:
         if part in op:
             return rate
     return 1.0
-
-
-def port_cycles(at: SharedBytes) -> tuple[np.ndarray, np.ndarray]:
-    """The warps of an access and for each the cycles of the smem port. Lanes whose bytes fill a row
-    of the banks, as 8 lanes with 16 bytes each do, are a wavefront, which takes as long as the bank
-    of which it wants the most words."""
-    words = max(at.width // WORD, 1)
-    wave = at.warps.astype(np.int64) * BANKS + at.lanes // (BANKS // words)
-    word = (at.offset // WORD)[:, None] + np.arange(words)
-    high = int(word.max()) // BANKS * BANKS + BANKS
-    different = np.unique(wave[:, None] * high + word)
-    bank, count = np.unique(different // high * BANKS + different % BANKS, return_counts=True)
-    waves, first = np.unique(bank // BANKS, return_index=True)
-    most = np.maximum.reduceat(count, first).astype(float)
-    warps, first = np.unique(waves // BANKS, return_index=True)
-    cycles = np.add.reduceat(most, first)
-    if words == 4 and len(at.offset) == BANKS * len(warps):
-        pairs = at.offset.reshape(-1, BANKS // 2, 2)
-        cycles[(pairs[:, :, 0] == pairs[:, :, 1]).all(1)] *= ALIKE
-    return warps, cycles

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from cutex.sim.machine.residency import Residency
 from cutex.sim.ptx.program import Program
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.timing.contents import Contents
-from cutex.sim.timing.events import Record, Work
+from cutex.sim.timing.events import Fetched, Record, Work
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.machine_code import Cost
 from cutex.sim.timing.replay import Replay, Run
@@ -95,6 +95,22 @@ class Sampled:
 
     def mean(self, values: Sequence[float]) -> float:
         return float(self.everywhere(values).mean())
+
+    def fetched(self) -> dict[int, Fetched]:
+        """What a cluster fetches of each tensor, in the mean. Of the tensor counts what lies
+        between the first and the last byte that any of the records fetches."""
+        records, means = list(self.records.values()), {}
+        for at in dict.fromkeys(at for r in records for at in r.fetched):
+            found = [r.fetched.get(at, Fetched(0.0, 0.0, 0.0)) for r in records]
+            most = max(found, key=lambda f: f.loaded)
+            loaded = self.mean([f.loaded for f in found])
+            part = loaded / most.loaded if most.loaded else 0.0
+            again = tuple((between, part * size) for between, size in most.again)
+            spans = [f.span for f in found if f.loaded] or [(0.0, 0.0)]
+            span = max(end for _, end in spans) - min(begin for begin, _ in spans)
+            different = self.mean([f.different for f in found])
+            means[at] = Fetched(loaded, different, min(most.size, span), again)
+        return means
 
     def times(self, each: Sequence[float]) -> np.ndarray:
         """For each cluster of the grid its cycles, by those of the records; by its issue slots,
@@ -192,6 +208,7 @@ class Sampler(Few):
                         records[number] = self.record(what, number)
                 amounts = [work(r) for r in records.values()]
                 if max(amounts) <= (1 + ALIKE) * min(amounts):
+                    first.record.fetched = Sampled(first, records, dynamic).fetched()
                     return
                 largest = max(r.steps for r in records.values())
                 most = min(first.clusters, MANY, MOST_COUNTED // largest)
@@ -250,19 +267,30 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
     total = sum(by_tensor.values())
     missed = dram(first, by_tensor, gpu)
     busy_sms = min(count, groups) * size
+    as_the_mean = replace(first, record=replace(first.record, fetched=sampled.fetched()))
     memory = Memory(
         missed / total if total else 1.0, busy_sms, shared(first, by_tensor),
-        fetched=fetched(first, gpu), stream=stream(gpu, busy_sms), ahead=gpu.l2_ahead,
+        fetched=fetched(as_the_mean, gpu), stream=stream(gpu, busy_sms),
+        ahead=gpu.l2_ahead,
     )  # fmt: skip
     for at, miss in memory.fetched.items():
         found = [r.fetched[at].loaded if at in r.fetched else 0.0 for r in records]
         total += count * sampled.mean(found)
         missed += count * sampled.mean(found) * miss.all
-    runs = [
-        Replay(r, gpu, memory, rounds=ROUNDS * slots, slots=slots, log=log and r is sampled.record)
-        .run()
-        for r in records
-    ]  # fmt: skip
+
+    def runs_of(apart: Sequence[float], log: bool = False) -> list[Run]:
+        rounds = ROUNDS * slots
+        return [
+            Replay(
+                r, gpu, memory, rounds=rounds, slots=slots, apart=by,
+                log=log and r is sampled.record,
+            ).run()
+            for r, by in zip(records, apart, strict=True)
+        ]  # fmt: skip
+
+    runs = runs_of([0.0] * len(records), log and slots == 1)
+    if slots > 1:  # NOTE: CTAs that start together would all wait for memory at the same time
+        runs = runs_of([_each(run, slots) / slots for run in runs], log)
     each = [_each(run, slots) for run in runs]
     times = sampled.times(each)
     longest = runs[records.index(sampled.record)]

@@ -1,7 +1,7 @@
 """The sectors of global memory that an ordinary store or an atomic of a warp touches, and how.
 
 L1 puts together what a warp stores into its last few lines: words 8 bytes apart, and then those in
-between, take no longer than all at once.
+between, take no longer than all at once; but not where it waits for a load between the two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cutex.sim.timing.events import Event, Touch
+from cutex.sim.timing.events import Event, Need, Touch
 from cutex.sim.timing.fetches import SECTOR
 
 LINE = 128
@@ -41,6 +41,7 @@ class Together:
     def __init__(self) -> None:
         self.lines: dict[int, dict[int, _Line]] = defaultdict(dict)  # by warp and number
         self.sent: dict[int, set[int]] = defaultdict(set)  # by CTA: sectors
+        self.seen: dict[int, int] = {}  # by warp: its events up to its last store
 
     def store(self, warp: int, cta: int, at: np.ndarray, size: int, program: list[Event]) -> Touch:
         """A store of `size` bytes of each lane at these addresses: only what L1 has not got from
@@ -48,6 +49,9 @@ class Together:
         sectors that this one fills.
         """
         known, full = self.lines[warp], touched(at, size, False, False)
+        if any(isinstance(e, Need) for e in program[self.seen.get(warp, 0) :]):
+            known.clear()
+        self.seen[warp] = len(program)
         if full.partial:
             sectors = set((at // SECTOR).tolist())
             again = len(sectors & self.sent[cta])

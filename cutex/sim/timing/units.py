@@ -158,6 +158,7 @@ class Sm:
         self.out = Unit("stores")
         self.passes = Unit("lines of stores")
         self.lines = Unit("loads")
+        self.banks = Unit("L1 banks")
         self.peers = Unit("other CTAs' smem")
         self.sent = Unit("bytes to other CTAs")
         self.received = Unit("bytes from other CTAs")
@@ -179,6 +180,6 @@ class Sm:
         cores = [u for core in self.cores for u in (core.slots, *core.pipes)]
         return [
             *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
-            self.out, self.passes, self.lines, self.peers, self.sent, self.received, self.l2,
-            self.hbm,
+            self.out, self.passes, self.lines, self.banks, self.peers, self.sent,
+            self.received, self.l2, self.hbm,
         ]  # fmt: skip

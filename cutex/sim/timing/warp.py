@@ -416,10 +416,9 @@ class Warp:
         if missed.in_l1 and e.cached:
             e = e._replace(sectors=0, lines=0, held=e.held + e.lines)
         size, miss = 32 * e.sectors, missed.of(e.new)
-        held = e.held * g.l1_line_cycles
-        if e.held and e.asked:
-            held = max(held, e.held / (e.held + e.lines) * e.asked / 128)
-        taken = self.sm.lines.serve(now, e.lines * g.load_line + held)
+        taken = self.sm.lines.serve(now, e.lines * g.load_line + e.held_alone(g.l1_line_cycles))
+        if e.banks:
+            taken = max(taken, self.sm.banks.serve(now, max(e.banks, e.held * g.l1_line_cycles)))
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
         if miss and size:
             rate = min(g.hbm_bytes / m.sms, m.stream)
