@@ -35,11 +35,13 @@ from cutex.sim.timing.fetches import SECTOR, Reuse
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.power import watts
 from cutex.sim.timing.predict import predict
+from cutex.sim.timing.replay import Replay
+from cutex.sim.timing.sampled import Sampled
 from cutex.sim.timing.timeline import Timeline
 from cutex.sim.timing.trace import Traced, trace
 from cutex.sim.timing.traffic import fetched, held_by_l2
 from cutex.sim.timing.units import Crowd, Memory
-from cutex.sim.timing.wavefronts import port_cycles
+from cutex.sim.timing.wavefronts import l1_cycles, port_cycles
 
 HBM = gpu("h200").hbm_gbs * 1e3  # bytes a microsecond
 LAUNCH = 1.0  # microseconds, of the launch and the first loads
@@ -173,6 +175,39 @@ def test_the_smem_port_takes_what_a_probe_measured(offsets, cycles):
     at = SharedBytes(np.full(32, 5), lanes, np.zeros(32, int), offsets, 16)
     warps, found = port_cycles(at)
     assert (warps.tolist(), found.tolist()) == ([5], [cycles])
+
+
+@pytest.mark.parametrize(
+    ("stride", "size", "cycles"),
+    [(4, 4, 1), (64, 4, 16), (256, 4, 32), (260, 4, 1), (272, 4, 4), (128, 16, 32), (48, 16, 4)],
+)
+def test_the_banks_of_l1_take_what_a_probe_measured(stride, size, cycles):
+    """Rows that threads walk along: words a multiple of 128 bytes apart are all in one bank."""
+    lanes = np.arange(32)
+    assert (
+        l1_cycles(4096 + 12 + stride * lanes if size == 4 else stride * lanes, lanes, size)
+        == cycles
+    )
+
+
+def test_loads_of_one_bank_take_turns_even_where_l1_holds_them():
+    traced = one_warp([Fetch(0, 0, 1, True, held=32, cached=True, asked=128, banks=32.0), Need(1)])
+    alike = one_warp([Fetch(0, 0, 1, True, held=32, cached=True, asked=128, banks=1.0), Need(1)])
+    slow, fast = (
+        Replay(t.record, gpu("h200"), Memory(0.0, 132)).run().end for t in (traced, alike)
+    )
+    assert slow - fast == pytest.approx(32 - 32 * gpu("h200").l1_line_cycles)
+
+
+def test_what_clusters_fetch_is_their_mean_between_the_first_and_the_last_byte():
+    found = {
+        0: {1: Fetched(100.0, 100.0, 1e6, span=(0.0, 500.0))},  # at an edge
+        9: {1: Fetched(300.0, 200.0, 1e6, ((64.0, 30.0),), (2000.0, 2500.0))},
+    }
+    records = {n: SimpleNamespace(fetched=f) for n, f in found.items()}
+    first = SimpleNamespace(clusters=10)
+    means = Sampled(first, records).fetched()  # type: ignore[arg-type]
+    assert means == {1: Fetched(200.0, 150.0, 2500.0, ((64.0, pytest.approx(20.0)),))}
 
 
 def test_what_all_ctas_load_comes_from_memory_once():

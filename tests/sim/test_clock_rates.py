@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.sim.host.loaded import captured
-from cutex.sim.timing.events import Event, Fetch, Touch, Work
+from cutex.sim.timing.events import Event, Fetch, Need, Touch, Work
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.machine_code import ALU, FMA, FP64, LSU, MMA, MUFU, UNIFORM, Sass, costs
 from cutex.sim.timing.sampled import Sampled
@@ -143,6 +143,12 @@ def test_stores_into_the_last_lines_of_a_warp_are_put_together() -> None:
         program.append(together.store(0, 0, 4096 + at, 4, program))
     assert [(e.sectors, e.partial) for e in program] == [(8, 0), (0, 0), (32, 32), (32, 32)]
     assert [(e.packets, e.again) for e in program] == [(0, 0), (0, 0), (8, 8), (8, 32)]
+    apart = Together()
+    for waits in (False, True):
+        program = [apart.store(waits, 0, 4096 + halves, 4, [])]
+        program += [Need(1)] * waits
+        program.append(apart.store(waits, 0, 4100 + halves, 4, program))
+        assert program[-1].sectors == 8 * waits  # type: ignore[union-attr]
     quads = np.arange(32) // 4 * 1024 + np.arange(32) % 4 * 4  # as of accumulators: half a sector
     assert together.store(0, 1, quads, 4, program).packets == 0
     assert together.store(0, 1, np.arange(32) * 1024, 4, program).packets == 32

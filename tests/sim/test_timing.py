@@ -19,6 +19,7 @@ from cutex.clock_errors.rows import (
     Row,
     Summary,
     board,
+    error,
     errors,
     in_order,
     ladder,
@@ -158,7 +159,7 @@ def test_two_accumulators_let_the_epilogue_run_under_the_next_tiles_mainloop():
 
 
 QUICK = {  # problems that CI reckons
-    "gemm": ("2048x2048x2048", "4096x4096x4096", "4096x14336x4096", "16x8192x8192"),
+    "gemm": ("2048x2048x2048", "4096x4096x4096", "16x8192x8192"),
     "attention": ("4,4096,16,128", "4,4096,32,64 causal"),
 }
 LARGEST = {"gemm": (0.02, 0.10, 0.12), "attention": (0.05, 0.10, 0.18)}  # median, ninth, largest
@@ -180,6 +181,15 @@ def test_errors_against_measured_cycles_do_not_grow(op, quick):
     assert held.largest <= largest, held
     right, total = in_order(found)
     assert right >= 0.95 * total, (right, total)
+
+
+def test_a_stage_that_is_recorded_anew_takes_what_its_stored_record_does():
+    """Stored records do not see how today's recorder takes ordinary stores and loads: of stage 2,
+    whose warps store their accumulators themselves, both come 5.6 to 5.8 % too fast."""
+    key = "gemm/sm_90a/2/2048x2048x2048"
+    (row,) = (r for r in ladder(measured(MEASURED)) if r.key == key)
+    live = {key: record(row.problem, row.as_stage())[0]}
+    assert error(row, live, board()).cycles == pytest.approx(-0.057, abs=0.01)
 
 
 @pytest.mark.slow
