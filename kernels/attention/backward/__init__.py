@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
-from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm100.config import Sm100BackwardConfig
 from cutex.kernels.attention.backward.sm100.pairs.config import PairConfig, pairs_of
@@ -30,6 +29,11 @@ class Stage(stage_of_any.Stage[BackwardProblem, Any]):
         return self.with_config(self.default.of(problem))
 
     @property
+    def choice(self) -> Any:
+        """The module that chooses configs, of which no kernel is built."""
+        return import_module(self.chooser)
+
+    @property
     def module(self) -> str:
         return f"{stage_of_any.package(self.op, self.arch)}.{self.default.kernel_module}"
 
@@ -42,7 +46,7 @@ class Chosen(Stage):
     """The top of the ladder, with the config chosen for each problem."""
 
     def fitted(self, problem: BackwardProblem) -> Self:
-        return self.with_config(fitted(self.default.of(problem)))
+        return self.with_config(self.choice.fitted(self.default.of(problem)))
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Sm100Stage(Stage):
     held: tuple[str, ...] = ()
 
     def fitted(self, problem: BackwardProblem) -> Self:
-        chosen = fitted(self.default.of(problem), problem.dtype)
+        chosen = self.choice.fitted(self.default.of(problem), problem.dtype)
         config = replace(chosen, **{name: getattr(self.default, name) for name in self.held})
         if config.halves and config.dq_slots:  # which leave no room for a second slot of Q
             config = replace(config, num_stages=1, ahead=False)
@@ -64,7 +68,7 @@ class Pairs(Stage):
     """The stage with pairs of CTAs, or the chosen config where pairs do not apply."""
 
     def fitted(self, problem: BackwardProblem) -> Self:
-        chosen = fitted(Sm100BackwardConfig().of(problem), problem.dtype)
+        chosen = self.choice.fitted(Sm100BackwardConfig().of(problem), problem.dtype)
         return self.with_config(pairs_of(chosen) or chosen)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Self
 
-from cutex.kernels.attention.decode.choose import fitted
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.sm100.config import Sm100DecodeConfig
 from cutex.problem import stage as stage_of_any
@@ -28,7 +27,9 @@ class Stage(stage_of_any.Stage[DecodeProblem, DecodeConfig]):
         pack = problem.heads_q // problem.heads_kv if self.default.packed else 1
         blocks = -(-problem.seqlen_q * pack // self.default.tile_m)
         units = problem.batch * (problem.heads_q // pack) * blocks
-        return self.with_config(fitted(self.default.of(problem), problem.seqlen_k, units))
+        choice = import_module(self.chooser)  # of which no kernel is built
+        config = choice.fitted(self.default.of(problem), problem.seqlen_k, units)
+        return self.with_config(config)
 
     @property
     def module(self) -> str:
