@@ -218,7 +218,7 @@ def _call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
         tiles=tiles,
     )
     config = ScaledRowsConfig(product, most, padded)
-    return config, ARCH, [a, b.mT, out, *words, edges.contiguous(), *own, *others]
+    return config, ARCH, [a, b.mT, out, *words, launch.ends(edges), *own, *others]
 
 
 def _fake(

@@ -125,7 +125,7 @@ def level_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str
     most = choose.most_groups(edges.shape[0])
     tiles = choose.level_tiles(w.shape[2], bool(ops), most)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
-    return LevelConfig(product, most), arch_for(x), [x, w, out, edges.contiguous(), *others]
+    return LevelConfig(product, most), arch_for(x), [x, w, out, ends(edges), *others]
 
 
 def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
@@ -149,7 +149,7 @@ def rows_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     tiles = choose.rows_tiles(arch, mean, (k, n), bool(ops), most, groups, ragged, by_k, padded)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     config = GroupedConfig(product, most, padded)
-    return config, arch, [x, w, out, edges.contiguous(), *others]
+    return config, arch, [x, w, out, ends(edges), *others]
 
 
 def gathered(
@@ -201,7 +201,7 @@ def gathered_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, 
     tiles = choose.gathered_tiles(mean, (w.shape[1], w.shape[2]), bool(ops), most)
     layouts = OperandLayout(name_of(x)), b, OperandLayout(name_of(out))
     config = GatheredConfig(GeneralConfig(tiles, *layouts, ops), most, padded)
-    given = [normal(x, -1), w, out, edges.contiguous(), index.contiguous(), *others]
+    given = [normal(x, -1), w, out, ends(edges), ends(index), *others]
     return config, arch_for(x), given
 
 
@@ -237,7 +237,7 @@ def scattered_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any,
     product = replace(of_rows.product, out=layout)
     config = ScatteredConfig(product, of_rows.most_groups, add=add)
     x, w, _, edges, *others = tensors
-    return config, arch, [x, w, out, edges, index.contiguous(), *others]
+    return config, arch, [x, w, out, edges, ends(index), *others]
 
 
 def sums(x: Tensor, w: Tensor, edges: Tensor, out: Tensor, padded: bool) -> None:
@@ -261,7 +261,15 @@ def sums_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str,
     layouts = OperandLayout(a.dtype, "column"), b, OperandLayout(name_of(out), batched=True)
     product = GeneralConfig(choose.sums_tiles(arch, mean, w.shape[1], most), *layouts)
     config = SumsConfig(product, most, padded)
-    return config, arch, [x if xt is given else xt.mT, w, out, edges.contiguous()]
+    return config, arch, [x if xt is given else xt.mT, w, out, ends(edges)]
+
+
+def ends(edges: Tensor) -> Tensor:
+    """The ends of groups, or an index, as kernels take them.
+
+    NOTE: torch calls a single entry contiguous whatever its stride is, which kernels do not.
+    """
+    return normal(edges.contiguous(), -1)
 
 
 def zeros(out: Tensor, edges: Tensor, padded: bool) -> None:
@@ -278,7 +286,7 @@ def zeros_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str
     (padded,), (out, edges) = options, passed
     whole = out.stride(0) * out.element_size() % ALIGN == 0 and out.shape[1] % 8 == 0
     whole = whole and out.data_ptr() % ALIGN == 0
-    return ZerosConfig(whole, padded), arch_for(out), [out, edges.contiguous()]
+    return ZerosConfig(whole, padded), arch_for(out), [out, ends(edges)]
 
 
 def taken(given: list[Tensor], without: list[bool]) -> list[Tensor | None]:

@@ -328,7 +328,7 @@ def _blocks_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Ten
     product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
     config = BlocksConfig(product, most, options.padded)
     factors = by_rows(scale_a), scale_b
-    return config, arch, [a, b, *factors, out, edges.contiguous(), *others]
+    return config, arch, [a, b, *factors, out, launch.ends(edges), *others]
 
 
 def _rows_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
@@ -357,7 +357,7 @@ def _rows_call(options: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tenso
     )
     product = GeneralConfig(tiles, of_a, of_b, OperandLayout(launch.name_of(out)), ops)
     config = (PromotedConfig if promoted else GroupedConfig)(product, most, options.padded)
-    return config, arch, [a, b, out, edges.contiguous(), scale_a, scale_b, *others]
+    return config, arch, [a, b, out, launch.ends(edges), scale_a, scale_b, *others]
 
 
 def _operands(a: Tensor, b: Tensor) -> tuple[Tensor, Any, Tensor, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutex.compile import ALIGN
-from cutex.ops.grouped.launch import again, arch_for, with_padding
+from cutex.ops.grouped.launch import again, arch_for, ends, with_padding
 from cutex.ops.matmul.arrange import aligned, normal, repacked
 
 
@@ -22,7 +22,7 @@ def summed(rows: Tensor, index: Tensor, out: Tensor) -> None:
     def numbers(*shape: int) -> Tensor:
         return rows.new_empty(shape, dtype=torch.int32)
 
-    (count, columns), index = rows.shape, index.int().contiguous()
+    (count, columns), index = rows.shape, ends(index.int())
     order, other, spans = numbers(count), numbers(count), numbers(out.shape[0], 2)
     passes = max(1, -(-(out.shape[0] - 1).bit_length() // BITS))
     run(Listed, ListedConfig(passes), [index, order, spans, other, numbers(CTAS, BUCKETS)])
