@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -208,31 +208,63 @@ def test_a_kernel_that_gathers_leaves_what_is_beside_alone(name: str, order: str
     assert memory.isnan().all()
 
 
+class Gathered(NamedTuple):
+    """A product of gathered rows with a bias and scales, those of rows of no group being NaN."""
+
+    problem: GroupedProblem
+    x: Tensor
+    w: Tensor
+    index: Tensor
+    scale: Tensor
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(k: int, activation: str | None, place: str) -> Gathered:
+        problem = GroupedProblem((40, 0, 70, 1), 72, k, rest=3, bias=True)
+        x, w, bias = (t.nan_to_num(0).to(place) for t in problem.inputs())
+        g = torch.Generator().manual_seed(1)
+        index = torch.randint(0, 50, (problem.length,), generator=g).int().to(place)
+        scale = torch.randn(problem.length, generator=g).to(place)
+        scale[sum(problem.rows) :] = math.nan
+        options = {"bias": bias, "activation": activation}
+        return Gathered(problem, x, w, index, scale, options)
+
+    def off(self) -> tuple[float, Tensor]:
+        """The largest error of the rows of groups, beside 1 or their size, and the result."""
+        problem, x, w, index, scale, options = self
+        edges, count = problem.edges.to(x.device), sum(problem.rows)
+        y = cutex.grouped_mm(x, w, edges, index=index, row_scale=scale, **options)
+        want = replace(problem, activation=options["activation"]).reference(
+            x.detach()[index.long()], w, options["bias"]
+        )
+        want = (want * scale[:, None].double())[:count]
+        assert y.shape[0] == problem.length
+        return float(((y[:count].detach().double() - want).abs() / (want.abs() + 1)).max()), y
+
+
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize(("k", "activation"), [(128, "gated_silu"), (72, None)])
 @each_arch
 def test_rows_are_gathered_and_scaled(
     arch: str, place: str, k: int, activation: str | None
 ) -> None:
-    """K of 72 is gathered before the kernel; the scales of rows of no group are NaN."""
-    problem = GroupedProblem((40, 0, 70, 1), 72, k, rest=3, bias=True)
-    x, w, bias = (t.nan_to_num(0).to(place) for t in problem.inputs())
-    g = torch.Generator().manual_seed(1)
-    index = torch.randint(0, 50, (problem.length,), generator=g).int().to(place)
-    scale = torch.randn(problem.length, generator=g).to(place)
-    scale[sum(problem.rows) :] = math.nan
-    edges = problem.edges.to(place)
-    fused = {"index": index, "bias": bias, "activation": activation, "row_scale": scale}
-    y = cutex.grouped_mm(x, w, edges, **fused)
-    want = replace(problem, activation=activation).reference(x[index.long()], w, bias)
-    want = (want * scale[:, None].double())[: sum(problem.rows)]
-    error = (y[: sum(problem.rows)].double() - want).abs() / (want.abs() + 1)
-    assert y.shape[0] == problem.length and float(error.max()) < 2.0**-6
-    x.requires_grad_()
-    again = cutex.grouped_mm(x, w, edges, **fused)[: sum(problem.rows)]
-    assert float(((again.detach().double() - want).abs() / (want.abs() + 1)).max()) < 2.0**-5
-    again.float().sum().backward()
-    assert x.grad is not None and not x.grad[50:].any() and x.grad[:50].any()
+    """K of 72 is gathered before the kernel."""
+    assert Gathered.of(k, activation, place).off()[0] < 2.0**-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("k", "activation"), [(128, "gated_silu"), (72, None)])
+@each_arch
+def test_gathered_rows_have_gradients(
+    arch: str, place: str, k: int, activation: str | None
+) -> None:
+    case = Gathered.of(k, activation, place)
+    case.x.requires_grad_()
+    off, y = case.off()
+    assert off < 2.0**-5
+    y[: sum(case.problem.rows)].float().sum().backward()
+    grad = case.x.grad
+    assert grad is not None and not grad[50:].any() and grad[:50].any()
 
 
 # ---- gradients

@@ -22,7 +22,7 @@ bf16 = torch.bfloat16
     [
         (600, 80, 40),
         (1, 8, 1),
-        (90, 12, 300),
+        pytest.param(90, 12, 300, marks=pytest.mark.slow),
         pytest.param(700, 1032, 3, marks=pytest.mark.slow),
     ],
 )
