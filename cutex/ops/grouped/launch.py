@@ -80,15 +80,20 @@ def copied(x: Tensor, w: Tensor) -> bool:
 
 def rows_of_both(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
     """`rows_call`, of groups that fill their tiles."""
+    from cutex.kernels.gemm.grouped.trimmed_config import TrimmedConfig
     from cutex.schedulers.ragged import Only
 
     config, arch, tensors = rows_call(options[1:], passed)
     product, (x, w, *_) = config.product, tensors
     mean, matrix = x.shape[0] // w.shape[0], (w.shape[1], w.shape[2])
     by_k, fused = product.b.major == "column", bool(product.ops)
-    tiles = choose.full_tiles(mean, matrix, fused, config.most_groups, by_k) or product.tiles
+    full = choose.full_tiles(mean, matrix, fused, config.most_groups, by_k)
+    tiles = full or product.tiles
     only = Only(tiles.tile_m * tiles.cluster_m, full=True)
-    return replace(config, product=replace(product, tiles=tiles), only=only), arch, tensors
+    if full is None:
+        return replace(config, only=only), arch, tensors
+    product, most = replace(product, tiles=tiles), config.most_groups
+    return TrimmedConfig(product, most, only=only), arch, tensors
 
 
 def level_of_both(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:

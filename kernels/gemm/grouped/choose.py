@@ -64,7 +64,7 @@ SHORT_BLOCKS = {2: 1.06, 1: 1.13}
 WIDTHS = {256: 1.0, 192: 1.04, 128: 1.15, 64: 1.6}
 TOGETHER = {256: 1.0, 192: 0.99, 128: 1.15, 64: 1.6}  # of 128 rows by two warpgroups
 FEW = {192: 1.0, 128: 1.0, 64: 1.3}  # of 64 rows
-FULL = {192: 1.0, 208: 1.0}  # in turn, for groups that fill pairs of tiles of rows
+WIDE_TILE = 208  # columns of tiles in turn, where matrices are contiguous along K
 IN_TURN = {192: 1.0, 256: 1.05, 128: 1.2, 64: 1.7}  # where ping-pong of 192 is faster
 # rows of a group in the mean between which a tile's store takes as long as its sums
 SHORT_SUMS = (100, 6000)
@@ -134,18 +134,18 @@ def rows_tiles(
         in_turn = width(n, IN_TURN) == 192
         along_n = ragged or n > SHORT_K or mean_rows % MANY_ROWS > 0
         tiles = _taken_in_turn(n, along_n) if in_turn else _together(n, TOGETHER)
-    elif mean_rows >= LONG_GROUPS and n >= 208 and by_k and not fused:
+    elif mean_rows >= LONG_GROUPS and n >= WIDE_TILE and by_k and not fused:
         # NOTE: the same, but for groups so long that what is wasted is little, if any
         along_n = ragged or mean_rows < VERY_LONG_GROUPS or mean_rows % MANY_ROWS > 0
-        across, down = (_sharers(n, 208), 1) if along_n else (1, 2)
-        tiles = replace(_in_turn(208), cluster_n=across, cluster_m=down)
+        across, down = (_sharers(n, WIDE_TILE), 1) if along_n else (1, 2)
+        tiles = replace(_in_turn(WIDE_TILE), cluster_n=across, cluster_m=down)
     elif mean_rows >= LONG_GROUPS and not by_k and width(n, IN_TURN) == 192:
         tiles = _in_turn(192, cluster_m=2)
     elif mean_rows * groups * ceil_div(n, 256) < FEW_ROUNDS * 128 * arch_named(arch).num_sms:
         in_turn = ragged and width(n, TOGETHER) == 192
         tiles = _taken_in_turn(n, ragged) if in_turn else _together(n, TOGETHER)
-    elif not ragged and by_k and not fused and n >= 208 and _sharers(n, 208) == 2:
-        tiles = replace(_in_turn(208), cluster_n=2)
+    elif not ragged and by_k and not fused and n >= WIDE_TILE and _sharers(n, WIDE_TILE) == 2:
+        tiles = replace(_in_turn(WIDE_TILE), cluster_n=2)
     elif width(n, IN_TURN) == 192:
         tiles = _taken_in_turn(n, True)
     else:
@@ -175,11 +175,12 @@ def both_pay(rows: int, matrix: tuple[int, int]) -> bool:
 def full_tiles(
     mean_rows: int, matrix: tuple[int, int], fused: bool, most: int, by_k: bool
 ) -> Sm90Config | None:
-    """Hopper's tiles for groups that surely fill pairs of tiles of rows, which share matrices; None
-    where those of `rows_tiles` are as good (docs/facts/grouped.md#grouped-full-pairs)."""
-    if fused or not by_k or mean_rows < MANY_ROWS or width(matrix[1], FULL) != 208:
+    """Hopper's wide tiles for groups that surely fill pairs of tiles of rows, which share matrices,
+    of a TrimmedConfig (docs/facts/grouped.md#grouped-trimmed); None where those of `rows_tiles` are
+    as good."""
+    if fused or not by_k or mean_rows < MANY_ROWS or matrix[1] < WIDE_TILE:
         return None
-    return _filled(_in_turn(208, cluster_m=2), fused, most)
+    return _filled(_in_turn(WIDE_TILE, cluster_m=2), fused, most)
 
 
 def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:
