@@ -25,12 +25,12 @@ _KEPT = 8  # releases of a warp that are looked at, the last
 
 
 class _Fence(NamedTuple):
-    """A release or an acquire: its agent, and as far as it goes."""
+    """A release or an acquire: its agent, that one's count then, and as far as it goes."""
 
     warp: int
     cluster: int
     slot: int
-    count: int
+    when: int
     scope: str
 
 
@@ -102,7 +102,7 @@ class TensorMapChanges(Observer):
                 continue  # NOTE: a race, which is told
             behind = [
                 released for by, released in fences.get(record, [])
-                if self.clocks.known.item(warp, by.slot) >= by.count
+                if self.clocks.known.item(warp, by.slot) >= by.when
             ]  # fmt: skip
             if not any(behind) and (behind or not self._are_own(warp, address)):
                 self._tell(warp, address, record, bool(behind), ins)
@@ -112,7 +112,7 @@ class TensorMapChanges(Observer):
         """Whether the map is as a warp of the CTA has stored and acquired it: then others have
         stored the same bytes."""
         by, held = self.own.get((self._cta(warp), address), (None, b""))
-        known = by is not None and self.clocks.known.item(warp, by.slot) >= by.count
+        known = by is not None and self.clocks.known.item(warp, by.slot) >= by.when
         return known and held == self._bytes(address)
 
     def _bytes(self, address: int) -> bytes:
@@ -141,7 +141,7 @@ class TensorMapChanges(Observer):
             for one in kept if cluster == who else ():
                 known = slot < len(one.known) and one.known[slot] >= count
                 if record < one.records and known and _within(one.by, here, self._per_cta):
-                    what = cluster, one.by.slot, one.by.count
+                    what = cluster, one.by.slot, one.by.when
                     if any(order.includes(warp, *what) for order in orders):
                         return True
         return False
