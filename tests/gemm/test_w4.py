@@ -163,7 +163,8 @@ def test_one_row_of_any_magnitudes_is_right(
 
 
 DECODED = [  # tile_m, tile_n, warps, num_stages
-    (16, 1, 16, 4), (32, 8, 8, 3), (64, 8, 4, 2), (32, 1, 4, 5), (16, 8, 8, 2)
+    (16, 1, 16, 4), (32, 8, 8, 3), (64, 8, 4, 2), (32, 1, 4, 5), (16, 8, 8, 2), (32, 4, 8, 3),
+    (16, 2, 4, 2),
 ]  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def test_rings_of_warps_of_any_tile(of: W4Format, tile: tuple[int, ...]) -> None
         scales = scales if scales is None else scales.to(bf16)
         zeros = torch.randint(0, 16, (n, groups)) if of.zeros else None
         packed = packing.pack(codes, scales, zeros, of)
-        m = tiles.tile_n - seed % min(tiles.tile_n, 3)
+        m = tiles.tile_n - seed % -(-tiles.tile_n // 2)
         x, out = torch.randn(m, k).to(bf16), torch.full((m, n), torch.nan)
         simulate(kernel, x, packed, out, order=ORDERS[seed], seed=seed)
         w = packing.values(packed, n, k, of, bf16).double()
@@ -248,6 +249,12 @@ def test_few_rows_take_the_rings_of_warps_that_are_the_fastest() -> None:
         ((1, 28672, 4096), (32, 4, 5, 4)),
         ((8, 18944, 3584), (32, 4, 5, 2)),
         ((8, 57344, 8192), (32, 4, 4, 3)),
+        ((1, 5440, 8576), (32, 8, 2, 4)),
+        ((2, 4096, 4096), (16, 8, 2, 4)),
+        ((2, 16512, 7808), (32, 8, 3, 3)),
+        ((3, 14464, 4096), (32, 4, 4, 4)),
+        ((4, 6208, 5888), (16, 8, 3, 4)),
+        ((5, 28672, 4096), (32, 4, 4, 3)),
         ((16, 8192, 8192), None),
     ):
         tiles = configs_for(mnk, W4Format())[0]
@@ -255,6 +262,7 @@ def test_few_rows_take_the_rings_of_warps_that_are_the_fastest() -> None:
         found = (tiles.tile_m, tiles.warps, tiles.resident) if decoded else None
         assert found == (placed and placed[:3]), mnk
         assert not decoded or tiles.num_stages == placed[3], mnk
+        assert not decoded or tiles.tile_n // 2 < mnk[0] <= tiles.tile_n  # rows are loaded so
 
 
 def test_ctas_of_some_rows_share_sms_where_that_is_the_faster() -> None:
@@ -281,6 +289,8 @@ def test_warpgroups_take_blocks_in_turn_where_that_is_the_faster() -> None:
         ((16, 8192, 8192), (128, 16, 3, 2)),
         ((16, 4096, 4096), (64, 16, 3, 2)),
         ((64, 4096, 4096), (64, 64, 2, 2)),
+        ((33, 8192, 8192), (128, 40, 3, 2)),
+        ((50, 4096, 4096), (64, 56, 2, 2)),
     ):
         best = configs_for(mnk, W4Format())[0]
         assert best.in_turn

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cutex.arch import BOARDS
 from cutex.arch import arch as arch_named
-from cutex.kernels.gemm.choose import rows_class
 from cutex.kernels.gemm.config import ceil_div
 from cutex.kernels.gemm.w4.sm90 import in_turn
 from cutex.kernels.gemm.w4.sm90.config import EIGHT, FEW, W4Config
@@ -65,20 +64,39 @@ class Placed(NamedTuple):
     most_stages: int
 
 
-# by how many tiles of 32 rows there are for each SM, up to so many: of one row of x, and of up to
-# eight (docs/facts/scaled.md#w4-decode-placed, and #w4-decode-waves). Slots are as many as keep
-# another CTA from an SM: a launch that begins under the one before would leave some SMs more CTAs
-# than others
+# by how many tiles of 32 rows there are for each SM, up to so many: of one row of x, two, four and
+# eight (docs/facts/scaled.md#w4-decode-placed, #w4-decode-waves, and #w4-rows-placed). Slots are as
+# many as keep another CTA from an SM: a launch that begins under the one before would leave some
+# SMs more CTAs than others
 OF_ONE_ROW = (
     (1.0, Placed(32, 16, 1, 4)),
     (1.3, Placed(16, 8, 3, 4)),
     (1.6, Placed(32, 8, 3, 3)),
     (2.0, Placed(32, 8, 2, 4)),
-    (3.0, Placed(16, 8, 4, 4)),
+    (2.6, Placed(16, 8, 4, 4)),
+    (3.0, Placed(32, 8, 3, 3)),
     (4.0, Placed(32, 8, 4, 2)),
     (6.0, Placed(32, 8, 3, 3)),
     (10.0, Placed(32, 4, 5, 4)),
     (math.inf, Placed(32, 8, 3, 3)),
+)
+OF_TWO_ROWS = (
+    (1.0, Placed(32, 16, 1, 4)),
+    (1.3, Placed(32, 8, 2, 4)),
+    (1.6, Placed(32, 8, 3, 3)),
+    (2.0, Placed(32, 8, 2, 4)),
+    (3.0, Placed(32, 8, 3, 3)),
+    (3.6, Placed(32, 8, 2, 4)),
+    (4.4, Placed(32, 8, 3, 3)),
+    (math.inf, Placed(32, 4, 4, 4)),
+)
+OF_FOUR_ROWS = (
+    (1.0, Placed(32, 16, 1, 4)),
+    (1.6, Placed(16, 8, 3, 4)),
+    (3.0, Placed(32, 8, 2, 4)),
+    (4.0, Placed(32, 4, 4, 4)),
+    (5.5, Placed(32, 4, 5, 3)),
+    (math.inf, Placed(32, 4, 4, 4)),
 )
 OF_EIGHT_ROWS = (
     (1.0, Placed(32, 16, 1, 4)),
@@ -88,11 +106,11 @@ OF_EIGHT_ROWS = (
     (5.5, Placed(32, 4, 5, 2)),
     (math.inf, Placed(32, 4, 4, 3)),
 )
-# tiles of 32 rows an SM, beyond which two to seven rows of x, whose boxes lack some of eight, take
-# the other kernel (docs/facts/scaled.md#w4-decode-rows-lacking)
-FILLED = 3.0
-# of nearly one tile of 32 rows an SM, and K that x of twice as many CTAs may have
+OF_ROWS = {1: OF_ONE_ROW, 2: OF_TWO_ROWS, 4: OF_FOUR_ROWS, 8: OF_EIGHT_ROWS}
+# of nearly one tile of 32 rows an SM, and K that x of twice as many CTAs may have; of little more
+# than one by one row, and K that it may not
 NEARLY_ONE, SHORT_K, HALVED = 0.9, 4096, Placed(16, 8, 2, 4)
+SOME_MORE, LONG_K, WHOLE = 1.3, 6144, Placed(32, 8, 2, 4)
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
 # of 9 to 64 rows by up to 8448 of a weight (docs/facts/scaled.md#w4-shared-sms): clocks of 64 rows
@@ -303,7 +321,7 @@ def configs_for(
     arch = BOARDS[board] if board else arch_named("sm_90a")
     few = 1 if m == 1 else EIGHT
     found: list[W4Config | W4DecodeConfig] = []
-    others = ranked((few if m <= EIGHT else rows_class(m), n, k), of, arch, dtype)
+    others = ranked((few if m <= EIGHT else in_turn.few_rows_class(m), n, k), of, arch, dtype)
     if m <= EIGHT and (decode := decode_config(mnk, of, arch)) is not None:
         least = predict(others[0], (few, n, k), arch)
         found = [decode] if predict_decode(decode, mnk, arch) < least else []
@@ -320,14 +338,15 @@ def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4Deco
     others on its SM.
     """
     m, n, k = mnk
-    columns = 1 if m == 1 and k % X_VECTOR == 0 else EIGHT
-    a_sm = ceil_div(n, DECODE_ROWS) / arch.num_sms
-    known = OF_ONE_ROW if columns == 1 else OF_EIGHT_ROWS
-    placed = next(placed for most, placed in known if a_sm <= most)
-    if 1 < m < EIGHT and a_sm > FILLED:
+    if m == 1 and k % X_VECTOR:
         return None
+    columns = 1 << (m - 1).bit_length()
+    a_sm = ceil_div(n, DECODE_ROWS) / arch.num_sms
+    placed = next(placed for most, placed in OF_ROWS[columns] if a_sm <= most)
     if columns > 1 and NEARLY_ONE < a_sm <= 1 and k <= SHORT_K:
         placed = HALVED
+    if columns == 1 and 1 < a_sm <= SOME_MORE and k > LONG_K:
+        placed = WHOLE
     tile_m, warps, resident, most_stages = placed
     tile = W4DecodeConfig(tile_m=tile_m, tile_n=columns, format=of, warps=warps, resident=resident)
     for num_stages in range(most_stages, 1, -1):

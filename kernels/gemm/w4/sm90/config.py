@@ -153,4 +153,6 @@ class W4Config(WeightTiles, Sm90Config):
     def why_not_signature(self, signature: Signature) -> str | None:
         if signature.out.batched:
             return "a batch: a packed weight is one matrix"
+        if self.odd_rows and signature.ops:
+            return f"tile_n={self.tile_n}: odd multiples of 8 are timed for the product alone"
         return super().why_not_signature(signature)

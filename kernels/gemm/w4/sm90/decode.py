@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
 from cutex.device.atoms.bulk import load_bulk
-from cutex.device.atoms.mma import allocate_slots, slots_layout
+from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tma import load_operand, tile_loads
 from cutex.device.epilogue.epilogue_ops import BoundOps, Fragment
 from cutex.device.pipeline import Barrier, PipelineState, publish_barriers
@@ -39,6 +39,7 @@ from cutex.problem.w4.layout import BLOCK_K, CODE_WORDS, HALVES, PAIRS, STRIP
 LANES = 32
 K_OF_LOAD = 2 * K_OF_MMA  # of x that one ldmatrix of four matrices brings to 8 columns
 AHEAD = 2  # blocks of each warp that L2 loads before the kernel before this one ends
+X_WIDTH = 64  # elements in the 128 bytes of an atom's row
 CHAINS = 2  # of products of a tile, since one that adds to its sums waits for the one before
 
 
@@ -116,7 +117,8 @@ class Slots:
                 row = self.sX[0, None, self.first + slot]
                 load_bulk(row.iterator, self.x.iterator + block * BLOCK_K, x_bytes, full)
         if cutlass.const_expr(c.tile_n > 1):
-            tile_loads(self.x, self.sX, Int32(0)).load(block, self.first + slot, full)
+            rows = cute.make_tensor(self.sX.iterator, x_layout(c, c.tile_n).outer)
+            tile_loads(self.x, rows, Int32(0)).load(block, self.first + slot, full)
 
     @cute.jit
     def end_x(self, block: Int32, slot: Int32) -> None:
@@ -172,6 +174,29 @@ class RowTiles(Fragments):
         return held
 
 
+def x_layout(tiles: W4DecodeConfig, rows: int) -> cute.ComposedLayout:
+    """The slots of x (rows, bK, SLOT) in atoms of tile_n rows of 128 bytes, swizzled by address.
+    All columns of the MMA are these rows, again and again."""
+    held, num_slots = tiles.tile_n, tiles.num_stages * tiles.warps
+    shape = (held, rows // held), (X_WIDTH, BLOCK_K // X_WIDTH), num_slots
+    stride = (X_WIDTH, 0), (1, held * X_WIDTH), held * BLOCK_K
+    return cute.make_composed_layout(
+        cute.make_swizzle(3, 4, 3), 0, cute.make_layout(shape, stride=stride)
+    )
+
+
+def overlapping(mX: cute.Tensor, rows: int) -> cute.Tensor:
+    """x (M, K) as `rows` rows: its first half of so many, and its last.
+
+    NOTE: rows of a TMA box that are out of bounds take longer than those that are loaded twice
+    (docs/facts/scaled.md#tma-out-of-bounds).
+    """
+    half, (m, k) = rows // 2, mX.shape
+    step = mX.stride[0]
+    layout = cute.make_layout(((half, 2), k), stride=((step, (m - half) * step), mX.stride[1]))
+    return cute.make_tensor(mX.iterator, layout)
+
+
 class W4Decode:
     """CTAs compute tile_m rows of the weight by all rows of x; its warps have every so many blocks
     of K.
@@ -212,8 +237,7 @@ class W4Decode:
         *passed, stream = rest
         c, x = self.tiles, mX
         if cutlass.const_expr(c.tile_n > 1):
-            num_slots = c.num_stages * c.warps
-            x = load_operand(mX, slots_layout(mX.element_type, c.tile_n, BLOCK_K, num_slots, 128))
+            x = load_operand(overlapping(mX, c.tile_n), x_layout(c, c.tile_n))
         self.kernel(x, mW, mOut, tuple(passed)).launch(
             grid=(cute.ceil_div(cute.size(mOut, mode=[1]), c.tile_m), 1, 1),
             block=(c.num_threads, 1, 1),
@@ -255,7 +279,7 @@ class W4Decode:
         c = self.tiles
         num_slots = c.num_stages * c.warps
         if c.tile_n > 1:
-            return allocate_slots(smem, x.atom.value_type, x.smem_layout)
+            return allocate_slots(smem, x.atom.value_type, x_layout(c, COLUMNS))
         row = smem.allocate_tensor(x.element_type, cute.make_layout((BLOCK_K, num_slots)), ALIGN)
         layout = cute.make_layout((COLUMNS, BLOCK_K, num_slots), stride=(0, 1, BLOCK_K))
         return cute.make_tensor(row.iterator, layout)
@@ -366,8 +390,11 @@ class W4Decode:
         for tile in cutlass.range_constexpr(c.row_tiles):
             for i in cutlass.range_constexpr(4):
                 row, column = tile * ROWS + lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
-                if cutlass.const_expr(c.tile_n > 1):
+                if cutlass.const_expr(c.tile_n == COLUMNS):
                     sums[row, column] = acc[i, tile]
+                elif cutlass.const_expr(c.tile_n > 1):
+                    if column < c.tile_n:
+                        sums[row, column] = acc[i, tile]
                 elif cutlass.const_expr(i % 2 == 0) and column == 0:
                     sums[row, 0] = acc[i, tile]
 
@@ -381,9 +408,13 @@ class W4Decode:
             at = turn * c.num_threads + thread
             if at < count:
                 row, column = at % c.tile_m, at // c.tile_m
+                place = column
+                if cutlass.const_expr(c.tile_n > 1):  # noqa: SIM102 - known when tracing
+                    if column >= c.tile_n // 2:  # as `overlapping` has them
+                        place = column + c.tile_n - bound.bounds[0]
                 total = Float32(0.0)
                 for warp in cutlass.range_constexpr(c.warps):
-                    total = total + sums[row, column, warp]
+                    total = total + sums[row, place, warp]
                 values = cute.make_rmem_tensor((1, 1), Float32)
                 values[0, 0] = total
                 x = Fragment(values, (column,), (first + row,), 0, bound.bounds, 1, own=True)

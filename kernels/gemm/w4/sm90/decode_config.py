@@ -21,8 +21,8 @@ SYSTEM = 1024  # bytes of smem that the system takes of each CTA
 
 @dataclass(frozen=True)
 class W4DecodeConfig(WeightTiles, GemmConfig):
-    """CTAs compute tile_m rows of the weight times all rows of x, tile_n of them: 1, or up to 8.
-    Each warp has a ring of num_stages slots, and takes K blocks round-robin."""
+    """CTAs compute tile_m rows of the weight times all rows of x: 1, or more than half of tile_n
+    up to tile_n. Each warp has a ring of num_stages slots, and takes K blocks round-robin."""
 
     arch = "sm_90a"
     mma_columns = 1
@@ -92,8 +92,8 @@ class W4DecodeConfig(WeightTiles, GemmConfig):
     def _why_not_shape(self, arch: Arch) -> str | None:
         if self.tile_m not in (ROWS, 2 * ROWS, STRIP):
             return f"tile_m={self.tile_m}: {ROWS}, {2 * ROWS} or {STRIP} rows of a strip"
-        if self.tile_n not in (1, COLUMNS):
-            return f"tile_n={self.tile_n}: 1 or {COLUMNS} rows of x"
+        if self.tile_n not in (1, 2, 4, COLUMNS):
+            return f"tile_n={self.tile_n}: 1, 2, 4 or {COLUMNS} rows of x"
         if self.k_bytes != BLOCK_K * ELEMENT:
             return f"k_bytes={self.k_bytes}: a block of a packed weight has {BLOCK_K} of 16 bits"
         if self.warps not in (4, 8, 16) or not 1 <= self.resident <= 64 // self.warps:

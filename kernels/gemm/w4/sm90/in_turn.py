@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from cutex.arch import Arch
 
 MOST_ROWS = 64
+BY_SIXTEEN = 32  # columns, up to which they are multiples of 16
+WIDE = 56  # columns of single strips that take most of a slot
 MANY_COLUMNS = 3 * 64  # of all strips of a tile: from there on accumulators leave few registers
 FEWEST = 9  # blocks of a share of K, below which the ends of warpgroups are too large a part
 # shares of K of single strips, up to so many blocks: few columns by mma.sync, whose sums need less
@@ -40,15 +42,23 @@ def candidates(
     base: W4Config, mnk: tuple[int, int, int], arch: Arch, dtype: str = "bf16"
 ) -> Iterator[W4Config]:
     """Tiles of all rows of x, of a dtype, one per CTA, with K in up to four shares."""
-    m, n, k = mnk
-    tile_n = rows_class(m)
-    if tile_n > MOST_ROWS:
+    columns = few_rows_class(mnk[0])
+    if columns > MOST_ROWS:
         return
-    of = base.format
+    # NOTE: an odd multiple of 8 is for the product alone, as 16 bits
+    for tile_n in dict.fromkeys((columns, rows_class(columns))):
+        yield from _of_columns(replace(base, tile_n=tile_n, columns=1), mnk, arch, dtype)
+
+
+def _of_columns(
+    base: W4Config, mnk: tuple[int, int, int], arch: Arch, dtype: str
+) -> Iterator[W4Config]:
+    """The tiles of so many columns."""
+    _, n, k = mnk
+    of, tile_n = base.format, base.tile_n
     # NOTE: where scales multiply sums
     by_sums = tile_n <= FEW and of.kind == "int4" and of.group >= HALF_K
-    epi_n = 16 if tile_n % 32 else 32
-    columns = replace(base, tile_n=tile_n, epi_n=epi_n, columns=1)
+    columns = replace(base, epi_n=next((e for e in (32, 16) if tile_n % e == 0), tile_n))
     for strips in (1, 2, 3, 4):
         for split_k, share in SMS_OF.items():
             ctas = ceil_div(n, strips * STRIP) * split_k
@@ -67,10 +77,17 @@ def candidates(
                 yield replace(shared, warpgroups=rows * turns, turns=turns)
 
 
+def few_rows_class(m: int) -> int:
+    """The columns that M rows are computed as: of BY_SIXTEEN to MOST_ROWS a multiple of 8. Columns
+    in vain take time, and so do rows of x that TMA finds out of bounds
+    (docs/facts/scaled.md#w4-columns-of-eight)."""
+    return -(-m // 8) * 8 if BY_SIXTEEN < m <= MOST_ROWS else rows_class(m)
+
+
 def few_slots(tiles: W4Config) -> bool:
     """Whether three turns would hold too many slots of the ring: of single strips, by so many
     columns that x takes most of a slot (docs/facts/scaled.md#w4-two-turns)."""
-    return tiles.strips == 1 and tiles.tile_n >= MOST_ROWS
+    return tiles.strips == 1 and tiles.tile_n >= WIDE
 
 
 def predict(tiles: W4Config, mnk: tuple[int, int, int], arch: Arch) -> float:
