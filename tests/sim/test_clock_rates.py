@@ -117,6 +117,7 @@ def counting(mX: cute.Tensor, mY: cute.Tensor):
     counting_kernel(mX, mY).launch(grid=[1, 1, 1], block=[32, 1, 1])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("bins", "cycles"),
     [
