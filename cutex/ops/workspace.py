@@ -16,6 +16,7 @@ from torch import Tensor
 from cutex.compile import Workspace
 
 Made = TypeVar("Made")
+Shape = tuple[int, ...]
 
 RESERVE = 1 << 20  # zeroed words that are kept for captures, 4 MB
 
@@ -24,6 +25,8 @@ _flags: dict[tuple[int, int, int], Tensor] = {}
 _sums: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _reserves: dict[int, Tensor] = {}  # by device: zeroed words that nothing uses yet
 _captured: dict[tuple[int, int, int, int], Tensor] = {}  # by device, stream, capture and count
+# by device, stream, name and kind
+_scratch: dict[tuple[int, int, str, Shape, torch.dtype], Any] = {}
 # what `buffers` returns outside captures, as tensors of tvm_ffi, by device, stream and numbers of
 # sums and of flags
 _together: dict[tuple[int, int, int, int], tuple[Any, Any]] = {}
@@ -119,6 +122,35 @@ def flags_of(device: torch.device, count: int) -> Callable[[], Tensor]:
         capturing = stream and is_capturing()  # NOTE: the default stream, 0, is never captured
         kept = None if capturing else _flags.get((index, stream, count))
         return flags(device, count) if kept is None else kept
+
+    return found
+
+
+def scratch_of(
+    device: torch.device, name: str, shape: Shape, strides: Shape, dtype: torch.dtype,
+    empty: Callable[..., Any],
+) -> Callable[[], Any]:  # fmt: skip
+    """A function that returns memory of any values, which nobody looks at behind the next launch on
+    the current stream, another for each name among a launch's; `empty` allocates it for captures,
+    whose replays may run beside others."""
+    if device.type != "cuda":
+        return lambda: empty(shape, strides, dtype)
+    from tvm_ffi import from_dlpack
+
+    index = device.index
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def found() -> Any:
+        stream = stream_of(index)
+        if stream and is_capturing():  # NOTE: the default stream, 0, is never captured
+            return empty(shape, strides, dtype)
+        key = index, stream, name, shape, dtype
+        kept = _scratch.get(key)
+        if kept is None:
+            made = allocated_apart(lambda: torch.empty(shape, dtype=dtype, device=device), device)
+            kept = _scratch[key] = from_dlpack(made)
+        return kept
 
     return found
 

@@ -52,6 +52,8 @@ FEW = 1 << 19
 FEW_EACH = 6
 FEW_CTA, FEW_LONG = 256, 12_288
 ONE_CLUSTER = 1 << 17
+# threads of each CTA of a cluster that has all rows of few losses, and elements of each of them
+TOGETHER, IN_CTA = 512, 32
 # threads of a CTA that walks along losses, and CTAs of an SM at one time, by the rows of an SM at
 # most (docs/facts/rows.md#rows-losses-walkers); of more rows 128, if their last round is so full
 WALKS = {2: (512, 2), 4: (256, 4), 8: (128, 8)}
@@ -439,6 +441,20 @@ def one_cluster(
     if ctas == 1:
         return None
     return RowTile(1, threads, ctas, -(-vectors // (ctas * threads)), part.width, part.aligned)
+
+
+def losses_in_cluster(
+    m: int, n: int, unit: int, arch_name: str, largest: int = CLUSTER
+) -> tuple[RowTile, int] | None:
+    """The tile of few rows of losses, of which `unit` elements begin each, in each CTA of the only
+    cluster, and its CTAs, `largest` at most. None for more, and where there are no clusters."""
+    if arch(arch_name).capability < (9, 0) or not 2 <= m * n <= FEW or n < 1:
+        return None
+    ctas = power(m, 1, largest if arch_name in LARGE_ARCHS else CLUSTER)
+    rows, vectors = power(-(-m // ctas), 1, TOGETHER), -(-n // unit)
+    threads = power(vectors, LEAST_THREADS, TOGETHER // rows)
+    each, rows = -(-vectors // threads), max(rows, WARP // threads)
+    return (RowTile(rows, threads, 1, each, unit), ctas) if each * unit <= IN_CTA else None
 
 
 def power(x: int, least: int, most: int) -> int:

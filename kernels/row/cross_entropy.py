@@ -36,7 +36,7 @@ TOTAL_THREADS = 1024
 RESIDENT = 1024  # threads of an SM, of 64 registers each
 TOTAL_PARTS = 128  # CTAs that share many losses
 WORDS = {16: cutlass.Int16, 32: Int32}  # as which an element is loaded
-LAST, ONE, SHARED = "last", "one", "shared"  # who adds up losses
+LAST, ONE, SHARED, CLUSTER = "last", "one", "shared", "cluster"  # who adds up losses
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class CrossEntropyConfig:
     reduction: str = "none"  # of the losses of rows: "mean" and "sum" leave one number
     walks: bool = False  # the tile holds a part of a row, and goes from part to part
     # who adds up losses: the CTA of rows that ends last; one of a second launch; where they are
-    # many, several CTAs share them, and a third launch adds up those sums
+    # many, several CTAs share them, and a third launch adds up those sums; of few rows the cluster
+    # that has them all
     adds: str = ONE
 
     @property
@@ -160,8 +161,8 @@ class CrossEntropy(RowKernel):
     def store_loss(
         self, found: Values, columns: Columns, target: Any, label: cute.Tensor, to: tuple,
         row: Int32, options: tuple,
-    ) -> None:  # fmt: skip
-        """Store a row's lse and loss."""
+    ) -> Float32:  # fmt: skip
+        """Store a row's lse and loss; returns the loss."""
         mLse, mLosses = to
         s, z, ignored = options
         top, log_total = above(found[0]), cute.math.log2(found[1]) * LN_2
@@ -174,6 +175,7 @@ class CrossEntropy(RowKernel):
                 loss = apart(top, label[0].to(Float32), mean, s) + log_total + z * lse * lse
         mLse[row] = lse
         mLosses[row] = loss
+        return loss
 
     @cute.jit
     def add_up_if_last(self, mLosses, mTarget, totals, ignored) -> None:
@@ -291,6 +293,7 @@ class CrossEntropy(RowKernel):
         kind, c = type(self), self.config
         adds = {
             LAST: {},
+            CLUSTER: {},
             ONE: {"total": kind.total},
             SHARED: {"parts": kind.parts, "total": kind.total_of_parts},
         }

@@ -12,7 +12,9 @@ from row_calls import DTYPES, near, rows
 import cutex
 from cutex.compile import compile
 from cutex.device.row.tile import RowTile
+from cutex.kernels.row import choose
 from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
+from cutex.kernels.row.cross_entropy_in_turns import CrossEntropyInTurns
 from cutex.ops.row import launches
 from cutex.sim import simulate
 
@@ -106,6 +108,7 @@ def test_few_losses_are_added_up_by_the_cta_that_ends_last(device, monkeypatch):
     # a captured launch counts in words that lie anywhere, and leaves them zeroed
     words = torch.zeros(5, dtype=torch.int32, device=device)
     monkeypatch.setattr(launches, "flags_of", lambda *_: lambda: words[1:2])
+    monkeypatch.setattr(choose, "losses_in_cluster", lambda *_: None)
     x, target = rows(device, (300, 40), torch.bfloat16), torch.arange(300, device=device) % 40
     target[7] = -100
     for reduction in ("mean", "sum", "mean"):
@@ -113,6 +116,45 @@ def test_few_losses_are_added_up_by_the_cta_that_ends_last(device, monkeypatch):
         wanted = F.cross_entropy(x.double(), target, reduction=reduction)
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
         assert not words.any()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("m, n", [(1, 40), (19, 333), (70, 64)])
+def test_few_losses_are_added_up_by_a_cluster(device, asked, m, n, smoothing):
+    x, target = rows(device, (m, n), torch.bfloat16), torch.arange(m, device=device) % n
+    target[1::3] = -100
+    options = {"label_smoothing": smoothing}
+    for reduction in ("mean", "sum"):
+        found = cutex.cross_entropy(x, target, reduction=reduction, **options)
+        wanted = F.cross_entropy(x.double(), target, reduction=reduction, **options)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+    assert {kind.__name__ for kind, *_ in asked} == {"LossInCluster"}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("n, aligned", [(1000, True), (1001, False), (100, False)])
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_ctas_that_stay_draw_the_rows_along_which_they_walk(groups, n, aligned, reduction):
+    tile = RowTile(1, 32, 1, 1, 8, aligned)
+    config = CrossEntropyConfig(tile, reduction == "mean", "int32", reduction, True)
+    x, target = rows("cpu", (5, n), torch.bfloat16, scale=3.0), torch.tensor([0, n - 1, -100, 2, 9])
+    x[0, 70], x[1, :60] = 50, -torch.inf  # maxima that come late
+    x[1] = x[1] if reduction == "none" else 1
+    lse, losses = torch.full((2, 5), torch.nan)
+    totals, drawn = torch.full((2, 1), torch.nan), torch.zeros(1, dtype=torch.int32)
+    s = 0.1 * (reduction == "mean")
+    given = x, target.int(), lse, losses, *(totals if reduction == "mean" else ()), drawn
+    compiled = compile(CrossEntropyInTurns(config), "bf16", "sm_90a")
+    for _ in range(2):
+        simulate(compiled, *given, groups, s, 0.0, -100)
+        assert not drawn.any()
+    wanted = F.cross_entropy(x.double(), target, reduction="none", label_smoothing=s)
+    near(losses, wanted, torch.float32, 64)
+    near(lse, x.double().logsumexp(1), torch.float32, 64)
+    if reduction == "mean":
+        near(totals[0], wanted.sum().view(1) / 4, torch.float32, 64)
 
 
 @pytest.mark.gpu

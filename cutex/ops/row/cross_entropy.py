@@ -11,8 +11,8 @@ from cutex.arch import kernels_of
 from cutex.kernels.row import choose
 from cutex.ops.number import number
 from cutex.ops.plain import check_strided
-from cutex.ops.row.launches import Calls, Launch, Run
-from cutex.ops.row.operators import define
+from cutex.ops.row.launches import Calls, Launch, Run, runs
+from cutex.ops.row.operators import define, needs_nothing
 from cutex.ops.row.rows import (
     arch_of,
     check_rows,
@@ -56,11 +56,11 @@ def cross_entropy(
     Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
     not supported, and without an NVIDIA GPU from Ampere on.
     """
-    options = (ignore_index, label_smoothing, z_loss, reduction)
+    options = (ignore_index, label_smoothing, z_loss, reduction, False)
     if not _is_compiling() and ignore_index.__class__ is int:
         found = _forward.again(options, x, target)
         if found is not None:
-            return found[0]
+            return found
     check_rows("x", x)
     if x.dim() != 2:
         raise ValueError(f"x must have rows of logits (M, N), got {x.dim()} dimensions")
@@ -69,6 +69,8 @@ def cross_entropy(
     check_target(target, x)
     check_options(ignore_index, label_smoothing, reduction)
     given = number("label_smoothing", label_smoothing), number("z_loss", z_loss)
+    if needs_nothing(x, target):
+        return _forward((ignore_index, *given, reduction, False), x, target)
     return CROSS_ENTROPY(x, target, ignore_index, *given, reduction)[0]
 
 
@@ -98,13 +100,15 @@ def check_options(ignore_index: Any, label_smoothing: float, reduction: str) -> 
 
 
 def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
-    ignored, smoothing, z_loss, reduction = options
+    """The plan of a loss; if it `saves`, with the results of the operator."""
+    ignored, smoothing, z_loss, reduction, saves = options
     arch = arch_of(x.device, "cutex.cross_entropy")
     if not x.shape[0]:
 
-        def of_no_rows(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-            loss, lse, count = _fake(x, target, *options)
-            return loss.fill_(torch.nan if reduction == "mean" else 0.0), lse, count.zero_()
+        def of_no_rows(x: Tensor, target: Tensor) -> Any:
+            loss, lse, count = _fake(x, target, *options[:4])
+            loss.fill_(torch.nan if reduction == "mean" else 0.0)
+            return (loss, lse, count.zero_()) if saves else loss
 
         return of_no_rows
     launch = Launch(x.device)
@@ -121,7 +125,7 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
         kernel,
         ("x", "target", "lse", "losses", *totals),
         (float(smoothing), float(z_loss), ignored),
-        ("loss" if totals else "losses", "lse", "count"),
+        ("loss" if totals else "losses", *(("lse", "count") if saves else ())),
     )
 
 
@@ -133,6 +137,8 @@ def _kernel_of(
     from cutex.kernels.row.cross_entropy_dense import CrossEntropyDense, DenseLossesConfig
 
     (m, n), loads = x.shape, loads_of([x], (), True)
+    if reduction != "none" and (found := _in_cluster(x, arch, smoothed, target, reduction)):
+        return found
     tile = choose.cross_entropy(n, 8 * x.element_size(), kernels_of(arch), *loads)
     few = few_of([x], (), arch)
     if not tile.aligned and few is not None and few.ctas == 1:
@@ -149,6 +155,27 @@ def _kernel_of(
     if dense is not None:
         return CrossEntropyDense, DenseLossesConfig(*given, *dense[1:])
     return CrossEntropy, CrossEntropyConfig(*given)
+
+
+def _in_cluster(
+    x: Tensor, arch: str, smoothed: bool, target: str, reduction: str
+) -> tuple[Any, Any] | None:
+    """The kernel's class and config for a sum of few losses of rows x, all of one cluster; None for
+    others."""
+    from cutex.kernels.row.cross_entropy import CLUSTER
+    from cutex.kernels.row.cross_entropy_in_cluster import InClusterConfig, LossInCluster
+
+    unit, _ = loads_of([x], (), False)
+    for largest in (choose.LARGE_CLUSTER, choose.CLUSTER):
+        m, n = x.shape
+        chosen = choose.losses_in_cluster(m, n, unit, kernels_of(arch), largest)
+        if chosen is None:
+            return None
+        tile, ctas = chosen
+        config = InClusterConfig(tile, smoothed, target, reduction, False, CLUSTER, ctas)
+        if runs(LossInCluster, config, x, arch):
+            return LossInCluster, config
+    return None
 
 
 def _who_adds(rows: int, threads: int) -> str:
@@ -231,7 +258,7 @@ _forward, _gradient = Calls(_plan), Calls(_plan_gradient)
 
 def run(x: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, the logarithm of each row's sum of exponentials, and the count, of checked ones."""
-    found: tuple[Tensor, Tensor, Tensor] = _forward(options, x, target)
+    found: tuple[Tensor, Tensor, Tensor] = _forward((*options, True), x, target)
     return found
 
 

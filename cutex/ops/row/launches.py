@@ -12,20 +12,33 @@ from torch import Tensor
 from cutex.kernels.row.choose import TooLong
 from cutex.ops.device import SEVERAL_GPUS, current, launcher, on_device
 from cutex.ops.occupancy import PORTABLE, clusters_at_once
-from cutex.ops.plain import empty_of, untraced
+from cutex.ops.plain import empty_of, untraced, view
 from cutex.ops.plans import PlanCache
 from cutex.ops.row.rows import VECTOR, as_rows, dtype_of, sms_of
-from cutex.ops.workspace import flags_of
+from cutex.ops.row.written import Written
+from cutex.ops.workspace import flags_of, scratch_of
 
 if TYPE_CHECKING:
     from cutex.compile import Compiled
 
 WORD = 4  # bytes
+SCRATCH = 1 << 14  # bytes of a result that nobody is given, which a stream's launches may share
 Run = Callable[..., Any]  # launches on tensors, and returns the results
 
 
+class Layout(NamedTuple):
+    """How a tensor's memory, from its first element on, is passed or returned."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(x: Tensor) -> Layout:
+        return Layout(tuple(x.shape), x.stride())
+
+
 class Fresh(NamedTuple):
-    """A contiguous tensor that each launch allocates, in the shape in which it is passed."""
+    """A contiguous tensor that each launch allocates, in the layout in which it is passed."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,10 +51,12 @@ class Launch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.passed: list[Callable[[Tensor], Tensor] | None] = []  # None: as it is given
+        # None: as it is given
+        self.passed: list[Layout | Callable[[Tensor], Tensor] | None] = []
         self.fresh: dict[str, Fresh] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # in which fresh ones are returned
-        self.kept: list[Callable[[], Tensor]] = []  # find zeroed words that launches leave zeroed
+        self.layouts: dict[str, Layout] = {}  # in which fresh ones are returned
+        # find zeroed words that launches leave zeroed
+        self.kept: dict[str, Callable[[], Tensor]] = {}
         # of the first launch: the given ones, those allocated, those kept
         self.operands: dict[str, Tensor] = {}
 
@@ -62,15 +77,15 @@ class Launch:
         last = shape[len(shape) + 1 - (rank or 1) :]
         passed = first if rank in (None, first.dim()) else first.view(-1, *last)
         self.fresh[name] = Fresh(tuple(passed.shape), passed.stride(), dtype)
-        self.shapes[name] = tuple(shape)
+        self.layouts[name] = Layout.of(first)
         self.operands[name] = passed
         return passed
 
     def keeps(self, name: str, words: int) -> None:
         """Pass at least so many zeroed words (int32) of the stream, which the launch leaves zeroed.
         Named last."""
-        self.kept.append(flags_of(self.device, 1 << (words - 1).bit_length()))
-        self.operands[name] = self.kept[-1]()
+        self.kept[name] = flags_of(self.device, 1 << (words - 1).bit_length())
+        self.operands[name] = self.kept[name]()
 
     def run(
         self,
@@ -88,45 +103,39 @@ class Launch:
         with current(self.device):
             arguments = [*(self.operands[name] for name in order), *constants]
             launch = on_device(self.device, launcher(compiled, arguments))
-        names = [*self.operands]
-        picked = [names.index(name) for name in order]
-        # of each result its place, and its shape where that is not the one in which it is passed
-        results = [
-            (names.index(x), None if self.shapes[x] == self.fresh[x].shape else self.shapes[x])
-            for x in returns
-        ]
-        only = results[0][0] if len(results) == 1 and results[0][1] is None else None
-        empty, fresh = empty_of(self.device, SEVERAL_GPUS), [*self.fresh.values()]
-        passed, kept = self.passed, self.kept
-        cleared = [names.index(name) for name in zeroed]
-
-        @untraced
-        def on(*given: Tensor) -> Any:
-            operands = [x if f is None else f(x) for x, f in zip(given, passed, strict=True)]
-            operands += [empty(*x) for x in fresh]
-            if kept:
-                operands += [find() for find in kept]
-            for i in cleared:
-                operands[i].zero_()
-            launch(*[operands[i] for i in picked], *constants)
-            if only is not None:
-                return operands[only]
-            found = [operands[i] if s is None else operands[i].view(s) for i, s in results]
-            return found[0] if len(found) == 1 else tuple(found)
-
-        return on
+        at = {name: f"x{i}" for i, name in enumerate(self.operands)}
+        given = [*at.values()][: len(self.passed)]
+        written, empty = Written(), empty_of(self.device, SEVERAL_GPUS)
+        for x, how in zip(given, self.passed, strict=True):
+            if isinstance(how, Layout):
+                written.add(f"{x} = {{}}({x}, {{}}, {{}})", view, *how)
+            elif how is not None:
+                written.add(f"{x} = {{}}({x})", how)
+        for name, fresh in self.fresh.items():
+            x, read = at[name], name in returns or name in zeroed
+            if not read and name in order and self.operands[name].nbytes <= SCRATCH:
+                written.add(f"{x} = {{}}()", scratch_of(self.device, x, *fresh, empty))
+            elif read or name in order:
+                written.add(f"{x} = {{}}({{}}, {{}}, {{}})", empty, *fresh)
+        for name, find in self.kept.items():
+            written.add(f"{at[name]} = {{}}()", find)
+        for name in zeroed:
+            written.add(f"{at[name]}.zero_()")
+        written.add(f"{{}}({', '.join(at[name] for name in order)}, *{{}})", launch, constants)
+        for name in returns:
+            if (layout := self.layouts[name]) != self.fresh[name][:2]:
+                written.add(f"{at[name]} = {{}}({at[name]}, {{}}, {{}})", view, *layout)
+        return written.function(given, [at[name] for name in returns])
 
     def passes(self, name: str, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
         """Pass a tensor as `how(tensor)`, which is returned."""
         given = how(x)
         made = self.operands[name] = _contiguous_of_one(given)
-        same = made.shape == x.shape and made.stride() == x.stride()
-        shared = made.data_ptr() == x.data_ptr()
-        shape = made.shape
-        view = (lambda x: x.view(shape)) if shared and _views(x, made) else how
-        if made is not given:
-            view = lambda x: _contiguous_of_one(how(x))
-        self.passed.append(None if same and shared else view)
+        lies, layout = Layout.of(x), Layout.of(made)
+        if made.data_ptr() != x.data_ptr() or made.dtype != x.dtype:
+            self.passed.append(lambda x: _contiguous_of_one(how(x)))
+        else:
+            self.passed.append(None if lies == layout else layout)
         return made
 
 
@@ -139,14 +148,6 @@ def _contiguous_of_one(x: Tensor) -> Tensor:
 
 def _flat(x: Tensor) -> Tensor:
     return x.contiguous().view(-1)
-
-
-def _views(x: Tensor, made: Tensor) -> bool:
-    """Whether x.view of the shape of `made` is that tensor: of a transposed square it is x."""
-    try:
-        return x.view(made.shape).stride() == made.stride()
-    except RuntimeError:
-        return False
 
 
 class Calls:
@@ -162,8 +163,8 @@ class Calls:
     @untraced
     def again(self, options: tuple[Any, ...], *tensors: Tensor | None) -> Any:
         """The result of a call like an earlier one; None if there was none."""
-        given = [x for x in tensors if x is not None]
-        known = self.plans.find((options, *[x is None for x in tensors]), *given)
+        key, given = self._key(options, tensors)
+        known = self.plans.find(key, *given)
         return None if known is None else known.launch(*given)
 
     @untraced
@@ -172,14 +173,21 @@ class Calls:
         found = self.again(options, *tensors)
         if found is not None:
             return found
-        given = [x for x in tensors if x is not None]
         try:
             run = self.plan(options, *tensors)
         except TooLong:
             run = self._of_copies(options, *tensors)
-        key = self.plans.key_of((options, *[x is None for x in tensors]), *given)
-        self.plans.remember(key, given, run)
+        key, given = self._key(options, tensors)
+        self.plans.remember(self.plans.key_of(key, *given), given, run)
         return run(*given)
+
+    def _key(self, options: Any, tensors: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
+        """What a call's options and tensors are looked up by, and the tensors that there are."""
+        for x in tensors:
+            if x is None:
+                there = [x for x in tensors if x is not None]
+                return (options, *[x is None for x in tensors]), there
+        return options, tensors
 
     def _of_copies(self, options: tuple[Any, ...], *tensors: Tensor | None) -> Run:
         """The plan for rows too long for anything but whole vectors that do not start on one, or
@@ -218,10 +226,11 @@ def runs(kind: Callable[[Any], Any], config: Any, x: Tensor, arch: str) -> bool:
     """Whether x's GPU can run a kernel's clusters: not every GPU has a GPC with room for more than
     PORTABLE CTAs."""
     tile = getattr(config, "tile", config)
-    if tile.ctas <= PORTABLE:
+    ctas = getattr(config, "ctas", tile.ctas)
+    if ctas <= PORTABLE:
         return True
     compiled = kernel_for(kind, config, dtype_of(x), arch)
-    return clusters_at_once(compiled, tile.num_threads, tile.ctas, x.device) != 0
+    return clusters_at_once(compiled, tile.num_threads, ctas, x.device) != 0
 
 
 @lru_cache(maxsize=4096)
