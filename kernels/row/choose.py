@@ -52,12 +52,16 @@ FEW = 1 << 19
 FEW_EACH = 6
 FEW_CTA, FEW_LONG = 256, 12_288
 ONE_CLUSTER = 1 << 17
-# threads of each CTA of a cluster that has all rows of few losses, and elements of each of them
-TOGETHER, IN_CTA = 512, 32
-# threads of a CTA that walks along losses, and CTAs of an SM at one time, by the rows of an SM at
-# most (docs/facts/rows.md#rows-losses-walkers); of more rows 128, if their last round is so full
-WALKS = {2: (512, 2), 4: (256, 4), 8: (128, 8)}
-FULL_ROUNDS = 0.8
+# of a histogram (docs/facts/rows.md#rows-few-63)
+HISTOGRAM_CLUSTER = 1 << 18
+# threads of each CTA of a cluster that has all rows of few losses, elements of each at most where
+# it has more than WIDE vectors, and rows of a CTA at most (docs/facts/rows.md#rows-losses-cluster)
+TOGETHER, IN_CTA, ROWS_OF_CTA = (256, 512), 32, 64
+# rows of an SM at most of which CTAs of 512, 256 and 128 threads walk along one each
+# (docs/facts/rows.md#rows-losses-walkers); those of which CTAs stay, the least and the most
+# (rows.md#rows-losses-in-turns), of rows of so many bytes by 512 threads
+WALKS_FEW, WALKS_SOME, WALKS_MANY = 2, 4, 8
+IN_TURNS, IN_TURNS_BYTES = ((2, 3), (8, 1 << 31)), 56 << 10
 # and of fp32 all (docs/facts/rows.md#rows-softmax-odd-large): by the most columns
 SOFTMAX_ODD_LEAST = 32_769
 SOFTMAX_ODD_FP32 = {65_536: (256, 8), 163_840: (256, 16), 262_144: (512, 16)}
@@ -365,17 +369,20 @@ def walk(bits: int, unit: int, shifted: bool = False, rows_of_sm: float | None =
     """The tile of one CTA that loops over a long row, part by part; its threads, by how many rows
     an SM has, such that few of the last rows run alone."""
     threads = 2 * CTA
-    if rows_of_sm is not None:
-        of_rows = (t for most, (t, _) in WALKS.items() if rows_of_sm <= most)
-        threads = next(of_rows, _of_many(rows_of_sm))
+    if rows_of_sm is not None and rows_of_sm <= WALKS_FEW:
+        threads = 4 * CTA
+    elif rows_of_sm is not None and WALKS_SOME < rows_of_sm <= WALKS_MANY:
+        threads = CTA
     return RowTile(1, threads, 1, WIDE, min(unit, VECTOR_BYTES * 8 // bits), not shifted)
 
 
-def _of_many(rows_of_sm: float) -> int:
-    """The threads of each CTA that walks along losses, of which an SM has many."""
-    threads, at_once = WALKS[8]
-    rounds = rows_of_sm / at_once
-    return threads if rounds >= FULL_ROUNDS * -(-rounds // 1) else 2 * threads
+def walk_in_turns(n: int, bits: int, unit: int, shifted: bool, rows_of_sm: float) -> RowTile | None:
+    """The tile of CTAs that stay and walk along one long row after the other; None where each CTA
+    has one row: all run at one time then, or nearly."""
+    if not any(least < rows_of_sm <= most for least, most in IN_TURNS):
+        return None
+    large = rows_of_sm > WALKS_MANY and n * bits // 8 >= IN_TURNS_BYTES
+    return replace(walk(bits, unit, shifted), threads=4 * CTA if large else 2 * CTA)
 
 
 def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
@@ -428,12 +435,13 @@ def few(m: int, n: int, unit: int, bits: int, arch_name: str) -> RowTile | None:
 
 
 def one_cluster(
-    elements: int, part: RowTile, threads: int, arch_name: str, largest: int = CLUSTER
-) -> RowTile | None:
+    elements: int, part: RowTile, threads: int, arch_name: str, largest: int = CLUSTER,
+    most: int | None = None,
+) -> RowTile | None:  # fmt: skip
     """The tile of the only cluster that takes few elements, which others would take by `part`: what
     its CTAs find is added up without a word of global memory. None for more elements or fewer, and
     where there are no clusters."""
-    if arch(arch_name).capability < (9, 0) or elements > ONE_CLUSTER:
+    if arch(arch_name).capability < (9, 0) or elements > (most or ONE_CLUSTER):
         return None
     vectors = -(-(elements + part.lead) // part.width)
     largest = largest if arch_name in LARGE_ARCHS else CLUSTER
@@ -448,13 +456,18 @@ def losses_in_cluster(
 ) -> tuple[RowTile, int] | None:
     """The tile of few rows of losses, of which `unit` elements begin each, in each CTA of the only
     cluster, and its CTAs, `largest` at most. None for more, and where there are no clusters."""
-    if arch(arch_name).capability < (9, 0) or not 2 <= m * n <= FEW or n < 1:
+    if arch(arch_name).capability < (9, 0) or not 2 <= m * n <= ONE_CLUSTER:
         return None
     ctas = power(m, 1, largest if arch_name in LARGE_ARCHS else CLUSTER)
-    rows, vectors = power(-(-m // ctas), 1, TOGETHER), -(-n // unit)
-    threads = power(vectors, LEAST_THREADS, TOGETHER // rows)
-    each, rows = -(-vectors // threads), max(rows, WARP // threads)
-    return (RowTile(rows, threads, 1, each, unit), ctas) if each * unit <= IN_CTA else None
+    rows, vectors = power(-(-m // ctas), 1, ROWS_OF_CTA), -(-n // unit)
+    if m > ctas * rows:
+        return None
+    for most in TOGETHER:
+        threads = power(vectors, LEAST_THREADS, most // rows)
+        each, rows_of_cta = -(-vectors // threads), max(rows, WARP // threads)
+        if each <= WIDE or (most == TOGETHER[-1] and each * unit <= IN_CTA):
+            return RowTile(rows_of_cta, threads, 1, each, unit), ctas
+    return None
 
 
 def power(x: int, least: int, most: int) -> int:

@@ -100,6 +100,9 @@ BULK_BY_WORDS: dict[tuple[bool, int], Clusters] = {
 }  # fmt: skip
 # elements of a launch of layer norms whose threads meet once (docs/facts/rows.md#rows-few-once)
 FEW_ONCE = {False: 1 << 17, True: 1 << 18}  # whether clusters have rows
+# few long rows of a layer norm (docs/facts/rows.md#rows-few-63): the most that have 16 CTAs each;
+# threads of a CTA at most, and vectors of a thread by CTAs
+FEW_LARGE, FEW_THREADS, FEW_VECTORS = 4, 512, 32
 # aligned rows taken in turn (docs/facts/rows.md#rows-norm-resident): threads and CTAs of a row, and
 # the most vectors of each, the first that holds it; of a layer norm's or an RMS norm's, by the
 # elements of a vector; the columns of an RMS norm at least
@@ -129,6 +132,19 @@ class Bulk(NamedTuple):
     open: int
     ahead: int
     halves: bool
+
+
+def few_long(m: int, n: int, arch_name: str, largest: int = LARGE_CLUSTER) -> RowTile | None:
+    """The tile of few long rows of a layer norm, of whole vectors of 16 bits: as many threads as
+    have one or two each, so that weights are on their way beside them. None for others."""
+    of = arch(arch_name)
+    large = largest if arch_name in LARGE_ARCHS and m <= FEW_LARGE else CLUSTER
+    if of.capability < (9, 0):
+        return None
+    vectors = -(-n // 8)
+    threads = power(-(-vectors // large), CTA, FEW_THREADS)
+    each = -(-vectors // (large * threads))
+    return RowTile(1, threads, large, each, 8) if large * each <= FEW_VECTORS else None
 
 
 def by_smem(n: int, other: RowTile) -> RowTile | None:

@@ -33,7 +33,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         now.zeroed += 1
         return torch.zeros(count, dtype=torch.int32)
 
-    for name in ("_flags", "_sums", "_reserves", "_captured"):
+    for name in ("_flags", "_sums", "_reserves", "_captured", "_scratch"):
         monkeypatch.setattr(workspace, name, {})
     monkeypatch.setattr(workspace, "_zeros", zeros)
     # on a GPU in a thread of its own, on the current stream
@@ -122,6 +122,21 @@ def test_buffers_are_kept_for_a_stream_until_they_are_too_small(
     assert apart(*larger, *few())
     stream.capture = 1
     assert apart(*larger, *few(), *many()[:1]), "a capture has its own"
+
+
+def test_what_nobody_is_given_is_a_streams_and_a_launch_has_it_apart(
+    stream: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: made(shape, dtype=dtype))
+    kind = (9,), (1,), torch.float32, lambda shape, strides, dtype: made(shape, dtype=dtype)
+    one, two, again = (workspace.scratch_of(GPU, name, *kind) for name in ("x1", "x2", "x1"))
+    first = [torch.from_dlpack(of()) for of in (one, two)]
+    assert apart(*first) and again() is one()
+    stream.handle = 9
+    assert apart(*first, torch.from_dlpack(one()))
+    stream.capture = 1
+    assert apart(*first, one(), one()), "replays may run beside each other"
 
 
 @pytest.mark.gpu

@@ -43,3 +43,4 @@ def none_are_few(monkeypatch):
     """Kernels of rows that are not few, though a test's are."""
     monkeypatch.setattr(choose, "FEW", 0)
     monkeypatch.setattr(choose, "ONE_CLUSTER", 0)
+    monkeypatch.setattr(choose, "HISTOGRAM_CLUSTER", 0)

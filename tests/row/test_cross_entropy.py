@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from importlib import import_module
 
 import pytest
@@ -130,6 +131,19 @@ def test_few_losses_are_added_up_by_a_cluster(device, asked, m, n, smoothing):
         wanted = F.cross_entropy(x.double(), target, reduction=reduction, **options)
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
     assert {kind.__name__ for kind, *_ in asked} == {"LossInCluster"}
+
+
+def test_a_cluster_has_all_rows_of_losses_whole():
+    rng, taken = random.Random(0), 0
+    for _ in range(4000):
+        m, n = (round(2 ** rng.uniform(0, 18)) for _ in range(2))
+        unit, largest = rng.choice((1, 2, 4, 8)), rng.choice((8, 16))
+        if (found := choose.losses_in_cluster(m, n, unit, "sm_90a", largest)) is not None:
+            tile, ctas = found
+            assert tile.why_not() is None and ctas <= largest
+            assert tile.rows * ctas >= m and tile.columns >= n, (m, n, unit, found)
+            taken += 1
+    assert taken > 400
 
 
 @pytest.mark.sweep(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from cutex.ops.row.rows import (
     tile_of,
     walk_of,
 )
+
+if TYPE_CHECKING:
+    from cutex.device.row.tile import RowTile
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 REDUCTIONS = ("mean", "sum", "none")
@@ -101,6 +104,9 @@ def check_options(ignore_index: Any, label_smoothing: float, reduction: str) -> 
 
 def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
     """The plan of a loss; if it `saves`, with the results of the operator."""
+    from cutex.kernels.row.cross_entropy import RESIDENT
+    from cutex.kernels.row.cross_entropy_in_turns import CrossEntropyInTurns
+
     ignored, smoothing, z_loss, reduction, saves = options
     arch = arch_of(x.device, "cutex.cross_entropy")
     if not x.shape[0]:
@@ -120,13 +126,15 @@ def _plan(options: tuple[Any, ...], x: Tensor, target: Tensor) -> Run:
         launch.makes(name, (), torch.float32, 1)
     kind, config = _kernel_of(rows[0], arch, smoothing != 0, dtype_of(target), reduction)
     totals = _totals(launch, config.adds) if config.reduced else ()
-    kernel = kind, config, arch
-    return launch.run(
-        kernel,
-        ("x", "target", "lse", "losses", *totals),
-        (float(smoothing), float(z_loss), ignored),
-        ("loss" if totals else "losses", *(("lse", "count") if saves else ())),
-    )
+    order = ["x", "target", "lse", "losses", *totals]
+    numbers: list[float | int] = [float(smoothing), float(z_loss), ignored]
+    if issubclass(kind, CrossEntropyInTurns):
+        launch.keeps("drawn", 1)
+        order.append("drawn")
+        at_once = sms_of(x.device, arch) * (RESIDENT // config.tile.num_threads)
+        numbers.insert(0, min(len(x), at_once))
+    returns = ["loss" if totals else "losses", *(("lse", "count") if saves else ())]
+    return launch.run((kind, config, arch), order, numbers, returns)
 
 
 def _kernel_of(
@@ -135,6 +143,7 @@ def _kernel_of(
     """The kernel's class and config for rows x (M, N)."""
     from cutex.kernels.row.cross_entropy import CrossEntropy, CrossEntropyConfig
     from cutex.kernels.row.cross_entropy_dense import CrossEntropyDense, DenseLossesConfig
+    from cutex.kernels.row.cross_entropy_in_turns import CrossEntropyInTurns
 
     (m, n), loads = x.shape, loads_of([x], (), True)
     if reduction != "none" and (found := _in_cluster(x, arch, smoothed, target, reduction)):
@@ -147,14 +156,22 @@ def _kernel_of(
     alone = tile.ctas == 1 or m >= WALKERS * sms_of(x.device, arch)
     dense = choose.dense_losses(m, n, dense_of([x]), tile.aligned) if alone else None
     walks = alone and dense is None and tile.ctas > 1
+    turns = _in_turns(x, arch, loads) if walks else None
     if walks:
-        tile = walk_of([x], sms_of(x.device, arch))
+        tile = turns or walk_of([x], sms_of(x.device, arch))
     elif dense is not None:
         tile = dense.tile
     given = tile, smoothed, target, reduction, walks, _who_adds(m, tile.num_threads)
     if dense is not None:
         return CrossEntropyDense, DenseLossesConfig(*given, *dense[1:])
-    return CrossEntropy, CrossEntropyConfig(*given)
+    kind = CrossEntropy if turns is None else CrossEntropyInTurns
+    return kind, CrossEntropyConfig(*given)
+
+
+def _in_turns(x: Tensor, arch: str, loads: tuple[int, bool]) -> RowTile | None:
+    """The tile of CTAs that stay and walk along the rows of x (M, N); None where others do."""
+    (m, n), bits = x.shape, 8 * x.element_size()
+    return choose.walk_in_turns(n, bits, *loads, m / sms_of(x.device, arch))
 
 
 def _in_cluster(

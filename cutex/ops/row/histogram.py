@@ -66,7 +66,8 @@ def _plan(options: tuple[int, float, float], x: Tensor) -> Run:
     tile = choose.walk(8 * x.element_size(), *loads_of([row], (), True))
     numbers: tuple[float | int, ...] = low, high, bins / (high - low)
     for largest in (choose.LARGE_CLUSTER, choose.CLUSTER):
-        cluster = choose.one_cluster(x.numel(), tile, THREADS, kernels_of(arch), largest)
+        given = x.numel(), tile, THREADS, kernels_of(arch), largest, choose.HISTOGRAM_CLUSTER
+        cluster = choose.one_cluster(*given)
         if cluster is None or bins > IN_CLUSTER:
             break
         kernel = Histogram, HistogramConfig(cluster, bins), arch

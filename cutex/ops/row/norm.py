@@ -184,10 +184,15 @@ def kernel_of(config: NormConfig, x: Tensor, arch: str) -> tuple[type[Norm], Nor
         tile, elements, turns = found
         given = vars(replace(config, tile=tile))
         return NormByElement, ByElementConfig(**given, elements=elements, turns=turns)
-    if is_staged(config, x.element_size()):
-        return NormStaged, config
     few = config.may_be_few and m * n <= min(choose.FEW, choose_norm.FEW_ONCE[config.tile.ctas > 1])
-    return Norm, replace(config, few=few)
+    if not is_staged(config, x.element_size()):
+        return Norm, replace(config, few=few)
+    for largest in (choose.LARGE_CLUSTER, choose.CLUSTER) if few and config.tile.width == 8 else ():
+        if (long := choose_norm.few_long(m, n, kernels_of(arch), largest)) is not None:
+            latent = replace(config, tile=long, few=True)
+            if runs(Norm, latent, x, arch):
+                return Norm, latent
+    return NormStaged, config
 
 
 def _by_groups(config: NormConfig, x: Tensor, arch: str) -> GroupsConfig | None:
