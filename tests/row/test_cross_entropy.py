@@ -119,7 +119,7 @@ def test_few_losses_are_added_up_by_the_cta_that_ends_last(device, monkeypatch):
         assert not words.any()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("m, n", [(1, 40), (19, 333), (70, 64)])
 def test_few_losses_are_added_up_by_a_cluster(device, asked, m, n, smoothing):
@@ -146,7 +146,7 @@ def test_a_cluster_has_all_rows_of_losses_whole():
     assert taken > 400
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("n, aligned", [(1000, True), (1001, False), (100, False)])
 @pytest.mark.parametrize("groups", [1, 2, 5])

@@ -44,7 +44,7 @@ def wanted(x, w, b, eps):
     return apart * rstd * w.double() + (0 if b is None else b.double()), mean[:, 0], rstd[:, 0]
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [False, True], ids=["rms norm", "layer norm"])
 @pytest.mark.parametrize("n, sharers, groups", [(3000, 2, 2), (4096, 3, 4), (6151, 3, 2)])
@@ -83,7 +83,7 @@ def test_norms_of_rows_that_groups_share(device, n, sharers, groups, m, ahead, c
     assert whole[:16].isnan().all() and whole[-32:].isnan().all()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("centred", [True, False], ids=["layer norm", "rms norm"])
 @pytest.mark.parametrize("n, dtype", [(13_001, torch.bfloat16), (6800, torch.float32)])
 def test_functions_whose_rows_groups_share(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -424,3 +426,15 @@ def test_every_tile_by_the_element_holds_its_rows():
             tile, elements, _ = found
             assert tile.columns >= n and tile.why_not() is None
             assert (elements - 1) * tile.threads < n <= elements * tile.threads
+
+
+def test_few_long_rows_of_a_layer_norm_are_held_whole():
+    rng, taken = random.Random(0), 0
+    for _ in range(2000):
+        m, n = rng.randint(1, 9), 8 * rng.randint(1, 1 << 15)
+        for largest in (16, 8):
+            if (tile := choose_norm.few_long(m, n, "sm_90a", largest)) is not None:
+                assert tile.why_not() is None and tile.columns >= n and tile.ctas <= largest
+                taken += 1
+    assert taken > 1000
+    assert choose_norm.few_long(1, 65_536, "sm_80") is None
