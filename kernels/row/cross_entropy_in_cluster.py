@@ -23,7 +23,7 @@ from cutex.kernels.row.softmax import combined
 
 
 @dataclass(frozen=True)
-class InClusterConfig(CrossEntropyConfig):
+class LossInClusterConfig(CrossEntropyConfig):
     """A sum or mean of losses. The tile has rows of a CTA; ctas: those of the cluster, which have
     all rows at one time."""
 

@@ -180,7 +180,7 @@ def _in_cluster(
     """The kernel's class and config for a sum of few losses of rows x, all of one cluster; None for
     others."""
     from cutex.kernels.row.cross_entropy import CLUSTER
-    from cutex.kernels.row.cross_entropy_in_cluster import InClusterConfig, LossInCluster
+    from cutex.kernels.row.cross_entropy_in_cluster import LossInCluster, LossInClusterConfig
 
     unit, _ = loads_of([x], (), False)
     for largest in (choose.LARGE_CLUSTER, choose.CLUSTER):
@@ -189,7 +189,7 @@ def _in_cluster(
         if chosen is None:
             return None
         tile, ctas = chosen
-        config = InClusterConfig(tile, smoothed, target, reduction, False, CLUSTER, ctas)
+        config = LossInClusterConfig(tile, smoothed, target, reduction, False, CLUSTER, ctas)
         if runs(LossInCluster, config, x, arch):
             return LossInCluster, config
     return None

@@ -26,15 +26,15 @@ SCRATCH = 1 << 14  # bytes of a result that nobody is given, which a stream's la
 Run = Callable[..., Any]  # launches on tensors, and returns the results
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """How a tensor's memory, from its first element on, is passed or returned."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @staticmethod
-    def of(x: Tensor) -> Layout:
-        return Layout(tuple(x.shape), x.stride())
+    def of(x: Tensor) -> MemoryLayout:
+        return MemoryLayout(tuple(x.shape), x.stride())
 
 
 class Fresh(NamedTuple):
@@ -52,9 +52,9 @@ class Launch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # None: as it is given
-        self.passed: list[Layout | Callable[[Tensor], Tensor] | None] = []
+        self.passed: list[MemoryLayout | Callable[[Tensor], Tensor] | None] = []
         self.fresh: dict[str, Fresh] = {}
-        self.layouts: dict[str, Layout] = {}  # in which fresh ones are returned
+        self.layouts: dict[str, MemoryLayout] = {}  # in which fresh ones are returned
         # find zeroed words that launches leave zeroed
         self.kept: dict[str, Callable[[], Tensor]] = {}
         # of the first launch: the given ones, those allocated, those kept
@@ -77,7 +77,7 @@ class Launch:
         last = shape[len(shape) + 1 - (rank or 1) :]
         passed = first if rank in (None, first.dim()) else first.view(-1, *last)
         self.fresh[name] = Fresh(tuple(passed.shape), passed.stride(), dtype)
-        self.layouts[name] = Layout.of(first)
+        self.layouts[name] = MemoryLayout.of(first)
         self.operands[name] = passed
         return passed
 
@@ -107,7 +107,7 @@ class Launch:
         given = [*at.values()][: len(self.passed)]
         written, empty = Written(), empty_of(self.device, SEVERAL_GPUS)
         for x, how in zip(given, self.passed, strict=True):
-            if isinstance(how, Layout):
+            if isinstance(how, MemoryLayout):
                 written.add(f"{x} = {{}}({x}, {{}}, {{}})", view, *how)
             elif how is not None:
                 written.add(f"{x} = {{}}({x})", how)
@@ -131,7 +131,7 @@ class Launch:
         """Pass a tensor as `how(tensor)`, which is returned."""
         given = how(x)
         made = self.operands[name] = _contiguous_of_one(given)
-        lies, layout = Layout.of(x), Layout.of(made)
+        lies, layout = MemoryLayout.of(x), MemoryLayout.of(made)
         if made.data_ptr() != x.data_ptr() or made.dtype != x.dtype:
             self.passed.append(lambda x: _contiguous_of_one(how(x)))
         else:
