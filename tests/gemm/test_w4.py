@@ -302,7 +302,7 @@ def test_warpgroups_take_blocks_in_turn_where_that_is_the_faster() -> None:
 
 
 def test_every_tile_of_a_split_is_its_own_in_each_run() -> None:
-    problem = W4Problem(3, 64, 1024)
+    problem = W4Problem(6, 72, 1024)
     x, w = problem.inputs()
     packed = cutex.pack_w4(w, dtype=bf16)
     with ops.simulated("sm_90a", order="random", seed=1):
@@ -316,7 +316,7 @@ def test_no_rows_strided_rows_and_rows_of_more_dimensions() -> None:
     x = torch.randn(2, 3, 512).to(bf16)
     want = x[..., ::2].double() @ w.dequantize(torch.float64).mT
     with ops.simulated("sm_90a"):
-        out = cutex.matmul(x[..., ::2], w, out_dtype=torch.float32)
+        out = cutex.matmul(x[..., ::2], w)
         assert cutex.matmul(x[:, :0, ::2], w).shape == (2, 0, 72)
         row = cutex.matmul(x[1, 2, ::2], w, out_dtype=torch.float32)
     assert out.shape == (2, 3, 72) and row.shape == (72,)  # as torch.nn.functional.linear
@@ -376,10 +376,10 @@ def test_torch_compile_sees_one_operator() -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def twice(x: Tensor) -> Tensor:
-        return cutex.matmul(x, w, activation="relu") * 2
+        return cutex.matmul(x, w) * 2
 
     with ops.simulated("sm_90a"):
-        assert torch.equal(twice(x), cutex.matmul(x, w, activation="relu") * 2)
+        assert torch.equal(twice(x), cutex.matmul(x, w) * 2)
 
 
 # ---- configs, and bad input
