@@ -69,6 +69,13 @@ class BackwardConfig(BackwardSpec):
         return 2 if self.wide else self.key_tiles
 
     @property
+    def dk_loads(self) -> bool:
+        """Whether the warpgroup that sums dK loads a block of queries when it has read Q of the
+        one whose slots it takes: of two slots, the warpgroup of dQ would load it only when dS of
+        the block between has come, behind which scores wait for it."""
+        return self.wide and self.num_stages == 2
+
+    @property
     def dq_warpgroups(self) -> int:
         """The number of warpgroups that compute dQ."""
         return self.key_tiles if self.own_dq else 1

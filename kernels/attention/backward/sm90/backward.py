@@ -242,7 +242,8 @@ class Main:
                 values.store_or_keep(operands.dv)
             else:
                 cute.arch.setmaxregister_decrease(c.registers[1])
-                keys = WideKeys.of(c, self.of_role(shared, args, sizes))
+                of_keys = self.of_role(shared, args, sizes)
+                keys = WideKeys.of(c, of_keys, self.load(operands, stats, of_keys))
                 keys.run()
                 keys.store_or_keep(operands.dk)
 

@@ -291,11 +291,14 @@ class WideValues(Scores):
 
 @dataclass(frozen=True)
 class WideKeys(Scores):
-    """dK += dS^T Q, with dS^T from smem."""
+    """dK += dS^T Q, with dS^T from smem. With `dk_loads`, its first warp loads what follows into
+    the slots of a block."""
+
+    load: Any  # a Load
 
     @staticmethod
-    def of(config: BackwardConfig, shared: Shared) -> WideKeys:
-        return WideKeys(config, shared, Products.of(config, shared, Int32(0), ("dk",)), 0)
+    def of(config: BackwardConfig, shared: Shared, load: Any) -> WideKeys:
+        return WideKeys(config, shared, Products.of(config, shared, Int32(0), ("dk",)), 0, load)
 
     @cute.jit
     def sum(self, blocks: Blocks, own: Blocks, total: Int32) -> None:
@@ -309,6 +312,11 @@ class WideKeys(Scores):
             warpgroup.wait_group(0)
             s.ds.release_here(ds)
             s.q.release(state)
+            if cutlass.const_expr(self.config.dk_loads):
+                following = i + self.config.num_stages
+                if (cute.arch.warp_idx() % 4 == 0) & (following < total):
+                    # NOTE: slots are emptied with the parity that they were full with
+                    self.load.queries(following, state)
             state.advance()
 
     @cute.jit

@@ -54,7 +54,8 @@ class QueryGradients:
 
     @cute.jit
     def run(self) -> None:
-        """Load everything, and compute dQ of each block when dS has been handed over."""
+        """Load everything, or with `dk_loads` what comes first, and compute dQ of each block when
+        dS has been handed over."""
         c, s = self.config, self.shared
         loads = cute.arch.warp_idx() % 4 == 0
         blocks = s.m_blocks()
@@ -79,9 +80,10 @@ class QueryGradients:
             # NOTE: before the adds, which take long. Who handed this dS over has released the slots
             # of the block before.
             following = i - 1 + c.num_stages
-            if loads & (i > 0) & (following < total):
-                self.load.queries(following, fill)
-                fill.advance()
+            if cutlass.const_expr(not c.dk_loads):  # noqa: SIM102 - known when tracing
+                if loads & (i > 0) & (following < total):
+                    self.load.queries(following, fill)
+                    fill.advance()
             turn = turn_of(c, s.info, s.tile, m_block) if c.deterministic else Int32(0)
             self.block(i, tile + m_block, turn, (earlier, earlier_turn))
             earlier, earlier_turn = tile + m_block, turn
