@@ -8,12 +8,13 @@ import pytest
 import torch
 from attention_gradients import definition, far_off, upstream, wide
 from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
 
 from cutex.compile import compile
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import KeyMask
 from cutex.device.kept_sums import KeptSums
-from cutex.device.pipeline import Barrier
+from cutex.device.pipeline import Barrier, PipelineState
 from cutex.kernels.attention.backward import rows
 from cutex.kernels.attention.backward.choose import fitted
 from cutex.kernels.attention.backward.config import BackwardConfig
@@ -424,6 +425,24 @@ def test_dk_of_wide_head_dims_from_ds_that_is_not_there_is_found(monkeypatch):
 
     monkeypatch.setattr(WideKeys, "sum", early)
     message = wrong(WIDE, case=WIDE_CASE)
+    assert message is not None and ("race" in message or "hazard" in message), message
+
+
+@pytest.mark.slow
+def test_slots_that_are_loaded_while_dk_is_computed_are_found(monkeypatch):
+    """Of two slots of Q, the warpgroup that sums dK loads what follows into those that it has
+    read."""
+    assert WIDE.dk_loads
+    run, wait, advance = WideKeys.sum, warpgroup.wait_group, PipelineState.advance
+
+    def late(self, *of):
+        with monkeypatch.context() as within:
+            within.setattr(warpgroup, "wait_group", lambda n: None)
+            within.setattr(PipelineState, "advance", lambda state: wait(0) or advance(state))
+            run(self, *of)
+
+    monkeypatch.setattr(WideKeys, "sum", late)
+    message = wrong(WIDE, case=replace(WIDE_CASE, seqlen_q=300))
     assert message is not None and ("race" in message or "hazard" in message), message
 
 
