@@ -16,6 +16,13 @@ from typing import NamedTuple
 
 _LOCALS = ".<locals>."
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_BELOW = "body", "handlers", "orelse", "finalbody", "cases"  # where a node has statements
+_COMPOUND = tuple(  # statements and parts of them that have others
+    kind
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.stmt | ast.ExceptHandler | ast.match_case)
+    if {*_BELOW} & {*getattr(kind, "_fields", ())}
+)
 
 
 class _Definition(NamedTuple):
@@ -54,7 +61,9 @@ def _definitions(text: str) -> list[_Definition]:
 
 
 def _within(node: ast.AST, prefix: str) -> Iterator[_Definition]:
-    for child in ast.iter_child_nodes(node):
+    """The functions below a node. They are statements: expressions, most of a tree, have none."""
+    below = (x for field in _BELOW for x in getattr(node, field, ()))
+    for child in below:
         if isinstance(child, _DEFINITIONS):
             begin = min((d.lineno for d in child.decorator_list), default=child.lineno)
             name = f"{prefix}{child.name}"
@@ -62,5 +71,5 @@ def _within(node: ast.AST, prefix: str) -> Iterator[_Definition]:
             yield from _within(child, f"{name}{_LOCALS}")
         elif isinstance(child, ast.ClassDef):
             yield from _within(child, f"{prefix}{child.name}.")
-        else:
+        elif isinstance(child, _COMPOUND):
             yield from _within(child, prefix)

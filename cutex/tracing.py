@@ -3,7 +3,8 @@
 The DSL looks up the place of each operation in its source: it walks up the stack to the first frame
 that is not its own, and through that function's table of positions from the start. A kernel has
 some 30,000 operations at a few thousand places, so within `tracing` each place is looked up once.
-Nor are cycles collected there, which takes long in a process that holds torch and the DSL. The
+It also looks up a place for each value that it wraps, two of three look-ups, and then builds no
+operation: within `tracing` it does not. Nor are cycles collected there, which takes long in a process that holds torch and the DSL. The
 traced IR is the same, locations included.
 """
 
@@ -25,8 +26,32 @@ def tracing() -> Iterator[None]:
     """A context in which only this thread traces, and faster."""
     from cutlass._mlir_helpers import op
 
-    with _one_at_a_time, uncollected(), _Places(op).looked_up():
+    with _one_at_a_time, uncollected(), _Places(op).looked_up(), _values_wrapped_as_they_are():
         yield
+
+
+@contextmanager
+def _values_wrapped_as_they_are() -> Iterator[None]:
+    """A context in which a value of the IR that becomes an ArithValue has no place looked up for
+    it: no operation is built."""
+    from cutlass._mlir import ir
+    from cutlass._mlir_helpers.arith import ArithValue
+    from cutlass.base_dsl.common import is_pyir_enabled
+
+    original: Any = ArithValue.__init__
+    plain = getattr(original, "__wrapped__", None)
+    if plain is None or is_pyir_enabled():  # which may load the value from where it is kept
+        yield
+        return
+
+    def wrap(self: Any, v: Any, signed: Any = None, **where: Any) -> None:
+        (plain if isinstance(v, ir.Value) else original)(self, v, signed, **where)
+
+    ArithValue.__init__ = wrap
+    try:
+        yield
+    finally:
+        ArithValue.__init__ = original
 
 
 @contextmanager
