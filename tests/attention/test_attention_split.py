@@ -193,6 +193,16 @@ def test_many_dense_tiles_are_split_where_causal_rounds_leave_sms_idle():
             assert fitted(spec, shape, card).split == (is_split and alone)
 
 
+def test_heads_are_packed_where_tiles_would_be_partly_empty():
+    card = arch("sm_90a")
+    for queries, packed in ((304, 2), (690, 1), (1024, 1)):  # of 128 rows 5 tiles of 6, 11 of 12
+        shape = Shape(1, 16, 8, queries, 9423, queries)
+        for spec in (AttentionSpec(causal=True), AttentionSpec()):
+            assert fitted(spec, shape, card).pack == packed
+        # only the card knows how long these are
+        assert fitted(AttentionSpec(causal=True, varlen_q=True), shape, card).pack == 1
+
+
 def test_what_is_not_split():
     shape = Shape(1, 8, 8, 128, 16384, 128)
     for spec in (

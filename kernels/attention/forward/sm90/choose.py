@@ -59,7 +59,7 @@ FEW_BESIDE = 4  # times as many keys as queries, of which a causal mask hides fe
 # how much faster than whole tiles shares of many dense ones must be by this model: while SMs idle
 # in the last round the others have more power
 DENSE_GAIN = 1.25
-FEWER_TILES = 0.9  # of those of single heads, where longer sequences' heads are packed
+FEWER_TILES = 0.9  # of those of single heads, where heads of longer sequences are packed
 MOST_PACKED = 64  # packed heads, at most the rows of a warpgroup
 
 
@@ -92,7 +92,7 @@ def packed_heads(config: Sm90ForwardConfig, shape: Shape) -> int:
     heads = gcd(shape.heads_q // shape.heads_kv, MOST_PACKED)
     if shape.longest_q < config.tile_m:
         return heads
-    if not on_caches(config):
+    if config.has_lengths and not on_caches(config):
         return 1
     alone = -(-shape.mean_q // config.tile_m) * heads
     together = -(-shape.mean_q * heads // config.tile_m)
