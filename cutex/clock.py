@@ -5,13 +5,20 @@ python -m cutex.clock --page   and write it, with every constant, into docs/time
 python -m cutex.clock --store  record all measured rows anew first (three quarters of an hour)
 python -m cutex.clock --predict  predict the stages on a B200 anew, from their stored records
 python -m cutex.clock --b200   against CUTLASS's GEMMs, from published times of a B200
-python -m cutex.clock --fit power    fit the energies to the measured clocks that are not held out
-python -m cutex.clock --fit b200     and rates and latencies to the rows of the B200
+python -m cutex.clock --fit power | b200  fit energies, or rates and latencies, to what is measured
 """
 
 from __future__ import annotations
 
-from cutex.clock_errors.page import main
+from cutex.command import answered
+
+
+@answered
+def main() -> int:
+    from cutex.clock_errors import page  # NOTE: imports numpy, which may be missing
+
+    return page.main()
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -202,15 +202,18 @@ def test_without_modal_its_command_says_so(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_command_whose_module_cannot_import_the_dsl_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "command"), [("cutlass", "cutex.fit.shipping"), ("numpy", "cutex.clock")]
+)
+def test_a_command_whose_module_cannot_import_a_package_says_so(name, command, tmp_path):
     """There is no `main` yet that could."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['cutlass'] = None")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{name!r}] = None")
     done = subprocess.run(
-        [sys.executable, "-m", "cutex.fit.shipping"], capture_output=True, text=True,
+        [sys.executable, "-m", command], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("cutex: cutlass is not installed; pip install -e ")
+    assert done.stderr.startswith(f"cutex: {name} is not installed; pip install -e ")
     assert done.stderr.count("\n") == 1
 
 

@@ -30,6 +30,7 @@ from cutex.sim.timing.events import (
     Store,
     Touch,
     Wait,
+    Work,
 )
 from cutex.sim.timing.fetches import SECTOR, Reuse
 from cutex.sim.timing.gpus import gpu
@@ -134,6 +135,12 @@ def one_warp(program):
     flops = sum(e.flops for e in program if isinstance(e, Mma))
     record = Record({0: program}, {}, {0: 0}, {0: 0}, 1, 1, 1, True, flops)
     return Traced(record, (1, 1, 1), 1, {})
+
+
+def test_warps_of_ctas_side_by_side_are_on_all_sub_cores():
+    program = [Work(*[100.0, 100.0, *[0.0] * (len(Work._fields) - 2)])]
+    run = Replay(one_warp(program).record, gpu("h200"), Memory(0.0, 1), rounds=4, slots=4).run()
+    assert run.end == 100.0
 
 
 def test_sums_stay_in_l2_and_stores_go_on_to_memory():

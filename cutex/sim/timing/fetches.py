@@ -110,10 +110,11 @@ class Fetches:
         code: list[Instruction],
         add: Callable[[int, Event], None],
         costs: Mapping[int, Cost],
+        programs: Mapping[int, list[Event]],
         l1: float = 0.0,
     ) -> None:
-        """``l1``: bytes of L1 that a CTA has."""
-        self.m, self.add, self.l1 = machine, add, l1
+        """``programs``: to which `add` adds; ``l1``: bytes of L1 that a CTA has."""
+        self.m, self.add, self.programs, self.l1 = machine, add, programs, l1
         self.places = places(code, costs)
         self.turn: dict[tuple[int, int], int] = defaultdict(int)  # of a warp and an instruction
         # by warp: of each load its block, how often the warp had come through, and the turn
@@ -127,6 +128,9 @@ class Fetches:
         self.loaded: dict[int, float] = defaultdict(float)  # bytes, by the base of their tensor
         self.sectors: dict[int, set[int]] = defaultdict(set)
         self.reuse: dict[tuple[int, int], Reuse] = defaultdict(Reuse)  # by tensor and CTA
+        # by CTA and sector: the fetch that counts it as alone, its warp and place in the program
+        self.lone: dict[tuple[int, int], tuple[int, int]] = {}
+        self.now_alone: list[tuple[int, int]] = []  # those of the fetch that is being recorded
         self.count: dict[int, int] = defaultdict(int)  # loads into registers, of a warp
         self.needed: dict[int, int] = defaultdict(int)  # the last that the warp waited for
         self.loads: dict[int, dict[Any, int]] = defaultdict(dict)  # of a warp, by register
@@ -239,6 +243,10 @@ class Fetches:
                     else self._fetch(warp, at, size, lanes if registers else None, kept)
                 )
                 self.add(warp, event)
+                self.lone.update(
+                    dict.fromkeys(self.now_alone, (warp, len(self.programs[warp]) - 1))
+                )
+                self.now_alone = []
 
         return add
 
@@ -280,10 +288,17 @@ class Fetches:
         return Fetch(len(sectors), missed, base, registers, held, new, kept, alone, asked, banks)
 
     def _alone(self, base: int, cta: int, sectors: np.ndarray) -> int:
-        """How many of the sectors are the only ones that a CTA has fetched of their 64 bytes."""
+        """How many of the sectors are the only ones that a CTA fetches of their 64 bytes; one that
+        an earlier fetch counts among these is none any more where this one brings the other."""
         had = self.reuse[base, cta].latest
         each = set(sectors.tolist())
-        return sum(s ^ 1 not in each and s ^ 1 not in had for s in each)
+        for s in each:
+            if s ^ 1 not in each and (place := self.lone.pop((cta, s ^ 1), None)) is not None:
+                program, at = self.programs[place[0]], place[1]
+                program[at] = program[at]._replace(alone=program[at].alone - 1)
+        alone = [(cta, s) for s in each if s ^ 1 not in each and s ^ 1 not in had]
+        self.now_alone = alone
+        return len(alone)
 
     def _not_in_l1(self, cta: int, sectors: np.ndarray) -> np.ndarray:
         """The sectors that a CTA does not find in L1, where they are from now on."""

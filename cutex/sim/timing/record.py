@@ -106,7 +106,8 @@ class Recorder(Observer):
         code = machine.program.code
         self.code = code
         self.before = [counters.before(i) if counters else None for i in code]
-        self.fetches = Fetches(machine, code, self._add, costs, l1)
+        self.programs: dict[int, list[Event]] = defaultdict(list)
+        self.fetches = Fetches(machine, code, self._add, costs, self.programs, l1)
         self.kinds: list[Callable[[Batch, Any], None] | None] = [
             self._kind(pc, ins) for pc, ins in enumerate(code)
         ]
@@ -117,7 +118,6 @@ class Recorder(Observer):
         own_of = dict(zip(FIELDS, own.T, strict=True))
         self.cost = np.column_stack([{**own_of, "port": port}[name] for name in Work._fields])
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
-        self.programs: dict[int, list[Event]] = defaultdict(list)
         self.maps: dict[int, TensorMap] = {}  # by address
         self.flops, self.steps, self.together = 0.0, 0, Together()
         self.columns = 0  # columns of tensor memory of a CTA's largest allocation

@@ -63,7 +63,8 @@ class Warp:
         self.number, self.program, self.at = number, program, 0
         self.cta, self.place = record.cta[number], record.place[number]
         self.sm = self.timeline.sms[self.cta % record.cluster_size]
-        self.core = self.sm.cores[self.place % 4]
+        # NOTE: CTAs side by side have numbers of warps that follow one another
+        self.core = self.sm.cores[(cluster.slot * record.warps_per_cta + self.place) % 4]
         self.role = record.roles.get(number, "") or f"warp {self.place}"
         self.track = f"{self.role} {self.place}"
         self.warpgroup = (self.cta, self.place // 4)
