@@ -286,14 +286,14 @@ def _kind(name: str, recipe: Any) -> str:
 
 
 def _check_whole(a: Any, b: Any, scale_a: Tensor, scale_b: Tensor, kinds: tuple[str, str]) -> None:
-    sizes = (
-        a.shape[-2] if isinstance(a, Tensor) and a.dim() > 1 else 1,
-        (b.shape[-1] if isinstance(b, Tensor) and b.dim() > 1 else 1),
-    )
-    for name, scale, kind, size in zip(
-        ("scale_a", "scale_b"), (scale_a, scale_b), kinds, sizes, strict=True
-    ):
-        due = 1 if kind == "TensorWise" else size
-        if scale.numel() != due:
-            what = "1 element" if kind == "TensorWise" else f"{size} elements, one a row"
-            raise ValueError(f"{name} of {kind} must have {what}, got shape {tuple(scale.shape)}")
+    rows = a.shape[-2] if isinstance(a, Tensor) and a.dim() > 1 else 1
+    columns = b.shape[-1] if isinstance(b, Tensor) and b.dim() > 1 else 1
+    each = ("scale_a", scale_a, kinds[0], (rows, 1)), ("scale_b", scale_b, kinds[1], (1, columns))
+    for name, scale, kind, due in each:
+        shape = tuple(scale.shape)
+        if kind == "TensorWise":
+            if scale.numel() != 1:
+                raise ValueError(f"{name} of {kind} must have 1 element, got shape {shape}")
+        # NOTE: a's factors as a row, or b's as a column, would be those of the other side
+        elif shape not in (due, (due[0] * due[1],)):
+            raise ValueError(f"{name} of {kind} must have shape {due}, got {shape}")

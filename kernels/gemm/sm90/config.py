@@ -77,10 +77,10 @@ class Sm90Config(GemmConfig):
     @property
     def storing_warpgroups(self) -> int:
         """The warpgroups that have slots of their own for parts of C."""
-        return self.mma_warpgroups // self.turns
+        return self.mma_warpgroups // self.storing_turns
 
     @property
-    def turns(self) -> int:
+    def storing_turns(self) -> int:
         """The warpgroups that take turns at a slot for C."""
         return self.mma_warpgroups if self.in_turns else 1
 

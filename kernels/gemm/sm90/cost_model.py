@@ -478,7 +478,7 @@ def predictions(
     near = np.flatnonzero((times <= NEAR * times.min()) & (every.added == 0))
     times[near] *= np.exp(errors_nearby(MEASURED, places[near], caution))
     times *= np.where([c.split_k == 8 for c in configs], EIGHT_SHARE[sum(majors)], 1)
-    times += [TURN_US * (c.turns - 1) for c in configs]
+    times += [TURN_US * (c.storing_turns - 1) for c in configs]
     if not any(majors):
         times *= [
             BOXES_SHARED.get(c.cluster_m * c.cluster_n, 1) if c.box_rows else 1 for c in configs

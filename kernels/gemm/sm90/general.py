@@ -490,8 +490,8 @@ class General:
         if rows is not None and not c.in_turns:
             return warpgroup_store(out, sC, c.epi_stages, transpose=c.swap_ab)
         ops = replace(ops, preloaded=self.preloaded)
-        columns, turns = config.columns_contiguous, c.turns
-        return fused_store(out, sC, c.epi_stages, columns, ops, held, turns)
+        columns = config.columns_contiguous
+        return fused_store(out, sC, c.epi_stages, columns, ops, held, c.storing_turns)
 
 
 def from_row(x: cpasync.TmaInfo, row: Int32) -> cpasync.TmaInfo:
