@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cutex.kernels.attention.forward.sm90.forward import Forward
-from cutex.ops.attention import plan, planned
+from cutex.ops.attention import own_backward, plan, planned
 from cutex.ops.attention.call import DTYPES
 from cutex.problem.attention.case import AttentionCase, Inputs
 from cutex.problem.attention.reference import attend
@@ -134,6 +134,27 @@ def flash_on_cpu():
         yield
     finally:
         library._destroy()
+
+
+@contextlib.contextmanager
+def own_backward_on_cpu(monkeypatch: pytest.MonkeyPatch):
+    """Our backward's kernels of dense calls that see all keys, by definition in float64."""
+
+    def launcher(*_: Any) -> Any:
+        def launch(q, k, v, out, grad, lse, dq, dk, dv, *_: Any) -> None:
+            for i in range(len(q)):
+                given = (x[i].double() for x in (grad, q, k, v, out, lse))
+                found = _gradients(*given, None, None, None)
+                for x, g in zip((dq, dk, dv), found, strict=True):
+                    x[i] = g.to(x.dtype)
+
+        return launch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_backward, "kernel_for", lambda *of: None)
+        patch.setattr(own_backward, "launcher", launcher)
+        patch.setattr(own_backward, "_plans", {})
+        yield
 
 
 def _gradients(grad, q, k, v, out, lse, scale, left, right):

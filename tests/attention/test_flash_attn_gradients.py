@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_gradients import definition, upstream, wide
-from attention_stand_in import StandIn, flash_on_cpu
+from attention_stand_in import StandIn, flash_on_cpu, own_backward_on_cpu
 from flash_attn_calls import SMALL, call
-from test_attention_backward import case_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
@@ -232,22 +231,21 @@ def test_what_is_saved_may_be_kept_elsewhere(stand_in):
         assert all(map(torch.equal, found[0], mine))
 
 
-def test_gradients_of_a_call_like_the_one_before(monkeypatch):
+def test_gradients_of_a_call_like_the_one_before(stand_in, monkeypatch):
     """They are found without that one's decisions; where something differs, they are made anew."""
     made, of_inputs = [], registered_backward.of_inputs
     monkeypatch.setattr(
         registered_backward, "of_inputs", lambda *of: made.append(of) or of_inputs(*of)
     )
-    case = case_of("full", head_dim=64, head_dim_v=64)  # whose kernels another test compiles, too
-    inputs = case.inputs()[:3]
-    grad = upstream(case, 3, of_lse=False)[0]
+    inputs = SMALL.inputs()[:3]
+    grad = upstream(SMALL, 3, of_lse=False)[0]
 
     def gradients(of=None):
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = cutex.flash_attn_func(*leaves)
         return torch.autograd.grad(out, leaves, grad if of is None else of)
 
-    with cutex.ops.simulated("sm_90a"):
+    with own_backward_on_cpu(monkeypatch), cutex.ops.simulated("sm_90a"):
         first = gradients()
         gradients()  # the plan of the forward is known from its second call on
         seen = len(made)
@@ -263,5 +261,5 @@ def test_gradients_of_a_call_like_the_one_before(monkeypatch):
             patch.setattr(known_gradients, "_in_one_order", lambda: True)
             zeros = (*map(torch.zeros_like, first), None)
             assert not any(x.any() for x in gradients())
-    with cutex.ops.simulated("sm_90a"):
+    with own_backward_on_cpu(monkeypatch), cutex.ops.simulated("sm_90a"):
         assert all(map(torch.equal, gradients(), first))
