@@ -72,7 +72,8 @@ class Parts(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The work of a call by tiles of keys, in steps of a block of queries of one head."""
+    """The work of a call by tiles of keys, those of a cluster counting as one, in steps of a block
+    of queries of one head."""
 
     tiles: float  # as many as take as long, if all were of the longest sequence
     longest_tiles: int  # of the longest sequence
@@ -86,7 +87,9 @@ class Load(NamedTuple):
         band = Band(None if left is None else -left, right)
         rows_k, (heads, heads_kv) = int(longest_k(call)), call.heads
         blocks = blocks_seen(
-            BlockInfo(config.tile_m, config.tile_n, band), int(longest_q(call)), rows_k
+            BlockInfo(config.tile_m, config.tile_n * config.key_ctas, band),
+            int(longest_q(call)),
+            rows_k,
         )
         alike, tiles = float(call.batch), len(blocks) * heads_kv
         longest_tiles = tiles * call.batch
@@ -99,9 +102,10 @@ class Load(NamedTuple):
         mean = sum(blocks) / len(blocks)
         return Load(tiles * alike, longest_tiles, heads // heads_kv, max(blocks), mean)
 
-    def steps(self, ctas: int, parts: Parts, cost: int) -> float:
+    def steps(self, config: BackwardConfig, parts: Parts) -> float:
         """The steps of the CTA that takes the most, where each tile is divided into parts."""
-        more = cost if parts.total > 1 else 0
+        ctas = config.num_ctas // config.key_ctas
+        more = cost_of_part(config) if parts.total > 1 else 0
         heads = self.group // parts.heads
         longest = heads * ceil(self.longest / parts.ranges) + more
         mean = heads * self.mean / parts.ranges + more
@@ -126,22 +130,22 @@ def parts_of(call: AttentionCall, config: BackwardConfig) -> Parts:
     """The parts of each tile of keys: few, but enough that the longest tile takes no longer than an
     equal share of all."""
     heads, heads_kv = call.heads
-    group, cost = heads // heads_kv, cost_of_part(config)
+    group = heads // heads_kv
     blocks = -(-longest_k(call) // config.tile_n)
     divisors = [n for n in range(1, group + 1) if group % n == 0]
     if (in_l2 := heads_for_l2(call, config)) > 1:
         return Parts(in_l2)
     if blocks * heads_kv > FEW_PARTS * config.num_ctas:
         return Parts()
-    load, ctas = Load.of(call, config), config.num_ctas
+    load = Load.of(call, config)
     # NOTE: in one order, a part's adds wait for those of the parts before it
     most = 1 if config.deterministic else max(min(MOST_RANGES, load.longest), 1)
     found = Parts()
     for ranges, worth in ((1, WORTH), (most, WORTH_RANGES)):
         choices = [Parts(n, i) for i in range(1, ranges + 1) for n in divisors]
-        steps = {parts: load.steps(ctas, parts, cost) for parts in choices}
+        steps = {parts: load.steps(config, parts) for parts in choices}
         least = min(steps.values())
-        if least < worth * load.steps(ctas, found, cost):
+        if least < worth * load.steps(config, found):
             good = [parts for parts in choices if steps[parts] <= ABOUT * least]
             found = min(good, key=lambda parts: (parts.total, parts.ranges))
     return found
@@ -163,7 +167,7 @@ def heads_for_l2(call: AttentionCall, config: BackwardConfig) -> int:
 def steps_of(call: AttentionCall, config: BackwardConfig, parts: Parts) -> float:
     """The steps of the CTA that takes the most, where tiles are divided into `parts`."""
     if parts.total == 1 or heads_for_l2(call, config) == 1:
-        return Load.of(call, config).steps(config.num_ctas, parts, cost_of_part(config))
+        return Load.of(call, config).steps(config, parts)
     return 0.0  # the reason for these parts is another one
 
 
@@ -227,8 +231,7 @@ def most_steps(call: AttentionCall, config: BackwardConfig) -> int:
     if config.last_parts:
         return ceil(last_parts_of(call, config).steps)
     if config.head_parts:
-        parts = parts_of(call, config)
-        return ceil(Load.of(call, config).steps(tail.ctas, parts, cost_of_part(config)))
+        return ceil(Load.of(call, config).steps(config, parts_of(call, config)))
     rounds, left = divmod(tail.tiles, tail.ctas)
     if config.spread and tail.is_cut:
         return rounds * tail.steps + -(-left * tail.steps // tail.shares) + tail.cost

@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cutex.compile import Argument
 from cutex.device.atoms.quad import transpose_in_quad
-from cutex.device.attention.block_info import BlockInfo
+from cutex.device.attention.block_info import BlockInfo, smaller
 from cutex.device.attention.gaps import Gaps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
@@ -30,7 +30,7 @@ LANES = 8  # threads of preprocess that read one row together
 VECTOR = 8  # elements of 16 bits in one load
 SIDE_BY_SIDE = THREADS // LANES  # rows that are read at one time
 WIDE = 8  # columns of a unit of dQ
-MOST = 16  # units that a thread of convert has in registers at one time
+MOST = 32  # units that a thread of convert has in registers at one time
 HUGE_LSE, HUGE_LSE_ERROR = 2.0**24, 2.0**-20  # in powers of two, and more than its relative error
 
 Config = TypeVar("Config", bound=BackwardSpec)
@@ -124,7 +124,7 @@ class Preprocess:
             # NOTE: behind the loads, which do not wait for these stores then
             if cutlass.const_expr(not by_main):
                 self.clear(sums, part)
-            self.keep_rows(part, rows, tensors.stats[tile.number, None], args, tile)
+            self.keep_rows(part, rows, tensors, args, tile)
             if cutlass.const_expr(c.first_stores or (c.late_zeros and c.ranked)):  # noqa: SIM102
                 if self.sees_no_key(tensors, args, tile):
                     self.clear(sums, part)
@@ -200,7 +200,7 @@ class Preprocess:
     @property
     def at_once(self) -> int:
         """The number of rows per thread whose loads are in flight at once."""
-        return min(max(8 // self.vectors, 2), self.config.tile_m // SIDE_BY_SIDE)
+        return min(4 if self.vectors > 1 else 8, self.config.tile_m // SIDE_BY_SIDE)
 
     @property
     def parts(self) -> int:
@@ -217,26 +217,20 @@ class Preprocess:
         self, part: cutlass.Constexpr[int], tensors: Tensors, args: KernelArgs, tile: QueryTile
     ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Start this thread's loads for the rows of a part: O and dO (VECTOR, NumV, row), LSE and
-        its gradient (2, row), -inf and 0 past the end."""
+        its gradient (2, row); for rows past the end, those of the last one."""
         c, (_, head, batch, seqlen, m_block) = self.config, tile
         mO, mdO = (rows_of(x, c.varlen_q, head, batch) for x in (tensors.o, tensors.do))
         layout = cute.make_layout((VECTOR, self.vectors, self.at_once))
         rO, rdO = (cute.make_rmem_tensor(layout, mO.element_type) for _ in range(2))
         of_lse = cute.make_rmem_tensor(cute.make_layout((2, self.at_once)), Float32)
-        rO.fill(0.0)
-        rdO.fill(0.0)
         for i in cutlass.range_constexpr(self.at_once):
-            row = m_block * c.tile_m + self.place(part, i)
-            lse, dlse = -Float32.inf, Float32(0.0)
-            if row < seqlen.length:
-                self.read(mO, seqlen, row, rO[None, None, i])
-                self.read(mdO, seqlen, row, rdO[None, None, i])
-                # NOTE: nothing is computed of them in this branch, which would wait for them
-                at = (head, seqlen.offset + row) if c.varlen_q else (batch, head, row)
-                lse = tensors.lse[at]
-                if cutlass.const_expr(c.dlse):
-                    dlse = args.dlse[at]
-            of_lse[0, i], of_lse[1, i] = lse, dlse
+            # NOTE: no load is in a branch, whose end would wait for it
+            row = smaller(m_block * c.tile_m + self.place(part, i), seqlen.length - 1)
+            self.read(mO, seqlen, row, rO[None, None, i])
+            self.read(mdO, seqlen, row, rdO[None, None, i])
+            at = (head, seqlen.offset + row) if c.varlen_q else (batch, head, row)
+            of_lse[0, i] = tensors.lse[at]
+            of_lse[1, i] = args.dlse[at] if c.dlse else Float32(0.0)
         return rO, rdO, of_lse
 
     @cute.jit
@@ -244,25 +238,32 @@ class Preprocess:
         self,
         part: cutlass.Constexpr[int],
         rows: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        stats: cute.Tensor,
+        tensors: Tensors,
         args: KernelArgs,
         tile: QueryTile,
     ) -> None:
         """Write LSE and delta for the rows of a part."""
         thread, _, _ = cute.arch.thread_idx()
         rO, rdO, of_lse = rows
+        columns = cute.size(tensors.o, mode=[cute.rank(tensors.o) - 1])
         for i in cutlass.range_constexpr(self.at_once):
-            delta = Float32(0.0)
-            for j in cutlass.range_constexpr(VECTOR * self.vectors):
-                x, y = rO[None, None, i][j], rdO[None, None, i][j]
-                delta += x.to(Float32) * y.to(Float32)
+            place, delta = self.place(part, i), Float32(0.0)
+            for v in cutlass.range_constexpr(self.vectors):
+                products = Float32(0.0)
+                for j in cutlass.range_constexpr(VECTOR):
+                    products += rO[j, v, i].to(Float32) * rdO[j, v, i].to(Float32)
+                there = (v * LANES + thread % LANES) * VECTOR < columns
+                delta += cutlass.select_(there, products, Float32(0.0))
             for offset in (1, 2, 4):
                 delta += cute.arch.shuffle_sync_bfly(delta, offset=offset)
-            lse, dlse = in_powers(of_lse[0, i], of_lse[1, i])
+            there = tile.m_block * self.config.tile_m + place < tile.seqlen.length
+            lse = cutlass.select_(there, of_lse[0, i], -Float32.inf)
+            delta = cutlass.select_(there, delta, Float32(0.0))
+            lse, dlse = in_powers(lse, of_lse[1, i])
             if thread % LANES == 0:
-                self.keep(stats, self.place(part, i), lse, delta - dlse, args)
+                self.keep(tensors.stats[tile.number, None], place, lse, delta - dlse, args)
                 if cutlass.const_expr(self.config.sink):
-                    self.hand_out(delta - dlse, self.place(part, i), args, tile)
+                    self.hand_out(delta - dlse, place, args, tile)
 
     @cute.jit
     def hand_out(self, delta: Float32, place: Int32, args: KernelArgs, tile: QueryTile) -> None:
@@ -295,14 +296,13 @@ class Preprocess:
 
     @cute.jit
     def read(self, mX, seqlen: SeqlenInfo, row: Int32, rX: cute.Tensor) -> None:
-        """Read this thread's part (VECTOR, NumV) of a row of O or dO."""
+        """Read this thread's part (VECTOR, NumV) of a row of O or dO; past the end, the last."""
         thread, _, _ = cute.arch.thread_idx()
         at = seqlen.offset + row if self.config.varlen_q else row
         gX = cute.logical_divide(mX[at, None], cute.make_layout(VECTOR))  # (VECTOR, NumV)
         for i in cutlass.range_constexpr(cute.size(rX, mode=[1])):
-            v = i * LANES + thread % LANES
-            if v < cute.size(gX, mode=[1]):
-                cute.autovec_copy(gX[None, v], rX[None, i])
+            v = smaller(i * LANES + thread % LANES, cute.size(gX, mode=[1]) - 1)
+            cute.autovec_copy(gX[None, v], rX[None, i])
 
 
 @cute.jit
